@@ -1,13 +1,13 @@
 """Run folders and files in buckets: `gs://bucket/run`, `s3://bucket/run`, and every other scheme of fsspec.
 
     RUN on this machine's disk                      the bucket
-    checkpoints/000040/arrays/00000   ──────────►   the same name, when the checkpoint is whole
+    checkpoints/000040/arrays/00000   ──────────►   the same name, when the checkpoint is complete
     checkpoints/000040/MANIFEST       ──────────►   after all of its arrays: without one it is no checkpoint
     metrics.jsonl, run.json, ...      ──────────►   with each checkpoint, and at the end
-    all of it                         ◄──────────   when the run starts, unless the copy has a newer checkpoint
+    all files                         ◄──────────   when the run starts, unless the copy has a newer checkpoint
 
-A run writes to a folder of its own under the user's cache, exactly as any other run, so that what needs a file system
-(renames, locks, maps of memory) has one. One process writes a bucket: several would need a folder that all share.
+A run writes to a local folder under the user's cache, like any other run, and so has a file system for renames, locks
+and memory maps. A single process writes a bucket: several would need a shared folder.
 """
 
 import json
@@ -22,30 +22,30 @@ from typing import Any
 
 import fsspec
 
-from jaxpar.errors import JaxparError, describe_exception, nearest, refuse
+from jaxpar.errors import JaxparError, describe_exception, refuse, suggest
 
-SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # one slash: `Path` drops the other
+SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # one slash: `Path` drops the second
 MANIFEST = "MANIFEST"
-READ = "read"  # the copies of what is only read
-DISK = ("file", "local")  # the schemes of a disk, such as one that is mounted from elsewhere
-# packed tokens, which are made anew; locks and signs of life, which are of one machine; what is half written
+READ = "read"  # cache folder of read-only copies
+DISK = ("file", "local")  # the schemes of a disk, which may be mounted from elsewhere
+# not copied: packed tokens, which are rebuilt; locks and heartbeats, which belong to one machine; partial files
 LOCAL = re.compile(r"(data/.*\.bin|.*\.(lock|part)|lock|processes/.*|checkpoints/(?!\d+/).*)")
 
 
 def is_address(path: str | Path) -> bool:
-    """Returns whether a path is the address of an object store: a scheme of more than one letter, and a slash."""
+    """Whether a path is the address of an object store: a scheme of more than one letter, and a slash."""
     return SCHEME.match(str(path)) is not None
 
 
 def check_address(path: str | Path, name: str) -> None:
-    """Checks that the package is installed which reads a scheme.
+    """Checks that the package for an address's scheme is installed.
 
     Args:
       path: A path, or an address.
-      name: What it is called for the user, such as run.dir.
+      name: Its name for the user, such as run.dir.
 
     Raises:
-      JaxparError: If it is an address whose scheme nothing reads.
+      JaxparError: If it is an address whose scheme no installed package reads.
     """
     if not (match := SCHEME.match(str(path))):
         return
@@ -53,41 +53,41 @@ def check_address(path: str | Path, name: str) -> None:
     try:
         fsspec.get_filesystem_class(scheme)
     except (ImportError, ValueError) as error:
-        known = fsspec.available_protocols()
+        schemes = fsspec.available_protocols()
         package = re.search(r"[Ii]nstall (\S+)", str(error))
         raise refuse(
             f"{name} = {str(path)!r:.200}: {error}",
             rule="an address has a scheme of fsspec, whose package is installed",
             fix=f"pip install {package[1]}; or a bucket that is mounted, and its folder"
-            if scheme in known and package
-            else f"{nearest(scheme, known, otherwise='gs://, s3://, az://')}; or a folder",
+            if scheme in schemes and package
+            else f"{suggest(scheme, schemes, otherwise='gs://, s3://, az://')}; or a folder",
         ) from error
 
 
 def local_folder(path: str | Path, *, kind: str = "buckets") -> Path:
-    """Returns the folder on this machine's disk of a run: itself, or where an address has its copy.
+    """Returns a run's folder on the local disk: the path itself, or the copy of an address.
 
     Args:
       path: A folder, or an address.
-      kind: The folder of the cache: what is only read has another copy than a run, which may be writing its own.
+      kind: The folder of the cache: read-only copies are separate from those of runs, which may be writing.
     """
     if not is_address(path):
         return Path(path)
-    scheme, _, rest = str(path).partition(":")
+    scheme, _, folder = str(path).partition(":")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return cache / "jaxpar" / kind / scheme / rest.strip("/")
+    return cache / "jaxpar" / kind / scheme / folder.strip("/")
 
 
 class Bucket:
-    """A folder in an object store, and its copy on this machine's disk.
+    """A folder in an object store, and its copy on the local disk.
 
     Args:
-      address: Of the folder.
-      say: Takes a line for the user.
-      kind: Of its copy; see `local_folder`.
+      address: Address of the folder.
+      say: Prints a line for the user.
+      kind: As for `local_folder`.
 
     Attributes:
-      local: The copy.
+      local: Path of the copy.
     """
 
     def __init__(self, address: str | Path, say: Callable[[str], None] = print, *, kind: str = "buckets"):
@@ -101,10 +101,10 @@ class Bucket:
         self._root = root.rstrip("/")
 
     def pull(self) -> None:
-        """Makes the copy equal to the bucket: whole checkpoints, and all other files.
+        """Makes the copy equal to the bucket: complete checkpoints, and all other files.
 
-        A copy with a newer checkpoint than the bucket has stays as it is: what it has was not written there, as the
-        bucket was away or the run was killed, and the next push writes it.
+        A copy with a newer checkpoint than the bucket's is left as it is: the bucket was unreachable or the run was
+        killed before the upload, and the next push uploads it.
 
         Raises:
           JaxparError: If the bucket cannot be read.
@@ -112,33 +112,33 @@ class Bucket:
         with self._talking("read"):
             self._files.invalidate_cache()
             sizes = {name: info["size"] for name, info in self._remote() if not LOCAL.fullmatch(name)}
-        whole = {folder for name in sizes if (folder := _checkpoint(name)) and f"{folder}/{MANIFEST}" in sizes}
-        newest, there = max(self._whole_here(), default=""), max(whole, default="")
-        if newest > there:
-            self._say(f"{self.local} has {newest}, {self.address} {there or 'no checkpoint'}: on from the copy")
+        complete = {folder for name in sizes if (folder := _checkpoint(name)) and f"{folder}/{MANIFEST}" in sizes}
+        newest, newest_remote = max(self._whole_here(), default=""), max(complete, default="")
+        if newest > newest_remote:
+            self._say(f"{self.local} has {newest}, {self.address} {newest_remote or 'no checkpoint'}: on from the copy")
             return
-        wanted = {name: size for name, size in sizes.items() if not (folder := _checkpoint(name)) or folder in whole}
-        for name in self._here().keys() - wanted.keys():
+        files = {name: size for name, size in sizes.items() if not (folder := _checkpoint(name)) or folder in complete}
+        for name in self._here().keys() - files.keys():
             (self.local / name).unlink(missing_ok=True)
         for folder in (self.local / "checkpoints").glob("*"):
-            if f"checkpoints/{folder.name}" not in whole:
+            if f"checkpoints/{folder.name}" not in complete:
                 shutil.rmtree(folder, ignore_errors=True)
-        same = {folder for folder in whole if self._is_same(f"{folder}/{MANIFEST}")}
+        unchanged = {folder for folder in complete if self._is_same(f"{folder}/{MANIFEST}")}
         with self._talking("read"):
-            for name, size in sorted(wanted.items()):
+            for name, size in sorted(files.items()):
                 path = self.local / name
-                if _checkpoint(name) in same and path.is_file() and path.stat().st_size == size:
+                if _checkpoint(name) in unchanged and path.is_file() and path.stat().st_size == size:
                     continue  # its MANIFEST, which is the bucket's, has the hash of every byte
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._files.get_file(f"{self._root}/{name}", str(path))
         self._pushed = self._here()
 
     @contextmanager
-    def following(self) -> Iterator[None]:
-        """Pulls, and pushes at the end, also before an error.
+    def synchronized(self) -> Iterator[None]:
+        """Pulls at the start, and pushes at the end, also after an error.
 
         Raises:
-          JaxparError: If the bucket cannot be read, or does not have all of the copy at the end.
+          JaxparError: If the bucket cannot be read, or lacks files of the copy at the end.
         """
         self._say(f"{self.address}: on this machine it is {self.local}")
         self.pull()
@@ -150,43 +150,43 @@ class Bucket:
         self.finish()
 
     def push(self) -> None:
-        """Makes the bucket equal to the copy. A failure is said; the next push tries again, and `finish` raises."""
+        """Makes the bucket equal to the copy. A failure is printed; the next push tries again, and `finish` raises."""
         with self._lock:
             try:
                 with self._talking("written"):
                     self._push()
             except JaxparError as error:
                 if not self._failed:
-                    self._say(f"{error.problems[0].got}; training goes on, and the next checkpoint is tried")
+                    self._say(f"{error.problems[0].got}; training goes on, and the next checkpoint tries again")
                 self._failed = error.problems[0].got
             else:
                 self._failed = ""
 
     def finish(self) -> None:
-        """Pushes the last time.
+        """Pushes for the last time.
 
         Raises:
-          JaxparError: If the bucket does not have all of the copy.
+          JaxparError: If the bucket lacks files of the copy.
         """
         self.push()
         if self._failed:
             raise refuse(
                 self._failed,
-                rule="a run in a bucket is there when it ends",
+                rule="a run in a bucket is uploaded completely when it ends",
                 fix=f"all of it is in {self.local}: copy that, or run the same command once the bucket can be written",
             )
 
     def _push(self) -> None:
-        here = self._here()
-        changed = [name for name in here if self._pushed.get(name) != here[name]]
+        files = self._here()
+        changed = [name for name in files if self._pushed.get(name) != files[name]]
         for name in sorted(changed, key=lambda name: (name.endswith(MANIFEST), name)):
             try:
                 self._put(name)
             except FileNotFoundError:
                 if (self.local / name).exists():
                     raise
-                continue  # a checkpoint that is no longer kept
-            self._pushed[name] = here[name]
+                continue  # of a checkpoint deleted in the meantime
+            self._pushed[name] = files[name]
         for name in sorted(self._pushed.keys() - self._here().keys(), key=lambda name: not name.endswith(MANIFEST)):
             if self._files.exists(f"{self._root}/{name}"):
                 self._files.rm_file(f"{self._root}/{name}")
@@ -194,31 +194,31 @@ class Bucket:
 
     def _whole_here(self) -> list[str]:
         """Returns the folders of the copy's checkpoints that have a MANIFEST."""
-        found = (path.parent.name for path in self.local.glob(f"checkpoints/*/{MANIFEST}"))
-        return [f"checkpoints/{name}" for name in found if name.isdigit()]
+        names = (path.parent.name for path in self.local.glob(f"checkpoints/*/{MANIFEST}"))
+        return [f"checkpoints/{name}" for name in names if name.isdigit()]
 
     def _put(self, name: str) -> None:
-        """Writes a file whole or not at all, as object stores do; on a disk it gets its name when it is whole."""
-        there = f"{self._root}/{name}"
-        part = f"{there}.part" if self.address.startswith(tuple(f"{each}:" for each in DISK)) else there
+        """Writes a file atomically, as object stores do; on a disk by renaming the complete file."""
+        target = f"{self._root}/{name}"
+        part = f"{target}.part" if self.address.startswith(tuple(f"{scheme}:" for scheme in DISK)) else target
         self._files.put_file(str(self.local / name), part)
-        if part != there:
-            self._files.mv(part, there)
+        if part != target:
+            self._files.mv(part, target)
 
     def _here(self) -> dict[str, tuple[int, int]]:
-        """Returns size and time of the files of the copy, by name."""
-        found = {}
+        """Returns (size, mtime) of the copy's files, by name."""
+        files = {}
         for folder, _, names in os.walk(self.local):
-            for each in names:
-                path = Path(folder, each)
+            for file_name in names:
+                path = Path(folder, file_name)
                 name = path.relative_to(self.local).as_posix()
                 try:
-                    about = path.stat()
+                    status = path.stat()
                 except FileNotFoundError:
                     continue
                 if not LOCAL.fullmatch(name):
-                    found[name] = about.st_size, about.st_mtime_ns
-        return found
+                    files[name] = status.st_size, status.st_mtime_ns
+        return files
 
     def _remote(self) -> Iterator[tuple[str, dict[str, Any]]]:
         if self._files.exists(self._root):
@@ -226,7 +226,7 @@ class Bucket:
                 yield path[path.index(self._root.strip("/")) + len(self._root.strip("/")) :].lstrip("/"), info
 
     def _is_same(self, name: str) -> bool:
-        """Returns whether a small file is in the copy as it is in the bucket."""
+        """Whether a small file is equal in copy and bucket."""
         path = self.local / name
         with self._talking("read"):
             return path.is_file() and path.read_bytes() == self._files.cat_file(f"{self._root}/{name}")
@@ -236,7 +236,7 @@ class Bucket:
 
 
 class _Talking:
-    """Turns whatever a bucket's package raises into a refusal: each has errors of its own."""
+    """Turns any error of a bucket's package into a `JaxparError`: every package has its own errors."""
 
     def __init__(self, address: str, what: str):
         self.address, self.what = address, what
@@ -248,13 +248,13 @@ class _Talking:
         if isinstance(error, Exception) and not isinstance(error, JaxparError):
             raise refuse(
                 f"{self.address} could not be {self.what}: {describe_exception(error)}",
-                rule="a bucket is there, and this machine may read and write it",
-                fix="its name and region, the credentials of this machine, or a folder of the file system",
+                rule="the bucket exists, and this machine may read and write it",
+                fix="check its name and region and the credentials of this machine, or use a folder of the file system",
             ) from error
 
 
-def opened(path: str | Path) -> Path:
-    """Returns a folder to read: itself, or the copy of an address once it is equal to the bucket.
+def pull_folder(path: str | Path) -> Path:
+    """Returns a folder to read: the path itself, or the up-to-date copy of an address.
 
     Raises:
       JaxparError: If the address cannot be read.
@@ -266,10 +266,10 @@ def opened(path: str | Path) -> Path:
     return bucket.local
 
 
-def fetched(path: str) -> str:
-    """Returns a path of data: itself, or where the files of an address were copied to; a glob stays one.
+def fetch(path: str) -> str:
+    """Returns a path of data: the path itself, or the local copy of an address; a glob stays a glob.
 
-    A file that is there with the same size and version is not copied again.
+    A file whose version is unchanged is not copied again.
 
     Raises:
       JaxparError: If the address cannot be read.
@@ -284,12 +284,12 @@ def fetched(path: str) -> str:
         files, root = _file_system(path)
         names = files.glob(root) if "*" in root else files.find(root) if files.isdir(root) else [root]
         for name in names:
-            to = local_folder(files.unstrip_protocol(name))
+            local_path = local_folder(files.unstrip_protocol(name))
             version = str(files.ukey(name))
-            if to.is_file() and versions.get(name) == version:
+            if local_path.is_file() and versions.get(name) == version:
                 continue
-            to.parent.mkdir(parents=True, exist_ok=True)
-            files.get_file(name, str(to))
+            local_path.parent.mkdir(parents=True, exist_ok=True)
+            files.get_file(name, str(local_path))
             versions[name] = version
     if index:
         index.parent.mkdir(parents=True, exist_ok=True)
@@ -298,19 +298,19 @@ def fetched(path: str) -> str:
 
 
 def _whole(address: str | Path) -> str:
-    """Returns an address with the slashes that `Path` has dropped, and none at its end."""
-    scheme, _, rest = str(address).partition(":")
+    """Restores the slashes that `Path` has dropped from an address, and strips those at its end."""
+    scheme, _, path = str(address).partition(":")
     slashes = "///" if scheme in DISK else "//"
-    return f"{scheme}:{slashes}{rest.strip('/')}"
+    return f"{scheme}:{slashes}{path.strip('/')}"
 
 
 def _file_system(address: str) -> tuple[Any, str]:
-    """Returns the file system of an address, and the path in it."""
-    more = {"auto_mkdir": True} if address.partition(":")[0] in DISK else {}
-    return fsspec.core.url_to_fs(address, **more)
+    """Returns the fsspec file system of an address, and the path in it."""
+    options = {"auto_mkdir": True} if address.partition(":")[0] in DISK else {}
+    return fsspec.core.url_to_fs(address, **options)
 
 
 def _checkpoint(name: str) -> str:
-    """Returns the folder of the checkpoint that a file is of, "" of none."""
+    """Returns the checkpoint folder of a file, or ""."""
     match = re.match(r"(checkpoints/\d+)/", name)
     return match[1] if match else ""

@@ -1,4 +1,4 @@
-"""Errors that say what went wrong, the rule, and the way out.
+"""Errors that state what went wrong, the rule, and a fix.
 
 JaxparError: mesh axes fsdp=4 x tensor=3 need 12 devices, 8 are visible (cpu).
   rule: the product of the axis sizes equals the number of devices
@@ -18,9 +18,9 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-LOST = 75  # status of a process that ended because of another: worth another attempt (EX_TEMPFAIL)
+LOST = 75  # exit status of a process that ended because another failed: worth a retry (EX_TEMPFAIL)
 FEW = 20  # problems of one kind that are listed one by one
-# saved and stopped by a signal; as shells count
+# exit statuses of a run that saved and stopped by a signal, 128 + number as in shells
 STOPPED = {
     name: 128 + signal.Signals[name] for name in ("SIGHUP", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGTERM", "SIGXCPU")
 }
@@ -41,13 +41,13 @@ class Problem:
     fix: str
 
     def __str__(self) -> str:
-        return plain(f"{self.got}\n  rule: {self.rule}\n  fix:  {self.fix}")
+        return escape_control(f"{self.got}\n  rule: {self.rule}\n  fix:  {self.fix}")
 
 
 class JaxparError(ValueError):
-    """The one error jaxpar raises for input it refuses; carries every problem found at once."""
+    """The error that jaxpar raises for input that it refuses, with all problems at once."""
 
-    status = 1  # exit status of a command that ends with it
+    status = 1  # exit status of a command that ends with this error
 
     def __init__(self, *problems: Problem):
         self.problems = problems
@@ -55,7 +55,7 @@ class JaxparError(ValueError):
 
 
 class Keywords:
-    """Base of the dataclasses that users write with keywords: one that a class does not have is refused."""
+    """Base of the keyword-only dataclasses for users: refuses unknown keywords and positional values."""
 
     __slots__ = ()
 
@@ -65,21 +65,21 @@ class Keywords:
         Raises:
           JaxparError: With every keyword that the class does not have, and values without a keyword.
         """
-        known = [field.name for field in fields(cls)]  # pyright: ignore[reportArgumentType]
-        rule = f"{cls.__name__} takes keywords: {', '.join(known)}"
-        problems = [Problem(f"{cls.__name__}({value!r:.60})", rule, f"{known[0]}={value!r:.60}") for value in args]
+        names = [field.name for field in fields(cls)]  # pyright: ignore[reportArgumentType]
+        rule = f"{cls.__name__} takes keywords: {', '.join(names)}"
+        problems = [Problem(f"{cls.__name__}({value!r:.60})", rule, f"{names[0]}={value!r:.60}") for value in args]
         problems += [
-            Problem(f"{cls.__name__}({key}={kwargs[key]!r:.60})", rule, nearest(key, known))
+            Problem(f"{cls.__name__}({key}={kwargs[key]!r:.60})", rule, suggest(key, names))
             for key in kwargs
-            if key not in known
+            if key not in names
         ]
         if problems:
             raise JaxparError(*problems)
         return super().__new__(cls)
 
 
-def plain(text: str) -> str:
-    """Returns a text without control characters, which a terminal would obey; lines and tabs stay."""
+def escape_control(text: str) -> str:
+    """Escapes control characters, which a terminal would execute; keeps newlines and tabs."""
     return text.translate(_SHOWN)
 
 
@@ -87,24 +87,24 @@ _SHOWN = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if c
 
 
 def first_problems(names: Sequence[str], problem: Callable[[str], Problem]) -> list[Problem]:
-    """Returns one problem for each of the first 20 names, and a single one that counts the others."""
-    made = [problem(name) for name in names[:FEW]]
+    """Returns a problem for each of the first 20 names, and one that counts the others."""
+    problems = [problem(name) for name in names[:FEW]]
     if len(names) > FEW:
-        made.append(Problem(f"{len(names) - FEW} more like them", made[-1].rule, "leave them out"))
-    return made
+        problems.append(Problem(f"{len(names) - FEW} more like them", problems[-1].rule, "leave them out"))
+    return problems
 
 
 def refuse(got: str, *, rule: str, fix: str) -> JaxparError:
-    """Returns the error for a single problem, to be raised."""
+    """Returns a `JaxparError` of a single problem, for the caller to raise."""
     return JaxparError(Problem(got, rule, fix))
 
 
 @contextmanager
-def users_code(what: str, *, rule: str, fix: str) -> Iterator[None]:
-    """Turns whatever a user's own code raises into a refusal that begins with the line; jaxpar's refusals pass.
+def user_code_errors(what: str, *, rule: str, fix: str) -> Iterator[None]:
+    """Turns any error of the user's own code into a `JaxparError` that begins with the user's line.
 
-    The one place that catches everything, because a user's code may raise anything; nothing is
-    swallowed: the error is raised again, with its cause. A collective of `pmap` has a rule and a fix of its own.
+    Catches everything, because a user's code may raise anything, and raises it again with its cause; a `JaxparError`
+    passes unchanged. Collectives of `pmap` have their own rule and fix.
     """
     try:
         yield
@@ -118,30 +118,30 @@ def users_code(what: str, *, rule: str, fix: str) -> Iterator[None]:
 
 
 def users_line(error: BaseException) -> str:
-    """Returns the line of the user's code that raised, `loss.py, line 8: x = a @ b` on a line of its own; or ""."""
+    """Returns the user's line that raised, such as `loss.py, line 8: x = a @ b` and a line break; or ""."""
     lines = _users(error)
     return f"{Path(lines[-1].filename).name}, line {lines[-1].lineno}: {lines[-1].line}\n  " if lines else ""
 
 
 def _users(error: BaseException) -> list[traceback.FrameSummary]:
-    """Returns the frames of code that is neither jaxpar's, nor a package's, nor Python's."""
-    known = (str(Path(__file__).parent), sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), "<")
-    return [at for at in traceback.extract_tb(error.__traceback__) if not at.filename.startswith(known)]
+    """Returns the frames of the user's code: not of jaxpar, an installed package or Python."""
+    foreign = (str(Path(__file__).parent), sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), "<")
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(foreign)]
 
 
 def describe_exception(error: BaseException) -> str:
-    """Returns an exception as one line of text, with the file and line of the user's code that raised it."""
+    """Describes an exception in one line, with the file and line of the user's code that raised it."""
     text = [line for line in str(error).strip().splitlines() if line.strip()]
-    more = bool(text) and text[0].endswith(":")  # as of a scan, whose second line says which types differ
-    kept = [*text[: 1 + more], *(line for line in text[1 + more :] if _LISTING.fullmatch(line.strip()))]
-    what = f"no entry {error}" if isinstance(error, KeyError) else " ".join(each.strip() for each in kept)
+    continues = bool(text) and text[0].endswith(":")  # as of a scan, whose second line has the types that differ
+    parts = [*text[: 1 + continues], *(line for line in text[1 + continues :] if _LISTING.fullmatch(line.strip()))]
+    description = f"no entry {error}" if isinstance(error, KeyError) else " ".join(part.strip() for part in parts)
     if type(error).__name__ not in ("KeyError", "TypeError", "ValueError", "OSError"):
-        what = f"{type(error).__name__}: {what}".rstrip(": ")
+        description = f"{type(error).__name__}: {description}".rstrip(": ")
     lines = _users(error)
     return (
-        f"{what or type(error).__name__} ({Path(lines[-1].filename).name}, line {lines[-1].lineno})"
+        f"{description or type(error).__name__} ({Path(lines[-1].filename).name}, line {lines[-1].lineno})"
         if lines
-        else what or type(error).__name__
+        else description or type(error).__name__
     )
 
 
@@ -149,10 +149,10 @@ _LISTING = re.compile(r"[A-Z][\w ]{0,30}: \[.{0,90}\]")  # Transforms keys: ['ad
 
 
 @contextmanager
-def reading(
+def file_errors(
     path: Path, *, rule: str, fix: str, say: Callable[[BaseException], str] = describe_exception
 ) -> Iterator[None]:
-    """Turns whatever is wrong with a file that jaxpar wrote itself into a refusal; jaxpar's refusals pass.
+    """Turns any error while reading a file of jaxpar's own into a `JaxparError`; a `JaxparError` passes unchanged.
 
     Args:
       path: The file that is read inside this context.
@@ -161,7 +161,7 @@ def reading(
       say: Describes an exception in one line.
 
     Raises:
-      JaxparError: If it cannot be read, is not of its format, or holds something else.
+      JaxparError: If the file cannot be read, or has another format or content.
     """
     try:
         yield
@@ -171,21 +171,21 @@ def reading(
         raise refuse(f"{path} is damaged: {say(error)}", rule=rule, fix=fix) from error
 
 
-def nearest(word: str, known: Iterable[str], *, otherwise: str = "") -> str:
-    """Returns how a misspelt `word` was probably meant: "did you mean 'x'?"; else `otherwise`, or the known words."""
-    choices = sorted(known)
-    # in small letters, so that adamW is nearer to adamw than to adam; of names that differ in case alone, the first
+def suggest(word: str, words: Iterable[str], *, otherwise: str = "") -> str:
+    """Suggests a correction of a misspelt `word`: "did you mean 'x'?"; else `elementwise`, or the known words."""
+    choices = sorted(words)
+    # in lower case, so that adamW is nearer to adamw than to adam; of names that differ in case only, the first
     names = {choice.lower(): choice for choice in reversed(choices)}
-    close = [names[each] for each in difflib.get_close_matches(str(word).lower(), names, n=1, cutoff=0.6)]
+    close = [names[match] for match in difflib.get_close_matches(str(word).lower(), names, n=1, cutoff=0.6)]
     return f"did you mean {close[0]!r}?" if close else otherwise or f"one of: {', '.join(choices)}"
 
 
 def nearest_divisor(number: int, near: int, *, good: Callable[[int], bool] = lambda divisor: True) -> int | None:
-    """Returns the divisor of `number` that is nearest to `near`, the lower of two; None if none is within twice.
+    """Returns the divisor of `number` nearest to `near`, the lower of two; None if none is within a factor of 2.
 
     Args:
       number: A positive number.
-      near: The number that was asked for.
+      near: The desired divisor.
       good: A further condition on the divisor.
 
     >>> nearest_divisor(4096, 7), nearest_divisor(4099, 7)
@@ -203,12 +203,12 @@ def check_ranges(
 
     Args:
       spec: The dataclass.
-      section: The table of the job file that it was read from, which prefixes its keys in the error; "" for none.
+      section: Table of the job file with the keys, the prefix of keys in the error; "" for none.
       ranges: Key to (lowest, highest), both allowed.
-      below: The keys whose highest value is itself not allowed.
+      below: Keys whose highest value is excluded.
 
     Raises:
-      JaxparError: With every value that is no number, or out of its range.
+      JaxparError: With every value that is no number, or out of range.
     """
     problems = []
     defaults = {field.name: field.default for field in fields(spec)}  # pyright: ignore[reportArgumentType]
@@ -216,7 +216,7 @@ def check_ranges(
         value = getattr(spec, key)
         number = issubclass(type(value), Real)  # numpy's numbers too
         if not number or not low <= value <= high or (key in below and value == high):
-            usual = defaults.get(key, MISSING)
+            default = defaults.get(key, MISSING)
             rule = (
                 f"{key} is a number"
                 if not number
@@ -228,32 +228,34 @@ def check_ranges(
                 Problem(
                     f"{section}{'.' * bool(section)}{key} = {value!r}",
                     rule,
-                    f"{key} = {usual if usual is not MISSING and low <= usual <= high else low}",
+                    f"{key} = {default if default is not MISSING and low <= default <= high else low}",
                 )
             )
     if problems:
         raise JaxparError(*problems)
 
 
-def differences(found: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]], *, of: str) -> dict[str, list[str]]:
-    """Returns how arrays differ from the shapes that are wanted, as {kind of difference: names}.
+def shape_differences(
+    arrays: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], *, owner: str
+) -> dict[str, list[str]]:
+    """Compares arrays with expected shapes; returns {kind of difference: names}.
 
     Args:
-      found: Name to an array, or anything else with a `shape`.
-      wanted: Name to shape.
-      of: Owner of the wanted arrays, as in "not of the model".
+      arrays: Name to an array, or anything else with a `shape`.
+      shapes: Name to shape.
+      owner: Owner of the expected arrays, as in "not of the model".
 
     >>> import numpy as np
-    >>> differences({"a": np.ones(2), "b": np.ones(3)}, {"a": (2, 1), "c": (4,)}, of="the model")
+    >>> shape_differences({"a": np.ones(2), "b": np.ones(3)}, {"a": (2, 1), "c": (4,)}, owner="the model")
     {'missing': ['c'], 'not of the model': ['b'], 'of another shape': ['a [2], not [2, 1]']}
     """
-    each = {
-        "missing": [name for name in wanted if name not in found],
-        f"not of {of}": [name for name in found if name not in wanted],
+    kinds = {
+        "missing": [name for name in shapes if name not in arrays],
+        f"not of {owner}": [name for name in arrays if name not in shapes],
         "of another shape": [
-            f"{name} {list(found[name].shape)}, not {list(shape)}"
-            for name, shape in wanted.items()
-            if name in found and tuple(found[name].shape) != tuple(shape)
+            f"{name} {list(arrays[name].shape)}, not {list(shape)}"
+            for name, shape in shapes.items()
+            if name in arrays and tuple(arrays[name].shape) != tuple(shape)
         ],
     }
-    return {what: names for what, names in each.items() if names}
+    return {kind: names for kind, names in kinds.items() if names}

@@ -1,4 +1,4 @@
-"""Writes files so that a crash cannot leave them half written, and recognises a full disk."""
+"""Writes files atomically, so that a crash cannot leave them half written, and recognises a full disk."""
 
 import errno
 import json
@@ -16,47 +16,47 @@ _KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR:
 
 
 def check_local(path: str | Path, name: str) -> None:
-    """Refuses the address of an object store: as a path of the file system `gs://bucket/x` is a local folder `gs:`.
+    """Refuses the address of an object store: as a file path, `gs://bucket/x` is a local folder `gs:`.
 
     Args:
-      path: Of a file or folder.
-      name: What it is called for the user, such as run.dir.
+      path: Path of a file or folder.
+      name: Its name for the user, such as run.dir.
 
     Raises:
       JaxparError: If it has a scheme.
     """
-    if address := re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/", str(path)):  # one slash: `Path` has dropped the other
+    if address := re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/", str(path)):  # one slash: `Path` has dropped the second
         raise refuse(
             f"{name} = {str(path)!r:.200}",
-            rule=f"jaxpar reads and writes folders of the file system, and no {address[1]}://",
+            rule=f"jaxpar reads and writes folders of the file system, not {address[1]}://",
             fix="a bucket that is mounted (gcsfuse, mountpoint-s3, s3fs, blobfuse2), and its folder: /mnt/bucket/x",
         )
 
 
 def check_plain(path: Path, *, rule: str, fix: str) -> None:
-    """Refuses a pipe, a device or a socket, which is waited for when it is opened; what is not there passes.
+    """Refuses a pipe, a device or a socket, which would block when opened; a missing file passes.
 
     Args:
-      path: Of a file, or a link to one.
+      path: Path of a file, or of a link to one.
       rule: Rule of the error: the purpose of the file.
       fix: How to go on.
 
     Raises:
-      JaxparError: If it is none of a file and a folder.
+      JaxparError: If it is neither a file nor a folder.
     """
     try:
         mode = path.stat().st_mode
-    except OSError:  # whoever opens it says what is wrong
+    except OSError:  # the caller gets the error when it opens the file
         return
     if kind := _KINDS.get(stat.S_IFMT(mode)):
-        raise refuse(f"{path} is {kind}, and no file", rule=rule, fix=fix)
+        raise refuse(f"{path} is {kind}, not a file", rule=rule, fix=fix)
 
 
 def make_folder(folder: Path) -> None:
     """Makes a folder of a run.
 
     Raises:
-      JaxparError: If it cannot be made, or is the address of an object store.
+      JaxparError: If the folder cannot be made, or is the address of an object store.
     """
     check_local(folder, "run folder")
     try:
@@ -70,24 +70,24 @@ def make_folder(folder: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes JSON so that a reader sees the old file or the new one, never half of it."""
+    """Writes JSON atomically: a reader sees the old file or the new one."""
     write_text(path, json.dumps(value, indent=2, default=str) + "\n")
 
 
 def partial_path(path: Path) -> Path:
-    """Returns where a file is written before it is renamed to `path`: no other process writes there.
+    """Returns the temporary path of a file before its rename to `path`, unique to this process.
 
-    Two processes may write one file at the same time, such as the tokenizer of data that two jobs share. With one name
-    for both, the second rename would find nothing. The node's name counts because process ids repeat across nodes.
+    Two processes may write the same file at once, such as the tokenizer of data that two jobs share; with a common
+    temporary path the second rename would fail. It contains the node's name because process ids repeat across nodes.
     """
     return path.with_name(f"{path.name}.{os.uname().nodename}-{os.getpid()}.part")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text so that a reader sees the old file or the new one, never half of it.
+    """Writes a text atomically: a reader sees the old file or the new one.
 
     Raises:
-      JaxparError: If it cannot be written: the disk is full, the folder is another's.
+      JaxparError: If the file cannot be written, e.g. on a full disk or without permission.
     """
     part = partial_path(path)
     try:
@@ -99,20 +99,20 @@ def write_text(path: Path, text: str) -> None:
         raise refuse(
             f"{path}: {error.strerror}",
             rule="a run writes into a folder of its own",
-            fix="free some, or another run.dir",
+            fix="free disk space, or use another run.dir",
         ) from error
 
 
 def write_page(path: str | Path, text: str, *, like: str = "page.html") -> None:
-    """Writes a page or a picture to where the user wants it.
+    """Writes a page or a picture to a path of the user's.
 
     Args:
-      path: A file.
-      text: Of the page.
-      like: A path that would do, for the message.
+      path: Path of the file.
+      text: Text of the page.
+      like: An example path, for the message.
 
     Raises:
-      JaxparError: If it cannot be written.
+      JaxparError: If the file cannot be written.
     """
     try:
         Path(path).write_text(text, encoding="utf-8")
@@ -122,7 +122,7 @@ def write_page(path: str | Path, text: str, *, like: str = "page.html") -> None:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
+    """Flushes a file, or the names in a folder, to the disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -131,7 +131,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Waits until all files of a folder, and their names, are on the disk."""
+    """Flushes all files of a folder, and their names, to the disk (fsync)."""
     for path, _, names in os.walk(folder):
         for name in names:
             sync(Path(path) / name)

@@ -1,4 +1,4 @@
-"""Tables that a test or a script may add to: axes, techniques, exchanges."""
+"""Temporary changes of registries (axes, techniques, exchanges) in a test or a script."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -6,22 +6,22 @@ from typing import Any
 
 
 @contextmanager
-def changed(table: dict[str, Any], rows: Mapping[str, Any]) -> Iterator[None]:
-    """Makes a table hold other rows, in their order, until the context ends."""
-    before = dict(table)
+def replace_rows(table: dict[str, Any], rows: Mapping[str, Any]) -> Iterator[None]:
+    """Replaces the rows of a table until the context ends."""
+    old_rows = dict(table)
     table.clear()
     table.update(rows)
     try:
         yield
     finally:
         table.clear()
-        table.update(before)
+        table.update(old_rows)
 
 
-def inserted(table: Mapping[str, Any], name: str, row: Any, *, at: int) -> dict[str, Any]:
-    """Returns the rows of a table with one more, which has so many before it.
+def insert_row(table: Mapping[str, Any], name: str, row: Any, *, at: int) -> dict[str, Any]:
+    """Returns the rows of a table with a new one at position `at`.
 
-    >>> inserted({"a": 1, "b": 2}, "c", 3, at=1)
+    >>> insert_row({"a": 1, "b": 2}, "c", 3, at=1)
     {'a': 1, 'c': 3, 'b': 2}
     """
     rows = list(table.items())

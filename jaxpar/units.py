@@ -1,4 +1,4 @@
-"""The only place that parses and prints bytes, counts, FLOP and seconds. GiB = 2^30, GB = 10^9."""
+"""Parses and prints bytes, counts, FLOP and seconds for all of jaxpar. GiB = 2^30, GB = 10^9."""
 
 import math
 import re
@@ -11,7 +11,7 @@ _DECIMAL = ("B", "kB", "MB", "GB", "TB")
 
 
 def show_bytes(count: float) -> str:
-    """Returns a size in binary units.
+    """Formats a size in binary units.
 
     >>> show_bytes(1536)
     '1.5 KiB'
@@ -23,10 +23,10 @@ def show_bytes(count: float) -> str:
 
 
 def parse_bytes(text: str | float) -> int:
-    """Returns the bytes in a text such as `64 MiB`, `2GB` or `512 B`, or a number as it is.
+    """Parses a size such as `64 MiB`, `2GB` or `512 B`; a number is returned as it is.
 
     Raises:
-      JaxparError: If it is no size. A text without a unit is none, for nobody means three bytes by `3`; 0 is one.
+      JaxparError: If it is no size. A text needs a unit, unless it is 0: nobody means three bytes by `3`.
 
     >>> parse_bytes("1.5 KiB"), parse_bytes(512), parse_bytes("0")
     (1536, 512, 0)
@@ -46,7 +46,7 @@ def parse_bytes(text: str | float) -> int:
 
 
 def parse_rate(text: str) -> float:
-    """Returns the bytes per second in a text such as `12GB/s`, `12GB` or, in bits, `10Gb/s`.
+    """Parses a bandwidth such as `12GB/s`, `12GB` or, in bits, `10Gb/s`; returns bytes per second.
 
     Raises:
       JaxparError: If the text is no bandwidth.
@@ -68,28 +68,28 @@ def parse_rate(text: str) -> float:
 
 
 def show_count(count: float) -> str:
-    """Returns a count with a decimal prefix.
+    """Formats a count with a decimal prefix.
 
     >>> show_count(1_234_567), show_count(999_700)
     ('1.23 M', '1 M')
     """
     for prefix in ("", " k", " M", " G", " T"):
-        if abs(count) < 999.5:  # what three digits would write as 1e+03
+        if abs(count) < 999.5:  # above, three digits would print 1e+03
             return f"{count:.3g}{prefix}"
         count /= 1000
     return f"{count:.3g} P"
 
 
 def show_seconds(seconds: float) -> str:
-    """Returns a duration as a person reads it.
+    """Formats a duration.
 
     >>> show_seconds(3725), show_seconds(0.9997)
     ('1:02:05', '1 s')
     """
-    if seconds < 0.9995:  # what three digits would write as 1e+03 ms
+    if seconds < 0.9995:  # above, three digits would print 1e+03 ms
         return f"{seconds * 1000:.3g} ms"
     if seconds < 60:
         return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{remainder:02}" if hours else f"{minutes}:{remainder:02}"

@@ -187,7 +187,7 @@ names = {
 layout = jp.compose(Model, jp.Parallel(data=2, fsdp=2, tensor=2, paths=names))
 optimizer = optax.adam(RATE)
 state = jp.init_state(layout, optimizer, seed=0)
-step = jp.train_step(layout, jp.next_token, optimizer)
+step = jp.train_step(layout, jp.next_token_loss, optimizer)
 layout
 
 # %% [markdown]

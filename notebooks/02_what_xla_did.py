@@ -37,12 +37,12 @@ import jaxpar as jp
 
 # %%
 V, S, L, D, H, B = 1280, 96, 4, 256, 512, 16
-SMALL = jp.DecoderSettings(vocab=V, seq=S, layers=L, dim=D, heads=8, hidden=H)
+SMALL = jp.DecoderConfig(vocab=V, seq=S, layers=L, dim=D, heads=8, hidden=H)
 
 
 def look(parallel, gpus="h100:1x8", settings=SMALL, model=jp.Decoder, examples=B, **numerics):
     layout = jp.compose(partial(model, settings), parallel, jp.target_devices(gpus))
-    step = jp.train_step(layout, jp.next_token, optax.adamw(1e-3), **numerics)
+    step = jp.train_step(layout, jp.next_token_loss, optax.adamw(1e-3), **numerics)
     tokens = jax.ShapeDtypeStruct((examples, settings.seq), jnp.int32)
     return jp.inspect(step, {"inputs": tokens, "targets": tokens})
 
@@ -148,7 +148,7 @@ except jp.JaxparError as error:
 # %% [markdown]
 # **Explain the gap** of one, and of a gather. The paper counts a layer; around the layers is a vocabulary. Each device has
 # part of the head, and the gradients of the stream are summed: $4L + 1$. The table of tokens is split by its columns, and
-# what each device looked up is gathered: half the bytes of a sum. `at_least` leaves the small ones out: what are they?
+# what each device looked up is gathered: half the bytes of a sum. `lower_bound` leaves the small ones out: what are they?
 
 # %%
 jp.assert_collectives(tensor, {"tensor": {"all-reduce": 4 * L + 1, "all-gather": 1}}, at_least=stream)
@@ -248,7 +248,7 @@ print(*careless.flags)
 # 2,048 tokens for each GPU, on one node and on eight.
 
 # %%
-LARGE = jp.DecoderSettings(vocab=32768, seq=2048, layers=16, dim=2048, heads=16, hidden=5632)
+LARGE = jp.DecoderConfig(vocab=32768, seq=2048, layers=16, dim=2048, heads=16, hidden=5632)
 numerics = {"settings": LARGE, "precision": "bf16", "remat": "full"}
 one = look(jp.Parallel(fsdp=8), "h100:1x8", examples=8, **numerics)
 eight = look(jp.Parallel(fsdp=64), "h100:8x8", examples=64, **numerics)

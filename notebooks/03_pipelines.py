@@ -165,7 +165,7 @@ draw("zb_v")
 # longest op of a tick is than the others.
 
 # %%
-print(jp.schedule("gpipe", stages=4, microbatches=32).compared(backward=1.14, weights=0.86))
+print(jp.schedule("gpipe", stages=4, microbatches=32).compare(backward=1.14, weights=0.86))
 
 # %% [markdown]
 # As predicted: `1f1b` loses most, since its whole backward takes twice a forward; split backwards lose less; `gpipe`,
@@ -181,7 +181,7 @@ print(jp.schedule("gpipe", stages=4, microbatches=32).compared(backward=1.14, we
 # trains what one device trains, up to rounding. The sums of 8 microbatches are in another order than one device's.
 
 # %%
-SMALL = jp.DecoderSettings(vocab=64, seq=16, layers=8, dim=32, heads=4, hidden=64, tied=False)
+SMALL = jp.DecoderConfig(vocab=64, seq=16, layers=8, dim=32, heads=4, hidden=64, tied=False)
 decoder, adam = partial(jp.Decoder, SMALL), optax.adam(5e-3, eps=1e-4)
 
 
@@ -217,11 +217,11 @@ def apart(a, b):
 
 # %%
 alone = jp.compose(decoder, jp.Parallel(), jax.devices()[:1])
-one, after = train(jp.train_step(alone, jp.next_token, adam), jp.init_state(alone, adam, seed=0))
+one, after = train(jp.train_step(alone, jp.next_token_loss, adam), jp.init_state(alone, adam, seed=0))
 start = jp.init_state(layout(), adam, seed=0)
 print(f"one device: loss {one[0]:.3f} ... {one[-1]:.3f}")
 for name in ("gpipe", "1f1b", "1f1b_phased", "zb_v"):
-    losses, state = train(jp.train_step(layout(schedule=name), jp.next_token, adam), start)
+    losses, state = train(jp.train_step(layout(schedule=name), jp.next_token_loss, adam), start)
     print(f"{name:<12} losses differ by {np.abs(losses - one).max():.1e}, parameters by {apart(state, after):.1e}")
 
 # %% [markdown]
@@ -239,7 +239,7 @@ for name in ("gpipe", "1f1b", "1f1b_phased", "zb_v"):
 # %%
 def scratch(name, count):
     parallel = jp.Parallel(pipe=4, data=2, pipeline=jp.Pipeline(schedule=name, microbatches=count))
-    step = jp.train_step(jp.compose(decoder, parallel), jp.next_token, adam)
+    step = jp.train_step(jp.compose(decoder, parallel), jp.next_token_loss, adam)
     compiled = step.lower(step.abstract(), batch(0, examples=8 * count)).compile()
     return compiled.memory_analysis().temp_size_in_bytes / 1024
 
@@ -304,7 +304,7 @@ class Mine(nnx.Module):
 # %%
 def check(model):
     layouts = jp.compose(model, jp.Parallel(), jax.devices()[:1]), layout(model)
-    runs = [train(jp.train_step(each, jp.next_token, adam), jp.init_state(each, adam, seed=0)) for each in layouts]
+    runs = [train(jp.train_step(each, jp.next_token_loss, adam), jp.init_state(each, adam, seed=0)) for each in layouts]
     (want, alone), (got, piped) = runs
     print(f"one device: loss {want[0]:.3f} ... {want[-1]:.3f}")
     print(f"4 stages: losses differ by {np.abs(got - want).max():.1e}, parameters by {apart(piped, alone):.1e}")
@@ -357,7 +357,7 @@ for weights in ("stash", "vertical", "2bw"):
 
 # %%
 sgd = optax.sgd(0.1)
-plain = jp.train_step(alone, jp.next_token, sgd)
+plain = jp.train_step(alone, jp.next_token_loss, sgd)
 begun = replace(start, optimizer=sgd.init(start.params), exchange=())
 new = jax.device_get(begun)
 
@@ -378,7 +378,7 @@ def loop(late, microbatches=1):
 # %%
 loops = {"no delay": loop(0), "3 late": loop(3), "4 at once, 1 late": loop(1, microbatches=4)}
 rules = ("stash", "vertical", "2bw", "none")
-steps = {weights: jp.train_step(layout(schedule="1f1b", weights=weights), jp.next_token, sgd) for weights in rules}
+steps = {weights: jp.train_step(layout(schedule="1f1b", weights=weights), jp.next_token_loss, sgd) for weights in rules}
 print(f"{'parameters differ by':<22}" + "".join(f"{name:>20}" for name in loops))
 for weights, step in steps.items():
     _, state = train(step, begun, updates=1)

@@ -141,7 +141,7 @@ def against(plan, title):
     for name, which in kinds(plan.points).items():
         ax.plot(x[which], y[which], ".", ms=2.5, color=DOTS[name])
         ax.plot([], [], "o", ms=5, color=DOTS[name], label=f"{which.sum():,} {name}")
-    front, room = plan.points.pareto, plan.question.room / 2**30
+    front, room = plan.points.pareto, plan.question.memory_limit / 2**30
     ax.step(x[front], y[front], where="post", color="black", lw=1.3, label="Pareto front")
     for each, colour, name, look in (
         (plan.best[0], "#0a6b4b", "chosen", {"ms": 8}),

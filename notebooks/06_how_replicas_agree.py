@@ -197,7 +197,7 @@ def spread(params):
 
 def train(exchange, watch=False):
     layout = jp.compose(Net, jp.Parallel(data=8, exchange=exchange))
-    step, state, losses, apart = jp.train_step(layout, jp.classify, sgd), jp.init_state(layout, sgd), [], []
+    step, state, losses, apart = jp.train_step(layout, jp.classification_loss, sgd), jp.init_state(layout, sgd), [], []
     for i in range(STEPS):
         state, metrics = step(state, digits.batch(i, BATCH))
         losses.append(float(metrics["loss"]))
@@ -339,7 +339,7 @@ plt.show()
 # is not added up. With SGD the memory should help, with Adam do harm.
 
 # %%
-decoder = partial(jp.Decoder, jp.DecoderSettings(layers=2, dim=32, heads=2, seq=64))
+decoder = partial(jp.Decoder, jp.DecoderConfig(layers=2, dim=32, heads=2, seq=64))
 text = jp.open_data(jp.Data(seq=64))
 SENT = {
     "all of it": jp.Exchange("all_reduce"),
@@ -352,7 +352,7 @@ RATES = {"SGD": optax.sgd(0.3), "Adam": optax.adam(4e-3)}
 def read(exchange, optimizer):
     """Returns the losses of 80 steps of 16 sequences."""
     layout = jp.compose(decoder, jp.Parallel(data=8, exchange=exchange))
-    step, state, losses = jp.train_step(layout, jp.next_token, optimizer), jp.init_state(layout, optimizer), []
+    step, state, losses = jp.train_step(layout, jp.next_token_loss, optimizer), jp.init_state(layout, optimizer), []
     for i in range(80):
         state, metrics = step(state, text.batch(i, 16))
         losses.append(float(metrics["loss"]))
@@ -434,7 +434,7 @@ def share(number):
 
 def simulate(method, rate):
     """Returns virtual seconds and loss of each update."""
-    points, worker = [], jp.train_step(alone, jp.classify, optax.sgd(rate))
+    points, worker = [], jp.train_step(alone, jp.classification_loss, optax.sgd(rate))
     told = lambda update, loss: points.append((update.seconds, loss))  # noqa: E731
     if isinstance(method, AsynchronousEasgd):
         elastic_on_clock.run(worker, method.local_steps(8, 40, late), method.alpha(8), share, told)
@@ -515,7 +515,7 @@ def sparse(number):
 
 
 margins = jp.train_step(jp.compose(Margin, jp.Parallel(), jax.devices()[:1]), hinge, optax.sgd(1.0))
-network = jp.train_step(alone, jp.classify, sgd)
+network = jp.train_step(alone, jp.classification_loss, sgd)
 for name, step, examples, rate in (("sparse", margins, sparse, 0.4), ("dense", network, share, 0.3)):
     for workers in (1, 4):
         result = race(step, examples, workers=workers, updates=1000, rate=rate)

@@ -70,7 +70,7 @@ def born(layout):
 
 def train(batch, spec, layout=alone):
     """Returns the losses of all steps, the loss of the held-out digits, and the last state."""
-    step, losses = jp.train_step(layout, jp.classify, build(spec, EXAMPLES // batch)), []
+    step, losses = jp.train_step(layout, jp.classification_loss, build(spec, EXAMPLES // batch)), []
     state = jax.tree.map(jnp.copy, born(layout))  # a step uses its state up
     for i in range(EXAMPLES // batch):
         state, metrics = step(state, digits.batch(i, batch))
@@ -83,7 +83,7 @@ graph = nnx.graphdef(nnx.eval_shape(lambda: Net(nnx.Rngs(0))))
 
 
 def loss_of(params, batch):
-    total, count = jp.classify(nnx.merge(graph, params), batch)["loss"]
+    total, count = jp.classification_loss(nnx.merge(graph, params), batch)["loss"]
     return total / count
 
 
@@ -127,7 +127,7 @@ for batch, (_, loss, _) in fixed.items():
 # %%
 linear = replace(found, reference_batch=SMALL)
 for batch in (32, 256):
-    print(linear.said_at(batch))
+    print(linear.describe_rate(batch))
 
 # %% [markdown]
 # **Predict.** Up to some batch, the loss stays where it was, and against *examples* all curves lie on each other. At 32 times
@@ -243,7 +243,7 @@ print(f"losses differ by {apart:.1e} at most")
 # %%
 SEQUENCES = 2560
 text = jp.open_data(jp.Data(seq=64))
-model = partial(jp.Decoder, jp.DecoderSettings(layers=2, dim=32, heads=2, seq=64))
+model = partial(jp.Decoder, jp.DecoderConfig(layers=2, dim=32, heads=2, seq=64))
 decoder = jp.compose(model, jp.Parallel(), jax.devices()[:1])
 small = Optimizer(name="sgd", learning_rate=0.02, warmup=64, decay="cosine", clip=0)
 
@@ -251,7 +251,7 @@ small = Optimizer(name="sgd", learning_rate=0.02, warmup=64, decay="cosine", cli
 def read(batch, spec):
     """Returns the mean loss of the last fifth of all sequences, in nats a byte."""
     optimizer = build(spec, SEQUENCES // batch)
-    step, state, losses = jp.train_step(decoder, jp.next_token, optimizer), jp.init_state(decoder, optimizer), []
+    step, state, losses = jp.train_step(decoder, jp.next_token_loss, optimizer), jp.init_state(decoder, optimizer), []
     for i in range(SEQUENCES // batch):
         state, metrics = step(state, text.batch(i, batch))
         losses.append(metrics["loss"])

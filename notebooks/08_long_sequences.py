@@ -191,7 +191,7 @@ def made(way):
     how = WAYS[way]
     of = jp.Parallel() if how is None else jp.Parallel(context=8, **how)
     layout = jp.compose(small, of, jax.devices()[:1] if how is None else None)
-    return jp.init_state(layout, optimizer), jp.train_step(layout, jp.next_token, optimizer), layout
+    return jp.init_state(layout, optimizer), jp.train_step(layout, jp.next_token_loss, optimizer), layout
 
 
 def train(way, batches):
@@ -214,7 +214,7 @@ for way in WAYS:
 
 # %%
 _, step, layout = made("ring x ulysses")
-print(*(line for line in layout.explain().splitlines() if "context by" in line), *step.forms, sep="\n")
+print(*(line for line in layout.explain().splitlines() if "context by" in line), *step.implementations, sep="\n")
 
 # %% [markdown]
 # Two devices exchange heads, and the model has one head of keys: it had to be repeated.
@@ -254,7 +254,7 @@ print(f"loss {right:.6f}, and with one segment of {4 * 64} flipped {wrong:.6f}")
 def look(by, seq):
     model, parallel = partial(OnlyAttention, 256, 64, 8, 2, 128), jp.Parallel(context=8, context_by=by)
     layout = jp.compose(model, parallel, jp.target_devices("h100:1x8"))
-    step = jp.train_step(layout, jp.next_token, optimizer, precision="bf16")
+    step = jp.train_step(layout, jp.next_token_loss, optimizer, precision="bf16")
     tokens = jax.ShapeDtypeStruct((1, seq), np.int32)
     return jp.inspect(step, {"inputs": tokens, "targets": tokens})
 

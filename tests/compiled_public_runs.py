@@ -1,7 +1,7 @@
 """The first layouts of plans for public runs as jaxpar's own programs, compiled for GPUs that are not there.
 
-`python tests/compiled_public_runs.py` compiles those of runs for which `test_plan_public_runs.py` has a cheaper first,
-and writes what XLA assigns to `data/public_large_runs_compiled.json`, half an hour; with names of runs, those alone.
+`python tests/compiled_public_runs.py` compiles those of runs for which `plan/test_public_runs.py` has a cheaper first,
+and writes what XLA assigns to `plan/public_large_runs_compiled.json`, half an hour; with names of runs, those alone.
 A program has the axes, the ZeRO stage, the microbatches, the chunks and the recomputation of the layout. What of it is
 jaxpar's, and not of the software that ran:
 
@@ -31,7 +31,7 @@ from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.search import describe
 
-RECORD = Path(__file__).parent / "data/public_large_runs_compiled.json"
+RECORD = Path(__file__).parent / "plan/public_large_runs_compiled.json"
 PHASED = {"1f1b": "1f1b_phased", "interleaved": "interleaved_phased"}
 
 
@@ -40,10 +40,10 @@ def record() -> dict[tuple[str, str], int]:
     return {(each["run"], each["layout"]): each["bytes"] for each in json.loads(RECORD.read_text())["programs"]}
 
 
-def settings_of(shape: Shape, parts: int) -> jp.DecoderSettings:
+def settings_of(shape: Shape, parts: int) -> jp.DecoderConfig:
     """Returns a decoder of these widths, with as many layers as so many equal parts need."""
     more = {"position": "learned", "norm": "layer", "use_bias": True} if shape.learned else {}
-    return jp.DecoderSettings(
+    return jp.DecoderConfig(
         layers=-(-shape.layers // parts) * parts, dim=shape.dim, heads=shape.heads, kv_heads=shape.kv_heads,
         hidden=shape.hidden, gated=shape.gated, vocab=shape.vocab, seq=shape.seq, tied=shape.tied, **more,
     )  # fmt: skip
@@ -69,17 +69,17 @@ def needed(shape: Shape, candidate: Candidate, chip: str) -> int:
     layout = jp.compose(partial(jp.Decoder, settings), parallel_of(candidate), jp.target_devices(f"{chip}:{nodes}x8"))
     alone = candidate.microbatches if candidate.pipe == 1 else 1
     step = jp.train_step(
-        layout, jp.next_token, optax.adamw(1e-4), precision="bf16", remat=candidate.remat, accumulate=alone
+        layout, jp.next_token_loss, optax.adamw(1e-4), precision="bf16", remat=candidate.remat, accumulate=alone
     )
     rows = jax.ShapeDtypeStruct((candidate.rows, settings.seq), jnp.int32)
     with in_place_of_cudnn(stand_in_attention.attention):
         lowered = step.lower(step.abstract(), {"inputs": rows, "targets": rows})
-    return int(total(compile_program(lowered, list(layout.on.devices.flat))))
+    return int(total(compile_program(lowered, list(layout.device_mesh.devices.flat))))
 
 
 def main(names: list[str]) -> None:
     """Compiles the first layout of each run, and adds it to the record."""
-    from test_plan_public_runs import RUNS, answer
+    from test_public_runs import RUNS, answer
 
     for name in names or [each for each in RUNS if answer(each).verdict.startswith("cheaper")]:
         run, first = RUNS[name], answer(name).plan.best[0].candidate

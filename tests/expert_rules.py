@@ -6,12 +6,12 @@
 import re
 from functools import partial
 
-import bare_models as models
 import numpy as np
+import unannotated as models
 
 import jaxpar as jp
 
-jp.simulate(8)  # before `jp.linen` asks for devices
+jp.simulate(8)  # before `jp.from_linen` asks for devices
 TOKENS, SOUND = np.zeros((1, 16), np.int32), np.zeros((1, 64, 80), np.float32)
 UP = {"(gate_proj|up_proj|wi_0|wi_1|fc1|linear1|intermediate/dense)/kernel": (None, "mlp")}
 DOWN = {r"(down_proj|wo|fc2|linear2|\d/output/dense)/kernel": ("mlp", None)}
@@ -43,25 +43,25 @@ RULES = {
 SMALL = {
     "Qwen3": partial(models.Qwen3, 4096, 256, 512, 16, 8, 64),
     "Gemma": partial(models.Gemma, 4096, 256, 512, 8, 1, 64),
-    "PaLI": jp.linen(models.PaLI(4096, 256, 512, 8, 1, 64), TOKENS),
-    "Llama": jp.linen(models.Llama(4096, 256, 512, 8), TOKENS),
-    "GPT2": jp.linen(models.GPT2(4096, 256, 8), TOKENS),
-    "Bert": jp.linen(models.Bert(4096, 256, 512, 8), TOKENS),
+    "PaLI": jp.from_linen(models.PaLI(4096, 256, 512, 8, 1, 64), TOKENS),
+    "Llama": jp.from_linen(models.Llama(4096, 256, 512, 8), TOKENS),
+    "GPT2": jp.from_linen(models.GPT2(4096, 256, 8), TOKENS),
+    "Bert": jp.from_linen(models.Bert(4096, 256, 512, 8), TOKENS),
     "ViT": partial(models.ViT, 256, 512, 8),
-    "T5": jp.linen(models.T5(4096, 256, 512, 8, 32), TOKENS),
-    "Whisper": jp.linen(models.Whisper(4096, 256, 8), SOUND, TOKENS),
+    "T5": jp.from_linen(models.T5(4096, 256, 512, 8, 32), TOKENS),
+    "Whisper": jp.from_linen(models.Whisper(4096, 256, 8), SOUND, TOKENS),
 }
 # Qwen3-8B, Gemma-2B, PaliGemma's decoder, Llama-2-7B, GPT-2 medium, BERT-large, ViT-L/16, T5-large, Whisper-medium
 PUBLISHED = {
     "Qwen3": partial(models.Qwen3, 151936, 4096, 12288, 32, 8, 128, layers=2),
     "Gemma": partial(models.Gemma, 256128, 2048, 16384, 8, 1, 256, layers=2),
-    "PaLI": jp.linen(models.PaLI(257152, 2048, 16384, 8, 1, 256), TOKENS),
-    "Llama": jp.linen(models.Llama(32000, 4096, 11008, 32, layers=2), TOKENS),
-    "GPT2": jp.linen(models.GPT2(50257, 1024, 16, layers=2), TOKENS),
-    "Bert": jp.linen(models.Bert(30522, 1024, 4096, 16, layers=2), TOKENS),
+    "PaLI": jp.from_linen(models.PaLI(257152, 2048, 16384, 8, 1, 256), TOKENS),
+    "Llama": jp.from_linen(models.Llama(32000, 4096, 11008, 32, layers=2), TOKENS),
+    "GPT2": jp.from_linen(models.GPT2(50257, 1024, 16, layers=2), TOKENS),
+    "Bert": jp.from_linen(models.Bert(30522, 1024, 4096, 16, layers=2), TOKENS),
     "ViT": partial(models.ViT, 1024, 4096, 16, layers=2),
-    "T5": jp.linen(models.T5(32128, 1024, 4096, 16, 64, layers=2), TOKENS),
-    "Whisper": jp.linen(models.Whisper(51865, 1024, 16, layers=2), SOUND, TOKENS),
+    "T5": jp.from_linen(models.T5(32128, 1024, 4096, 16, 64, layers=2), TOKENS),
+    "Whisper": jp.from_linen(models.Whisper(51865, 1024, 16, layers=2), SOUND, TOKENS),
 }
 
 

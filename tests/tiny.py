@@ -150,7 +150,7 @@ def models():
     return {
         "annotated": Annotated,
         "bare": Bare,
-        "linen": jp.linen(Linen(), jax.ShapeDtypeStruct((2, SEQ), jnp.int32)),
+        "linen": jp.from_linen(Linen(), jax.ShapeDtypeStruct((2, SEQ), jnp.int32)),
     }
 
 

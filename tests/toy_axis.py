@@ -10,31 +10,31 @@ from flax import nnx
 
 from jaxpar.mesh.axes import Axis
 from jaxpar.mesh.collective import Collective
-from jaxpar.parallel.techniques.base import Technique, splits_nothing
-from jaxpar.plan.causes import Look
+from jaxpar.parallel.techniques.base import Technique, unsplit_axis_problems
+from jaxpar.plan.causes import Style
 from jaxpar.plan.techniques import base as plan
 
-AXIS = Axis(name="toy", meaning="splits the dim called wide, sees other examples", splits=("wide",), examples=True)
-TECHNIQUE = Technique(axis="toy", idle=lambda layout: splits_nothing(layout, "toy", "named wide"))
+AXIS = Axis(name="toy", meaning="splits the dim called wide, sees other examples", splits=("wide",), splits_batch=True)
+TECHNIQUE = Technique(axis="toy", idle=lambda layout: unsplit_axis_problems(layout, "toy", "named wide"))
 
 
 def step(model, candidate, software):
     for kind, size in (("all-gather", software.wire[0]), ("reduce-scatter", software.wire[1])):
         travels = Collective(
             kind=kind, axes=("toy",), dtype="f32", group=candidate.size("toy"), times=candidate.microbatches,
-            payload=size * model.holding.get("wide", 0), backward=kind == "reduce-scatter",
+            payload=size * model.parameters_by_dim.get("wide", 0), backward=kind == "reduce-scatter",
         )  # fmt: skip
-        yield plan.Sent(collective=travels)
+        yield plan.SentCollective(collective=travels)
 
 
 def gathered(model, candidate, software, recipe):
     used = np.greater(candidate.size("toy"), 1)
-    return {"toy": np.where(used, software.wire[0] * model.holding.get("wide", 0), 0.0)}
+    return {"toy": np.where(used, software.wire[0] * model.parameters_by_dim.get("wide", 0), 0.0)}
 
 
 TWIN = plan.Technique(
     axis="toy", step=step, bytes=gathered, cause="toy",
-    looks={"toy": Look(letter="Y", shade=160, light="#aa3377", dark="#dd77aa")},
+    styles={"toy": Style(letter="Y", shade=160, light="#aa3377", dark="#dd77aa")},
 )  # fmt: skip
 
 

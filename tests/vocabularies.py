@@ -77,12 +77,12 @@ class Mixer(nnx.Module):
 
 @cache
 def model(words):
-    return Mixer if words == "nnx" else jp.linen(Attention(words), jax.ShapeDtypeStruct((2, SEQ), jnp.int32))
+    return Mixer if words == "nnx" else jp.from_linen(Attention(words), jax.ShapeDtypeStruct((2, SEQ), jnp.int32))
 
 
 def step_of(words, devices=None, **parallel):
     layout = jp.compose(model(words), jp.Parallel(**parallel), devices)
-    return jp.train_step(layout, jp.next_token, optax.sgd(0.1))
+    return jp.train_step(layout, jp.next_token_loss, optax.sgd(0.1))
 
 
 def batch():

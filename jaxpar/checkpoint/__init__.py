@@ -1,13 +1,13 @@
-"""Checkpoints: written while training goes on, atomic, and checked byte by byte before they are loaded.
+"""Checkpoints: written asynchronously and atomically, and verified byte by byte when they are loaded.
 
-    RUN/checkpoints/000200.writing/   each process writes a file of arrays/, until the MANIFEST is there
+    RUN/checkpoints/000200.writing/   each process writes its file of arrays/; the MANIFEST comes last
     RUN/checkpoints/000200/           complete: MANIFEST lists every block of every array with its hash
-    RUN/checkpoints/000200.damaged/   a block has another hash: set aside
-    RUN/checkpoints/000200.left/      training went back to an earlier one: set aside
+    RUN/checkpoints/000200.damaged/   set aside: a block has another hash
+    RUN/checkpoints/000200.left/      set aside: training went back to an earlier checkpoint
 
-`store` is what a run uses, `writing` and `reading` handle one checkpoint, `arrays` its files, `manifest` its list;
-`replicas` goes on with another number of them.
-Names are resolved when they are first used: to list or verify checkpoints takes no jax.
+A run uses `store`; `writing` and `file_errors` handle one checkpoint, `arrays` its files, `manifest` its MANIFEST;
+`replicas` restores under another number of replicas.
+Names are imported on first use: listing and verifying checkpoints takes no jax.
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
-"""Compares the arrays of a checkpoint with those that a job needs, before anything is read: by path.
+"""Compares the arrays of a checkpoint with those that a job needs, by path, before anything is read.
 
-Every difference is of one kind: shape, dtype, missing or unexpected, of a part of the state. `problems` folds them: a
-model of another width differs in every array, and a user reads one line about it.
+A difference has one kind (shape, dtype, missing or unexpected) and a part of the state. `problems` groups them: a model
+of another width differs in every array, and a user reads one line about it.
 """
 
 from collections.abc import Mapping
@@ -21,13 +21,13 @@ PARTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One array that is not the same in two places.
+    """An array that differs between a checkpoint and a job (or two checkpoints).
 
     Attributes:
-      path: Such as `params/blocks/mlp/up`.
-      kind: shape, dtype, missing (in the first) or unexpected (not in the second).
-      was: In the first, the checkpoint; None if it is not there.
-      now: In the second, the job; None if it is not there.
+      path: Its path, such as `params/blocks/mlp/up`.
+      kind: shape, dtype, missing (from the first) or unexpected (missing from the second).
+      was: The array in the first, the checkpoint; None if it is missing.
+      now: The array in the second, the job; None if it is missing.
     """
 
     path: str
@@ -46,31 +46,31 @@ class Difference:
         return self.path.removeprefix("params/")
 
     def describe(self, first: str = "the checkpoint", second: str = "the job") -> str:
-        """Returns the difference in words."""
+        """Describes the difference in a sentence."""
         if self.was is None or self.now is None:
-            here, there = (second, first) if self.was is None else (first, second)
-            return f"{self.name} is in {here} and not in {there}"
+            holder, lacking = (second, first) if self.was is None else (first, second)
+            return f"{self.name} is in {holder} and not in {lacking}"
         if self.kind == "shape":
             return f"{self.name} is {list(self.was.shape)} in {first}, {list(self.now.shape)} in {second}"
         return f"{self.name} is {self.was.dtype} in {first}, {self.now.dtype} in {second}"
 
 
 def differences(saved: Mapping[str, Array], wanted: Mapping[str, Array]) -> list[Difference]:
-    """Returns every difference, parameters first, by path; none where one can be read as the other."""
-    found = []
+    """Returns every difference, parameters first, by path; arrays that can be read as the other are equal."""
+    result = []
     for path in sorted(saved.keys() | wanted.keys(), key=lambda path: (not path.startswith("params/"), path)):
         was, now = saved.get(path), wanted.get(path)
         if was is None or now is None:
-            found.append(Difference(path=path, kind="missing" if was is None else "unexpected", was=was, now=now))
+            result.append(Difference(path=path, kind="missing" if was is None else "unexpected", was=was, now=now))
         elif _is_old_key(was, now) or (was.shape, was.dtype) == (now.shape, now.dtype):
             continue
         else:
-            found.append(Difference(path=path, kind="dtype" if was.shape == now.shape else "shape", was=was, now=now))
-    return found
+            result.append(Difference(path=path, kind="dtype" if was.shape == now.shape else "shape", was=was, now=now))
+    return result
 
 
 def problems(found: list[Difference], run: str) -> list[Problem]:
-    """Returns the differences as problems: one per cause, with the name of its first array.
+    """Groups differences into problems: one per cause, with the name of its first array.
 
     Args:
       found: The differences between a checkpoint and a job.
@@ -78,78 +78,78 @@ def problems(found: list[Difference], run: str) -> list[Problem]:
     """
     if replicas := _replicas(found):
         return [replicas]
-    model = [each for each in found if each.part == "params"]
-    # the optimizer keeps copies of parameters: where those differ, its own say nothing new
-    followed = tuple(f"/{each.name}" for each in model)
-    chain = [each for each in found if each.part == "optimizer" and not each.path.endswith(followed)]
-    model_state = [each for each in found if each.part not in ("params", "optimizer", "exchange")]
-    exchange = [each for each in found if each.part == "exchange"]
-    made = []
-    for part, those in (
+    model = [item for item in found if item.part == "params"]
+    # the optimizer state has copies of parameters: if these differ, the copies tell nothing new
+    suffixes = tuple(f"/{item.name}" for item in model)
+    chain = [item for item in found if item.part == "optimizer" and not item.path.endswith(suffixes)]
+    model_state = [item for item in found if item.part not in ("params", "optimizer", "exchange")]
+    exchange = [item for item in found if item.part == "exchange"]
+    result = []
+    for part, group in (
         ("params", model),
         ("model_state", model_state),
         ("exchange", exchange),
-        ("optimizer", [e for e in chain if e.was and e.now]),
+        ("optimizer", [pair for pair in chain if pair.was and pair.now]),
     ):
         for kind in ("missing", "unexpected", "shape", "dtype"):
-            if some := [each for each in those if each.kind == kind]:
-                made.append(_problem(part, kind, some, run))
-    if other := [each for each in chain if not (each.was and each.now)]:
-        made.append(_optimizer(other, run))
-    return made
+            if matches := [item for item in group if item.kind == kind]:
+                result.append(_problem(part, kind, matches, run))
+    if optimizer_items := [item for item in chain if not (item.was and item.now)]:
+        result.append(_optimizer(optimizer_items, run))
+    return result
 
 
 def _replicas(found: list[Difference]) -> Problem | None:
-    """Returns one problem where parameters are of other replicas: they differ, so that none stands for the others."""
-    pairs = [(each.was.shape, each.now.shape) for each in found if each.part == "params" and each.was and each.now]
-    counts = {(_ahead(was, now), _ahead(now, was)) for was, now in pairs}
+    """One problem if the parameters have another number of differing replicas."""
+    pairs = [(item.was.shape, item.now.shape) for item in found if item.part == "params" and item.was and item.now]
+    counts = {(_extra_dim(was, now), _extra_dim(now, was)) for was, now in pairs}
     if len(counts) != 1 or counts == {(0, 0)}:
         return None
     ((was, now),) = counts
     first, second = (f"{count} replicas that differ" if count else "one set of parameters" for count in (was, now))
     return Problem(
         f"the checkpoint holds {first}, the job {second}",
-        "replicas go on as they were: their parameters are not averaged, nor copied, when they are restored",
+        "replicas are restored as they were saved: their parameters are neither averaged nor copied",
         "the exchange and the size of data that the run began with, or another run.dir",
     )
 
 
-def _ahead(shape: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """Returns the size of a first dim that a shape has more than another, or instead of another's; else 0."""
-    more = len(shape) > len(other) and shape[1:] == other
-    return shape[0] if more else 0
+def _extra_dim(shape: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Size of the first dim of a shape that is another shape plus this dim; else 0."""
+    has_dim = len(shape) > len(other) and shape[1:] == other
+    return shape[0] if has_dim else 0
 
 
 def _problem(part: str, kind: str, some: list[Difference], run: str) -> Problem:
-    more = f", and {len(some) - 1} more {_plural(PARTS.get(part, 'array'), len(some) - 1)} like it" if some[1:] else ""
+    tail = f", and {len(some) - 1} more {_plural(PARTS.get(part, 'array'), len(some) - 1)} like it" if some[1:] else ""
     fix = {
         "dtype": f"the dtype that was trained; or a new run from it: checkpoint.start_from = {run!r}, cast = true",
         "shape": "the model that was trained, or another run.dir",
     }.get(kind, f"the model that was trained, or another run.dir; all of them: jaxpar checkpoint diff {run} JOB")
-    return Problem(some[0].describe() + more, "a checkpoint holds the arrays that the job needs", fix)
+    return Problem(some[0].describe() + tail, "a checkpoint holds the arrays that the job needs", fix)
 
 
 def _optimizer(some: list[Difference], run: str) -> Problem:
-    """Returns one problem for another optimizer: its chain is a tree of its own, so most of it differs at once."""
-    here = [each for each in some if each.was is not None]
-    there = [each for each in some if each.now is not None]
-    shown = " and ".join(
-        f"{those[0].name} ({len(those)} {_plural('array', len(those))}) in the {where}"
-        for those, where in ((here, "checkpoint"), (there, "job"))
-        if those
+    """One problem for another optimizer: its state is another tree, so most of its arrays differ."""
+    in_checkpoint = [item for item in some if item.was is not None]
+    in_job = [item for item in some if item.now is not None]
+    summary = " and ".join(
+        f"{group[0].name} ({len(group)} {_plural('array', len(group))}) in the {where}"
+        for group, where in ((in_checkpoint, "checkpoint"), (in_job, "job"))
+        if group
     )
     return Problem(
-        f"another optimizer: {shown}",
+        f"another optimizer: {summary}",
         "a run is resumed with the optimizer that it began with",
         f"the optimizer that was trained, or another run.dir with checkpoint.start_from = {run!r}",
     )
 
 
 def _plural(word: str, count: int) -> str:
-    head, of, tail = word.partition(" of ")
-    return word if count == 1 else f"{head}s{of}{tail}"
+    head, separator, tail = word.partition(" of ")
+    return word if count == 1 else f"{head}s{separator}{tail}"
 
 
 def _is_old_key(was: Array, now: Array) -> bool:
-    """Whether a key for random numbers was listed as the numbers it consists of, as Orbax does."""
+    """Whether a PRNG key was saved as its uint32 words, as Orbax does."""
     return now.dtype.startswith("key<") and was.dtype == "uint32" and was.shape[:-1] == now.shape

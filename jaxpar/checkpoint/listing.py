@@ -1,4 +1,4 @@
-"""The checkpoints of a folder, as they lie there: which are whole, which is the newest good one. Takes no jax."""
+"""Lists and finds the checkpoints of a folder by their names and MANIFESTs. Imports no jax."""
 
 import json
 import re
@@ -13,7 +13,7 @@ WRITING, DAMAGED, DELETED, LEFT = ".writing", ".damaged", ".deleted", ".left"
 
 
 def name_of(step: int) -> str:
-    """Returns the name of a checkpoint's folder.
+    """Name of the folder of a checkpoint.
 
     >>> name_of(200)
     '000200'
@@ -22,24 +22,24 @@ def name_of(step: int) -> str:
 
 
 def steps(folder: Path) -> list[int]:
-    """Returns the steps of the checkpoints that were committed, oldest first; whether they are good is not asked."""
+    """Steps of the committed checkpoints, oldest first; their content is not checked."""
     if not folder.is_dir():
         return []
-    named = (path for path in folder.iterdir() if re.fullmatch("[0-9]{6,}", path.name) and path.is_dir())
-    return sorted(int(path.name) for path in named if path.name == name_of(int(path.name)))
+    paths = (path for path in folder.iterdir() if re.fullmatch("[0-9]{6,}", path.name) and path.is_dir())
+    return sorted(int(path.name) for path in paths if path.name == name_of(int(path.name)))
 
 
 def newest(folder: Path) -> int | None:
-    """Returns the newest step whose MANIFEST is whole and of that step; its arrays are not looked at."""
+    """Newest step with a valid MANIFEST of that step; its arrays are not checked."""
     for step in reversed(steps(folder)):
         try:
             return manifest.read(folder / name_of(step)).step
-        except JaxparError:  # what is wrong is said by whoever restores
+        except JaxparError:  # `Store.restore` reports what is wrong
             continue
     return None
 
 
-def left_over(folder: Path) -> Iterator[Path]:
+def remains(folder: Path) -> Iterator[Path]:
     """Yields the remains of a killed run: half-written checkpoints, and half-deleted ones."""
     if folder.is_dir():
         pattern = rf"[0-9]{{6,}}({WRITING}|{DELETED})(\..*)?"
@@ -47,7 +47,7 @@ def left_over(folder: Path) -> Iterator[Path]:
 
 
 def delete(path: Path) -> None:
-    """Deletes the remains of a write, folder or file; files that are still being written go with the next write."""
+    """Deletes the remains of a write, folder or file; files still being written are deleted before the next write."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -55,7 +55,7 @@ def delete(path: Path) -> None:
 
 
 def is_older(path: Path) -> bool:
-    """Returns whether a checkpoint was written by a jaxpar that made no MANIFEST; of later ones it is damaged."""
+    """Whether an older jaxpar wrote the checkpoint, without a MANIFEST; a newer one without MANIFEST is damaged."""
     if (path / manifest.NAME).exists():
         return False
     try:
@@ -65,8 +65,8 @@ def is_older(path: Path) -> bool:
         return False
 
 
-def refuse_older(path: Path) -> JaxparError:
-    """Returns the error for a checkpoint without a MANIFEST, whose bytes cannot be checked."""
+def no_manifest_error(path: Path) -> JaxparError:
+    """The error for a checkpoint without a MANIFEST, whose bytes cannot be checked."""
     return refuse(
         f"checkpoint {path} has no MANIFEST: an older jaxpar wrote it",
         rule="a checkpoint is loaded only if its MANIFEST lists the hash of every file",
@@ -74,36 +74,36 @@ def refuse_older(path: Path) -> JaxparError:
     )
 
 
-def set_aside(path: Path, mark: str = DAMAGED) -> Path:
-    """Renames a checkpoint that is damaged, or that training went back behind; returns its new path."""
-    aside = path.with_name(path.name + mark)
-    if aside.exists():
-        shutil.rmtree(aside)
-    return path.rename(aside)
+def set_aside(path: Path, suffix: str = DAMAGED) -> Path:
+    """Renames a checkpoint that is damaged, or later than the step that training went back to; returns the new path."""
+    target = path.with_name(path.name + suffix)
+    if target.exists():
+        shutil.rmtree(target)
+    return path.rename(target)
 
 
 def find(where: Path, step: int | None = None) -> Path:
-    """Returns the checkpoint that a user means by a run folder, a folder of checkpoints or one checkpoint.
+    """Finds a checkpoint by a run folder, a folder of checkpoints or its own path.
 
     Args:
       where: The folder.
-      step: Which one of a run; the latest by default.
+      step: The step of the checkpoint; default: the latest.
 
     Raises:
       JaxparError: If there is none.
     """
     try:
         is_run = (where / "checkpoints").is_dir()
-        is_one = not is_run and ((where / manifest.NAME).exists() or is_older(where))
-        folder = shelf_of(where)
-        there = steps(folder)
-    except (OSError, ValueError) as error:  # too long, with a null byte, of another's
+        is_checkpoint = not is_run and ((where / manifest.NAME).exists() or is_older(where))
+        folder = checkpoint_folder(where)
+        available = steps(folder)
+    except (OSError, ValueError) as error:  # a path that is too long, has a null byte, or belongs to another user
         raise refuse(
             f"{str(where)!r:.200}: {getattr(error, 'strerror', None) or error}",
             rule="a checkpoint lies in a folder that can be read",
             fix="the path of a run folder, such as runs/mine",
         ) from error
-    if is_one:
+    if is_checkpoint:
         if step is not None and where.name != name_of(step):
             raise refuse(
                 f"{where} and step {step}",
@@ -111,19 +111,19 @@ def find(where: Path, step: int | None = None) -> Path:
                 fix="leave the step out",
             )
         return where
-    if not there or (step is not None and step not in there):
-        shown = ", ".join(map(str, there[-8:]))
+    if not available or (step is not None and step not in available):
+        step_list = ", ".join(map(str, available[-8:]))
         raise refuse(
             f"no checkpoint {'' if step is None else f'of step {step} '}in {folder}",
             rule="a run folder holds checkpoints/000200 and the like",
-            fix=f"--step {there[-1]}; there are {shown}"
-            if there
+            fix=f"--step {available[-1]}; there are {step_list}"
+            if available
             else f"the path of a run folder or a checkpoint that is there; or train it first: jaxpar train JOB "
             f"run.dir={where}",
         )
-    return folder / name_of(there[-1] if step is None else step)
+    return folder / name_of(available[-1] if step is None else step)
 
 
-def shelf_of(where: Path) -> Path:
-    """Returns the folder of checkpoints of a run folder, or the folder itself."""
+def checkpoint_folder(where: Path) -> Path:
+    """Folder of checkpoints in a run folder, or else the folder itself."""
     return where / "checkpoints" if (where / "checkpoints").is_dir() else where

@@ -1,14 +1,14 @@
-"""The manifest of a checkpoint: what it consists of, with a hash of every byte, so that damage is found.
+"""The manifest of a checkpoint: its arrays, blocks and files with their hashes, so that damage is detected.
 
-    b7c9...e1                        BLAKE2b of all that follows
+    b7c9...e1                        BLAKE2b of the rest of this file
     {"format": 2, "step": 200, "arrays": {...}, "blocks": {"params/w": [{"process": 0, "at": 0, "hash": "...", ...}]}}
 
 Format 2 lists the blocks of each array (see `arrays`). Format 1, of an older jaxpar, lists files that Orbax wrote, each
-with its size and the hash of its content; such checkpoints are read, checked and adopted still.
+with its size and the hash of its content; such checkpoints can still be read, verified and adopted.
 
-A file that is altered, cut off, missing, added or renamed differs from the list; the list itself is covered by its
-first line. It guards against accidents, not against an attacker, who could write another list; but no list leads out of
-its folder.
+A file that is altered, truncated, missing, added or renamed differs from the manifest, and the manifest's first line is
+its own hash. It guards against accidents, not against an attacker, who could write another manifest; but no manifest
+refers to files outside of its folder.
 """
 
 import hashlib
@@ -23,19 +23,19 @@ from pathlib import Path, PurePosixPath
 
 import pydantic
 
-from jaxpar.checkpoint.arrays.blocks import FOLDER, SMALL, WORKERS, Block, altered, sizes, unfit
+from jaxpar.checkpoint.arrays.blocks import FOLDER, SMALL, WORKERS, Block, altered_files, find_misfit, sizes
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.files import sync, sync_tree
 
 NAME = "MANIFEST"
-PART = ".writing.list"  # of the name of a list that is to take the place of another
+PART = ".writing.list"  # suffix of a manifest that replaces another
 FORMAT, OLDER = 2, 1
 LATEST = 253402300800.0  # seconds since 1970: the end of the year 9999
 
 
 @dataclass(frozen=True)
 class Array:
-    """An array of a checkpoint: shape, dtype by its name, bytes of the whole of it."""
+    """An array of a checkpoint: shape, name of its dtype, total bytes."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -52,13 +52,13 @@ class File:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedReplicas:
-    """Replicas that made their steps apart.
+    """Replicas with separate steps.
 
     Attributes:
-      count: How many; the first dim of `model_state`, and where they differ of `params` and `optimizer`.
-      exchange: The name of the exchange by which they met.
-      model: Which one model they trained: "mean" of theirs, a key of `exchange` that has its parameters, or "none";
-        "" where their parameters do not differ.
+      count: Number of replicas: the first dim of `model_state`, and if they differ of `params` and `optimizer`.
+      exchange: The name of their exchange.
+      model: Their global model: "mean" (of the replicas), a key of `exchange` that has its parameters, or "none" (they
+        have none); "" if their parameters do not differ.
     """
 
     count: int
@@ -72,17 +72,17 @@ class SavedReplicas:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The list of a checkpoint.
+    """The contents of a checkpoint.
 
     Attributes:
-      step: Updates made when it was written.
-      written: When, in seconds since 1970.
+      step: Number of updates when it was written.
+      written: Time of writing, in seconds since 1970.
       scores: Metrics at that step: loss, eval_loss.
       arrays: Path such as `params/blocks/mlp/up` to array.
-      blocks: Path of an array to the blocks that it consists of.
-      files: In format 1: path within the checkpoint to file; all but the list itself.
-      format: Of this list.
-      replicas: That made their steps apart, if any.
+      blocks: Path of an array to its blocks.
+      files: In format 1: path within the checkpoint to file, except for the manifest itself.
+      format: Version of the manifest's format.
+      replicas: The replicas, if they made separate steps.
     """
 
     step: int
@@ -96,7 +96,7 @@ class Manifest:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Path to bytes of all files but the list itself."""
+        """Path to bytes of all files except for the manifest."""
         return {name: file.size for name, file in self.files.items()} | sizes(self.blocks)
 
     @property
@@ -112,67 +112,67 @@ def write(
     folder: Path, *, step: int, written: float, scores: Mapping[str, float], arrays: Mapping[str, Array],
     blocks: Mapping[str, Sequence[Block]], replicas: SavedReplicas | None = None,
 ) -> Manifest:  # fmt: skip
-    """Makes a folder a checkpoint: lists the blocks that all processes wrote, and waits until the list is on the disk.
+    """Writes the MANIFEST of the blocks that all processes wrote, with fsync, which makes the folder a checkpoint.
 
     Raises:
-      JaxparError: If a file is not there: the processes do not share the folder.
+      JaxparError: If a file is missing or has another size: the processes do not share the folder.
     """
-    made = Manifest(
+    manifest = Manifest(
         step=step, written=written, scores=dict(scores), arrays=dict(arrays),
-        blocks={path: tuple(each) for path, each in blocks.items()}, replicas=replicas,
+        blocks={path: tuple(array_blocks) for path, array_blocks in blocks.items()}, replicas=replicas,
     )  # fmt: skip
-    there = _walk(folder)
-    if lost := [name for name, size in made.sizes.items() if there.get(name) != size]:
+    files = _walk(folder)
+    if missing := [name for name, size in manifest.sizes.items() if files.get(name) != size]:
         raise refuse(
-            f"{folder / lost[0]} has {there.get(lost[0]) or 0} bytes, {made.sizes[lost[0]]} were written",
+            f"{folder / missing[0]} has {files.get(missing[0]) or 0} bytes, {manifest.sizes[missing[0]]} were written",
             rule="all processes write their parts of a checkpoint into one folder",
             fix="run.dir on a file system that all machines share",
         )
-    if there:
-        sync(folder / FOLDER)  # the names in it; each process has waited for the content of its own file
-    _list(folder / NAME, made)
+    if files:
+        sync(folder / FOLDER)  # its names; each process has synced the content of its file
+    _write_manifest(folder / NAME, manifest)
     sync(folder)
-    return made
+    return manifest
 
 
 def adopt(
     folder: Path, *, step: int, written: float, scores: Mapping[str, float], arrays: Mapping[str, Array]
 ) -> Manifest:
-    """Makes a folder that Orbax wrote an older checkpoint: lists its files as they are."""
-    made = Manifest(
-        step=step, written=written, scores=dict(scores), arrays=dict(arrays), files=_hashed(folder), format=OLDER
+    """Writes the MANIFEST (format 1) of the files that Orbax wrote, with their present hashes."""
+    contents = Manifest(
+        step=step, written=written, scores=dict(scores), arrays=dict(arrays), files=_hash_files(folder), format=OLDER
     )
     sync_tree(folder)
-    _list(folder / NAME, made)
+    _write_manifest(folder / NAME, contents)
     sync(folder)
-    return made
+    return contents
 
 
 def score(folder: Path, scores: Mapping[str, float]) -> None:
-    """Adds later metrics to the scores of a checkpoint; a reader sees the old MANIFEST or the new one.
+    """Adds metrics to the scores of a checkpoint; the MANIFEST is replaced atomically.
 
     Raises:
-      JaxparError: If its list cannot be read.
+      JaxparError: If the MANIFEST cannot be read.
     """
-    made = read(folder)
-    part = folder.with_name(folder.name + PART)  # beside it: within, what a kill leaves would not belong to it
-    _list(part, replace(made, scores=made.scores | dict(scores)))
-    part.replace(folder / NAME)
+    contents = read(folder)
+    partial = folder.with_name(folder.name + PART)  # outside: inside, a leftover after a kill would count as damage
+    _write_manifest(partial, replace(contents, scores=contents.scores | dict(scores)))
+    partial.replace(folder / NAME)
     sync(folder)
 
 
-def _list(path: Path, made: Manifest) -> None:
-    rest = json.dumps(asdict(made)).encode() + b"\n"
-    path.write_bytes(_digest(rest).encode() + b"\n" + rest)
+def _write_manifest(path: Path, contents: Manifest) -> None:
+    content = json.dumps(asdict(contents)).encode() + b"\n"
+    path.write_bytes(_digest(content).encode() + b"\n" + content)
     sync(path)
 
 
 def read(folder: Path) -> Manifest:
-    """Returns the list of a checkpoint; its files are not looked at.
+    """Reads the MANIFEST of a checkpoint; its files are not checked.
 
     Raises:
-      JaxparError: If there is none, it is altered, it is of another step than its folder is called after, or a path in
-        it leads out of the checkpoint.
+      JaxparError: If it is missing or altered, has another step than the name of its folder, or a path in it leads out
+        of the checkpoint.
     """
     rule = "a checkpoint has the MANIFEST that was written with it, unaltered"
     path = folder / NAME
@@ -180,10 +180,10 @@ def read(folder: Path) -> Manifest:
     if not path.is_file() or path.is_symlink():
         raise refuse(f"{path} is missing", rule=rule, fix=fix)
     try:
-        first, _, rest = path.read_bytes().partition(b"\n")
-        if first != _digest(rest).encode():
+        digest, _, content = path.read_bytes().partition(b"\n")
+        if digest != _digest(content).encode():
             raise refuse(f"{path} is altered", rule=rule, fix=fix)
-        made = _READER.validate_json(rest)
+        data = _READER.validate_json(content)
     except pydantic.ValidationError as error:
         raise refuse(
             f"{path}: {error.errors()[0]['msg']:.100}",
@@ -192,63 +192,65 @@ def read(folder: Path) -> Manifest:
         ) from error
     except OSError as error:
         raise refuse(f"{path}: {error.strerror}", rule=rule, fix=fix) from error
-    if not 0 <= made.written < LATEST:
+    if not 0 <= data.written < LATEST:
         raise refuse(
-            f"{path}: written at {made.written}", rule="a MANIFEST lists the arrays and blocks of a checkpoint", fix=fix
+            f"{path}: written at {data.written}", rule="a MANIFEST lists the arrays and blocks of a checkpoint", fix=fix
         )
-    # a copy or a rename of a folder does not make a checkpoint one of another step
-    if made.step < 0 or (re.fullmatch("[0-9]{6,}", folder.name) and int(folder.name) != made.step):
+    # a copied or renamed folder is no checkpoint of another step
+    if data.step < 0 or (re.fullmatch("[0-9]{6,}", folder.name) and int(folder.name) != data.step):
         raise refuse(
-            f"{path} is of step {made.step}", rule="the folder of a checkpoint is called after its step",
-            fix=f"mv {folder} {folder.parent / f'{made.step:06d}'}, unless that is there" if made.step >= 0 else fix,
+            f"{path} is of step {data.step}", rule="the folder of a checkpoint is called after its step",
+            fix=f"mv {folder} {folder.parent / f'{data.step:06d}'}, unless that is there" if data.step >= 0 else fix,
         )  # fmt: skip
-    if made.format not in (FORMAT, OLDER):
+    if data.format not in (FORMAT, OLDER):
         raise refuse(
-            f"{path} has format {made.format}",
+            f"{path} has format {data.format}",
             rule=f"this jaxpar reads formats {OLDER} and {FORMAT}",
             fix="the jaxpar that wrote it (run.json names its version)",
         )
-    if escaping := [name for name in made.files if not _stays(name)]:
+    if escaping := [name for name in data.files if not _is_inside(name)]:
         raise refuse(
             f"{path} names {escaping[0]!r}",
             rule="the files that a MANIFEST lists lie inside the folder of the checkpoint",
             fix=f"rm -r {folder}, which no run has written",
         )
-    shapes = {name: (array.shape, array.bytes) for name, array in made.arrays.items()}
-    if made.format == FORMAT and (wrong := "it lists files" if made.files else unfit(shapes, made.blocks)):
-        raise refuse(f"{path}: {wrong}", rule="a MANIFEST lists the arrays and blocks of a checkpoint", fix=fix)
-    return made
+    shapes = {name: (array.shape, array.bytes) for name, array in data.arrays.items()}
+    if data.format == FORMAT and (fault := "it lists files" if data.files else find_misfit(shapes, data.blocks)):
+        raise refuse(f"{path}: {fault}", rule="a MANIFEST lists the arrays and blocks of a checkpoint", fix=fix)
+    return data
 
 
 def check(folder: Path, *, content: bool = True) -> list[str]:
-    """Returns the problems of a checkpoint, file by file; empty if every byte is as it was written.
+    """Verifies a checkpoint; returns a line per fault, none if every byte is as written.
 
     Args:
       folder: The checkpoint.
-      content: Whether files are read to the last byte; otherwise names and sizes are compared, which is quick.
+      content: Whether to hash every byte; otherwise only names and sizes are compared, which is quick.
     """
     try:
-        made = read(folder)
-        there = _walk(folder)
+        data = read(folder)
+        actual = _walk(folder)
     except JaxparError as error:
         return [problem.got.removeprefix(f"{folder}{os.sep}") for problem in error.problems]
     except OSError as error:
         return [f"{error.filename}: {error.strerror}"]
-    listed = made.sizes
-    wrong = [f"{name} is missing" for name in listed if name not in there]
-    wrong += [f"{name} does not belong to it" for name in there if name not in listed]
-    kept = [name for name in listed if name in there]
-    wrong += [f"{name} is no plain file" for name in kept if there[name] is None]
-    sized = [name for name in kept if there[name] is not None]
-    wrong += [
-        f"{name} has {there[name]} bytes, {listed[name]} were written" for name in sized if there[name] != listed[name]
+    expected = data.sizes
+    faults = [f"{name} is missing" for name in expected if name not in actual]
+    faults += [f"{name} does not belong to it" for name in actual if name not in expected]
+    names = [name for name in expected if name in actual]
+    faults += [f"{name} is no plain file" for name in names if actual[name] is None]
+    files = [name for name in names if actual[name] is not None]
+    faults += [
+        f"{name} has {actual[name]} bytes, {expected[name]} were written"
+        for name in files
+        if actual[name] != expected[name]
     ]
     if content:
-        same = {name: made.files[name] for name in sized if there[name] == listed[name] and name in made.files}
-        said = _each(lambda name: _differs(folder, name, made.files), same)
-        wrong += [f"{name} {each}" for name, each in zip(same, said, strict=True) if each]
-        wrong += altered(folder, made.blocks, [name for name in sized if there[name] == listed[name]])
-    return wrong
+        same = {name: data.files[name] for name in files if actual[name] == expected[name] and name in data.files}
+        texts = _map_files(lambda name: _differs(folder, name, data.files), same)
+        faults += [f"{name} {text}" for name, text in zip(same, texts, strict=True) if text]
+        faults += altered_files(folder, data.blocks, [name for name in files if actual[name] == expected[name]])
+    return faults
 
 
 def _differs(folder: Path, name: str, listed: Mapping[str, File]) -> str:
@@ -258,14 +260,14 @@ def _differs(folder: Path, name: str, listed: Mapping[str, File]) -> str:
         return f"cannot be read: {error.strerror}"
 
 
-def _hashed(folder: Path) -> dict[str, File]:
-    there = {name: File(size, "") for name, size in sorted(_walk(folder).items()) if size is not None}
-    hashes = _each(lambda name: _digest_of(folder / name), there)
-    return {name: File(there[name].size, digest) for name, digest in zip(there, hashes, strict=True)}
+def _hash_files(folder: Path) -> dict[str, File]:
+    files = {name: File(size, "") for name, size in sorted(_walk(folder).items()) if size is not None}
+    hashes = _map_files(lambda name: _digest_of(folder / name), files)
+    return {name: File(files[name].size, digest) for name, digest in zip(files, hashes, strict=True)}
 
 
-def _each(function: Callable[[str], str], files: Mapping[str, File]) -> list[str]:
-    """Returns the result of a function for each file; large files are read in parallel."""
+def _map_files(function: Callable[[str], str], files: Mapping[str, File]) -> list[str]:
+    """Applies a function to each file; large files are read in parallel."""
     if sum(file.size for file in files.values()) < SMALL:
         return [function(name) for name in files]
     with ThreadPoolExecutor(WORKERS) as workers:
@@ -273,20 +275,20 @@ def _each(function: Callable[[str], str], files: Mapping[str, File]) -> list[str
 
 
 def _walk(folder: Path) -> dict[str, int | None]:
-    """Returns path to size of everything in a checkpoint except its MANIFEST; None for what is not a plain file."""
-    found: dict[str, int | None] = {}
+    """Path to size of everything in a checkpoint except its MANIFEST; None if it is no regular file."""
+    entries: dict[str, int | None] = {}
     for root, folders, names in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(root, name))]
         for name in (*names, *links):
             path = Path(root) / name
             status = path.lstat()
-            found[path.relative_to(folder).as_posix()] = status.st_size if stat.S_ISREG(status.st_mode) else None
-    found.pop(NAME, None)
-    return found
+            entries[path.relative_to(folder).as_posix()] = status.st_size if stat.S_ISREG(status.st_mode) else None
+    entries.pop(NAME, None)
+    return entries
 
 
-def _stays(name: str) -> bool:
-    """Returns whether a path leads to a file within the folder it starts from."""
+def _is_inside(name: str) -> bool:
+    """Whether a relative path stays within its folder."""
     path = PurePosixPath(name)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and not set(name) & {"\\", "\0"}
 

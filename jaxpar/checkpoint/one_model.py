@@ -1,10 +1,10 @@
-"""A checkpoint of replicas that made their steps apart, read as one model.
+"""Reads a checkpoint of replicas with separate steps as one model.
 
 saved                                         one model
 params/w [replica, ...]                  ──►  params/w: their mean (local SGD, gossip)
 exchange/anchor/w, exchange/center/w     ──►  params/w: itself (DiLoCo; elastic averaging)
 model_state/mean [replica, ...]          ──►  the mean of floating-point numbers, else the first
-optimizer/mu/w [replica, ...]            ──►  likewise, where a run goes on with one model
+optimizer/mu/w [replica, ...]            ──►  likewise, if training resumes with one model
 """
 
 import dataclasses
@@ -24,91 +24,92 @@ from jaxpar.parallel.layout import Layout
 
 
 def replicas_of(layout: Layout) -> SavedReplicas | None:
-    """Returns the replicas of a layout's checkpoints; None where they make their steps together."""
+    """The replicas of a layout's checkpoints; None if all make the same step."""
     exchange = layout.parallel.exchange
-    if not exchange.apart:
+    if not exchange.per_replica:
         return None
-    count, model = exchange.count(layout.sizes["data"]), exchange.global_model if exchange.differ else ""
+    count, model = exchange.count(layout.sizes["data"]), exchange.global_model if exchange.replicas_differ else ""
     return SavedReplicas(count=count, exchange=exchange.name, model=model)
 
 
-def described(arrays: Mapping[str, Array], replicas: SavedReplicas | None) -> dict[str, Array]:
-    """Returns the arrays of one model: without the dim of replicas, and without those of the exchange.
+def describe(arrays: Mapping[str, Array], replicas: SavedReplicas | None) -> dict[str, Array]:
+    """Describes the arrays of one model: without the replica dim, and without the arrays of the exchange.
 
     Args:
-      arrays: Of a checkpoint, or of a job.
-      replicas: Of it.
+      arrays: The arrays of a checkpoint or of a job.
+      replicas: Its replicas.
     """
     if replicas is None:
         return dict(arrays)
     return {
-        path: _of_one(array) if _has_replicas(path, replicas) else array
+        path: _drop_replica_dim(array) if _has_replicas(path, replicas) else array
         for path, array in arrays.items()
         if not path.startswith("exchange/")
     }
 
 
-def read(path: Path, made: Manifest, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Returns arrays of one model, its parameters as the run evaluates them.
+def read(path: Path, contents: Manifest, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Loads arrays of one model, with parameters in the form that the run evaluates.
 
     Args:
       path: The checkpoint.
-      made: Its list.
-      wanted: Path to shape, dtype and sharding, without a dim of replicas.
+      contents: Its manifest.
+      wanted: Path to shape, dtype and sharding, without a replica dim.
 
     Raises:
       Damaged: If a byte that any process reads is not as it was written.
       JaxparError: If its replicas are several models.
     """
-    return _read(path, made, wanted, reading.evaluated)
+    return _read(path, contents, wanted, reading.read_evaluated)
 
 
-def read_to_train(path: Path, made: Manifest, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Returns arrays of one model as they go on to be trained; see `read`."""
-    return _read(path, made, wanted, reading.arrays)
+def read_to_train(path: Path, contents: Manifest, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Like `read`, with parameters in the form that the run trains."""
+    return _read(path, contents, wanted, reading.read_arrays)
 
 
-def _read(path: Path, made: Manifest, wanted: Mapping[str, jax.ShapeDtypeStruct], get) -> dict[str, jax.Array]:
-    replicas = made.replicas
+def _read(path: Path, contents: Manifest, wanted: Mapping[str, jax.ShapeDtypeStruct], get) -> dict[str, jax.Array]:
+    replicas = contents.replicas
     if replicas is None:
-        return get(path, made, wanted)
+        return get(path, contents, wanted)
     if replicas.model == NO_MODEL:
         raise several_models(replicas.exchange)
-    plain, several = {}, {}
+    shared_likes, replica_likes = {}, {}
     for name, like in wanted.items():
-        (several if _has_replicas(name, replicas) else plain)[name] = like
-    shared = {name: _shared(name, made) for name in several}
-    one = {source: several[name] for name, source in shared.items() if source}
-    found = get(path, made, plain) if plain else {}
-    read = reading.arrays(path, made, one) if one else {}
-    found |= {name: read[source] for name, source in shared.items() if source}
-    for name in (name for name, source in shared.items() if not source):  # one at a time: all replicas of it at once
-        like, saved = several[name], made.arrays[name]
-        each = jax.ShapeDtypeStruct(
-            (replicas.count, *like.shape), _dtype(saved, like), sharding=_beside_replicas(like.sharding)
+        (replica_likes if _has_replicas(name, replicas) else shared_likes)[name] = like
+    exchange_paths = {name: _exchange_path(name, contents) for name in replica_likes}
+    exchange_likes = {source: replica_likes[name] for name, source in exchange_paths.items() if source}
+    result = get(path, contents, shared_likes) if shared_likes else {}
+    exchange_arrays = reading.read_arrays(path, contents, exchange_likes) if exchange_likes else {}
+    result |= {name: exchange_arrays[source] for name, source in exchange_paths.items() if source}
+    # one array at a time, as all of its replicas are read together
+    for name in (name for name, source in exchange_paths.items() if not source):
+        like, saved_array = replica_likes[name], contents.arrays[name]
+        stacked = jax.ShapeDtypeStruct(
+            (replicas.count, *like.shape), _dtype(saved_array, like), sharding=_add_replica_dim(like.sharding)
         )
-        merge = _merging(like.sharding)
-        found[name] = merge(get(path, made, {name: each})[name]).astype(like.dtype)
-    return {name: found[name] for name in wanted}
+        merge = _merge(like.sharding)
+        result[name] = merge(get(path, contents, {name: stacked})[name]).astype(like.dtype)
+    return {name: result[name] for name in wanted}
 
 
 @cache
-def _merging(on: jax.sharding.Sharding):
+def _merge(on: jax.sharding.Sharding):
     return jax.jit(merge_replicas, out_shardings=on)
 
 
 def _dtype(saved: Array, like: jax.ShapeDtypeStruct):
-    """Returns the dtype to read: what was saved, so that the mean is rounded once."""
+    """The dtype to read: of floats the saved one, so that the mean is rounded once."""
     return jnp.dtype(saved.dtype) if jnp.issubdtype(like.dtype, jnp.floating) else like.dtype
 
 
-def _shared(name: str, made: Manifest) -> str:
-    """Returns the path of an array of the exchange that has a parameter of the global model; "" for none."""
-    part, _, rest = name.partition("/")
-    if part != "params" or made.replicas is None or made.replicas.model == MEAN:
+def _exchange_path(name: str, contents: Manifest) -> str:
+    """Path of the exchange's array that holds a parameter of the global model; "" if there is none."""
+    part, _, suffix = name.partition("/")
+    if part != "params" or contents.replicas is None or contents.replicas.model == MEAN:
         return ""
-    source = f"exchange/{made.replicas.model}/{rest}"
-    return source if source in made.arrays else ""  # one that is frozen is equal on all replicas
+    source = f"exchange/{contents.replicas.model}/{suffix}"
+    return source if source in contents.arrays else ""  # a frozen parameter is equal on all replicas
 
 
 def _has_replicas(path: str, replicas: SavedReplicas) -> bool:
@@ -116,11 +117,11 @@ def _has_replicas(path: str, replicas: SavedReplicas) -> bool:
     return part == "model_state" or (part in ("params", "optimizer") and bool(replicas.model))
 
 
-def _of_one(array: Array) -> Array:
+def _drop_replica_dim(array: Array) -> Array:
     return dataclasses.replace(array, shape=array.shape[1:], bytes=array.bytes // array.shape[0])
 
 
-def _beside_replicas(on: jax.sharding.Sharding | None) -> jax.sharding.Sharding | None:
+def _add_replica_dim(on: jax.sharding.Sharding | None) -> jax.sharding.Sharding | None:
     if not isinstance(on, NamedSharding):
         return on
     return NamedSharding(on.mesh, PartitionSpec(None, *on.spec), memory_kind=on.memory_kind)

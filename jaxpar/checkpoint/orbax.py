@@ -1,6 +1,6 @@
-"""Reads checkpoints that Orbax wrote for an older jaxpar, and writes such for other programs.
+"""Reads checkpoints that Orbax wrote for an older jaxpar, and writes Orbax checkpoints for other programs.
 
-Only this file knows Orbax: its v1 module still moves.
+Only this file imports Orbax, whose v1 API is not stable yet.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,17 +13,17 @@ from jaxpar.checkpoint.manifest import Array
 from jaxpar.errors import refuse
 from jaxpar.files import check_local
 
-# what Orbax and TensorStore raise where a file is missing, cut off or another
+# exceptions of Orbax and TensorStore for a file that is missing, truncated or replaced
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError)
 
 
 def load(folder: Path, names: Iterable[str], wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-    """Returns arrays of a checkpoint, each where its sharding says.
+    """Loads arrays of a checkpoint with the given shardings.
 
     Args:
       folder: The checkpoint.
       names: The paths of all arrays in it.
-      wanted: Path to shape, dtype and sharding of those that are read; another dtype is converted to.
+      wanted: Path to shape, dtype and sharding of the arrays to load; a saved array is cast to this dtype.
 
     Raises:
       JaxparError: If Orbax cannot read it.
@@ -31,18 +31,18 @@ def load(folder: Path, names: Iterable[str], wanted: Mapping[str, jax.ShapeDtype
     from orbax.checkpoint import v1 as ocp
 
     try:
-        read = ocp.load(str(folder.resolve()), {_key(name): wanted.get(name, ...) for name in names})
+        result = ocp.load(str(folder.resolve()), {_key(name): wanted.get(name, ...) for name in names})
     except UNREADABLE as error:
         raise refuse(
             f"checkpoint {folder} cannot be read: {str(error).splitlines()[0]:.120}",
             rule="a checkpoint can be read by the installed version of Orbax",
             fix=f"pip install orbax-checkpoint==VERSION, the one that {folder.parent.parent}/run.json names",
         ) from error
-    return {name: read[_key(name)] for name in wanted}
+    return {name: result[_key(name)] for name in wanted}
 
 
 def save(folder: Path, tree: Any) -> None:
-    """Writes a tree of arrays as Orbax does.
+    """Writes a tree of arrays as an Orbax checkpoint.
 
     Raises:
       JaxparError: If the folder is there already, or cannot be written.
@@ -64,18 +64,18 @@ def save(folder: Path, tree: Any) -> None:
         ) from error
 
 
-def unlisted(folder: Path) -> tuple[dict[str, Array], dict[str, float]]:
-    """Returns arrays and scores of a checkpoint that an older jaxpar wrote, as Orbax lists them.
+def read_metadata(folder: Path) -> tuple[dict[str, Array], dict[str, float]]:
+    """Returns arrays and scores from the Orbax metadata of a checkpoint that an older jaxpar wrote.
 
     Raises:
-      JaxparError: If it is none, or this jaxpar wrote it and its list was lost.
+      JaxparError: If it is no checkpoint, or once had a MANIFEST and lost it.
     """
     from orbax.checkpoint import v1 as ocp
 
     try:
-        found = ocp.metadata(str(folder.resolve()))
-        arrays, custom = dict(found.metadata), dict(found.custom_metadata or {})  # pyright: ignore
-        listed = {
+        metadata = ocp.metadata(str(folder.resolve()))
+        arrays, custom = dict(metadata.metadata), dict(metadata.custom_metadata or {})  # pyright: ignore
+        descriptions = {
             name.replace(".", "/"): Array(
                 tuple(array.shape), str(array.dtype), array.dtype.itemsize * _elements(array.shape)
             )
@@ -93,7 +93,7 @@ def unlisted(folder: Path) -> tuple[dict[str, Array], dict[str, float]]:
             rule="a MANIFEST is made anew only for a checkpoint that never had one",
             fix=f"mv {folder} {folder}.damaged",
         )
-    return listed, {key: float(value) for key, value in custom.items() if key != "step"}  # pyright: ignore
+    return descriptions, {key: float(value) for key, value in custom.items() if key != "step"}  # pyright: ignore
 
 
 def _key(path: str) -> str:

@@ -1,7 +1,7 @@
-"""Reads arrays of one checkpoint, and checks every byte that it reads; all processes find the same.
+"""Reads arrays of one checkpoint and verifies every byte that it reads; all processes reach the same verdict.
 
-First the MANIFEST, names and sizes of the files: all agree that nothing is missing. Then each process reads what it
-needs, and hashes it as it does: all agree that nothing is altered.
+First the MANIFEST, names and sizes of the files are checked, and all processes agree that none is missing. Then each
+process reads and hashes the blocks that it needs, and all agree that none is altered.
 """
 
 from collections.abc import Mapping
@@ -16,110 +16,116 @@ from jaxpar.checkpoint import listing, manifest, orbax, processes
 from jaxpar.checkpoint.arrays.load import load
 from jaxpar.checkpoint.manifest import Manifest
 from jaxpar.errors import JaxparError, Problem
-from jaxpar.optim.eval_params import Copy, copies
+from jaxpar.optim.eval_params import EvalSource, eval_sources
 
 
 class Damaged(JaxparError):
-    """A checkpoint of which a file is not as it was written.
+    """A checkpoint with a file that is altered, truncated, missing or added.
 
     Args:
       path: The checkpoint.
-      wrong: A line for each file.
+      faults: A line for each file.
     """
 
     def __init__(self, path: Path, wrong: list[str]):
-        self.wrong = wrong
+        self.faults = wrong
         fix = f"another checkpoint, of those that `jaxpar checkpoint ls {path.parent}` lists as good"
         rule = "every byte has the hash that the MANIFEST lists"
-        super().__init__(*(Problem(f"{path}: {each}", rule, fix) for each in wrong))
+        super().__init__(*(Problem(f"{path}: {line}", rule, fix) for line in wrong))
 
 
-def listed(path: Path) -> Manifest:
-    """Returns the list of a checkpoint whose files are there, in their sizes.
+def read_manifest(path: Path) -> Manifest:
+    """Reads the MANIFEST of a checkpoint, and checks names and sizes of its files.
 
     Raises:
-      Damaged: If they are not, or the list is altered.
-      JaxparError: If it has no list: an older jaxpar wrote it.
+      Damaged: If a file is missing or has another size, or the MANIFEST is altered.
+      JaxparError: If it has no MANIFEST: an older jaxpar wrote it.
     """
     if listing.is_older(path):
-        raise listing.refuse_older(path)
-    # the first process looks at names and sizes: of a shared disk, once is enough
-    wrong = manifest.check(path, content=False) if processes.is_first() else []
-    _agree(path, wrong)
+        raise listing.no_manifest_error(path)
+    # the first process alone checks names and sizes: the disk is shared
+    faults = manifest.check(path, content=False) if processes.is_first() else []
+    _agree(path, faults)
     try:
-        made, wrong = manifest.read(path), []
+        contents, faults = manifest.read(path), []
     except JaxparError as error:
-        made, wrong = None, [problem.got for problem in error.problems]
-    if made and made.format == manifest.OLDER and processes.is_first():
-        wrong = manifest.check(path)  # Orbax checks nothing as it reads
-    _agree(path, wrong)
-    return made or manifest.read(path)
+        contents, faults = None, [problem.got for problem in error.problems]
+    if contents and contents.format == manifest.OLDER and processes.is_first():
+        faults = manifest.check(path)  # Orbax verifies nothing as it reads
+    _agree(path, faults)
+    return contents or manifest.read(path)
 
 
-def arrays(path: Path, made: Manifest, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Returns arrays of a checkpoint, each where its sharding says.
+def read_arrays(path: Path, contents: Manifest, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Loads arrays of a checkpoint with the given shardings.
 
     Args:
       path: The checkpoint.
-      made: Its list.
-      wanted: Path to shape, dtype and sharding of those that are read; another dtype is converted to.
+      contents: Its manifest.
+      wanted: Path to shape, dtype and sharding of the arrays to load; a saved array is cast to this dtype.
 
     Raises:
       Damaged: If a byte that any process reads is not as it was written.
     """
-    if made.format == manifest.OLDER:
-        return orbax.load(path, made.arrays, wanted)
-    found, wrong = load(path, made, wanted)
-    _agree(path, wrong)
-    return found
+    if contents.format == manifest.OLDER:
+        return orbax.load(path, contents.arrays, wanted)
+    result, faults = load(path, contents, wanted)
+    _agree(path, faults)
+    return result
 
 
-def evaluated(path: Path, made: Manifest, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Returns arrays like `arrays`, but parameters as a run evaluates them: see `jaxpar.optim.eval_params`.
+def read_evaluated(path: Path, contents: Manifest, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Like `arrays`, but with parameters in the form that a run evaluates: see `jaxpar.optim.eval_params`.
 
     Raises:
       Damaged: If a byte that any process reads is not as it was written.
     """
-    found = {f"params/{name}": copy for name, copy in judged(made).items() if f"params/{name}" in wanted}
-    asked = dict(wanted)
-    for name, copy in found.items():  # all in their own dtypes: what is made of them is rounded once
-        on = wanted[name].sharding
-        whole = NamedSharding(on.mesh, PartitionSpec()) if isinstance(on, NamedSharding) else on
-        for each, where in {name: on, copy.path: on, **dict.fromkeys(copy.fields.values(), whole)}.items():
-            array = made.arrays[each]
-            asked[each] = jax.ShapeDtypeStruct(array.shape, jnp.dtype(array.dtype), sharding=where)
-    read = arrays(path, made, asked)
-    likes = {name: wanted[name] for name in found}
-    # a copy is given up for what is made of it, where that is as large
-    given_up = {copy.path for name, copy in found.items() if read[copy.path].dtype == likes[name].dtype}
-    copied = {each: read.pop(each) for each in sorted(given_up)}
-    held = {each: read[each] for copy in found.values() for each in (copy.path, *copy.fields.values()) if each in read}
-    one = jax.jit(
-        partial(_made, found, likes),
+    eval_copies = {
+        f"params/{name}": copy for name, copy in evaluation_copies(contents).items() if f"params/{name}" in wanted
+    }
+    requests = dict(wanted)
+    for name, copy in eval_copies.items():  # all in their saved dtypes, so that the result is rounded once
+        sharding = wanted[name].sharding
+        replicated = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
+        for p, target in {
+            name: sharding,
+            copy.path: sharding,
+            **dict.fromkeys(copy.fields.values(), replicated),
+        }.items():
+            array = contents.arrays[p]
+            requests[p] = jax.ShapeDtypeStruct(array.shape, jnp.dtype(array.dtype), sharding=target)
+    loaded = read_arrays(path, contents, requests)
+    likes = {name: wanted[name] for name in eval_copies}
+    # a copy is donated if the result that is computed from it has the same size
+    donated_paths = {copy.path for name, copy in eval_copies.items() if loaded[copy.path].dtype == likes[name].dtype}
+    donated_arrays = {p: loaded.pop(p) for p in sorted(donated_paths)}
+    shared = {p: loaded[p] for copy in eval_copies.values() for p in (copy.path, *copy.fields.values()) if p in loaded}
+    compute = jax.jit(
+        partial(_compute_evaluated, eval_copies, likes),
         out_shardings={name: like.sharding for name, like in likes.items()},
         donate_argnums=0,
     )
-    read |= one(copied, held, {name: read[name] for name in found}) if found else {}
-    return {name: read[name] for name in wanted}
+    loaded |= compute(donated_arrays, shared, {name: loaded[name] for name in eval_copies}) if eval_copies else {}
+    return {name: loaded[name] for name in wanted}
 
 
-def _made(
-    found: Mapping[str, Copy],
+def _compute_evaluated(
+    found: Mapping[str, EvalSource],
     likes: Mapping[str, jax.ShapeDtypeStruct],
     copied: Mapping[str, jax.Array],
     held: Mapping[str, jax.Array],
     trained: Mapping[str, jax.Array],
 ) -> dict[str, jax.Array]:
-    """Returns the parameters that are evaluated, all by one program: to compile one for each takes seconds."""
-    both = {**copied, **held}
-    return {name: copy.of(both, trained[name]).astype(likes[name].dtype) for name, copy in found.items()}
+    """Computes the parameters to evaluate, all in one program: compiling one for each takes seconds."""
+    sources = {**copied, **held}
+    return {name: copy.evaluate(sources, trained[name]).astype(likes[name].dtype) for name, copy in found.items()}
 
 
-def judged(made: Manifest) -> dict[str, Copy]:
-    """Returns for each parameter that a run evaluates as another what that follows from, by the parameter's path."""
-    return copies(name for name in made.arrays if name.startswith("optimizer/"))
+def evaluation_copies(contents: Manifest) -> dict[str, EvalSource]:
+    """Path of each parameter whose evaluated form differs from the trained one, to the arrays it is computed from."""
+    return eval_sources(name for name in contents.arrays if name.startswith("optimizer/"))
 
 
 def _agree(path: Path, wrong: list[str]) -> None:
-    if everything := processes.gathered(wrong):
-        raise Damaged(path, everything)
+    if all_wrong := processes.gather_lines(wrong):
+        raise Damaged(path, all_wrong)

@@ -1,4 +1,4 @@
-"""The checkpoints of a job: when they are written, which are kept, and where parameters come from."""
+"""The `[checkpoint]` table: when checkpoints are written, how many are retained, and which one a run starts from."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,25 +9,24 @@ from jaxpar.errors import check_ranges, refuse
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """When checkpoints are written, which are kept, and which one a new run starts from.
+    """When checkpoints are written, how many are retained, and which one a new run starts from.
 
     Attributes:
-      every: Steps between two; 0 counts no steps. One is written at the end, and where a run is stopped.
-      minutes: Age at which the latest is too old, so that another is written besides; 0 for none.
-      keep_last: How many of the latest stay.
-      keep_best: How many of the best stay besides.
-      best: The metric of an evaluation by which they are compared: eval_loss, or eval_ and the name of any other entry
-        that the loss returns, such as eval_accuracy.
-      best_is: Whether its lowest or its highest value is the best.
-      start_from: A run folder, one checkpoint, or a Llama or GPT-2 folder of Hugging Face's (taken whole), whose
-        parameters a new run begins with, to tune them further; "" means new parameters. The optimizer and the step
-        begin anew; a run that has checkpoints goes on from its own.
-      take: Which parameters (and statistics, such as BatchNorm's) it takes, by their paths in the job: "blocks" is
-        all below it, * any text. The others are new.
-      rename: Beginning of a path in the checkpoint to what it is in the job, {"encoder/blocks" = "blocks"}.
-      cast: Whether parameters may be taken that have another dtype in the checkpoint.
-      replicas: How a run whose replicas differ goes on with another number of them: same (not at all), mean (all with
-        their mean), broadcast (all with the first); with either also without an exchange, from the model of theirs.
+      every: Steps between two checkpoints; 0 disables this rule. One is also written at the end, and when a run stops.
+      minutes: Age of the latest checkpoint after which another is written; 0 disables this rule.
+      keep_last: Number of latest checkpoints to retain.
+      keep_best: Number of best checkpoints to retain in addition.
+      best: The evaluation metric that compares checkpoints: eval_loss, or eval_ and the name of any other entry that
+        the loss returns, such as eval_accuracy.
+      best_is: Whether the lowest or the highest value is the best.
+      start_from: A run folder, a checkpoint, or a Hugging Face folder of a Llama or GPT-2 (all of it), whose parameters
+        a new run is fine-tuned from; "" means none. Optimizer and step begin anew; a run with checkpoints resumes.
+      take: The parameters (and statistics, such as BatchNorm's) to take, by paths in the job: "blocks" is all below
+        it, * any text. The others are new.
+      rename: Prefix of a path in the checkpoint to its prefix in the job, {"encoder/blocks" = "blocks"}.
+      cast: Whether parameters of another dtype in the checkpoint may be taken.
+      replicas: How differing replicas resume under another number of them: same (not at all), mean (all from their
+        mean), broadcast (all from the first); the last two also let a job without an exchange resume from their model.
     """
 
     every: int = 0
@@ -46,8 +45,8 @@ class Checkpoints:
         most = 2**31 - 1
         ranges = {"every": (0, most), "minutes": (0.0, 1e6), "keep_last": (1, most), "keep_best": (0, most)}
         check_ranges(self, "checkpoint", ranges)
-        for key, usual in (("take", ("*",)), ("rename", {}), ("cast", False)):
-            if not self.start_from and getattr(self, key) != usual:
+        for key, default in (("take", ("*",)), ("rename", {}), ("cast", False)):
+            if not self.start_from and getattr(self, key) != default:
                 raise refuse(
                     f"checkpoint.{key} = {getattr(self, key)!r} without checkpoint.start_from",
                     rule=f"{key} needs start_from",
@@ -65,9 +64,9 @@ class Checkpoints:
                 rule="checkpoint.take has at least one pattern",
                 fix='take = ["blocks/*"], or leave start_from out',
             )
-        if wrong := [old for old, new in self.rename.items() if not old.strip("/") or not new.strip("/")]:
+        if blanks := [old for old, new in self.rename.items() if not old.strip("/") or not new.strip("/")]:
             raise refuse(
                 f"checkpoint.rename = {dict(self.rename)}",
                 rule="rename maps the beginning of a path to another; neither is empty",
-                fix=f'rename = {{"{wrong[0] or "encoder/blocks"}" = "blocks"}}',
+                fix=f'rename = {{"{blanks[0] or "encoder/blocks"}" = "blocks"}}',
             )

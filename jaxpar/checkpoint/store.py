@@ -1,9 +1,9 @@
-"""The checkpoints of one run: saved while training goes on, checked before they are loaded; finds the newest good one.
+"""The checkpoints of one run: saves asynchronously, verifies what it loads, and finds the newest good checkpoint.
 
     save ──► arrays copied to the host ──► training goes on
                        └─► thread: hashed and written to a temporary folder, MANIFEST, rename: committed
 
-A checkpoint exists once its folder has its final name; so a kill at any moment leaves either a whole checkpoint or a
+A checkpoint exists once its folder has its final name; so a kill at any moment leaves either a complete checkpoint or a
 folder that the next save deletes.
 """
 
@@ -22,8 +22,8 @@ from jaxpar.errors import LOST, JaxparError, Problem, refuse
 from jaxpar.files import FULL, make_folder
 from jaxpar.units import show_bytes
 
-LISTED = 4096  # bytes on the disk for the list of an array's blocks, and what the file system rounds up
-NONE = -1  # stands for no step where processes broadcast one, as only numbers are
+LISTED = 4096  # bytes on disk per array for the list of its blocks and the file system's rounding
+NONE = -1  # broadcast in place of a step by processes whose value is ignored
 
 
 def _warn(text: str) -> None:
@@ -31,7 +31,7 @@ def _warn(text: str) -> None:
 
 
 class HalfWritten(JaxparError):
-    """A checkpoint that this process could not write while others wait for it: the run is restarted from the last."""
+    """Raised if this process cannot write its part while others wait: the run must restart from the last checkpoint."""
 
     status = LOST
 
@@ -45,49 +45,51 @@ class Store:
 
     Attributes:
       folder: The folder of the checkpoints.
-      spec: How many are kept, and which.
+      spec: The `[checkpoint]` table: how many and which are retained.
       say: Takes a line for the user: a damaged checkpoint, a full disk. A warning by default.
-      owned: Whether a run writes here: then damaged checkpoints are renamed, and remains of a killed run deleted.
-      committed: Called on the thread that writes, after each checkpoint, or None.
-      replicas: That make their steps apart, of the states that are saved, if any.
+      is_owner: Whether a run writes here: then damaged checkpoints are renamed.
+      on_commit: Called on the writing thread after each checkpoint, or None.
+      replicas: The replicas of the saved states, if they make separate steps.
     """
 
     folder: Path
     spec: Checkpoints
     say: Callable[[str], None] = _warn
-    owned: bool = True
-    committed: Callable[[], None] | None = None
+    is_owner: bool = True
+    on_commit: Callable[[], None] | None = None
     replicas: manifest.SavedReplicas | None = None
-    _pending: writing.Write | None = field(default=None, init=False)
+    _pending: writing.PendingWrite | None = field(default=None, init=False)
     _unsaved: JaxparError | None = field(default=None, init=False)
 
     def steps(self) -> list[int]:
-        """Returns the steps of the committed checkpoints, oldest first; `restore` finds out whether they are good."""
+        """Steps of the committed checkpoints, oldest first; `restore` verifies their content."""
         return listing.steps(self.folder)
 
     def save(self, step: int, state: Any, scores: dict[str, float]) -> None:
         """Starts writing the state; returns as soon as its arrays are copied. Waits for the write before it.
 
-        If the first of several processes sees too little free space, none writes: of a replicated state it alone would
-        meet the full disk. A disk that fills up while they write ends the run, see `wait`.
+        If the first of several processes sees too little free space, none writes: with a replicated state it alone
+        would meet the full disk. A disk that fills up while they write ends the run, see `wait`.
 
         Raises:
           JaxparError: If the write before it failed, except for a full disk: that is reported, and training goes on.
         """
         self.wait()
         self._sweep()
-        needed = sum(each.bytes + LISTED for each in paths.described(state).values())  # of all processes together
+        needed = sum(array.bytes + LISTED for array in paths.describe(state).values())  # of all processes together
         # the first process decides for all: on a shared file system the others may still see an older folder, and if
         # they decided differently some would wait for the others for ever
-        if processes.from_first(step in self.steps()):
+        if processes.broadcast(step in self.steps()):
             return
-        short = processes.several() and processes.is_first() and shutil.disk_usage(self.folder).free < needed
-        if processes.from_first(short):
+        lacks_space = (
+            processes.is_multiprocess() and processes.is_first() and shutil.disk_usage(self.folder).free < needed
+        )
+        if processes.broadcast(lacks_space):
             self._full(step, needed)
         else:
             self._pending = writing.begin(self.folder, step, state, scores, self.replicas)
-            if self.committed:
-                self._pending = writing.after(self._pending, self.committed)
+            if self.on_commit:
+                self._pending = writing.then(self._pending, self.on_commit)
 
     def score(self, step: int, scores: dict[str, float]) -> None:
         """Adds scores to the MANIFEST of a checkpoint that is saved already, or is still being written.
@@ -98,13 +100,13 @@ class Store:
         if not processes.is_first():
             return
         if self._pending is not None and self._pending.step == step:
-            self._pending = writing.after(self._pending, partial(self._score, step, scores))
+            self._pending = writing.then(self._pending, partial(self._score, step, scores))
         elif self.path(step).is_dir():
             self._score(step, scores)
             self._delete_old()
 
     def wait(self) -> None:
-        """Waits until the last write is committed, then deletes checkpoints that are not kept.
+        """Waits until the last write is committed, then deletes checkpoints that are not retained.
 
         Raises:
           JaxparError: If it failed, except for a full disk. With several processes for any reason, on the process that
@@ -113,14 +115,14 @@ class Store:
         if self._pending is None:
             return
         write, self._pending = self._pending, None
-        error = write.done.exception()
+        error = write.future.exception()
         write.worker.shutdown()
         if error is None:
-            processes.from_first(0)  # a barrier: the first has renamed it, so that all list the same steps from here on
+            processes.broadcast(0)  # a barrier: the first has renamed it, so that all list the same steps from here on
             self._unsaved = None
             if processes.is_first():
                 self._delete_old()
-        elif processes.several():
+        elif processes.is_multiprocess():
             raise HalfWritten(*self._failed(write, error).problems) from error
         else:
             # one process can go on without this checkpoint: what it wrote is deleted, which frees the disk again
@@ -146,96 +148,98 @@ class Store:
         """
         if self._pending is not None:
             write, self._pending = self._pending, None
-            error = write.done.exception()
+            error = write.future.exception()
             write.worker.shutdown()
             if error is not None:
                 self.say(str(self._failed(write, error)))
 
     def restore(self, like: Any, step: int | None = None) -> tuple[Any, int]:
-        """Returns the state of a checkpoint, each array where `like` says, and its step.
+        """Loads the state of a checkpoint with the shardings of `like`; returns it and its step.
 
         Args:
-          like: The state as `jax.ShapeDtypeStruct`s with shardings; the layout may be another than that of the save,
-            and the number of replicas too, if the spec says how.
-          step: Which one; the newest good one by default. Newer ones that are damaged are reported and set aside.
+          like: The state as `jax.ShapeDtypeStruct`s with shardings; the layout may differ from that of the save, and
+            the number of replicas too, if the spec allows it.
+          step: The step to load; default: the newest good one. Newer ones that are damaged are reported and set aside.
 
         Raises:
-          JaxparError: If there is none, with what is wrong with each, or it does not fit: every difference by path.
+          JaxparError: If there is no good one, with the damage of each, or it does not fit: every difference by path.
         """
         damaged = {}
-        for each in self._candidates(step):
-            path = self.path(each)
+        for candidate in self._candidates(step):
+            path = self.path(candidate)
             if listing.is_older(path):
-                # not skipped like a damaged one: going back behind it in silence could lose days of training
-                raise JaxparError(*self._problems(damaged), *listing.refuse_older(path).problems)
+                # not skipped like a damaged one: silently resuming from before it could lose days of training
+                raise JaxparError(*self._problems(damaged), *listing.no_manifest_error(path).problems)
             try:
-                made = reading.listed(path)
-                arrays, how = replicas.read(path, made, like, how=self.spec.replicas, run=str(_run_of(path)))
-                if (counted := _step_of(arrays)) not in (None, each):
-                    raise reading.Damaged(path, [f"its state is of step {counted}"])
+                contents = reading.read_manifest(path)
+                arrays, note = replicas.read(path, contents, like, how=self.spec.replicas, run=str(_run_of(path)))
+                if (saved_step := _step_of(arrays)) not in (None, candidate):
+                    raise reading.Damaged(path, [f"its state is of step {saved_step}"])
             except reading.Damaged as found:
-                damaged[each] = found.wrong
+                damaged[candidate] = found.faults
                 continue
-            # set aside only now: where none is good, all stay where they are, for the user to look at
+            # set aside only now: if none is good, all stay in place for the user to inspect
             if processes.is_first():
-                for old, problem in zip(damaged, self._problems(damaged), strict=True):
-                    self._set_aside(problem, old, each)
-            if how and processes.is_first():
-                self.say(f"step {each}: {how}")
-            return paths.unflat(like, arrays), each
+                for damaged_step, problem in zip(damaged, self._problems(damaged), strict=True):
+                    self._set_aside(problem, damaged_step, candidate)
+            if note and processes.is_first():
+                self.say(f"step {candidate}: {note}")
+            return paths.unflatten(like, arrays), candidate
         if damaged:
             raise JaxparError(*self._problems(damaged))
         raise _refuse_none(self.folder, step)
 
-    def leave(self, step: int) -> list[str]:
-        """Sets aside the checkpoints after a step, from which training goes on; returns their new names.
+    def set_aside_after(self, step: int) -> list[str]:
+        """Sets aside the checkpoints after the step from which training goes on; returns their new names.
 
         Called by the first process alone, as a rename must happen once; the others compute the same list of steps.
         """
-        return [listing.set_aside(self.path(each), listing.LEFT).name for each in self.steps() if each > step]
+        return [listing.set_aside(self.path(later), listing.LEFT).name for later in self.steps() if later > step]
 
     def path(self, step: int) -> Path:
-        """Returns the folder of a checkpoint."""
+        """Folder of a checkpoint."""
         return self.folder / listing.name_of(step)
 
     def scores(self, step: int) -> dict[str, float]:
-        """Returns the scores of a checkpoint; empty where its MANIFEST is lost."""
+        """Scores of a checkpoint; empty if its MANIFEST is lost."""
         try:
             return manifest.read(self.path(step)).scores
         except JaxparError:
             return {}
 
     def _candidates(self, step: int | None) -> Iterator[int]:
-        """Yields the steps to try, newest first; the first process decides, whose list of the folder may be newer."""
-        there = self.steps()
-        asked = there[::-1] if step is None else [step] if step in there else []
-        for each in range(processes.from_first(len(asked))):
-            yield processes.from_first(asked[each] if processes.is_first() else NONE)
+        """Yields the steps to try, newest first, as the first process lists them: its view of the folder is current."""
+        available = self.steps()
+        candidates = available[::-1] if step is None else [step] if step in available else []
+        for index in range(processes.broadcast(len(candidates))):
+            yield processes.broadcast(candidates[index] if processes.is_first() else NONE)
 
     def _problems(self, damaged: Mapping[int, list[str]]) -> list[Problem]:
-        there, made = self.steps(), []
-        for step, wrong in damaged.items():
-            others = ", ".join(str(other) for other in [each for each in there if each != step][-4:])
-            made.append(
+        available, result = self.steps(), []
+        for step, faults in damaged.items():
+            choices = ", ".join(
+                str(number) for number in [alternative for alternative in available if alternative != step][-4:]
+            )
+            result.append(
                 Problem(
-                    f"checkpoint {self.path(step)} is damaged: {_few(wrong)}",
+                    f"checkpoint {self.path(step)} is damaged: {_few(faults)}",
                     "every byte has the hash that the MANIFEST lists, and the folder the name of its step",
-                    f"another step ({others})" if others else "train anew, in another run.dir",
+                    f"another step ({choices})" if choices else "train anew, in another run.dir",
                 )
             )
-        return made
+        return result
 
     def _set_aside(self, problem: Problem, step: int, used: int) -> None:
-        aside = ""
-        if self.owned:
-            aside = f"; it is called {listing.set_aside(self.path(step)).name} now"
-        self.say(f"{problem.got}; step {used} is used instead{aside}")
+        renamed_note = ""
+        if self.is_owner:
+            renamed_note = f"; it is called {listing.set_aside(self.path(step)).name} now"
+        self.say(f"{problem.got}; step {used} is used instead{renamed_note}")
 
     def _sweep(self) -> None:
         """Deletes the remains of a killed run or a failed write, before the next write."""
         if processes.is_first():
             make_folder(self.folder)
-            for path in list(listing.left_over(self.folder)):
+            for path in list(listing.remains(self.folder)):
                 listing.delete(path)
 
     def _score(self, step: int, scores: dict[str, float]) -> None:
@@ -248,23 +252,23 @@ class Store:
 
     def _full(self, step: int, needed: int) -> None:
         free = shutil.disk_usage(self.folder).free
-        last = self.steps()[-1:]
-        first = self._unsaved is None
+        last_steps = self.steps()[-1:]
+        is_new = self._unsaved is None
         self._unsaved = refuse(
             f"step {step} is not saved: the disk of {self.folder} is full ({show_bytes(needed)} needed, "
             f"{show_bytes(free)} free)",
             rule="the disk has free space for one checkpoint more than are kept",
-            fix=f"free some, or a smaller checkpoint.keep_last ({self.spec.keep_last}); "
-            + (f"the same command goes on from step {last[0]}" if last else "nothing is saved yet"),
+            fix=f"free disk space, or a smaller checkpoint.keep_last ({self.spec.keep_last}); "
+            + (f"the same command goes on from step {last_steps[0]}" if last_steps else "nothing is saved yet"),
         )
-        if first and processes.is_first():
+        if is_new and processes.is_first():
             self.say(
                 f"{self._unsaved.problems[0].got}; training goes on, "
-                + (f"step {last[0]} stays the last that is saved, " if last else "nothing is saved yet, ")
+                + (f"step {last_steps[0]} stays the last that is saved, " if last_steps else "nothing is saved yet, ")
                 + "and the next checkpoint is tried"
             )
 
-    def _failed(self, write: writing.Write, error: BaseException) -> JaxparError:
+    def _failed(self, write: writing.PendingWrite, error: BaseException) -> JaxparError:
         code = _code(error)
         cause = errno.errorcode.get(code, str(code)) if code else (str(error) or type(error).__name__).splitlines()[0]
         return refuse(
@@ -276,14 +280,14 @@ class Store:
 
     def _delete_old(self) -> None:
         steps = self.steps()
-        kept = set(steps[-self.spec.keep_last :])
+        retained = set(steps[-self.spec.keep_last :])
         if self.spec.keep_best:
             sign = 1 if self.spec.best_is == "lowest" else -1
-            found = {step: self.scores(step).get(self.spec.best) for step in steps}
-            scored = [(sign * score, step) for step, score in found.items() if score is not None]
-            kept |= {step for _, step in sorted(scored)[: self.spec.keep_best]}
+            scores = {step: self.scores(step).get(self.spec.best) for step in steps}
+            scored = [(sign * score, step) for step, score in scores.items() if score is not None]
+            retained |= {step for _, step in sorted(scored)[: self.spec.keep_best]}
         for step in steps:
-            if step not in kept:
+            if step not in retained:
                 path = self.path(step)
                 # renamed first: deleting takes time, and a kill in the middle of it must not leave half a checkpoint
                 shutil.rmtree(path.rename(path.with_name(path.name + listing.DELETED)))
@@ -298,9 +302,9 @@ def _code(error: BaseException) -> int | None:
 
 
 def _step_of(arrays: Mapping[str, Any]) -> int | None:
-    """Returns the number of updates that a state counts; None where it counts none."""
-    counted = arrays.get("step")
-    return None if counted is None or counted.shape else int(counted)
+    """The `step` of a state; None if it has none."""
+    step = arrays.get("step")
+    return None if step is None or step.shape else int(step)
 
 
 def _run_of(path: Path) -> Path:

@@ -1,9 +1,9 @@
-"""Writes one checkpoint to the disk while training goes on.
+"""Writes one checkpoint to disk while training goes on.
 
-    each process: its arrays/00003 in 000200.writing, hashed and on the disk
-    the first: MANIFEST of what all wrote ─► fsync ─► renamed to 000200
+    each process: its arrays/00003 in 000200.writing, hashed and synced
+    the first: MANIFEST of all blocks ─► fsync ─► renamed to 000200
 
-A kill at any moment leaves either the whole checkpoint, or a folder with another name than `000200`.
+A kill at any moment leaves either the complete checkpoint, or a folder with another name than `000200`.
 """
 
 import dataclasses
@@ -24,51 +24,51 @@ from jaxpar.checkpoint.arrays.blocks import Block, file_of
 from jaxpar.files import sync
 
 _BLOCKS = pydantic.TypeAdapter(dict[str, list[Block]])
-_COUNT = itertools.count()  # of the checkpoints that this process has begun: the same on all
+_COUNT = itertools.count()  # checkpoints that this process has begun: the same number on all processes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Write:
+class PendingWrite:
     """A checkpoint that is being written.
 
     Attributes:
       step: Its step.
       bytes: Bytes of its arrays.
-      done: Done once it is committed, or with the error that stopped it.
-      worker: The thread that commits it.
+      future: Completes when the checkpoint is committed, or with the error that stopped it.
+      worker: The thread that writes and commits it.
     """
 
     step: int
     bytes: int
-    done: Future
+    future: Future
     worker: ThreadPoolExecutor
 
 
 def begin(
     folder: Path, step: int, state: Any, scores: Mapping[str, float], replicas: manifest.SavedReplicas | None = None
-) -> Write:
+) -> PendingWrite:
     """Starts writing a checkpoint; returns as soon as its arrays are copied."""
-    listed = paths.described(state)
+    arrays = paths.describe(state)
     final = folder.resolve() / listing.name_of(step)
     writing = final.with_name(final.name + listing.WRITING)
     worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-    about = {"step": step, "written": time.time(), "scores": scores, "arrays": listed, "replicas": replicas}
-    done = worker.submit(_finish, save.copied(paths.flat(state)), writing, final, next(_COUNT), about)
-    return Write(step=step, bytes=sum(each.bytes for each in listed.values()), done=done, worker=worker)
+    contents = {"step": step, "written": time.time(), "scores": scores, "arrays": arrays, "replicas": replicas}
+    future = worker.submit(_finish, save.copy_to_host(paths.flatten(state)), writing, final, next(_COUNT), contents)
+    return PendingWrite(step=step, bytes=sum(array.bytes for array in arrays.values()), future=future, worker=worker)
 
 
-def after(write: Write, act: Callable[[], None]) -> Write:
-    """Returns the write, followed by an action once it is committed."""
+def then(write: PendingWrite, act: Callable[[], None]) -> PendingWrite:
+    """Adds an action that runs on the write's thread once the checkpoint is committed."""
 
     def _then() -> None:
-        write.done.result()
+        write.future.result()
         act()
 
-    return dataclasses.replace(write, done=write.worker.submit(_then))
+    return dataclasses.replace(write, future=write.worker.submit(_then))
 
 
-def _finish(parts: list[save.Copied], writing: Path, final: Path, number: int, about: dict[str, Any]) -> None:
-    """Writes the blocks of this process; the first then lists those of all, and renames the folder."""
+def _finish(parts: list[save.HostBlock], writing: Path, final: Path, number: int, about: dict[str, Any]) -> None:
+    """Writes the blocks of this process; the first process then writes the MANIFEST and renames the folder."""
     process = jax.process_index()
     file = writing / file_of(process)
 
@@ -76,21 +76,21 @@ def _finish(parts: list[save.Copied], writing: Path, final: Path, number: int, a
         file.parent.mkdir(parents=True, exist_ok=True)
         return _BLOCKS.dump_json(save.write(file, process, parts)).decode()
 
-    texts = processes.told_to_first(f"jaxpar/checkpoint/{number}", written)
+    texts = processes.gather_to_first(f"jaxpar/checkpoint/{number}", written)
     if processes.is_first():
         blocks: dict[str, list[Block]] = {}
         for text in texts:
-            for path, mine in _BLOCKS.validate_json(text).items():
-                blocks.setdefault(path, []).extend(mine)
+            for path, new_blocks in _BLOCKS.validate_json(text).items():
+                blocks.setdefault(path, []).extend(new_blocks)
         manifest.write(writing, blocks=blocks, **about)
-        # last, and atomic: a folder with its final name is whole. The parent is synced too, as a rename is an entry in
-        # it, which a power cut would lose
+        # last, and atomic: a folder with its final name is complete. The parent is synced too, as a rename is an entry
+        # in it, which a power cut would lose
         writing.rename(final)
         sync(final.parent)
 
 
 def remove(folder: Path, step: int) -> None:
     """Deletes the remains of a failed write."""
-    for path in list(listing.left_over(folder)):
+    for path in list(listing.remains(folder)):
         if path.name.startswith(listing.name_of(step) + listing.WRITING):
             listing.delete(path)

@@ -45,50 +45,54 @@ def add(verbs) -> None:
 def run(args: argparse.Namespace) -> tuple[Any, int]:
     """Returns the problems; raises if there are any."""
     from jaxpar.errors import JaxparError
-    from jaxpar.job.file.parse import read
+    from jaxpar.job.file.parse import load_with_problems
 
-    job, problems = read(args.job, args.overrides, allow_import=args.allow_import)
+    job, problems = load_with_problems(args.job, args.overrides, allow_import=args.allow_import)
     if job is None:
         raise JaxparError(*problems)
 
-    from jaxpar.data.look import lengths
+    from jaxpar.data.preflight import report_lengths
     from jaxpar.job.check import check, devices_of
-    from jaxpar.job.inspect import work
+    from jaxpar.job.inspect import matmul_summary
     from jaxpar.job.parts.first_state import check_run
     from jaxpar.job.parts.models import resolve_loss, resolve_model
     from jaxpar.job.parts.names import vocabulary
     from jaxpar.job.parts.optimizers import note_optimizer
-    from jaxpar.mesh.devices import leave_alone, simulate
+    from jaxpar.mesh.devices import simulate, use_cpu_only
     from jaxpar.models.islands import implemented
-    from jaxpar.models.settings.logits import noted
+    from jaxpar.models.settings.logits import record_logits
     from jaxpar.parallel.compose import compose
     from jaxpar.parallel.layout import Layout
 
     if args.explain and job.mesh.simulate:
         simulate(job.mesh.simulate)
-    elif job.mesh.declared:
-        leave_alone()
+    elif job.mesh.names_devices:
+        use_cpu_only()
     if not any(problem.got.startswith(("parallel.", "mesh.")) for problem in problems):  # else sizes are not known
-        with noted() as logits, implemented({}) as called:
-            problems += check(job, whole=not problems) or vocabulary(job)
+        with record_logits() as logits, implemented({}) as called:
+            problems += check(job, as_written=not problems) or vocabulary(job)
     else:
         logits, called = [], set()
     if problems:
         raise JaxparError(*problems)
-    layout = note_optimizer(job, compose(resolve_model(job, resolve_loss(job)), job.declared, devices_of(job)))
+    layout = note_optimizer(
+        job, compose(resolve_model(job, resolve_loss(job)), job.effective_parallel, devices_of(job))
+    )
     if problems := check_run(job, layout):
         raise JaxparError(*problems)
     if layout.sizes["pipe"] > 1:
         logits = logits[-1:]  # the table's, of one microbatch; before it the model is traced whole
     else:
-        logits = [each.of_part(job.train.accumulate) for each in logits]
+        logits = [each.part(job.train.accumulate) for each in logits]
     auto = sorted(each for each in called if each.startswith("context by auto"))
-    layout = reduce(Layout.noted, [*map(str, logits), *auto], layout)
-    said_too = [layout.agreement, job.optimizer.said_at(job.train.global_batch)]
-    said_too.append(lengths(job.data))
-    said_too.append(phases := job.train.growth.said(job.train.global_batch))
+    layout = reduce(Layout.with_note, [*map(str, logits), *auto], layout)
+    said_too = [layout.sync_note, job.optimizer.describe_rate(job.train.global_batch)]
+    said_too.append(report_lengths(job.data))
+    said_too.append(phases := job.train.growth.describe(job.train.global_batch))
     print(f"ok: {layout.summary()}", *layout.notes, *filter(None, said_too), sep="\n")
-    placed, others = ({path: layout.describe(path) for path in places} for places in (layout.placements, layout.others))
+    placed, others = (
+        {path: layout.describe(path) for path in places} for places in (layout.placements, layout.other_state)
+    )
     result = {
         "problems": [], "summary": layout.summary(), "notes": [*layout.notes], "parameters": placed,
         "other_state": others, "phases": phases,
@@ -99,7 +103,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     else:
         said = ""
     if args.explain:
-        result["work"] = work(job)
+        result["work"] = matmul_summary(job)
         print(said, *("\n" * bool(said)), layout.explain().partition("\n\n")[2], "\n\n", result["work"], sep="")
     return result, 0
 
@@ -107,18 +111,23 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
 def _schedule(layout: "Layout", *, again: bool) -> tuple[dict[str, Any], str]:
     """Returns the price of the schedule, and the same in words; `again`: whether a backward recomputes its forward."""
     from jaxpar.pipeline.draw.compare import row
-    from jaxpar.pipeline.draw.schedule import cut, many
+    from jaxpar.pipeline.draw.schedule import count_noun, describe_cut
     from jaxpar.pipeline.draw.svg import printable
+    from jaxpar.pipeline.run.asynchronous import plan_versions
     from jaxpar.pipeline.run.program import program
-    from jaxpar.pipeline.run.unflushed import plan
     from jaxpar.pipeline.tables.price import Times, price
 
     made, keep, weights = layout.schedule, layout.parallel.pipeline.keep, layout.parallel.pipeline.weights
-    versions = "" if weights == "flush" else f" and {many(plan(program(made), weights).versions, 'version')} of weights"
+    versions = (
+        ""
+        if weights == "flush"
+        else f" and {count_noun(plan_versions(program(made), weights).versions, 'version')} of weights"
+    )
     cost = row(made, price(made, Times(backward=1.0 + again)))
     ideal, barrier = (f"{cost['bubble'][run]:.1%}" for run in ("ideal", "barrier"))
     return cost, (
-        f"{printable(made.name)}: {cut(made)}, {many(made.ticks, 'tick')}; bubble {ideal} ideal, {barrier} with a "
+        f"{printable(made.name)}: {describe_cut(made)}, {count_noun(made.ticks, 'tick')}; bubble {ideal} ideal, "
+        f"{barrier} with a "
         f"barrier after every tick (a backward takes {2 + again} forwards); a stage keeps {keep} of at most "
-        f"{cost['kept']:.3g} microbatches{versions}; {many(made.messages, 'message')} per step"
+        f"{cost['kept']:.3g} microbatches{versions}; {count_noun(made.messages, 'message')} per step"
     )

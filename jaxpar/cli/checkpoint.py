@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.cli.options import add_json
-from jaxpar.errors import plain
+from jaxpar.errors import escape_control
 
 EXAMPLE = """\
   $ jaxpar checkpoint ls runs/quickstart
@@ -60,27 +60,27 @@ def add(verbs) -> None:
 
 def ls(args: argparse.Namespace) -> tuple[Any, int]:
     """Prints a line per checkpoint."""
-    from jaxpar.buckets import opened
+    from jaxpar.buckets import pull_folder
     from jaxpar.checkpoint import report
 
-    rows = report.ls(opened(args.where))
+    rows = report.ls(pull_folder(args.where))
     print(report.table(rows) if rows else f"no checkpoint in {args.where}")
     return rows, 0
 
 
 def show(args: argparse.Namespace) -> tuple[Any, int]:
     """Prints a line per array."""
-    from jaxpar.buckets import opened
+    from jaxpar.buckets import pull_folder
     from jaxpar.checkpoint import report
 
-    made = report.show(opened(args.where), args.step)
+    made = report.show(pull_folder(args.where), args.step)
     print(made["path"], report.arrays_table(made["arrays"]), sep="\n")
     return made, 0
 
 
 def verify(args: argparse.Namespace) -> tuple[Any, int]:
     """Prints the problems, file by file."""
-    from jaxpar.buckets import opened
+    from jaxpar.buckets import pull_folder
     from jaxpar.checkpoint import report
 
     if args.adopt:
@@ -89,24 +89,24 @@ def verify(args: argparse.Namespace) -> tuple[Any, int]:
 
         check_local(args.where, "RUN of --adopt")
         print(f"{adopt(args.where, args.step)}: a MANIFEST was made of what is there now")
-    rows = report.verify(opened(args.where), args.step, all_of_them=args.all)
+    rows = report.verify(pull_folder(args.where), args.step, all_of_them=args.all)
     for row in rows:
         print(f"{row['path']}: {'damaged' if row['wrong'] else 'good'}")
         for each in row["wrong"]:
-            print(plain(f"  {each}"))
+            print(escape_control(f"  {each}"))
     return rows, int(any(row["wrong"] for row in rows))
 
 
 def diff(args: argparse.Namespace) -> tuple[Any, int]:
     """Prints a line per array that differs."""
-    from jaxpar.buckets import opened
+    from jaxpar.buckets import pull_folder
     from jaxpar.job import checkpoint
 
-    found, values = checkpoint.diff(opened(args.where), args.other, args.overrides)
+    found, values = checkpoint.diff(pull_folder(args.where), args.other, args.overrides)
     for each in found:
-        print(plain(each.describe(str(args.where), str(args.other))))
+        print(escape_control(each.describe(str(args.where), str(args.other))))
     for path, largest in values.items():
-        print(plain(f"{path.removeprefix('params/')} differs by at most {largest:.3g}"))
+        print(escape_control(f"{path.removeprefix('params/')} differs by at most {largest:.3g}"))
     if not found and not values:
         print("no difference")
     return {"differences": [asdict(each) for each in found], "values": values}, int(bool(found or values))
@@ -117,14 +117,14 @@ def export(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.units import show_bytes
 
     if args.format == "jaxpar":  # takes no jax
-        from jaxpar.buckets import opened
+        from jaxpar.buckets import pull_folder
         from jaxpar.checkpoint import report
 
-        made = report.export(opened(args.where), args.step, args.to)
+        made = report.export(pull_folder(args.where), args.step, args.to)
     else:
-        from jaxpar.buckets import opened
+        from jaxpar.buckets import pull_folder
         from jaxpar.job import checkpoint
 
-        made = checkpoint.export(opened(args.where), args.step, args.to, form=args.format)
+        made = checkpoint.export(pull_folder(args.where), args.step, args.to, form=args.format)
     print(f"{made['to']}: {show_bytes(made['bytes'])}, from {made['from']}")
     return made, 0

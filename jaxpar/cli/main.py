@@ -25,10 +25,10 @@ from jaxpar.cli import (
 )
 from jaxpar.cli.output import open_closed
 from jaxpar.cli.training import launch, report, sweep, train
-from jaxpar.errors import STOPPED, JaxparError, nearest, refuse
-from jaxpar.launch.lifeline import follow
-from jaxpar.leaving import leave
+from jaxpar.errors import STOPPED, JaxparError, refuse, suggest
+from jaxpar.launch.lifeline import exit_with_supervisor
 from jaxpar.mesh.plugin import hush_plugin
+from jaxpar.process_exit import exit_process
 
 VERBS = (
     new, train, sweep, launch, check, inspect, plan, partition, schedule, exchange, sample, report, checkpoint,
@@ -53,7 +53,7 @@ def execute(command: argparse.ArgumentParser, words: Sequence[str]) -> int:
     open_closed()
     if "JAXPAR_PROCESS" in os.environ:
         sys.excepthook = _crash
-        follow()
+        exit_with_supervisor()
     hush_plugin()  # whichever verb it is that makes the first device
     args, more = command.parse_known_args(words)
     args.parser = command
@@ -110,18 +110,18 @@ def _check_verb(made: argparse.ArgumentParser, words: list[str]) -> None:
     known = [verb.__name__.rpartition(".")[2] for verb in VERBS]
     if words and not words[0].startswith("-") and words[0] not in known:
         job = words[0].endswith(".toml")
-        made.error(f"no verb {words[0]!r:.80}: {f'jaxpar train {words[0]}' if job else nearest(words[0], known)}")
+        made.error(f"no verb {words[0]!r:.80}: {f'jaxpar train {words[0]}' if job else suggest(words[0], known)}")
 
 
 def _leave(status: int) -> None:
     """Ends the process at once if it is one of several: JAX would wait at its end for the others."""
     if "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized():
-        leave(status)
+        exit_process(status)
 
 
 def _crash(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """Ends one of several processes with a status that is no refusal, so that it is started again."""
-    leave(70, "".join(traceback.format_exception(kind, error, trace)).rstrip())
+    exit_process(70, "".join(traceback.format_exception(kind, error, trace)).rstrip())
 
 
 def vars_of(problem: Any) -> dict[str, str]:

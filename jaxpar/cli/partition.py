@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         memory=parse_bytes(args.memory) if args.memory else inf,
     )
     profile = load(args.profile)
-    chain = linearise(profile).batch(args.minibatch)
+    chain = linearise(profile).scale_batch(args.minibatch)
     found = partition(chain, topology, objective)
     print(
         f"{len(chain.names)} layers, {show_bytes(sum(chain.parameters))} of parameters, "

@@ -68,13 +68,13 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.job.file.dump import dumps
     from jaxpar.job.file.parse import load
     from jaxpar.job.parts.plan_model import needs_jax
-    from jaxpar.job.plan import command, compiled_chip, planned, question
+    from jaxpar.job.plan import apply_layout, command, compiled_chip, question
     from jaxpar.plan.pages.html import write
     from jaxpar.plan.pages.text import page
     from jaxpar.plan.rules.advice import advise
     from jaxpar.plan.search import search
     from jaxpar.plan.speed import speed
-    from jaxpar.plan.validation import agreement, compared, proposed
+    from jaxpar.plan.validation import agreement, comparison, proposal
 
     for key, number, least in (("--top", args.top, 1), ("--verify", args.verify, 0)):
         if number < least:
@@ -83,13 +83,13 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     check_file("--html", args.html, "plan.html")
     job = load(args.job, args.overrides, allow_import=args.allow_import)
     if args.verify or needs_jax(job):
-        from jaxpar.mesh.devices import leave_alone
+        from jaxpar.mesh.devices import use_cpu_only
 
-        leave_alone()
+        use_cpu_only()
     attention = args.attention or "fused"
     asked = question(
         job, devices=args.devices, chip=args.chip, per_node=args.per_node,
-        given={"inside": args.inside, "between": args.between, "memory": args.memory, "attention": attention,
+        options={"inside": args.inside, "between": args.between, "memory": args.memory, "attention": attention,
                "price": args.price, "schedules": args.schedules},
     )  # fmt: skip
     if args.verify:
@@ -108,10 +108,10 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         from jaxpar.job.verify import verify
 
         checked = list(verify(job, asked, plan.best[: args.verify]))
-        print(fold("\n" + compared(checked), terminal_width()))
+        print(fold("\n" + comparison(checked), terminal_width()))
         result |= {"verified": [each.to_dict() for each in checked], "agreement": agreement(checked)}
-    first = proposed(plan, checked).candidate
-    made = planned(job, first, asked.model.layers, asked.hardware)
+    first = proposal(plan, checked).candidate
+    made = apply_layout(job, first, asked.model.layers, asked.hardware)
     train = command(args.job, args.overrides, job, made)
     print(f"\nTrain it so:\n  {train}")
     if args.write:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jaxpar.cli.options import add_allow_import, add_json, check_file
 
 if TYPE_CHECKING:
-    from jaxpar.job.sample import Asked
+    from jaxpar.job.sample import SamplingRequest
 
 EXAMPLE = """\
   $ jaxpar sample runs/quickstart --prompt "def main(" --tokens 200
@@ -53,11 +53,13 @@ def add(verbs) -> None:
 def run(args: argparse.Namespace) -> tuple[Any, int]:
     """Prints the texts."""
     check_file("--out", args.out, "answers.jsonl")
-    from jaxpar.job.sample import Asked, read_prompts, sample, write_answers
+    from jaxpar.job.sample import SamplingRequest, read_prompts, sample, write_answers
     from jaxpar.step.sampling.draws import Sampling
 
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
-    asked = Asked(tokens=args.tokens, sampling=sampling, stop=tuple(args.stop), overrides=tuple(args.overrides))
+    asked = SamplingRequest(
+        tokens=args.tokens, sampling=sampling, stop=tuple(args.stop), overrides=tuple(args.overrides)
+    )
     if args.chat:
         return _chat(args, asked), 0
     prompts = [args.prompt] if args.prompts is None else read_prompts(args.prompts)
@@ -72,10 +74,10 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     return asdict(made), 0
 
 
-def _chat(args: argparse.Namespace, asked: "Asked") -> dict[str, Any]:
+def _chat(args: argparse.Namespace, asked: "SamplingRequest") -> dict[str, Any]:
     """Reads lines and prints answers until the lines end; Ctrl-C ends it too."""
     from jaxpar.errors import refuse
-    from jaxpar.job.doors.chat import chat
+    from jaxpar.job.api.chat import chat
 
     for option, given in (("--prompts", args.prompts), ("--out", args.out)):
         if given is not None:

@@ -182,7 +182,7 @@ def _write(args: argparse.Namespace, schedule: "Schedule", times: "Times") -> No
 
 def _show(schedule: "Schedule", cost: "Price", times: str) -> str:
     """Returns the table with its title and price, coloured and wrapped to the screen where there is one."""
-    from jaxpar.pipeline.draw.schedule import cut, legend, many, terminal
+    from jaxpar.pipeline.draw.schedule import count_noun, describe_cut, legend, terminal
     from jaxpar.pipeline.draw.svg import printable
 
     screen = sys.stdout.isatty()
@@ -191,12 +191,12 @@ def _show(schedule: "Schedule", cost: "Price", times: str) -> str:
     kept = ", ".join(f"{peak / schedule.chunks:.3g}" for peak in schedule.peak)
     return "\n".join(
         (
-            f"{printable(schedule.name)}: {cut(schedule)}, {many(schedule.ticks, 'tick')}",
+            f"{printable(schedule.name)}: {describe_cut(schedule)}, {count_noun(schedule.ticks, 'tick')}",
             terminal(schedule, colour=colour, width=width),
             legend(schedule, colour=colour),
             f"bubble {cost.asynchronous_bubble:.1%} ideal, {cost.barrier_bubble:.1%} with a barrier after every tick; "
             f"times {times}",
-            f"microbatches kept on each stage: {kept}; {many(schedule.messages, 'message')} per step",
+            f"microbatches kept on each stage: {kept}; {count_noun(schedule.messages, 'message')} per step",
         )
     )
 

@@ -1,8 +1,8 @@
-"""Reads from the environment variables of a launcher which processes train together; connects to nothing.
+"""Reads the processes of a run from a launcher's environment variables; does not connect.
 
-JAXPAR_*                 jaxpar launch, or by hand    each variable that is set wins
+JAXPAR_*                 jaxpar launch, or by hand    each variable that is set takes precedence
 RANK, WORLD_SIZE, ...    torchrun                  ─┐
-OMPI_COMM_WORLD_*        mpirun                     ├─► the first launcher that is found sets the rest ─► Cluster
+OMPI_COMM_WORLD_*        mpirun                     ├─► the first launcher found provides the rest ─► Cluster
 SLURM_*                  srun                       │
 JOB_COMPLETION_INDEX     Kubernetes' indexed jobs  ─┘
 """
@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpar.cluster.launchers import LAUNCHERS, WAY_OUT, Said, number
+from jaxpar.cluster.launchers import LAUNCHERS, WAY_OUT, Said, read_number
 from jaxpar.errors import JaxparError, Problem, refuse
 
-PORT = 8476  # where only a host is given; JAX uses the same on Kubernetes
+PORT = 8476  # if only a host is given; JAX uses the same on Kubernetes
 OWN = {"coordinator": "JAXPAR_COORDINATOR", "processes": "JAXPAR_PROCESSES", "process": "JAXPAR_PROCESS"}
 MEANS = {
     "coordinator": "it is HOST:PORT of process 0, as every process reaches it",
@@ -25,25 +25,25 @@ MEANS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """The processes of a run, as one of them sees them.
+    """The processes of a run, as seen by one of them.
 
     Attributes:
-      coordinator: host:port at which process 0 listens; an IPv6 host stands in brackets.
-      processes: How many there are, at least two.
-      process: Which one this is, from 0.
-      local: Which one of those on this machine, from 0, or None where the launcher does not say.
+      coordinator: host:port at which process 0 listens; an IPv6 host is in brackets.
+      processes: Number of processes, at least two.
+      process: Number of this process, from 0.
+      local_process: Number of this process on its machine, from 0, or None if the launcher does not set it.
       devices: Indices of this process's accelerators on its machine, or None for all that it sees.
-      source: Whose variables were read; joined with a `+` where several were.
-      unheard: Launchers whose variables are set too, and were not read.
+      source: Launchers whose variables were read; joined with a `+` if several.
+      ignored_launchers: Launchers whose variables are set too, and were not read.
     """
 
     coordinator: str
     processes: int
     process: int
-    local: int | None = None
+    local_process: int | None = None
     devices: tuple[int, ...] | None = None
     source: str
-    unheard: tuple[str, ...] = ()
+    ignored_launchers: tuple[str, ...] = ()
 
     @property
     def host(self) -> str:
@@ -56,63 +56,62 @@ class Cluster:
         return int(self.coordinator.rpartition(":")[2])
 
     def __str__(self) -> str:
-        other = f"; {' and '.join(self.unheard)} not asked" if self.unheard else ""
-        return f"process {self.process} of {self.processes}, coordinator {self.coordinator} (says {self.source}{other})"
+        note = f"; {' and '.join(self.ignored_launchers)} not asked" if self.ignored_launchers else ""
+        return f"process {self.process} of {self.processes}, coordinator {self.coordinator} (says {self.source}{note})"
 
 
 def detect(environment: Mapping[str, str]) -> Cluster | None:
-    """Returns the cluster that the environment describes, or None where this process is alone.
+    """The cluster that the environment describes, or None if this process is alone.
 
     Args:
-      environment: Such as `os.environ`.
+      environment: Environment variables, such as `os.environ`.
 
     Raises:
-      JaxparError: With every variable that is missing, or has an impossible value.
+      JaxparError: Lists every variable that is missing, or has an impossible value.
     """
-    own = {what: environment[name] for what, name in OWN.items() if environment.get(name)}
-    found = [name for name, launcher in LAUNCHERS.items() if launcher.started(environment)]
-    said: Said = {}
+    settings = {key: environment[name] for key, name in OWN.items() if environment.get(name)}
+    launchers = [name for name, launcher in LAUNCHERS.items() if launcher.started(environment)]
+    values: Said = {}
     problems: list[Problem] = []
-    # one whose variables are complete before one of which some are set, as a script exports RANK for another launcher
-    asked = [name for name in found if LAUNCHERS[name].is_complete(environment)] or found
-    # one launcher at most, and none where JAXPAR_* give everything or say that this process is alone: values of two
+    # launchers with complete variables before those with some, because scripts export RANK for other launchers too
+    candidates = [name for name in launchers if LAUNCHERS[name].is_complete(environment)] or launchers
+    # at most one launcher, and none if JAXPAR_* set everything or say that this process is alone: values of two
     # launchers, such as a rank of torchrun and a size of SLURM, do not belong together
-    heard = asked[:1] if len(own) < len(OWN) and own.get("processes") != "1" else []
-    for name in heard:
-        said, problems = LAUNCHERS[name].read(environment, own)
-    for what in ("processes", "process"):
-        if what in own:
-            said[what] = number(environment, OWN[what], MEANS[what], problems, low=int(what == "processes"))
-    if "coordinator" in own and "coordinator" not in said:
-        said["coordinator"] = own["coordinator"]
-    if not own and not said and not problems:
+    selection = candidates[:1] if len(settings) < len(OWN) and settings.get("processes") != "1" else []
+    for name in selection:
+        values, problems = LAUNCHERS[name].read(environment, settings)
+    for key in ("processes", "process"):
+        if key in settings:
+            values[key] = read_number(environment, OWN[key], MEANS[key], problems, low=int(key == "processes"))
+    if "coordinator" in settings and "coordinator" not in values:
+        values["coordinator"] = settings["coordinator"]
+    if not settings and not values and not problems:
         return None
-    if said.get("processes") == 1 and not said.get("process") and not problems:
-        return None  # alone, so there is nobody to find
-    source = " + ".join([*(["JAXPAR"] if own else []), *heard])
-    if not problems and said.get("process", 0) >= said.get("processes", 2**31):
-        got = f"process {said['process']} of {said['processes']} (says {source})"
-        problems.append(Problem(got, "processes are numbered from 0, below how many there are", WAY_OUT))
-    for what in OWN if not problems else ():
-        if said.get(what) is None:
-            rest = " and ".join(OWN[other] for other in own) or heard[0]
-            problems.append(Problem(f"{rest} without {OWN[what]}", MEANS[what], WAY_OUT))
+    if values.get("processes") == 1 and not values.get("process") and not problems:
+        return None  # alone: there are no others to find
+    source = " + ".join([*(["JAXPAR"] if settings else []), *selection])
+    if not problems and values.get("process", 0) >= values.get("processes", 2**31):
+        got = f"process {values['process']} of {values['processes']} (says {source})"
+        problems.append(Problem(got, "processes are numbered from 0 to their count - 1", WAY_OUT))
+    for key in OWN if not problems else ():
+        if values.get(key) is None:
+            names = " and ".join(OWN[setting] for setting in settings) or selection[0]
+            problems.append(Problem(f"{names} without {OWN[key]}", MEANS[key], WAY_OUT))
     if problems:
         raise JaxparError(*problems)
-    return _cluster(said, source=source, unheard=tuple(name for name in found if name not in heard))
+    return _cluster(values, source=source, unheard=tuple(name for name in launchers if name not in selection))
 
 
-def _cluster(said: dict[str, Any], *, source: str, unheard: tuple[str, ...]) -> Cluster:
-    """Returns the cluster, its coordinator as host:port."""
-    host, colon, port = said["coordinator"].rpartition(":")
-    # no port: a name, an address in brackets, or a bare IPv6 address, whose last colon separates no port
+def _cluster(values: dict[str, Any], *, source: str, unheard: tuple[str, ...]) -> Cluster:
+    host, colon, port = values["coordinator"].rpartition(":")
+    # no port: a name, an address in brackets, or a plain IPv6 address, whose last colon separates no port
     if not colon or port.endswith("]") or (":" in host.strip("[]") and not host.startswith("[")):
-        host, port = said["coordinator"], str(PORT)
+        host, port = values["coordinator"], str(PORT)
         host = f"[{host}]" if ":" in host and not host.startswith("[") else host
     if not host.strip("[]") or not port.isdecimal() or not 0 < int(port) < 2**16 or set(host) & set(" /@,"):
-        got = f"the coordinator {said['coordinator']!r:.80} (says {source})"
+        got = f"the coordinator {values['coordinator']!r:.80} (says {source})"
         raise refuse(got, rule=MEANS["coordinator"], fix="JAXPAR_COORDINATOR=node01:8476")
     return Cluster(
-        coordinator=f"{host}:{port}", processes=said["processes"], process=said["process"],
-        local=said.get("local"), devices=said.get("devices"), source=source, unheard=unheard,
+        coordinator=f"{host}:{port}", processes=values["processes"], process=values["process"],
+        local_process=values.get("local"), devices=values.get("devices"), source=source, ignored_launchers=unheard,
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""The processes that have come to the rendezvous, as process 0 sees them: one non-blocking connection each.
+"""The processes that have joined the rendezvous, as process 0 sees them: one non-blocking connection each.
 
-Process 0 waits for all of them at once with a selector, and each connection has a deadline. So a process that is slow,
-a port scanner or a health check delays nobody.
+Process 0 waits for all of them with one selector, and each connection has a deadline: a slow process, a port scanner or
+a health check delays nobody.
 """
 
 import json
@@ -14,11 +14,11 @@ from typing import Any
 from jaxpar.cluster.environment import Cluster
 from jaxpar.errors import Problem
 
-RULE = "all processes of a run find process 0, which listens where the coordinator's address says"
-MOST = 4096  # bytes of a line: a stranger that sends more is no process of a run
+RULE = "all processes of a run reach process 0, which listens on the coordinator's address"
+MOST = 4096  # maximum bytes of a line: a connection that sends more is no process of a run
 INTRODUCTION = 2.0  # seconds within which a connection must say which process it is
 COME = "are they started, and with this coordinator? their own output says more"
-FIT = "the same job, the same count for all, and a number of its own for each"
+FIT = "start all processes with the same job and the same count, each with its own number"
 ANSWER = 20.0  # seconds within which all must answer the word of process 0
 
 
@@ -27,48 +27,48 @@ class Peer:
     """A connection between process 0 and another process.
 
     Attributes:
-      socket: The socket, which process 0 never blocks on.
-      until: When its line must have arrived, by `time.monotonic`.
-      text: The part of the line that has arrived.
+      socket: The socket, non-blocking in process 0.
+      until: Deadline for its line, by `time.monotonic`.
+      text: The part of the line received so far.
     """
 
     socket: socket.socket
     until: float
     text: bytes = b""
 
-    def hear(self) -> dict[str, Any] | None:
-        """Returns the line that has arrived, None while it is incomplete.
+    def receive(self) -> dict[str, Any] | None:
+        """Receives; returns the line, or None while it is incomplete.
 
         Raises:
           ValueError: If the other side hung up, or sent something else.
           OSError: If the connection is broken.
         """
-        more = self.socket.recv(MOST)
-        self.text += more
-        if not more or len(self.text) > MOST:
+        chunk = self.socket.recv(MOST)
+        self.text += chunk
+        if not chunk or len(self.text) > MOST:
             raise ValueError("no line")
-        return _read(self.text) if self.text.endswith(b"\n") else None
+        return _parse(self.text) if self.text.endswith(b"\n") else None
 
-    def tell(self, said: dict[str, Any], *, until: float = 0.0) -> None:
-        """Sends a line, and expects another one in return until then."""
+    def send(self, message: dict[str, Any], *, until: float = 0.0) -> None:
+        """Sends a line, and expects another one in return before `until`."""
         self.text, self.until = b"", until
         try:
-            self.socket.sendall(_line(said))
-        except OSError:  # a connection that is broken shows again, with its reason, when it is read
+            self.socket.sendall(_line(message))
+        except OSError:  # a broken connection raises again, with its reason, when it is read
             return
 
 
 @dataclass
 class Peers:
-    """The processes that have come to process 0.
+    """The processes that have joined process 0.
 
     Attributes:
-      cluster: As process 0 sees it.
-      same: Text that all processes must send alike.
-      strangers: Connections that have not said yet which process they are.
+      cluster: The cluster as process 0 sees it.
+      same: Text that must be equal in all processes.
+      strangers: Connections that have not yet said which process they are.
       waiting: Process to its connection.
       hosts: Process to its host.
-      refused: The connection of a process that does not fit.
+      refused: Connections of processes that do not fit.
     """
 
     cluster: Cluster
@@ -79,11 +79,11 @@ class Peers:
     refused: list[Peer] = field(default_factory=list)
 
     def missing(self) -> list[int]:
-        """Returns the numbers of the processes that have not come."""
+        """Numbers of the processes that have not joined."""
         return [number for number in range(1, self.cluster.processes) if number not in self.waiting]
 
     def gather(self, server: socket.socket, until: float) -> Problem | None:
-        """Waits until all have come; returns the problem if they do not, or one does not fit."""
+        """Waits until all have joined; returns a problem if they do not, or one does not fit."""
         with selectors.DefaultSelector() as selector:
             selector.register(server, selectors.EVENT_READ)
             for peer in self.strangers:
@@ -91,15 +91,15 @@ class Peers:
             while self.missing():
                 if time.monotonic() >= until:
                     return Problem(_absent(self.missing()), RULE, COME)
-                # wakes up at the next deadline too, when nobody sends anything
-                next_end = min([until, *(peer.until for peer in self.strangers)])
-                for key, _ in selector.select(max(0.0, next_end - time.monotonic())):
+                # wakes up at the next deadline even if nobody sends anything
+                next_deadline = min([until, *(peer.until for peer in self.strangers)])
+                for key, _ in selector.select(max(0.0, next_deadline - time.monotonic())):
                     if key.data is None:
                         self._accept(server, selector)
-                    elif (said := _heard(key.data)) is not None:
+                    elif (message := _receive(key.data)) is not None:
                         selector.unregister(key.fileobj)
                         self.strangers.remove(key.data)
-                        if problem := self.welcome(key.data, said):
+                        if problem := self.add_peer(key.data, message):
                             return problem
                 for peer in [peer for peer in self.strangers if time.monotonic() >= peer.until]:
                     selector.unregister(peer.socket)
@@ -109,89 +109,89 @@ class Peers:
 
     def _accept(self, server: socket.socket, selector: selectors.BaseSelector) -> None:
         try:
-            came, _ = server.accept()
-        except OSError:  # it has left already
+            connection, _ = server.accept()
+        except OSError:  # already disconnected
             return
-        came.setblocking(False)
-        peer = Peer(came, time.monotonic() + INTRODUCTION)
+        connection.setblocking(False)
+        peer = Peer(connection, time.monotonic() + INTRODUCTION)
         self.strangers.append(peer)
-        selector.register(came, selectors.EVENT_READ, peer)
+        selector.register(connection, selectors.EVENT_READ, peer)
 
-    def welcome(self, peer: Peer, said: dict[str, Any]) -> Problem | None:
-        """Adds a peer; returns the problem if it does not fit. A connection of another program is closed."""
-        introduction = _introduction(said)
+    def add_peer(self, peer: Peer, message: dict[str, Any]) -> Problem | None:
+        """Adds a peer; returns a problem if it does not fit. Closes a connection of another program."""
+        introduction = _introduction(message)
         if introduction is None:
             peer.socket.close()
             return None
         number, count, host, same = introduction
-        # a process that was restarted comes again before its old connection has timed out: then the newer one counts
-        if number in self.waiting and not _waits(self.waiting[number].socket):  # it was started anew
+        # a restarted process joins again before its old connection has timed out: then the newer one counts
+        if number in self.waiting and not _is_connected(self.waiting[number].socket):  # it was started anew
             self.waiting.pop(number).socket.close()
-        who, problem = f"process {number} on {host}", ""
+        name, problem = f"process {number} on {host}", ""
         if count != self.cluster.processes:
-            problem = f"{who} says there are {count} processes, process 0 says {self.cluster.processes}"
+            problem = f"{name} says there are {count} processes, process 0 says {self.cluster.processes}"
         elif not 0 < number < count or number in self.waiting:
-            other = self.hosts.get(number, socket.gethostname())
-            problem = f"{who} and another on {other} both say they are process {number}"
+            other_host = self.hosts.get(number, socket.gethostname())
+            problem = f"{name} and another on {other_host} both say they are process {number}"
         elif same != self.same:
-            problem = f"{who} runs {same}, process 0 runs {self.same}"
+            problem = f"{name} runs {same}, process 0 runs {self.same}"
         if problem:
             self.refused.append(peer)
             return Problem(problem, RULE, FIT)
         self.waiting[number], self.hosts[number] = peer, host
         return None
 
-    def ask(self, word: str) -> Problem | None:
-        """Sends the word to all and waits for their answers; returns the first problem that one has with it.
+    def send_word(self, word: str) -> Problem | None:
+        """Sends the word to all and waits for their answers; returns the first problem reported.
 
-        A process that is gone meanwhile is missing again, so that `gather` waits for its restart.
+        A process that is lost meanwhile counts as missing again, so that `gather` waits for its restart.
         """
         until = time.monotonic() + ANSWER
-        asked = set(self.waiting)
+        pending = set(self.waiting)
         with selectors.DefaultSelector() as selector:
             for number, peer in self.waiting.items():
-                peer.tell({"word": word}, until=until)
+                peer.send({"word": word}, until=until)
                 selector.register(peer.socket, selectors.EVENT_READ, number)
-            while asked:
-                if (left := until - time.monotonic()) <= 0:
-                    return Problem(f"{_absent(sorted(asked))} so far as to answer", RULE, COME)
-                for key, _ in selector.select(left):
-                    if (said := _heard(self.waiting[key.data])) is None:
+            while pending:
+                if (remaining := until - time.monotonic()) <= 0:
+                    return Problem(f"{_absent(sorted(pending))}: no answer to process 0", RULE, COME)
+                for key, _ in selector.select(remaining):
+                    if (message := _receive(self.waiting[key.data])) is None:
                         continue
-                    if said.get("problem"):
-                        return problem_of(said["problem"])
+                    if message.get("problem"):
+                        return problem_of(message["problem"])
                     selector.unregister(key.fileobj)
-                    asked.remove(key.data)
-                    if "problem" not in said:  # it hung up, or answers something else
+                    pending.remove(key.data)
+                    if "problem" not in message:  # it hung up, or answered something else
                         self.waiting.pop(key.data).socket.close()
         return None
 
-    def answer(self, problem: Problem | None) -> None:
-        """Tells every waiting process how the rendezvous ended, and closes all connections."""
+    def finish(self, problem: Problem | None) -> None:
+        """Sends every waiting process the result of the rendezvous, and closes all connections."""
         for peer in (*self.waiting.values(), *self.refused):
-            peer.tell({"problem": asdict(problem) if problem else None})
+            peer.send({"problem": asdict(problem) if problem else None})
         for peer in (*self.strangers, *self.waiting.values(), *self.refused):
             peer.socket.close()
 
 
-def _heard(peer: Peer) -> dict[str, Any] | None:
-    """Returns the line of a peer, None while it is incomplete; {} where it is gone, or is no process of a run."""
+def _receive(peer: Peer) -> dict[str, Any] | None:
+    """The line of a peer, None while it is incomplete; {} if it is gone, or is no process of a run."""
     try:
-        return peer.hear()
+        return peer.receive()
     except (OSError, ValueError, RecursionError):
         return {}
 
 
-def _introduction(said: dict[str, Any]) -> tuple[int, int, str, str] | None:
-    """Returns (process, count, host, same) of an introduction; None where it is another program's, or a probe."""
-    number, count, host, same = (said.get(key) for key in ("process", "processes", "host", "same"))
-    kinds = ((number, int), (count, int), (host, str), (same, str))
-    return (number, count, host, same) if all(isinstance(value, kind) for value, kind in kinds) else None  # pyright: ignore[reportReturnType]
+def _introduction(message: dict[str, Any]) -> tuple[int, int, str, str] | None:
+    """(process, count, host, same) of an introduction; None if it is another program's, or a probe."""
+    number, count, host, same = (message.get(key) for key in ("process", "processes", "host", "same"))
+    types = ((number, int), (count, int), (host, str), (same, str))
+    return (number, count, host, same) if all(isinstance(value, cls) for value, cls in types) else None  # pyright: ignore[reportReturnType]
 
 
-def _waits(peer: socket.socket) -> bool:
-    """Returns whether a peer is still connected, without blocking."""
-    # a peer sends nothing until it is asked: where there is something to read, that is the end of the connection
+def _is_connected(peer: socket.socket) -> bool:
+    """Whether a peer is still connected, without blocking."""
+    # a peer sends nothing until it is asked: readable here means the end of the connection
     try:
         return peer.recv(1) != b""
     except BlockingIOError:
@@ -200,28 +200,28 @@ def _waits(peer: socket.socket) -> bool:
         return False
 
 
-def _line(said: dict[str, Any]) -> bytes:
-    return json.dumps(said).encode() + b"\n"
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
-def _read(text: bytes) -> dict[str, Any]:
-    """Returns the object in a line of JSON.
+def _parse(text: bytes) -> dict[str, Any]:
+    """Parses the object in a line of JSON.
 
     Raises:
-      ValueError: If it is not one.
+      ValueError: If it is none.
     """
-    said = json.loads(text)
-    if not isinstance(said, dict):
+    message = json.loads(text)
+    if not isinstance(message, dict):
         raise ValueError("no object")
-    return said
+    return message
 
 
-def problem_of(said: Any) -> Problem:
-    """Returns a problem as the other side of a connection sent it."""
-    said = said if isinstance(said, dict) else {}
-    return Problem(*(str(said.get(key, "")) for key in ("got", "rule", "fix")))
+def problem_of(message: Any) -> Problem:
+    """The problem that the other side of a connection sent."""
+    message = message if isinstance(message, dict) else {}
+    return Problem(*(str(message.get(key, "")) for key in ("got", "rule", "fix")))
 
 
 def _absent(missing: list[int]) -> str:
-    shown = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-    return f"process {shown} did not come" if len(missing) == 1 else f"processes {shown} did not come"
+    text = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+    return f"process {text} did not come" if len(missing) == 1 else f"processes {text} did not come"

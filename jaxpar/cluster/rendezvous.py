@@ -1,13 +1,13 @@
-"""Checks that all processes have come before JAX connects them: JAX would end them without naming the missing one.
+"""Waits for all processes before JAX connects them: JAX would end them without naming the missing one.
 
     others ──{process, processes, host, same}──► process 0, which waits for all of them
-           ◄──────────── {word} ───────────────  once all have come: a text for all, such as the attempt's name
+           ◄──────────── {word} ───────────────  once all have joined: a text for all, such as the attempt's name
            ──────── {problem or none} ─────────► a problem with it, such as a folder that this host does not see
-           ◄─────── {problem or none} ─────────  all go on; or the reason why not, the same for all of them
+           ◄─────── {problem or none} ─────────  all continue; or the reason why not, the same for all of them
 
-It takes place at the coordinator's own address, which process 0 releases again for JAX. There is no authentication, as
-in JAX's own service, which comes next: whoever reaches that address and says that it is process 1 is taken for it, so
-the address belongs into a private network. A silent or slow connection delays nobody: each has a deadline.
+It uses the coordinator's own address, which process 0 then releases for JAX. There is no authentication, as in JAX's
+own service, which comes next: whoever reaches that address and claims to be process 1 is taken for it, so the address
+must be in a private network. A silent or slow connection delays nobody: each has a deadline.
 """
 
 import socket
@@ -22,118 +22,117 @@ from jaxpar.errors import JaxparError, Problem, refuse
 
 
 def host_rendezvous(cluster: Cluster, *, bind: str, until: float, same: str, word: str = "") -> None:
-    """Waits, as process 0, until all the others have come.
+    """Waits, as process 0, until all other processes have joined.
 
     Args:
-      cluster: As process 0 sees it.
+      cluster: The cluster as process 0 sees it.
       bind: Address to listen on, host:port.
-      until: When to give up, by `time.monotonic`.
-      same: Text that all must send alike, such as the hash of the job.
+      until: Deadline, by `time.monotonic`.
+      same: Text that must be equal in all, such as the hash of the job.
       word: Text that is sent to all; each answers whether it has a problem with it.
 
     Raises:
-      JaxparError: If it cannot listen, some did not come, one does not fit, or has a problem with the word; the others
+      JaxparError: If it cannot listen, some are missing, one does not fit or has a problem with the word; the others
         get the same error.
     """
-    with _listening(cluster, bind) as server:
+    with _listen_socket(cluster, bind) as server:
         peers, problem = Peers(cluster, same), None
-        while problem is None:  # again, where a process was lost between coming and answering
-            problem = peers.gather(server, until) or peers.ask(word)
+        while problem is None:  # again, if a process was lost between joining and answering
+            problem = peers.gather(server, until) or peers.send_word(word)
             if not peers.missing():
                 break
-        peers.answer(problem)
+        peers.finish(problem)
     if problem:
-        raise _refused(cluster, problem)
+        raise _refusal_error(cluster, problem)
 
 
-def _listening(cluster: Cluster, bind: str) -> socket.socket:
-    """Returns a socket that listens at an address of this machine."""
+def _listen_socket(cluster: Cluster, bind: str) -> socket.socket:
     host, _, port = bind.rpartition(":")
     try:
-        kind, _, _, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
-        server = socket.socket(kind, socket.SOCK_STREAM)
+        family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        server = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
-        raise _lost(
+        raise _connection_error(
             cluster, f"{host} is no address: {error.strerror}", "a name or an address of this machine"
         ) from error
     server.setblocking(False)
     # the port of an attempt that ended a moment ago is in TIME_WAIT, and the next attempt needs it
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        server.bind(where)
+        server.bind(address)
         server.listen(cluster.processes)
     except OSError as error:
         server.close()
-        fix = "a free port of this machine in the coordinator's address; or process 0 is meant to run elsewhere"
-        raise _lost(cluster, f"cannot listen on {bind}: {error.strerror}", fix) from error
+        fix = "a free port of this machine in the coordinator's address; or run process 0 on the coordinator's machine"
+        raise _connection_error(cluster, f"cannot listen on {bind}: {error.strerror}", fix) from error
     return server
 
 
 def join_rendezvous(
     cluster: Cluster, *, until: float, same: str, check: Callable[[str], Problem | None] = lambda word: None
 ) -> str:
-    """Connects to process 0 and waits, as one of the others, until all have come; returns the word of process 0.
+    """Connects to process 0 and waits until all have joined; returns the word of process 0.
 
     Args:
-      cluster: As this process sees it.
-      until: When to give up, by `time.monotonic`.
-      same: Text that all must send alike.
+      cluster: The cluster as this process sees it.
+      until: Deadline, by `time.monotonic`.
+      same: Text that must be equal in all.
       check: Returns the problem that this process has with the word, if any.
 
     Raises:
-      JaxparError: If process 0 is not found in time, or says that someone is missing or does not fit.
+      JaxparError: If process 0 is not found in time, or reports that a process is missing or does not fit.
     """
-    said = {"process": cluster.process, "processes": cluster.processes, "host": socket.gethostname(), "same": same}
-    began, why = time.monotonic(), ""
-    while (left := until - time.monotonic()) > 0:
+    hello = {"process": cluster.process, "processes": cluster.processes, "host": socket.gethostname(), "same": same}
+    start, reason = time.monotonic(), ""
+    while (remaining := until - time.monotonic()) > 0:
         try:
-            with socket.create_connection((cluster.host, cluster.port), timeout=left) as server:
-                word, problem = _listen(server, said, until=until + ANSWER + 2.0, check=check)
+            with socket.create_connection((cluster.host, cluster.port), timeout=remaining) as server:
+                word, problem = _listen(server, hello, until=until + ANSWER + 2.0, check=check)
             if problem:
-                raise _refused(cluster, problem)
+                raise _refusal_error(cluster, problem)
             return word
         except ValueError as error:
             if isinstance(error, JaxparError):
                 raise
-            why = "it hung up"  # process 0 of an earlier attempt, or another program: tried again
+            reason = "it hung up"  # process 0 of an earlier attempt, or another program: tried again
         except OSError as error:
-            why = error.strerror or str(error)
-        # process 0 may start minutes after the others, where a queue starts nodes one by one
+            reason = error.strerror or str(error)
+        # process 0 may start minutes after the others if a queue starts nodes one by one
         time.sleep(min(0.2, max(0.0, until - time.monotonic())))
-    seconds = time.monotonic() - began
-    fix = "is process 0 running, is its host's name known here, and its port open? jaxpar doctor looks"
-    raise _lost(cluster, f"no answer from the coordinator in {seconds:.1f} s: {why}", fix)
+    seconds = time.monotonic() - start
+    fix = "is process 0 running, is its host's name known here, and its port open? jaxpar doctor checks this"
+    raise _connection_error(cluster, f"no answer from the coordinator in {seconds:.1f} s: {reason}", fix)
 
 
 def _listen(
-    server: socket.socket, said: dict[str, Any], *, until: float, check: Callable[[str], Problem | None]
+    server: socket.socket, introduction: dict[str, Any], *, until: float, check: Callable[[str], Problem | None]
 ) -> tuple[str, Problem | None]:
-    """Returns the word of process 0, and the problem that ended the rendezvous, if any.
+    """The word of process 0, and the problem that ended the rendezvous, if any.
 
     Raises:
-      ValueError: If the other side hangs up, or is no process 0.
+      ValueError: If the other side hangs up, or is not process 0.
       OSError: If it is gone, or silent.
     """
-    # `until` is later than the deadline of process 0: so process 0 gives up first, and can say why
+    # `until` is later than the deadline of process 0, so that process 0 gives up first and can say why
     word, process_0 = "", Peer(server, until)
-    process_0.tell(said)
+    process_0.send(introduction)
     while True:
         server.settimeout(max(0.01, until - time.monotonic()))
-        if (heard := process_0.hear()) is None:
+        if (message := process_0.receive()) is None:
             continue
-        if "word" not in heard:
-            return word, problem_of(heard["problem"]) if heard.get("problem") else None
-        word = str(heard["word"])
-        wrong = check(word)
-        process_0.tell({"problem": asdict(wrong) if wrong else None})
+        if "word" not in message:
+            return word, problem_of(message["problem"]) if message.get("problem") else None
+        word = str(message["word"])
+        problem = check(word)
+        process_0.send({"problem": asdict(problem) if problem else None})
 
 
-def _refused(cluster: Cluster, problem: Problem) -> JaxparError:
-    return _lost(cluster, problem.got, problem.fix, rule=problem.rule)
+def _refusal_error(cluster: Cluster, problem: Problem) -> JaxparError:
+    return _connection_error(cluster, problem.got, problem.fix, rule=problem.rule)
 
 
-def _lost(cluster: Cluster, why: str, fix: str, *, rule: str = RULE) -> JaxparError:
-    me = (
+def _connection_error(cluster: Cluster, reason: str, fix: str, *, rule: str = RULE) -> JaxparError:
+    sender = (
         f"process {cluster.process} of {cluster.processes} on {socket.gethostname()}, coordinator {cluster.coordinator}"
     )
-    return refuse(f"{me}: {why}", rule=rule, fix=fix)
+    return refuse(f"{sender}: {reason}", rule=rule, fix=fix)

@@ -1,17 +1,17 @@
-"""Input data: a batch is a pure function of the step, so that a run resumes anywhere from a number.
+"""Input data: a batch is a pure function of the step, so a run resumes at any step from the step number alone.
 
-    documents ─► tokenizers ─► packing: tokens on the disk, hashed ─► text.Tokens, rows ─┐
+    documents ─► tokenizers ─► packing: tokens on disk, hashed ──────► text.Tokens, rows ─┐
     .npz, .npy, digits ─────────────────────────────────────────────────► arrays.Arrays ─┼─► batch(step, size, rows)
     Python ─────────────────────────────────────────────────────► streams, iterables.Own ┘     ─► (train.feed) ─► step
 
-Nouns: `Data` (the `[data]` table of a job), a `Source` of batches, `Examples` (told apart by a number, in the order of
-a seed and an epoch, some held out), a `Piece` of a document and the `Place` after it, an `Encoder` of pieces to tokens,
-packed tokens and the list of their hashes, `BatchSpec` (what a good batch is), and `Weighted` batches, which count each
-held-out example once.
+Nouns: `Data` (the `[data]` table of a job), a `Source` of batches, `Examples` (indexed, shuffled by seed and epoch, a
+share held out), a `Piece` of a document and the `Place` after it, an `Encoder` from pieces to tokens, packed tokens
+with a hash manifest, `BatchSpec` (the checks of a batch), and `WeightedBatch` batches, which count a held-out example
+once.
 
-Rooms: `documents` (files, JSONL, Parquet), `tokenizers` (Hugging Face's, templates, marks of tokens), `rows` (documents
-alone or apart, mixtures), `streams` (data of one's own).
+Rooms: `documents` (files, JSONL, Parquet), `tokenizers` (Hugging Face's, chat templates, flag bits of tokens), `rows`
+(one or several documents per row, mixtures), `streams` (the user's own data).
 
-To add a source: a class that implements `spec.Source` (`examples.Examples` does most of it where examples have numbers)
-and its line in `sources.open_data`. It is asked for the rows of one process, and reads no others.
+To add a source: a class that implements `spec.Source` (`examples.Examples` does most of it for indexed examples) and a
+line in `sources.open_data`. Each process requests only its own rows, and the source reads no others.
 """

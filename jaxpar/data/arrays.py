@@ -1,4 +1,4 @@
-"""Examples that lie in arrays, one row each: from files, or scikit-learn's handwritten digits."""
+"""Examples that are rows of arrays: from files, or scikit-learn's handwritten digits."""
 
 import hashlib
 import tokenize
@@ -15,10 +15,10 @@ from jaxpar.data.spec import Batch, Data
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.files import check_plain
 
-BLOCK = 2**22  # bytes that are read at once
+BLOCK = 2**22  # bytes per read
 RULE = "arrays come as .npz, .npy or a folder of .npy, and hold numbers"
 FIX = "np.savez(path, inputs=..., labels=...)"
-# what numpy, zipfile and Python's tokenizer raise of damaged files
+# exceptions of numpy, zipfile and Python's tokenizer on damaged files
 DAMAGED = (
     OSError, ValueError, AttributeError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, TypeError,
     SyntaxError, tokenize.TokenError, OverflowError, zlib.error,
@@ -26,7 +26,7 @@ DAMAGED = (
 
 
 class Arrays(Examples):
-    """Examples that lie in arrays, one row each."""
+    """Examples that are rows of arrays: row i of every array belongs to example i."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray], spec: Data, seed: int):
         for name, value in arrays.items():
@@ -48,10 +48,10 @@ class Arrays(Examples):
 
     @property
     def fingerprint(self) -> str:
-        """A hash of these arrays; all of them are read for it.
+        """A hash of the arrays, which reads all of them.
 
         Raises:
-          JaxparError: If a whole number does not fit into 32 bits.
+          JaxparError: If an integer does not fit into 32 bits.
         """
         self._fingerprint = self._fingerprint or self._hashed()
         return self._fingerprint
@@ -59,33 +59,33 @@ class Arrays(Examples):
     def _hashed(self) -> str:
         digest = hashlib.sha256()
         for name, value in sorted(self.arrays.items()):
-            digest.update(f"{name}{value.shape}{in_32_bits(value[:0], name).dtype}".encode())
+            digest.update(f"{name}{value.shape}{to_32_bits(value[:0], name).dtype}".encode())
             for block in blocks(value):
-                digest.update(in_32_bits(block, name).data)  # numpy types an array as a buffer from 3.12 on
+                digest.update(to_32_bits(block, name).data)  # numpy types an array as a buffer from 3.12 on
         return digest.hexdigest()[:16]
 
     def _rows(self, chosen: np.ndarray) -> Batch:
-        return {name: in_32_bits(np.ascontiguousarray(value[chosen]), name) for name, value in self.arrays.items()}
+        return {name: to_32_bits(np.ascontiguousarray(value[chosen]), name) for name, value in self.arrays.items()}
 
 
 def blocks(value: np.ndarray) -> Iterator[np.ndarray]:
-    """Yields the numbers of an array in their order, block by block; read from its file where it lies in one."""
+    """Yields an array in C order, block by block; a mapped array is read from its file."""
     if isinstance(value, np.memmap) and value.flags.c_contiguous and value.filename is not None:
-        with open(value.filename, "rb", buffering=0) as stream:  # pages of the map would count as memory
+        with open(value.filename, "rb", buffering=0) as stream:  # pages of the memory map would count as memory
             stream.seek(value.offset)
-            for begin in range(0, value.size, many := max(1, BLOCK // value.itemsize)):
-                yield np.fromfile(stream, value.dtype, min(many, value.size - begin))
+            for begin in range(0, value.size, count := max(1, BLOCK // value.itemsize)):
+                yield np.fromfile(stream, value.dtype, min(count, value.size - begin))
         return
     rows = max(1, BLOCK // max(1, value[:1].nbytes))
     for begin in range(0, len(value), rows):
         yield np.ascontiguousarray(value[begin : begin + rows])
 
 
-def in_32_bits(value: np.ndarray, name: str) -> np.ndarray:
-    """Returns 64-bit numbers in 32 bits, which is what a step computes in.
+def to_32_bits(value: np.ndarray, name: str) -> np.ndarray:
+    """Converts 64-bit numbers to 32 bits, in which a step computes.
 
     Raises:
-      JaxparError: If a whole number does not fit.
+      JaxparError: If an integer does not fit.
     """
     if value.dtype.kind in "iu" and value.dtype.itemsize == 8:
         if value.size and (value.max() >= 2**31 or value.min() < -(2**31)):
@@ -109,17 +109,17 @@ def load_digits() -> dict[str, np.ndarray]:
     return {"inputs": (digits["images"] / 16).astype(np.float32), "labels": digits["target"].astype(np.int32)}
 
 
-def load_arrays(path: Path, *, whole: bool = False) -> dict[str, np.ndarray]:
-    """Returns the arrays of an .npz, of a folder of .npy, or one .npy as `inputs`. Nothing is unpickled.
+def load_arrays(path: Path, *, check_all: bool = False) -> dict[str, np.ndarray]:
+    """Loads the arrays of an .npz, of a folder of .npy, or one .npy as `inputs`. Nothing is unpickled.
 
-    What comes from .npy is mapped, not read, and stays in its dtype until a batch is made of it.
+    Arrays of .npy files are mapped, and keep their dtype until they become a batch.
 
     Args:
-      path: Where they lie.
-      whole: Whether every number is looked at: it must fit into 32 bits.
+      path: The file or folder.
+      check_all: Whether to check that every integer fits into 32 bits, in mapped arrays too.
 
     Raises:
-      JaxparError: If it is not there, is no such file, holds Python objects, or whole numbers beyond 32 bits.
+      JaxparError: If it is missing, is no such file, or holds Python objects or integers beyond 32 bits.
     """
     try:
         path = path.expanduser()
@@ -135,15 +135,15 @@ def load_arrays(path: Path, *, whole: bool = False) -> dict[str, np.ndarray]:
             with (
                 path.open("rb") as stream,
                 np.load(stream, allow_pickle=False) as file,
-            ):  # numpy leaves a broken one open
+            ):  # opened here, since numpy does not close a damaged file
                 arrays = {name: file[name] for name in file.files}
-                if foreign := [name for name, value in arrays.items() if not isinstance(value, np.ndarray)]:
-                    raise ValueError(f"its member {foreign[0]!r:.60} is no .npy")
+                if other_members := [name for name, value in arrays.items() if not isinstance(value, np.ndarray)]:
+                    raise ValueError(f"its member {other_members[0]!r:.60} is no .npy")
     except JaxparError:
         raise
     except DAMAGED as error:
         text = getattr(error, "strerror", None) or str(error)
-        if "allow_pickle" in text:  # what numpy says of any file that it does not know
+        if "allow_pickle" in text:  # numpy's message for any unknown file
             text = "it is no .npz or .npy, or holds Python objects"
         raise refuse(
             f"data.path = '{path}': {text}",
@@ -156,11 +156,11 @@ def load_arrays(path: Path, *, whole: bool = False) -> dict[str, np.ndarray]:
             rule="arrays come as .npz or .npy",
             fix="np.savez(path, inputs=...)",
         )
-    named = {name: f"{path}: {name}" for name in arrays}
-    held = {name: value for name, value in arrays.items() if not isinstance(value, np.memmap)}
-    if whole:
-        for name in arrays.keys() - held.keys():
+    labels = {name: f"{path}: {name}" for name in arrays}
+    in_memory = {name: value for name, value in arrays.items() if not isinstance(value, np.memmap)}
+    if check_all:
+        for name in arrays.keys() - in_memory.keys():
             if arrays[name].dtype in (np.int64, np.uint64):
                 for block in blocks(arrays[name]):
-                    in_32_bits(block, named[name])
-    return arrays | {name: in_32_bits(value, named[name]) for name, value in held.items()}
+                    to_32_bits(block, labels[name])
+    return arrays | {name: to_32_bits(value, labels[name]) for name, value in in_memory.items()}

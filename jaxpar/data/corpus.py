@@ -1,7 +1,7 @@
 """The text of a run: files that are read block by block, never whole.
 
-files ─► blocks of bytes ─► digest     which text it is: the fingerprint of a run
-                       └──► pieces     parts of a document that a tokenizer reads alone
+files ─► blocks of bytes ─► digest     identifies the text: the fingerprint of a run
+                       └──► pieces     parts of a document that are tokenized independently
 """
 
 import hashlib
@@ -15,12 +15,12 @@ from jaxpar.data.documents.piece import START, Piece, Place
 from jaxpar.data.documents.plain_text import TextFile, WrongBytes
 from jaxpar.errors import refuse
 
-BLOCK = 2**22  # bytes that are read at once
-PIECE = 2**17  # bytes that are tokenized at once
-LONGEST = 2**20  # bytes of a piece whose text has no place to cut
-SEAM = 2**9  # bytes on both sides of a cut that a tokenizer is shown
-TRIED = 32  # places to cut that a tokenizer is asked about
-FRESH = 10.0  # seconds in which a file that changes may keep its time of change
+BLOCK = 2**22  # bytes per read
+PIECE = 2**17  # bytes of a piece, at least, unless the document ends
+LONGEST = 2**20  # bytes of a piece, at most
+SEAM = 2**9  # bytes on each side of a candidate cut that the tokenizer encodes
+TRIED = 32  # candidate cuts that the tokenizer tests
+FRESH = 10.0  # seconds in which a file may change and keep its modification time
 _CUT = re.compile(rb"(?<=[^\s])[ \n]")
 Seam = Callable[[str, str], int | None]
 
@@ -30,16 +30,16 @@ class Corpus:
     """Documents, one per file, in utf-8.
 
     Attributes:
-      files: In their order.
-      wrong: Counts bytes that are no text, while the digest is made.
+      files: The files, in order.
+      wrong_bytes: Counts invalid bytes while the digest is computed.
     """
 
     files: tuple[Path, ...]
-    wrong: WrongBytes = field(default_factory=WrongBytes, compare=False)
+    wrong_bytes: WrongBytes = field(default_factory=WrongBytes, compare=False)
 
     @property
     def bytes(self) -> int:
-        """Of all files."""
+        """Bytes of all files."""
         return sum(file.stat().st_size for file in self.files)
 
     def pieces(self, place: Place = START, seam: Seam | None = None) -> Iterator[Piece]:
@@ -47,32 +47,32 @@ class Corpus:
 
         Args:
           place: Where the next piece begins.
-          seam: Of an encoder: how many characters are left out at a cut; None if it cannot be there.
+          seam: `Encoder.seam`: the characters to drop at a cut, None if a cut changes the tokens.
 
         Raises:
-          JaxparError: If a file cannot be read, or a long one not be cut.
+          JaxparError: If a file cannot be read, or a long document cannot be cut.
         """
         for number in range(place.file, len(self.files)):
             file = self.files[number]
             begin = place.at if number == place.file else 0
-            size, last = file.stat().st_size, begin
-            for text, end in cut(file, begin, seam):
-                then = Place(number, end) if end < size else Place(number + 1)
-                yield Piece(text, end - last, then, first=not last, last=end >= size)
-                last = end
+            size, piece_begin = file.stat().st_size, begin
+            for text, end in cut_pieces(file, begin, seam):
+                next_place = Place(number, end) if end < size else Place(number + 1)
+                yield Piece(text, end - piece_begin, next_place, first=not piece_begin, last=end >= size)
+                piece_begin = end
             if not size:  # an empty document ends too
                 yield Piece("", 0, Place(number + 1))
 
     def inspector(self, file: Path) -> Callable[..., None]:
-        """Returns the check of a file, which is given its blocks in their order."""
-        return TextFile(file, self.wrong).check
+        """Returns the check of a file, to be called with each of its blocks in order."""
+        return TextFile(file, self.wrong_bytes).check
 
     def notes(self) -> list[str]:
-        """Returns what is said of the text that was read."""
-        return [str(self.wrong)] if self.wrong.first else []
+        """Messages to the user about the text that was read."""
+        return [str(self.wrong_bytes)] if self.wrong_bytes.first else []
 
     def mark(self) -> str:
-        """Returns a hash of names, sizes and times of change, or "" where a file is so new that they say nothing."""
+        """Hash of names, sizes and modification times; "" if a file is so new that it may change and keep its time."""
         digest, newest = hashlib.blake2b(digest_size=32), 0.0
         for file in self.files:
             status = file.stat()
@@ -81,15 +81,15 @@ class Corpus:
         return digest.hexdigest() if newest < time.time() - FRESH else ""
 
     def digest(self, read: Callable[[int], None]) -> str:
-        """Returns 16 hexadecimal digits that tell this text from others.
+        """Hash of the content of all files, 16 hexadecimal digits.
 
         Args:
-          read: Is told how many bytes were read.
+          read: Called with the number of bytes after each block.
 
         Raises:
-          JaxparError: If a file cannot be read, changes meanwhile or is no text, or there is none.
+          JaxparError: If a file cannot be read, changes meanwhile or is no text, or if all are empty.
         """
-        digest, whole = hashlib.sha256(), 0
+        digest, total = hashlib.sha256(), 0
         for file in self.files:
             size = file.stat().st_size
             digest.update(size.to_bytes(8, "big"))
@@ -99,7 +99,7 @@ class Corpus:
                 inspect(block)
                 read(len(block))
                 size -= len(block)
-                whole += len(block)
+                total += len(block)
             inspect(b"")
             if size:
                 raise refuse(
@@ -107,14 +107,14 @@ class Corpus:
                     rule="the files of data.path do not change while a run reads them",
                     fix="start again",
                 )
-        if not whole:
+        if not total:
             got = f"{len(self.files)} file{'s' * (len(self.files) > 1)} without a single byte"
             raise refuse(got, rule="the files of data.path hold at least one byte", fix="another data.path")
         return digest.hexdigest()[:16]
 
 
 def blocks(file: Path, begin: int = 0) -> Iterator[bytes]:
-    """Yields the bytes of a file, from one on.
+    """Yields the bytes of a file from an offset on.
 
     Raises:
       JaxparError: If it cannot be read.
@@ -131,44 +131,44 @@ def blocks(file: Path, begin: int = 0) -> Iterator[bytes]:
 
 
 def pieces(file: Path) -> Iterator[str]:
-    """Yields the text of a file in pieces whose tokens, one after the other, are those of the whole."""
-    return (text for text, _ in cut(file))
+    """Yields the text of a file in pieces whose concatenated tokens are the tokens of the whole text."""
+    return (text for text, _ in cut_pieces(file))
 
 
-def cut(file: Path, begin: int = 0, seam: Seam | None = None) -> Iterator[tuple[str, int]]:
-    """Yields the text of a file in pieces, and the byte where each ends.
+def cut_pieces(file: Path, begin: int = 0, seam: Seam | None = None) -> Iterator[tuple[str, int]]:
+    """Yields the text of a file in pieces, each with the byte where the next begins.
 
-    A piece ends before a space or a line's end that follows something else: there a byte-level bpe starts a new word
-    anyway; other tokenizers are asked, by `seam`. A run of a million bytes without such a place is cut where it is.
-    Where a piece ends depends on where it begins alone, so that a text is cut likewise from any of these places on.
+    A piece ends before a space or newline that follows another character: there a byte-level BPE starts a new word
+    anyway; other tokenizers are tested by `seam`. A million bytes without such a place are cut anyway, or refused if
+    there is a `seam`. The end of a piece depends only on its beginning, so a restart at a place gives the same pieces.
     """
-    held, at = b"", begin
+    buffer, offset = b"", begin
     for block in blocks(file, begin):
-        held, start = held + block, 0
-        while found := _end(held, start, seam, file=file, ended=False):
-            yield held[start : found[0]].decode("utf-8", "replace"), at + found[1]
-            start = found[1]
-        held, at = held[start:], at + start
+        buffer, start = buffer + block, 0
+        while ends := _end(buffer, start, seam, file=file, ended=False):
+            yield buffer[start : ends[0]].decode("utf-8", "replace"), offset + ends[1]
+            start = ends[1]
+        buffer, offset = buffer[start:], offset + start
     start = 0
-    while found := _end(held, start, seam, file=file, ended=True):
-        yield held[start : found[0]].decode("utf-8", "replace"), at + found[1]
-        start = found[1]
-    if held[start:]:
-        yield held[start:].decode("utf-8", "replace"), at + len(held)
+    while ends := _end(buffer, start, seam, file=file, ended=True):
+        yield buffer[start : ends[0]].decode("utf-8", "replace"), offset + ends[1]
+        start = ends[1]
+    if buffer[start:]:
+        yield buffer[start:].decode("utf-8", "replace"), offset + len(buffer)
 
 
 def _end(held: bytes, start: int, seam: Seam | None, *, file: Path, ended: bool) -> tuple[int, int] | None:
-    """Returns where a piece ends and the next begins; None where the text must go on, or it is the last piece."""
+    """Returns the end of a piece and the start of the next; None if more text is needed or this is the last piece."""
     tried = 0
-    for found in _CUT.finditer(held, start + PIECE):
-        place = found.start()
+    for match in _CUT.finditer(held, start + PIECE):
+        place = match.start()
         if place - start > LONGEST or tried == TRIED or not (ended or place + SEAM < len(held)):
             break
         if held[max(0, place - 4) : place].decode("utf-8", "replace")[-1].isspace():  # such as U+3000
             continue
-        drop = 0 if seam is None else seam(*_sides(held, start, place))
-        if drop is not None:
-            return place, place + drop
+        dropped = 0 if seam is None else seam(*_sides(held, start, place))
+        if dropped is not None:
+            return place, place + dropped
         tried += 1
     if len(held) - start <= LONGEST + SEAM or (ended and len(held) - start <= LONGEST):
         return None
@@ -185,6 +185,6 @@ def _end(held: bytes, start: int, seam: Seam | None, *, file: Path, ended: bool)
 
 
 def _sides(held: bytes, start: int, place: int) -> tuple[str, str]:
-    """Returns the text before and after a place to cut, as far as a tokenizer is shown."""
+    """The text around a candidate cut, `SEAM` bytes on each side at most."""
     left = held[max(start, place - SEAM) : place].decode("utf-8", "ignore")
     return left, held[place : place + SEAM].decode("utf-8", "ignore")

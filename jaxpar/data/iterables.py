@@ -1,4 +1,4 @@
-"""Batches from the user's own Python: an iterable, or an object with `batch(step, size)`."""
+"""Batches from the user's Python: an iterable, or an object with `batch(step, size)`."""
 
 import inspect
 from collections.abc import Collection, Iterable, Mapping
@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.data.arrays import in_32_bits
-from jaxpar.data.held_out import weighted
-from jaxpar.data.spec import Batch, Rows, Weighted, some
+from jaxpar.data.arrays import to_32_bits
+from jaxpar.data.held_out import weighted_batches
+from jaxpar.data.spec import Batch, Rows, WeightedBatch, select_rows
 from jaxpar.data.validate import CorruptBatch
-from jaxpar.errors import JaxparError, refuse, users_code
+from jaxpar.errors import JaxparError, refuse, user_code_errors
 from jaxpar.step.batch.shard_batch import check_lists
 
 A_BATCH = "a batch is a dict of arrays"
@@ -18,7 +18,7 @@ PAIR = "{'inputs': x, 'labels': y}"
 
 
 class Stream:
-    """Batches of the user's own iterable. To reach a step, the batches before it are drawn and dropped."""
+    """Batches of a user's iterable. To reach a step, the batches before it are drawn and dropped."""
 
     def __init__(self, iterable: Iterable, name: str):
         self.iterable, self.fingerprint, self.examples = iterable, name, None
@@ -28,18 +28,18 @@ class Stream:
         """Returns the training batch of a step."""
         if self._iterator is None or step < self._next:
             self._begin(step)
-        return some(as_batch(self._drawn(step), size, self.fingerprint), rows)
+        return select_rows(as_batch(self._draw(step), size, self.fingerprint), rows)
 
     def _begin(self, step: int) -> None:
-        """Sets out to draw the batch of a step."""
+        """Restarts the iterable; a subclass may skip ahead to a state before the step."""
         self._iterator, self._next = iter(self.iterable), 0
 
-    def _drawn(self, step: int) -> Any:
-        """Returns the batch of a step as the iterable yields it."""
+    def _draw(self, step: int) -> Any:
+        """Draws up to the batch of a step, and returns that batch as the iterable yields it."""
         batch: Any = None
         while self._next <= step:
-            self._note()
-            with users_code(
+            self._before_draw()
+            with user_code_errors(
                 f"{self.fingerprint}, batch {self._next}",
                 rule="an iterable has a batch for every step",
                 fix="the line that it names",
@@ -53,32 +53,32 @@ class Stream:
                     if self._next
                     else "yield {'inputs': ..., 'targets': ...} for every step",
                 )
-            self._seen(batch)
+            self._after_draw(batch)
             self._next += 1
         return batch
 
-    def _note(self) -> None:
-        """Is called before a batch is drawn."""
+    def _before_draw(self) -> None:
+        """Hook before a batch is drawn."""
 
-    def _seen(self, batch: Any) -> None:
-        """Is called with a batch that was drawn."""
+    def _after_draw(self, batch: Any) -> None:
+        """Hook after a batch was drawn."""
 
-    def evaluation(self, index: int, size: int, rows: Rows = None) -> list[Weighted]:
-        """Returns nothing: nothing is held out of an iterable."""
+    def evaluation(self, index: int, size: int, rows: Rows = None) -> list[WeightedBatch]:
+        """Always []: an iterable has no held-out examples."""
         return []
 
 
-class Own:
-    """The user's own object with `batch(step, size)`, each batch checked.
+class UserSource:
+    """A user's object with `batch(step, size)`, whose batches are checked.
 
-    With a parameter `rows` in `batch` it is asked for the rows of this process alone. It is evaluated if it has
-    `evaluation(index, size)`: the index-th `size` held-out examples, fewer at the end, then None.
+    If its `batch` has a parameter `rows`, it is called with the rows of this process alone. It is evaluated if it has
+    `evaluation(index, size)`: the index-th group of `size` held-out examples, fewer at the end, then None.
     """
 
     def __init__(self, source: Any, name: str):
         self.source, self.name = source, name
         self.knows_rows = "rows" in parameters(getattr(source, "batch", None))  # an evaluation set has none
-        with users_code(
+        with user_code_errors(
             name, rule="`fingerprint` of a source tells its data from others", fix="the line that it names"
         ):
             self.fingerprint = str(getattr(source, "fingerprint", name))
@@ -87,18 +87,20 @@ class Own:
 
     def batch(self, step: int, size: int, rows: Rows = None) -> Batch:
         """Returns the training batch of a step."""
-        given = {"rows": rows} if rows is not None and self.knows_rows else {}
-        with users_code(
+        row_argument = {"rows": rows} if rows is not None and self.knows_rows else {}
+        with user_code_errors(
             f"{self.name}.batch({step}, {size})", rule="a source has batch(step, size)", fix="the line that it names"
         ):
-            batch = self.source.batch(step, size, **given)
-        return as_batch(batch, len(rows), self.name) if given else some(as_batch(batch, size, self.name), rows)  # pyright: ignore
+            batch = self.source.batch(step, size, **row_argument)
+        if rows is not None and row_argument:
+            return as_batch(batch, len(rows), self.name)
+        return select_rows(as_batch(batch, size, self.name), rows)
 
-    def evaluation(self, index: int, size: int, rows: Rows = None) -> list[Weighted]:
-        """Returns the index-th held-out batch of the user's, which has `size` rows or fewer; none after the last."""
+    def evaluation(self, index: int, size: int, rows: Rows = None) -> list[WeightedBatch]:
+        """Returns the user's index-th held-out batch, padded to `size` rows if it has fewer; none after the last."""
         if not hasattr(self.source, "evaluation"):
             return []
-        with users_code(
+        with user_code_errors(
             f"{self.name}.evaluation({index}, {size})",
             rule="a source has evaluation(index, size)",
             fix="the line that it names",
@@ -106,42 +108,42 @@ class Own:
             batch = self.source.evaluation(index, size)
         if batch is None:
             return []
-        count = count_of(batch, size)
-        whole = as_batch(batch, count, self.name)
-        return weighted(count, size, rows, lambda at: some(whole, at))
+        count = held_out_count(batch, size)
+        arrays = as_batch(batch, count, self.name)
+        return weighted_batches(count, size, rows, lambda indices: select_rows(arrays, indices))
 
 
 def parameters(function: Any) -> Collection[str]:
-    """Returns the names of a function's parameters; none where they are not known."""
+    """Names of a function's parameters; none if they cannot be inspected."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):  # written in C
         return ()
 
 
-def count_of(batch: Any, size: int) -> int:
-    """Returns how many rows all arrays of a user's held-out batch have, if fewer than `size`; else `size`."""
-    counts = {rows_of(value) for value in batch.values()} if isinstance(batch, Mapping) else set()
+def held_out_count(batch: Any, size: int) -> int:
+    """Common number of rows of the arrays of a user's held-out batch, if below `size`; else `size`."""
+    counts = {row_count(value) for value in batch.values()} if isinstance(batch, Mapping) else set()
     return min(counts) if len(counts) == 1 and 0 < min(counts) < size else size
 
 
-def rows_of(value: Any) -> int:
+def row_count(value: Any) -> int:
     if isinstance(value, (list, tuple)):
         return len(value)
     shape = getattr(value, "shape", ())
     return shape[0] if shape else 0
 
 
-def shown(found: Any) -> str:
-    """Returns in words what is there in place of a dict: of arrays their shapes, of a list what is in it."""
+def describe_value(found: Any) -> str:
+    """Describes a value in place of a dict for an error: an array by its shape, a short list by its items."""
     if isinstance(found, list | tuple) and 0 < len(found) <= 8:
-        return f"a {type(found).__name__} of {', '.join(map(shown, found))}"
+        return f"a {type(found).__name__} of {', '.join(map(describe_value, found))}"
     shape = getattr(found, "shape", None)
     return f"{found!r:.60}" if shape is None else f"{type(found).__name__} {list(shape)}"
 
 
 def as_batch(batch: Any, size: int, name: str) -> Batch:
-    """Returns a user's batch as arrays of numbers in 32 bits.
+    """Converts a user's batch to arrays of numbers in 32 bits.
 
     Raises:
       CorruptBatch: If it is no dict of arrays with `size` rows each.
@@ -156,12 +158,12 @@ def _as_batch(batch: Any, size: int, name: str) -> Batch:
     if not isinstance(batch, Mapping) or not batch:
         pair = isinstance(batch, list | tuple) and len(batch) == 2
         raise refuse(
-            f"{name} yields {shown(batch)}",
+            f"{name} yields {describe_value(batch)}",
             rule=A_BATCH,
             fix=f"{PAIR}, as lambda: ({PAIR} for x, y in loader)" if pair else "yield {'inputs': ..., 'targets': ...}",
         )
     check_lists(batch)
-    made = {}
+    arrays = {}
     for key, value in batch.items():
         if isinstance(value, Mapping):
             raise refuse(
@@ -170,8 +172,10 @@ def _as_batch(batch: Any, size: int, name: str) -> Batch:
                 fix='flax.traverse_util.flatten_dict(batch, sep="/"), and in the loss unflatten_dict(batch, sep="/")',
             )
         fix = f"np.stack rows of one shape, or leave {key!r} out"
-        with users_code(f"{name} yields {key}", rule=A_BATCH, fix=fix):  # also what its own __array__ raises
-            array = in_32_bits(np.asarray(value), f"{name}: {key}")
+        with user_code_errors(
+            f"{name} yields {key}", rule=A_BATCH, fix=fix
+        ):  # covers errors of the value's own __array__
+            array = to_32_bits(np.asarray(value), f"{name}: {key}")
         if array.dtype.kind not in "biufc" and array.dtype.name != "bfloat16":
             raise refuse(
                 f"{name} yields {key} of dtype {array.dtype}",
@@ -184,5 +188,5 @@ def _as_batch(batch: Any, size: int, name: str) -> Batch:
                 rule="the first dim of every array is the global batch",
                 fix=f"{size} rows in every array" if array.shape else f"leave {key!r} out",
             )
-        made[key] = array
-    return made
+        arrays[key] = array
+    return arrays

@@ -1,11 +1,11 @@
-"""A file of packed tokens that cannot lie: beside it lies what every part of it must be.
+"""Packed tokens with a hash manifest: truncated or altered files are detected.
 
     tokens-bytes-256-0f3a.bin     the tokens, one after the other
-    tokens-bytes-256-0f3a.json    b7c9...e1: BLAKE2b of all that follows
+    tokens-bytes-256-0f3a.json    b7c9...e1: BLAKE2b of the rest of this file
                                   {"text": "0f3a", "size": 96468992, "parts": ["9d...", "41..."], ...}
 
-As with a checkpoint, a file that is cut off, zeroed or altered differs from the list, and the list is covered by its
-first line. Parts are hashed at the same time, and none is held in memory.
+As with a checkpoint, a truncated, zeroed or altered file differs from its manifest, and the manifest's first line is
+its own hash. Parts are hashed in parallel, in small reads.
 """
 
 import hashlib
@@ -23,23 +23,23 @@ from jaxpar.errors import JaxparError, refuse
 from jaxpar.files import sync
 
 FORMAT = 1
-PART = 2**26  # bytes that have a hash of their own
-_STRIDE = 2**20  # bytes that are read at once
+PART = 2**26  # bytes per hash
+_STRIDE = 2**20  # bytes per read
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """The facts about a file of tokens.
+    """The manifest of a file of tokens.
 
     Attributes:
-      text: Digest of the text.
-      mark: Of the text's files when it was read, or "".
-      dtype: Of a token.
+      text: Digest of the text and of the settings that decide its tokens.
+      mark: Digest of names, sizes and modification times of the text's files and of these settings, or "".
+      dtype: Dtype of a token.
       size: Bytes of the file.
       parts: Hexadecimal BLAKE2b (32 bytes) of each `PART` bytes.
       tokenizer: BLAKE2b of the tokenizer's file, or "".
-      format: Of this list.
-      marked: Whether tokens have marks in their highest bits, see `tokenizers.marks`.
+      format: Version of this manifest's format.
+      marked: Whether tokens have flags in their highest bits, see `tokenizers.marks`.
     """
 
     text: str
@@ -55,125 +55,125 @@ class Packed:
 _READER = pydantic.TypeAdapter(Packed)
 
 
-def list_of(file: Path) -> Path:
-    """Returns where the list of a file of tokens lies."""
+def manifest_path(file: Path) -> Path:
+    """Path of the manifest of a file of tokens."""
     return file.with_suffix(".json")
 
 
 def write_tokens(file: Path, chunks: Iterable[bytes]) -> tuple[int, tuple[str, ...]]:
-    """Writes a file and returns its size and the hashes of its parts; it is on the disk, under its name, or not at all.
+    """Writes a file atomically, with fsync; returns its size and the hashes of its parts.
 
     Raises:
       JaxparError: If it cannot be written.
     """
-    part = file.with_suffix(f".{os.uname().nodename}-{os.getpid()}.part")
+    partial = file.with_suffix(f".{os.uname().nodename}-{os.getpid()}.part")
     try:
-        with part.open("wb", buffering=0) as out:
-            hashed = Hashed(out)
+        with partial.open("wb", buffering=0) as out:
+            writer = HashingWriter(out)
             for chunk in chunks:
-                hashed.write(chunk)
+                writer.write(chunk)
             os.fsync(out.fileno())
-        part.replace(file)
+        partial.replace(file)
         sync(file.parent)
     except OSError as error:
-        raise full(part, error) from error
+        raise write_error(partial, error) from error
     finally:
-        part.unlink(missing_ok=True)
-    return hashed.size, hashed.parts
+        partial.unlink(missing_ok=True)
+    return writer.size, writer.parts
 
 
-class Hashed:
-    """A file whose parts are hashed while they are written.
+class HashingWriter:
+    """Hashes the parts of a file while it writes them.
 
     Args:
       out: The file, open for writing at its end.
-      parts: Hashes of the parts that it has already.
-      rest: What it has after them, less than a part.
+      parts: Hashes of the complete parts already in the file.
+      rest: The bytes after them, less than a part.
     """
 
     def __init__(self, out: BinaryIO, parts: Iterable[str] = (), rest: bytes = b""):
-        self._out, self.whole = out, [*parts]
+        self._out, self.part_hashes = out, [*parts]
         self._digest, self._held = _new(), len(rest)
         self._digest.update(rest)
 
     @property
     def size(self) -> int:
         """Bytes of the file."""
-        return len(self.whole) * PART + self._held
+        return len(self.part_hashes) * PART + self._held
 
     @property
     def parts(self) -> tuple[str, ...]:
         """The hashes of all parts; the last may be shorter."""
-        return (*self.whole, self._digest.hexdigest()) if self._held else tuple(self.whole)
+        return (*self.part_hashes, self._digest.hexdigest()) if self._held else tuple(self.part_hashes)
 
     def write(self, chunk: Any) -> None:
         """Writes a chunk: bytes, or an array."""
         view = memoryview(chunk).cast("B")
         while view:
-            some = view[: PART - self._held]
-            _write_all(self._out, some)
-            self._digest.update(some)
-            self._held += len(some)
-            view = view[len(some) :]
+            piece = view[: PART - self._held]
+            _write_all(self._out, piece)
+            self._digest.update(piece)
+            self._held += len(piece)
+            view = view[len(piece) :]
             if self._held == PART:
-                self.whole.append(self._digest.hexdigest())
+                self.part_hashes.append(self._digest.hexdigest())
                 self._digest, self._held = _new(), 0
 
 
-def full(part: Path, error: OSError) -> JaxparError:
-    """Returns the refusal of tokens that cannot be written."""
+def write_error(part: Path, error: OSError) -> JaxparError:
+    """The error for tokens that cannot be written."""
     got = f"{error.filename or part}: {error.strerror}"
-    return refuse(got, rule="tokens are packed into the run folder", fix="free some, or another run.dir")
+    return refuse(got, rule="tokens are packed into the run folder", fix="free disk space, or another run.dir")
 
 
-def write_list(file: Path, packed: Packed) -> None:
-    """Writes the list of a file of tokens; a reader sees the old one or the new one."""
-    rest = json.dumps(asdict(packed)).encode() + b"\n"
-    part = file.with_suffix(f".{os.uname().nodename}-{os.getpid()}.json.part")
+def write_manifest(file: Path, packed: Packed) -> None:
+    """Writes the manifest of a file of tokens atomically."""
+    content = json.dumps(asdict(packed)).encode() + b"\n"
+    partial = file.with_suffix(f".{os.uname().nodename}-{os.getpid()}.json.part")
     try:
-        part.write_bytes(_digest(rest).encode() + b"\n" + rest)
-        sync(part)
-        part.replace(list_of(file))
+        partial.write_bytes(_digest(content).encode() + b"\n" + content)
+        sync(partial)
+        partial.replace(manifest_path(file))
         sync(file.parent)
     except OSError as error:
-        raise full(part, error) from error
+        raise write_error(partial, error) from error
 
 
-def read_list(path: Path) -> Packed:
-    """Returns what a list says.
+def read_manifest(path: Path) -> Packed:
+    """Reads the manifest of a file of tokens.
 
     Raises:
       JaxparError: If there is none, or it is altered.
     """
     rule, fix = "a list of packed tokens is as it was written", f"rm {path}: the text is packed again"
     try:
-        first, _, rest = path.read_bytes().partition(b"\n")
-        made = _READER.validate_json(rest)
+        first, _, content = path.read_bytes().partition(b"\n")
+        manifest = _READER.validate_json(content)
     except OSError as error:
         raise refuse(f"{path.name}: {error.strerror}", rule=rule, fix=fix) from error
     except pydantic.ValidationError as error:
         raise refuse(f"{path.name} is altered", rule=rule, fix=fix) from error
-    if first != _digest(rest).encode() or made.format != FORMAT:
+    if first != _digest(content).encode() or manifest.format != FORMAT:
         raise refuse(f"{path.name} is altered", rule=rule, fix=fix)
-    return made
+    return manifest
 
 
-def differs(file: Path, packed: Packed, read: Callable[[int], None] = lambda _: None) -> str:
-    """Returns in words how a file differs from its list, or "" where every byte is as it was written.
+def find_damage(file: Path, packed: Packed, read: Callable[[int], None] = lambda _: None) -> str:
+    """Describes how a file differs from its manifest; "" if every byte is as written.
 
     Args:
-      file: Of tokens.
-      packed: Its list.
-      read: Is told how many bytes were read.
+      file: The file of tokens.
+      packed: Its manifest.
+      read: Called with the number of bytes after each part.
     """
     try:
         size = file.stat().st_size
         if size != packed.size:
             return f"{file.name} has {size} bytes, {packed.size} were written"
         with ThreadPoolExecutor(max(2, min(16, os.cpu_count() or 1))) as workers:  # hashing lets other threads run
-            found = workers.map(lambda index: hash_part(file, index), range(len(packed.parts)))
-            for one, other in zip(found, packed.parts, strict=True):
-                if one != other:
+            hashes = workers.map(lambda index: hash_part(file, index), range(len(packed.parts)))
+            for actual, expected in zip(hashes, packed.parts, strict=True):
+                if actual != expected:
                     return f"{file.name} is altered"
                 read(min(PART, size))
     except OSError as error:
@@ -182,33 +182,33 @@ def differs(file: Path, packed: Packed, read: Callable[[int], None] = lambda _: 
 
 
 def hash_part(file: Path, index: int) -> str:
-    """Returns the hash of the index-th part of a file."""
-    digest, left = _new(), PART
+    """Hash of the index-th part of a file."""
+    digest, remaining = _new(), PART
     with file.open("rb", buffering=0) as stream:
         stream.seek(index * PART)
-        while left and (block := stream.read(min(left, _STRIDE))):
+        while remaining and (block := stream.read(min(remaining, _STRIDE))):
             digest.update(block)
-            left -= len(block)
+            remaining -= len(block)
     return digest.hexdigest()
 
 
 def hash_of(file: Path) -> str:
-    """Returns the hash of a small file, or "" if it cannot be read."""
+    """Hash of a small file; "" if it cannot be read."""
     try:
         return _digest(file.read_bytes())
     except OSError:
         return ""
 
 
-def listed(folder: Path, pattern: str) -> list[tuple[Path, Packed]]:
-    """Returns the files of tokens in a folder that have a good list, and what it says."""
-    found = []
+def find_packed(folder: Path, pattern: str) -> list[tuple[Path, Packed]]:
+    """Returns the files of tokens in a folder that have a valid manifest, each with its manifest."""
+    files = []
     for path in sorted(folder.glob(f"{pattern}.json")):
         try:
-            found.append((path.with_suffix(".bin"), read_list(path)))
-        except JaxparError:  # it is told where that file is wanted
+            files.append((path.with_suffix(".bin"), read_manifest(path)))
+        except JaxparError:  # reported when that file is opened
             continue
-    return found
+    return files
 
 
 def _write_all(out, view: memoryview) -> None:

@@ -1,8 +1,8 @@
-"""Text is tokenized once: by one process of those that share a folder, while the others wait for it.
+"""Tokenizes a text once: by one of the processes that share a folder, while the others wait for it.
 
-is it there, and every byte as it was written? ──yes──► train
-          │ no: the others wait from here on
-          └─► digest ─► tokenizer ─► tokens, in parallel and in their order ─► on the disk ─► its list
+is the file there, with every byte as written? ──yes──► train
+          │ no: take the lock, on which the others wait
+          └─► digest ─► tokenizer ─► tokens, in parallel and in order ─► on disk ─► manifest
 """
 
 import fcntl
@@ -21,9 +21,9 @@ from jaxpar.data import journal, packed
 from jaxpar.data.corpus import Corpus
 from jaxpar.data.packed import Packed
 from jaxpar.data.spec import OURS, Data
-from jaxpar.data.tokenizers.encode import from_place, settings_of
-from jaxpar.data.tokenizers.encoders import Encoder, HuggingFace, Plain
-from jaxpar.data.tokenizers.saved import saved
+from jaxpar.data.tokenizers.encode import encode_from, token_settings
+from jaxpar.data.tokenizers.encoders import BuiltinEncoder, Encoder, HuggingFaceEncoder
+from jaxpar.data.tokenizers.tokenizer_facts import read_tokenizer
 from jaxpar.data.tokens import KEPT, bpe_file, bpe_tokens, byte_tokens, load_bpe, train_bpe
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.files import make_folder
@@ -33,22 +33,22 @@ Say = Callable[[str], None]
 EVERY = 5.0  # seconds between two lines of progress
 
 
-def say_aside(text: str) -> None:
-    """Prints a line beside the output."""
+def print_to_stderr(text: str) -> None:
+    """Prints a line to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 @dataclass
-class Told:
-    """Tells how far a long work on the text is; a short one is not mentioned.
+class PackingProgress:
+    """Reports the progress of a pass over the text every `EVERY` seconds, so not at all for a short one.
 
     Attributes:
-      what: Is done, in words.
-      total: Bytes.
-      say: Where to.
+      label: Name of the work.
+      total: Bytes of the text.
+      say: Takes a line of progress.
     """
 
-    what: str
+    label: str
     total: int
     say: Say
     done: int = 0
@@ -56,129 +56,136 @@ class Told:
     last: float = field(default_factory=time.monotonic)
 
     def __call__(self, more: int) -> None:
-        """Counts bytes that were worked on."""
+        """Adds finished bytes, and reports if it is time."""
         self.done += more
-        now = time.monotonic()
-        if now - self.last < EVERY:
+        time_now = time.monotonic()
+        if time_now - self.last < EVERY:
             return
-        self.last, spent = now, now - self.began
-        left = spent * (self.total - self.done) / max(self.done, 1)
+        self.last, elapsed = time_now, time_now - self.began
+        remaining = elapsed * (self.total - self.done) / max(self.done, 1)
         self.say(
-            f"{self.what}: {show_bytes(self.done)} of {show_bytes(self.total)}, {show_bytes(self.done / spent)}/s, "
-            f"{show_seconds(max(left, 0))} left"
+            f"{self.label}: {show_bytes(self.done)} of {show_bytes(self.total)}, {show_bytes(self.done / elapsed)}/s, "
+            f"{show_seconds(max(remaining, 0))} left"
         )
 
 
-def pack(corpus: Corpus, spec: Data, folder: Path, say: Say = say_aside) -> tuple[Path, Packed]:
-    """Returns the file of all tokens of a text and its list, checked to the last byte; packs it if it is not there.
+def pack(corpus: Corpus, spec: Data, folder: Path, say: Say = print_to_stderr) -> tuple[Path, Packed]:
+    """Returns the file of a text's tokens and its manifest, checked to the last byte; packs the text if needed.
 
     Args:
       corpus: The text.
       spec: The `[data]` table.
-      folder: Where the file and the tokenizer lie.
-      say: Where it is told what takes long, and what was found altered.
+      folder: Folder of the file and the tokenizer.
+      say: Takes lines about progress and altered files.
 
     Raises:
-      JaxparError: If the text cannot be read or the file not be written; or if a file was altered, and packed again
-        is not what was written.
+      JaxparError: If the text cannot be read or the file cannot be written; or if a file was altered, and packing
+        again gives other tokens.
     """
     make_folder(folder)
-    kind, settings = f"tokens-{spec.tokenizer if spec.tokenizer in OURS else 'hf'}-{spec.tokens}-", settings_of(spec)
-    mark = _salted(corpus.mark(), settings, 64)
-    known = next((each.text for _, each in packed.listed(folder, f"{kind}*") if mark and each.mark == mark), None)
-    digest = known or _salted(corpus.digest(Told("reading the text", corpus.bytes, say)), settings, 16)
+    kind, settings = f"tokens-{spec.tokenizer if spec.tokenizer in OURS else 'hf'}-{spec.tokens}-", token_settings(spec)
+    mark = _salt(corpus.mark(), settings, 64)
+    old_digest = next(
+        (item.text for _, item in packed.find_packed(folder, f"{kind}*") if mark and item.mark == mark), None
+    )
+    digest = old_digest or _salt(corpus.digest(PackingProgress("reading the text", corpus.bytes, say)), settings, 16)
     if spec.tokenizer not in OURS:
-        saved(spec.tokenizer).copy(folder / KEPT)  # a run keeps its tokenizer
+        read_tokenizer(spec.tokenizer).copy(folder / KEPT)  # so that the run does not depend on the model's folder
     file = folder / f"{kind}{digest}.bin"
-    found, wrong = _found(file, spec, say)
-    if not wrong:
-        return file, found if found.mark == mark or not mark else _marked(file, found, mark)
-    with _alone(folder, say) as alone:
-        found, wrong = _found(file, spec, say)  # another may have packed it meanwhile
-        if not wrong:
-            return file, found
+    manifest, problem = _check_packed(file, spec, say)
+    if not problem:
+        return file, manifest if manifest.mark == mark or not mark else _update_mark(file, manifest, mark)
+    with _lock(folder, say) as is_locked:
+        manifest, problem = _check_packed(file, spec, say)  # another process may have packed it meanwhile
+        if not problem:
+            return file, manifest
         if file.exists():
-            say(f"{wrong}: the text is packed again")
-        if alone:
-            for part in folder.glob(f"{file.stem}.*part"):  # of a process that was killed
-                part.unlink(missing_ok=True)
-        return file, _packed(corpus, spec, file, mark, say, before=found)
+            say(f"{problem}: the text is packed again")
+        if is_locked:
+            for leftover in folder.glob(f"{file.stem}.*part"):  # of a process that was killed
+                leftover.unlink(missing_ok=True)
+        return file, _pack_text(corpus, spec, file, mark, say, before=manifest)
 
 
-def _salted(digest: str, settings: str, digits: int) -> str:
-    """Returns a digest of the text together with what else decides its tokens; "" stays ""."""
+def _salt(digest: str, settings: str, digits: int) -> str:
+    """Digest of a text's digest and the settings that decide its tokens; "" stays ""."""
     return hashlib.sha256(f"{digest}\n{settings}".encode()).hexdigest()[:digits] if digest and settings else digest
 
 
-def _found(file: Path, spec: Data, say: Say) -> tuple[Any, str]:
-    """Returns the list of a file of tokens, or None, and what is wrong: "" if all is as it was written."""
+def _check_packed(file: Path, spec: Data, say: Say) -> tuple[Any, str]:
+    """Returns the manifest of a file of tokens, or None, and what is wrong: "" if every byte is as written."""
     try:
-        found = packed.read_list(packed.list_of(file))
+        entry = packed.read_manifest(packed.manifest_path(file))
     except JaxparError as error:
         return None, error.problems[0].got
-    if spec.tokenizer == "bpe" and packed.hash_of(bpe_file(file.parent, spec.vocab, found.text)) != found.tokenizer:
-        return found, f"the tokenizer of {file.name} is altered"
-    return found, packed.differs(file, found, Told("checking the packed tokens", found.size, say))
+    if spec.tokenizer == "bpe" and packed.hash_of(bpe_file(file.parent, spec.vocab, entry.text)) != entry.tokenizer:
+        return entry, f"the tokenizer of {file.name} is altered"
+    return entry, packed.find_damage(file, entry, PackingProgress("checking the packed tokens", entry.size, say))
 
 
-def _packed(corpus: Corpus, spec: Data, file: Path, mark: str, say: Say, *, before: Packed | None) -> Packed:
-    """Packs a text, and returns the list; `before` is what an altered file had been."""
-    began, total = time.monotonic(), corpus.bytes
-    bpe, written = _bpe(corpus, spec, file, say, before=before) if spec.tokenizer == "bpe" else (None, "")
+def _pack_text(corpus: Corpus, spec: Data, file: Path, mark: str, say: Say, *, before: Packed | None) -> Packed:
+    """Packs a text and returns the manifest; `before` is the manifest of the altered file, which must be reproduced."""
+    start, total = time.monotonic(), corpus.bytes
+    bpe, bpe_hash = _bpe(corpus, spec, file, say, before=before) if spec.tokenizer == "bpe" else (None, "")
     if spec.is_marked:
         encoder: Encoder = (
-            Plain(bpe, spec.tokens) if spec.tokenizer in OURS else HuggingFace(saved(spec.tokenizer), spec.end)
+            BuiltinEncoder(bpe, spec.tokens)
+            if spec.tokenizer in OURS
+            else HuggingFaceEncoder(read_tokenizer(spec.tokenizer), spec.end)
         )
         dtype = encoder.dtype
-        chunks = from_place(corpus, encoder, Told("tokenizing", total, say))
+        chunks = encode_from(corpus, encoder, PackingProgress("tokenizing", total, say))
         size, parts = journal.write_tokens(file, chunks, say)
     elif bpe is not None:
         dtype = np.dtype(np.uint16 if bpe.get_vocab_size() <= 2**16 else np.uint32)
-        size, parts = packed.write_tokens(file, bpe_tokens(corpus, bpe, dtype, Told("tokenizing", total, say)))
+        size, parts = packed.write_tokens(
+            file, bpe_tokens(corpus, bpe, dtype, PackingProgress("tokenizing", total, say))
+        )
     else:
         dtype = np.dtype(np.uint8)
-        size, parts = packed.write_tokens(file, byte_tokens(corpus, Told("packing the text", total, say)))
+        size, parts = packed.write_tokens(file, byte_tokens(corpus, PackingProgress("packing the text", total, say)))
     if before is not None and (before.size, before.parts) != (size, parts):
         raise refuse(
             f"{file} was altered, and packed again it is not what it was",
             rule="a run goes on with the tokens it began with",
-            fix=f"the tokenizers package that run.json names, or rm {packed.list_of(file)} to begin with other tokens",
+            fix=f"the tokenizers package that run.json names, or rm {packed.manifest_path(file)} to begin with "
+            f"other tokens",
         )
     if not size:
         got = f"{len(corpus.files)} file{'s' * (len(corpus.files) > 1)} of data.path without a row: {corpus.files[0]}"
         raise refuse(got, rule="the files of data.path hold at least one row", fix="another data.path")
     for note in corpus.notes():
         say(note)
-    made = Packed(
-        text=file.stem.rpartition("-")[2], mark=mark, dtype=dtype.name, size=size, parts=parts, tokenizer=written,
+    manifest = Packed(
+        text=file.stem.rpartition("-")[2], mark=mark, dtype=dtype.name, size=size, parts=parts, tokenizer=bpe_hash,
         marked=spec.is_marked,
     )  # fmt: skip
-    packed.write_list(file, made)
-    if (spent := time.monotonic() - began) > EVERY:
-        say(f"{show_bytes(total)} of text packed into {size // dtype.itemsize:,} tokens in {show_seconds(spent)}")
-    return made
+    packed.write_manifest(file, manifest)
+    if (elapsed := time.monotonic() - start) > EVERY:
+        say(f"{show_bytes(total)} of text packed into {size // dtype.itemsize:,} tokens in {show_seconds(elapsed)}")
+    return manifest
 
 
 def _bpe(corpus: Corpus, spec: Data, file: Path, say: Say, *, before: Packed | None) -> tuple[Any, str]:
-    """Returns the bpe of a text, trained if it is not there, and the hash of its file."""
+    """Returns the BPE of a text, trained if there is none yet, and the hash of its file."""
     path = bpe_file(file.parent, spec.vocab, file.stem.rpartition("-")[2])
     if before is not None and packed.hash_of(path) != before.tokenizer:
         path.unlink(missing_ok=True)
-    told = Told("training a bpe", corpus.bytes, say)
-    bpe = load_bpe(path) if path.exists() else train_bpe(corpus, spec.vocab, path, told)
+    progress = PackingProgress("training a bpe", corpus.bytes, say)
+    bpe = load_bpe(path) if path.exists() else train_bpe(corpus, spec.vocab, path, progress)
     return bpe, packed.hash_of(path)
 
 
-def _marked(file: Path, found: Packed, mark: str) -> Packed:
-    """Writes down that the text, read again, is the same: the next start need not read it."""
-    made = replace(found, mark=mark)
-    packed.write_list(file, made)
-    return made
+def _update_mark(file: Path, found: Packed, mark: str) -> Packed:
+    """Records the new mark of an unchanged text, so that the next start need not read the text."""
+    manifest = replace(found, mark=mark)
+    packed.write_manifest(file, manifest)
+    return manifest
 
 
 @contextmanager
-def _alone(folder: Path, say: Say) -> Iterator[bool]:
-    """Waits until no other process packs in a folder; false where the folder knows no locks, so that others may."""
+def _lock(folder: Path, say: Say) -> Iterator[bool]:
+    """Takes the lock of a folder; yields False if its file system has no locks: other processes may pack too."""
     with (folder / "packing.lock").open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

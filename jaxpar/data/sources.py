@@ -1,12 +1,12 @@
-"""The sources that a job may train on.
+"""The data sources of a job.
 
 stdlib    the source code of this machine's Python: real text, no download
 text      any file, folder or glob: each file is a document
-jsonl     lines of JSON, each of them a document: a column of text or of messages
+jsonl     lines of JSON, each one a document: a column of text or of messages
 parquet   rows of Parquet, likewise
 digits    scikit-learn's handwritten digits
 arrays    .npz, .npy or a folder of .npy; a flat .npy of integers and a .bin are token ids
-pkg:name  an object with `batch(step, size)`, a dataset by number, an iterable of batches, or what makes one
+pkg:name  an object with `batch(step, size)`, a map-style dataset, an iterable of batches, or a function returning one
 """
 
 from dataclasses import replace
@@ -14,28 +14,28 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.data.arrays import Arrays, load_arrays, load_digits
-from jaxpar.data.packing import pack, say_aside
-from jaxpar.data.rows.documents import Documents
+from jaxpar.data.packing import pack, print_to_stderr
+from jaxpar.data.rows.document_rows import DocumentRows
 from jaxpar.data.rows.mixture import Mixture
 from jaxpar.data.rows.token_stream import TokenStream, is_token_stream
 from jaxpar.data.spec import Data, Source, check_path
-from jaxpar.data.streams.opening import open_own
+from jaxpar.data.streams.user_data import open_user_data
 from jaxpar.data.text import Tokens, stdlib_files, text_files
-from jaxpar.data.tokenizers.encode import corpus_of
+from jaxpar.data.tokenizers.encode import open_corpus
 from jaxpar.errors import refuse
 
 
 def open_data(
-    spec: Data, folder: str | Path = "runs/data", *, seed: int = 0, named: Any = None, held: Any = None
+    spec: Data, folder: str | Path = "runs/data", *, seed: int = 0, named: Any = None, held_out: Any = None
 ) -> Source:
-    """Returns the source of a job.
+    """Opens the source of a job.
 
     Args:
       spec: The `[data]` table.
-      folder: Where packed tokens and the tokenizer are kept.
-      seed: Of the order of examples.
+      folder: Folder of packed tokens and the tokenizer.
+      seed: Seed of the shuffle.
       named: The user's object, for `package.module:name`.
-      held: The user's object of held-out examples, if it is another.
+      held_out: The user's object of held-out examples, if it is another object.
 
     Raises:
       JaxparError: If there is nothing to read, or it cannot be read.
@@ -53,21 +53,20 @@ def open_data(
     if named is None:
         raise refuse(
             f"data.source = {spec.source!r} without its object",
-            rule="a job imports the object that it names; in Python it is given",
+            rule="a job imports the object that it names; in Python the caller passes it",
             fix="jp.open_data(data, named=my_batches)",
         )
-    return open_own(spec, named, folder, seed=seed, held=held)
+    return open_user_data(spec, named, folder, seed=seed, held=held_out)
 
 
 def _of_text(spec: Data, folder: Path, seed: int) -> Source:
-    """Returns the rows of packed tokens; of several sets, mixed."""
     if spec.weights:
-        entries = [replace(spec, path=each, weights=()) for each in spec.path]
-        return Mixture([_rows_of(each, folder, seed) for each in entries], spec.weights)
+        entries = [replace(spec, path=entry, weights=()) for entry in spec.path]
+        return Mixture([_rows_of(entry, folder, seed) for entry in entries], spec.weights)
     return _rows_of(spec, folder, seed)
 
 
 def _rows_of(spec: Data, folder: Path, seed: int) -> Tokens:
-    files = stdlib_files() if spec.source == "stdlib" else text_files(spec, say_aside)
-    file, packed = pack(corpus_of(spec, files), spec, folder)
-    return (Tokens if spec.documents == "mixed" else Documents)(file, packed, spec, seed)
+    files = stdlib_files() if spec.source == "stdlib" else text_files(spec, print_to_stderr)
+    file, packed = pack(open_corpus(spec, files), spec, folder)
+    return (Tokens if spec.documents == "mixed" else DocumentRows)(file, packed, spec, seed)

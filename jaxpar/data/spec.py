@@ -1,4 +1,4 @@
-"""The data of a job, and the protocol of a source of batches."""
+"""The `[data]` table of a job, and the protocol of a source of batches."""
 
 import re
 from collections.abc import Sequence
@@ -8,17 +8,17 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from jaxpar.data.tokenizers.files import positions
-from jaxpar.data.tokenizers.saved import saved
-from jaxpar.errors import JaxparError, Keywords, Problem, check_ranges, nearest, refuse
+from jaxpar.data.tokenizers.files import context_length
+from jaxpar.data.tokenizers.tokenizer_facts import read_tokenizer
+from jaxpar.errors import JaxparError, Keywords, Problem, check_ranges, refuse, suggest
 
 Batch = dict[str, np.ndarray]
 ROWS = ("jsonl", "parquet")
 TEXT = ("stdlib", "text", *ROWS)  # the sources whose examples are tokens
-OF_SETS = ("source", "path", "pattern", "column", "messages", "learn")  # what an evaluation set has of its own
-SET_NAME = "[a-z][a-z0-9]*"  # as metrics have it: eval_wiki_loss
-SEQ = 128  # tokens of an example of text, where nobody says how many
-OURS = ("bytes", "bpe")  # the tokenizers that are no path
+OF_SETS = ("source", "path", "pattern", "column", "messages", "learn")  # the keys of an evaluation set
+SET_NAME = "[a-z][a-z0-9]*"  # a part of metric names: eval_wiki_loss
+SEQ = 128  # default tokens of an example of text
+OURS = ("bytes", "bpe")  # the built-in tokenizers; any other value is a path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,29 +28,29 @@ class Data(Keywords):
     Attributes:
       source: stdlib, text, jsonl, parquet, digits, arrays, or "package.module:name" of a Python iterable, of a function
         that returns one, or of an object with batch(step, size) and, to be evaluated, evaluation(index, size); its
-        `examples`, if it has them, is how many there are.
-      evaluation: "package.module:name" of examples to evaluate it on, if the source has no `evaluation` itself: a
-        dataset by number or an iterable of batches, or what makes one.
-      sets: Evaluation sets by name, each a table of source, path, pattern, column, messages and learn; what it
-        leaves out, but path, is as in training: { wiki = { path = "wiki.jsonl" } } has the metrics eval_wiki_loss etc.
+        `examples`, if any, is the number of training examples.
+      evaluation: "package.module:name" of held-out examples, if the source has no `evaluation` itself: a map-style
+        dataset, an iterable of batches, or a function that returns one.
+      sets: Evaluation sets by name, each a table of source, path, pattern, column, messages and learn; the other keys,
+        and those left out except path, are as in training: { wiki = { path = "wiki.jsonl" } } adds eval_wiki_loss etc.
       path: File, folder or glob of text, rows or arrays; a list of them for text and rows.
-      weights: Shares of the examples that come from each entry of `path`, if they are not to be as many as there are.
-      pattern: Which files of a folder of text; hidden ones are left out unless it begins with a dot.
+      weights: Share of the examples that comes from each entry of `path`; default: in proportion to their sizes.
+      pattern: Glob of the files in a folder of text; hidden files are skipped unless it begins with a dot.
       column: Column of JSONL or Parquet that holds text.
-      messages: Column that holds conversations, lists of {role, content}, instead: the chat template of the tokenizer's
-        folder renders them.
+      messages: Column of conversations, lists of {role, content}, used instead of `column`: the chat template of the
+        tokenizer's folder renders them.
       learn: answers, or all of a conversation.
-      tokenizer: bytes, bpe trained on the text, or a tokenizer of Hugging Face's: tokenizer.json, or a folder with one.
+      tokenizer: bytes, bpe (trained on the text), or a Hugging Face tokenizer: a tokenizer.json, or a folder with one.
       end: The token that ends a document; "" means the eos_token of the tokenizer's folder.
-      vocab: Tokens of a bpe.
-      documents: mixed cuts rows of `seq` tokens out of all documents, one after the other; alone gives each document
-        its own row, filled up; apart packs several into a row, which the model is told by `segments` and `positions`.
-        auto is alone for conversations, and mixed for all else.
-      seq: Tokens per example. 0 is 128; for conversations what the model takes in whose folder the tokenizer is, 2,048
-        at most.
-      held_out: Share of the examples kept for evaluation.
-      ahead: Batches that a thread reads ahead, where reading is uneven; with 0 the next one is read while devices
-        compute. Rows of metrics have input_wait_seconds, what a step waited for its batch at most.
+      vocab: Vocabulary size of a bpe.
+      documents: mixed concatenates all documents and cuts rows of `seq` tokens; alone gives each document its own,
+        padded row; apart packs several into a row, separated by the arrays `segments` and `positions`. auto is alone
+        for conversations, and mixed otherwise.
+      seq: Tokens per example. 0 is 128; for conversations the context length of the model in the tokenizer's folder,
+        at most 2,048.
+      held_out: Share of the examples that is held out for evaluation.
+      ahead: Batches that a thread prefetches, for uneven read times; with 0 the next batch is read while devices
+        compute. The metric input_wait_seconds is an upper bound of the time a step waits for its batch.
       shuffle: Whether examples come in a new order every epoch.
     """
 
@@ -79,45 +79,45 @@ class Data(Keywords):
 
     @property
     def has_rows(self) -> bool:
-        """Whether documents are rows of files, and not files."""
+        """Whether a document is a row of a file (JSONL, Parquet) rather than a file."""
         return self.source in ROWS
 
     @property
     def is_marked(self) -> bool:
-        """Whether packed tokens say themselves where documents begin and what is learned; text of old runs does not."""
+        """Whether packed tokens have flag bits (`tokenizers.marks`); bytes and bpe of plain text have none."""
         return self.has_rows or self.tokenizer not in OURS
 
     @property
     def has_mask(self) -> bool:
-        """Whether batches of text say which targets count."""
+        """Whether batches of text have a `mask` of the targets that count."""
         return self.documents != "mixed" or bool(self.messages and self.learn == "answers")
 
     @property
     def tokens(self) -> int:
-        """The number of different tokens of the text.
+        """Vocabulary size of the tokenizer.
 
         Raises:
-          JaxparError: If a tokenizer is to be read and is not there.
+          JaxparError: If the tokenizer is a path and cannot be read.
         """
         if self.tokenizer in OURS:
             return 256 if self.tokenizer == "bytes" else self.vocab
-        return saved(self.tokenizer).size
+        return read_tokenizer(self.tokenizer).size
 
-    def set_of(self, name: str) -> "Data":
-        """Returns the settings of an evaluation set, whose examples are all read, in their order.
+    def evaluation_set(self, name: str) -> "Data":
+        """Returns the settings of an evaluation set: all of its examples, in order.
 
         Raises:
-          JaxparError: If they do not go together.
+          JaxparError: If its keys contradict each other.
         """
         table = self.sets[name]
-        own: dict[str, Any] = {"path": "", "messages": "" if "column" in table else self.messages, **table}
-        return replace(self, sets={}, weights=(), evaluation="", held_out=0.0, shuffle=False, **own)
+        changes: dict[str, Any] = {"path": "", "messages": "" if "column" in table else self.messages, **table}
+        return replace(self, sets={}, weights=(), evaluation="", held_out=0.0, shuffle=False, **changes)
 
     def __post_init__(self):
         if self.documents == "auto":
             object.__setattr__(self, "documents", "alone" if self.messages else "mixed")
         if self.seq == 0 and self.seq is not False:
-            object.__setattr__(self, "seq", positions(self.tokenizer) if self.messages else SEQ)
+            object.__setattr__(self, "seq", context_length(self.tokenizer) if self.messages else SEQ)
         problems: list[Problem] = []
         try:
             check_ranges(
@@ -125,10 +125,12 @@ class Data(Keywords):
             )
         except JaxparError as error:
             problems += error.problems
-        known = (*TEXT, "digits", "arrays")
-        if self.source not in known and not (isinstance(self.source, str) and ":" in self.source):
-            rule = f'a source is {", ".join(known)}, or "package.module:name"'
-            problems.append(Problem(f"data.source = {self.source!r}", rule, _meant(self.source, known)))
+        known_sources = (*TEXT, "digits", "arrays")
+        if self.source not in known_sources and not (isinstance(self.source, str) and ":" in self.source):
+            rule = f'a source is {", ".join(known_sources)}, or "package.module:name"'
+            problems.append(
+                Problem(f"data.source = {self.source!r}", rule, _suggest_source(self.source, known_sources))
+            )
         elif self.source in ("text", "arrays", *ROWS) and not self.path:
             problems.append(
                 Problem(
@@ -145,42 +147,42 @@ class Data(Keywords):
                     'path = "data.npz"',
                 )
             )
-        problems += _of_text(self) or [problem for name in self.sets for problem in _of_set(self, name)]
+        problems += _text_problems(self) or [problem for name in self.sets for problem in _set_problems(self, name)]
         if problems:
             raise JaxparError(*problems)
 
 
-def _of_text(spec: Data) -> list[Problem]:
-    """Returns what is wrong with the keys that go together."""
-    found = []
+def _text_problems(spec: Data) -> list[Problem]:
+    """Problems of keys that depend on each other."""
+    problems = []
     if spec.messages and (not spec.has_rows or spec.tokenizer in OURS):
         got = f"data.messages with data.source = {spec.source!r}, data.tokenizer = {spec.tokenizer!r}"
         rule = "messages are a column of JSONL or Parquet, rendered by the chat template of a tokenizer's folder"
-        found.append(Problem(got, rule, 'source = "jsonl", and tokenizer = the folder of the model'))
+        problems.append(Problem(got, rule, 'source = "jsonl", and tokenizer = the folder of the model'))
     if spec.end and spec.tokenizer in OURS:
         rule = "bytes and our own bpe end a document by token 0"
-        found.append(Problem(f"data.end = {spec.end!r} with {spec.tokenizer}", rule, "leave it out"))
+        problems.append(Problem(f"data.end = {spec.end!r} with {spec.tokenizer}", rule, "leave it out"))
     if spec.evaluation and ":" not in spec.source:
         rule = "data.evaluation is for data of one's own; of files a share is held out"
-        found.append(Problem(f"data.evaluation = {spec.evaluation!r}", rule, "data.held_out = 0.02"))
+        problems.append(Problem(f"data.evaluation = {spec.evaluation!r}", rule, "data.held_out = 0.02"))
     if not spec.column:
-        found.append(Problem("data.column = ''", "data.column names a column", 'column = "text"'))
+        problems.append(Problem("data.column = ''", "data.column names a column", 'column = "text"'))
     entries = len(spec.path) if isinstance(spec.path, list) else 1
-    good = all(isinstance(each, int | float) and 0 < each < float("inf") for each in spec.weights)
-    if spec.weights and (len(spec.weights) != entries or not good or not spec.is_text or entries < 2):
+    positive = all(isinstance(weight, int | float) and 0 < weight < float("inf") for weight in spec.weights)
+    if spec.weights and (len(spec.weights) != entries or not positive or not spec.is_text or entries < 2):
         got = f"data.weights = {list(spec.weights)} for {entries} of data.path"
         rule = (
             "a mixture of text or rows has a positive weight for every entry of data.path, of which there are several"
         )
-        found.append(Problem(got, rule, 'path = ["a.jsonl", "b.jsonl"], weights = [0.7, 0.3]'))
-    return found
+        problems.append(Problem(got, rule, 'path = ["a.jsonl", "b.jsonl"], weights = [0.7, 0.3]'))
+    return problems
 
 
 def check_path(spec: Data) -> None:
-    """Refuses a path that no source reads.
+    """Checks that `path` is unset for a source that reads no path.
 
     Raises:
-      JaxparError: If there is one.
+      JaxparError: If it is set.
     """
     if spec.path and spec.source not in ("text", "arrays", *ROWS):
         raise refuse(
@@ -190,58 +192,59 @@ def check_path(spec: Data) -> None:
         )
 
 
-def _of_set(spec: Data, name: str) -> list[Problem]:
-    """Returns what is wrong with an evaluation set."""
+def _set_problems(spec: Data, name: str) -> list[Problem]:
     key, table = f"data.sets.{name}", spec.sets[name]
-    if unknown := [each for each in table if each not in OF_SETS]:
+    if unknown := [item for item in table if item not in OF_SETS]:
         return [
-            Problem(f"{key}.{unknown[0]}", f"a set has the keys {', '.join(OF_SETS)}", nearest(unknown[0], OF_SETS))
+            Problem(f"{key}.{unknown[0]}", f"a set has the keys {', '.join(OF_SETS)}", suggest(unknown[0], OF_SETS))
         ]
     if not re.fullmatch(SET_NAME, name):
-        return [Problem(key, "a set's name is of small letters and digits, as metrics have it", "data.sets.wiki")]
+        return [Problem(key, "a set's name is of small letters and digits, as in metrics", "data.sets.wiki")]
     if not table.keys() & {"source", "path"}:
-        return [Problem(key, "a set has other examples than those that are trained on", 'path = "wiki.jsonl"')]
+        return [Problem(key, "a set has other examples than training: a source or path", 'path = "wiki.jsonl"')]
     try:
-        made = spec.set_of(name)
+        settings = spec.evaluation_set(name)
     except JaxparError as error:
-        return [Problem(each.got.replace("data.", f"{key}.", 1), each.rule, each.fix) for each in error.problems]
-    if ":" in made.source and "source" not in table:
-        return [Problem(f"{key} without a source", "data of one's own says nothing of files", 'source = "jsonl"')]
+        return [Problem(item.got.replace("data.", f"{key}.", 1), item.rule, item.fix) for item in error.problems]
+    if ":" in settings.source and "source" not in table:
+        return [
+            Problem(f"{key} without a source", "a Python source does not define how a set is read", 'source = "jsonl"')
+        ]
     try:
-        check_path(made)
+        check_path(settings)
     except JaxparError as error:
-        return [Problem(each.got.replace("data.", f"{key}.", 1), each.rule, each.fix) for each in error.problems]
-    if made.is_text and made.tokenizer == "bpe":
-        rule = "a bpe is trained on the text of a job: that of a set would be another one"
+        return [Problem(item.got.replace("data.", f"{key}.", 1), item.rule, item.fix) for item in error.problems]
+    if settings.is_text and settings.tokenizer == "bpe":
+        rule = "a bpe is trained on the training text: one that is trained on a set would give other tokens"
         return [Problem(f"{key} with data.tokenizer = 'bpe'", rule, 'tokenizer = "bytes", or a tokenizer.json')]
     return []
 
 
-def _meant(source: object, known: Sequence[str]) -> str:
-    """Returns the source that was meant, where a file is named in its place too."""
-    ends = Path(source).suffix if isinstance(source, str) else ""
+def _suggest_source(source: object, known: Sequence[str]) -> str:
+    """Suggests a source; for a file name, the source that reads its suffix."""
+    suffix = Path(source).suffix if isinstance(source, str) else ""
     kind = {".npz": "arrays", ".npy": "arrays", ".bin": "arrays", ".jsonl": "jsonl", ".parquet": "parquet"}.get(
-        ends, "text"
+        suffix, "text"
     )
-    return f'source = "{kind}", path = "{source}"' if ends else nearest(str(source), known)
+    return f'source = "{kind}", path = "{source}"' if suffix else suggest(str(source), known)
 
 
-Rows = np.ndarray | None  # which rows of a global batch are wanted, in order; None means all
+Rows = np.ndarray | None  # the rows of a global batch to return, in order; None means all
 
 
-def some(batch: Batch, rows: Rows) -> Batch:
-    """Returns those rows of a batch."""
+def select_rows(batch: Batch, rows: Rows) -> Batch:
+    """Selects rows of a batch."""
     return batch if rows is None else {name: value[rows] for name, value in batch.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Weighted:
+class WeightedBatch:
     """A batch of held-out examples.
 
     Attributes:
-      weight: What its sums and counts are multiplied by, before they are added to those of the others.
-      batch: Name to array of as many rows as every batch has.
-      examples: Of a batch that is filled up with copies how many examples there are, which are its first rows; else 0.
+      weight: Factor of its sums and counts, before they are added to those of the other batches.
+      batch: Name to array; every batch has the same number of rows.
+      examples: If the batch is padded with copies, the number of examples, which are its first rows; else 0.
     """
 
     weight: float
@@ -254,22 +257,22 @@ class Source(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Tells the examples from others: a run goes on with those that it began with."""
+        """Identifies the examples: a run resumes only with the same ones."""
         ...
 
     @property
     def examples(self) -> int | None:
-        """How many there are to train on; None where nobody knows."""
+        """Number of training examples; None if unknown."""
         ...
 
     def batch(self, step: int, size: int, rows: Rows = None) -> Batch:
-        """Returns the training batch of a step, or some of its rows: the same for the same step, always."""
+        """Returns the training batch of a step, or some of its rows; it depends on the step alone."""
         ...
 
-    def evaluation(self, index: int, size: int, rows: Rows = None) -> list[Weighted]:
-        """Returns the index-th `size` held-out examples, in one or two batches of `size` rows; none after the last.
+    def evaluation(self, index: int, size: int, rows: Rows = None) -> list[WeightedBatch]:
+        """Returns the index-th group of `size` held-out examples in one or two batches of `size` rows; [] at the end.
 
-        The last ones may be fewer: then their batches are filled up, and the weights make up for it, unless a loss
-        does not add up over examples: then the copies are left out.
+        The last group may be smaller: its batches are padded with copies, which the weights subtract. If a loss does
+        not add up over examples, the copies are left out instead.
         """
         ...

@@ -1,4 +1,4 @@
-"""Text from files becomes windows of tokens."""
+"""Batches of windows of packed tokens, and the files that `data.path` names."""
 
 import os
 import sysconfig
@@ -8,27 +8,27 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxpar.buckets import fetched
+from jaxpar.buckets import fetch
 from jaxpar.data.examples import Examples
 from jaxpar.data.packed import Packed
 from jaxpar.data.spec import Batch, Data
-from jaxpar.data.tokenizers import marks
+from jaxpar.data.tokenizers import flag_bits
 from jaxpar.errors import refuse
 
-COMPRESSED = {"jsonl": ("*.jsonl.gz", "*.jsonl.zst")}  # of a source, which it reads too
+COMPRESSED = {"jsonl": ("*.jsonl.gz", "*.jsonl.zst")}  # source to the compressed files that it also reads
 
 
 class Tokens(Examples):
-    """Windows of a file of tokens: `inputs` and `targets` [batch, seq], int32, and `mask` where not all are learned.
+    """Windows of packed tokens: `inputs`, `targets` and (if not all tokens are learned) `mask` [batch, seq], int32.
 
     Args:
       file: The packed tokens.
-      packed: Its list.
+      packed: Their hash manifest.
       spec: The `[data]` table.
-      seed: Of the order of windows.
+      seed: Seed of the shuffle of windows.
     """
 
-    notes: tuple[str, ...] = ()  # for the user, about how documents became rows
+    notes: tuple[str, ...] = ()  # messages to the user about how documents became rows
 
     def __init__(self, file: Path, packed: Packed, spec: Data, seed: int):
         if not file.stat().st_size:
@@ -47,32 +47,32 @@ class Tokens(Examples):
         window = np.empty((len(chosen), self.spec.seq + 1), self.tokens.dtype)
         for row, index in enumerate(chosen):
             window[row] = self._read(int(index) * self.spec.seq, self.spec.seq + 1)
-        ids = marks.ids(window) if self.marked else window.astype(np.int32)
-        made = {"inputs": ids[:, :-1], "targets": ids[:, 1:]}
-        return made | ({"mask": (~marks.unlearned(window[:, 1:])).astype(np.int32)} if self.spec.has_mask else {})
+        ids = flag_bits.ids(window) if self.marked else window.astype(np.int32)
+        batch = {"inputs": ids[:, :-1], "targets": ids[:, 1:]}
+        return batch | ({"mask": (~flag_bits.unlearned(window[:, 1:])).astype(np.int32)} if self.spec.has_mask else {})
 
     def _read(self, begin: int, count: int) -> np.ndarray:
-        """Returns some tokens; read, because pages of a map, of up to 2 MiB for a row, would count as memory."""
+        """Reads tokens with pread: pages of a memory map, of up to 2 MiB per row, would count as memory."""
         itemsize = self.tokens.dtype.itemsize
-        found = os.pread(self._handle, count * itemsize, begin * itemsize)
-        if len(found) < count * itemsize:
+        content = os.pread(self._handle, count * itemsize, begin * itemsize)
+        if len(content) < count * itemsize:
             raise refuse(
                 f"{self.file} became shorter",
                 rule="packed tokens stay while a run reads them",
                 fix="the same command again, which goes on from the last checkpoint",
             )
-        return np.frombuffer(found, self.tokens.dtype)
+        return np.frombuffer(content, self.tokens.dtype)
 
     def where(self, step: int, size: int, row: int) -> str:
-        """Returns in words where a row of a training batch lies."""
+        """Describes where a row of a training batch comes from."""
         return f"from token {self._chosen(step, size)[row] * self.spec.seq} of {self.file}"
 
 
 def check_length(tokens: int, spec: Data) -> None:
-    """Checks that a text is long enough.
+    """Checks that a text holds at least two sequences.
 
     Raises:
-      JaxparError: If it holds less than two sequences.
+      JaxparError: If it is shorter.
     """
     if (tokens - 1) // spec.seq < 2:
         raise refuse(
@@ -85,73 +85,73 @@ def check_length(tokens: int, spec: Data) -> None:
 
 
 def stdlib_files() -> list[Path]:
-    """Returns the source files of this machine's Python, without tests and installed packages."""
+    """The source files of this machine's Python, without tests and installed packages."""
     home = Path(sysconfig.get_path("stdlib"))
     skip = {"site-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3", "turtledemo"}
     return sorted(file for file in home.rglob("*.py") if not skip.intersection(file.relative_to(home).parts))
 
 
 def text_files(spec: Data, say: Callable[[str], None] = lambda _: None) -> list[Path]:
-    """Returns the files that `data.path` names, sorted, without hidden ones and what is in hidden folders.
+    """Returns the files that `data.path` names, sorted, without hidden files and the contents of hidden folders.
 
     Args:
       spec: The `[data]` table.
-      say: Where it is told how many were hidden.
+      say: Takes a message if hidden files were skipped.
 
     Raises:
       JaxparError: If a path names no file.
     """
     hidden: list[Path] = []
-    found: dict[Path, tuple[str, Path]] = {}  # by absolute path: the entry that names it, and as it names it
+    entries: dict[Path, tuple[str, Path]] = {}  # absolute path to (entry of data.path, path as named by it)
     for text in [spec.path] if isinstance(spec.path, str) else spec.path:
-        copy = fetched(text)
+        local_path = fetch(text)
         try:
-            path = Path(copy).expanduser()
+            path = Path(local_path).expanduser()
             anchor = Path(path.anchor or ".")
             if path.is_dir():
                 names = [f"*.{spec.source}", *COMPRESSED.get(spec.source, ())]
                 patterns = names if spec.has_rows and spec.pattern == "*" else [spec.pattern]
-                every = {file: file.relative_to(path) for each in patterns for file in path.rglob(each)}
-                some = [file for file, inner in every.items() if not _is_hidden(inner, spec.pattern)]
-                hidden += [file for file in every.keys() - set(some) if file.is_file()]
-                some = [file for file in some if file.is_file()]
+                matches = {file: file.relative_to(path) for glob in patterns for file in path.rglob(glob)}
+                visible = [file for file, inner in matches.items() if not _is_hidden(inner, spec.pattern)]
+                hidden += [file for file in matches.keys() - set(visible) if file.is_file()]
+                visible = [file for file in visible if file.is_file()]
             elif path.is_file():
-                some = [path]
+                visible = [path]
             else:
-                every = [file for file in anchor.glob(str(path.relative_to(path.anchor))) if file.is_file()]
-                some = [file for file in every if not _is_hidden(file, str(path))]
-                hidden += [file for file in every if file not in set(some)]
+                matches = [file for file in anchor.glob(str(path.relative_to(path.anchor))) if file.is_file()]
+                visible = [file for file in matches if not _is_hidden(file, str(path))]
+                hidden += [file for file in matches if file not in set(visible)]
         except (OSError, ValueError, RuntimeError) as error:
             raise refuse(
                 f"data.path = {text!r}, data.pattern = {spec.pattern!r}: {error}",
                 rule="a path is a file, a folder or a glob",
                 fix='path = "corpus", pattern = "*.txt"',
             ) from error
-        if not some:
-            of = f", data.pattern = {spec.pattern!r}" * path.is_dir()
-            of += f", without {len(hidden)} hidden ones," * bool(hidden)
+        if not visible:
+            details = f", data.pattern = {spec.pattern!r}" * path.is_dir()
+            details += f", without {len(hidden)} hidden ones," * bool(hidden)
             raise refuse(
-                f"data.path = {text!r}{of} names no file",
+                f"data.path = {text!r}{details} names no file",
                 rule="a path is a file, a folder or a glob",
                 fix="check it from where you start jaxpar",
             )
-        for file in some:
-            if before := found.get(file.absolute()):
+        for file in visible:
+            if earlier := entries.get(file.absolute()):
                 raise refuse(
-                    f"data.path names {file.name} twice: by {before[0]!r} and by {text!r}",
+                    f"data.path names {file.name} twice: by {earlier[0]!r} and by {text!r}",
                     rule="each file is read once: to be named twice gives it no more weight",
-                    fix=f"{before[0]!r} once, and data.weights, which has a share of the examples for each entry",
+                    fix=f"{earlier[0]!r} once, and data.weights, which has a share of the examples for each entry",
                 )
-        found |= {file.absolute(): (text, file) for file in some}
+        entries |= {file.absolute(): (text, file) for file in visible}
     if hidden:
-        many = f"{len(hidden)} hidden files of data.path are" if len(hidden) > 1 else "1 hidden file of data.path is"
-        say(f"{many} not read (the first: {min(hidden)})")
-    return sorted(file for _, file in found.values())
+        subject = f"{len(hidden)} hidden files of data.path are" if len(hidden) > 1 else "1 hidden file of data.path is"
+        say(f"{subject} not read (the first: {min(hidden)})")
+    return sorted(file for _, file in entries.values())
 
 
 def _is_hidden(path: Path, pattern: str) -> bool:
-    """Returns whether a file or a folder above it begins with a dot, which the pattern does not write itself."""
-    written = Path(pattern).parts
-    if any(part.startswith(".") and set(part) & set("*?[") for part in written):
+    """Whether a file or a folder above it begins with a dot that the pattern does not write itself."""
+    pattern_parts = Path(pattern).parts
+    if any(part.startswith(".") and set(part) & set("*?[") for part in pattern_parts):
         return False
-    return any(part.startswith(".") and part not in ("..", *written) for part in path.parts)
+    return any(part.startswith(".") and part not in ("..", *pattern_parts) for part in path.parts)

@@ -1,4 +1,4 @@
-"""Tokenizers, and the tokens of a text: documents are set apart by token 0."""
+"""The built-in tokenizers (bytes, and a byte-level BPE trained on the text); token 0 separates documents."""
 
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
@@ -8,21 +8,21 @@ from typing import Any
 import numpy as np
 
 from jaxpar.data.corpus import Corpus, blocks, pieces
-from jaxpar.data.tokenizers.encoders import END, around, load
-from jaxpar.data.tokenizers.saved import saved
-from jaxpar.errors import JaxparError, refuse, users_code
+from jaxpar.data.tokenizers.encoders import END, load, tokens_around
+from jaxpar.data.tokenizers.tokenizer_facts import read_tokenizer
+from jaxpar.errors import JaxparError, refuse, user_code_errors
 from jaxpar.files import partial_path, sync
 
-KEPT = "tokenizer"  # the folder in RUN/data where a tokenizer of Hugging Face's is kept
-AT_ONCE = 16  # pieces that threads of the tokenizer work on at the same time; their tokens take ten times their bytes
+KEPT = "tokenizer"  # the folder in RUN/data that holds the run's copy of a Hugging Face tokenizer
+AT_ONCE = 16  # pieces per call of the tokenizer's threads; their tokens take ten times the memory of their bytes
 
 
 def byte_tokens(corpus: Corpus, read: Callable[[int], None]) -> Iterator[bytes]:
-    """Yields the tokens of a text: its bytes, without those that set documents apart.
+    """Yields the bytes of each document as tokens, without zero bytes, and a zero after each document.
 
     Args:
       corpus: The text.
-      read: Is told how many bytes of it were packed.
+      read: Called with the number of bytes after each block.
     """
     for file in corpus.files:
         for block in blocks(file):
@@ -32,32 +32,32 @@ def byte_tokens(corpus: Corpus, read: Callable[[int], None]) -> Iterator[bytes]:
 
 
 def bpe_tokens(corpus: Corpus, tokenizer: Any, dtype: np.dtype, read: Callable[[int], None]) -> Iterator[bytes]:
-    """Yields the tokens of a text as a tokenizer makes them: of several pieces in parallel, in their order."""
+    """Yields the tokens of a text in order; the tokenizer encodes several pieces in parallel."""
     end = np.array([END], dtype).tobytes()
-    of_files = ((file, piece) for file in corpus.files for piece in chain(pieces(file), (None,)))
-    while some := list(islice(of_files, AT_ONCE)):
-        texts = [piece for _, piece in some if piece is not None]
+    file_pieces = ((file, piece) for file in corpus.files for piece in chain(pieces(file), (None,)))
+    while group := list(islice(file_pieces, AT_ONCE)):
+        texts = [piece for _, piece in group if piece is not None]
         encoded = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
-        yield b"".join(end if piece is None else np.array(next(encoded).ids, dtype).tobytes() for _, piece in some)
+        yield b"".join(end if piece is None else np.array(next(encoded).ids, dtype).tobytes() for _, piece in group)
         read(sum(len(text.encode("utf-8", "replace")) for text in texts))
 
 
 def bpe_file(folder: Path, vocab: int, digest: str) -> Path:
-    """Returns where the bpe lies that was trained on a text."""
+    """Path of the BPE that was trained on the text with this digest."""
     return folder / f"bpe-{vocab}-{digest}.json"
 
 
-def train_bpe(corpus: Corpus, vocab: int, file: Path, read: Callable[[int], None]) -> Any:
-    """Returns a byte-level BPE trained on a text; it is on the disk then.
+def train_bpe(corpus: Corpus, vocab: int, file: Path, on_read: Callable[[int], None]) -> Any:
+    """Trains a byte-level BPE on a text and saves it.
 
     Args:
       corpus: The text.
-      vocab: Tokens, at most.
-      file: Where it is saved.
-      read: Is told how many bytes were read.
+      vocab: Maximum number of tokens.
+      file: The file to save it to.
+      on_read: Called with the number of bytes of each piece.
 
     Raises:
-      JaxparError: If the package `tokenizers` is missing, or the vocabulary is too small for it.
+      JaxparError: If the package `tokenizers` is missing, or the vocabulary is smaller than 257.
     """
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -80,38 +80,38 @@ def train_bpe(corpus: Corpus, vocab: int, file: Path, read: Callable[[int], None
     def texts() -> Iterator[str]:
         for piece in corpus.pieces():
             yield piece.text
-            read(piece.size)
+            on_read(piece.size)
 
     tokenizer.train_from_iterator(texts(), trainer)
     if tokenizer.get_vocab_size() > vocab:
         raise refuse(f"data.vocab = {vocab}", rule="a byte-level bpe has at least 257 tokens", fix="vocab = 1024")
-    part = partial_path(file)
-    tokenizer.save(str(part))
-    sync(part)
-    part.replace(file)
+    partial = partial_path(file)
+    tokenizer.save(str(partial))
+    sync(partial)
+    partial.replace(file)
     sync(file.parent)
     return tokenizer
 
 
 def load_bpe(file: Path) -> Any:
-    """Returns the tokenizer in a file of JSON, which holds words and numbers and nothing that runs.
+    """Loads a tokenizer from its JSON file, which holds no executable code.
 
     Raises:
-      JaxparError: If it is damaged.
+      JaxparError: If the file is damaged.
     """
     from tokenizers import Tokenizer
 
     # the package raises a bare Exception for whatever it cannot read
-    with users_code(str(file), rule="a tokenizer is as it was saved", fix=f"rm {file}, and train anew"):
+    with user_code_errors(str(file), rule="a tokenizer is as it was saved", fix=f"rm {file}, and train anew"):
         return Tokenizer.from_file(str(file))
 
 
-class Text:
-    """Text to tokens and back, as a run was trained.
+class RunTokenizer:
+    """Encodes and decodes text with the tokenizer of a trained run.
 
     Args:
       folder: The run's data folder.
-      kind: bytes, bpe or the path of a tokenizer of Hugging Face's, of which the run has a copy.
+      kind: bytes, bpe or the path of a Hugging Face tokenizer; the run's copy of it is read.
     """
 
     def __init__(self, folder: Path, kind: str):
@@ -125,34 +125,34 @@ class Text:
         elif kind != "bytes":
             if not (folder / KEPT).is_dir():
                 raise _none(folder)
-            found = saved(folder / KEPT)
-            self.bpe, self._size = load(found), found.size
-            self._before = around(found, self.bpe)[0]
+            facts = read_tokenizer(folder / KEPT)
+            self.bpe, self._size = load(facts), facts.size
+            self._before = tokens_around(facts, self.bpe)[0]
 
     @property
     def size(self) -> int:
-        """The number of tokens, from 0; a model may have more."""
+        """The number of token ids; a padded model may have more."""
         return self._size
 
     def encode(self, text: str) -> list[int]:
-        """Returns the tokens of the beginning of a document."""
+        """Encodes the beginning of a document: special tokens that go before a text are included."""
         if self.bpe is None:
             return list(text.encode(errors="surrogateescape"))
         return [*self._before, *self.bpe.encode(text, add_special_tokens=False).ids]
 
     def special(self, text: str) -> int | None:
-        """Returns the special token of this name, which no text shows; None where there is none."""
+        """Returns the id of a special token, one that decodes to no text; None if there is none of this name."""
         token = None if self.bpe is None else self.bpe.token_to_id(text)
         return token if token is not None and not self.decode([token]) else None
 
     def decode(self, tokens: list[int]) -> str:
-        """Returns the text of tokens; bytes that are no utf-8 are shown as the replacement character."""
+        """Decodes tokens; invalid UTF-8 becomes the replacement character."""
         return bytes(tokens).decode("utf-8", errors="replace") if self.bpe is None else self.bpe.decode(tokens)
 
 
 def _none(folder: Path) -> JaxparError:
     return refuse(
         f"no tokenizer in {folder}",
-        rule="a run keeps its tokenizer",
-        fix="give the run folder that was trained",
+        rule="the folder of a run has a copy of its tokenizer",
+        fix="the folder of a run that was trained",
     )

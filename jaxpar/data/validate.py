@@ -1,4 +1,4 @@
-"""Checks a batch before it is fed: numbers, in range, shaped as the batches before it."""
+"""Checks a batch before it goes to the devices: finite numbers, ids in range, the arrays of the first batch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,50 +11,50 @@ from jaxpar.errors import JaxparError, refuse
 
 
 class CorruptBatch(JaxparError):
-    """A batch that holds what cannot be."""
+    """A batch with wrong arrays, wrong dtypes, ids out of range or numbers that are not finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSpec:
-    """The properties of a good batch.
+    """The checks of a batch.
 
     Attributes:
-      below: Name to the count of its ids: whole numbers within 0..count-1. Those that a `mask` of 0 leaves out
-        do not matter in `targets` and `labels`, which only the loss reads.
-      like: Name to the shape and dtype of the first batch; lengths may vary, dtypes and numbers of dims not.
+      id_counts: Name to the number of ids: integers of that array lie within 0..count-1. In `targets` and `labels`,
+        which only the loss reads, ids under a `mask` of 0 are not checked.
+      first_batch: Name to the array of the first batch; later ones have its dtype and number of dims, lengths may vary.
     """
 
-    below: Mapping[str, int] = field(default_factory=dict)
-    like: Mapping[str, Any] = field(default_factory=dict)
+    id_counts: Mapping[str, int] = field(default_factory=dict)
+    first_batch: Mapping[str, Any] = field(default_factory=dict)
 
-    def checked(self, batch: Batch, lies: Callable[[int], str], rows: Rows = None) -> Batch:
-        """Returns a batch that is sound. Reads each array twice (lowest, highest) and makes no copy.
+    def check(self, batch: Batch, describe_row: Callable[[int], str], rows: Rows = None) -> Batch:
+        """Returns the batch if it passes. Reads each array twice (minimum, maximum) and makes no copy.
 
         Args:
           batch: Name to array.
-          lies: Row of the whole batch to where it lies, in words.
-          rows: Which rows of the whole batch these are; None means all.
+          describe_row: Maps a row of the global batch to a description of where it comes from.
+          rows: The rows of the global batch in `batch`; None means all.
 
         Raises:
-          CorruptBatch: With the array, the row and where it lies.
+          CorruptBatch: With the array, the row and where it comes from.
         """
-        if self.like and batch.keys() != self.like.keys():
-            got = f"it has {', '.join(batch)}, the first had {', '.join(self.like)}"
+        if self.first_batch and batch.keys() != self.first_batch.keys():
+            got = f"it has {', '.join(batch)}, the first had {', '.join(self.first_batch)}"
             raise _corrupt(got, "every batch has the same arrays", "the same keys in every batch")
         for name, value in batch.items():
-            like = self.like.get(name)
+            like = self.first_batch.get(name)
             if like is not None and (value.dtype, value.ndim) != (like.dtype, len(like.shape)):
                 first = f"{like.dtype}{list(like.shape)}"
                 got = f"{name} is {value.dtype}{list(value.shape)}, in the first batch it was {first}"
                 raise _corrupt(got, "dtypes and numbers of dims stay what they are", f"{name} as {first}")
             if value.size:
-                self._check_numbers(name, batch, lies, rows)
+                self._check_numbers(name, batch, describe_row, rows)
         return batch
 
     def _check_numbers(self, name: str, batch: Batch, lies: Callable[[int], str], rows: Rows) -> None:
         value = batch[name]
-        if value.dtype.kind in "iu" and name in self.below:
-            count = self.below[name]
+        if value.dtype.kind in "iu" and name in self.id_counts:
+            count = self.id_counts[name]
             if 0 <= value.min() and value.max() < count:
                 return
             wrong = (value < 0) | (value >= count)
@@ -64,7 +64,7 @@ class BatchSpec:
             rule, fix = f"{name} are within 0..{count - 1}", "other data, or a model with as many ids"
         elif value.dtype.kind not in "biu":
             with np.errstate(invalid="ignore"):
-                # a complex number that is not finite in one of its parts may be neither the lowest nor the highest
+                # a complex number with one part that is not finite may be neither the minimum nor the maximum
                 if value.dtype.kind != "c" and np.isfinite(value.min()) and np.isfinite(value.max()):
                     return
                 wrong = ~np.isfinite(value)
@@ -72,9 +72,9 @@ class BatchSpec:
         else:
             return
         if wrong.any():
-            at = tuple(int(i) for i in np.argwhere(wrong)[0])
-            row = at[0] if rows is None else int(rows[at[0]])
-            got = f"{name}{[row, *at[1:]]} is {value[at]} (row {row}, {lies(row)}; {int(wrong.sum())} such)"
+            position = tuple(int(i) for i in np.argwhere(wrong)[0])
+            row = position[0] if rows is None else int(rows[position[0]])
+            got = f"{name}{[row, *position[1:]]} is {value[position]} (row {row}, {lies(row)}; {int(wrong.sum())} such)"
             raise _corrupt(got, rule, fix)
 
 

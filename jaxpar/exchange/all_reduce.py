@@ -1,6 +1,6 @@
-"""The default: gradients are summed over the replicas in every step, so that these stay equal.
+"""The default: gradients are summed over the replicas in every step, so the replicas stay equal.
 
-XLA makes the collective, like those of any axis that sees other examples: see `jaxpar.step.whole`.
+XLA inserts the collective, as for any axis that splits examples: see `jaxpar.step.unpipelined`.
 """
 
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpar.exchange.base import Exchange
-from jaxpar.exchange.sent import Sent
+from jaxpar.exchange.traffic import Traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,17 +16,17 @@ class AllReduce(Exchange):
     """All-reduce of gradients in every step.
 
     Attributes:
-      name: How replicas over `data` agree: all_reduce (gradients are summed in every step).
+      name: How replicas over `data` synchronize: all_reduce (gradients are summed in every step).
     """
 
     name: str = "all_reduce"
-    apart = False
+    per_replica = False
 
-    def sends(self, shards: Mapping[str, Any], replicas: int) -> tuple[Sent, ...]:
-        """Returns an all-reduce of every gradient, of the part that a device stores of its parameter.
+    def traffic(self, shards: Mapping[str, Any], replicas: int) -> tuple[Traffic, ...]:
+        """Returns one all-reduce per gradient, of the shard that a device stores of its parameter.
 
-        With `fsdp` XLA sums small ones, such as biases, whole over both axes at once.
+        With `fsdp`, XLA sums small gradients such as biases unsharded over both axes at once.
         """
-        from jaxpar.exchange.between import averaged
+        from jaxpar.exchange.replica_mesh import mean_traffic
 
-        return averaged(shards, replicas)
+        return mean_traffic(shards, replicas)

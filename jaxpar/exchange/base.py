@@ -1,10 +1,10 @@
-"""The protocol of an exchange: how replicas of a model, each with other examples, come to agree.
+"""The protocol of an exchange: how replicas of a model, each with different examples, synchronize.
 
     every step                 gradients of each replica ─► gradients(...) ─► its update
-    every so many steps more                                                      └─► agree(...) ─► next step
+    every N steps more                                                            └─► agree(...) ─► next step
 
-Trees of replicas have a leading dim `replica`, split over the mesh axis `data`: each replica holds its own entry, and a
-sum over that dim is what travels. Parameters that the optimizer leaves as they are, are in none of these trees.
+Trees of replicas have a leading dim `replica`, split over the mesh axis `data`: each replica holds its own entry, and
+sums over that dim are the traffic. These trees leave out parameters that the optimizer freezes.
 """
 
 from abc import ABCMeta
@@ -13,19 +13,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from jaxpar.errors import Keywords, Problem, nearest, refuse
-from jaxpar.exchange.part import Part
-from jaxpar.exchange.sent import Sent
+from jaxpar.errors import Keywords, Problem, refuse, suggest
+from jaxpar.exchange.shard_shape import ShardShape
+from jaxpar.exchange.traffic import Traffic
 from jaxpar.units import show_bytes
 
 if TYPE_CHECKING:
-    from jaxpar.exchange.between import Between
+    from jaxpar.exchange.replica_mesh import ReplicaMesh
 
-Tree = Any  # a nested dict of arrays, or of what stands for them
+Tree = Any  # a nested dict of arrays, or of their stand-ins
 
 
-def by_path(tree: Tree) -> tuple[dict[str, Any], Any]:
-    """Returns a tree as arrays by path, and its structure."""
+def flatten_by_path(tree: Tree) -> tuple[dict[str, Any], Any]:
+    """Returns the arrays of a tree by path, and the tree's structure."""
     import jax
 
     from jaxpar.sharding.names import path_of
@@ -36,27 +36,27 @@ def by_path(tree: Tree) -> tuple[dict[str, Any], Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """Replicas where they meet.
+    """The state of all replicas at a sync round.
 
     Attributes:
       params: Their parameters, [replica, ...] each where replicas differ.
-      optimizer: Their optimizer states, likewise.
-      own: The state of the exchange, as `Exchange.init` made it.
+      opt_state: Their optimizer states, likewise.
+      exchange_state: The state of the exchange, as `Exchange.init` made it.
       model_state: Their other state, such as averages of BatchNorm: [replica, ...].
     """
 
     params: Tree
-    optimizer: Tree
-    own: Tree
+    opt_state: Tree
+    exchange_state: Tree
     model_state: Tree = ()
 
 
-MEAN, NO_MODEL = "mean", "none"  # values of `Exchange.global_model` that are no key
-EXCHANGES: dict[str, type["Exchange"]] = {}  # by the name that a job has for it; `table` fills it
+MEAN, NO_MODEL = "mean", "none"  # values of `Exchange.global_model` that are not keys of `own`
+EXCHANGES: dict[str, type["Exchange"]] = {}  # by name in a job; `table` fills it
 
 
 class _Named(ABCMeta):
-    """The type of exchanges: `Exchange("diloco", every=20)` makes the one of that name."""
+    """The metaclass of exchanges: `Exchange("diloco", every=20)` makes a `DiLoCo`."""
 
     def __call__(cls, *args: Any, **settings: Any) -> Any:
         if cls is not Exchange:
@@ -64,138 +64,142 @@ class _Named(ABCMeta):
         name = args[0] if args else settings.pop("name", "")
         if not isinstance(name, str) or name not in EXCHANGES:
             raise refuse(
-                f"exchange {name!r:.60}", rule=f"one of {', '.join(EXCHANGES)}", fix=nearest(str(name), EXCHANGES)
+                f"exchange {name!r:.60}", rule=f"one of {', '.join(EXCHANGES)}", fix=suggest(str(name), EXCHANGES)
             )
         return EXCHANGES[name](*args[1:], **settings)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange(Keywords, metaclass=_Named):
-    """A way in which replicas agree; its fields are the keys of `[parallel.exchange]` in a job.
+    """How replicas synchronize; its fields are the keys of `[parallel.exchange]` in a job.
 
-    `Exchange("diloco", every=20)` is the one of that name. A subclass says what it is by `differ`, `apart` and `every`,
-    which may be fields, and what it does by its methods.
+    `Exchange("diloco", every=20)` makes the subclass of that name. A subclass declares its kind by `replicas_differ`,
+    `per_replica` and `every`, which may be fields, and implements the methods below.
 
     Attributes:
-      name: What a job calls it.
+      name: The exchange's name in a job.
     """
 
     name: str
-    every = 0  # steps from one `agree` to the next; 0 for an exchange that has none
-    differ = False  # whether parameters and optimizer states of replicas may differ
-    averages_predictions = False  # whether an evaluation shows all examples to all, and averages what they return
-    of_shapes = False  # whether what it sends depends on the shapes of parameters, not just on how many there are
-    same_examples = False  # whether all see the same examples and draw the same random numbers, as one alone would
-    global_model = (
-        MEAN  # of replicas that differ: "mean", the key of `own` that has its parameters, or "none"; see there
+    every = 0  # steps from one `agree` to the next; 0: never
+    replicas_differ = False  # whether parameters and optimizer states of replicas may differ
+    averages_predictions = False  # whether evaluation shows all examples to all replicas and averages their outputs
+    depends_on_shapes = (
+        False  # whether its traffic depends on the shapes of parameters, not just on their number of elements
     )
-    apart = True  # whether replicas make their steps apart; else XLA sums gradients over them like over any axis
+    same_examples = False  # whether all replicas see the same examples and draw the same random numbers
+    global_model = (
+        MEAN  # where replicas differ: "mean", the key of `own` with the parameters, or "none"; see `global_model`
+    )
+    per_replica = (
+        True  # whether each replica computes its own gradients; else XLA sums them over `data` like over any axis
+    )
 
     @property
     def leaves_optimizers(self) -> bool:
-        """Whether a meeting changes parameters, and leaves what each replica's optimizer keeps of them as it is."""
-        return self.differ and self.every > 0
+        """Whether a sync round changes parameters but leaves each replica's optimizer state as it is."""
+        return self.replicas_differ and self.every > 0
 
     def init(self, params: Tree, replicas: int) -> Tree:
-        """Returns the state of its own at step 0; () for none.
+        """Returns the exchange's state at step 0; () for none.
 
-        An array of a parameter's shape is shared, and placed as that of an optimizer is; one with a dim of `replicas`
-        before that has an entry on each replica, as has one under the key "each"; one under the key "pieces" has a
-        piece on each (`piece_dim`). All others are whole everywhere. The path of an array of a parameter must end with
-        the parameter's, as in {"anchor": params}.
+        An array of a parameter's shape is shared by the replicas and placed like the optimizer's. One with a dim of
+        `replicas` in front of that has an entry on each replica, as has one under the key "each"; one under the key
+        "pieces" has a piece on each (`piece_dim`). All others are replicated. The path of an array of a parameter must
+        end with the parameter's, as in {"anchor": params}.
 
         Args:
           params: The parameters with which all replicas begin.
-          replicas: How many.
+          replicas: Number of replicas.
         """
         return ()
 
     def count(self, places: int) -> int:
-        """Returns how many replicas there are on an axis of so many devices."""
+        """Returns the number of replicas on an axis of `places` devices."""
         return places
 
     def begin(self, replicas: Replicas) -> Replicas:
-        """Returns replicas as they begin; those that are given are equal."""
+        """Returns the replicas at step 0; the given ones are equal."""
         return replicas
 
-    def gradients(self, local: Tree, own: Tree, between: "Between") -> tuple[Tree, Tree]:
-        """Returns the gradients that the update takes, and the state of its own.
+    def gradients(self, local: Tree, state: Tree, between: "ReplicaMesh") -> tuple[Tree, Tree]:
+        """Returns the gradients for the optimizer's update, and the new state of the exchange.
 
         Args:
           local: Each replica's gradient [replica, ...]. Where replicas differ it is that of the mean loss of their own
             examples; else the mean over replicas is the gradient of the whole batch.
-          own: The state of the exchange.
-          between: Where gradients are.
+          state: The state of the exchange.
+          between: The mesh and the specs of the gradients.
 
         Returns:
           Gradients [replica, ...] where replicas differ, else without that dim.
         """
-        return (local if self.differ else between.mean(local)), own
+        return (local if self.replicas_differ else between.mean(local)), state
 
     def problems(self, replicas: int) -> list[Problem]:
-        """Returns what is wrong with it between so many replicas."""
+        """Returns the errors of its settings for so many replicas."""
         return []
 
-    def idle(self, parts: Mapping[str, Part], replicas: int) -> list[Problem]:
-        """Returns whether it does nothing for a model.
+    def idle(self, parts: Mapping[str, ShardShape], replicas: int) -> list[Problem]:
+        """Returns a problem if the exchange does nothing for a model.
 
         Args:
-          parts: Path of each parameter to what a device holds of it.
-          replicas: How many.
+          parts: Path of each parameter to the part that a device holds.
+          replicas: Number of replicas.
         """
         return []
 
-    def meeting(self, step: int) -> int:
-        """Returns which of its meetings a step ends with, from 1; 0 for none. Each kind is a program of its own.
+    def sync_round(self, step: int) -> int:
+        """Returns the number of the sync round that ends a step, from 1; 0 for none. Each number has its own program.
 
         Args:
           step: Its number, from 1.
         """
         return int(bool(self.every) and step % self.every == 0)
 
-    def agree(self, replicas: Replicas, between: "Between") -> Replicas:
-        """Returns the replicas after they met.
+    def synchronize(self, replicas: Replicas, between: "ReplicaMesh") -> Replicas:
+        """Returns the synchronized replicas.
 
         Args:
           replicas: After the step's own update.
-          between: Where parameters are, and which meeting it is.
+          between: The mesh, the specs of the parameters, and the number of the sync round.
         """
         return replicas
 
-    def sends(self, shards: Mapping[str, Any], replicas: int) -> tuple[Sent, ...]:
-        """Returns what replicas send each other.
+    def traffic(self, shards: Mapping[str, Any], replicas: int) -> tuple[Traffic, ...]:
+        """Returns the traffic of gradients and parameters between replicas.
 
         Args:
-          shards: Path of each parameter to shape and dtype of the part that one device holds.
-          replicas: How many.
+          shards: Path of each parameter to shape and dtype of the shard that one device holds.
+          replicas: Number of replicas.
         """
         return ()
 
-    def sends_held(self, held: Mapping[str, Part], replicas: int) -> tuple[Sent, ...]:
-        """Returns what replicas send each other of their optimizers' states.
+    def optimizer_traffic(self, opt_state: Mapping[str, ShardShape], replicas: int) -> tuple[Traffic, ...]:
+        """Returns the traffic of optimizer states between replicas.
 
         Args:
-          held: Path of each array of one replica's state to what a device holds of it.
-          replicas: How many.
+          opt_state: Path of each array of one replica's state to the part that a device holds.
+          replicas: Number of replicas.
         """
         return ()
 
-    def explain(self, sent: Iterable[Sent]) -> str:
-        """Returns in a sentence how replicas agree, and what that sends."""
+    def explain(self, sent: Iterable[Traffic]) -> str:
+        """Returns a sentence about how replicas synchronize and how many bytes they send."""
         bytes_of: dict[int, float] = defaultdict(float)
-        for each in sent:
-            bytes_of[each.every] += each.collective.step_wire
-        each = [
+        for traffic in sent:
+            bytes_of[traffic.every] += traffic.collective.step_wire
+        traffic = [
             f"{show_bytes(size)} a device " + (f"every {every} steps" if every > 1 else "every step")
             for every, size in sorted(bytes_of.items())
         ]
-        replicas = "replicas differ" if self.differ else "replicas are equal"
-        return f"{self}; {replicas}, and send {' and '.join(each) or 'nothing'}"
+        replicas = "replicas differ" if self.replicas_differ else "replicas are equal"
+        return f"{self}; {replicas}, and send {' and '.join(traffic) or 'nothing'}"
 
     def __str__(self) -> str:
-        own = [each for each in fields(self) if each.name not in ("name", "every")]
+        options = [option for option in fields(self) if option.name not in ("name", "every")]
         settings = ", ".join(
-            f"{each.name}={value!r}" for each in own if (value := getattr(self, each.name)) != each.default
+            f"{option.name}={value!r}" for option in options if (value := getattr(self, option.name)) != option.default
         )
-        often = f" every {self.every} steps" if self.every > 1 else ""
-        return f"{self.name}{often}" + (f" ({settings})" if settings else "")
+        period = f" every {self.every} steps" if self.every > 1 else ""
+        return f"{self.name}{period}" + (f" ({settings})" if settings else "")

@@ -1,4 +1,4 @@
-"""The one model that replicas which differ have trained: what is evaluated, sampled, exported and started from.
+"""The one model trained by replicas that differ: the model to evaluate, sample, export and start from.
 
 exchange               global model
 diloco, streaming      the anchor, which the outer optimizer updates
@@ -11,48 +11,48 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.errors import JaxparError, refuse
-from jaxpar.exchange.base import MEAN, NO_MODEL, Exchange, Tree, by_path
+from jaxpar.exchange.base import MEAN, NO_MODEL, Exchange, Tree, flatten_by_path
 
 
 def merge_replicas(x: jax.Array) -> jax.Array:
-    """Returns one array of those of replicas [replica, ...]: the mean of floating-point numbers, else the first.
+    """Merges an array [replica, ...]: the mean of floating-point numbers, else the first entry.
 
-    What is no floating-point number, such as a count, is equal on all replicas; of random keys any one will do.
+    Other dtypes, such as counts, are equal on all replicas; of random keys any one will do.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x[0]
     return jnp.mean(x, axis=0, dtype=jnp.promote_types(x.dtype, jnp.float32)).astype(x.dtype)
 
 
-def global_params(exchange: Exchange, params: Tree, own: Tree) -> Tree:
+def global_params(exchange: Exchange, params: Tree, exchange_state: Tree) -> Tree:
     """Returns the parameters of the global model.
 
     Args:
-      exchange: By which replicas meet.
+      exchange: How the replicas synchronize.
       params: Their parameters: [replica, ...] each where replicas differ.
-      own: The state of the exchange. A parameter that it lacks, as it is frozen, is equal on all replicas.
+      exchange_state: The state of the exchange. It lacks frozen parameters, which are equal on all replicas.
 
     Raises:
       JaxparError: If replicas are several models.
     """
-    if not exchange.differ:
+    if not exchange.replicas_differ:
         return params
     if exchange.global_model == NO_MODEL:
         raise several_models(exchange.name)
-    shared, _ = ({}, None) if exchange.global_model == MEAN else by_path(own[exchange.global_model])
-    flat, structure = by_path(params)
+    shared, _ = ({}, None) if exchange.global_model == MEAN else flatten_by_path(exchange_state[exchange.global_model])
+    flat, structure = flatten_by_path(params)
     return structure.unflatten([shared.get(path, merge_replicas(x)) for path, x in flat.items()])
 
 
 def several_models(name: str) -> JaxparError:
-    """Returns the refusal to take one model of several.
+    """Returns the error for taking one model of several.
 
     Args:
       name: Of the exchange.
     """
     return refuse(
         f"replicas of exchange {name!r}, which are several models",
-        rule="one model leaves a run of one model: these are evaluated together, or beside each other",
+        rule="a run exports one model only if its replicas train one model; several models are evaluated together",
         fix="another exchange: with diloco, easgd, local and gossip replicas train one model; "
         "or a run of its own with the settings of the best member",
     )

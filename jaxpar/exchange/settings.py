@@ -1,4 +1,4 @@
-"""What settings of exchanges have in common: their table in a job, and their ranges."""
+"""What the settings of all exchanges share: their table in a job, and their ranges."""
 
 from jaxpar.exchange.collectives import algorithms
 
@@ -7,7 +7,7 @@ STEPS = 2**31 - 1
 
 
 def check_algorithm(name: str) -> None:
-    """Refuses an all-reduce that there is not; "" is XLA's own.
+    """Refuses an unknown all-reduce; "" is XLA's own.
 
     Raises:
       JaxparError: If there is none of that name.

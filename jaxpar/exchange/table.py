@@ -21,7 +21,7 @@ from jaxpar.exchange.compressed.ternary import Ternary
 from jaxpar.exchange.compressed.topk import TopK
 from jaxpar.exchange.low_rank.factors import Factors
 from jaxpar.exchange.low_rank.powersgd import PowerSgd
-from jaxpar.tables import changed
+from jaxpar.tables import replace_rows
 
 _DIFFER = Local, DiLoCo, Streaming, Easgd, Gossip, Ensemble
 _COMPRESSED = BFloat16, Qsgd, Ternary, Sign, TopK, RandomK, Sparse, PowerSgd, Factors
@@ -31,7 +31,7 @@ for _kind in (AllReduce, *_DIFFER, *_COMPRESSED):
 
 @contextmanager
 def added(name: str, exchange: type[Exchange]) -> Iterator[None]:
-    """Adds an exchange, until the context ends.
+    """Adds an exchange until the context ends.
 
     Raises:
       JaxparError: If there is one of that name.
@@ -42,5 +42,5 @@ def added(name: str, exchange: type[Exchange]) -> Iterator[None]:
             rule=f"a new exchange has a new name; there are {', '.join(EXCHANGES)}",
             fix="another name",
         )
-    with changed(EXCHANGES, {**EXCHANGES, name: exchange}):
+    with replace_rows(EXCHANGES, {**EXCHANGES, name: exchange}):
         yield

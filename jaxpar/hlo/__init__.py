@@ -1,20 +1,20 @@
-"""Reads compiled programs: the text of XLA becomes a value, and every instruction is counted and explained.
+"""Reads compiled programs: parses XLA's text, and counts and explains every instruction.
 
     text             computations of instructions
-    replica_groups   which devices take part in a collective, along which mesh axes
-    trip_counts      how often each instruction runs in a step
-    provenance       where a value comes from
-    attribution      to which parameter, or line of the user's, bytes belong
-    bytes_accessed   what a kernel reads and writes
+    replica_groups   the devices that take part in a collective, and their mesh axes
+    trip_counts      executions of each instruction in a step
+    provenance       the origin of a value
+    attribution      the parameter, or line of the user's code, to which bytes belong
+    bytes_accessed   bytes that a kernel reads and writes
     flop             FLOP of matmuls, as compiled
     traced_flop      FLOP of matmuls, as traced
-    matmuls          reads of a text what leads to its matmuls alone
-    own_share        what a device computes beyond its share, and the lines that ask for it
+    matmuls          parses only the parts of a text that lead to its matmuls
+    own_share        matmuls that a device computes beyond its share, and the lines that cause them
     branches         refuses collectives that devices in different branches would wait for
 
 Nouns: a module, a computation, an `Op`, a replica group, a cause. Knows no layout and no job: any compiled JAX
 program can be read.
 
-To read a new form of XLA's text: its pattern beside the others of its file (`text` for instructions, `replica_groups`
+To read a new form of XLA's text: its pattern next to the others of its file (`text` for instructions, `replica_groups`
 for groups), and the text itself under `tests/hlo`. To recognise one more kind of value: a clue in `attribution.of`.
 """

@@ -21,21 +21,20 @@ import optax
 
 from jaxpar.hlo.provenance import Trace
 from jaxpar.hlo.text import Array, Frame, Op
+from jaxpar.optim import loss_argument
 from jaxpar.sharding.names import AGAIN, GRADIENT, MESSAGE, SCOPE
 
 _HOME = Path(__file__).parent.parent
 # files whose lines do not explain an instruction: jaxpar's own step, Python, and libraries of layers, transformations
 # or optimizers. Models are not among them, jaxpar's or a package's, wherever they are installed
-_MACHINERY = tuple(
+MACHINERY = tuple(
     [str(_HOME / room) for room in ("sharding", "exchange", "parallel", "inspector", "job")]
     + [
         str(_HOME / "step" / file)
-        for file in ("step.py", "gradients.py", "apart.py", "whole.py", "gathering.py", "inspectable.py")
+        for file in ("step.py", "gradients.py", "per_replica", "unpipelined.py", "gathering.py", "inspectable.py")
     ]
-    + [str(_HOME / "models" / file) for file in ("remat.py", "returned.py")]
-    + [
-        str(Path(module.__file__ or "").parent) for module in (jax, jaxlib, flax, optax)
-    ]  # linked to, they are elsewhere
+    + [str(_HOME / "models" / file) for file in ("remat.py", "output_dtype.py")]
+    + [str(Path(module.__file__ or "").parent) for module in (jax, jaxlib, flax, optax)]  # symlinks may lead elsewhere
     + ["<"]
 )
 _PYTHON = sysconfig.get_path("stdlib")
@@ -45,7 +44,7 @@ _LIBRARIES = frozenset(
     "beartype lineax numpy optax optimistix orbax pluggy pytest runpy scipy treescope".split()
 )
 _LOSSES = str(_HOME / "step" / "losses.py")
-_UPDATE = str(_HOME / "optim" / "extra.py")  # the one place that asks an optimizer for its updates
+_UPDATE = str(Path(loss_argument.__file__ or ""))  # the one place that asks an optimizer for its updates
 _EXCHANGES = str(_HOME / "exchange") + "/"
 _SCOPED = re.compile(rf"{SCOPE}([^/()]+)")
 _WRAPPERS = ("jit(", "while", "body", "eval_jaxpr", "checkpoint", "rematted", "closed_call", "pipeline:")
@@ -57,14 +56,14 @@ class Cause:
     """The cause of an array, as far as it is known.
 
     Attributes:
-      what: The path of a parameter, or the function and operation of an activation.
-      source: `file.py:12`, the innermost line that is the user's or a model's.
+      name: The path of a parameter, or the function and operation of an activation.
+      source: `file.py:12`, the innermost line of the user's or a model's code.
       operation: The end of the instruction's label, `bsd,dv->bsv/dot_general`.
       backward: Whether it belongs to the backward pass.
       parameters: Paths of the parameter that it is, or is the gradient of; several where shapes are equal.
     """
 
-    what: str
+    name: str
     source: str
     operation: str
     backward: bool
@@ -109,9 +108,9 @@ class Causes:
     Args:
       arguments: Every array that the program takes.
       parameters: How many arguments the compiled program has; fewer, if nothing reads some of them.
-      used: Path of a parameter to the shape that one device computes with, where it is neither whole
-        nor the stored shard.
-      loss: (file, function) of functions that compute the loss, beside jaxpar's own.
+      used: Path of a parameter to the shape that one device computes with, if this is neither unsharded nor the stored
+        shard.
+      loss: (file, function) of functions that compute the loss, besides jaxpar's own.
       batch_axes: Mesh axes that split examples.
       chunks: Chunks in which a stage of a pipeline holds its layers.
     """
@@ -127,8 +126,8 @@ class Causes:
         chunks: int = 1,
     ):
         self.arguments = tuple(arguments)
-        # XLA drops arguments that nothing reads: then the n-th of the program is not the n-th here, and only shapes
-        # and scopes can tell
+        # XLA drops unused arguments: then the n-th of the program is not the n-th here, and only shapes and scopes
+        # identify them
         self.numbered = parameters == len(self.arguments)
         self._by_path = {argument.path: argument for argument in self.arguments}
         self._batch_axes = set(batch_axes)
@@ -139,42 +138,42 @@ class Causes:
         for argument in self.arguments:
             if argument.role not in ("parameters", "arguments"):
                 continue
-            whole = [argument.shape, *([tuple(used[argument.path])] if used and argument.path in used else [])]
+            unsharded = [argument.shape, *([tuple(used[argument.path])] if used and argument.path in used else [])]
             if argument.stacked:
-                self._stacks[argument.path] = {tuple(shape) for shape in whole}
-            # under each key: one layer of a stack, the whole stack, and a stage's layers as one or as chunks; each
-            # with any neighbouring dims merged, as XLA flattens arrays around collectives and matmuls
-            for known, shapes in ((self._whole, whole), (self._shards, [argument.shard])):
-                skip = 1 if argument.stacked else 0  # the layers of a stack are never merged with their dims
+                self._stacks[argument.path] = {tuple(shape) for shape in unsharded}
+            # each table has the keys of: one layer of a stack, the whole stack, and a stage's layers as one or as
+            # chunks; each with any neighbouring dims merged, as XLA flattens arrays around collectives and matmuls
+            for paths_by_shape, shapes in ((self._whole, unsharded), (self._shards, [argument.shard])):
+                skip = 1 if argument.stacked else 0  # the layer dim of a stack is never merged
                 tails = {merged for shape in shapes for merged in _merged(shape[skip:])}
                 heads = {shape[:skip] for shape in shapes}
-                heads |= {(*split, head[0] // chunks) for head in heads if head for split in ((), (chunks,))}
+                heads |= {(*chunk_dims, head[0] // chunks) for head in heads if head for chunk_dims in ((), (chunks,))}
                 for key in {_key(tail) for tail in tails} | {_key((*head, *tail)) for head in heads for tail in tails}:
                     if key:
-                        known[key].append(argument.path)
+                        paths_by_shape[key].append(argument.path)
 
     def parameters_like(self, dims: Sequence[int], *, shards: bool = True) -> list[str]:
-        """Returns the parameters with these dims: whole or one layer of a stack, else as shards.
+        """Returns the parameters with these dims: unsharded or one layer of a stack, else as shards.
 
-        Dims of 1 do not count, nor does the order; neighbours may be merged, as XLA likes to.
+        Order and dims of 1 are ignored, and neighbours may be merged, as XLA often does.
         """
         return self._whole.get(_key(dims)) or (self._shards.get(_key(dims), []) if shards else [])
 
     def stack_like(self, dims: Sequence[int]) -> str | None:
-        """Returns the parameters that are stacks of exactly these dims, whole or as used, or None."""
-        found = [path for path, shapes in self._stacks.items() if tuple(dims) in shapes]
-        return either(found) if found else None
+        """Returns the names of parameters that are stacks of exactly these dims, unsharded or as used, or None."""
+        paths = [path for path, shapes in self._stacks.items() if tuple(dims) in shapes]
+        return join_names(paths) if paths else None
 
     def _moved(self, array: Array, kind: str, axes: set[str], label: str, *, summed: bool) -> list[str]:
         """Returns the parameters that a collective may move, by shape and by axes."""
-        # a gather's result and a scatter's operand are whole: matching shards too would find wrong parameters
+        # a gather's result and a scatter's operand are unsharded: matching shards too would find wrong parameters
         shards = kind not in ("all-gather", "reduce-scatter")
-        found = self.parameters_like(array.dims, shards=shards)
-        if kind == "all-gather" and "jvp(" not in label:  # of a user's own step that makes whole what it has updated
-            return found
+        paths = self.parameters_like(array.dims, shards=shards)
+        if kind == "all-gather" and "jvp(" not in label:  # a user's own step gathers updated parameters
+            return paths
         if kind == "all-gather":
-            return [path for path in found if axes <= set(self._by_path[path].axes)]
-        return found if summed or {axis.lstrip("~") for axis in axes} <= self._batch_axes else []
+            return [path for path in paths if axes <= set(self._by_path[path].axes)]
+        return paths if summed or {axis.lstrip("~") for axis in axes} <= self._batch_axes else []
 
     def is_loss(self, frame: Frame) -> bool:
         """Returns whether a line belongs to a loss function."""
@@ -183,11 +182,11 @@ class Causes:
         )
 
     def scope(self, label: str) -> str | None:
-        """Returns the path of the parameter in whose scope an operation stands, where it is one."""
-        found = set(_SCOPED.findall(label))
-        return found.pop().replace(".", "/") if len(found) == 1 else None
+        """Returns the path of the parameter in whose scope an operation stands, or None."""
+        paths = set(_SCOPED.findall(label))
+        return paths.pop().replace(".", "/") if len(paths) == 1 else None
 
-    def of(
+    def cause_of(
         self, trace: Trace, op: Op, operand: Op, arrays: Sequence[Array], *, kind: str, axes: Iterable[str]
     ) -> Cause:
         """Returns the cause of an instruction's operand.
@@ -201,8 +200,8 @@ class Causes:
           operand: One of its operands.
           arrays: Shapes by which a parameter may be recognised.
           kind: Of the collective.
-          axes: That it runs over. A parameter is gathered over what splits it; its gradient is summed
-            over what splits examples.
+          axes: Axes of the collective. A parameter is gathered over the axes that split it; its gradient is summed over
+            those that split examples.
         """
         maker = trace.maker(operand.name) or op
         label = trace.label(op)
@@ -211,31 +210,31 @@ class Causes:
         source = f"{Path(frame.file).name}:{frame.line}" if frame else ""
         operation = shorten(maker.label)
         if MESSAGE in label:
-            sent = users_frame(trace.module.stack(op))
-            where = f"{Path(sent.file).name}:{sent.line}" if sent else ""
-            return Cause(STAGE_TO_STAGE, where, shorten(label), False, ())
-        number = trace.given(operand.name)
+            sender = users_frame(trace.module.stack(op))
+            location = f"{Path(sender.file).name}:{sender.line}" if sender else ""
+            return Cause(STAGE_TO_STAGE, location, shorten(label), False, ())
+        number = trace.argument_number(operand.name)
         if number is not None and self.numbered and (kind == "all-gather" or not backward):
             argument = self.arguments[number]
             if argument.role in ("parameters", "arguments"):
                 return Cause(argument.path, source, operation, False, (argument.path,))
-        if scoped := self.scope(maker.label):
-            return Cause(scoped, source, operation, backward, (scoped,))
-        summed = GRADIENT in label or GRADIENT in maker.label
-        alike = next(
-            (found for array in arrays if (found := self._moved(array, kind, set(axes), maker.label, summed=summed))),
+        if scope_path := self.scope(maker.label):
+            return Cause(scope_path, source, operation, backward, (scope_path,))
+        is_sum = GRADIENT in label or GRADIENT in maker.label
+        candidates = next(
+            (paths for array in arrays if (paths := self._moved(array, kind, set(axes), maker.label, summed=is_sum))),
             [],
         )
-        if alike:
-            return Cause(either(alike), source, operation, backward, tuple(alike))
-        if summed and any(array.dims for array in arrays):  # in a shape of its own, as after another sum
+        if candidates:
+            return Cause(join_names(candidates), source, operation, backward, tuple(candidates))
+        if is_sum and any(array.dims for array in arrays):  # in a shape of no parameter, as after another sum
             return Cause("parameters", source, operation, True, ("parameters",))
-        where = f"{frame.function.split('.<locals>')[0]}: " if frame and frame.function else ""
-        return Cause(f"{where}{operation}", source, operation, backward, ())
+        location = f"{frame.function.split('.<locals>')[0]}: " if frame and frame.function else ""
+        return Cause(f"{location}{operation}", source, operation, backward, ())
 
 
-def either(names: Sequence[str]) -> str:
-    """Returns `a or b or 3 more`."""
+def join_names(names: Sequence[str]) -> str:
+    """Joins names: `a or b or 3 more`."""
     return " or ".join(names[:2]) + (f" or {len(names) - 2} more" if len(names) > 2 else "")
 
 
@@ -245,7 +244,7 @@ def is_backward(label: str) -> bool:
 
 
 def is_recomputed(label: str) -> bool:
-    """Returns whether an operation of the forward pass is run again in the backward pass."""
+    """Returns whether an operation of the forward pass is recomputed in the backward pass."""
     return AGAIN in label
 
 
@@ -258,7 +257,7 @@ def shorten(label: str) -> str:
     words = [word for word in re.split(r"/(?![^(]*\))", label) if not word.startswith(_WRAPPERS)]
     words = [re.sub(r"^(?:transpose|jvp|vmap|\()+|\)+$", "", word) for word in words]
     end = "/".join([word for word in words if word][-2:]) or label
-    parts = end.split(":")  # XLA writes what it combined as a:b:c
+    parts = end.split(":")  # XLA labels combined instructions a:b:c
     return parts[0] if len(parts) == 1 else f"{parts[0]} and {len(parts) - 1} more"
 
 
@@ -269,7 +268,7 @@ def users_frame(stack: Sequence[Frame]) -> Frame | None:
 
 @cache
 def _is_machinery(file: str) -> bool:
-    if file.startswith(_MACHINERY):
+    if file.startswith(MACHINERY):
         return True
     if package := _INSTALLED.search(file):
         return package[1] in _LIBRARIES
@@ -277,27 +276,27 @@ def _is_machinery(file: str) -> bool:
 
 
 def equation_frame(equation: Any) -> Frame | None:
-    """Returns the innermost line of the user's that made an equation of a jaxpr; None where none is known."""
+    """Returns the innermost line of the user's code that made an equation of a jaxpr; None if unknown."""
     traceback = equation.source_info.traceback
     frames = traceback.frames if traceback else ()
-    return users_frame([Frame(each.file_name, each.line_num, each.function_name) for each in frames])
+    return users_frame([Frame(frame.file_name, frame.line_num, frame.function_name) for frame in frames])
 
 
 def is_of_update(equation: Any) -> bool:
-    """Returns whether an equation of a step's jaxpr is of its optimizer, or of how replicas agree: not of the model."""
+    """Returns whether an equation of a step's jaxpr belongs to its optimizer or exchange, not to the model."""
     traceback = equation.source_info.traceback
     return any(
-        (each.file_name == _UPDATE and each.function_name == "update") or each.file_name.startswith(_EXCHANGES)
-        for each in (traceback.frames if traceback else ())
+        (frame.file_name == _UPDATE and frame.function_name == "update") or frame.file_name.startswith(_EXCHANGES)
+        for frame in (traceback.frames if traceback else ())
     )
 
 
 def _merged(shape: Sequence[int]) -> list[tuple[int, ...]]:
-    """Returns a shape with every choice of neighbouring dims made one."""
-    if len(shape) < 2 or len(shape) > 6:  # 2^(n-1) ways: more dims are left as they are
+    """Returns a shape with every choice of neighbouring dims merged."""
+    if len(shape) < 2 or len(shape) > 6:  # 2^(n-1) choices: more dims are left unmerged
         return [tuple(shape)]
-    rest = _merged(shape[1:])
-    return [(shape[0], *each) for each in rest] + [(shape[0] * each[0], *each[1:]) for each in rest]
+    tails = _merged(shape[1:])
+    return [(shape[0], *tail) for tail in tails] + [(shape[0] * tail[0], *tail[1:]) for tail in tails]
 
 
 def _key(dims: Sequence[int]) -> tuple[int, ...]:

@@ -1,11 +1,11 @@
-"""Finds collectives in branches that only some stages take: a device that waits there for others waits for ever.
+"""Refuses collectives in branches that only some stages take and that wait for devices of other stages: a deadlock.
 
     a tick of 1f1b     stage 0  forward    all-reduce over tensor: its members are all of stage 0        ends
                        stage 1  backward   collective-permute over tensor: XLA lets all devices meet     never ends
 
-A table that mixes kinds of ops chooses one for each stage and tick; inside of the choice a collective may join devices
-of one stage and no others. XLA's partitioner decides what it puts there, so the compiled program is read. A phased
-table has no such choice: in each of its ticks all stages do the same.
+A table that mixes kinds of ops chooses one for each stage and tick; a collective inside this choice may join only
+devices of one stage. XLA's partitioner places collectives there, so the compiled program is read. A phased table has no
+such choice: in each of its ticks all stages run the same kind of op.
 """
 
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ from jaxpar.mesh.collective import KINDS
 from jaxpar.pipeline.tables.schedule import Schedule
 from jaxpar.sharding.names import CHOICE
 
-_ALL_MEET = ("collective-permute", "send", "recv")  # whichever devices their pairs name
+_ALL_MEET = ("collective-permute", "send", "recv")  # all devices take part, not only those in the pairs
 
 
 def check_branches(program: str | Module, sizes: Mapping[str, int], schedule: Schedule) -> None:
-    """Refuses a table whose program waits, in a branch that only some stages take, for devices of other stages.
+    """Refuses a table whose program has a branch of only some stages with a collective that joins other stages.
 
     Args:
-      program: As compiled, or the text of it.
+      program: As compiled, or its text.
       sizes: Mesh axis to size, outermost first; partition i is the i-th device of the mesh.
       schedule: The table that it runs.
 
@@ -44,16 +44,16 @@ def check_branches(program: str | Module, sizes: Mapping[str, int], schedule: Sc
 
 def _chosen(module: Module) -> list[str]:
     """Returns the computations in the branches of the executor's conditional, and those that they call."""
-    found: dict[str, None] = {}
-    # a conditional without a label is one that XLA made of the executor's: taken for it, rather than overlooked
+    names: dict[str, None] = {}
+    # XLA may have made a conditional without a label from the executor's: better to count it than to miss it
     choices = (op for _, op in module.ops() if op.opcode == "conditional" and (CHOICE in op.label or not op.label))
-    todo = [name for op in choices for name in op.called]
+    todo = [name for op in choices for name in op.callees]
     while todo:
         name = todo.pop()
-        if name not in found:
-            found[name] = None
-            todo += [inner for op in module.computations[name] for inner in (*op.called, *op.condition)]
-    return list(found)
+        if name not in names:
+            names[name] = None
+            todo += [inner for op in module.computations[name] for inner in (*op.callees, *op.condition)]
+    return list(names)
 
 
 def _meets_other_stages(op: Op, module: Module, sizes: Mapping[str, int]) -> bool:
@@ -68,10 +68,10 @@ def _meets_other_stages(op: Op, module: Module, sizes: Mapping[str, int]) -> boo
 
 def _refused(op: Op, module: Module, schedule: Schedule):
     frame = users_frame(module.stack(op))
-    where = f" ({Path(frame.file).name}, line {frame.line})" if frame else ""
+    location = f" ({Path(frame.file).name}, line {frame.line})" if frame else ""
     phased = "interleaved_phased" if schedule.chunks > 1 else "1f1b_phased"
     return refuse(
-        f"a {op.opcode.removesuffix('-start')} in {shorten(op.label)}{where}, inside of what only some stages of "
+        f"a {op.opcode.removesuffix('-start')} in {shorten(op.label)}{location}, inside of what only some stages of "
         f"{schedule.name} do",
         rule="where a table mixes kinds of ops in a tick, a collective inside of one joins devices of one stage alone: "
         "others do something else and never come, so the run would wait for ever",

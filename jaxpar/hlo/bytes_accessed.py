@@ -1,7 +1,7 @@
 """Bytes accessed by a kernel; of an array that it slices or updates in place, only the slice counts.
 
-XLA's cost model knows them for most kernels. For asynchronous ones (`fusion-start`: the copies into and out of the
-residuals that a loop keeps for its backward pass) it states no time, and their operands are the loop's whole arrays.
+XLA's cost model has them for most kernels. For asynchronous ones (`fusion-start`: the copies into and out of a loop's
+residuals) it states no time, and their operands are the loop's whole arrays.
 """
 
 from collections.abc import Sequence
@@ -19,39 +19,41 @@ def bytes_accessed(module: Module, computation: str, op: Op) -> int:
     Args:
       module: A compiled program.
       computation: Name of the instruction's computation.
-      op: A fusion, or another instruction that is a kernel of its own.
+      op: A fusion, or another instruction that is a kernel by itself.
     """
-    if op.opcode in ("fusion", "fusion-start") and op.called:
-        body = module.computations[op.called[0]]
-        given = [each for each in body if each.opcode == "parameter"]
-        results = _results(module.named[op.called[0]], next(each for each in body if each.root))
+    if op.opcode in ("fusion", "fusion-start") and op.callees:
+        body = module.computations[op.callees[0]]
+        inputs = [instruction for instruction in body if instruction.opcode == "parameter"]
+        results = _results(
+            module.ops_by_name[op.callees[0]], next(instruction for instruction in body if instruction.root)
+        )
     else:
-        here = module.named[computation]
-        body, given, results = [op], [here[name] for name in dict.fromkeys(op.operands)], [op]
-    named = {each.name: each for each in (*given, *body)}
-    return sum(_read(array, body) for array in given) + sum(_written(result, named) for result in results)
+        computation_ops = module.ops_by_name[computation]
+        body, inputs, results = [op], [computation_ops[name] for name in dict.fromkeys(op.operands)], [op]
+    by_name = {instruction.name: instruction for instruction in (*inputs, *body)}
+    return sum(_read(array, body) for array in inputs) + sum(_written(result, by_name) for result in results)
 
 
 def _read(array: Op, body: Sequence[Op]) -> int:
-    """Returns the bytes read of an array, by all the names that it has."""
+    """Returns the bytes read of an array, by any of its names."""
     names = {array.name}
-    for each in body:
-        if each.opcode == _ALIAS and set(each.operands) <= names:
-            names.add(each.name)
-    parts = 0
+    for alias in body:
+        if alias.opcode == _ALIAS and set(alias.operands) <= names:
+            names.add(alias.name)
+    total = 0
     for user in body:
         if user.name in names or not names.intersection(user.operands):
             continue
-        whole = user.operands[0] in names and not names.intersection(user.operands[1:])
-        if whole and user.opcode in _SLICES:
-            parts += user.bytes
-        elif not (whole and user.opcode == _UPDATE):  # which leaves the rest as it is
+        is_operand = user.operands[0] in names and not names.intersection(user.operands[1:])
+        if is_operand and user.opcode in _SLICES:
+            total += user.bytes
+        elif not (is_operand and user.opcode == _UPDATE):  # an update leaves the rest unread
             return array.bytes  # any other op may read all of it
-    return parts
+    return total
 
 
 def _written(result: Op, named: dict[str, Op]) -> int:
-    """Returns the bytes written of a result: of an update in place, the update."""
+    """Returns the bytes written of a result: of an update in place, those of the update."""
     while result.opcode == _ALIAS and result.operands[0] in named:
         result = named[result.operands[0]]
     if result.opcode != _UPDATE:

@@ -1,7 +1,7 @@
-"""FLOP of the hardware, counted in the compiled program, each loop as often as it turns.
+"""FLOP of the hardware, counted in the compiled program, each loop by its trip count.
 
-Two for every multiplication and addition of a matrix product or a convolution; what is elementwise is not counted.
-Those of the model are counted before it is compiled: `traced_flop`.
+Two for every multiplication and addition of a matrix product or a convolution; elementwise operations do not count.
+`traced_flop` counts those of the model before it is compiled.
 """
 
 import json
@@ -23,12 +23,12 @@ class Flop:
     """FLOP of one device in one step, as compiled.
 
     Attributes:
-      forward: Of the forward pass, and of whatever is neither.
+      forward: Of the forward pass, and of everything outside both passes.
       backward: Of the backward pass, without recomputation.
-      recomputed: Run again, of the forward pass or by XLA.
+      recomputed: Of recomputation: of the forward pass in the backward pass, or by XLA.
       by_dtype: Operands' dtype to FLOP.
-      unknown: Whether some stand in a loop whose trip count is not known, and count once.
-      squeezed: Those among them that XLA itself decided to run again, to save memory.
+      unknown: Whether some are in a loop of unknown trip count, and count once.
+      squeezed: Those of `recomputed` that XLA itself recomputes, to save memory.
     """
 
     forward: int
@@ -40,33 +40,33 @@ class Flop:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of all."""
         return self.forward + self.backward + self.recomputed
 
 
 def hardware_flop(module: Module, schedule: Schedule | None = None) -> Flop:
-    """Returns the FLOP that the compiled program makes in one step, on each device."""
+    """Returns the FLOP of the compiled program in one step, on each device."""
     sums = {"forward": 0, "backward": 0, "recomputed": 0, "squeezed": 0}
-    by_dtype: dict[str, int] = {}
-    unknown = False
+    per_dtype: dict[str, int] = {}
+    has_unknown = False
     for visit in walk(module, schedule):
         flop = op_flop(module, visit.computation, visit.op)
         if not flop:
             continue
-        unknown |= visit.times is None
+        has_unknown |= visit.times is None
         flop *= 1 if visit.times is None else visit.times
         label = visit.op.label
-        again = visit.squeezed or is_recomputed(label)
-        sums["recomputed" if again else "backward" if "transpose(" in label else "forward"] += flop
+        is_recomputation = visit.squeezed or is_recomputed(label)
+        sums["recomputed" if is_recomputation else "backward" if "transpose(" in label else "forward"] += flop
         sums["squeezed"] += visit.squeezed * flop
         dtype = operand_dtype(module, visit.computation, visit.op)
-        by_dtype[dtype] = by_dtype.get(dtype, 0) + flop
-    return Flop(**sums, by_dtype=by_dtype, unknown=unknown)
+        per_dtype[dtype] = per_dtype.get(dtype, 0) + flop
+    return Flop(**sums, by_dtype=per_dtype, unknown=has_unknown)
 
 
 def operand_dtype(module: Module, computation: str, op: Op) -> str:
     """Returns the dtype of an instruction's first operand."""
-    return module.named[computation][op.operands[0]].arrays[0].dtype
+    return module.ops_by_name[computation][op.operands[0]].arrays[0].dtype
 
 
 def op_flop(module: Module, computation: str, op: Op) -> int:
@@ -86,23 +86,23 @@ def op_flop(module: Module, computation: str, op: Op) -> int:
 
 
 def _op_flop(module: Module, computation: str, op: Op) -> int:
-    here = module.named[computation]
+    ops = module.ops_by_name[computation]
     if op.opcode == "dot":
-        left = here[op.operands[0]].arrays[0].dims
+        lhs = ops[op.operands[0]].arrays[0].dims
         contracted = (op.attribute("lhs_contracting_dims") or "").split(",")
-        return 2 * op.arrays[0].size * math.prod(left[int(dim)] for dim in contracted if dim)
+        return 2 * op.arrays[0].size * math.prod(lhs[int(dim)] for dim in contracted if dim)
     if op.opcode == "convolution" or (op.opcode == "custom-call" and "__cudnn$conv" in op.attributes):
-        return _convolution(op, here)
+        return _convolution(op, ops)
     if op.opcode == "custom-call" and any(f'custom_call_target="{name}"' in op.attributes for name in _GEMM):
         numbers = re.search(r'"lhs_contracting_dimensions":(\[[^\]]*\])', op.attributes)
-        left = here[op.operands[0]].arrays[0].dims
+        lhs = ops[op.operands[0]].arrays[0].dims
         dims = [int(dim) for dim in json.loads(numbers[1])] if numbers else []
-        return 2 * op.arrays[0].size * math.prod(left[dim] for dim in dims)
+        return 2 * op.arrays[0].size * math.prod(lhs[dim] for dim in dims)
     return 0
 
 
 def _convolution(op: Op, here: dict[str, Op]) -> int:
-    """Returns 2 x outputs x the kernel's entries that make each; a gradient has those of its forward pass."""
+    """Returns 2 x outputs x the kernel's entries per output; a gradient has the FLOP of its forward pass."""
     labels = op.attribute("dim_labels")
     if not labels:
         return 0

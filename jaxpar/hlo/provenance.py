@@ -9,13 +9,13 @@ _SAME = ("bitcast", "copy", "convert", "reshape", "transpose", "copy-start", "co
          "all-gather-done", "all-gather", "all-gather-start", "opt-barrier", "optimization-barrier")  # fmt: skip
 _RESHAPES = ("bitcast", "reshape")
 _SLICES = ("dynamic-slice", "slice")
-_STEPS = 40  # back from a value, after which its maker is called unknown
+_STEPS = 40  # steps back from a value, at most; after that its maker is unknown
 
 Index = tuple[int, ...]
 
 
 class Trace:
-    """The values of a module and where they come from."""
+    """The provenance of a module's values."""
 
     def __init__(self, module: Module):
         self.module = module
@@ -31,46 +31,46 @@ class Trace:
         return {
             name: (computation, op)
             for computation, op in self.module.ops()
-            for name in op.called
+            for name in op.callees
             if op.opcode in _CALLERS
         }
 
-    def back(self, name: str, index: Index, *, through_loops: bool) -> tuple[str, Index] | None:
-        """Returns the value that a value is taken from unchanged, one step back, or None where it is made.
+    def source(self, name: str, index: Index, *, through_loops: bool) -> tuple[str, Index] | None:
+        """Returns the value of which a value is an unchanged copy, one step back, or None if it is computed here.
 
         Args:
           name: Of an instruction.
-          index: Which entry of its result.
+          index: Entry of its result.
           through_loops: Follow a loop's carry to its initial value; else to the result of its body.
         """
         if name not in self.places:
             return None
         computation, op = self.places[name]
-        # entry i of a loop's result is entry i of its carry: given at first, or returned by the turn before
+        # entry i of a loop's result is entry i of its carry: the initial value, or returned by the previous iteration
         if op.opcode == "while" and index:
-            return (op.operands[0], index) if through_loops else self._returned(op.called[0], index)
+            return (op.operands[0], index) if through_loops else self._returned(op.callees[0], index)
         if op.opcode == "parameter" and computation in self.callers:
             caller = self.callers[computation][1]
             if caller.opcode == "while":
                 if index:
                     return (caller.operands[0], index) if through_loops else self._returned(computation, index)
                 return None
-            number = int(op.inside) if op.inside.isdigit() else 0
+            number = int(op.operand_text) if op.operand_text.isdigit() else 0
             return (caller.operands[number], index) if number < len(caller.operands) else None
-        if op.opcode in ("fusion", "fusion-start", "call", "async-start") and op.called:
-            return self._returned(op.called[0], index)
+        if op.opcode in ("fusion", "fusion-start", "call", "async-start") and op.callees:
+            return self._returned(op.callees[0], index)
         if op.opcode == "get-tuple-element":
             return op.operands[0], (int(op.attribute("index") or 0), *index)
         if op.opcode == "tuple" and index and index[0] < len(op.operands):
             return op.operands[index[0]], index[1:]
-        # its start returns (what it read, what came): go on with the second, of which `-start` below drops the number
+        # its start returns (operand, result): go on with the second; `-start` below drops its index
         if op.opcode == "all-gather-done" and op.operands:
             return op.operands[0], (1, *index)
         if op.opcode in _SAME and op.operands:
-            inside = index[1:] if op.opcode.endswith("-start") else index  # it returns what it read, what came
+            entry = index[1:] if op.opcode.endswith("-start") else index  # it returns (operand, result)
             if len(op.operands) == 1:
-                return op.operands[0], inside
-            return (op.operands[inside[0]], inside[1:]) if inside and inside[0] < len(op.operands) else None
+                return op.operands[0], entry
+            return (op.operands[entry[0]], entry[1:]) if entry and entry[0] < len(op.operands) else None
         return None
 
     def _returned(self, computation: str, index: Index) -> tuple[str, Index]:
@@ -80,86 +80,89 @@ class Trace:
         return root.name, index
 
     def parts(self, op: Op) -> list[Op]:
-        """Returns the values that XLA laid end to end to send them as one, or the value itself."""
+        """Returns the values that XLA concatenated to send them as one, or the value itself."""
         op = self._outside(op)
-        whole, parameters = op, None
-        outside = self.module.named[self.places[op.name][0]]
-        if op.opcode == "fusion" and op.called:
-            inner = self.module.computations[op.called[0]]
-            whole = next(each for each in inner if each.root)
-            parameters = {each.name: int(each.inside) for each in inner if each.opcode == "parameter"}
-        if whole.opcode != "concatenate" or len(whole.arrays[0].dims) != 1:
-            return [self._unflattened(op, outside)]
-        found = []
-        for name in whole.operands:
+        concatenation, parameters = op, None
+        siblings = self.module.ops_by_name[self.places[op.name][0]]
+        if op.opcode == "fusion" and op.callees:
+            inner = self.module.computations[op.callees[0]]
+            concatenation = next(node for node in inner if node.root)
+            parameters = {node.name: int(node.operand_text) for node in inner if node.opcode == "parameter"}
+        if concatenation.opcode != "concatenate" or len(concatenation.arrays[0].dims) != 1:
+            return [self._unflattened(op, siblings)]
+        operands = []
+        for name in concatenation.operands:
             if parameters is None:
-                found.append(outside[name])
+                operands.append(siblings[name])
             elif name in parameters:
-                found.append(outside[op.operands[parameters[name]]])
+                operands.append(siblings[op.operands[parameters[name]]])
             else:
                 return [op]
-        return [self._unflattened(each, outside) for each in found]
+        return [self._unflattened(node, siblings) for node in operands]
 
     def _outside(self, op: Op) -> Op:
-        """Returns the operand of a fusion that a parameter inside it stands for."""
+        """Returns the operand of a fusion for which a parameter inside it stands."""
         computation = self.places[op.name][0]
         while op.opcode == "parameter" and computation in self.callers:
-            where, caller = self.callers[computation]
+            caller_computation, caller = self.callers[computation]
             if caller.opcode not in ("fusion", "fusion-start", "async-start"):
                 break
-            op, computation = self.module.named[where][caller.operands[int(op.inside)]], where
+            op, computation = (
+                self.module.ops_by_name[caller_computation][caller.operands[int(op.operand_text)]],
+                caller_computation,
+            )
         return op
 
     def _unflattened(self, op: Op, here: dict[str, Op]) -> Op:
-        """Returns the value before reshapes that left its bytes as they are."""
-        inside = op.opcode == "fusion" and len(op.called) == 1
-        if inside:
-            root = next(each for each in self.module.computations[op.called[0]] if each.root)
+        """Returns the value before reshapes, which do not change its bytes."""
+        is_call = op.opcode == "fusion" and len(op.callees) == 1
+        if is_call:
+            root = next(node for node in self.module.computations[op.callees[0]] if node.root)
             if root.opcode not in _RESHAPES:
                 return op
-            found = self._unflattened(root, self.module.named[op.called[0]])
-            return op if found.opcode == "parameter" else found
+            source = self._unflattened(root, self.module.ops_by_name[op.callees[0]])
+            return op if source.opcode == "parameter" else source
         while op.opcode in _RESHAPES and op.operands and op.operands[0] in here:
-            before = here[op.operands[0]]
-            if len(before.arrays) != 1 or before.bytes != op.bytes:
+            operand = here[op.operands[0]]
+            if len(operand.arrays) != 1 or operand.bytes != op.bytes:
                 break
-            op = before
+            op = operand
         return op
 
     def label(self, op: Op) -> str:
-        """Returns the label of an instruction; where XLA lost it, as of those it combined, that of how it adds up."""
+        """Returns the label of an instruction; if XLA lost it, as for combined reductions, that of its reducer."""
         if op.label or "to_apply=" not in op.unquoted:
             return op.label
-        return next((each.label for each in self.module.computations[op.called[0]] if each.root), "")
+        return next((node.label for node in self.module.computations[op.callees[0]] if node.root), "")
 
     def maker(self, name: str, index: Index = ()) -> Op | None:
-        """Returns the nearest labelled instruction that makes a value, or None."""
-        seen = set()
-        while name in self.places and (name, index) not in seen and len(seen) < _STEPS:
-            seen.add((name, index))
+        """Returns the nearest labelled instruction that computes a value, or None."""
+        visited = set()
+        while name in self.places and (name, index) not in visited and len(visited) < _STEPS:
+            visited.add((name, index))
             op = self.places[name][1]
             if op.label and op.opcode not in ("while", "parameter", "get-tuple-element", "tuple", "call"):
                 return op
-            before = self.back(name, index, through_loops=False)
-            if before is None:
+            source = self.source(name, index, through_loops=False)
+            if source is None:
                 return None
-            name, index = before
+            name, index = source
         return None
 
-    def given(self, name: str, index: Index = ()) -> int | None:
-        """Returns the number of the program's argument that a value is a copy, a slice or a cast of, or None."""
-        seen = set()
-        while name in self.places and (name, index) not in seen and len(seen) < _STEPS:
-            seen.add((name, index))
+    def argument_number(self, name: str, index: Index = ()) -> int | None:
+        """Returns the number of the program's argument of which a value is a copy, a slice or a cast, or None."""
+        visited = set()
+        while name in self.places and (name, index) not in visited and len(visited) < _STEPS:
+            visited.add((name, index))
             computation, op = self.places[name]
             if op.opcode == "parameter" and computation == self.module.entry:
-                return int(op.inside) if not index else None
-            before = self.back(name, index, through_loops=True)
-            if before is None and op.opcode in _SLICES:
-                before = (op.operands[0], index)
-            if before is None and op.opcode == "dynamic-update-slice":  # one layer's, laid into a stack
-                before = (op.operands[1], index)
-            if before is None:
+                return int(op.operand_text) if not index else None
+            source = self.source(name, index, through_loops=True)
+            if source is None and op.opcode in _SLICES:
+                source = (op.operands[0], index)
+            if source is None and op.opcode == "dynamic-update-slice":  # one layer's, written into a stack
+                source = (op.operands[1], index)
+            if source is None:
                 return None
-            name, index = before
+            name, index = source
         return None

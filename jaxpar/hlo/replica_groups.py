@@ -1,6 +1,6 @@
 """Replica groups: the devices that take part in a collective, and the mesh axes along which they lie.
 
-XLA writes the groups in three ways, all met in practice:
+XLA prints groups in three forms:
 
     {{0,1},{2,3}}
     [2,4]<=[4,2]T(1,0)                      an iota, reshaped and transposed
@@ -32,7 +32,7 @@ def parse_groups(text: str, devices: int) -> np.ndarray:
       devices: Of the program; `{}` means all of them in one group.
 
     Raises:
-      JaxparError: If the text is none of the three forms, or its ids do not fit the devices.
+      JaxparError: If the text has none of the three forms, or its ids do not fit the devices.
     """
     text = text.strip()
     try:
@@ -48,7 +48,7 @@ def parse_groups(text: str, devices: int) -> np.ndarray:
             raise ValueError(text[:40])
     except (ValueError, KeyError, IndexError, TypeError, ZeroDivisionError) as error:
         raise _refused(text) from error
-    # groups of one collective share no device: a text that names one twice was read wrongly
+    # groups of one collective share no device: a duplicate id means that the text was misread
     if groups.ndim != 2 or groups.size == 0 or groups.max() >= devices or len(np.unique(groups)) < groups.size:
         raise _refused(text)
     return groups
@@ -94,30 +94,30 @@ def _mesh_form(text: str, devices: int) -> np.ndarray:
         ids = np.array([int(x) for x in match[4].split(",")])
     else:
         ids = _ids(shape, devices)
-    # split each axis where a part of it is named, then bring the named parts to the end. 'b':(2)4 is the part of b that
-    # has 4 entries and 2 before it: b is reshaped to [2, 4, the rest]
-    wanted: dict[str, list[tuple[int, int]]] = {}
+    # split each axis at its named parts, then move the named parts to the end. 'b':(2)4 is the part of b that has 4
+    # entries and 2 before it: b is reshaped to [2, 4, the rest]
+    axis_parts: dict[str, list[tuple[int, int]]] = {}
     order: list[tuple[str, int]] = []
-    for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", match[5]):
-        part = (int(before), int(size)) if before else (1, sizes[name])
-        wanted.setdefault(name, []).append(part)
+    for name, stride, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", match[5]):
+        part = (int(stride), int(size)) if stride else (1, sizes[name])
+        axis_parts.setdefault(name, []).append(part)
         order.append((name, part[0]))
     pieces: list[tuple[tuple[str, int], int, bool]] = []
     for name, size in sizes.items():
-        done = 1
-        for before, part in sorted(wanted.get(name, [])):
-            if before > done:
-                pieces.append(((name, done), before // done, False))
-            pieces.append(((name, before), part, True))
-            done = before * part
-        if done < size:
-            pieces.append(((name, done), size // done, False))
+        covered = 1
+        for stride, part in sorted(axis_parts.get(name, [])):
+            if stride > covered:
+                pieces.append(((name, covered), stride // covered, False))
+            pieces.append(((name, stride), part, True))
+            covered = stride * part
+        if covered < size:
+            pieces.append(((name, covered), size // covered, False))
     grid = ids.reshape([size for _, size, _ in pieces])
     keys = [key for key, _, _ in pieces]
-    chosen = [keys.index(key) for key in order]
-    others = [index for index, (_, _, named) in enumerate(pieces) if not named]
-    width = int(np.prod([pieces[index][1] for index in chosen]))
-    return grid.transpose(others + chosen).reshape(-1, width)
+    group_dims = [keys.index(key) for key in order]
+    batch_dims = [index for index, (_, _, is_group) in enumerate(pieces) if not is_group]
+    width = int(np.prod([pieces[index][1] for index in group_dims]))
+    return grid.transpose(batch_dims + group_dims).reshape(-1, width)
 
 
 def axes_of(groups: np.ndarray, sizes: Mapping[str, int]) -> tuple[str, ...]:
@@ -139,12 +139,12 @@ def axes_of(groups: np.ndarray, sizes: Mapping[str, int]) -> tuple[str, ...]:
         return ()
     shape = [sizes[axis] for axis in axes]
     coordinates = np.stack(np.unravel_index(groups, shape))  # [axes, groups, size]
-    # a group spans an axis if its members differ in that coordinate, and takes all of it if it is as large as the
-    # product of the axes that it spans
+    # a group spans an axis if its members differ in that coordinate, and takes all of the axes that it spans if its
+    # size is their product
     varies = (coordinates != coordinates[:, :, :1]).any(axis=(1, 2))
-    inside = [axis for axis, moved in zip(axes, varies, strict=True) if moved]
-    whole = int(np.prod([sizes[axis] for axis in inside]))
-    return tuple(inside) if groups.shape[1] == whole else tuple(f"~{axis}" for axis in inside)
+    spanned = [axis for axis, differs in zip(axes, varies, strict=True) if differs]
+    product = int(np.prod([sizes[axis] for axis in spanned]))
+    return tuple(spanned) if groups.shape[1] == product else tuple(f"~{axis}" for axis in spanned)
 
 
 def _check_mesh(ids: np.ndarray, sizes: Mapping[str, int]) -> None:
@@ -160,7 +160,7 @@ def parse_pairs(text: str, devices: int) -> np.ndarray:
     """Returns the (source, target) pairs of a permute; none where a pipeline has one stage. Shape [pairs, 2].
 
     Raises:
-      JaxparError: If the text is no such list, or names devices that the program does not have.
+      JaxparError: If the text is no list of pairs, or names devices that the program does not have.
     """
     ids = [int(x) for x in re.findall(r"\d+", text)] if _PAIRS.fullmatch(text) else [devices]
     if max(ids, default=0) >= devices:
@@ -173,7 +173,7 @@ def parse_pairs(text: str, devices: int) -> np.ndarray:
 
 
 def axes_of_pairs(pairs: np.ndarray, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the mesh axes along which a permute moves something.
+    """Returns the mesh axes along which a permute moves data.
 
     Raises:
       JaxparError: If the program runs on more devices than the mesh has.
@@ -182,12 +182,12 @@ def axes_of_pairs(pairs: np.ndarray, sizes: Mapping[str, int]) -> tuple[str, ...
     axes = [axis for axis, size in sizes.items() if size > 1]
     if not axes:
         return ()
-    there = np.stack(np.unravel_index(pairs, [sizes[axis] for axis in axes]))
-    return tuple(axis for axis, (a, b) in zip(axes, there.transpose(0, 2, 1), strict=True) if (a != b).any())
+    coordinates = np.stack(np.unravel_index(pairs, [sizes[axis] for axis in axes]))
+    return tuple(axis for axis, (a, b) in zip(axes, coordinates.transpose(0, 2, 1), strict=True) if (a != b).any())
 
 
 def most_nodes(groups: np.ndarray, per_node: int) -> int:
-    """Returns on how many nodes the members of one group sit, in the group that has most; at least 1.
+    """Returns the number of nodes of the group that spans most nodes; at least 1.
 
     Args:
       groups: Device ids, numbered node by node: the groups of a collective, or the pairs of a permute. Shape [groups,
@@ -202,11 +202,11 @@ def most_nodes(groups: np.ndarray, per_node: int) -> int:
 
 
 def attribute_text(attributes: str, key: str) -> str:
-    """Returns the text after `key=` up to the comma outside of all brackets; a mesh goes on after its own."""
-    at = attributes.find(f"{key}=")
-    if at < 0:
+    """Returns the text after `key=` up to the next comma outside all brackets; a mesh form includes `, device_ids=`."""
+    start = attributes.find(f"{key}=")
+    if start < 0:
         return "{}"
-    text = attributes[at + len(key) + 1 :]
+    text = attributes[start + len(key) + 1 :]
     depth = 0
     for index, char in enumerate(text):
         depth += (char in "{[(") - (char in "}])")

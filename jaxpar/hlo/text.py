@@ -3,8 +3,8 @@
     %all-gather-start.1 = (f32[2]{0}, f32[16]{0}) all-gather-start(%p), replica_groups=[1,8]<=[8], metadata={...}
      name                 result                  opcode           operands  attributes
 
-The result's arrays and the operands are parsed at once, attributes when they are asked for. The text is XLA's
-`HloModule::ToString`: no release of jaxlib ships the classes of its protocol buffers.
+Result arrays and operands are parsed at once, attributes on demand. The text is XLA's `HloModule::ToString`: no release
+of jaxlib ships the classes of its protocol buffers.
 """
 
 import json
@@ -16,21 +16,21 @@ from typing import Any
 
 from jaxpar.errors import JaxparError, refuse
 
-# bits of an element. An unknown dtype is refused: bytes that are guessed would be wrong in every sum
+# bits of an element. An unknown dtype is refused: a guess would make every sum wrong
 BITS = {
     "pred": 8, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32,
     "s64": 64, "u64": 64, "f4e2m1fn": 4, "f6e2m3fn": 8, "f6e3m2fn": 8, "f8e3m4": 8, "f8e4m3": 8, "f8e4m3b11fnuz": 8,
     "f8e4m3fn": 8, "f8e4m3fnuz": 8, "f8e5m2": 8, "f8e5m2fnuz": 8, "f8e8m0fnu": 8, "f16": 16, "bf16": 16, "f32": 32,
     "f64": 64, "c64": 64, "c128": 128, "token": 0, "opaque": 0,
 }  # fmt: skip
-MOST = 2**20  # devices: more is taken for a damaged text, before arrays of that many are made
+MOST = 2**20  # devices: a larger number means a damaged text, and is refused before it becomes the size of an array
 # numbers below are read as \d{1,18}, so that a damaged text cannot make an integer of millions of digits
 _ARRAY = re.compile(r"\b(\w+)\[([\d,<=]*)\]|\b(token|opaque)\b")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+)\s*(\(.*\)\s*->.*)?\{\s*$")
 _LEFT = re.compile(r"^(ROOT )?%?([\w.\-]+) = ")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _OPERAND = re.compile(r"%([\w.\-]+)")
-# `condition=` is left out: it runs once more often than the loop turns, so `Op.condition` has it
+# without `condition=`, which runs once more often than the body: see `Op.condition`
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
 
 
@@ -67,8 +67,8 @@ class Op:
       arrays: The arrays of its result, tuples flattened.
       opcode: The operation, such as `dot`, `while` or `all-gather-start`.
       operands: Names of instructions of the same computation.
-      inside: The text between the operands' parentheses: also the number of a parameter, or a constant.
-      attributes: The text after them.
+      operand_text: The text between the operands' parentheses; for a parameter its number, for a constant its value.
+      attributes: The text after the parentheses.
       root: Whether its computation returns it.
     """
 
@@ -76,7 +76,7 @@ class Op:
     arrays: tuple[Array, ...]
     opcode: str
     operands: tuple[str, ...]
-    inside: str = field(repr=False)
+    operand_text: str = field(repr=False)
     attributes: str = field(repr=False)
     root: bool
 
@@ -97,18 +97,18 @@ class Op:
         return _QUOTED.sub('""', self.attributes)
 
     @cached_property
-    def called(self) -> tuple[str, ...]:
+    def callees(self) -> tuple[str, ...]:
         """Computations that it calls, without the condition of a loop."""
-        found = _CALLED.findall(self.unquoted)
+        names = _CALLED.findall(self.unquoted)
         if branches := re.search(r"branch_computations=\{([^}]*)\}", self.unquoted):
-            found += [name.strip().lstrip("%") for name in branches[1].split(",")]
-        return tuple(found)
+            names += [name.strip().lstrip("%") for name in branches[1].split(",")]
+        return tuple(names)
 
     @property
     def condition(self) -> tuple[str, ...]:
-        """The computation that decides whether a loop goes on."""
-        found = self.attribute("condition") if self.opcode == "while" else None
-        return (found.lstrip("%"),) if found else ()
+        """The computation of a loop's condition."""
+        name = self.attribute("condition") if self.opcode == "while" else None
+        return (name.lstrip("%"),) if name else ()
 
     def attribute(self, name: str) -> str | None:
         """Returns the text of `name=text` or `name={text}`."""
@@ -118,12 +118,12 @@ class Op:
     @cached_property
     def config(self) -> dict[str, Any]:
         """`backend_config`, where it is JSON: XLA's cost model, trip counts, whether a collective is synchronous."""
-        at = self.attributes.find("backend_config=")
-        if at < 0:
+        start = self.attributes.find("backend_config=")
+        if start < 0:
             return {}
         try:
             # decoded in place: the JSON is followed by further attributes, and its end is known only by decoding it
-            value, _ = json.JSONDecoder().raw_decode(self.attributes, at + len("backend_config="))
+            value, _ = json.JSONDecoder().raw_decode(self.attributes, start + len("backend_config="))
         except ValueError:
             return {}
         return value if isinstance(value, dict) else {}
@@ -165,25 +165,25 @@ class Module:
                 yield name, op
 
     @cached_property
-    def named(self) -> dict[str, dict[str, Op]]:
+    def ops_by_name(self) -> dict[str, dict[str, Op]]:
         """Computation to name to instruction."""
         return {name: {op.name: op for op in ops} for name, ops in self.computations.items()}
 
     def stack(self, op: Op) -> list["Frame"]:
         """Returns the lines of Python that made an instruction, innermost first."""
         if match := re.search(r"stack_frame_id=(\d{1,18})", op.attributes):
-            number, found = int(match[1]), []
-            while number in self.frames and len(found) < 200:  # a damaged text may hold a cycle
-                at, number = self.frames[number]
-                found.append(at)
-            return found
+            number, frames = int(match[1]), []
+            while number in self.frames and len(frames) < 200:  # a damaged text may hold a cycle
+                frame, number = self.frames[number]
+                frames.append(frame)
+            return frames
         # before stack frames XLA printed one line of the source with each instruction
         match = re.search(r'source_file="([^"]*)"(?:[^}]*?source_line=(\d{1,18}))?', op.attributes)
         return [Frame(match[1], int(match[2] or 0), "")] if match else []
 
 
 def parse(text: str) -> Module:
-    """Returns the module that a text describes.
+    """Parses a text into a module.
 
     Raises:
       JaxparError: If it is not HLO, or is truncated.
@@ -197,13 +197,13 @@ def parse(text: str) -> Module:
         )
     head = lines[0]
     computations: dict[str, list[Op]] = {}
-    entry, current, here = "", None, []
+    entry, current, ops = "", None, []
     for number, line in enumerate(lines[1:], 2):
         stripped = line.strip()
         # between computations: a head opens the next one; other lines are tables of file names, or empty
         if current is None:
             if (match := _HEAD.match(line)) and (match[1] or match[3] or line.startswith("%")):
-                current, here = match[2], []
+                current, ops = match[2], []
                 entry = current if match[1] else entry
             elif _LEFT.match(stripped):
                 raise refuse(
@@ -212,13 +212,13 @@ def parse(text: str) -> Module:
                     fix="the text as XLA printed it, whole",
                 )
         elif stripped == "}" or stripped.startswith("}, "):  # the latter before `execution_thread="..."`
-            computations[current], current = here, None
+            computations[current], current = ops, None
         elif stripped:
-            here.append(instruction(stripped, number))
+            ops.append(instruction(stripped, number))
     if current is not None or not entry:
-        what = f"in {current}" if current else "before an ENTRY computation"
+        place = f"in {current}" if current else "before an ENTRY computation"
         raise refuse(
-            f"an HLO text of {len(lines)} lines that ends {what}",
+            f"an HLO text of {len(lines)} lines that ends {place}",
             rule="a module ends with its ENTRY computation, which is whole",
             fix="save it again",
         )
@@ -249,7 +249,7 @@ def _check_whole(module: Module) -> None:
                 fix="save it again",
             )
     for computation, op in module.ops():
-        for name in (*op.called, *op.condition):
+        for name in (*op.callees, *op.condition):
             if name not in module.computations:
                 raise refuse(
                     f"{op.name} calls {name}, which is not in the text",
@@ -257,7 +257,7 @@ def _check_whole(module: Module) -> None:
                     fix="save it again",
                 )
         for name in op.operands:  # a constant's text may look like names
-            if name not in module.named[computation] and op.opcode != "constant":
+            if name not in module.ops_by_name[computation] and op.opcode != "constant":
                 raise refuse(
                     f"{op.name} reads {name}, which {computation} does not have",
                     rule="every operand is an instruction of the same computation",
@@ -271,29 +271,29 @@ def _header(head: str, key: str) -> int:
 
 
 def instruction(line: str, number: int) -> Op:
-    """Returns the instruction on a line of a text, without the spaces around it; its number is for messages."""
-    left = _LEFT.match(line)
+    """Parses the instruction on a stripped line; `number` is the line's, for messages."""
+    head = _LEFT.match(line)
     try:
-        if not left:
+        if not head:
             raise ValueError
         # by brackets, not by one regular expression: results and operands nest tuples and layouts to any depth
-        result_end = _balanced(line, left.end()) if line[left.end()] == "(" else line.index(" ", left.end())
+        result_end = _balanced(line, head.end()) if line[head.end()] == "(" else line.index(" ", head.end())
         opcode_end = line.index("(", result_end)
-        inside_end = _balanced(line, opcode_end)
-        result, opcode = line[left.end() : result_end], line[result_end:opcode_end].strip()
-        inside = line[opcode_end + 1 : inside_end - 1]
-        found = arrays(result)
-        if (not found and result.strip("() ,")) or (opcode == "parameter" and not inside.isdecimal()):
+        operands_end = _balanced(line, opcode_end)
+        result, opcode = line[head.end() : result_end], line[result_end:opcode_end].strip()
+        operand_text = line[opcode_end + 1 : operands_end - 1]
+        result_arrays = arrays(result)
+        if (not result_arrays and result.strip("() ,")) or (opcode == "parameter" and not operand_text.isdecimal()):
             raise ValueError
         return Op(
-            name=left[2],
-            arrays=found,
+            name=head[2],
+            arrays=result_arrays,
             opcode=opcode,
             # the parentheses of these two hold a value and a number, which may look like names
-            operands=() if opcode in ("constant", "parameter") else tuple(_operands(inside)),
-            inside=inside,
-            attributes=line[inside_end:],
-            root=bool(left[1]),
+            operands=() if opcode in ("constant", "parameter") else tuple(_operands(operand_text)),
+            operand_text=operand_text,
+            attributes=line[operands_end:],
+            root=bool(head[1]),
         )
     except JaxparError:
         raise
@@ -306,9 +306,9 @@ def instruction(line: str, number: int) -> Op:
 
 
 def _operands(inside: str) -> list[str]:
-    found = _OPERAND.findall(inside)
-    if found or not inside:
-        return found
+    names = _OPERAND.findall(inside)
+    if names or not inside:
+        return names
     # some versions print operands without `%`, after their types; commas inside of brackets separate dims, not operands
     return [part.split()[-1] for part in re.split(r",(?![^\[{(]*[\]})])", inside) if part.strip()]
 
@@ -340,13 +340,13 @@ def arrays(text: str) -> tuple[Array, ...]:
       JaxparError: If a dtype is unknown.
     """
     # layouts in braces, `{1,0:T(8,128)}`, have no brackets and are passed over
-    found = []
-    for dtype, dims, bare in _ARRAY.findall(text):
-        if (dtype or bare) not in BITS:
+    result = []
+    for dtype, dims, token in _ARRAY.findall(text):
+        if (dtype or token) not in BITS:
             raise refuse(f"dtype {dtype} in {text[:60]!r}", rule=f"one of {', '.join(BITS)}", fix="a newer jaxpar")
         sizes = [int(dim.lstrip("<=")) for dim in dims.split(",") if dim]  # a bounded dim counts as its bound
-        found.append(Array(dtype or bare, tuple(sizes)))
-    return tuple(found)
+        result.append(Array(dtype or token, tuple(sizes)))
+    return tuple(result)
 
 
 def _frames(text: str) -> dict[int, tuple[Frame, int]]:

@@ -1,8 +1,7 @@
-"""FLOP of the model, counted in a jaxpr, before anything is compiled or split: of matmuls and convolutions alone.
+"""FLOP of the model, counted in a jaxpr before it is compiled or sharded: of matmuls and convolutions alone.
 
-`forward_flop` has no recomputation in it, as in MFU (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
-`traced_matmuls` has all that a step was asked to do: rematerialization that the user chose, and what the stages of a
-pipeline run in ticks that are idle.
+`forward_flop` excludes recomputation, as in MFU (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
+`traced_matmuls` has all matmuls of a step: with the user's rematerialization, and the idle ticks of a pipeline.
 """
 
 import math
@@ -34,14 +33,14 @@ def traced_matmuls(
 ) -> Iterator[tuple[Any, Any]]:
     """Yields (equation, FLOP) of each matmul and convolution that a traced step runs, over all devices.
 
-    FLOP are None where the equation stands in a loop that turns as often as the data says. Branches of a conditional
-    all count, as they do in `hardware_flop`.
+    FLOP are None inside a loop whose trip count depends on the data. All branches of a conditional count, as in
+    `hardware_flop`.
 
     Args:
-      jaxpr: As `jax.jit(...).trace(...)` has it.
-      schedule: The table that it runs, where it is a pipeline's.
-      times: How often the jaxpr is run.
-      skip: Whether an equation is left out, with all that it calls.
+      jaxpr: From `jax.jit(...).trace(...)`.
+      schedule: The table that it runs, if it is a pipeline's.
+      times: Number of runs of the jaxpr.
+      skip: Whether to leave out an equation, with all that it calls.
     """
     for equation in jaxpr.eqns:
         if skip(equation):
@@ -50,19 +49,19 @@ def traced_matmuls(
             yield equation, None if times is None else times * flop
             continue
         name, params = equation.primitive.name, equation.params
-        each = times
+        inner_times = times
         if name == "while":
-            each = None
+            inner_times = None
         elif times is not None and name == "scan":
-            each = times * params["length"]
-        elif times is not None and name == "shard_map":  # what is inside is one device's, of the axes that are manual
-            each = times * math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
+            inner_times = times * params["length"]
+        elif times is not None and name == "shard_map":  # its body is one device's along the manual axes
+            inner_times = times * math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
         elif times is not None and schedule and str(equation.source_info.name_stack).endswith(CHOICE):
             # the loops around it count ticks, but a stage takes each branch once for every microbatch and chunk
-            each = times * schedule.microbatches * schedule.chunks / schedule.ticks
+            inner_times = times * schedule.microbatches * schedule.chunks / schedule.ticks
         for value in params.values():
             for inner in _jaxprs(value):
-                yield from traced_matmuls(inner, schedule, each, skip=skip)
+                yield from traced_matmuls(inner, schedule, inner_times, skip=skip)
 
 
 def matmul_flop(equation: Any) -> int:
@@ -70,13 +69,13 @@ def matmul_flop(equation: Any) -> int:
     name = equation.primitive.name
     if name == "dot_general":
         (contract, _), _ = equation.params["dimension_numbers"]
-        left = equation.invars[0].aval.shape
-        return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[dim] for dim in contract)
+        lhs = equation.invars[0].aval.shape
+        return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(lhs[dim] for dim in contract)
     if name == "conv_general_dilated":
         kernel = equation.invars[1].aval.shape
-        out_features = equation.params["dimension_numbers"].rhs_spec[0]
+        feature_dim = equation.params["dimension_numbers"].rhs_spec[0]
         zeros = math.prod(equation.params["lhs_dilation"])  # between the inputs: not multiplied
-        return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) // kernel[out_features] // zeros
+        return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) // kernel[feature_dim] // zeros
     return 0
 
 

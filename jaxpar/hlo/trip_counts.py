@@ -1,7 +1,7 @@
-"""Counts how often each instruction of a program runs in one step: loops multiply, all branches count as taken.
+"""Counts the runs of each instruction of a program in one step: loops multiply, all branches count as taken.
 
-A pipeline whose table mixes forwards and backwards is a loop with a conditional in it. There it is known how often each
-branch is taken: a stage runs each of its ops once for every microbatch and chunk.
+A pipeline whose table mixes forwards and backwards is a loop with a conditional in it. The runs of its branches are
+known: a stage runs each of its ops once for every microbatch and chunk.
 """
 
 import re
@@ -12,7 +12,7 @@ from jaxpar.hlo.text import Module, Op
 from jaxpar.pipeline.tables.schedule import Schedule
 from jaxpar.sharding.names import CHOICE
 
-# these call a scalar computation for every element: its instructions are part of the one kernel, and are not visited
+# these call a scalar computation for every element, whose instructions belong to the kernel and are not visited
 _REDUCERS = ("reduce", "all-reduce", "all-reduce-start", "reduce-scatter", "reduce-window", "scatter", "sort",
              "select-and-scatter", "map", "reduce-scatter-start")  # fmt: skip
 _AGAIN = re.compile(r"\.remat\d*(_uncompressed|_compressed)?$")  # names of copies by XLA's HloRematerialization
@@ -25,10 +25,10 @@ class Visit:
     Attributes:
       op: The instruction.
       computation: Name of its computation.
-      loop: Trip counts of the loops around it, outermost first; None where one is not known.
-      branch: Whether it stands in a branch of a conditional: it is counted as if the branch were taken.
+      loop: Trip counts of the loops around it, outermost first; None where unknown.
+      branch: Whether it stands in a branch of a conditional, which counts as taken.
       fused: Whether it stands inside a fusion, of which only the result is an array in memory.
-      asynchronous: Whether it is started here, and waited for later.
+      asynchronous: Whether it runs asynchronously: started here, waited for later.
       squeezed: Whether XLA itself decided to compute it a second time, to save memory (HloRematerialization).
     """
 
@@ -42,7 +42,7 @@ class Visit:
 
     @property
     def times(self) -> int | None:
-        """Executions in a step, or None where that is not known."""
+        """Runs in a step, or None if unknown."""
         product = 1
         for turns in self.loop:
             if turns is None:
@@ -53,17 +53,17 @@ class Visit:
 
 def trip_count(op: Op) -> int | None:
     """Returns the trip count of a `while` as XLA states it; None where it depends on the data."""
-    known = op.config.get("known_trip_count")
-    turns = str(known.get("n")) if isinstance(known, dict) else ""
-    return int(turns) if turns.isdecimal() else None
+    config = op.config.get("known_trip_count")
+    count = str(config.get("n")) if isinstance(config, dict) else ""
+    return int(count) if count.isdecimal() else None
 
 
 def walk(module: Module, schedule: Schedule | None = None) -> Iterator[Visit]:
-    """Yields every instruction that a step runs, in order, inside whatever calls it.
+    """Yields every instruction that a step runs, in order, inside its callers.
 
     Args:
       module: The compiled program.
-      schedule: The table that it runs, where it is a pipeline's.
+      schedule: The table that it runs, if it is a pipeline's.
     """
     yield from _walk(module, schedule, module.entry, (), False, False, False, False)
 
@@ -72,28 +72,28 @@ def _walk(
     module: Module, schedule: Schedule | None, computation: str, loop: tuple[int | None, ...], branch: bool,
     fused: bool, asynchronous: bool, squeezed: bool,
 ) -> Iterator[Visit]:  # fmt: skip
-    seen: set[str] = set()
+    originals: set[str] = set()
     for op in module.computations[computation]:
-        started = asynchronous or (op.opcode.endswith("-start") and not is_sync(op))
+        is_async = asynchronous or (op.opcode.endswith("-start") and not is_sync(op))
         # `fusion.3.remat` after `fusion.3`: XLA keeps the name of the original and adds `.remat`
-        first = _AGAIN.sub("", op.name)
-        again = squeezed or first in seen
-        seen.add(first)
-        yield Visit(op, computation, loop, branch, fused, started, again)
+        original = _AGAIN.sub("", op.name)
+        is_repeated = squeezed or original in originals
+        originals.add(original)
+        yield Visit(op, computation, loop, branch, fused, is_async, is_repeated)
         if op.opcode in _REDUCERS or op.opcode.endswith(("-done", "-update")):
             continue
         inner = (*loop, trip_count(op)) if op.opcode == "while" else loop
-        for name in op.condition:  # evaluated once more often than the body
-            asked = None if inner[-1] is None else inner[-1] + 1
-            yield from _walk(module, schedule, name, (*loop, asked), branch, fused, started, again)
+        for name in op.condition:  # runs once more often than the body
+            condition_count = None if inner[-1] is None else inner[-1] + 1
+            yield from _walk(module, schedule, name, (*loop, condition_count), branch, fused, is_async, is_repeated)
         # the executor's own conditional inside the loop over ticks: every op is in one branch, and a stage takes each
         # branch once per microbatch and chunk, not in every tick
         if schedule and op.label.endswith(f"{CHOICE}/cond") and inner[-1:] == (schedule.ticks,):
             inner = (*inner[:-1], schedule.microbatches * schedule.chunks)
-        for name in op.called:
+        for name in op.callees:
             yield from _walk(
                 module, schedule, name, inner, branch or op.opcode == "conditional",
-                fused or op.opcode in ("fusion", "fusion-start"), started, again,
+                fused or op.opcode in ("fusion", "fusion-start"), is_async, is_repeated,
             )  # fmt: skip
 
 

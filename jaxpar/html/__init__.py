@@ -1,1 +1,1 @@
-"""Pages of HTML: pieces that are escaped, bars, lines, and the frame around them."""
+"""Building blocks of HTML pages: escaped markup, bars, line charts, and the frame around them."""

@@ -1,6 +1,6 @@
 """A page as one HTML file: no network, no script; for a screen, a phone, paper, and a notebook.
 
-The page's own policy forbids scripts and anything from elsewhere, besides what `tag` escapes.
+A content security policy forbids scripts and external resources, in addition to the escaping of `tag`.
 """
 
 from functools import cache
@@ -12,7 +12,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def document(title: str, *body: str) -> str:
-    """Returns a page with a title and a body."""
+    """A page with a title and a body."""
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -26,18 +26,18 @@ def document(title: str, *body: str) -> str:
     return in_ascii("<!DOCTYPE html>\n" + tag("html", head, tag("body", main, cls="jaxpar jx-page"), lang="en") + "\n")
 
 
-def tile(name: str, number: str, more: str, how: str) -> Markup:
-    """Returns a headline number: its name and what it is, the number, a few words more."""
-    return tag("div", tag("div", tag("span", name), badge(how), cls="jx-name"), tag("b", number),
-               tag("div", more, cls="jx-small"))  # fmt: skip
+def tile(name: str, number: str, note: str, provenance: str) -> Markup:
+    """A headline number: its name and provenance, the number, and a few more words."""
+    return tag("div", tag("div", tag("span", name), badge(provenance), cls="jx-name"), tag("b", number),
+               tag("div", note, cls="jx-small"))  # fmt: skip
 
 
 def in_ascii(text: str) -> str:
-    """Returns HTML that survives any encoding, also where a file's name holds bytes that are no characters."""
+    """HTML that survives any encoding, even if a file's name holds bytes that are no characters."""
     return text.encode("ascii", "xmlcharrefreplace").decode("ascii")
 
 
 @cache
 def style() -> str:
-    """Returns the style of all pages; it touches nothing outside of them."""
+    """The style of all pages; it does not affect anything outside of them."""
     return files("jaxpar.html").joinpath("page.css").read_text("utf-8")

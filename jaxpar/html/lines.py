@@ -1,4 +1,4 @@
-"""Lines over a common axis, as a drawing without scripts: several series, one of whose axes is shared."""
+"""Line charts over a common axis, as a drawing without scripts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import numpy as np
 from jaxpar.html.markup import Markup, join, percent, swatch, tag
 
 HEIGHT, WIDTH = 340, 1000  # units of the drawing; the width is stretched
-_TICKS = 6  # at most, of an axis
+_TICKS = 6  # maximum ticks of an axis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,28 +16,28 @@ class Line:
     """A series.
 
     Attributes:
-      name: For the legend.
+      name: Name in the legend.
       x: Shape [points].
-      y: Shape [points]; what is not finite is left out.
-      look: A class of the page that has a colour.
-      dashed: Whether it is drawn so.
+      y: Shape [points]; values that are not finite are left out.
+      css_class: CSS class that has a colour.
+      dashed: Whether the line is dashed.
     """
 
     name: str
     x: np.ndarray
     y: np.ndarray
-    look: str
+    css_class: str
     dashed: bool = False
 
 
 def chart(lines: Sequence[Line], *, x: str, y: str, show_x) -> Markup:
-    """Returns the drawing, with its axes.
+    """The chart, with its axes.
 
     Args:
-      lines: At least one, each with a point that is finite.
-      x: What the axis below is.
-      y: What the axis at the side is.
-      show_x: Returns a tick of the axis below as text.
+      lines: At least one, each with a finite point.
+      x: Title of the horizontal axis.
+      y: Title of the vertical axis.
+      show_x: Formats a tick of the horizontal axis.
     """
     finite = [np.isfinite(line.x) & np.isfinite(line.y) for line in lines]
     right = max(
@@ -47,27 +47,31 @@ def chart(lines: Sequence[Line], *, x: str, y: str, show_x) -> Markup:
     low, high = (float(heights.min()), float(heights.max())) if heights.size else (0.0, 1.0)
     pad = 0.05 * (high - low or abs(high)) or 0.5
     low, high, right = low - pad, high + pad, right or 1.0
-    up = lambda value: HEIGHT * (1 - (value - low) / (high - low))  # noqa: E731
-    rows, columns = ticks(low, high), [each for each in ticks(0, right) if each <= 0.97 * right]
-    grid = "".join(f"M0 {up(each):.1f}H{WIDTH}" for each in rows)
-    grid += "".join(f"M{WIDTH * each / right:.1f} 0V{HEIGHT}" for each in columns)
-    drawn = [_path(grid, "jx-grid")]
+    to_y = lambda value: HEIGHT * (1 - (value - low) / (high - low))  # noqa: E731
+    rows, columns = ticks(low, high), [tick for tick in ticks(0, right) if tick <= 0.97 * right]
+    grid = "".join(f"M0 {to_y(tick):.1f}H{WIDTH}" for tick in rows)
+    grid += "".join(f"M{WIDTH * tick / right:.1f} 0V{HEIGHT}" for tick in columns)
+    elements = [_path(grid, "jx-grid")]
     for line, mask in zip(lines, finite, strict=True):
-        points = zip(WIDTH * line.x[mask] / right, up(line.y[mask]), strict=True)
-        way = "L".join(f"{left:.1f} {top:.1f}" for left, top in points)
-        if mask.sum() == 1:  # no line, but a point
-            drawn.append(_path(f"M{way}h.01", f"jx-point {line.look}"))
+        points = zip(WIDTH * line.x[mask] / right, to_y(line.y[mask]), strict=True)
+        path = "L".join(f"{left:.1f} {top:.1f}" for left, top in points)
+        if mask.sum() == 1:  # a point instead of a line
+            elements.append(_path(f"M{path}h.01", f"jx-point {line.css_class}"))
         else:
-            drawn.append(_path(f"M{way}" if way else "M0 0", f"jx-line {line.look}" + " jx-dashed" * line.dashed))
+            elements.append(
+                _path(f"M{path}" if path else "M0 0", f"jx-line {line.css_class}" + " jx-dashed" * line.dashed)
+            )
     size = {"viewBox": f"0 0 {WIDTH} {HEIGHT}", "preserveAspectRatio": "none"}
-    side = [tag("text", f"{each:.4g}", x="100%", dx="-7", y=f"{up(each) + 4:.1f}", text_anchor="end") for each in rows]
-    below = [tag("text", show_x(each), x=percent(each / right), y="14", text_anchor="middle") for each in columns[1:]]
-    key = [tag("li", swatch(line.look, line.name)) for line in lines]
+    side = [
+        tag("text", f"{tick:.4g}", x="100%", dx="-7", y=f"{to_y(tick) + 4:.1f}", text_anchor="end") for tick in rows
+    ]
+    below = [tag("text", show_x(tick), x=percent(tick / right), y="14", text_anchor="middle") for tick in columns[1:]]
+    legend = [tag("li", swatch(line.css_class, line.name)) for line in lines]
     field = tag(
-        "div", tag("svg", *drawn, **size, cls="jx-over", role="img", aria_label=f"{y} against {x}"), cls="jx-field"
+        "div", tag("svg", *elements, **size, cls="jx-over", role="img", aria_label=f"{y} against {x}"), cls="jx-field"
     )
     return join([
-        tag("ul", *key, cls="jx-key"),
+        tag("ul", *legend, cls="jx-key"),
         tag("div", y, cls="jx-small"),
         tag("div", tag("svg", *side, cls="jx-side", aria_hidden="true"), field,
             tag("span"), tag("svg", *below, cls="jx-axis", aria_hidden="true"), cls="jx-plot"),
@@ -76,16 +80,14 @@ def chart(lines: Sequence[Line], *, x: str, y: str, show_x) -> Markup:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Returns round numbers within a range, at most `_TICKS` and one.
+    """Round numbers within a range, at most `_TICKS` + 1.
 
     >>> ticks(0, 9)
     [0.0, 2.0, 4.0, 6.0, 8.0]
     """
     unit = 10.0 ** np.floor(np.log10((high - low) / _TICKS))
-    step = next(unit * each for each in (1, 2, 5, 10) if (high - low) / (unit * each) <= _TICKS)
-    return [
-        float(step * each) for each in range(int(np.ceil(low / step - 1e-9)), int(np.floor(high / step + 1e-9)) + 1)
-    ]
+    step = next(unit * n for n in (1, 2, 5, 10) if (high - low) / (unit * n) <= _TICKS)
+    return [float(step * n) for n in range(int(np.ceil(low / step - 1e-9)), int(np.floor(high / step + 1e-9)) + 1)]
 
 
 def _path(way: str, look: str) -> Markup:

@@ -1,4 +1,4 @@
-"""HTML in pieces: everything is built by `tag`, which escapes all that is not `Markup` already."""
+"""Builds HTML: everything goes through `tag`, which escapes all text that is not `Markup` already."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -18,12 +18,12 @@ class Markup(str):
 
 
 def tag(element: str, /, *inside: str, **attributes: str | None) -> Markup:
-    """Returns an element.
+    """Builds an element.
 
     Args:
-      element: Its name.
+      element: Tag name.
       *inside: Text, which is escaped, and markup, which is not.
-      **attributes: `cls` is `class`, `_` is `-`; those that are None are left out.
+      **attributes: `cls` is `class`, `_` is `-`; attributes that are None are left out.
 
     >>> tag("b", "<", cls="warn")
     '<b class="warn">&lt;</b>'
@@ -39,46 +39,49 @@ def tag(element: str, /, *inside: str, **attributes: str | None) -> Markup:
 
 
 def join(parts: Iterable[str]) -> Markup:
-    """Returns text and markup one after the other, the text escaped."""
+    """Concatenates text and markup, the text escaped."""
     return Markup("".join(part if isinstance(part, Markup) else escape(part) for part in parts))
 
 
 def percent(share: float) -> str:
-    """Returns a share as a length in SVG."""
+    """Formats a share as a length in SVG."""
     return f"{100 * share:.2f}".rstrip("0").rstrip(".") + "%"
 
 
-def titled(at: float, width: float, colour: str, what: str, *, y: str = "0", height: str = "100%") -> Markup:
-    """Returns a rectangle with a tooltip."""
-    place = f'x="{percent(at)}" y="{y}" width="{percent(width)}" height="{height}" class="{colour}"'
-    return Markup(f"<rect {place}><title>{escape(what)}</title></rect>")
+def rect_with_tooltip(
+    offset: float, width: float, colour: str, title: str, *, y: str = "0", height: str = "100%"
+) -> Markup:
+    """A rectangle with a tooltip."""
+    place = f'x="{percent(offset)}" y="{y}" width="{percent(width)}" height="{height}" class="{colour}"'
+    return Markup(f"<rect {place}><title>{escape(title)}</title></rect>")
 
 
 def badge(word: str) -> Markup:
-    """Returns a badge for the provenance of a number, one of `HOW`."""
+    """A badge for the provenance of a number, one of `HOW`."""
     return tag("span", word, cls="jx-how", title=HOW.get(word))
 
 
 def swatch(colour: str, text: str) -> Markup:
-    """Returns an entry of a legend: a colour and its meaning."""
+    """An entry of a legend: a colour and its meaning."""
     return join([tag("i", cls=f"jx-swatch {colour}"), text])
 
 
 def heading(*inside: str) -> Markup:
-    """Returns the head of a part of a section; no `h3`, which a notebook would list among its own."""
+    """The head of a part of a section; no `h3`, which a notebook would list among its own headings."""
     return tag("div", *inside, cls="jx-head", role="heading", aria_level="3")
 
 
-def table(name: str, head: Sequence[str], rows: Iterable[Sequence[str]], looks: str) -> Markup:
-    """Returns a table that scrolls by itself where it is too wide.
+def table(name: str, head: Sequence[str], rows: Iterable[Sequence[str]], column_styles: str) -> Markup:
+    """A table that scrolls by itself if it is too wide.
 
     Args:
-      name: For who cannot see it.
-      head: Titles of columns.
+      name: Label for screen readers.
+      head: Column titles.
       rows: Cells.
-      looks: For each column, `n` a number, `t` a word or two, `s` what may break anywhere, `w` what takes the room.
+      column_styles: Per column: `n` a number, `t` a word or two, `s` text that may break anywhere, `w` text that
+        takes the space.
     """
-    classes = [None if look == "t" else f"jx-{look}" for look in looks]
+    classes = [None if look == "t" else f"jx-{look}" for look in column_styles]
     top = tag("tr", *[tag("th", title, scope="col", cls=look) for title, look in zip(head, classes, strict=True)])
     body = [tag("tr", *[tag("td", cell, cls=look) for cell, look in zip(row, classes, strict=True)]) for row in rows]
     table = tag("table", tag("thead", top), tag("tbody", *body))

@@ -4,6 +4,7 @@ Nouns: a `Subject` (a lowered program and the names of its arrays), `Facts` (the
 with its pages), a `Flag` (a warning), a budget for a user's own tests. `pages/` shows facts and computes
 nothing.
 
-To add a finding: a function in `findings.py`, its call in `find_flags`, and a program in `tests/test_inspect.py` in
-which it is planted. One that reads the program itself has a file of its own, as `scores.py`.
+To add a finding: a function in `findings.py`, its call in `find_flags`, and a program in
+`tests/inspector/test_inspect.py` that triggers it. A finding that reads the program itself has its own file, such as
+`scores.py`.
 """

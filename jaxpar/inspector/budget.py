@@ -8,7 +8,7 @@ jp.assert_fits(report)
 
 from collections.abc import Mapping
 
-from jaxpar.errors import JaxparError, Problem, nearest, refuse
+from jaxpar.errors import JaxparError, Problem, refuse, suggest
 from jaxpar.inspector.report import Report
 from jaxpar.mesh.collective import KINDS, Collective
 from jaxpar.units import parse_bytes, show_bytes
@@ -20,14 +20,14 @@ def assert_collectives(
     """Checks the collectives of a step against a budget.
 
     Args:
-      report: Of the program.
-      budget: Axes (`data`, or `data,fsdp` where one collective runs over both) to kind to either how many
-        arrays a step sends so, exactly, or a size such as "1.5 GiB" that their payload must not exceed.
-        A kind that is not named for a named axis must not run over it.
-      at_least: Arrays with a smaller payload are not looked at.
+      report: The report.
+      budget: Axes (`data`, or `data,fsdp` if one collective runs over both) to kind to either the exact number of
+        arrays that a step sends this way, or a size such as "1.5 GiB" that their payload must not exceed.
+        A kind that is missing for a listed axis must not run over it.
+      at_least: Arrays with a smaller payload are ignored.
 
     Raises:
-      JaxparError: With every entry that differs, and its cause.
+      JaxparError: Lists every entry that differs, and its cause.
     """
     _check_given(report)
     if not isinstance(budget, Mapping) or not all(isinstance(kinds, Mapping) for kinds in budget.values()):
@@ -42,14 +42,14 @@ def assert_collectives(
     for axis, kinds in budget.items():
         if axis not in axes and not all(part in report.sizes for part in axis.split(",")):
             raise refuse(f"axis {axis!r} in a budget", rule=f"an axis of the mesh: {', '.join(report.sizes)}",
-                         fix=nearest(axis, axes))  # fmt: skip
+                         fix=suggest(axis, axes))  # fmt: skip
         for kind in kinds:
             if kind not in KINDS:
-                raise refuse(f"{kind!r} in a budget", rule=f"one of {', '.join(KINDS)}", fix=nearest(kind, KINDS))
+                raise refuse(f"{kind!r} in a budget", rule=f"one of {', '.join(KINDS)}", fix=suggest(kind, KINDS))
         parts = set(axis.split(","))
-        here = [entry for entry in report.ledger if set(entry.axes) == parts and entry.payload >= smallest]
+        on_axis = [entry for entry in report.ledger if set(entry.axes) == parts and entry.payload >= smallest]
         for kind in KINDS:
-            problems += _differs(axis, kind, kinds.get(kind, 0), [entry for entry in here if entry.kind == kind])
+            problems += _differs(axis, kind, kinds.get(kind, 0), [entry for entry in on_axis if entry.kind == kind])
     if problems:
         raise JaxparError(*problems)
 
@@ -62,13 +62,13 @@ def _differs(axis: str, kind: str, allowed: int | str, entries: list[Collective]
     )
     if any(entry.times is None for entry in entries):
         return [Problem(f"{kind} over {axis} an unknown number of times: {shown}",
-                        "collectives can be counted where every loop has a known trip count",
+                        "collectives can be counted if every loop has a known trip count",
                         "a loop with a fixed length")]  # fmt: skip
     if isinstance(allowed, str):
-        found, most = sum(entry.step_payload for entry in entries), parse_bytes(allowed)
-        if found <= most:
+        total, limit = sum(entry.step_payload for entry in entries), parse_bytes(allowed)
+        if total <= limit:
             return []
-        return [Problem(f"{kind} over {axis}: {show_bytes(found)} in a step: {shown}", f"at most {show_bytes(most)}",
+        return [Problem(f"{kind} over {axis}: {show_bytes(total)} in a step: {shown}", f"at most {show_bytes(limit)}",
                         "the sharding behind the largest of them, or the budget")]  # fmt: skip
     times = sum(entry.times or 0 for entry in entries)
     if times == allowed:

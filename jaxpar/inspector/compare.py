@@ -5,7 +5,7 @@ from jaxpar.units import show_bytes, show_count, show_seconds
 
 
 def compare(one: Report, other: Report) -> str:
-    """Returns memory, traffic, FLOP and time of two reports, and their differences."""
+    """A table of memory, traffic, FLOP and time of two reports, and their differences."""
     rows: list[tuple[str, float, float, str]] = []
     causes = {share.cause: [share.bytes, 0] for share in one.memory}
     for share in other.memory:
@@ -25,7 +25,7 @@ def compare(one: Report, other: Report) -> str:
         ]
     rows.append(("FLOP per device", one.flop.total, other.flop.total, "count"))
     if one.timeline and other.timeline:
-        exposed = [sum(each.timeline.exposed.values()) if each.timeline else 0.0 for each in (one, other)]
+        exposed = [sum(report.timeline.exposed.values()) if report.timeline else 0.0 for report in (one, other)]
         rows.append(("waiting for collectives (modelled)", exposed[0], exposed[1], "seconds"))
         rows.append(("time of a step (modelled)", one.timeline.seconds, other.timeline.seconds, "seconds"))
     show = {"bytes": show_bytes, "count": show_count, "seconds": show_seconds}
@@ -36,8 +36,8 @@ def compare(one: Report, other: Report) -> str:
         f"  {'':<{width}}  {'one':>12}  {'other':>12}  {'other - one':>13}",
     ]
     for name, first, second, unit in rows:
-        more = second - first
-        sign = "+" if more > 0 else "-" if more < 0 else ""
-        difference = f"{sign}{show[unit](abs(more))}" if more else "the same"
+        delta = second - first
+        sign = "+" if delta > 0 else "-" if delta < 0 else ""
+        difference = f"{sign}{show[unit](abs(delta))}" if delta else "the same"
         lines.append(f"  {name:<{width}}  {show[unit](first):>12}  {show[unit](second):>12}  {difference:>13}")
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """Compiles a program for inspection: its text, its buffers, and XLA's log of the compilation.
 
-The buffers and their lifetimes are in the files that XLA writes on request; the objects that
-JAX returns have only their sums.
+Buffers and their lifetimes come from files that XLA dumps on request; the objects that JAX returns have only their
+sums.
 """
 
 import os
@@ -19,23 +19,23 @@ import jax
 
 from jaxpar.errors import refuse
 from jaxpar.inspector import program_cache
-from jaxpar.mesh.preset import unknown_option, without
-from jaxpar.mesh.stand_in_toolkit import make_toolkit
+from jaxpar.mesh.preset import dropped_option_warning, unknown_option
+from jaxpar.mesh.stub_toolkit import make_toolkit
 
 _NOISE = (
     "cuda_plugin_extension is not found",
     "All log messages before absl::InitializeLog",
-    "exceeds the base limit",  # it does not fit: the report says so
+    "exceeds the base limit",  # the program does not fit: the report says so
     "by rematerialization; only reduced",
 )
 _TUNING = "xla_gpu_autotune_level"
 _COLLECTIVES = "xla_gpu_experimental_use_collective_kernels"
 _COSTS = "xla_gpu_collect_cost_model_stats"
 _LINKER = "xla_gpu_libnvjitlink_mode"
-_NEEDS = {  # what XLA says where an option needs what it has not
-    "Failed to get configs": _TUNING,  # some products have no kernel that is taken without a choice
-    "No supported config found": _TUNING,  # so XLA 0.11 says it
-    "Cannot find key: sm_": _COSTS,  # its cost model has no table for this GPU
+_NEEDS = {  # XLA's message if it cannot support an option
+    "Failed to get configs": _TUNING,  # some products have no kernel that is usable without autotuning
+    "No supported config found": _TUNING,  # the same in XLA 0.11
+    "Cannot find key: sm_": _COSTS,  # the cost model has no table for this GPU
 }
 REMATERIALIZED = "Involuntary full rematerialization"
 
@@ -47,16 +47,16 @@ class Compiled:
     Attributes:
       text: The optimized module.
       assignment: The buffer assignment, as text.
-      lifetimes: The live ranges of buffers, as text; empty where this backend writes none.
+      lifetimes: The live ranges of buffers, as text; empty if this backend writes none.
       arguments: Bytes of arguments per device, as XLA counts them.
       outputs: Bytes of outputs.
-      aliased: Bytes of outputs that take over an argument's memory.
+      aliased: Bytes of outputs that reuse an argument's memory.
       temporary: Bytes of temporary memory.
       host: Bytes of temporary memory on the host.
       platform: `cpu` or `gpu`.
-      seconds: That compiling took.
+      seconds: Compilation time.
       said: Lines of XLA's log about resharding.
-      warned: Its other lines.
+      warned: The other lines of its log.
     """
 
     text: str = field(repr=False)
@@ -74,69 +74,72 @@ class Compiled:
 
 
 def compile_program(
-    lowered: Any, devices: Sequence[Any], *, keep: bool = False, told: Mapping[str, Any] = MappingProxyType({})
+    lowered: Any,
+    devices: Sequence[Any],
+    *,
+    use_cache: bool = False,
+    compiler_options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Compiled:
-    """Compiles a lowered program, and returns what XLA made of it; its other words go to the standard error.
+    """Compiles a lowered program; prints XLA's other log lines to stderr.
 
     Args:
-      lowered: As `jax.jit(...).lower` returns it.
-      devices: What it is compiled for, in the order of the mesh.
-      keep: Read it where an earlier inspection kept it, and keep it for later ones; see `program_cache`.
-      told: What XLA is told where it compiles the program to be run.
+      lowered: Result of `jax.jit(...).lower`.
+      devices: Devices to compile for, in the order of the mesh.
+      use_cache: Read the program from an earlier inspection, and store it for later ones; see `program_cache`.
+      compiler_options: XLA options that are also used when the program is compiled to be run.
 
     Raises:
       JaxparError: With XLA's first line, if it does not compile.
     """
     platform = "cpu" if devices[0].platform == "cpu" else "gpu"
-    options = {**told, **_options(platform)}
-    file = program_cache.file_of(lowered, devices, options) if keep else None
-    kept = program_cache.read(file) if file else None
-    if kept:
-        kept |= {name: tuple(kept[name]) for name in ("said", "warned")}
-        found = Compiled(**kept)
+    options = {**compiler_options, **_options(platform)}
+    file = program_cache.file_of(lowered, devices, options) if use_cache else None
+    cached = program_cache.read(file) if file else None
+    if cached:
+        cached |= {name: tuple(cached[name]) for name in ("said", "warned")}
+        result = Compiled(**cached)
     else:
-        found = _compiled(lowered, platform, options)
+        result = _compile_and_read(lowered, platform, options)
         if file:
-            program_cache.write(file, asdict(found))
-    if found.warned:
-        print("\n".join(found.warned), file=sys.stderr)
-    return found
+            program_cache.write(file, asdict(result))
+    if result.warned:
+        print("\n".join(result.warned), file=sys.stderr)
+    return result
 
 
 def _options(platform: str) -> dict[str, Any]:
-    """Returns what XLA is told for the sake of an inspection."""
     if platform == "cpu":
         return {}
     options: dict[str, Any] = {_COSTS: True}
     if jax.default_backend() != "gpu":
-        options[_TUNING] = 0  # there is no GPU to try kernels on, and going through them takes long
-        # taking absent nodes for one NVLink domain, XLA 0.12 writes kernels of its own for small all-reduces
-        # between nodes, and with 64 devices ends the process while it does
+        options[_TUNING] = 0  # there is no GPU to try kernels on, and trying them all takes long
+        # XLA 0.12 treats absent nodes as one NVLink domain, writes its own kernels for small all-reduces between
+        # nodes, and with 64 devices this ends the process
         options[_COLLECTIVES] = ""
-        # XLA prefers libnvJitLink, which torch and jax[cuda13] install, to the stand-in for `ptxas`; it links for real,
-        # and does not find in the stand-in for libdevice what a kernel calls
+        # XLA prefers libnvJitLink, which torch and jax[cuda13] install, to the stand-in for `ptxas`; it really links,
+        # and does not find a kernel's callees in the stand-in for libdevice
         options[_LINKER] = "LIB_NV_JIT_LINK_MODE_DISABLED"
     return options
 
 
-def _compiled(lowered: Any, platform: str, options: dict[str, Any]) -> Compiled:
+def _compile_and_read(lowered: Any, platform: str, options: dict[str, Any]) -> Compiled:
     with tempfile.TemporaryDirectory(prefix="jaxpar-") as folder:
         dumps: dict[str, Any] = {
             "xla_dump_to": folder,
             "xla_dump_hlo_as_text": True,
-            "xla_dump_emitter_re": f"none of {folder}",  # another key each time: from JAX's cache come no buffers
+            "xla_dump_emitter_re": f"none of {folder}",  # a new cache key each time: JAX's cache returns no buffers
         }
         if platform == "gpu" and jax.default_backend() != "gpu":
             dumps["xla_gpu_cuda_data_dir"] = str(make_toolkit(Path(folder)))
         begin = time.perf_counter()
         try:
-            with _uncached():
+            with _without_cache():
                 program, lines = _compile(lowered, dumps | options)
         except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
             raise refuse(
                 f"XLA does not compile it for {platform}: {str(error).strip().splitlines()[0][:300]}",
                 rule="the step must compile for the target before it can be inspected",
-                fix="pip install nvidia-cudnn-cu13" if "cudnn" in str(error).lower() else "what XLA names",
+                fix="pip install nvidia-cudnn-cu13" if "cudnn" in str(error).lower() else "change what XLA names",
             ) from error
         seconds = time.perf_counter() - begin
         stats = program.memory_analysis()
@@ -157,59 +160,59 @@ def _compiled(lowered: Any, platform: str, options: dict[str, Any]) -> Compiled:
 
 
 def _compile(lowered: Any, options: dict[str, Any]) -> tuple[Any, list[str]]:
-    """Compiles, and again without an option that only helps, where XLA has not what the option needs.
+    """Compiles; if XLA cannot support a helpful option, compiles again without it.
 
     Returns:
-      The program, and what XLA said meanwhile, without noise.
+      The program, and XLA's log, without noise.
     """
     missing: list[str] = []
     while True:
-        with _listening() as said:
+        with _captured_stderr() as log:
             try:
                 program = lowered.compile(compiler_options=options)
             except jax.errors.JaxRuntimeError as error:
                 unmet = [o for words, o in _NEEDS.items() if words in str(error) and o in options]
                 if (unknown := unknown_option(error)) in options:
                     unmet.append(unknown)
-                    missing += [without(unknown)] * (
+                    missing += [dropped_option_warning(unknown)] * (
                         unknown not in (_COLLECTIVES, _LINKER)
                     )  # older versions need neither
                 if not unmet:
                     raise
                 options = {name: value for name, value in options.items() if name not in unmet}
                 continue
-        return program, missing + [line for line in said if line.strip() and not any(noise in line for noise in _NOISE)]
+        return program, missing + [line for line in log if line.strip() and not any(noise in line for noise in _NOISE)]
 
 
 def _read(folder: str, pattern: str) -> str:
-    found = sorted(Path(folder).glob(pattern), key=lambda path: path.stat().st_size)
-    return found[-1].read_text() if found else ""
+    files = sorted(Path(folder).glob(pattern), key=lambda path: path.stat().st_size)
+    return files[-1].read_text() if files else ""
 
 
 @contextmanager
-def _uncached() -> Iterator[None]:
+def _without_cache() -> Iterator[None]:
     """Keeps programs that are compiled for inspection out of the persistent cache."""
-    before = jax.config.jax_persistent_cache_min_compile_time_secs  # pyright: ignore[reportAttributeAccessIssue]
+    previous = jax.config.jax_persistent_cache_min_compile_time_secs  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
     try:
         yield
     finally:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", previous)
 
 
 @contextmanager
-def _listening() -> Iterator[list[str]]:
+def _captured_stderr() -> Iterator[list[str]]:
     """Collects the text that XLA writes to the standard error of the process."""
-    said: list[str] = []
+    lines: list[str] = []
     sys.stderr.flush()
-    kept = os.dup(2)
+    stderr_fd = os.dup(2)
     with tempfile.TemporaryFile() as file:
         os.dup2(file.fileno(), 2)
         try:
-            yield said
+            yield lines
         finally:
             sys.stderr.flush()
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(stderr_fd, 2)
+            os.close(stderr_fd)
             file.seek(0)
-            said += file.read().decode(errors="replace").splitlines()
+            lines += file.read().decode(errors="replace").splitlines()

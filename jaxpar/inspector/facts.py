@@ -1,7 +1,7 @@
 """Facts about a compiled step: the numbers of a report, without the pages that show them.
 
-Every number says what it is: `exact`, arithmetic on shapes and specs; `compiled`, XLA said so;
-`modelled`, a formula.
+Every number states its provenance: `exact`, arithmetic on shapes and specs; `compiled`, reported by XLA; `modelled`, a
+formula.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxpar.hlo.attribution import Argument
 from jaxpar.hlo.flop import Flop
-from jaxpar.html.pieces import Card
+from jaxpar.html.shard_drawing import Card
 from jaxpar.inspector.findings import Flag
 from jaxpar.inspector.memory import Share
 from jaxpar.inspector.pages.pipeline import facts
@@ -31,26 +31,26 @@ class Facts:
 
     Attributes:
       title: Name of the inspected program.
-      devices: Their number and kind.
+      devices: Number and kind of the devices.
       sizes: Mesh axis to size, outermost first.
-      per_node: Devices of one machine.
+      per_node: Devices per machine.
       chip: The GPU; None on simulated devices, which have neither a capacity nor a time.
-      pool: The share of the GPU's memory that a run preallocates, or this process did.
+      pool: The share of the GPU's memory that a run preallocates, or that this process did.
       memory: Bytes of one device by cause; they add up to `total`.
       total: Bytes that one device needs.
       ledger: Every collective of a step, the largest traffic first.
-      flop: Of one device, as compiled.
-      model_flop: Of a step over all devices, without recomputation; None where it is not known.
+      flop: FLOP of one device, as compiled.
+      model_flop: FLOP of a step over all devices, without recomputation; None if unknown.
       timeline: The modelled step; None on simulated devices.
       flags: Warnings.
-      arguments: Every array the program is given.
+      arguments: Every array argument of the program.
       schedule: The schedule of its pipeline; None without one.
-      cards: How its parameters are cut, and which devices hold the pieces.
-      host: Bytes of temporary arrays in the host's memory, per device, as compiled.
+      cards: How its parameters are sharded, and which devices hold the shards.
+      host: Bytes of temporary arrays in host memory, per device, as compiled.
       notes: Remarks for the reader.
-      seconds: That compiling took.
-      versions: Of jax and jaxlib.
-      knobs: If it does not fit: changes that would free memory, (change, bytes freed), most first.
+      seconds: Compilation time.
+      versions: Versions of jax and jaxlib.
+      knobs: If it does not fit: changes that would free memory, (change, bytes freed), largest first.
     """
 
     title: str
@@ -77,7 +77,7 @@ class Facts:
 
     @property
     def count(self) -> int:
-        """Devices."""
+        """Number of devices."""
         product = 1
         for size in self.sizes.values():
             product *= size
@@ -85,16 +85,16 @@ class Facts:
 
     @property
     def capacity(self) -> int | None:
-        """Bytes of a device that a program may take."""
-        return None if self.chip is None else self.pool.room(self.chip.visible)
+        """Bytes of a device that a program may use."""
+        return None if self.chip is None else self.pool.program_bytes(self.chip.visible_memory)
 
     @property
     def room(self) -> str:
-        """The memory that a program may take, in words: of how much, and why not all of it."""
+        """The memory that a program may use, in words: its size, and why it is not all of it."""
         if self.capacity is None or self.chip is None:
             return ""
-        of = f"{show_bytes(self.capacity)} of the {self.chip.name}'s {show_bytes(self.chip.visible)}"
-        return f"{of} are for a program: {self.pool}"
+        amount = f"{show_bytes(self.capacity)} of the {self.chip.name}'s {show_bytes(self.chip.visible_memory)}"
+        return f"{amount} are for a program: {self.pool}"
 
     @property
     def fits(self) -> bool | None:
@@ -110,21 +110,21 @@ class Facts:
 
     @cached_property
     def by_axis(self) -> dict[str, dict[str, float]]:
-        """Axes to kind to wire bytes of one device in a step."""
-        found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        """Axes to kind to bytes that one device sends in a step."""
+        totals: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for entry in self.ledger:
-            found[entry.axis][entry.kind] += entry.step_wire
-        return {axis: dict(kinds) for axis, kinds in found.items()}
+            totals[entry.axis][entry.kind] += entry.step_wire
+        return {axis: dict(kinds) for axis, kinds in totals.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the report as JSON wants it."""
-        made = {
-            each.name: getattr(self, each.name)
-            for each in dataclasses.fields(self)
-            if each.name
+        """The report as values for JSON."""
+        result = {
+            item.name: getattr(self, item.name)
+            for item in dataclasses.fields(self)
+            if item.name
             not in ("chip", "pool", "memory", "ledger", "flags", "arguments", "flop", "timeline", "schedule", "cards")
         }
-        made |= {
+        result |= {
             "chip": self.chip.name if self.chip else None,
             "capacity": self.capacity,
             "room": self.room,
@@ -136,11 +136,11 @@ class Facts:
             "flop": dataclasses.asdict(self.flop) | {"total": self.flop.total},
             "timeline": dataclasses.asdict(self.timeline) if self.timeline else None,
             "flags": [dataclasses.asdict(flag) for flag in self.flags],
-            "arguments": [dataclasses.asdict(each) | {"bytes": each.bytes} for each in self.arguments],
+            "arguments": [dataclasses.asdict(item) | {"bytes": item.bytes} for item in self.arguments],
             "ledger": [
                 dataclasses.asdict(entry)
                 | {"wire": entry.wire, "step_wire": entry.step_wire, "step_payload": entry.step_payload}
                 for entry in self.ledger
             ],
         }
-        return made
+        return result

@@ -1,4 +1,4 @@
-"""Warnings about a compiled step: collectives, dtypes and recomputation that should not be there."""
+"""Warnings about a compiled step: unexpected collectives, dtypes and recomputation."""
 
 import re
 from collections import defaultdict
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jaxpar.hlo.attribution import Argument, shorten
 from jaxpar.hlo.flop import Flop
-from jaxpar.hlo.own_share import FIX, Excess, find_excess
+from jaxpar.hlo.flop_share import FIX, Excess, find_excess
 from jaxpar.hlo.text import BITS, Module
 from jaxpar.inspector.subject import Subject
 from jaxpar.mesh.collective import Collective
@@ -25,8 +25,8 @@ class Flag:
       kind: `repeated work`, `replicates`, `unsharded gradient`, `per microbatch`, `wide wire`, `idle axis`,
         `rematerialized`, `squeezed`, `summed scores`, `unknown`.
       text: The finding and its place.
-      fix: A change that would mend it.
-      bytes: Bytes that it costs on the wire of each device in a step, where known.
+      fix: A change that would fix it.
+      bytes: Bytes per device and step that it costs on the wire, if known.
     """
 
     kind: str
@@ -39,24 +39,24 @@ class Flag:
 
 
 def find_flags(
-    subject: Subject, module: Module, ledger: Sequence[Collective], flop: Flop, said: Sequence[str]
+    subject: Subject, module: Module, ledger: Sequence[Collective], flop: Flop, log_lines: Sequence[str]
 ) -> list[Flag]:
-    """Returns all warnings: of work that several devices do, then those that cost most bytes first."""
+    """All warnings: repeated work first, then by bytes on the wire."""
     sizes = dict(subject.mesh.shape)
     total = sum(entry.step_wire for entry in ledger) or 1.0
     notable = [entry for entry in ledger if entry.step_wire >= NOTABLE * total]
-    given = {argument.path: argument for argument in subject.arguments}
-    found = [
+    arguments = {argument.path: argument for argument in subject.arguments}
+    flags = [
         *_replicates(notable, subject.batch_axes),
-        *_unsharded(ledger, given, set(subject.batch_axes) - set(subject.whole), total),
-        *_per_microbatch(ledger, given, subject.batch_axes, sizes, total, often=_reductions(subject)),
-        *_wide(notable, _asked_for_16_bits(subject, flop)),
+        *_unsharded(ledger, arguments, set(subject.batch_axes) - set(subject.unsharded_gradient_axes), total),
+        *_per_microbatch(ledger, arguments, subject.batch_axes, sizes, total, reductions_needed=_reductions(subject)),
+        *_wide_traffic(notable, _asked_for_16_bits(subject, flop)),
         *_idle(ledger, _meant_to_send(subject), {axis for argument in subject.arguments for axis in argument.axes}),
-        *_rematerialized(said),
+        *_rematerialized(log_lines),
         *_squeezed(flop),
         *_unknown(ledger, flop),
     ]
-    return _repeated(find_excess(module, subject.share)) + sorted(found, key=lambda flag: -flag.bytes)
+    return _repeated(find_excess(module, subject.share)) + sorted(flags, key=lambda flag: -flag.bytes)
 
 
 def _repeated(excess: Excess | None) -> list[Flag]:
@@ -64,7 +64,7 @@ def _repeated(excess: Excess | None) -> list[Flag]:
 
 
 def _meant_to_send(subject: Subject) -> dict[str, int]:
-    return {axis: size for axis, size in subject.mesh.shape.items() if axis not in subject.silent}
+    return {axis: size for axis, size in subject.mesh.shape.items() if axis not in subject.axes_without_traffic}
 
 
 def _asked_for_16_bits(subject: Subject, flop: Flop) -> bool:
@@ -72,7 +72,7 @@ def _asked_for_16_bits(subject: Subject, flop: Flop) -> bool:
     return subject.precision == "bf16" or (flop.total > 0 and low >= 0.9 * flop.total)
 
 
-def _bare(entry: Collective) -> set[str]:
+def _plain_axes(entry: Collective) -> set[str]:
     return {axis.lstrip("~") for axis in entry.axes}
 
 
@@ -83,78 +83,82 @@ def _replicates(ledger: Sequence[Collective], batch_axes: Sequence[str]) -> list
             f"all-gather over {entry.axis} of {show_bytes(entry.payload)} at {entry.source or 'an unknown line'} "
             f"({entry.cause}), {_times(entry)}: {entry.axis} splits "
             "the examples, so afterwards every device holds all of them",
-            f"a sharding constraint there, or after it, that keeps {entry.axis} on the batch dim, or none",
+            f"a sharding constraint there, or after it, that keeps {entry.axis} on the batch dim, or no constraint",
             entry.step_wire,
         )
         for entry in ledger
-        if entry.kind in ("all-gather", "all-to-all") and not entry.parameter and _bare(entry) & set(batch_axes)
+        if entry.kind in ("all-gather", "all-to-all")
+        and not entry.has_parameters
+        and _plain_axes(entry) & set(batch_axes)
     ]
 
 
 def _unsharded(
-    ledger: Sequence[Collective], given: dict[str, Argument], batch_axes: Set[str], total: float
+    ledger: Sequence[Collective], arguments: dict[str, Argument], batch_axes: Set[str], total: float
 ) -> list[Flag]:
-    found = []
+    flags = []
     for entry in ledger:
-        names = _names(entry, given)
-        axes = [a for a in _bare(entry) & batch_axes if names and all(a in given[name].axes for name in names)]
+        names = _names(entry, arguments)
+        axes = [
+            a for a in _plain_axes(entry) & batch_axes if names and all(a in arguments[name].axes for name in names)
+        ]
         if entry.kind == "all-reduce" and entry.backward and axes and entry.step_wire >= NOTABLE * total:
-            found.append(
+            flags.append(
                 Flag(
                     "unsharded gradient",
                     f"all-reduce over {entry.axis} of the gradient of {entry.cause}, {show_bytes(entry.payload)}, "
                     f"{_times(entry)}: {axes[0]} splits the parameter, so a reduce-scatter of half the bytes would do",
-                    "constrain the gradient to the parameter's sharding where it is made and where it is added up",
+                    "constrain the gradient to the parameter's sharding where it is computed and accumulated",
                     entry.step_wire / 2,
                 )
             )
-    return found
+    return flags
 
 
 def _per_microbatch(
     ledger: Sequence[Collective],
-    given: dict[str, Argument],
+    arguments: dict[str, Argument],
     batch_axes: Sequence[str],
     sizes: dict[str, int],
     total: float,
     *,
-    often: int,
+    reductions_needed: int,
 ) -> list[Flag]:
-    """Compares what is reduced of each parameter in a step with the size of its gradient, `often` times."""
-    reduced: dict[tuple, list[Collective]] = defaultdict(list)
+    """Compares the elements reduced per parameter and step with the size of its gradient, `reductions_needed` times."""
+    reductions: dict[tuple, list[Collective]] = defaultdict(list)
     for entry in ledger:
         if (
             entry.kind in ("all-reduce", "reduce-scatter")
-            and entry.parameter
+            and entry.has_parameters
             and entry.loop
-            and _bare(entry) & set(batch_axes)
+            and _plain_axes(entry) & set(batch_axes)
         ):
-            names = _names(entry, given)
+            names = _names(entry, arguments)
             if names:
-                reduced[names, entry.kind, entry.axes].append(entry)
-    flagged: list[tuple[float, Collective]] = []
-    for (names, *_), entries in reduced.items():
+                reductions[names, entry.kind, entry.axes].append(entry)
+    repeats: list[tuple[float, Collective]] = []
+    for (names, *_), entries in reductions.items():
         elements = 0
         for name in names:
             size = 1
-            for dim in given[name].shape:
+            for dim in arguments[name].shape:
                 size *= dim
-            for axis in set(given[name].axes) - set(batch_axes):
+            for axis in set(arguments[name].axes) - set(batch_axes):
                 size //= sizes[axis]
             elements += size
-        moved = sum(entry.step_payload * 8 // BITS[entry.dtype] for entry in entries)
-        ratio = moved / max(elements, 1)
-        if ratio >= 1.9 * often:
-            flagged += [(ratio, entry) for entry in entries]
-    wire = sum(entry.step_wire * (1 - often / ratio) for ratio, entry in flagged)
-    if not flagged or wire < NOTABLE * total:
+        elements_moved = sum(entry.step_payload * 8 // BITS[entry.dtype] for entry in entries)
+        ratio = elements_moved / max(elements, 1)
+        if ratio >= 1.9 * reductions_needed:
+            repeats += [(ratio, entry) for entry in entries]
+    wire = sum(entry.step_wire * (1 - reductions_needed / ratio) for ratio, entry in repeats)
+    if not repeats or wire < NOTABLE * total:
         return []
-    ratio, largest = max(flagged, key=lambda pair: pair[1].step_wire)
+    ratio, largest = max(repeats, key=lambda pair: pair[1].step_wire)
     return [
         Flag(
             "per microbatch",
             f"{largest.kind} over {largest.axis} of the gradient of {largest.cause} at {largest.source}, "
-            f"{_times(largest)}, and {len(flagged) - 1} more: gradients are reduced {ratio:.3g} times in a step",
+            f"{_times(largest)}, and {len(repeats) - 1} more: gradients are reduced {ratio:.3g} times in a step",
             "reduce once, after the loop: it saves these bytes and costs an unreduced accumulator on each device",
             wire,
         )
@@ -162,12 +166,12 @@ def _per_microbatch(
 
 
 def _reductions(subject: Subject) -> int:
-    """Returns how often a step must reduce a gradient: once; in every tick, where weights change between ticks."""
+    """Reductions of a gradient that a step needs: one; one per tick if weights change between ticks."""
     return subject.schedule.ticks if subject.schedule and subject.updates > 1 else 1
 
 
-def _wide(ledger: Sequence[Collective], low: bool) -> list[Flag]:
-    """Finds what travels in 32 bits and is neither a gradient nor handed from its stage to the others as stored."""
+def _wide_traffic(ledger: Sequence[Collective], low: bool) -> list[Flag]:
+    """Finds 32-bit traffic that is neither a gradient nor a parameter sent from its stage to the others as stored."""
     return [
         Flag(
             "wide wire",
@@ -179,19 +183,17 @@ def _wide(ledger: Sequence[Collective], low: bool) -> list[Flag]:
         for entry in ledger
         if low
         and entry.dtype in ("f32", "f64")
-        and not (entry.parameter and (entry.backward or (entry.kind, entry.axes) == ("all-reduce", ("pipe",))))
+        and not (entry.has_parameters and (entry.backward or (entry.kind, entry.axes) == ("all-reduce", ("pipe",))))
     ]
 
 
 def _idle(ledger: Sequence[Collective], sizes: dict[str, int], splits: set[str]) -> list[Flag]:
-    used = {axis for entry in ledger for axis in _bare(entry)}
+    used = {axis for entry in ledger for axis in _plain_axes(entry)}
     return [
         Flag(
             "idle axis",
             f"{axis}={size} never communicates: "
-            + (
-                "what it splits stays apart" if axis in splits else "it splits nothing, so its devices do the same work"
-            ),
+            + ("its shards stay separate" if axis in splits else "it splits nothing, so its devices do the same work"),
             f"{axis}=1 and another axis larger, or a sharding that names {axis}",
         )
         for axis, size in sizes.items()
@@ -199,19 +201,19 @@ def _idle(ledger: Sequence[Collective], sizes: dict[str, int], splits: set[str])
     ]
 
 
-def _rematerialized(said: Sequence[str]) -> list[Flag]:
-    found: dict[str, Flag] = {}
-    for line in said:
-        what = re.search(r"HLO operation:? %?(\S+) = (\w+\[[\d,]*\])", line)
+def _rematerialized(log_lines: Sequence[str]) -> list[Flag]:
+    flags: dict[str, Flag] = {}
+    for line in log_lines:
+        match = re.search(r"HLO operation:? %?(\S+) = (\w+\[[\d,]*\])", line)
         name = re.search(r'op_name="([^"]*)"', line)
         label = f" ({shorten(name[1])})" if name else ""
-        text = f"{what[2]} of {what[1]}{label}" if what else line.split("] ", 1)[-1][:200]
-        found[text] = Flag(
+        text = f"{match[2]} of {match[1]}{label}" if match else line.split("] ", 1)[-1][:200]
+        flags[text] = Flag(
             "rematerialized",
             f"XLA replicates a whole array to reshard it: {text}",
             "a sharding constraint between the two shardings that it names",
         )
-    return list(found.values())
+    return list(flags.values())
 
 
 def _squeezed(flop: Flop) -> list[Flag]:
@@ -221,8 +223,8 @@ def _squeezed(flop: Flop) -> list[Flag]:
         Flag(
             "squeezed",
             f"XLA computes {show_count(flop.squeezed)} FLOP ({flop.squeezed / flop.total:.1%}) again of its own "
-            "accord, as the program takes more memory than it may",
-            "what takes less: train.remat, more microbatches, another layout; `jaxpar plan` weighs them",
+            "accord, because the program needs more memory than it may use",
+            "less memory: train.remat, more microbatches, another layout; `jaxpar plan` compares them",
         )
     ]
 
@@ -234,15 +236,15 @@ def _unknown(ledger: Sequence[Collective], flop: Flop) -> list[Flag]:
     return [
         Flag(
             "unknown",
-            f"{len(open_ended)} collectives{' and FLOP' * flop.unknown} stand in a loop that turns as often as the "
-            "data says: they are counted once",
-            "lax.scan or fori_loop with a fixed length, where one is meant",
+            f"{len(open_ended)} collectives{' and FLOP' * flop.unknown} are in a loop whose trip count depends on the "
+            "data: they are counted once",
+            "lax.scan or fori_loop with a fixed length, if one is meant",
         )
     ]
 
 
-def _names(entry: Collective, given: dict[str, Argument]) -> tuple[str, ...]:
-    return tuple(name for name in entry.parameters if name in given)
+def _names(entry: Collective, arguments: dict[str, Argument]) -> tuple[str, ...]:
+    return tuple(name for name in entry.parameters if name in arguments)
 
 
 def _times(entry: Collective) -> str:

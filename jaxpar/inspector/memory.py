@@ -1,9 +1,9 @@
-"""Memory by cause: arguments by arithmetic, temporary memory as read from XLA's buffer assignment.
+"""Memory by cause: arguments by arithmetic, temporary memory from XLA's buffer assignment.
 
     total = arguments + outputs that do not reuse a donated argument + temporary memory
 
-XLA lays all temporary buffers into one block. At the moment when most of it is in use, every byte of the block is
-attributed to the buffer that covers it; bytes that no buffer covers at that moment are the price of packing. So the
+XLA lays out all temporary buffers in one block. At the moment when most of it is in use, every byte of the block is
+attributed to the buffer that covers it; bytes that no buffer covers at that moment are packing overhead. So the
 causes add up to the total, to the byte.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxpar.errors import refuse
-from jaxpar.hlo.attribution import Causes, either, is_backward, is_recomputed, shorten, users_frame
+from jaxpar.hlo.attribution import Causes, is_backward, is_recomputed, join_names, shorten, users_frame
 from jaxpar.hlo.provenance import Trace
 from jaxpar.hlo.text import Array, Module, Op, arrays
 from jaxpar.inspector.compiled import Compiled
@@ -22,7 +22,7 @@ from jaxpar.sharding.names import GRADIENT, TABLE
 
 CAUSES = ("parameters", "optimizer state", "other state", "batch", "arguments", "gradients", "gathered weights",
           "activations", "logits", "everything else")  # fmt: skip
-# lines of XLA's dumps: the allocations with their values, and the lifetime of each value in steps of the schedule
+# lines of XLA's dumps: allocations with their values, and the lifetime of each value in steps of the schedule
 _ALLOCATION = re.compile(r"^allocation (\d+): size (\d+), (.*):$")
 _VALUE = re.compile(r"^ value: <\d+ ([^\s{]+)(?:\{([\d,]*)\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$")
 _SPAN = re.compile(r"^    ([^\s{]+)\{([\d,]*)\}:(\d+)-(\d+)$")
@@ -36,8 +36,8 @@ class Share:
 
     Attributes:
       cause: One of `CAUSES`.
-      bytes: Per device.
-      how: `exact`, arithmetic on shapes and specs; or `compiled`, as XLA assigned them.
+      bytes: Bytes per device.
+      how: `exact`, arithmetic on shapes and specs; or `compiled`, as assigned by XLA.
       largest: Its largest arrays, (name, bytes), largest first.
     """
 
@@ -53,9 +53,9 @@ class Buffer:
 
     Attributes:
       name: The instruction that defines it.
-      index: Which entry of its result, for a tuple.
+      index: Index in its result, for a tuple.
       size: Bytes.
-      offset: In the block.
+      offset: Offset in the block.
       array: Shape and dtype; None for a tuple's own pointers.
     """
 
@@ -67,103 +67,102 @@ class Buffer:
 
 
 def temporaries(compiled: Compiled) -> list[Buffer]:
-    """Returns the values that are live when most of the temporary memory is in use.
+    """The values that are live when most of the temporary memory is in use.
 
     Raises:
-      JaxparError: If XLA's files do not have the form they had when this was written.
+      JaxparError: If XLA's files have an unknown format.
     """
     block: dict[tuple[str, tuple[int, ...]], Buffer] = {}
     size, inside = 0, False
     for line in compiled.assignment.splitlines():
         if match := _ALLOCATION.match(line):
-            # where there are several temporary allocations the largest counts
+            # of several temporary allocations the largest counts
             inside = _TEMPORARY in match[3] and int(match[2]) > size
             if inside:
                 block, size = {}, int(match[2])
         elif inside and (match := _VALUE.match(line)):
             index = _index(match[2])
-            found = arrays(match[5]) if not match[5].startswith("(") else ()
-            block[match[1], index] = Buffer(match[1], index, int(match[3]), int(match[4]), found[0] if found else None)
+            types = arrays(match[5]) if not match[5].startswith("(") else ()
+            block[match[1], index] = Buffer(match[1], index, int(match[3]), int(match[4]), types[0] if types else None)
     if compiled.temporary and not block:
         raise refuse(
             "XLA's buffer assignment has no block of temporary memory",
             rule="memory by cause is read from the files of jaxlib 0.10 to 0.12",
             fix="a newer jaxpar",
         )
-    return _fullest(block, compiled.lifetimes)
+    return _live_at_peak(block, compiled.lifetimes)
 
 
-def _fullest(block: dict[tuple[str, tuple[int, ...]], Buffer], lifetimes: str) -> list[Buffer]:
-    """Returns the buffers that are live at the moment when most of the block is in use.
+def _live_at_peak(block: dict[tuple[str, tuple[int, ...]], Buffer], lifetimes: str) -> list[Buffer]:
+    """The buffers that are live at the moment when most of the block is in use.
 
-    It is not the moment that XLA itself reports as the peak: that counts arguments and aliases too.
+    This differs from the peak that XLA itself reports, which also counts arguments and aliases.
     """
     spans = []
     for line in lifetimes.splitlines():
         if (match := _SPAN.match(line)) and (buffer := block.get((match[1], _index(match[2])))):
             spans.append((int(match[3]), int(match[4]), buffer))
     changes = sorted({start for start, _, _ in spans})  # usage grows only where a buffer begins
-    best, most = [], -1
+    best, peak = [], -1
     for now in changes:
         alive = [buffer for start, end, buffer in spans if start <= now <= end]
-        # values that share a place (an operation in place) count once
+        # values that share a place (in-place operations) count once
         used = sum({(buffer.offset, buffer.size): buffer.size for buffer in alive}.values())
-        if used > most:
-            best, most = alive, used
+        if used > peak:
+            best, peak = alive, used
     return best
 
 
 def cover(buffers: Iterable[Buffer]) -> list[tuple[Buffer, int]]:
-    """Returns how many bytes of the block each value covers; where values overlap, the largest has the bytes."""
-    taken: list[tuple[int, int]] = []
-    found = []
+    """Bytes of the block that each value covers; where values overlap, the largest counts."""
+    occupied: list[tuple[int, int]] = []
+    result = []
     for buffer in sorted(buffers, key=lambda buffer: (-buffer.size, buffer.offset)):
         free = buffer.size
-        for start, end in taken:
+        for start, end in occupied:
             free -= max(0, min(end, buffer.offset + buffer.size) - max(start, buffer.offset))
         if free > 0:
-            found.append((buffer, free))
-            taken = _merged([*taken, (buffer.offset, buffer.offset + buffer.size)])
-    return found
+            result.append((buffer, free))
+            occupied = _merge_spans([*occupied, (buffer.offset, buffer.offset + buffer.size)])
+    return result
 
 
-def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns spans without overlaps."""
-    merged: list[tuple[int, int]] = []
+def _merge_spans(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    result: list[tuple[int, int]] = []
     for start, end in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(end, result[-1][1]))
         else:
-            merged.append((start, end))
-    return merged
+            result.append((start, end))
+    return result
 
 
 def by_cause(compiled: Compiled, module: Module, causes: Causes) -> list[Share]:
-    """Returns the bytes of every cause; they add up to `total(compiled)`.
+    """Bytes by cause; they add up to `total(compiled)`.
 
-    Bytes of the arguments beyond their shapes (padding) are an entry of their own under everything else.
+    Bytes of the arguments beyond their shapes (padding) are a separate entry under everything else.
     """
     shares: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    given = 0
+    argument_bytes = 0
     for argument in causes.arguments:
         shares[argument.role][argument.path] += argument.bytes
-        given += argument.bytes
-    exact = set(shares)  # of now: causes that temporary memory adds below are as compiled
-    rest = shares["everything else"]
-    if compiled.arguments != given:
-        rest["arguments beyond their shapes" if compiled.arguments > given else "arguments that nothing reads"] += (
-            compiled.arguments - given
-        )
+        argument_bytes += argument.bytes
+    exact = set(shares)  # so far; causes added below for temporary memory are `compiled`
+    uncategorized = shares["everything else"]
+    if compiled.arguments != argument_bytes:
+        uncategorized[
+            "arguments beyond their shapes" if compiled.arguments > argument_bytes else "arguments that nothing reads"
+        ] += compiled.arguments - argument_bytes
     if compiled.outputs > compiled.aliased:
-        rest["outputs"] += compiled.outputs - compiled.aliased
-    left = compiled.temporary
+        uncategorized["outputs"] += compiled.outputs - compiled.aliased
+    uncovered = compiled.temporary
     reader = _Reader(module, causes)
     for buffer, size in cover(temporaries(compiled)):
-        cause, what = reader.read(buffer)
-        shares[cause][what] += size
-        left -= size
-    if left:
-        rest["packing of temporary memory"] += left
+        cause, name = reader.cause_of(buffer)
+        shares[cause][name] += size
+        uncovered -= size
+    if uncovered:
+        uncategorized["packing of temporary memory"] += uncovered
     return [
         Share(
             cause,
@@ -177,7 +176,7 @@ def by_cause(compiled: Compiled, module: Module, causes: Causes) -> list[Share]:
 
 
 def total(compiled: Compiled) -> int:
-    """Returns the bytes that one device needs for this program, as XLA compiled it."""
+    """Bytes that one device needs for this program, as XLA compiled it."""
     return compiled.arguments + compiled.outputs - compiled.aliased + compiled.temporary
 
 
@@ -188,10 +187,10 @@ class _Reader:
         self.module, self.causes = module, causes
         self.trace = Trace(module)
         self.logits = self._shapes_of_loss()
-        # instructions inside of an asynchronous fusion have names that the buffer assignment does not use: then any
-        # labelled instruction of that shape stands in
+        # the buffer assignment does not use the names of instructions inside an asynchronous fusion: then any labelled
+        # instruction of that shape stands in
         self.like: dict[Array, tuple[Op, tuple[int, ...]]] = {}
-        self.ticking: dict[Array, Op] = {}  # those inside the table of a pipeline
+        self.ticking: dict[Array, Op] = {}  # instructions inside the tick table of a pipeline
         for _, op in module.ops():
             if op.label:
                 for number, array in enumerate(op.arrays):
@@ -200,57 +199,57 @@ class _Reader:
                         self.ticking.setdefault(array, op)
 
     def _shapes_of_loss(self) -> set[tuple[int, ...]]:
-        """Returns the shapes of the largest arrays that the loss function itself makes."""
+        """The shapes of the largest arrays that the loss function itself computes."""
         sizes = {
             array.dims: array.size
             for _, op in self.module.ops()
             if (frame := users_frame(self.module.stack(op))) and self.causes.is_loss(frame)
             for array in op.arrays
         }
-        # the loss works on logits and on arrays of one number per token: those above half of the largest are logits
+        # the loss handles logits and arrays of one number per token: those above half of the largest are logits
         largest = max(sizes.values(), default=0)
-        found = {dims for dims, size in sizes.items() if len(dims) > 1 and size * 2 > largest}
-        return found | {(math.prod(dims[:-1]), dims[-1]) for dims in found}  # in matmuls XLA merges batch and sequence
+        large = {dims for dims, size in sizes.items() if len(dims) > 1 and size * 2 > largest}
+        return large | {(math.prod(dims[:-1]), dims[-1]) for dims in large}  # in matmuls XLA merges batch and sequence
 
-    def read(self, buffer: Buffer) -> tuple[str, str]:
-        """Returns (cause, name of the array)."""
+    def cause_of(self, buffer: Buffer) -> tuple[str, str]:
+        """The cause, and the name of the array."""
         op = self._maker(buffer)
         label = op.label if op else ""
         frame = users_frame(self.module.stack(op)) if op else None
         array = buffer.array
         if array is None:
             return "everything else", "pointers of tuples"
-        # from the surest clue to the weakest: where the value comes from, then scopes of gradients, then shapes
+        # from the strongest clue to the weakest: the value's origin, then scopes of gradients, then shapes
         if path := self._parameter(buffer, label):
             return "gathered weights", path
-        alike = self.causes.parameters_like(array.dims)
-        words = f"{shorten(label)}, {frame.file.rsplit('/', 1)[-1]}:{frame.line}" if frame else shorten(label)
+        candidates = self.causes.parameters_like(array.dims)
+        place = f"{shorten(label)}, {frame.file.rsplit('/', 1)[-1]}:{frame.line}" if frame else shorten(label)
         forward = ("jvp(" in label and not is_backward(label)) or is_recomputed(label)
-        # inside a pipeline's table an array of a parameter's shape that is not of the forward is a sum of gradients,
-        # or a copy of one that a conditional chooses from
-        if GRADIENT in label or (alike and not forward and TABLE in label):
-            return "gradients", either(alike) if alike else f"{array} {words}"
-        if alike and not forward and array.dims not in self.logits:
+        # inside a pipeline's tick table an array of a parameter's shape outside of the forward pass is a sum of
+        # gradients, or a copy of one that a conditional chooses from
+        if GRADIENT in label or (candidates and not forward and TABLE in label):
+            return "gradients", join_names(candidates) if candidates else f"{array} {place}"
+        if candidates and not forward and array.dims not in self.logits:
             return (
-                ("gradients", either(alike))
+                ("gradients", join_names(candidates))
                 if is_backward(label)
                 else (
                     "everything else",
-                    f"while updating {either(alike)}",
+                    f"while updating {join_names(candidates)}",
                 )
             )
         if array.dims in self.logits:
-            return "logits", f"{array} {words}"
+            return "logits", f"{array} {place}"
         if "jvp(" in label or is_recomputed(label) or is_backward(label) or TABLE in label:
-            return "activations", f"{array} {words}"
-        return "everything else", f"{array} {words}".rstrip()
+            return "activations", f"{array} {place}"
+        return "everything else", f"{array} {place}".rstrip()
 
     def _parameter(self, buffer: Buffer, label: str) -> str | None:
-        """Returns the path of the parameter that a buffer is a gathered, cast or copied form of, where it is one."""
+        """The path of the parameter that a buffer is a gathered, cast or copied form of, if it is one."""
         name, index, like = buffer.name, buffer.index, self.like.get(buffer.array) if buffer.array else None
         if name not in self.trace.places and like is not None:
             name, index = like[0].name, like[1]
-        number = self.trace.given(name, index)
+        number = self.trace.argument_number(name, index)
         if number is not None and self.causes.numbered:
             argument = self.causes.arguments[number]
             return argument.path if argument.role in ("parameters", "arguments") else None
@@ -260,17 +259,17 @@ class _Reader:
         return self.causes.scope(label) or stack
 
     def _maker(self, buffer: Buffer) -> Op | None:
-        found = self.trace.maker(buffer.name, buffer.index)
-        # zeros that XLA hoisted out of a loop are labelled as a broadcast: the instruction of that shape in the table
-        # says what they are the start of
-        if found and buffer.array and _FILLED.search(found.label):
-            return self.ticking.get(buffer.array, found)
+        op = self.trace.maker(buffer.name, buffer.index)
+        # zeros that XLA hoisted out of a loop are labelled as a broadcast: the instruction of that shape in the tick
+        # table says which sum they start
+        if op and buffer.array and _FILLED.search(op.label):
+            return self.ticking.get(buffer.array, op)
         like = self.like.get(buffer.array) if buffer.array else None
-        return found or (like[0] if like else None)
+        return op or (like[0] if like else None)
 
 
 def _entry(op: Op, number: int) -> tuple[int, ...]:
-    """Returns the index of the n-th array in an instruction's result; that of a start is (operands, results)."""
+    """The index of an array in an instruction's result; the result of a start is (operands, results)."""
     if len(op.arrays) == 1:
         return ()
     return divmod(number, len(op.operands)) if op.opcode.endswith("-start") and len(op.operands) > 1 else (number,)

@@ -2,8 +2,8 @@
 
     StableHLO, devices, options, versions ──SHA-256──► FOLDER/inspected/KEY ──► fields of a `Compiled`
 
-`FOLDER` is that of JAX's own compilation cache (`JAX_COMPILATION_CACHE_DIR`); where JAX has none, nothing is kept.
-JAX's entries are executables: the buffers and their lifetimes are not in them.
+`FOLDER` is that of JAX's own compilation cache (`JAX_COMPILATION_CACHE_DIR`); without it, nothing is stored.
+JAX's entries are executables, which do not contain the buffers and their lifetimes.
 """
 
 import hashlib
@@ -21,41 +21,41 @@ from typing import Any
 import jax
 
 from jaxpar.files import partial_path
-from jaxpar.mesh.absent import description_of
+from jaxpar.mesh.absent_gpus import target_config_of
 
-FORM = 2  # of an entry: one more whenever the fields or their meaning change
+FORM = 2  # version of an entry: increment it whenever the fields or their meaning change
 _COMPILERS = ("jax", "jaxlib", "jax-cuda13-pjrt", "jax-cuda13-plugin")
-_OF_CACHES = ("jax_compilation_cache", "jax_persistent_cache")  # settings that change no program
+_OF_CACHES = ("jax_compilation_cache", "jax_persistent_cache")  # settings that do not affect programs
 _DIGEST = hashlib.sha256().digest_size
 
 
 def file_of(lowered: Any, devices: Sequence[Any], options: dict[str, Any]) -> Path | None:
-    """Returns the file of a program, whether it is there or not; None where JAX has no folder on this machine.
+    """The cache file of a program, existing or not; None if JAX has no cache folder on this machine.
 
     Args:
-      lowered: As `jax.jit(...).lower` returns it, from a `jit` without compiler options: its text does not say them.
-      devices: What it is compiled for, in the order of the mesh.
-      options: What XLA is told besides.
+      lowered: Result of `jax.jit(...).lower`, for a `jit` without compiler options, which its text does not show.
+      devices: Devices to compile for, in the order of the mesh.
+      options: Compiler options.
     """
     folder = jax.config.values["jax_compilation_cache_dir"]
     if not folder or "://" in folder or not jax.config.values["jax_enable_compilation_cache"]:
         return None
-    said = {
+    key = {
         "form": FORM,
-        "program": lowered.as_text(debug_info=True),  # with the lines of source that findings name
+        "program": lowered.as_text(debug_info=True),  # with the source lines that findings show
         "devices": [(device.id, device.process_index, device.device_kind) for device in devices],
-        # memory, links: all that XLA knows of an absent chip; what is there is as its machine has it
-        "described": description_of(devices[0]) or platform.node(),
+        # all that XLA knows of an absent chip (memory, links); a real chip is identified by its machine
+        "described": target_config_of(devices[0]) or platform.node(),
         "options": options,
         "flags": os.environ.get("XLA_FLAGS"),
         "settings": {name: repr(v) for name, v in jax.config.values.items() if not name.startswith(_OF_CACHES)},
         "versions": {name: _version(name) for name in _COMPILERS},
     }
-    return Path(folder) / "inspected" / hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    return Path(folder) / "inspected" / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
 
 
 def read(file: Path) -> dict[str, Any] | None:
-    """Returns the fields that a file holds; None where there is no such file, or, with a warning, a damaged one."""
+    """Reads the fields of a file; None if there is none or, with a warning, if it is damaged."""
     try:
         data = file.read_bytes()
     except FileNotFoundError:
@@ -70,7 +70,7 @@ def read(file: Path) -> dict[str, Any] | None:
 
 
 def write(file: Path, fields: dict[str, Any]) -> None:
-    """Writes a file so that a reader sees all of it or none; where it cannot, warns: the program is in hand."""
+    """Writes a file atomically; only warns if it cannot, as the program is available anyway."""
     body = zlib.compress(json.dumps(fields).encode(), level=1)
     part = partial_path(file)
     try:
@@ -80,7 +80,7 @@ def write(file: Path, fields: dict[str, Any]) -> None:
     except OSError as error:
         with suppress(OSError):
             part.unlink()
-        warnings.warn(f"{file}: {error.strerror}; the program is not kept", stacklevel=3)
+        warnings.warn(f"{file}: {error.strerror}; the program is not cached", stacklevel=3)
 
 
 def _version(name: str) -> str | None:

@@ -1,7 +1,7 @@
 """Inspects a step: memory by cause, the ledger of collectives, FLOP, a modelled time, and flags, as one value.
 
-Every number says what it is: `exact`, arithmetic on shapes and specs; `compiled`, XLA said so;
-`modelled`, a formula.
+Every number states its provenance: `exact`, arithmetic on shapes and specs; `compiled`, reported by XLA; `modelled`, a
+formula.
 """
 
 import os
@@ -27,11 +27,11 @@ from jaxpar.inspector.ledger import collectives
 from jaxpar.inspector.pages import html as pages
 from jaxpar.inspector.pages import terminal
 from jaxpar.inspector.scores import find_scores
-from jaxpar.inspector.subject import Subject, of_function
+from jaxpar.inspector.subject import Subject, from_function
 from jaxpar.inspector.timeline import LINE, replay
 from jaxpar.mesh.chips import Chip, find_chip
-from jaxpar.mesh.devices import took
-from jaxpar.mesh.memory_pool import Pool, taken
+from jaxpar.mesh.devices import allocated_bytes
+from jaxpar.mesh.memory_pool import Pool, pool_of_environment
 from jaxpar.units import show_bytes, show_seconds
 
 
@@ -45,7 +45,7 @@ class Report(Facts):
         return pages.fragment(self)
 
     def html(self, path: str | Path | None = None) -> str:
-        """Returns the report as one self-contained HTML page, and writes it to `path`."""
+        """The report as one self-contained HTML page; also written to `path`, if given."""
         text = pages.page(self)
         if path is not None:
             write_page(path, text, like="report.html")
@@ -58,15 +58,15 @@ def inspect(program: Any, *args: Any, roles: Sequence[str] = (), mesh: Mesh | No
     Args:
       program: A `Step` of `jp.train_step`, or any jitted function.
       *args: Its arguments: arrays, or `jax.ShapeDtypeStruct`s with shardings. For a `Step`, a batch.
-      roles: For a jitted function, what each of its arguments is: `parameters`, `optimizer state`, `other state`,
+      roles: For a jitted function, the role of each of its arguments: `parameters`, `optimizer state`, `other state`,
         `batch` or `arguments`.
       mesh: For a jitted function whose arguments have no mesh.
-      **kwargs: Passed on to the jitted function. For a `Step`, `exchanges=1` inspects the one that ends with a meeting
-        of the replicas, where they do not meet in every step (2, 3, ... where there are several kinds of meetings).
+      **kwargs: Passed on to the jitted function. For a `Step`, `exchanges=1` inspects the step with a sync round,
+        if the replicas do not synchronize in every step (2, 3, ... if there are several kinds of sync rounds).
 
     Raises:
-      JaxparError: If it is not jitted, does not compile, or its arguments are on several meshes; or if the table of a
-        pipeline would wait for ever (`check_branches`).
+      JaxparError: If it is not jitted, does not compile, or its arguments are on several meshes; or if a pipeline's
+        tick table would deadlock (`check_branches`).
     """
     if hasattr(program, "subject"):
         if not args and "batch" not in kwargs:
@@ -75,15 +75,17 @@ def inspect(program: Any, *args: Any, roles: Sequence[str] = (), mesh: Mesh | No
                 rule="a step is compiled for the shapes of a batch",
                 fix='jp.inspect(step, {"inputs": jax.ShapeDtypeStruct((32, 128), "int32"), ...})',
             )
-        return report(program.subject(*args, **kwargs))
-    return report(of_function(program, args, kwargs, roles=roles, mesh=mesh))
+        return build_report(program.subject(*args, **kwargs))
+    return build_report(from_function(program, args, kwargs, roles=roles, mesh=mesh))
 
 
-def report(subject: Subject, chip: Chip | None = None) -> Report:
-    """Returns the report about a subject, on a chip of jaxpar's table or on the one given here."""
+def build_report(subject: Subject, chip: Chip | None = None) -> Report:
+    """Builds the report about a subject, on a chip of jaxpar's table or on the given one."""
     devices = list(subject.mesh.devices.flat)
     platform = "cpu" if devices[0].platform == "cpu" else "gpu"
-    compiled = compile_program(subject.lowered, devices, keep=subject.own, told=subject.options)
+    compiled = compile_program(
+        subject.lowered, devices, use_cache=subject.cacheable, compiler_options=subject.compiler_options
+    )
     module = parse(compiled.text)
     sizes = {str(axis): size for axis, size in subject.mesh.shape.items()}
     if subject.schedule:
@@ -108,15 +110,15 @@ def report(subject: Subject, chip: Chip | None = None) -> Report:
     notes = list(subject.notes)
     if platform == "cpu":
         notes.append(
-            "compiled for the processor: XLA has no reduce-scatter there (an all-reduce and a slice instead), sends "
+            "compiled for the CPU: XLA has no reduce-scatter there (an all-reduce and a slice instead), sends "
             "16 bits as 32, and needs other temporary memory; no capacity, no time"
         )
     elif chip is None:
         notes.append(f"{devices[0].device_kind} is no GPU of jaxpar's table of chips: no capacity, no time")
     if compiled.host:
         notes.append(_on_host(compiled.host, subject.microbatches, chip))
-    timed = chip if chip and (chip.network or len(nodes) == 1) else None
-    if chip and not timed:
+    timed_chip = chip if chip and (chip.network or len(nodes) == 1) else None
+    if chip and not timed_chip:
         notes.append(f"what joins machines with {chip.name} is not in jaxpar's table of chips: no time")
     return Report(
         title=subject.title,
@@ -130,7 +132,7 @@ def report(subject: Subject, chip: Chip | None = None) -> Report:
         ledger=tuple(ledger),
         flop=flop,
         model_flop=subject.model_flop,
-        timeline=replay(module, sizes, timed, per_node) if timed else None,
+        timeline=replay(module, sizes, timed_chip, per_node) if timed_chip else None,
         flags=(*find_scores(module, subject, ledger), *find_flags(subject, module, ledger, flop, compiled.said)),
         arguments=subject.arguments,
         schedule=subject.schedule,
@@ -143,17 +145,17 @@ def report(subject: Subject, chip: Chip | None = None) -> Report:
 
 
 def _on_host(size: int, microbatches: int, chip: Chip | None) -> str:
-    """Returns what is in host memory while a step runs, and how long it takes to get there and back."""
-    held = f"{show_bytes(size)} of temporary arrays are in host memory, per device (compiled)"
+    """Describes the arrays in host memory during a step, and the time to send them there and back."""
+    text = f"{show_bytes(size)} of temporary arrays are in host memory, per device (compiled)"
     if chip is None or chip.pcie is None:
-        return f"{held}; how fast {chip.name if chip else 'it'} reaches that, jaxpar's table of chips does not know"
-    took = show_seconds(microbatches * size / (LINE * chip.pcie))
-    return f"{held}; over PCIe they take {took} of a step there and {took} back, beside computation (modelled)"
+        return f"{text}; jaxpar's table of chips has no PCIe bandwidth of {chip.name if chip else 'this device'}"
+    duration = show_seconds(microbatches * size / (LINE * chip.pcie))
+    return f"{text}; over PCIe they take {duration} of a step there and {duration} back, during computation (modelled)"
 
 
 def _pool(device: Any, chip: Chip | None) -> Pool:
-    """Returns the pool that this process took of a real GPU, or that a run would take with the same variables."""
-    own = took(device) if chip else None
-    if own is None or chip is None:
-        return taken(os.environ)
-    return Pool(part=min(1.0, own / chip.visible), why="as this process did")
+    """The memory pool that this process took of a real GPU, or that a run would take with the same variables."""
+    pool_bytes = allocated_bytes(device) if chip else None
+    if pool_bytes is None or chip is None:
+        return pool_of_environment(os.environ)
+    return Pool(share=min(1.0, pool_bytes / chip.visible_memory), why="as this process did")

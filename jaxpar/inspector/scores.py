@@ -1,4 +1,4 @@
-"""Attention scores that are summed over devices: a cut of head_dim, where one of heads was meant."""
+"""Finds attention scores that are summed over devices: `tensor` shards head_dim instead of heads."""
 
 from collections.abc import Sequence
 
@@ -14,15 +14,15 @@ _SUM = ("all-reduce", "all-reduce-start")
 
 
 def find_scores(module: Module, subject: Subject, ledger: Sequence[Collective]) -> list[Flag]:
-    """Returns a flag for each all-reduce over `tensor` of what a matmul of two activations makes.
+    """Flags each all-reduce over `tensor` of a matmul of two activations.
 
-    Queries meet keys in a matmul with batch dims, of which neither operand is a parameter. If `tensor` cuts what it
-    contracts, head_dim, each device has a part of every score: [batch, heads, queries, keys] is summed, which grows
-    with the square of the sequence.
+    Queries meet keys in a matmul with batch dims, of which neither operand is a parameter. If `tensor` shards the
+    contracted dim, head_dim, each device has a part of every score: [batch, heads, queries, keys] is summed, which
+    grows with the square of the sequence.
     """
     trace = Trace(module)
-    weights = {number for number, each in enumerate(subject.arguments) if each.role == "parameters"}
-    found = {
+    weights = {number for number, argument in enumerate(subject.arguments) if argument.role == "parameters"}
+    sums = {
         (array.bytes, shorten(trace.label(op)))
         for _, op in module.ops()
         if op.opcode in _SUM
@@ -34,31 +34,31 @@ def find_scores(module: Module, subject: Subject, ledger: Sequence[Collective]) 
         Flag(
             "summed scores",
             f"all-reduce over {entry.axis} of {show_bytes(entry.payload)} at {entry.source or 'an unknown line'} "
-            f"({entry.cause}): each device has a part of every attention score, as tensor cuts head_dim",
+            f"({entry.cause}): each device has a part of every attention score, because tensor shards head_dim",
             'tensor on the heads: paths={"q_proj/kernel": (None, "heads", None), ...}, or names in the model',
             entry.step_wire,
         )
         for entry in ledger
         if entry.kind == "all-reduce"
         and "tensor" in {axis.lstrip("~") for axis in entry.axes}
-        and (entry.payload, entry.operation) in found
+        and (entry.payload, entry.operation) in sums
         and entry.step_wire >= NOTABLE * total
     ]
 
 
 def _of_activations(trace: Trace, name: str, weights: set[int]) -> bool:
-    """Returns whether a value is what a batched matmul makes, neither operand of which is a parameter."""
+    """Whether a value comes from a batched matmul, neither operand of which is a parameter."""
     index: Index = ()
     for _ in range(20):
         op = trace.places[name][1] if name in trace.places else None
         if op is None:
             return False
         if op.opcode in ("dot", "custom-call") and _has_batch(op):
-            return all(trace.given(operand) not in weights for operand in op.operands[:2])
-        before = trace.back(name, index, through_loops=False)
-        if before is None:
+            return all(trace.argument_number(operand) not in weights for operand in op.operands[:2])
+        origin = trace.source(name, index, through_loops=False)
+        if origin is None:
             return False
-        name, index = before
+        name, index = origin
     return False
 
 

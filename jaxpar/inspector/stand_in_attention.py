@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.models.dim_names import spec_of
 from jaxpar.models.islands import KEYS, QUERIES
-from jaxpar.models.named import spec_of
 
 NAME = "stand_in_attention"
 _TARGET = "__gpu$xla.gpu.triton"  # compiled in place by XLA itself: needs no library that is not there

@@ -1,4 +1,4 @@
-"""The subject of an inspection: a lowered program, and its user's names for the arrays it is given."""
+"""The subject of an inspection: a lowered program, and its user's names for its array arguments."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.errors import refuse, users_code
+from jaxpar.errors import refuse, user_code_errors
 from jaxpar.hlo.attribution import Argument
-from jaxpar.hlo.own_share import OwnShare
+from jaxpar.hlo.flop_share import FlopShare
 from jaxpar.hlo.text import BITS
-from jaxpar.html.pieces import Card
+from jaxpar.html.shard_drawing import Card
 from jaxpar.pipeline.tables.schedule import Schedule
 
 ROLES = ("parameters", "optimizer state", "other state", "batch", "arguments")
@@ -23,25 +23,27 @@ class Subject:
     """A program to be inspected.
 
     Attributes:
-      title: Its name.
-      lowered: As `jax.jit(...).lower` returns it.
-      mesh: Where it runs.
-      arguments: Every array it is given.
-      used: Path of a parameter to the shape one device computes with.
+      title: Name of the program.
+      lowered: Result of `jax.jit(...).lower`.
+      mesh: Mesh on which it runs.
+      arguments: Every array argument.
+      used: Path of a parameter to the shape with which one device computes.
       loss: (file, function) of functions that compute the loss.
-      model_flop: FLOP of a step over all devices, without recomputation; None where it is not known.
-      share: Its matmuls as traced, of which each device should make an equal part; None where that is not known.
-      precision: `bf16` where matmuls were asked for in 16 bits.
+      model_flop: FLOP of a step over all devices, without recomputation; None if unknown.
+      share: Its matmuls as traced, of which each device should compute an equal part; None if unknown.
+      precision: `bf16` if matmuls should run in 16 bits.
       batch_axes: Mesh axes that split examples.
-      whole: Those of them over which gradients are whole by declaration, even of parameters that they split.
-      silent: Mesh axes over which this program sends nothing by declaration.
-      microbatches: How many a step has.
-      updates: How often the weights change in a step.
+      unsharded_gradient_axes: Those of them over which gradients are declared unsharded, even of parameters that they
+        split.
+      axes_without_traffic: Mesh axes over which this program is declared to send nothing.
+      microbatches: Number of microbatches in a step.
+      updates: Number of weight updates in a step.
       schedule: The schedule of its pipeline; None without one.
-      cards: How its parameters are cut, and which devices hold the pieces.
+      cards: How its parameters are sharded, and which devices hold the shards.
       notes: Remarks for the reader of a report.
-      own: Whether jaxpar jitted it, without compiler options; a user's `jit` may have some, and its text hides them.
-      options: What XLA is told where it compiles it to be run.
+      cacheable: Whether jaxpar jitted it, without compiler options; a user's `jit` may have some, and its text hides
+        them.
+      compiler_options: Compiler options of XLA when the program is compiled to be run.
     """
 
     title: str
@@ -51,29 +53,29 @@ class Subject:
     used: Mapping[str, Sequence[int]] = field(default_factory=dict)
     loss: tuple[tuple[str, str], ...] = ()
     model_flop: float | None = None
-    share: OwnShare | None = field(default=None, repr=False)
+    share: FlopShare | None = field(default=None, repr=False)
     precision: str = ""
     batch_axes: tuple[str, ...] = ()
-    whole: tuple[str, ...] = ()
-    silent: tuple[str, ...] = ()
+    unsharded_gradient_axes: tuple[str, ...] = ()
+    axes_without_traffic: tuple[str, ...] = ()
     microbatches: int = 1
     updates: int = 1
     schedule: Schedule | None = field(default=None, repr=False)
     cards: tuple[Card, ...] = field(default=(), repr=False)
     notes: tuple[str, ...] = ()
-    own: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
+    cacheable: bool = False
+    compiler_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def argument(path: str, role: str, leaf: Any, sharding: Any, *, names: Sequence[str | None] = ()) -> Argument:
-    """Returns one array as the inspector sees it.
+    """Describes one array for the inspector.
 
     Args:
-      path: What the user calls it.
+      path: The user's name of the array.
       role: One of `ROLES`.
       leaf: Anything with shape and dtype.
-      sharding: Where it lives.
-      names: Names of its dims, where it has them.
+      sharding: Its sharding.
+      names: Names of its dims, if it has any.
     """
     shape, shard = tuple(leaf.shape), tuple(sharding.shard_shape(tuple(leaf.shape)))
     dtype = leaf.dtype
@@ -83,23 +85,23 @@ def argument(path: str, role: str, leaf: Any, sharding: Any, *, names: Sequence[
         shape, shard, dtype = (*shape, *tail), (*shard, *tail), data.dtype
     spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
     sizes = dict(sharding.mesh.shape) if isinstance(sharding, NamedSharding) else {}
-    dims, split = [], []
+    dims, shard_axes = [], []
     for dim, size in enumerate(shape):
         entry = spec[dim] if dim < len(spec) else None
         axes = [a for a in ((entry,) if isinstance(entry, str) else entry or ()) if sizes.get(a, 1) > 1]
-        split += axes
+        shard_axes += axes
         name = names[dim] if dim < len(names) and names[dim] else str(size)
         dims.append("/".join([str(name), *axes]))
     return Argument(
         path=path, role=role, dtype=hlo_dtype(dtype), shape=shape, shard=shard,
-        placed=f"{hlo_dtype(dtype)}[{', '.join(dims)}]", axes=tuple(split),
+        placed=f"{hlo_dtype(dtype)}[{', '.join(dims)}]", axes=tuple(shard_axes),
         stacked=names[0] == "layers" if names else len(shape) > 2,
         host=getattr(sharding, "memory_kind", None) == "pinned_host",
     )  # fmt: skip
 
 
 def hlo_dtype(dtype: Any) -> str:
-    """Returns a dtype in HLO's words.
+    """A dtype's name in HLO.
 
     >>> hlo_dtype("bfloat16")
     'bf16'
@@ -111,11 +113,11 @@ def hlo_dtype(dtype: Any) -> str:
     return short if short in BITS else name
 
 
-def of_function(function: Any, args: tuple, kwargs: dict, *, roles: Sequence[str], mesh: Mesh | None) -> Subject:
-    """Returns any jitted function, with the arguments it is called with, as a subject.
+def from_function(function: Any, args: tuple, kwargs: dict, *, roles: Sequence[str], mesh: Mesh | None) -> Subject:
+    """Lowers any jitted function with its arguments, as a subject.
 
     Raises:
-      JaxparError: If it is not jitted, or an argument's mesh is another's.
+      JaxparError: If it is not jitted, or its arguments are on several meshes.
     """
     if not hasattr(function, "lower"):
         raise refuse(
@@ -139,22 +141,22 @@ def of_function(function: Any, args: tuple, kwargs: dict, *, roles: Sequence[str
             f"{len(roles)} roles for {len(args)} arguments", rule="one role for each argument", fix="fewer roles"
         )
     flat = jax.tree_util.tree_leaves_with_path((args, kwargs))
-    found: list[Mesh] = [
+    meshes: list[Mesh] = [
         leaf.sharding.mesh for _, leaf in flat if isinstance(getattr(leaf, "sharding", None), NamedSharding)
     ]
-    if mesh is None and found:
-        mesh = found[0]
+    if mesh is None and meshes:
+        mesh = meshes[0]
     if mesh is None:
         mesh = Mesh([jax.devices()[0]], ("device",))
-    if any(other.shape != mesh.shape or other.device_ids.tolist() != mesh.device_ids.tolist() for other in found):
+    if any(m.shape != mesh.shape or m.device_ids.tolist() != mesh.device_ids.tolist() for m in meshes):
         raise refuse(
-            f"arguments on meshes {', '.join(sorted({str(dict(other.shape)) for other in [mesh, *found]}))}",
+            f"arguments on meshes {', '.join(sorted({str(dict(m.shape)) for m in [mesh, *meshes]}))}",
             rule="all arguments are on one mesh",
             fix="shard every argument over the same mesh",
         )
     title = getattr(function, "__name__", "program")
-    whole = NamedSharding(mesh, PartitionSpec())
-    with users_code(
+    replicated = NamedSharding(mesh, PartitionSpec())
+    with user_code_errors(
         title, rule="the arguments are those that the function is called with", fix="the call it is made for"
     ):
         lowered = function.lower(*args, **kwargs)
@@ -166,8 +168,8 @@ def of_function(function: Any, args: tuple, kwargs: dict, *, roles: Sequence[str
         role = roles[number] if number < len(roles) else "arguments"
         sharding = getattr(leaf, "sharding", None)
         path = "args" + jax.tree_util.keystr(keys[1:]) if keys[0].idx == 0 else jax.tree_util.keystr(keys[1:])
-        arguments.append(argument(path, role, leaf, sharding if isinstance(sharding, NamedSharding) else whole))
-    batch_axes = {axis for each in arguments if each.role == "batch" for axis in each.axes}
+        arguments.append(argument(path, role, leaf, sharding if isinstance(sharding, NamedSharding) else replicated))
+    batch_axes = {axis for array in arguments if array.role == "batch" for axis in array.axes}
     return Subject(
         title=getattr(function, "__name__", "program"), lowered=lowered, mesh=mesh, arguments=tuple(arguments),
         batch_axes=tuple(axis for axis in mesh.axis_names if axis in batch_axes or axis in ("data", "fsdp")),

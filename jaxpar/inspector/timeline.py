@@ -23,10 +23,10 @@ from jaxpar.hlo.trip_counts import is_sync, trip_count, walk
 from jaxpar.mesh.chips import Chip
 from jaxpar.mesh.collective import KINDS, wire_bytes
 
-MATMULS = 0.74  # share of peak: two published 70B runs on 64 and 128 H100s are met to -7 and -10 % with it
+MATMULS = 0.74  # share of peak: reproduces two published 70B runs on 64 and 128 H100s to -7 and -10 %
 LINE = 0.8  # share of line rate: published nccl-tests on 4 x 8 H100 reach 324 GB/s of 400 in all-gathers
-KERNEL = 2e-6  # seconds: assumed for the start of a small kernel
-LAUNCH = 8e-6  # seconds: assumed for the start of a collective
+KERNEL = 2e-6  # seconds to start a small kernel: assumed
+LAUNCH = 8e-6  # seconds to start a collective: assumed
 HOP = {"node": 1e-6, "network": 4e-6}  # seconds per hop of a tree: assumed
 _FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id", "after-all")
 _MOST_EVENTS = 4000
@@ -59,7 +59,7 @@ class Timeline:
       communication: Stream to seconds of its collectives, overlapped with computation or not.
       exposed: Stream to the seconds in which computation waits for it.
       events: The first events, for a picture.
-      unknown: Whether the step has a loop with an unknown trip count, which counts as one turn.
+      unknown: Whether the step has a loop with an unknown trip count, which counts as one iteration.
     """
 
     seconds: float
@@ -71,13 +71,13 @@ class Timeline:
 
 
 def replay(module: Module, sizes: dict[str, int], chip: Chip, per_node: int) -> Timeline:
-    """Returns the modelled timeline of one device.
+    """Models the timeline of one device.
 
     Args:
       module: A scheduled module, compiled for GPUs.
       sizes: Mesh axis to size, outermost first.
-      chip: Which GPUs.
-      per_node: How many of them NVLink joins.
+      chip: The GPU.
+      per_node: Number of GPUs that NVLink joins.
     """
     player = _Player(module, sizes, chip, per_node)
     player.run(module.entry)
@@ -90,21 +90,21 @@ def replay(module: Module, sizes: dict[str, int], chip: Chip, per_node: int) -> 
 
 
 def price_kernels(module: Module, sizes: dict[str, int], chip: Chip, per_node: int) -> dict[str, float]:
-    """Returns the modelled seconds of each kernel in one step, by the name of its instruction, loops included.
+    """The modelled seconds of each kernel in one step, by the name of its instruction, loops included.
 
-    Args: as of `replay`. Collectives are left out: what they take depends on when they begin.
+    Args: those of `replay`. Collectives are left out: their time depends on when they begin.
     """
     player = _Player(module, sizes, chip, per_node)
-    found: dict[str, float] = {}
-    asked = {name for _, op in module.ops() for name in op.condition}  # whether a loop turns again: not in `replay`
+    result: dict[str, float] = {}
+    guards = {name for _, op in module.ops() for name in op.condition}  # of loops: `replay` ignores them too
     for visit in walk(module):
         op = visit.op
         calls = op.opcode in ("while", "conditional", "call", "async-start", *_FREE)
         waits = op.opcode.endswith(("-done", "-update"))
-        if visit.fused or visit.computation in asked or calls or waits or player.collective(visit.computation, op):
+        if visit.fused or visit.computation in guards or calls or waits or player.collective(visit.computation, op):
             continue
-        found[op.name] = player.kernel(visit.computation, op) * (visit.times or 1)
-    return found
+        result[op.name] = player.kernel(visit.computation, op) * (visit.times or 1)
+    return result
 
 
 class _Player:
@@ -124,16 +124,16 @@ class _Player:
             if op.opcode in _FREE:
                 continue
             collective = self.collective(computation, op)
-            # an `async-start` may wrap a collective or plain computation: only the latter runs on the compute stream
+            # an `async-start` wraps a collective or plain computation: only the latter runs on the compute stream
             if op.opcode == "while":
                 self._loop(op)
-            elif op.opcode in ("call", "async-start") and op.called and not collective:
-                self.run(op.called[0])
+            elif op.opcode in ("call", "async-start") and op.callees and not collective:
+                self.run(op.callees[0])
             elif op.opcode == "conditional":
                 self._longest(op)
             elif collective:
                 stream, seconds, name = collective
-                # collectives of one stream share its links: the next begins when the one before has ended
+                # collectives of one stream share its links: the next begins when the previous one has ended
                 start = max(self.now, self.free[stream])
                 end = start + seconds
                 self.free[stream] = end
@@ -163,79 +163,79 @@ class _Player:
             self.events.append(Event(stream, start, end, name))
 
     def _loop(self, op: Op) -> None:
-        """Replays three turns; the others take as long as the third."""
-        turns = trip_count(op)
-        if turns is None:
-            self.unknown, turns = True, 1
-        before = (0.0, 0.0, {}, {})
-        # the first turn starts with idle streams and the second may wait for it: the third is taken as steady
-        for _ in range(min(turns, 3)):
-            before = (self.now, self.compute, dict(self.busy), dict(self.exposed))
-            self.run(op.called[0])
-        if (more := turns - 3) > 0:
-            now, compute, busy, exposed = before
+        """Replays three iterations; the others take as long as the third."""
+        trips = trip_count(op)
+        if trips is None:
+            self.unknown, trips = True, 1
+        previous = (0.0, 0.0, {}, {})
+        # the first iteration starts with idle streams and the second may wait for it: the third is taken as steady
+        for _ in range(min(trips, 3)):
+            previous = (self.now, self.compute, dict(self.busy), dict(self.exposed))
+            self.run(op.callees[0])
+        if (remaining := trips - 3) > 0:
+            now, compute, busy, exposed = previous
             step = self.now - now
-            self._note("compute", self.now, self.now + more * step, f"{more} more turns of the loop")
-            for stream in self.busy:  # a collective in flight at the end of the third turn is in flight at the last
-                self.busy[stream] += more * (self.busy[stream] - busy.get(stream, 0.0))
-                self.free[stream] += more * step
+            self._note("compute", self.now, self.now + remaining * step, f"{remaining} more turns of the loop")
+            for stream in self.busy:  # a collective in flight after the third iteration is in flight after the last
+                self.busy[stream] += remaining * (self.busy[stream] - busy.get(stream, 0.0))
+                self.free[stream] += remaining * step
             for stream in self.exposed:
-                self.exposed[stream] += more * (self.exposed[stream] - exposed.get(stream, 0.0))
-            self.compute += more * (self.compute - compute)
-            self.now += more * step
+                self.exposed[stream] += remaining * (self.exposed[stream] - exposed.get(stream, 0.0))
+            self.compute += remaining * (self.compute - compute)
+            self.now += remaining * step
 
     def _longest(self, op: Op) -> None:
-        """Replays every branch from the same state, and goes on with the one that ends last."""
+        """Replays every branch from the same state, and continues with the one that ends last."""
         best: _Player | None = None
-        for name in op.called:
-            other = _Player(self.module, self.sizes, self.chip, self.per_node)
-            other.__dict__.update(
+        for name in op.callees:
+            branch = _Player(self.module, self.sizes, self.chip, self.per_node)
+            branch.__dict__.update(
                 {key: value.copy() if hasattr(value, "copy") else value for key, value in self.__dict__.items()}
             )
-            other.run(name)
-            best = other if best is None or other.now > best.now else best
+            branch.run(name)
+            best = branch if best is None or branch.now > best.now else best
         if best:
             self.__dict__.update(best.__dict__)
 
     def kernel(self, computation: str, op: Op) -> float:
-        """Returns the seconds of one kernel."""
+        """The seconds of one kernel."""
         key = f"{computation}/{op.name}"
         if key not in self.prices:
             self.prices[key] = self._price(computation, op)
         return self.prices[key]
 
     def _price(self, computation: str, op: Op) -> float:
-        inner = [(name, each) for name in op.called for each in self.module.computations[name]]
-        # a fusion's FLOP are those of the matmuls inside of it
-        matmuls = [(name, each) for name, each in [(computation, op), *inner] if op_flop(self.module, name, each)]
+        parts = [(name, part) for name in op.callees for part in self.module.computations[name]]
+        # a fusion's FLOP are those of the matmuls inside it
+        matmuls = [(name, part) for name, part in [(computation, op), *parts] if op_flop(self.module, name, part)]
         bytes_ = bytes_accessed(self.module, computation, op)
         if matmuls:
             seconds = 0.0
-            for name, each in matmuls:
-                dtype = operand_dtype(self.module, name, each)
+            for name, part in matmuls:
+                dtype = operand_dtype(self.module, name, part)
                 peak = self.chip.f32_flops if dtype in ("f32", "f64") else self.chip.bf16_flops
-                seconds += op_flop(self.module, name, each) / (MATMULS * peak)
+                seconds += op_flop(self.module, name, part) / (MATMULS * peak)
             return max(seconds, bytes_ / self.chip.bandwidth, KERNEL)
         stated = max([entry.get("exec_time_us") or 0.0 for entry in op.config.get("reification_cost", [])], default=0.0)
-        # XLA knows which part of an operand a kernel reads; where it knows nothing it may state hours
+        # XLA knows the part of an operand that a kernel reads; without that knowledge it may state hours
         seconds = min(stated * 1e-6, bytes_ / self.chip.bandwidth) if stated else bytes_ / self.chip.bandwidth
         return max(seconds, KERNEL)
 
     def collective(self, computation: str, op: Op) -> tuple[str, float, str] | None:
-        """Returns (stream, seconds, name) where an instruction is a collective, or wraps one."""
+        """(stream, seconds, name) if an instruction is a collective, or wraps one."""
         kind = op.opcode.removesuffix("-start")
         if kind in KINDS:
             return self._collective_price(computation, op, kind)
         if op.opcode in ("fusion", "fusion-start", "async-start"):
-            for name in op.called:
-                for each in self.module.computations[name]:  # an asynchronous or fused wrapper holds one collective
-                    if each.opcode in KINDS:
-                        return self._collective_price(name, each, each.opcode)
+            for name in op.callees:
+                for nested_op in self.module.computations[name]:  # an asynchronous or fused wrapper holds one
+                    if nested_op.opcode in KINDS:
+                        return self._collective_price(name, nested_op, nested_op.opcode)
         return None
 
     def _collective_price(self, computation: str, op: Op, kind: str) -> tuple[str, float, str] | None:
-        here = self.module.named[computation]
-        payload = sum(here[name].bytes for name in op.operands)
+        ops_by_name = self.module.ops_by_name[computation]
+        payload = sum(ops_by_name[name].bytes for name in op.operands)
         if kind == "collective-permute":
             pairs = parse_pairs(attribute_text(op.attributes, "source_target_pairs"), self.module.partitions)
             axes, members, group = axes_of_pairs(pairs, self.sizes), pairs, 2

@@ -1,17 +1,16 @@
-"""Jobs: a job file gathers the settings of each room, and `build` makes a step of them, room by room.
+"""Jobs: a job file holds the settings of every package, and `build` turns them into a compiled step.
 
-    file/     text and tables of a job file, every problem at once
-    parts/    the model, the data and the plan's model that a job names
-    doctor/   what would stop or slow a run on this machine
-    compare/  ways to agree, on one job
-    benches/  what `jaxpar bench` measures or compiles of jobs
-    report/   a run's folder as one page
-    doors/    what verbs do, for Python: `jp.plan`; a chat
-    template/ the folder that a user begins with
+    file/     parsing and writing of job files; every problem is reported at once
+    parts/    the model, data, optimizer and planner model that a job names
+    doctor/   checks of this machine before a run
+    compare/  one job trained with several exchanges, side by side
+    report/   a run folder as one HTML page
+    api/      commands as Python functions: `jp.plan`; a chat
+    template/ the files that `jaxpar new` writes
 
-Nouns: a `Job` and its tables, a problem, a verb. One file per verb (`run`, `check`, `inspect`, `plan`, ...) returns
-values; `cli` prints them.
-To add a key of a job: a field with its meaning in the Attributes of the dataclass that the room reads; the file's
-schema, `--print-defaults` and the checks of unknown keys follow from it. To add a verb: a file here that returns a
-value, and one in `cli` that prints it.
+Nouns: a `Job` and its tables, a problem, a verb. Each verb (`run`, `check`, `inspect`, `plan`, ...) has one file here,
+which returns values; `cli` prints them.
+To add a key: add a field and its meaning (under Attributes) to the dataclass of the package that reads it; the schema,
+`--print-defaults` and the check for unknown keys follow. To add a verb: add a file here that returns a value, and one
+in `cli` that prints it.
 """

@@ -1,4 +1,4 @@
-"""Checkpoints beside each other, beside a job, and in other formats."""
+"""Compares checkpoints with each other and with a job, and exports them to other formats."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,95 +11,98 @@ import numpy as np
 from jaxpar.checkpoint import listing, manifest, orbax, paths, reading, report
 from jaxpar.checkpoint.differences import Difference, differences
 from jaxpar.checkpoint.manifest import Array, Manifest
-from jaxpar.errors import nearest, refuse
+from jaxpar.errors import refuse, suggest
 from jaxpar.job import pretrained
 from jaxpar.job.check import device_count
 from jaxpar.job.file.parse import load
 from jaxpar.job.parts.models import resolve_loss, resolve_model
 from jaxpar.job.parts.optimizers import resolve_optimizer
-from jaxpar.mesh.devices import leave_alone, visible
+from jaxpar.mesh.devices import use_cpu_only, visible_devices
 from jaxpar.parallel.compose import compose
 from jaxpar.sharding.names import nest
 from jaxpar.step import state
 
 
 def export_orbax(where: Path, step: int | None, to: Path) -> dict[str, Any]:
-    """Writes a checkpoint as Orbax does, for programs that read its format.
+    """Writes a checkpoint in Orbax format.
 
     The names are those of `jaxpar checkpoint show`, nested: `ocp.load(to)["params"]["embed"]["embedding"]`. Random keys
-    are written as the numbers they consist of. One process holds the whole state in memory.
+    are written as their key data. One process holds the whole state in memory.
 
     Raises:
-      JaxparError: If it is damaged, or the target is there already or cannot be written.
+      JaxparError: If the checkpoint is damaged, or the target exists or cannot be written.
     """
     path = listing.find(where, step)
-    made = reading.listed(path)
-    found = {name: _numbers(array) for name, array in reading.arrays(path, made, _alone(made.arrays)).items()}
-    orbax.save(to, nest({tuple(name.split("/")): array for name, array in found.items()}))
-    return {"from": str(path), "to": str(to), "bytes": sum(each.stat().st_size for each in to.rglob("*"))}
+    entries = reading.read_manifest(path)
+    numbers = {
+        name: _numbers(array)
+        for name, array in reading.read_arrays(path, entries, _on_one_device(entries.arrays)).items()
+    }
+    orbax.save(to, nest({tuple(name.split("/")): array for name, array in numbers.items()}))
+    return {"from": str(path), "to": str(to), "bytes": sum(file.stat().st_size for file in to.rglob("*"))}
 
 
 FORMATS: dict[str, Callable[[Path, int | None, Path], dict[str, Any]]] = {
     "jaxpar": report.export,
-    "safetensors": pretrained.write,
+    "safetensors": pretrained.export_checkpoint,
     "orbax": export_orbax,
 }
 
 
 def export(where: Path, step: int | None, to: Path, *, form: str) -> dict[str, Any]:
-    """Writes a checkpoint in another place, in one of `FORMATS`.
+    """Exports a checkpoint to another folder in one of `FORMATS`.
 
     Raises:
-      JaxparError: If there is no such format, or the checkpoint cannot be exported.
+      JaxparError: If the format is unknown, or the checkpoint cannot be exported.
     """
     if form not in FORMATS:
-        raise refuse(f"--format {form}", rule=f"a format is {', '.join(FORMATS)}", fix=nearest(form, FORMATS))
+        raise refuse(f"--format {form}", rule=f"a format is {', '.join(FORMATS)}", fix=suggest(form, FORMATS))
     return FORMATS[form](where, step, to)
 
 
 def diff(first: Path, second: Path, overrides: Sequence[str] = ()) -> tuple[list[Difference], dict[str, float]]:
-    """Returns how two checkpoints, or a checkpoint and a job, differ.
+    """Compares two checkpoints, or a checkpoint and a job.
 
     Args:
-      first: A checkpoint, or the run folder whose latest is meant.
+      first: A checkpoint, or a run folder for its latest.
       second: The same, or a job file.
-      overrides: Of the job.
+      overrides: Overrides of the job.
 
     Returns:
-      The arrays that differ in shape or dtype or are in one only; and, between checkpoints that do not, path to the
-      largest absolute difference for the arrays whose values differ.
+      The arrays that differ in shape or dtype or exist on one side only; and, if two checkpoints have none, the largest
+      absolute difference of each array with unequal values, by path.
 
     Raises:
-      JaxparError: If either is none, or damaged.
+      JaxparError: If either is no checkpoint, or damaged.
     """
-    path, saved = _listed(first)
+    path, first_manifest = _listed(first)
     if second.is_file():
-        return differences(saved.arrays, wanted(second, overrides)), {}
+        return differences(first_manifest.arrays, job_arrays(second, overrides)), {}
     if overrides:
         raise refuse(f"{second} is no job file", rule="overrides apply to a job file", fix="leave them out")
-    other, listed = _listed(second)
-    found = differences(saved.arrays, listed.arrays)
-    return found, {} if found else _values(path, other, saved.arrays)
+    second_path, second_manifest = _listed(second)
+    changes = differences(first_manifest.arrays, second_manifest.arrays)
+    return changes, {} if changes else _values(path, second_path, first_manifest.arrays)
 
 
-def wanted(job: Path, overrides: Sequence[str] = ()) -> dict[str, Array]:
-    """Returns the arrays that a job trains; nothing is made or compiled.
+def job_arrays(job: Path, overrides: Sequence[str] = ()) -> dict[str, Array]:
+    """Returns the arrays of a job's state as shapes; nothing is allocated or compiled.
 
     Raises:
-      JaxparError: With every problem of the job.
+      JaxparError: With all problems of the job.
     """
-    made = load(job, overrides)
-    if made.mesh.declared:
-        leave_alone()
-    layout = compose(resolve_model(made, resolve_loss(made)), made.declared, device_count(made))
-    return paths.described(state.abstract(layout, resolve_optimizer(made, layout.blueprint)))
+    parsed = load(job, overrides)
+    if parsed.mesh.names_devices:
+        use_cpu_only()
+    layout = compose(resolve_model(parsed, resolve_loss(parsed)), parsed.effective_parallel, device_count(parsed))
+    return paths.describe(state.abstract(layout, resolve_optimizer(parsed, layout.blueprint)))
 
 
 def adopt(where: Path, step: int | None = None) -> Path:
-    """Makes the MANIFEST of a checkpoint that an older jaxpar wrote, from its present files.
+    """Writes the MANIFEST of a checkpoint of an older jaxpar from its present files.
 
     Raises:
-      JaxparError: If it has one, or is no checkpoint.
+      JaxparError: If it has a MANIFEST, or is no checkpoint.
     """
     path = listing.find(where, step)
     if (path / manifest.NAME).exists():
@@ -108,39 +111,41 @@ def adopt(where: Path, step: int | None = None) -> Path:
             rule="a MANIFEST is made anew only for a checkpoint that never had one",
             fix=f"jaxpar checkpoint verify {path}",
         )
-    listed, scores = orbax.unlisted(path)
-    made = path.stat().st_mtime
-    manifest.adopt(path, step=int(path.name), written=made, scores=scores, arrays=listed)
+    arrays, scores = orbax.read_metadata(path)
+    modified = path.stat().st_mtime
+    manifest.adopt(path, step=int(path.name), written=modified, scores=scores, arrays=arrays)
     return path
 
 
 def _listed(where: Path) -> tuple[Path, Manifest]:
     path = listing.find(where)
     if listing.is_older(path):
-        raise listing.refuse_older(path)
+        raise listing.no_manifest_error(path)
     return path, manifest.read(path)
 
 
 def _values(first: Path, second: Path, listed: dict[str, Array]) -> dict[str, float]:
-    """Returns path to largest absolute difference, of arrays that are not equal; one array at a time."""
-    lists = [(path, reading.listed(path)) for path in (first, second)]
-    found = {}
+    """Returns the largest absolute difference of each unequal array, by path; holds one array at a time."""
+    lists = [(path, reading.read_manifest(path)) for path in (first, second)]
+    result = {}
     for name, array in listed.items():
-        want = _alone({name: array})
-        here, there = (_numbers(reading.arrays(path, made, want)[name]) for path, made in lists)
-        if here.tobytes() != there.tobytes():
-            found[name] = float(np.max(np.abs(here.astype(np.float64) - there.astype(np.float64))))
-    return found
+        target = _on_one_device({name: array})
+        first_values, second_values = (
+            _numbers(reading.read_arrays(path, entry, target)[name]) for path, entry in lists
+        )
+        if first_values.tobytes() != second_values.tobytes():
+            result[name] = float(np.max(np.abs(first_values.astype(np.float64) - second_values.astype(np.float64))))
+    return result
 
 
-def _alone(arrays: Mapping[str, Array]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns arrays as they are asked for whole, on one device."""
-    alone = jax.sharding.SingleDeviceSharding(visible()[0])
-    kinds = {
+def _on_one_device(arrays: Mapping[str, Array]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Describes arrays for a restore onto a single device, unsharded."""
+    sharding = jax.sharding.SingleDeviceSharding(visible_devices()[0])
+    dtypes = {
         name: jax.random.key(0).dtype if array.dtype.startswith("key<") else array.dtype
         for name, array in arrays.items()
     }
-    return {name: jax.ShapeDtypeStruct(arrays[name].shape, kind, sharding=alone) for name, kind in kinds.items()}
+    return {name: jax.ShapeDtypeStruct(arrays[name].shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
 
 
 def _numbers(array: jax.Array) -> np.ndarray:

@@ -1,13 +1,13 @@
-"""A job is trained: from its latest checkpoint, into its run folder.
+"""Trains a job, from its latest checkpoint, in its run folder.
 
-RUN/job.toml        the resolved job, earlier ones beside it as job.0001.toml
+RUN/job.toml        the resolved job; earlier ones as job.0001.toml, ...
 RUN/metrics.jsonl   a line per step
-RUN/run.json        versions, commit, devices  RUN/checkpoints/    the state
-RUN/data/           packed tokens, tokenizer   RUN/tensorboard/    if asked for
-RUN/events.jsonl    what was said of the run, and when: starts, faults, changes
-RUN/output.log      what was said after the reader of the output went away
-RUN/huggingface/    the tokenizer and config of the model it began with, where that was one of Hugging Face's
-RUN/lock            who is at work in it         RUN/lineage.jsonl   who copied whom, in a sweep by pbt
+RUN/run.json        versions, commit, devices  RUN/checkpoints/    the training state
+RUN/data/           packed tokens, tokenizer   RUN/tensorboard/    if requested
+RUN/events.jsonl    messages with their time: starts, faults, changes
+RUN/output.log      messages after the standard output was closed
+RUN/huggingface/    tokenizer and config of the pretrained Hugging Face model, if any
+RUN/lock            the process that writes    RUN/lineage.jsonl   copies between members of a pbt sweep
 """
 
 import io
@@ -30,7 +30,7 @@ from jaxpar.cluster.environment import Cluster, detect
 from jaxpar.errors import JaxparError, describe_exception, refuse
 from jaxpar.files import make_folder, write_json
 from jaxpar.job import pretrained, sweep
-from jaxpar.job.build import Built, build, rate_jump
+from jaxpar.job.build import BuiltJob, build, rate_jump
 from jaxpar.job.file import changes
 from jaxpar.job.file.dump import dumps
 from jaxpar.job.file.run_folder import check_folder, check_same_data
@@ -40,7 +40,7 @@ from jaxpar.job.parts.batches import abstract_batch
 from jaxpar.job.parts.candidate import candidate_of
 from jaxpar.job.parts.loggers import resolve_loggers
 from jaxpar.job.parts.measures import derived_of
-from jaxpar.job.parts.models import sound
+from jaxpar.job.parts.models import batch_spec
 from jaxpar.job.parts.names import COUNTED
 from jaxpar.job.parts.optimizers import best_of
 from jaxpar.measure.record import versions
@@ -48,7 +48,7 @@ from jaxpar.measure.where import where
 from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.devices import describe, is_simulated
 from jaxpar.models.huggingface.folder import is_folder
-from jaxpar.parallel.pipe import UNNAMED
+from jaxpar.parallel.pipeline_options import UNNAMED
 from jaxpar.step import state
 from jaxpar.step.inspectable import model_flop
 from jaxpar.step.step import Step
@@ -64,16 +64,16 @@ from jaxpar.train.watchdog import meeting
 from jaxpar.train.watchdog.judge import SLOW
 from jaxpar.train.watchdog.thread import SingleProcess, WatchdogThread, forget
 
-SCHEDULE = "parallel.pipeline.schedule"  # which a job may leave to its devices
+SCHEDULE = "parallel.pipeline.schedule"  # a job may leave it open; then it depends on the devices
 
 
 def train(job: Job, *, at: int | None = None, stream=None) -> dict[str, Any]:
-    """Trains a job to its last step, or until a signal asks it to stop; returns how it ended.
+    """Trains a job to its last step, or until a signal stops it; returns a summary of the run.
 
     Args:
       job: The job.
-      at: The step of the checkpoint to go on from; the newest by default. Newer ones are set aside.
-      stream: Where to print progress; the standard output by default.
+      at: The checkpoint step to continue from, the newest by default; newer checkpoints are set aside.
+      stream: Stream for progress messages; standard output by default.
 
     Raises:
       JaxparError: With the problems of the job, its data, its run folder or its loss.
@@ -84,7 +84,7 @@ def train(job: Job, *, at: int | None = None, stream=None) -> dict[str, Any]:
 
     folder = local_folder(job.run.dir)
     bucket = Bucket(job.run.dir, say) if is_address(job.run.dir) else None
-    watchdog = _meet(job, folder)
+    watchdog = _connect(job, folder)
     try:
         if bucket and watchdog.count > 1:
             raise refuse(
@@ -93,47 +93,47 @@ def train(job: Job, *, at: int | None = None, stream=None) -> dict[str, Any]:
                 fix="a bucket that is mounted on all hosts (gcsfuse, mountpoint-s3), and its folder",
             )
         watchdog.agree("job", dumps(job) + "".join(f"{name} {version}\n" for name, version in versions().items()))
-        store = Store(folder / "checkpoints", job.checkpoint, committed=bucket.push if bucket else None)
+        store = Store(folder / "checkpoints", job.checkpoint, on_commit=bucket.push if bucket else None)
         if bucket is None:
             check_folder(job, folder)
 
         with (
             Lock(folder, say) if watchdog.process == 0 else nullcontext(),
-            bucket.following() if bucket else nullcontext(),
+            bucket.synchronized() if bucket else nullcontext(),
         ):
             steps = check_folder(job, folder)
             if at is not None:
-                steps = _go_back(store, steps, at, say if watchdog.process == 0 else None)
-            changed = changes.changes(folder, job) if steps else []
+                steps = _rewind(store, steps, at, say if watchdog.process == 0 else None)
+            job_changes = changes.compare(folder, job) if steps else []
             with waiting("reading the data, laying out the model", stream or sys.stdout):
                 built = build(job, processes=watchdog.count)
-            changed += _check_same_run(folder, built, steps)
+            job_changes += _check_same_run(folder, built, steps)
             watchdog.agree("data", built.source.fingerprint)
             watchdog.agree("list of checkpoints", str(steps))
             make_folder(folder)
-            result = _train(job, built, store, watchdog, steps, changed, stream)
+            result = _train(job, built, store, watchdog, steps, job_changes, stream)
         watchdog.close()
         return result
     except JaxparError as error:
         watchdog.close(f"failed: {error.problems[0].got}")
         raise
     except (ValueError, RuntimeError, OSError) as error:
-        meant = watchdog.explain(error)
-        watchdog.close(f"failed: {describe_exception(meant)}")
-        if meant is error:
+        cause = watchdog.explain(error)
+        watchdog.close(f"failed: {describe_exception(cause)}")
+        if cause is error:
             raise
-        raise meant from error
+        raise cause from error
     finally:
         watchdog.close(
             "failed: it ended before the run did"
-        )  # whatever ended it: else its thread would say that it lives
+        )  # after any exit: otherwise the watchdog thread would keep reporting that this process is alive
 
 
-def _meet(job: Job, folder: Path) -> SingleProcess:
-    """Returns the processes of the run, connected."""
+def _connect(job: Job, folder: Path) -> SingleProcess:
+    """Connects the processes of the run, and starts their watchdog."""
     cluster = detect(os.environ)
     if cluster is None:
-        if os.environ.get("JAXPAR_ATTEMPT"):  # the only one that was launched adds up as several would, bit for bit
+        if os.environ.get("JAXPAR_ATTEMPT"):  # a single launched process must add up bitwise like several
             connect(Cluster(coordinator=os.environ["JAXPAR_COORDINATOR"], processes=1, process=0, source="launch"))
         return SingleProcess()
     make_folder(folder)
@@ -141,8 +141,8 @@ def _meet(job: Job, folder: Path) -> SingleProcess:
     if cluster.process == 0:
         forget(folder)
         attempt = meeting.begin(folder)
-    jax.config.update("jax_enable_preemption_service", False)  # it would keep SIGTERM from us  # pyright: ignore
-    # JAX ends processes without a word of whose fault it is: its own heartbeat comes in only after ours has spoken
+    jax.config.update("jax_enable_preemption_service", False)  # it would intercept SIGTERM  # pyright: ignore
+    # JAX kills processes without naming the culprit: its heartbeat must time out only after our watchdog has reported
     heartbeat = HEARTBEAT + math.ceil(job.run.timeout)
     attempt = connect(
         cluster, timeout=job.run.timeout * SLOW, heartbeat=heartbeat, word=attempt,
@@ -153,47 +153,47 @@ def _meet(job: Job, folder: Path) -> SingleProcess:
 
 def _train(
     job: Job,
-    built: Built,
+    built: BuiltJob,
     store: Store,
     watchdog: SingleProcess,
     steps: list[int],
     changed: list[changes.Change],
     stream,
 ) -> dict[str, Any]:
-    folder, first = local_folder(job.run.dir), watchdog.process == 0
+    folder, is_writer = local_folder(job.run.dir), watchdog.process == 0
     if watchdog.count > 1:
         for step in built.steps:
-            step.agree, step.compiling = watchdog.agree, watchdog.compiling
-    devices = list(built.layout.on.devices.flat)
+            step.compare_programs, step.compile_context = watchdog.agree, watchdog.compiling
+    devices = list(built.layout.device_mesh.devices.flat)
     progress = Progress(
         job.train.steps, every=job.metrics.show_every, unit=COUNTED.get(job.train.loss, "loss terms"),
-        flops=step_flop(built), batch=job.train.global_batch, peak=_peak(devices),
-        stream=stream if first else io.StringIO(), events=_events(folder, steps) if first else None,
+        flops=step_flop(built), batch=job.train.global_batch, peak=_peak_flops(devices),
+        stream=stream if is_writer else io.StringIO(), events=_events(folder, steps) if is_writer else None,
     )  # fmt: skip
     store.say, store.replicas = progress.say, replicas_of(built.layout)
     with progress:
         progress.waits("restoring the state" if steps else "making the state")
         watchdog.at(0, "restoring" if steps else "starting")
-        start, at = store.restore(built.step.abstract()) if steps else (_begin(built, progress), 0)
-        changes.check(changed, job, at)  # after arrays that do not fit, which no word mends
-        lost = lost_files(folder) if steps else []
-        if first:  # one writer
-            changes.keep(folder, job)
+        start, at = store.restore(built.step.abstract()) if steps else (_first_state(built, progress), 0)
+        changes.check(changed, job, at)  # after `restore`, whose mismatches `run.changed` cannot allow
+        lost_notes = lost_files(folder) if steps else []
+        if is_writer:  # a single writer
+            changes.save_job(folder, job)
             write_json(folder / "run.json", record(built))
-        loggers = resolve_loggers(job) if first else ()
-        log = Log(folder, job.metrics, start=at, writes=first, loggers=loggers, say=progress.say)
+        loggers = resolve_loggers(job) if is_writer else ()
+        log = Log(folder, job.metrics, start=at, writes=is_writer, loggers=loggers, say=progress.say)
         batch = job.train.global_batch
-        rate, phases = job.optimizer.said_at(batch), job.train.growth.said(batch)
-        about = [built.layout.summary(), *built.layout.notes, *filter(None, [rate, phases, _unmeasured(built)])]
-        about += getattr(built.source, "notes", ())
-        about.append(f"{describe(devices)}, {folder}")
-        progress.say("\n".join(about) + (f", on from step {at}" if at else ""))
-        for each in lost:
-            progress.say(each)
+        rate, phases = job.optimizer.describe_rate(batch), job.train.growth.describe(batch)
+        facts = [built.layout.summary(), *built.layout.notes, *filter(None, [rate, phases, _noise_note(built)])]
+        facts += getattr(built.source, "notes", ())
+        facts.append(f"{describe(devices)}, {folder}")
+        progress.say("\n".join(facts) + (f", on from step {at}" if at else ""))
+        for lost_note in lost_notes:
+            progress.say(lost_note)
         for change in changed:
             progress.say(f"changed since step {at}: {change}")
-        if jump := rate_jump(built, log.recent[-1] if log.recent else {}, at):
-            progress.say(jump)
+        if jump_note := rate_jump(built, log.recent[-1] if log.recent else {}, at):
+            progress.say(jump_note)
         if at >= job.train.steps:
             progress.say(f"nothing to do: trained to step {at} of {job.train.steps}; raise train.steps to go on")
         run = _loop(built, store, log, progress, watchdog)
@@ -202,71 +202,71 @@ def _train(
         finally:
             store.close()
             log.close()
-        if job.sweep.over and first:
-            progress.say("\n".join(sweep.ended(folder, job.sweep)))
-        for note in built.step.layout.notes[len(built.layout.notes) :]:  # what was known when the step was traced
+        if job.sweep.over and is_writer:
+            progress.say("\n".join(sweep.summarize(folder, job.sweep)))
+        for note in built.step.layout.notes[len(built.layout.notes) :]:  # notes added while the step was traced
             progress.say(note)
-        if built.step.products is not None:
-            progress.say("\n".join([str(built.step.products), *built.step.products.notes]))
-        if first:
-            write_json(folder / "run.json", record(built) | {"peak": peak(built.step, devices)})
+        if built.step.matmuls is not None:
+            progress.say("\n".join([str(built.step.matmuls), *built.step.matmuls.notes]))
+        if is_writer:
+            write_json(folder / "run.json", record(built) | {"peak": peak_memory(built.step, devices)})
         if outcome.stopped_by:
-            done = int(outcome.state.step)
-            progress.say(f"stopped by {outcome.stopped_by}, saved step {done}; the same command goes on from there")
-        ways, last = built.layout.replicas * job.train.accumulate, batch * job.train.growth.factor(job.train.steps - 1)
-        if noise := run.noise.said(last, ways):
-            progress.say(noise)
+            end = int(outcome.state.step)
+            progress.say(f"stopped by {outcome.stopped_by}, saved step {end}; the same command goes on from there")
+        parts, size = built.layout.replicas * job.train.accumulate, batch * job.train.growth.factor(job.train.steps - 1)
+        if noise_note := run.noise.said(size, parts):
+            progress.say(noise_note)
     return {
         "run": str(folder),
         "step": int(outcome.state.step),
         "stopped_by": outcome.stopped_by,
         "resumed_from": at,
         "last": outcome.last,
-        "suggested_batch": run.noise.suggested(ways),
+        "suggested_batch": run.noise.suggested(parts),
     }
 
 
-def _unmeasured(built: Built) -> str:
-    """Returns why the temperature of the updates is not written, though the job asks for it; "" where it is."""
+def _noise_note(built: BuiltJob) -> str:
+    """Says why the requested noise temperature is not written; "" if it is, or is not requested."""
     if not built.job.metrics.noise_every or built.source.examples is not None:
         return ""
-    named = built.job.data.source
-    return f"noise_temperature is not written: data.source = {named!r} has no `examples`, the number to train on"
+    source = built.job.data.source
+    return f"noise_temperature is not written: data.source = {source!r} has no `examples`, the number to train on"
 
 
 def _events(folder: Path, steps: list[int]) -> Path:
-    """Returns the file of what is said of a run; that of one which starts anew is empty."""
+    """Returns the events file of a run; deletes an old one if the run starts anew."""
     file = folder / "events.jsonl"
     if not steps:
         file.unlink(missing_ok=True)
     return file
 
 
-def _begin(built: Built, progress: Progress) -> state.State:
-    """Returns the state of a new run, with parameters of another where the job says so."""
+def _first_state(built: BuiltJob, progress: Progress) -> state.State:
+    """Creates the state of a new run; its parameters come from `checkpoint.start_from` if that is set."""
     train, spec = built.job.train, built.job.checkpoint
     if is_folder(spec.start_from):
-        made, said = pretrained.begin(built)
-        progress.say(said)
-        return made
-    made = state.init_state(built.layout, built.optimizer, seed=train.seed, offload=train.offload)
+        first_state, message = pretrained.start_run(built)
+        progress.say(message)
+        return first_state
+    first_state = state.init_state(built.layout, built.optimizer, seed=train.seed, offload=train.offload)
     if spec.start_from:
-        made, origin = start_from.start(spec, made, built.layout, built.optimizer)
+        first_state, origin = start_from.start(spec, first_state, built.layout, built.optimizer)
         progress.say(str(origin))
-    return made
+    return first_state
 
 
-def step_flop(built: Built) -> float:
-    """Returns the model's FLOP per step, 0 where no MFU is shown: on simulated or unknown devices."""
-    if not _peak(list(built.layout.on.devices.flat)):
+def step_flop(built: BuiltJob) -> float:
+    """Returns the model's FLOP per step; 0 on simulated or unknown devices, which show no MFU."""
+    if not _peak_flops(list(built.layout.device_mesh.devices.flat)):
         return 0.0
     return model_flop(built.step, abstract_batch(built.job))
 
 
-def record(built: Built) -> dict[str, Any]:
-    """Returns the facts about its machine and software that a run records."""
+def record(built: BuiltJob) -> dict[str, Any]:
+    """Returns the contents of RUN/run.json: machine, software, layout and data of a run."""
     return where() | {
-        "devices": describe(list(built.layout.on.devices.flat)),
+        "devices": describe(list(built.layout.device_mesh.devices.flat)),
         "mesh": built.layout.sizes,
         "data": built.source.fingerprint,
         "parameters": sum(place.leaf.size for place in built.layout.placements.values()),
@@ -279,40 +279,40 @@ def record(built: Built) -> dict[str, Any]:
     }
 
 
-def _candidate(built: Built) -> dict[str, Any]:
-    """Returns the layout as the planner weighs it; nothing where it cannot."""
+def _candidate(built: BuiltJob) -> dict[str, Any]:
+    """Returns the layout as a planner candidate, {} if the planner cannot model it."""
     try:
         return asdict(candidate_of(built.job, built.layout))
     except JaxparError:
         return {}
 
 
-def peak(step: Step, devices: list[Any]) -> dict[str, Any]:
-    """Returns the bytes of a device: those that XLA planned, and the most that were in use on one that is here."""
-    own = [device for device in devices if device.process_index == jax.process_index()]
-    here = [stats for device in own if (stats := device.memory_stats()) and "peak_bytes_in_use" in stats]
-    measured = max([stats["peak_bytes_in_use"] for stats in here], default=None)
-    return {"compiled": step.needed, "measured": measured}
+def peak_memory(step: Step, devices: list[Any]) -> dict[str, Any]:
+    """Returns the peak bytes per device: as compiled by XLA, and as measured on the local devices (None if unknown)."""
+    host_devices = [device for device in devices if device.process_index == jax.process_index()]
+    readings = [stats for device in host_devices if (stats := device.memory_stats()) and "peak_bytes_in_use" in stats]
+    measured = max([stats["peak_bytes_in_use"] for stats in readings], default=None)
+    return {"compiled": step.memory_bytes, "measured": measured}
 
 
-def _loop(built: Built, store: Store, log: Log, progress: Progress, watchdog: SingleProcess) -> loop.Run:
+def _loop(built: BuiltJob, store: Store, log: Log, progress: Progress, watchdog: SingleProcess) -> loop.Run:
     job, train = built.job, built.job.train
     skipped = SkippedBatches(local_folder(job.run.dir), fresh=not store.steps())
     noise = Noise(job.metrics.noise_every, momentum=job.optimizer.momentum, examples=built.source.examples)
     noise.resume(log.measured)
-    back = job.checkpoint.every * (job.checkpoint.keep_last + job.checkpoint.keep_best)  # how far a rollback may go
+    span = job.checkpoint.every * (job.checkpoint.keep_last + job.checkpoint.keep_best)  # of a rollback
     return loop.Run(
         step=built.step, source=built.source, steps=train.steps, global_batch=train.global_batch,
         eval_every=train.eval_every, eval_batches=train.eval_batches, checkpoints=job.checkpoint,
         ahead=job.data.ahead, sets=built.sets, store=store, log=log, progress=progress,
         learning_rate=built.learning_rate, watchdog=watchdog,
-        watch=Watch(job.faults, log.recent, span=back, skipped=log.skipped), good=sound(job), skipped=skipped,
-        noise=noise, growth=train.growth, best=best_of(job), derived=derived_of(job), larger=built.larger,
+        watch=Watch(job.faults, log.recent, span=span, skipped=log.skipped), good=batch_spec(job), skipped=skipped,
+        noise=noise, growth=train.growth, best=best_of(job), derived=derived_of(job), larger=built.later_steps,
     )  # fmt: skip
 
 
-def _go_back(store: Store, steps: list[int], at: int, say: Callable[[str], None] | None) -> list[int]:
-    """Returns the steps up to one of them; the process that says so sets aside those after it."""
+def _rewind(store: Store, steps: list[int], at: int, say: Callable[[str], None] | None) -> list[int]:
+    """Returns the steps up to `at`; the process that gets `say` renames later checkpoints."""
     if at not in steps:
         raise refuse(
             f"no checkpoint of step {at} in {store.folder}",
@@ -321,26 +321,26 @@ def _go_back(store: Store, steps: list[int], at: int, say: Callable[[str], None]
             if steps
             else "train it first: jaxpar train JOB",
         )
-    if say and (left := store.leave(at)):
-        say(f"on from step {at}: what was saved after it is called {', '.join(left)} now")
+    if say and (folders := store.set_aside_after(at)):
+        say(f"on from step {at}: later checkpoints are renamed to {', '.join(folders)}")
     return [step for step in steps if step <= at]
 
 
-def _check_same_run(folder: Path, built: Built, steps: list[int]) -> list[changes.Change]:
-    """Refuses to go on with other data than the run began with; returns what other devices change."""
+def _check_same_run(folder: Path, built: BuiltJob, steps: list[int]) -> list[changes.Change]:
+    """Refuses to continue on other data; returns the change of the schedule if other devices imply another one."""
     recorded = check_same_data(folder, built.source.fingerprint) if steps else {}
-    was, now = recorded.get("schedule"), _schedule(built)
-    unnamed = built.job.parallel.pipeline.schedule == UNNAMED
-    return [changes.Change(SCHEDULE, was, now)] if unnamed and was and now and was != now else []
+    old, new = recorded.get("schedule"), _schedule(built)
+    is_open = built.job.parallel.pipeline.schedule == UNNAMED
+    return [changes.Change(SCHEDULE, old, new)] if is_open and old and new and old != new else []
 
 
-def _schedule(built: Built) -> str:
-    """Returns the name of the schedule that runs, nothing without a pipeline."""
+def _schedule(built: BuiltJob) -> str:
+    """Returns the name of the pipeline schedule, "" without a pipeline."""
     layout = built.layout
     return layout.parallel.pipeline.schedule if layout.sizes["pipe"] > 1 else ""
 
 
-def _peak(devices: list[Any]) -> float:
+def _peak_flops(devices: list[Any]) -> float:
     if not devices or is_simulated(devices):
         return 0.0
     chip = find_chip(devices[0].device_kind)

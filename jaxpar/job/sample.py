@@ -1,4 +1,4 @@
-"""A trained run is asked for text: prompts in, texts out, on one device or on any layout of data, fsdp and tensor."""
+"""Samples text from a trained run, on one device or on any layout of data, fsdp and tensor."""
 
 import json
 import re
@@ -12,25 +12,25 @@ from typing import Any
 
 import jax
 
-from jaxpar.buckets import opened
+from jaxpar.buckets import pull_folder
 from jaxpar.checkpoint import Store
 from jaxpar.data.spec import OURS
-from jaxpar.data.tokens import Text
+from jaxpar.data.tokens import RunTokenizer
 from jaxpar.errors import Keywords, refuse
 from jaxpar.files import write_text
 from jaxpar.job.file.parse import loads
 from jaxpar.job.file.schema import Job
 from jaxpar.job.file.trained_job import job_of
-from jaxpar.job.parts.batches import with_own_tokenizer
+from jaxpar.job.parts.batches import with_saved_tokenizer
 from jaxpar.job.parts.end_tokens import end_tokens
 from jaxpar.job.parts.models import resolve_loss, resolve_model
 from jaxpar.job.parts.optimizers import resolve_optimizer
 from jaxpar.job.pretrained import KEPT
-from jaxpar.mesh.devices import is_simulated, simulate, visible
+from jaxpar.mesh.devices import is_simulated, simulate, visible_devices
 from jaxpar.parallel.compose import compose
-from jaxpar.parallel.declare import Parallel
+from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.layout import Layout
-from jaxpar.sharding.adapters import merged, without_adapters
+from jaxpar.sharding.adapters import merge_adapters, without_adapters
 from jaxpar.sharding.names import Tree
 from jaxpar.step import state
 from jaxpar.step.sampling.draws import Sampling
@@ -38,15 +38,15 @@ from jaxpar.step.sampling.generator import Generator
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked(Keywords):
-    """What is asked of a run.
+class SamplingRequest(Keywords):
+    """Settings of a sampling request.
 
     Attributes:
-      tokens: How many are added to each prompt, at most.
-      sampling: How they are drawn.
-      stop: A text ends before any of these: texts, or special tokens such as <|eot_id|>.
-      overrides: `parallel.tensor=2` and its like, and `mesh.simulate=8`: where the model runs; one device by default.
-      cached: Whether keys and values are kept; None where the model can.
+      tokens: Maximal number of new tokens per prompt.
+      sampling: Temperature and the like.
+      stop: Strings, or special tokens such as <|eot_id|>; the text ends before the first of them.
+      overrides: Overrides of `parallel` and `mesh`, e.g. `parallel.tensor=2`, `mesh.simulate=8`; one device by default.
+      cached: Whether to use a KV cache; None uses one if the model supports it.
     """
 
     tokens: int = 200
@@ -58,14 +58,14 @@ class Asked(Keywords):
     def __post_init__(self):
         if isinstance(self.tokens, bool) or not isinstance(self.tokens, int) or self.tokens < 1:
             raise refuse(f"tokens {self.tokens!r}", rule="tokens is at least 1", fix="--tokens 200")
-        if wrong := [each for each in self.overrides if not each.startswith(("parallel.", "mesh."))]:
+        if errors := [text for text in self.overrides if not text.startswith(("parallel.", "mesh."))]:
             raise refuse(
-                f"{wrong[0]!r:.80} of a trained run",
-                rule="what may be said of a run that is sampled is where: parallel and mesh",
+                f"{errors[0]!r:.80} of a trained run",
+                rule="overrides of a sampled run only say where: parallel and mesh",
                 fix="parallel.tensor=2",
             )
         if not all(self.stop):
-            raise refuse("an empty text to stop at", rule="a text ends before what it stops at", fix='--stop "\\n\\n"')
+            raise refuse("an empty text to stop at", rule="a stop text is not empty", fix='--stop "\\n\\n"')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +73,9 @@ class Answer:
     """A continued prompt.
 
     Attributes:
-      prompt: As it was given.
-      text: What was added.
-      tokens: How many were drawn.
+      prompt: The prompt.
+      text: The continuation.
+      tokens: Number of drawn tokens.
     """
 
     prompt: str
@@ -88,92 +88,100 @@ class Answers:
     """Continued prompts.
 
     Attributes:
-      answers: In the order of the prompts.
-      rate: Tokens per second of all rows together, the start and compiling included; 0 on simulated devices, whose
-        speed says nothing.
+      answers: Answers in the order of the prompts.
+      rate: Tokens per second over all prompts, including start and compilation; 0 on simulated devices, whose timings
+        say nothing about GPUs.
     """
 
     answers: tuple[Answer, ...]
     rate: float
 
 
-def sample(folder: str | Path, prompts: Sequence[str], asked: Asked, *, allow_import: bool = False) -> Answers:
-    """Returns what the model of a run adds to prompts.
+def sample(
+    folder: str | Path, prompts: Sequence[str], request: SamplingRequest, *, allow_import: bool = False
+) -> Answers:
+    """Continues prompts with the model of a run.
 
     Args:
       folder: The run folder.
-      prompts: The beginnings of texts.
-      asked: How.
-      allow_import: Whether the run may name Python objects from anywhere.
+      prompts: The prompts.
+      request: Sampling settings.
+      allow_import: Whether the run's job may import Python objects from any module.
 
     Raises:
-      JaxparError: If the folder holds no trained model of text, or a prompt is empty.
+      JaxparError: If the folder has no trained text model, or a prompt is empty.
     """
-    model = speaker(folder, asked, allow_import=allow_import)
+    model = load_text_model(folder, request, allow_import=allow_import)
     for prompt in prompts:
         check_prompt(prompt, f"the prompt {prompt!r:.60}")
     rows = [model.text.encode(prompt) for prompt in prompts]
     if not rows or not all(rows):
         raise refuse("an empty prompt", rule="a prompt has at least one token", fix='--prompt "\\n"')
     started = time.monotonic()
-    new = model.continued(rows, asked)
-    spent, drawn = time.monotonic() - started, sum(count for _, count in new)
-    rate = 0.0 if is_simulated(list(model.generator.layout.on.devices.flat)) else drawn / spent
-    made = [Answer(prompt=prompt, text=said, tokens=count) for prompt, (said, count) in zip(prompts, new, strict=True)]
-    return Answers(answers=tuple(made), rate=rate)
+    texts = model.continue_rows(rows, request)
+    seconds, token_count = time.monotonic() - started, sum(count for _, count in texts)
+    rate = 0.0 if is_simulated(list(model.generator.layout.device_mesh.devices.flat)) else token_count / seconds
+    answers = [
+        Answer(prompt=prompt, text=text, tokens=count) for prompt, (text, count) in zip(prompts, texts, strict=True)
+    ]
+    return Answers(answers=tuple(answers), rate=rate)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Speaker:
-    """The model of a run, ready to continue texts.
+class TextModel:
+    """The restored model of a run, with its tokenizer.
 
     Attributes:
-      text: Its tokenizer.
+      text: The tokenizer.
       generator: The model on its layout.
-      ends: Tokens that end a text.
-      tokenizer: The folder of a tokenizer of Hugging Face's that the run has kept; "" where it is our own.
+      ends: End-of-text tokens.
+      tokenizer: The folder of the run's saved Hugging Face tokenizer; "" for jaxpar's own tokenizers.
     """
 
-    text: Text
+    text: RunTokenizer
     generator: Generator
     ends: tuple[int, ...]
     tokenizer: str
 
-    def continued(self, rows: Sequence[list[int]], asked: Asked) -> list[tuple[str, int]]:
-        """Returns for each row of tokens the text after it, up to where it stops, and how many tokens were drawn."""
-        tokens = {each: self.text.special(each) for each in asked.stop}  # which texts do not show
-        ends = (*self.ends, *(each for each in tokens.values() if each is not None))
-        stop = tuple(each for each, token in tokens.items() if token is None)
+    def continue_rows(self, rows: Sequence[list[int]], request: SamplingRequest) -> list[tuple[str, int]]:
+        """Continues each row of tokens; returns its new text, up to a stop, and the number of drawn tokens."""
+        tokens = {item: self.text.special(item) for item in request.stop}  # decoded text does not show special tokens
+        ends = (*self.ends, *(item for item in tokens.values() if item is not None))
+        stop = tuple(item for item, token in tokens.items() if token is None)
         stops = partial(_stops, self.text, stop, ends)
-        new = self.generator.run(rows, asked.sampling, most=asked.tokens, stops=lambda _, drawn: stops(drawn))
-        return [(_said(self.text, row, each, stop, ends), len(each)) for row, each in zip(rows, new, strict=True)]
+        results = self.generator.generate(
+            rows, request.sampling, max_new_tokens=request.tokens, stops=lambda _, drawn: stops(drawn)
+        )
+        return [
+            (_decode_new(self.text, row, item, stop, ends), len(item)) for row, item in zip(rows, results, strict=True)
+        ]
 
 
-def speaker(folder: str | Path, asked: Asked, *, allow_import: bool = False) -> Speaker:
-    """Returns the model of a run.
+def load_text_model(folder: str | Path, request: SamplingRequest, *, allow_import: bool = False) -> TextModel:
+    """Restores the model of a run for sampling.
 
     Raises:
-      JaxparError: If the folder holds no trained model of text.
+      JaxparError: If the folder has no trained text model.
     """
-    folder = opened(folder)
-    job = _of_text(folder, allow_import=allow_import)
-    given = loads("", [*asked.overrides])
-    if given.mesh.simulate:
-        simulate(given.mesh.simulate)
-    text = Text(folder / "data", job.data.tokenizer)
-    layout, params, model_state = _restored(job, folder, given.parallel if asked.overrides else Parallel())
-    made = Generator(
-        layout, params, model_state, window=job.data.seq, known=text.size, cached=asked.cached
-    )  # what is above is no token of the text
-    own = "" if job.data.tokenizer in OURS else job.data.tokenizer
-    return Speaker(text=text, generator=made, ends=end_tokens(job, folder, folder / KEPT), tokenizer=own)
+    folder = pull_folder(folder)
+    job = _text_job(folder, allow_import=allow_import)
+    placement = loads("", [*request.overrides])
+    if placement.mesh.simulate:
+        simulate(placement.mesh.simulate)
+    text = RunTokenizer(folder / "data", job.data.tokenizer)
+    layout, params, model_state = _restore(job, folder, placement.parallel if request.overrides else Parallel())
+    generator = Generator(
+        layout, params, model_state, window=job.data.seq, vocab_size=text.size, cached=request.cached
+    )  # padding rows of the vocabulary are never drawn
+    tokenizer = "" if job.data.tokenizer in OURS else job.data.tokenizer
+    return TextModel(text=text, generator=generator, ends=end_tokens(job, folder, folder / KEPT), tokenizer=tokenizer)
 
 
 def check_prompt(prompt: str, where: str) -> None:
-    """Refuses half of a surrogate pair, which is no Unicode; bytes of a command line that are no utf-8 pass.
+    """Refuses lone surrogates in a prompt, except those by which Python escapes non-utf-8 bytes of a command line.
 
     Raises:
-      JaxparError: If there is one.
+      JaxparError: If there is a lone surrogate.
     """
     if half := re.search("[\ud800-\udc7f\udd00-\udfff]", prompt):
         raise refuse(
@@ -184,90 +192,92 @@ def check_prompt(prompt: str, where: str) -> None:
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Returns the prompts of a file: of .jsonl the `prompt` of each line, of any other each line that is not empty.
+    """Reads prompts: the `prompt` of each line of a .jsonl file, or each non-empty line of any other file.
 
     Raises:
-      JaxparError: If it cannot be read, or a line is no prompt: with its number.
+      JaxparError: If the file cannot be read or is empty, or, with its number, if a line is no prompt.
     """
     rule, fix = "a file of prompts has one a line, or in .jsonl tables with `prompt`", '{"prompt": "Once upon"}'
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")  # str.splitlines cuts at U+2028 too, inside of a prompt
+        lines = file.read_text(encoding="utf-8").split("\n")  # str.splitlines also splits at U+2028, inside of a prompt
     except (OSError, ValueError) as error:
         raise refuse(f"{file}: {getattr(error, 'strerror', None) or 'no utf-8'}", rule=rule, fix=fix) from error
     if file.suffix != ".jsonl":
-        found = [line for line in lines if line]
+        prompts = [line for line in lines if line]
     else:
-        found = [_prompt(file, number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not found:
+        prompts = [_prompt(file, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
         raise refuse(f"{file} holds no prompt", rule=rule, fix=fix)
-    return found
+    return prompts
 
 
 def write_answers(file: Path, answers: Answers) -> None:
-    """Writes a line of JSON for each answer: prompt, text, tokens."""
-    lines = [json.dumps(asdict(each), ensure_ascii=False) for each in answers.answers]
+    """Writes one JSON line per answer: prompt, text, tokens."""
+    lines = [json.dumps(asdict(answer), ensure_ascii=False) for answer in answers.answers]
     write_text(file, "".join(f"{line}\n" for line in lines))
 
 
 def _prompt(file: Path, number: int, line: str) -> str:
     try:
-        said = json.loads(line)
+        entry = json.loads(line)
     except (ValueError, RecursionError):
-        said = None
-    if not isinstance(said, dict) or not isinstance(said.get("prompt"), str) or not said["prompt"]:
+        entry = None
+    if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str) or not entry["prompt"]:
         raise refuse(
             f"{file}, line {number}: {line:.60}",
             rule="a line of .jsonl is a table with a `prompt`, a text that is not empty",
             fix='{"prompt": "Once upon"}',
         )
-    check_prompt(said["prompt"], f"{file}, line {number}: {line:.60}")
-    return said["prompt"]
+    check_prompt(entry["prompt"], f"{file}, line {number}: {line:.60}")
+    return entry["prompt"]
 
 
-def _restored(job: Job, folder: Path, parallel: Parallel) -> tuple[Layout, Tree, Tree]:
-    """Returns the model of a run on a layout, its parameters as it evaluates them, adapters merged, and other state."""
+def _restore(job: Job, folder: Path, parallel: Parallel) -> tuple[Layout, Tree, Tree]:
+    """Restores a run's layout, evaluation parameters with adapters merged, and other model state."""
     model = resolve_model(job, resolve_loss(job))
-    devices: Any = visible()
+    devices: Any = visible_devices()
     if parallel == Parallel():
         devices = devices[:1]
     layout = compose(model, parallel, devices)
-    like = state.abstract(layout, resolve_optimizer(job, layout.blueprint))
-    placed = state.shardings(layout, like)
-    like = jax.tree.map(lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), like, placed)
-    spec = replace(job.checkpoint, replicas="mean")  # replicas that differ are sampled as the one model of theirs
-    store = Store(folder / "checkpoints", spec, say=partial(print, file=sys.stderr), owned=False)
-    trained, _ = store.restore(like)
+    shapes = state.abstract(layout, resolve_optimizer(job, layout.blueprint))
+    places = state.shardings(layout, shapes)
+    shapes = jax.tree.map(lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), shapes, places)
+    spec = replace(job.checkpoint, replicas="mean")  # replicas that differ are sampled as their mean
+    store = Store(folder / "checkpoints", spec, say=partial(print, file=sys.stderr), is_owner=False)
+    result, _ = store.restore(shapes)
     if not layout.blueprint.adapters:
-        return layout, trained.eval_params, trained.model_state
+        return layout, result.eval_params, result.model_state
     plain = compose(without_adapters(layout.blueprint), parallel, devices)
-    placed = jax.tree.map(plain.sharding, plain.stored, is_leaf=lambda leaf: isinstance(leaf, jax.P))
-    params = jax.jit(partial(merged, layout.blueprint), out_shardings=placed)(trained.eval_params)
-    return plain, params, trained.model_state
+    places = jax.tree.map(plain.sharding, plain.stored, is_leaf=lambda leaf: isinstance(leaf, jax.P))
+    params = jax.jit(partial(merge_adapters, layout.blueprint), out_shardings=places)(result.eval_params)
+    return plain, params, result.model_state
 
 
-def _stops(text: Text, stop: tuple[str, ...], ends: tuple[int, ...], drawn: list[int]) -> bool:
+def _stops(text: RunTokenizer, stop: tuple[str, ...], ends: tuple[int, ...], drawn: list[int]) -> bool:
     if drawn[-1] in ends:
         return True
-    # a text to stop at has at most as many tokens as bytes; a few more, as decoding may join those before it
-    near = drawn[-max((len(each.encode(errors="surrogateescape")) for each in stop), default=0) - 8 :]
-    return any(each in text.decode(near) for each in stop) if stop else False
+    # a stop string has at most as many tokens as bytes; a few more, as decoding may merge it with earlier tokens
+    tail = drawn[-max((len(stop_text.encode(errors="surrogateescape")) for stop_text in stop), default=0) - 8 :]
+    return any(stop_text in text.decode(tail) for stop_text in stop) if stop else False
 
 
-def _said(text: Text, prompt: list[int], drawn: list[int], stop: tuple[str, ...], ends: tuple[int, ...]) -> str:
-    """Returns the text that was added, up to where it stopped."""
-    kept = drawn[:-1] if drawn and drawn[-1] in ends else drawn
-    # with the prompt, as decoding may join what is at the seam
-    before, whole = text.decode(prompt), text.decode([*prompt, *kept])
-    said = whole[len(before) :] if whole.startswith(before) else text.decode(kept)
-    at = [said.find(each) for each in stop if each in said]
-    return said[: min(at)] if at else said
+def _decode_new(
+    text: RunTokenizer, prompt: list[int], drawn: list[int], stop: tuple[str, ...], ends: tuple[int, ...]
+) -> str:
+    """Decodes the new text, up to the first stop string."""
+    body = drawn[:-1] if drawn and drawn[-1] in ends else drawn
+    # decoded together with the prompt, as decoding may merge tokens across the seam
+    prompt_text, full_text = text.decode(prompt), text.decode([*prompt, *body])
+    new_text = full_text[len(prompt_text) :] if full_text.startswith(prompt_text) else text.decode(body)
+    positions = [new_text.find(stop_text) for stop_text in stop if stop_text in new_text]
+    return new_text[: min(positions)] if positions else new_text
 
 
-def _of_text(folder: Path, *, allow_import: bool) -> Job:
-    """Returns the job of a run folder.
+def _text_job(folder: Path, *, allow_import: bool) -> Job:
+    """Returns the job of a text run.
 
     Raises:
-      JaxparError: If it holds none, or one whose run is not one model of text.
+      JaxparError: If the folder has no job, or the job does not train a single text model.
     """
     if not (folder / "job.toml").exists():
         raise refuse(
@@ -288,4 +298,4 @@ def _of_text(folder: Path, *, allow_import: bool) -> Job:
             rule="text is generated by a model that was trained with data.source = 'text'",
             fix="a run with data.source = 'text'",
         )
-    return with_own_tokenizer(job, folder)
+    return with_saved_tokenizer(job, folder)

@@ -1,8 +1,8 @@
-"""Continues a job on fewer processes than it began with: which sizes stay, and which shrink.
+"""Continues a job on fewer processes: which axis sizes stay, and which shrink.
 
-pipe, expert, context, tensor   stay: they cut the model
-fsdp, then data                 shrink: they copy it; data only where its replicas are equal
-the global batch                stays: it is what the loss curve belongs to
+pipe, expert, context, tensor   stay: they shard the model
+data, then fsdp                 shrink: they replicate the model or shard its state; data only if replicas are equal
+the global batch                stays: the loss curve depends on it
 """
 
 import math
@@ -14,19 +14,19 @@ from jaxpar.job.file.parse import loads
 from jaxpar.job.file.schema import Job
 from jaxpar.mesh.axes import infer_sizes
 
-SHRUNK = ("data", "fsdp")  # axes that copy the model or its state
+SHRUNK = ("data", "fsdp")  # axes that replicate the model or shard its state
 
 
-def fewer(job: Job, *, processes: int, most: int) -> tuple[int, list[str]]:
-    """Returns the largest number of processes, at most `most`, that a job can go on with, and its overrides.
+def fit_processes(job: Job, *, processes: int, most: int) -> tuple[int, list[str]]:
+    """Returns the largest number of processes, at most `most`, on which a job can continue, and the overrides for it.
 
     Args:
-      job: As it ran on `processes` processes, each with as many devices.
-      processes: How many.
-      most: How many are left.
+      job: The job as it ran on `processes` processes with equally many devices each.
+      processes: Number of processes so far.
+      most: Number of processes left.
 
     Raises:
-      JaxparError: If none will do: why not, for each number.
+      JaxparError: If no number works; with the reason for each.
     """
     key = "simulate" if job.mesh.simulate else "devices"
     devices = getattr(job.mesh, key)
@@ -38,35 +38,37 @@ def fewer(job: Job, *, processes: int, most: int) -> tuple[int, list[str]]:
         )
     problems: list[Problem] = []
     for count in range(most, 0, -1):
-        left = devices // processes * count
+        size = devices // processes * count
         try:
-            words = [f"mesh.{key}={left}", *_shrunk(job, devices, left)]
-            found = check(loads(dumps(job), words, allow_import=job.allow_import))
+            words = [f"mesh.{key}={size}", *_shrunk_sizes(job, devices, size)]
+            errors = check(loads(dumps(job), words, allow_import=job.allow_import))
         except JaxparError as error:
-            found = list(error.problems)
-        if not found:
+            errors = list(error.problems)
+        if not errors:
             return count, words
-        problems.append(Problem(f"{count} processes with {left} devices: {found[0].got}", found[0].rule, found[0].fix))
+        problems.append(
+            Problem(f"{count} processes with {size} devices: {errors[0].got}", errors[0].rule, errors[0].fix)
+        )
     raise JaxparError(*problems)
 
 
-def _shrunk(job: Job, devices: int, left: int) -> list[str]:
-    """Returns the sizes of `data` and `fsdp` on the devices that are left, as overrides."""
+def _shrunk_sizes(job: Job, devices: int, device_count: int) -> list[str]:
+    """Returns the sizes of `data` and `fsdp` on `device_count` devices, as overrides."""
     declared = job.parallel.sizes
-    if -1 in declared.values():  # inferred, whatever is left
+    if -1 in declared.values():  # inferred from the number of devices
         return []
     sizes = infer_sizes(declared, devices)
-    gives = ("fsdp",) if job.declared.exchange.differ else SHRUNK
-    kept = math.prod(size for axis, size in sizes.items() if axis not in gives)
-    if left % kept:
-        names = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if axis not in gives and size > 1)
+    shrinkable = ("fsdp",) if job.effective_parallel.exchange.replicas_differ else SHRUNK
+    fixed_product = math.prod(size for axis, size in sizes.items() if axis not in shrinkable)
+    if device_count % fixed_product:
+        names = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if axis not in shrinkable and size > 1)
         raise refuse(
-            f"{names} on {left} devices",
+            f"{names} on {device_count} devices",
             rule="the axes that cut the model keep their size, and so does data where its replicas differ",
-            fix=f"a number of processes with a multiple of {kept} devices",
+            fix=f"a number of processes with a multiple of {fixed_product} devices",
         )
-    ways = left // kept
-    if "data" not in gives:
-        return [f"parallel.fsdp={ways}", f"parallel.data={sizes['data']}"]
-    fsdp = next(size for size in range(min(sizes["fsdp"], ways), 0, -1) if ways % size == 0)
-    return [f"parallel.fsdp={fsdp}", f"parallel.data={ways // fsdp}"]
+    count = device_count // fixed_product
+    if "data" not in shrinkable:
+        return [f"parallel.fsdp={count}", f"parallel.data={sizes['data']}"]
+    fsdp = next(size for size in range(min(sizes["fsdp"], count), 0, -1) if count % size == 0)
+    return [f"parallel.fsdp={fsdp}", f"parallel.data={count // fsdp}"]

@@ -1,8 +1,7 @@
-"""Layouts of a plan, compiled for the GPUs that were asked about: what XLA makes of them, and how long it takes.
+"""Checks planned layouts by compiling them for their GPUs: XLA's memory use, and the step time of its program.
 
-XLA cannot compile cuDNN's kernels where no GPU is. Where a plan is of these, a kernel with their operands and results
-and nothing inside stands in, so that all memory around it is that of the program that runs; its seconds are the plan's,
-without what remat runs of it again.
+XLA cannot compile cuDNN's kernels without a GPU. A stand-in with the same operands and results and no work takes their
+place, so that the memory around it is that of the real program; its time is the plan's, without remat's repetitions.
 """
 
 import dataclasses
@@ -16,54 +15,54 @@ from jaxpar.errors import JaxparError
 from jaxpar.inspector import stand_in_attention
 from jaxpar.job.file.schema import Job
 from jaxpar.job.inspect import observe
-from jaxpar.job.plan import compiled_chip, machines, planned
+from jaxpar.job.plan import apply_layout, compiled_chip, machines
 from jaxpar.mesh.chips import Chip
 from jaxpar.mesh.memory_pool import Pool
 from jaxpar.mesh.target import Target
 from jaxpar.models import islands
 from jaxpar.models.blocks import fused as parts
 from jaxpar.plan.machine.hardware import HARDWARE
-from jaxpar.plan.planned import Transformer
+from jaxpar.plan.model_protocol import Transformer
 from jaxpar.plan.search import Question, Ranked
-from jaxpar.plan.validation import Checked
+from jaxpar.plan.validation import CompiledLayout
 
 
-def verify(job: Job, asked: Question, layouts: Iterable[Ranked], *, memory: int = 0) -> Iterator[Checked]:
-    """Yields what XLA makes of layouts, compiled for the GPUs that were asked about, and replayed over their links.
+def verify(job: Job, question: Question, layouts: Iterable[Ranked], *, memory: int = 0) -> Iterator[CompiledLayout]:
+    """Compiles layouts for the plan's GPUs and yields their memory, and their step time replayed over the GPUs' links.
 
     Args:
-      job: What is laid out.
-      asked: About which GPUs.
-      layouts: Which.
-      memory: Bytes that XLA takes a program to have, as it computes again what does not fit; 0 means as asked.
+      job: The job.
+      question: The plan's question, which names the GPUs.
+      layouts: The layouts to check.
+      memory: Memory limit for XLA in bytes, which rematerializes to fit it; 0 means the plan's.
 
     Raises:
-      JaxparError: If XLA can't compile for them.
+      JaxparError: If XLA can't compile for these GPUs.
     """
-    target = machines(asked.hardware, asked.devices, _as_asked(asked, memory or asked.room))
+    target = machines(question.hardware, question.devices, _target_chip(question, memory or question.memory_limit))
     for ranked in layouts:
-        yield _checked(job, ranked, asked, target)
+        yield _check_layout(job, ranked, question, target)
 
 
-def _as_asked(asked: Question, memory: int) -> Chip:
-    """Returns the chip with as much memory for a program, and with links as much faster or slower as they were asked.
+def _target_chip(question: Question, memory: int) -> Chip:
+    """Returns the chip with the given program memory, and its links scaled as the plan's differ from its usual ones.
 
-    The inspector has shares of the sheet of its own, so links are given in proportion to those usually planned with.
+    The inspector derates data-sheet bandwidths by itself; scaling keeps the plan's proportions.
     """
-    chip = compiled_chip(asked.hardware)
-    usual, meant = HARDWARE[chip.key], asked.hardware
+    chip = compiled_chip(question.hardware)
+    usual_hardware, hardware = HARDWARE[chip.key], question.hardware
     return dataclasses.replace(
         chip,
-        reported=math.ceil(Pool().memory(memory)),
-        nvlink=chip.nvlink * meant.inside.bandwidth / usual.inside.bandwidth,
-        network=(chip.network or 0.0) * meant.between.bandwidth / usual.between.bandwidth or None,
+        reported_memory=math.ceil(Pool().memory_for(memory)),
+        nvlink=chip.nvlink * hardware.inside.bandwidth / usual_hardware.inside.bandwidth,
+        network=(chip.network or 0.0) * hardware.between.bandwidth / usual_hardware.between.bandwidth or None,
     )
 
 
-def _checked(job: Job, ranked: Ranked, asked: Question, target: Target) -> Checked:
-    meant = planned(job, ranked.candidate, asked.model.layers)
-    fused, pieces = asked.software.attention == "fused", _by_kernel(asked, ranked)
-    calls: list[jax.Array] = []  # of the stand-in, which runs whole sequences
+def _check_layout(job: Job, ranked: Ranked, question: Question, target: Target) -> CompiledLayout:
+    planned_job = apply_layout(job, ranked.candidate, question.model.layers)
+    fused, chunks_by_kernel = question.software.attention == "fused", _uses_chunk_kernel(question, ranked)
+    calls: list[jax.Array] = []  # calls of the stand-in, on whole sequences
 
     def stand_in(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.Array:
         calls.append(q)
@@ -73,27 +72,33 @@ def _checked(job: Job, ranked: Ranked, asked: Question, target: Target) -> Check
         with ExitStack() as kernels_of_gpus:
             if fused:
                 kernels_of_gpus.enter_context(islands.in_place_of_cudnn(stand_in))
-            if pieces:  # compiled as they are called, as nothing runs them
+            if chunks_by_kernel:  # cuDNN's calls are compiled but never run
                 kernels_of_gpus.enter_context(parts.in_place_of_cudnn(parts.CUDNN))
-            report = observe(meant, target)
+            report = observe(planned_job, target)
     except JaxparError as error:
-        return Checked(ranked=ranked, seconds=None, bytes=None, fits=False, refusal=str(error.problems[0]))
+        return CompiledLayout(ranked=ranked, seconds=None, bytes=None, fits=False, refusal=str(error.problems[0]))
     causes = {share.cause: share.bytes for share in report.memory}
     seconds, exposed = (report.timeline.seconds, report.timeline.exposed) if report.timeline else (None, {})
-    kernels = ranked.time.get("attention", 0.0) if (calls or pieces) and seconds is not None else 0.0
-    return Checked(
-        ranked=ranked, seconds=seconds and seconds + kernels, bytes=report.total, fits=report.total <= asked.room,
-        kernels=kernels, causes=causes, exposed=exposed, refusal="" if report.timeline else "no time",
-        squeezed=report.flop.squeezed / (report.flop.total or 1),
-    )  # fmt: skip
+    kernels = ranked.time.get("attention", 0.0) if (calls or chunks_by_kernel) and seconds is not None else 0.0
+    return CompiledLayout(
+        ranked=ranked,
+        seconds=seconds and seconds + kernels,
+        bytes=report.total,
+        fits=report.total <= question.memory_limit,
+        kernels=kernels,
+        causes=causes,
+        exposed=exposed,
+        refusal="" if report.timeline else "no time",
+        xla_remat=report.flop.squeezed / (report.flop.total or 1),
+    )
 
 
-def _by_kernel(asked: Question, ranked: Ranked) -> bool:
-    """Returns whether a plan has cuDNN's kernel meet pieces of sequences that travel."""
+def _uses_chunk_kernel(question: Question, ranked: Ranked) -> bool:
+    """Whether the plan runs cuDNN's kernel on chunks of sequences that rotate between devices."""
     travel = ranked.candidate.context > 1 and ranked.candidate.context_by != "gather"
     return (
         travel
-        and asked.software.attention == "fused"
-        and isinstance(asked.model, Transformer)
-        and not asked.model.in_blocks
+        and question.software.attention == "fused"
+        and isinstance(question.model, Transformer)
+        and not question.model.no_kernel_reason
     )

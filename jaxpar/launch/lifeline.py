@@ -1,9 +1,9 @@
-"""A process ends with its supervisor: each holds one end of a pipe through which nothing is ever sent.
+"""Ends a process together with its supervisor: each holds one end of a pipe that never carries data.
 
-    supervisor ─── writing end        whatever ends the supervisor, kill -9 too, the system closes its end:
-    process    ◄── reading end        the read of a thread that waits there returns, and the process leaves
+    supervisor ─── writing end        if the supervisor ends, even by kill -9, the system closes its end:
+    process    ◄── reading end        the blocking read of a thread returns, and the process exits
 
-Without it the processes of a dead supervisor would wait for ever, and hold their GPUs.
+Without it the processes of a dead supervisor would wait forever, and hold their GPUs.
 """
 
 import fcntl
@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from jaxpar.errors import LOST
-from jaxpar.leaving import leave
+from jaxpar.process_exit import exit_process
 
-VARIABLE = "JAXPAR_LIFELINE"  # the number of the reading end, and of the process that it is for
+VARIABLE = "JAXPAR_LIFELINE"  # file descriptor of the reading end, and the id of the process that reads it
 
 
 @contextmanager
 def lifeline() -> Iterator[int]:
-    """Holds a writing end, as the supervisor; gives the reading end, for processes to inherit."""
+    """Holds the writing end, as the supervisor; yields the reading end, for processes to inherit."""
     reading, writing = _above_streams(os.pipe())
     try:
         yield reading
@@ -30,10 +30,10 @@ def lifeline() -> Iterator[int]:
 
 
 def _above_streams(ends: tuple[int, int]) -> tuple[int, int]:
-    """Returns both ends under numbers above 2, which the streams of the processes take.
+    """Moves both ends to descriptors above 2, because the streams of the processes take the others.
 
-    Where this process has a closed stdin, a pipe gets number 0: a process that inherits it as its lifeline would find
-    its own stdin there, whose end means that the supervisor is gone.
+    If this process has a closed stdin, a pipe gets descriptor 0: a process that inherits it as its lifeline would find
+    its own stdin there, whose end would look like the death of the supervisor.
     """
     reading, writing = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3) for end in ends)
     for end in ends:
@@ -41,15 +41,15 @@ def _above_streams(ends: tuple[int, int]) -> tuple[int, int]:
     return reading, writing
 
 
-def follow() -> None:
-    """Ends this process when the supervisor that started it has died; without one it does nothing."""
+def exit_with_supervisor() -> None:
+    """Ends this process when its supervisor has died; does nothing without a supervisor."""
     end, _, owner = os.environ.get(VARIABLE, "").partition(" ")
-    me = str(os.getpid())
-    if end and owner in ("", me):  # another is the parent of this process, which got the variable and not the pipe
-        os.environ[VARIABLE] = f"{end} {me}"  # stays, as the pipe does: a process may start itself anew by exec
+    pid = str(os.getpid())
+    if end and owner in ("", pid):  # another owner is this process's parent: the variable was inherited, not the pipe
+        os.environ[VARIABLE] = f"{end} {pid}"  # kept, like the pipe: a process may restart itself by exec
         threading.Thread(target=_wait, args=(int(end),), name="jaxpar-lifeline", daemon=True).start()
 
 
 def _wait(end: int) -> None:
     os.read(end, 1)
-    leave(LOST, "error: the supervisor (jaxpar launch) is gone, and this process ends with it")
+    exit_process(LOST, "error: the supervisor (jaxpar launch) is gone, and this process ends with it")

@@ -1,12 +1,12 @@
-"""The supervisor: starts the processes of a job, reports which one ended first and how, and restarts them.
+"""The supervisor: starts the processes of a job, reports which one failed first and how, and restarts them.
 
     start n ─► all end with 0 ─► done
        ▲        one refuses its input (status 1) ─► all end: another attempt would end the same way
        └─────── one is killed, lost or crashes ─► all are killed; restart from the newest good checkpoint,
                                                   without a process that failed twice before a new checkpoint
 
-It trains nothing and holds no device. The processes find each other by `JAXPAR_COORDINATOR`,
-`JAXPAR_PROCESSES`, `JAXPAR_PROCESS`; they end with it, whatever ends it (`lifeline.py`).
+It does not train and holds no device. The processes find each other through `JAXPAR_COORDINATOR`, `JAXPAR_PROCESSES`
+and `JAXPAR_PROCESS`; they end with it, whatever ends it (`lifeline.py`).
 """
 
 import dataclasses
@@ -24,27 +24,27 @@ from typing import Any
 
 from jaxpar.errors import LOST, STOPPED, JaxparError, refuse
 from jaxpar.launch.lifeline import VARIABLE, lifeline
-from jaxpar.leaving import stop_signals
+from jaxpar.process_exit import stop_signals
 
 _NOISE = "[Gloo] Rank "  # Gloo prints a line for every connection, on every process
 _CONSEQUENCES = (-signal.SIGABRT, LOST, 0)
-GRACE = 5.0  # seconds in which the others may print why they end, before they are killed
+GRACE = 5.0  # seconds in which the other processes may print why they end, before they are killed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """The processes to start, and how often.
+    """The processes to start, and the number of restarts.
 
     Attributes:
       command: Arguments of `jaxpar`, such as `train job.toml`.
       options: Further arguments, after all others.
       processes: Number of processes on this machine.
-      restarts: Attempts in a row that may make no progress, after the first.
+      restarts: Maximum number of attempts in a row, after the first, without progress.
       nodes: Number of machines, each of which starts as many processes.
-      node: The number of this one.
-      coordinator: `host:port` of process 0; on one machine a free port of its own.
-      ended: Called with the end of a process of this machine that failed, to report it to the others.
-      fewer: From a command and its number of processes to a smaller number that it can run with, and further arguments.
+      node: Number of this machine.
+      coordinator: `host:port` of process 0; on one machine a free port by default.
+      on_failure: Called with the end of a process of this machine that failed, to report it to the others.
+      shrink: Maps a command and its number of processes to a smaller number that works, and further arguments.
     """
 
     command: Sequence[str]
@@ -54,8 +54,8 @@ class Launch:
     nodes: int = 1
     node: int = 0
     coordinator: str = ""
-    ended: Callable[["Ended"], None] = lambda ended: None
-    fewer: Callable[[Sequence[str], int], tuple[int, list[str]]] | None = None
+    on_failure: Callable[["ProcessExit"], None] = lambda ended: None
+    shrink: Callable[[Sequence[str], int], tuple[int, list[str]]] | None = None
 
     def __post_init__(self):
         for key, low in (("processes", 1), ("restarts", 0), ("nodes", 1), ("node", 0)):
@@ -66,20 +66,20 @@ class Launch:
         if self.nodes > 1 and not self.coordinator:
             raise refuse(
                 f"{self.nodes} nodes without a coordinator",
-                rule="with several nodes, each is given the address of process 0",
+                rule="with several nodes, each needs the address of process 0",
                 fix="--coordinator HOST:PORT of node 0, on every node",
             )
 
 
 @dataclass
-class Ended:
+class ProcessExit:
     """The end of a process.
 
     Attributes:
-      process: Its number.
+      process: Number of the process.
       pid: Its process id on this machine.
       status: Its exit status, negative for a signal.
-      seconds: Seconds since its start.
+      seconds: Seconds from its start.
     """
 
     process: int
@@ -89,7 +89,7 @@ class Ended:
 
     @property
     def how(self) -> str:
-        """`was killed by SIGKILL`."""
+        """How it ended, e.g. `was killed by SIGKILL`."""
         return f"was killed by {signal.Signals(-self.status).name}" if self.status < 0 else f"ended with {self.status}"
 
     def __str__(self) -> str:
@@ -104,14 +104,14 @@ class Attempt:
     number: int
     say: Callable[[str], None]
     children: dict[int, subprocess.Popen] = field(default_factory=dict)
-    ended: list[Ended] = field(default_factory=list)
+    exits: list[ProcessExit] = field(default_factory=list)
 
-    def run(self, stop: "Stop") -> list[Ended]:
-        """Returns how the processes ended, the first to fail first."""
+    def run(self, stop: "Stop") -> list[ProcessExit]:
+        """Starts the processes and waits; returns their ends, the first failure first."""
         with lifeline() as end:
             return self._run(stop, end)
 
-    def _run(self, stop: "Stop", end: int) -> list[Ended]:
+    def _run(self, stop: "Stop", end: int) -> list[ProcessExit]:
         begin = time.monotonic()
         coordinator = self.launch.coordinator or f"127.0.0.1:{free_port()}"
         first = self.launch.node * self.launch.processes
@@ -125,15 +125,15 @@ class Attempt:
             for reader in readers:
                 reader.start()
             deadline = None
-            while len(self.ended) < len(self.children):
+            while len(self.exits) < len(self.children):
                 self._collect(begin)
                 if stop.name:
                     stop.pass_on(self.children.values())
-                failed = [each for each in self.ended if each.status and each.status not in STOPPED.values()]
-                if failed and deadline is None:
+                failures = [record for record in self.exits if record.status and record.status not in STOPPED.values()]
+                if failures and deadline is None:
                     deadline = time.monotonic() + GRACE
-                    self.say(str(failed[0]))
-                    self.launch.ended(failed[0])
+                    self.say(str(failures[0]))
+                    self.launch.on_failure(failures[0])
                 if deadline and time.monotonic() > deadline:
                     self._kill()
                 time.sleep(0.05)
@@ -141,15 +141,15 @@ class Attempt:
             self._kill()
             for reader in readers:
                 reader.join(timeout=5)
-        return self.ended
+        return self.exits
 
     def _start(self, process: int, coordinator: str, end: int) -> subprocess.Popen:
         total = self.launch.nodes * self.launch.processes
-        own = {"COORDINATOR": coordinator, "PROCESSES": str(total), "PROCESS": str(process)}
-        own["ATTEMPT"] = str(self.number)  # of this supervisor: which one all begin is settled when they meet
+        variables = {"COORDINATOR": coordinator, "PROCESSES": str(total), "PROCESS": str(process)}
+        variables["ATTEMPT"] = str(self.number)  # of this supervisor: the rendezvous decides which attempt all begin
         return subprocess.Popen(
             [sys.executable, "-m", "jaxpar", *self.launch.command, *self.launch.options],
-            env={**os.environ, **{f"JAXPAR_{name}": value for name, value in own.items()}, VARIABLE: str(end)},
+            env={**os.environ, **{f"JAXPAR_{name}": value for name, value in variables.items()}, VARIABLE: str(end)},
             pass_fds=(end,),
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
             start_new_session=True,  # Ctrl-C reaches the supervisor, which passes it on
@@ -164,14 +164,14 @@ class Attempt:
         pipe.close()
 
     def _collect(self, begin: float) -> None:
-        known, now = {each.process for each in self.ended}, time.monotonic() - begin
-        new = [
-            Ended(process, child.pid, status, now)
+        collected_processes, seconds = {record.process for record in self.exits}, time.monotonic() - begin
+        new_records = [
+            ProcessExit(process, child.pid, status, seconds)
             for process, child in self.children.items()
-            if process not in known and (status := child.poll()) is not None
+            if process not in collected_processes and (status := child.poll()) is not None
         ]
-        # where a connection breaks, Gloo and JAX abort: who did not abort ended first
-        self.ended += sorted(new, key=lambda each: each.status in _CONSEQUENCES)
+        # if a connection breaks, Gloo and JAX abort: a process that did not abort ended first
+        self.exits += sorted(new_records, key=lambda record: record.status in _CONSEQUENCES)
 
     def _kill(self) -> None:
         for child in self.children.values():
@@ -185,88 +185,88 @@ class Stop:
     """A signal to the supervisor, passed on to the processes once; they then agree on a last step."""
 
     name: str = ""
-    told: bool = False
+    forwarded: bool = False
 
     def __call__(self, number: int, _frame) -> None:
-        """Notes a signal."""
-        self.name, self.told = signal.Signals(number).name, False
+        """Records a signal."""
+        self.name, self.forwarded = signal.Signals(number).name, False
 
     def pass_on(self, children) -> None:
         """Passes the signal on to the processes, once."""
-        if not self.told:
-            self.told = True
+        if not self.forwarded:
+            self.forwarded = True
             for child in children:
                 if child.poll() is None:
                     child.send_signal(signal.Signals[self.name])
 
 
-def supervise(launch: Launch, *, progress: Callable[[], int], say: Callable[[str], None]) -> dict[str, Any]:
-    """Runs the processes until they end well, refuse their input, or fail too often.
+def supervise(launch: Launch, *, progress: Callable[[], int], log: Callable[[str], None]) -> dict[str, Any]:
+    """Runs the processes until they succeed, refuse their input, or fail too often.
 
     Args:
       launch: The processes to start.
-      progress: Returns the step of the newest checkpoint, or -1; progress forgives earlier failures.
-      say: Prints a line for the user.
+      progress: Returns the step of the newest checkpoint, or -1; a new checkpoint resets the count of failures.
+      log: Prints a line for the user.
 
     Returns:
-      `status` of the verb, `attempts`: for each, the processes as they ended.
+      `status` of the verb, and `attempts`: for each attempt, the ends of its processes.
     """
     stop = Stop()
-    before = {number: signal.signal(number, stop) for number in stop_signals()}
-    attempts: list[list[Ended]] = []
-    left, reached, before_last = launch.restarts, progress(), -1
+    handlers = {number: signal.signal(number, stop) for number in stop_signals()}
+    attempts: list[list[ProcessExit]] = []
+    retries, best_step, previous_step = launch.restarts, progress(), -1
     try:
         while True:
-            ended = Attempt(launch, len(attempts), say).run(stop)
-            attempts.append(ended)
-            failed = [each for each in ended if each.status]
-            if not failed:
+            records = Attempt(launch, len(attempts), log).run(stop)
+            attempts.append(records)
+            failures = [record for record in records if record.status]
+            if not failures:
                 return _outcome(0, attempts)
-            if refused := next((each for each in ended if each.status == JaxparError.status), None):
-                say(f"process {refused.process} refused what it was given: not started again")
+            if refusal := next((record for record in records if record.status == JaxparError.status), None):
+                log(f"process {refusal.process} refused its input: not started again")
                 return _outcome(1, attempts)
-            if stopped := next((each.status for each in failed if each.status in STOPPED.values()), 0):
-                return _outcome(stopped, attempts)  # on purpose, and saved
+            if stop_status := next((record.status for record in failures if record.status in STOPPED.values()), 0):
+                return _outcome(stop_status, attempts)  # stopped on purpose, and saved
             if stop.name:
                 return _outcome(1, attempts)
-            if (now := progress()) > reached:
-                left, reached = launch.restarts, now
-            if not left:
-                say(f"ended after {len(attempts)} attempts, {launch.restarts + 1} in a row without a new checkpoint")
+            if (step := progress()) > best_step:
+                retries, best_step = launch.restarts, step
+            if not retries:
+                log(f"ended after {len(attempts)} attempts, {launch.restarts + 1} in a row without a new checkpoint")
                 return _outcome(1, attempts)
-            left -= 1
-            again = len(attempts) > 1 and _culprit(attempts[-2]) == _culprit(ended) and now <= before_last
-            before_last = now
-            if again and launch.nodes == 1 and launch.processes > 1 and launch.fewer is not None:
-                launch = _without_one(launch, say)
-            say(f"attempt {len(attempts) + 1}" + (f", from step {now}" if now >= 0 else ", from the start"))
+            retries -= 1
+            same_culprit = len(attempts) > 1 and _culprit(attempts[-2]) == _culprit(records) and step <= previous_step
+            previous_step = step
+            if same_culprit and launch.nodes == 1 and launch.processes > 1 and launch.shrink is not None:
+                launch = _without_one(launch, log)
+            log(f"attempt {len(attempts) + 1}" + (f", from step {step}" if step >= 0 else ", from the start"))
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-def _culprit(ended: list[Ended]) -> int | None:
-    return next((each.process for each in ended if each.status), None)
+def _culprit(ended: list[ProcessExit]) -> int | None:
+    return next((record.process for record in ended if record.status), None)
 
 
 def _without_one(launch: Launch, say: Callable[[str], None]) -> Launch:
-    """Returns the launch with fewer processes, or unchanged where the job cannot run with fewer."""
+    """The launch with fewer processes, or unchanged if the job cannot run with fewer."""
     try:
-        count, words = launch.fewer(launch.command, launch.processes)  # pyright: ignore[reportOptionalCall]
+        count, arguments = launch.shrink(launch.command, launch.processes)  # pyright: ignore[reportOptionalCall]
     except JaxparError as error:
         for problem in error.problems:
             say(f"not on fewer processes: {problem}")
         return launch
-    say(f"one of {launch.processes} processes seems to be gone for good: on with {count}, {' '.join(words)}")
-    return dataclasses.replace(launch, processes=count, command=[*launch.command, *words])
+    say(f"one of {launch.processes} processes seems lost for good: on with {count}, {' '.join(arguments)}")
+    return dataclasses.replace(launch, processes=count, command=[*launch.command, *arguments])
 
 
-def _outcome(status: int, attempts: list[list[Ended]]) -> dict[str, Any]:
-    return {"status": status, "attempts": [[vars(each) for each in ended] for ended in attempts]}
+def _outcome(status: int, attempts: list[list[ProcessExit]]) -> dict[str, Any]:
+    return {"status": status, "attempts": [[vars(record) for record in records] for records in attempts]}
 
 
 def free_port() -> int:
-    """Returns a port of this machine that nobody listens on."""
+    """A port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -11,7 +11,7 @@ import jax
 from jaxpar.errors import refuse
 from jaxpar.mesh.chip_file import load_chip
 from jaxpar.mesh.chips import Chip, find_chip
-from jaxpar.plan.machine.file import write_table
+from jaxpar.plan.machine.hardware_file import write_table
 
 
 @dataclass(frozen=True, slots=True)

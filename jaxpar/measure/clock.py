@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxpar.errors import refuse
-from jaxpar.mesh.devices import describe, is_simulated, visible
+from jaxpar.mesh.devices import describe, is_simulated, visible_devices
 
 REPEATS = (2, 12)  # of the operation, in the shorter and in the longer program
 
@@ -50,7 +50,7 @@ def measured_devices(what: str) -> list[Any]:
     cluster = detect(os.environ)
     if cluster and not jax.distributed.is_initialized():
         connect(cluster)
-    devices = visible()
+    devices = visible_devices()
     if is_simulated(devices):
         raise refuse(
             f"measure {what} on {describe(devices)}",

@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.errors import refuse
+from jaxpar.jaxprs.dataflow import Traced
 from jaxpar.measure.pieces import Pieces
 from jaxpar.measure.where import where
-from jaxpar.mesh.devices import is_simulated, visible
+from jaxpar.mesh.devices import is_simulated, visible_devices
 from jaxpar.partition.profile import Node, Profile
-from jaxpar.pipeline.jaxprs.dataflow import Traced
 from jaxpar.plan.model.work_depth import WorkDepth, work_depth
 from jaxpar.sharding.names import Tree
 from jaxpar.step.numerics import Numerics
@@ -45,7 +45,7 @@ def layers(model: Any, loss: Callable, batch: Mapping[str, Any], numerics: Numer
     Raises:
       JaxparError: If the devices are simulated ones, or the model does not say where its layers are.
     """
-    devices = visible()
+    devices = visible_devices()
     if len(devices) > 1 and is_simulated(devices):
         raise refuse(
             f"{len(devices)} simulated devices",

@@ -189,7 +189,7 @@ def table_of(fits: dict[str, LinkFit], per_node: int, source: str) -> dict[str, 
     """Returns the table [links] of a chip's file; where machines have one device, `between` stands for inside."""
     first = fits.get("inside") or fits["between"]
     link = {name: {"latency": one.link.latency, "bandwidth": one.link.bandwidth} for name, one in fits.items()}
-    if not first.apart:
+    if not first.separable:
         source += "; groups of two do not tell launch and latency apart: launch has both"
     inside = {"inside": link.get("inside") or link["between"]}
     return {"per_node": per_node, "launch": first.launch} | inside | link | {"source": source}

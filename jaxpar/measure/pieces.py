@@ -14,14 +14,14 @@ import jax.numpy as jnp
 
 from jaxpar.errors import refuse
 from jaxpar.models.remat import remat
-from jaxpar.models.stack import cut, reached
+from jaxpar.models.stack import call_at_layers, intercept_layers
 from jaxpar.parallel.compose import as_blueprint
 from jaxpar.sharding.names import Blueprint, Compute, Tree, nest
-from jaxpar.sharding.nnx.hooks import hooked
+from jaxpar.sharding.nnx.hooks import step_hooks
 from jaxpar.sharding.rules import name_stacks
-from jaxpar.step.keyed.loss import shaped
 from jaxpar.step.losses import as_sums
 from jaxpar.step.numerics import Numerics
+from jaxpar.step.stochastic_loss.loss import traceable_loss
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class Pieces:
                 fix="parameters stacked along a dim 0 named layers, as Decoder and ViT have them",
             )
         compute = Compute(train=True, dtype=numerics.dtype, remat=numerics.remat)
-        return Pieces(blueprint, shaped(loss), compute, counts.pop(), frozenset(stacked))
+        return Pieces(blueprint, traceable_loss(loss), compute, counts.pop(), frozenset(stacked))
 
     def arrays(self) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         """Returns parameters outside of the stack, and those of one layer: numbers of a usual size, as time has it."""
@@ -87,10 +87,10 @@ class Pieces:
         model = self.blueprint.bind(tree, model_state, use, self.compute)
         return lambda: self.loss(model, batch)
 
-    @hooked()
+    @step_hooks()
     def embed(self, shared: Tree, known: Tree) -> tuple[Any, tuple]:
         """Returns the input of the first layer, and inputs that differ by layer."""
-        found = reached(self._called(shared, known), lambda layers, x, per_layer: (x, per_layer))
+        found = call_at_layers(self._called(shared, known), lambda layers, x, per_layer: (x, per_layer))
         if found is None:
             raise refuse(
                 f"{self.blueprint.name} never says where its layers are",
@@ -99,17 +99,17 @@ class Pieces:
             )
         return found
 
-    @hooked()
+    @step_hooks()
     def block(self, one: Tree, known: Tree, mine: tuple, x: Any) -> Any:
         """Returns the output of one layer for x."""
 
         def run(one, x):
-            return reached(self._called(one, known), lambda layers, _, __: layers(x, *mine))
+            return call_at_layers(self._called(one, known), lambda layers, _, __: layers(x, *mine))
 
         return run(one, x) if self.blueprint.takes_remat else remat(run, self.compute.remat)(one, x)
 
-    @hooked()
+    @step_hooks()
     def head(self, shared: Tree, known: Tree, y: Any) -> jax.Array:
         """Returns the loss for the output of the last layer."""
-        with cut(lambda layers, x, per_layer: y):
+        with intercept_layers(lambda layers, x, per_layer: y):
             return as_sums(self._called(shared, known)(), accumulate=1)["loss"][0]

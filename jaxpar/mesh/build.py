@@ -1,4 +1,4 @@
-"""Sizes and devices become a mesh."""
+"""Builds a mesh from axis sizes and devices."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -9,24 +9,24 @@ from jax.sharding import AxisType, Mesh
 
 from jaxpar.errors import refuse
 from jaxpar.mesh.axes import AXES, infer_sizes
-from jaxpar.mesh.devices import visible
+from jaxpar.mesh.devices import visible_devices
 
 
 def build(sizes: Mapping[str, int], devices: Sequence[Any] | Mesh | None = None) -> Mesh:
-    """Returns the mesh with those axes, outermost first as in `AXES`.
+    """Returns a mesh with these axes, outermost first as in `AXES`.
 
     Every axis is an Auto axis: XLA places the collectives, and unmodified Flax models work.
 
     Args:
       sizes: Axis name to size; at most one is -1.
-      devices: The devices to use, all visible ones by default; or a mesh of them, whose types of axes do not matter.
+      devices: The devices to use, all visible ones by default; or a mesh, whose axis types are ignored.
 
     Raises:
       JaxparError: If the sizes do not multiply to the number of devices.
     """
     if isinstance(devices, Mesh):
         devices = _in_order(devices, sizes)
-    chosen = visible() if devices is None else list(devices) if isinstance(devices, Iterable) else [devices]
+    chosen = visible_devices() if devices is None else list(devices) if isinstance(devices, Iterable) else [devices]
     if not chosen or not all(isinstance(device, jax.Device) for device in chosen) or len(set(chosen)) < len(chosen):
         raise refuse(
             f"devices={devices!r:.80}",
@@ -43,10 +43,10 @@ def build(sizes: Mapping[str, int], devices: Sequence[Any] | Mesh | None = None)
 
 
 def _in_order(mesh: Mesh, sizes: Mapping[str, int]) -> list[Any]:
-    """Returns the devices of a mesh, axes that a declaration has too in its order, those of other names as they are.
+    """Returns the devices of a mesh, transposed to the order of `AXES` if all of its axes are known.
 
     Raises:
-      JaxparError: If an axis of both has two sizes.
+      JaxparError: If an axis has another size in `sizes`.
     """
     for axis, size in mesh.shape.items():
         if sizes.get(axis, size) not in (size, -1):

@@ -1,5 +1,5 @@
-"""A chip of the user's own, in TOML, to plan for.
-The file may also have [gemm] and [links], what was measured on the chip: `plan/machine/file.py` reads them.
+"""Reads a user's own chip from TOML, for the planner.
+The file may also have [gemm] and [links], measurements on the chip, which `plan/machine/hardware_file.py` reads.
 
 [chip]
 name = "Acme One"
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar import toml
-from jaxpar.errors import JaxparError, Problem, nearest, refuse
+from jaxpar.errors import JaxparError, Problem, refuse, suggest
 from jaxpar.mesh.chips import Chip
 from jaxpar.units import parse_bytes
 
-_RATES = {  # lowest and highest that can be meant, and the unit: a number without its 1e12 is out
+_RATES = {  # lowest and highest plausible value, unit, example: a number without its 1e12 is out of range
     "bf16_flops": (1e9, 1e19, "FLOP per second", "400e12"),
     "f32_flops": (1e9, 1e19, "FLOP per second", "50e12"),
     "bandwidth": (1e6, 1e17, "bytes per second", "2e12"),
@@ -34,69 +34,69 @@ _RATES = {  # lowest and highest that can be meant, and the unit: a number witho
 _WORDS = ("name", "source")
 _LEFT_OUT = ("network", "pcie", "domain")
 KEYS = (*_WORDS, "memory", *_RATES, "domain")
-MEASURED = ("gemm", "links")  # tables of the same file that are others'
+MEASURED = ("gemm", "links")  # tables of the same file that other modules read
 
 
 def load_chip(path: str | Path) -> Chip:
-    """Returns the chip of a TOML file; its key is the name of the file.
+    """Reads the chip of a TOML file; its key is the name of the file.
 
     Args:
       path: A file with a table `[chip]`, as above.
 
     Raises:
-      JaxparError: If it cannot be read, or with everything that is wrong in the table at once.
+      JaxparError: If the file cannot be read, or with all problems of the table at once.
     """
     path = Path(path)
-    table = tables(path)["chip"]
+    table = read_chip_tables(path)["chip"]
     problems = [
-        Problem(f"chip.{key} in {path}", f"[chip] has the keys {', '.join(KEYS)}", nearest(key, KEYS))
+        Problem(f"chip.{key} in {path}", f"[chip] has the keys {', '.join(KEYS)}", suggest(key, KEYS))
         for key in table
         if key not in KEYS
     ]
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key in KEYS:
         if key not in table:
             if key not in _LEFT_OUT:
-                problems.append(Problem(f"no chip.{key} in {path}", "[chip] says what the chip does", _fix(key)))
+                problems.append(Problem(f"no chip.{key} in {path}", "[chip] needs this key", _fix(key)))
             continue
         if key == "nvlink" and table[key] == 0 and not isinstance(table[key], bool):
             continue
         try:
-            found[key] = _value(key, table[key])
+            values[key] = _value(key, table[key])
         except JaxparError as error:
             problems += [Problem(f"{problem.got} in {path}", problem.rule, problem.fix) for problem in error.problems]
-    if "nvlink" in table and "nvlink" not in found and not problems:
-        if "pcie" not in found:
-            rule = "chips of a machine without NVLink meet over PCIe"
+    if "nvlink" in table and "nvlink" not in values and not problems:
+        if "pcie" not in values:
+            rule = "chips of a machine without NVLink communicate over PCIe"
             raise refuse(f"chip.nvlink = 0 without chip.pcie in {path}", rule=rule, fix=_fix("pcie"))
-        found["nvlink"] = found["pcie"]
+        values["nvlink"] = values["pcie"]
     if problems:
         raise JaxparError(*problems)
-    return Chip(key=path.stem.lower(), matches="", **found)
+    return Chip(key=path.stem.lower(), kind_pattern="", **values)
 
 
-def tables(path: Path) -> dict[str, Any]:
-    """Returns the tables of a chip's file: `chip`, and those of `MEASURED` that it has.
+def read_chip_tables(path: Path) -> dict[str, Any]:
+    """Returns the tables of a chip's file: `chip`, and any of `MEASURED`.
 
     Raises:
-      JaxparError: If it cannot be read, is no TOML, or has other tables.
+      JaxparError: If the file cannot be read, is not TOML, or has other tables.
     """
     example = "[chip] with " + ", ".join(KEYS)
     rule, fix = "a chip is a TOML file", f"a file with {example}"
     try:
-        read = toml.loads(path.read_text(encoding="utf-8"))
+        parsed = toml.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise refuse(f"the chip of {path}: {error.strerror}", rule=rule, fix=fix) from error
     except (ValueError, RecursionError) as error:
         raise refuse(
             f"{path} is no TOML: {error}", rule="a chip is a TOML file", fix=f"a file with {example}"
         ) from error
-    others = [key for key in read if key != "chip" and key not in MEASURED]
-    if others or not isinstance(read.get("chip"), dict):
-        got = f"{others[0]} outside of [chip] in {path}" if others else f"no table [chip] in {path}"
+    unknown = [key for key in parsed if key != "chip" and key not in MEASURED]
+    if unknown or not isinstance(parsed.get("chip"), dict):
+        got = f"{unknown[0]} outside of [chip] in {path}" if unknown else f"no table [chip] in {path}"
         measured = ", ".join(f"[{name}]" for name in MEASURED)
         raise refuse(got, rule=f"a chip's file has a table [chip], and {measured} once measured", fix=example)
-    return read
+    return parsed
 
 
 def _value(key: str, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The noun that observation and prediction share: one collective of a step."""
+"""A collective of a step: the common type of the inspector and the planner."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,10 @@ _WIRE = {"all-reduce": 2.0}
 
 
 def wire_bytes(kind: str, payload: float, group: int) -> float:
-    """Returns the bytes that each device sends in one collective of ring algorithms.
+    """Returns the bytes that each device sends in one collective, by ring algorithms.
 
     Source: Thakur, Rabenseifner, Gropp (2005), section 4: (n-1)/n of the payload, all-reduce twice.
-    For a ragged all-to-all it is the most that can travel.
+    For a ragged all-to-all it is an upper bound.
 
     >>> wire_bytes("all-reduce", 800, 8)
     1400.0
@@ -21,25 +21,25 @@ def wire_bytes(kind: str, payload: float, group: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One collective of a step, as often as it runs.
+    """A collective of a step, with the number of its executions.
 
     Attributes:
       kind: One of `KINDS`.
       axes: The mesh axes it runs over; `~data` is a part of an axis.
-      dtype: Of what travels, in HLO's words.
-      group: Devices that take part together.
-      times: How often it runs in a step; None where a loop's trip count is not known.
-      payload: Bytes per device, each time: of the whole array that is reduced, gathered or scattered,
-        of what is sent in an all-to-all or a permute.
+      dtype: HLO's name of the dtype that travels.
+      group: Number of devices that take part together.
+      times: Number of executions in a step; None if a loop's trip count is unknown.
+      payload: Bytes per device and execution: of the full array in an all-reduce, all-gather or reduce-scatter, of the
+        sent array in an all-to-all or a permute.
       senders: The share of devices that send, below 1 in an open chain of permutes.
-      asynchronous: Whether something else may run meanwhile.
-      operation: The JAX operation it comes from.
-      source: The user's line it comes from, `file.py:12`.
-      cause: The parameter or the activation that is sent, as far as it is known.
-      loop: How deep in loops it stands, and how often each turns, outermost first.
+      asynchronous: Whether other work may overlap with it.
+      operation: The JAX operation that caused it.
+      source: The user's line that caused it, `file.py:12`.
+      cause: The parameter or activation that travels, if known.
+      loop: Trip counts of the loops around it, outermost first.
       backward: Whether it belongs to the backward pass.
-      parameters: The paths of the parameters that travel, or whose gradient does: several where shapes are equal.
-      count: How many arrays the compiler sends in one, where it combined several.
+      parameters: The paths of the parameters that travel, or whose gradients do; several if their shapes are equal.
+      count: Number of arrays that the compiler combined in it.
     """
 
     kind: str
@@ -60,11 +60,11 @@ class Collective:
 
     @property
     def wire(self) -> float:
-        """Bytes that each device sends, each time."""
+        """Bytes that each device sends, per execution."""
         return wire_bytes(self.kind, self.payload * self.senders, self.group)
 
     @property
-    def parameter(self) -> bool:
+    def has_parameters(self) -> bool:
         """Whether it sends a parameter or its gradient."""
         return bool(self.parameters)
 
@@ -75,10 +75,10 @@ class Collective:
 
     @property
     def step_payload(self) -> int:
-        """Payload bytes of a step; once, where the number of times is unknown."""
+        """Payload bytes of a step; of one execution if `times` is unknown."""
         return self.payload * (1 if self.times is None else self.times)
 
     @property
     def step_wire(self) -> float:
-        """Wire bytes of a step; once, where the number of times is unknown."""
+        """Wire bytes of a step; of one execution if `times` is unknown."""
         return self.wire * (1 if self.times is None else self.times)

@@ -1,4 +1,4 @@
-"""Devices: those of the machine, or simulated ones on its processor."""
+"""Devices of the machine, or simulated ones on its CPU."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxpar.errors import refuse
-from jaxpar.mesh.memory_pool import wanted
+from jaxpar.mesh.memory_pool import pool_variables
 from jaxpar.mesh.plugin import hush_plugin
 
 THREADS = 8  # threads per simulated device, see `_make_devices`
@@ -17,24 +17,24 @@ THREADS = 8  # threads per simulated device, see `_make_devices`
 
 @dataclass(frozen=True)
 class Simulated:
-    """So many simulated devices that need not be there: enough to say what would run on them."""
+    """A number of simulated devices that need not exist, to describe a run on them."""
 
     count: int
 
 
-def visible() -> list[Any]:
-    """Returns the devices that this process sees; of several processes, all of theirs.
+def visible_devices() -> list[Any]:
+    """Returns the devices that JAX sees, those of all processes.
 
-    Of GPUs that JAX makes here it takes as much memory as `jaxpar.mesh.memory_pool` promises, where the user's own
-    variables do not say otherwise.
+    If this call initializes JAX's GPUs, it preallocates the share of memory that `jaxpar.mesh.memory_pool` sets, unless
+    the user's environment variables set another one.
     """
     hush_plugin()
-    with _told(wanted(os.environ)):
+    with _told(pool_variables(os.environ)):
         return jax.devices()
 
 
-def took(device: Any) -> int | None:
-    """Returns the bytes of a device's memory that this process took; None of simulated, absent and others' devices."""
+def allocated_bytes(device: Any) -> int | None:
+    """Returns the bytes that this process allocated of a device's memory; None if simulated, absent or not local."""
     if device not in jax.local_devices():
         return None
     return (device.memory_stats() or {}).get("bytes_limit")
@@ -42,36 +42,36 @@ def took(device: Any) -> int | None:
 
 @contextmanager
 def _told(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables that are read when devices are made, and takes them back: other programs have their own."""
-    before = {name: os.environ.get(name) for name in variables}
+    """Sets environment variables while JAX creates its devices, and restores them for other programs."""
+    old_values = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in old_values.items():
             if value is None:
                 del os.environ[name]
             else:
                 os.environ[name] = value
 
 
-def leave_alone() -> None:
-    """Keeps this process off accelerators: describing or planning needs no memory of theirs."""
+def use_cpu_only() -> None:
+    """Restricts this process to the CPU: describing or planning needs no memory of accelerators."""
     hush_plugin()
     jax.config.update("jax_platforms", "cpu")
 
 
 def simulate(count: int, *, processes: int = 1) -> None:
-    """Makes this process see `count` simulated devices on the processor, and nothing else.
+    """Makes this process see `count` simulated devices on the CPU, and no others.
 
     Must come before the first use of a device: JAX creates its devices once.
 
     Args:
-      count: Devices, of all processes together.
-      processes: How many there are, already connected; each gets as many devices.
+      count: Number of devices, of all processes together.
+      processes: Number of processes, already connected; each gets equally many devices.
 
     Raises:
-      JaxparError: If `count` is not positive, does not divide, or the devices exist already and are others.
+      JaxparError: If `count` is not positive or no multiple of `processes`, or if JAX already has other devices.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise refuse(f"simulate({count!r})", rule="a positive whole number of devices", fix="simulate(8)")
@@ -82,7 +82,7 @@ def simulate(count: int, *, processes: int = 1) -> None:
             fix=f"mesh.simulate = {-(-count // processes) * processes}, or another number of processes",
         )
     try:
-        leave_alone()
+        use_cpu_only()
         jax.config.update("jax_num_cpu_devices", count // processes)
     except RuntimeError:
         pass  # the devices exist already; whether they are the ones asked for is checked next
@@ -96,20 +96,20 @@ def simulate(count: int, *, processes: int = 1) -> None:
 
 
 def _make_devices(count: int) -> None:
-    """Creates the devices, with threads enough that no collective keeps another from being reached.
+    """Creates the devices, with enough threads that collectives cannot block each other.
 
     XLA gives all simulated devices one pool of as many threads as there are devices. A device may have several
     collectives open at once, each of which blocks a thread until its peers arrive; eight threads on eight devices
     were seen to end up waiting for each other (all-gathers over one axis, all-reduces over another), until XLA
     aborts the process after 40 seconds. The size of the pool is read from NPROC when it is made.
     """
-    before = os.environ.get("NPROC")
-    with _told({"NPROC": str(max(THREADS * count, int(before) if before and before.isdecimal() else 0))}):
+    nproc = os.environ.get("NPROC")
+    with _told({"NPROC": str(max(THREADS * count, int(nproc) if nproc and nproc.isdecimal() else 0))}):
         jax.devices()
 
 
 def is_simulated(devices) -> bool:
-    """Returns whether speed on these devices says nothing about hardware (several CPU devices)."""
+    """Whether some device is a CPU: timings on it say nothing about accelerators."""
     return any(device.platform == "cpu" for device in devices)
 
 

@@ -8,9 +8,9 @@ PLUGIN = "jax_plugins.xla_cuda13"
 
 
 def hush_plugin() -> None:
-    """Keeps the plugin from saying in every process that it misses its other half, which only running needs."""
+    """Silences the plugin's warnings that its runtime half is missing, which compiling does not need."""
     _drop(PLUGIN, lambda message: "is not found" in message)
-    if find_spec("jax_cuda13_plugin") is None:  # else what JAX says of it is a finding
+    if find_spec("jax_cuda13_plugin") is None:  # otherwise the warning is a real problem
         _drop("jax._src.xla_bridge", lambda message: PLUGIN in message)
 
 

@@ -1,14 +1,14 @@
-"""What XLA is told about the collectives of several GPUs: each option with its reason.
+"""XLA compiler options for the collectives of several GPUs, each with its reason.
 
-Chosen by the exposed communication that the timeline models for jobs under configs/, as compiled for their absent GPUs:
-`python -m tests.bench.collectives`, whose record says what each option does to each job. No GPU has measured it.
+Chosen by the exposed communication that the timeline models for the jobs under configs/, compiled for absent GPUs:
+`python -m tests.bench.collectives` records the effect of each option on each job. Not measured on GPUs.
 
-    kept as they are   the latency hiding scheduler, which XLA has on: without it all communication is exposed
-    left out           a threshold for all-reduces: as much of them is exposed with it
-                       larger thresholds, as most recipes have them: fewer collectives, which begin later
-                       collective matmul (windowed einsum): more to send, in pieces whose launches are exposed
-                       O1, which pipelines collectives: better with fsdp alone, worse beside tensor; more memory, and
-                       twice to four times as long to compile
+    XLA's default      the latency hiding scheduler: without it all communication is exposed
+    left out           a threshold for all-reduces: no less of them is exposed
+                       larger thresholds, as in most recipes: fewer collectives, which start later
+                       collective matmul (windowed einsum): more traffic, in chunks whose launches are exposed
+                       O1, which pipelines collectives: better with fsdp alone, worse with tensor; more memory, and
+                       compiles two to four times as long
 """
 
 import re
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Preset = Literal["overlapped", "plain"]
-_ANOTHER = "xla_dump_emitter_re"  # an option that changes nothing: under the same ones JAX returns what it has compiled
-SMALL = 8 * 2**20  # bytes: of gathers over NVLink some 30 us, several times what one more collective costs to start
+_ANOTHER = "xla_dump_emitter_re"  # without effect; a new cache key: JAX reuses a program of equal options
+SMALL = 8 * 2**20  # bytes: a gather takes some 30 us over NVLink, several times the launch of a collective
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,8 +27,8 @@ class Option:
     """One option of XLA.
 
     Attributes:
-      name: As XLA has it, without dashes.
-      value: What it is set to.
+      name: XLA's name, without dashes.
+      value: Its value.
       why: The reason.
     """
 
@@ -52,53 +52,53 @@ OVERLAPPED = (
 
 
 def options(devices: Sequence[Any], preset: Preset, more: Iterable[Option] = ()) -> dict[str, Any]:
-    """Returns what XLA is told for these devices, and for what else a layout needs: nothing for one, or a processor."""
+    """Returns the compiler options for these devices, and `more` of a layout; none for one device, CPUs or TPUs."""
     if preset == "plain" or len(devices) < 2 or devices[0].platform in ("cpu", "tpu"):
         return {}
     return {option.name: option.value for option in (*OVERLAPPED, *more)}
 
 
-def compile_with(lowered: Any, told: Mapping[str, Any]) -> Any:
-    """Returns the compiled program; options that this version of XLA has not are left out, with a warning."""
-    import jax  # here: whoever reads a job has this module
+def compile_with(lowered: Any, compiler_options: Mapping[str, Any]) -> Any:
+    """Compiles a lowered program; drops options that this version of XLA does not have, with a warning."""
+    import jax  # not at the top: reading a job imports this module
 
-    left = dict(told)
+    options = dict(compiler_options)
     while True:
         try:
-            return lowered.compile(compiler_options=left) if left else lowered.compile()
+            return lowered.compile(compiler_options=options) if options else lowered.compile()
         except jax.errors.JaxRuntimeError as error:
             name = unknown_option(error)
-            if name not in left:
+            if name not in options:
                 raise
-            warnings.warn(without(name), stacklevel=2)
-            del left[name]
+            warnings.warn(dropped_option_warning(name), stacklevel=2)
+            del options[name]
 
 
-def compile_for_lines(lowered: Any, program: Any, told: Mapping[str, Any]) -> Any:
-    """Returns a compiled program whose instructions name the lines of source that it was lowered from.
+def compile_for_lines(lowered: Any, program: Any, compiler_options: Mapping[str, Any]) -> Any:
+    """Returns a compiled program whose instructions have the source lines of this lowering.
 
-    One that comes from JAX's cache names the lines of whoever compiled it first: of the file as it was then, or of
-    another model that makes the same program. Where there is such a cache, it is compiled again, under its own key.
+    A program from JAX's persistent cache has the source lines of its first compilation: of an older file, or of another
+    model with the same program. If the cache is on, it is compiled again, under a key of its own.
     """
-    import jax  # here: whoever reads a job has this module
+    import jax  # not at the top: reading a job imports this module
 
     if not jax.config.values["jax_compilation_cache_dir"]:
         return program
     setting = "jax_compilation_cache_include_metadata_in_key"
-    before = jax.config.values[setting]
+    old_value = jax.config.values[setting]
     jax.config.update(setting, True)
     try:
-        return compile_with(lowered, {**told, _ANOTHER: "none"})
+        return compile_with(lowered, {**compiler_options, _ANOTHER: "none"})
     finally:
-        jax.config.update(setting, before)
+        jax.config.update(setting, old_value)
 
 
-def without(name: str) -> str:
-    """Returns that an option is left out, as a sentence."""
+def dropped_option_warning(name: str) -> str:
+    """Returns the warning that an option is left out."""
     return f"this version of XLA has no option {name}: compiled without it"
 
 
 def unknown_option(error: Exception) -> str:
-    """Returns the name of the option that XLA says it has not, or nothing."""
-    found = re.search(r"No such compile option: '(\w+)'", str(error))
-    return found[1] if found else ""
+    """Returns the name of the option that XLA rejects as unknown, or ""."""
+    match = re.search(r"No such compile option: '(\w+)'", str(error))
+    return match[1] if match else ""

@@ -1,6 +1,6 @@
-"""GPUs to compile for, there or not: which text names them, and what XLA's compiler wants to know of them.
+"""Targets, real or absent GPUs to compile for: parses their names, and describes them to XLA's compiler.
 
-    "h100:16x8" ─► Target ─► 128 devices that can be compiled for and hold nothing (`absent.py`)
+    "h100:16x8" ─► Target ─► 128 devices to compile for, which hold no arrays (`absent_gpus.py`)
 
 Imports no JAX. The description is the text of XLA's `GpuTargetConfigProto` (openxla/xla,
 xla/stream_executor/device_description.proto).
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 
-from jaxpar.errors import JaxparError, nearest, refuse
+from jaxpar.errors import JaxparError, refuse, suggest
 from jaxpar.mesh.chips import CHIPS, Chip
 from jaxpar.mesh.plugin import PLUGIN
 
@@ -24,9 +24,9 @@ class Target:
     """GPUs to compile for.
 
     Attributes:
-      chip: Their kind.
-      nodes: Machines.
-      per_node: GPUs of one machine, joined by NVLink.
+      chip: The kind of GPU.
+      nodes: Number of machines.
+      per_node: GPUs per machine, joined by NVLink.
     """
 
     chip: Chip
@@ -35,7 +35,7 @@ class Target:
 
     @property
     def devices(self) -> int:
-        """GPUs in all."""
+        """Total number of GPUs."""
         return self.nodes * self.per_node
 
     def __str__(self) -> str:
@@ -43,24 +43,24 @@ class Target:
 
 
 def parse_target(text: str, *, devices: int | None = None) -> Target:
-    """Returns the target that a text such as `h100:16x8` names.
+    """Parses a target such as `h100:16x8`.
 
     Args:
       text: `CHIP:NODESxGPUS`; `CHIP` alone stands for as many nodes of eight as `devices` fill.
-      devices: How many the job has.
+      devices: Number of devices of the job.
 
     Raises:
-      JaxparError: If there is no such chip, or the counts are none.
+      JaxparError: If there is no such chip, or the counts are invalid.
 
     >>> parse_target("h200:1x8").devices
     8
     """
     chips = {chip.key: chip for chip in CHIPS if chip.gpu}
     name, colon, counts = text.strip().lower().partition(":")
-    if planned := next((chip for chip in CHIPS if chip.key == name and not chip.gpu), None):
-        raise _uncompiled(f"target {text!r}", planned)
+    if uncompiled := next((chip for chip in CHIPS if chip.key == name and not chip.gpu), None):
+        raise _uncompiled(f"target {text!r}", uncompiled)
     if name not in chips:
-        fix = "--target cpu, without counts; in Python jp.simulate(8)" if name == "cpu" else nearest(name, chips)
+        fix = "--target cpu, without counts; in Python jp.simulate(8)" if name == "cpu" else suggest(name, chips)
         raise refuse(f"target {text!r}", rule=f"{FORM}; chips are {', '.join(chips)}", fix=fix)
     if not colon and devices:
         per_node = min(devices, 8)
@@ -71,13 +71,13 @@ def parse_target(text: str, *, devices: int | None = None) -> Target:
     return Target(chips[name], int(match[1]), int(match[2]))
 
 
-def find_plugin() -> str | None:
-    """Returns why this machine cannot compile for GPUs that are not there, or None where it can."""
+def missing_plugin() -> str | None:
+    """Returns the reason that this machine cannot compile for absent GPUs, or None if it can."""
     try:
-        found = find_spec(PLUGIN)
+        spec = find_spec(PLUGIN)
     except ModuleNotFoundError:
-        found = None
-    if not found:
+        spec = None
+    if not spec:
         return "the plugin jax-cuda13-pjrt is not installed"
     plugin, jaxlib = (version(name) for name in ("jax-cuda13-pjrt", "jaxlib"))
     if plugin.split(".")[:2] != jaxlib.split(".")[:2]:
@@ -86,10 +86,10 @@ def find_plugin() -> str | None:
 
 
 def description(chip: Chip) -> str:
-    """Returns a chip as XLA's compiler wants it described: the text of a `GpuTargetConfigProto`.
+    """Returns the description of a chip for XLA's compiler: the text of a `GpuTargetConfigProto`.
 
     Raises:
-      JaxparError: If the chip is one that is only planned for.
+      JaxparError: If the chip is for the planner only.
     """
     gpu = chip.gpu
     if gpu is None:
@@ -111,7 +111,7 @@ gpu_device_info {{
   memory_bandwidth: {chip.bandwidth:.0f}
   l2_cache_size: {gpu.cache}
   clock_rate_ghz: {gpu.clock / 1e9:.3g}
-  device_memory_size: {chip.visible}
+  device_memory_size: {chip.visible_memory}
   shared_memory_per_block_optin: {gpu.shared_memory - 1024}
   cuda_compute_capability {{ major: {major} minor: {minor}{feature} }}
   registers_per_core_limit: 65536
@@ -131,9 +131,9 @@ device_description_str: "{chip.name}"
 
 
 def _uncompiled(target: str, chip: Chip) -> JaxparError:
-    known = ", ".join(chip.key for chip in CHIPS if chip.gpu)
+    supported = ", ".join(chip.key for chip in CHIPS if chip.gpu)
     return refuse(
-        f"{target}: {chip.name} is a chip to plan for, without what XLA's compiler wants to know of it",
-        rule=f"{FORM}; chips to compile for are {known}",
+        f"{target}: {chip.name} is a chip to plan for, without a description for XLA's compiler",
+        rule=f"{FORM}; chips to compile for are {supported}",
         fix="--target h100:1x8",
     )

@@ -1,4 +1,4 @@
-"""A decoder that is GPT-2 or Llama by settings.
+"""A decoder that is GPT-2 or Llama, depending on its settings.
 
                  position  norm   gated  use_bias  tied
 Llama (default)  rotary    rms    yes    no        no
@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.models.blocks.documents import Documents
-from jaxpar.models.blocks.lookup import COLUMNS, ROWS, looked_up
-from jaxpar.models.cache import Cache
-from jaxpar.models.layers import Block, BlockSettings, Norm, dropout, weight
-from jaxpar.models.named import constrain
-from jaxpar.models.own_backward import logits
+from jaxpar.models.blocks.lookup import COLUMNS, ROWS, look_up
+from jaxpar.models.cache import KVCache
+from jaxpar.models.custom_gradients import logits
+from jaxpar.models.dim_names import constrain
+from jaxpar.models.layers import Block, BlockConfig, Norm, dropout, weight
 from jaxpar.models.rotary import Rope
-from jaxpar.models.settings.decoder import DecoderSettings
+from jaxpar.models.settings.decoder import DecoderConfig
 from jaxpar.models.stack import run_cached, run_stack, stack
 
 
@@ -28,16 +28,16 @@ class Decoder(nnx.Module):
       rngs: Streams `params` and `dropout`.
     """
 
-    def __init__(self, settings: DecoderSettings, *, rngs: nnx.Rngs):
+    def __init__(self, settings: DecoderConfig, *, rngs: nnx.Rngs):
         s = self.settings = settings
         self.remat = "none"
         self.deterministic = False
-        # a table that is the head too is cut as that is, over the vocabulary; else by its columns
+        # an embedding that is also the head is sharded like the head, over the vocabulary; else by columns
         names = ("vocab", "embed") if s.tied else (ROWS, COLUMNS)
         self.embed = weight(rngs, (s.vocab, s.dim), names, 1.0 if not s.tied else s.dim**-0.5)
         self.positions = weight(rngs, (s.seq, s.dim), ("seq_table", "embed"), 0.02) if s.position == "learned" else None
 
-        kind = BlockSettings(
+        kind = BlockConfig(
             dim=s.dim,
             heads=s.heads,
             kv_heads=s.kv_heads or s.heads,
@@ -58,17 +58,17 @@ class Decoder(nnx.Module):
 
     @property
     def head_name(self) -> str:
-        """The parameter that makes logits of the hidden state: see `jaxpar.step.head.offered`."""
+        """The parameter that maps hidden states to logits: see `jaxpar.step.head.model_protocol`."""
         return "embed" if self.head is None else "head"
 
     def __call__(
         self, tokens_bs: jax.Array, segments: jax.Array | None = None, positions: jax.Array | None = None
     ) -> jax.Array:
-        """Returns logits [batch, seq, vocab].
+        """Logits [batch, seq, vocab].
 
         Args:
           tokens_bs: Tokens. Shape [batch, seq], int32.
-          segments: Where several documents share a row, the number of each token's, ascending. Shape [batch, seq].
+          segments: If several documents share a row, the index of each token's document, ascending. Shape [batch, seq].
           positions: Position of each token in its document. Shape [batch, seq].
         """
         table = self.embed[...]
@@ -77,12 +77,12 @@ class Decoder(nnx.Module):
     def hidden(
         self, tokens_bs: jax.Array, segments: jax.Array | None = None, positions: jax.Array | None = None
     ) -> jax.Array:
-        """Returns what the head makes logits of [batch, seq, dim], for a loss that never has all of them."""
+        """Hidden states before the head [batch, seq, dim], for a loss that never holds all logits."""
         return self._hidden(tokens_bs, self.embed[...], Documents(segments, positions))
 
     def _hidden(self, tokens_bs: jax.Array, table: jax.Array, documents: Documents) -> jax.Array:
         s = self.settings
-        x = self._looked_up(table, tokens_bs, documents.positions)
+        x = self._embed_tokens(table, tokens_bs, documents.positions)
         keys = None
         if self.rngs is not None and not self.deterministic:
             first, *_ = keys = jax.random.split(self.rngs.dropout(), s.layers + 1)
@@ -90,43 +90,43 @@ class Decoder(nnx.Module):
         x = run_stack(self.blocks, x, keys, policy=self.remat, scan=s.scan, documents=documents)
         return self.norm(x, looped=s.scan)
 
-    def cache(self, rows: int, positions: int, dtype=jnp.float32) -> Cache:
-        """Returns an empty cache for so many rows of at most so many tokens."""
+    def cache(self, rows: int, positions: int, dtype=jnp.float32) -> KVCache:
+        """An empty cache for `rows` sequences of at most `positions` tokens."""
         s = self.settings
         shape = (rows, positions, s.kv_heads or s.heads, s.dim // s.heads)
-        return Cache.empty(layers=s.layers, shape=shape, dtype=dtype)
+        return KVCache.empty(layers=s.layers, shape=shape, dtype=dtype)
 
-    def decode(self, tokens_bs: jax.Array, cache: Cache, lengths: jax.Array | None = None) -> tuple[jax.Array, Cache]:
-        """Returns logits [batch, vocab] of the token after each row's last, and the cache that knows its tokens too.
+    def decode(
+        self, tokens_bs: jax.Array, cache: KVCache, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, KVCache]:
+        """Logits [batch, vocab] of the token after each row's last, and the updated cache.
 
         Args:
-          tokens_bs: Prompts, from position 0, of an empty cache; or one token of each row, at its next position.
-          cache: As `cache` makes it, or as it was returned.
-          lengths: Tokens of each prompt; what comes after them is seen by nobody. Shape [batch], int32.
+          tokens_bs: Prompts, from position 0, for an empty cache; or one token per row, at its next position.
+          cache: From `cache`, or from the previous call.
+          lengths: Tokens in each prompt; the padding after them is never attended to. Shape [batch], int32.
         """
         rows, count = tokens_bs.shape
         positions = jnp.arange(count)[None] + (jnp.zeros((rows, 1), jnp.int32) if count > 1 else cache.length[:, None])
         table = self.embed[...]
-        x, cache = run_cached(self.blocks, self._looked_up(table, tokens_bs, positions), cache, positions)
+        x, cache = run_cached(self.blocks, self._embed_tokens(table, tokens_bs, positions), cache, positions)
         ends = cache.length + 1 if lengths is None else lengths
         last = jnp.take_along_axis(x, (ends - 1)[:, None, None], axis=1) if count > 1 else x
-        return self._read_out(self.norm(last), table)[:, 0], Cache(cache.keys, cache.values, ends)
+        return self._read_out(self.norm(last), table)[:, 0], KVCache(cache.keys, cache.values, ends)
 
-    def _looked_up(self, table: jax.Array, tokens_bs: jax.Array, positions: jax.Array | None = None) -> jax.Array:
-        """Returns the stream before the first layer."""
-        x = jnp.take(table, tokens_bs, axis=0) if self.head is None else looked_up(table, tokens_bs)
+    def _embed_tokens(self, table: jax.Array, tokens_bs: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+        x = jnp.take(table, tokens_bs, axis=0) if self.head is None else look_up(table, tokens_bs)
         if self.positions is not None:
-            held = self.positions[...]
-            x = x + (held[: tokens_bs.shape[1]] if positions is None else jnp.take(held, positions, axis=0))
-        # a table split by rows is looked up by each device and summed; were seq split first, XLA would gather the table
+            rows = self.positions[...]
+            x = x + (rows[: tokens_bs.shape[1]] if positions is None else jnp.take(rows, positions, axis=0))
+        # a table sharded by rows is looked up on each device and summed; with seq sharded first, XLA would gather it
         return constrain(constrain(x, "batch", None, "embed"), "batch", "seq", "embed")
 
     def _read_out(self, x: jax.Array, table: jax.Array) -> jax.Array:
-        """Returns the logits of the hidden state."""
-        made = (
+        values = (
             jnp.einsum("bsd,dv->bsv", x, table.T)
             if self.head is None
             else logits(x, self.head[...], looped=self.settings.scan)
         )
-        # logits stay split over the vocabulary: the loss sums over it, and never needs all of a token's
-        return constrain(made, "batch", "seq", "vocab")
+        # logits stay sharded over the vocabulary: the loss sums over it, and never needs all of a token's logits
+        return constrain(values, "batch", "seq", "vocab")

@@ -1,4 +1,4 @@
-"""Layers of the reference transformers: named dims, no mesh.
+"""Layers of the reference transformers: dim names, no mesh.
 
 Suffixes of arrays: b batch, s seq, d embed, h heads, g kv_heads, k head_dim, f mlp, v vocab.
 """
@@ -12,25 +12,25 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.models.blocks.documents import ONE, Documents
-from jaxpar.models.cache import Layer
+from jaxpar.models.cache import LayerCache
+from jaxpar.models.custom_gradients import normalize, swiglu, unmerged_input
+from jaxpar.models.dim_names import constrain
 from jaxpar.models.islands import KEYS, QUERIES, attention
-from jaxpar.models.named import constrain
-from jaxpar.models.own_backward import another, normalized, swiglu
 from jaxpar.models.rotary import Rope, rotate
 
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], names: tuple[str, ...], scale: float) -> nnx.Param:
-    """Returns a normally distributed parameter with named dims; `scale` is its standard deviation."""
+    """A normally distributed parameter with dim names; `scale` is its standard deviation."""
     return nnx.Param(scale * jax.random.normal(rngs.params(), shape), out_sharding=names)
 
 
 def bias(use: bool, shape: tuple[int, ...], names: tuple[str, ...]) -> nnx.Param | None:
-    """Returns a parameter of zeros, or None where the model has no biases."""
+    """A parameter of zeros, or None if the model has no biases."""
     return nnx.Param(jnp.zeros(shape), out_sharding=names) if use else None
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Returns `x` with entries dropped at that rate and the others scaled up; unchanged without a key."""
+    """Drops entries of `x` at that rate and scales up the others; the identity without a key."""
     if key is None or rate == 0.0:
         return x
     keep = jax.random.bernoulli(key, 1 - rate, x.shape)
@@ -46,14 +46,14 @@ class Norm(nnx.Module):
         self.bias = bias(kind == "layer", (dim,), ("embed",))
 
     def __call__(self, x: jax.Array, *, looped: bool = False) -> jax.Array:
-        """Returns x [..., dim] normalized over its last dim; `looped` where what made it is a loop."""
-        y: Any = normalized(x, self.scale[...], self.eps, self.kind == "layer", looped)
+        """Normalizes x [..., dim] over its last dim; `looped` says that `x` comes from a loop."""
+        y: Any = normalize(x, self.scale[...], self.eps, self.kind == "layer", looped)
         return y if self.bias is None else y + self.bias[...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockSettings:
-    """Shape and kind of a transformer layer.
+class BlockConfig:
+    """Shape and kind of a transformer block.
 
     Attributes:
       dim: Width of the stream.
@@ -65,9 +65,9 @@ class BlockSettings:
       use_bias: Biases on every matrix.
       rope: Rotary positions, or None.
       causal: Whether a token sees only those before it.
-      dropout: Rate, where a key is given.
-      out_scale: Scale of the initial matrices that write to the stream, 1 / sqrt(2 layers) in GPT-2.
-      norm_eps: What the norms add to the mean square.
+      dropout: Dropout rate, if a key is given.
+      out_scale: Initial scale of the matrices that write to the stream, 1 / sqrt(2 layers) in GPT-2.
+      norm_eps: Epsilon that the norms add to the mean square.
     """
 
     dim: int
@@ -87,7 +87,7 @@ class BlockSettings:
 class Attention(nnx.Module):
     """Multi-head attention, grouped-query where `kv_heads` < `heads` (arXiv:2305.13245)."""
 
-    def __init__(self, s: BlockSettings, *, rngs: nnx.Rngs):
+    def __init__(self, s: BlockConfig, *, rngs: nnx.Rngs):
         head_dim, scale = s.dim // s.heads, 1 / math.sqrt(s.dim)
         self.settings = s
         self.query = weight(rngs, (s.dim, s.heads, head_dim), ("embed", "heads", "head_dim"), scale)
@@ -100,36 +100,35 @@ class Attention(nnx.Module):
         self.out_bias = bias(s.use_bias, (s.dim,), ("embed",))
 
     def __call__(self, x_bsd: jax.Array, documents: Documents = ONE) -> jax.Array:
-        """Returns [batch, seq, dim]; a token sees only those of its own document."""
-        projected = self._projected(x_bsd, documents.positions)
+        """Attention output [batch, seq, dim]; a token sees only those of its own document."""
+        projected = self._project(x_bsd, documents.positions)
         y = attention(*projected, causal=self.settings.causal, segments=documents.segments)
-        return self._written(y)
+        return self._project_out(y)
 
-    def cached(self, x_bsd: jax.Array, layer: Layer) -> tuple[jax.Array, Layer]:
-        """Returns [batch, seq, dim], where tokens see those that the layer knows, and what it knows then."""
-        y, layer = layer.attend(*self._projected(x_bsd, layer.positions))
-        return self._written(y), layer
+    def cached(self, x_bsd: jax.Array, layer: LayerCache) -> tuple[jax.Array, LayerCache]:
+        """Attention with a KV cache. Returns the output [batch, seq, dim] and the updated cache."""
+        y, layer = layer.attend(*self._project(x_bsd, layer.positions))
+        return self._project_out(y), layer
 
-    def _projected(self, x_bsd: jax.Array, positions: jax.Array | None = None) -> tuple[jax.Array, ...]:
-        """Returns queries, keys and values."""
-        # named as soon as they exist, so that under sequence parallelism the stream is gathered and not the weights
+    def _project(self, x_bsd: jax.Array, positions: jax.Array | None = None) -> tuple[jax.Array, ...]:
+        # constrained as soon as they exist, so that sequence parallelism gathers the stream and not the weights
         q = constrain(jnp.einsum("bsd,dhk->bshk", x_bsd, self.query[...]), *QUERIES)
         k = constrain(jnp.einsum("bsd,dgk->bsgk", x_bsd, self.key[...]), *KEYS)
         v = constrain(jnp.einsum("bsd,dgk->bsgk", x_bsd, self.value[...]), *KEYS)
-        q, k, v = _plus(q, self.query_bias), _plus(k, self.key_bias), _plus(v, self.value_bias)
+        q, k, v = _add_bias(q, self.query_bias), _add_bias(k, self.key_bias), _add_bias(v, self.value_bias)
         if self.settings.rope is not None:
             q, k = rotate(q, self.settings.rope, positions), rotate(k, self.settings.rope, positions)
         return q, k, v
 
-    def _written(self, y: jax.Array) -> jax.Array:
+    def _project_out(self, y: jax.Array) -> jax.Array:
         y = constrain(y, *QUERIES)
-        return _plus(jnp.einsum("bshk,hkd->bsd", y, self.out[...]), self.out_bias)
+        return _add_bias(jnp.einsum("bshk,hkd->bsd", y, self.out[...]), self.out_bias)
 
 
 class FeedForward(nnx.Module):
     """Two matrices with GELU between them, or three with SiLU gating (SwiGLU, arXiv:2002.05202)."""
 
-    def __init__(self, s: BlockSettings, *, rngs: nnx.Rngs):
+    def __init__(self, s: BlockConfig, *, rngs: nnx.Rngs):
         self.up = weight(rngs, (s.dim, s.hidden), ("embed", "mlp"), 1 / math.sqrt(s.dim))
         self.gate = weight(rngs, (s.dim, s.hidden), ("embed", "mlp"), 1 / math.sqrt(s.dim)) if s.gated else None
         self.down = weight(rngs, (s.hidden, s.dim), ("mlp", "embed"), s.out_scale / math.sqrt(s.hidden))
@@ -139,21 +138,21 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x_bsd: jax.Array) -> jax.Array:
         """Returns [batch, seq, dim]."""
-        # both matmuls split their columns and `down` its rows: one sum over `tensor` for the three (Megatron's pair)
+        # up and gate are sharded by columns and down by rows: one sum over `tensor` for the three (Megatron's pair)
         h = constrain(jnp.einsum("bsd,df->bsf", x_bsd, self.up[...]), "batch", "seq", "mlp")
-        h = _plus(h, self.up_bias)
+        h = _add_bias(h, self.up_bias)
         if self.gate is None:
             h = jax.nn.gelu(h)
         else:
-            gate = constrain(jnp.einsum("bsd,df->bsf", another(x_bsd), self.gate[...]), "batch", "seq", "mlp")
-            h = swiglu(_plus(gate, self.gate_bias), h)
-        return _plus(jnp.einsum("bsf,fd->bsd", h, self.down[...]), self.down_bias)
+            gate = constrain(jnp.einsum("bsd,df->bsf", unmerged_input(x_bsd), self.gate[...]), "batch", "seq", "mlp")
+            h = swiglu(_add_bias(gate, self.gate_bias), h)
+        return _add_bias(jnp.einsum("bsf,fd->bsd", h, self.down[...]), self.down_bias)
 
 
 class Block(nnx.Module):
     """A pre-norm transformer layer: attention, then the feed-forward, each added to the stream."""
 
-    def __init__(self, s: BlockSettings, *, rngs: nnx.Rngs):
+    def __init__(self, s: BlockConfig, *, rngs: nnx.Rngs):
         self.rate = s.dropout
         self.norm_attention = Norm(s.dim, kind=s.norm, eps=s.norm_eps)
         self.attention = Attention(s, rngs=rngs)
@@ -161,23 +160,23 @@ class Block(nnx.Module):
         self.mlp = FeedForward(s, rngs=rngs)
 
     def __call__(self, x_bsd: jax.Array, key: jax.Array | None, documents: Documents = ONE) -> jax.Array:
-        """Returns [batch, seq, dim]; without a key nothing is dropped."""
+        """Output [batch, seq, dim]; no dropout without a key."""
         keys = (None, None) if key is None else jax.random.split(key)
-        return self._added(x_bsd, self.attention(self.norm_attention(x_bsd), documents), keys)
+        return self._add_residuals(x_bsd, self.attention(self.norm_attention(x_bsd), documents), keys)
 
-    def cached(self, x_bsd: jax.Array, layer: Layer) -> tuple[jax.Array, Layer]:
-        """Returns [batch, seq, dim], where tokens see those that the layer knows, and what it knows then."""
+    def cached(self, x_bsd: jax.Array, layer: LayerCache) -> tuple[jax.Array, LayerCache]:
+        """The block with a KV cache. Returns the output [batch, seq, dim] and the updated cache."""
         y, layer = self.attention.cached(self.norm_attention(x_bsd), layer)
-        return self._added(x_bsd, y, (None, None)), layer
+        return self._add_residuals(x_bsd, y, (None, None)), layer
 
-    def _added(self, x_bsd: jax.Array, y_bsd: jax.Array, keys: Any) -> jax.Array:
-        """Returns the stream with what attention wrote, and with what the feed-forward writes then."""
+    def _add_residuals(self, x_bsd: jax.Array, y_bsd: jax.Array, keys: Any) -> jax.Array:
+        """Adds attention's output to the stream, then the feed-forward's."""
         x_bsd = x_bsd + dropout(y_bsd, self.rate, keys[0])
-        # what attention wrote is a sum over `tensor`: named here, it is a reduce-scatter under sequence parallelism
+        # attention's output is a sum over `tensor`: constrained here, it is a reduce-scatter in sequence parallelism
         x_bsd = constrain(x_bsd, "batch", "seq", "embed")
         x_bsd = x_bsd + dropout(self.mlp(self.norm_mlp(x_bsd)), self.rate, keys[1])
         return constrain(x_bsd, "batch", "seq", "embed")
 
 
-def _plus(x: jax.Array, offset: nnx.Param | None) -> jax.Array:
+def _add_bias(x: jax.Array, offset: nnx.Param | None) -> jax.Array:
     return x if offset is None else x + offset[...]

@@ -1,27 +1,27 @@
-"""A matrix with a low-rank correction: one array to the model that reads it.
+"""A matrix plus a low-rank correction (LoRA): one array to the model that reads it.
 
-Written down, W + A B is as large as W, and so is its gradient. Hence it is a call of this name, which a step finds in
-the program of the model and, where it is multiplied with, replaces by products with W, A and B: see
-`pipeline/jaxprs/beside.py`. Anything else, such as a lookup, reads the sum.
+Materialized, W + A B is as large as W, and so is its gradient. Hence it is a jitted call of this name, which a step
+finds in the traced model and, where it is an operand of a matmul, replaces by products with W, A and B: see
+`jaxprs/low_rank_path.py`. Any other use, such as a lookup, reads the sum.
 """
 
 import jax
 import jax.numpy as jnp
 
-from jaxpar.models.blocks.eight_bits import as_floats
+from jaxpar.models.blocks.int8 import dequantize
 
 NAME = "low_rank_sum"
 
 
 def low_rank_sum(base: jax.Array, first: jax.Array, second: jax.Array, *scales: jax.Array, lead: int = 0) -> jax.Array:
-    """Returns W + A B; of a stack that is read whole, before it is sliced, that of each layer, written down.
+    """W + A B; for a stack that is read before it is sliced, the materialized sum of each layer.
 
     Args:
       base: W. Shape [*inputs, *outputs]; int8 with scales.
       first: A. Shape [*inputs, rank].
       second: B, scaled. Shape [rank, *outputs].
-      *scales: By which W's outputs are multiplied, where it is kept in 8 bits: one array. Shape [*outputs], float32.
-      lead: Dims before these that all three have, of a stack.
+      *scales: One array that multiplies W's outputs if W is stored in 8 bits. Shape [*outputs], float32.
+      lead: Number of leading dims that all three share, of a stack.
     """
     add = _called if lead == 0 else _low_rank_sum
     for _ in range(lead):
@@ -30,7 +30,7 @@ def low_rank_sum(base: jax.Array, first: jax.Array, second: jax.Array, *scales: 
 
 
 def _low_rank_sum(base: jax.Array, first: jax.Array, second: jax.Array, *scales: jax.Array) -> jax.Array:
-    base = as_floats(base, scales[0], second.dtype) if scales else base
+    base = dequantize(base, scales[0], second.dtype) if scales else base
     return base + jnp.tensordot(first, second, axes=1).astype(base.dtype)
 
 

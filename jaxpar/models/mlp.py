@@ -1,18 +1,18 @@
-"""A multilayer perceptron: the smallest model that shows a column and row pair."""
+"""A multilayer perceptron: the smallest model with a pair of column- and row-sharded matrices."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxpar.models.dim_names import constrain
 from jaxpar.models.layers import weight
-from jaxpar.models.named import constrain
-from jaxpar.models.settings.mlp import MLPSettings
+from jaxpar.models.settings.mlp import MLPConfig
 
 
 class MLP(nnx.Module):
     """Arrays to logits of classes."""
 
-    def __init__(self, settings: MLPSettings, *, rngs: nnx.Rngs):
+    def __init__(self, settings: MLPConfig, *, rngs: nnx.Rngs):
         s = self.settings = settings
         self.first = weight(rngs, (s.inputs, s.dim), ("inputs", "embed"), s.inputs**-0.5)
         self.up = nnx.List([weight(rngs, (s.dim, s.hidden), ("embed", "mlp"), s.dim**-0.5) for _ in range(s.layers)])
@@ -23,7 +23,7 @@ class MLP(nnx.Module):
         self.head_bias = nnx.Param(jnp.zeros((s.classes,)), out_sharding=("classes",))
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        """Returns logits [batch, classes] for inputs [batch, ...]."""
+        """Logits [batch, classes] of inputs [batch, ...]."""
         first = self.first[...]
         x = inputs.reshape(inputs.shape[0], -1).astype(first.dtype) @ first
         for up, down in zip(self.up, self.down, strict=True):

@@ -1,8 +1,8 @@
-"""Rematerialization by name: what the backward pass keeps; the rest it computes again.
+"""Rematerialization by policy name: what the backward pass saves; the rest it recomputes.
 
-A module whose attribute (NNX) or field (Linen) `remat` is the name of a policy is given another name and places it
-itself, around each layer; around any other model the step places it as a whole. A `remat` of another kind, such as a
-flag, is the model's own.
+If a module's attribute (NNX) or field (Linen) `remat` is the name of a policy, the step sets it to another name and the
+module applies it around each layer; around any other model the step applies the policy as a whole. A `remat` of
+another kind, such as a flag, belongs to the model.
 """
 
 from collections.abc import Callable
@@ -10,17 +10,17 @@ from typing import Any
 
 import jax
 
-from jaxpar.errors import nearest, refuse
+from jaxpar.errors import refuse, suggest
 from jaxpar.models.settings.computing import POLICIES
 
 
 def is_policy(value: Any) -> bool:
-    """Returns whether a value is the name of a policy: of what a module is given by a step."""
+    """Whether a value is the name of a policy."""
     return isinstance(value, str) and value in POLICIES
 
 
 def remat(function: Callable, name: str, *, prevent_cse: bool = True) -> Callable:
-    """Returns the function with that policy for what its backward pass keeps.
+    """Applies a policy to a function: what its backward pass saves.
 
     Args:
       function: A pure function of arrays.
@@ -31,7 +31,7 @@ def remat(function: Callable, name: str, *, prevent_cse: bool = True) -> Callabl
       JaxparError: If there is no such policy.
     """
     if name not in POLICIES:
-        raise refuse(f"remat={name!r}", rule="a remat policy has a name", fix=nearest(name, POLICIES))
+        raise refuse(f"remat={name!r}", rule="a remat policy has a name", fix=suggest(name, POLICIES))
     if name == "none":
         return function
     if name == "offload":

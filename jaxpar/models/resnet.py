@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.models.settings.resnet import ResNetSettings
+from jaxpar.models.settings.resnet import ResNetConfig
 
 
 class ResidualBlock(nnx.Module):
@@ -21,7 +21,7 @@ class ResidualBlock(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns [batch, height / stride, width / stride, outputs]."""
+        """Output [batch, height / stride, width / stride, outputs]."""
         y = self.norm2(self.conv2(nnx.relu(self.norm1(self.conv1(x)))))
         return nnx.relu(y + (x if self.short is None else self.short(x)))
 
@@ -29,7 +29,7 @@ class ResidualBlock(nnx.Module):
 class ResNet(nnx.Module):
     """Images to logits of classes."""
 
-    def __init__(self, settings: ResNetSettings, *, rngs: nnx.Rngs):
+    def __init__(self, settings: ResNetConfig, *, rngs: nnx.Rngs):
         s = self.settings = settings
         self.first = nnx.Conv(s.channels, s.width, (3, 3), use_bias=False, rngs=rngs)
         self.norm = nnx.BatchNorm(s.width, rngs=rngs)
@@ -43,7 +43,7 @@ class ResNet(nnx.Module):
         self.head = nnx.Linear(inputs, s.classes, rngs=rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        """Returns logits [batch, classes] for images [batch, height, width] or [batch, height, width, channels]."""
+        """Logits [batch, classes] of images [batch, height, width] or [batch, height, width, channels]."""
         x = images if images.ndim == 4 else images[..., None]
         x = nnx.relu(self.norm(self.first(x)))
         for block in self.blocks:

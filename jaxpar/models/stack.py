@@ -1,7 +1,7 @@
-"""Equal layers as one: stacked, run one after the other, and cut where a pipeline cuts them.
+"""Equal layers: stacked, run one after the other, and split where a pipeline splits them.
 
 embed ──► layers 0 1 2 ... ──► head and loss
-          `pipelined(layers, x)` marks the middle: a pipeline runs the three apart, on different devices
+          `pipelined(layers, x)` marks the middle: a pipeline runs the three on different devices
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,84 +14,81 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.models.blocks.documents import ONE, Documents, stream_of, through
-from jaxpar.models.cache import Cache, Layer
+from jaxpar.models.blocks.documents import ONE, Documents, apply_layer, stream_of
+from jaxpar.models.cache import KVCache, LayerCache
 from jaxpar.models.remat import remat
 
-Layers = Callable[..., Any]  # (x, *per_layer) to what has the structure and shapes of x
+Layers = Callable[..., Any]  # (x, *per_layer) to a result with the structure and shapes of x
 _at_cut: ContextVar[Callable | None] = ContextVar("at_cut", default=None)
 
 
 @dataclass(frozen=True)
-class InTurn:
-    """Equal layers, one after the other: each is a function of (x, *its own)."""
+class SequentialLayers:
+    """Equal layers, called one after the other as (x, *per_layer)."""
 
     layers: tuple[Callable[..., Any], ...]
 
     def __call__(self, x: Any, *per_layer: Any) -> Any:
-        """Returns x after all layers."""
+        """Applies all layers to x."""
         for i, layer in enumerate(self.layers):
             x = layer(x, *jax.tree.map(lambda leaf, i=i: leaf[i], per_layer))
         return x
 
 
 def pipelined(layers: Layers | Sequence[Callable[..., Any]], x: Any, *per_layer: Any) -> Any:
-    """Returns x after all layers: the call that a pipeline cuts in stages.
+    """Applies all layers to x: the call that a pipeline splits into stages.
 
     A model makes it once, around its equal layers. Everything before it runs on the first stage, everything after it on
     the last. In a pipeline the parameters that `layers` reads are those of one stage.
 
     Args:
       layers: Equal layers: a function that runs all layers of a stack on x, or a list of layers that are called with x
-        one after the other. What they return has the structure, shapes and dtypes of x. Layers of several kinds in
-        turns, such as local and global attention, are equal turn by turn: a list of callables, one for each turn.
-      x: What flows through the layers: an array, or any tree of floating-point arrays (an auxiliary loss rides along).
-      *per_layer: What each layer has of its own and is no parameter, such as a dropout key. Leading dim: layers.
+        one after the other. Their result has the structure, shapes and dtypes of x. Layers of several kinds that
+        alternate, such as local and global attention, are equal group by group: a list of callables, one per group.
+      x: Input of the layers: an array, or any tree of floating-point arrays (an auxiliary loss travels along).
+      *per_layer: Inputs of each layer other than parameters, such as a dropout key. Leading dim: layers.
     """
     at_cut = _at_cut.get()
-    every = layers if callable(layers) else InTurn(tuple(layers))
-    return every(x, *per_layer) if at_cut is None else at_cut(every, x, per_layer)
+    run_layers = layers if callable(layers) else SequentialLayers(tuple(layers))
+    return run_layers(x, *per_layer) if at_cut is None else at_cut(run_layers, x, per_layer)
 
 
 @contextmanager
-def cut(at_cut: Callable[[Layers, Any, tuple], Any]) -> Iterator[None]:
-    """Gives the call of `pipelined` to `at_cut(layers, x, per_layer)` while the context lasts."""
-    token = _at_cut.set(at_cut)
+def intercept_layers(handler: Callable[[Layers, Any, tuple], Any]) -> Iterator[None]:
+    """Passes the call of `pipelined` to `at_cut(layers, x, per_layer)` while the context lasts."""
+    token = _at_cut.set(handler)
     try:
         yield
     finally:
         _at_cut.reset(token)
 
 
-def is_cut() -> bool:
-    """Returns whether a model is traced in pieces, for a pipeline."""
+def is_intercepted() -> bool:
+    """Whether the model is being traced in parts, for a pipeline."""
     return _at_cut.get() is not None
 
 
-class _Reached(BaseException):  # no error: the model came to its layers, and is left there
+class _StopTrace(BaseException):  # no error: stops the trace of the model at its layers
     def __init__(self, value: Any):
         self.value = value
 
 
-def reached(run: Callable[[], Any], take: Callable[[Layers, Any, tuple], Any]) -> Any:
-    """Returns `take(layers, x, per_layer)` of the call of `pipelined` in `run()`, the rest of which is not run.
-
-    None where there is no such call.
-    """
+def call_at_layers(run: Callable[[], Any], handler: Callable[[Layers, Any, tuple], Any]) -> Any:
+    """Runs `run()` up to its `pipelined` call; returns `take(layers, x, per_layer)`, or None without such a call."""
 
     def stop(layers, x, per_layer):
-        raise _Reached(take(layers, x, per_layer))
+        raise _StopTrace(handler(layers, x, per_layer))
 
     try:
-        with cut(stop):
+        with intercept_layers(stop):
             run()
-    except _Reached as found:
-        return found.value
+    except _StopTrace as signal:
+        return signal.value
     return None
 
 
 def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> nnx.Module:
-    """Returns `count` modules as one, every parameter with a leading dim named `layers`."""
+    """Stacks `count` modules into one; every parameter gets a leading dim named `layers`."""
 
     @nnx.split_rngs(splits=count)
     @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
@@ -101,33 +98,33 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) ->
     return made(rngs)
 
 
-def run_cached(blocks: nnx.Module, x: jax.Array, cache: Cache, positions: jax.Array) -> tuple[jax.Array, Cache]:
-    """Returns `x` after all blocks of a stack, and the cache that knows its tokens too.
+def run_cached(blocks: nnx.Module, x: jax.Array, cache: KVCache, positions: jax.Array) -> tuple[jax.Array, KVCache]:
+    """Applies all blocks of a stack with a KV cache. Returns the output and the updated cache.
 
     Args:
-      blocks: As made by `stack`; each has `cached(x, layer)`.
+      blocks: From `stack`; each has `cached(x, layer)`.
       x: Shape [batch, seq, embed].
-      cache: Of as many layers.
-      positions: Of the tokens. Shape [batch, seq], int32.
+      cache: Cache with as many layers.
+      positions: Positions of the tokens. Shape [batch, seq], int32.
     """
     graph, params = nnx.split(blocks)
 
-    # the cache is carried, not stacked: a loop changes what it carries in place
-    def layer(carry, each):
+    # the cache is carried, not stacked: a loop updates its carry in place
+    def layer(carry, params_and_index):
         x, keys, values = carry
-        params, i = each
-        own, its = (jax.lax.dynamic_index_in_dim(held, i, keepdims=False) for held in (keys, values))
+        params, i = params_and_index
+        k, v = (jax.lax.dynamic_index_in_dim(array, i, keepdims=False) for array in (keys, values))
         block: Any = nnx.merge(graph, params)
-        x, after = block.cached(x, Layer(own, its, positions))
+        x, updated = block.cached(x, LayerCache(k, v, positions))
         keys, values = (
-            jax.lax.dynamic_update_index_in_dim(held, new, i, axis=0)
-            for held, new in ((keys, after.keys), (values, after.values))
+            jax.lax.dynamic_update_index_in_dim(array, new, i, axis=0)
+            for array, new in ((keys, updated.keys), (values, updated.values))
         )
         return (x, keys, values), None
 
     numbers = jnp.arange(cache.keys.shape[0])
     (x, keys, values), _ = jax.lax.scan(layer, (x, cache.keys, cache.values), (params, numbers))
-    return x, Cache(keys, values, cache.length)
+    return x, KVCache(keys, values, cache.length)
 
 
 def run_stack(
@@ -139,24 +136,23 @@ def run_stack(
     scan: bool,
     documents: Documents = ONE,
 ) -> jax.Array:
-    """Returns `x` after all blocks of a stack.
+    """Applies all blocks of a stack to `x`.
 
     Args:
-      blocks: As made by `stack`.
+      blocks: From `stack`.
       x: Shape [batch, seq, embed].
       keys: One dropout key per block, or None.
-      policy: What the backward pass keeps of each block.
-      scan: One compiled body for all blocks; or one copy per block, which compiles longer and
-        lets XLA fuse across them.
-      documents: Those that share a row.
+      policy: Remat policy: what the backward pass saves of each block.
+      scan: Compile one body for all blocks; or one copy per block, which compiles longer and lets XLA fuse across them.
+      documents: Documents packed into one row.
     """
     graph, params = nnx.split(blocks)
 
     def layer(x, params_and_key):
         params, key = params_and_key
-        return through(lambda x, documents: nnx.merge(graph, params)(x, key, documents), x), None
+        return apply_layer(lambda x, documents: nnx.merge(graph, params)(x, key, documents), x), None
 
-    # around a layer, inside of the scan: around the scan, the backward pass would hold all layers' activations at once
+    # around a layer, inside the scan: around the scan, the backward pass would hold all layers' activations at once
     layer = remat(layer, policy, prevent_cse=not scan)
 
     def layers(x, keys):
@@ -166,4 +162,4 @@ def run_stack(
             x, _ = layer(x, jax.tree.map(lambda leaf, i=i: leaf[i], (params, keys)))
         return x
 
-    return stream_of(pipelined(layers, documents.beside(x), keys))
+    return stream_of(pipelined(layers, documents.attach(x), keys))

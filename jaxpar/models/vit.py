@@ -4,16 +4,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.models.layers import Block, BlockSettings, Norm, dropout, weight
-from jaxpar.models.named import constrain
-from jaxpar.models.settings.vit import ViTSettings
+from jaxpar.models.dim_names import constrain
+from jaxpar.models.layers import Block, BlockConfig, Norm, dropout, weight
+from jaxpar.models.settings.vit import ViTConfig
 from jaxpar.models.stack import run_stack, stack
 
 
 class ViT(nnx.Module):
     """Images to logits of classes."""
 
-    def __init__(self, settings: ViTSettings, *, rngs: nnx.Rngs):
+    def __init__(self, settings: ViTConfig, *, rngs: nnx.Rngs):
         s = self.settings = settings
         self.remat = "none"
         self.deterministic = False
@@ -22,7 +22,7 @@ class ViT(nnx.Module):
         self.patch_bias = nnx.Param(jnp.zeros((s.dim,)), out_sharding=("embed",))
         self.positions = weight(rngs, (patches, s.dim), ("patches", "embed"), 0.02)
 
-        kind = BlockSettings(
+        kind = BlockConfig(
             dim=s.dim,
             heads=s.heads,
             kv_heads=s.heads,
@@ -42,10 +42,10 @@ class ViT(nnx.Module):
         self.rngs = nnx.Rngs(dropout=rngs.dropout()) if s.dropout else None
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        """Returns logits [batch, classes] for images [batch, height, width] or [batch, height, width, channels]."""
+        """Logits [batch, classes] of images [batch, height, width] or [batch, height, width, channels]."""
         s = self.settings
         n = s.size // s.patch
-        # patches line by line, the pixels of each together: a convolution of stride `patch` as one matmul
+        # patches line by line, the pixels of each patch contiguous: a convolution of stride `patch` as one matmul
         x = images.reshape(images.shape[0], n, s.patch, n, s.patch, s.channels)
         x = x.transpose(0, 1, 3, 2, 4, 5).reshape(images.shape[0], n * n, -1)
         table = self.patch[...]

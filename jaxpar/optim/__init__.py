@@ -1,19 +1,20 @@
-"""Optimizers and learning-rate schedules by name, made of optax's own parts; and the noise of what they are fed.
+"""Optimizers and learning-rate schedules by name, built from optax; and the noise scales of gradients and updates.
 
-`freeze` leaves some parameters alone, by `patterns` of their paths.
+`freeze` excludes parameters from training, by `patterns` of their paths.
 
-What is evaluated, sampled and exported where it is not what is trained: `eval_params`. What is a matrix to `muon`.
+`eval_params`: parameters to evaluate, sample and export if they differ from the trained ones. `muon`: which parameters
+are matrices.
 
-Those of optax that have no settings here are found by `named`, and tried on shapes by `probe`.
+`named` looks up other optimizers and schedules of optax, and `probe` tries them on shapes.
 
-Nouns: `Optimizer` (settings, of which `chain` makes optax's), `pace` (schedules count steps), `Growth` (batches that
-grow), `noise` (temperature of the updates, noise scale of the gradients).
+Nouns: `Optimizer` (settings, from which `chain` builds the optax chain), `calibration` (schedules count steps),
+`Growth` (batches that grow), `noise` (temperature of the updates, noise scale of the gradients).
 """
 
 from importlib import import_module
 
 _HOMES = {"Optimizer": "optimizer", "build": "chain"}
-__all__ = [*_HOMES]  # the settings of a job's [optimizer], and what makes optax's of them  # pyright: ignore
+__all__ = [*_HOMES]  # the settings of a job's [optimizer], and the function that builds optax's  # pyright: ignore
 
 
 def __getattr__(name: str):

@@ -1,4 +1,4 @@
-"""The optimizer of a job: an optax chain and its learning rate, from a handful of settings."""
+"""Builds the optax chain and the learning-rate schedule of a job from its settings."""
 
 from collections.abc import Callable, Collection
 from inspect import signature
@@ -10,54 +10,54 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar.errors import refuse
-from jaxpar.optim.extra import PLATEAU
+from jaxpar.optim.loss_argument import PLATEAU
 from jaxpar.optim.muon import STACKS, VECTOR, Names
-from jaxpar.optim.named import RATES, Own, call, find_optimizer, find_schedule
+from jaxpar.optim.optax_lookup import RATES, UserFunctions, call_checked, find_optimizer, find_schedule
 from jaxpar.optim.optimizer import SETTINGS, SWEPT, Optimizer
-from jaxpar.optim.per_layer import LAYERWISE, of_one_layer, per_layer
+from jaxpar.optim.per_layer import LAYERWISE, per_layer, without_stack_dims
 from jaxpar.optim.schedule import Schedule
 
-NONE = Own()
-MASKS = {"adamw": "mask", "lion": "mask", "lamb": "mask", "lars": "weight_decay_mask"}  # which weights are decayed
-RATIOS = "trust_ratio_mask"  # the argument of optax's lars: which weights have a ratio
-OR_NONE = {"sgd": "momentum", "adafactor": "weight_decay_rate"}  # None, and not 0, leaves these out
+NONE = UserFunctions()
+MASKS = {"adamw": "mask", "lion": "mask", "lamb": "mask", "lars": "weight_decay_mask"}  # mask of decayed weights
+RATIOS = "trust_ratio_mask"  # argument of optax's lars: mask of weights with a trust ratio
+OR_NONE = {"sgd": "momentum", "adafactor": "weight_decay_rate"}  # optax needs None, not 0, to leave these out
 
 
-def schedule(spec: Optimizer, steps: int, *, own: Own = NONE, **given: Any) -> Callable:
-    """Returns the learning rate as a function of the step, over a run of `steps`.
+def schedule(spec: Optimizer, steps: int, *, user_functions: UserFunctions = NONE, **given: Any) -> Callable:
+    """The learning rate as a function of the step.
 
     Args:
-      spec: The settings.
-      steps: Of the run.
-      own: The user's own functions that the settings name.
-      **given: `learning_rate` and `final`, where they are arrays.
+      spec: Optimizer settings.
+      steps: Number of steps in the run.
+      user_functions: The user's own functions that the settings name.
+      **given: `learning_rate` and `final`, if they are arrays.
     """
-    rest = max(1, steps - spec.warmup)
+    decay_steps = max(1, steps - spec.warmup)
     highest, final = given.get("learning_rate", spec.learning_rate), given.get("final", spec.final)
     if spec.schedule.name and spec.schedule.name != PLATEAU:
-        falling = _named(spec.schedule, highest, rest, own)
+        decay = _named_schedule(spec.schedule, highest, decay_steps, user_functions)
     else:
-        falling = {
+        decay = {
             "constant": lambda: optax.constant_schedule(highest),
             PLATEAU: lambda: optax.constant_schedule(highest),
-            "cosine": lambda: optax.cosine_decay_schedule(highest, rest, alpha=final),
-            "linear": lambda: optax.linear_schedule(highest, final * highest, rest),
+            "cosine": lambda: optax.cosine_decay_schedule(highest, decay_steps, alpha=final),
+            "linear": lambda: optax.linear_schedule(highest, final * highest, decay_steps),
         }[spec.schedule.name or spec.decay]()
-    rising = optax.linear_schedule(0.0, highest, spec.warmup)
-    whole = optax.join_schedules([rising, falling], [spec.warmup]) if spec.warmup else falling
+    warmup = optax.linear_schedule(0.0, highest, spec.warmup)
+    base = optax.join_schedules([warmup, decay], [spec.warmup]) if spec.warmup else decay
     if not spec.drops:
-        return whole
-    dropped = optax.piecewise_constant_schedule(1.0, {step: 1 / factor for step, factor in spec.drops})
-    return lambda count: whole(count) * dropped(count)
+        return base
+    drop_factor = optax.piecewise_constant_schedule(1.0, {step: 1 / factor for step, factor in spec.drops})
+    return lambda count: base(count) * drop_factor(count)
 
 
-def _named(spec: Schedule, highest: Any, rest: int, own: Own) -> Callable:
-    """Returns the schedule that the settings name, from its first step."""
-    function, rate = find_schedule(spec.name, own.schedule)
-    given = {rate: highest}
-    if own.schedule and "steps" in signature(own.schedule).parameters:
-        given["steps"] = rest
-    return call(spec.name, function, spec.arguments, given, key="optimizer.schedule.arguments")
+def _named_schedule(spec: Schedule, highest: Any, decay_steps: int, user_functions: UserFunctions) -> Callable:
+    """The schedule that the settings name, starting at its first step."""
+    function, rate = find_schedule(spec.name, user_functions.schedule)
+    provided = {rate: highest}
+    if user_functions.schedule and "steps" in signature(user_functions.schedule).parameters:
+        provided["steps"] = decay_steps
+    return call_checked(spec.name, function, spec.arguments, provided, key="optimizer.schedule.arguments")
 
 
 def build(
@@ -65,87 +65,91 @@ def build(
     steps: int,
     swept: Collection[str] = (),
     *,
-    own: Own = NONE,
+    user_functions: UserFunctions = NONE,
     names: Callable[[], Names] = dict,
 ) -> optax.GradientTransformation:
-    """Returns the optax chain: clipping by global norm, then the optimizer with its schedule.
+    """Builds the optax chain: clipping by global norm, then the optimizer with its schedule.
 
     Args:
-      spec: The settings.
-      steps: Of the run.
-      swept: Those of `SWEPT` that are arrays in its state, and constants of the program otherwise.
-      own: The user's own functions that the settings name.
-      names: Returns the names of the dims of each parameter, by which stacked layers are known; asked if weights decay.
+      spec: Optimizer settings.
+      steps: Number of steps in the run.
+      swept: Settings from `SWEPT` that are arrays in the optimizer's state instead of constants of the program.
+      user_functions: The user's own functions that the settings name.
+      names: Function that returns the dim names of each parameter, to recognize stacked layers; called only if needed.
 
     Raises:
-      JaxparError: If there is no optimizer or schedule of such a name, or with such arguments.
+      JaxparError: If there is no optimizer or schedule of this name, or it does not accept the arguments.
     """
     if not swept:
-        return _made(spec, steps, own, names)
+        return _build(spec, steps, user_functions, names)
 
-    # optax reads the names of settings off the signature
+    # optax reads the names of the settings from the signature
     def made(learning_rate=None, final=None, weight_decay=None, beta1=None, beta2=None, clip=None):
-        each = dict(zip(SWEPT, (learning_rate, final, weight_decay, beta1, beta2, clip), strict=True))
-        return _made(spec, steps, own, names, **{name: value for name, value in each.items() if value is not None})
+        settings = dict(zip(SWEPT, (learning_rate, final, weight_decay, beta1, beta2, clip), strict=True))
+        return _build(
+            spec, steps, user_functions, names, **{name: value for name, value in settings.items() if value is not None}
+        )
 
     return optax.inject_hyperparams(made)(**{name: float(getattr(spec, name)) for name in swept})
 
 
-def _made(
-    spec: Optimizer, steps: int, own: Own, names: Callable[[], Names], **given: Any
+def _build(
+    spec: Optimizer, steps: int, user_functions: UserFunctions, names: Callable[[], Names], **given: Any
 ) -> optax.GradientTransformation:
-    """Returns the chain, with arrays for some settings: an array is always there, whatever its value."""
-    rate: Any = schedule(spec, steps, own=own, **given)
-    if spec.name not in SETTINGS and not own.optimizer and spec.is_constant:  # some of optax's take a number alone
+    """Builds the chain, with arrays for some settings; an array is used whatever its value."""
+    rate: Any = schedule(spec, steps, user_functions=user_functions, **given)
+    if (
+        spec.name not in SETTINGS and not user_functions.optimizer and spec.is_constant
+    ):  # some optax optimizers need a number
         rate = given.get("learning_rate", spec.learning_rate)
     settings = {name: given.get(key, getattr(spec, key)) for name, key in SETTINGS.get(spec.name, {}).items()}
     if (name := OR_NONE.get(spec.name)) and not isinstance(settings[name], jax.Array):
         settings[name] = settings[name] or None
-    layerwise = spec.name in LAYERWISE and not own.optimizer
-    dims = of_one_layer(names) if layerwise else names
+    layerwise = spec.name in LAYERWISE and not user_functions.optimizer
+    dims = without_stack_dims(names) if layerwise else names
     if mask := MASKS.get(spec.name):
-        settings[mask] = matrices(dims if "weight_decay" in given or spec.weight_decay else dict)
-    if spec.name == "lars" and RATIOS not in spec.arguments:  # biases and norms have no ratio, as in the paper's runs
-        settings[RATIOS] = matrices(dims)
-    function = find_optimizer(spec.name, own.optimizer)
+        settings[mask] = decay_mask(dims if "weight_decay" in given or spec.weight_decay else dict)
+    if spec.name == "lars" and RATIOS not in spec.arguments:  # no ratio for biases and norms, as in the paper's runs
+        settings[RATIOS] = decay_mask(dims)
+    function = find_optimizer(spec.name, user_functions.optimizer)
     settings[RATES.get(spec.name, "learning_rate")] = rate
-    made = call(spec.name, function, spec.arguments, settings, key="optimizer.arguments")
-    if isinstance(made, optax.MultiSteps):
-        made = made.gradient_transformation()
+    transformation = call_checked(spec.name, function, spec.arguments, settings, key="optimizer.arguments")
+    if isinstance(transformation, optax.MultiSteps):
+        transformation = transformation.gradient_transformation()
     if layerwise:
-        made = per_layer(made, names)
-    if not isinstance(made, optax.GradientTransformation):
+        transformation = per_layer(transformation, names)
+    if not isinstance(transformation, optax.GradientTransformation):
         raise refuse(
-            f'optimizer.name = "{spec.name}" makes a {type(made).__name__}',
+            f'optimizer.name = "{spec.name}" makes a {type(transformation).__name__}',
             rule="an optimizer is an optax chain",
             fix="return optax.chain(...)",
         )
     if spec.schedule.name == PLATEAU:
-        scaling = call(
+        scaling = call_checked(
             PLATEAU, optax.contrib.reduce_on_plateau, spec.schedule.arguments, {}, key="optimizer.schedule.arguments"
         )
-        made = optax.chain(made, scaling)
+        transformation = optax.chain(transformation, scaling)
     if "clip" in given:  # 0 does not clip
         largest = jnp.where(given["clip"] > 0, given["clip"], jnp.inf)
-        return optax.chain(optax.clip_by_global_norm(largest), made)
-    return optax.chain(optax.clip_by_global_norm(spec.clip), made) if spec.clip else made
+        return optax.chain(optax.clip_by_global_norm(largest), transformation)
+    return optax.chain(optax.clip_by_global_norm(spec.clip), transformation) if spec.clip else transformation
 
 
-def matrices(names: Callable[[], Names]) -> Callable[[Any], Any]:
-    """Returns a function of parameters to which of them are decayed: those of a stack of layers as each alone is.
+def decay_mask(names: Callable[[], Names]) -> Callable[[Any], Any]:
+    """Builds a mask function of the parameters to decay: matrices; a stacked parameter counts like one layer of it.
 
-    Biases and scales are vectors, whatever their dims: those of attention have one of heads and one of each head.
+    Biases and scales are vectors, whatever their dims: those of attention have dims for heads and head_dim.
 
     Args:
-      names: Returns the names of the dims of each parameter by its path, or None where it has none.
+      names: Function that returns the dim names of each parameter by path, or None if it has none.
     """
 
     def mask(params: Any) -> Any:
-        known = names()
+        dim_names = names()
 
         def one(keys: Any, leaf: Any) -> bool:
             path = jax.tree_util.keystr(keys, simple=True, separator="/")
-            stacks = sum(1 for _ in takewhile(lambda name: name in STACKS, known.get(path) or ()))
+            stacks = sum(1 for _ in takewhile(lambda name: name in STACKS, dim_names.get(path) or ()))
             return leaf.ndim - stacks > 1 and not VECTOR.search(path)
 
         return jax.tree_util.tree_map_with_path(one, params)

@@ -1,12 +1,12 @@
-"""The parameters that a run is judged by, where they are not those that it trains: an optimizer's state says so.
+"""The parameters to evaluate a run with, if they are not the trained ones: the optimizer's state defines them.
 
     state of the chain        parameter             is evaluated, sampled and exported as
     ScheduleFreeState         y                     (y - (1 - b1) z) / b1     z of the state
     EmaParamsState            w                     ema_params of the state
     any other                 w                     w
 
-A state is known by the names of its fields, wherever it stands in a chain, so that what a checkpoint holds, which is
-arrays by path, is read by the same rule. Parameters that a mask leaves out of it are judged as they are.
+A state is recognized by the names of its fields, anywhere in a chain, so that the same rule applies to a checkpoint,
+which holds arrays by path. Parameters that a mask excludes from it are evaluated as they are.
 
 To add one: a row of `KINDS`.
 """
@@ -22,29 +22,29 @@ import optax
 
 from jaxpar.errors import refuse
 
-Tree = Any  # a nested dict of arrays, or of what stands for them
+Tree = Any  # a nested dict of arrays, or of placeholders for them
 
 
 class EmaParamsState(NamedTuple):
-    """State of `ema_params`: how many updates it has seen, and the average of the parameters after each of them."""
+    """State of `ema_params`: the number of updates, and the average of the parameters after each of them."""
 
     ema_count: jax.Array
     ema_params: Tree
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """A kind of optimizer state that says what is evaluated.
+class StateKind:
+    """A kind of optimizer state that defines the parameters to evaluate.
 
     Attributes:
-      fields: Those of its fields that hold one number each; together with `copy` they tell it from others.
-      copy: The field that holds an array for each parameter.
-      of: (fields, parameter, its array) to the parameter that is evaluated.
+      fields: Its scalar fields; together with `copy` they identify the kind.
+      copy: The field that holds one array per parameter.
+      evaluate: Function of (fields, parameter, its array) that returns the parameter to evaluate.
     """
 
     fields: tuple[str, ...]
     copy: str
-    of: Callable[[Mapping[str, Any], Any, Any], Any]
+    evaluate: Callable[[Mapping[str, Any], Any, Any], Any]
 
 
 def _schedule_free(fields: Mapping[str, Any], trained: Any, z: Any) -> Any:
@@ -53,127 +53,127 @@ def _schedule_free(fields: Mapping[str, Any], trained: Any, z: Any) -> Any:
 
 
 KINDS = (
-    Kind(("b1", "weight_sum", "step_count", "max_lr"), "z", _schedule_free),
-    Kind(("ema_count",), "ema_params", lambda fields, trained, mean: mean),
+    StateKind(("b1", "weight_sum", "step_count", "max_lr"), "z", _schedule_free),
+    StateKind(("ema_count",), "ema_params", lambda fields, trained, mean: mean),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """What a parameter is evaluated as follows from.
+class EvalSource:
+    """The optimizer state from which one parameter to evaluate is computed.
 
     Attributes:
-      kind: How.
-      path: Of its array in the optimizer's state.
+      kind: Kind of the state.
+      path: Path of the parameter's array in the optimizer's state.
       fields: Field of the state to the path of its number.
     """
 
-    kind: Kind
+    kind: StateKind
     path: str
     fields: Mapping[str, str]
 
-    def of(self, held: Mapping[str, Any], trained: Any) -> Any:
-        """Returns the parameter that is evaluated, in the dtype of the one that is trained.
+    def evaluate(self, opt_state_arrays: Mapping[str, Any], trained: Any) -> Any:
+        """The parameter to evaluate, in the dtype of the trained one.
 
         Args:
-          held: Arrays of the optimizer's state by path. Where replicas differ, numbers are [replica], as all has that
-            dim first.
-          trained: The parameter as it is trained.
+          opt_state_arrays: Arrays of the optimizer's state by path. If replicas differ, numbers are [replica], and
+            every array has that dim first.
+          trained: The trained parameter.
         """
-        numbers = {name: held[path] for name, path in self.fields.items()}
-        wide = {name: x.reshape(*x.shape, *(1,) * (trained.ndim - x.ndim)) for name, x in numbers.items()}
-        return self.kind.of(wide, trained, held[self.path]).astype(trained.dtype)
+        numbers = {name: opt_state_arrays[path] for name, path in self.fields.items()}
+        broadcast = {name: x.reshape(*x.shape, *(1,) * (trained.ndim - x.ndim)) for name, x in numbers.items()}
+        return self.kind.evaluate(broadcast, trained, opt_state_arrays[self.path]).astype(trained.dtype)
 
 
-def copies(names: Iterable[str]) -> dict[str, Copy]:
-    """Returns for each parameter that is evaluated as another what that follows from, by the parameter's path.
+def eval_sources(names: Iterable[str]) -> dict[str, EvalSource]:
+    """Maps the path of each parameter that is evaluated differently to its `EvalSource`.
 
     Args:
-      names: The paths of all arrays of an optimizer's state.
+      names: Paths of all arrays in an optimizer's state.
 
     Raises:
-      JaxparError: If two states of a chain say what one parameter is evaluated as.
+      JaxparError: If two states of a chain define the same parameter.
     """
-    known = frozenset(names)
-    found: dict[str, Copy] = {}
-    for name in sorted(known):
-        if (made := _copy(name, known)) is None:
+    paths = frozenset(names)
+    result: dict[str, EvalSource] = {}
+    for name in sorted(paths):
+        if (entry := _copy(name, paths)) is None:
             continue
-        path, copy = made
-        if path in found:
+        path, copy = entry
+        if path in result:
             raise refuse(
-                f"{path} is evaluated as {found[path].path} of the optimizer's state says, and as {name} does",
-                rule="of a chain at most one part says what a parameter is evaluated as",
-                fix="schedule_free or ema_params, and one of them",
+                f"the optimizer's state defines the evaluated {path} twice: {result[path].path} and {name}",
+                rule="at most one part of a chain defines the parameters to evaluate",
+                fix="keep one of schedule_free and ema_params",
             )
-        found[path] = copy
-    return found
+        result[path] = copy
+    return result
 
 
-def _copy(name: str, known: frozenset[str]) -> tuple[str, Copy] | None:
-    """Returns the path of the parameter that an array of a state is the copy of, and the copy; None for others."""
+def _copy(name: str, paths: frozenset[str]) -> tuple[str, EvalSource] | None:
+    """The path of the parameter that belongs to an array of the state, and its `EvalSource`; None for other arrays."""
     words = name.split("/")
-    for at, word in enumerate(words[:-1]):
+    for depth, word in enumerate(words[:-1]):
         for kind in (kind for kind in KINDS if word == kind.copy):
-            fields = {field: "/".join([*words[:at], field]) for field in kind.fields}
-            if known.issuperset(fields.values()):
-                return "/".join(words[at + 1 :]), Copy(kind, name, fields)
+            fields = {field: "/".join([*words[:depth], field]) for field in kind.fields}
+            if paths.issuperset(fields.values()):
+                return "/".join(words[depth + 1 :]), EvalSource(kind, name, fields)
     return None
 
 
-def held_for(optimizer: Any) -> dict[str, Any]:
-    """Returns the arrays of an optimizer's state that say what is evaluated, by path; none with most optimizers."""
-    return holding(optimizer)(optimizer)
+def eval_arrays(optimizer: Any) -> dict[str, Any]:
+    """The arrays of an optimizer's state that define the parameters to evaluate, by path; empty for most optimizers."""
+    return eval_arrays_reader(optimizer)(optimizer)
 
 
-def holding(optimizer: Any) -> Callable[[Any], dict[str, Any]]:
-    """Returns `held_for` of one kind of state, whose paths are read once: an evaluation asks for them at each batch.
+def eval_arrays_reader(optimizer: Any) -> Callable[[Any], dict[str, Any]]:
+    """Builds `eval_arrays` for one structure of state: it reads the paths once, not at each batch of an evaluation.
 
     Args:
       optimizer: A state of the chain, or its shapes.
     """
     names = [_path(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(optimizer)]
-    wanted = {path for each in copies(names).values() for path in (each.path, *each.fields.values())}
-    numbers = {path: number for number, path in enumerate(names) if path in wanted}
+    needed_paths = {path for copy in eval_sources(names).values() for path in (copy.path, *copy.fields.values())}
+    numbers = {path: number for number, path in enumerate(names) if path in needed_paths}
     tree = jax.tree.structure(optimizer)
 
     def held(state: Any) -> dict[str, Any]:
-        leaves, own = jax.tree.flatten(state)
-        if own != tree:  # of another chain: who is given it says so
-            return held_for(state)
+        leaves, structure = jax.tree.flatten(state)
+        if structure != tree:  # of another chain: its user reports that
+            return eval_arrays(state)
         return {path: leaves[number] for path, number in numbers.items()}
 
     return held
 
 
 def eval_params(optimizer: Any, params: Tree) -> Tree:
-    """Returns the parameters that a run is evaluated, sampled and exported with.
+    """The parameters to evaluate, sample and export a run with.
 
     Args:
-      optimizer: The state of its optax chain, or of that what `held_for` returns.
-      params: The parameters that it trains: these themselves, unless the chain says otherwise.
+      optimizer: The state of its optax chain, or the result of `eval_arrays` on it.
+      params: The trained parameters; returned as they are unless the chain defines others.
     """
-    held = _by_path(optimizer)
-    found = copies(held)
+    arrays = _by_path(optimizer)
+    copies_by_path = eval_sources(arrays)
 
     def one(keys: Any, trained: Any) -> Any:
-        copy = found.get(_path(keys))
-        return trained if copy is None else copy.of(held, trained)
+        copy = copies_by_path.get(_path(keys))
+        return trained if copy is None else copy.evaluate(arrays, trained)
 
-    return jax.tree_util.tree_map_with_path(one, params) if found else params
+    return jax.tree_util.tree_map_with_path(one, params) if copies_by_path else params
 
 
 def ema_params(decay: float) -> optax.GradientTransformation:
-    """Returns a transformation that changes no update, and keeps an average of the parameters, which is evaluated.
+    """A transformation that leaves updates unchanged and keeps an average of the parameters, to be evaluated.
 
-    It is the last of a chain: `optax.chain(optax.adamw(3e-4), ema_params(0.999))`.
+    It goes last in a chain: `optax.chain(optax.adamw(3e-4), ema_params(0.999))`.
 
     Args:
-      decay: The share of the average that stays at each update. As `optax.ema` does it, the average is over the updates
-        made so far, and the first parameters are not in it. It is kept in float32, or wider.
+      decay: Share of the average that remains at each update. Like `optax.ema`, it averages over the updates so far,
+        without the initial parameters. Stored in float32, or wider.
 
     Raises:
-      JaxparError: If the decay is none.
+      JaxparError: If the decay is no number in [0, 1).
     """
     if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
         rule = "a decay is a number from 0 to below 1"
@@ -182,7 +182,7 @@ def ema_params(decay: float) -> optax.GradientTransformation:
     log = math.log(decay) if decay else -math.inf
 
     def init(params: Tree) -> EmaParamsState:
-        # a copy, so that it can be donated beside them
+        # a copy, so that it can be donated together with the parameters
         mean = jax.tree.map(lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32), copy=True), params)
         return EmaParamsState(ema_count=jnp.zeros((), jnp.int32), ema_params=mean)
 
@@ -190,7 +190,7 @@ def ema_params(decay: float) -> optax.GradientTransformation:
         if params is None:
             raise refuse("ema_params without parameters", rule="it averages them", fix="update(updates, state, params)")
         count = jnp.asarray(optax.safe_increment(state.ema_count))
-        # 1 - decay^count by way of the logarithm: in float32 a decay near 1 is 1, and its powers have few digits left
+        # 1 - decay^count through the logarithm: in float32 a decay near 1 rounds to 1, and its powers lose digits
         share = (decay - 1) / jnp.expm1(count.astype(jnp.float32) * log)
 
         def one(mean: jax.Array, new: jax.Array) -> jax.Array:

@@ -1,9 +1,9 @@
-"""An optimizer that leaves some parameters as they are: they have no state, and keep their bits.
+"""An optimizer that freezes some parameters: they have no state, and stay bitwise unchanged.
 
     freeze(optax.adamw(3e-4), ["embed", "blocks/0*"])
-    freeze(optax.adamw(3e-4), ["*"], but=["head"])       trains the head alone
+    freeze(optax.adamw(3e-4), ["*"], but=["head"])       trains only the head
 
-A step sees that nothing reads the gradients of these parameters, so it neither computes nor sends them.
+A step sees that nothing reads the gradients of frozen parameters, so it neither computes nor sends them.
 """
 
 from collections.abc import Iterable
@@ -13,54 +13,54 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar.errors import JaxparError, refuse
-from jaxpar.optim.patterns import meant, unmatched
+from jaxpar.optim.patterns import matching, unmatched
 
 
 def freeze(
     optimizer: optax.GradientTransformation, paths: Iterable[str], *, but: Iterable[str] = ()
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer that trains all parameters but these; what it clips is the norm of those that it trains.
+    """Wraps an optimizer to train all parameters but these; it clips the norm of the trained ones.
 
     Args:
       optimizer: Any optax chain.
-      paths: Patterns of paths that are frozen, such as `embed` or `blocks/0*`.
+      paths: Patterns of frozen paths, such as `embed` or `blocks/0*`.
       but: Patterns of paths that are trained nevertheless.
 
     Raises:
-      JaxparError: When its state is made, if a pattern matches no parameter, or nothing is left to train.
+      JaxparError: When its state is initialized, if a pattern matches no parameter or no parameter is trained.
     """
     if not isinstance(optimizer, optax.GradientTransformation):
         raise refuse(f"freeze({optimizer!r:.60}, ...)", rule="an optimizer is an optax chain", fix="optax.adamw(3e-4)")
     frozen, trained = _patterns("paths", paths), _patterns("but", but)
 
     def labels(params):
-        return labelled(params, frozen, trained)
+        return label_params(params, frozen, trained)
 
-    return optax.multi_transform({"trained": optimizer, "frozen": unchanged()}, labels)
+    return optax.multi_transform({"trained": optimizer, "frozen": no_update()}, labels)
 
 
-def labelled(params, frozen: tuple[str, ...], trained: tuple[str, ...]):
-    """Returns a tree with "frozen" or "trained" for each parameter.
+def label_params(params, frozen: tuple[str, ...], trained: tuple[str, ...]):
+    """Labels each parameter "frozen" or "trained".
 
     Raises:
-      JaxparError: If a pattern matches no parameter, or nothing is left to train.
+      JaxparError: If a pattern matches no parameter, or no parameter is trained.
     """
-    keyed, tree = jax.tree_util.tree_flatten_with_path(params)
-    names = [jax.tree_util.keystr(keys, simple=True, separator="/") for keys, _ in keyed]
+    leaves, tree = jax.tree_util.tree_flatten_with_path(params)
+    names = [jax.tree_util.keystr(keys, simple=True, separator="/") for keys, _ in leaves]
     if problems := [*unmatched("freeze", frozen, names), *unmatched("freeze, but", trained, names)]:
         raise JaxparError(*problems)
-    held = set(meant(names, frozen)) - set(meant(names, trained))
-    if len(held) == len(names):
+    frozen_paths = set(matching(names, frozen)) - set(matching(names, trained))
+    if len(frozen_paths) == len(names):
         raise refuse(
             f"freeze = {list(frozen)} freezes all {len(names)} parameters",
             rule="a run trains at least one parameter",
             fix=f"fewer patterns; there are {', '.join(sorted({name.split('/')[0] for name in names}))}",
         )
-    return jax.tree.unflatten(tree, ["frozen" if name in held else "trained" for name in names])
+    return jax.tree.unflatten(tree, ["frozen" if name in frozen_paths else "trained" for name in names])
 
 
-def unchanged() -> optax.GradientTransformation:
-    """Returns a transformation whose updates change no bit: x + (-0.0) is x, while -0.0 + 0.0 is 0.0."""
+def no_update() -> optax.GradientTransformation:
+    """A transformation whose updates change no bit: x + (-0.0) is x, while -0.0 + 0.0 is 0.0."""
 
     def update(updates, state, params=None):
         return jax.tree.map(lambda leaf: jnp.full(leaf.shape, -0.0, leaf.dtype), updates), state
@@ -70,8 +70,8 @@ def unchanged() -> optax.GradientTransformation:
 
 def _patterns(name: str, given: Iterable[str]) -> tuple[str, ...]:
     patterns = (given,) if isinstance(given, str) else tuple(given)
-    if wrong := [each for each in patterns if not isinstance(each, str)]:
+    if invalid := [pattern for pattern in patterns if not isinstance(pattern, str)]:
         raise refuse(
-            f"freeze({name}={wrong[0]!r:.60})", rule="a pattern of paths is text", fix='["embed", "blocks/0*"]'
+            f"freeze({name}={invalid[0]!r:.60})", rule="a pattern of paths is text", fix='["embed", "blocks/0*"]'
         )
     return patterns

@@ -1,11 +1,11 @@
-"""Batches that grow where a rate would fall: phases of a run, each so many times the batch before.
+"""Batches that grow instead of a falling learning rate: phases, each a multiple of the batch before.
 
     step      0  1  2   3        4        5 6 7 8     grow = [[3, 2], [5, 2]]
     draws     0  1  2   3 4      5 6      7 8 9 10 ...
     batch     B  B  B   2 B      2 B      4 B
 
-A batch of a later phase is so many draws, each a batch of the first phase: no example is left out, none comes twice,
-and a source knows nothing of it. Its microbatches are as large as ever, and more: memory stays as it is, and a phase is
+A batch of a later phase is several draws, each a batch of the first phase: no example is skipped or repeated, and data
+sources need not know. A step runs more microbatches of the same size: memory stays as it is, and each phase compiles
 one more program.
 """
 
@@ -17,31 +17,31 @@ from jaxpar.errors import refuse
 
 @dataclass(frozen=True)
 class Growth:
-    """When a batch grows, and how much.
+    """Phases of a growing batch.
 
     Attributes:
-      phases: Steps after which a phase begins, rising, each with the factor by which it is larger than the one before.
+      phases: (step, factor) pairs, steps rising: after so many steps the batch becomes factor times larger.
 
-    Source: Smith, Kindermans, Ying, Le (2018), arXiv:1711.00489: a rate that is divided by a factor, and a batch that
-    is multiplied by it, leave updates the same temperature; see `noise`.
+    Source: Smith, Kindermans, Ying, Le (2018), arXiv:1711.00489: dividing the rate by a factor, or multiplying the
+    batch by it, gives updates the same temperature; see `noise`.
     """
 
     phases: tuple[tuple[int, int], ...] = ()
 
     @property
     def factors(self) -> tuple[int, ...]:
-        """How many draws a step of each phase takes, the first phase's 1 among them."""
-        found = [1]
+        """Draws per step of each phase, starting with the first phase's 1."""
+        result = [1]
         for _, factor in self.phases:
-            found.append(found[-1] * factor)
-        return tuple(found)
+            result.append(result[-1] * factor)
+        return tuple(result)
 
     def factor(self, step: int) -> int:
-        """Returns how many draws a step, from 0, takes."""
+        """Draws that a step, counted from 0, takes."""
         return self.factors[sum(begin <= step for begin, _ in self.phases)]
 
-    def drawn(self, steps: int) -> int:
-        """Returns how many draws the first `steps` steps take."""
+    def total_draws(self, steps: int) -> int:
+        """Total draws of the first `steps` steps."""
         begins = [0, *(begin for begin, _ in self.phases)]
         ends = [*begins[1:], steps]
         return sum(
@@ -50,25 +50,25 @@ class Growth:
         )
 
     def draws(self, step: int) -> range:
-        """Returns the draws that a step, from 0, takes."""
-        return range(self.drawn(step), self.drawn(step + 1))
+        """The draws that a step, counted from 0, takes."""
+        return range(self.total_draws(step), self.total_draws(step + 1))
 
-    def said(self, batch: int) -> str:
-        """Returns the phases of a batch in words; "" where it stays as it is."""
+    def describe(self, batch: int) -> str:
+        """Describes the phases for a batch size; "" if it does not grow."""
         if not self.phases:
             return ""
-        each = zip(self.phases, self.factors[1:], strict=True)
-        later = ", ".join(f"{batch * factor} after {begin}" for (begin, _), factor in each)
+        phases_and_factors = zip(self.phases, self.factors[1:], strict=True)
+        later = ", ".join(f"{batch * factor} after {begin}" for (begin, _), factor in phases_and_factors)
         return f"{batch} examples per step, {later} steps: {len(set(self.factors))} programs"
 
 
 def check_phases(phases: Sequence[tuple[int, float]], key: str, steps: int = 2**31) -> None:
-    """Refuses phases that do not follow one another, or change nothing.
+    """Refuses phases that are not in order, or change nothing.
 
     Args:
-      phases: Steps after which each begins, and its factor.
-      key: How the user calls them.
-      steps: Of the run.
+      phases: (step, factor) pairs.
+      key: Name of the setting, for messages.
+      steps: Number of steps in the run.
 
     Raises:
       JaxparError: With the first phase that is wrong.
@@ -79,7 +79,7 @@ def check_phases(phases: Sequence[tuple[int, float]], key: str, steps: int = 2**
         if not before < begin < steps:
             raise refuse(
                 f"{got}: a phase begins after {begin} steps",
-                rule=f"phases begin one after the other, after step {before} here, and before the run ends",
+                rule=f"phases begin one after the other, here after step {before}, and before the run ends",
                 fix=f"[{min(before + 1, steps - 1)}, {factor}]",
             )
         if not 1 < factor < 2**31:

@@ -1,37 +1,38 @@
-"""Two noise scales, which are not one: of the updates, by settings alone; and of the gradients, measured.
+"""Two noise scales: the temperature of updates, from settings alone; and the noise scale of gradients, measured.
 
     temperature     eps / (1 - m) (N / B - 1)                  Smith and Le
     scale           B_simple = tr(Sigma) / |G|^2, in examples  McCandlish et al.
 
-The first says how far a step of a rate strays at random: rate down or batch up by k, it falls alike while B << N. The
-second says up to which batch more examples are worth their while: with B_simple, a loss takes twice the fewest steps
-and twice the fewest examples that it can take.
+The first measures the random motion of the updates: dividing the rate or multiplying the batch by k reduces it alike
+while B << N. The second says up to which batch size more examples pay off: at B_simple, reaching a loss takes twice the
+minimum number of steps and twice the minimum number of examples.
 """
 
 import math
 from dataclasses import dataclass
 
-SMOOTHING = 0.9  # share of what was measured before; of the paper's numerator and denominator, each for itself
+SMOOTHING = 0.9  # weight of the running average; applied to the paper's numerator and denominator separately
 
 
 def temperature(rate: float, *, momentum: float, examples: int, batch: int) -> float:
-    """Returns the temperature of SGD, in units of the learning rate; 0 where a batch is all examples.
+    """The temperature of SGD, in units of the learning rate; 0 if a batch contains all examples.
 
     Args:
       rate: The learning rate of the step, eps.
-      momentum: Share of the update before that is added to the next one, m; 0 for optimizers that average gradients.
-      examples: To train on, N.
+      momentum: Share of the previous update that is added to the next one, m; 0 for optimizers that average gradients.
+      examples: Number of training examples, N.
       batch: Examples per step, B.
 
     Source: Smith, Le (2018), arXiv:1710.06451, g = eps (N/B - 1); with momentum Smith, Kindermans, Ying, Le (2018),
-    arXiv:1711.00489. Both derive it for SGD: of Adam and its kin it compares runs of one optimizer, and no more.
+    arXiv:1711.00489. Both derive it for SGD: for Adam and similar optimizers it only compares runs of the same
+    optimizer.
     """
     return rate / (1 - momentum) * max(0.0, examples / batch - 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientNoise:
-    """Estimates of the mean of gradients and of how examples differ from it.
+    """Estimates of the mean gradient's norm and of the examples' variance around it.
 
     Attributes:
       signal: |G|^2, the square of the norm of the true gradient. An estimate may be negative.
@@ -43,34 +44,34 @@ class GradientNoise:
 
     @property
     def scale(self) -> float:
-        """B_simple in examples; inf where no gradient can be told from noise."""
+        """B_simple in examples; inf if the gradient is indistinguishable from noise."""
         if self.trace <= 0:
             return 0.0
         return self.trace / self.signal if self.signal > 0 else math.inf
 
     @property
     def is_finite(self) -> bool:
-        """Whether both are numbers."""
+        """Whether both are finite."""
         return math.isfinite(self.signal) and math.isfinite(self.trace)
 
-    def after(self, before: "GradientNoise | None") -> "GradientNoise":
-        """Returns it smoothed with what was before: a mean of ratios would be biased, the ratio of means is less so."""
-        if before is None:
+    def smoothed_with(self, previous: "GradientNoise | None") -> "GradientNoise":
+        """Smooths it with earlier estimates: averaging the ratio would be biased, the ratio of averages is less so."""
+        if previous is None:
             return self
         old, new = SMOOTHING, 1 - SMOOTHING
         return GradientNoise(
-            signal=old * before.signal + new * self.signal, trace=old * before.trace + new * self.trace
+            signal=old * previous.signal + new * self.signal, trace=old * previous.trace + new * self.trace
         )
 
 
 def estimate(small: float, big: float, *, batch: int, parts: int) -> GradientNoise:
-    """Returns unbiased estimates, of one batch.
+    """Unbiased estimates from one batch.
 
     Args:
-      small: Root mean square of the norms of the gradients of its parts.
-      big: Norm of the gradient of the whole.
-      batch: Examples of the whole.
-      parts: Into how many equal ones it falls, at least 2.
+      small: Root mean square of the gradient norms of its parts.
+      big: Gradient norm of the whole batch.
+      batch: Examples in the batch.
+      parts: Number of equal parts, at least 2.
 
     Source: McCandlish, Kaplan, Amodei, OpenAI Dota Team (2018), arXiv:1812.06162, appendix A.1.
     """

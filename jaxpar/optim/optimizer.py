@@ -1,4 +1,4 @@
-"""The settings of a job's optimizer; `chain` makes an optax chain of them."""
+"""The optimizer settings of a job; `chain` builds an optax chain from them."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -9,7 +9,7 @@ from jaxpar.optim.growth import check_phases
 from jaxpar.optim.schedule import Schedule
 
 SWEPT = ("learning_rate", "final", "weight_decay", "beta1", "beta2", "clip")  # settings that may be arrays
-# argument of an optimizer to the setting that says it; those that are not here are given their `arguments` alone
+# argument of an optimizer to the setting that provides it; optimizers not listed get only their `arguments`
 SETTINGS: dict[str, dict[str, str]] = {
     "adamw": {"b1": "beta1", "b2": "beta2", "weight_decay": "weight_decay"},
     "adam": {"b1": "beta1", "b2": "beta2"},
@@ -24,35 +24,34 @@ SETTINGS: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """The optimizer, and its settings.
+    """The optimizer and its settings.
 
     Attributes:
       name: adamw, adam, sgd, lion, lamb, lars, adafactor, muon, or any other optimizer of optax or optax.contrib that
-        takes a learning rate, such as adagrad; or "package.module:function" of learning_rate, a schedule, that returns
-        an optax chain. Of muon's, `jaxpar.optim.muon` says which parameters are matrices, by the names of their dims.
-        Those that take norms of a parameter, as lamb does, take them of each layer of a stack: see
-        `jaxpar.optim.per_layer`, with which a function of your own may do so too. lars leaves biases and norms
-        without a ratio.
-      arguments: Its further arguments, as optax has them: { eps = 1e-6 }. weight_decay, beta1 and beta2 are of the
-        eight that are named first; others have all of theirs here.
-      learning_rate: The highest.
+        takes a learning rate, such as adagrad; or "package.module:function" of learning_rate (a schedule) that
+        returns an optax chain. For muon, `jaxpar.optim.muon` decides which parameters are matrices, by their dim
+        names. Optimizers that take norms of a parameter, such as lamb, take them per layer of a stack: see
+        `jaxpar.optim.per_layer`, which your own function may use too. lars has no trust ratio for biases and norms.
+      arguments: Further arguments, as in optax: { eps = 1e-6 }. weight_decay, beta1 and beta2 belong to the eight
+        optimizers named first; others take all their arguments here.
+      learning_rate: The highest learning rate.
       warmup: Steps over which the learning rate rises from 0 to the highest, as in optax: the first of them has rate 0
         and moves no parameter, and the step after them is the first with the highest.
-      decay: How it falls after that: constant, cosine or linear.
-      final: Share of the highest learning rate that the decay has reached after the last step, as in optax; the last
-        step itself has the rate before: with linear decay, (1 - final) / (steps - warmup) of the highest more.
-      drops: [[step, factor], ...]: after so many steps the rate is divided by the factor, besides its decay. What
-        train.grow does to the temperature of updates, more slowly.
-      weight_decay: Of matrices; vectors (biases, norms) are not decayed, nor those of layers that are stacked.
+      decay: Decay of the rate after the warm-up: constant, cosine or linear.
+      final: Share of the highest learning rate that the decay reaches after the last step, as in optax; the last
+        step itself still has the rate before: with linear decay, (1 - final) / (steps - warmup) of the highest more.
+      drops: [[step, factor], ...]: after so many steps the rate is divided by the factor, in addition to its decay. It
+        does to the temperature of updates what train.grow does, more slowly.
+      weight_decay: Weight decay of matrices; vectors (biases, norms) are not decayed, stacked or not.
       beta1: Decay of the mean of gradients; the momentum of sgd and lars.
       beta2: Decay of the mean of squares.
       clip: Largest global norm of the gradients; 0 does not clip.
-      reference_batch: Examples per step for which learning_rate, warmup and drops were found: with another global
-        batch the rate follows `scaling`, and warm-up and drops come after as many examples. 0 takes them as they are.
-        A batch that grows by train.grow leaves the rate of its first phase.
-      scaling: How the rate follows the global batch, given reference_batch: linear (Goyal et al. 2017), or sqrt (You et
-        al. 2019, with lamb).
-      schedule: Another schedule after the warm-up than decay and final.
+      reference_batch: Examples per step for which learning_rate, warmup and drops were tuned: with another global
+        batch the rate follows `scaling`, and warm-up and drops come after as many examples. 0 uses them as they are.
+        A batch that grows by train.grow keeps the rate of its first phase.
+      scaling: How the rate follows the global batch, given reference_batch: linear (Goyal et al. 2017), or sqrt (You
+        et al. 2019, with lamb).
+      schedule: Schedule after the warm-up, instead of decay and final.
     """
 
     name: str = "adamw"
@@ -71,16 +70,16 @@ class Optimizer:
     schedule: Schedule = field(default_factory=Schedule)
 
     def __post_init__(self):
-        most = 3.4e38  # float32
+        float_max = 3.4e38  # float32
         check_ranges(
             self,
             "optimizer",
             {
-                "learning_rate": (0, most),
+                "learning_rate": (0, float_max),
                 "warmup": (0, 2**31 - 1),
                 "final": (0, 1),
-                "weight_decay": (0, most),
-                "clip": (0, most),
+                "weight_decay": (0, float_max),
+                "clip": (0, float_max),
                 "beta1": (0, 1),
                 "beta2": (0, 1),
                 "reference_batch": (0, 2**31 - 1),
@@ -97,58 +96,58 @@ class Optimizer:
         self._check_named()
 
     def _check_named(self) -> None:
-        """Refuses settings that say nothing of another optimizer or schedule than those that have them."""
-        usual = type(self).__dataclass_fields__
-        said = lambda names: [name for name in names if getattr(self, name) != usual[name].default]  # noqa: E731
-        if self.name not in SETTINGS and (wrong := said(("weight_decay", "beta1", "beta2"))):
+        """Refuses settings that have no effect with this optimizer or schedule."""
+        fields = type(self).__dataclass_fields__
+        changed = lambda names: [name for name in names if getattr(self, name) != fields[name].default]  # noqa: E731
+        if self.name not in SETTINGS and (wrong := changed(("weight_decay", "beta1", "beta2"))):
             raise refuse(
                 f"optimizer.{wrong[0]} = {getattr(self, wrong[0])} with {self.name}",
-                rule=f"{', '.join(SETTINGS)} have weight_decay, beta1 and beta2; another has arguments of its own",
+                rule=f"{', '.join(SETTINGS)} have weight_decay, beta1 and beta2; others have their own arguments",
                 fix="[optimizer.arguments]",
             )
-        if self.schedule.name and (wrong := said(("decay", "final"))):
+        if self.schedule.name and (wrong := changed(("decay", "final"))):
             raise refuse(
                 f"optimizer.{wrong[0]} = {getattr(self, wrong[0])} with optimizer.schedule = {self.schedule.name}",
-                rule="the rate follows decay and final, or a schedule with arguments of its own",
+                rule="the rate follows either decay and final, or a schedule with its own arguments",
                 fix="leave one of the two out",
             )
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is one of jaxpar's own with its usual arguments and decay: no more than settings to be checked."""
+        """Whether it is one of jaxpar's own with the usual arguments and decay: checking its settings suffices."""
         return self.name in SETTINGS and not self.arguments and not self.schedule.name
 
     @property
     def is_constant(self) -> bool:
-        """Whether the rate is one number."""
+        """Whether the learning rate is one number."""
         return not (self.schedule.name or self.warmup or self.drops) and self.decay == "constant"
 
     @property
     def momentum(self) -> float:
-        """Share of the update before that is added to the next one; 0 of optimizers that average gradients."""
+        """Share of the previous update that is added to the next one; 0 for optimizers that average gradients."""
         return self.beta1 if self.name in ("sgd", "lars") else 0.0
 
-    def at(self, batch: int) -> "Optimizer":
-        """Returns the settings for a global batch: their rate and warm-up hold as they are.
+    def for_batch(self, batch: int) -> "Optimizer":
+        """The settings scaled to a global batch.
 
         Args:
-          batch: Examples per step, over all devices and microbatches: how a mesh divides them changes nothing.
+          batch: Examples per step, over all devices and microbatches, however a mesh divides them.
         """
         if not self.reference_batch:
             return self
-        times = batch / self.reference_batch
-        rate = self.learning_rate * (times if self.scaling == "linear" else math.sqrt(times))
+        ratio = batch / self.reference_batch
+        rate = self.learning_rate * (ratio if self.scaling == "linear" else math.sqrt(ratio))
         steps = -(-self.warmup * self.reference_batch // batch)
         drops = tuple((-(-step * self.reference_batch // batch), factor) for step, factor in self.drops)
         return replace(self, learning_rate=rate, warmup=steps, drops=drops, reference_batch=0)
 
-    def said_at(self, batch: int) -> str:
-        """Returns how the rate follows the global batch; "" where it does not."""
+    def describe_rate(self, batch: int) -> str:
+        """Describes how the rate follows the global batch; "" if it does not."""
         if not self.reference_batch:
             return ""
-        here = self.at(batch)
-        rises = f", reached after {here.warmup} steps" if here.warmup else ""
+        scaled = self.for_batch(batch)
+        warmup_text = f", reached after {scaled.warmup} steps" if scaled.warmup else ""
         return (
-            f"learning rate {here.learning_rate:.4g} for {batch} examples per step{rises}: "
+            f"learning rate {scaled.learning_rate:.4g} for {batch} examples per step{warmup_text}: "
             f"{self.learning_rate:.4g} for {self.reference_batch}, {self.scaling} in the batch"
         )

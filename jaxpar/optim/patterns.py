@@ -1,4 +1,4 @@
-"""Patterns of paths: which parameters of a model are meant.
+"""Patterns of parameter paths.
 
 embed        the parameter `embed`, or all parameters whose paths begin with `embed/`
 blocks/0*    as in a shell; `*` crosses "/" too
@@ -7,45 +7,45 @@ blocks/0*    as in a shell; `*` crosses "/" too
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from jaxpar.errors import Problem, nearest
+from jaxpar.errors import Problem, suggest
 
 
 def matches(path: str, pattern: str) -> bool:
-    """Returns whether a path is meant by a pattern."""
-    return fnmatchcase(path, pattern) or begins(path, pattern)
+    """Whether a pattern matches a path."""
+    return fnmatchcase(path, pattern) or has_prefix(path, pattern)
 
 
-def begins(path: str, prefix: str) -> bool:
-    """Returns whether a path is this one, or begins with it and a "/"."""
+def has_prefix(path: str, prefix: str) -> bool:
+    """Whether a path is this prefix, or begins with it and a "/"."""
     return path == prefix.strip("/") or path.startswith(prefix.strip("/") + "/")
 
 
-def meant(paths: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    """Returns the paths that one of the patterns means."""
+def matching(paths: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    """The paths that at least one pattern matches."""
     patterns = list(patterns)
     return [path for path in paths if any(matches(path, pattern) for pattern in patterns)]
 
 
-def unmatched(key: str, patterns: Iterable[str], paths: Sequence[str], *, what: str = "parameter") -> list[Problem]:
-    """Returns a problem for each pattern that means no path, with the path that was probably meant.
+def unmatched(key: str, patterns: Iterable[str], paths: Sequence[str], *, noun: str = "parameter") -> list[Problem]:
+    """Reports each pattern that matches no path, with the nearest path.
 
     Args:
-      key: What the user gave the patterns as, such as `train.freeze`.
+      key: The setting of the patterns, such as `train.freeze`.
       patterns: The patterns.
-      paths: The paths that there are.
-      what: What each of these is.
+      paths: All paths.
+      noun: Noun for a path, for the message.
     """
-    rule = f"each pattern matches at least one {what}"
+    rule = f"each pattern matches at least one {noun}"
     return [
         Problem(f"{key}: {pattern!r} matches nothing", rule, nearest_path(pattern, paths))
         for pattern in patterns
-        if not meant(paths, [pattern])
+        if not matching(paths, [pattern])
     ]
 
 
 def nearest_path(pattern: str, paths: Iterable[str]) -> str:
-    """Returns the path, or beginning of one, that was probably meant."""
+    """The path, or prefix of one, that was probably meant."""
     paths = list(paths)
     beginnings = {"/".join(path.split("/")[:depth]) for path in paths for depth in range(1, path.count("/") + 2)}
     words = beginnings if "/" in pattern.strip("/*") else {path.split("/")[0] for path in paths}
-    return nearest(pattern.rstrip("*").strip("/"), words)
+    return suggest(pattern.rstrip("*").strip("/"), words)

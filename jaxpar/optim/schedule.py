@@ -1,4 +1,4 @@
-"""The settings of a learning rate's schedule that is named, and not one of `Optimizer.decay`."""
+"""The settings of a named learning-rate schedule, instead of `Optimizer.decay`."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -8,18 +8,18 @@ from jaxpar.errors import refuse
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How the learning rate goes on after the warm-up, where `decay` does not say it.
+    """A learning-rate schedule after the warm-up, instead of `decay`.
 
     Attributes:
       name: A schedule of optax, such as exponential_decay or cosine_onecycle_schedule, or "package.module:function" of
-        learning_rate, and of steps if it takes them: those of the run after the warm-up. "" is decay.
+        learning_rate, and optionally of steps: those of the run after the warm-up. "" means decay.
         reduce_on_plateau is optax.contrib's, which scales the updates by the losses of the steps, from the first one.
-        schedule = "..." for short.
-      arguments: Its other arguments, as optax has them; learning_rate is its peak_value, init_value or value.
-        They hold as they are, whatever reference_batch.
+        schedule = "..." is short for it.
+      arguments: Its other arguments, as in optax; learning_rate becomes its peak_value, init_value or value.
+        reference_batch does not scale them.
     """
 
-    SHORT: ClassVar[str] = "name"  # the key that a text in place of a job's table stands for
+    SHORT: ClassVar[str] = "name"  # the key that a plain text in place of the table sets
 
     name: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Model, declaration and devices become a `Layout`, or every problem at once."""
+"""Composes model, declaration and devices into a `Layout`, or reports every problem at once."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,90 +8,92 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxpar.errors import JaxparError, Problem, refuse, users_code
+from jaxpar.errors import JaxparError, Problem, refuse, user_code_errors
 from jaxpar.mesh.axes import infer_sizes
 from jaxpar.mesh.build import build
 from jaxpar.mesh.devices import Simulated, is_simulated
 from jaxpar.models.settings.adapters import Adapters
-from jaxpar.parallel.declare import Parallel
+from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.placing import placed
+from jaxpar.parallel.place_arrays import place_arrays
 from jaxpar.parallel.rule_problems import REGULAR, rule_problems
-from jaxpar.parallel.techniques.asked import declared, settled
+from jaxpar.parallel.techniques.all_techniques import declaration_problems, resolve
 from jaxpar.sharding import linen_model, nnx_model
-from jaxpar.sharding.adapters import merged as merged_params
+from jaxpar.sharding.adapters import merge_adapters as merged_params
 from jaxpar.sharding.adapters import with_adapters
 from jaxpar.sharding.author.rules_in_force import with_rules_in_force
+from jaxpar.sharding.infer_names.trace_call import with_program, zeros_like_input
 from jaxpar.sharding.names import Blueprint, Tree
-from jaxpar.sharding.reading.called import as_called, zeros
 
 
-def linen(module: Any, *args: Any, **kwargs: Any) -> Blueprint:
-    """Returns a Flax Linen module as a model for `compose`.
+def from_linen(module: Any, *args: Any, **kwargs: Any) -> Blueprint:
+    """Wraps a Flax Linen module as a model for `compose`.
 
     Args:
       module: The module.
-      *args: What to call it with to create its parameters: arrays, or anything with shape and dtype.
-      **kwargs: Likewise; what is no array is passed as it is (`train=False`).
+      *args: Example inputs that create its parameters: arrays, or anything with shape and dtype.
+      **kwargs: Likewise; other values are passed unchanged (`train=False`).
     """
     from flax import linen as nn
 
     if not isinstance(module, nn.Module):
-        what = module.__name__ + ", a class" if isinstance(module, type) else f"a {type(module).__name__}"
+        description = module.__name__ + ", a class" if isinstance(module, type) else f"a {type(module).__name__}"
         raise refuse(
-            f"jp.linen({what})",
-            rule="jp.linen takes an instance of a Linen module",
-            fix="jp.linen(MyNet(...), jnp.zeros([1, ...])); an NNX model needs no jp.linen",
+            f"jp.from_linen({description})",
+            rule="jp.from_linen takes an instance of a Linen module",
+            fix="jp.from_linen(MyNet(...), jnp.zeros([1, ...])); an NNX model needs no jp.from_linen",
         )
     if module.scope is not None:
         raise refuse(
-            f"jp.linen({type(module).__name__}(...).bind(...)), a module that is bound to variables",
+            f"jp.from_linen({type(module).__name__}(...).bind(...)), a module that is bound to variables",
             rule="parameters are made from a seed, and born sharded: those that a module is bound to would be dropped",
-            fix=f"jp.linen({type(module).__name__}(...), inputs), and your values into `params` of the first state",
+            fix=f"jp.from_linen({type(module).__name__}(...), inputs), and your values into `params` of the "
+            f"first state",
         )
     if not any(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in jax.tree.leaves((args, kwargs))):
         raise refuse(
-            f"jp.linen({type(module).__name__}(...){', ' * bool(args)}{', '.join(map(repr, args))}) without an array",
+            f"jp.from_linen({type(module).__name__}(...){', ' * bool(args)}{', '.join(map(repr, args))}) "
+            f"without an array",
             rule="Linen creates parameters from inputs, so it needs an example of them",
-            fix=f"jp.linen({type(module).__name__}(...), jnp.zeros([1, ...]))",
+            fix=f"jp.from_linen({type(module).__name__}(...), jnp.zeros([1, ...]))",
         )
 
     return linen_model.blueprint(module, _with(args, kwargs), name=type(module).__name__)
 
 
-def nnx(factory: Callable, *args: Any, **kwargs: Any) -> Blueprint:
-    """Returns a Flax NNX model, with an example of its inputs, as a model for `compose`.
+def from_nnx(factory: Callable, *args: Any, **kwargs: Any) -> Blueprint:
+    """Wraps a Flax NNX model, with an example of its inputs, as a model for `compose`.
 
-    By its inputs alone it can be seen what the model does with its parameters, which says how `tensor` cuts those that
-    nobody annotated. A factory by itself is a model too: its parameters are then known by their paths and shapes.
+    With inputs jaxpar can trace how the model uses its parameters, which decides how `tensor` splits those without
+    annotations. A factory alone is a model too; its parameters are then identified by their paths and shapes.
 
     Args:
       factory: A function of `rngs` that returns the module.
-      *args: What the model is called with: arrays, or anything with shape and dtype.
-      **kwargs: Likewise; what is no array is passed as it is.
+      *args: Example inputs of the model: arrays, or anything with shape and dtype.
+      **kwargs: Likewise; other values are passed unchanged.
     """
     blueprint, call = as_blueprint(factory), _with(args, kwargs)
 
     def called(model: Any) -> None:
-        with users_code(
+        with user_code_errors(
             blueprint.name,
             rule="an NNX model can be called with its example of inputs",
-            fix=f"jp.nnx(lambda rngs: {blueprint.name}(..., rngs=rngs), what its __call__ takes)",
+            fix=f"jp.from_nnx(lambda rngs: {blueprint.name}(..., rngs=rngs), what its __call__ takes)",
         ):
             call(model)
 
-    return as_called(blueprint, called)
+    return with_program(blueprint, called)
 
 
-def adapted(model: Callable | Blueprint, **adapters: Any) -> Blueprint:
-    """Returns a model with low-rank adapters (LoRA) beside some of its matrices, as a model for `compose`.
+def add_lora(model: Callable | Blueprint, **adapters: Any) -> Blueprint:
+    """Adds low-rank adapters (LoRA) to some of a model's matrices; returns a model for `compose`.
 
-    The model itself is trained too, unless the optimizer leaves it alone: `jp.freeze(chain, ["*"], but=["adapters"])`.
+    The base model is trained too, unless the optimizer leaves it alone: `jp.freeze(chain, ["*"], but=["adapters"])`.
 
     Args:
       model: As for `compose`.
-      **adapters: `rank`, `alpha`, `paths`, patterns such as "blocks/attention/*", and base="int8" for these matrices in
-        8 bits: see `Adapters`.
+      **adapters: `rank`, `alpha`, `paths` (patterns such as "blocks/attention/*"), and base="int8" to store these
+        matrices in 8 bits: see `Adapters`.
 
     Raises:
       JaxparError: If a pattern matches no matrix of the model.
@@ -99,8 +101,8 @@ def adapted(model: Callable | Blueprint, **adapters: Any) -> Blueprint:
     return with_adapters(as_blueprint(model), Adapters(**adapters))
 
 
-def merged(layout: Layout, params: Tree) -> Tree:
-    """Returns the parameters of the model itself: W + alpha / rank A B where the layout's model has adapters.
+def merge_lora(layout: Layout, params: Tree) -> Tree:
+    """Merges adapters into the base model: returns its parameters, W + alpha / rank A B for each adapted matrix W.
 
     Args:
       layout: Of the model with adapters.
@@ -110,12 +112,12 @@ def merged(layout: Layout, params: Tree) -> Tree:
 
 
 def _with(args: Any, kwargs: Any) -> Callable[[Any], Any]:
-    """Returns a call of a model with zeros like these."""
-    return lambda model: model(*jax.tree.map(zeros, args), **jax.tree.map(zeros, kwargs))
+    """Returns a function that calls a model with zeros of these shapes and dtypes."""
+    return lambda model: model(*jax.tree.map(zeros_like_input, args), **jax.tree.map(zeros_like_input, kwargs))
 
 
 def as_blueprint(model: Any) -> Blueprint:
-    """Returns the blueprint of whatever the user calls a model.
+    """Converts any supported model (a factory, or `jp.from_linen(...)`, `jp.from_nnx(...)`) to a blueprint.
 
     Raises:
       JaxparError: If it is an instance where a factory is needed, or no model at all.
@@ -131,7 +133,7 @@ def as_blueprint(model: Any) -> Blueprint:
             Problem(
                 f"a Linen module ({name}) on its own",
                 "Linen creates parameters from inputs, so it needs an example of them",
-                f"jp.linen({name}(...), jnp.zeros([1, ...]))",
+                f"jp.from_linen({name}(...), jnp.zeros([1, ...]))",
             )
         )
     if isinstance(model, Module) or not callable(model):
@@ -154,19 +156,18 @@ def as_blueprint(model: Any) -> Blueprint:
 def compose(
     model: Callable | Blueprint, parallel: Parallel, devices: Sequence[Any] | Mesh | Simulated | int | None = None
 ) -> Layout:
-    """Returns where every array of a training job lives.
+    """Composes a model, a declaration and devices into a `Layout`: the placement of every array of a training job.
 
     Args:
-      model: A function of `rngs` that returns an `nnx.Module` or a `jp.linen(...)`; or `jp.linen(module, inputs)`,
-        or `jp.nnx(function, inputs)`.
+      model: A function of `rngs` that returns an `nnx.Module` or a `jp.from_linen(...)`; or `jp.from_linen(module,
+        inputs)`, or `jp.from_nnx(function, inputs)`.
       parallel: The declaration.
-      devices: The devices to use, all visible ones by default, or a mesh of them; a number stands for
-        GPUs that are not there, and gives a layout that can be explained but not trained. So does `Simulated`, for
-        simulated devices.
+      devices: Devices to use, or a mesh of them; all visible devices by default. A number stands for that many GPUs,
+        and `Simulated` for simulated devices, that are not present: such a layout can be explained but not trained.
 
     Raises:
-      JaxparError: With every problem at once: sizes that do not multiply to the devices, dims
-        that do not divide, paths that match nothing, axes that nothing uses, parameters left whole.
+      JaxparError: With every problem at once: sizes that do not multiply to the devices, dims that do not divide, paths
+        that match nothing, axes that nothing uses, parameters left whole.
     """
     if not isinstance(parallel, Parallel):
         raise JaxparError(Problem(f"parallel={parallel!r}", "the declaration is a Parallel", "jp.Parallel(data=8)"))
@@ -178,49 +179,48 @@ def compose(
         else:
             mesh = build(parallel.sizes, devices)
             sizes = dict(mesh.shape)
-        parallel = parallel.sized(sizes)  # before it is looked at: fsdp=-1 may become 1
+        parallel = parallel.sized(sizes)  # before any check: fsdp=-1 may become 1
     except JaxparError as error:
         problems += error.problems
-    problems += declared(parallel)
+    problems += declaration_problems(parallel)
     try:
         blueprint = with_rules_in_force(as_blueprint(model))
     except JaxparError as error:
         raise JaxparError(*problems, *error.problems) from error
-    if problems:  # what follows reads the sizes and the rules
+    if problems:  # the checks below read the sizes and the rules
         raise JaxparError(*problems)
     problems += _leaf_problems(blueprint) + rule_problems(parallel, blueprint)
     if any(problem.rule == REGULAR for problem in problems):
         raise JaxparError(*problems)
     simulated = isinstance(devices, Simulated) if mesh is None else is_simulated(mesh.devices.flat)
 
-    def place(chosen: Parallel) -> tuple[Layout, list[Problem]]:
-        layout, wrong = placed(chosen, blueprint, mesh)
-        return replace(layout, simulated=simulated), wrong
+    def place(declaration: Parallel) -> tuple[Layout, list[Problem]]:
+        layout, errors = place_arrays(declaration, blueprint, mesh)
+        return replace(layout, simulated=simulated), errors
 
-    def again(other: Parallel) -> tuple[Layout | None, list[Problem]]:
-        wrong = declared(other)
-        return (None, wrong) if wrong else place(other)
+    def again(alternative: Parallel) -> tuple[Layout | None, list[Problem]]:
+        errors = declaration_problems(alternative)
+        return (None, errors) if errors else place(alternative)
 
-    layout, wrong = place(parallel)
-    if problems + wrong:
-        raise JaxparError(*_grouped(problems + wrong))
+    layout, errors = place(parallel)
+    if problems + errors:
+        raise JaxparError(*_grouped(problems + errors))
 
-    return settled(layout, again)
+    return resolve(layout, again)
 
 
 def _grouped(problems: list[Problem]) -> list[Problem]:
-    """Returns one problem for all that have the same rule and way out, such as every layer of a model."""
+    """Merges problems with the same rule and fix into one, such as those of every layer of a model."""
     groups: dict[tuple[str, str], list[Problem]] = {}
     for problem in problems:
         groups.setdefault((problem.rule, problem.fix), []).append(problem)
     return [
-        replace(first, got=first.got + (f" (and {len(rest)} more like it)" if rest else ""))
-        for first, *rest in groups.values()
+        replace(first, got=first.got + (f" (and {len(repeats)} more like it)" if repeats else ""))
+        for first, *repeats in groups.values()
     ]
 
 
 def _leaf_problems(blueprint: Blueprint) -> list[Problem]:
-    """Returns a model without parameters, and parameters that cannot be trained."""
     if not blueprint.leaves:
         return [
             Problem(
@@ -231,8 +231,8 @@ def _leaf_problems(blueprint: Blueprint) -> list[Problem]:
         ]
     problems = []
     for path, leaf in blueprint.leaves.items():
-        held = path in blueprint.adapters and blueprint.adapters[path].wide  # in 8 bits
-        if not held and not jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact):
+        quantized = path in blueprint.adapters and blueprint.adapters[path].float_dtype  # frozen, in 8 bits
+        if not quantized and not jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact):
             problems.append(
                 Problem(
                     f"{path} is {leaf.dtype}",

@@ -1,11 +1,11 @@
 """The schedule of a pipeline whose declaration names none: `1f1b_phased`, and `1f1b` on simulated devices.
 
-    1f1b_phased    in a tick all stages go the same way. The program has no conditional, so idle stages compute too, and
-                   drop what they made
+    1f1b_phased    in a tick all stages run the same kind of op. The program has no conditional, so idle stages compute
+                   too, and drop the result
     1f1b           each stage takes the branch of its own op; an idle stage computes nothing
 
-A GPU that idles has nothing else to do, and a conditional costs it a round trip to its host in every tick. Simulated
-devices share the cores of one machine: there, what idle stages compute takes time from the others. Both make the same
+An idle GPU has nothing else to do, and a conditional costs it a round trip to its host in every tick. Simulated devices
+share the cores of one machine: there, the work of idle stages takes time from the others. Both schedules make the same
 updates, up to rounding: microbatches are summed in the same order.
 """
 
@@ -13,17 +13,17 @@ from dataclasses import replace
 
 from jaxpar.mesh.axes import AXES
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.pipe import PHASED, UNNAMED
+from jaxpar.parallel.pipeline_options import PHASED, UNNAMED
 from jaxpar.pipeline.tables.price import Times, price
 
 MIXED = "1f1b"
 
 
-def chosen_schedule(layout: Layout) -> Layout:
-    """Returns a layout that names its schedule, and says why in `Layout.notes`; one that was named stays.
+def choose_schedule(layout: Layout) -> Layout:
+    """Sets the schedule of a layout whose pipeline names none, and says why in `Layout.notes`.
 
     Args:
-      layout: Its head is placed: where that is spread over the stages, the table is phased.
+      layout: Its head is placed already: if the head is spread over the stages, the table is phased.
     """
     pipeline = layout.parallel.pipeline
     if pipeline.schedule != UNNAMED:
@@ -34,20 +34,20 @@ def chosen_schedule(layout: Layout) -> Layout:
     elif needs := _needs_phased(layout):
         name, why = PHASED, f"{MIXED} would compute less on simulated devices, but {needs}"
     else:
-        name, times = MIXED, price(layout.schedule, Times()).repeated  # the same for any times of its ops
+        name, times = MIXED, price(layout.schedule, Times()).work_ratio  # the same for any times of its ops
         why = f"simulated devices share a processor, and {PHASED} computes {times:.2f} x its work, idle cells included"
     parallel = replace(layout.parallel, pipeline=replace(pipeline, schedule=name))
-    return replace(layout, parallel=parallel).noted(f"schedule: {name}: {why}")
+    return replace(layout, parallel=parallel).with_note(f"schedule: {name}: {why}")
 
 
 def _needs_phased(layout: Layout) -> str:
-    """Returns why stages must all go the same way in a tick, or nothing where they need not."""
+    """Returns why all stages must run the same kind of op in a tick; "" if they need not."""
     pipeline = layout.parallel.pipeline
     if pipeline.head == "spread":
         return "all stages come to a head that is spread in the same tick"
-    if pipeline.weights != "flush":  # which weights a forward has is told by the table: losses would be others
+    if pipeline.weights != "flush":  # the table decides the weights of each forward, and so the losses
         return f'with weights="{pipeline.weights}" the losses of a run depend on its table, so devices do not choose it'
     for axis, size in layout.sizes.items():
         if size > 1 and not AXES[axis].manual:
-            return f"what XLA sends over {axis} inside of one stage may wait for the others, which do something else"
+            return f"collectives over {axis} inside of one stage may wait for other stages, which run another op"
     return ""

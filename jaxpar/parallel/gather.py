@@ -1,4 +1,4 @@
-"""A parameter where the model reads it: gathered, or cut along another dim than it is stored."""
+"""Collectives where the model reads a parameter: a gather, or a move to another dim than the stored one."""
 
 from functools import partial
 
@@ -6,47 +6,47 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpar.sharding.shard_bytes import pieces
+from jaxpar.sharding.shard_bytes import shard_counts
 
 constrained = jax.lax.with_sharding_constraint
 
 
-def cut(value: jax.Array, used: NamedSharding, whole: NamedSharding) -> jax.Array:
-    """Returns an array as the model reads it, padded inside of the program where its pieces are not equal.
+def reshard_padded(value: jax.Array, used: NamedSharding, whole: NamedSharding) -> jax.Array:
+    """Reshards an array to the spec that the model reads, padded inside of the program if its shards are not equal.
 
-    XLA would pad such pieces by itself, but where `fsdp` cuts the array too it cuts them out of a whole array that
-    every device has gathered. Padded first, each device sends every other one its piece (an all-to-all), and the slice
-    that takes the padding away moves nothing.
+    XLA would pad such shards by itself, but if `fsdp` splits the array too, every device would first gather the whole
+    array. Padded first, each device sends every other one its shard (an all-to-all), and the slice that removes the
+    padding moves nothing.
 
     Args:
-      value: As it is stored.
-      used: Where the model reads it.
-      whole: As it is stored, but gathered over `fsdp`.
+      value: The array, as stored.
+      used: Sharding where the model reads it.
+      whole: Sharding as stored, but gathered over `fsdp`.
     """
-    more = padding(value.shape, used)
-    if not any(more):
+    pad_widths = padding(value.shape, used)
+    if not any(pad_widths):
         return constrained(value, used)
-    padded = constrained(jnp.pad(constrained(value, whole), [(0, n) for n in more]), whole)
+    padded = constrained(jnp.pad(constrained(value, whole), [(0, n) for n in pad_widths]), whole)
     return constrained(jax.lax.slice(constrained(padded, used), (0,) * value.ndim, value.shape), used)
 
 
 def padding(shape: tuple[int, ...], used: NamedSharding) -> tuple[int, ...]:
-    """Returns how many entries each dim lacks to be cut into equal pieces."""
-    ways = pieces(used.spec, len(shape), used.mesh.shape)
+    """Returns the number of entries that each dim lacks to be split into equal shards."""
+    ways = shard_counts(used.spec, len(shape), used.mesh.shape)
     return tuple(-size % n for size, n in zip(shape, ways, strict=True))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gather(value: jax.Array, used: NamedSharding, stored: NamedSharding) -> jax.Array:
-    """Returns a stored parameter where it is used; its gradient goes straight to where it is stored.
+    """Gathers a stored parameter for use; the gradient is constrained to the stored sharding directly.
 
-    For HSDP, and with `context`. Left to itself JAX constrains the gradient to `used` first. XLA then sums it whole
-    over all axes together, where a reduce-scatter over `fsdp` and an all-reduce of the shard over the rest would do.
-    With `fsdp` alone it makes the reduce-scatter either way. The gradient of a table that is looked up by rows is left
+    For HSDP, and with `context`. By default JAX constrains the gradient to `used` first. XLA then all-reduces it over
+    all axes together, where a reduce-scatter over `fsdp` and an all-reduce of the shard over the rest would do. With
+    `fsdp` alone it makes the reduce-scatter either way. The gradient of a table that is looked up by rows is left
     alone: XLA would reshard the activations for it, by replicating them (`models/blocks/lookup.py` has one by columns).
 
-    A matrix is named as stored first. Else of a slice of a stack XLA gathers the slice with its dim of length one, for
-    which it copies the whole stack to another order of dims and keeps that. Small vectors may be gathered already.
+    A matrix is constrained to its stored sharding first. Otherwise, of a slice of a stack, XLA gathers a dim of length
+    one too, for which it copies and keeps the whole stack in another dim order. Small vectors may be gathered already.
     """
     return _gathered(value, used, stored)
 
@@ -67,33 +67,33 @@ gather.defvjp(_gather_forward, _gather_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def gather_beside(value: jax.Array, used: NamedSharding, stored: NamedSharding, axis: str) -> jax.Array:
-    """Returns what `gather` does, of an array that an axis does not cut, in one collective with arrays that it cuts.
+def gather_combined(value: jax.Array, used: NamedSharding, stored: NamedSharding, axis: str) -> jax.Array:
+    """`gather` of an array that `axis` does not split, combined by XLA with gathers of arrays that it splits.
 
-    XLA writes the groups of devices of a gather in the order of what cuts the array: those of a matrix over `fsdp` and
-    `tensor` in another one than those of a vector over `fsdp`, and it combines what is written alike. So here each
-    device along the axis has a copy of its own, as a piece of a dim that the axis cuts.
+    XLA writes the device groups of a gather in the order of the axes that split the array: those of a matrix over
+    `fsdp` and `tensor` in another order than those of a vector over `fsdp`, and it combines only gathers with the same
+    groups. So each device along the axis gets a copy of its own, as a shard of an extra dim that the axis splits.
     """
     copies = jnp.broadcast_to(value[..., None], (*value.shape, used.mesh.shape[axis]))
-    for on in (stored, used):
-        dims = (*on.spec, *(None,) * (value.ndim - len(on.spec)))
-        copies = constrained(copies, NamedSharding(on.mesh, PartitionSpec(*dims, axis)))
-    own = jax.shard_map(
+    for sharding in (stored, used):
+        dims = (*sharding.spec, *(None,) * (value.ndim - len(sharding.spec)))
+        copies = constrained(copies, NamedSharding(sharding.mesh, PartitionSpec(*dims, axis)))
+    local_copy = jax.shard_map(
         lambda copy: copy[..., 0],
         in_specs=PartitionSpec(*(None,) * value.ndim, axis),
         out_specs=PartitionSpec(),
         axis_names={axis},
         check_vma=False,
     )(copies)
-    return constrained(own, used)
+    return constrained(local_copy, used)
 
 
 def _gather_beside_forward(value, used, stored, axis):
-    return gather_beside(value, used, stored, axis), None
+    return gather_combined(value, used, stored, axis), None
 
 
 def _gather_beside_backward(used, stored, axis, _, gradient):
     return (constrained(gradient, stored),)
 
 
-gather_beside.defvjp(_gather_beside_forward, _gather_beside_backward)
+gather_combined.defvjp(_gather_beside_forward, _gather_beside_backward)

@@ -1,4 +1,4 @@
-"""Where one array of a model lives, between steps and where the model reads it."""
+"""Placement of one array of a model, between steps and where the model reads it."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from jaxpar.sharding.shard_bytes import shard_bytes, short_dtype
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """The place of one parameter, or of another array of a model's state.
+    """The placement of one parameter, or of another array of a model's state.
 
     Attributes:
       leaf: Its shape, dtype and the names of its dims.
-      names: Names of the dims, given or found by path.
+      names: Names of the dims, as annotated or inferred.
       stored: Spec of the array between steps.
       used: Spec where the model reads it.
       whole: Spec as stored, without the `fsdp` axis; other than `used` where `tensor` stores it along another dim.
-      sharded: Spec with the `fsdp` axis, that gradients and optimizer state take by stage.
+      sharded: Spec with the `fsdp` axis, which gradients and optimizer state take by stage.
       why: The rule that placed it.
     """
 
@@ -33,7 +33,7 @@ class Placement:
     why: str
 
     def per_device(self, sizes: Mapping[str, int]) -> int:
-        """Returns its bytes on each device, between steps."""
+        """Returns the bytes of its shard on each device between steps."""
         return shard_bytes(self.leaf, self.stored, sizes)
 
     def describe(self, sizes: Mapping[str, int]) -> str:
@@ -46,32 +46,32 @@ class Placement:
         return f"{short_dtype(self.leaf.dtype)}[{', '.join(dims)}]"
 
     def slice_specs(self, shape: tuple[int, ...]) -> tuple[PartitionSpec, ...]:
-        """Returns the specs, stored, whole and used, of what the model reads: of all dims, or of one layer of a stack.
+        """Returns the specs (stored, whole, used) of the value that the model reads: all dims, or one layer of a stack.
 
         Args:
-          shape: Of what the model reads.
+          shape: Of the value that the model reads.
         """
-        dims, out = range(len(self.leaf.shape)), self.sliced_dims(shape)
-        kept = [dim for dim in dims if dim not in out]
+        dims, sliced = range(len(self.leaf.shape)), self.sliced_dims(shape)
+        remaining = [dim for dim in dims if dim not in sliced]
         padded = ((*spec, *(None,) * (len(dims) - len(spec))) for spec in (self.stored, self.whole, self.used))
-        return tuple(PartitionSpec(*(spec[dim] for dim in kept)) for spec in padded)
+        return tuple(PartitionSpec(*(spec[dim] for dim in remaining)) for spec in padded)
 
     def sliced_dims(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the dims that a value of this shape has not: a scan or a `vmap` took them away.
+        """Returns the dims that a value of this shape lacks: a scan or a `vmap` removed them.
 
-        The first ones, where several would fit; those named `layers` before others.
+        If several would fit, the first ones; dims named `layers` before others.
         """
         dims = range(len(self.leaf.shape))
-        gone = len(dims) - len(shape)
+        missing = len(dims) - len(shape)
         layers = [dim for dim in dims if self.names[dim] == "layers"]
-        if not gone or len(layers) >= gone:
-            return tuple(layers[:gone])
+        if not missing or len(layers) >= missing:
+            return tuple(layers[:missing])
         fitting = (
-            out
-            for out in combinations(dims, gone)
-            if tuple(size for dim, size in enumerate(self.leaf.shape) if dim not in out) == shape
+            candidate
+            for candidate in combinations(dims, missing)
+            if tuple(size for dim, size in enumerate(self.leaf.shape) if dim not in candidate) == shape
         )
-        return next(fitting, tuple(dims[:gone]))
+        return next(fitting, tuple(dims[:missing]))
 
     def is_split(self, dims: Iterable[int]) -> bool:
         """Returns whether an axis splits one of these dims between steps."""

@@ -1,4 +1,4 @@
-"""What is wrong with a user's rules: of the declaration alone, and once it is known what the model calls its dims.
+"""Problems of a user's rules: of the declaration alone, and with the dim names of the model.
 
 A rule may be for a dim of a parameter, which a blueprint names, or of an activation, which is named while a step is
 traced.
@@ -7,8 +7,8 @@ traced.
 import re
 from collections.abc import Iterable
 
-from jaxpar.errors import JaxparError, Problem, nearest
-from jaxpar.parallel.declare import Parallel
+from jaxpar.errors import JaxparError, Problem, suggest
+from jaxpar.parallel.declaration import Parallel
 from jaxpar.sharding.names import Blueprint, Leaf
 from jaxpar.sharding.rules import names_of_dims
 
@@ -16,17 +16,17 @@ REGULAR = "a path rule is a regular expression"
 
 
 def rule_problems(parallel: Parallel, blueprint: Blueprint) -> list[Problem]:
-    """Returns rules for axes that do not exist, path rules that match nothing, and their names that mean nothing."""
-    leaves, problems = {**blueprint.others, **blueprint.leaves}, []
+    """Returns rules for unknown axes, path rules that match nothing, and path rules with unknown dim names."""
+    leaves, problems = {**blueprint.other_leaves, **blueprint.leaves}, []
     words = {*names_of_dims(parallel.sizes), *parallel.sizes, *parallel.rules, *_names(leaves.values())}
     for name, axes in parallel.rules.items():
-        each = (axes,) if isinstance(axes, str) else tuple(axes or ())
-        for axis in each:
+        rule_axes = (axes,) if isinstance(axes, str) else tuple(axes or ())
+        for axis in rule_axes:
             if axis not in parallel.sizes:
                 problems.append(
-                    Problem(f"rule {name} -> {axis!r}", "a rule names mesh axes", nearest(axis, parallel.sizes))
+                    Problem(f"rule {name} -> {axis!r}", "a rule names mesh axes", suggest(axis, parallel.sizes))
                 )
-        if "pipe" in each and name != "layers":
+        if "pipe" in rule_axes and name != "layers":
             problems.append(
                 Problem(
                     f"rule {name} -> 'pipe'",
@@ -34,12 +34,12 @@ def rule_problems(parallel: Parallel, blueprint: Blueprint) -> list[Problem]:
                     f"one of: {', '.join(axis for axis in parallel.sizes if axis != 'pipe')}",
                 )
             )
-        if len(set(each)) < len(each):
+        if len(set(rule_axes)) < len(rule_axes):
             problems.append(
                 Problem(
-                    f"rule {name} -> {each}",
+                    f"rule {name} -> {rule_axes}",
                     "a dim is split over an axis once",
-                    f"{name} -> {tuple(dict.fromkeys(each))}",
+                    f"{name} -> {tuple(dict.fromkeys(rule_axes))}",
                 )
             )
     for pattern, names in parallel.paths.items():
@@ -47,13 +47,13 @@ def rule_problems(parallel: Parallel, blueprint: Blueprint) -> list[Problem]:
             Problem(
                 f"path rule {pattern!r} names a dim {name!r}",
                 "a path rule gives a dim a name of jaxpar's, of the model, or of `rules`; or None",
-                nearest(name, words, otherwise=f'None, or rules={{"{name}": "tensor"}} as well'),
+                suggest(name, words, otherwise=f'None, or rules={{"{name}": "tensor"}} as well'),
             )
             for name in names
             if name and name not in words
         ]
         try:
-            hit = any(re.search(rf"(^|/)(?:{pattern})$", path) for path in leaves)
+            matches = any(re.search(rf"(^|/)(?:{pattern})$", path) for path in leaves)
         except re.error as error:
             problems.append(
                 Problem(
@@ -63,14 +63,14 @@ def rule_problems(parallel: Parallel, blueprint: Blueprint) -> list[Problem]:
                 )
             )
             continue
-        if not hit:
+        if not matches:
             problems.append(
                 Problem(
                     f"path rule {pattern!r} matches no parameter of {blueprint.name}",
                     "every rule matches the end of at least one path",
                     _as_expression(pattern, leaves)
                     or (
-                        nearest(pattern, blueprint.leaves)
+                        suggest(pattern, blueprint.leaves)
                         if len(blueprint.leaves) < 20
                         else "the end of a path that layout.explain(), or `jaxpar check --explain`, lists"
                     ),
@@ -80,35 +80,35 @@ def rule_problems(parallel: Parallel, blueprint: Blueprint) -> list[Problem]:
 
 
 def _as_expression(pattern: str, paths: Iterable[str]) -> str:
-    """Returns a pattern that was meant as a glob as a regular expression that matches a path; "" where none does."""
+    """Translates a glob to a regular expression that matches a path; "" if the pattern is no glob or matches none."""
     expression = re.sub(r"(?<![.)\]])[*]", ".*", pattern)
     if expression == pattern or not any(re.search(rf"(^|/)(?:{expression})$", path) for path in paths):
         return ""
     return f"{expression!r}: a pattern is a regular expression"
 
 
-def check_rules(parallel: Parallel, blueprint: Blueprint, met: set[str]) -> None:
+def check_rules(parallel: Parallel, blueprint: Blueprint, activation_dims: set[str]) -> None:
     """Refuses rules for names that neither a parameter nor an activation has.
 
     Args:
       parallel: The declaration, its sizes inferred.
       blueprint: The model.
-      met: Names of dims of activations, met while a step was traced.
+      activation_dims: Names of dims of activations, collected while a step was traced.
 
     Raises:
-      JaxparError: With every such rule, and the name that is nearest to its own.
+      JaxparError: With every such rule, and the nearest name that exists.
     """
-    leaves = [*blueprint.others.values(), *blueprint.leaves.values()]
-    known = _names(leaves) | {name for names in parallel.paths.values() for name in names if name}
-    known |= met | names_of_dims(parallel.sizes).keys()
+    leaves = [*blueprint.other_leaves.values(), *blueprint.leaves.values()]
+    dim_names = _names(leaves) | {name for names in parallel.paths.values() for name in names if name}
+    dim_names |= activation_dims | names_of_dims(parallel.sizes).keys()
     problems = [
         Problem(
             f"rule {name!r} matches nothing: no dim of {blueprint.name} has that name, of a parameter or an activation",
             "every rule matches at least one dim",
-            nearest(name, known),
+            suggest(name, dim_names),
         )
         for name in parallel.rules
-        if name not in known
+        if name not in dim_names
     ]
     if problems:
         raise JaxparError(*problems)
@@ -119,6 +119,6 @@ def _names(leaves: Iterable[Leaf]) -> set[str]:
 
 
 def _axes(leaf: Leaf) -> Iterable[str | None]:
-    """Returns the axes of the author's mesh that the author's rules give the dims of a leaf."""
+    """Yields the axes of the author's mesh that the author's rules give the dims of a leaf."""
     entries = (entry if isinstance(entry, tuple) else (entry,) for entry in leaf.axes or ())
     return (axis for entry in entries for axis in entry)

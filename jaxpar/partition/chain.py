@@ -1,9 +1,9 @@
-"""A profile as a chain: layers in an order in which they can run, and what crosses each cut between two of them.
+"""A profile as a chain: layers in an order in which they can run, and the bytes that cross each cut between them.
 
-    conv ──► relu ──► pool ──► add          cut after relu:  what relu makes, and what conv makes, for add needs it
+    conv ──► relu ──► pool ──► add          cut after relu: relu's output, and conv's, which add needs
       └──────────────────────►
 
-What the authors of PipeDream do for graphs, to enumerate antichains, takes 1,495 states for GNMT-16; a chain takes 96.
+PipeDream's authors enumerate antichains for graphs, which takes 1,495 states for GNMT-16; a chain takes 96.
 A cut of the chain is a cut of the graph; not every cut of the graph is one of the chain.
 """
 
@@ -23,11 +23,11 @@ class Chain:
       names: Names of the layers.
       seconds: Forward and backward of each. Shape [layers], as all that follow.
       parameters: Bytes.
-      activations: Bytes that each keeps for its backward: its outputs.
-      crossing: Bytes made up to each layer that later ones need; 0 after the last.
+      activations: Bytes of each layer's outputs, saved for its backward.
+      crossing: Bytes of outputs up to each layer that later ones need; 0 after the last.
 
     Raises:
-      JaxparError: If there is no layer, a number is missing, negative or not finite, or nothing takes time.
+      JaxparError: If there is no layer, a number is missing, negative or not finite, or all times are 0.
     """
 
     names: tuple[str, ...]
@@ -41,19 +41,19 @@ class Chain:
             raise refuse("a profile without layers", rule="a model has at least one layer", fix="another profile")
         for key in ("seconds", "parameters", "activations", "crossing"):
             numbers = getattr(self, key)
-            wrong = [f"{key} = {number!r}" for number in numbers if not (number >= 0 and isfinite(number))]
+            faults = [f"{key} = {number!r}" for number in numbers if not (number >= 0 and isfinite(number))]
             if len(numbers) != len(self.names):
-                wrong = [f"{len(numbers)} {key} for {len(self.names)} layers"]
-            if wrong:
+                faults = [f"{len(numbers)} {key} for {len(self.names)} layers"]
+            if faults:
                 rule = "each layer has its seconds, parameters, activations and crossing bytes, 0 or more"
-                raise refuse(wrong[0], rule=rule, fix="measure that layer again")
+                raise refuse(faults[0], rule=rule, fix="measure that layer again")
         if not sum(self.seconds):
             raise refuse(
                 "a profile whose layers take 0 s", rule="at least one layer takes time", fix="measure the layers again"
             )
 
-    def batch(self, factor: float) -> "Chain":
-        """Returns the chain for so many times the minibatch, if time and activations grow with it (modelled).
+    def scale_batch(self, factor: float) -> "Chain":
+        """Returns the chain for a scaled minibatch, if time and activations are proportional to it (modelled).
 
         Raises:
           JaxparError: If the factor is not positive, or not finite.
@@ -74,26 +74,26 @@ def linearise(profile: Profile) -> Chain:
     Raises:
       JaxparError: If the profile is empty, or an edge goes against its order.
     """
-    nodes, at = profile.nodes, {node.name: index for index, node in enumerate(profile.nodes)}
-    last = list(range(len(nodes)))  # who needs an output last
-    for before, after in profile.edges:
-        if before not in at or after not in at or at[before] >= at[after]:
+    nodes, index_of = profile.nodes, {node.name: index for index, node in enumerate(profile.nodes)}
+    last_use = list(range(len(nodes)))  # the last layer that needs each output
+    for source, target in profile.edges:
+        if source not in index_of or target not in index_of or index_of[source] >= index_of[target]:
             raise refuse(
-                f"edge {before} -- {after}", rule="each layer stands after all that it needs", fix="sort the layers"
+                f"edge {source} -- {target}", rule="each layer stands after all that it needs", fix="sort the layers"
             )
-        last[at[before]] = max(last[at[before]], at[after])
+        last_use[index_of[source]] = max(last_use[index_of[source]], index_of[target])
     return Chain(
         tuple(node.name for node in nodes),
         tuple((node.forward + node.backward) / 1e3 for node in nodes),
         tuple(node.parameters for node in nodes),
         tuple(node.activations for node in nodes),
-        _crossing([node.activations for node in nodes], last),
+        _crossing([node.activations for node in nodes], last_use),
     )
 
 
 def _crossing(sizes: Sequence[float], last: Sequence[int]) -> tuple[float, ...]:
-    """Returns the bytes that cross after each place, if each output is needed until `last`."""
+    """Returns the bytes that cross a cut after each place; each output is needed up to its index in `last`."""
     return tuple(
-        float(sum(size for size, until in zip(sizes[: place + 1], last, strict=False) if until > place))
+        float(sum(size for size, user in zip(sizes[: place + 1], last, strict=False) if user > place))
         for place in range(len(sizes))
     )

@@ -14,23 +14,23 @@ from jaxpar.partition.topology import Level, devices
 
 @dataclass(frozen=True)
 class Sums:
-    """The sums that both kinds of costs need."""
+    """Sums over layers that all criteria need."""
 
     chain: Chain
     tree: Sequence[Level]
     objective: Objective
 
     def spans(self, numbers: Sequence[float] | np.ndarray) -> np.ndarray:
-        """Returns the sum of layers i to j. Shape [layers, layers]; 0 where j < i."""
-        return np.cumsum(np.triu(np.tile(numbers, (len(numbers), 1))), axis=1) * self.there
+        """Returns the sums over layers i to j. Shape [layers, layers]; 0 where j < i."""
+        return np.cumsum(np.triu(np.tile(numbers, (len(numbers), 1))), axis=1) * self.mask
 
     @cached_property
-    def there(self) -> np.ndarray:
-        """Whether i <= j."""
+    def mask(self) -> np.ndarray:
+        """Mask of i <= j."""
         return np.triu(np.ones((len(self.chain.names),) * 2, bool))
 
     @cached_property
-    def held(self) -> np.ndarray:
+    def version_bytes(self) -> np.ndarray:
         """Bytes of one version of layers i to j."""
         return self.spans(np.add(self.chain.parameters, self.chain.activations))
 
@@ -45,18 +45,18 @@ class Seconds(Sums):
 
     @property
     def behind_matters(self) -> bool:
-        """Whether the limit can be reached at all."""
-        return devices(self.tree) * self.held[0, -1] > self.objective.memory
+        """Whether any stage could exceed the memory limit."""
+        return devices(self.tree) * self.version_bytes[0, -1] > self.objective.memory
 
     def device(self, behind: int) -> np.ndarray:
-        """Returns the seconds of layers i to j; inf where their versions are more than fit."""
-        fits = (1 + behind) * self.held <= self.objective.memory
-        return np.where(self.there & fits, self.spans(self.chain.seconds), inf)
+        """Returns the seconds of layers i to j; inf if their versions do not fit."""
+        fits = (1 + behind) * self.version_bytes <= self.objective.memory
+        return np.where(self.mask & fits, self.spans(self.chain.seconds), inf)
 
     def replicated(self, inner: np.ndarray, level: int, replicas: int) -> np.ndarray:
-        """Returns the seconds per minibatch, agreeing on the weights included."""
-        agree = self.objective.agree(self.weights, replicas, self.tree[level - 1].link)
-        return self.objective.together(inner, agree) / replicas
+        """Returns the seconds per minibatch, including the all-reduce of the weights."""
+        agree = self.objective.all_reduce_seconds(self.weights, replicas, self.tree[level - 1].link)
+        return self.objective.overlapped_seconds(inner, agree) / replicas
 
     def sent(self, level: int) -> np.ndarray:
         """Returns the seconds to send activations on and gradients back."""
@@ -68,15 +68,15 @@ class Bytes(Sums):
 
     @property
     def behind_matters(self) -> bool:
-        """Yes."""
+        """True: more devices behind a stage mean more versions on it."""
         return True
 
     def device(self, behind: int) -> np.ndarray:
         """Returns the bytes of layers i to j."""
-        return np.where(self.there, (1 + behind) * self.held, inf)
+        return np.where(self.mask, (1 + behind) * self.version_bytes, inf)
 
     def replicated(self, inner: np.ndarray, level: int, replicas: int) -> np.ndarray:
-        """Returns the same: each replica needs as much."""
+        """Returns `inner`: each replica needs as much."""
         return inner
 
     def sent(self, level: int) -> np.ndarray:

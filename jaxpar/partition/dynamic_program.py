@@ -1,14 +1,13 @@
 """PipeDream's dynamic program: the cheapest way to cut a chain into stages with replicas, on a tree of devices.
 
-    A0(i..j)     what layers i to j cost on one device
-    Tk(i..j, m)  what they cost on m parts of level k that all do the same, each with all its devices: A(k-1)(i..j)
+    A0(i..j)     the cost of layers i to j on one device
+    Tk(i..j, m)  their cost on m replicas, which are parts of level k with all their devices: A(k-1)(i..j)
     Ak(i..j, m)  = min( Tk(i..j, m),
-                        min over s, m' < m of max( Tk(i..s, m'),  what is sent after s,  Ak(s+1..j, m - m') ) )
+                        min over s, m' < m of max( Tk(i..s, m'),  the traffic after s,  Ak(s+1..j, m - m') ) )
 
-Two departures from the published recurrence. It takes the first stage off, not the last: both give the same minimum,
-and so the devices behind a stage are known, from which follows how many minibatches it has in flight, and how much
-memory it needs, exactly. And each table is also made for plans of exactly so many stages, so that the fewest can be
-found that are nearly as good.
+Two differences from the published recurrence. It takes off the first stage, not the last: both give the same minimum,
+but this way the devices behind a stage are known, and with them its minibatches in flight and its exact memory. And
+each table is also made for plans of exactly n stages, to find the fewest stages that are nearly as good.
 
 Source: Narayanan et al. (2019), section 3.1; msr-fiddle/pipedream.
 """
@@ -19,15 +18,15 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxpar.partition.stages import Part
+from jaxpar.partition.stages import Segment
 from jaxpar.partition.topology import Level, devices
 
-CLOSE = 1 + 1e-12  # sums of the same numbers in another order
-ANY = 0  # as many stages as is best
+CLOSE = 1 + 1e-12  # tolerance for sums of the same numbers in another order
+ANY = 0  # any number of stages
 
 
 class Costs(Protocol):
-    """The costs to minimise, over plans whose cost is that of their most expensive piece."""
+    """The costs to minimise; the cost of a plan is that of its most expensive part."""
 
     @property
     def behind_matters(self) -> bool:
@@ -35,7 +34,7 @@ class Costs(Protocol):
         ...
 
     def device(self, behind: int) -> np.ndarray:
-        """Returns A0, with so many devices behind each one of the stage. Shape [layers, layers], inf where j < i."""
+        """Returns A0, with so many devices behind each of the stage's. Shape [layers, layers], inf where j < i."""
         ...
 
     def replicated(self, inner: np.ndarray, level: int, replicas: int) -> np.ndarray:
@@ -43,33 +42,33 @@ class Costs(Protocol):
         ...
 
     def sent(self, level: int) -> np.ndarray:
-        """Returns what it costs to cut after each layer, over a link of that level. Shape [layers]."""
+        """Returns the cost of a cut after each layer, over a link of that level. Shape [layers]."""
         ...
 
 
 class Tables:
-    """The tables of one chain on one topology, made when they are asked for.
+    """The tables of one chain on one topology, made on demand.
 
     Args:
-      costs: The costs that are minimised.
-      layers: Layers of the chain.
+      costs: The costs to minimise.
+      layers: Number of layers of the chain.
       tree: Levels, innermost first.
     """
 
     def __init__(self, costs: Costs, layers: int, tree: Sequence[Level]):
-        self.costs, self.layers, self.tree, self.made = costs, layers, tree, {}
+        self.costs, self.layers, self.tree, self.cache = costs, layers, tree, {}
 
     @cached_property
-    def least(self) -> list[float]:
+    def least_costs(self) -> list[float]:
         """The least cost of all plans on 1, 2, ... parts of the outermost level."""
         best = self._best(len(self.tree), ANY, 0)
         return [float(best[m][0, -1]) for m in sorted(best)]
 
-    def fewest(self, limit: float) -> tuple[tuple[Part, ...], list[float]]:
-        """Returns the plan of fewest stages that costs at most `limit`, and the least cost of 1, 2, ... as many stages.
+    def fewest_stages(self, limit: float) -> tuple[tuple[Segment, ...], list[float]]:
+        """Returns the plan of fewest stages that costs at most `limit`, and the least cost for 1, 2, ... stages.
 
-        Of equals, the one with most replicas in its first stage, so that fewest minibatches are in flight, then the one
-        with the earliest cut.
+        Ties go to the plan with most replicas in its first stage, which has fewest minibatches in flight, then to the
+        earliest cut.
         """
         top, costs = len(self.tree), []
         for stages in range(1, min(self.layers, devices(self.tree)) + 1):
@@ -80,81 +79,84 @@ class Tables:
         return tuple(self._parts(top, len(costs), 0, self.tree[-1].size, 0, self.layers - 1)), costs
 
     def _columns(self, level: int) -> range:
-        """Returns the last layers that matter: of the outermost level, only the last of all."""
+        """Returns the last layers to compute: at the outermost level, only the last of all."""
         return range(self.layers - 1, self.layers) if level == len(self.tree) else range(self.layers)
 
     def _best(self, level: int, stages: int, behind: int) -> dict[int, np.ndarray]:
         """Returns Ak for each m, of plans of so many stages. Shape of each [layers, columns]."""
         key = ("best", level, stages, behind)
-        if key not in self.made:
+        if key not in self.cache:
             columns, best = self._columns(level), {}
             for m in range(1, self.tree[level - 1].size + 1):
                 best[m] = self._alike(level, stages, m, self._behind(level, m, m, behind))[:, columns]
-                for first, mine, others in self._shares(level, stages, m):
-                    head = self._alike(level, mine, first, self._behind(level, m, first, behind))
-                    rest = best if others == ANY else self._best(level, others, behind)
-                    best[m] = np.minimum(best[m], self._after(head, level, rest[m - first]))
-            self.made[key] = best
-        return self.made[key]
+                for first, head_stages, tail_stages in self._shares(level, stages, m):
+                    head = self._alike(level, head_stages, first, self._behind(level, m, first, behind))
+                    tail = best if tail_stages == ANY else self._best(level, tail_stages, behind)
+                    best[m] = np.minimum(best[m], self._after(head, level, tail[m - first]))
+            self.cache[key] = best
+        return self.cache[key]
 
     def _after(self, head: np.ndarray, level: int, rest: np.ndarray) -> np.ndarray:
-        """Returns the min over s of max(head(i..s), what is sent after s, rest(s+1..j)). Shape [layers, columns]."""
-        found, sent = np.full(rest.shape, np.inf), self.costs.sent(level)
+        """Returns the min over s of max(head(i..s), traffic after s, rest(s+1..j)). Shape [layers, columns]."""
+        costs, traffic = np.full(rest.shape, np.inf), self.costs.sent(level)
         for column, j in enumerate(self._columns(level)):
             if j:
-                tail = np.maximum(sent[:j], rest[1 : j + 1, column])
-                found[:j, column] = np.maximum(head[:j, :j], tail).min(axis=1)
-        return found
+                tail = np.maximum(traffic[:j], rest[1 : j + 1, column])
+                costs[:j, column] = np.maximum(head[:j, :j], tail).min(axis=1)
+        return costs
 
     def _alike(self, level: int, stages: int, replicas: int, behind: int) -> np.ndarray:
-        """Returns Tk, of so many stages inside. Shape [layers, layers]; inf where there are fewer devices."""
+        """Returns Tk for plans of so many stages inside. Shape [layers, layers]; inf where there are fewer devices."""
         if stages > devices(self.tree[: level - 1]):
             return np.full((self.layers, self.layers), np.inf)
         key = ("alike", level, stages if level > 1 else 1, replicas, behind)
-        if key not in self.made:
+        if key not in self.cache:
             size = self.tree[level - 2].size
             inner = self.costs.device(behind) if level == 1 else self._best(level - 1, stages, behind)[size]
-            self.made[key] = self.costs.replicated(inner, level, replicas)
-        return self.made[key]
+            self.cache[key] = self.costs.replicated(inner, level, replicas)
+        return self.cache[key]
 
     def _behind(self, level: int, parts: int, first: int, behind: int) -> int:
-        """Returns the devices behind each of the first stage's `first` of `parts` parts, `behind` being behind all.
+        """Returns the devices behind each of the first stage's `first` of `parts` parts; `behind` are behind all.
 
-        Rounded up: a device stashes a ceil of it as versions, and ceil((n + x) / m) = ceil((n + ceil(x)) / m).
+        Rounded up: the versions of a device are a ceil of it, and ceil((n + x) / m) = ceil((n + ceil(x)) / m).
         """
         if not self.costs.behind_matters:
             return 0
         return -(-(devices(self.tree[: level - 1]) * (parts - first) + behind) // first)
 
     def _shares(self, level: int, stages: int, parts: int) -> Iterator[tuple[int, int, int]]:
-        """Yields (parts, stages, stages of the others) that the first stage of a cut may have, most parts first."""
-        each = devices(self.tree[: level - 1])
+        """Yields (parts, stages, stages of the tail) that the first stage of a cut may have, most parts first."""
+        size = devices(self.tree[: level - 1])
         for first in range(parts - 1, 0, -1):
             if stages == ANY:
                 yield first, ANY, ANY
                 continue
-            for mine in range(max(1, stages - each * (parts - first)), min(each, stages - 1) + 1):
-                yield first, mine, stages - mine
+            for head_stages in range(max(1, stages - size * (parts - first)), min(size, stages - 1) + 1):
+                yield first, head_stages, stages - head_stages
 
-    def _parts(self, level: int, stages: int, behind: int, m: int, i: int, j: int) -> Iterator[Part]:
+    def _parts(self, level: int, stages: int, behind: int, m: int, i: int, j: int) -> Iterator[Segment]:
         """Yields the parts of the best plan of so many stages for layers i to j."""
         column = self._columns(level).index(j)
-        least = self._best(level, stages, behind)[m][i, column] * CLOSE
-        if self._alike(level, stages, m, self._behind(level, m, m, behind))[i, j] <= least:
+        limit = self._best(level, stages, behind)[m][i, column] * CLOSE
+        if self._alike(level, stages, m, self._behind(level, m, m, behind))[i, j] <= limit:
             yield self._part(level, stages, self._behind(level, m, m, behind), m, i, j)
             return
-        for first, mine, others in self._shares(level, stages, m):
-            after = self._behind(level, m, first, behind)
-            head, rest = self._alike(level, mine, first, after), self._best(level, others, behind)[m - first]
-            cost = np.maximum(head[i, i:j], np.maximum(self.costs.sent(level)[i:j], rest[i + 1 : j + 1, column]))
-            if cost.min(initial=np.inf) <= least:
-                cut = i + int(np.argmax(cost <= least))
-                yield self._part(level, mine, after, first, i, cut)
-                yield from self._parts(level, others, behind, m - first, cut + 1, j)
+        for first, head_stages, tail_stages in self._shares(level, stages, m):
+            behind_head = self._behind(level, m, first, behind)
+            head, tail = (
+                self._alike(level, head_stages, first, behind_head),
+                self._best(level, tail_stages, behind)[m - first],
+            )
+            cost = np.maximum(head[i, i:j], np.maximum(self.costs.sent(level)[i:j], tail[i + 1 : j + 1, column]))
+            if cost.min(initial=np.inf) <= limit:
+                cut = i + int(np.argmax(cost <= limit))
+                yield self._part(level, head_stages, behind_head, first, i, cut)
+                yield from self._parts(level, tail_stages, behind, m - first, cut + 1, j)
                 return
         raise RuntimeError("a table of the dynamic program has an entry that no plan gives")
 
-    def _part(self, level: int, stages: int, behind: int, replicas: int, i: int, j: int) -> Part:
+    def _part(self, level: int, stages: int, behind: int, replicas: int, i: int, j: int) -> Segment:
         size = self.tree[level - 2].size
         inner = self._parts(level - 1, stages, behind, size, i, j) if level > 1 else ()
-        return Part(i, j + 1, replicas, tuple(inner))
+        return Segment(i, j + 1, replicas, tuple(inner))

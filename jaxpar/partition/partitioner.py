@@ -15,11 +15,11 @@ from jaxpar.partition.criteria import Bytes, Seconds
 from jaxpar.partition.dynamic_program import CLOSE, Tables
 from jaxpar.partition.objective import Objective
 from jaxpar.partition.report import Partition
-from jaxpar.partition.stages import Part, Stage, name, priced
+from jaxpar.partition.stages import Segment, Stage, plan_name, price_stages
 from jaxpar.partition.topology import Level, Topology, levels
 from jaxpar.units import show_bytes, show_seconds
 
-LARGEST = 20_000  # layers x parts of a level: seconds and a few hundred MiB
+LARGEST = 20_000  # layers x parts of a level, at most: a search takes seconds and a few hundred MiB
 
 
 def partition(chain: Chain, topology: Topology, objective: Objective | None = None) -> Partition:
@@ -32,8 +32,8 @@ def partition(chain: Chain, topology: Topology, objective: Objective | None = No
 
     Raises:
       JaxparError: If the topology is not symmetric or has a link without bandwidth; if fewer parts of its outermost
-        level are faster than all; if no plan fits in memory (which stage, how much it lacks, what would make it fit);
-        if the search would be too large.
+        level are faster than all; if no plan fits in memory (with the stage, its deficit, and a fix); if the search
+        would be too large.
     """
     tree, objective = levels(topology), objective or Objective()
     for number, level in enumerate(tree, 1):
@@ -43,26 +43,28 @@ def partition(chain: Chain, topology: Topology, objective: Objective | None = No
                 rule=f"layers times parts of a level is at most {LARGEST}",
                 fix=f"levels of at most {LARGEST // len(chain.names)} parts, or several layers taken as one",
             )
-    free = _searched(chain, tree, replace(objective, memory=inf))
-    found = free if free.suits(objective) else _searched(chain, tree, objective)
-    least, many = found.least, found.useful(objective)
-    if many < len(least):
+    unlimited = _searched(chain, tree, replace(objective, memory=inf))
+    search = unlimited if unlimited.suits(objective) else _searched(chain, tree, objective)
+    times, parts = search.least, search.useful(objective)
+    if parts < len(times):
         raise refuse(
-            f"{len(least)} parts of the outermost level: {show_seconds(least[-1])} a minibatch, "
-            f"{many} of them: {show_seconds(least[many - 1])}",
+            f"{len(times)} parts of the outermost level: {show_seconds(times[-1])} a minibatch, "
+            f"{parts} of them: {show_seconds(times[parts - 1])}",
             rule="the outermost level has no more parts than make a minibatch faster",
-            fix=f"({many}, ...) as the outermost level",
+            fix=f"({parts}, ...) as the outermost level",
         )
-    ruled_out = f"{name(free.parts)} does not fit: its {_fullest(free.stages, objective.memory)[1]}"
+    ruled_out = f"{plan_name(unlimited.parts)} does not fit: its {_fullest(unlimited.stages, objective.memory)[1]}"
     return Partition(
-        parts=found.parts,
-        stages=found.stages,
+        parts=search.parts,
+        stages=search.stages,
         tree=tree,
         objective=objective,
-        least=least[-1],
-        fewer=found.fewer,
-        data_parallel=max(stage.seconds for stage in priced([_data_parallel(chain, tree)], chain, tree, objective)),
-        ruled_out=ruled_out if found.parts != free.parts else "",
+        least_seconds=times[-1],
+        seconds_by_stages=search.fewer,
+        data_parallel=max(
+            stage.seconds for stage in price_stages([_data_parallel(chain, tree)], chain, tree, objective)
+        ),
+        ruled_out=ruled_out if search.parts != unlimited.parts else "",
     )
 
 
@@ -70,18 +72,18 @@ def partition(chain: Chain, topology: Topology, objective: Objective | None = No
 class _Found:
     """The result of a search: the plan, and the least seconds on 1, 2, ... parts, and of 1, 2, ... stages."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[Segment, ...]
     stages: tuple[Stage, ...]
     least: list[float]
     fewer: tuple[float, ...]
 
     def useful(self, objective: Objective) -> int:
-        """Returns how many parts of the outermost level to use: all, unless fewer are faster by the margin."""
+        """Returns the number of parts of the outermost level to use: all, unless fewer are faster by the margin."""
         slower = self.least[-1] > min(self.least) * (1 + objective.margin) * CLOSE
         return self.least.index(min(self.least)) + 1 if slower else len(self.least)
 
     def suits(self, objective: Objective) -> bool:
-        """Whether this, found without a limit of memory, is also what would be found with it."""
+        """Whether this result, found without a memory limit, is also the result with it."""
         fits = max(stage.memory for stage in self.stages) <= objective.memory
         best = self.fewer[-1] <= self.least[-1] * CLOSE and self.useful(objective) == len(self.least)
         return not isfinite(objective.memory) or (fits and best)
@@ -89,38 +91,38 @@ class _Found:
 
 def _searched(chain: Chain, tree: Sequence[Level], objective: Objective) -> _Found:
     tables = Tables(Seconds(chain, tree, objective), len(chain.names), tree)
-    least = tables.least
-    if not isfinite(least[-1]):
+    times = tables.least_costs
+    if not isfinite(times[-1]):
         raise _too_little_memory(chain, tree, objective)
-    parts, fewer = tables.fewest(least[-1] * (1 + objective.margin))
-    return _Found(parts, priced(parts, chain, tree, objective), least, tuple(fewer))
+    parts, fewer = tables.fewest_stages(times[-1] * (1 + objective.margin))
+    return _Found(parts, price_stages(parts, chain, tree, objective), times, tuple(fewer))
 
 
-def _data_parallel(chain: Chain, tree: Sequence[Level]) -> Part:
-    """Returns pure data parallelism: every device has all layers."""
+def _data_parallel(chain: Chain, tree: Sequence[Level]) -> Segment:
+    """Pure data parallelism: every device has all layers."""
     inner = (_data_parallel(chain, tree[:-1]),) if len(tree) > 1 else ()
-    return Part(0, len(chain.names), tree[-1].size, inner)
+    return Segment(0, len(chain.names), tree[-1].size, inner)
 
 
 def _fullest(stages: Sequence[Stage], limit: float) -> tuple[Stage, str]:
-    """Returns the stage that needs most memory, and how much more than there is."""
+    """Returns the stage that needs most memory, and a text with its deficit."""
     number = max(range(len(stages)), key=lambda index: stages[index].memory)
     stage = stages[number]
-    over = f"{stage.memory - limit:,.0f} B ({show_bytes(stage.memory - limit)}) over {show_bytes(limit)}"
-    held = f"{stage.versions} x (weights {show_bytes(stage.parameters)} + activations {show_bytes(stage.activations)})"
-    return stage, f"stage {number} ({stage.layers[0]}..{stage.layers[-1]}) needs {held}, {over}"
+    deficit = f"{stage.memory - limit:,.0f} B ({show_bytes(stage.memory - limit)}) over {show_bytes(limit)}"
+    need = f"{stage.versions} x (weights {show_bytes(stage.parameters)} + activations {show_bytes(stage.activations)})"
+    return stage, f"stage {number} ({stage.layers[0]}..{stage.layers[-1]}) needs {need}, {deficit}"
 
 
 def _too_little_memory(chain: Chain, tree: Sequence[Level], objective: Objective) -> JaxparError:
-    """Returns the error: the plan that needs least memory, how much it lacks, and what would make it fit."""
+    """Returns the error: the plan that needs least memory, its deficit, and a fix."""
     tables = Tables(Bytes(chain, tree, objective), len(chain.names), tree)
-    parts, _ = tables.fewest(tables.least[-1])
-    stages, limit = priced(parts, chain, tree, objective), objective.memory
+    parts, _ = tables.fewest_stages(tables.least_costs[-1])
+    stages, limit = price_stages(parts, chain, tree, objective), objective.memory
     stage, text = _fullest(stages, limit)
-    fits = [(limit / one.versions - one.parameters) / one.activations for one in stages if one.activations]
-    smaller = f"; or {min(fits) * 0.99:.3g} of the minibatch" if min(fits, default=0) > 0 else ", or more devices"
+    factors = [(limit / block.versions - block.parameters) / block.activations for block in stages if block.activations]
+    remedy = f"; or {min(factors) * 0.99:.3g} of the minibatch" if min(factors, default=0) > 0 else ", or more devices"
     return refuse(
-        f"no plan fits; of the one that needs least, {name(parts)}, {text}",
+        f"no plan fits; of the one that needs least, {plan_name(parts)}, {text}",
         rule="weights and activations of every minibatch in flight fit into the memory of a device",
-        fix=f"memory = {ceil(stage.memory)}, {show_bytes(stage.memory)} per device{smaller}",
+        fix=f"memory = {ceil(stage.memory)}, {show_bytes(stage.memory)} per device{remedy}",
     )

@@ -31,8 +31,8 @@ class Node:
     Attributes:
       name: Its name in edges.
       layer: The layer, as the profiler printed it.
-      forward: Milliseconds for a minibatch; 0 for inputs, where the profiler wrote how long data took to load.
-      backward: The same. Some layers' time is booked with a neighbour: trust sums.
+      forward: Milliseconds for a minibatch; 0 for inputs, where the profiler wrote the time to load data.
+      backward: The same. The profiler books some layers' time to a neighbour: only sums are reliable.
       activations: Bytes of all outputs, for a minibatch.
       parameters: Bytes.
     """
@@ -46,7 +46,7 @@ class Node:
 
     @property
     def storage(self) -> float:
-        """Bytes of a layer in training, w + f + grad w + grad o: each gradient is as large as what it is the one of."""
+        """Bytes of a layer in training: weights, outputs, and a gradient of the same size for each."""
         return 2 * (self.parameters + self.activations)
 
 
@@ -55,7 +55,7 @@ class Profile:
     """A model.
 
     Attributes:
-      nodes: Its layers, each after all that it needs, otherwise as they are in the file.
+      nodes: Its layers, each after all that it needs, otherwise in the file's order.
       edges: (from, to), by name.
     """
 
@@ -64,10 +64,10 @@ class Profile:
 
 
 def load(path: str | Path) -> Profile:
-    """Returns the profile in a file.
+    """Reads the profile in a file.
 
     Raises:
-      JaxparError: With the line that cannot be read, or if layers need each other in a circle.
+      JaxparError: With the unreadable line, or if the layers' dependencies have a cycle.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -77,15 +77,15 @@ def load(path: str | Path) -> Profile:
     edges = []
     for number, line in enumerate(lines, 1):
         pieces = line.strip().split(" -- ")
-        where = f"{path}, line {number}: {line.strip()[:60]!r}"
+        location = f"{path}, line {number}: {line.strip()[:60]!r}"
         if line.startswith("\t"):
             if len(pieces) != 2 or not nodes.keys() >= set(pieces):
-                raise refuse(where, rule="an edge joins two nodes of earlier lines", fix="<tab>node1 -- node2")
+                raise refuse(location, rule="an edge joins two nodes of earlier lines", fix="<tab>node1 -- node2")
             edges.append((pieces[0], pieces[1]))
         elif line.strip():
             costs = COSTS.fullmatch(pieces[-1])
             if len(pieces) != 3 or not costs or pieces[0] in nodes:
-                raise refuse(where, rule="a line is a node, its layer and its costs; each node has one", fix=LINE)
+                raise refuse(location, rule="a line is a node, its layer and its costs; each node has one", fix=LINE)
             nodes[pieces[0]] = _node(pieces[0], pieces[1], costs)
     if not nodes:
         raise refuse(f"{path} has no node", rule="a profile has one line for each layer", fix=LINE)
@@ -93,10 +93,10 @@ def load(path: str | Path) -> Profile:
 
 
 def dumps(profile: Profile) -> str:
-    """Returns a profile as text, which `load` reads back: times to a nanosecond, bytes exactly.
+    """Returns a profile as text for `load`: times to a nanosecond, bytes exactly.
 
     Raises:
-      JaxparError: If a layer's words would end its column.
+      JaxparError: If a layer's name contains the separator ` -- ` or a line break.
     """
     for node in profile.nodes:
         if " -- " in node.layer or not node.layer.isprintable() or node.layer != node.layer.strip():
@@ -107,7 +107,7 @@ def dumps(profile: Profile) -> str:
         f"parameter_size={node.parameters:.1f}"
         for node in profile.nodes
     ]
-    return "\n".join([*lines, *(f"\t{before} -- {after}" for before, after in profile.edges)]) + "\n"
+    return "\n".join([*lines, *(f"\t{source} -- {target}" for source, target in profile.edges)]) + "\n"
 
 
 def _node(name: str, layer: str, costs: re.Match) -> Node:
@@ -118,17 +118,17 @@ def _node(name: str, layer: str, costs: re.Match) -> Node:
 
 
 def _in_order(names: list[str], edges: Sequence[tuple[str, str]], path: str | Path) -> list[str]:
-    """Returns the names so that each comes after all that it needs, the first ready one first."""
-    needs = {name: {before for before, after in edges if after == name} for name in names}
+    """Returns the names in topological order, the first ready one first."""
+    needs = {name: {source for source, target in edges if target == name} for name in names}
     ordered: list[str] = []
     while needs:
-        ready = next((name for name, before in needs.items() if not before & needs.keys()), None)
-        if ready is None:
+        next_name = next((name for name, source in needs.items() if not source & needs.keys()), None)
+        if next_name is None:
             raise refuse(
                 f"{path}: {', '.join(needs)}"[:200],
                 rule="the graph of layers has no cycle",
                 fix="one edge of the circle less",
             )
-        ordered.append(ready)
-        del needs[ready]
+        ordered.append(next_name)
+        del needs[next_name]
     return ordered

@@ -1,4 +1,4 @@
-"""The partitioner's report: the plan, what limits it, and why not a simpler one."""
+"""The partitioner's report: the plan, its bottleneck, and why no simpler plan was taken."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -6,7 +6,7 @@ from math import inf, isfinite
 from typing import Any
 
 from jaxpar.partition.objective import Objective
-from jaxpar.partition.stages import Part, Stage, name
+from jaxpar.partition.stages import Segment, Stage, plan_name
 from jaxpar.partition.topology import Level, devices
 from jaxpar.units import show_bytes, show_seconds
 
@@ -25,31 +25,31 @@ class Partition:
       stages: In their order.
       tree: The levels of the topology, innermost first.
       objective: The objective that it minimises.
-      least: Seconds of the fastest plan with any number of stages.
-      fewer: What the fastest plan of 1, 2, ... stages takes, up to as many as this one has; inf where
-        none fits, if memory was what decided.
-      data_parallel: Seconds if every device has all layers, whether they fit or not.
-      ruled_out: Which plan would have been taken if it fitted in memory, and what it lacks; "" if this one.
+      least_seconds: Seconds of the fastest plan with any number of stages.
+      seconds_by_stages: Seconds of the fastest plan of 1, 2, ... stages, up to as many as this one has; inf where
+        none fits in memory.
+      data_parallel: Seconds of pure data parallelism, whether it fits in memory or not.
+      ruled_out: The plan that would be taken without the memory limit, and its deficit; "" if it is this one.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[Segment, ...]
     stages: tuple[Stage, ...]
     tree: tuple[Level, ...]
     objective: Objective
-    least: float
-    fewer: tuple[float, ...]
+    least_seconds: float
+    seconds_by_stages: tuple[float, ...]
     data_parallel: float
     ruled_out: str = ""
 
     @property
     def name(self) -> str:
         """Replicas of each stage: 15-1, or 3(4)-1(2-1-1) on several levels."""
-        return name(self.parts)
+        return plan_name(self.parts)
 
     @property
     def seconds(self) -> float:
         """The seconds of a minibatch."""
-        return max(stage.takes for stage in self.stages)
+        return max(stage.total_seconds for stage in self.stages)
 
     @property
     def speedup(self) -> float:
@@ -63,49 +63,50 @@ class Partition:
 
     @property
     def limit(self) -> str:
-        """The part that limits the whole."""
-        number = max(range(len(self.stages)), key=lambda at: self.stages[at].takes)
+        """The bottleneck of the plan."""
+        number = max(range(len(self.stages)), key=lambda index: self.stages[index].total_seconds)
         stage = self.stages[number]
         if stage.limit == "sends":
             return f"what stage {number} sends to stage {number + 1}: {show_seconds(stage.sends)}"
-        took, of = show_seconds(stage.terms[stage.limit]), show_seconds(stage.seconds)
-        return f"stage {number}, which {stage.limit}: {took}" + (f" of {of}" if of != took else "")
+        part, total = show_seconds(stage.terms[stage.limit]), show_seconds(stage.seconds)
+        return f"stage {number}, which {stage.limit}: {part}" + (f" of {total}" if total != part else "")
 
     @property
     def why(self) -> str:
-        """Why it has as many stages as it has."""
-        most = len(self.stages)
+        """The reason for its number of stages."""
+        total = len(self.stages)
         simpler = [
-            f"{count} would take {_more(self.fewer[count - 1], self.least)}" for count in sorted({1, most - 1} - {0})
+            f"{count} would take {_more(self.seconds_by_stages[count - 1], self.least_seconds)}"
+            for count in sorted({1, total - 1} - {0})
         ]
-        gain = f"; more of them could take {1 - self.least / self.seconds:.1%} less"
+        gain = f"; more of them could take {1 - self.least_seconds / self.seconds:.1%} less"
         return (
-            f"{most} stage{'s' * (most > 1)}: the fewest that are within {self.objective.margin:.3g} of the least, "
-            + "; ".join([show_seconds(self.least), *(simpler if most > 1 else [])])
-            + (gain if self.seconds > self.least * (1 + 1e-9) else "")
+            f"{total} stage{'s' * (total > 1)}: the fewest that are within {self.objective.margin:.3g} of the least, "
+            + "; ".join([show_seconds(self.least_seconds), *(simpler if total > 1 else [])])
+            + (gain if self.seconds > self.least_seconds * (1 + 1e-9) else "")
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns it as JSON has it; seconds per minibatch, and bytes."""
+        """Returns it as for JSON; seconds per minibatch, and bytes."""
         stages = [
-            asdict(stage) | {"takes": stage.takes, "limit": stage.limit, "memory": stage.memory}
+            asdict(stage) | {"takes": stage.total_seconds, "limit": stage.limit, "memory": stage.memory}
             for stage in self.stages
         ]
-        own = {key: getattr(self, key) for key in ("name", "seconds", "data_parallel", "speedup", "noam", "limit")}
-        said = {"why": self.why, "ruled_out": self.ruled_out, "how": "modelled"}
+        totals = {key: getattr(self, key) for key in ("name", "seconds", "data_parallel", "speedup", "noam", "limit")}
+        remarks = {"why": self.why, "ruled_out": self.ruled_out, "how": "modelled"}
         levels = [{"size": level.size, **asdict(level.link)} for level in self.tree]
         objective = {key: value if value != inf else None for key, value in asdict(self.objective).items()}
-        return own | {"stages": stages, "levels": levels, "objective": objective} | said
+        return totals | {"stages": stages, "levels": levels, "objective": objective} | remarks
 
     def __str__(self) -> str:
-        many = " x ".join(f"{level.size} at {level.link.bandwidth / 1e9:.4g} GB/s" for level in self.tree)
+        links = " x ".join(f"{level.size} at {level.link.bandwidth / 1e9:.4g} GB/s" for level in self.tree)
         rows = [
             ("stage", "layers", "replicas", "computes", "agrees", "sends", "depth", "versions", "memory", "limited by")
         ]
         rows += [_row(number, stage) for number, stage in enumerate(self.stages)]
         memory = f", {show_bytes(self.objective.memory)} per device" if isfinite(self.objective.memory) else ""
         lines = [
-            f"{self.name} on {many}: {show_seconds(self.seconds)} a minibatch, {self.speedup:.2f} x as fast as data "
+            f"{self.name} on {links}: {show_seconds(self.seconds)} a minibatch, {self.speedup:.2f} x as fast as data "
             f"parallel ({show_seconds(self.data_parallel)}); modelled",
             *_table(rows),
             f"limited by {self.limit}; NOAM {self.noam}: minibatches in flight per replica of stage 0",

@@ -20,7 +20,7 @@ class Level:
     """One level of the tree.
 
     Attributes:
-      size: Parts: GPUs of a server, servers of a cluster.
+      size: Number of parts: GPUs of a server, servers of a cluster.
       link: Between any two of the parts, one way, for each of them.
     """
 
@@ -29,54 +29,54 @@ class Level:
 
 
 def levels(topology: Topology) -> tuple[Level, ...]:
-    """Returns the levels of a topology, innermost first, each with a Link; a bandwidth alone has no latency.
+    """Returns the levels of a topology, innermost first, each with a Link; a plain bandwidth has no latency.
 
     Raises:
-      JaxparError: With everything that is wrong: a level whose parts differ, a bandwidth that is no positive number.
+      JaxparError: With all faults: a level whose parts differ, a bandwidth that is no positive number.
     """
     if not isinstance(topology, tuple | list) or not topology:
         raise refuse(f"topology {topology!r}", rule="a level is (size, bandwidth), one at least", fix=EXAMPLE)
-    found, problems = [], []
+    result, problems = [], []
     for number, level in enumerate(topology, 1):
         if not isinstance(level, tuple | list) or len(level) != 2:
             problems.append(Problem(f"level {number} is {level!r}", "a level is (size, bandwidth or Link)", EXAMPLE))
             continue
         size, link = level
-        wrong = _of_size(number, size) + _of_link(number, link)
-        problems += wrong
-        if not wrong:
-            found.append(Level(size, link if isinstance(link, Link) else Link(latency=0.0, bandwidth=float(link))))
+        faults = _of_size(number, size) + _of_link(number, link)
+        problems += faults
+        if not faults:
+            result.append(Level(size, link if isinstance(link, Link) else Link(latency=0.0, bandwidth=float(link))))
     if problems:
         raise JaxparError(*problems)
-    return tuple(found)
+    return tuple(result)
 
 
 def parse(words: Iterable[str]) -> Topology:
-    """Returns the topology that words such as `4@12GB/s`, innermost level first, say.
+    """Parses words such as `4@12GB/s`, innermost level first, to a topology.
 
     Raises:
-      JaxparError: With every word that says none.
+      JaxparError: With every invalid word.
 
     >>> parse(["8@12GB/s", "4@10Gb/s"])
     ((8, 12000000000.0), (4, 1250000000.0))
     """
-    found, problems = [], []
+    result, problems = [], []
     for word in words:
         size, _, rate = word.partition("@")
         try:
             if not size.isdecimal() or not rate:
                 rule = "a level is SIZE@BANDWIDTH: its parts, and bytes or bits per second of each, one way"
                 raise refuse(f"level {word!r}", rule=rule, fix="8@12GB/s 4@10Gb/s: 4 servers of 8 GPUs")
-            found.append((int(size), parse_rate(rate)))
+            result.append((int(size), parse_rate(rate)))
         except JaxparError as error:
             problems += error.problems
     if problems:
         raise JaxparError(*problems)
-    return tuple(found)
+    return tuple(result)
 
 
 def devices(tree: Sequence[Level]) -> int:
-    """Returns how many devices the levels have.
+    """Returns the number of devices of the tree.
 
     >>> devices(levels(((8, 12e9), (4, 1.25e9))))
     32
@@ -87,7 +87,7 @@ def devices(tree: Sequence[Level]) -> int:
 def _of_size(number: int, size: object) -> list[Problem]:
     if isinstance(size, tuple | list):
         rule = "a topology is symmetric: at each level all parts are alike, and their number is one number"
-        least = min((each for each in size if type(each) is int and each > 0), default=1)
+        least = min((part for part in size if type(part) is int and part > 0), default=1)
         return [Problem(f"level {number} has parts of sizes {size!r}", rule, f"({least}, ...): what all of them have")]
     if type(size) is not int or size < 1:
         return [Problem(f"level {number} has size {size!r}", "a size is a whole number, 1 at least", EXAMPLE)]

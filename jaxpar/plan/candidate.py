@@ -1,4 +1,4 @@
-"""One way to run a training step, as the planner weighs it; or many at once."""
+"""A layout: mesh sizes, ZeRO stage, schedule, microbatches and remat; or arrays of many layouts."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.errors import JaxparError, Problem, nearest
+from jaxpar.errors import JaxparError, Problem, suggest
 from jaxpar.mesh.axes import AXES, batch_axes
-from jaxpar.parallel.declare import DECLARED
+from jaxpar.parallel.declaration import DECLARED
 from jaxpar.pipeline.tables.library import LIBRARY, schedule
 from jaxpar.pipeline.tables.schedule import Schedule
 
 RECOMPUTES = {
-    # remat: shares of a layer's forward that the backward pass computes again:
-    # matmuls with weights, matmuls of attention, its softmax, elementwise ops, collectives of the tensor axis; where
-    # attention's matmuls are made again, the context axis gathers again for them
+    # remat: shares of a layer's forward pass that the backward pass recomputes:
+    # matmuls with weights, attention's matmuls, its softmax, elementwise ops, collectives of the tensor axis; if
+    # attention's matmuls are recomputed, the context axis gathers keys and values again
     "none": (0.0, 0.0, 0.0, 0.0, 0.0),
     "all_dots": (0.0, 0.0, 1.0, 1.0, 0.0),
     "dots": (0.0, 1.0, 1.0, 1.0, 0.0),
@@ -30,28 +30,28 @@ RECOMPUTES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A layout with its schedule. Each field is one value, or an array with one for each of many candidates.
+    """A layout with its schedule. Each field is one value, or an array with one value per candidate.
 
     Attributes:
       pipe: Stages of the pipeline.
       data: Replicas of the parameters.
-      fsdp: Devices that share what `zero` says.
+      fsdp: Devices that share the training state according to `zero`.
       context: Devices that share each sequence.
       tensor: Devices that share each matrix.
-      zero: What fsdp shards: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
-      context_by: How pieces of sequences meet: gather, ring or ulysses, as `jaxpar.Parallel` has it.
-      ulysses: Devices of the context axis that exchange heads; all of them where context_by is ulysses.
-      zero_context: Whether the devices of context share what `zero` says, with those of fsdp.
-      sequence: Whether the tensor axis shards the stream between blocks as well (sequence parallelism).
+      zero: Sharded state: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
+      context_by: Form of context parallelism: gather, ring or ulysses, as in `jaxpar.Parallel`.
+      ulysses: Devices of the context axis that exchange heads; all of them if context_by is ulysses.
+      zero_context: Whether the devices of context share the training state with those of fsdp.
+      sequence: Whether the tensor axis also shards the activations between blocks (sequence parallelism).
       schedule: One of `jaxpar.pipeline.tables.library.LIBRARY`.
       chunks: Parts of the model on each stage.
       microbatch: Rows of one microbatch on one replica.
       microbatches: Microbatches of a step.
-      remat: What is computed again: none, all_dots, dots, full, offload as in jaxpar.models.remat; selective: attention
+      remat: Recomputation: none, all_dots, dots, full, offload as in jaxpar.models.remat; selective: attention
         between its projections (Korthikanti et al. 2022, arXiv:2205.05198, section 5); op: every other matmul with
         weights, and elementwise ops (torchtitan's selective checkpointing by operation).
-      head: Where a pipeline runs embedding and head, as `jaxpar.Pipeline` has it: last, or spread over the stages.
-      axes: Sizes of further axes, of techniques that are added to jaxpar's own, as `jaxpar.Parallel` has them.
+      head: Stages that run embedding and head, as in `jaxpar.Pipeline`: last, or spread over all.
+      axes: Sizes of the axes of added techniques, as in `jaxpar.Parallel`.
     """
 
     pipe: Any = 1
@@ -70,11 +70,11 @@ class Candidate:
     microbatches: Any = 1
     remat: Any = "none"
     head: Any = "last"
-    axes: Mapping[str, Any] = field(default_factory=dict, hash=False)  # a mapping has none
+    axes: Mapping[str, Any] = field(default_factory=dict, hash=False)  # a mapping has no hash
 
     def __post_init__(self):
         problems = [
-            Problem(f"axes={{{axis!r}: ...}}", "axes has sizes of further axes of a mesh", nearest(str(axis), AXES))
+            Problem(f"axes={{{axis!r}: ...}}", "axes has sizes of further axes of a mesh", suggest(str(axis), AXES))
             for axis in self.axes
             if axis not in AXES or axis in DECLARED
         ]
@@ -85,60 +85,62 @@ class Candidate:
                 problems.append(Problem(f"{key}={value!r:.60}", f"{key} is a positive whole number", f"{key}=1"))
         if not np.isin(self.zero, range(4)).all():
             problems.append(Problem(f"zero={self.zero!r:.60}", "zero is 0, 1, 2 or 3", "zero=3"))
-        for key, known in (
+        for key, names in (
             ("schedule", LIBRARY),
             ("remat", RECOMPUTES),
             ("head", ("last", "spread")),
             ("context_by", ("gather", "ring", "ulysses")),
         ):
             words = np.asarray(getattr(self, key))
-            if sum(np.count_nonzero(words == word) for word in known) == words.size:  # a sort takes ten times as long
+            if (
+                sum(np.count_nonzero(words == word) for word in names) == words.size
+            ):  # np.unique, which sorts, takes ten times as long
                 continue
-            for word in set(np.unique(words).tolist()) - set(known):
-                problems.append(Problem(f"{key}={word!r}", f"a {key} that has a name", nearest(str(word), known)))
+            for word in set(np.unique(words).tolist()) - set(names):
+                problems.append(Problem(f"{key}={word!r}", f"a {key} that has a name", suggest(str(word), names)))
         if problems:
             raise JaxparError(*problems)
 
     @property
     def sizes(self) -> dict[str, Any]:
         """Mesh axis to size, outermost first."""
-        own = {axis: getattr(self, axis) for axis in DECLARED} | dict(self.axes)
-        return {axis: own[axis] for axis in AXES if axis in own}
+        all_sizes = {axis: getattr(self, axis) for axis in DECLARED} | dict(self.axes)
+        return {axis: all_sizes[axis] for axis in AXES if axis in all_sizes}
 
     def size(self, axis: str) -> Any:
-        """Returns the size of an axis; 1 where the layout has none of that name."""
+        """Returns the size of an axis; 1 if the layout does not have it."""
         return self.sizes.get(axis, 1)
 
     def stride(self, axis: str) -> Any:
-        """Returns how many devices lie between neighbours along an axis: the product of all that lie inside of it."""
+        """Returns the distance in devices between neighbours along an axis: the product of the sizes inside it."""
         names = [*AXES]
         return math.prod(self.size(inner) for inner in names[names.index(axis) + 1 :])
 
-    def mapped(self, change: Callable[[Any], Any]) -> "Candidate":
-        """Returns it with every field, and the size of every further axis, changed in the same way: entries are picked.
+    def map_fields(self, change: Callable[[Any], Any]) -> "Candidate":
+        """Applies `change` to every field and to the size of every further axis, e.g. to select entries.
 
-        They were checked when it was made, and are not again.
+        Skips the checks of the constructor: the fields have passed them.
         """
-        made = object.__new__(Candidate)
-        for each in fields(self):
-            if each.name != "axes":
-                object.__setattr__(made, each.name, change(getattr(self, each.name)))
-        object.__setattr__(made, "axes", {axis: change(size) for axis, size in self.axes.items()})
-        return made
+        result = object.__new__(Candidate)
+        for entry in fields(self):
+            if entry.name != "axes":
+                object.__setattr__(result, entry.name, change(getattr(self, entry.name)))
+        object.__setattr__(result, "axes", {axis: change(size) for axis, size in self.axes.items()})
+        return result
 
     @property
     def devices(self) -> Any:
-        """Devices all axes together need."""
+        """Product of the sizes of all axes."""
         return math.prod(self.sizes.values())
 
     @property
     def shards(self) -> Any:
-        """Devices that share what `zero` says."""
+        """Devices that share the training state according to `zero`."""
         return np.multiply(self.fsdp, np.where(self.zero_context, self.context, 1))
 
     @property
     def replicas(self) -> Any:
-        """Groups of devices that each see other examples."""
+        """Groups of devices with different examples: the product of the batch axes."""
         return math.prod(self.size(axis) for axis in batch_axes())
 
     @property
@@ -147,55 +149,54 @@ class Candidate:
         return self.microbatch * self.microbatches * self.replicas
 
     def layers(self, count: int) -> Any:
-        """Returns how many of so many layers the fullest part holds."""
+        """Returns the layers of the fullest part of a model with `count` layers."""
         return -(-count // (self.pipe * self.chunks))
 
     @cached_property
     def phased(self) -> Any:
-        """Whether a tick of the schedule has one kind of op on all stages."""
+        """Whether each tick of the schedule has one kind of op on all stages."""
         return self._of_schedules(lambda table: table.phased)
 
     @cached_property
     def split(self) -> Any:
-        """Whether the schedule runs the gradients of weights apart from those of inputs."""
+        """Whether the schedule runs gradients of weights and of inputs as separate ops."""
         return self._of_schedules(lambda table: table.split)
 
     @cached_property
     def forwards_first(self) -> Any:
-        """Whether all forwards of the schedule come before its first backward, however many microbatches there are."""
+        """Whether all forwards of the schedule come before its first backward, for any number of microbatches."""
         return self._of_schedules(lambda table: table.peak[0] == table.microbatches * table.chunks)
 
     def _of_schedules(self, true: Callable[[Schedule], bool]) -> np.ndarray:
-        """Returns whether something is true of each candidate's schedule."""
-        names, found = np.asarray(self.schedule), np.zeros(np.shape(self.schedule), bool)
+        names, mask = np.asarray(self.schedule), np.zeros(np.shape(self.schedule), bool)
         for name in LIBRARY:
-            if (these := names == name).any() and true(_table_of(name)):
-                found = found | these
-        return found
+            if (matches := names == name).any() and true(_table_of(name)):
+                mask = mask | matches
+        return mask
 
     @property
-    def sharing(self) -> Any:
+    def head_shards(self) -> Any:
         """Stages that share the embedding and the head."""
         return np.where(np.asarray(self.head) == "spread", self.pipe, 1)
 
     @cached_property
-    def recomputed(self) -> tuple[Any, ...]:
-        """The five shares of `RECOMPUTES` that hold for `remat`.
+    def recompute_shares(self) -> tuple[Any, ...]:
+        """The five shares of `RECOMPUTES` for `remat`, corrected for context parallelism.
 
-        Over gathered keys attention's first matmul is one that no remat sees, so all_dots makes it again.
+        Over gathered keys no remat policy sees attention's first matmul, so all_dots recomputes it.
         """
         remat = np.asarray(self.remat)
-        which = [remat == name for name in RECOMPUTES]
-        found = [np.select(which, [shares[i] for shares in RECOMPUTES.values()]) for i in range(5)]
-        found[1] = np.where((remat == "all_dots") & np.greater(self.context, 1), 0.5, found[1])
-        # of what travels, forward and backward are one function each: no policy sees matmuls in them
-        whole = np.isin(remat, ("all_dots", "dots")) & np.not_equal(self.context_by, "gather")
-        found[1], found[2] = (np.where(whole, 1.0, share) for share in found[1:3])
-        return tuple(found)
+        masks = [remat == name for name in RECOMPUTES]
+        selected = [np.select(masks, [shares[i] for shares in RECOMPUTES.values()]) for i in range(5)]
+        selected[1] = np.where((remat == "all_dots") & np.greater(self.context, 1), 0.5, selected[1])
+        # a ring or ulysses is one function each for forward and backward: no policy sees the matmuls in them
+        opaque = np.isin(remat, ("all_dots", "dots")) & np.not_equal(self.context_by, "gather")
+        selected[1], selected[2] = (np.where(opaque, 1.0, share) for share in selected[1:3])
+        return tuple(selected)
 
 
 @cache
 def _table_of(name: str) -> Schedule:
-    """Returns a table of a schedule of the library, on some stages and microbatches."""
+    """Returns a small example table of a schedule of the library."""
     stages = 2
-    return schedule(name, stages=stages, microbatches=max(4, LIBRARY[name].least(stages)))
+    return schedule(name, stages=stages, microbatches=max(4, LIBRARY[name].fewest_microbatches(stages)))

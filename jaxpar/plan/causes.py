@@ -1,9 +1,8 @@
-"""Numbers by cause that add up: the seconds of a step, or the bytes of a device.
+"""Costs by cause: the seconds of a step, or the bytes of a device.
 
-    {"matmuls": 0.6, "tensor": 0.2, ...}    each a number, or an array with one for each of many layouts
+    {"matmuls": 0.6, "tensor": 0.2, ...}    each a number, or an array with one number per layout
 
-Who prices a technique names its cause and how it is drawn, and pages show the causes that they meet: there is no list
-of them.
+There is no list of causes: each technique names its own and their colours, and pages show all causes in a plan.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,16 +15,16 @@ INK, PALE = "#10151b", "#ffffff"  # text on light colours, and on dark ones
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Look:
-    """A cause as bars and pages draw it: work is cold, waiting for the network warm, idling pale.
+class Style:
+    """The letter and colours of a cause: work has cold colours, waiting for the network warm ones, idling pale ones.
 
     Attributes:
-      letter: In the bars of a terminal, so that they say the same without colours.
-      shade: One of the 256 colours of a terminal.
-      ink: That of the letter on it.
+      letter: Letter in the bars of a terminal, so that they can be read without colours.
+      shade: Background, one of the 256 colours of a terminal.
+      ink: Colour of the letter on that background, also one of the 256.
       light: CSS colour on a light page.
-      dark: The same on a dark page.
-      on: CSS colour of text on either; or two, for a light page and a dark one.
+      dark: CSS colour on a dark page.
+      text: CSS colour of text on `light` and `dark`; or a `light-dark()` pair.
     """
 
     letter: str
@@ -33,11 +32,11 @@ class Look:
     ink: int = 16
     light: str
     dark: str
-    on: str = INK
+    text: str = INK
 
 
 class Causes(Mapping[str, Any]):
-    """Numbers by cause, in the order in which they are shown; `causes.tensor` is `causes["tensor"]`."""
+    """Numbers by cause, in display order; `causes.tensor` is `causes["tensor"]`."""
 
     def __init__(self, **parts: Any):
         self._parts = parts
@@ -61,24 +60,24 @@ class Causes(Mapping[str, Any]):
 
     @property
     def total(self) -> Any:
-        """All of it."""
+        """Sum over all causes."""
         return sum(self.values())
 
     @property
     def plain(self) -> Self:
-        """The same of one layout, as plain numbers."""
+        """The causes of one layout, as Python floats."""
         return type(self)(**{cause: float(np.asarray(value)) for cause, value in self.items()})
 
     def times(self, factor: float) -> Self:
-        """Returns as many times of every cause."""
+        """Multiplies every cause by a factor."""
         return self if factor == 1 else type(self)(**{cause: factor * value for cause, value in self.items()})
 
     def plus(self, more: Mapping[str, Any]) -> Self:
-        """Returns it with more of some causes, and with further ones after its own."""
+        """Adds `more` cause by cause; new causes come last."""
         return type(self)(**{cause: self.get(cause, 0.0) + more.get(cause, 0.0) for cause in {**self, **more}})
 
     @classmethod
-    def largest(cls, several: Sequence[Self]) -> Self:
-        """Returns, for each layout, the one of several that is most in all."""
-        most = np.argmax(np.stack(np.broadcast_arrays(*[each.total for each in several])), axis=0)
-        return cls(**{cause: np.choose(most, [each[cause] for each in several]) for cause in several[0]})
+    def largest(cls, candidates: Sequence[Self]) -> Self:
+        """Returns, for each layout, the causes of the one of `candidates` with the largest total."""
+        indices = np.argmax(np.stack(np.broadcast_arrays(*[causes.total for causes in candidates])), axis=0)
+        return cls(**{cause: np.choose(indices, [causes[cause] for causes in candidates]) for cause in candidates[0]})

@@ -1,26 +1,26 @@
-"""The choices of a search: what may vary besides the sizes that a model allows."""
+"""Options of a search: schedules, chunks, remat policies and bounds on axis sizes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from jaxpar.parallel.declare import DECLARED
+from jaxpar.parallel.declaration import DECLARED
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """The choices of a search.
+    """Schedules, chunks and remat policies that a search tries, and the largest size of each axis.
 
     Attributes:
-      schedules: Of pipelines.
-      chunks: Parts of the model on each stage, where a schedule interleaves.
-      uneven: Whether the chunks of a pipeline may differ in their layers, or have none, as Llama 3's do; jaxpar's own
-        may not, while stages of one chunk may.
-      remats: What may be computed again.
-      context: The most devices that share a sequence; 16 are what Llama 3 was trained with at 131,072 tokens; 0 means
-        as many as divide it.
-      tensor: The most devices that share a matrix; 0 means as many as divide it.
-      pipe: The most stages; 0 means as many as there are layers.
-      axes: The largest sizes of further axes, of techniques that are added to jaxpar's own: {"expert": 4}.
+      schedules: Pipeline schedules.
+      chunks: Numbers of chunks per stage that interleaved schedules try.
+      uneven: Whether chunks may have different numbers of layers, or none, as in Llama 3. jaxpar's own chunks may not;
+        stages of one chunk may.
+      remats: Remat policies.
+      context: Largest size of `context`; 0 means any that divides a sequence. Llama 3 was trained with 16 at 131,072
+        tokens.
+      tensor: Largest size of `tensor`; 0 means any that divides the matrices.
+      pipe: Most pipeline stages; 0 means up to the number of layers.
+      axes: Largest sizes of the axes of added techniques: {"expert": 4}.
     """
 
     schedules: tuple[str, ...] = ("1f1b_phased", "interleaved_phased", "gpipe")
@@ -33,9 +33,9 @@ class Choices:
     axes: Mapping[str, int] = field(default_factory=dict)
 
     def most(self, axis: str) -> int:
-        """Returns the largest size that an axis may have; 0 where it has no bound."""
+        """Returns the largest size of an axis; 0 means unbounded."""
         return getattr(self, axis, 0) if axis in DECLARED else self.axes.get(axis, 0)
 
     def without_bound(self, axis: str) -> "Choices":
-        """Returns the choices with an axis as large as a model allows."""
+        """Removes the bound on an axis."""
         return replace(self, **{axis: 0}) if axis in DECLARED else replace(self, axes={**self.axes, axis: 0})

@@ -1,4 +1,4 @@
-"""Layouts drawn by chance, of every kind alike: a prediction is not to be held only to what it would choose."""
+"""Random layouts, equally many of every kind: tests predictions also on layouts that the planner would not choose."""
 
 from collections import defaultdict
 
@@ -6,41 +6,43 @@ import numpy as np
 
 from jaxpar.errors import refuse
 from jaxpar.mesh.axes import AXES
-from jaxpar.plan.enumerate import at
-from jaxpar.plan.search import Question, Ranked, weigh
+from jaxpar.plan.enumeration import select_one
+from jaxpar.plan.search import Question, Ranked, predict
 from jaxpar.plan.techniques.table import TECHNIQUES
 
-MOST, MICROBATCHES = 16, 64  # devices that split a model along one axis: more are legal, and nobody would run them
-ROOM = 1.5  # times a device's memory: what does not fit is compiled too
+# largest axis that splits a model, most microbatches: more are legal, but nobody would run them
+MOST, MICROBATCHES = 16, 64
+ROOM = 1.5  # times a device's memory: layouts that do not fit are compiled too
 
 
 def sample(question: Question, count: int, *, seed: int = 0) -> list[Ranked]:
-    """Returns layouts with their predictions, drawn without regard to them.
+    """Draws random layouts, independently of their predictions, and predicts them.
 
-    In turn one of each kind: with or without each of the axes that split a model, of each ZeRO stage.
+    Draws one layout of each kind in turn; a kind is the set of axes that split the model, and the ZeRO stage.
 
     Args:
       question: Model, devices, batch, hardware.
-      count: How many.
-      seed: Of the draw.
+      count: Number of layouts.
+      seed: Random seed.
 
     Raises:
       JaxparError: If there are fewer legal layouts.
     """
     candidates = question.legal()
-    usual = question.bytes(candidates).total < ROOM * question.room
+    usual = question.bytes(candidates).total < ROOM * question.memory_limit
     usual &= candidates.microbatches <= MICROBATCHES
-    splitting = [axis for axis, each in AXES.items() if each.splits and axis in TECHNIQUES]
+    splitting = [axis for axis, entry in AXES.items() if entry.splits and axis in TECHNIQUES]
     for axis in splitting:
         usual &= candidates.size(axis) <= MOST
     possible = int(usual.sum())
     if not 1 <= count <= possible:
         raise refuse(f"{count} layouts of {possible}", rule="at least one, and no more than there are", fix="30")
     kinds = defaultdict(list)
-    for i in np.random.default_rng(seed).permutation(len(usual)).tolist():  # of all: formulas change, a draw does not
+    # permutes all candidates: the draw does not change with the formulas
+    for i in np.random.default_rng(seed).permutation(len(usual)).tolist():
         if usual[i]:
-            cut = (bool(candidates.sizes[axis][i] > 1) for axis in splitting)
-            kinds[*cut, int(candidates.zero[i])].append(i)
-    turns = max(len(each) for each in kinds.values())
-    drawn = [kinds[kind][turn] for turn in range(turns) for kind in sorted(kinds) if turn < len(kinds[kind])]
-    return [weigh(question, at(candidates, i)) for i in drawn[:count]]
+            split_axes = (bool(candidates.sizes[axis][i] > 1) for axis in splitting)
+            kinds[*split_axes, int(candidates.zero[i])].append(i)
+    longest = max(len(entry) for entry in kinds.values())
+    chosen_indices = [kinds[kind][rank] for rank in range(longest) for kind in sorted(kinds) if rank < len(kinds[kind])]
+    return [predict(question, select_one(candidates, i)) for i in chosen_indices[:count]]

@@ -1,12 +1,12 @@
-"""Low-rank adapters beside matrices of any Flax model, which the model itself knows nothing of.
+"""Low-rank adapters for matrices of any Flax model, which needs no changes.
 
     params: blocks/attention/query                  W  [layers, embed, heads, head_dim]     as the model made it
             adapters/blocks/attention/query/first   A  [layers, embed, rank]                split as W is
             adapters/blocks/attention/query/second  B  [layers, rank, heads, head_dim]
 
-W goes into the model together with its A and B, as one value of three arrays: a scan over stacked layers slices all
-three. Where the model reads the value, it gets W + alpha / rank A B, of which `models/low_rank.py` says more.
-With base = "int8", W is int8, and goes with `scales/blocks/attention/query` [layers, heads, head_dim] as the fourth.
+The model gets W, A and B as one value of three arrays: a scan over stacked layers slices all three. Where the model
+reads the value, it gets W + alpha / rank A B; see `models/low_rank.py`. With base = "int8", W is int8, and
+`scales/blocks/attention/query` [layers, heads, head_dim] is the fourth array.
 """
 
 import math
@@ -20,46 +20,46 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.errors import JaxparError, Problem, refuse
-from jaxpar.models.blocks.eight_bits import DTYPE, as_floats, rounded
+from jaxpar.models.blocks.int8 import DTYPE, dequantize, rounded
 from jaxpar.models.low_rank import low_rank_sum
 from jaxpar.models.settings.adapters import Adapters
-from jaxpar.optim.patterns import meant, unmatched
+from jaxpar.optim.patterns import matching, unmatched
 from jaxpar.sharding.names import Blueprint, Compute, Leaf, Tree, Use, by_path, nest
-from jaxpar.sharding.rules import Choice, name_stacks, own_dims
+from jaxpar.sharding.rules import AxisChoice, name_stacks, own_dims
 
 ROOM = "adapters"  # the first word of the paths of all A and B
 FLOAT = jnp.dtype(jnp.float32)
-SCALES = "scales"  # of the paths of what the outputs of matrices in 8 bits are multiplied by
+SCALES = "scales"  # the first word of the paths of output scales of 8-bit matrices
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """The place of one adapter.
+    """The dims and the scale of one adapter.
 
     Attributes:
-      lead: Dims of the matrix before its own: the layers of a stack.
-      inputs: Dims of its own that it multiplies an activation over.
+      lead: Leading dims of the matrix before its own: the layers of a stack.
+      inputs: Dims of its own that a matmul with activations contracts.
       scale: alpha / rank.
-      wide: The dtype in which the model has the matrix, where it is kept in 8 bits; else None.
+      float_dtype: The model's dtype of the matrix, if it is stored in 8 bits; else None.
     """
 
     lead: int
     inputs: int
     scale: float
-    wide: Any = None
+    float_dtype: Any = None
 
     def dims(self, part: str, rank: int) -> tuple[int | None, ...]:
-        """Returns for each dim of A (`first`), B (`second`) or `scales` the dim of the matrix that it is, or None."""
-        at = self.lead + self.inputs
+        """Returns, for each dim of A (`first`), B (`second`) or `scales`, the matching dim of the matrix, or None."""
+        end = self.lead + self.inputs
         if part == SCALES:
-            return (*range(self.lead), *range(at, rank))
-        return (*range(at), None) if part == "first" else (*range(self.lead), None, *range(at, rank))
+            return (*range(self.lead), *range(end, rank))
+        return (*range(end), None) if part == "first" else (*range(self.lead), None, *range(end, rank))
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Adapted:
-    """A matrix with its A and B, and its scales if it has any, on the way to where the model reads it."""
+class AdaptedMatrix:
+    """A matrix with its A and B, and its scales if it has any, as one value until the model reads it."""
 
     base: Any
     first: Any
@@ -68,9 +68,9 @@ class Adapted:
 
 
 def with_adapters(blueprint: Blueprint, adapters: Adapters) -> Blueprint:
-    """Returns a model with adapters beside some of its matrices; with rank 0 the model itself.
+    """Adds adapters to some matrices of a model; with rank 0 returns the model itself.
 
-    A begins as in the paper's code, uniform within 1 / sqrt(inputs), and B with zeros: at first the model is unchanged.
+    A starts as in the paper's code, uniform within 1 / sqrt(inputs), and B with zeros: at first the model is unchanged.
 
     Raises:
       JaxparError: If a pattern matches no matrix, or the model has adapters, or other parameters of that name, already.
@@ -78,52 +78,54 @@ def with_adapters(blueprint: Blueprint, adapters: Adapters) -> Blueprint:
     if not adapters.rank:
         return blueprint
     rooms = (ROOM, SCALES) if adapters.base == "int8" else (ROOM,)
-    if taken := [path for path in blueprint.leaves if path.split("/")[0] in rooms]:
+    if conflicts := [path for path in blueprint.leaves if path.split("/")[0] in rooms]:
         raise refuse(
-            f"{blueprint.name} has the parameter {taken[0]}",
+            f"{blueprint.name} has the parameter {conflicts[0]}",
             rule=f"parameters of adapters are called {'/... or '.join(rooms)}/..., and a model has adapters once",
-            fix="jp.adapted once, with all paths, or another name of that module",
+            fix="jp.add_lora once, with all paths, or another name of that module",
         )
     leaves = name_stacks(blueprint.leaves)
-    matrices = [path for path, leaf in leaves.items() if _own(path, leaf) > 1]
-    problems = unmatched("train.adapters.paths", adapters.paths, matrices, what="matrix of the model")
+    matrices = [path for path, leaf in leaves.items() if _own_rank(path, leaf) > 1]
+    problems = unmatched("train.adapters.paths", adapters.paths, matrices, noun="matrix of the model")
     problems += unmatched("train.adapters.also", adapters.also, list(leaves))
-    found = {path: _adapter(path, leaves[path], adapters) for path in meant(matrices, adapters.paths)}
-    if problems or (problems := _both(adapters, list(found))):
+    placed = {path: _adapter(path, leaves[path], adapters) for path in matching(matrices, adapters.paths)}
+    if problems or (problems := _trained_twice(adapters, list(placed))):
         raise JaxparError(*problems)
-    made = {
-        f"{ROOM}/{path}/{part}": _part(leaves[path], each.dims(part, len(leaves[path].shape)), adapters.rank)
-        for path, each in found.items()
+    parts = {
+        f"{ROOM}/{path}/{part}": _part(leaves[path], adapter.dims(part, len(leaves[path].shape)), adapters.rank)
+        for path, adapter in placed.items()
         for part in ("first", "second")
     }
-    kept = {path: replace(blueprint.leaves[path], dtype=DTYPE) for path, each in found.items() if each.wide}
+    quantized = {
+        path: replace(blueprint.leaves[path], dtype=DTYPE) for path, adapter in placed.items() if adapter.float_dtype
+    }
     scales = {
-        f"{SCALES}/{path}": replace(_part(leaf, found[path].dims(SCALES, len(leaf.shape)), 0), dtype=FLOAT)
-        for path, leaf in kept.items()
+        f"{SCALES}/{path}": replace(_part(leaf, placed[path].dims(SCALES, len(leaf.shape)), 0), dtype=FLOAT)
+        for path, leaf in quantized.items()
     }
 
     def init(key: jax.Array) -> tuple[Tree, Tree]:
         params, rest = blueprint.init(key)
-        begun = {tuple(path.split("/")): _begun(path, leaf, found, key) for path, leaf in made.items()}
-        return in_eight_bits(found, params | nest(begun)), rest
+        initial = {tuple(path.split("/")): _initial_value(path, leaf, placed, key) for path, leaf in parts.items()}
+        return quantize(placed, params | nest(initial)), rest
 
     return replace(
         blueprint,
-        leaves={**blueprint.leaves, **kept, **made, **scales},
+        leaves={**blueprint.leaves, **quantized, **parts, **scales},
         init=init,
-        bind=partial(_bind, blueprint, found),
-        adapters=found,
+        bind=partial(_bind, blueprint, placed),
+        adapters=placed,
         base=blueprint,
     )
 
 
 def without_adapters(blueprint: Blueprint) -> Blueprint:
-    """Returns the model itself, without its adapters."""
+    """Returns the model without its adapters."""
     return blueprint.base or blueprint
 
 
 def base_of(blueprint: Blueprint, path: str) -> tuple[str, tuple[int | None, ...]] | None:
-    """Returns the matrix that a parameter is an adapter of, and which of its dims each dim is; None for any other."""
+    """Returns the matrix that a parameter adapts, and the matching dim of each dim; None for any other parameter."""
     words = path.split("/")
     if is_scales(blueprint, path):
         base, part = "/".join(words[1:]), SCALES
@@ -135,97 +137,98 @@ def base_of(blueprint: Blueprint, path: str) -> tuple[str, tuple[int | None, ...
 
 
 def is_scales(blueprint: Blueprint, path: str) -> bool:
-    """Returns whether a parameter is the scales of a matrix in 8 bits."""
+    """Whether a parameter is the scales of a matrix in 8 bits."""
     room, _, base = path.partition("/")
-    return room == SCALES and base in blueprint.adapters and blueprint.adapters[base].wide is not None
+    return room == SCALES and base in blueprint.adapters and blueprint.adapters[base].float_dtype is not None
 
 
-def begun_with(blueprint: Blueprint) -> dict[str, Leaf]:
-    """Returns the parameters as another run or folder has them: those in 8 bits as the model has them, no scales."""
-    wide = {path: each.wide for path, each in blueprint.adapters.items() if each.wide}
+def checkpoint_leaves(blueprint: Blueprint) -> dict[str, Leaf]:
+    """Returns the parameters as another run or folder stores them: no scales, 8-bit matrices in the model's dtype."""
+    model_dtypes = {path: adapter.float_dtype for path, adapter in blueprint.adapters.items() if adapter.float_dtype}
     return {
-        path: replace(leaf, dtype=wide.get(path, leaf.dtype))
+        path: replace(leaf, dtype=model_dtypes.get(path, leaf.dtype))
         for path, leaf in blueprint.leaves.items()
         if not is_scales(blueprint, path)
     }
 
 
-def as_base(choice: Choice, base: str, dims: tuple[int | None, ...]) -> Choice:
-    """Returns where an adapter goes: each dim as that of its matrix."""
-    return Choice(
+def adapter_choice(choice: AxisChoice, base: str, dims: tuple[int | None, ...]) -> AxisChoice:
+    """Places an adapter: each dim as the matching dim of its matrix."""
+    return AxisChoice(
         names=tuple(None if dim is None else choice.names[dim] for dim in dims),
         axes=tuple(() if dim is None else choice.axes[dim] for dim in dims),
         why=f"as {base}",
     )
 
 
-def merged(blueprint: Blueprint, params: Tree) -> Tree:
-    """Returns the parameters of the model itself, W + alpha / rank A B where it has adapters.
+def merge_adapters(blueprint: Blueprint, params: Tree) -> Tree:
+    """Merges adapters: returns the base model's parameters, W + alpha / rank A B for each adapted matrix.
 
     Args:
-      blueprint: The model with adapters; another's parameters are returned as they are.
+      blueprint: The model with adapters; without adapters, parameters are returned unchanged.
       params: Its parameters: nested dicts, or path to array.
     """
     flat = dict(by_path(params))
-    for path, each in blueprint.adapters.items():
+    for path, adapter in blueprint.adapters.items():
         first, second = (flat.pop(f"{ROOM}/{path}/{part}") for part in ("first", "second"))
-        add, scales = partial(_merge, each), [flat.pop(f"{SCALES}/{path}")] if each.wide else []
-        for _ in range(each.lead):
+        add, scales = partial(_merge, adapter), [flat.pop(f"{SCALES}/{path}")] if adapter.float_dtype else []
+        for _ in range(adapter.lead):
             add = jax.vmap(add)
         flat[path] = add(flat[path], first, second, *scales)
     return nest({tuple(path.split("/")): value for path, value in flat.items()})
 
 
-def in_eight_bits(adapters: Mapping[str, Adapter], params: Tree) -> Tree:
-    """Returns parameters in nested dicts with the matrices that are kept in 8 bits rounded, and their scales."""
-    if not any(each.wide for each in adapters.values()):
+def quantize(adapters: Mapping[str, Adapter], params: Tree) -> Tree:
+    """Quantizes the matrices that are stored in 8 bits, and adds their scales, in nested dicts of parameters."""
+    if not any(adapter.float_dtype for adapter in adapters.values()):
         return params
     flat = dict(by_path(params))
-    for path, each in adapters.items():
-        if each.wide:
-            flat[path], flat[f"{SCALES}/{path}"] = rounded(flat[path], lead=each.lead, inputs=each.inputs)
+    for path, adapter in adapters.items():
+        if adapter.float_dtype:
+            flat[path], flat[f"{SCALES}/{path}"] = rounded(flat[path], lead=adapter.lead, inputs=adapter.inputs)
     return nest({tuple(path.split("/")): value for path, value in flat.items()})
 
 
-def _merge(each: Adapter, base: jax.Array, first: jax.Array, second: jax.Array, *scales: jax.Array) -> jax.Array:
-    made = each.wide or base.dtype
-    wide = jnp.promote_types(made, jnp.float32)
-    held = as_floats(base, scales[0], wide) if scales else base.astype(wide)
-    return (held + each.scale * jnp.tensordot(first, second, axes=1).astype(wide)).astype(made)
+def _merge(adapter: Adapter, base: jax.Array, first: jax.Array, second: jax.Array, *scales: jax.Array) -> jax.Array:
+    dtype = adapter.float_dtype or base.dtype
+    wide = jnp.promote_types(dtype, jnp.float32)
+    floats = dequantize(base, scales[0], wide) if scales else base.astype(wide)
+    return (floats + adapter.scale * jnp.tensordot(first, second, axes=1).astype(wide)).astype(dtype)
 
 
 def _bind(
     blueprint: Blueprint, adapters: Mapping[str, Adapter], values: Tree, rest: Tree, use: Use, compute: Compute
 ) -> Any:
-    """Returns the model with these values, that reads a matrix with what its adapter adds."""
+    """Binds the model to values in which reading a matrix adds its adapter."""
     flat = dict(by_path(values))
-    for path, each in adapters.items():
-        names = [f"{ROOM}/{path}/first", f"{ROOM}/{path}/second", *[f"{SCALES}/{path}"] * bool(each.wide)]
-        flat[path] = Adapted(flat[path], *(flat.pop(name) for name in names))
+    for path, adapter in adapters.items():
+        names = [f"{ROOM}/{path}/first", f"{ROOM}/{path}/second", *[f"{SCALES}/{path}"] * bool(adapter.float_dtype)]
+        flat[path] = AdaptedMatrix(flat[path], *(flat.pop(name) for name in names))
 
     def read(path: str, value: Any) -> jax.Array:
-        if not isinstance(value, Adapted):
+        if not isinstance(value, AdaptedMatrix):
             return use(path, value)
         first, second = use(f"{ROOM}/{path}/first", value.first), use(f"{ROOM}/{path}/second", value.second)
-        each = adapters[path]
-        whole = first.ndim - 1 - each.inputs  # dims of a stack that a scan has not taken away
-        scales = [use(f"{SCALES}/{path}", value.scales)] if each.wide else []
-        return low_rank_sum(use(path, value.base), first, second * each.scale, *scales, lead=whole)
+        adapter = adapters[path]
+        stacked = first.ndim - 1 - adapter.inputs  # dims of a stack that no scan has sliced
+        scales = [use(f"{SCALES}/{path}", value.scales)] if adapter.float_dtype else []
+        return low_rank_sum(use(path, value.base), first, second * adapter.scale, *scales, lead=stacked)
 
     return blueprint.bind(nest({tuple(path.split("/")): value for path, value in flat.items()}), rest, read, compute)
 
 
-def _own(path: str, leaf: Leaf) -> int:
-    """Returns how many dims a parameter has of its own, those of a stack not counted."""
+def _own_rank(path: str, leaf: Leaf) -> int:
+    """Returns the number of a parameter's own dims, without those of a stack."""
     if leaf.names is not None:
         return len(leaf.shape) - (leaf.names[:1] == ("layers",))
     return own_dims(path, leaf)
 
 
 def _adapter(path: str, leaf: Leaf, adapters: Adapters) -> Adapter:
-    """Returns the adapter of a matrix. Of more than two dims, the last are the inputs of what writes to the stream.
+    """Returns the adapter of a matrix; if it writes to the stream, its inputs are all dims but the last, else the
+    first.
 
-    Where that is not how the model multiplies, the correction is of low rank all the same, and read as a sum.
+    If the model multiplies otherwise, the correction still has low rank, and is added where the matrix is read.
     """
     lead = int(leaf.names is not None and leaf.names[:1] == ("layers",))
     own = len(leaf.shape) - lead
@@ -241,20 +244,20 @@ def _part(leaf: Leaf, dims: tuple[int | None, ...], rank: int) -> Leaf:
     return Leaf(tuple(rank if dim is None else leaf.shape[dim] for dim in dims), leaf.dtype, None)
 
 
-def _begun(path: str, leaf: Leaf, adapters: Mapping[str, Adapter], key: jax.Array) -> jax.Array:
-    """Returns the first value of an A or a B; the numbers depend on the path and the key alone."""
+def _initial_value(path: str, leaf: Leaf, adapters: Mapping[str, Adapter], key: jax.Array) -> jax.Array:
+    """Returns the initial value of an A or a B; it depends on the path and the key alone."""
     base, part = "/".join(path.split("/")[1:-1]), path.split("/")[-1]
     if part == "second":
         return jnp.zeros(leaf.shape, leaf.dtype)
-    each = adapters[base]
-    most = 1 / math.sqrt(math.prod(leaf.shape[each.lead : each.lead + each.inputs]))
-    own = jax.random.fold_in(key, zlib.crc32(path.encode()))
-    return jax.random.uniform(own, leaf.shape, leaf.dtype, -most, most)
+    adapter = adapters[base]
+    bound = 1 / math.sqrt(math.prod(leaf.shape[adapter.lead : adapter.lead + adapter.inputs]))
+    path_key = jax.random.fold_in(key, zlib.crc32(path.encode()))
+    return jax.random.uniform(path_key, leaf.shape, leaf.dtype, -bound, bound)
 
 
-def _both(adapters: Adapters, found: list[str]) -> list[Problem]:
-    """Returns the matrices that would have an adapter and be trained themselves."""
+def _trained_twice(adapters: Adapters, matrices: list[str]) -> list[Problem]:
+    """Returns a problem for each matrix that would have an adapter and be trained itself."""
     return [
         Problem(f"{path} has an adapter and is trained itself", "what has an adapter is frozen", "paths or also")
-        for path in meant(found, adapters.also)
+        for path in matching(matrices, adapters.also)
     ]

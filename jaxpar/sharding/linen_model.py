@@ -1,7 +1,7 @@
 """Flax Linen at the edge: a module and a way to call it become a `Blueprint`.
 
-A parameter is gathered and cast where the module reads it, also inside `nn.scan` and `nn.remat`: `Parameters`. So is
-a large array of another collection, which is not cast.
+A parameter is gathered and cast where the module reads it, also inside `nn.scan` and `nn.remat`: see `Parameters`. A
+large array of another collection is gathered too, but not cast.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,30 +13,30 @@ import jax
 from flax import linen as nn
 from flax import nnx
 
-from jaxpar.errors import refuse, users_code
+from jaxpar.errors import refuse, user_code_errors
+from jaxpar.models.output_dtype import cast_output
 from jaxpar.models.remat import is_policy
-from jaxpar.models.returned import returned
 from jaxpar.sharding.author.explicit import author_rules, no_mesh, sharding_translation
-from jaxpar.sharding.author.value_specs import Spec, noting_specs, value_specs
+from jaxpar.sharding.author.value_specs import Spec, recording_specs, value_specs
 from jaxpar.sharding.calls.compute_dtype import compute_linen
-from jaxpar.sharding.calls.norm_axes import over_bound_axes
-from jaxpar.sharding.linen.late import check_variables, has, known_collections
-from jaxpar.sharding.linen.parameters import Parameters, as_stored
-from jaxpar.sharding.linen.sow import Path, parted, recorded_sows
-from jaxpar.sharding.linen.streams import Streams, drawing_from, with_streams
-from jaxpar.sharding.linen.variables import Initializer, Variables, unboxed
+from jaxpar.sharding.calls.norm_axes import without_unbound_axes
+from jaxpar.sharding.infer_names.trace_call import trace_program
+from jaxpar.sharding.linen.late_variables import check_variables, has_path, known_collections
+from jaxpar.sharding.linen.parameters import Parameters, to_dict
+from jaxpar.sharding.linen.sow import Path, recording_sows, split_sown
+from jaxpar.sharding.linen.streams import Streams, find_streams, with_rngs
+from jaxpar.sharding.linen.variables import Initializer, Variables, unbox
 from jaxpar.sharding.names import Blueprint, Compute, Program, Tree, Use, path_of
-from jaxpar.sharding.reading.called import traced
 
 
 class LinenModel:
     """A Linen module with its variables, as a loss function sees it: call it like the module.
 
     Attributes:
-      training: Whether this is a training step; pass it on where the module wants to
-        know (`model(x, train=model.training)`).
-      state: The collections that last (BatchNorm's), updated by every call.
-      sown: What the last call sowed, by collection: `model.sown["intermediates"]`.
+      training: Whether this is a training step; pass it on if the module has an argument for it (`model(x,
+        train=model.training)`).
+      state: The collections that persist (BatchNorm's), updated by every call.
+      sown: Values that the last call sowed, by collection: `model.sown["intermediates"]`.
     """
 
     def __init__(
@@ -60,55 +60,55 @@ class LinenModel:
         self._manual = jax.sharding.get_abstract_mesh().manual_axes
 
     def __call__(self, *args, method: Any = None, **kwargs):
-        """Applies the module (or one method of it), keeps what it wrote to its collections; see `returned`."""
+        """Applies the module (or one method of it) and stores its updated collections; see `cast_output`."""
         key = jax.random.fold_in(self.key, self._calls)
         self._calls += 1
-        sows = recorded_sows(lambda path, _: None if has(self.state, path) else self._sown_paths.add(path))
+        sows = recording_sows(lambda path, _: None if has_path(self.state, path) else self._sown_paths.add(path))
         large = {name: Parameters(self.state[name], use, f"collections/{name}/") for name, use in self._read.items()}
         computing = partial(_computing_in, self._dtype, self._manual)
-        known = known_collections(self.module, self.state)
-        with nn.intercept_methods(computing), nnx.use_eager_sharding(False), sows, known:
-            out, written = drawing_from(self.module.apply, key, self._streams)(
+        collections = known_collections(self.module, self.state)
+        with nn.intercept_methods(computing), nnx.use_eager_sharding(False), sows, collections:
+            out, written = with_rngs(self.module.apply, key, self._streams)(
                 {"params": self.params, **self.state, **large},
                 *args,
                 method=method,
                 mutable=[*self.state, *self.sown],
                 **kwargs,
             )
-        written = {name: unboxed(as_stored(tree)) for name, tree in written.items()}
-        halves = {name: parted(tree, self._sown_paths, (name,)) for name, tree in written.items()}
-        after = {name: halves[name][0] if name in halves else value for name, value in self.state.items()}
+        written = {name: unbox(to_dict(tree)) for name, tree in written.items()}
+        parts = {name: split_sown(tree, self._sown_paths, (name,)) for name, tree in written.items()}
+        after = {name: parts[name][0] if name in parts else value for name, value in self.state.items()}
         check_variables(self.module, self.state, after)
         self.state = after
-        self.sown = {name: halves[name][1] if name in halves else None for name in self.sown} | {
-            name: apart for name, (_, apart) in halves.items() if apart
+        self.sown = {name: parts[name][1] if name in parts else None for name in self.sown} | {
+            name: sown_values for name, (_, sown_values) in parts.items() if sown_values
         }
-        return returned(out)
+        return cast_output(out)
 
 
 def _computing_in(dtype, manual, call, args, kwargs, context):
-    """Sets on every submodule what a step decides: a dtype where its own is open, and the axes of its statistics."""
+    """Sets a step's decisions on every submodule: the dtype if its own is open, and the axes of its statistics."""
     module = context.module
     if dtype is not None:
         compute_linen(module, dtype)
-    with over_bound_axes(module, manual):
+    with without_unbound_axes(module, manual):
         return call(*args, **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Called:
+class _CallableModule:
     """A Linen module and a way to call it.
 
     Attributes:
       module: The module.
       call: Calls a model once, as training will.
-      made: Key to the module's variables in boxes, traced once.
-      variables: What these are.
+      make_variables: Key to the module's variables in boxes, traced once.
+      variables: Their structure.
     """
 
     module: nn.Module
     call: Callable[[Any], Any]
-    made: Callable[[jax.Array], dict[str, Any]]
+    make_variables: Callable[[jax.Array], dict[str, Any]]
     variables: Variables
 
     @property
@@ -119,10 +119,10 @@ class _Called:
 
     def init(self, key: jax.Array) -> tuple[Tree, Tree]:
         """Returns the parameters and the rest."""
-        return self.variables.stored(unboxed(self.made(key)), jax.random.fold_in(key, 2))
+        return self.variables.to_state(unbox(self.make_variables(key)), jax.random.fold_in(key, 2))
 
     def bind(self, values: Tree, state: Tree, use: Use, compute: Compute, *, streams: Streams) -> LinenModel:
-        """Returns the module with these values, drawing from these random streams."""
+        """Binds the module to these values; it draws from these random streams."""
 
         def reads(path: str, value: jax.Array) -> jax.Array:
             return use(path, value) if self.variables.others[path].large else value
@@ -135,29 +135,29 @@ class _Called:
             compute=compute,
             streams=streams,
             sown=self.variables.sown,
-            read=dict.fromkeys(self.variables.in_pieces, reads),
+            read=dict.fromkeys(self.variables.large_collections, reads),
             sown_paths=self.variables.sown_paths,
         )
 
     def traced(self, streams: Streams) -> Program:
         """Returns the program of a call with these random streams."""
-        return traced(self.init, partial(self.bind, streams=streams), self.call)
+        return trace_program(self.init, partial(self.bind, streams=streams), self.call)
 
 
 def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Blueprint:
-    """Returns what jaxpar needs to know of a Linen module.
+    """Builds the blueprint of a Linen module.
 
-    Its initializer is traced once, also where it is run later, and so is its call.
+    Its initializer is traced once, even if it runs later, and so is its call.
 
     Args:
       module: The module.
       call: A function of the model that calls it once as training will, on real or zero inputs.
-      name: What the user calls it.
+      name: The user's name of the module.
     """
     flat: dict[str, tuple[int, ...]] = {}
     sown: set[Path] = set()
 
-    # inline, so that a program which runs it is as if there were no jit: that is here to be traced once
+    # jit, to be traced once; inline, so that a program that calls it is the same as without jit
     @partial(jax.jit, inline=True)
     def made(key: jax.Array) -> dict[str, Any]:
         model = Initializer(module, key)
@@ -167,13 +167,13 @@ def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Bl
         sown.update(model.sown)
         return dict(model.variables)
 
-    with users_code(
+    with user_code_errors(
         name,
         rule="a Linen module can be called with its example of inputs",
-        fix=f"jp.linen({type(module).__name__}(...), what its __call__ takes)",
+        fix=f"jp.from_linen({type(module).__name__}(...), what its __call__ takes)",
     ):
         with no_mesh():
-            with noting_specs() as noted:
+            with recording_specs() as noted:
                 boxed = jax.eval_shape(made, jax.random.key(0))
         if not boxed:
             raise refuse(
@@ -181,17 +181,17 @@ def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Bl
                 rule="a model is called by its loss, and has parameters",
                 fix='model(batch["inputs"]) in the loss',
             )
-        variables = Variables.of(boxed, name, flat, sown, _written(made, boxed) if noted else {})
-        called = _Called(module=module, call=call, made=made, variables=variables)
-        streams, program = with_streams(called.traced, name)
+        variables = Variables.from_boxed(boxed, name, flat, sown, _written_specs(made, boxed) if noted else {})
+        called = _CallableModule(module=module, call=call, make_variables=made, variables=variables)
+        streams, program = find_streams(called.traced, name)
     return Blueprint(
         name=name,
         leaves=variables.leaves,
         init=called.init,
         bind=partial(called.bind, streams=streams),
-        collect=_collected,
+        collect=_collect,
         takes_remat=called.takes_remat,
-        others=variables.others,
+        other_leaves=variables.others,
         overwritten=variables.overwritten,
         counts_layers=True,
         program=lambda: program,
@@ -199,14 +199,14 @@ def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Bl
     )
 
 
-def _written(made: Callable[[jax.Array], dict[str, Any]], boxed: Mapping[str, Any]) -> dict[str, Spec | None]:
-    """Returns the specs that are written on the values of parameters, by path."""
-    specs = value_specs(lambda key: unboxed(made(key)).get("params", {}), jax.random.key(0))
-    paths = (path_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(unboxed(boxed.get("params", {}))))
+def _written_specs(
+    make_variables: Callable[[jax.Array], dict[str, Any]], boxed: Mapping[str, Any]
+) -> dict[str, Spec | None]:
+    specs = value_specs(lambda key: unbox(make_variables(key)).get("params", {}), jax.random.key(0))
+    paths = (path_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(unbox(boxed.get("params", {}))))
     return dict(zip(paths, specs, strict=True))
 
 
-def _collected(model: LinenModel) -> Tree:
-    """Returns the rest of a model's state after its calls."""
-    # calls fold 0, 1, ... into the key of a step: the next step's key is none of those
+def _collect(model: LinenModel) -> Tree:
+    # calls fold 0, 1, ... into the key of a step: the next step's key must be none of those
     return {"collections": model.state, "key": jax.random.fold_in(model.key, 0x7FFF)}

@@ -5,10 +5,10 @@
     blocks/2/attn/kernel   [64, 64]      blocks/*/attn/kernel [3, 64, 64]
 
 `h_0`, `h_1`, ... of Linen likewise: `h_*`; and any other word that ends with a number, `block1` or `blocks.0`. A
-pipeline runs a list as a stack; each parameter keeps its own name, so that a checkpoint knows nothing of it.
+pipeline runs a list as a stack; each parameter keeps its own name, so that checkpoints do not change.
 
-Layers of several kinds with different parameters, again and again in the same order, are a list whose elements are
-groups of neighbours, one layer of each kind: of recurrent, recurrent, attention, recurrent, ...
+Layers of several kinds that repeat in the same order are a list of groups of neighbours, one layer of each kind: for
+recurrent, recurrent, attention, recurrent, ...
 
     blocks/0/rnn/kernel, blocks/3/rnn/kernel, ...      blocks/*/rnn/kernel
     blocks/1/rnn/kernel, blocks/4/rnn/kernel, ...      blocks/*+1/rnn/kernel
@@ -21,15 +21,15 @@ from typing import Any
 
 from jaxpar.sharding.names import Leaf
 
-Lists = dict[str, tuple[str, ...]]  # path of a parameter of the stack to those of the layers, in order
+Lists = dict[str, tuple[str, ...]]  # path of a stack's parameter to the layers' paths, in order
 
 
 def longest_list(leaves: Mapping[str, Leaf], parts: int) -> Lists:
-    """Returns the equal layers that have the most parameters, as a stack: nothing where there are none.
+    """Returns the list of equal layers with the most parameters, as a stack; empty if there is none.
 
     Args:
       leaves: All parameters of a model, by path.
-      parts: Divides the number of layers; of layers of several kinds that of groups.
+      parts: Divides the number of layers, or of groups of layers of several kinds.
     """
     lists = (run for layers in _numbered(leaves).values() for run in _runs(layers, leaves) if len(run) % parts == 0)
     best = max(lists, key=lambda run: size_of(leaves, (path for group in run for path in group.values())), default=[])
@@ -44,7 +44,7 @@ def size_of(leaves: Mapping[str, Leaf], paths: Iterable[str]) -> int:
 
 
 def modules_of(lists: Lists) -> list[tuple[str, ...]]:
-    """Returns the paths of the layers: of each kind, in the order of a group, those of all groups.
+    """Returns, for each kind of layer in the order of a group, its paths in all groups.
 
     >>> modules_of({"h_*/w": ("h_0/w", "h_2/w"), "h_*+1/u": ("h_1/u", "h_3/u"), "h_*+1/v": ("h_1/v", "h_3/v")})
     [('h_0', 'h_2'), ('h_1', 'h_3')]
@@ -60,20 +60,20 @@ def modules_of(lists: Lists) -> list[tuple[str, ...]]:
 
 
 def _numbered(leaves: Mapping[str, Leaf]) -> dict[str, dict[int, dict[str, str]]]:
-    """Returns what begins with a path and a number: path to number to the rest of the path to parameter."""
+    """Groups parameters by the path before a number: path to number to path with "*" for the number to parameter."""
     layers: dict[str, dict[int, dict[str, str]]] = {}
     for path in leaves:
         for number in re.finditer(r"(?<!\d)\d+(?=/)", path):
-            start, rest = path[: number.start()], path[number.end() :]
-            layers.setdefault(start, {}).setdefault(int(number[0]), {})[rest] = path
+            start, suffix = path[: number.start()], path[number.end() :]
+            layers.setdefault(start, {}).setdefault(int(number[0]), {})[suffix] = path
     return {
-        start: {n: {f"{start}*{rest}": path for rest, path in each.items()} for n, each in by_number.items()}
+        start: {n: {f"{start}*{suffix}": path for suffix, path in params.items()} for n, params in by_number.items()}
         for start, by_number in layers.items()
     }
 
 
 def _runs(layers: dict[int, dict[str, str]], leaves: Mapping[str, Leaf]) -> list[list[dict[str, str]]]:
-    """Returns groups of neighbours that have the same parameters, two groups at least; smaller groups come first."""
+    """Returns runs of at least two neighbouring groups with the same parameters; runs of smaller groups come first."""
     kinds = {number: {stack: leaves[path] for stack, path in layers[number].items()} for number in layers}
     runs = []
     for period in range(1, len(layers) // 2 + 1):
@@ -85,24 +85,24 @@ def _runs(layers: dict[int, dict[str, str]], leaves: Mapping[str, Leaf]) -> list
 
 
 def _periodic(kinds: Mapping[int, Any], period: int) -> list[tuple[int, int]]:
-    """Returns first number and count of the longest neighbours of which each is as the one `period` before it."""
-    found, numbers = [], sorted(kinds)
+    """Returns (first number, count) of the longest runs in which each layer equals the one `period` before it."""
+    runs, numbers = [], sorted(kinds)
     while numbers:
         start, length = numbers[0], 1
         while (number := start + length) in kinds and (length < period or kinds[number] == kinds[number - period]):
             length += 1
         group = [kinds[start + i] for i in range(min(period, length))]
         shorter = any(period % part == 0 and group == group[:part] * (period // part) for part in range(1, period))
-        whole = length >= 2 * period and not shorter
-        if whole:
-            found.append((start, length))
-        passed = start + (length - length % period if whole else 1)
-        numbers = [number for number in numbers if number >= passed]
-    return found
+        repeats = length >= 2 * period and not shorter
+        if repeats:
+            runs.append((start, length))
+        resume = start + (length - length % period if repeats else 1)
+        numbers = [number for number in numbers if number >= resume]
+    return runs
 
 
 def _merged(layers: list[dict[str, str]]) -> dict[str, str]:
-    """Returns the parameters of a group of layers: of its second layer as `h_*+1/w`."""
+    """Merges the parameters of a group of layers: those of its second layer as `h_*+1/w`."""
     return {
         stack if place == 0 else stack.replace("*", f"*+{place}", 1): path
         for place, layer in enumerate(layers)

@@ -1,12 +1,12 @@
-"""The blueprint of a model: all that jaxpar needs to know of it, whichever Flax wrote it.
+"""The blueprint of a model: everything that jaxpar needs of it, whichever Flax API it uses.
 
     factory or module ──► Blueprint ──► params (shape, dtype, names of dims)
                                    ├──► init(key)  -> params, rest        inside jit
                                    ├──► bind(params, rest) -> model       inside jit
                                    └──► collect(model) -> rest            inside jit
 
-Parameters and the rest of the state (BatchNorm statistics, dropout keys) are
-nested dicts with string keys: the core of jaxpar is pytrees, Flax is at the edge.
+Parameters and the rest of the state (BatchNorm statistics, dropout keys) are nested dicts with string keys: the core of
+jaxpar is pytrees, Flax is at the edge.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,23 +18,23 @@ from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUs
 
 from jaxpar.sharding.shard_bytes import itemsize
 
-Tree = Any  # a nested dict of arrays, or of what stands for them
+Tree = Any  # a nested dict of arrays, or of abstract arrays, specs and the like
 Program = tuple[ClosedJaxpr, tuple[str, ...]]  # a traced call, and the paths of its first arguments
-Use = Callable[[str, jax.Array], jax.Array]  # what happens to a parameter where the model reads it
-# scopes, so that a compiled program can be led back to what it was made of
+Use = Callable[[str, jax.Array], jax.Array]  # applied to a parameter where the model reads it: cast and gather
+# names of scopes, by which the ops of a compiled program are attributed
 SCOPE = "param:"  # begins the scope in which a parameter is read
-TABLE = "pipeline:table"  # around the ticks of a pipeline
-CHOICE = "pipeline:choice"  # around the choice of what a stage does in a tick
-MESSAGE = "pipeline:message"  # around what a stage sends to another
-GRADIENT = "pipeline:gradient"  # around sums of gradients over microbatches, stages and replicas
-BACKWARD = "transpose(pipeline)"  # around what a backward computes, in the words that JAX itself uses
-AGAIN = "rematted_computation"  # JAX's own, around what a backward computes a second time
+TABLE = "pipeline:table"  # the ticks of a pipeline
+CHOICE = "pipeline:choice"  # the choice of a stage's op in a tick
+MESSAGE = "pipeline:message"  # the messages between stages
+GRADIENT = "pipeline:gradient"  # sums of gradients over microbatches, stages and replicas
+BACKWARD = "transpose(pipeline)"  # the backward pass, in JAX's own words
+AGAIN = "rematted_computation"  # JAX's own name of the scope of recomputation in the backward pass
 
 # Flax's name of the collection, or the type, of state whose gradient is its new value: see `flax.linen.fp8_ops`
 OVERWRITE = "_overwrite_with_gradient"
 
-# Bytes from which on an array of other state is kept in pieces. A collective of less takes as long as an empty one; of
-# the statistics of ResNet-50's 53 BatchNorms the largest are 8 KiB each, and all of them together 208 KiB.
+# Least bytes of an array of other state that is sharded. A smaller collective takes as long as an empty one; of the
+# statistics of ResNet-50's 53 BatchNorms the largest are 8 KiB each, and all of them together 208 KiB.
 LARGE = 64 * 2**10
 
 
@@ -45,10 +45,10 @@ class Leaf:
     Attributes:
       shape: Global shape.
       dtype: As stored, usually float32.
-      names: The name of each dim, or None where the model gives none.
-      constant: Whether it is no variable but an attribute, such as a table of positions: the model makes it, always.
-      axes: For each dim what the author's own rules give its name: an axis of the author's mesh, several, or None; the
-        name itself where they have none for it. None where the author gives no rules.
+      names: The name of each dim, or None if the model gives none.
+      constant: Whether it is an attribute, not a variable, such as a table of positions that the model always makes.
+      axes: For each dim the meaning of its name by the author's own rules: an axis of the author's mesh, several, or
+        None; the name itself if they have none for it. None if the author gives no rules.
     """
 
     shape: tuple[int, ...]
@@ -72,18 +72,18 @@ class Leaf:
 
     @property
     def large(self) -> bool:
-        """Whether an array that is no parameter is worth a collective, where it is read, to be kept in pieces."""
+        """Whether other state of this size is worth sharding, at the price of a collective where it is read."""
         return self.bytes >= LARGE
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """The way a model computes: dtype, remat, and whether it trains.
+    """How a model computes: dtype, remat, and whether it trains.
 
     Attributes:
       train: Whether dropout drops and BatchNorm uses the batch.
-      dtype: What matmuls run in, or None for what the model says.
-      remat: Name of the policy for what the backward pass keeps (`POLICIES` in `models/settings/computing.py`).
+      dtype: Dtype of matmuls, or None for the model's own.
+      remat: Name of the policy for the residuals of the backward pass (`POLICIES` in `models/settings/computing.py`).
     """
 
     train: bool = True
@@ -96,21 +96,21 @@ class Blueprint:
     """A model before any of its arrays exist.
 
     Attributes:
-      name: What the user calls the model, for messages.
+      name: The user's name of the model, for messages.
       leaves: Every parameter by its path, such as `blocks/attention/query`.
       init: Key to (params, rest); pure, traced inside jit.
-      bind: (params, rest, use, compute) to the callable a loss function sees; `use` is what happens to a parameter, or
+      bind: (params, rest, use, compute) to the callable that a loss function gets; `use` is applied to a parameter, or
         to a large array of the rest, where the model reads it.
       collect: A bound model to its `model_state` after the call.
       takes_remat: Whether the model places rematerialization itself.
-      others: Every array of the rest by its path: state that is no parameter.
+      other_leaves: Every array of the rest by its path: state that is no parameter.
       overwritten: Paths of arrays of the rest whose gradient is their new value, such as the scales of fp8 matmuls.
-      counts_layers: Whether its scans say how many layers they run, as Linen's `nn.scan(Block, length=12)` does.
-      program: Traces a call of the model, where what it is called with is known.
-      adapters: Path of each matrix that has one to its low-rank adapter; see `adapters.py`.
-      base: The model without these.
-      rules: Rules of Flax's that were in force where the model was made, as (name, axes of the author's mesh) each.
-      assigned: A bound model, after a call, to the parameters that it assigned, by path; None where it assigns none.
+      counts_layers: Whether its scans give the number of their layers, as Linen's `nn.scan(Block, length=12)` does.
+      program: Traces a call of the model; None if its inputs are unknown.
+      adapters: Path of each adapted matrix to its low-rank adapter; see `adapters.py`.
+      base: The model without adapters.
+      rules: Flax rules in force where the model was made, as (name, axes of the author's mesh) each.
+      assigned: A bound model, after a call, to the parameters that it assigned, by path; None if it assigns none.
     """
 
     name: str
@@ -119,7 +119,7 @@ class Blueprint:
     bind: Callable[[Tree, Tree, Use, Compute], Any]
     collect: Callable[[Any], Tree]
     takes_remat: bool = False
-    others: Mapping[str, Leaf] = field(default_factory=dict)
+    other_leaves: Mapping[str, Leaf] = field(default_factory=dict)
     overwritten: frozenset[str] = frozenset()
     counts_layers: bool = False
     program: Callable[[], Program] | None = None
@@ -130,17 +130,17 @@ class Blueprint:
 
     @property
     def constants(self) -> frozenset[str]:
-        """Paths of arrays of the rest that no run changes, and none takes from another."""
-        return frozenset(path for path, leaf in self.others.items() if leaf.constant)
+        """Paths of arrays of the rest that no run changes, and that no run takes from another."""
+        return frozenset(path for path, leaf in self.other_leaves.items() if leaf.constant)
 
 
 def path_of(keys) -> str:
-    """Returns `blocks/attention/query` for a key path of `jax.tree_util`."""
+    """Formats a key path of `jax.tree_util` as `blocks/attention/query`."""
     return "/".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in keys)
 
 
 def nest(flat: Mapping[tuple[str, ...], Any]) -> Tree:
-    """Returns the nested dict whose leaves stand at those paths."""
+    """Builds a nested dict with leaves at these paths."""
     tree: dict = {}
     for path, value in flat.items():
         node = tree
@@ -151,7 +151,7 @@ def nest(flat: Mapping[tuple[str, ...], Any]) -> Tree:
 
 
 def by_path(tree: Tree) -> dict[str, Any]:
-    """Returns the leaves of a nested dict by their paths: the inverse of `nest`, whose paths are in words."""
+    """Flattens a nested dict to leaves by path (`a/b`): the inverse of `nest`, whose paths are tuples of words."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {path_of(keys): leaf for keys, leaf in leaves}
 

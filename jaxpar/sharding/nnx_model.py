@@ -1,8 +1,8 @@
 """Flax NNX at the edge: a factory of modules becomes a `Blueprint`.
 
 A parameter is gathered and cast where the model reads it: while a step is traced, `get_value` of each Param does that
-(`nnx/hooks.py`), inside the user's own scan and remat, in a module nobody edited. So is each large variable of another
-kind, which is not cast.
+(`nnx/hooks.py`), inside the user's own scan and remat, without editing the module. Each large variable of another kind
+is gathered too, but not cast.
 """
 
 import inspect
@@ -16,28 +16,28 @@ from flax import linen as nn
 from flax import nnx
 from flax.core import spmd
 
-from jaxpar.errors import refuse, users_code
+from jaxpar.errors import refuse, user_code_errors
 from jaxpar.models.remat import is_policy
 from jaxpar.sharding.author.explicit import author_rules, no_mesh, sharding_translation
-from jaxpar.sharding.author.value_specs import Spec, noting_specs, value_specs
+from jaxpar.sharding.author.value_specs import Spec, recording_specs, value_specs
 from jaxpar.sharding.calls.compute_dtype import compute_nnx
 from jaxpar.sharding.flat_names import fitted, flat_dims
 from jaxpar.sharding.names import OVERWRITE, Blueprint, Compute, Leaf, Tree, Use, nest, path_of, pick
-from jaxpar.sharding.nnx.attributes import check_made, check_shapes, with_arrays
-from jaxpar.sharding.nnx.hooks import ASSIGNING, assigned, hook, is_used, used
+from jaxpar.sharding.nnx.attributes import check_module, check_shapes, mark_arrays
+from jaxpar.sharding.nnx.hooks import ASSIGNING, assignment_error, has_use, hook, with_use
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Parts:
-    """A module taken apart: what of it is the same in every step, and what its variables are.
+    """A module taken apart: the parts that are the same in every step, and the structure of its variables.
 
     Attributes:
-      name: What the user calls the model.
+      name: The user's name of the model.
       graph: The module without its variables.
       params: Its parameters, as shapes, with their metadata.
       rest: Its other variables likewise, or arrays that are attributes themselves.
       others: Every array of the rest by its path.
-      bridges: Paths of Linen modules inside. These hand their variables on by their exact type, all at once: they are
+      bridges: Paths of Linen modules inside. These pass their variables on by exact type, all at once, so they are
         gathered before the call.
     """
 
@@ -49,52 +49,54 @@ class _Parts:
     bridges: tuple[tuple[str, ...], ...]
 
     def bind(self, values: Tree, state: Tree, use: Use, compute: Compute) -> nnx.Module:
-        """Returns the module with these values."""
+        """Binds the module to these values."""
         model = nnx.merge(
             self.graph,
             nnx.map_state(partial(self._read, values, use), self.params),
-            nnx.map_state(partial(self._refilled, state, use), self.rest),
+            nnx.map_state(partial(self._fill_state, state, use), self.rest),
         )
         hook(model)
         return _configure(model, compute)
 
     def _read(self, values: Tree, use: Use, path, variable: nnx.Variable) -> nnx.Variable:
-        """Returns a variable with its value, that is used where it is read."""
+        """Returns a variable whose value passes through `use` where it is read."""
         words = _words(path)
         at_use, value = partial(use, "/".join(words)), pick(values, words)
         if self._is_bridged(words):
             return variable.replace(at_use(value))
-        return used(variable, value, at_use)
+        return with_use(variable, value, at_use)
 
     def _is_bridged(self, words: tuple[str, ...]) -> bool:
         return any(words[: len(bridge)] == bridge for bridge in self.bridges)
 
-    def _refilled(self, state: Tree, use: Use, path, variable: Any) -> Any:
-        """Returns what is no parameter with its value; what is written is as it was written."""
+    def _fill_state(self, state: Tree, use: Use, path, variable: Any) -> Any:
+        """Returns other state with its value; its updates are kept as the model writes them."""
         words = _words(path)
         if not isinstance(variable, nnx.Variable):
             return pick(state, words)  # an array that is an attribute
-        # what is small and no parameter is whole: BatchNorm's statistics, keys
+        # small other state is whole: BatchNorm's statistics, keys
         large = self.others["/".join(words)].large
         return self._read(state, use, path, variable) if large else variable.replace(pick(state, words))
 
     def collect(self, model: nnx.Module) -> Tree:
-        """Returns the variables that were there when the model was made; what it sowed on the way is dropped."""
-        params, known = ({_words(path) for path, _ in nnx.to_flat_state(each)} for each in (self.params, self.rest))
+        """Returns the variables that the model was made with; variables that it sowed during the call are dropped."""
+        params, rest_paths = (
+            {_words(path) for path, _ in nnx.to_flat_state(variables)} for variables in (self.params, self.rest)
+        )
         flat = {_words(path): variable for path, variable in nnx.to_flat_state(nnx.state(model))}
         for path, variable in flat.items():
-            if path not in known | params and not isinstance(variable, nnx.Intermediate):
+            if path not in rest_paths | params and not isinstance(variable, nnx.Intermediate):
                 raise refuse(
                     f"{self.name} made the variable {'/'.join(path)} while it was called",
                     rule="state that lasts is there from the start: a compiled step cannot grow it",
                     fix="make it in __init__, or sow it as nnx.Intermediate, which a step drops",
                 )
-            if path in params and not is_used(variable) and not self._is_bridged(path):
-                raise assigned("/".join(path))
-        return nest({path: _array(path, flat[path]) for path in sorted(known)})
+            if path in params and not has_use(variable) and not self._is_bridged(path):
+                raise assignment_error("/".join(path))
+        return nest({path: _array(path, flat[path]) for path in sorted(rest_paths)})
 
     def assigned(self, model: nnx.Module) -> dict[str, Any]:
-        """Returns the parameters of layers that Flax's own layers assign, as a call left them."""
+        """Returns the parameters that Flax's own layers assign, with their values after a call."""
         layers = [path for path, module in nnx.iter_modules(model) if isinstance(module, ASSIGNING)]
         flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
         within = lambda path: any(path[: len(layer) + 1] == (*layer, "layer_instance") for layer in layers)  # noqa: E731
@@ -102,13 +104,13 @@ class _Parts:
 
 
 def blueprint(factory: Callable[..., Any], *, name: str) -> Blueprint:
-    """Returns what jaxpar needs to know of the module that `factory(rngs)` builds.
+    """Builds the blueprint of the module that `factory(rngs)` returns.
 
     Nothing is allocated: the module is built abstractly.
 
     Args:
       factory: Returns an NNX module, or the blueprint of another model.
-      name: What the user calls it.
+      name: The user's name of the model.
 
     Raises:
       JaxparError: If the factory cannot be called with `rngs`, or returns no such model.
@@ -116,15 +118,15 @@ def blueprint(factory: Callable[..., Any], *, name: str) -> Blueprint:
 
     def build(key) -> Any:
         with nnx.use_eager_sharding(False), sharding_translation():  # names stay metadata; jaxpar resolves them
-            return with_arrays(_call(factory, nnx.Rngs(key), name))
+            return mark_arrays(_call(factory, nnx.Rngs(key), name))
 
-    # inline, so that a program which runs it is as if there were no jit: that is here to be traced once
+    # jit, to be traced once; inline, so that a program that calls it is the same as without jit
     @partial(jax.jit, inline=True)
     def init(key) -> tuple[Tree, Tree]:
-        _, made, other = nnx.split(build(key), nnx.Param, ...)
-        return _values(made), _values(other)
+        _, param_state, rest_state = nnx.split(build(key), nnx.Param, ...)
+        return _values(param_state), _values(rest_state)
 
-    with noting_specs() as noted:
+    with recording_specs() as noted:
         abstract = _abstract(build, name)
     if isinstance(abstract, Blueprint):
         return abstract
@@ -135,8 +137,8 @@ def blueprint(factory: Callable[..., Any], *, name: str) -> Blueprint:
         arrays = jax.tree_util.tree_leaves_with_path((_values(params), _values(rest)))
         specs = dict(zip((path_of(keys) for keys, _ in arrays), value_specs(init, jax.random.key(0)), strict=True))
     leaves, others = (
-        _leaves(of, name, flat, {path[2:]: spec for path, spec in specs.items() if path.startswith(f"{i}/")})
-        for i, of in enumerate((params, rest))
+        _leaves(variables, name, flat, {path[2:]: spec for path, spec in specs.items() if path.startswith(f"{i}/")})
+        for i, variables in enumerate((params, rest))
     )
     modules = list(nnx.iter_modules(abstract))
     bridges = tuple(_words(path) for path, module in modules if isinstance(module, nnx.bridge.ToNNX))
@@ -148,7 +150,7 @@ def blueprint(factory: Callable[..., Any], *, name: str) -> Blueprint:
         bind=parts.bind,
         collect=parts.collect,
         takes_remat=any(is_policy(getattr(module, "remat", None)) for _, module in modules),
-        others=others,
+        other_leaves=others,
         rules=tuple(author_rules()),
         overwritten=_overwritten(rest),
         assigned=parts.assigned if any(isinstance(module, ASSIGNING) for _, module in modules) else None,
@@ -158,51 +160,51 @@ def blueprint(factory: Callable[..., Any], *, name: str) -> Blueprint:
 def _overwritten(rest: nnx.State) -> frozenset[str]:
     """Returns the paths of variables whose gradient is their new value: those of Linen in `nnx.bridge.ToNNX`."""
     flat = nnx.to_flat_state(rest)
-    return frozenset("/".join(map(str, path)) for path, each in flat if type(each).__name__ == OVERWRITE)
+    return frozenset("/".join(map(str, path)) for path, variable in flat if type(variable).__name__ == OVERWRITE)
 
 
 def _abstract(build: Callable[[jax.Array], Any], name: str) -> nnx.Module | Blueprint:
-    """Returns the module with shapes in its variables, and arrays nowhere else; or the blueprint that is built."""
-    known: list[Blueprint] = []
+    """Returns the module with shapes in its variables, and no arrays elsewhere; or the factory's blueprint."""
+    blueprints: list[Blueprint] = []
 
     def checked() -> Any:
-        made = build(jax.random.key(0))
-        if isinstance(made, Blueprint):
-            known.append(made)  # shapes alone already, and no tree of arrays
+        model = build(jax.random.key(0))
+        if isinstance(model, Blueprint):
+            blueprints.append(model)  # shapes alone already, not a tree of arrays
             return None
-        if isinstance(made, nnx.Module):
-            check_made(made, name)
-            return made
-        linen = isinstance(made, nn.Module)
+        if isinstance(model, nnx.Module):
+            check_module(model, name)
+            return model
+        linen = isinstance(model, nn.Module)
         raise refuse(
-            f"{name} returned {type(made).__name__}" + ", a Linen module on its own" * linen,
-            rule="a model is a function of `rngs` that returns an nnx.Module, or a Linen module in jp.linen",
-            fix=f"jp.linen({type(made).__name__}(...), jnp.zeros([1, ...])), with an example of its inputs"
+            f"{name} returned {type(model).__name__}" + ", a Linen module on its own" * linen,
+            rule="a model is a function of `rngs` that returns an nnx.Module, or a Linen module in jp.from_linen",
+            fix=f"jp.from_linen({type(model).__name__}(...), jnp.zeros([1, ...])), with an example of its inputs"
             if linen
             else "lambda rngs: MyNet(..., rngs=rngs)",
         )
 
     rule = "a model can be made from `rngs`, on shapes alone"
-    with users_code(name, rule=rule, fix="the line of the model that this names"), no_mesh():
+    with user_code_errors(name, rule=rule, fix="the line of the model that this names"), no_mesh():
         abstract = nnx.eval_shape(checked)
-    if known:
-        return known[0]
+    if blueprints:
+        return blueprints[0]
     check_shapes(abstract, name)
     return abstract
 
 
 def _flat_dims(model: nnx.Module) -> dict[tuple, tuple[int, ...]]:
     """Returns the parameters whose initializers are called with flat dims: see `flat_names`."""
-    found: dict[tuple, tuple[int, ...]] = {}
+    flat: dict[tuple, tuple[int, ...]] = {}
     for path, module in nnx.iter_modules(model):
         if isinstance(module, nnx.LinearGeneral):
             dims = flat_dims(len(module.in_features), len(module.out_features), len(module.batch_axis))
-            found |= {(*path, name): each for name, each in dims.items()}
-    return found
+            flat |= {(*path, name): dim_counts for name, dim_counts in dims.items()}
+    return flat
 
 
 def _call(factory: Callable[..., nnx.Module], rngs: nnx.Rngs, name: str) -> nnx.Module:
-    """Calls the factory with `rngs`, by keyword where it has one of that name."""
+    """Calls the factory with `rngs`, by keyword if it has an argument of that name."""
     parameters = _parameters(factory)
     needed = [
         key for key, p in parameters.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
@@ -226,7 +228,7 @@ def _call(factory: Callable[..., nnx.Module], rngs: nnx.Rngs, name: str) -> nnx.
 
 
 def _parameters(factory) -> Mapping[str, inspect.Parameter]:
-    """Returns the parameters still open: NNX classes hide theirs behind a metaclass."""
+    """Returns the arguments that are still open: NNX classes hide theirs behind a metaclass."""
     bound = factory if isinstance(factory, partial) else partial(factory)
     if inspect.isclass(bound.func):
         bound = partial(bound.func.__init__, None, *bound.args, **bound.keywords)
@@ -235,7 +237,7 @@ def _parameters(factory) -> Mapping[str, inspect.Parameter]:
 
 
 def _configure(model: nnx.Module, compute: Compute) -> nnx.Module:
-    """Sets on every submodule what belongs to the computation rather than to the model."""
+    """Sets the train mode, remat and dtype of the computation on every submodule."""
     model.train() if compute.train else model.eval()
     module: Any
     for _, module in nnx.iter_modules(model):
@@ -247,7 +249,7 @@ def _configure(model: nnx.Module, compute: Compute) -> nnx.Module:
 
 
 def _words(path) -> tuple[str, ...]:
-    """Returns the keys of a path; one with a "/", as a key of `nnx.Dict` may have, leads one deeper."""
+    """Splits a path into words; a key with a "/", as `nnx.Dict` allows, becomes several."""
     return tuple(word for key in path for word in str(key).split("/"))
 
 
@@ -269,7 +271,7 @@ def _array(path, variable):
 def _leaves(
     state: nnx.State, name: str, flat: Mapping[tuple, tuple[int, ...]], specs: Mapping[str, Spec | None]
 ) -> dict[str, Leaf]:
-    """Returns every array of a state by its path; `specs` are those that are written on its value, if any."""
+    """Returns every array of a state by its path; `specs` are those written on its values, if any."""
     leaves: dict[str, Leaf] = {}
     for keys, variable in nnx.to_flat_state(state):
         path = "/".join(_words(keys))
@@ -282,9 +284,9 @@ def _leaves(
         for words in [path.split("/")]
         for depth in range(1, len(words))
     }
-    if both := sorted(leaves.keys() & above):
+    if conflicts := sorted(leaves.keys() & above):
         raise refuse(
-            f"{name} has {both[0]}, and {above[both[0]]} within it",
+            f"{name} has {conflicts[0]}, and {above[conflicts[0]]} within it",
             rule='a path leads to an array or to others: the "/" in a key of nnx.Dict leads one deeper',
             fix='names without "/"',
         )
@@ -292,32 +294,32 @@ def _leaves(
 
 
 def _leaf(path, variable, flat: tuple[int, ...], spec: Spec | None) -> Leaf:
-    value, held = _array(path, variable), isinstance(variable, nnx.Variable)
-    metadata = variable.get_metadata() if held else {}
+    value, is_variable = _array(path, variable), isinstance(variable, nnx.Variable)
+    metadata = variable.get_metadata() if is_variable else {}
     names, rank = names_in("/".join(_words(path)), metadata), len(value.shape)
     axes = None if names is None else axes_in(names, metadata)
-    if names is None and spec is not None:  # stacked dims come first: what a `vmap` adds is not in the spec
+    if names is None and spec is not None:  # stacked dims come first: a `vmap` adds none to the spec
         names = axes = (*(None,) * (rank - len(spec)), *spec)
-    fit = lambda names: None if names is None else fitted(names, rank, flat)  # noqa: E731
-    return Leaf(tuple(value.shape), value.dtype, fit(names), constant=not held, axes=fit(axes))
+    fit_rank = lambda names: None if names is None else fitted(names, rank, flat)  # noqa: E731
+    return Leaf(tuple(value.shape), value.dtype, fit_rank(names), constant=not is_variable, axes=fit_rank(axes))
 
 
 def names_in(path: str, metadata: Mapping[str, Any]) -> tuple | None:
-    """Returns the names of a parameter's dims in the metadata of an NNX variable; None where it has none.
+    """Returns the names of a parameter's dims in the metadata of an NNX variable; None if it has none.
 
     Raises:
-      JaxparError: If its optimizer state is to be split otherwise.
+      JaxparError: If the metadata gives its optimizer state other names.
     """
-    found = {key: tuple(_spec(names)) for key in _NAMES if (names := metadata.get(key))}
-    own = found.get("out_sharding")
+    annotations = {key: tuple(_spec(names)) for key in _NAMES if (names := metadata.get(key))}
+    param_names = annotations.get("out_sharding")
     for key in _NAMES[1:]:
-        if found.get(key, own) != own:
+        if annotations.get(key, param_names) != param_names:
             raise refuse(
-                f"{path} has {key}={found[key]}, and out_sharding={own}",
+                f"{path} has {key}={annotations[key]}, and out_sharding={param_names}",
                 rule="what an optimizer keeps of a parameter is split as that is, and over `fsdp` from zero=1 on",
                 fix=f"leave {key} out, and zero=1 or 2 where the optimizer alone is to be split",
             )
-    return own
+    return param_names
 
 
 def axes_in(names: Sequence, metadata: Mapping[str, Any]) -> tuple | None:

@@ -1,10 +1,10 @@
-"""Names of dims become mesh axes; parameters without names get some from their use and their path.
+"""Maps names of dims to mesh axes; infers names for parameters without any, from their use and their path.
 
     ("embed", "mlp")  ──rules────►  P(None, "tensor")
-    no names          ──reading──►  names by what the model does with the parameter, or by words for layers
+    no names          ──reading──►  names by the parameter's use in the model, or by the usual layer names
                       ──else─────►  the largest dim that the axis divides; the features of a table
 
-Every choice is kept as a sentence, so that `explain` can show it.
+Every choice carries a sentence with its reason, which `explain` shows.
 """
 
 import math
@@ -18,51 +18,51 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.errors import Problem
 from jaxpar.mesh.axes import AXES, batch_axes
+from jaxpar.sharding.infer_names.from_use import InferredDims
 from jaxpar.sharding.names import Leaf
-from jaxpar.sharding.reading.use import Read
 
 Axes = str | tuple[str, ...] | None
 
-# Bytes below which a parameter that `tensor` does not cut is left whole: a collective for each would cost more time
+# Bytes below which a parameter that `tensor` does not split is left whole: a collective for each would cost more time
 # than its memory is worth.
 SMALL = 2**19
 
-ANNOTATION = "annotation"  # why a parameter is placed as it is: the model names its dims
+ANNOTATION = "annotation"  # reason of a placement: the model names the dims
 NO_RULES: Mapping[str, Axes] = MappingProxyType({})
 
-# Names that no axis splits by itself. keys: the sequence that every query looks at
+# Names that no axis splits by default. keys: the sequence that every query attends to
 WHOLE = ("keys", "embed", "vocab_table", "head_dim", "kernel", "classes", "norm")
 
 
 def names_of_dims(sizes: Mapping[str, int]) -> dict[str, Axes]:
-    """Returns names of dims to the axes of a mesh that split them, as `jaxpar.mesh.axes.AXES` says.
+    """Returns names of dims to the axes of a mesh that split them, as in `jaxpar.mesh.axes.AXES`.
 
-    What a dim is called decides what it is split over: Megatron-LM's column and row pairs (Shoeybi et al. 2019,
+    The name of a dim decides the axes that split it: Megatron-LM's column and row pairs (Shoeybi et al. 2019,
     arXiv:1909.08053) in the names that Flax, MaxText and T5X use for dims.
     """
-    # Inner axes first: of two dims that ask for one axis, the name that comes first has it. Under sequence parallelism
-    # `seq` asks for `tensor` too, and must leave it to the heads or the mlp of an activation that has both.
+    # Inner axes first: if two dims want one axis, the name that comes first gets it. Under sequence parallelism `seq`
+    # wants `tensor` too, and must leave it to the heads or the mlp of an activation that has both.
     inner_first = reversed(AXES.values())
     split = {dim: axis.name for axis in inner_first for dim in axis.splits if axis.name in sizes}
     return {"batch": batch_axes(sizes), **split, **dict.fromkeys(WHOLE)}
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class AxisChoice:
     """The mesh axes of one parameter's dims, before ZeRO adds its axis.
 
     Attributes:
-      names: The names of the dims, given or found.
-      axes: Per dim, the mesh axes it is split over, outermost first.
-      why: The rule that said so.
-      moved: The axes where the model reads it, and those in which it is stored between reads, where these differ: for a
-        dim that an axis asks for and does not divide, and for a parameter with no dim that an axis should cut.
+      names: The names of the dims, annotated or inferred.
+      axes: Per dim, the mesh axes that split it, outermost first.
+      why: The rule that chose them.
+      read_and_stored_axes: (axes where the model reads it, axes in which it is stored), if these differ: for a dim
+        that an axis should split and does not divide, and for a parameter with no dim that an axis should split.
     """
 
     names: tuple[str | None, ...]
     axes: tuple[tuple[str, ...], ...]
     why: str
-    moved: tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]] | None = None
+    read_and_stored_axes: tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]] | None = None
 
 
 def spec_of(axes: Sequence[tuple[str, ...]]) -> PartitionSpec:
@@ -73,7 +73,7 @@ def spec_of(axes: Sequence[tuple[str, ...]]) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
-def resolve(
+def choose_axes(
     path: str,
     leaf: Leaf,
     sizes: Mapping[str, int],
@@ -81,54 +81,54 @@ def resolve(
     names: Mapping[str, Axes],
     paths: Mapping[str, Sequence[str]],
     rules: Mapping[str, Axes] = NO_RULES,
-    read: Read | None = None,
-) -> tuple[Choice, list[Problem]]:
-    """Returns where one parameter's dims go, and what is wrong with that.
+    read: InferredDims | None = None,
+) -> tuple[AxisChoice, list[Problem]]:
+    """Chooses the mesh axes of one parameter's dims; returns the choice and its problems.
 
-    The user's rules come first, then those that the model's author gave, then jaxpar's own names.
+    The user's rules come first, then those of the model's author, then jaxpar's own names.
 
     Args:
       path: Such as `blocks/attention/query/kernel`.
-      leaf: Its shape and the names the model gave its dims.
+      leaf: Shape, and the names that the model gives its dims.
       sizes: Mesh axis to size.
       names: Dim name to mesh axes, first come first served within a parameter.
       paths: The user's own patterns (end of path) to names of the trailing dims.
       rules: The user's own rules, which are among `names`.
-      read: The names of its dims that were read, where the model gives none.
+      read: Inferred dims, for a parameter that the model does not name.
     """
-    given, why = _named(path, leaf, paths)
-    if isinstance(given, Problem):
-        return Choice((None,) * len(leaf.shape), ((),) * len(leaf.shape), why), [given]
-    if given is None:
-        return (_largest(path, leaf, sizes) if read is None else _found(path, leaf, sizes, names, read)), []
+    dim_names, why = _named(path, leaf, paths)
+    if isinstance(dim_names, Problem):
+        return AxisChoice((None,) * len(leaf.shape), ((),) * len(leaf.shape), why), [dim_names]
+    if dim_names is None:
+        return (_largest(path, leaf, sizes) if read is None else _inferred(path, leaf, sizes, names, read)), []
     axes: list[tuple[str, ...]] = []
-    taken: set[str] = set()
+    used_axes: set[str] = set()
     problems = []
     by_author, ruled = leaf.axes if why == ANNOTATION else None, False
-    for dim, (name, size) in enumerate(zip(given, leaf.shape, strict=True)):
+    for dim, (name, size) in enumerate(zip(dim_names, leaf.shape, strict=True)):
         word: Any = name
-        # a dim of layers is a pipeline's, which the user asks for
+        # `layers` belongs to a pipeline, which the user declares
         if by_author and name != "layers" and not (isinstance(name, str) and name in rules):
             word, ruled = by_author[dim], ruled or by_author[dim] != name
-            if word != name or given == by_author:  # else a name that the author's rules leave out
+            if word != name or dim_names == by_author:  # else the author's rules omit the name
                 problems += _unknown_axes(path, dim, name, word, {*names, *sizes})
-        # an axis splits an array once: of two dims that ask for it the first has it (a square matrix named twice)
-        wanted = tuple(axis for axis in axes_of_name(word, names) if sizes.get(axis, 1) > 1 and axis not in taken)
+        # an axis splits an array once: of two dims that want it the first gets it (a square matrix named twice)
+        wanted = tuple(axis for axis in axes_of_name(word, names) if sizes.get(axis, 1) > 1 and axis not in used_axes)
         ways = 1
         for axis in wanted:
             ways *= sizes[axis]
         if size % ways:
             problems.append(_indivisible(path, leaf, dim, name, wanted, ways))
             wanted = ()
-        taken.update(wanted)
+        used_axes.update(wanted)
         axes.append(wanted)
-    return Choice(tuple(given), tuple(axes), f"{why}, by rules of the model's own" if ruled else why), problems
+    return AxisChoice(tuple(dim_names), tuple(axes), f"{why}, by rules of the model's own" if ruled else why), problems
 
 
-def _unknown_axes(path: str, dim: int, name: Any, word: Any, known: set[str]) -> list[Problem]:
-    """Returns the axes of the author's mesh that the layout has none of, and no rule for."""
+def _unknown_axes(path: str, dim: int, name: Any, word: Any, known_names: set[str]) -> list[Problem]:
+    """Returns a problem for each axis of the author's mesh that is neither an axis of the layout nor in its rules."""
     axes = word if isinstance(word, (tuple, list)) else (word,)
-    unknown = [axis for axis in axes if isinstance(axis, str) and axis not in known]
+    unknown = [axis for axis in axes if isinstance(axis, str) and axis not in known_names]
     return [
         Problem(
             f"{path}: the model splits dim {dim} ({name}) over {axis!r}, which is no axis of the mesh",
@@ -140,10 +140,10 @@ def _unknown_axes(path: str, dim: int, name: Any, word: Any, known: set[str]) ->
 
 
 def name_stacks(leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
-    """Returns the leaves with dim 0 named `layers` wherever a stack is only partly annotated.
+    """Names dim 0 `layers` wherever a stack is only partly annotated.
 
-    Biases and norms often carry no names. Where a matrix of the same module says that its dim 0
-    is `layers`, the unnamed parameters of that module with as many entries in dim 0 are stacked too.
+    Biases and norms often carry no names. If a matrix of the same module names its dim 0 `layers`, the unnamed
+    parameters of that module with the same dim 0 are stacked too.
     """
     stacks: dict[str, int] = {}
     for path, leaf in leaves.items():
@@ -161,7 +161,7 @@ def name_stacks(leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
 
 
 def axes_of_name(name: Any, names: Mapping[str, Axes]) -> tuple[str, ...]:
-    """Returns the mesh axes of a name of a dim, of several names for one dim, or of an axis itself."""
+    """Returns the mesh axes of a dim's name, of several names for one dim, or of an axis itself."""
     if isinstance(name, (tuple, list)):  # P(("data", "fsdp"), None): several mesh axes on one dim
         return tuple(axis for part in name for axis in axes_of_name(part, names))
     axes = names.get(name, name if name in AXES else None) if name else None
@@ -169,7 +169,7 @@ def axes_of_name(name: Any, names: Mapping[str, Axes]) -> tuple[str, ...]:
 
 
 def _named(path: str, leaf: Leaf, paths: Mapping[str, Sequence[str]]):
-    """Returns the names of all dims and where they come from; None where nothing names them."""
+    """Returns the names of all dims and their source; None if nothing names them."""
     rank = len(leaf.shape)
     for pattern, names in paths.items():
         if re.search(rf"(^|/)(?:{pattern})$", path):
@@ -191,37 +191,39 @@ def _named(path: str, leaf: Leaf, paths: Mapping[str, Sequence[str]]):
     return None, "largest dim"
 
 
-def _found(path: str, leaf: Leaf, sizes: Mapping[str, int], names: Mapping[str, Axes], read: Read) -> Choice:
-    """Returns the axes of dims that were read. None binds: where an axis does not divide, it stores another dim."""
+def _inferred(
+    path: str, leaf: Leaf, sizes: Mapping[str, int], names: Mapping[str, Axes], read: InferredDims
+) -> AxisChoice:
+    """Returns the axes of inferred dims. None is binding: if an axis does not divide its dim, it stores another dim."""
     rank = len(leaf.shape)
-    given, pieces, why = read.names[-rank:] if rank else (), read.pieces[-rank:] if rank else (), read.why
+    dim_names, pieces, why = read.names[-rank:] if rank else (), read.pieces[-rank:] if rank else (), read.why
     axes: list[tuple[str, ...]] = []
     padded: int | None = None
-    for dim, (name, most) in enumerate(zip(given, pieces, strict=True)):
-        taken = {axis for on in axes for axis in on}
-        wanted = tuple(axis for axis in axes_of_name(name, names) if sizes.get(axis, 1) > 1 and axis not in taken)
+    for dim, (name, limit) in enumerate(zip(dim_names, pieces, strict=True)):
+        used_axes = {axis for dim_axes in axes for axis in dim_axes}
+        wanted = tuple(axis for axis in axes_of_name(name, names) if sizes.get(axis, 1) > 1 and axis not in used_axes)
         ways = math.prod(sizes[axis] for axis in wanted)
-        if most % ways:
-            count = f"{name}={most}" if most == leaf.shape[dim] else f"{most} {name}"
+        if limit % ways:
+            count = f"{name}={limit}" if limit == leaf.shape[dim] else f"{limit} {name}"
             why = f"{why}; {count} not divisible by {'x'.join(wanted)}={ways}"
             padded = dim if name == "vocab" and wanted == ("tensor",) else padded
             wanted = ()
         axes.append(wanted)
-    choice = Choice(given, tuple(axes), why)
-    cut = "tensor" in {axis for on in axes for axis in on}
+    choice = AxisChoice(dim_names, tuple(axes), why)
+    cut = "tensor" in {axis for dim_axes in axes for axis in dim_axes}
     if sizes.get("tensor", 1) == 1 or cut or own_dims(path, leaf) < 2 or not (read.followed or why != read.why):
         return choice
-    return _moved(leaf, choice, sizes["tensor"], padded)
+    return _store_over_tensor(leaf, choice, sizes["tensor"], padded)
 
 
-def _moved(leaf: Leaf, choice: Choice, ways: int, padded: int | None) -> Choice:
-    """Returns a choice in which `tensor` stores a parameter along its largest dim that divides.
+def _store_over_tensor(leaf: Leaf, choice: AxisChoice, ways: int, padded: int | None) -> AxisChoice:
+    """Stores a parameter over `tensor` along its largest dim that divides.
 
-    Where the model reads it, it is gathered; a vocabulary is cut there into pieces that are padded inside of the
-    program, so that neither logits nor their matmuls are computed more than once. The state has the model's own shapes.
-    For two layers of GPT-2 medium and 4,096 tokens, compiled for `tensor` over eight H100s, that sends 99 MiB more than
-    a table that is whole (367 for 268: 0.2 ms of NVLink) and computes 5.6 times less (239 GFLOP for 1,345: 2 ms of
-    bf16). It pays from a few hundred tokens of a replica on.
+    The model reads it gathered; a vocabulary is instead read in shards that are padded inside of the program, so that
+    neither logits nor their matmuls are computed more than once. The state keeps the model's own shapes. For two layers
+    of GPT-2 medium and 4,096 tokens, compiled for `tensor` over eight H100s, that sends 99 MiB more than a table that
+    is whole (367 for 268: 0.2 ms of NVLink) and computes 5.6 times less (239 GFLOP for 1,345: 2 ms of bf16). It pays
+    from a few hundred tokens of a replica on.
     """
     fitting = [dim for dim, size in enumerate(leaf.shape) if size % ways == 0 and choice.names[dim] != "layers"]
     if not fitting or leaf.bytes < SMALL:
@@ -229,45 +231,45 @@ def _moved(leaf: Leaf, choice: Choice, ways: int, padded: int | None) -> Choice:
     best = max(fitting, key=lambda dim: (leaf.shape[dim], dim))
 
     def on(dim: int | None) -> tuple[tuple[str, ...], ...]:
-        return tuple((*axes, "tensor") if at == dim else axes for at, axes in enumerate(choice.axes))
+        return tuple((*axes, "tensor") if index == dim else axes for index, axes in enumerate(choice.axes))
 
     read = "gathered" if padded is None else f"cut along {choice.names[padded]} with padding"
     why = f"{choice.why}; stored over tensor along {choice.names[best] or leaf.shape[best]}, {read} where it is read"
-    return replace(choice, why=why, moved=(on(padded), on(best)))
+    return replace(choice, why=why, read_and_stored_axes=(on(padded), on(best)))
 
 
-def _largest(path: str, leaf: Leaf, sizes: Mapping[str, int]) -> Choice:
-    """Returns `tensor` on the largest dim that it divides, of a table on the features; vectors stay whole."""
+def _largest(path: str, leaf: Leaf, sizes: Mapping[str, int]) -> AxisChoice:
+    """Puts `tensor` on the largest dim that it divides, on the features of a lookup table; vectors stay whole."""
     axes: list[tuple[str, ...]] = [()] * len(leaf.shape)
-    ways, own = sizes.get("tensor", 1), own_dims(path, leaf)
+    ways, own_rank = sizes.get("tensor", 1), own_dims(path, leaf)
     fitting = [dim for dim, size in enumerate(leaf.shape) if size % ways == 0 and size >= ways]
     why = "no names"
-    if leaf.shape[:1] == (1,):  # where examples are broadcast: it is added to the stream, which is not cut
-        whole = Choice((None,) * len(leaf.shape), tuple(axes), why)
-        return whole if ways == 1 or own < 2 else _moved(leaf, whole, ways, None)
-    # a vector is cheap to keep whole, and split it would put a collective around every elementwise op that adds it
-    if ways > 1 and own > 1 and fitting:
-        on = max(fitting, key=lambda dim: (dim >= len(leaf.shape) - own, leaf.shape[dim], dim))
+    if leaf.shape[:1] == (1,):  # broadcast over examples: it is added to the stream, which is not split
+        whole = AxisChoice((None,) * len(leaf.shape), tuple(axes), why)
+        return whole if ways == 1 or own_rank < 2 else _store_over_tensor(leaf, whole, ways, None)
+    # a vector is cheap to store whole; split, it would need a collective around every elementwise op that adds it
+    if ways > 1 and own_rank > 1 and fitting:
+        best = max(fitting, key=lambda dim: (dim >= len(leaf.shape) - own_rank, leaf.shape[dim], dim))
         why = "no names: tensor on the largest dim"
         if re.search("(^|/)embedding$", path) and len(leaf.shape) - 1 in fitting:
-            # by rows, what is looked up would be summed over `tensor`, and every device would compute with all of it
-            on, why = len(leaf.shape) - 1, "no names: tensor on the features of a table"
-        axes[on] = ("tensor",)
-    return Choice((None,) * len(leaf.shape), tuple(axes), why)
+            # split by rows, the result would be summed over `tensor`, and every device would compute with all of it
+            best, why = len(leaf.shape) - 1, "no names: tensor on the features of a table"
+        axes[best] = ("tensor",)
+    return AxisChoice((None,) * len(leaf.shape), tuple(axes), why)
 
 
 def own_dims(path: str, leaf: Leaf) -> int:
-    """Returns how many trailing dims an unnamed parameter probably has of its own; dims before them may be stacks."""
+    """Guesses the number of trailing dims that are an unnamed parameter's own; dims before them may be stacks."""
     vector = re.search(r"(^|[/_])(bias|scale|beta|gamma)$", path)
     return min(len(leaf.shape), 1 if vector else 2)
 
 
 def _indivisible(path, leaf: Leaf, dim, name, wanted, ways) -> Problem:
     size = leaf.shape[dim]
-    would = [n for n in range(ways - 1, 0, -1) if size % n == 0][:1] or [1]
+    divisor = [n for n in range(ways - 1, 0, -1) if size % n == 0][:1] or [1]
     up = -(-size // ways) * ways
     return Problem(
         f"{path}: dim {dim} ({name}) of {list(leaf.shape)} has {size} entries, {' x '.join(wanted)} is {ways}",
         rule="an axis divides every dim it splits",
-        fix=f"a dim of {up} in the model, {wanted[-1]}={would[0]}, or leave that dim whole: rules {{{name!r}: None}}",
+        fix=f"a dim of {up} in the model, {wanted[-1]}={divisor[0]}, or leave that dim whole: rules {{{name!r}: None}}",
     )

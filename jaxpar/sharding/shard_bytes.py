@@ -19,7 +19,7 @@ def shard_bytes(array: Any, spec: PartitionSpec, sizes) -> int:
 
 
 def itemsize(dtype: Any) -> int:
-    """Returns the bytes of an entry, which may be a random key.
+    """Returns the bytes of one entry; the dtype may be that of random keys.
 
     >>> itemsize("float32"), itemsize(jax.random.key(0).dtype)
     (4, 8)
@@ -28,18 +28,18 @@ def itemsize(dtype: Any) -> int:
 
 
 def shard_shape(shape: Sequence[int], spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the shape of one device's shard of an array, of the first where XLA pads the last.
+    """Returns the shape of one device's shard of an array; of the first shard, if XLA pads the last.
 
     >>> shard_shape((8, 6), PartitionSpec("fsdp"), {"fsdp": 4})
     (2, 6)
     """
-    return tuple(-(-size // ways) for size, ways in zip(shape, pieces(spec, len(shape), sizes), strict=True))
+    return tuple(-(-size // ways) for size, ways in zip(shape, shard_counts(spec, len(shape), sizes), strict=True))
 
 
-def pieces(spec: PartitionSpec, rank: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the number of pieces that each dim of an array is cut into.
+def shard_counts(spec: PartitionSpec, rank: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Returns the number of shards along each dim of an array.
 
-    >>> pieces(PartitionSpec(("data", "fsdp")), 2, {"data": 2, "fsdp": 4})
+    >>> shard_counts(PartitionSpec(("data", "fsdp")), 2, {"data": 2, "fsdp": 4})
     (8, 1)
     """
     entries = (*spec, *(None,) * (rank - len(spec)))
@@ -48,7 +48,7 @@ def pieces(spec: PartitionSpec, rank: int, sizes: Mapping[str, int]) -> tuple[in
 
 
 def short_dtype(dtype: Any) -> str:
-    """Returns the name of a dtype as HLO has it.
+    """Returns the name of a dtype in HLO.
 
     >>> short_dtype("bfloat16")
     'bf16'

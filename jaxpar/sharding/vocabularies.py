@@ -1,7 +1,7 @@
-"""The names that other code bases give to dims, each with jaxpar's own name for what it means.
+"""Dim names of other code bases, each with jaxpar's own name for the same dim.
 
-A name of theirs is split as jaxpar's own is, also where a user's rule says how; but a rule for the name itself comes
-first. A name is here only if jaxpar has one that means the same. Any other has no rule: the dim of a parameter stays
+Such a name is split as jaxpar's own is, also by a user's rule for that; but a rule for the name itself comes first. A
+name is here only if jaxpar has one with the same meaning. Any other name has no rule: the dim of a parameter stays
 whole, that of an activation is left to XLA.
 
 To add one: a row under its code base.
@@ -15,9 +15,9 @@ from jaxpar.sharding.rules import Axes
 # T5X           t5x/partitioning.py, `standard_logical_axis_rules`, github.com/google-research/t5x
 # big_vision    big_vision/models/vit.py and models/ppp/gemma.py, github.com/google-research/big_vision
 # maxdiffusion  src/maxdiffusion/common_types.py and configs/*.yml, github.com/AI-Hypercomputer/maxdiffusion
-# haliax        as Levanter names its axes, src/levanter/models, github.com/stanford-crfm/levanter
+# haliax        axis names of Levanter, src/levanter/models, github.com/stanford-crfm/levanter
 MEANINGS: dict[str, str] = {
-    # MaxText; maxdiffusion has the names without a part of the model at their end
+    # MaxText; maxdiffusion has those that do not end with a part of the model
     "activation_batch": "batch",
     "activation_batch_attn": "batch",
     "activation_batch_moe": "batch",
@@ -51,7 +51,7 @@ MEANINGS: dict[str, str] = {
     "length": "seq",
     "kv": "head_dim",
     "joined_kv": "heads",  # heads and head_dim as one dim, the heads outermost
-    # big_vision; its act_emb is the stream, but also what the first matrix of an mlp makes
+    # big_vision; its act_emb is the stream, but also the output of an mlp's first matrix
     "act_batch": "batch",
     "act_len": "seq",
     # maxdiffusion
@@ -72,14 +72,14 @@ MEANINGS: dict[str, str] = {
 
 
 def with_vocabularies(names: Mapping[str, Axes]) -> dict[str, Axes]:
-    """Returns names of dims to mesh axes, each name followed by the names of others that mean the same."""
-    found: dict[str, Axes] = {}
+    """Adds, after each name of a dim, its names in other code bases with the same mesh axes."""
+    extended: dict[str, Axes] = {}
     for name, axes in names.items():
-        found[name] = axes
-        found |= {other: axes for other, meaning in MEANINGS.items() if meaning == name and other not in names}
-    return found
+        extended[name] = axes
+        extended |= {foreign: axes for foreign, meaning in MEANINGS.items() if meaning == name and foreign not in names}
+    return extended
 
 
-def meant(names: set[str]) -> set[str]:
-    """Returns names of dims, and what jaxpar calls those that are not its own."""
+def with_meanings(names: set[str]) -> set[str]:
+    """Adds to names of dims the jaxpar names of those that come from other code bases."""
     return names | {MEANINGS[name] for name in names if name in MEANINGS}

@@ -1,21 +1,21 @@
 """One training step: state, gradients, precision and the update, as one compiled program.
 
-    batch/       a global batch on the devices of a layout
-    gradients    the protocol of gradients, and the update that follows from them
-    kinds        which kind of gradients a layout has
-    whole        gradients of a step whose layers are all on every device
-    apart/       what replicas compute each for itself, until they agree by an exchange
+    batch/       places a global batch on the devices of a layout
+    gradients    the protocol of gradients, and the update made from them
+    gradient_kinds  chooses the kind of gradients for a layout
+    unpipelined  gradients of an unpipelined step: every device has all layers
+    per_replica/ replicas that compute separately until an exchange synchronizes them
     pipelined/   gradients of a step whose layers are spread over `pipe`
-    parameters/  those that a step computes with, dtypes of their gradients, and other state that has gradients
-    block_inputs inputs of layers in host memory: remat = "offload"
-    sampling/    tokens after prompts, with a cache of keys and values
-    head/        the loss of the next token without all logits at once
-    checks/      what a step looks at before it runs
-    keyed/       gradients of a loss that wants a random key
-    norm/        the norm of all gradients, by one sum over devices
-    measures/    what evaluations say beside the loss
-    guard        a step that changes nothing where its numbers are not finite
-    state        parameters, optimizer and model state, and that of the exchange, born sharded
+    parameters/  gathered and frozen parameters, dtypes of gradient sums, state whose new value is its gradient
+    block_inputs layer inputs in host memory: remat = "offload"
+    sampling/    generates tokens after prompts, with a KV cache
+    head/        the next-token loss in chunks, without materializing all logits
+    checks/      checks before a step runs
+    stochastic_loss/  gradients of a loss that takes a random key
+    norm/        the global gradient norm, with one sum over devices
+    measures/    additional evaluation metrics
+    guard        skips the update if its numbers are not finite
+    state        parameters, optimizer, model and exchange state, initialized sharded
 
-Nouns: `Step`, `State`, `Numerics` (how it computes), sums and counts of a loss.
+Nouns: `Step`, `State`, `Numerics` (precision, remat, accumulation), sums and counts of a loss.
 """

@@ -1,6 +1,6 @@
-"""A step that guards: where its numbers are not finite, or its loss too high, it changes nothing.
+"""Guarded updates: if numbers are not finite, or the loss is too high, the step changes nothing.
 
-Decided inside the compiled program, so that no host waits for a loss before it starts the next step.
+The compiled program decides, so that the host need not wait for a loss before it starts the next step.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,35 +13,35 @@ from jaxpar.step.state import State
 
 
 def are_finite(params: Any) -> jax.Array:
-    """Returns whether all numbers of all arrays are finite: one pass over them, one bool."""
+    """Whether all numbers of all arrays are finite. Shape [], bool."""
     return jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(params)]).all()
 
 
-def guarded(update: Callable, on_device: Callable, told: Callable) -> Callable:
-    """Returns a step's update that takes nothing where loss, gradients or the new parameters are not finite.
+def guard_update(update: Callable, on_device: Callable, scalar_metrics: Callable) -> Callable:
+    """Returns an update that is skipped if the loss, the gradients or the new parameters are not finite.
 
-    Nor where the loss is too high. Between devices one bool travels, of the parameters that each of them holds.
+    It is also skipped if the loss is above the limit. Devices exchange one bool about their shards of the parameters.
 
     Args:
       update: (state, batch) to (state, metrics).
-      on_device: Brings an optimizer state to where updates are made.
-      told: The metrics of `update` as scalars.
+      on_device: Moves an optimizer state to device memory.
+      scalar_metrics: Converts the metrics of `update` to scalars.
 
     Returns:
-      (state, batch, limit) to (state, metrics); `skipped` in the metrics, bool, is true where all but the count of
-      steps is as before, bit for bit.
+      (state, batch, limit) to (state, metrics). If the bool `skipped` in the metrics is true, all but the step count is
+      unchanged, bit for bit.
     """
 
     def _update(state: State, batch: Mapping, limit: jax.Array):
-        new, metrics = update(state, batch)
-        scalars = told(metrics)
+        new_state, metrics = update(state, batch)
+        scalars = scalar_metrics(metrics)
         loss, norm = scalars["loss"], scalars["grad_norm"]
-        good = jnp.isfinite(loss) & jnp.isfinite(norm) & (loss <= limit) & are_finite(new.params)
+        is_valid = jnp.isfinite(loss) & jnp.isfinite(norm) & (loss <= limit) & are_finite(new_state.params)
         params, optimizer, model_state, exchange = jax.tree.map(
-            lambda after, before: jnp.where(good, after, before),
-            (new.params, new.optimizer, new.model_state, new.exchange),
+            lambda new, old: jnp.where(is_valid, new, old),
+            (new_state.params, new_state.optimizer, new_state.model_state, new_state.exchange),
             (state.params, on_device(state.optimizer), state.model_state, state.exchange),
         )
-        return State(new.step, params, optimizer, model_state, exchange), metrics | {"skipped": ~good}
+        return State(new_state.step, params, optimizer, model_state, exchange), metrics | {"skipped": ~is_valid}
 
     return _update

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import jax.numpy as jnp
 
-from jaxpar.errors import nearest, refuse
+from jaxpar.errors import refuse, suggest
 from jaxpar.mesh.preset import Preset
 from jaxpar.models.settings.computing import POLICIES, Precision
 
@@ -19,11 +19,11 @@ class Numerics:
 
     Attributes:
       accumulate: Microbatches per step; their gradients are summed before the update.
-      precision: `fp32`, `bf16`, or as a job has it, {"compute": "bf16", "allow": ["Router.*"]}: see `Precision`.
-      remat: What the backward pass keeps, one of `jaxpar.models.settings.computing.POLICIES`.
+      precision: `fp32`, `bf16`, or a table as in a job, {"compute": "bf16", "allow": ["Router.*"]}: see `Precision`.
+      remat: Rematerialization policy, one of `jaxpar.models.settings.computing.POLICIES`.
       offload: Keep the optimizer state in host memory between steps.
-      collectives: overlapped tells XLA of several GPUs what `jaxpar.mesh.preset` says, so that less of their
-        communication is waited for; plain tells it nothing.
+      collectives: `overlapped` sets the XLA options of `jaxpar.mesh.preset` on several GPUs, which overlap more
+        communication with compute; `plain` sets none.
     """
 
     accumulate: int = 1
@@ -38,22 +38,22 @@ class Numerics:
         return self.precision if isinstance(self.precision, Precision) else Precision(self.precision)  # pyright: ignore
 
     def _precision(self) -> Precision | Any:
-        """Returns the precision that a table says, or what there is, to be checked by `Precision`."""
+        """Parses a [precision] table; any other value is returned for `Precision` to validate."""
         if not isinstance(self.precision, Mapping):
             return self.precision
-        known = [field.name for field in dataclasses.fields(Precision)]
-        if wrong := [key for key in self.precision if key not in known]:
+        names = [field.name for field in dataclasses.fields(Precision)]
+        if wrong := [key for key in self.precision if key not in names]:
             raise refuse(
                 f"precision with {wrong[0]!r:.60}",
-                rule=f"a precision has {', '.join(known)}",
+                rule=f"a precision has {', '.join(names)}",
                 fix='precision={"compute": "bf16", "allow": ["Router.*"]}',
             )
-        given: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in self.precision.items()}
-        return Precision(**given)
+        table: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in self.precision.items()}
+        return Precision(**table)
 
     @property
     def dtype(self) -> Any:
-        """What matmuls run in, or None for what the model says."""
+        """The matmul dtype, or None for the model's own."""
         return DTYPES[self.matmuls.compute]
 
     def __post_init__(self):
@@ -64,12 +64,12 @@ class Numerics:
             raise refuse(
                 f"remat={self.remat!r}",
                 rule=f"remat is one of {', '.join(POLICIES)}",
-                fix=nearest(str(self.remat), POLICIES),
+                fix=suggest(str(self.remat), POLICIES),
             )
-        if self.collectives not in (known := get_args(Preset)):
+        if self.collectives not in (presets := get_args(Preset)):
             raise refuse(
                 f"collectives={self.collectives!r:.60}",
-                rule=f"collectives is one of {', '.join(known)}",
-                fix=nearest(str(self.collectives), known),
+                rule=f"collectives is one of {', '.join(presets)}",
+                fix=suggest(str(self.collectives), presets),
             )
-        _ = self.matmuls  # refuses one that is none
+        _ = self.matmuls  # refuses an invalid precision

@@ -1,4 +1,4 @@
-"""The training state, born sharded: no device and no host buffer ever holds all of it."""
+"""The training state, initialized sharded: no device and no host buffer ever holds all of it."""
 
 import dataclasses
 from contextlib import nullcontext
@@ -11,18 +11,18 @@ import optax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from jaxpar.errors import refuse, users_code
+from jaxpar.errors import refuse, user_code_errors
 from jaxpar.exchange.base import Replicas
-from jaxpar.exchange.between import in_pieces
-from jaxpar.exchange.part import Part, piece_dim
-from jaxpar.exchange.sent import Sent
-from jaxpar.optim.eval_params import eval_params, held_for
-from jaxpar.optim.injected import naming_static_arguments
+from jaxpar.exchange.replica_mesh import piece_spec
+from jaxpar.exchange.shard_shape import ShardShape, piece_dim
+from jaxpar.exchange.traffic import Traffic
+from jaxpar.optim.eval_params import eval_arrays, eval_params
+from jaxpar.optim.injected import explain_static_arguments
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import Tree, path_of
 from jaxpar.sharding.shard_bytes import shard_shape
-from jaxpar.sharding.tracing import uncollected
-from jaxpar.step.parameters.frozen import frozen, without
+from jaxpar.sharding.tracing import paused_gc
+from jaxpar.step.parameters.frozen import drop_paths, frozen_paths
 
 HOST = "pinned_host"  # the memory of offloaded optimizer state
 
@@ -33,14 +33,14 @@ class State:
     """Everything that training changes.
 
     Attributes:
-      step: Steps made so far, one update each but in pipelines without a flush. Shape [], int32.
-      params: The parameters, float32 unless the model says otherwise.
+      step: Steps so far; one update each, except in asynchronous pipelines. Shape [], int32.
+      params: The parameters, float32 unless the model chooses another dtype.
       optimizer: The state of the optax chain.
-      model_state: BatchNorm statistics, dropout keys and their kin.
-      exchange: The state of the exchange between replicas; () where it has none.
+      model_state: BatchNorm statistics, dropout keys and the like.
+      exchange: The state of the exchange between replicas; () if it has none.
 
-    Where replicas step apart, `model_state` has a leading dim `replica`, split over `data`; where they differ,
-    `params` and `optimizer` have it too.
+    If replicas step separately, `model_state` has a leading dim `replica`, split over `data`; if their parameters
+    differ, `params` and `optimizer` have it too.
     """
 
     step: jax.Array
@@ -51,15 +51,15 @@ class State:
 
     @property
     def eval_params(self) -> Tree:
-        """The parameters that a run is evaluated, sampled and exported with: `params`, unless the optimizer says else.
+        """The parameters used for evaluation, sampling and export: `params`, unless the optimizer derives others.
 
-        With `optax.contrib.schedule_free` they are others; see `jaxpar.optim.eval_params`.
+        `optax.contrib.schedule_free` does; see `jaxpar.optim.eval_params`.
         """
-        return eval_params(jax.tree.map(_on_device, held_for(self.optimizer)), self.params)
+        return eval_params(jax.tree.map(_on_device, eval_arrays(self.optimizer)), self.params)
 
 
 def _on_device(x: jax.Array) -> jax.Array:
-    """Returns an array that may be offloaded in the memory of its devices; in a trace it is left where it is."""
+    """Moves an offloaded array to device memory; tracers are returned unchanged."""
     if isinstance(x, Tracer) or x.sharding.memory_kind != HOST:
         return x
     return jax.device_put(x, x.sharding.with_memory_kind("device"))
@@ -68,33 +68,35 @@ def _on_device(x: jax.Array) -> jax.Array:
 def init_state(
     layout: Layout, optimizer: optax.GradientTransformation, *, seed: int = 0, offload: bool = False
 ) -> State:
-    """Returns the state at step 0, every array made on the devices that keep it.
+    """Returns the state at step 0, each array initialized on the devices that store it.
 
-    The numbers depend on the seed alone, never on the layout.
+    The values depend only on the seed, never on the layout.
 
     Args:
       layout: Where arrays go.
       optimizer: Any optax chain.
-      seed: Of the initial parameters and of dropout.
+      seed: Seed of the initial parameters and of dropout.
       offload: Keep the optimizer state in host memory.
 
     Raises:
-      JaxparError: If the layout has no devices, or offload is asked where the backend has no host memory.
+      JaxparError: If the layout has no devices, or offload is set on a backend without host memory.
     """
-    checked_seed(seed)
-    # a mesh that the caller has set is not the layout's
-    meshes = nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(layout.on)
-    with uncollected(), meshes:
-        placed = shardings(layout, abstract(layout, optimizer), offload=offload)
-        made = jax.jit(initializer(layout, optimizer), out_shardings=placed, compiler_options=_quickly(layout))
-        return made(jax.random.key(seed))
+    check_seed(seed)
+    # the caller may have set another mesh
+    meshes = nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(layout.device_mesh)
+    with paused_gc(), meshes:
+        state_shardings = shardings(layout, abstract(layout, optimizer), offload=offload)
+        initialize = jax.jit(
+            initializer(layout, optimizer), out_shardings=state_shardings, compiler_options=_quickly(layout)
+        )
+        return initialize(jax.random.key(seed))
 
 
-def checked_seed(seed: int) -> int:
-    """Returns a seed that is one.
+def check_seed(seed: int) -> int:
+    """Returns a valid seed unchanged.
 
     Raises:
-      JaxparError: If it is none.
+      JaxparError: If it is not a whole number of 32 bits.
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise refuse(f"seed={seed!r}", rule="a seed is a whole number of 32 bits", fix="seed=0")
@@ -102,66 +104,68 @@ def checked_seed(seed: int) -> int:
 
 
 def _quickly(layout: Layout) -> dict[str, str] | None:
-    """Returns how to compile what runs once: on a processor, where that takes longer than all the rest of a start."""
-    if layout.on.devices.flat[0].platform != "cpu" or jax.config.values["jax_disable_most_optimizations"]:
+    """Compiler options for a program that runs once: less optimization on CPU, where compiling dominates the start."""
+    if layout.device_mesh.devices.flat[0].platform != "cpu" or jax.config.values["jax_disable_most_optimizations"]:
         return None
     return {"xla_backend_optimization_level": "1"}
 
 
 def initializer(layout: Layout, optimizer: optax.GradientTransformation):
-    """Returns the pure function of a key that makes the state."""
+    """Returns a pure function from a random key to the initial state."""
     if not isinstance(optimizer, optax.GradientTransformation):
         raise refuse(f"optimizer={optimizer!r:.80}", rule="an optimizer is an optax chain", fix="optax.adamw(3e-4)")
 
     def init(key) -> State:
         params, model_state = layout.blueprint.init(key)
-        return begun(layout, optimizer, params, model_state)
+        return state_from_params(layout, optimizer, params, model_state)
 
     return init
 
 
-def begun(layout: Layout, optimizer: optax.GradientTransformation, params: Tree, model_state: Tree) -> State:
-    """Returns the state at step 0 with these parameters: all replicas begin with them, each with its own random keys.
+def state_from_params(
+    layout: Layout, optimizer: optax.GradientTransformation, params: Tree, model_state: Tree
+) -> State:
+    """Returns the state at step 0 with these parameters; all replicas start from them, each with its own random keys.
 
     Args:
       layout: Where arrays go.
       optimizer: Any optax chain.
-      params: Of one model.
-      model_state: Of one model.
+      params: Parameters of one model.
+        model_state: Model state of one model.
     """
     exchange = layout.parallel.exchange
     count = exchange.count(layout.sizes["data"])
     with (
-        users_code("the optimizer's init", rule="an optimizer is an optax chain", fix="optax.adamw(3e-4)"),
-        naming_static_arguments(),
+        user_code_errors("the optimizer's init", rule="an optimizer is an optax chain", fix="optax.adamw(3e-4)"),
+        explain_static_arguments(),
     ):
         state = State(jnp.zeros((), jnp.int32), params, optimizer.init(params), model_state)
-    if not exchange.apart:
+    if not exchange.per_replica:
         return state
-    copied = _copies if exchange.differ else lambda tree, _: tree
-    begun = exchange.begin(
+    replicate = _copies if exchange.replicas_differ else lambda tree, _: tree
+    replicas = exchange.begin(
         Replicas(
-            params=copied(params, count),
-            optimizer=copied(state.optimizer, count),
-            model_state=of_each(layout, model_state),
-            own=exchange.init(without(frozen(layout, optimizer), params), count),
+            params=replicate(params, count),
+            opt_state=replicate(state.optimizer, count),
+            model_state=replicate_model_state(layout, model_state),
+            exchange_state=exchange.init(drop_paths(frozen_paths(layout, optimizer), params), count),
         )
     )
-    return State(state.step, begun.params, begun.optimizer, begun.model_state, begun.own)
+    return State(state.step, replicas.params, replicas.opt_state, replicas.model_state, replicas.exchange_state)
 
 
-def of_each(layout: Layout, model_state: Tree) -> Tree:
-    """Returns the state of a model as that of each replica, [replica, ...]: their random keys differ.
+def replicate_model_state(layout: Layout, model_state: Tree) -> Tree:
+    """Returns the model state with a leading dim of replicas, whose random keys differ.
 
-    Those of replicas that see the same examples do not: each draws what it would draw alone.
+    Replicas that see the same examples keep equal keys: each draws what it would draw alone.
     """
     exchange = layout.parallel.exchange
-    one = (lambda _: model_state) if exchange.same_examples else (lambda replica: salted(model_state, replica))
-    return jax.vmap(one)(jnp.arange(exchange.count(layout.sizes["data"])))
+    salt = (lambda _: model_state) if exchange.same_examples else (lambda replica: fold_in_number(model_state, replica))
+    return jax.vmap(salt)(jnp.arange(exchange.count(layout.sizes["data"])))
 
 
-def salted(model_state: Tree, salt: jax.Array) -> Tree:
-    """Returns the random keys of a model's state, such as those of dropout, made different by a number."""
+def fold_in_number(model_state: Tree, salt: jax.Array) -> Tree:
+    """Folds a number into the random keys of a model state, such as those of dropout."""
 
     def fold(x):
         if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -180,7 +184,7 @@ def abstract(layout: Layout, optimizer: optax.GradientTransformation) -> State:
     """Returns the state as shapes and dtypes.
 
     Raises:
-      JaxparError: If the layout is no layout, or the optimizer no optax chain.
+      JaxparError: If `layout` is not a Layout, or `optimizer` not an optax chain.
     """
     if not isinstance(layout, Layout):
         raise refuse(
@@ -188,7 +192,7 @@ def abstract(layout: Layout, optimizer: optax.GradientTransformation) -> State:
             rule="a layout is what jp.compose returns",
             fix="jp.compose(model, jp.Parallel(data=8))",
         )
-    initializer(layout, optimizer)  # refuses what cannot be hashed
+    initializer(layout, optimizer)  # refuses an unhashable value, before lru_cache hashes it
     return _abstract(layout, optimizer)
 
 
@@ -201,19 +205,19 @@ def specs(layout: Layout, state: State) -> State:
     """Returns a `PartitionSpec` for every array of a state."""
     exchange = layout.parallel.exchange
     params = layout.stored
-    optimizer = layout.optimizer_specs(of_one_replica(state.optimizer) if exchange.differ else state.optimizer)
+    optimizer = layout.optimizer_specs(replica_shapes(state.optimizer) if exchange.replicas_differ else state.optimizer)
     model_state = layout.other_specs(state.model_state)
     return State(
         step=PartitionSpec(),  # pyright: ignore[reportArgumentType]
-        params=_over_data(params) if exchange.differ else params,
-        optimizer=_over_data(optimizer) if exchange.differ else optimizer,
-        model_state=_over_data(model_state) if exchange.apart else model_state,
+        params=_over_data(params) if exchange.replicas_differ else params,
+        optimizer=_over_data(optimizer) if exchange.replicas_differ else optimizer,
+        model_state=_over_data(model_state) if exchange.per_replica else model_state,
         exchange=_exchange_specs(layout, state.exchange),
     )
 
 
 def _exchange_specs(layout: Layout, own: Tree) -> Tree:
-    """Returns where an exchange's own arrays go: as the optimizer's do, those of each replica over `data` besides."""
+    """Specs of an exchange's state: like the optimizer's, with per-replica arrays also split over `data`."""
 
     def each(keys, leaf) -> bool:
         if path_of(keys[:1]) == "each":
@@ -226,52 +230,51 @@ def _exchange_specs(layout: Layout, own: Tree) -> Tree:
         if path_of(keys[:1]) != "pieces" or owner is None:
             return spec
         dim = piece_dim(layout.parts[owner].shape, layout.sizes["data"])
-        return spec if dim is None else in_pieces(spec, dim, leaf.ndim)
+        return spec if dim is None else piece_spec(spec, dim, leaf.ndim)
 
-    apart = jax.tree_util.tree_map_with_path(each, own)
-    one = jax.tree.map(lambda leaf, alone: of_one_replica(leaf) if alone else leaf, own, apart)
-    specs = jax.tree.map(lambda alone, spec: _over_data(spec) if alone else spec, apart, layout.optimizer_specs(one))
+    flags = jax.tree_util.tree_map_with_path(each, own)
+    single = jax.tree.map(lambda leaf, flag: replica_shapes(leaf) if flag else leaf, own, flags)
+    specs = jax.tree.map(lambda flag, spec: _over_data(spec) if flag else spec, flags, layout.optimizer_specs(single))
     return jax.tree_util.tree_map_with_path(pieces, own, specs)
 
 
-def of_one_replica(tree: Tree) -> Tree:
-    """Returns the shapes of one replica, without the dim of replicas."""
+def replica_shapes(tree: Tree) -> Tree:
+    """Returns the shapes without the leading dim of replicas."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree)
 
 
-def sent(layout: Layout, state: State) -> tuple[Sent, ...]:
-    """Returns what replicas that differ send each other of their optimizers' states."""
+def optimizer_traffic(layout: Layout, state: State) -> tuple[Traffic, ...]:
+    """Returns the optimizer-state transfers of an exchange between replicas that differ."""
     exchange, replicas = layout.parallel.exchange, layout.sizes["data"]
-    if not exchange.differ or replicas == 1:
+    if not exchange.replicas_differ or replicas == 1:
         return ()
-    one = of_one_replica(state.optimizer)
-    specs = jax.tree.leaves(layout.optimizer_specs(one), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
-    held = {
-        path_of(keys): Part(shard_shape(leaf.shape, spec, layout.sizes), leaf.dtype, whole=leaf.size)
-        for (keys, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(one), specs, strict=True)
+    one_replica = replica_shapes(state.optimizer)
+    specs = jax.tree.leaves(layout.optimizer_specs(one_replica), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+    parts = {
+        path_of(keys): ShardShape(shard_shape(leaf.shape, spec, layout.sizes), leaf.dtype, total_size=leaf.size)
+        for (keys, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(one_replica), specs, strict=True)
     }
-    return exchange.sends_held(held, replicas)
+    return exchange.optimizer_traffic(parts, replicas)
 
 
 def _over_data(specs: Tree) -> Tree:
-    """Returns specs with a dim of replicas before the others, split over `data`."""
     return jax.tree.map(
         lambda spec: PartitionSpec("data", *spec), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
     )
 
 
 def shardings(layout: Layout, state: State, *, offload: bool = False) -> State:
-    """Returns a sharding for every array of a state; with `offload`, the optimizer's in host memory.
+    """Returns a sharding for every array of a state; with `offload`, the optimizer state is in host memory.
 
     Raises:
-      JaxparError: If the backend has no host memory of its own.
+      JaxparError: If the backend has no pinned host memory.
     """
     if not isinstance(offload, bool):
         raise refuse(f"offload={offload!r}", rule="offload is True or False", fix="offload=True")
-    placed = jax.tree.map(layout.sharding, specs(layout, state), is_leaf=lambda x: isinstance(x, PartitionSpec))
+    result = jax.tree.map(layout.sharding, specs(layout, state), is_leaf=lambda x: isinstance(x, PartitionSpec))
     if not offload:
-        return placed
-    device = layout.on.devices.flat[0]
+        return result
+    device = layout.device_mesh.devices.flat[0]
     kinds = {memory.kind for memory in device.addressable_memories()}
     if HOST not in kinds:
         raise refuse(
@@ -280,6 +283,8 @@ def shardings(layout: Layout, state: State, *, offload: bool = False) -> State:
             fix="offload = false; zero=1 or higher shards the optimizer state instead",
         )
     hosted = jax.tree.map(
-        lambda leaf, on: on.with_memory_kind(HOST) if leaf.ndim else on, state.optimizer, placed.optimizer
+        lambda leaf, place: place.with_memory_kind(HOST) if leaf.ndim else place,
+        state.optimizer,
+        result.optimizer,
     )
-    return dataclasses.replace(placed, optimizer=hosted)
+    return dataclasses.replace(result, optimizer=hosted)

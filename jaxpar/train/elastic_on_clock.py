@@ -16,8 +16,8 @@ import optax
 
 from jaxpar.errors import refuse
 from jaxpar.exchange.clock.elastic import LocalStep
-from jaxpar.optim.eval_params import held_for
-from jaxpar.step.state import State, init_state, salted
+from jaxpar.optim.eval_params import eval_arrays
+from jaxpar.step.state import State, fold_in_number, init_state
 from jaxpar.step.step import Step
 
 
@@ -44,7 +44,7 @@ def run(
       JaxparError: If the optimizer's state says what is evaluated.
     """
     state = init_state(step.layout, step.optimizer, seed=seed)
-    if held_for(state.optimizer):
+    if eval_arrays(state.optimizer):
         raise refuse(
             "a virtual clock with an optimizer whose state says what is evaluated, such as schedule_free",
             rule="here each worker has an optimizer state, and what is evaluated is the center's parameters",
@@ -53,7 +53,7 @@ def run(
     names = sorted({each.worker for each in table})
     workers = {
         name: replace(
-            state, model_state=salted(state.model_state, jnp.uint32(name)) if names[1:] else state.model_state
+            state, model_state=fold_in_number(state.model_state, jnp.uint32(name)) if names[1:] else state.model_state
         )
         for name in names
     }
@@ -71,7 +71,7 @@ def run(
 
     for each in table:
         state = workers[each.worker]
-        tree, sums, model_state = step.differentiated(state.params, state.model_state, examples(each.share))
+        tree, sums, model_state = step.compute_gradients(state.params, state.model_state, examples(each.share))
         total, count = sums["loss"]
         params = state.params
         if each.meets:

@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpar.data.spec import Batch, Rows, Source, Weighted, some
+from jaxpar.data.spec import Batch, Rows, Source, WeightedBatch, select_rows
 from jaxpar.data.streams.sets import EvaluationSet
 from jaxpar.data.validate import BatchSpec, CorruptBatch
 from jaxpar.errors import JaxparError, refuse
@@ -89,7 +89,7 @@ class Feed:
         """
         return self.placed(self.read(step))
 
-    def evaluation(self, index: int) -> list[Weighted]:
+    def evaluation(self, index: int) -> list[WeightedBatch]:
         """Returns the index-th held-out examples that are not corrupt, with their weights; none after the last.
 
         Raises:
@@ -114,7 +114,7 @@ class Feed:
                 skipped = self._pass(f"the batch of step {step + 1}", error, passed)
                 skipped.pass_over(draw, error.problems[0].got)
 
-    def read_evaluation(self, index: int) -> list[Weighted]:
+    def read_evaluation(self, index: int) -> list[WeightedBatch]:
         """Returns the rows that this process holds of the index-th held-out examples, on the host."""
         with self._one:
             return self._read_evaluation(index)
@@ -127,14 +127,14 @@ class Feed:
           rows: Those of all processes, in order; one may come several times.
         """
         if self.rows is None:
-            return some(self.read_evaluation(index)[0].batch, rows)
+            return select_rows(self.read_evaluation(index)[0].batch, rows)
         part, here = copy(self), rows_here(self.layout, len(rows))
         part.rows = rows[here]
         batch = part.read_evaluation(index)[0].batch
         part.rows, part.size = here, len(rows)
         return part.placed(batch)
 
-    def _read_evaluation(self, index: int) -> list[Weighted]:
+    def _read_evaluation(self, index: int) -> list[WeightedBatch]:
         passed: list[CorruptBatch] = []
         while True:
             at = index
@@ -164,10 +164,10 @@ class Feed:
         return () if self._wanted is None else (self._wanted,)
 
     def _own(self, batch: Batch) -> Batch:
-        return some(batch, self.rows) if self._skips else batch
+        return select_rows(batch, self.rows) if self._skips else batch
 
     def _checked(self, batch: Batch, lies: Callable[[int], str]) -> Batch:
-        return batch if self.good is None else self.good.checked(batch, lies, self._wanted)
+        return batch if self.good is None else self.good.check(batch, lies, self._wanted)
 
     def _where(self, index: int, row: int) -> str:
         """Returns in words where a row of a training batch lies."""

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.errors import refuse
-from jaxpar.exchange.base import by_path
-from jaxpar.step.state import State, init_state, salted
+from jaxpar.exchange.base import flatten_by_path
+from jaxpar.step.state import State, fold_in_number, init_state
 from jaxpar.step.step import Step
 
 SPARSE = 0.25  # share of non-zero elements below which only they are written
@@ -78,12 +78,13 @@ def race(
     """
     _check(step, workers, updates)
     state = init_state(step.layout, step.optimizer, seed=seed)
-    initial, structure = by_path(state.params)
+    initial, structure = flatten_by_path(state.params)
     shared = {path: np.array(leaf) for path, leaf in initial.items()}
     size = sum(array.size for array in shared.values())
     rate_at = rate if callable(rate) else lambda _: rate
     model_states = [
-        salted(state.model_state, jnp.uint32(worker)) if workers > 1 else state.model_state for worker in range(workers)
+        fold_in_number(state.model_state, jnp.uint32(worker)) if workers > 1 else state.model_state
+        for worker in range(workers)
     ]
     numbers = itertools.count()  # `next` and `append` are single operations of the interpreter: no lock of ours
     log: list[tuple[float, int, int, float]] = []
@@ -101,7 +102,7 @@ def race(
             before, params = len(log), read()
             tree, sums, model_states[worker] = program(params, model_states[worker], step.put(examples(number)))
             total, count = (float(x) for x in sums["loss"])
-            gradients = {path: np.asarray(leaf) for path, leaf in by_path(tree)[0].items()}
+            gradients = {path: np.asarray(leaf) for path, leaf in flatten_by_path(tree)[0].items()}
             written = sum(_write(shared[path], leaf, rate_at(number)) for path, leaf in gradients.items())
             log.append((total / max(count, 1e-30), before, worker, written / size))
 
@@ -137,7 +138,7 @@ def _write(shared: np.ndarray, gradient: np.ndarray, rate: float) -> int:
 
 
 def _check(step: Step, workers: int, updates: int) -> None:
-    devices = list(step.layout.on.devices.flat)
+    devices = list(step.layout.device_mesh.devices.flat)
     if len(devices) > 1 or devices[0].platform != "cpu":
         raise refuse(
             f"Hogwild! on {len(devices)} x {devices[0].device_kind}",

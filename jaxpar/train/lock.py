@@ -23,9 +23,9 @@ from types import TracebackType
 
 import pydantic
 
-from jaxpar.errors import JaxparError, Problem, plain, refuse
+from jaxpar.errors import JaxparError, Problem, escape_control, refuse
 from jaxpar.files import make_folder
-from jaxpar.leaving import leave
+from jaxpar.process_exit import exit_process
 from jaxpar.units import show_seconds
 
 BEAT = 5.0  # seconds between two heartbeats
@@ -192,7 +192,7 @@ class Lock:
             try:
                 if (found := read(self.path)) not in (None, self.holder):
                     # whatever it wrote from now on would destroy what the other one writes
-                    leave(1, f"error: {Problem(f'{self.folder} was taken over by {_name(found)}', RULE, FIX)}")
+                    exit_process(1, f"error: {Problem(f'{self.folder} was taken over by {_name(found)}', RULE, FIX)}")
                 os.utime(self.path)
             except OSError as error:
                 if isinstance(error, FileNotFoundError) and self._take_again():
@@ -221,7 +221,7 @@ def read(path: Path) -> Holder | None:
 
 
 def _name(holder: Holder | None) -> str:
-    return plain(holder.name) if holder else "a process that did not say its name"
+    return escape_control(holder.name) if holder else "a process that did not say its name"
 
 
 def _machine() -> str:

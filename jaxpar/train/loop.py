@@ -19,11 +19,11 @@ from typing import Any
 import jax
 
 from jaxpar.checkpoint import processes
-from jaxpar.checkpoint.due import Due
+from jaxpar.checkpoint.save_schedule import SaveSchedule
 from jaxpar.errors import JaxparError
-from jaxpar.step.keyed.loss import key_of
-from jaxpar.step.measures.functions import derived, evaluated
+from jaxpar.step.measures.functions import derive_measures, evaluation_names
 from jaxpar.step.state import State
+from jaxpar.step.stochastic_loss.loss import key_parameter
 from jaxpar.train.evaluation.incomplete import Totals, summed
 from jaxpar.train.faults import learns_nothing
 from jaxpar.train.feed import Feed, Reader
@@ -73,7 +73,7 @@ def _stretch(job: Run, state: State, feed: Feed, reader: Reader, stop: Stop) -> 
     clock = time.perf_counter()
     stopped: str | None = None
     row: dict[str, Any] = {}  # the newest: a list of all would grow for as long as the run
-    due, owed = Due(job.checkpoints, start=start), False
+    due, owed = SaveSchedule(job.checkpoints, start=start), False
 
     def land() -> dict[str, Any]:
         nonlocal clock
@@ -105,7 +105,7 @@ def _stretch(job: Run, state: State, feed: Feed, reader: Reader, stop: Stop) -> 
                 while flying:
                     row = land()
                 if not job.watch.is_skipping:
-                    due.saved(index)
+                    due.mark_saved(index)
                     _save(job, state, index, row, last=False)  # is written meanwhile
             if job.noise.is_due(done):
                 batch = step.put(batch)
@@ -120,7 +120,7 @@ def _stretch(job: Run, state: State, feed: Feed, reader: Reader, stop: Stop) -> 
                 job.progress.say(
                     f"{stopped}: saving step {done}" if job.store else f"{stopped}: step {done} is the last"
                 )
-            while len(flying) > (0 if last or evaluating or owed or due.is_asked(done) else IN_FLIGHT - 1):
+            while len(flying) > (0 if last or evaluating or owed or due.may_save(done) else IN_FLIGHT - 1):
                 row = land()
                 if job.progress and (flying or not evaluating):
                     job.progress.step(row)
@@ -137,7 +137,7 @@ def _stretch(job: Run, state: State, feed: Feed, reader: Reader, stop: Stop) -> 
             ends = last or bool(stopped) or (bool(evaluating) and _is_over(job))
             if ends or (evaluating and _is_best(job, done)):
                 if not saving:
-                    due.saved(done)
+                    due.mark_saved(done)
                     _save(job, state, done, row, last=ends)
                 elif ends and job.store:
                     job.store.finish()
@@ -202,7 +202,7 @@ def _evaluate(job: Run, state: State, feed: Feed, row: dict[str, Any], stop: Sto
 def _score_what_was_saved(job: Run, state: State, feed: Feed, stop: Stop) -> str | None:
     """Evaluates the step that a run goes on from, if it was saved and the run was stopped or broke before its score."""
     step, store = int(state.step), job.store
-    if store is None or not processes.from_first(step in store.steps() and not is_evaluated(store.scores(step))):
+    if store is None or not processes.broadcast(step in store.steps() and not is_evaluated(store.scores(step))):
         return None
     row: dict[str, Any] = {"step": step}
     by = _evaluate(job, state, feed, row, stop)
@@ -222,9 +222,9 @@ def evaluate(job: Run, state: State, feed: Feed, stop: Stop | None = None) -> di
         means = _means(job, state, each, stop)
         if means is None:
             return None
-        scored = job.step.scored(means)
-        scored = scored | derived(job.derived, scored)
-        found |= dict(zip(evaluated(scored, name), scored.values(), strict=True))
+        scored = job.step.evaluation_metrics(means)
+        scored = scored | derive_measures(job.derived, scored)
+        found |= dict(zip(evaluation_names(scored, name), scored.values(), strict=True))
     return found
 
 
@@ -232,9 +232,9 @@ def _means(job: Run, state: State, feed: Feed, stop: Stop | None) -> dict[str, f
     """Returns what the loss and measures say of one set: weighted sums over all batches, divided once."""
     totals: Totals = {}
     index, first = 0, True
-    say, draws = job.progress.say if job.progress else print, key_of(job.step.loss) is not None
+    say, draws = job.progress.say if job.progress else print, key_parameter(job.step.loss) is not None
     while not job.eval_batches or index < job.eval_batches:
-        if stop is not None and (number := processes.from_first(stop.number)):
+        if stop is not None and (number := processes.broadcast(stop.number)):
             stop.name = signal.Signals(number).name
             return None
         evaluate = partial(job.step.evaluate, state)

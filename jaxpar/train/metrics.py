@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxpar.errors import JaxparError, check_ranges, reading, refuse, users_code
+from jaxpar.errors import JaxparError, check_ranges, file_errors, refuse, user_code_errors
 from jaxpar.files import FULL, write_text
 
 RECENT = 1024  # rows of an earlier run that are remembered
@@ -93,7 +93,7 @@ class Log:
 
     def _open(self, start: int) -> None:
         rule, fix = "each line is a JSON object with a step", f"mv {self.path} {self.path}.damaged"
-        with reading(self.path, rule=rule, fix=fix, say=str):
+        with file_errors(self.path, rule=rule, fix=fix, say=str):
             rows = [(line, row) for line in self._lines() if (row := json.loads(line))["step"] <= start]
         self.recent = [row for _, row in rows[-RECENT:]]
         self.skipped = sum(bool(row.get("skipped")) for _, row in rows)
@@ -200,7 +200,7 @@ class Log:
     def _call(self, logger: int, what: str, call: Callable[[], Any]) -> None:
         """Calls a method of a logger; says its first failure."""
         try:
-            with users_code(
+            with user_code_errors(
                 f"{type(self._loggers[logger]).__name__}.{what}",
                 rule="a logger takes each row: log(step, values)",
                 fix="the line of the logger that this names",

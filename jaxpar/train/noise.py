@@ -48,7 +48,7 @@ class Noise:
         """
         found = estimate(values[SMALL], values["grad_norm"], batch=batch, parts=parts)
         if found.is_finite:
-            self.smoothed = found.after(self.smoothed)
+            self.smoothed = found.smoothed_with(self.smoothed)
         said: dict[str, float] = {}
         if self.smoothed is not None:
             said = {

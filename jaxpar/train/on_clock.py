@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar.errors import refuse
-from jaxpar.exchange.base import by_path
+from jaxpar.exchange.base import flatten_by_path
 from jaxpar.exchange.clock.events import Push, Update
-from jaxpar.optim.eval_params import held_for
-from jaxpar.step.state import State, init_state, salted
+from jaxpar.optim.eval_params import eval_arrays
+from jaxpar.step.state import State, fold_in_number, init_state
 from jaxpar.step.step import Step
 
 Flat = dict[str, jax.Array]
@@ -42,25 +42,26 @@ def run(
       JaxparError: If there are more shards than parameters, or the optimizer's state says what is evaluated.
     """
     state = init_state(step.layout, step.optimizer, seed=seed)
-    if held_for(state.optimizer):
+    if eval_arrays(state.optimizer):
         raise refuse(
             "a virtual clock with an optimizer whose state says what is evaluated, such as schedule_free",
             rule="here shards keep the optimizer's state, each its own, and what is evaluated are the parameters",
             fix="an optimizer that is evaluated as it trains",
         )
-    server = _Server(step.optimizer, by_path(state.params)[0], updates)
+    server = _Server(step.optimizer, flatten_by_path(state.params)[0], updates)
     structure = jax.tree.structure(state.params)
     workers = {push.worker for update in updates for push in update.pushes}
-    kept = {worker: salted(state.model_state, jnp.uint32(worker)) for worker in workers} if len(workers) > 1 else \
-        dict.fromkeys(workers, state.model_state)  # fmt: skip
+    kept = dict.fromkeys(workers, state.model_state)
+    if len(workers) > 1:
+        kept = {worker: fold_in_number(state.model_state, jnp.uint32(worker)) for worker in workers}
     made: dict[int, _Gradient] = {}
     for update in updates:
         for push in update.pushes:
             if push.share not in made:
                 params = structure.unflatten(server.read(push))
-                tree, sums, kept[push.worker] = step.differentiated(params, kept[push.worker], examples(push.share))
+                tree, sums, kept[push.worker] = step.compute_gradients(params, kept[push.worker], examples(push.share))
                 total, count = sums["loss"]
-                made[push.share] = _Gradient(by_path(tree)[0], float(total), float(count), server.shards)
+                made[push.share] = _Gradient(flatten_by_path(tree)[0], float(total), float(count), server.shards)
         each = [made[push.share] for push in update.pushes]
         server.update(update, each)
         told(update, sum(one.loss for one in each) / max(sum(one.count for one in each), 1e-30))
@@ -96,7 +97,7 @@ class _Server:
             )
         self.paths = divided({path: x.size for path, x in params.items()}, self.shards)
         reads = {push.share: push for update in updates for push in update.pushes}.values()
-        self._readers = Counter((shard, version) for push in reads for shard, version in enumerate(push.read))
+        self._readers = Counter((shard, version) for push in reads for shard, version in enumerate(push.versions))
         self._held = {(shard, 0): {path: params[path] for path in paths} for shard, paths in enumerate(self.paths)}
         self._newest = [0] * self.shards
         self._optimizer = [optimizer.init(self._held[shard, 0]) for shard in range(self.shards)]
@@ -111,7 +112,7 @@ class _Server:
     def read(self, push: Push) -> list[jax.Array]:
         """Returns the parameters that a worker has read, each shard's of its version, in their order."""
         found: Flat = {}
-        for shard, version in enumerate(push.read):
+        for shard, version in enumerate(push.versions):
             found |= self._held[shard, version]
             self._readers[shard, version] -= 1
             self._forget(shard, version)

@@ -7,12 +7,12 @@ import jax
 import numpy as np
 import optax
 
-from jaxpar.errors import JaxparError, Problem, differences
-from jaxpar.models.blocks.eight_bits import Rounded
+from jaxpar.errors import JaxparError, Problem, shape_differences
+from jaxpar.models.blocks.int8 import QuantizedMatrix
 from jaxpar.parallel.layout import Layout
-from jaxpar.sharding.adapters import SCALES, begun_with
+from jaxpar.sharding.adapters import SCALES, checkpoint_leaves
 from jaxpar.sharding.names import Leaf, path_of
-from jaxpar.step.state import State, abstract, begun, shardings
+from jaxpar.step.state import State, abstract, shardings, state_from_params
 
 
 def start(
@@ -52,20 +52,20 @@ def start(
     def begin(given, key) -> State:
         made, model_state = layout.blueprint.init(key)
         params = jax.tree_util.tree_map_with_path(lambda keys, leaf: given.get(path_of(keys), leaf), made)
-        return begun(layout, optimizer, params, model_state)
+        return state_from_params(layout, optimizer, params, model_state)
 
-    given = () if layout.parallel.exchange.differ else (0,)  # the arrays of one model are no replica's
+    given = () if layout.parallel.exchange.replicas_differ else (0,)  # the arrays of one model are no replica's
     return jax.jit(begin, out_shardings=placed, donate_argnums=given)(born, jax.random.key(seed))
 
 
 def _parts(layout: Layout, path: str, value: Any) -> Iterator[tuple[str, Callable]]:
     """Yields what a parameter becomes, each with what reads a part of it: of a matrix in 8 bits its scales too."""
     each = layout.blueprint.adapters.get(path)
-    if each is None or each.wide is None:
+    if each is None or each.float_dtype is None:
         yield path, value.__getitem__
         return
-    made = Rounded(path, value, each.lead, each.inputs)
-    yield path, made.held
+    made = QuantizedMatrix(path, value, each.lead, each.inputs)
+    yield path, made.int8_values
     yield f"{SCALES}/{path}", made.scales
 
 
@@ -83,7 +83,7 @@ def _born(read: Callable, leaf: Leaf, on: Any) -> jax.Array:
 
 
 def _differences(layout: Layout, params: Mapping[str, Any], fresh: Collection[str]) -> list[Problem]:
-    shapes = {path: leaf.shape for path, leaf in begun_with(layout.blueprint).items() if path not in fresh}
-    found = differences(params, shapes, of="the model")
+    shapes = {path: leaf.shape for path, leaf in checkpoint_leaves(layout.blueprint).items() if path not in fresh}
+    found = shape_differences(params, shapes, owner="the model")
     rule, fix = "training begins with all parameters of the model", "[model] as the settings that were loaded"
     return [Problem(f"parameters {what}: {', '.join(names)}", rule, fix) for what, names in found.items()]

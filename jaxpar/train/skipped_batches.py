@@ -14,7 +14,7 @@ from pathlib import Path
 
 import jax
 
-from jaxpar.errors import reading
+from jaxpar.errors import file_errors
 from jaxpar.files import make_folder, write_json
 
 
@@ -50,7 +50,7 @@ class SkippedBatches:
         if fresh and jax.process_index() == 0:
             self.file.unlink(missing_ok=True)
         if not fresh and self.file.exists():
-            with reading(
+            with file_errors(
                 self.file,
                 rule="the file lists the batches that the run skips, as JSON",
                 fix=f"rm {self.file}, if it passed over none",

@@ -15,7 +15,7 @@ from jaxpar.errors import refuse
 from jaxpar.exchange.all_reduce import AllReduce
 from jaxpar.exchange.clock.delays import Constant, Times
 from jaxpar.job.compare.methods import Method
-from jaxpar.job.compare.trained import train
+from jaxpar.job.compare.training import train
 from jaxpar.job.file.parse import load
 from jaxpar.job.file.schema import Job
 from jaxpar.measure.record import commit
@@ -78,7 +78,7 @@ def with_batch(job: Job, way: str, times: int) -> Job:
     reference = job.train.global_batch
     batch = times * reference
     scaling = "sqrt" if way == "sqrt" else "linear"
-    scaled = replace(job.optimizer, reference_batch=reference, scaling=scaling).at(batch)
+    scaled = replace(job.optimizer, reference_batch=reference, scaling=scaling).for_batch(batch)
     optimizer = replace(scaled, learning_rate=job.optimizer.learning_rate) if way == "one rate" else scaled
     return replace(
         job, optimizer=optimizer, train=replace(job.train, global_batch=batch, steps=job.train.steps // times)

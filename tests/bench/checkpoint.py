@@ -56,7 +56,7 @@ def checkpoint(*, rounds: int = 15) -> dict[str, Any]:
 def flips_found(folder: Path, flips: int) -> int:
     """Returns how many of so many checkpoints, each with one byte altered, are refused when they are restored."""
     state, draw = _state(1, arrays=2), random.Random(0)
-    store = Store(folder / "flips", SPEC, owned=False)
+    store = Store(folder / "flips", SPEC, is_owner=False)
     store.save(1, state, {})
     store.finish()
     files = sorted(path for path in store.path(1).rglob("*") if path.is_file())

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxpar.errors import JaxparError, nearest, refuse
+from jaxpar.errors import JaxparError, refuse, suggest
 from jaxpar.hlo.text import parse
 from jaxpar.inspector.compiled import compile_program
 from jaxpar.inspector.timeline import replay
@@ -23,9 +23,9 @@ from jaxpar.job.file.parse import load
 from jaxpar.job.file.schema import MeshTable
 from jaxpar.job.parts.batches import abstract_batch
 from jaxpar.measure.record import commit, versions
-from jaxpar.mesh.absent import target_devices
+from jaxpar.mesh.absent_gpus import target_devices
 from jaxpar.mesh.collective import KINDS
-from jaxpar.mesh.preset import OVERLAPPED, SMALL, without
+from jaxpar.mesh.preset import OVERLAPPED, SMALL, dropped_option_warning
 from jaxpar.mesh.target import parse_target
 from jaxpar.units import show_bytes, show_seconds
 
@@ -75,7 +75,7 @@ def collectives(*, jobs: Sequence[str] = tuple(JOBS), ways: Sequence[str] = tupl
     """
     for name in jobs:
         if name not in JOBS:
-            raise refuse(f"--only {name!r:.60}", rule="a job of the bench has a name", fix=nearest(name, JOBS))
+            raise refuse(f"--only {name!r:.60}", rule="a job of the bench has a name", fix=suggest(name, JOBS))
     if not FOLDER.is_dir():
         raise refuse(f"no folder {FOLDER}/ here", rule="jobs are those of the repository", fix="cd to its root")
     table: dict[str, dict[str, Any]] = {}
@@ -122,11 +122,11 @@ def _compiled(name: str, ways: Sequence[str]) -> Iterator[dict[str, Any]]:
     sizes = {str(axis): size for axis, size in subject.mesh.shape.items()}
     for way in ways:
         try:
-            found = compile_program(subject.lowered, devices, told=WAYS[way])
+            found = compile_program(subject.lowered, devices, compiler_options=WAYS[way])
         except JaxparError as error:
             yield {"absent": error.problems[0].got}
             continue
-        if gone := [line for line in found.warned if line in map(without, WAYS[way])]:
+        if gone := [line for line in found.warned if line in map(dropped_option_warning, WAYS[way])]:
             yield {"absent": gone[0]}
             continue
         module = parse(found.text)

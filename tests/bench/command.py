@@ -120,14 +120,14 @@ def _add_seeds(parser: argparse.ArgumentParser) -> None:
 
 def overhead(args: argparse.Namespace) -> tuple[Any, int]:
     """Measures a step beside those written by hand."""
-    from jaxpar.errors import nearest, refuse
+    from jaxpar.errors import refuse, suggest
 
     from .overhead.against_expert import LAYOUTS, REMAT, against_expert
     from .overhead.against_twin import against_twin
 
     for name in args.only:
         if name not in LAYOUTS:
-            raise refuse(f"--only {name!r:.60}", rule="a layout of the bench has a name", fix=nearest(name, LAYOUTS))
+            raise refuse(f"--only {name!r:.60}", rule="a layout of the bench has a name", fix=suggest(name, LAYOUTS))
     rounds = _rounds(args, least=0 if args.beside == "expert" else 1)  # 0 compares what is compiled
     prefer_huge_pages()
     found: dict[str, Any] = {}
@@ -178,7 +178,7 @@ def faults(args: argparse.Namespace) -> tuple[Any, int]:
 
 def planner(args: argparse.Namespace) -> tuple[Any, int]:
     """Predicts published runs."""
-    from jaxpar.errors import nearest, refuse
+    from jaxpar.errors import refuse, suggest
 
     if not args.runs:
         if args.leave_out or args.html or args.write:
@@ -193,7 +193,7 @@ def planner(args: argparse.Namespace) -> tuple[Any, int]:
 
     by = args.leave_out or args.by
     if by not in BY:
-        raise refuse(f"groups by {by!r:.40}", rule=f"one of {', '.join(BY)}", fix=nearest(by, BY))
+        raise refuse(f"groups by {by!r:.40}", rule=f"one of {', '.join(BY)}", fix=suggest(by, BY))
     for option, path in (("--html", args.html), ("--write", args.write)):
         check_file(option, path or None, "errors.html" if option == "--html" else "errors.csv")
     table = None if args.runs == "package" else args.runs
@@ -205,11 +205,11 @@ def planner(args: argparse.Namespace) -> tuple[Any, int]:
 def layouts(args: argparse.Namespace) -> tuple[Any, int]:
     """Compares predictions with compiled programs."""
     from jaxpar.job.file.parse import load
-    from jaxpar.mesh.devices import leave_alone
+    from jaxpar.mesh.devices import use_cpu_only
 
     from .layouts import layouts
 
-    leave_alone()
+    use_cpu_only()
     job = load(args.job, args.overrides, allow_import=args.allow_import)
     return _with_status(layouts(job, devices=args.devices, chip=args.chip, count=args.count, seed=args.seed))
 
@@ -217,11 +217,11 @@ def layouts(args: argparse.Namespace) -> tuple[Any, int]:
 def memory(args: argparse.Namespace) -> tuple[Any, int]:
     """Compares predicted peaks with compiled ones."""
     from jaxpar.job.file.parse import load
-    from jaxpar.mesh.devices import leave_alone
+    from jaxpar.mesh.devices import use_cpu_only
 
     from .memory import peaks
 
-    leave_alone()
+    use_cpu_only()
     job = load(args.job, args.overrides, allow_import=args.allow_import)
     drawn = {"devices": args.devices, "chip": args.chip, "count": args.count, "seed": args.seed}
     return _with_status(peaks(job, **drawn, out=args.out))
@@ -252,9 +252,9 @@ def gpu(args: argparse.Namespace) -> tuple[Any, int]:
 
     stages, folder = chosen(args.only), Path(args.out)
     if args.plan:
-        from jaxpar.mesh.devices import leave_alone
+        from jaxpar.mesh.devices import use_cpu_only
 
-        leave_alone()
+        use_cpu_only()
         return day.plan(stages, folder, chip=args.chip, rehearsal=args.rehearse), 0
     if args.table:
         return day.table(folder), 0

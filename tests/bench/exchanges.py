@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.errors import nearest, refuse
+from jaxpar.errors import refuse, suggest
 from jaxpar.exchange.all_reduce import AllReduce
 from jaxpar.exchange.averaging.diloco import DiLoCo
 from jaxpar.exchange.averaging.streaming import Streaming
@@ -19,7 +19,7 @@ from jaxpar.exchange.clock.delays import Constant, Times
 from jaxpar.exchange.compressed.sign import Sign
 from jaxpar.exchange.compressed.topk import TopK
 from jaxpar.job.compare.methods import Method
-from jaxpar.job.compare.trained import check_all, train
+from jaxpar.job.compare.training import check_all, train
 from jaxpar.job.file.parse import load
 from jaxpar.measure.record import commit
 from jaxpar.measure.where import where
@@ -60,7 +60,7 @@ def exchanges(
     """
     for name in only:
         if name not in METHODS:
-            raise refuse(f"--only {name!r:.60}", rule="a method of the bench has a name", fix=nearest(name, METHODS))
+            raise refuse(f"--only {name!r:.60}", rule="a method of the bench has a name", fix=suggest(name, METHODS))
     names = list(dict.fromkeys(("sync", *(only or METHODS))))
     asked = {"job": job, "overrides": list(overrides)}
     own = load(job, overrides)

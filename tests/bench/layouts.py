@@ -28,7 +28,7 @@ def layouts(job: Job, *, devices: int, chip: str = "h100", count: int = 30, seed
       seed: Of the draw.
     """
     # as it is compiled here: without cuDNN
-    asked = question(job, devices=devices, chip=chip, per_node=None, given={"attention": "unfused"})
+    asked = question(job, devices=devices, chip=chip, per_node=None, options={"attention": "unfused"})
     found = []
     print("predicted; replayed from the compiled program (modelled) and compiled bytes, with the prediction's errors")
     for each in verify(job, asked, sample(asked, count, seed=seed), memory=ENDLESS):

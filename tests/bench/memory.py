@@ -19,9 +19,9 @@ from jaxpar.inspector.memory import total
 from jaxpar.job.build import assemble
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch
-from jaxpar.job.plan import compiled_chip, planned, question
+from jaxpar.job.plan import apply_layout, compiled_chip, question
 from jaxpar.measure.record import commit, versions
-from jaxpar.mesh.absent import target_devices
+from jaxpar.mesh.absent_gpus import target_devices
 from jaxpar.mesh.target import Target
 from jaxpar.models.islands import in_place_of_cudnn
 from jaxpar.plan.candidate import Candidate
@@ -46,7 +46,7 @@ def peaks(
       out: File of rows to keep, JSON lines; layouts in it are not compiled again.
     """
     seed = int(time.time()) if seed is None else seed
-    asked = question(job, devices=devices, chip=chip, per_node=None, given={})
+    asked = question(job, devices=devices, chip=chip, per_node=None, options={})
     print(f"seed {seed}: predicted, and compiled, with the prediction's error")
     rows = list(_rows(job, asked, sample(asked, count, seed=seed), Path(out) if out else None))
     found = summary(rows)
@@ -88,12 +88,12 @@ def compiled(job: Job, asked: Question, candidate: Candidate) -> dict[str, Any]:
     each = asked.hardware.per_node
     target = Target(compiled_chip(asked.hardware), -(-asked.devices // each), min(each, asked.devices))
     try:
-        meant = planned(job, candidate, asked.model.layers)
+        meant = apply_layout(job, candidate, asked.model.layers)
         step = assemble(meant, target_devices(target))
         batch = {name: step.shaped(name, value) for name, value in abstract_batch(meant).items()}
         with in_place_of_cudnn(stand_in_attention.attention):
             lowered = step.lower(step.abstract(), batch)
-        return {"bytes": total(compile_program(lowered, list(step.layout.on.devices.flat))), "refusal": ""}
+        return {"bytes": total(compile_program(lowered, list(step.layout.device_mesh.devices.flat))), "refusal": ""}
     except JaxparError as error:
         return {"bytes": None, "refusal": str(error.problems[0])}
 

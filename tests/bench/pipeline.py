@@ -19,11 +19,11 @@ from jaxpar.measure.where import where
 from jaxpar.pipeline.run.execute import Gradients
 from jaxpar.pipeline.run.stage import Keep
 from jaxpar.pipeline.tables.library import schedule
-from jaxpar.step.pipelined.run import Pipelined
+from jaxpar.step.pipelined.synchronous import Pipelined
 from jaxpar.units import show_bytes
 
 STAGES, ROWS, SEQ = 4, 2, 128
-MODEL = jp.DecoderSettings(vocab=256, seq=SEQ, layers=8, dim=128, heads=4)
+MODEL = jp.DecoderConfig(vocab=256, seq=SEQ, layers=8, dim=128, heads=4)
 MICROBATCHES = (4, 8, 16, 32, 64)
 SCHEDULES = ("gpipe", "1f1b", "1f1b_phased", "interleaved_phased", "looped_bfs", "zb_h1", "zb_v")
 FLAT = ("1f1b", "1f1b_phased")
@@ -64,9 +64,9 @@ def temporary(name: str, microbatches: int, devices: Any, *, keep: Keep = "input
     table = "gpipe" if name == BASELINE else name
     pipeline = jp.Pipeline(schedule=table, microbatches=microbatches, keep=keep)
     layout = jp.compose(partial(jp.Decoder, MODEL), jp.Parallel(pipe=STAGES, data=-1, pipeline=pipeline), devices)
-    step = jp.train_step(layout, jp.next_token, optax.adamw(1e-3))
+    step = jp.train_step(layout, jp.next_token_loss, optax.adamw(1e-3))
     if name == BASELINE:
-        step.gradients = Autodiff(layout, jp.next_token, step.numerics)
+        step.gradients = Autodiff(layout, jp.next_token_loss, step.numerics)
     tokens = jax.ShapeDtypeStruct((ROWS * microbatches * layout.replicas, SEQ), jnp.int32)
     program = step.lower(step.abstract(), {"inputs": tokens, "targets": tokens}).compile()
     return program.memory_analysis().temp_size_in_bytes

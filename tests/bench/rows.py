@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxpar.errors import reading
+from jaxpar.errors import file_errors
 
 
 def kept(path: str, like: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -17,7 +17,7 @@ def kept(path: str, like: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not path or not Path(path).exists():
         return []
     rule = "a file of rows has one JSON object in each line"
-    with reading(Path(path), rule=rule, fix="delete the line that is not whole, or give --out another file"):
+    with file_errors(Path(path), rule=rule, fix="delete the line that is not whole, or give --out another file"):
         rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
     return [row for row in rows if all(row.get(key) == value for key, value in like.items())]
 

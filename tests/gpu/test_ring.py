@@ -14,11 +14,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.models.blocks.attention import blockwise
+from jaxpar.models.blocks.attention_mask import AttentionMask
 from jaxpar.models.blocks.fused import CUDNN
-from jaxpar.models.blocks.rule import Rule
-from jaxpar.models.blocks.trial import BAND, off
+from jaxpar.models.blocks.kernel_check import BAND, relative_errors
 from jaxpar.models.islands import implemented
-from jaxpar.parallel.techniques.exchanged.attention import exchange
+from jaxpar.parallel.techniques.ring_attention.attention import distributed_attention
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -26,7 +26,7 @@ from jaxpar.parallel.techniques.exchanged.attention import exchange
     ("dtype", "head_dim", "shared"), [("bfloat16", 128, 4), ("bfloat16", 64, 1), ("float16", 128, 2)]
 )
 def test_parts_are_in_the_band(gpus, dtype, head_dim, shared, window):
-    found = off(CUDNN, dtype, head_dim=head_dim, shared=shared, window=window)
+    found = relative_errors(CUDNN, dtype, head_dim=head_dim, shared=shared, window=window)
     assert max(found.values()) <= BAND[dtype], found
 
 
@@ -44,13 +44,13 @@ def test_pieces_have_the_values_and_gradients_of_float64(gpus, ulysses, causal):
     rng = np.random.default_rng(0)
     given = [jnp.asarray(rng.normal(size=(2, 1024, heads, 128)), jnp.bfloat16) for heads in (8, 8, 8, 8)]
     with jax.set_mesh(mesh), implemented({}) as called:
-        run = partial(exchange, causal=causal, ulysses=ulysses, kernel="cudnn")
+        run = partial(distributed_attention, causal=causal, ulysses=ulysses, kernel="cudnn")
         cut = NamedSharding(mesh, P(None, "context"))
         got = jax.jit(partial(both, run))(*jax.device_put(given, cut))
     assert [note for note in called if "run by cuDNN's kernel" in note]
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         wide = [jnp.asarray(np.asarray(x, np.float64)) for x in given]
-        wanted = jax.jit(partial(both, partial(blockwise, rule=Rule(causal))))(*wide)
+        wanted = jax.jit(partial(both, partial(blockwise, rule=AttentionMask(causal))))(*wide)
     for x, y in zip(got, wanted, strict=True):
         found = np.linalg.norm(np.asarray(x, np.float64) - np.asarray(y)) / np.linalg.norm(np.asarray(y))
         assert found <= BAND["bfloat16"]

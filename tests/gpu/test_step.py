@@ -8,10 +8,10 @@ import jaxpar as jp
 
 
 def losses(devices, steps=5):
-    settings = jp.DecoderSettings(vocab=64, seq=32, layers=2, dim=64, heads=4)
+    settings = jp.DecoderConfig(vocab=64, seq=32, layers=2, dim=64, heads=4)
     layout = jp.compose(lambda rngs: jp.Decoder(settings, rngs=rngs), jp.Parallel(data=len(devices)), devices)
     optimizer = optax.adamw(1e-2)
-    state, step = jp.init_state(layout, optimizer), jp.train_step(layout, jp.next_token, optimizer)
+    state, step = jp.init_state(layout, optimizer), jp.train_step(layout, jp.next_token_loss, optimizer)
     tokens = np.random.default_rng(0).integers(0, 64, (steps, 8, 33))
     found = []
     for each in tokens:

@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.mesh.absent import target_devices
+from jaxpar.mesh.absent_gpus import target_devices
 
 HERE = Path(__file__).parent
 NOISE = re.compile(

@@ -12,8 +12,8 @@ To add one: a class and a row of `EXAMPLES` in the file of its trade. No model k
 """
 
 import optax
-from bare_models import Qwen3
-from explicit import Explicit, Plain
+from explicit_model import Explicit, Plain
+from unannotated import Qwen3
 
 from published import decoders, experts, generative, graphs, images, sequences, variables
 from published.example import Example, language_loss, tokens

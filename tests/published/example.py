@@ -51,7 +51,7 @@ class Example:
         """What `jp.compose` takes."""
         if not self.linen:
             return self.module
-        return jp.linen(self.module, *self.inputs(self.numbers()), **self.options)
+        return jp.from_linen(self.module, *self.inputs(self.numbers()), **self.options)
 
     def numbers(self) -> Batch:
         """The batch, the same at each call."""

@@ -1,4 +1,4 @@
-"""Blocks: boxes of arrays, each with its place in a file and its hash. Takes no JAX."""
+"""Blocks: boxes of arrays, each with its place in a file and its hash. Imports no JAX."""
 
 import hashlib
 import math
@@ -8,25 +8,25 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-FOLDER = "arrays"  # of a checkpoint, with a file for each process that wrote
-LARGEST = 16 * 2**20  # bytes: small enough that threads have equal shares, large enough that their list stays short
-WORKERS = 4  # threads; hashing, reading and writing let others run
-SMALL = 2**20  # bytes that are done sooner than threads are started
+FOLDER = "arrays"  # subfolder of a checkpoint, with a file per writing process
+LARGEST = 16 * 2**20  # bytes of a block: small enough to balance threads, large enough for a short MANIFEST
+WORKERS = 4  # threads; hashing, reading and writing release the GIL
+SMALL = 2**20  # bytes below which starting threads takes longer than the work
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # start and shape within an array
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A box of an array that lies in one piece in a file.
+    """A box of an array, stored contiguously in a file.
 
     Attributes:
-      process: Which wrote it, and so in which file it is.
-      at: Its first byte there.
-      bytes: How many it has.
-      start: Its first index in the array, for each dim.
-      shape: Its dims; the bytes are in C order.
-      hash: Hexadecimal BLAKE2b of its bytes, of 16 bytes.
+      process: Index of the process that wrote it, which names the file.
+      at: Byte offset in the file.
+      bytes: Number of bytes.
+      start: First index in the array, for each dim.
+      shape: Shape of the box; its bytes are in C order.
+      hash: Hexadecimal BLAKE2b (16 bytes) of its bytes.
     """
 
     process: int
@@ -43,7 +43,7 @@ class Block:
 
 
 def file_of(process: int) -> str:
-    """Returns the path within a checkpoint of the file that a process writes.
+    """Path within a checkpoint of the file that a process writes.
 
     >>> file_of(3)
     'arrays/00003'
@@ -51,10 +51,10 @@ def file_of(process: int) -> str:
     return f"{FOLDER}/{process:05d}"
 
 
-def cut(shape: tuple[int, ...], itemsize: int, largest: int = LARGEST) -> Iterator[Box]:
-    """Yields boxes that fill an array, one after the other in C order, none above `largest` bytes but one element.
+def cut_boxes(shape: tuple[int, ...], itemsize: int, largest: int = LARGEST) -> Iterator[Box]:
+    """Yields boxes that fill an array in C order, each at most `largest` bytes or one element.
 
-    >>> list(cut((3, 4), 1, largest=8))
+    >>> list(cut_boxes((3, 4), 1, largest=8))
     [((0, 0), (2, 4)), ((2, 0), (1, 4))]
     """
     size = math.prod(shape) * itemsize
@@ -66,106 +66,106 @@ def cut(shape: tuple[int, ...], itemsize: int, largest: int = LARGEST) -> Iterat
     row = size // shape[0]
     if row > largest:
         for index in range(shape[0]):
-            yield from (((index, *start), (1, *inner)) for start, inner in cut(shape[1:], itemsize, largest))
+            yield from (((index, *start), (1, *inner)) for start, inner in cut_boxes(shape[1:], itemsize, largest))
         return
-    rows, rest = largest // row, shape[1:]
+    rows, inner_shape = largest // row, shape[1:]
     for first in range(0, shape[0], rows):
-        yield (first, *(0,) * len(rest)), (min(rows, shape[0] - first), *rest)
+        yield (first, *(0,) * len(inner_shape)), (min(rows, shape[0] - first), *inner_shape)
 
 
 def digest(content: bytes | memoryview) -> str:
-    """Returns the hash of a block."""
+    """Hash of a block."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def sizes(blocks: Mapping[str, Sequence[Block]]) -> dict[str, int]:
-    """Returns path to bytes of the files that blocks lie in."""
-    found: dict[str, int] = {}
-    for each in _all(blocks):
-        found[each.file] = max(found.get(each.file, 0), each.at + each.bytes)
-    return found
+    """Path to size in bytes of the files that hold the blocks."""
+    result: dict[str, int] = {}
+    for block in _all(blocks):
+        result[block.file] = max(result.get(block.file, 0), block.at + block.bytes)
+    return result
 
 
-def unfit(shapes: Mapping[str, tuple[tuple[int, ...], int]], blocks: Mapping[str, Sequence[Block]]) -> str:
-    """Returns what is wrong with a list of blocks, or "": they fill the arrays, and the files without a gap.
+def find_misfit(shapes: Mapping[str, tuple[tuple[int, ...], int]], blocks: Mapping[str, Sequence[Block]]) -> str:
+    """Checks that blocks fill their arrays, and their files without a gap; describes the first error, else "".
 
     Args:
-      shapes: Path to shape and bytes of each array.
+      shapes: Path to (shape, bytes) of each array.
       blocks: Path to the blocks of each array.
     """
-    for path, mine in blocks.items():
+    for path, array_blocks in blocks.items():
         shape, size = shapes.get(path, ((), 0))
-        boxed = all(_is_within(each, shape) for each in mine)
-        if not boxed or sum(each.bytes for each in mine) != size:
+        is_inside = all(_is_within(item, shape) for item in array_blocks)
+        if not is_inside or sum(item.bytes for item in array_blocks) != size:
             return f"the blocks of {path!r:.100} do not fill it"
-        if any(each.bytes * math.prod(shape) != size * math.prod(each.shape) for each in mine):
+        if any(item.bytes * math.prod(shape) != size * math.prod(item.shape) for item in array_blocks):
             return f"a block of {path!r:.100} has another size than its shape says"
-    if lost := [path for path, (_, size) in shapes.items() if size and path not in blocks]:
-        return f"{lost[0]!r:.100} has no blocks"
+    if missing := [path for path, (_, size) in shapes.items() if size and path not in blocks]:
+        return f"{missing[0]!r:.100} has no blocks"
     ends: dict[str, int] = {}
-    for each in sorted(_all(blocks), key=lambda block: (block.process, block.at)):
-        if each.at != ends.get(each.file, 0):
-            return f"{each.file} has a gap at byte {ends.get(each.file, 0)}"
-        ends[each.file] = each.at + each.bytes
+    for item in sorted(_all(blocks), key=lambda block: (block.process, block.at)):
+        if item.at != ends.get(item.file, 0):
+            return f"{item.file} has a gap at byte {ends.get(item.file, 0)}"
+        ends[item.file] = item.at + item.bytes
     return ""
 
 
 def read(handle: int, block: Block, into: memoryview) -> bool:
-    """Reads the bytes of a block, and returns whether they are as they were written.
+    """Reads the bytes of a block into memory, and returns whether their hash is right.
 
     Raises:
       OSError: If they cannot be read.
     """
-    done = 0
-    while done < block.bytes:
-        count = os.preadv(handle, [into[done:]], block.at + done)
+    total = 0
+    while total < block.bytes:
+        count = os.preadv(handle, [into[total:]], block.at + total)
         if not count:
             return False
-        done += count
+        total += count
     return digest(into) == block.hash
 
 
-def altered(folder: Path, blocks: Mapping[str, Sequence[Block]], files: Iterable[str]) -> list[str]:
-    """Returns a line for each of these files with a block that is not as it was written, or cannot be read."""
-    found: dict[str, str] = {}
+def altered_files(folder: Path, blocks: Mapping[str, Sequence[Block]], files: Iterable[str]) -> list[str]:
+    """Returns a line for each of these files that has an altered block or cannot be read."""
+    lines: dict[str, str] = {}
     for file in files:
-        mine = [(path, each) for path, some in blocks.items() for each in some if each.file == file]
+        pairs = [(path, block) for path, group in blocks.items() for block in group if block.file == file]
         try:
-            bad = _bad(folder / file, mine)
+            altered_paths = _altered_paths(folder / file, pairs)
         except OSError as error:
-            found[file] = f"{file} cannot be read: {error.strerror}"
+            lines[file] = f"{file} cannot be read: {error.strerror}"
             continue
-        if bad:
-            found[file] = told(file, bad)
-    return list(found.values())
+        if altered_paths:
+            lines[file] = altered_line(file, altered_paths)
+    return list(lines.values())
 
 
-def told(file: str, paths: Sequence[str]) -> str:
-    """Returns the line for a file with blocks of these arrays that are altered."""
-    more = f", and {len(paths) - 1} blocks more" if paths[1:] else ""
-    return f"{file} is altered: {paths[0]}{more}"
+def altered_line(file: str, paths: Sequence[str]) -> str:
+    """The line for a file in which blocks of these arrays are altered."""
+    suffix = f", and {len(paths) - 1} blocks more" if paths[1:] else ""
+    return f"{file} is altered: {paths[0]}{suffix}"
 
 
-def _bad(path: Path, mine: Sequence[tuple[str, Block]]) -> list[str]:
+def _altered_paths(path: Path, pairs: Sequence[tuple[str, Block]]) -> list[str]:
     handle = os.open(path, os.O_RDONLY)
 
-    def is_good(each: tuple[str, Block]) -> bool:
-        return read(handle, each[1], memoryview(bytearray(each[1].bytes)))
+    def is_good(item: tuple[str, Block]) -> bool:
+        return read(handle, item[1], memoryview(bytearray(item[1].bytes)))
 
     try:
-        if sum(each.bytes for _, each in mine) < SMALL:
-            good = [is_good(each) for each in mine]
+        if sum(item.bytes for _, item in pairs) < SMALL:
+            flags = [is_good(item) for item in pairs]
         else:
             with ThreadPoolExecutor(WORKERS) as workers:
-                good = list(workers.map(is_good, mine))
+                flags = list(workers.map(is_good, pairs))
     finally:
         os.close(handle)
-    return [name for (name, _), fine in zip(mine, good, strict=True) if not fine]
+    return [name for (name, _), is_good_block in zip(pairs, flags, strict=True) if not is_good_block]
 
 
 def _all(blocks: Mapping[str, Sequence[Block]]) -> Iterator[Block]:
-    for mine in blocks.values():
-        yield from mine
+    for array_blocks in blocks.values():
+        yield from array_blocks
 
 
 def _is_within(block: Block, shape: tuple[int, ...]) -> bool:

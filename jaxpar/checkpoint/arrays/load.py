@@ -1,4 +1,4 @@
-"""Reads the blocks that this process needs, hashing each as it is read, and puts arrays where their shardings say."""
+"""Reads the blocks that this process needs, hashes each one as it is read, and builds arrays with given shardings."""
 
 import contextlib
 import math
@@ -14,21 +14,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.checkpoint.arrays.blocks import WORKERS, Block, Box, read, told
+from jaxpar.checkpoint.arrays.blocks import WORKERS, Block, Box, altered_line, read
 from jaxpar.checkpoint.arrays.regions import Slices, is_key, overlap, region_of
 from jaxpar.checkpoint.manifest import Array, Manifest
 
-AT_ONCE = 4 * 2**30  # bytes of arrays in the host's memory, on their way to the devices
+AT_ONCE = 4 * 2**30  # bytes of arrays that are in host memory at the same time, on the way to the devices
 
 
 @dataclass(frozen=True, slots=True)
-class Needed:
-    """A block of a file, and what it is needed for.
+class BlockRead:
+    """A block to read, and its destinations.
 
     Attributes:
-      path: Of its array.
+      path: Path of its array.
       block: The block.
-      targets: Parts of this process's regions, and the indices into the block of what belongs there.
+      targets: (view of a region in memory, indices into the block of the part to copy there).
     """
 
     path: str
@@ -37,31 +37,33 @@ class Needed:
 
 
 def load(
-    folder: Path, made: Manifest, wanted: Mapping[str, jax.ShapeDtypeStruct]
+    folder: Path, contents: Manifest, wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> tuple[dict[str, jax.Array], list[str]]:
-    """Returns arrays of a checkpoint, each where its sharding says, and what is wrong with the files.
+    """Loads arrays of a checkpoint with the given shardings, and verifies the bytes that this process reads.
 
     Args:
       folder: The checkpoint.
-      made: Its list.
-      wanted: Path to shape, dtype and sharding of those that are read; another dtype is converted to.
+      contents: Its manifest.
+      wanted: Path to shape, dtype and sharding of the arrays to load; a saved array is cast to this dtype.
 
     Returns:
-      Path to array; nothing to rely on if a file is damaged.
-      A line for each file that is altered or cannot be read: of its bytes that this process needs.
+      Path to array; not to be used if a file is damaged.
+      A line for each file of which bytes that this process needs are altered or cannot be read.
     """
-    found: dict[str, jax.Array] = {}
-    wrong: list[str] = []
+    arrays: dict[str, jax.Array] = {}
+    faults: list[str] = []
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(WORKERS) as workers:
         files = _Files(folder, stack)
-        for names in _groups(made.arrays, wanted):
-            regions = {name: _regions(made.arrays[name], wanted[name]) for name in names}
-            needed = [each for name in names for each in _needed(name, made.blocks.get(name, ()), regions[name])]
-            wrong += files.open(needed)
-            if wrong or (wrong := _said(needed, list(workers.map(files.fill, needed)))):
+        for names in _groups(contents.arrays, wanted):
+            regions = {name: _regions(contents.arrays[name], wanted[name]) for name in names}
+            reads = [
+                item for name in names for item in _block_reads(name, contents.blocks.get(name, ()), regions[name])
+            ]
+            faults += files.open(reads)
+            if faults or (faults := _altered_lines(reads, list(workers.map(files.fill, reads)))):
                 break
-            found |= {name: _placed(made.arrays[name], wanted[name], regions[name]) for name in names}
-    return found, wrong
+            arrays |= {name: _make_array(contents.arrays[name], wanted[name], regions[name]) for name in names}
+    return arrays, faults
 
 
 class _Files:
@@ -71,32 +73,32 @@ class _Files:
         self.folder, self.stack = folder, stack
         self.handles: dict[str, int] = {}
 
-    def open(self, needed: Sequence[Needed]) -> list[str]:
-        """Opens files, and returns a line for each that cannot be."""
-        wrong = []
-        for file in {each.block.file: None for each in needed if each.block.file not in self.handles}:
+    def open(self, needed: Sequence[BlockRead]) -> list[str]:
+        """Opens files, and returns a line for each one that fails."""
+        faults = []
+        for file in {item.block.file: None for item in needed if item.block.file not in self.handles}:
             try:
                 self.handles[file] = os.open(self.folder / file, os.O_RDONLY)
                 self.stack.callback(os.close, self.handles[file])
             except OSError as error:
-                wrong.append(f"{file} cannot be read: {error.strerror}")
-        return wrong
+                faults.append(f"{file} cannot be read: {error.strerror}")
+        return faults
 
-    def fill(self, each: Needed) -> bool:
-        """Reads a block to where it is needed; returns whether it is as it was written."""
+    def fill(self, each: BlockRead) -> bool:
+        """Reads a block into its destinations; returns whether its hash is right."""
         handle, block = self.handles[each.block.file], each.block
         first, _ = each.targets[0]
         try:
-            # the usual case, the same layout again: the block is read to where it stays
+            # the usual case, the same layout as at the save: the block is read in place
             if len(each.targets) == 1 and first.shape == block.shape and first.flags.c_contiguous:
                 return read(handle, block, _bytes(first))
-            whole = np.empty(block.shape, first.dtype)
-            good = read(handle, block, _bytes(whole))
+            buffer = np.empty(block.shape, first.dtype)
+            is_good = read(handle, block, _bytes(buffer))
         except OSError:
             return False
         for target, inside in each.targets:
-            target[...] = whole[inside]
-        return good
+            target[...] = buffer[inside]
+        return is_good
 
 
 def _groups(arrays: Mapping[str, Array], names: Mapping[str, Any]) -> Iterator[list[str]]:
@@ -113,31 +115,31 @@ def _groups(arrays: Mapping[str, Array], names: Mapping[str, Any]) -> Iterator[l
 
 
 def _regions(array: Array, want: jax.ShapeDtypeStruct) -> dict[Box, np.ndarray]:
-    """Returns memory for each region of an array that devices of this process hold."""
+    """Allocates memory for each region of an array that devices of this process hold."""
     size = array.bytes // math.prod(array.shape) if array.bytes else want.dtype.itemsize
-    kind = np.dtype(f"u{size}" if size in (1, 2, 4, 8) else f"V{size}")  # bytes are moved, whatever they mean
+    kind = np.dtype(f"u{size}" if size in (1, 2, 4, 8) else f"V{size}")  # copies bytes, whatever their dtype
     indices = want.sharding.addressable_devices_indices_map(array.shape).values()  # pyright: ignore
     boxes = dict.fromkeys(region_of(index, array.shape) for index in indices if index is not None)
     return {box: np.empty(box[1], kind) for box in boxes}
 
 
-def _needed(path: str, blocks: Sequence[Block], regions: Mapping[Box, np.ndarray]) -> Iterator[Needed]:
+def _block_reads(path: str, blocks: Sequence[Block], regions: Mapping[Box, np.ndarray]) -> Iterator[BlockRead]:
     for block in blocks:
         shared = [(data, overlap(block, box)) for box, data in regions.items()]
         targets = [(data[(*common[1], ...)], common[0]) for data, common in shared if common is not None]
         if targets:
-            yield Needed(path, block, targets)
+            yield BlockRead(path, block, targets)
 
 
-def _said(needed: Sequence[Needed], good: Sequence[bool]) -> list[str]:
-    bad: dict[str, list[str]] = {}
-    for each, fine in zip(needed, good, strict=True):
-        if not fine:
-            bad.setdefault(each.block.file, []).append(each.path)
-    return [told(file, paths) for file, paths in bad.items()]
+def _altered_lines(needed: Sequence[BlockRead], good: Sequence[bool]) -> list[str]:
+    altered: dict[str, list[str]] = {}
+    for item, is_good in zip(needed, good, strict=True):
+        if not is_good:
+            altered.setdefault(item.block.file, []).append(item.path)
+    return [altered_line(file, paths) for file, paths in altered.items()]
 
 
-def _placed(array: Array, want: jax.ShapeDtypeStruct, regions: Mapping[Box, np.ndarray]) -> jax.Array:
+def _make_array(array: Array, want: jax.ShapeDtypeStruct, regions: Mapping[Box, np.ndarray]) -> jax.Array:
     def part(index: Slices) -> Any:
         data = regions[region_of(index, array.shape)]
         if is_key(want.dtype):
@@ -150,7 +152,7 @@ def _placed(array: Array, want: jax.ShapeDtypeStruct, regions: Mapping[Box, np.n
 
 
 def _numbers(keys: np.ndarray) -> np.ndarray:
-    """Returns the numbers that keys consist of, along one more dim."""
+    """Key data: the uint32 words of keys, along a new last dim."""
     return keys.reshape(-1).view(np.uint32).reshape(*keys.shape, keys.itemsize // 4)
 
 

@@ -1,4 +1,4 @@
-"""Regions: the boxes of an array that devices hold, and where a block of a file overlaps with them."""
+"""Regions: the boxes of an array that devices hold, and their overlaps with the blocks of a file."""
 
 from typing import Any
 
@@ -11,23 +11,23 @@ Slices = tuple[slice, ...]
 
 
 def is_key(dtype: Any) -> bool:
-    """Returns whether elements are PRNG keys."""
+    """Whether a dtype is one of PRNG keys."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def region_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    """Returns start and shape of an index into an array; of keys, without the dim of the numbers they consist of."""
-    bounds = [each.indices(dim)[:2] for each, dim in zip(index, shape, strict=False)]
+    """Start and shape of an index into an array; for key data, without the trailing dim of uint32 words."""
+    bounds = [bound.indices(dim)[:2] for bound, dim in zip(index, shape, strict=False)]
     return tuple(first for first, _ in bounds), tuple(last - first for first, last in bounds)
 
 
 def overlap(block: Block, region: Box) -> tuple[Slices, Slices] | None:
-    """Returns where a block and a region overlap, as indices into the block and into the region; None if nowhere."""
-    inside, outside = [], []
+    """Overlap of a block and a region, as indices into the block and into the region; None if they are disjoint."""
+    block_slices, region_slices = [], []
     for start, size, first, count in zip(block.start, block.shape, *region, strict=True):
         low, high = max(start, first), min(start + size, first + count)
         if low >= high:
             return None
-        inside.append(slice(low - start, high - start))
-        outside.append(slice(low - first, high - first))
-    return tuple(inside), tuple(outside)
+        block_slices.append(slice(low - start, high - start))
+        region_slices.append(slice(low - first, high - first))
+    return tuple(block_slices), tuple(region_slices)

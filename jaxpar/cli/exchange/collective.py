@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
 
     import jax
 
-    from jaxpar.exchange.collectives.shown import check, show
+    from jaxpar.exchange.collectives.transcript import check, show
     from jaxpar.mesh.devices import simulate
 
     check(args.name)

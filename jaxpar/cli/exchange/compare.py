@@ -52,21 +52,21 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     times = Times(law=parse(args.delays), compute=args.compute, seed=job.train.seed)
     asked = methods.parse(args.methods, job)
 
-    from jaxpar.job.compare import page, trained
+    from jaxpar.job.compare import page, training
     from jaxpar.mesh.devices import simulate
 
     if job.mesh.simulate:
         simulate(job.mesh.simulate)
-    trained.check_all(job, asked)
+    training.check_all(job, asked)
     curves = []
     for method in asked:
-        curve = trained.train(job, method, times, link)
+        curve = training.train(job, method, times, link)
         print(f"{method.name}: loss {curve.loss[-1]:.4f}, eval loss {curve.eval_loss:.4f}, "
               f"{show_seconds(curve.seconds[-1])} on the virtual clock", flush=True)  # fmt: skip
         curves.append(curve)
     print(f"\n{page.text(curves)}")
-    title = f"{Path(args.job).stem}: how {trained.replicas(job)} replicas agree"
+    title = f"{Path(args.job).stem}: how {training.replicas(job)} replicas agree"
     said = f"{args.between} per second between them, with 5 us before the first byte"
-    Path(args.html).write_text(page.write(curves, title=title, law=args.delays, compute=args.compute, said=said))
+    Path(args.html).write_text(page.render(curves, title=title, law=args.delays, compute=args.compute, link_note=said))
     print(f"page: {args.html}")
     return {"curves": [curve.to_dict() for curve in curves]}, 0

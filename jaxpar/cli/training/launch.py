@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.checkpoint import listing
     from jaxpar.cli.output import outlast
     from jaxpar.job.file.parse import load
-    from jaxpar.job.shrink import fewer
+    from jaxpar.job.shrink import fit_processes
     from jaxpar.launch.supervise import Launch, supervise
     from jaxpar.train.watchdog.thread import report
 
@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         command=[args.command, args.job, *args.overrides], options=["--allow-import"] * allowed,
         processes=args.processes, restarts=args.restarts,
         nodes=args.nodes, node=args.node, coordinator=args.coordinator,
-        ended=lambda ended: report(folder, ended.process, ended.pid, ended.how),
-        fewer=lambda command, count: fewer(
+        on_failure=lambda ended: report(folder, ended.process, ended.pid, ended.how),
+        shrink=lambda command, count: fit_processes(
             load(command[1], command[2:], allow_import=allowed), processes=count, most=count - 1
         ),
     )  # fmt: skip
@@ -66,6 +66,6 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         return -1 if step is None else step
 
     result = supervise(
-        launch, progress=progress, say=lambda line: print(f"launch: {line}", file=sys.stderr, flush=True)
+        launch, progress=progress, log=lambda line: print(f"launch: {line}", file=sys.stderr, flush=True)
     )
     return result, result["status"]

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         bucket.pull()
     told = read(bucket.local if bucket else Path(args.folder))
     file = Path(args.html) if args.html else told.folder / "report.html"
-    write_text(file, page.write(told))
+    write_text(file, page.render(told))
     if bucket:
         bucket.finish()
     print(page.text(told), f"page: {file}", sep="\n")

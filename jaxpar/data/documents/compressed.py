@@ -1,6 +1,6 @@
-"""Lines of compressed files: gzip and, where Python or pyarrow can, Zstandard.
+"""Reads lines of compressed files: gzip and, with Python 3.14 or pyarrow, Zstandard.
 
-A place in such a file is a byte of what it holds: to go on from there, what is before is read again.
+A place in such a file is an offset in the uncompressed bytes; to resume there, all bytes before it are read again.
 """
 
 import gzip
@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 from jaxpar.errors import refuse
 
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
-# files that are no text, by their first bytes
+# first bytes of formats that are no text
 MAGIC = {
     GZIP: "gzip", ZSTD: "Zstandard", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"PK\x03\x04": "zip", b"PAR1": "Parquet",
     b"\x89PNG": "a PNG picture", b"\xff\xd8\xff": "a JPEG picture", b"%PDF-": "PDF", b"\x7fELF": "a program",
@@ -21,16 +21,16 @@ MAGIC = {
 
 
 def kind_of(head: bytes) -> str:
-    """Returns what a file is whose first bytes these are, where it is no text that is known; else ""."""
+    """Format of a file with these first bytes, if it is a known one that is no text; else ""."""
     return next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), "")
 
 
 def open_lines(file: Path) -> BinaryIO:
-    """Returns a file open for reading its lines, uncompressed.
+    """Opens a file for reading its uncompressed lines.
 
     Raises:
       OSError: If it cannot be read.
-      JaxparError: If nothing is there that reads Zstandard, or it is of another format.
+      JaxparError: If no package reads Zstandard, or the file is of another known format.
     """
     with file.open("rb") as stream:
         head = stream.read(16)
@@ -64,37 +64,37 @@ def _zstd(file: Path) -> Any:
 
 
 class _Seeking:
-    """Lines of a stream that only reads on."""
+    """Adds `readline` and a forward `seek` from the start to a stream that only reads forward."""
 
     def __init__(self, stream: Any):
         self._stream, self._held = stream, b""
 
     def seek(self, at: int) -> None:
         while at:
-            got = len(self.read(min(at, 2**20)))
-            if not got:
+            count = len(self.read(min(at, 2**20)))
+            if not count:
                 return
-            at -= got
+            at -= count
 
     def read(self, size: int) -> bytes:
-        some = self._held[:size] or self._stream.read(size)
-        self._held = self._held[len(some) :] if self._held else b""
-        return some
+        chunk = self._held[:size] or self._stream.read(size)
+        self._held = self._held[len(chunk) :] if self._held else b""
+        return chunk
 
     def readline(self, limit: int) -> bytes:
         searched = 0
         while True:
             end = self._held.find(b"\n", searched, limit)
             if end >= 0 or len(self._held) >= limit:
-                cut = end + 1 if end >= 0 else limit
+                length = end + 1 if end >= 0 else limit
                 break
             searched = len(self._held)
-            more = self._stream.read(2**20)
-            if not more:
-                cut = len(self._held)
+            chunk = self._stream.read(2**20)
+            if not chunk:
+                length = len(self._held)
                 break
-            self._held += more
-        line, self._held = self._held[:cut], self._held[cut:]
+            self._held += chunk
+        line, self._held = self._held[:length], self._held[length:]
         return line
 
     def __enter__(self) -> "_Seeking":

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """Where packing goes on: what is before it is packed.
+    """The place in the files up to which documents are packed.
 
     Attributes:
-      file: Number of the file.
-      at: Byte of the file; of Parquet the row group.
+      file: Index of the file.
+      at: Byte offset in the file; for Parquet the row group.
       row: Row of the file, from 0.
     """
 
@@ -26,13 +26,13 @@ class Piece:
     """A part of a document, or all of it.
 
     Attributes:
-      text: What it says.
-      size: Bytes of the files that it stands for.
+      text: Its text.
+      size: Bytes of the files that it covers.
       next: Where the next piece begins.
       first: Whether the document begins here.
-      last: Whether it ends here.
-      answers: Where the text is learned, as (begin, end) of characters; None means everywhere.
-      rendered: Whether a template made the text, which has its special tokens then.
+      last: Whether the document ends here.
+      answers: The learned spans of the text, as (begin, end) of characters; None means all of it.
+      rendered: Whether a chat template rendered the text, which then has its special tokens.
     """
 
     text: str

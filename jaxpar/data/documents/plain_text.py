@@ -1,4 +1,4 @@
-"""Files that should be text in utf-8: what is something else is refused, and single wrong bytes are counted."""
+"""Checks that files are UTF-8 text: other formats are refused, and single invalid bytes are counted."""
 
 import codecs
 from dataclasses import dataclass
@@ -7,18 +7,18 @@ from pathlib import Path
 from jaxpar.data.documents.compressed import kind_of
 from jaxpar.errors import refuse
 
-NO_TEXT = 0.1  # share of zeros and of bytes that are no utf-8 from which a file is no text: Latin-1 prose has 1-5 %
+NO_TEXT = 0.1  # share of zeros and invalid UTF-8 bytes above which a file is refused: Latin-1 prose has 1-5 %
 RULE, FIX = "text is in utf-8", "data.pattern, such as '*.txt'; of another encoding: iconv -f latin1 -t utf-8"
 
 
 @dataclass
 class WrongBytes:
-    """Counts what is no text in the files of a corpus.
+    """Counts the invalid bytes in the files of a corpus.
 
     Attributes:
-      bytes: Bytes that are no utf-8.
-      zeros: Bytes of 0.
-      files: How many files have some.
+      bytes: Number of bytes that are no UTF-8.
+      zeros: Number of zero bytes.
+      files: Number of files with either.
       first: File and byte of the first.
     """
 
@@ -28,23 +28,23 @@ class WrongBytes:
     first: str = ""
 
     def __str__(self) -> str:
-        """Returns what is said of them, "" of none."""
+        """The message to the user; "" if there are none."""
         if not self.first:
             return ""
-        of = f"in {self.files:,} file{'s' * (self.files > 1)} (the first: {self.first})"
+        place = f"in {self.files:,} file{'s' * (self.files > 1)} (the first: {self.first})"
         return (
-            f"{self.bytes:,} bytes {of} are no utf-8: a tokenizer reads U+FFFD, bytes stay bytes" * bool(self.bytes)
+            f"{self.bytes:,} bytes {place} are no utf-8: a tokenizer reads U+FFFD, bytes stay bytes" * bool(self.bytes)
             + "; " * bool(self.bytes and self.zeros)
-            + f"{self.zeros:,} zeros {of} are left out of bytes" * bool(self.zeros)
+            + f"{self.zeros:,} zeros {place} are left out of bytes" * bool(self.zeros)
         )
 
 
 class TextFile:
-    """A file that is read block by block, in their order.
+    """Checks a file block by block, in order.
 
     Args:
       file: The file.
-      wrong: Counts what is no text.
+      wrong: Counts its invalid bytes.
     """
 
     def __init__(self, file: Path, wrong: WrongBytes):
@@ -52,28 +52,31 @@ class TextFile:
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
 
     def check(self, block: bytes) -> None:
-        """Counts what is no text in the next block; an empty one ends the file.
+        """Counts the invalid bytes of the next block; an empty block ends the file.
 
         Raises:
           JaxparError: If the file is no text.
         """
         if block and not self.begin and (kind := kind_of(block[:16])):
             raise refuse(f"{self.file} is {kind}, and no text", rule=RULE, fix=FIX)
-        held = len(self._decoder.getstate()[0])
+        undecoded = len(self._decoder.getstate()[0])
         text = self._decoder.decode(block, final=not block)
-        zeros, bad, first = block.count(0), 0, -1
+        zeros, bad_bytes, first = block.count(0), 0, -1
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            first = self.begin - held + len(text[: error.start].encode())
-            bad = sum("\udc80" <= each <= "\udcff" for each in text[error.start :])
-        if block and not self.begin and zeros + bad > NO_TEXT * len(block):
-            got = f"{self.file} is no text: {zeros:,} zeros and {bad:,} bytes that are no utf-8 in {len(block):,} bytes"
+            first = self.begin - undecoded + len(text[: error.start].encode())
+            bad_bytes = sum("\udc80" <= character <= "\udcff" for character in text[error.start :])
+        if block and not self.begin and zeros + bad_bytes > NO_TEXT * len(block):
+            got = (
+                f"{self.file} is no text: {zeros:,} zeros and {bad_bytes:,} bytes that are no utf-8 "
+                f"in {len(block):,} bytes"
+            )
             raise refuse(got, rule=RULE, fix=FIX)
         if zeros and (first < 0 or self.begin + block.index(0) < first):
             first = self.begin + block.index(0)
-        if zeros or bad:
-            self.wrong.bytes, self.wrong.zeros = self.wrong.bytes + bad, self.wrong.zeros + zeros
+        if zeros or bad_bytes:
+            self.wrong.bytes, self.wrong.zeros = self.wrong.bytes + bad_bytes, self.wrong.zeros + zeros
             self.wrong.files += not self.counted
             self.wrong.first, self.counted = self.wrong.first or f"{self.file}, byte {first}", True
         self.begin += len(block)

@@ -1,7 +1,7 @@
-r"""Characters that are no Unicode: each becomes U+FFFD, is counted, and the first is said with its file and row.
+r"""Replaces invalid Unicode by U+FFFD, counts it, and reports the first one with its file and row.
 
-JSON may hold half of a surrogate pair ("\ud83d", an emoji that was cut by a length), and a Parquet file bytes that are
-no utf-8; no tokenizer takes either.
+JSON may hold half of a surrogate pair ("\ud83d", an emoji truncated by a length limit), and a Parquet file invalid
+UTF-8; no tokenizer takes either.
 """
 
 import re
@@ -16,12 +16,12 @@ UNKNOWN = "\ufffd"
 
 
 @dataclass
-class Replaced:
-    """Counts rows with such characters; a row that is read twice counts once.
+class ReplacedCharacters:
+    """Counts replaced characters; a row that is read twice counts once.
 
     Attributes:
-      characters: How many there were.
-      rows: In how many rows.
+      characters: Number of replaced characters.
+      rows: Number of rows with some.
       first: File and row of the first.
     """
 
@@ -30,14 +30,14 @@ class Replaced:
     first: str = ""
     _until: Place = START
 
-    def count(self, characters: int, then: Place, where: str) -> None:
-        """Counts the characters of a row that ends before a place."""
-        if characters and then > self._until:
-            self.characters, self.rows, self._until = self.characters + characters, self.rows + 1, then
+    def count(self, characters: int, end: Place, where: str) -> None:
+        """Adds the replaced characters of the row that ends at the place `end`."""
+        if characters and end > self._until:
+            self.characters, self.rows, self._until = self.characters + characters, self.rows + 1, end
             self.first = self.first or where
 
     def __str__(self) -> str:
-        """Returns what is said of them, "" of none."""
+        """The message to the user; "" if there are none."""
         if not self.characters:
             return ""
         return (
@@ -46,29 +46,29 @@ class Replaced:
         )
 
 
-def may_have_halves(line: bytes) -> bool:
-    """Returns whether a line of JSON writes a surrogate, whole pairs too."""
+def may_have_surrogates(line: bytes) -> bool:
+    """Whether a line of JSON escapes a surrogate, also in a complete pair."""
     return _ESCAPE.search(line) is not None
 
 
-def replace_halves(value: Any) -> tuple[Any, int]:
-    """Returns a value of JSON with U+FFFD for each half of a surrogate pair, and how many there were."""
+def replace_surrogates(value: Any) -> tuple[Any, int]:
+    """Replaces each half of a surrogate pair in a JSON value by U+FFFD; returns the value and their number."""
     if isinstance(value, str):
         return HALF.subn(UNKNOWN, value)
     if isinstance(value, dict):
-        made = [(*replace_halves(key), *replace_halves(inner)) for key, inner in value.items()]
-        return {key: inner for key, _, inner, _ in made}, sum(each[1] + each[3] for each in made)
+        pairs = [(*replace_surrogates(key), *replace_surrogates(content)) for key, content in value.items()]
+        return {key: content for key, _, content, _ in pairs}, sum(item[1] + item[3] for item in pairs)
     if isinstance(value, list):
-        made = [replace_halves(each) for each in value]
-        return [each for each, _ in made], sum(count for _, count in made)
+        pairs = [replace_surrogates(item) for item in value]
+        return [item for item, _ in pairs], sum(count for _, count in pairs)
     return value, 0
 
 
 def decode(text: bytes) -> tuple[str, int]:
-    """Returns bytes as text with U+FFFD for what is no utf-8, and how many of these there are."""
+    """Decodes bytes with U+FFFD for invalid UTF-8; returns the text and the number of replacements."""
     try:
         return text.decode("utf-8"), 0
     except UnicodeDecodeError:
-        marked = text.decode("utf-8", "surrogateescape")
-        made = text.decode("utf-8", "replace")
-        return made, made.count(UNKNOWN) - marked.count(UNKNOWN)
+        lossless = text.decode("utf-8", "surrogateescape")
+        result = text.decode("utf-8", "replace")
+        return result, result.count(UNKNOWN) - lossless.count(UNKNOWN)

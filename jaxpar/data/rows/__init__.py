@@ -1,1 +1,1 @@
-"""Rows of a batch: windows of whole documents, and examples of several sets mixed by weights."""
+"""Rows of a batch: whole documents padded to one length, token files, and mixtures of several sets by weight."""

@@ -1,4 +1,4 @@
-"""Token ids that others have written, one after the other, become windows of tokens; nothing is copied or unpickled.
+"""Windows of token ids from files that other programs wrote; the files are mapped, not copied or unpickled.
 
 flat .npy        integers [n]
 raw .bin         uint16, little-endian (nanoGPT's train.bin)
@@ -20,10 +20,10 @@ from jaxpar.errors import refuse
 from jaxpar.files import check_plain
 
 LLM_C = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}  # llm.c, dev/data/data_common.py
-HEADER = 1024  # bytes of llm.c's
+HEADER = 1024  # bytes of llm.c's header
 MEGATRON = b"MMIDIDX\0\0"  # Megatron-LM, megatron/core/datasets/indexed_dataset.py
 CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # its DType; 6 and 7 are floats
-BLOCK = 2**22  # tokens that are read at once
+BLOCK = 2**22  # tokens per read of the fingerprint
 RULE = "tokens come as a flat .npy of integers, as a .bin of uint16, as llm.c's .bin, or as Megatron's .bin and .idx"
 FIX = "np.array(ids, np.uint16).tofile('train.bin')"
 
@@ -34,7 +34,7 @@ class TokenStream(Examples):
     Args:
       path: The file.
       spec: The `[data]` table.
-      seed: Of the order of windows.
+      seed: Seed of the shuffle of windows.
     """
 
     def __init__(self, path: Path, spec: Data, seed: int):
@@ -49,7 +49,7 @@ class TokenStream(Examples):
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the tokens; all of them are read for it."""
+        """A hash of the tokens, which reads all of them."""
         if not self._fingerprint:
             digest = hashlib.sha256(self.tokens.dtype.str.encode())
             for begin in range(0, len(self.tokens), BLOCK):
@@ -66,15 +66,15 @@ class TokenStream(Examples):
         return {"inputs": window[:, :-1], "targets": window[:, 1:]}
 
     def where(self, step: int, size: int, row: int) -> str:
-        """Returns in words where a row of a training batch lies."""
+        """Describes where a row of a training batch comes from."""
         return f"from token {self._chosen(step, size)[row] * self.spec.seq} of {self.file}"
 
 
 def is_token_stream(path: Path) -> bool:
-    """Returns whether a path of arrays is one of tokens: a .bin, or an .npy of integers in one row.
+    """Whether a path holds token ids: a .bin, or a one-dimensional .npy of integers.
 
     Raises:
-      JaxparError: If an .npy is a pipe, or another thing that is no file.
+      JaxparError: If an .npy is a pipe or otherwise no regular file.
     """
     path = path.expanduser()
     if path.suffix == ".bin":
@@ -84,16 +84,16 @@ def is_token_stream(path: Path) -> bool:
         return False
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except DAMAGED:  # whoever loads it says what is wrong
+    except DAMAGED:  # loading it reports what is wrong
         return False
     return array.ndim == 1 and array.dtype.kind in "iu"
 
 
 def load_tokens(path: Path) -> np.ndarray:
-    """Returns the token ids of a file, mapped. Shape [n].
+    """Maps the token ids of a file. Shape [n].
 
     Raises:
-      JaxparError: If it is none of the formats, or cut off.
+      JaxparError: If it is none of the formats, or truncated.
     """
     path = path.expanduser()
     check_plain(path, rule=RULE, fix=FIX)
@@ -113,14 +113,14 @@ def load_tokens(path: Path) -> np.ndarray:
                 raise ValueError(f"llm.c's header (version {version}) says {count} tokens, {size} bytes are there")
             return np.memmap(path, kind, mode="r", offset=HEADER, shape=(count,))
         if not size or size % 2:
-            raise ValueError(f"{size} bytes are no whole uint16")
+            raise ValueError(f"{size} bytes are not a whole number of uint16")
         return np.memmap(path, "<u2", mode="r")
     except (*DAMAGED, struct.error) as error:
         raise refuse(f"{path}: {getattr(error, 'strerror', None) or error}", rule=RULE, fix=FIX) from error
 
 
 def _megatron(path: Path, index: Path, size: int) -> np.ndarray:
-    """Returns the tokens of Megatron's files: sequences lie one after the other, so that their lengths only check."""
+    """Maps the tokens of Megatron's files: sequences are contiguous, so their lengths only check the size."""
     check_plain(index, rule=RULE, fix=FIX)
     with index.open("rb") as stream:
         head = stream.read(34)

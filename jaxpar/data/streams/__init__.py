@@ -1,7 +1,7 @@
-"""Data of one's own: examples by number, streams that keep their state, and what is held out of them.
+"""The user's own data: map-style datasets, streams with saved state, and held-out examples.
 
-    a sequence, a map-style dataset, grain.MapDataset    ─► indexed    each process reads its rows alone
-    grain.IterDataset, a DataLoader, any iterable        ─► stateful   shards per process, state noted as it is read
+    a sequence, a map-style dataset, grain.MapDataset    ─► indexed    each process reads only its rows
+    grain.IterDataset, a DataLoader, any iterable        ─► stateful   shards per process, state saved while reading
     evaluation() of either, or data.evaluation           ─► evaluated
     data.sets, of any kind of source                     ─► sets
 

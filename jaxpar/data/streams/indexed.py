@@ -1,9 +1,9 @@
-"""Examples of the user's own that are read by number: a sequence, a map-style dataset, grain's `MapDataset`.
+"""A user's indexed examples: a sequence, a map-style dataset, grain's `MapDataset`.
 
     position ─► number of an example ─► dataset[number] ─► stacked with the others of its batch
 
-Only the rows of this process are read. A `MapDataset` of grain has its own order, epochs and random transformations, by
-numbers that go on without end; of others jaxpar makes the order.
+Only the rows of this process are read. A grain `MapDataset` has its own order, epochs and random transformations, under
+indices without end; other datasets are shuffled by jaxpar.
 """
 
 import hashlib
@@ -14,23 +14,23 @@ from typing import Any
 import numpy as np
 
 from jaxpar.data.examples import Examples
-from jaxpar.data.held_out import weighted
-from jaxpar.data.iterables import PAIR, as_batch, shown
-from jaxpar.data.spec import Batch, Data, Rows, Weighted
-from jaxpar.errors import refuse, users_code
+from jaxpar.data.held_out import weighted_batches
+from jaxpar.data.iterables import PAIR, as_batch, describe_value
+from jaxpar.data.spec import Batch, Data, Rows, WeightedBatch
+from jaxpar.errors import refuse, user_code_errors
 
 COLUMNS = "data that is a dict has arrays with a row for every example"
 WORDS = "{'inputs': ..., 'targets': ...}"
 
 
 class Indexed(Examples):
-    """A sequence of examples, dicts of arrays; some are held out.
+    """A map-style dataset of dicts of arrays, a share of it held out.
 
     Args:
-      dataset: Has a length, and examples by number.
-      name: Words for it.
+      dataset: Has `__len__` and `__getitem__`.
+      name: Its name in errors.
       spec: The `[data]` table.
-      seed: Of their order.
+      seed: Seed of the shuffle.
     """
 
     def __init__(self, dataset: Any, name: str, spec: Data, seed: int):
@@ -47,10 +47,10 @@ class Columns:
 
     Args:
       arrays: Name to array.
-      name: Words for it.
+      name: Its name in errors.
 
     Raises:
-      JaxparError: If they are no arrays, have other rows, or are datasets themselves.
+      JaxparError: If they are no arrays, differ in their number of rows, or are datasets themselves.
     """
 
     def __init__(self, arrays: Mapping[str, Any], name: str):
@@ -62,28 +62,28 @@ class Columns:
             )
         self.arrays: dict[str, np.ndarray] = {}
         for key, value in arrays.items():
-            with users_code(f"{name}: {key}", rule=COLUMNS, fix="np.stack rows of one shape"):
+            with user_code_errors(f"{name}: {key}", rule=COLUMNS, fix="np.stack rows of one shape"):
                 self.arrays[key] = np.asarray(value)
         counts = {key: len(value) if value.ndim else 0 for key, value in self.arrays.items()}
         if len({*counts.values()}) > 1 or not all(counts.values()):
-            said = ", ".join(f"{key} {list(value.shape)}" for key, value in self.arrays.items())
-            raise refuse(f"{name} is a dict of {said}", rule=COLUMNS, fix="as many rows in every array")
+            shapes = ", ".join(f"{key} {list(value.shape)}" for key, value in self.arrays.items())
+            raise refuse(f"{name} is a dict of {shapes}", rule=COLUMNS, fix="as many rows in every array")
         self.count = min(counts.values(), default=0)
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, number: Any) -> dict[str, Any]:
-        """Returns an example, or of an array of numbers those examples, stacked."""
+        """Returns an example, or for an array of indices those examples, stacked."""
         return {key: value[number] for key, value in self.arrays.items()}
 
 
 class GrainMap:
-    """A `MapDataset` of grain's, in its own order. Nothing is held out of it: that is another dataset.
+    """A grain `MapDataset`, in its own order. It has no held-out examples: these are another dataset.
 
     Args:
       dataset: The dataset.
-      name: Words for it.
+      name: Its name in errors.
     """
 
     def __init__(self, dataset: Any, name: str):
@@ -98,65 +98,68 @@ class GrainMap:
         return read(self.dataset, positions if rows is None else positions[rows], self.name)
 
     def where(self, step: int, size: int, row: int) -> str:
-        """Returns in words where a row of a training batch lies."""
+        """Describes where a row of a training batch comes from."""
         return f"{self.name}[{step * size + row}]"
 
-    def evaluation(self, index: int, size: int, rows: Rows = None) -> list[Weighted]:
-        """Returns nothing: nothing is held out of it."""
+    def evaluation(self, index: int, size: int, rows: Rows = None) -> list[WeightedBatch]:
+        """Always []: no examples are held out."""
         return []
 
 
 class HeldOut:
-    """Held-out examples of the user's own, by number."""
+    """A user's map-style dataset of held-out examples."""
 
     def __init__(self, dataset: Any, name: str):
         self.dataset, self.name, self.length = dataset, name, _length(dataset, name)
 
-    def evaluation(self, index: int, size: int, rows: Rows = None) -> list[Weighted]:
-        """Returns the index-th `size` examples; none after the last."""
+    def evaluation(self, index: int, size: int, rows: Rows = None) -> list[WeightedBatch]:
+        """Returns the index-th group of `size` examples; none after the last."""
         chosen = np.arange(index * size, min((index + 1) * size, self.length))
-        return weighted(len(chosen), size, rows, lambda at: read(self.dataset, chosen[at], self.name))
+        return weighted_batches(len(chosen), size, rows, lambda indices: read(self.dataset, chosen[indices], self.name))
 
 
 def read(dataset: Any, chosen: np.ndarray, name: str) -> Batch:
-    """Returns examples by their numbers, stacked.
+    """Reads examples by index and stacks them.
 
     Raises:
-      CorruptBatch: If an example is no dict of arrays, or they do not fit together.
+      CorruptBatch: If examples cannot be stacked into arrays of numbers.
+      JaxparError: If an example is no dict, or its keys differ from those of the first.
     """
     if isinstance(dataset, Columns):
         return as_batch(dataset[chosen], len(chosen), name)
-    found = []
+    examples = []
     for number in chosen.tolist():
-        with users_code(f"{name}[{number}]", rule="a dataset has every example", fix="the line that it names"):
-            found.append(dataset[number])
-    first = found[0]
-    for number, each in zip(chosen.tolist(), found, strict=True):
-        if not isinstance(each, Mapping) or each.keys() != first.keys():
-            left_out, pair = each is None, isinstance(each, list | tuple) and len(each) == 2
-            got = f"a dict of {', '.join(map(str, each))}" if isinstance(each, Mapping) else shown(each)
+        with user_code_errors(f"{name}[{number}]", rule="a dataset has every example", fix="the line that it names"):
+            examples.append(dataset[number])
+    first = examples[0]
+    for number, example in zip(chosen.tolist(), examples, strict=True):
+        if not isinstance(example, Mapping) or example.keys() != first.keys():
+            is_none, pair = example is None, isinstance(example, list | tuple) and len(example) == 2
+            got = (
+                f"a dict of {', '.join(map(str, example))}" if isinstance(example, Mapping) else describe_value(example)
+            )
             raise refuse(
                 f"{name}[{number}] is {got}",
                 rule="an example is a dict of arrays, and all have the same keys",
                 fix="filter in an IterDataset: dataset.to_iter_dataset().filter(...).batch(...)"
-                if left_out
+                if is_none
                 else f"{PAIR if pair else WORDS} for every number",
             )
-    made = {key: [each[key] for each in found] for key in first}
-    return as_batch({key: _stacked(values) for key, values in made.items()}, len(found), name)
+    columns = {key: [example[key] for example in examples] for key in first}
+    return as_batch({key: _stacked(values) for key, values in columns.items()}, len(examples), name)
 
 
 def _stacked(values: list[Any]) -> Any:
     arrays = [np.asarray(value) for value in values]
-    return np.stack(arrays) if len({each.shape for each in arrays}) == 1 else values
+    return np.stack(arrays) if len({array.shape for array in arrays}) == 1 else values
 
 
 def fingerprint(dataset: Any, name: str) -> str:
-    """Returns the name of a dataset, its length, and a hash of its first example: what tells it from others."""
-    with users_code(name, rule="`fingerprint` of a dataset tells it from others", fix="the line that it names"):
-        said = getattr(dataset, "fingerprint", None)
-    if isinstance(said, str):
-        return said
+    """The dataset's own `fingerprint`, or else its name, its length and a hash of its first example."""
+    with user_code_errors(name, rule="`fingerprint` of a dataset tells it from others", fix="the line that it names"):
+        declared = getattr(dataset, "fingerprint", None)
+    if isinstance(declared, str):
+        return declared
     length = _length(dataset, name)
     first = read(dataset, np.array([0]), name)
     digest = hashlib.sha256()
@@ -167,7 +170,7 @@ def fingerprint(dataset: Any, name: str) -> str:
 
 
 def _length(dataset: Any, name: str) -> int:
-    with users_code(f"len({name})", rule="a dataset has a length", fix="the line that it names"):
+    with user_code_errors(f"len({name})", rule="a dataset has a length", fix="the line that it names"):
         length = len(dataset)
     if not length:
         raise refuse(f"{name} has no example", rule="a dataset has at least one example", fix="another dataset")

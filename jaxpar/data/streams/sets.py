@@ -1,11 +1,11 @@
-"""Evaluation sets by name: all of their examples count, and none of them is trained on.
+"""Named evaluation sets: all of their examples are evaluated, and none is trained on.
 
     [data.sets]
-    wiki = {path = "wiki.jsonl"}                   the other keys of [data] hold for it too
+    wiki = {path = "wiki.jsonl"}                   inherits the other keys of [data]
     code = {source = "text", path = "code/*.py"}
-    mine = {source = "mine:held"}                  a dataset by number, an iterable of batches, or what makes one
+    mine = {source = "mine:held"}                  a map-style dataset, an iterable of batches, or a function of one
 
-Their metrics are eval_wiki_loss, eval_code_perplexity and so on, beside those of the examples that are held out.
+Their metrics are eval_wiki_loss, eval_code_perplexity and so on, in addition to those of the held-out share.
 """
 
 import re
@@ -17,93 +17,91 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxpar.data.examples import Examples
-from jaxpar.data.held_out import weighted
-from jaxpar.data.iterables import Own
+from jaxpar.data.held_out import weighted_batches
+from jaxpar.data.iterables import UserSource
 from jaxpar.data.sources import open_data
-from jaxpar.data.spec import SET_NAME, Data, Rows, Source, Weighted
-from jaxpar.data.streams.evaluated import held_out
+from jaxpar.data.spec import SET_NAME, Data, Rows, Source, WeightedBatch
+from jaxpar.data.streams.held_out_data import open_held_out
 from jaxpar.errors import refuse
 
 
 class EvaluationSet(Protocol):
-    """Examples that are evaluated."""
+    """Examples to evaluate on."""
 
-    def evaluation(self, index: int, size: int, rows: Rows = None) -> list[Weighted]:
-        """Returns the index-th `size` examples; none after the last. See `spec.Source`."""
+    def evaluation(self, index: int, size: int, rows: Rows = None) -> list[WeightedBatch]:
+        """Returns the index-th group of `size` examples; none after the last. See `spec.Source`."""
         ...
 
 
-class All:
-    """All examples of a source that is read by number, in their order."""
+class AllExamples:
+    """All examples of an indexed source, in order."""
 
     def __init__(self, source: Examples):
         self.source = source
 
-    def evaluation(self, index: int, size: int, rows: Rows = None) -> list[Weighted]:
-        """Returns the index-th `size` examples; none after the last."""
+    def evaluation(self, index: int, size: int, rows: Rows = None) -> list[WeightedBatch]:
+        """Returns the index-th group of `size` examples; none after the last."""
         chosen = np.arange(index * size, min((index + 1) * size, self.source.examples))
-        return weighted(len(chosen), size, rows, lambda at: self.source.numbered(chosen[at]))
+        return weighted_batches(len(chosen), size, rows, lambda indices: self.source.by_index(chosen[indices]))
 
 
 def open_set(spec: Data, name: str, folder: Path, size: int, *, named: Any = None) -> EvaluationSet:
-    """Returns an evaluation set.
+    """Opens an evaluation set.
 
     Args:
-      spec: The `[data]` table that it is in.
-      name: Of the set.
-      folder: Where packed tokens are kept.
+      spec: The `[data]` table with the set.
+      name: Name of the set.
+      folder: Folder of packed tokens.
       size: Examples of a batch.
       named: The user's object, for a source `package.module:name`.
 
     Raises:
       JaxparError: If there is nothing to read, or it cannot be read.
     """
-    asked = spec.set_of(name)
-    made = _all_of(asked, folder) if named is None else _own(named, asked.source)
-    return _checked(made, f"data.sets.{name}", size)
+    settings = spec.evaluation_set(name)
+    examples = _all_of(settings, folder) if named is None else _open_object(named, settings.source)
+    return _check_not_empty(examples, f"data.sets.{name}", size)
 
 
-def as_sets(sets: Mapping[str, Any], folder: Path, size: int) -> dict[str, EvaluationSet]:
-    """Returns evaluation sets of Python's objects, by name.
+def open_sets(sets: Mapping[str, Any], folder: Path, size: int) -> dict[str, EvaluationSet]:
+    """Opens evaluation sets given as Python objects.
 
     Args:
-      sets: Name to a `Data`, all of whose examples count; what `open_data` returns, of which those that it holds out
-        do; an object with `evaluation(index, size)`, a dataset by number, an iterable of batches, or what makes one.
-      folder: Where packed tokens are kept.
+      sets: Name to a `Data`, all of whose examples are evaluated; to a source from `open_data`, whose held-out examples
+        are; or to an object with `evaluation(index, size)`, a map-style dataset, an iterable of batches, or a function
+        that returns one.
+      folder: Folder of packed tokens.
       size: Examples of a batch.
 
     Raises:
-      JaxparError: If one is none of these, has a name that metrics cannot have, or holds no example.
+      JaxparError: If a value is none of these, a name is invalid in metrics, or a set has no example.
     """
-    return {name: _opened(given, f"sets[{name!r:.60}]", name, folder, size) for name, given in sets.items()}
+    return {name: _open_set(value, f"sets[{name!r:.60}]", name, folder, size) for name, value in sets.items()}
 
 
-def _opened(given: Any, said: str, name: Any, folder: Path, size: int) -> EvaluationSet:
+def _open_set(given: Any, said: str, name: Any, folder: Path, size: int) -> EvaluationSet:
     if not isinstance(name, str) or not re.fullmatch(SET_NAME, name):
-        raise refuse(said, rule="a set's name is of small letters and digits, as metrics have it", fix="sets['wiki']")
+        raise refuse(said, rule="a set's name is of small letters and digits, as in metrics", fix="sets['wiki']")
     if isinstance(given, Data):
         if given.is_text and given.tokenizer == "bpe":
-            rule = "a bpe is trained on the text that is trained on: that of a set would be another one"
+            rule = "a bpe is trained on the training text: one that is trained on a set would give other tokens"
             raise refuse(f"{said} with tokenizer='bpe'", rule=rule, fix='tokenizer="bytes", or a tokenizer.json')
-        every = replace(given, sets={}, weights=(), evaluation="", held_out=0.0, shuffle=False)
-        return _checked(_all_of(every, folder), said, size)
+        settings = replace(given, sets={}, weights=(), evaluation="", held_out=0.0, shuffle=False)
+        return _check_not_empty(_all_of(settings, folder), said, size)
     is_ours = type(given).__module__.startswith("jaxpar.data.")
-    return _checked(given if is_ours else _own(given, said), said, size)
+    return _check_not_empty(given if is_ours else _open_object(given, said), said, size)
 
 
 def _all_of(asked: Data, folder: Path) -> Any:
-    """Returns all examples of data of ours."""
     source: Source = open_data(asked, folder)
-    return All(source) if isinstance(source, Examples) else source
+    return AllExamples(source) if isinstance(source, Examples) else source
 
 
-def _own(named: Any, name: str) -> Any:
-    """Returns examples of the user's own object."""
-    return Own(named, name) if callable(getattr(named, "evaluation", None)) else held_out(named, name)
+def _open_object(named: Any, name: str) -> Any:
+    return UserSource(named, name) if callable(getattr(named, "evaluation", None)) else open_held_out(named, name)
 
 
-def _checked(made: Any, said: str, size: int) -> Any:
-    """Returns an evaluation set that holds an example."""
+def _check_not_empty(made: Any, said: str, size: int) -> Any:
     if not made.evaluation(0, size):
         raise refuse(f"{said} holds no example", rule="an evaluation set has at least one", fix="leave it out")
     return made

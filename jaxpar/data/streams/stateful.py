@@ -1,10 +1,10 @@
-"""Streams of batches: any iterable, a DataLoader, grain's `IterDataset`; each process may read a shard of its own.
+"""Streams of batches: any iterable, a DataLoader, grain's `IterDataset`; each process may read its own shard.
 
-def data():                    every process draws whole batches, and takes its rows of them
-def data(shard, shards):       a process draws batches of its own rows: those with the same rows the same shard
+def data():                    every process draws global batches, and takes its rows of them
+def data(shard, shards):       a process draws its rows alone; processes with the same rows draw the same shard
 
-Iterators that tell their state, as grain's and torchdata's do, are set to it where a run goes on; of others the batches
-before the step are drawn and dropped, with a word if they are many.
+An iterator with a state, such as grain's or torchdata's, is restored to it when a run resumes; for others the batches
+before the step are drawn and dropped, with a message if there are many.
 """
 
 import inspect
@@ -16,22 +16,22 @@ from typing import Any
 import numpy as np
 
 from jaxpar.data.iterables import A_BATCH, Stream, as_batch, parameters
-from jaxpar.data.spec import Batch, Rows, some
-from jaxpar.data.streams.states import States, hash_of
-from jaxpar.errors import refuse, users_code
+from jaxpar.data.spec import Batch, Rows, select_rows
+from jaxpar.data.streams.states import SavedStates, hash_of
+from jaxpar.errors import refuse, user_code_errors
 
-MANY = 100  # batches that are drawn and dropped without a word
+MANY = 100  # batches that are drawn and dropped without a message
 SAME = "a run goes on with the dataset that it began with, in the same order"
 WORDS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))  # grain's, and torchdata's
 
 
 class Stateful(Stream):
-    """Batches of the user's own iterable.
+    """Batches of a user's iterable, with its state saved while it is read.
 
     Args:
-      make: Returns the iterable; of (shard, shards), if it has these parameters.
-      name: Words for it.
-      folder: Where states are written.
+      make: Returns the iterable; called with shard and shards if it has these parameters.
+      name: Its name in errors.
+      folder: Folder of the saved states.
     """
 
     def __init__(self, make: Callable[..., Iterable], name: str, folder: Path):
@@ -39,93 +39,101 @@ class Stateful(Stream):
         self.make, self.folder = make, folder
         self.sharded = {"shard", "shards"} <= set(parameters(make))
         self._shard, self._states, self._owner, self._writes = (0, 1), None, None, True
-        self._state, self._wanted = None, ""  # before the batch that is drawn; the hash that it must have
+        self._state, self._wanted = None, ""  # the state before the next batch; the hash that batch must have
 
     def batch(self, step: int, size: int, rows: Rows = None) -> Batch:
         """Returns the training batch of a step, or some of its rows."""
         shard = shard_of(rows, size, self.fingerprint) if self.sharded else (0, 1)
-        self._writes = self.sharded or rows is None or rows[0] == 0  # of those that draw the same batches one writes
+        self._writes = self.sharded or rows is None or rows[0] == 0  # one of the processes that draw the same batches
         if shard != self._shard:
             self._shard, self._iterator = shard, None
         if self._iterator is None or step < self._next:
             self._begin(step)
-        drawn, own = self._drawn(step), self.sharded and rows is not None
+        raw, local = self._draw(step), self.sharded and rows is not None
         count = size // shard[1]
-        return as_batch(drawn, count, self.fingerprint) if own else some(as_batch(drawn, size, self.fingerprint), rows)
+        return (
+            as_batch(raw, count, self.fingerprint)
+            if local
+            else select_rows(as_batch(raw, size, self.fingerprint), rows)
+        )
 
     def _begin(self, step: int) -> None:
         shard, shards = self._shard
-        with users_code(
+        with user_code_errors(
             self.fingerprint, rule="a function returns an iterable of batches", fix="the line that it names"
         ):
-            made = self.make(**({"shard": shard, "shards": shards} if self.sharded else {}))
-            self._iterator, self._next = iter(made), 0
-        # torchdata's loaders tell the state of their iterators
-        self._owner = next((each for each in (self._iterator, made) if all(_words(each))), None)
+            iterable = self.make(**({"shard": shard, "shards": shards} if self.sharded else {}))
+            self._iterator, self._next = iter(iterable), 0
+        # for torchdata the loader, not its iterator, has the state methods
+        self._owner = next(
+            (candidate for candidate in (self._iterator, iterable) if all(_state_methods(candidate))), None
+        )
         self._states, self._wanted = None, ""
         if self._owner is not None:
-            self._states = States(self.folder / f"stream-{shard}of{shards}.jsonl", self.fingerprint)
-            self._set(self._states.before(step), made)
+            self._states = SavedStates(self.folder / f"stream-{shard}of{shards}.jsonl", self.fingerprint)
+            self._restore(self._states.latest_before(step), iterable)
         if step - self._next > MANY:
             print(f"{self.fingerprint}: {step - self._next} batches are drawn again, and dropped", file=sys.stderr)
 
-    def _set(self, found: tuple[int, Any, str] | None, made: Any) -> None:
-        """Sets the stream to a state that was noted."""
+    def _restore(self, found: tuple[int, Any, str] | None, made: Any) -> None:
+        """Restores a saved (next batch, state, hash of that batch)."""
         if found is None:
             return
-        _, put = _words(self._owner)
-        with users_code(
+        _, setter = _state_methods(self._owner)
+        with user_code_errors(
             f"{self.fingerprint}: its state before batch {found[0]}",
             rule=SAME,
             fix="the dataset as it was, or another run.dir",
         ):
-            getattr(self._owner, put)(found[1])
+            getattr(self._owner, setter)(found[1])
             if self._owner is made:
                 self._iterator = iter(made)
         self._next, self._wanted = found[0], found[2]
 
-    def _note(self) -> None:
-        due = self._states is not None and self._writes and self._next and not self._wanted and self._states.is_due
+    def _before_draw(self) -> None:
+        is_due = self._states is not None and self._writes and self._next and not self._wanted and self._states.is_due
         self._state = None
-        if due:
-            word = _words(self._owner)[0]
-            with users_code(
-                f"{self.fingerprint}.{word}() before batch {self._next}",
+        if is_due:
+            getter = _state_methods(self._owner)[0]
+            with user_code_errors(
+                f"{self.fingerprint}.{getter}() before batch {self._next}",
                 rule="a stream tells its state between two batches",
                 fix="the line that it names, or an iterator without a state",
             ):
-                self._state = getattr(self._owner, word)()
+                self._state = getattr(self._owner, getter)()
 
-    def _seen(self, batch: Any) -> None:
+    def _after_draw(self, batch: Any) -> None:
         if self._wanted and self._hash(batch) != self._wanted:
             raise refuse(
-                f"{self.fingerprint}: batch {self._next} after its state is another than that which was read",
+                f"{self.fingerprint}: batch {self._next} after its saved state is not the batch that was read then",
                 rule=SAME,
                 fix="the dataset as it was, or another run.dir",
             )
         self._wanted = ""
         if self._state is None or self._states is None:
             return
-        if not self._states.note(self._next, self._state, self._hash(batch)):
-            print(f"{self.fingerprint}: its state is no JSON, and is not kept", file=sys.stderr)
+        if not self._states.append(self._next, self._state, self._hash(batch)):
+            print(f"{self.fingerprint}: its state is no JSON, and is not saved", file=sys.stderr)
             self._states = None
 
     def _hash(self, batch: Any) -> str:
-        with users_code(f"{self.fingerprint}, batch {self._next}", rule=A_BATCH, fix="np.stack rows of one shape"):
+        with user_code_errors(
+            f"{self.fingerprint}, batch {self._next}", rule=A_BATCH, fix="np.stack rows of one shape"
+        ):
             return hash_of(batch)
 
 
-def _words(iterator: Any) -> tuple[str, str]:
-    """Returns the names of the methods that tell and set a state; "" where there are none."""
-    found = (pair for pair in WORDS if all(callable(getattr(iterator, word, None)) for word in pair))
-    return next(found, ("", ""))
+def _state_methods(iterator: Any) -> tuple[str, str]:
+    """Names of the methods that get and set an iterator's state; "" if it has none."""
+    pairs = (pair for pair in WORDS if all(callable(getattr(iterator, method, None)) for method in pair))
+    return next(pairs, ("", ""))
 
 
 def shard_of(rows: Rows, size: int, name: str) -> tuple[int, int]:
-    """Returns the shard that has these rows of a batch, and of how many.
+    """Returns (shard, number of shards) of these rows of a batch.
 
     Raises:
-      JaxparError: If the rows are no such share of the batch.
+      JaxparError: If the rows are not an equal, contiguous share of the batch.
     """
     if rows is None:
         return 0, 1
@@ -140,15 +148,15 @@ def shard_of(rows: Rows, size: int, name: str) -> tuple[int, int]:
 
 
 def check_loader(loader: Any, name: str, *, fresh: bool) -> None:
-    """Refuses a DataLoader of PyTorch's whose order nobody could repeat.
+    """Refuses a PyTorch DataLoader whose order is not reproducible.
 
     Args:
       loader: The user's iterable.
-      name: Words for it.
+      name: Its name in errors.
       fresh: Whether a function has just made it.
 
     Raises:
-      JaxparError: If it shuffles without a generator of its own, or with one that is not made anew.
+      JaxparError: If it shuffles without a generator of its own, or is not created anew by a function.
     """
     sampler = getattr(loader, "sampler", None)
     if type(sampler).__name__ != "RandomSampler" or not inspect.getmodule(type(loader)):

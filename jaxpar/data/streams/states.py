@@ -1,12 +1,12 @@
-"""The states of a stream that is read: a run goes on from the last one before its step, and draws the few after it.
+"""Saved states of a stream: a run resumes from the last state before its step, and draws the few batches after it.
 
     RUN/data/stream-0of2.jsonl     {"next": 128, "state": {...}, "batch": "9d41", "of": "mine:data"}
                                    {"next": 384, "state": {...}, "batch": "b7c9", "of": "mine:data"}
 
-The state is that before batch 128 was drawn, beside a hash of that batch: so a state of another dataset, or a stream
-that is not repeated, is found at once.
+The state is the one before batch 128 was drawn, with a hash of that batch: so the state of another dataset, or a stream
+that does not repeat, is detected at the first batch.
 
-A line is added every so often, whether a checkpoint is saved or not: so any checkpoint, also an older one, has a state
+A line is added every `EVERY` seconds, independent of checkpoints: so any checkpoint, also an older one, has a state
 before it, and no save waits for a stream.
 """
 
@@ -24,47 +24,47 @@ from jaxpar.files import make_folder, partial_path
 
 EVERY = 10.0  # seconds between two states
 BYTES = "bytes in base64"
-KEPT = 4096  # lines; of more every second of the older ones is left out
+KEPT = 4096  # lines; above, every second one of the older half is dropped
 
 
-class States:
+class SavedStates:
     """The states of one stream on one process.
 
     Args:
-      file: Where they are written.
-      of: The stream that they are of; those of others do not count.
+      file: The file of states.
+      stream_name: Name of the stream; states of other streams in the file are ignored.
     """
 
-    def __init__(self, file: Path, of: str):
-        self.file, self.of, self._last = file, of, -EVERY
-        self._from: int | None = None  # the step that the stream goes on from, until a state is written
+    def __init__(self, file: Path, stream_name: str):
+        self.file, self.stream_name, self._last = file, stream_name, -EVERY
+        self._from: int | None = None  # the step that the stream resumed at, until a state is written
 
-    def before(self, step: int) -> tuple[int, Any, str] | None:
-        """Returns the newest state at or before a step: which batch is next, the state, and the hash of that batch.
+    def latest_before(self, step: int) -> tuple[int, Any, str] | None:
+        """Returns the newest state at or before a step as (next batch, state, hash of that batch).
 
-        States after that step are left out as soon as another is written: they may be of a run that was given up.
+        The next `note` deletes states after that step: they may be of an abandoned run.
         """
         self._from = step
-        found = [each for each in self._lines() if each["next"] <= step]
-        best = max(found, key=lambda each: each["next"], default=None)
-        return None if best is None else (best["next"], best["state"], str(best.get("batch", "")))
+        candidates = [record for record in self._lines() if record["next"] <= step]
+        latest = max(candidates, key=lambda record: record["next"], default=None)
+        return None if latest is None else (latest["next"], latest["state"], str(latest.get("batch", "")))
 
-    def note(self, index: int, state: Any, batch: str) -> bool:
-        """Writes the state before a batch was drawn, and its hash; false if it cannot be written as JSON."""
+    def append(self, index: int, state: Any, batch: str) -> bool:
+        """Appends the state before batch `index` and the hash of that batch; False if the state is no JSON."""
         try:
-            line = json.dumps({"next": index, "state": state, "batch": batch, "of": self.of}, default=_plain)
+            line = json.dumps({"next": index, "state": state, "batch": batch, "of": self.stream_name}, default=_plain)
         except (TypeError, ValueError):
             return False
         make_folder(self.file.parent)
         lines = self._lines()
-        kept = lines if self._from is None else [each for each in lines if each["next"] <= self._from]
-        if len(kept) >= KEPT:
-            half = len(kept) // 2
-            kept = [*kept[:half:2], *kept[half:]]
-        if len(kept) < len(lines):
-            part = partial_path(self.file)
-            part.write_text("".join(json.dumps(each, default=_plain) + "\n" for each in kept), encoding="utf-8")
-            part.replace(self.file)
+        records = lines if self._from is None else [item for item in lines if item["next"] <= self._from]
+        if len(records) >= KEPT:
+            half = len(records) // 2
+            records = [*records[:half:2], *records[half:]]
+        if len(records) < len(lines):
+            partial = partial_path(self.file)
+            partial.write_text("".join(json.dumps(item, default=_plain) + "\n" for item in records), encoding="utf-8")
+            partial.replace(self.file)
         self._from = None
         with self.file.open("a", encoding="utf-8") as out:
             out.write(line + "\n")
@@ -73,26 +73,29 @@ class States:
 
     @property
     def is_due(self) -> bool:
-        """Whether the last state is so old that another is written."""
+        """Whether `EVERY` seconds have passed since the last state."""
         return time.monotonic() - self._last >= EVERY
 
     def _lines(self) -> list[dict[str, Any]]:
         if not self.file.exists():
             return []
-        found = []
+        records = []
         for line in self.file.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                made = json.loads(line, object_hook=_bytes)
-            except ValueError:  # a process was killed while it wrote it: the one before it will do
+                record = json.loads(line, object_hook=_bytes)
+            except ValueError:  # truncated by a kill: the line before it is used
                 continue
-            if isinstance(made, dict) and made.get("of") == self.of and isinstance(made.get("next"), int):
-                found.append(made)
-        return found
+            if (
+                isinstance(record, dict)
+                and record.get("of") == self.stream_name
+                and isinstance(record.get("next"), int)
+            ):
+                records.append(record)
+        return records
 
 
 def _plain(value: Any) -> Any:
-    """Returns a number of numpy's as one of Python's."""
-    if isinstance(value, bytes):  # of grain's DataLoader
+    if isinstance(value, bytes):  # in the state of grain's DataLoader
         return {BYTES: base64.b64encode(value).decode()}
     if isinstance(value, np.generic):
         return value.item()
@@ -104,7 +107,7 @@ def _bytes(value: dict[str, Any]) -> Any:
 
 
 def hash_of(batch: Any) -> str:
-    """Returns what tells a batch from others; "" of what is no dict."""
+    """Hash of a batch; "" if it is no dict."""
     if not isinstance(batch, Mapping):
         return ""
     digest = hashlib.sha256()

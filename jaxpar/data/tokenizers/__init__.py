@@ -1,5 +1,5 @@
-"""Tokenizers as Hugging Face saves them: tokens equal to those of `tokenizers` and `transformers`.
+"""Hugging Face tokenizers: the tokens are equal to those of `tokenizers` and `transformers`.
 
 folder ─► saved: tokenizer.json, special tokens, chat template, a hash ─┬─► encoder: documents to tokens
-                                                                        └─► chat: messages to text, and what is learned
+                                                                        └─► chat: messages to text and loss spans
 """

@@ -1,11 +1,11 @@
-"""Messages to text by the template of a model's folder, and which of it are answers.
+"""Renders messages by a model's chat template, and locates the answers that the loss counts.
 
     {"role": "user", "content": "2 + 2?"}      ─► <|user|>2 + 2?<|end|>
     {"role": "assistant", "content": "4"}      ─► <|assistant|>4<|end|>          learned: 4<|end|>
 
-A template is code of strangers: it runs in jinja2's sandbox, with the names that transformers 4.57 gives it
-(utils/chat_template_utils.py). Answers are what its `{% generation %}` blocks hold; without such blocks, what an
-assistant's message adds to the conversation before it and the prompt of an answer.
+A template is untrusted code: it runs in jinja2's sandbox, with the names that transformers 4.57 gives it
+(utils/chat_template_utils.py). Answers are the text of its `{% generation %}` blocks; without such blocks, the text
+that an assistant's message adds after the earlier messages and the generation prompt.
 """
 
 import json
@@ -16,44 +16,50 @@ from datetime import datetime
 from typing import Any
 
 from jaxpar.data.documents.messages import Conversation
-from jaxpar.data.tokenizers.saved import Saved
-from jaxpar.errors import refuse, users_code
+from jaxpar.data.tokenizers.tokenizer_facts import TokenizerFacts
+from jaxpar.errors import refuse, user_code_errors
 
 Answers = tuple[tuple[int, int], ...]
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True)
-class Chat:
-    """The template of a model's folder.
+class ChatTemplate:
+    """A compiled chat template.
 
     Attributes:
-      render: Messages and whether the prompt of an answer is added, to text and what its marks hold.
-      marked: Whether the template marks what is learned.
+      render: (messages, add_generation_prompt, tools) to text and the spans of its `{% generation %}` blocks.
+      has_generation: Whether the template has `{% generation %}` blocks.
     """
 
     render: Callable[..., tuple[str, Answers]]
-    marked: bool
+    has_generation: bool
 
-    def text(self, given: Conversation, where: str) -> tuple[str, Answers]:
-        """Returns a conversation as text, and where the answers are that are learned.
+    def render_conversation(self, conversation: Conversation, where: str) -> tuple[str, Answers]:
+        """Renders a conversation; returns its text and the (begin, end) characters of the answers to learn.
 
         Args:
-          given: The conversation.
-          where: Words for the row.
+          conversation: The conversation.
+          where: Description of the row, for errors.
 
         Raises:
           JaxparError: If the template raises, or does not show where an answer begins.
         """
-        with users_code(f"{where}: the chat template", rule="a template renders every conversation", fix="another row"):
-            whole, marked = self.render(given.messages, False, given.tools)
-            return whole, self._weighed(given, marked, where) if self.marked else tuple(
-                self._answers(given, whole, where)
+        with user_code_errors(
+            f"{where}: the chat template", rule="a template renders every conversation", fix="another row"
+        ):
+            text, spans = self.render(conversation.messages, False, conversation.tools)
+            return text, self._learned_blocks(conversation, spans, where) if self.has_generation else tuple(
+                self._answers(conversation, text, where)
             )
 
-    def _weighed(self, given: Conversation, marked: Answers, where: str) -> Answers:
-        """Returns the blocks of `{% generation %}` without those of answers that are not learned."""
-        learned = [on for on, each in zip(given.learned, given.messages, strict=True) if each["role"] == "assistant"]
+    def _learned_blocks(self, conversation: Conversation, marked: Answers, where: str) -> Answers:
+        """Drops the `{% generation %}` blocks of answers of weight 0."""
+        learned = [
+            on
+            for on, item in zip(conversation.learned, conversation.messages, strict=True)
+            if item["role"] == "assistant"
+        ]
         if all(learned):
             return marked
         if len(marked) != len(learned):
@@ -64,27 +70,27 @@ class Chat:
             )
         return tuple(block for block, on in zip(marked, learned, strict=True) if on)
 
-    def _answers(self, given: Conversation, whole: str, where: str):
-        for index, learned in enumerate(given.learned):
+    def _answers(self, conversation: Conversation, whole: str, where: str):
+        for index, learned in enumerate(conversation.learned):
             if not learned:
                 continue
-            before = self.render(given.messages[:index], True, given.tools)[0] if index else ""
-            through = self.render(given.messages[: index + 1], False, given.tools)[0]
-            if not through.startswith(before) or not whole.startswith(through):
+            prefix = self.render(conversation.messages[:index], True, conversation.tools)[0] if index else ""
+            rendered = self.render(conversation.messages[: index + 1], False, conversation.tools)[0]
+            if not rendered.startswith(prefix) or not whole.startswith(rendered):
                 raise refuse(
                     f"{where}: message {index} changes how the template renders those before it",
                     rule="a template without {% generation %} shows an answer by what it adds to the conversation",
                     fix="{% generation %} and {% endgeneration %} around the answers in the template; "
                     'or data.learn = "all"',
                 )
-            yield len(before), len(through)
+            yield len(prefix), len(rendered)
 
 
-def chat(saved: Saved) -> Chat:
-    """Returns the template of a tokenizer's folder, ready to render.
+def load_template(saved: TokenizerFacts) -> ChatTemplate:
+    """Compiles the chat template of a tokenizer's folder.
 
     Raises:
-      JaxparError: If jinja2 is missing, there is no template, or it is no jinja.
+      JaxparError: If jinja2 is missing, there is no template, or it is not valid jinja.
     """
     if not saved.template:
         raise refuse(
@@ -103,19 +109,19 @@ def chat(saved: Saved) -> Chat:
         ) from error
     blocks: list[str] = []
     answers: list[tuple[int, int]] = []
-    made = ImmutableSandboxedEnvironment(
+    environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_generation(blocks, answers), ext.loopcontrols]
     )
-    made.filters["tojson"] = _tojson
-    made.globals |= {"raise_exception": _raise, "strftime_now": lambda format: datetime.now().strftime(format)}
-    with users_code(
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {"raise_exception": _raise, "strftime_now": lambda format: datetime.now().strftime(format)}
+    with user_code_errors(
         f"the chat template of {saved.file.parent}", rule="a chat template is jinja", fix="save the tokenizer anew"
     ):
-        template = made.from_string(saved.template)
+        template = environment.from_string(saved.template)
     special = saved.special
-    more = saved.config.get("additional_special_tokens") or []
-    if more:
-        special |= {"additional_special_tokens": [each if isinstance(each, str) else each["content"] for each in more]}
+    extra = saved.config.get("additional_special_tokens") or []
+    if extra:
+        special |= {"additional_special_tokens": [item if isinstance(item, str) else item["content"] for item in extra]}
 
     def render(messages: Sequence[Any], prompt: bool, tools: Sequence[Any] | None = None) -> tuple[str, Answers]:
         blocks.clear()
@@ -124,11 +130,11 @@ def chat(saved: Saved) -> Chat:
         blocks.extend(template.generate(names))  # one by one: the extension sees what is rendered before it
         return "".join(blocks), tuple(answers)
 
-    return Chat(render, bool(_MARKED.search(saved.template)))
+    return ChatTemplate(render, bool(_MARKED.search(saved.template)))
 
 
 def _generation(blocks: list[str], answers: list[tuple[int, int]]) -> type:
-    """Returns the extension of jinja that notes where in the blocks the text of `{% generation %}` lies."""
+    """Jinja extension that records the span of each `{% generation %}` block in the rendered text."""
     from jinja2 import ext, nodes
 
     class Generation(ext.Extension):
@@ -156,5 +162,5 @@ def _raise(message: str) -> None:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ):
-    """Returns JSON as transformers writes it, whose filter escapes no HTML."""
+    """JSON as transformers writes it; unlike jinja2's own filter it does not escape HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,4 +1,4 @@
-"""Documents to the tokens of a file: many pieces at once, in their order."""
+"""Encodes documents in batches of pieces, in order, on a thread parallel to reading and writing."""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,54 +9,57 @@ import numpy as np
 
 from jaxpar.data.corpus import Corpus
 from jaxpar.data.documents.piece import START, Piece, Place
-from jaxpar.data.documents.rows import Rows
+from jaxpar.data.documents.row_files import RowCorpus
 from jaxpar.data.spec import Data
-from jaxpar.data.tokenizers.chat import chat
+from jaxpar.data.tokenizers.chat import load_template
 from jaxpar.data.tokenizers.encoders import Encoder
-from jaxpar.data.tokenizers.saved import saved
+from jaxpar.data.tokenizers.tokenizer_facts import read_tokenizer
 
-AT_ONCE = 2**21  # bytes of pieces that are tokenized at once; their tokens take ten times as much
-MOST = 4096  # pieces that are
+AT_ONCE = 2**21  # characters per batch of pieces; their tokens take ten times as much memory
+MOST = 4096  # pieces per batch
 
 
-def corpus_of(spec: Data, files: Iterable[Path]) -> Corpus:
-    """Returns the documents of a job in these files."""
+def open_corpus(spec: Data, files: Iterable[Path]) -> Corpus:
+    """The documents of these files, read as the `[data]` table says."""
     if not spec.has_rows:
         return Corpus(tuple(files))
-    template = chat(saved(spec.tokenizer)) if spec.messages else None
-    return Rows(tuple(files), column=spec.messages or spec.column, chat=template, answers=spec.learn == "answers")
+    template = load_template(read_tokenizer(spec.tokenizer)) if spec.messages else None
+    return RowCorpus(tuple(files), column=spec.messages or spec.column, chat=template, answers=spec.learn == "answers")
 
 
-def settings_of(spec: Data) -> str:
-    """Returns all but the files that decides their tokens; "" for plain text in bytes or a bpe of its own."""
+def token_settings(spec: Data) -> str:
+    """Settings that decide the tokens of given files, as text to hash; "" for plain text in bytes or a trained BPE."""
     if not spec.is_marked:
         return ""
-    said = [spec.source, spec.tokenizer if spec.tokenizer in ("bytes", "bpe") else saved(spec.tokenizer).digest]
-    return "\n".join([*said, str(spec.tokens), spec.end, spec.column, spec.messages, spec.learn])
+    settings = [
+        spec.source,
+        spec.tokenizer if spec.tokenizer in ("bytes", "bpe") else read_tokenizer(spec.tokenizer).digest,
+    ]
+    return "\n".join([*settings, str(spec.tokens), spec.end, spec.column, spec.messages, spec.learn])
 
 
-def encoded(
+def encode_documents(
     corpus: Corpus, encoder: Encoder, read: Callable[[int], None], place: Place = START
 ) -> Iterator[tuple[np.ndarray, Place]]:
     """Yields the tokens of documents from a place on, with the place after them.
 
     Args:
       corpus: The documents.
-      encoder: Makes their tokens; on a thread of its own, beside the reading of the next and the writing of these.
-      read: Is told how many bytes of the files were tokenized.
+      encoder: Runs on a thread, while the next pieces are read and the last tokens are written.
+      read: Called with the number of bytes of the files that were tokenized.
       place: Where to begin.
     """
     groups = _groups(corpus.pieces(place, encoder.seam))
     with ThreadPoolExecutor(1) as worker:
-        ahead = None
+        pending = None
         for group in groups:
-            now, ahead = ahead, (group, worker.submit(_encode, encoder, group))
-            if now is not None:
-                yield now[1].result(), now[0][-1].next
-                read(sum(each.size for each in now[0]))
-        if ahead is not None:
-            yield ahead[1].result(), ahead[0][-1].next
-            read(sum(each.size for each in ahead[0]))
+            ready, pending = pending, (group, worker.submit(_encode, encoder, group))
+            if ready is not None:
+                yield ready[1].result(), ready[0][-1].next
+                read(sum(piece.size for piece in ready[0]))
+        if pending is not None:
+            yield pending[1].result(), pending[0][-1].next
+            read(sum(piece.size for piece in pending[0]))
 
 
 def _encode(encoder: Encoder, group: list[Piece]) -> np.ndarray:
@@ -75,6 +78,6 @@ def _groups(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
         yield group
 
 
-def from_place(corpus: Corpus, encoder: Encoder, read: Callable[[int], None]):
-    """Returns what a journal asks for: a place to the tokens from it on."""
-    return partial(encoded, corpus, encoder, read)
+def encode_from(corpus: Corpus, encoder: Encoder, read: Callable[[int], None]):
+    """The function from a place to the tokens from there on, which `journal.write_tokens` calls."""
+    return partial(encode_documents, corpus, encoder, read)

@@ -1,4 +1,4 @@
-"""The files of a tokenizer's folder, read as JSON and text."""
+"""Reads the files of a tokenizer's folder as JSON and text."""
 
 import json
 from collections.abc import Mapping
@@ -16,16 +16,16 @@ NAME, CONFIG, MAP, TEMPLATE = (
 )
 
 
-MOST = 2048  # tokens of a conversation, where nobody says how many: rows of 131,072 would fit nowhere
+MOST = 2048  # cap on the default data.seq of conversations: rows of 131,072 tokens would fit no device
 
 
-def positions(tokenizer: str) -> int:
-    """Returns the tokens that the model of a tokenizer's folder takes: 2,048 at most, or where it does not say."""
+def context_length(tokenizer: str) -> int:
+    """Context length of the model in a tokenizer's folder, at most 2,048; 2,048 if no file names it."""
     folder = Path(tokenizer).expanduser()
     for name, key in (("config.json", "max_position_embeddings"), (CONFIG, "model_max_length")):
         try:
             number = json.loads((folder / name).read_text(encoding="utf-8")).get(key)
-        except (OSError, ValueError, AttributeError):  # what is wrong with them is said where they are read
+        except (OSError, ValueError, AttributeError):  # the readers of these files report what is wrong
             continue
         if isinstance(number, int) and number > 0:
             return min(number, MOST)
@@ -33,66 +33,66 @@ def positions(tokenizer: str) -> int:
 
 
 def read_ids(file: Path, config: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns the ids of the added tokens, and of the vocabulary, of a tokenizer.json and its config.
+    """Returns the ids of the added tokens and those of the vocabulary, from a tokenizer.json and its config.
 
     Raises:
-      JaxparError: If it has none.
+      JaxparError: If it has no vocabulary, or a token is malformed.
     """
-    made = read_json(file)
-    model = made.get("model")
+    contents = read_json(file)
+    model = contents.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     if not isinstance(vocab, dict | list) or not vocab:
         raise _damaged(file, "it has no model.vocab")
     try:
-        added = {each["content"]: int(each["id"]) for each in made.get("added_tokens") or []}
-        for number, each in dict(config.get("added_tokens_decoder") or {}).items():
-            added.setdefault(each["content"], int(number))
-        # of Unigram the vocabulary is a list of [text, score]
-        own = vocab if isinstance(vocab, dict) else {each[0]: index for index, each in enumerate(vocab)}
-        max(own.values())
+        added = {entry["content"]: int(entry["id"]) for entry in contents.get("added_tokens") or []}
+        for number, entry in dict(config.get("added_tokens_decoder") or {}).items():
+            added.setdefault(entry["content"], int(number))
+        # a Unigram vocabulary is a list of [text, score]
+        ids = vocab if isinstance(vocab, dict) else {entry[0]: index for index, entry in enumerate(vocab)}
+        max(ids.values())
     except (TypeError, KeyError, ValueError, IndexError) as error:
         raise _damaged(file, f"{error} among its tokens") from error
-    return added, own
+    return added, ids
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """Returns what the config beside a tokenizer.json says, completed by the map of special tokens.
+    """Reads tokenizer_config.json beside a tokenizer.json, completed by special_tokens_map.json.
 
     Raises:
-      JaxparError: If one of them is damaged.
+      JaxparError: If either is damaged.
     """
-    there = (each for each in (file.with_name(MAP), file.with_name(CONFIG)) if each.is_file())
-    return {key: value for each in there for key, value in read_json(each).items()}
+    existing = (path for path in (file.with_name(MAP), file.with_name(CONFIG)) if path.is_file())
+    return {key: value for path in existing for key, value in read_json(path).items()}
 
 
 def read_template(file: Path, config: Mapping[str, Any]) -> str:
-    """Returns the chat template beside a tokenizer.json or in its config, or ""."""
-    beside = file.with_name(TEMPLATE)
-    if beside.is_file():
-        return beside.read_text(encoding="utf-8", errors="replace")
-    found = config.get("chat_template") or ""
-    if isinstance(found, list):  # several by name, of which one is the usual
-        named = [each for each in found if isinstance(each, dict)]
-        found = next((each.get("template", "") for each in named if each.get("name") == "default"), "")
-    if not isinstance(found, str):
-        raise _damaged(file.with_name(CONFIG), f"chat_template is {found!r:.60}, and no text")
-    return found
+    """Reads the chat template beside a tokenizer.json or in its config; "" if there is none."""
+    template_file = file.with_name(TEMPLATE)
+    if template_file.is_file():
+        return template_file.read_text(encoding="utf-8", errors="replace")
+    template = config.get("chat_template") or ""
+    if isinstance(template, list):  # several templates by name
+        entries = [entry for entry in template if isinstance(entry, dict)]
+        template = next((entry.get("template", "") for entry in entries if entry.get("name") == "default"), "")
+    if not isinstance(template, str):
+        raise _damaged(file.with_name(CONFIG), f"chat_template is {template!r:.60}, and no text")
+    return template
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Returns an object of JSON.
+    """Reads a JSON object.
 
     Raises:
-      JaxparError: If it cannot be read, or is something else.
+      JaxparError: If it cannot be read, or is not an object.
     """
     check_plain(file, rule="a tokenizer is saved as JSON by Hugging Face's tokenizers", fix="save it anew")
     try:
-        made = json.loads(file.read_text(encoding="utf-8"))
+        contents = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise _damaged(file, getattr(error, "strerror", None) or str(error)) from error
-    if not isinstance(made, dict):
+    if not isinstance(contents, dict):
         raise _damaged(file, "it is no object")
-    return made
+    return contents
 
 
 def _damaged(file: Path, why: str) -> Exception:

@@ -1,4 +1,4 @@
-"""DiLoCo: the way that replicas have gone since they met is a gradient for an outer optimizer.
+"""DiLoCo: the parameter change since the last sync round is the outer optimizer's gradient.
 
 anchor ──► each replica makes `every` steps of its own ──► anchor - mean(replicas) ──► outer optimizer ──► anchor
 """
@@ -10,24 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpar.errors import check_ranges, refuse
 from jaxpar.exchange.base import Exchange, Replicas, Tree
-from jaxpar.exchange.sent import Sent
 from jaxpar.exchange.settings import SECTION, STEPS, check_algorithm
+from jaxpar.exchange.traffic import Traffic
 
 if TYPE_CHECKING:
     import optax
 
-    from jaxpar.exchange.between import Between
+    from jaxpar.exchange.replica_mesh import ReplicaMesh
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outer(Exchange):
+class OuterOptimizer(Exchange):
     """Settings of an outer optimizer, by default SGD with Nesterov's momentum.
 
     Attributes:
       lr: The outer optimizer's learning rate.
       momentum: Its momentum; 0 for none.
       nesterov: Whether its momentum is Nesterov's.
-      outer: In Python, any optax chain in place of these three.
+      outer: In Python, any optax chain instead of these three.
     """
 
     lr: float = 0.7
@@ -43,7 +43,7 @@ class Outer(Exchange):
         return self.outer or optax.sgd(self.lr, self.momentum or None, nesterov=self.nesterov and self.momentum > 0)
 
     def check(self) -> None:
-        """Refuses settings that are none.
+        """Refuses invalid settings.
 
         Raises:
           JaxparError: If a number is out of its range, or `outer` is no optax chain.
@@ -57,40 +57,42 @@ class Outer(Exchange):
             )
 
 
-def stepped(chain: "optax.GradientTransformation", anchor: Tree, mean: Tree, state: Tree) -> tuple[Tree, Tree]:
-    """Returns the anchor and the outer optimizer's state after a step along the way that replicas have gone.
+def outer_step(chain: "optax.GradientTransformation", anchor: Tree, mean: Tree, state: Tree) -> tuple[Tree, Tree]:
+    """Returns the anchor and the outer optimizer's state after a step whose gradient is anchor - mean.
 
-    The update is added to the mean as what it differs by from going all the way: where it goes all the way (a rate of
-    1, no momentum) the anchor is the mean to the bit.
+    The new anchor is the mean plus the difference between the update and a step to the mean: with a rate of 1 and no
+    momentum the anchor is the mean to the bit.
     """
     import jax
     import jax.numpy as jnp
 
-    way = jax.tree.map(jnp.subtract, anchor, mean)
-    updates, state = chain.update(way, state, anchor)
-    return jax.tree.map(lambda mean, update, way: mean + (update + way).astype(mean.dtype), mean, updates, way), state
+    gradient = jax.tree.map(jnp.subtract, anchor, mean)
+    updates, state = chain.update(gradient, state, anchor)
+    return jax.tree.map(
+        lambda mean, update, gradient: mean + (update + gradient).astype(mean.dtype), mean, updates, gradient
+    ), state
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiLoCo(Outer):
-    """DiLoCo (Douillard et al. 2023, arXiv:2311.08105): any inner optimizer, and an outer one at every meeting.
+class DiLoCo(OuterOptimizer):
+    """DiLoCo (Douillard et al. 2023, arXiv:2311.08105): any inner optimizer, and an outer one at every sync round.
 
-    With a rate of 1 and no momentum it is `local`. The inner optimizer's state is kept by each replica.
+    With a rate of 1 and no momentum it is `local`. Each replica keeps its inner optimizer's state.
 
     Attributes:
-      name: diloco (every so many steps the replicas' mean is a gradient for an outer optimizer).
-      every: Steps from one meeting to the next.
+      name: diloco (every N steps the replicas' mean is a gradient for an outer optimizer).
+      every: Steps from one sync round to the next.
       lr: The outer optimizer's learning rate.
       momentum: Its momentum; 0 for none.
       nesterov: Whether its momentum is Nesterov's.
-      outer: In Python, any optax chain in place of these three.
-      algorithm: By whose messages they average: ring, halving, butterfly, tree or two_levels; "" is XLA's all-reduce.
+      outer: In Python, any optax chain instead of these three.
+      algorithm: The all-reduce: ring, halving, butterfly, tree or two_levels; "" is XLA's.
     """
 
     name: str = "diloco"
     every: int = 20
     algorithm: str = ""
-    differ = True
+    replicas_differ = True
     global_model = "anchor"
 
     def __post_init__(self):
@@ -99,18 +101,20 @@ class DiLoCo(Outer):
         check_algorithm(self.algorithm)
 
     def init(self, params: Tree, replicas: int) -> Tree:
-        """Returns the anchor, with the parameters that all begin with, and the outer optimizer's state."""
+        """Returns the anchor, which is the initial parameters, and the outer optimizer's state."""
         return {"anchor": params, "outer": self.chain.init(params)}
 
-    def agree(self, replicas: Replicas, between: "Between") -> Replicas:
-        """Returns the replicas, all at the new anchor."""
+    def synchronize(self, replicas: Replicas, between: "ReplicaMesh") -> Replicas:
+        """Sets all replicas to the new anchor."""
         mean = between.mean(replicas.params, self.algorithm)
-        anchor, state = stepped(self.chain, replicas.own["anchor"], mean, replicas.own["outer"])
+        anchor, state = outer_step(
+            self.chain, replicas.exchange_state["anchor"], mean, replicas.exchange_state["outer"]
+        )
         params = between.spread(anchor)
-        return dataclasses.replace(replicas, params=params, own={"anchor": anchor, "outer": state})
+        return dataclasses.replace(replicas, params=params, exchange_state={"anchor": anchor, "outer": state})
 
-    def sends(self, shards: Mapping[str, Any], replicas: int) -> tuple[Sent, ...]:
+    def traffic(self, shards: Mapping[str, Any], replicas: int) -> tuple[Traffic, ...]:
         """Returns the all-reduce of parameters."""
-        from jaxpar.exchange.between import averaged
+        from jaxpar.exchange.replica_mesh import mean_traffic
 
-        return averaged(shards, replicas, every=self.every, algorithm=self.algorithm)
+        return mean_traffic(shards, replicas, every=self.every, algorithm=self.algorithm)

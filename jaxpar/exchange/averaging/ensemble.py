@@ -1,4 +1,4 @@
-"""An ensemble: replicas never meet, and what they predict is averaged where they are evaluated."""
+"""An ensemble: replicas never synchronize, and evaluation averages their predictions."""
 
 from dataclasses import dataclass
 
@@ -7,15 +7,15 @@ from jaxpar.exchange.base import NO_MODEL, Exchange
 
 @dataclass(frozen=True, kw_only=True)
 class Ensemble(Exchange):
-    """Models that train side by side, each on examples of its own, from the same parameters and with other dropout.
+    """Models that train in parallel, each on different examples, from the same parameters and with different dropout.
 
-    `evaluate` shows all examples to all of them, and the loss gets the mean of what they return.
+    `evaluate` shows all examples to all of them, and the loss gets the mean of their outputs.
 
     Attributes:
-      name: ensemble (replicas never meet; evaluation averages what they predict).
+      name: ensemble (replicas never synchronize; evaluation averages their predictions).
     """
 
     name: str = "ensemble"
-    differ = True
+    replicas_differ = True
     averages_predictions = True
     global_model = NO_MODEL

@@ -8,31 +8,31 @@ from typing import TYPE_CHECKING, Any
 from jaxpar.errors import Problem, check_ranges
 from jaxpar.exchange.averaging import graphs
 from jaxpar.exchange.base import Exchange, Replicas
-from jaxpar.exchange.sent import Sent
 from jaxpar.exchange.settings import SECTION, STEPS
+from jaxpar.exchange.traffic import Traffic
 
 if TYPE_CHECKING:
-    from jaxpar.exchange.between import Between
+    from jaxpar.exchange.replica_mesh import ReplicaMesh
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gossip(Exchange):
     """Gossip SGD (Lian et al. 2017, arXiv:1705.09056), in the form that adapts, then combines.
 
-    After its own update a replica takes the weighted mean of what its neighbours have then: w_i = sum_j M_ij w_j. The
-    mean over replicas is kept, and what they differ by shrinks by the second singular value of M. Where all hear all
-    alike it is `local`.
+    After its own update a replica takes the weighted mean of its neighbours' new parameters: w_i = sum_j M_ij w_j. The
+    mean over replicas is unchanged, and their differences shrink by the second singular value of M. With equal weights
+    for all it is `local`.
 
     Attributes:
-      name: gossip (every so many steps each replica takes a mean of its own parameters and its neighbours').
-      every: Steps from one meeting to the next.
-      graph: Who hears whom: ring, torus, exponential, or the rows of a doubly stochastic matrix.
+      name: gossip (every N steps each replica takes a mean of its own parameters and its neighbours').
+      every: Steps from one sync round to the next.
+      graph: ring, torus, exponential, or the rows of a doubly stochastic matrix: row r has the weights of replica r.
     """
 
     name: str = "gossip"
     every: int = 1
     graph: str | tuple[tuple[float, ...], ...] = "ring"
-    differ = True
+    replicas_differ = True
 
     def __post_init__(self):
         check_ranges(self, SECTION, {"every": (1, STEPS)})
@@ -41,7 +41,7 @@ class Gossip(Exchange):
         graphs.check(self.graph)
 
     def problems(self, replicas: int) -> list[Problem]:
-        """Returns whether its matrix is for another number of replicas."""
+        """Returns a problem if its matrix is for another number of replicas."""
         if isinstance(self.graph, str) or len(self.graph) == replicas:
             return []
         return [
@@ -52,13 +52,13 @@ class Gossip(Exchange):
             )
         ]
 
-    def agree(self, replicas: Replicas, between: "Between") -> Replicas:
-        """Returns the replicas, each mixed with its neighbours."""
+    def synchronize(self, replicas: Replicas, between: "ReplicaMesh") -> Replicas:
+        """Mixes each replica with its neighbours."""
         weights = graphs.matrix(self.graph, between.replicas)
-        return dataclasses.replace(replicas, params=between.mixed(replicas.params, weights))
+        return dataclasses.replace(replicas, params=between.mix(replicas.params, weights))
 
-    def sends(self, shards: Mapping[str, Any], replicas: int) -> tuple[Sent, ...]:
+    def traffic(self, shards: Mapping[str, Any], replicas: int) -> tuple[Traffic, ...]:
         """Returns a permute of every parameter for each neighbour."""
-        from jaxpar.exchange.between import mixing
+        from jaxpar.exchange.replica_mesh import mix_traffic
 
-        return mixing(shards, graphs.matrix(self.graph, replicas), every=self.every)
+        return mix_traffic(shards, graphs.matrix(self.graph, replicas), every=self.every)

@@ -1,10 +1,10 @@
-"""Arrays on their way between replicas while these go on: one vector, read after what shall not wait for it.
+"""All-reduces that overlap with training steps: `depart` starts one, and `arrive` reads its result some steps later.
 
     parts [replica, ...] ─► one vector ─► all-reduce ─────────────────────────► mean of each part
                                           (steps that do not read it) ─► after ─┘
 
-XLA starts a collective where its operands are there and waits for it before its result is read, and moves both as it
-likes. What reads the vector here reads `after` too, so that it cannot be moved in front of what makes that.
+XLA starts a collective when its operands are ready, waits for it before its result is read, and may move both. The
+read of the vector here also depends on `after`, so XLA cannot move it in front of the ops that make `after`.
 """
 
 import math
@@ -15,16 +15,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpar.exchange.between import AXIS, Between
-from jaxpar.exchange.part import Part
+from jaxpar.exchange.replica_mesh import AXIS, ReplicaMesh
+from jaxpar.exchange.shard_shape import ShardShape
 
 
-def depart(tree: Mapping[str, jax.Array], between: Between) -> dict[str, jax.Array]:
+def depart(tree: Mapping[str, jax.Array], between: ReplicaMesh) -> dict[str, jax.Array]:
     """Returns the sum over replicas of arrays [replica, ...], as one vector of each dtype: one collective each.
 
     Args:
       tree: Path to array, with `between.specs`.
-      between: Where they are.
+      between: The mesh and the specs of the arrays.
     """
 
     def inside(*parts: jax.Array) -> dict[str, jax.Array]:
@@ -34,48 +34,50 @@ def depart(tree: Mapping[str, jax.Array], between: Between) -> dict[str, jax.Arr
             for dtype, paths in _by_dtype(tree).items()
         }
 
-    given = tuple(PartitionSpec(AXIS, *between.specs[path]) for path in tree)
-    made = dict.fromkeys(_by_dtype(tree), _vector(between))
-    return jax.shard_map(inside, mesh=between.mesh, in_specs=given, out_specs=made, check_vma=False)(*tree.values())
+    in_specs = tuple(PartitionSpec(AXIS, *between.specs[path]) for path in tree)
+    out_specs = dict.fromkeys(_by_dtype(tree), _vector(between))
+    return jax.shard_map(inside, mesh=between.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(
+        *tree.values()
+    )
 
 
 def arrive(
-    vectors: Mapping[str, jax.Array], parts: Mapping[str, Part], between: Between, after: jax.Array
+    vectors: Mapping[str, jax.Array], parts: Mapping[str, ShardShape], between: ReplicaMesh, after: jax.Array
 ) -> dict[str, jax.Array]:
-    """Returns the means over replicas of what has departed, without the dim of replicas.
+    """Returns the means over replicas of the departed arrays, without the dim of replicas.
 
     Args:
       vectors: As `depart` returned them.
-      parts: Path of each array to what a device holds of it.
-      between: Where they are.
-      after: Of floats, [replica, ...]: nothing of the vectors is read before it is there. If its first number on a
-        device is nan, so are the means there.
+      parts: Path of each array to the part that a device holds.
+      between: The mesh and the specs of the arrays.
+      after: Floats [replica, ...]: the vectors are read only after it is computed. If its first number on a device is
+        nan, so are the means there.
     """
 
     def inside(vectors: Mapping[str, jax.Array], after: jax.Array) -> tuple[jax.Array, ...]:
-        late = after.reshape(-1)[0]
-        found = {}
+        gate = after.reshape(-1)[0]
+        means = {}
         for dtype, paths in _by_dtype(parts).items():
-            vector = jnp.where(late == late, vectors[dtype], jnp.nan) / between.replicas
+            vector = jnp.where(gate == gate, vectors[dtype], jnp.nan) / between.replicas
             ends = [0]
             for path in paths:
                 ends.append(ends[-1] + math.prod(parts[path].shape))
-                found[path] = vector[ends[-2] : ends[-1]].reshape(parts[path].shape)
-        return tuple(found[path] for path in parts)
+                means[path] = vector[ends[-2] : ends[-1]].reshape(parts[path].shape)
+        return tuple(means[path] for path in parts)
 
-    given = dict.fromkeys(vectors, _vector(between)), PartitionSpec(AXIS)
-    made = tuple(between.specs[path] for path in parts)
-    run = jax.shard_map(inside, mesh=between.mesh, in_specs=given, out_specs=made, check_vma=False)
-    return dict(zip(parts, run(vectors, after), strict=True))
+    in_specs = dict.fromkeys(vectors, _vector(between)), PartitionSpec(AXIS)
+    out_specs = tuple(between.specs[path] for path in parts)
+    program = jax.shard_map(inside, mesh=between.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return dict(zip(parts, program(vectors, after), strict=True))
 
 
 def _by_dtype(tree: Mapping[str, Any]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for path, array in tree.items():
-        found.setdefault(str(jnp.dtype(array.dtype)), []).append(path)
-    return found
+        result.setdefault(str(jnp.dtype(array.dtype)), []).append(path)
+    return result
 
 
-def _vector(between: Between) -> PartitionSpec:
-    """Returns where a vector is of which each device of a replica has its own, and all replicas the same."""
+def _vector(between: ReplicaMesh) -> PartitionSpec:
+    """Spec of a vector that differs between the devices of a replica and is equal on all replicas."""
     return PartitionSpec(tuple(axis for axis in between.mesh.axis_names if axis != AXIS))

@@ -1,4 +1,4 @@
-"""Model averaging: every so many steps all replicas take the mean of their parameters."""
+"""Model averaging: every N steps all replicas take the mean of their parameters."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -7,34 +7,34 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jaxpar.errors import check_ranges
 from jaxpar.exchange.base import Exchange, Replicas
-from jaxpar.exchange.part import Part
-from jaxpar.exchange.sent import Sent
 from jaxpar.exchange.settings import SECTION, STEPS, check_algorithm
+from jaxpar.exchange.shard_shape import ShardShape
+from jaxpar.exchange.traffic import Traffic
 
 if TYPE_CHECKING:
-    from jaxpar.exchange.between import Between
+    from jaxpar.exchange.replica_mesh import ReplicaMesh
 
-_HELD = "optimizer/"  # begins the cause of what is sent of an optimizer
+_HELD = "optimizer/"  # prefix of the cause of an optimizer's traffic
 
 
 @dataclass(frozen=True, kw_only=True)
 class Local(Exchange):
     """Local SGD, also called model averaging (Stich 2019, arXiv:1805.09767; Lin et al. 2020, arXiv:1808.07217).
 
-    With `every=1`, plain SGD and as many tokens on each replica, a step is a synchronous one.
+    With `every=1`, plain SGD and equally many tokens on each replica, a step is a synchronous one.
 
     Attributes:
-      name: local (every so many steps replicas take the mean of their parameters).
-      every: Steps from one meeting to the next.
+      name: local (every N steps replicas take the mean of their parameters).
+      every: Steps from one sync round to the next.
       optimizer: Whether an optimizer's averages, such as momentum, are "kept" by each replica or "averaged" too.
-      algorithm: By whose messages they average: ring, halving, butterfly, tree or two_levels; "" is XLA's all-reduce.
+      algorithm: The all-reduce: ring, halving, butterfly, tree or two_levels; "" is XLA's.
     """
 
     name: str = "local"
     every: int = 20
     optimizer: Literal["kept", "averaged"] = "kept"
     algorithm: str = ""
-    differ = True
+    replicas_differ = True
 
     def __post_init__(self):
         check_ranges(self, SECTION, {"every": (1, STEPS)})
@@ -42,35 +42,37 @@ class Local(Exchange):
 
     @property
     def leaves_optimizers(self) -> bool:
-        """Whether the optimizers' averages are kept by each replica."""
+        """Whether each replica keeps its optimizer's averages."""
         return self.optimizer == "kept"
 
-    def agree(self, replicas: Replicas, between: "Between") -> Replicas:
-        """Returns the replicas, all with the mean of their parameters."""
-        met = dataclasses.replace(replicas, params=between.spread(between.mean(replicas.params, self.algorithm)))
+    def synchronize(self, replicas: Replicas, between: "ReplicaMesh") -> Replicas:
+        """Sets all replicas to the mean of their parameters."""
+        averaged = dataclasses.replace(replicas, params=between.spread(between.mean(replicas.params, self.algorithm)))
         if self.optimizer == "kept":
-            return met
-        return dataclasses.replace(met, optimizer=between.held.averaged(replicas.optimizer))
+            return averaged
+        return dataclasses.replace(averaged, opt_state=between.for_optimizer.average(replicas.opt_state))
 
-    def sends(self, shards: Mapping[str, Any], replicas: int) -> tuple[Sent, ...]:
+    def traffic(self, shards: Mapping[str, Any], replicas: int) -> tuple[Traffic, ...]:
         """Returns the all-reduce of parameters."""
-        from jaxpar.exchange.between import averaged
+        from jaxpar.exchange.replica_mesh import mean_traffic
 
-        return averaged(shards, replicas, every=self.every, algorithm=self.algorithm)
+        return mean_traffic(shards, replicas, every=self.every, algorithm=self.algorithm)
 
-    def sends_held(self, held: Mapping[str, Part], replicas: int) -> tuple[Sent, ...]:
-        """Returns the all-reduce of an optimizer's averages, if they are averaged; what it counts stays."""
+    def optimizer_traffic(self, opt_state: Mapping[str, ShardShape], replicas: int) -> tuple[Traffic, ...]:
+        """Returns the all-reduce of an optimizer's averages, if they are averaged; counts are not."""
         import jax.numpy as jnp
 
-        from jaxpar.exchange.between import averaged
+        from jaxpar.exchange.replica_mesh import mean_traffic
 
         if self.optimizer == "kept":
             return ()
-        floats = {f"{_HELD}{path}": part for path, part in held.items() if jnp.issubdtype(part.dtype, jnp.floating)}
-        return averaged(floats, replicas, every=self.every)
+        floats = {
+            f"{_HELD}{path}": part for path, part in opt_state.items() if jnp.issubdtype(part.dtype, jnp.floating)
+        }
+        return mean_traffic(floats, replicas, every=self.every)
 
-    def explain(self, sent: Iterable[Sent]) -> str:
-        """Returns in a sentence how replicas agree, and what that sends, as far as the optimizer is known."""
+    def explain(self, sent: Iterable[Traffic]) -> str:
+        """Returns a sentence about how replicas synchronize, and the traffic as far as the optimizer's is known."""
         sent = tuple(sent)
-        known = self.optimizer == "kept" or any(each.collective.cause.startswith(_HELD) for each in sent)
-        return super().explain(sent) + ("" if known else ", and the optimizer's averages on top")
+        complete = self.optimizer == "kept" or any(traffic.collective.cause.startswith(_HELD) for traffic in sent)
+        return super().explain(sent) + ("" if complete else ", and the optimizer's averages on top")

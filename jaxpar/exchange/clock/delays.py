@@ -1,6 +1,6 @@
-"""How long workers compute: laws of mean 1, times the seconds of a step.
+"""Workers' compute times: distributions of mean 1, times the seconds of a step.
 
-A worker's times depend on the seed and its number alone, so that methods are compared on the same stragglers.
+A worker's times depend only on the seed and its number, so methods are compared on the same stragglers.
 """
 
 import csv
@@ -13,40 +13,40 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxpar.errors import JaxparError, check_ranges, nearest, refuse
+from jaxpar.errors import JaxparError, check_ranges, refuse, suggest
 
-BLOCK = 1024  # times that are drawn at once
+BLOCK = 1024  # times drawn at once
 
 
 class Law(Protocol):
-    """A law of times with a mean of 1."""
+    """A distribution of times with a mean of 1."""
 
     def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        """Returns so many times."""
+        """Draws `count` times."""
         ...
 
 
 @dataclass(frozen=True)
 class Constant:
-    """Always as long."""
+    """Every time is 1."""
 
     def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        """Returns so many times."""
+        """Draws `count` times."""
         return np.ones(count)
 
 
 @dataclass(frozen=True)
 class Exponential:
-    """What has no memory."""
+    """Exponential times, which have no memory."""
 
     def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        """Returns so many times."""
+        """Draws `count` times."""
         return rng.exponential(size=count)
 
 
 @dataclass(frozen=True)
 class Lognormal:
-    """Many small delays that multiply.
+    """Products of many small delays.
 
     Attributes:
       sigma: Standard deviation of the logarithm.
@@ -58,7 +58,7 @@ class Lognormal:
         check_ranges(self, "", {"sigma": (0.0, 10.0)})
 
     def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        """Returns so many times."""
+        """Draws `count` times."""
         return rng.lognormal(-(self.sigma**2) / 2, self.sigma, count)
 
 
@@ -81,32 +81,32 @@ class Pareto:
             )
 
     def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        """Returns so many times."""
+        """Draws `count` times."""
         return (rng.pareto(self.shape, count) + 1) * (self.shape - 1) / self.shape
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Times that were measured, one after the other and from the start again; each worker begins elsewhere in them.
+    """Measured times, repeated; each worker begins at a random place.
 
     Attributes:
-      seconds: As measured; their mean is made 1.
+      seconds: As measured; they are scaled to a mean of 1.
     """
 
     seconds: tuple[float, ...]
 
     def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        """Returns so many times."""
-        found = np.array(self.seconds) / np.mean(self.seconds)
-        first = rng.integers(len(found))
-        return np.resize(np.roll(found, -first), count)
+        """Draws `count` times."""
+        scaled = np.array(self.seconds) / np.mean(self.seconds)
+        start = rng.integers(len(scaled))
+        return np.resize(np.roll(scaled, -start), count)
 
 
 LAWS = {"constant": Constant, "exponential": Exponential, "lognormal": Lognormal, "pareto": Pareto}
 
 
 def parse(text: str) -> Law:
-    """Returns a law as it is written: its name, and after a colon its number; or a file of seconds, one a line.
+    """Parses a law: its name, and after a colon its number; or a file of seconds, one a line.
 
     >>> parse("lognormal:0.3")
     Lognormal(sigma=0.3)
@@ -119,7 +119,7 @@ def parse(text: str) -> Law:
         return Trace(_read(Path(text)))
     if name not in LAWS:
         raise refuse(
-            f"delays {text!r:.60}", rule=f"one of {', '.join(LAWS)}, or a .csv of seconds", fix=nearest(name, LAWS)
+            f"delays {text!r:.60}", rule=f"one of {', '.join(LAWS)}, or a .csv of seconds", fix=suggest(name, LAWS)
         )
     try:
         return LAWS[name](float(number)) if number else LAWS[name]()
@@ -135,7 +135,7 @@ def _read(path: Path) -> tuple[float, ...]:
         seconds = tuple(float(row[0]) for row in csv.reader(path.read_text().splitlines()) if row)
     except (OSError, ValueError) as error:
         raise refuse(f"delays {str(path)!r:.60}: {error}", rule="a trace has a number on each line", fix=fix) from error
-    if not seconds or not all(0 < each < math.inf for each in seconds):
+    if not seconds or not all(0 < value < math.inf for value in seconds):
         raise refuse(f"delays {str(path)!r:.60}", rule="a trace has positive seconds, at least one", fix=fix)
     return seconds
 
@@ -145,10 +145,10 @@ class Times:
     """The times of all workers.
 
     Attributes:
-      law: Of how long a gradient takes.
-      compute: Seconds of one gradient, in the mean.
+      law: Distribution of the time of a gradient.
+      compute: Mean seconds of one gradient.
       travel: Seconds that parameters take from the server to a worker, and gradients back.
-      seed: Of what is drawn.
+      seed: Of the draws.
     """
 
     law: Law = Constant()
@@ -159,14 +159,14 @@ class Times:
     def __post_init__(self):
         check_ranges(self, "", {"compute": (1e-12, 1e9), "travel": (0.0, 1e9)})
 
-    def of(self, worker: int) -> Iterator[float]:
-        """Returns the seconds of a worker's gradients, one after the other, without end."""
+    def stream(self, worker: int) -> Iterator[float]:
+        """Yields the seconds of a worker's gradients, without end."""
         rng = np.random.default_rng((self.seed, worker))
         if isinstance(self.law, Trace):
             return cycle((self.compute * self.law.draw(rng, len(self.law.seconds))).tolist())
         return chain.from_iterable((self.compute * self.law.draw(rng, count)).tolist() for count in repeat(BLOCK))
 
     def matrix(self, workers: int, steps: int) -> np.ndarray:
-        """Returns the seconds of so many steps of so many workers. Shape [steps, workers]."""
-        each = [self.of(worker) for worker in range(workers)]
-        return np.array([[next(one) for one in each] for _ in range(steps)]).reshape(steps, workers)
+        """Returns the seconds of each step of each worker. Shape [steps, workers]."""
+        streams = [self.stream(worker) for worker in range(workers)]
+        return np.array([[next(stream) for stream in streams] for _ in range(steps)]).reshape(steps, workers)

@@ -1,10 +1,10 @@
-"""Asynchronous elastic averaging on a virtual clock: workers train copies of their own, and meet a center in turn.
+"""Asynchronous elastic averaging on a virtual clock: workers train their own copies, and meet a center one by one.
 
     worker 0   meet ─ step ─ step ─ meet ─ step ─ step ─ meet         every = 2
     worker 1   meet ── step ──── step ── meet ── step ── ...
     center       └ moves at each meeting, in the order in which workers come
 
-No worker waits for another. What the center has moved since a worker's last meeting is how stale the worker is.
+No worker waits for another. A worker's staleness is the number of the center's moves since its last meeting.
 """
 
 import heapq
@@ -17,12 +17,12 @@ from jaxpar.exchange.settings import STEPS
 
 @dataclass(frozen=True, slots=True)
 class LocalStep:
-    """A step that a worker makes on its own copy of the parameters.
+    """A step of a worker on its own copy of the parameters.
 
     Attributes:
-      seconds: When it is done, on the virtual clock.
-      worker: Who makes it.
-      share: Of which examples, as in `Push`.
+      seconds: End of the step, on the virtual clock.
+      worker: Number of the worker.
+      share: Its examples, as in `Push`.
       meets: Whether the worker and the center are drawn to each other first.
       staleness: Meetings of other workers with the center since this worker's last one; 0 without a meeting.
     """
@@ -38,14 +38,14 @@ class LocalStep:
 class AsynchronousEasgd:
     """Asynchronous EASGD (Zhang, Choromanska, LeCun 2015, arXiv:1412.6651, algorithm 1).
 
-    Every `every` steps of its own a worker x and the center c move by alpha (x - c) towards each other, alpha being
-    beta over the number of workers. The gradient of that step is of x as it was before. The paper's step is SGD
-    (algorithm 2 has momentum); here it is the job's optimizer, each worker with a state of its own.
+    Every `every` steps of its own a worker x and the center c move by alpha (x - c) towards each other; alpha is beta
+    over the number of workers. The gradient of that step is taken at x before the move. The paper's step is SGD
+    (algorithm 2 has momentum); here it is the job's optimizer, with a state for each worker.
 
     Attributes:
       every: Steps of a worker from one meeting to its next, the paper's communication period tau.
       beta: Alpha times the number of workers; the paper has 0.9.
-      name: What it is called.
+      name: Name of the method.
     """
 
     every: int = 10
@@ -57,7 +57,7 @@ class AsynchronousEasgd:
         check_ranges(self, "", {"every": (1, STEPS), "beta": (0.0, 1.0)})
 
     def shares(self, workers: int) -> int:
-        """Returns the workers: each computes a share of a batch."""
+        """Returns the number of workers: each computes a share of a batch."""
         return workers
 
     def alpha(self, workers: int) -> float:
@@ -65,27 +65,27 @@ class AsynchronousEasgd:
         return self.beta / workers
 
     def local_steps(self, workers: int, steps: int, times: Times) -> list[LocalStep]:
-        """Returns the steps of all workers, those with a meeting in the order in which the center is met.
+        """Returns the steps of all workers; those with a meeting are in the order of meetings.
 
         Args:
-          workers: How many.
-          steps: Of all workers together, times their number.
+          workers: Number of workers.
+          steps: Steps per worker, in the mean.
           times: Of the workers; a meeting takes the way to the center and back.
         """
-        seconds = [times.of(worker) for worker in range(workers)]
-        count, last = [0] * workers, [0] * workers  # steps that each has begun; meetings before each one's last
+        seconds = [times.stream(worker) for worker in range(workers)]
+        count, last_meeting = [0] * workers, [0] * workers  # each worker's begun steps; meetings up to its last one
         idle = [(0.0, worker) for worker in range(workers)]
         table: list[LocalStep] = []
         meetings = 0
         for share in range(steps * workers):
-            now, worker = heapq.heappop(idle)
+            clock, worker = heapq.heappop(idle)
             meets = count[worker] % self.every == 0
-            staleness = meetings - last[worker] if meets else 0
+            staleness = meetings - last_meeting[worker] if meets else 0
             if meets:
                 meetings += 1
-                last[worker] = meetings
+                last_meeting[worker] = meetings
             count[worker] += 1
-            now += next(seconds[worker]) + 2 * times.travel * meets
-            table.append(LocalStep(now, worker, share, meets, staleness))
-            heapq.heappush(idle, (now, worker))
+            clock += next(seconds[worker]) + 2 * times.travel * meets
+            table.append(LocalStep(clock, worker, share, meets, staleness))
+            heapq.heappush(idle, (clock, worker))
         return table

@@ -1,4 +1,4 @@
-"""What happens on a virtual clock: gradients of certain versions of the parameters, applied at certain times."""
+"""Events on a virtual clock: gradients at some version of the parameters, applied at some time."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,15 +12,14 @@ class Push:
     """A gradient.
 
     Attributes:
-      worker: Who computed it.
-      share: Of which examples: the share-th part of the stream of batches, each of which is as many shares as there
-        are workers whose gradients make an update of all.
-      read: Which version of each shard of the parameters it was computed from, by number of updates.
+      worker: The worker that computed it.
+      share: Its examples: the share-th part of the stream of batches; a batch has a share for each worker that counts.
+      versions: The version of each shard of the parameters that it was computed from, by number of updates.
     """
 
     worker: int
     share: int
-    read: tuple[int, ...]
+    versions: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +27,9 @@ class Update:
     """An update of a shard of the parameters, by the mean of some gradients.
 
     Attributes:
-      seconds: When, on the virtual clock.
+      seconds: Time on the virtual clock.
       pushes: The gradients.
-      version: How many updates the shard has had before.
+      version: Updates of the shard before this one.
       shard: Of the parameters.
     """
 
@@ -41,16 +40,16 @@ class Update:
 
     @property
     def staleness(self) -> list[int]:
-        """How many updates came between the version that each gradient read and this one."""
-        return [self.version - push.read[self.shard] for push in self.pushes]
+        """The number of updates between the version that each gradient read and this one."""
+        return [self.version - push.versions[self.shard] for push in self.pushes]
 
 
 class Simulated(Protocol):
     """A method on the virtual clock.
 
     Attributes:
-      name: What it is called.
-      shards: Into how many parts the server divides the parameters.
+      name: Name of the method.
+      shards: Number of parts into which the server divides the parameters.
     """
 
     @property
@@ -63,18 +62,18 @@ class Simulated(Protocol):
         """Returns all updates in the order of their times.
 
         Args:
-          workers: How many.
-          steps: Batches whose examples are used up, each of as many shares as there are workers that count.
+          workers: Number of workers.
+          steps: Batches used up, each of as many shares as there are workers that count.
           times: Of the workers.
         """
         ...
 
     def shares(self, workers: int) -> int:
-        """Returns how many shares a batch has."""
+        """Returns the number of shares of a batch."""
         ...
 
 
 def mean_staleness(updates: Iterable[Update]) -> float:
     """Returns the mean staleness of all gradients."""
-    found = [each for update in updates for each in update.staleness]
-    return sum(found) / max(len(found), 1)
+    values = [value for update in updates for value in update.staleness]
+    return sum(values) / max(len(values), 1)

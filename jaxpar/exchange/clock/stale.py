@@ -4,10 +4,9 @@
     worker 1  read v0 ───────────────────► push ─► read v2 ...
                               └ v1                └ v2
 
-A worker reads, computes, pushes, and reads again. The server makes an update when somebody reads: by the mean of what
-was pushed since it last made one (Ho et al. add up what was pushed: with their sum the rate is as many times smaller).
-Where nobody waits that is one gradient; where all wait for all it is the mean of
-all, which is a synchronous step.
+A worker reads, computes, pushes, and reads again. The server makes an update when a worker reads: by the mean of the
+gradients pushed since its last update (Ho et al. take their sum, which needs a rate smaller by their number). Without
+waiting that is one gradient; if all wait for all, it is the mean of all, a synchronous step.
 """
 
 import heapq
@@ -27,7 +26,7 @@ class Stale:
 
     Attributes:
       bound: Steps; None for no bound.
-      name: What it is called.
+      name: Name of the method.
     """
 
     bound: int | None = None
@@ -39,7 +38,7 @@ class Stale:
             raise refuse(f"bound = {self.bound}", rule="a lead is of no step, or of some", fix="bound = 0, or None")
 
     def shares(self, workers: int) -> int:
-        """Returns the workers: each computes a share of a batch."""
+        """Returns the number of workers: each computes a share of a batch."""
         return workers
 
     def updates(self, workers: int, steps: int, times: Times) -> list[Update]:
@@ -54,28 +53,26 @@ class Stale:
 
 @dataclass
 class _Run:
-    """Workers while the clock goes on."""
-
     workers: int
     total: int  # gradients of the whole run
     times: Times
     now: float = 0.0
     begun: int = 0
     made: list[Update] = field(default_factory=list)
-    pending: list[Push] = field(default_factory=list)  # pushed, and in no update yet
+    pending: list[Push] = field(default_factory=list)  # pushed, not yet in an update
     flying: list[tuple[float, int, Push]] = field(default_factory=list)
 
     def __post_init__(self):
-        self.clocks = [0] * self.workers  # gradients that each has pushed
+        self.clocks = [0] * self.workers  # gradients pushed by each worker
         self.waiting = list(range(self.workers))
-        self.seconds = [self.times.of(worker) for worker in range(self.workers)]
+        self.seconds = [self.times.stream(worker) for worker in range(self.workers)]
 
     def release(self, now: float, bound: int | None) -> None:
-        """Lets all read that may: who does not lead the slowest by more than the bound."""
+        """Lets workers read that do not lead the slowest by more than the bound."""
         slowest = min(self.clocks)
-        may = [worker for worker in self.waiting if bound is None or self.clocks[worker] - slowest <= bound]
-        self.waiting = [worker for worker in self.waiting if worker not in may]
-        for worker in may:
+        ready = [worker for worker in self.waiting if bound is None or self.clocks[worker] - slowest <= bound]
+        self.waiting = [worker for worker in self.waiting if worker not in ready]
+        for worker in ready:
             self.flush(now)
             if self.begun == self.total:
                 return
@@ -84,7 +81,7 @@ class _Run:
             heapq.heappush(self.flying, (now + next(self.seconds[worker]) + 2 * self.times.travel, worker, push))
 
     def land(self, bound: int | None) -> None:
-        """Takes the next gradient that is finished."""
+        """Takes the next finished gradient."""
         self.now, worker, push = heapq.heappop(self.flying)
         self.clocks[worker] += 1
         self.pending.append(push)
@@ -92,7 +89,7 @@ class _Run:
         self.release(self.now, bound)
 
     def flush(self, now: float) -> None:
-        """Makes an update of what is pending."""
+        """Makes an update of the pending gradients."""
         if self.pending:
             pushes = tuple(sorted(self.pending, key=lambda push: push.share))
             self.made.append(Update(now, pushes, len(self.made)))
@@ -103,13 +100,12 @@ class _Run:
 class Backup:
     """Synchronous SGD with backup workers (Chen et al. 2016, arXiv:1604.00981): the slowest of each step are dropped.
 
-    Of N + b workers the first N whose gradients are of the newest version make an update. A worker that is late sends
-    its gradient all the same, which is dropped when it comes, and its examples with it; then it reads again. So it is
-    late for the next update too, or takes no part in it.
+    The first N gradients of the newest version, of N + b workers, make an update. The server drops a late gradient,
+    with its examples; its worker then reads again, and is late for the next update too or takes no part in it.
 
     Attributes:
-      extra: Workers that are not waited for, b.
-      name: What it is called.
+      extra: Number of workers that are not waited for, b.
+      name: Name of the method.
     """
 
     extra: int = 1
@@ -120,10 +116,10 @@ class Backup:
         check_ranges(self, "", {"extra": (0, 2**31 - 1)})
 
     def shares(self, workers: int) -> int:
-        """Returns how many workers are waited for.
+        """Returns the number of workers that are waited for.
 
         Raises:
-          JaxparError: If none would be.
+          JaxparError: If backups are not fewer than these.
         """
         if self.extra >= workers / 2:
             raise refuse(
@@ -135,28 +131,28 @@ class Backup:
 
     def updates(self, workers: int, steps: int, times: Times) -> list[Update]:
         """Returns all updates in the order of their times."""
-        count, made = self.shares(workers), []
-        seconds = [times.of(worker) for worker in range(workers)]
+        count, updates = self.shares(workers), []
+        seconds = [times.stream(worker) for worker in range(workers)]
         flying: list[tuple[float, int, Push]] = []
         begun = itertools.count()
 
-        def read(now: float, worker: int) -> None:
-            push = Push(worker, next(begun), (len(made),))
-            heapq.heappush(flying, (now + next(seconds[worker]) + 2 * times.travel, worker, push))
+        def read(clock: float, worker: int) -> None:
+            push = Push(worker, next(begun), (len(updates),))
+            heapq.heappush(flying, (clock + next(seconds[worker]) + 2 * times.travel, worker, push))
 
         for worker in range(workers):
             read(0.0, worker)
-        while len(made) < steps:
+        while len(updates) < steps:
             pushes: list[Push] = []
             while True:
-                now, worker, push = heapq.heappop(flying)
-                if push.read != (len(made),):
-                    read(now, worker)
+                clock, worker, push = heapq.heappop(flying)
+                if push.versions != (len(updates),):
+                    read(clock, worker)
                     continue
                 pushes.append(push)
                 if len(pushes) == count:
                     break
-            made.append(Update(now, tuple(sorted(pushes, key=lambda push: push.share)), len(made)))
+            updates.append(Update(clock, tuple(sorted(pushes, key=lambda push: push.share)), len(updates)))
             for worker in sorted(push.worker for push in pushes):
-                read(now, worker)
-        return made
+                read(clock, worker)
+        return updates

@@ -1,4 +1,4 @@
-"""The simulated methods by name, and the one number that each may be given after a colon."""
+"""The simulated methods by name, and the setting that a number after a colon sets."""
 
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.exchange.clock.elastic import AsynchronousEasgd
@@ -7,7 +7,7 @@ from jaxpar.exchange.clock.sharded import Downpour
 from jaxpar.exchange.clock.stale import Backup, Stale
 from jaxpar.exchange.clock.two_levels import TwoLevels
 
-# name to the class, what it is given, and which setting a number after the colon is; "" where it takes none
+# name to the class and the setting that a number after the colon sets; "" for none
 SIMULATED = {
     "async": (Stale, ""),
     "ssp": (Stale, "bound"),
@@ -18,16 +18,16 @@ SIMULATED = {
 }
 
 
-def simulated(name: str, number: str) -> Simulated | AsynchronousEasgd:
-    """Returns a method as it is written, such as `ssp` with 3.
+def parse_method(name: str, number: str) -> Simulated | AsynchronousEasgd:
+    """Returns the method of a name and a number, such as `ssp` with 3.
 
     Raises:
-      JaxparError: If the number is none, or not in its range.
+      JaxparError: If the number is none, or out of its range.
     """
     kind, key = SIMULATED[name]
-    usual = f"{name}:3" if key else name
+    example = f"{name}:3" if key else name
     if bool(key) != bool(number):
-        raise refuse(f"method {name}{':' * bool(number)}{number}", rule=f"it is written {usual}", fix=usual)
+        raise refuse(f"method {name}{':' * bool(number)}{number}", rule=f"it is written {example}", fix=example)
     if not key:
         return kind(name=name)
     try:
@@ -35,4 +35,4 @@ def simulated(name: str, number: str) -> Simulated | AsynchronousEasgd:
     except JaxparError:
         raise
     except ValueError as error:
-        raise refuse(f"method {name}:{number}", rule=f"{key} is a whole number", fix=usual) from error
+        raise refuse(f"method {name}:{number}", rule=f"{key} is a whole number", fix=example) from error

@@ -26,12 +26,12 @@ from jaxpar.exchange.clock.events import Push, Update
 class TwoLevels:
     """Synchronous under each server, asynchronous between them (Gupta, Zhang, Wang 2016, arXiv:1509.04210).
 
-    With one server it is synchronous SGD; with as many as workers asynchronous SGD, whose messages go twice as far.
-    Gupta et al. let servers of a tree send on what they have summed so far; here a server waits for all its workers.
+    With one server it is synchronous SGD; with as many as workers asynchronous SGD, whose messages pass two links.
+    In Gupta et al. servers of a tree pass on partial sums; here a server waits for all its workers.
 
     Attributes:
-      servers: Below the root; they divide the workers.
-      name: What it is called.
+      servers: Number of servers below the root; it divides the workers.
+      name: Name of the method.
     """
 
     servers: int = 2
@@ -42,42 +42,42 @@ class TwoLevels:
         check_ranges(self, "", {"servers": (1, 2**16)})
 
     def shares(self, workers: int) -> int:
-        """Returns the workers: each computes a share of a batch.
+        """Returns the number of workers: each computes a share of a batch.
 
         Raises:
-          JaxparError: If servers have not as many each.
+          JaxparError: If the servers do not divide the workers.
         """
         if workers % self.servers:
             raise refuse(
                 f"{self.servers} servers of {workers} workers",
-                rule="servers have as many workers each",
+                rule="servers have equally many workers",
                 fix=f"servers:{nearest_divisor(workers, self.servers) or 1}",
             )
         return workers
 
     def updates(self, workers: int, steps: int, times: Times) -> list[Update]:
         """Returns all updates in the order of their times."""
-        under = self.shares(workers) // self.servers
-        seconds = [times.of(worker) for worker in range(workers)]
+        per_server = self.shares(workers) // self.servers
+        seconds = [times.stream(worker) for worker in range(workers)]
         flying: list[tuple[float, int, tuple[Push, ...]]] = []
-        made: list[Update] = []
+        updates: list[Update] = []
         begun, total = 0, steps * workers
 
-        def begin(now: float, server: int) -> None:
+        def begin(clock: float, server: int) -> None:
             nonlocal begun
             if begun == total:
                 return
-            own = range(server * under, (server + 1) * under)
-            pushes = tuple(Push(worker, begun + place, (len(made),)) for place, worker in enumerate(own))
-            begun += under
+            members = range(server * per_server, (server + 1) * per_server)
+            pushes = tuple(Push(worker, begun + place, (len(updates),)) for place, worker in enumerate(members))
+            begun += per_server
             # parameters come down two levels, and gradients go up two
-            done = now + 4 * times.travel + max(next(seconds[worker]) for worker in own)
-            heapq.heappush(flying, (done, server, pushes))
+            finish = clock + 4 * times.travel + max(next(seconds[worker]) for worker in members)
+            heapq.heappush(flying, (finish, server, pushes))
 
         for server in range(self.servers):
             begin(0.0, server)
         while flying:
-            now, server, pushes = heapq.heappop(flying)
-            made.append(Update(now, pushes, len(made)))
-            begin(now, server)
-        return made
+            clock, server, pushes = heapq.heappop(flying)
+            updates.append(Update(clock, pushes, len(updates)))
+            begin(clock, server)
+        return updates

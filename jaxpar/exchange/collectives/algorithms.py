@@ -1,7 +1,7 @@
 """Collectives among equals, as tables of messages: all-reduces above all.
 
-Each is a function of the devices that take part, in order, and of the part of the array. `replay` plays a table on
-numbers, `run` on devices, and `price` says how long it takes.
+Each is a function of the participating devices, in order, and of the part of the array. `replay` plays a table on
+numbers, `run` on devices, and `price` computes its seconds.
 
 To add an all-reduce: its function here and a row of `ALL_REDUCE`.
 """
@@ -9,18 +9,18 @@ To add an all-reduce: its function here and a row of `ALL_REDUCE`.
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from jaxpar.errors import nearest, refuse
+from jaxpar.errors import refuse, suggest
 from jaxpar.exchange.collectives.messages import Message, Part, Round, cut
 from jaxpar.exchange.collectives.rooted import broadcast, reduce
 
 
-def table(name: str, group: int, elements: int) -> list[Round]:
+def all_reduce_rounds(name: str, group: int, elements: int) -> list[Round]:
     """Returns the rounds of an all-reduce between so many devices.
 
     Args:
       name: One of `ALL_REDUCE`.
-      group: Devices, numbered from 0.
-      elements: Of the array; `padded` makes pieces of one length.
+      group: Number of devices, numbered from 0.
+      elements: Of the array; `padded` gives a number that is cut into equal pieces.
 
     Raises:
       JaxparError: If there is no such algorithm.
@@ -30,21 +30,21 @@ def table(name: str, group: int, elements: int) -> list[Round]:
 
 
 def check(name: str) -> None:
-    """Refuses what is no algorithm.
+    """Refuses an unknown algorithm.
 
     Raises:
-      JaxparError: If it is none.
+      JaxparError: If it is unknown.
     """
     if name not in ALL_REDUCE:
         raise refuse(
             f"algorithm={name!r:.60}",
             rule=f"an all-reduce is one of {', '.join(ALL_REDUCE)}",
-            fix=nearest(str(name), ALL_REDUCE),
+            fix=suggest(str(name), ALL_REDUCE),
         )
 
 
 def reduce_scatter(ranks: Sequence[int], part: Part) -> list[Round]:
-    """A ring's: the i-th device ends with the sum of the i-th piece."""
+    """By a ring: the i-th device ends with the sum of the i-th piece."""
     count, pieces = len(ranks), cut(part, len(ranks))
     return [
         [Message(ranks[i], ranks[(i + 1) % count], pieces[(i - step - 1) % count], add=True) for i in range(count)]
@@ -53,7 +53,7 @@ def reduce_scatter(ranks: Sequence[int], part: Part) -> list[Round]:
 
 
 def all_gather(ranks: Sequence[int], part: Part) -> list[Round]:
-    """A ring's: the i-th device begins with the i-th piece."""
+    """By a ring: the i-th device begins with the i-th piece."""
     count, pieces = len(ranks), cut(part, len(ranks))
     return [
         [Message(ranks[i], ranks[(i + 1) % count], pieces[(i - step) % count]) for i in range(count)]
@@ -72,7 +72,7 @@ def tree(ranks: Sequence[int], part: Part) -> list[Round]:
 
 
 def butterfly(ranks: Sequence[int], part: Part) -> list[Round]:
-    """An all-reduce: partners at distances 1, 2, 4, ... exchange all they have."""
+    """An all-reduce: partners at distances 1, 2, 4, ... exchange their full partial sums."""
 
     def core(ranks: Sequence[int]) -> list[Round]:
         spans = [1 << level for level in range(len(ranks).bit_length() - 1)]
@@ -85,48 +85,48 @@ def halving(ranks: Sequence[int], part: Part) -> list[Round]:
     """Rabenseifner's all-reduce: halves are exchanged with ever nearer partners, then gathered back."""
 
     def core(ranks: Sequence[int]) -> list[Round]:
-        held, down, up = [part] * len(ranks), [], []
+        local_pieces, reduce_rounds, gather_rounds = [part] * len(ranks), [], []
         spans = [1 << level for level in range(len(ranks).bit_length() - 1)]
         for span in reversed(spans):
-            # both partners cut what they hold alike; the bit of the span says which half a device keeps
-            halves = [cut(piece, 2) for piece in held]
-            given = [halves[i][0 if i & span else 1] for i in range(len(ranks))]
-            held = [halves[i][1 if i & span else 0] for i in range(len(ranks))]
-            down.append([Message(ranks[i], ranks[i ^ span], given[i], add=True) for i in range(len(ranks))])
-            up.append([Message(ranks[i], ranks[i ^ span], held[i]) for i in range(len(ranks))])
-        return down + up[::-1]  # gathered in the opposite order: the smallest pieces were made last
+            # both partners cut their pieces at the same place; the bit of the span decides which half a device keeps
+            halves = [cut(piece, 2) for piece in local_pieces]
+            outgoing = [halves[i][0 if i & span else 1] for i in range(len(ranks))]
+            local_pieces = [halves[i][1 if i & span else 0] for i in range(len(ranks))]
+            reduce_rounds.append([Message(ranks[i], ranks[i ^ span], outgoing[i], add=True) for i in range(len(ranks))])
+            gather_rounds.append([Message(ranks[i], ranks[i ^ span], local_pieces[i]) for i in range(len(ranks))])
+        return reduce_rounds + gather_rounds[::-1]  # gathered in reverse order: the smallest pieces came last
 
     return _folded(ranks, part, core)
 
 
 def two_levels(ranks: Sequence[int], part: Part, *, inside: int | None = None) -> list[Round]:
-    """An all-reduce: reduce-scatter inside of each node, an all-reduce of each piece between nodes, all-gather inside.
+    """An all-reduce: reduce-scatter inside each node, an all-reduce of each piece between nodes, all-gather inside.
 
-    All devices of a node send to other nodes at once, each a piece of its own.
+    All devices of a node send to other nodes at once, each a different piece.
 
     Args:
       ranks: Devices, those of a node in a row.
       part: Of the array.
-      inside: Devices of a node; a divisor of their number. Unless said, the smallest that is not below its root.
+      inside: Devices of a node; a divisor of their number. By default the smallest that is not below its root.
     """
     count = len(ranks)
     inside = inside or next(size for size in range(math.isqrt(count - 1) + 1, count + 1) if count % size == 0)
-    nodes = [ranks[first : first + inside] for first in range(0, count, inside)]
-    between = [ring([node[place] for node in nodes], piece) for place, piece in enumerate(cut(part, inside))]
+    nodes = [ranks[start : start + inside] for start in range(0, count, inside)]
+    cross_node = [ring([node[place] for node in nodes], piece) for place, piece in enumerate(cut(part, inside))]
     return [
         *_at_once(reduce_scatter(node, part) for node in nodes),
-        *_at_once(between),
+        *_at_once(cross_node),
         *_at_once(all_gather(node, part) for node in nodes),
     ]
 
 
 def all_to_all(ranks: Sequence[int], part: Part) -> list[Round]:
-    """The i-th device sends its j-th piece to the j-th; what comes lies past the part, in the order of the senders."""
+    """The i-th device sends its j-th piece to the j-th; received pieces lie past the part, in order of senders."""
     count, pieces = len(ranks), cut(part, len(ranks))
-    past = part[1] - part[0]
+    offset = part[1] - part[0]
     return [
         [
-            Message(ranks[i], ranks[(i + step) % count], pieces[(i + step) % count], into=pieces[i][0] + past)
+            Message(ranks[i], ranks[(i + step) % count], pieces[(i + step) % count], into=pieces[i][0] + offset)
             for i in range(count)
         ]
         for step in range(1, count)
@@ -143,14 +143,14 @@ ALL_REDUCE: dict[str, Callable[[Sequence[int], Part], list[Round]]] = {
 
 
 def _at_once(tables: Iterable[list[Round]]) -> list[Round]:
-    """Returns tables between devices that have nothing to do with each other, round by round as one."""
+    """Merges tables of disjoint devices, round by round."""
     return [[message for messages in rounds for message in messages] for rounds in zip(*tables, strict=True)]
 
 
 def _folded(ranks: Sequence[int], part: Part, core) -> list[Round]:
-    """Returns an exchange of a power of two for any number: the others give to one of them first, and get it last."""
+    """Extends an all-reduce to any number of devices: extra devices add to a partner first, and get the sum last."""
     count = 1 << (len(ranks).bit_length() - 1)
     pairs = [(ranks[i], ranks[i - count]) for i in range(count, len(ranks))]
-    first = [[Message(extra, kept, part, add=True) for extra, kept in pairs]] * bool(pairs)
-    last = [[Message(kept, extra, part) for extra, kept in pairs]] * bool(pairs)
-    return [*first, *core(ranks[:count]), *last]
+    fold = [[Message(extra, partner, part, add=True) for extra, partner in pairs]] * bool(pairs)
+    unfold = [[Message(partner, extra, part) for extra, partner in pairs]] * bool(pairs)
+    return [*fold, *core(ranks[:count]), *unfold]

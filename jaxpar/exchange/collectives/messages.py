@@ -1,4 +1,4 @@
-"""Messages between devices: who sends which part of an array to whom, round by round."""
+"""Messages between devices: part of an array, source and target, in rounds."""
 
 import math
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ Part = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Elements of one device's array that go to another's.
+    """Elements of one device's array that are sent to another's.
 
     Attributes:
       source: The device that sends.
       target: The device that receives.
       part: First element, and the one past the last.
-      add: Whether they are added to what is there.
-      into: First element at the target; the same as at the source unless said.
+      add: Whether the target adds them to its own.
+      into: First element at the target; by default the same as at the source.
     """
 
     source: int
@@ -34,14 +34,14 @@ class Message:
 Round = list[Message]
 
 
-def padded(elements: int, group: int) -> int:
-    """Returns the least number of elements, not less than these, that every algorithm cuts into equal pieces."""
-    ways = math.lcm(group, 1 << (group.bit_length() - 1))
-    return -(-elements // ways) * ways
+def padded_size(elements: int, group: int) -> int:
+    """Rounds a number of elements up to one that every algorithm cuts into equal pieces."""
+    divisor = math.lcm(group, 1 << (group.bit_length() - 1))
+    return -(-elements // divisor) * divisor
 
 
 def cut(part: Part, pieces: int) -> list[Part]:
-    """Returns a part in so many pieces, as equal as they can be."""
+    """Cuts a part into so many pieces, as equal as possible."""
     start, stop = part
-    at = [start + (stop - start) * i // pieces for i in range(pieces + 1)]
-    return list(pairwise(at))
+    bounds = [start + (stop - start) * i // pieces for i in range(pieces + 1)]
+    return list(pairwise(bounds))

@@ -1,14 +1,14 @@
-"""Seconds of a table of messages, in alpha-beta-gamma form: read off its rounds and their bytes.
+"""Seconds of a table of messages, in alpha-beta-gamma form, from its rounds and their bytes.
 
-A round takes as long as its longest message: the latency, its bytes over the wire, and where they are added that too.
-For devices that are all alike these are the closed forms of Thakur, Rabenseifner, Gropp (2005), sections 3 and 4.
+A round takes as long as its longest message: the latency, its bytes over the wire, and the time to add them, if they
+are added. For equal devices these are the closed forms of Thakur, Rabenseifner, Gropp (2005), sections 3 and 4.
 """
 
 from collections.abc import Iterable
 
-from jaxpar.exchange.collectives.algorithms import ALL_REDUCE, table
-from jaxpar.exchange.collectives.messages import Round, padded
-from jaxpar.exchange.sent import Sent
+from jaxpar.exchange.collectives.algorithms import ALL_REDUCE, all_reduce_rounds
+from jaxpar.exchange.collectives.messages import Round, padded_size
+from jaxpar.exchange.traffic import Traffic
 from jaxpar.mesh.links import Link
 
 
@@ -28,19 +28,21 @@ def seconds(rounds: Iterable[Round], link: Link, *, item: float = 1.0) -> float:
 
 
 def cheapest(link: Link, size: float, group: int) -> tuple[str, float]:
-    """Returns the all-reduce of `size` bytes that takes least, and its seconds.
+    """Returns the fastest all-reduce of `size` bytes, and its seconds.
 
     >>> cheapest(Link(latency=5e-6, bandwidth=12e9), 80_000, 64)[0]
     'butterfly'
     """
-    elements = padded(1, group)  # as many pieces as any algorithm cuts
-    priced = {name: seconds(table(name, group, elements), link, item=size / elements) for name in ALL_REDUCE}
-    return min(priced.items(), key=lambda each: each[1])
+    elements = padded_size(1, group)  # as many pieces as any algorithm needs
+    priced = {
+        name: seconds(all_reduce_rounds(name, group, elements), link, item=size / elements) for name in ALL_REDUCE
+    }
+    return min(priced.items(), key=lambda item: item[1])
 
 
-def of_sent(sent: Iterable[Sent], link: Link) -> float:
-    """Returns the seconds of what replicas send when they meet: permutes one after another, the rest as `cheapest`."""
-    each = [one.collective for one in sent]
-    permuted = sum((c.times or 1) * link.time(c.payload) for c in each if c.kind == "collective-permute")
-    whole = sum(c.step_payload for c in each if c.kind != "collective-permute")
-    return permuted + (cheapest(link, whole, each[0].group)[1] if whole else 0.0)
+def traffic_seconds(sent: Iterable[Traffic], link: Link) -> float:
+    """Returns the seconds of a sync round's traffic: permutes one by one, the rest as one `cheapest` all-reduce."""
+    collectives = [item.collective for item in sent]
+    permuted = sum((c.times or 1) * link.time(c.payload) for c in collectives if c.kind == "collective-permute")
+    reduced = sum(c.step_payload for c in collectives if c.kind != "collective-permute")
+    return permuted + (cheapest(link, reduced, collectives[0].group)[1] if reduced else 0.0)

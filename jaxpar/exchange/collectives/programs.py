@@ -1,10 +1,10 @@
 """Collectives by name, for arrays of any shape, made of `lax.ppermute` alone.
 
-Called inside of `shard_map` or of a `vmap` with an axis name, like the collectives of `jax.lax`, over any manual axis:
+Called inside `shard_map` or a `vmap` with an axis name, like the collectives of `jax.lax`, over any manual axis:
 
     jax.shard_map(lambda x: all_reduce(x, "data", algorithm="tree"), mesh=mesh, in_specs=P("data"), out_specs=P())
 
-Each lays its array out as one row of elements, runs a table of messages on it, and takes what it has become.
+Each flattens its array, runs a table of messages on it, and reshapes the result.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.exchange.collectives import algorithms, rooted
-from jaxpar.exchange.collectives.messages import Part, Round, padded
-from jaxpar.exchange.collectives.run import run
+from jaxpar.exchange.collectives.executor import run_rounds
+from jaxpar.exchange.collectives.messages import Part, Round, padded_size
 
 Table = Callable[[Sequence[int], Part], list[Round]]
 TABLES: dict[str, Table] = {
@@ -32,7 +32,7 @@ TABLES: dict[str, Table] = {
 
 
 def send(x: jax.Array, axis: str, *, source: int = 0, target: int = -1) -> jax.Array:
-    """Returns the source's x on the target; the others keep their own. A target of -1 is the last."""
+    """Returns the source's x on the target; the other devices keep theirs. A target of -1 is the last."""
     count = jax.lax.axis_size(axis)
     return _run(rooted.send([source % count, target % count], (0, x.size)), x, axis)
 
@@ -43,21 +43,21 @@ def broadcast(x: jax.Array, axis: str, *, root: int = 0) -> jax.Array:
 
 
 def reduce(x: jax.Array, axis: str, *, root: int = 0) -> jax.Array:
-    """Returns the sum of every x on the root; the others keep their own."""
+    """Returns the sum of every x on the root; the other devices keep theirs."""
     return _on(root, _run(rooted.reduce(_from(root, axis), (0, x.size)), x, axis), x, axis)
 
 
 def gather(x: jax.Array, axis: str, *, root: int = 0) -> jax.Array:
     """Returns every x on the root, zeros on the others. Shape [devices, ...]."""
     ranks = _from(root, axis)
-    found = _run(rooted.gather(ranks, (0, len(ranks) * x.size)), _placed(x, axis, first=root), axis)
-    return _on(root, jnp.roll(found, root, axis=0), jnp.zeros_like(found), axis)
+    entries = _run(rooted.gather(ranks, (0, len(ranks) * x.size)), _placed(x, axis, first=root), axis)
+    return _on(root, jnp.roll(entries, root, axis=0), jnp.zeros_like(entries), axis)
 
 
 def scatter(x: jax.Array, axis: str, *, root: int = 0) -> jax.Array:
     """Returns the root's x[i] on the i-th device. x: [devices, ...]."""
-    found = _run(rooted.scatter(_from(root, axis), (0, x.size)), jnp.roll(x, -root, axis=0), axis)
-    return _own(found, axis, first=root)
+    entries = _run(rooted.scatter(_from(root, axis), (0, x.size)), jnp.roll(x, -root, axis=0), axis)
+    return _own(entries, axis, first=root)
 
 
 def all_gather(x: jax.Array, axis: str) -> jax.Array:
@@ -73,9 +73,9 @@ def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
 
 def all_to_all(x: jax.Array, axis: str) -> jax.Array:
     """Returns on the i-th device the i-th of every device's entries. x: [devices, ...]."""
-    kept = _placed(_own(x, axis), axis)  # is not sent
-    both = _run(algorithms.all_to_all(_from(0, axis), (0, x.size)), jnp.stack([x, kept]), axis)
-    return both[1]
+    received = _placed(_own(x, axis), axis)  # this device's own entry is not sent
+    buffers = _run(algorithms.all_to_all(_from(0, axis), (0, x.size)), jnp.stack([x, received]), axis)
+    return buffers[1]
 
 
 def all_reduce(x: jax.Array, axis: str, *, algorithm: str = "ring") -> jax.Array:
@@ -90,9 +90,9 @@ def all_reduce(x: jax.Array, axis: str, *, algorithm: str = "ring") -> jax.Array
       JaxparError: If there is no such algorithm.
     """
     count = jax.lax.axis_size(axis)
-    elements = padded(x.size, count)
+    elements = padded_size(x.size, count)
     flat = jnp.pad(x.reshape(-1), (0, elements - x.size))
-    return run(algorithms.table(algorithm, count, elements), flat, axis)[: x.size].reshape(x.shape)
+    return run_rounds(algorithms.all_reduce_rounds(algorithm, count, elements), flat, axis)[: x.size].reshape(x.shape)
 
 
 PROGRAMS: dict[str, Callable[[jax.Array, str], jax.Array]] = {
@@ -106,16 +106,16 @@ PROGRAMS: dict[str, Callable[[jax.Array, str], jax.Array]] = {
     "all_to_all": all_to_all,
     **{name: partial(all_reduce, algorithm=name) for name in algorithms.ALL_REDUCE},
 }
-ROWS = ("scatter", "reduce_scatter", "all_to_all")  # of an array with an entry for each device
-OWN = ("gather", "all_gather")  # of an array that is one device's entry
+ROWS = ("scatter", "reduce_scatter", "all_to_all")  # take an array with an entry for each device
+OWN = ("gather", "all_gather")  # take one device's entry
 
 
 def _run(rounds: list[Round], x: jax.Array, axis: str) -> jax.Array:
-    return run(rounds, x.reshape(-1), axis).reshape(x.shape)
+    return run_rounds(rounds, x.reshape(-1), axis).reshape(x.shape)
 
 
 def _from(root: int, axis: str) -> list[int]:
-    """Returns the devices, the root first."""
+    """Returns the devices, root first."""
     count = jax.lax.axis_size(axis)
     return [(root + place) % count for place in range(count)]
 
@@ -125,16 +125,16 @@ def _on(root: int, there: jax.Array, elsewhere: jax.Array, axis: str) -> jax.Arr
 
 
 def _place(axis: str, first: int) -> jax.Array:
-    """Returns this device's place among them, from the first."""
+    """Returns this device's index, counted from `first`."""
     return (jax.lax.axis_index(axis) - first) % jax.lax.axis_size(axis)
 
 
 def _placed(x: jax.Array, axis: str, *, first: int = 0) -> jax.Array:
-    """Returns an array for every device's x that has this one's. Shape [devices, ...]."""
-    here = jnp.arange(jax.lax.axis_size(axis)) == _place(axis, first)
-    return jnp.where(here.reshape(-1, *(1,) * x.ndim), x, jnp.zeros_like(x))
+    """Returns an array [devices, ...] with x at this device's entry, zeros elsewhere."""
+    is_local = jnp.arange(jax.lax.axis_size(axis)) == _place(axis, first)
+    return jnp.where(is_local.reshape(-1, *(1,) * x.ndim), x, jnp.zeros_like(x))
 
 
 def _own(x: jax.Array, axis: str, *, first: int = 0) -> jax.Array:
-    """Returns this device's entry of an array for all."""
+    """Returns this device's entry of an array [devices, ...]."""
     return jax.lax.dynamic_index_in_dim(x, _place(axis, first), keepdims=False)

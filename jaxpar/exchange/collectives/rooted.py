@@ -1,10 +1,10 @@
 """Collectives with a root, the first of the devices: it gives to all, or gets from all, by a binomial tree.
 
     broadcast, 6 devices    0 ─► 4 | 0 ─► 2 | 0 ─► 1, 2 ─► 3, 4 ─► 5
-    reduce                  the same messages the other way, the last first, and added
+    reduce                  the same messages reversed, last first, and added
 
-A gather and a scatter send along the same tree what lies below a device, as one message. `data_parallel` has no tree:
-its root serves one device after the other.
+Gather and scatter send a device's whole subtree as one message. `data_parallel` has no tree: its root serves one
+device after the other.
 """
 
 from collections.abc import Sequence
@@ -18,58 +18,58 @@ def send(ranks: Sequence[int], part: Part) -> list[Round]:
 
 
 def broadcast(ranks: Sequence[int], part: Part) -> list[Round]:
-    """All have what the first has."""
+    """All get the first device's part."""
     return [[Message(ranks[a], ranks[b], part) for a, b, _ in level] for level in reversed(_levels(len(ranks)))]
 
 
 def reduce(ranks: Sequence[int], part: Part) -> list[Round]:
-    """The first has the sum of all; the others have sums of some."""
+    """The first gets the sum of all; the other devices are left with partial sums."""
     return [[Message(ranks[b], ranks[a], part, add=True) for a, b, _ in level] for level in _levels(len(ranks))]
 
 
 def gather(ranks: Sequence[int], part: Part) -> list[Round]:
-    """The first has the i-th piece of the i-th device."""
+    """The first gets the i-th piece of the i-th device."""
     pieces = cut(part, len(ranks))
     return [
-        [Message(ranks[b], ranks[a], (pieces[b][0], pieces[last][1])) for a, b, last in level]
+        [Message(ranks[b], ranks[a], (pieces[b][0], pieces[stop][1])) for a, b, stop in level]
         for level in _levels(len(ranks))
     ]
 
 
 def scatter(ranks: Sequence[int], part: Part) -> list[Round]:
-    """The i-th device has the i-th piece of the first's."""
+    """The i-th device gets the i-th piece of the first's."""
     pieces = cut(part, len(ranks))
     return [
-        [Message(ranks[a], ranks[b], (pieces[b][0], pieces[last][1])) for a, b, last in level]
+        [Message(ranks[a], ranks[b], (pieces[b][0], pieces[stop][1])) for a, b, stop in level]
         for level in reversed(_levels(len(ranks)))
     ]
 
 
 def data_parallel(ranks: Sequence[int], parameters: Part, logits: Part) -> list[Round]:
-    """A step of PyTorch's `nn.DataParallel`, all of which passes through the first: one message after the other.
+    """A step of PyTorch's `nn.DataParallel`, whose traffic all passes through the first device, one message at a time.
 
-    The root gives its parameters to all, gets the logits of all, gives back their gradients, and gets those of the
-    parameters, which it adds to what lies past the logits. It sends (R - 1) (w + l) and receives as much, of w
+    The root sends its parameters to all, receives the logits of all, sends back their gradients, and receives those of
+    the parameters, which it adds to the elements past the logits. It sends (R - 1) (w + l) and receives as much, of w
     parameters and l logits of each of R devices; in an all-reduce by ring (DDP) each sends 2 (R - 1) / R w.
 
     Args:
       ranks: Devices, the root first.
-      parameters: Where they are.
-      logits: Where those of all devices are, a piece of each.
+      parameters: Their range in the array.
+      logits: Range of the logits of all devices, a piece for each.
     """
-    root, others, pieces = ranks[0], ranks[1:], cut(logits, len(ranks))[1:]
+    root, workers, pieces = ranks[0], ranks[1:], cut(logits, len(ranks))[1:]
     gradients = (logits[1], logits[1] + parameters[1] - parameters[0])
     return [
-        *([Message(root, rank, parameters)] for rank in others),
-        *([Message(rank, root, piece)] for rank, piece in zip(others, pieces, strict=True)),
-        *([Message(root, rank, piece)] for rank, piece in zip(others, pieces, strict=True)),
-        *([Message(rank, root, gradients, add=True)] for rank in others),
+        *([Message(root, rank, parameters)] for rank in workers),
+        *([Message(rank, root, piece)] for rank, piece in zip(workers, pieces, strict=True)),
+        *([Message(root, rank, piece)] for rank, piece in zip(workers, pieces, strict=True)),
+        *([Message(rank, root, gradients, add=True)] for rank in workers),
     ]
 
 
 def _levels(count: int) -> list[list[tuple[int, int, int]]]:
-    """Returns the pairs of a binomial tree, the leaves first: nearer the root, farther, and the last below that."""
-    # level by level the number of devices that still hold a part of the sum is halved; with a number that is no power
-    # of two the last pair of a level may lack its second device, and is left out
+    """Returns the pairs of a binomial tree, leaves first: (nearer the root, farther, last device below the farther)."""
+    # each level halves the number of devices that hold a part of the sum; unless their number is a power of two, the
+    # last pair of a level may lack its second device, and is left out
     spans = [1 << level for level in range((count - 1).bit_length())]
     return [[(i, i + span, min(i + 2 * span, count) - 1) for i in range(0, count - span, 2 * span)] for span in spans]

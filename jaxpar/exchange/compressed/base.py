@@ -1,12 +1,12 @@
-"""What compressed gradients have in common: which are compressed, what is remembered, and how they travel.
+"""The base of compressed gradients: which are compressed, error feedback, and the traffic.
 
     gradient + error ─► rows, one for each replica ─► encode ─► all-to-all ─► decode, mean (+ error) ─► encode
                                                                 all replicas ◄─ decode ◄─ all-gather ◄─┘
 
-What a code loses is added to the next step's gradient (error feedback: Seide et al. 2014; Karimireddy et al. 2019,
-arXiv:1901.09847), by who made the code: each replica for its own gradients, and for its piece of the mean. What is
-remembered is of gradients: the papers remember updates, the rate in them, which is the same while the rate is. The
-optimizer's chain, clipping by a norm included, has the decoded mean, after the code.
+The encoder adds the error of its code to the next step's gradient (error feedback: Seide et al. 2014; Karimireddy et
+al. 2019, arXiv:1901.09847): each replica for its own gradients, and for its piece of the mean. Errors are stored in
+units of gradients; the papers store those of updates, which include the learning rate: the same while the rate is
+constant. The optimizer's chain, including clipping by a norm, sees the decoded mean.
 """
 
 from abc import abstractmethod
@@ -15,21 +15,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxpar.errors import check_ranges, refuse
-from jaxpar.exchange.base import Tree, by_path
-from jaxpar.exchange.compressed.chosen import CAUSE, Chosen
-from jaxpar.exchange.part import Part, filled, piece_dim
-from jaxpar.exchange.sent import Sent
+from jaxpar.exchange.base import Tree, flatten_by_path
+from jaxpar.exchange.compressed.selective import CAUSE, SelectiveExchange
 from jaxpar.exchange.settings import SECTION, STEPS
+from jaxpar.exchange.shard_shape import ShardShape, piece_dim, round_up
+from jaxpar.exchange.traffic import Traffic
 
 if TYPE_CHECKING:
     import jax
     import numpy as np
 
-    from jaxpar.exchange.between import Between
+    from jaxpar.exchange.replica_mesh import ReplicaMesh
 
 
-class Bytes(NamedTuple):
-    """An array of a code: its elements for so many of the gradient's, and its dtype in HLO's words."""
+class CodeArray(NamedTuple):
+    """An array of a code: number of elements, dtype as HLO writes it, and size."""
 
     elements: int
     dtype: str
@@ -37,18 +37,18 @@ class Bytes(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compressed(Chosen):
-    """Gradients that travel as a code.
+class Compressed(SelectiveExchange):
+    """Gradients sent as a code.
 
     Attributes:
       smallest: Parameters of fewer elements are not compressed.
       whole: Patterns of paths that are not compressed either: norms and biases.
-      feedback: Whether what a code loses is added to the next step's gradient.
-      block: Elements that have a scale in common.
+      feedback: Whether the error of a code is added to the next step's gradient.
+      block: Elements that share a scale.
     """
 
     block: int = 1024
-    common = False  # whether replicas draw the same random numbers
+    shared_key = False  # whether replicas draw the same random numbers
 
     def __post_init__(self):
         super().__post_init__()
@@ -62,84 +62,84 @@ class Compressed(Chosen):
 
     @abstractmethod
     def encode(self, rows: "jax.Array", key: "jax.Array") -> dict[str, "jax.Array"]:
-        """Returns the code of rows of elements, each array of it with their dim 0. rows: [rows, blocks * block]."""
+        """Encodes rows [rows, blocks * block] of elements. Returns arrays with the same dim 0."""
 
-    def without_filling(self, code: dict[str, "jax.Array"], counts: "np.ndarray") -> dict[str, "jax.Array"]:
-        """Returns the code of rows whose blocks have so many elements, and zeros after them. counts: [blocks]."""
+    def without_padding(self, code: dict[str, "jax.Array"], counts: "np.ndarray") -> dict[str, "jax.Array"]:
+        """Returns the code of rows whose blocks end in padding. counts: elements before the padding, [blocks]."""
         return code
 
     @abstractmethod
     def decode(self, code: dict[str, "jax.Array"]) -> "jax.Array":
-        """Returns the elements that a code stands for. Shape [rows, blocks * block], float32."""
+        """Decodes the elements. Shape [rows, blocks * block], float32."""
 
     @abstractmethod
-    def coded(self, elements: int) -> tuple[Bytes, ...]:
-        """Returns what the code of a row of so many elements is made of."""
+    def code_arrays(self, elements: int) -> tuple[CodeArray, ...]:
+        """Returns the arrays of the code of a row of so many elements."""
 
     def encode_mean(
-        self, rows: "jax.Array", key: "jax.Array", replicas: int, came: "dict[str, jax.Array] | None" = None
+        self, rows: "jax.Array", key: "jax.Array", replicas: int, codes: "dict[str, jax.Array] | None" = None
     ) -> dict[str, "jax.Array"]:
-        """Returns the code of the mean over replicas, for which they have another where it has more elements.
+        """Encodes the mean over replicas; a subclass overrides it if the mean has more elements than a replica's code.
 
         Args:
           rows: The mean. Shape [1, blocks * block].
-          key: Of what is drawn.
-          replicas: How many.
-          came: The codes that it is the mean of, [replicas, ...] each.
+          key: For random draws.
+          replicas: Number of replicas.
+          codes: The codes that `rows` is the mean of, [replicas, ...] each.
         """
         return self.encode(rows, key)
 
-    def coded_mean(self, elements: int, replicas: int) -> tuple[Bytes, ...]:
-        """Returns what the code of the mean of a row is made of."""
-        return self.coded(elements)
+    def mean_code_arrays(self, elements: int, replicas: int) -> tuple[CodeArray, ...]:
+        """Returns the arrays of the code of the mean of a row."""
+        return self.code_arrays(elements)
 
     def init(self, params: Tree, replicas: int) -> Tree:
-        """Returns the count of steps, and where errors are remembered those of gradients and of pieces of the mean."""
+        """Returns the step count and, with feedback, the errors of gradients and of pieces of the mean, all zero."""
         import jax.numpy as jnp
 
-        own = {"step": jnp.zeros((), jnp.int32)}
+        state = {"step": jnp.zeros((), jnp.int32)}
         if not self.feedback:
-            return own
-        flat = {path: x for path, x in by_path(params)[0].items() if self.compresses(path, x.size)}
-        return own | {
+            return state
+        flat = {path: x for path, x in flatten_by_path(params)[0].items() if self.compresses(path, x.size)}
+        return state | {
             "lost": {path: jnp.zeros((replicas, *x.shape), jnp.float32) for path, x in flat.items()},
             "pieces": {path: jnp.zeros(x.shape, jnp.float32) for path, x in flat.items()},
         }
 
-    def gradients(self, local: Tree, own: Tree, between: "Between") -> tuple[Tree, Tree]:
-        """Returns the mean gradient as its code says, and what that lost."""
-        from jaxpar.exchange.compressed.two_phases import exchanged
+    def gradients(self, local: Tree, own: Tree, between: "ReplicaMesh") -> tuple[Tree, Tree]:
+        """Returns the decoded mean gradient, and the new state with the codes' errors."""
+        from jaxpar.exchange.compressed.two_phases import exchange_codes
 
-        flat, structure = by_path(local)
+        flat, structure = flatten_by_path(local)
         specs = dict(zip(flat, structure.flatten_up_to(between.specs), strict=True))
         dims = self._dims(between.parts, between.replicas)
-        found, lost, pieces = exchanged(
+        decoded, errors, pieces = exchange_codes(
             self,
             {path: flat[path] for path in dims},
             {path: own["lost"][path] for path in dims} if self.feedback else {},
             {path: own["pieces"][path] for path in dims} if self.feedback else {},
             dims,
-            between.of({path: specs[path] for path in dims}),
+            between.with_specs({path: specs[path] for path in dims}),
             own["step"],
         )
-        rest = {path: x for path, x in flat.items() if path not in dims}
-        mean = found | between.of({path: specs[path] for path in rest}).mean(rest)
-        after = {"step": own["step"] + 1}
+        uncompressed = {path: x for path, x in flat.items() if path not in dims}
+        mean = decoded | between.with_specs({path: specs[path] for path in uncompressed}).mean(uncompressed)
+        state = {"step": own["step"] + 1}
         if self.feedback:
-            after |= {"lost": own["lost"] | lost, "pieces": own["pieces"] | pieces}
-        return structure.unflatten([mean[path].astype(flat[path].dtype) for path in flat]), after
+            state |= {"lost": own["lost"] | errors, "pieces": own["pieces"] | pieces}
+        return structure.unflatten([mean[path].astype(flat[path].dtype) for path in flat]), state
 
-    def sends(self, shards: Mapping[str, Any], replicas: int) -> tuple[Sent, ...]:
-        """Returns the two collectives of each array of a code, and an all-reduce of what is not compressed."""
-        from jaxpar.exchange.between import AXIS, averaged
+    def traffic(self, shards: Mapping[str, Any], replicas: int) -> tuple[Traffic, ...]:
+        """Returns two collectives for each array of a code, and an all-reduce of each uncompressed gradient."""
+        from jaxpar.exchange.replica_mesh import AXIS, mean_traffic
         from jaxpar.mesh.collective import Collective
 
         dims = self._dims(shards, replicas)
         row = sum(
-            filled(shards[path].size // replicas, self.block) for path in dims
-        )  # a piece of each, in whole blocks
-        codes = {"all-to-all": self.coded(row), "all-gather": self.coded_mean(row, replicas)} if row else {}
-        found = [
+            round_up(shards[path].size // replicas, self.block) for path in dims
+        )  # a piece of each parameter, in whole blocks
+        codes = {"all-to-all": self.code_arrays(row), "all-gather": self.mean_code_arrays(row, replicas)} if row else {}
+        collectives = [
             Collective(
                 kind=kind, axes=(AXIS,), dtype=code.dtype, group=replicas, times=1,
                 payload=replicas * code.elements * code.size, cause=CAUSE, parameters=tuple(dims),
@@ -147,11 +147,11 @@ class Compressed(Chosen):
             for kind, arrays in codes.items()
             for code in arrays
         ]  # fmt: skip
-        rest = {path: part for path, part in shards.items() if path not in dims}
-        return (*(Sent(collective=each) for each in found), *averaged(rest, replicas))
+        uncompressed = {path: part for path, part in shards.items() if path not in dims}
+        return (*(Traffic(collective=collective) for collective in collectives), *mean_traffic(uncompressed, replicas))
 
-    def _dims(self, parts: Mapping[str, Part], replicas: int) -> dict[str, int]:
-        """Returns the parameters that are compressed, with the dim in which replicas have pieces of each."""
-        found = {path: piece_dim(part.shape, replicas) for path, part in parts.items()
-                 if self.compresses(path, part.whole)}  # fmt: skip
-        return {path: dim for path, dim in found.items() if dim is not None}
+    def _dims(self, parts: Mapping[str, ShardShape], replicas: int) -> dict[str, int]:
+        """Returns the compressed parameters, each with the dim along which it is cut into pieces."""
+        dims = {path: piece_dim(part.shape, replicas) for path, part in parts.items()
+                 if self.compresses(path, part.total_size)}  # fmt: skip
+        return {path: dim for path, dim in dims.items() if dim is not None}

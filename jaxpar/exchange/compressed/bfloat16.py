@@ -1,9 +1,9 @@
-"""bfloat16 on the wire, sums in float32."""
+"""Gradients sent in bfloat16 and summed in float32."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jaxpar.exchange.compressed.base import Bytes, Compressed
+from jaxpar.exchange.compressed.base import CodeArray, Compressed
 
 if TYPE_CHECKING:
     import jax
@@ -11,27 +11,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BFloat16(Compressed):
-    """Gradients that travel in bfloat16, and are summed in float32.
+    """Gradients sent in bfloat16 and summed in float32.
 
     Attributes:
-      name: bf16 (gradients travel in bfloat16 and are summed in float32).
+      name: bf16 (gradients are sent in bfloat16 and summed in float32).
       smallest: Parameters of fewer elements are not compressed.
       whole: Patterns of paths that are not compressed either: norms and biases.
-      block: Elements to a multiple of which a row is filled.
-      feedback: Whether what a code loses is added to the next step's gradient.
+      block: Rows are padded to a multiple of so many elements.
+      feedback: Whether the error of a code is added to the next step's gradient.
     """
 
     name: str = "bf16"
     feedback: bool = False
 
     def encode(self, rows: "jax.Array", key: "jax.Array") -> dict[str, "jax.Array"]:
-        """Returns the elements [rows, elements] in bfloat16."""
+        """Casts the elements [rows, elements] to bfloat16."""
         return {"rounded": rows.astype("bfloat16")}
 
     def decode(self, code: dict[str, "jax.Array"]) -> "jax.Array":
-        """Returns the elements [rows, elements]."""
+        """Casts the elements [rows, elements] to float32."""
         return code["rounded"].astype("float32")
 
-    def coded(self, elements: int) -> tuple[Bytes, ...]:
-        """Returns two bytes of each element."""
-        return (Bytes(elements, "bf16", 2),)
+    def code_arrays(self, elements: int) -> tuple[CodeArray, ...]:
+        """Two bytes an element."""
+        return (CodeArray(elements, "bf16", 2),)

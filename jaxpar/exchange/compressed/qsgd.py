@@ -1,10 +1,10 @@
-"""8 or 4 bits an element, rounded at random so that the mean is right."""
+"""8 or 4 bits an element, rounded at random without bias."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from jaxpar.errors import refuse
-from jaxpar.exchange.compressed.base import Bytes, Compressed
+from jaxpar.exchange.compressed.base import CodeArray, Compressed
 from jaxpar.exchange.settings import SECTION
 
 if TYPE_CHECKING:
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 class Qsgd(Compressed):
     """QSGD (Alistarh et al. 2017, arXiv:1610.02132), with blocks scaled by their largest element, as in its section 5.
 
-    Rounded up or down at random, so that the expectation of what is decoded is the gradient.
+    Rounds up or down at random, so that the expectation of the decoded value is the gradient.
 
     Attributes:
-      name: qsgd (gradients travel in 8 or 4 bits an element, rounded at random).
+      name: qsgd (gradients are sent in 8 or 4 bits an element, rounded at random).
       bits: Of each element: 8 or 4.
       smallest: Parameters of fewer elements are not compressed.
       whole: Patterns of paths that are not compressed either: norms and biases.
-      block: Elements that have a scale in common.
-      feedback: Whether what a code loses is added to the next step's gradient.
+      block: Elements that share a scale.
+      feedback: Whether the error of a code is added to the next step's gradient.
     """
 
     name: str = "qsgd"
@@ -40,25 +40,25 @@ class Qsgd(Compressed):
         import jax
         import jax.numpy as jnp
 
-        from jaxpar.exchange.compressed.codes import packed
+        from jaxpar.exchange.compressed.codes import pack_bits
 
-        most = 2 ** (self.bits - 1) - 1
+        largest = 2 ** (self.bits - 1) - 1
         blocks = rows.reshape(len(rows), -1, self.block)
-        scale = jnp.max(jnp.abs(blocks), axis=-1) / most
+        scale = jnp.max(jnp.abs(blocks), axis=-1) / largest
         level = jnp.floor(blocks / jnp.where(scale > 0, scale, 1)[..., None] + jax.random.uniform(key, blocks.shape))
-        found = (jnp.clip(level, -most, most) + most).reshape(rows.shape)
-        return {"levels": packed(found, self.bits), "scale": scale}
+        levels = (jnp.clip(level, -largest, largest) + largest).reshape(rows.shape)
+        return {"levels": pack_bits(levels, self.bits), "scale": scale}
 
     def decode(self, code: dict[str, "jax.Array"]) -> "jax.Array":
         """Returns the elements [rows, elements]."""
         import jax.numpy as jnp
 
-        from jaxpar.exchange.compressed.codes import unpacked
+        from jaxpar.exchange.compressed.codes import unpack_bits
 
-        most = 2 ** (self.bits - 1) - 1
-        level = unpacked(code["levels"], self.bits).astype(jnp.float32) - most
+        largest = 2 ** (self.bits - 1) - 1
+        level = unpack_bits(code["levels"], self.bits).astype(jnp.float32) - largest
         return (level.reshape(*code["scale"].shape, self.block) * code["scale"][..., None]).reshape(len(level), -1)
 
-    def coded(self, elements: int) -> tuple[Bytes, ...]:
-        """Returns bytes of one or two levels, and a scale of each block."""
-        return Bytes(elements * self.bits // 8, "u8", 1), Bytes(elements // self.block, "f32", 4)
+    def code_arrays(self, elements: int) -> tuple[CodeArray, ...]:
+        """Bytes of one or two levels, and a scale for each block."""
+        return CodeArray(elements * self.bits // 8, "u8", 1), CodeArray(elements // self.block, "f32", 4)

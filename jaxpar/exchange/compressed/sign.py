@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jaxpar.exchange.compressed.base import Bytes, Compressed
+from jaxpar.exchange.compressed.base import CodeArray, Compressed
 
 if TYPE_CHECKING:
     import jax
@@ -17,11 +17,11 @@ class Sign(Compressed):
     An element becomes its sign times the mean magnitude of its block. Without feedback small elements are lost.
 
     Attributes:
-      name: sign (gradients travel as one bit an element, what that loses is remembered).
+      name: sign (gradients are sent as one bit an element, with error feedback).
       smallest: Parameters of fewer elements are not compressed.
       whole: Patterns of paths that are not compressed either: norms and biases.
-      block: Elements that have a scale in common.
-      feedback: Whether what a code loses is added to the next step's gradient.
+      block: Elements that share a scale.
+      feedback: Whether the error of a code is added to the next step's gradient.
     """
 
     name: str = "sign"
@@ -30,24 +30,24 @@ class Sign(Compressed):
         """Returns bits [rows, elements / 8] and scales [rows, blocks]."""
         import jax.numpy as jnp
 
-        from jaxpar.exchange.compressed.codes import packed
+        from jaxpar.exchange.compressed.codes import pack_bits
 
         scale = jnp.mean(jnp.abs(rows.reshape(len(rows), -1, self.block)), axis=-1)
-        return {"bits": packed(rows >= 0, 1), "scale": scale}
+        return {"bits": pack_bits(rows >= 0, 1), "scale": scale}
 
-    def without_filling(self, code: dict[str, "jax.Array"], counts: "np.ndarray") -> dict[str, "jax.Array"]:
-        """Returns the code with the mean magnitudes of the elements alone: `encode` took them over whole blocks."""
+    def without_padding(self, code: dict[str, "jax.Array"], counts: "np.ndarray") -> dict[str, "jax.Array"]:
+        """Corrects the mean magnitudes, which `encode` took over whole blocks, padding included."""
         return code | {"scale": code["scale"] * (self.block / counts).astype("float32")}
 
     def decode(self, code: dict[str, "jax.Array"]) -> "jax.Array":
         """Returns the elements [rows, elements]."""
         import jax.numpy as jnp
 
-        from jaxpar.exchange.compressed.codes import unpacked
+        from jaxpar.exchange.compressed.codes import unpack_bits
 
-        signs = unpacked(code["bits"], 1).astype(jnp.float32) * 2 - 1
+        signs = unpack_bits(code["bits"], 1).astype(jnp.float32) * 2 - 1
         return (signs.reshape(*code["scale"].shape, self.block) * code["scale"][..., None]).reshape(len(signs), -1)
 
-    def coded(self, elements: int) -> tuple[Bytes, ...]:
-        """Returns bytes of eight signs, and a scale of each block."""
-        return Bytes(elements // 8, "u8", 1), Bytes(elements // self.block, "f32", 4)
+    def code_arrays(self, elements: int) -> tuple[CodeArray, ...]:
+        """Bytes of eight signs, and a scale for each block."""
+        return CodeArray(elements // 8, "u8", 1), CodeArray(elements // self.block, "f32", 4)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jaxpar.errors import check_ranges
-from jaxpar.exchange.compressed.base import Bytes, Compressed
+from jaxpar.exchange.compressed.base import CodeArray, Compressed
 from jaxpar.exchange.settings import SECTION
 
 if TYPE_CHECKING:
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Largest(Compressed):
-    """Settings of codes of some elements of each block.
+class SparseCode(Compressed):
+    """Settings of codes that send some elements of each block.
 
     Attributes:
-      share: Of the elements of a block, how many travel; at least one does.
+      share: Share of a block's elements that is sent; at least one is.
     """
 
     share: float = 0.01
@@ -26,42 +26,42 @@ class Largest(Compressed):
         check_ranges(self, SECTION, {"share": (2**-16, 1.0), "block": (8, 2**16)})
 
     @property
-    def kept(self) -> int:
-        """Elements of a block that travel."""
+    def sent_per_block(self) -> int:
+        """Elements of a block that are sent."""
         return max(round(self.share * self.block), 1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopK(Largest):
+class TopK(SparseCode):
     """Top-k sparsification with error feedback (Stich, Cordonnier, Jaggi 2018, arXiv:1809.07599), block by block.
 
     Attributes:
-      name: topk (of each block of gradients the largest elements travel, what that loses is remembered).
-      share: Of the elements of a block, how many travel; at least one does.
+      name: topk (of each block of gradients the largest elements are sent, with error feedback).
+      share: Share of a block's elements that is sent; at least one is.
       smallest: Parameters of fewer elements are not compressed.
       whole: Patterns of paths that are not compressed either: norms and biases.
-      block: Elements of which the largest travel, with their places in two bytes.
-      feedback: Whether what a code loses is added to the next step's gradient.
+      block: Elements of which the largest are sent, with their places in two bytes.
+      feedback: Whether the error of a code is added to the next step's gradient.
     """
 
     name: str = "topk"
 
     def encode(self, rows: "jax.Array", key: "jax.Array") -> dict[str, "jax.Array"]:
         """Returns values and places [rows, blocks, kept]."""
-        return largest(rows.reshape(len(rows), -1, self.block), self.kept)
+        return largest_elements(rows.reshape(len(rows), -1, self.block), self.sent_per_block)
 
     def decode(self, code: dict[str, "jax.Array"]) -> "jax.Array":
-        """Returns the elements [rows, elements], zero where none travelled."""
-        return placed(code, self.block)
+        """Returns the elements [rows, elements], zero where none was sent."""
+        return scatter_elements(code, self.block)
 
-    def coded(self, elements: int) -> tuple[Bytes, ...]:
-        """Returns the values and their places."""
-        count = elements // self.block * self.kept
-        return Bytes(count, "f32", 4), Bytes(count, "u16", 2)
+    def code_arrays(self, elements: int) -> tuple[CodeArray, ...]:
+        """The values and their places."""
+        count = elements // self.block * self.sent_per_block
+        return CodeArray(count, "f32", 4), CodeArray(count, "u16", 2)
 
 
-def largest(blocks: "jax.Array", count: int) -> dict[str, "jax.Array"]:
-    """Returns the largest elements of blocks [..., block], with their places. Shape [..., count]."""
+def largest_elements(blocks: "jax.Array", count: int) -> dict[str, "jax.Array"]:
+    """Returns the largest elements of blocks [..., block], and their places. Shape [..., count]."""
     import jax
     import jax.numpy as jnp
 
@@ -69,8 +69,8 @@ def largest(blocks: "jax.Array", count: int) -> dict[str, "jax.Array"]:
     return {"values": jnp.take_along_axis(blocks, places, axis=-1), "places": places.astype(jnp.uint16)}
 
 
-def placed(code: dict[str, "jax.Array"], block: int) -> "jax.Array":
-    """Returns elements by their places. Shape [rows, blocks, count] to [rows, blocks * block]."""
+def scatter_elements(code: dict[str, "jax.Array"], block: int) -> "jax.Array":
+    """Puts elements at their places. Shape [rows, blocks, count] to [rows, blocks * block]."""
     import jax.numpy as jnp
 
     values, places = code["values"], code["places"].astype(jnp.int32)

@@ -1,7 +1,7 @@
-"""Gradients as matrices, and how what is made of them travels: many small arrays as one vector.
+"""Gradients as matrices, and the traffic of many small arrays as one vector.
 
 A parameter of more than two dims is cut between two of them, where the matrix is most square; the layers of a stack are
-matrices of their own. Of a parameter that is split over devices each has a matrix: its part.
+one matrix each. Of a parameter that is split over devices, each device's part is a matrix.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpar.exchange.part import Part
+from jaxpar.exchange.shard_shape import ShardShape
 
 Arrays = dict[str, jax.Array]
 
@@ -25,18 +25,18 @@ class Matrix(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """The highest that it may have."""
+        """The highest possible rank."""
         return min(self.rows, self.columns)
 
 
-def matrix(part: Part) -> Matrix | None:
-    """Returns the part of a parameter as matrices; None for a vector.
+def matrix(part: ShardShape) -> Matrix | None:
+    """Returns the shape of a parameter's part as matrices; None for a vector.
 
-    >>> matrix(Part((512, 8, 64), "float32"))
+    >>> matrix(ShardShape((512, 8, 64), "float32"))
     Matrix(layers=1, rows=512, columns=512)
     """
     layers, shape = (part.shape[0], part.shape[1:]) if part.layers else (1, part.shape)
-    cuts = [(math.prod(shape[:at]), math.prod(shape[at:])) for at in range(1, len(shape))]
+    cuts = [(math.prod(shape[:dim]), math.prod(shape[dim:])) for dim in range(1, len(shape))]
     rows, columns = max(cuts, key=min, default=(1, 1))
     return Matrix(layers, rows, columns) if min(rows, columns) > 1 else None
 
@@ -44,11 +44,11 @@ def matrix(part: Part) -> Matrix | None:
 def orthonormal(x: jax.Array) -> jax.Array:
     """Returns an orthonormal basis whose span has the columns of x. Shape [..., rows, columns].
 
-    By Gram and Schmidt, each column twice, which is as good as Householder's in float32 (Giraud et al. 2005). What is
-    left of a column that the others span already is rounding, and a drawn column takes its place.
+    Gram-Schmidt, each column twice, which is as good as Householder's in float32 (Giraud et al. 2005). The residual of
+    a column that the others span is rounding error, and a random column replaces it.
     """
-    drawn = jax.random.normal(jax.random.key(0), x.shape)
-    least = 1e-6 * jnp.linalg.norm(x, axis=(-2, -1))[..., None]
+    noise = jax.random.normal(jax.random.key(0), x.shape)
+    tolerance = 1e-6 * jnp.linalg.norm(x, axis=(-2, -1))[..., None]
 
     def orthogonal(v: jax.Array, basis: jax.Array) -> jax.Array:
         for _ in range(2):
@@ -56,9 +56,9 @@ def orthonormal(x: jax.Array) -> jax.Array:
         return v
 
     def column(number: jax.Array, basis: jax.Array) -> jax.Array:
-        own, other = (orthogonal(jax.lax.dynamic_index_in_dim(y, number, -1, False), basis) for y in (x, drawn))
-        length = jnp.linalg.norm(own, axis=-1, keepdims=True)
-        new = jnp.where(length > least, own, other)
+        residual, spare = (orthogonal(jax.lax.dynamic_index_in_dim(y, number, -1, False), basis) for y in (x, noise))
+        length = jnp.linalg.norm(residual, axis=-1, keepdims=True)
+        new = jnp.where(length > tolerance, residual, spare)
         new = orthogonal(new / jnp.linalg.norm(new, axis=-1, keepdims=True), basis)
         new = new / jnp.linalg.norm(new, axis=-1, keepdims=True)
         return jax.lax.dynamic_update_index_in_dim(basis, new, number, -1)
@@ -66,21 +66,21 @@ def orthonormal(x: jax.Array) -> jax.Array:
     return jax.lax.fori_loop(0, x.shape[-1], column, jnp.zeros_like(x))
 
 
-def together(arrays: Arrays, travel: Callable[[jax.Array], jax.Array]) -> Arrays:
-    """Returns arrays that have travelled as one vector.
+def as_one_vector(arrays: Arrays, travel: Callable[[jax.Array], jax.Array]) -> Arrays:
+    """Sends arrays as one vector.
 
     Args:
       arrays: By path.
-      travel: Of a vector [elements] to [..., elements].
+      travel: The collective: a vector [elements] to [..., elements].
     """
-    came = travel(jnp.concatenate([x.reshape(-1) for x in arrays.values()]))
-    found, at = {}, 0
+    received = travel(jnp.concatenate([x.reshape(-1) for x in arrays.values()]))
+    result, offset = {}, 0
     for path, x in arrays.items():
-        found[path] = came[..., at : at + x.size].reshape(*came.shape[:-1], *x.shape)
-        at += x.size
-    return found
+        result[path] = received[..., offset : offset + x.size].reshape(*received.shape[:-1], *x.shape)
+        offset += x.size
+    return result
 
 
 def flattened(arrays: Mapping[str, jax.Array], shapes: Mapping[str, Matrix]) -> Arrays:
-    """Returns one replica's arrays [1, ...] as matrices [layers, rows, columns] in float32."""
+    """Reshapes one replica's arrays [1, ...] to matrices [layers, rows, columns] in float32."""
     return {path: x.reshape(shapes[path]).astype(jnp.float32) for path, x in arrays.items()}

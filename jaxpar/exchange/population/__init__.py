@@ -1,13 +1,14 @@
-"""Populations: members that train side by side on the same examples, with other settings of their optimizer.
+"""Populations: members that train in parallel on the same examples, with different optimizer settings.
 
-    population   members that never meet: a grid, or random draws
-    pbt          population based training: the worst copy the best, and go on with other settings
+    population   members that never synchronize: a grid, or random draws
+    pbt          population based training: the worst copy the best and continue with changed settings
+    rounds       searches that train anew in each round: `evolution`, `swarm`
     copied       members become copies of others, over the mesh axis
     sweep        a job's `[sweep]`
-    draws        the settings that members begin with
+    draws        the members' initial settings
 
-Settings are arrays [member] in the optimizer's state, so one compiled program trains all members, of which each device
-along `data` has as many. Nouns: a member, a setting, a window (the steps between two meetings).
+Settings are arrays [member] in the optimizer's state, so one compiled program trains all members; each device along
+`data` has equally many. Nouns: a member, a setting, a window (the steps between two sync rounds).
 
-To add a way to search: a file with a frozen dataclass that is a `Population`, and its name among `Sweep.method`.
+To add a search method: a file with a frozen dataclass that is a `Population`, and its name in `Sweep.method`.
 """

@@ -1,11 +1,11 @@
-"""The settings that members begin with: every combination of lists, or draws from ranges.
+"""The members' initial settings: every combination of lists, or draws from ranges.
 
     [1e-3, 3e-3]                      in a grid, each of them; else one, drawn at random
     { choice = [1e-3, 3e-3] }         one of them
     { uniform = [0.8, 0.99] }         between them
-    { log_uniform = [1e-4, 1e-2] }    between them, as likely within any factor as within any other such
+    { log_uniform = [1e-4, 1e-2] }    between them, uniform in the logarithm
 
-A draw follows from the seed, the setting and the member alone.
+A draw depends only on the seed, the setting and the member.
 """
 
 import itertools
@@ -14,7 +14,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxpar.errors import JaxparError, Problem, nearest
+from jaxpar.errors import JaxparError, Problem, suggest
 
 RANGES = ("uniform", "log_uniform")
 KINDS = ("choice", *RANGES)
@@ -23,49 +23,49 @@ LARGEST = 3.4e38  # of float32
 EXAMPLE = "{ log_uniform = [1e-4, 1e-2] }"
 
 
-def flat(over: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns settings by their whole names, as {"optimizer.learning_rate": [1e-3, 3e-3]}."""
-    found: dict[str, Any] = {}
+def flatten(over: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flattens nested settings to dotted names, such as {"optimizer.learning_rate": [1e-3, 3e-3]}."""
+    result: dict[str, Any] = {}
     for name, value in over.items():
-        inner = isinstance(value, Mapping) and value and not any(kind in value for kind in KINDS)
-        found |= flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
-    return found
+        is_nested = isinstance(value, Mapping) and value and not any(kind in value for kind in KINDS)
+        result |= flatten(value, f"{prefix}{name}.") if is_nested else {prefix + name: value}
+    return result
 
 
 def check(over: Mapping[str, Any], method: str) -> None:
-    """Refuses what is neither a list of numbers nor a range, or not for this method.
+    """Refuses values that are neither a list of numbers nor a range, or not for this method.
 
     Args:
-      over: Setting by its whole name to what it may be.
+      over: Dotted name of a setting to its values.
       method: grid, random, pbt, evolution or swarm.
 
     Raises:
       JaxparError: With all of them.
     """
-    problems = [Problem(f"sweep.over.{name} = {_shown(value)}", *wrong)
-                for name, value in over.items() if (wrong := _wrong(value, method))]  # fmt: skip
+    problems = [Problem(f"sweep.over.{name} = {_shown(value)}", *fault)
+                for name, value in over.items() if (fault := _wrong(value, method))]  # fmt: skip
     if problems:
         raise JaxparError(*problems)
 
 
 def grid(over: Mapping[str, list[float]]) -> dict[str, tuple[float, ...]]:
-    """Returns each setting of every member: all combinations, the last setting changing fastest."""
-    each = itertools.product(*over.values())
-    return {name: tuple(map(float, values)) for name, values in zip(over, zip(*each, strict=True), strict=True)}
+    """Returns each setting's values for all members: all combinations, the last setting changing fastest."""
+    combinations = itertools.product(*over.values())
+    return {name: tuple(map(float, values)) for name, values in zip(over, zip(*combinations, strict=True), strict=True)}
 
 
-def drawn(over: Mapping[str, Any], members: int, seed: int) -> dict[str, tuple[float, ...]]:
-    """Returns each setting of every member, drawn at random."""
+def draw(over: Mapping[str, Any], members: int, seed: int) -> dict[str, tuple[float, ...]]:
+    """Draws each setting's values for all members."""
     return {
         name: tuple(_draw(value, random.Random(f"{seed}/{name}/{member}")) for member in range(members))
         for name, value in over.items()
     }
 
 
-def within(over: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+def ranges(over: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     """Returns the lowest and the highest value of each setting that is drawn from a range."""
-    found = {name: _kind(value) for name, value in over.items()}
-    return {name: (min(values), max(values)) for name, (kind, values) in found.items() if kind in RANGES}
+    kinds = {name: _kind(value) for name, value in over.items()}
+    return {name: (min(values), max(values)) for name, (kind, values) in kinds.items() if kind in RANGES}
 
 
 def logarithmic(over: Mapping[str, Any]) -> tuple[str, ...]:
@@ -89,10 +89,10 @@ def _draw(value: Any, source: random.Random) -> float:
 
 
 def _wrong(value: Any, method: str) -> tuple[str, str] | None:
-    """Returns a rule that is broken and the way out, or None."""
+    """Returns the broken rule and a fix, or None."""
     if isinstance(value, Mapping):
         if len(value) != 1 or (kind := next(iter(value))) not in KINDS:
-            return f"a draw is one of {', '.join(KINDS)}", nearest(str(next(iter(value), "")), KINDS)
+            return f"a draw is one of {', '.join(KINDS)}", suggest(str(next(iter(value), "")), KINDS)
         values = value[kind]
     else:
         kind, values = "list", value

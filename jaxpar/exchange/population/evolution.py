@@ -13,16 +13,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Evolution(Rounds):
-    """A genetic algorithm over settings, as Young et al. (2015, doi:10.1145/2834892.2834896) tune networks by.
+    """A genetic algorithm over settings, as Young et al. (2015, doi:10.1145/2834892.2834896) tune networks.
 
-    After each round the best `share` of the members stay as they are (elitism), and train again beside the others. Each
-    other member becomes a child: of two parents, each the better of two members drawn at random (tournament), it takes
-    each setting from one or the other (uniform crossover), and adds a normal number times `spread` (mutation). A child
-    that would leave a range stays at its edge.
+    After each round the best `share` of the members keep their settings (elitism), and train again. Each of the others
+    becomes a child of two parents, each the better of two members drawn at random (tournament): it takes each setting
+    from one of them (uniform crossover), and adds a normal number times `spread` (mutation), clipped to the range.
 
     Attributes:
       name: evolution (the best settings survive, others become children of the better ones).
-      share: Of all members, those that survive; at least one.
+      share: Share of the members that survive; at least one does.
       spread: Standard deviation of a mutation, as a share of the range.
     """
 
@@ -36,17 +35,17 @@ class Evolution(Rounds):
 
     @property
     def survivors(self) -> int:
-        """How many members stay as they are."""
+        """The number of members that keep their settings."""
         return max(1, int(self.share * self.members))
 
     def remember(self, places: "jax.Array") -> Tree:
-        """Returns nothing: all that counts is in the members."""
+        """Returns nothing: the search has no state beyond the members."""
         return ()
 
     def propose(
         self, places: "jax.Array", scores: "jax.Array", memory: Tree, key: "jax.Array"
     ) -> "tuple[jax.Array, Tree]":
-        """Returns the survivors and the children in the places of the others; see `Rounds.propose`."""
+        """Returns the survivors, and children in place of the other members; see `Rounds.propose`."""
         import jax
         import jax.numpy as jnp
 
@@ -55,7 +54,7 @@ class Evolution(Rounds):
         draw, cross, mutate = jax.random.split(key, 3)
         rivals = jax.random.randint(draw, (members, 2, 2), 0, members)  # [child, parent, rival]
         parents = jnp.take_along_axis(rivals, jnp.argmin(rank[rivals], -1)[..., None], -1)[..., 0]
-        first = jax.random.bernoulli(cross, 0.5, (members, settings))
-        children = jnp.where(first, places[parents[:, 0]], places[parents[:, 1]])
+        from_mother = jax.random.bernoulli(cross, 0.5, (members, settings))
+        children = jnp.where(from_mother, places[parents[:, 0]], places[parents[:, 1]])
         children = jnp.clip(children + self.spread * jax.random.normal(mutate, places.shape), 0.0, 1.0)
         return jnp.where((rank < self.survivors)[:, None], places, children), memory

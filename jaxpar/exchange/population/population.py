@@ -1,4 +1,4 @@
-"""A population: members that differ in settings of their optimizer and never meet."""
+"""A population: members with different optimizer settings that never synchronize."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Population(Exchange):
-    """Members with the same first parameters, examples and random numbers, and with settings of their own.
+    """Members with the same initial parameters, examples and random numbers, and different settings.
 
-    Each trains as it would alone. One whose numbers are no longer finite stands still.
+    Each trains as it would alone. A member whose numbers are no longer finite stops changing.
 
     Attributes:
-      name: population (members with other settings of their optimizer, which never meet).
+      name: population (members with different optimizer settings, which never synchronize).
       values: Setting to its value for each member. The optimizer's state has it as `optax.inject_hyperparams` does.
     """
 
     name: str = "population"
     values: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    differ = True
+    replicas_differ = True
     same_examples = True
     global_model = NO_MODEL
 
@@ -39,26 +39,26 @@ class Population(Exchange):
 
     @property
     def leaves_optimizers(self) -> bool:
-        """Whether a member's optimizer stays where its parameters are replaced: they are copied together."""
+        """False: a member's optimizer state is copied together with its parameters."""
         return False
 
     @property
     def members(self) -> int:
-        """How many there are."""
+        """The number of members."""
         return len(next(iter(self.values.values())))
 
     def count(self, places: int) -> int:
-        """Returns how many members there are, on any number of devices."""
+        """Returns the number of members, on any number of devices."""
         return self.members
 
     def problems(self, replicas: int) -> list[Problem]:
-        """Returns that members do not divide among the devices, if so."""
+        """Returns a problem if the members do not divide among the devices."""
         if self.members % replicas == 0:
             return []
         return [
             Problem(
                 f"{self.members} members over data={replicas}",
-                "each device along `data` has as many members",
+                "each device along `data` has equally many members",
                 f"data={next(n for n in range(min(replicas, self.members), 0, -1) if self.members % n == 0)} and more "
                 f"fsdp, or {-(-self.members // replicas) * replicas} members",
             )
@@ -70,9 +70,9 @@ class Population(Exchange):
 
         from jaxpar.optim.injected import settings, with_settings
 
-        usual = settings(replicas.optimizer, self.values)
-        values = {name: jnp.asarray(values, usual[name].dtype) for name, values in self.values.items()}
-        return replace(replicas, optimizer=with_settings(replicas.optimizer, values))
+        defaults = settings(replicas.opt_state, self.values)
+        values = {name: jnp.asarray(values, defaults[name].dtype) for name, values in self.values.items()}
+        return replace(replicas, opt_state=with_settings(replicas.opt_state, values))
 
     def settings(self, optimizer: Any) -> "dict[str, jax.Array]":
         """Returns the settings of all members, [member] each, from their optimizer states."""
@@ -80,17 +80,17 @@ class Population(Exchange):
 
         return settings(optimizer, self.values)
 
-    def watched(self, own: Tree, losses: "jax.Array") -> Tree:
-        """Returns the state of its own after a step.
+    def observe(self, state: Tree, losses: "jax.Array") -> Tree:
+        """Returns the exchange's state after a step.
 
         Args:
-          own: Before it.
+          state: The state before it.
           losses: Of each member, on the step's examples. Shape [member].
         """
-        return own
+        return state
 
-    def copies(self, own: Tree) -> "dict[str, jax.Array]":
-        """Returns what a meeting has done, for the metrics of its step, [member] each."""
+    def round_metrics(self, state: Tree) -> "dict[str, jax.Array]":
+        """Returns what a sync round adds to the metrics of its step, [member] each."""
         return {}
 
     def __str__(self) -> str:

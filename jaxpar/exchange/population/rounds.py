@@ -1,10 +1,10 @@
-"""Searches in rounds: members train anew in each round, by settings that follow from the scores of those before.
+"""Searches in rounds: members train anew in each round, with settings proposed from the scores of earlier rounds.
 
     round 0: every steps ─► scores ─► propose ─► round 1, from the initial parameters ─► scores ─► propose ─► ...
 
-A member's score is its mean training loss over the last part of a round. All see the same examples, so scores compare.
-A round's scores are read, and the next one begins, at the end of the next round's first step, whose update is thrown
-away. So a run ends with the trained models of its last round, which can be evaluated and saved.
+A member's score is its mean training loss over the last part of a round; scores compare because all see the same
+examples. The next round starts at the end of its own first step, which reads the scores and whose update is discarded.
+So a run ends with the trained models of its last round, which can be evaluated and saved.
 """
 
 from abc import abstractmethod
@@ -20,23 +20,23 @@ from jaxpar.exchange.settings import STEPS
 if TYPE_CHECKING:
     import jax
 
-    from jaxpar.exchange.between import Between
+    from jaxpar.exchange.replica_mesh import ReplicaMesh
 
-SCORED = 0.2  # share of a round, its last, whose losses are averaged
+SCORED = 0.2  # last share of a round whose losses are averaged
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds(Population):
     """A search over settings in rounds; a subclass proposes the settings of the next round.
 
-    It works on settings as coordinates in [0, 1]: where a value lies in its range, by its logarithm if the range is
-    logarithmic. Draws follow from `seed`, the round and the member, so that a run that is resumed makes the same.
+    It works on coordinates in [0, 1]: the position of a value in its range, or of its logarithm if the range is
+    logarithmic. Draws depend on `seed`, the round and the member, so a resumed run repeats them.
 
     Attributes:
       name: rounds.
-      values: Setting to the value with which each member begins.
+      values: Setting to each member's initial value.
       every: Steps of a round.
-      within: Setting to the lowest and highest value that it may get. All of `values` have one.
+      within: Setting to its lowest and highest value. All of `values` have one.
       logarithmic: Settings whose ranges are logarithmic.
       seed: Of the draws.
     """
@@ -63,79 +63,87 @@ class Rounds(Population):
     def propose(
         self, places: "jax.Array", scores: "jax.Array", memory: Tree, key: "jax.Array"
     ) -> "tuple[jax.Array, Tree]":
-        """Returns the coordinates of the next round, [member, setting] in [0, 1], and what is remembered.
+        """Returns the coordinates of the next round, [member, setting] in [0, 1], and the search's state.
 
         Args:
-          places: Of the round that is over. Shape [member, setting].
+          places: Coordinates of the finished round. Shape [member, setting].
           scores: Of its members; less is better, infinity where losses were not finite. Shape [member].
-          memory: As `remember` or the round before returned it.
-          key: Of random draws.
+          memory: The search's state, from `remember` or the round before.
+          key: For random draws.
         """
 
-    def meeting(self, step: int) -> int:
+    def sync_round(self, step: int) -> int:
         """Returns 1 for the first step of each round but the first."""
         return int(step > 1 and step % self.every == 1)
 
     def init(self, params: Tree, replicas: int) -> Tree:
-        """Returns sums of losses, the number of the step and of the round, the search's memory, and the parameters."""
+        """Returns sums of losses, step and round counts, the search's state, and the initial parameters."""
         import jax.numpy as jnp
 
         places = self.coordinates({name: jnp.asarray(values, jnp.float32) for name, values in self.values.items()})
-        each = {"losses": jnp.zeros(replicas), "scores": jnp.zeros(replicas)}
+        per_member = {"losses": jnp.zeros(replicas), "scores": jnp.zeros(replicas)}
         counts = {"step": jnp.zeros((), jnp.int32), "round": jnp.zeros((), jnp.int32)}
-        return {"each": each, **counts, "memory": self.remember(places), "start": {"params": params}}
+        return {"each": per_member, **counts, "memory": self.remember(places), "start": {"params": params}}
 
     def begin(self, replicas: Replicas) -> Replicas:
-        """Returns the members, each with its own settings, and with the state that each round begins with."""
+        """Returns the members with their settings, and stores the state with which each round begins."""
         import jax
 
-        first = lambda tree: jax.tree.map(lambda x: x[0], tree)  # noqa: E731
-        start = {**replicas.own["start"], "optimizer": first(replicas.optimizer), "model": first(replicas.model_state)}
-        return super().begin(replace(replicas, own=replicas.own | {"start": start}))
+        entry = lambda tree: jax.tree.map(lambda x: x[0], tree)  # noqa: E731
+        start = {
+            **replicas.exchange_state["start"],
+            "optimizer": entry(replicas.opt_state),
+            "model": entry(replicas.model_state),
+        }
+        return super().begin(replace(replicas, exchange_state=replicas.exchange_state | {"start": start}))
 
-    def watched(self, own: Tree, losses: "jax.Array") -> Tree:
-        """Returns the state of its own with the losses of one more step of the round."""
+    def observe(self, state: Tree, losses: "jax.Array") -> Tree:
+        """Adds the losses of one more step of the round to the exchange's state."""
         import jax.numpy as jnp
 
-        step = own["step"] + 1
-        counts = (step > self.every - self.scored) & (step <= self.every)
-        each = own["each"] | {"losses": own["each"]["losses"] + jnp.where(counts, losses, 0.0)}
-        return own | {"each": each, "step": step}
+        step = state["step"] + 1
+        is_scored = (step > self.every - self.scored_steps) & (step <= self.every)
+        per_member = state["each"] | {"losses": state["each"]["losses"] + jnp.where(is_scored, losses, 0.0)}
+        return state | {"each": per_member, "step": step}
 
     @property
-    def scored(self) -> int:
-        """Steps at the end of a round whose losses are averaged."""
+    def scored_steps(self) -> int:
+        """The number of steps at the end of a round whose losses are averaged."""
         return max(1, int(SCORED * self.every))
 
-    def agree(self, replicas: Replicas, between: "Between") -> Replicas:
-        """Returns the members at the start of the next round, after the first step of it, which is thrown away."""
+    def synchronize(self, replicas: Replicas, between: "ReplicaMesh") -> Replicas:
+        """Starts the members' next round, after its first step, which is discarded."""
         import jax
         import jax.numpy as jnp
 
-        from jaxpar.exchange.population.copied import everywhere
+        from jaxpar.exchange.population.copying import replicate
         from jaxpar.optim.injected import with_settings
 
-        own = replicas.own
-        scores = everywhere(own["each"]["losses"], between.mesh) / self.scored
+        state = replicas.exchange_state
+        scores = replicate(state["each"]["losses"], between.mesh) / self.scored_steps
         scores = jnp.where(jnp.isfinite(scores), scores, jnp.inf)
-        settings = {name: everywhere(x, between.mesh) for name, x in self.settings(replicas.optimizer).items()}
-        key = jax.random.fold_in(jax.random.key(self.seed), own["round"])
-        places, memory = self.propose(self.coordinates(settings), scores, own["memory"], key)
-        spread = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(x, (self.members, *x.shape)), tree)  # noqa: E731
-        start = own["start"]
-        optimizer = with_settings(spread(start["optimizer"]), self.settings_at(places, settings))
-        own = own | {
+        settings = {name: replicate(x, between.mesh) for name, x in self.settings(replicas.opt_state).items()}
+        key = jax.random.fold_in(jax.random.key(self.seed), state["round"])
+        places, memory = self.propose(self.coordinates(settings), scores, state["memory"], key)
+        tile = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(x, (self.members, *x.shape)), tree)  # noqa: E731
+        start = state["start"]
+        optimizer = with_settings(tile(start["optimizer"]), self.settings_at(places, settings))
+        state = state | {
             "each": {"losses": jnp.zeros_like(scores), "scores": scores},
-            "step": jnp.ones_like(own["step"]),  # the one that is thrown away
-            "round": own["round"] + 1,
+            "step": jnp.ones_like(state["step"]),  # the discarded step
+            "round": state["round"] + 1,
             "memory": memory,
         }
         return replace(
-            replicas, params=spread(start["params"]), optimizer=optimizer, model_state=spread(start["model"]), own=own
+            replicas,
+            params=tile(start["params"]),
+            opt_state=optimizer,
+            model_state=tile(start["model"]),
+            exchange_state=state,
         )
 
     def coordinates(self, settings: "Mapping[str, jax.Array]") -> "jax.Array":
-        """Returns where values lie in their ranges. Shape [member, setting]."""
+        """Returns the positions of values in their ranges. Shape [member, setting]."""
         import jax.numpy as jnp
 
         columns = []
@@ -149,24 +157,24 @@ class Rounds(Population):
         """Returns the values at coordinates, [member] each.
 
         Args:
-          places: Shape [member, setting].
-          settings: The values before, by name, whose dtypes they get.
+          places: Coordinates. Shape [member, setting].
+          settings: The previous values, by name, whose dtypes are used.
         """
         import jax.numpy as jnp
 
-        found = {}
-        for (name, before), column in zip(settings.items(), places.T, strict=True):
+        result = {}
+        for (name, previous), column in zip(settings.items(), places.T, strict=True):
             low, high = self.within[name]
             if name in self.logarithmic:
                 value = low * (high / low) ** column
             else:
                 value = low + column * (high - low)
-            found[name] = jnp.clip(value, low, high).astype(before.dtype)
-        return found
+            result[name] = jnp.clip(value, low, high).astype(previous.dtype)
+        return result
 
-    def copies(self, own: Tree) -> "dict[str, jax.Array]":
-        """Returns the scores of the round that is over."""
-        return {"score": own["each"]["scores"]}
+    def round_metrics(self, state: Tree) -> "dict[str, jax.Array]":
+        """Returns the scores of the finished round."""
+        return {"score": state["each"]["scores"]}
 
     def __str__(self) -> str:
         return f"{super().__str__()}, in rounds of {self.every} steps"

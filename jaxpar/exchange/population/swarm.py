@@ -1,4 +1,4 @@
-"""Particle swarm: each member's settings move towards the best it has had, and the best that any has had."""
+"""Particle swarm: each member's settings move towards its own best, and the best of all members."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Swarm(Rounds):
     """Particle swarm optimization (Kennedy and Eberhart 1995) of settings.
 
-    For a member at x with velocity v, the best place p that it has had and the best place g that any has had:
+    For a member at x with velocity v, its best position p so far and the best position g of all members:
 
         v <- inertia v + pull r1 (p - x) + pull r2 (g - x)        x <- x + v
 
@@ -23,9 +23,9 @@ class Swarm(Rounds):
     (2002, IEEE Trans. Evol. Comput. 6: 58-73). A member that would leave a range stops at its edge.
 
     Attributes:
-      name: swarm (settings move towards the best that each member, and any, has had).
-      inertia: Share of a velocity that stays.
-      pull: Of either best place.
+      name: swarm (settings move towards each member's best, and the best of all).
+      inertia: Share of the velocity that is kept.
+      pull: Weight of either best position.
     """
 
     name: str = "swarm"
@@ -37,7 +37,7 @@ class Swarm(Rounds):
         check_ranges(self, "", {"inertia": (0.0, 1.0), "pull": (0.0, 4.0)})
 
     def remember(self, places: "jax.Array") -> Tree:
-        """Returns velocities of 0, and each member's best place and score, of which there is none yet."""
+        """Returns velocities of 0, and each member's best position with a score of infinity."""
         import jax.numpy as jnp
 
         return {"velocity": jnp.zeros_like(places), "best": places, "score": jnp.full(len(places), jnp.inf)}
@@ -45,7 +45,7 @@ class Swarm(Rounds):
     def propose(
         self, places: "jax.Array", scores: "jax.Array", memory: Tree, key: "jax.Array"
     ) -> "tuple[jax.Array, Tree]":
-        """Returns the next places of all members; see `Rounds.propose`."""
+        """Returns the next positions of all members; see `Rounds.propose`."""
         import jax
         import jax.numpy as jnp
 
@@ -53,9 +53,9 @@ class Swarm(Rounds):
         best = jnp.where(better[:, None], places, memory["best"])
         score = jnp.where(better, scores, memory["score"])
         r1, r2 = jax.random.uniform(key, (2, *places.shape))
-        towards = r1 * (best - places) + r2 * (best[jnp.argmin(score)] - places)
-        velocity = self.inertia * memory["velocity"] + self.pull * towards
-        after = places + velocity
-        inside = jnp.clip(after, 0.0, 1.0)
-        velocity = jnp.where(after == inside, velocity, 0.0)
-        return inside, {"velocity": velocity, "best": best, "score": score}
+        attraction = r1 * (best - places) + r2 * (best[jnp.argmin(score)] - places)
+        velocity = self.inertia * memory["velocity"] + self.pull * attraction
+        position = places + velocity
+        clipped = jnp.clip(position, 0.0, 1.0)
+        velocity = jnp.where(position == clipped, velocity, 0.0)
+        return clipped, {"velocity": velocity, "best": best, "score": score}

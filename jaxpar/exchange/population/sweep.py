@@ -1,11 +1,11 @@
-"""A job's `[sweep]`: which settings of its optimizer differ between members, and how they are searched."""
+"""A job's `[sweep]`: the optimizer settings that differ between members, and how they are searched."""
 
 import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from jaxpar.errors import JaxparError, Problem, check_ranges, nearest, refuse
+from jaxpar.errors import JaxparError, Problem, check_ranges, refuse, suggest
 from jaxpar.exchange.population import draws
 from jaxpar.exchange.population.evolution import Evolution
 from jaxpar.exchange.population.pbt import Pbt, check_factors
@@ -14,35 +14,34 @@ from jaxpar.exchange.population.swarm import Swarm
 from jaxpar.exchange.settings import STEPS
 from jaxpar.optim.optimizer import SWEPT, Optimizer
 
-ROOM = "optimizer."  # whose settings may differ
-MOST = 4096  # members
+ROOM = "optimizer."  # prefix of the settings that may differ
+MOST = 4096  # members, at most
 IN_ROUNDS = ("evolution", "swarm")  # methods in which members train anew in each round
-OF_METHOD = {  # the settings of a sweep that belong to some methods alone
+OF_METHOD = {  # settings of a sweep to the methods that use them
     "every": ("pbt", "evolution", "swarm"), "share": ("pbt", "evolution"), "factors": ("pbt",), "spread": ("evolution",)
 }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """Members of a population: the same job with other settings of its optimizer, one compiled program for all.
+    """Members of a population: the same job with different optimizer settings, one compiled program for all.
 
     Attributes:
-      method: grid (every combination of the lists); random (draws); pbt (draws; every so many steps the worst
-        copy the best, with other settings: population based training, Jaderberg et al. 2017, arXiv:1711.09846);
+      method: grid (every combination of the lists); random (draws); pbt (draws; every N steps the worst
+        copy the best, with changed settings: population based training, Jaderberg et al. 2017, arXiv:1711.09846);
         evolution or swarm (draws; in rounds of so many steps, each from the start: a genetic algorithm, Young et al.
         2015, or particle swarm optimization, Kennedy and Eberhart 1995).
       over: Settings to their values: optimizer.learning_rate = [1e-3, 3e-3] in [sweep.over]; or, but for a grid,
         { log_uniform = [1e-4, 1e-2] } or { uniform = [0.8, 0.99] }. Of the optimizer's learning_rate, final,
         weight_decay, beta1, beta2 and clip. {} is no sweep. Each member sees all examples, and parallel.data divides
         the members.
-      members: How many are drawn; a grid has all combinations.
+      members: Number of draws; a grid has all combinations.
       seed: Of the draws.
-      every: With pbt, steps from one copying to the next; members are ranked by their mean loss since the last. With
-        evolution and swarm, steps of a round, over which schedules run; members are ranked by the mean loss of its
-        last fifth.
-      share: With pbt, the share of members that copy, and of those that may be copied; with evolution of those that
+      every: With pbt, steps between copies; members are ranked by their mean loss since the last. With evolution and
+        swarm, steps of a round, over which schedules run; members are ranked by the mean loss of its last fifth.
+      share: With pbt, the share of members that copy, and of those that may be copied; with evolution, of those that
         survive a round.
-      factors: With pbt, by one of which each setting of a copy is multiplied, within the range that it was drawn from.
+      factors: With pbt, a copy's settings are multiplied by one of these each, within the range of their draws.
       spread: With evolution, the standard deviation of a mutation, as a share of the range.
     """
 
@@ -56,7 +55,7 @@ class Sweep:
     spread: float = 0.1
 
     def __post_init__(self):
-        usual = Sweep.__dataclass_fields__
+        fields = Sweep.__dataclass_fields__
         check_ranges(self, "sweep", {
             "members": (0, MOST), "seed": (0, 2**32 - 1), "every": (1, STEPS), "share": (0.0, 0.5),
             "spread": (0.0, 1.0),
@@ -65,7 +64,7 @@ class Sweep:
         if not self.over:
             return
         for key, methods in OF_METHOD.items():
-            if getattr(self, key) != usual[key].default and self.method not in methods:
+            if getattr(self, key) != fields[key].default and self.method not in methods:
                 raise refuse(
                     f"sweep.{key} = {getattr(self, key)} with sweep.method = {self.method!r}",
                     rule=f"{key} is a setting of {' and '.join(methods)}",
@@ -73,50 +72,50 @@ class Sweep:
                 )
         if self.method in IN_ROUNDS and self.every < 2:
             raise refuse(f"sweep.every = {self.every}", rule="a round has two steps or more", fix="sweep.every = 100")
-        over, drawn = draws.flat(self.over), self.method != "grid"
-        draws.check(over, self.method)
-        if not drawn and (combinations := math.prod(map(len, over.values()))) > MOST:
+        settings, is_random = draws.flatten(self.over), self.method != "grid"
+        draws.check(settings, self.method)
+        if not is_random and (combinations := math.prod(map(len, settings.values()))) > MOST:
             raise refuse(
                 f"sweep.over with {combinations} combinations",
                 rule=f"a population has at most {MOST} members",
                 fix='fewer values, or sweep.method = "random"',
             )
-        if drawn != bool(self.members) or self.count < 2:
+        if is_random != bool(self.members) or self.count < 2:
             raise refuse(
                 f"sweep.members = {self.members} with sweep.method = {self.method!r}"
-                + (f", whose lists have {self.count} combinations" if not drawn else ""),
+                + (f", whose lists have {self.count} combinations" if not is_random else ""),
                 rule="a population has two members or more; draws are as many as members, a grid has all combinations",
-                fix="sweep.members = 8" if drawn else "leave sweep.members out, and give a setting more values",
+                fix="sweep.members = 8" if is_random else "leave sweep.members out, and give a setting more values",
             )
 
     @cached_property
     def values(self) -> dict[str, tuple[float, ...]]:
-        """Setting of the optimizer to its value for each member, as they begin."""
-        over = {name.removeprefix(ROOM): value for name, value in draws.flat(self.over).items()}
-        return draws.grid(over) if self.method == "grid" else draws.drawn(over, self.members, self.seed)
+        """Setting of the optimizer to each member's initial value."""
+        settings = {name.removeprefix(ROOM): value for name, value in draws.flatten(self.over).items()}
+        return draws.grid(settings) if self.method == "grid" else draws.draw(settings, self.members, self.seed)
 
     @property
     def count(self) -> int:
-        """How many members there are; 0 for no sweep."""
+        """The number of members; 0 for no sweep."""
         return len(next(iter(self.values.values()))) if self.over else 0
 
     def check(self, optimizer: Optimizer) -> None:
-        """Refuses settings that an optimizer does not have, that change the program, or that are out of their range.
+        """Refuses settings that the optimizer lacks, that change the program, or that are out of their range.
 
         Raises:
-          JaxparError: With all that are wrong.
+          JaxparError: With all faults.
         """
-        known = [ROOM + name for name in SWEPT]
+        names = [ROOM + name for name in SWEPT]
         problems = [
             Problem(
                 f"sweep.over.{name}",
-                f"members differ in what is an array in the state of one program: {', '.join(known)}",
+                f"a sweep varies arrays in the optimizer's state: {', '.join(names)}",
                 "a job of its own for each value"
                 if "." in name and not name.startswith(ROOM)
-                else nearest(name, known),
+                else suggest(name, names),
             )
-            for name in draws.flat(self.over)
-            if name not in known
+            for name in draws.flatten(self.over)
+            if name not in names
         ]
         if problems:
             raise JaxparError(*problems)
@@ -124,7 +123,7 @@ class Sweep:
             problems.append(
                 Problem(
                     f"sweep.over.optimizer.learning_rate with optimizer.reference_batch = {optimizer.reference_batch}",
-                    "a rate is searched as it holds, at the global batch of the job",
+                    "a sweep searches the rate at the job's own global batch, without rescaling",
                     "optimizer.reference_batch = 0",
                 )
             )
@@ -137,20 +136,20 @@ class Sweep:
             raise JaxparError(*problems)
 
     def population(self) -> Population:
-        """Returns the members as what they are for a step: replicas that differ."""
+        """Returns the exchange for the step: members as replicas that differ."""
         if self.method not in draws.MOVING:
             return Population(values=self.values)
-        over = {name.removeprefix(ROOM): value for name, value in draws.flat(self.over).items()}
-        moving: dict[str, Any] = {
-            "values": self.values, "every": self.every, "within": draws.within(over), "seed": self.seed
+        settings = {name.removeprefix(ROOM): value for name, value in draws.flatten(self.over).items()}
+        options: dict[str, Any] = {
+            "values": self.values, "every": self.every, "within": draws.ranges(settings), "seed": self.seed
         }  # fmt: skip
         if self.method == "pbt":
-            return Pbt(**moving, share=self.share, factors=self.factors)
-        moving["logarithmic"] = draws.logarithmic(over)
+            return Pbt(**options, share=self.share, factors=self.factors)
+        options["logarithmic"] = draws.logarithmic(settings)
         if self.method == "swarm":
-            return Swarm(**moving)
-        return Evolution(**moving, share=self.share, spread=self.spread)
+            return Swarm(**options)
+        return Evolution(**options, share=self.share, spread=self.spread)
 
     def steps(self, steps: int) -> int:
-        """Returns over how many steps a member trains, of so many of the run: those of a round, where it has rounds."""
+        """Returns the steps of a member's training, of `steps` in the run: one round's, if the method has rounds."""
         return self.every if self.over and self.method in IN_ROUNDS else steps

@@ -1,1 +1,1 @@
-"""Shows the facts of a report: as text, as one HTML page, and their drawings."""
+"""Shows the facts of a report: as text, as one HTML page, and as drawings."""

@@ -9,22 +9,22 @@ from jaxpar.inspector.pages.mesh_svg import kind_class
 from jaxpar.mesh.collective import Collective
 from jaxpar.units import show_bytes
 
-_ROWS = 24  # of the ledger, before the smaller ones are folded
+_ROWS = 24  # rows of the ledger, before the smaller ones are folded
 
 
 def collectives(report: Facts) -> Markup:
-    """Returns wire bytes by axis, and the ledger."""
+    """Bytes on the wire by axis, and the ledger."""
     if not report.ledger:
         return tag(
             "p", f"No collectives: {'the devices never talk to each other' if report.count > 1 else 'one device'}."
         )
-    most = max(entry.step_wire for entry in report.ledger)
-    rows = [_row(entry, most) for entry in report.ledger]
+    largest = max(entry.step_wire for entry in report.ledger)
+    rows = [_row(entry, largest) for entry in report.ledger]
     body = [_by_axis(report), heading("Ledger of a step, per device ", badge("compiled")), _ledger(rows[:_ROWS])]
     if len(rows) > _ROWS:
         wire = show_bytes(sum(entry.step_wire for entry in report.ledger[_ROWS:]))
-        more = tag("summary", f"and {len(rows) - _ROWS} smaller ones, {wire} on the wire")
-        body.append(tag("details", more, _ledger(rows[_ROWS:])))
+        summary = tag("summary", f"and {len(rows) - _ROWS} smaller ones, {wire} on the wire")
+        body.append(tag("details", summary, _ledger(rows[_ROWS:])))
     words = "Wire is what each device sends, by ring algorithms: (n−1)/n of the payload, all-reduce twice that."
     if any(axis.startswith("~") for entry in report.ledger for axis in entry.axes):
         words += " ~ marks a part of an axis."
@@ -33,14 +33,14 @@ def collectives(report: Facts) -> Markup:
 
 def _by_axis(report: Facts) -> Markup:
     totals = {axis: sum(kinds.values()) for axis, kinds in report.by_axis.items()}
-    most, rows = max([*totals.values(), 1]), []
+    largest, rows = max([*totals.values(), 1]), []
     for axis in sorted(totals, key=lambda axis: -totals[axis]):
         kinds = sorted(report.by_axis[axis].items(), key=lambda pair: -pair[1])
         parts = [(kind_class(kind), "", size) for kind, size in kinds]
         words = [
             tag("span", swatch(kind_class(kind), f"{kind} {show_bytes(size)}"), cls="jx-item") for kind, size in kinds
         ]
-        rows.append((axis, show_bytes(totals[axis]), bar(parts, most), join(words)))
+        rows.append((axis, show_bytes(totals[axis]), bar(parts, largest), join(words)))
     return table("Wire bytes by axis", ("axes", "wire/step", "", "by kind"), rows, "tntw")
 
 
@@ -52,15 +52,15 @@ def _ledger(rows: Sequence[Sequence[str]]) -> Markup:
 def _row(entry: Collective, most: float) -> tuple[str, ...]:
     colour = kind_class(entry.kind)
     times = "?" if entry.times is None else str(entry.times)
-    turns = "×".join("?" if turn is None else str(turn) for turn in entry.loop) if len(entry.loop) > 1 else ""
-    asides = [f"loops {turns}"] if turns else []
-    asides += [f"{entry.count} arrays in one"] if entry.count > 1 else []
-    asides += [f"{entry.senders:.0%} of the devices send"] if entry.senders < 1 else []
-    asides += ["backward"] if entry.backward else []
-    cause = entry.cause + (" gradient" if entry.parameter and entry.backward else "")
+    trips = "×".join("?" if trip is None else str(trip) for trip in entry.loop) if len(entry.loop) > 1 else ""
+    remarks = [f"loops {trips}"] if trips else []
+    remarks += [f"{entry.count} arrays in one"] if entry.count > 1 else []
+    remarks += [f"{entry.senders:.0%} of the devices send"] if entry.senders < 1 else []
+    remarks += ["backward"] if entry.backward else []
+    cause = entry.cause + (" gradient" if entry.has_parameters and entry.backward else "")
     return (
         swatch(colour, entry.kind), entry.axis, entry.dtype, str(entry.group), times, show_bytes(entry.payload),
         show_bytes(entry.step_wire), bar([(colour, "", entry.step_wire)], most, cls="jx-bar jx-short"),
         "async" if entry.asynchronous else "sync",
-        join([cause, *([" ", tag("span", ", ".join(asides), cls="jx-small")] if asides else [])]), entry.source,
+        join([cause, *([" ", tag("span", ", ".join(remarks), cls="jx-small")] if remarks else [])]), entry.source,
     )  # fmt: skip

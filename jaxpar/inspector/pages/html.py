@@ -1,4 +1,4 @@
-"""The report as one HTML file, or as part of a notebook; what it says comes from users, and `tag` escapes it."""
+"""The report as one HTML file, or as part of a notebook; `tag` escapes all of its text, which comes from users."""
 
 from collections.abc import Callable, Sequence
 from math import isfinite
@@ -7,14 +7,14 @@ from jaxpar.hlo.attribution import Argument
 from jaxpar.html.bars import memory_bar
 from jaxpar.html.frame import document, in_ascii, style, tile
 from jaxpar.html.markup import HOW, Markup, badge, heading, join, swatch, table, tag
-from jaxpar.html.pieces import section as pieces
+from jaxpar.html.shard_drawing import section as pieces
 from jaxpar.inspector.facts import Facts
 from jaxpar.inspector.findings import Flag
 from jaxpar.inspector.memory import CAUSES, Share
 from jaxpar.inspector.pages.collectives import collectives
 from jaxpar.inspector.pages.mesh_svg import kind_class, labelled_axes, mesh, shaded_axes
 from jaxpar.inspector.pages.pipeline import section
-from jaxpar.inspector.pages.timeline_svg import TURNS, timeline, undrawn
+from jaxpar.inspector.pages.timeline_svg import TURNS, periods_without_events, timeline
 from jaxpar.inspector.timeline import Timeline
 from jaxpar.mesh.axes import nodes_of_axes
 from jaxpar.mesh.collective import KINDS
@@ -22,7 +22,7 @@ from jaxpar.units import show_bytes, show_count, show_seconds
 
 
 def fragment(report: Facts) -> str:
-    """Returns the report as HTML for a notebook: sections are folded, styles touch nothing else."""
+    """The report as HTML for a notebook: sections are folded, styles affect nothing else."""
     folded = [
         tag("details", tag("summary", title), body, cls="jx-section", open="" if title == "Memory" else None)
         for title, body in _sections(report)
@@ -32,7 +32,7 @@ def fragment(report: Facts) -> str:
 
 
 def page(report: Facts) -> str:
-    """Returns the report as a page."""
+    """The report as a page."""
     sections = [tag("section", tag("h2", title), body) for title, body in _sections(report)]
     return document(report.title, *_top(report), *sections, _legend(report))
 
@@ -42,8 +42,8 @@ def _top(report: Facts) -> list[Markup]:
 
 
 def _sections(report: Facts) -> list[tuple[str, Markup]]:
-    """Returns (title, body) of everything below the flags."""
-    made: list[tuple[str, Callable[[Facts], Markup]]] = [
+    """(title, body) of everything below the flags."""
+    builders: list[tuple[str, Callable[[Facts], Markup]]] = [
         ("Memory", _memory),
         ("Mesh", _mesh),
         ("Who holds what", lambda report: pieces(report.cards) if report.cards else Markup()),
@@ -53,7 +53,7 @@ def _sections(report: Facts) -> list[tuple[str, Markup]]:
         ("Arrays", _arguments),
         ("Notes", _notes),
     ]
-    return [(title, body) for title, make in made if (body := make(report))]
+    return [(title, body) for title, make in builders if (body := make(report))]
 
 
 def _where(report: Facts) -> Markup:
@@ -70,37 +70,36 @@ def _where(report: Facts) -> Markup:
 def _verdict(report: Facts) -> Markup:
     need = show_bytes(report.total)
     if report.capacity is None or report.chip is None:
-        why = "simulated devices have" if report.devices.endswith(" cpu") else "no sheet of this chip, so"
-        look, words, more = "none", "No capacity", f"{need} per device; {why} neither a capacity nor a time"
+        reason = "simulated devices have" if report.devices.endswith(" cpu") else "a chip outside of jaxpar's table has"
+        look, words, detail = "none", "No capacity", f"{need} per device; {reason} neither a capacity nor a time"
     else:
         look, words = ("fits", "Fits") if report.fits else ("over", "Does not fit")
-        more = f"{need} per device; {report.room}"
+        detail = f"{need} per device; {report.room}"
         if not report.fits:
-            more += f", {show_bytes(report.total - report.capacity)} less than it needs"
+            detail += f", {show_bytes(report.total - report.capacity)} less than it needs"
     count = len(report.flags)
     flags = tag("span", f"{count} flag{'s' * (count != 1)}" if count else "no flags",
                 cls="jx-count jx-warn" if count else "jx-count")  # fmt: skip
-    return tag("div", tag("strong", words), tag("span", more), flags, cls=f"jx-verdict jx-{look}")
+    return tag("div", tag("strong", words), tag("span", detail), flags, cls=f"jx-verdict jx-{look}")
 
 
 def _numbers(report: Facts) -> Markup:
-    """Returns the headline numbers, each with its name."""
     flop, wire = report.flop, sum(entry.step_wire for entry in report.ledger)
-    least = "≥ " if any(entry.times is None for entry in report.ledger) else ""
+    at_least = "≥ " if any(entry.times is None for entry in report.ledger) else ""
     room = (
         f"{report.total / report.capacity:.1%} of what a program may take"
         if report.capacity
-        else "given, made, and temporary"
+        else "arguments, outputs and temporary memory"
     )
     work = [f"{flop.recomputed / flop.total:.1%} recomputation"] if flop.total and flop.recomputed else []
     if report.model_flop:
-        own = report.model_flop / report.count
-        part = f", {own / flop.total:.1%} of what is computed" if flop.total else ""
-        work.append(f"the model's own: {show_count(own)}{part} (exact)")
+        model_share = report.model_flop / report.count
+        part = f", {model_share / flop.total:.1%} of what is computed" if flop.total else ""
+        work.append(f"the model's own: {show_count(model_share)}{part} (exact)")
     count = len(report.ledger)
     tiles = [
         ("Memory per device", show_bytes(report.total), room, "compiled"),
-        ("On the wire", least + show_bytes(wire),
+        ("On the wire", at_least + show_bytes(wire),
          f"sent by each device in a step; {count} collective{'s' * (count != 1)} in the ledger", "compiled"),
         ("FLOP per step", ("≥ " if flop.unknown else "") + show_count(flop.total),
          "; ".join(["per device", *work]), "compiled"),
@@ -113,11 +112,11 @@ def _numbers(report: Facts) -> Markup:
         if report.mfu is not None:
             share = f"{report.mfu:.1%}" if report.mfu >= 0.001 else "< 0.1%"
             tiles.append(("MFU", share, "of the chips' bfloat16 peak", "modelled"))
-    return tag("div", *[tile(*each) for each in tiles], cls="jx-tiles")
+    return tag("div", *[tile(*fields) for fields in tiles], cls="jx-tiles")
 
 
 def _time(report: Facts) -> Timeline | None:
-    """Returns the modelled step if there is one that has a length."""
+    """The modelled step if it has a length."""
     time = report.timeline if report.chip else None
     return time if time and isfinite(time.seconds) and time.seconds > 0 else None
 
@@ -161,17 +160,17 @@ def _knobs(report: Facts) -> Markup:
         return Markup()
     short = max(report.total - report.capacity, 0) if report.capacity else 0
     rows = [(change, show_bytes(freed), "enough alone" if 0 < short <= freed else "") for change, freed in report.knobs]
-    need = f" {show_bytes(short)} must go." if short else ""
+    need = f" {show_bytes(short)} must be freed." if short else ""
     return join([heading(f"What would free memory.{need} ", badge("compiled")),
                  table("What would free memory", ("change", "frees", ""), rows, "wnt")])  # fmt: skip
 
 
 def _largest(share: Share) -> Markup:
-    lines = [join([what, " ", tag("span", show_bytes(size), cls="jx-small")]) for what, size in share.largest]
+    lines = [join([name, " ", tag("span", show_bytes(size), cls="jx-small")]) for name, size in share.largest]
     if len(lines) < 2:
         return join(lines)
-    more = tag("span", f", and {len(lines) - 1} more", cls="jx-small")
-    return tag("details", tag("summary", lines[0], more), tag("ul", *[tag("li", line) for line in lines[1:]]))
+    overflow_note = tag("span", f", and {len(lines) - 1} more", cls="jx-small")
+    return tag("details", tag("summary", lines[0], overflow_note), tag("ul", *[tag("li", line) for line in lines[1:]]))
 
 
 def _mesh(report: Facts) -> Markup:
@@ -197,12 +196,12 @@ def _timeline(report: Facts) -> Markup:
              *[(kind_class(kind), kind) for kind in KINDS if kind in kinds]]  # fmt: skip
     if any(TURNS.fullmatch(event.name) for event in time.events):
         names.append(("jx-turns", "+n×: n more turns of a loop, as one block"))
-    if undrawn(time):
+    if periods_without_events(time):
         names.append(("jx-hidden", "not drawn, and squeezed"))
     legend = tag("ul", *[tag("li", swatch(colour, name)) for colour, name in names], cls="jx-key")
     waiting = show_seconds(sum(time.exposed.values()))
     words = f"A step of {show_seconds(time.seconds)}: {show_seconds(time.compute)} of kernels and {waiting} waiting. "
-    words += "A loop counts once: how often it turns is not known. " if time.unknown else ""
+    words += "A loop of unknown trip count counts once. " if time.unknown else ""
     return join([tag("p", words, badge("modelled")), legend, timeline(time)])
 
 
@@ -210,8 +209,8 @@ def _arguments(report: Facts) -> Markup:
     if not report.arguments:
         return Markup()
     head = ("path", "placed as", "shape", "on one device", "bytes", "role")
-    rows = table("Arrays", head, [_argument(each) for each in report.arguments], "wwttnt")
-    size = show_bytes(sum(each.bytes for each in report.arguments if not each.host))
+    rows = table("Arrays", head, [_argument(argument) for argument in report.arguments], "wwttnt")
+    size = show_bytes(sum(argument.bytes for argument in report.arguments if not argument.host))
     count = len(report.arguments)
     words = join([f"{count} array{'s' * (count != 1)}, {size} on each device ", badge("exact")])
     if count <= 12:
@@ -230,5 +229,5 @@ def _notes(report: Facts) -> Markup:
 
 
 def _legend(report: Facts) -> Markup:
-    known = [how for how in HOW if how != "modelled" or _time(report)]
-    return tag("ul", *[tag("li", badge(how), f" {HOW[how]}") for how in known], cls="jx-key jx-legend")
+    provenances = [how for how in HOW if how != "modelled" or _time(report)]
+    return tag("ul", *[tag("li", badge(how), f" {HOW[how]}") for how in provenances], cls="jx-key jx-legend")

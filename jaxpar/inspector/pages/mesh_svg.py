@@ -7,40 +7,40 @@ from jaxpar.html.markup import Markup, tag
 from jaxpar.mesh.axes import coordinates
 from jaxpar.mesh.collective import KINDS
 
-_CELLS = 64  # devices of a mesh that are drawn, if there are more
+_CELLS = 64  # maximum number of devices drawn
 
 
 def kind_class(kind: str) -> str:
-    """Returns the class that colours a kind of collective."""
+    """The CSS class of a kind of collective."""
     return f"jx-k{KINDS.index(kind)}" if kind in KINDS[:5] else "jx-other"
 
 
 def mesh(sizes: Mapping[str, int], per_node: int, *, named: bool) -> Markup:
-    """Returns the devices of a mesh, node by node, the first of them where there are many.
+    """Draws the devices of a mesh node by node; only the first nodes of a large mesh.
 
     Args:
       sizes: Axis to size, outermost first.
-      per_node: Devices of a node.
+      per_node: Devices per node.
       named: Whether nodes have a number.
     """
-    count, shaded = prod(sizes.values()), shaded_axes(sizes)
+    count, shades = prod(sizes.values()), shaded_axes(sizes)
     nodes = ceil(count / per_node)
-    shown = min(nodes, max(1, _CELLS // per_node))
-    drawn = [_node(number, range(number * per_node, min(count, (number + 1) * per_node)), sizes, shaded, named=named)
-             for number in range(shown)]  # fmt: skip
-    if nodes > shown:
-        drawn.append(tag("p", f"and {nodes - shown} more node{'s' * (nodes - shown > 1)}", cls="jx-more"))
-    return tag("div", *drawn, cls="jx-nodes")
+    visible = min(nodes, max(1, _CELLS // per_node))
+    parts = [_node(number, range(number * per_node, min(count, (number + 1) * per_node)), sizes, shades, named=named)
+             for number in range(visible)]  # fmt: skip
+    if nodes > visible:
+        parts.append(tag("p", f"and {nodes - visible} more node{'s' * (nodes - visible > 1)}", cls="jx-more"))
+    return tag("div", *parts, cls="jx-nodes")
 
 
 def labelled_axes(sizes: Mapping[str, int]) -> list[str]:
-    """Returns the axes whose coordinates are written on a device: those with several devices, the five largest."""
+    """The axes whose coordinates are written on a device: the five largest of those with several devices."""
     large = sorted((axis for axis in sizes if sizes[axis] > 1), key=lambda axis: -sizes[axis])[:5]
     return [axis for axis in sizes if axis in large]
 
 
 def shaded_axes(sizes: Mapping[str, int]) -> list[str]:
-    """Returns which axes colour a device, the one of the whole cell first: the largest that vary where it is drawn."""
+    """The axes that colour a device, that of the whole cell first: the two largest that vary among drawn devices."""
     count = stride = prod(sizes.values())
     varying = []
     for axis, size in sizes.items():
@@ -51,34 +51,34 @@ def shaded_axes(sizes: Mapping[str, int]) -> list[str]:
 
 
 def _node(number: int, devices: range, sizes: Mapping[str, int], shaded: Sequence[str], *, named: bool) -> Markup:
-    labelled = labelled_axes(sizes)
-    longest = sum(len(str(sizes[axis] - 1)) + 1 for axis in labelled)
+    label_axes = labelled_axes(sizes)
+    longest = sum(len(str(sizes[axis] - 1)) + 1 for axis in label_axes)
     width = max(42, 7 * longest + 10)
     columns = 8 if len(devices) > 8 and width < 60 else 4
-    drawn = []
+    cells = []
     for place, device in enumerate(devices[:_CELLS]):
-        where = coordinates(device, sizes)
-        label = "·".join(str(where[axis]) for axis in labelled) or str(device)
-        title = f"device {device}: " + (", ".join(f"{axis} {at}" for axis, at in where.items()) or "alone")
-        depths = [0.08 + 0.5 * where[axis] / (sizes[axis] - 1) for axis in shaded]
+        position = coordinates(device, sizes)
+        label = "·".join(str(position[axis]) for axis in label_axes) or str(device)
+        title = f"device {device}: " + (", ".join(f"{axis} {index}" for axis, index in position.items()) or "alone")
+        depths = [0.08 + 0.5 * position[axis] / (sizes[axis] - 1) for axis in shaded]
         move = f"translate({place % columns * (width + 4)} {place // columns * 38})"
-        drawn.append(tag("g", tag("title", title), *_cell(width, depths, label), transform=move))
-    wide, high = min(columns, len(devices)) * (width + 4) - 4, ceil(len(drawn) / columns) * 38 - 4
+        cells.append(tag("g", tag("title", title), *_cell(width, depths, label), transform=move))
+    total_width, total_height = min(columns, len(devices)) * (width + 4) - 4, ceil(len(cells) / columns) * 38 - 4
     name = f"node {number}" if named else "the mesh"
-    picture = tag("svg", *drawn, viewBox=f"0 0 {wide} {high}", width=str(wide), role="img",
+    picture = tag("svg", *cells, viewBox=f"0 0 {total_width} {total_height}", width=str(total_width), role="img",
                   aria_label=f"{name}: {len(devices)} devices")  # fmt: skip
-    left = len(devices) - len(drawn)
-    more = [tag("p", f"and {left} more devices", cls="jx-more")] if left else []
-    return tag("div", *([tag("div", name, cls="jx-small")] if named else []), picture, *more,
+    hidden = len(devices) - len(cells)
+    overflow_note = [tag("p", f"and {hidden} more devices", cls="jx-more")] if hidden else []
+    return tag("div", *([tag("div", name, cls="jx-small")] if named else []), picture, *overflow_note,
                cls="jx-node" if named else None)  # fmt: skip
 
 
 def _cell(width: int, depths: Sequence[float], label: str) -> list[Markup]:
-    """Returns one device: its first axis shades it, its second one the lower edge."""
-    high = 34 if len(depths) < 2 else 27
-    drawn = [tag("rect", width=str(width), height=str(high), rx="4", cls="jx-device",
-                 fill_opacity=f"{(depths or [0.08])[0]:.2f}")]  # fmt: skip
+    """One device: its first axis shades it, its second one the lower edge."""
+    height = 34 if len(depths) < 2 else 27
+    shapes = [tag("rect", width=str(width), height=str(height), rx="4", cls="jx-device",
+                  fill_opacity=f"{(depths or [0.08])[0]:.2f}")]  # fmt: skip
     for depth in depths[1:]:
         edge = f"{depth + 0.2:.2f}"
-        drawn.append(tag("rect", y="29", width=str(width), height="5", rx="2", cls="jx-edge", fill_opacity=edge))
-    return [*drawn, tag("text", label, x=str(width // 2), y=str(high // 2 + 4), text_anchor="middle")]
+        shapes.append(tag("rect", y="29", width=str(width), height="5", rx="2", cls="jx-edge", fill_opacity=edge))
+    return [*shapes, tag("text", label, x=str(width // 2), y=str(height // 2 + 4), text_anchor="middle")]

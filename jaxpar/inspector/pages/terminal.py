@@ -11,11 +11,11 @@ _BAR = 28
 
 
 def page(report: Facts, *, width: int | None = None) -> str:
-    """Returns the whole report.
+    """Renders the whole report.
 
     Args:
-      report: What to show.
-      width: Of a line, in columns; 0 is without limit, None as wide as the terminal.
+      report: The report.
+      width: Line width in columns; 0 is unlimited, None is the width of the terminal.
     """
     width = terminal_width() if width is None else width
     parts = [_head(report), _memory(report, width), _pipeline(report), _ledger(report, width), _work(report)]
@@ -52,7 +52,7 @@ def _memory(report: Facts, width: int) -> str:
         *([table(rows, right=(1, 2), width=width)] if rows else []),
     ]
     if report.knobs:
-        lines.append("What would free most, each compiled:")
+        lines.append("Changes that would free most memory, each compiled:")
         lines += [f"  {change}  frees {show_bytes(freed)}" for change, freed in report.knobs]
     return "\n".join(lines)
 
@@ -60,8 +60,8 @@ def _memory(report: Facts, width: int) -> str:
 def _pipeline(report: Facts) -> str:
     if report.schedule is None:
         return ""
-    first, *rest = (f"{words} ({how})" for words, how in sentences(report.schedule, report.ledger))
-    return "\n  ".join([f"Pipeline: {first}", *rest])
+    first, *more_sentences = (f"{words} ({how})" for words, how in sentences(report.schedule, report.ledger))
+    return "\n  ".join([f"Pipeline: {first}", *more_sentences])
 
 
 def _ledger(report: Facts, width: int) -> str:
@@ -85,7 +85,7 @@ def _row(entry: Collective) -> tuple[str, ...]:
     return (
         entry.kind, entry.axis, entry.dtype, str(entry.group), "?" if entry.times is None else str(entry.times),
         show_bytes(entry.payload), show_bytes(entry.step_wire), "async" if entry.asynchronous else "sync",
-        entry.cause + (" gradient" if entry.parameter and entry.backward else ""), entry.source,
+        entry.cause + (" gradient" if entry.has_parameters and entry.backward else ""), entry.source,
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
-"""`jaxpar exchange compare`: one job, trained by several ways to agree, and one page that shows them side by side.
+"""`jaxpar exchange compare`: trains one job with several exchanges and shows them side by side on one page.
 
-    methods  what is written on the command line: exchanges that run, and methods that are simulated
-    trained  each of them trained: loss against samples, bytes and virtual seconds
+    methods  parses the methods of the command line: exchanges, which run, and methods simulated on a virtual clock
+    trained  trains the job by each method: loss against samples, bytes and virtual seconds
     page     one HTML file
 
 Nouns: a method, a curve.

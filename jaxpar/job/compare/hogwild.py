@@ -1,4 +1,4 @@
-"""A job trained by Hogwild! on this machine's processor, with one number of threads after the other."""
+"""Trains a job by Hogwild! on this machine's CPU, once for each number of threads."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,28 +10,28 @@ import numpy as np
 from jaxpar.errors import JaxparError, Problem
 from jaxpar.exchange.all_reduce import AllReduce
 from jaxpar.job.build import assemble
-from jaxpar.job.compare.trained import evaluate
+from jaxpar.job.compare.training import evaluate
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import open_data
-from jaxpar.job.parts.optimizers import own_functions
+from jaxpar.job.parts.optimizers import custom_functions
 from jaxpar.optim.chain import schedule
-from jaxpar.parallel.declare import Parallel
+from jaxpar.parallel.declaration import Parallel
 from jaxpar.train.hogwild import race
 
-LAST = 0.1  # share of the updates whose loss is averaged
+LAST = 0.1  # share of the last updates whose loss is averaged
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What so many threads have made of a job.
+    """The result for one number of threads.
 
     Attributes:
-      workers: Threads.
-      loss: Mean of the last tenth of the updates.
-      eval_loss: Of the held-out examples; nan if there are none.
-      seconds: Of all updates, measured.
-      staleness: Updates of other threads between reading and writing, in the mean.
-      write_share: Share of the parameters' elements that an update wrote, in the mean.
+      workers: Number of threads.
+      loss: Mean loss of the last tenth of the updates.
+      eval_loss: Loss on the held-out examples; nan if there are none.
+      seconds: Measured time of all updates.
+      staleness: Mean number of other threads' updates between a read and its write.
+      write_share: Mean share of the parameters' elements that an update wrote.
     """
 
     workers: int
@@ -43,34 +43,36 @@ class Row:
 
 
 def train(job: Job, workers: Sequence[int]) -> Iterator[Row]:
-    """Yields a row for each number of threads; each begins anew and makes as many updates as the job has steps.
+    """Yields a row for each number of threads; each starts anew and makes `train.steps` updates.
 
     Args:
-      job: Its mesh and parallelism are not looked at; an update is of `train.global_batch` examples.
+      job: The job; its mesh and parallelism are ignored. An update uses `train.global_batch` examples.
       workers: Numbers of threads.
 
     Raises:
-      JaxparError: If the job's optimizer keeps a state, or it cannot be trained on one device.
+      JaxparError: If the job's optimizer is not plain SGD, or the job cannot be trained on one device.
     """
     _check(job)
-    alone = replace(
+    local_job = replace(
         job,
         mesh=replace(job.mesh, target="", simulate=0, devices=1),
         parallel=replace(Parallel(), exchange=AllReduce()),
     )
-    step, source = assemble(alone, jax.devices("cpu")[:1]), open_data(job)
-    rate = schedule(job.optimizer.at(job.train.global_batch), job.train.steps, own=own_functions(job))
+    step, source = assemble(local_job, jax.devices("cpu")[:1]), open_data(job)
+    rate = schedule(
+        job.optimizer.for_batch(job.train.global_batch), job.train.steps, user_functions=custom_functions(job)
+    )
     rates = np.asarray(jax.vmap(rate)(np.arange(job.train.steps)))
     for count in workers:
         result = race(
             step, lambda number: source.batch(number, job.train.global_batch), workers=count, updates=job.train.steps,
             rate=lambda number: float(rates[number]), seed=job.train.seed,
         )  # fmt: skip
-        last = max(1, int(LAST * len(result.loss)))
+        tail = max(1, int(LAST * len(result.loss)))
         yield Row(
             workers=count,
-            loss=float(np.mean(result.loss[-last:])),
-            eval_loss=evaluate(alone, step, source, result.state),
+            loss=float(np.mean(result.loss[-tail:])),
+            eval_loss=evaluate(local_job, step, source, result.state),
             seconds=result.seconds,
             staleness=float(np.mean(result.staleness)),
             write_share=float(np.mean(result.write_share)),
@@ -78,10 +80,10 @@ def train(job: Job, workers: Sequence[int]) -> Iterator[Row]:
 
 
 def _check(job: Job) -> None:
-    """Refuses optimizers that are more than SGD: their state would be written by all threads too."""
+    """Refuses optimizers other than plain SGD: all threads would also write their state."""
     spec, problems = job.optimizer, []
-    wanted: dict[str, Any] = {"name": "sgd", "beta1": 0.0, "clip": 0.0}
-    for key, value in wanted.items():
+    settings: dict[str, Any] = {"name": "sgd", "beta1": 0.0, "clip": 0.0}
+    for key, value in settings.items():
         if getattr(spec, key) != value:
             problems.append(
                 Problem(

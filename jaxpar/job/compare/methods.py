@@ -1,53 +1,53 @@
-"""Methods as they are written on the command line: a name, and after a colon its one number.
+"""Parses methods of the command line: a name and, after a colon, one number.
 
     sync,local:20,diloco:20,sign,topk:0.01,ssp:3
 
-Exchanges take what the job says of them, if it has the same one; the number is their first of `NUMBERS`.
+An exchange takes its settings from the job if the job uses the same one; the number is its first setting in `NUMBERS`.
 """
 
 from dataclasses import dataclass, fields, replace
 
-from jaxpar.errors import JaxparError, Problem, nearest, refuse
+from jaxpar.errors import JaxparError, Problem, refuse, suggest
 from jaxpar.exchange.all_reduce import AllReduce
 from jaxpar.exchange.base import Exchange
 from jaxpar.exchange.clock.elastic import AsynchronousEasgd
 from jaxpar.exchange.clock.events import Simulated
-from jaxpar.exchange.clock.table import SIMULATED, simulated
+from jaxpar.exchange.clock.table import SIMULATED, parse_method
 from jaxpar.exchange.table import EXCHANGES
 from jaxpar.job.file.schema import Job
 
-NUMBERS = ("every", "share", "bits", "rank")  # settings that a number after the colon may be
+NUMBERS = ("every", "share", "bits", "rank")  # settings that the number after the colon may set
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to agree.
+    """A method by which replicas exchange gradients or parameters.
 
     Attributes:
-      name: As it was written.
-      how: An exchange, which runs, or a method on the virtual clock.
+      name: The text on the command line.
+      algorithm: An exchange, which runs, or a method simulated on a virtual clock.
     """
 
     name: str
-    how: Exchange | Simulated | AsynchronousEasgd
+    algorithm: Exchange | Simulated | AsynchronousEasgd
 
     @property
     def runs(self) -> bool:
-        """Whether it runs; else it is simulated."""
-        return isinstance(self.how, Exchange)
+        """Whether it runs; otherwise it is simulated."""
+        return isinstance(self.algorithm, Exchange)
 
 
 def parse(text: str, job: Job) -> list[Method]:
-    """Returns the methods that are asked for.
+    """Parses a comma-separated list of methods.
 
     Raises:
-      JaxparError: With every one that there is not, or that is written in another way.
+      JaxparError: With every unknown, malformed or repeated method.
     """
-    found, problems = [], []
+    methods, problems = [], []
     names = [name.strip() for name in text.split(",")]
     for name in names:
         try:
-            found.append(Method(name, _one(name, job)))
+            methods.append(Method(name, _parse_method(name, job)))
         except JaxparError as error:
             problems += error.problems
     problems += [
@@ -56,29 +56,29 @@ def parse(text: str, job: Job) -> list[Method]:
     ]
     if problems:
         raise JaxparError(*problems)
-    return found
+    return methods
 
 
-def _one(text: str, job: Job) -> Exchange | Simulated | AsynchronousEasgd:
+def _parse_method(text: str, job: Job) -> Exchange | Simulated | AsynchronousEasgd:
     name, _, number = text.partition(":")
     if name in SIMULATED:
-        return simulated(name, number)
+        return parse_method(name, number)
     if text == "sync":
         return AllReduce()
     if name not in EXCHANGES:
-        known = ("sync", *EXCHANGES, *SIMULATED)
-        raise refuse(f"method {text!r:.60}", rule=f"one of {', '.join(known)}", fix=nearest(name, known))
-    kind, own = EXCHANGES[name], job.parallel.exchange
-    settings = {each.name for each in fields(kind)}
-    made = own if own.name == name else kind()
+        methods = ("sync", *EXCHANGES, *SIMULATED)
+        raise refuse(f"method {text!r:.60}", rule=f"one of {', '.join(methods)}", fix=suggest(name, methods))
+    kind, job_exchange = EXCHANGES[name], job.parallel.exchange
+    settings = {item.name for item in fields(kind)}
+    exchange = job_exchange if job_exchange.name == name else kind()
     if not number:
-        return made
+        return exchange
     key = next((key for key in NUMBERS if key in settings), None)
     if key is None:
         raise refuse(f"method {text}", rule=f"{name} takes no number", fix=name)
     try:
-        return replace(made, **{key: float(number) if key == "share" else int(number)})
+        return replace(exchange, **{key: float(number) if key == "share" else int(number)})
     except JaxparError:
         raise
     except ValueError as error:
-        raise refuse(f"method {text}", rule=f"{key} is a number", fix=f"{name}:{getattr(made, key)}") from error
+        raise refuse(f"method {text}", rule=f"{key} is a number", fix=f"{name}:{getattr(exchange, key)}") from error

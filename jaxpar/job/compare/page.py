@@ -1,4 +1,4 @@
-"""Curves of several methods as one HTML file, and as text."""
+"""Renders the curves of several methods as one HTML file, and as a text table."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,10 @@ import numpy as np
 from jaxpar.html.frame import document
 from jaxpar.html.lines import Line, chart
 from jaxpar.html.markup import badge, table, tag
-from jaxpar.job.compare.trained import Curve
+from jaxpar.job.compare.training import Curve
 from jaxpar.units import show_bytes, show_count, show_seconds
 
-POINTS = 60  # of a line at most: each is a mean over some updates
+POINTS = 60  # maximal points per line; each is a mean over some updates
 _LOOKS = tuple(f"jx-k{i}" for i in range(5)) + tuple(f"jx-c{i}" for i in range(10))
 _HEAD = ("method", "", "eval loss", "examples", "bytes a device sent", "virtual time", "staleness")
 MEANT = {
@@ -21,7 +21,7 @@ MEANT = {
 
 
 def rows(curves: Sequence[Curve]) -> list[tuple[str, ...]]:
-    """Returns a row of each curve, the least loss first."""
+    """Returns a table row per curve, the lowest evaluation loss first."""
     ordered = sorted(curves, key=lambda curve: (np.isnan(curve.eval_loss), curve.eval_loss))
     return [
         (
@@ -38,7 +38,7 @@ def rows(curves: Sequence[Curve]) -> list[tuple[str, ...]]:
 
 
 def text(curves: Sequence[Curve]) -> str:
-    """Returns the table as text."""
+    """Formats the table as text."""
     cells = [_HEAD, *rows(curves)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(_HEAD))]
     lines = [
@@ -51,18 +51,18 @@ def text(curves: Sequence[Curve]) -> str:
     return "\n".join(lines)
 
 
-def write(curves: Sequence[Curve], *, title: str, law: str, compute: float, said: str) -> str:
-    """Returns the page.
+def render(curves: Sequence[Curve], *, title: str, law: str, compute: float, link_note: str) -> str:
+    """Renders the page as HTML.
 
     Args:
-      curves: At least one.
-      title: Of the page.
-      law: Of the times of gradients, as it was written.
-      compute: Their mean in seconds.
-      said: About the link, in words.
+      curves: At least one curve.
+      title: The title of the page.
+      law: The distribution of gradient times, as the user wrote it.
+      compute: The mean gradient time in seconds.
+      link_note: A description of the link.
     """
-    where = f"gradients take {show_seconds(compute)} in the mean ({law}); {said}"
-    looks = {curve.method.name: _LOOKS[i % len(_LOOKS)] for i, curve in enumerate(curves)}
+    subtitle = f"gradients take {show_seconds(compute)} in the mean ({law}); {link_note}"
+    styles = {curve.method.name: _LOOKS[i % len(_LOOKS)] for i, curve in enumerate(curves)}
     charts = [
         ("Against examples", "samples", "examples that were used", show_count),
         ("Against bytes", "bytes", "bytes that a device has sent", lambda x: f"{show_count(x)}B"),
@@ -70,18 +70,18 @@ def write(curves: Sequence[Curve], *, title: str, law: str, compute: float, said
     ]
     sections = [
         tag("section", tag("h2", name), chart(
-            [_line(curve, key, looks[curve.method.name]) for curve in curves],
+            [_line(curve, key, styles[curve.method.name]) for curve in curves],
             x=x, y="loss of the examples of an update", show_x=show,
         ))
         for name, key, x, show in charts
     ]  # fmt: skip
-    known = [word for word in MEANT if word != "simulated" or not all(curve.method.runs for curve in curves)]
+    badges = [word for word in MEANT if word != "simulated" or not all(curve.method.runs for curve in curves)]
     return document(
         title,
-        tag("p", where, " ", badge("modelled"), cls="jx-where"),
+        tag("p", subtitle, " ", badge("modelled"), cls="jx-where"),
         table("Methods", _HEAD, [_badged(row) for row in rows(curves)], "ttnnnnn"),
         *sections,
-        tag("ul", *[tag("li", badge(word), f" {MEANT[word]}") for word in known], cls="jx-key jx-legend"),
+        tag("ul", *[tag("li", badge(word), f" {MEANT[word]}") for word in badges], cls="jx-key jx-legend"),
     )
 
 
@@ -90,8 +90,8 @@ def _badged(row: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _line(curve: Curve, key: str, look: str) -> Line:
-    """Returns a curve against one of its arrays, as means over so many updates that it has few points."""
+    """Plots the loss of a curve against one of its arrays, binned to at most `POINTS` means."""
     bins = np.array_split(np.arange(len(curve.loss)), min(POINTS, len(curve.loss)))
-    x, y = (np.array([float(array[each].mean()) for each in bins]) for array in (getattr(curve, key), curve.loss))
+    x, y = (np.array([float(array[part].mean()) for part in bins]) for array in (getattr(curve, key), curve.loss))
     name = curve.method.name if curve.method.runs else f"{curve.method.name} (simulated)"
-    return Line(name=name, x=x, y=y, look=look, dashed=not curve.method.runs)
+    return Line(name=name, x=x, y=y, css_class=look, dashed=not curve.method.runs)

@@ -1,1 +1,1 @@
-"""Checks of this machine before a run depends on it: each returns findings, and none can hang."""
+"""Checks of this machine before a run: every check returns findings, and none can hang."""

@@ -1,4 +1,4 @@
-"""Findings of a check, and the time limit that keeps it from hanging."""
+"""The finding of a check, and a time limit for checks that may hang."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -8,13 +8,13 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-      what: Its subject, in a word or two.
-      state: ok; warning: a run will go, slower or less safely; problem: a run will not go, or not to its end.
+      what: The subject, in a word or two.
+      state: ok; warning: a run works, but slower or less safely; problem: a run fails to start or to finish.
       text: The observation, with its numbers.
-      fix: The remedy, "" where all is well.
+      fix: The remedy, "" if all is well.
     """
 
     what: str
@@ -27,17 +27,17 @@ class Finding:
         return f"{line}\n{'':21} fix: {self.fix}" if self.fix else line
 
 
-def limited(what: str, check: Callable[[], Iterable[Finding]], *, seconds: float, fix: str) -> list[Finding]:
-    """Returns what a check finds; where the system does not come back from it, that, after so many seconds.
+def with_time_limit(what: str, check: Callable[[], Iterable[Finding]], *, seconds: float, fix: str) -> list[Finding]:
+    """Runs a check with a time limit; if it hangs, that is the finding.
 
     Args:
-      what: Its subject, for that finding.
-      check: A function that may hang, as on a dead file server or name server.
-      seconds: How long it may take.
+      what: The subject of that finding.
+      check: A function that may hang, e.g. on a dead file server or name server.
+      seconds: The time limit.
       fix: The remedy if it hangs.
     """
-    found: list[list[Finding]] = []
-    thread = threading.Thread(target=lambda: found.append(list(check())), daemon=True)
+    results: list[list[Finding]] = []
+    thread = threading.Thread(target=lambda: results.append(list(check())), daemon=True)
     thread.start()
     thread.join(seconds)
-    return found[0] if found else [Finding(what, "problem", f"no answer within {seconds:g} s", fix)]
+    return results[0] if results else [Finding(what, "problem", f"no answer within {seconds:g} s", fix)]

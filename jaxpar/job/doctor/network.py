@@ -1,9 +1,9 @@
-"""The other processes: who says where they are, whether process 0 is reached, what clocks and run folders say.
+"""Checks of the other processes: their discovery, the way to process 0, clocks and the shared run folder.
 
-process 0                 listens at the coordinator's address, tells who asks the time and a file in its run folder
-the others                ask it: reached or not, their clock against its clock, whether they see that file
+process 0                 listens at the coordinator's address; sends its time and the name of a file in the run folder
+other processes           connect to it, compare clocks, and check that they see the file
 
-For that it runs on all of them at once, as the run itself will: `srun jaxpar doctor JOB`.
+Run it on all processes at once, as the run itself will be: `srun jaxpar doctor JOB`.
 """
 
 import os
@@ -22,12 +22,12 @@ from jaxpar.train.watchdog.meeting import FIX
 from jaxpar.units import show_seconds
 
 HELLO = b"jaxpar doctor "
-SIGN = ".jaxpar-doctor-"  # how the file begins that process 0 leaves for the others to see
+SIGN = ".jaxpar-doctor-"  # name prefix of the file that process 0 makes for the others to see
 SKEW = 1.0  # seconds between two clocks
 
 
 def processes(environment: Mapping[str, str]) -> tuple[list[Finding], Cluster | None]:
-    """Returns the finding about other processes in the environment."""
+    """Detects the other processes from environment variables."""
     try:
         cluster = detect(environment)
     except JaxparError as error:
@@ -37,47 +37,47 @@ def processes(environment: Mapping[str, str]) -> tuple[list[Finding], Cluster | 
     return [Finding("processes", "ok", str(cluster))], cluster
 
 
-def meet(cluster: Cluster, *, seconds: float, folder: Path | None = None) -> Iterator[Finding]:
-    """Looks for the others, for at most so many seconds: process 0 waits for them, they look for it.
+def check_connection(cluster: Cluster, *, seconds: float, folder: Path | None = None) -> Iterator[Finding]:
+    """Checks the connection between the processes: process 0 waits for the others, and they connect to it.
 
     Args:
-      cluster: As this process sees it.
-      seconds: How long.
-      folder: Which all must see, the run's; or the innermost above it that is there.
+      cluster: The cluster as this process sees it.
+      seconds: The time limit.
+      folder: The run folder, which all processes must share, or its nearest existing ancestor.
     """
     try:
-        where = socket.getaddrinfo(cluster.host, cluster.port, type=socket.SOCK_STREAM)[0]
+        endpoint = socket.getaddrinfo(cluster.host, cluster.port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         yield Finding("coordinator", "problem", f"{cluster.host} is no host known here: {error.strerror}",
             "the host's name in /etc/hosts or DNS, or JAXPAR_COORDINATOR with its address")  # fmt: skip
         return
-    address = str(where[4][0])
+    address = str(endpoint[4][0])
     loopback = address.startswith("127.") or address == "::1"
     if loopback and cluster.host not in ("localhost", "::1") and not cluster.host.startswith("127."):
         yield Finding("coordinator", "warning", f"{cluster.host} is {address} here, which others do not reach",
             f"JAXPAR_COORDINATOR with the address that others reach, or {cluster.host} out of the line of 127.0.1.1 in "
             "/etc/hosts")  # fmt: skip
-    at = nearest_folder(folder) if folder else None
+    ancestor = nearest_folder(folder) if folder else None
     if cluster.process:
-        yield from _ask(cluster, seconds, at)
+        yield from _ask(cluster, seconds, ancestor)
         return
-    with _sign(at) as name:
-        yield from _serve(cluster, where, seconds, name)
+    with _sign(ancestor) as name:
+        yield from _serve(cluster, endpoint, seconds, name)
 
 
 @contextmanager
-def _sign(at: Path | None) -> Iterator[str]:
-    """Leaves a file in a folder while the others look, and gives its name; "" where none can be left."""
-    if at is None or not os.access(at, os.W_OK):  # that it cannot be written is another finding
+def _sign(folder: Path | None) -> Iterator[str]:
+    """Keeps a file in a folder during the check and yields its name; "" if the folder is not writable."""
+    if folder is None or not os.access(folder, os.W_OK):  # another check reports that it is not writable
         yield ""
         return
-    with tempfile.NamedTemporaryFile(dir=at, prefix=SIGN) as file:
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=SIGN) as file:
         yield Path(file.name).name
 
 
 def _serve(cluster: Cluster, where: tuple, seconds: float, name: str) -> Iterator[Finding]:
     kind, _, _, _, address = where
-    until, came = time.monotonic() + seconds, set()
+    deadline, guests = time.monotonic() + seconds, set()
     with socket.socket(kind, socket.SOCK_STREAM) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -88,51 +88,51 @@ def _serve(cluster: Cluster, where: tuple, seconds: float, name: str) -> Iterato
             fix = "another port; or a run is under way there; or process 0 runs on another host"
             yield Finding("coordinator", "problem", text, fix)
             return
-        while len(came) < cluster.processes - 1 and time.monotonic() < until:
-            server.settimeout(max(0.01, until - time.monotonic()))
+        while len(guests) < cluster.processes - 1 and time.monotonic() < deadline:
+            server.settimeout(max(0.01, deadline - time.monotonic()))
             try:
-                asking, _ = server.accept()
-                with asking:
-                    asking.settimeout(1.0)
-                    asking.sendall(HELLO + f"{time.time():.6f} {name}\n".encode())
-                    came.add(asking.recv(16))
-            except OSError:  # nobody came, or who came left: counted below
+                connection, _ = server.accept()
+                with connection:
+                    connection.settimeout(1.0)
+                    connection.sendall(HELLO + f"{time.time():.6f} {name}\n".encode())
+                    guests.add(connection.recv(16))
+            except OSError:  # a timeout or a dropped connection: counted below
                 continue
-    others = cluster.processes - 1
-    text = f"process 0 listens on {cluster.coordinator}; {len(came)} of the {others} others came in {seconds:g} s"
-    if len(came) < others:
+    peers = cluster.processes - 1
+    text = f"process 0 listens on {cluster.coordinator}; {len(guests)} of the {peers} others came in {seconds:g} s"
+    if len(guests) < peers:
         yield Finding("coordinator", "warning", text, "run jaxpar doctor on all of them at once: srun jaxpar doctor")
     else:
         yield Finding("coordinator", "ok", text)
 
 
-def _ask(cluster: Cluster, seconds: float, at: Path | None) -> Iterator[Finding]:
-    until, why = time.monotonic() + seconds, ""
-    while (left := until - time.monotonic()) > 0:
+def _ask(cluster: Cluster, seconds: float, folder: Path | None) -> Iterator[Finding]:
+    deadline, reason = time.monotonic() + seconds, ""
+    while (seconds_left := deadline - time.monotonic()) > 0:
         try:
-            before = time.time()
-            with socket.create_connection((cluster.host, cluster.port), timeout=left) as server:
-                text, after = _heard(server), time.time()
+            start = time.time()
+            with socket.create_connection((cluster.host, cluster.port), timeout=seconds_left) as server:
+                text, end = _receive_greeting(server), time.time()
                 clock, *name = text.removeprefix(HELLO).decode(errors="replace").split() or [""]
-                shared = [_shared(at, name[0])] if at and name and name[0].startswith(SIGN) else []
+                shared = [_shared(folder, name[0])] if folder and name and name[0].startswith(SIGN) else []
                 server.sendall(str(cluster.process).encode())
         except TimeoutError:
-            why = f"no answer in {seconds:g} s"
+            reason = f"no answer in {seconds:g} s"
         except OSError as error:
-            why = error.strerror or str(error)
-            time.sleep(min(0.2, left))
+            reason = error.strerror or str(error)
+            time.sleep(min(0.2, seconds_left))
         else:
             yield Finding("coordinator", "ok", f"{cluster.coordinator} answers")
             if text.startswith(HELLO):
-                yield _clock(float(clock), before, after)
+                yield _clock(float(clock), start, end)
                 yield from shared
             return
-    yield Finding("coordinator", "problem", f"{cluster.coordinator} does not answer: {why}", "process 0 must run (srun "
-        "jaxpar doctor asks on all of them at once); is its port open in the firewall?")  # fmt: skip
+    yield Finding("coordinator", "problem", f"{cluster.coordinator} does not answer: {reason}", "process 0 must run "
+        "(srun jaxpar doctor asks on all of them at once); is its port open in the firewall?")  # fmt: skip
 
 
-def _heard(server: socket.socket) -> bytes:
-    """Returns the first bytes of the other side, b"" where it waits: then a run listens there, not a doctor."""
+def _receive_greeting(server: socket.socket) -> bytes:
+    """Receives the greeting of the server; b"" if it sends none: then a run listens there, not a doctor."""
     server.settimeout(1.0)
     try:
         return server.recv(256)
@@ -140,18 +140,18 @@ def _heard(server: socket.socket) -> bytes:
         return b""
 
 
-def _shared(at: Path, name: str) -> Finding:
-    """Returns whether process 0's file shows here; its name is new, so no cache can say that it is not there."""
-    if "/" not in name and (at / name).exists():
-        return Finding("shared", "ok", f"what process 0 writes into {at} is seen here")
-    return Finding("shared", "problem", f"what process 0 writes is not seen in {at}: all processes of a run share its "
-        "folder", FIX)  # fmt: skip
+def _shared(folder: Path, name: str) -> Finding:
+    """Checks that process 0's file is visible here; its name is new, so no stale cache can hide it."""
+    if "/" not in name and (folder / name).exists():
+        return Finding("shared", "ok", f"what process 0 writes into {folder} is seen here")
+    got = f"what process 0 writes is not seen in {folder}: all processes of a run share its folder"
+    return Finding("shared", "problem", got, FIX)
 
 
 def _clock(theirs: float, before: float, after: float) -> Finding:
-    off = theirs - (before + after) / 2
-    side, error = "ahead" if off > 0 else "behind", show_seconds((after - before) / 2)
-    text = f"process 0's is {show_seconds(abs(off))} {side} (± {error})"
-    if abs(off) > SKEW:
+    skew = theirs - (before + after) / 2
+    direction, error = "ahead" if skew > 0 else "behind", show_seconds((after - before) / 2)
+    text = f"process 0's is {show_seconds(abs(skew))} {direction} (± {error})"
+    if abs(skew) > SKEW:
         return Finding("clock", "warning", text, "set the clocks (chronyc tracking, timedatectl)")
     return Finding("clock", "ok", text)

@@ -1,4 +1,4 @@
-"""Checks of versions that work together, and of variables that change how JAX works."""
+"""Checks of package versions, and of environment variables that change the behavior of JAX."""
 
 import importlib.metadata
 import platform
@@ -8,41 +8,41 @@ from pathlib import Path
 
 from jaxpar.errors import JaxparError
 from jaxpar.job.doctor.finding import Finding
-from jaxpar.mesh.memory_pool import NAME, OFF, OLD, OWN, PREALLOCATE, SHARE, taken
-from jaxpar.mesh.target import find_plugin
+from jaxpar.mesh.memory_pool import NAME, OFF, OLD, OWN, PREALLOCATE, SHARE, pool_of_environment
+from jaxpar.mesh.target import missing_plugin
 
 CHECKED = ("jax", "flax", "optax", "orbax-checkpoint")
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
-ROOMY = 0.95  # share of a GPU's memory above which little is left beside JAX's pool
+ROOMY = 0.95  # share of a GPU's memory above which JAX's pool leaves too little for driver and NCCL
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def installed(name: str) -> str:
-    """Returns the version of a package, "" where it is not installed."""
+    """Returns the version of a package, "" if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return ""
 
 
-def asked(package: str) -> dict[str, str]:
-    """Returns the versions that an installed package asks of others, as `>=1.2,<2`; `python` is one of them."""
+def requirements(package: str) -> dict[str, str]:
+    """Returns the version requirements of an installed package, e.g. `>=1.2,<2`, by package name and for `python`."""
     try:
         data = importlib.metadata.metadata(package).json
     except importlib.metadata.PackageNotFoundError:
         return {}
-    found = {"python": str(data.get("requires_python", ""))}
+    bounds = {"python": str(data.get("requires_python", ""))}
     for line in data.get("requires_dist", []):
         match = re.match(r"([\w.-]+)\s*(?:\[[^\]]*\])?\s*\(?([^;()]*)\)?\s*(;.*)?$", line)
         if match and not match[3]:
-            found[match[1].lower()] = match[2].replace(" ", "")
-    return found
+            bounds[match[1].lower()] = match[2].replace(" ", "")
+    return bounds
 
 
-def within(version: str, wanted: str) -> bool:
-    """Returns whether a version is within bounds such as `>=1.2,<2`; of a release candidate, its release counts.
+def satisfies(version: str, wanted: str) -> bool:
+    """Whether a version satisfies bounds such as `>=1.2,<2`; a release candidate counts as its release.
 
-    >>> within("0.12.0", ">=0.10.2,<0.13"), within("0.13.0", ">=0.10.2,<0.13")
+    >>> satisfies("0.12.0", ">=0.10.2,<0.13"), satisfies("0.13.0", ">=0.10.2,<0.13")
     (True, False)
     """
     holds = {
@@ -61,63 +61,63 @@ def within(version: str, wanted: str) -> bool:
 
 
 def _aligned(first: str, second: str) -> tuple[list[int], list[int]]:
-    """Returns both versions as numbers, as many of each."""
+    """Returns both versions as integer lists of equal length."""
     a, b = ([int(n) for n in re.findall(r"\d+", re.match(r"[\d.]*", text)[0])] for text in (first, second))  # pyright: ignore
     length = max(len(a), len(b))
     return a + [0] * (length - len(a)), b + [0] * (length - len(b))
 
 
 def versions() -> Finding:
-    """Compares Python and the packages that jaxpar stands on with what it was tested with."""
-    wanted = asked("jaxpar")
-    have = {"python": platform.python_version()} | {name: installed(name) for name in (*CHECKED, "jaxlib")}
-    shown = ", ".join(f"{name} {version or 'missing'}" for name, version in have.items())
-    if not wanted:
-        return Finding("versions", "warning", f"{shown}; jaxpar itself is not installed, so what it needs is not known",
+    """Compares Python and jaxpar's dependencies with the versions that jaxpar requires."""
+    bounds = requirements("jaxpar")
+    local = {"python": platform.python_version()} | {name: installed(name) for name in (*CHECKED, "jaxlib")}
+    text = ", ".join(f"{name} {version or 'missing'}" for name, version in local.items())
+    if not bounds:
+        return Finding("versions", "warning", f"{text}; jaxpar itself is not installed, so what it needs is not known",
             "pip install -e . where jaxpar lies")  # fmt: skip
-    wanted |= {"jaxlib": asked("jax").get("jaxlib", "")}
-    wrong = [name for name, version in have.items() if not version or not within(version, wanted.get(name, ""))]
-    if not wrong:
-        return Finding("versions", "ok", shown)
-    lines = ", ".join(f"{name} {have[name] or 'missing'}, not {wanted.get(name, '')}" for name in wrong)
-    fix = " ".join(f"'{name}{wanted.get(name, '')}'" for name in wrong if name != "python")
-    ways = [f"pip install {fix}"] * bool(fix) + [f"a Python {wanted['python']}"] * ("python" in wrong)
-    return Finding("versions", "problem", lines, " and ".join(ways))
+    bounds |= {"jaxlib": requirements("jax").get("jaxlib", "")}
+    misfits = [name for name, version in local.items() if not version or not satisfies(version, bounds.get(name, ""))]
+    if not misfits:
+        return Finding("versions", "ok", text)
+    lines = ", ".join(f"{name} {local[name] or 'missing'}, not {bounds.get(name, '')}" for name in misfits)
+    fix = " ".join(f"'{name}{bounds.get(name, '')}'" for name in misfits if name != "python")
+    fixes = [f"pip install {fix}"] * bool(fix) + [f"a Python {bounds['python']}"] * ("python" in misfits)
+    return Finding("versions", "problem", lines, " and ".join(fixes))
 
 
 def plugin(driver: Path = DRIVER) -> Finding:
-    """Compares JAX's plugin for NVIDIA GPUs with jaxlib, of whose version it must be."""
+    """Checks that JAX's plugin for NVIDIA GPUs has the version of jaxlib."""
     library = installed("jaxlib")
-    found = {name: version for name in PLUGINS if (version := installed(name))}
+    wheels = {name: version for name in PLUGINS if (version := installed(name))}
     compiler = installed("jax-cuda13-pjrt")
-    wrong = [f"{name} {version}" for name, version in found.items() if version != library]
-    wrong += [f"jax-cuda13-pjrt {compiler}"] if compiler and compiler.split(".")[:2] != library.split(".")[:2] else []
-    if wrong:
-        return Finding("cuda", "problem", f"{', '.join(wrong)} beside jaxlib {library}",
+    misfits = [f"{name} {version}" for name, version in wheels.items() if version != library]
+    misfits += [f"jax-cuda13-pjrt {compiler}"] if compiler and compiler.split(".")[:2] != library.split(".")[:2] else []
+    if misfits:
+        return Finding("cuda", "problem", f"{', '.join(misfits)} beside jaxlib {library}",
             f"pip install 'jax[cuda13]=={installed('jax')}'")  # fmt: skip
-    if found:
-        return Finding("cuda", "ok", f"{', '.join(f'{name} {version}' for name, version in found.items())}, as jaxlib")
+    if wheels:
+        return Finding("cuda", "ok", f"{', '.join(f'{name} {version}' for name, version in wheels.items())}, as jaxlib")
     if driver.exists():
-        return Finding("cuda", "warning", "an NVIDIA driver and no plugin of JAX: its GPUs are not seen",
+        return Finding("cuda", "warning", "an NVIDIA driver, but no JAX plugin: JAX does not see its GPUs",
             "pip install 'jaxpar[cuda]'")  # fmt: skip
     return Finding("cuda", "ok", "no NVIDIA driver" + (", XLA's compiler for its GPUs is there" if compiler else ""))
 
 
 def toolkit(driver: Path = DRIVER) -> Finding:
-    """Says what XLA ends its work with where a program is compiled for GPUs that are not there."""
-    if why := find_plugin():
-        return Finding("inspections", "ok", f"none for absent GPUs: {why}", "pip install 'jaxpar[gpu-plan]'")
+    """Reports the CUDA toolkit, or stand-in, that XLA uses to compile for absent GPUs."""
+    if reason := missing_plugin():
+        return Finding("inspections", "ok", f"none for absent GPUs: {reason}", "pip install 'jaxpar[gpu-plan]'")
     if driver.exists() and any(map(installed, PLUGINS)):
-        return Finding("inspections", "ok", "compiled with the CUDA toolkit that XLA finds, as programs that run are")
+        return Finding("inspections", "ok", "compiled with the CUDA toolkit that XLA finds, like programs that run")
     return Finding("inspections", "ok", "compiled with a stand-in for the CUDA toolkit, whatever toolkit is installed")
 
 
 def variables(environment: Mapping[str, str], *, simulate: int) -> Iterator[Finding]:
-    """Looks at the variables that change where and how JAX runs; flags of XLA are tried out where devices are.
+    """Checks the variables that change where and how JAX runs; the device probe tries XLA_FLAGS.
 
     Args:
-      environment: Such as `os.environ`.
-      simulate: Devices that the job simulates, 0 for real ones.
+      environment: Environment variables, such as `os.environ`.
+      simulate: Number of simulated devices of the job, 0 for real ones.
     """
     platforms = environment.get("JAX_PLATFORMS", "")
     if platforms and not simulate and "cpu" in platforms.split(",")[:1]:
@@ -138,22 +138,22 @@ def variables(environment: Mapping[str, str], *, simulate: int) -> Iterator[Find
 
 
 def _pool(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Looks at the variables that say how much of a GPU's memory JAX takes, by their new name and by their old one."""
-    said = {name: environment[name] for name in (NAME, OLD) if environment.get(name)}
-    shown = ", ".join(f"{name}={value}" for name, value in said.items())
+    """Checks the variables for JAX's share of GPU memory, under their new and their old names."""
+    settings = {name: environment[name] for name in (NAME, OLD) if environment.get(name)}
+    shown = ", ".join(f"{name}={value}" for name, value in settings.items())
     try:
-        pool = taken(environment)
+        pool = pool_of_environment(environment)
     except JaxparError as error:
-        yield from (Finding("GPU memory", "problem", each.got, each.fix) for each in error.problems)
+        yield from (Finding("GPU memory", "problem", problem.got, problem.fix) for problem in error.problems)
         return
-    if said and pool.part > ROOMY:
-        text = f"{shown}: {1 - pool.part:.0%} of a GPU are left for its driver and NCCL"
+    if settings and pool.share > ROOMY:
+        text = f"{shown}: {1 - pool.share:.0%} of a GPU are left for its driver and NCCL"
         yield Finding("GPU memory", "warning", text, f"unset it: jaxpar takes {SHARE}")
-    elif said and pool.part < OWN:
-        text = f"{shown}: a run has {pool.part:.0%} of a GPU"
+    elif settings and pool.share < OWN:
+        text = f"{shown}: a run has {pool.share:.0%} of a GPU"
         yield Finding("GPU memory", "warning", text, f"unset it, unless others share the GPU: jaxpar takes {SHARE}")
-    elif said:
-        yield Finding("GPU memory", "ok", shown + f", the deprecated name of {NAME}" * (OLD in said))
+    elif settings:
+        yield Finding("GPU memory", "ok", shown + f", the deprecated name of {NAME}" * (OLD in settings))
     if environment.get(PREALLOCATE) in OFF:
-        text = f"{PREALLOCATE}={environment[PREALLOCATE]}: memory comes piece by piece, and in pieces it may run out"
+        text = f"{PREALLOCATE}={environment[PREALLOCATE]}: memory is allocated piece by piece, and fragments"
         yield Finding("GPU memory", "warning", text, "unset it, unless others share the GPU")

@@ -1,1 +1,1 @@
-"""The file of a job: its schema, how it is parsed and written, what changed in it, and the objects it names."""
+"""The job file: its schema, parsing and writing, comparison with earlier jobs, and the Python objects it names."""

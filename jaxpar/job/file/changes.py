@@ -1,10 +1,10 @@
-"""Compares a job with the one its run was trained with: changes are printed, and must be named if they change a loss.
+"""Compares a job with the one its run was trained with and prints the changes.
 
-    RUN/job.toml                         the job as it was started last
-    RUN/job.0001.toml, job.0002.toml …   those before it, oldest first
+    RUN/job.toml                         the job of the latest start
+    RUN/job.0001.toml, job.0002.toml …   earlier jobs, oldest first
 
-Where a model is trained (layout, devices, how memory is saved) may change at any time: the next loss is the same. What
-changes the next loss, or trains on examples that were held out, is done only if `run.changed` names it.
+Layout, devices and memory savings may change at any time: the next loss is the same. A change that alters the next
+loss, or trains on held-out examples, is refused unless `run.changed` names its key.
 """
 
 import re
@@ -13,127 +13,129 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxpar.errors import JaxparError, Problem, nearest
+from jaxpar.errors import JaxparError, Problem, suggest
 from jaxpar.exchange.base import Exchange
 from jaxpar.files import write_text
-from jaxpar.job.file.dump import dumps, shown
+from jaxpar.job.file.dump import dumps, toml_value
 from jaxpar.job.file.schema import Job
 from jaxpar.job.file.trained_job import NAME, job_of
 
 UNSAID = ("run.", "metrics.")
-EXCHANGE = "parallel.exchange"  # another one has other keys, and is one change
-# how it is read changes nothing, and the data itself is compared by its fingerprint
+EXCHANGE = "parallel.exchange"  # another exchange has other keys: it counts as one change
+# how the data is read changes nothing; the data itself is compared by its fingerprint
 FREE = ("data.ahead", "data.path", "data.pattern", "data.sets", "data.source")
 BINDING = ("data.", "model.", "optimizer.", EXCHANGE, "parallel.pipeline.weights", "sweep.",
            "train.adapters.", "train.freeze",
            "train.global_batch", "train.grow", "train.loss", "train.precision.compute", "train.seed")  # fmt: skip
-SPLIT = ("data.held_out", "data.seq")  # where held-out examples begin
+SPLIT = ("data.held_out", "data.seq")  # keys that decide which examples are held out
 MISSING = "not set"
 
 
 @dataclass(frozen=True)
 class Change:
-    """A key of a job that has another value than before, both as TOML writes them."""
+    """A key of a job whose value has changed; both values as TOML writes them."""
 
     key: str
-    was: str
-    now: str
+    old_value: str
+    new_value: str
 
     def __str__(self) -> str:
-        return f"{self.key} = {self.now}, it was {self.was}"
+        return f"{self.key} = {self.new_value}, it was {self.old_value}"
 
     @property
-    def way_back(self) -> str:
-        """What to write for the value that it had."""
-        return f"leave {self.key} out" if self.was == MISSING else f"{self.key} = {self.was}"
+    def fix(self) -> str:
+        """The fix that restores the old value."""
+        return f"leave {self.key} out" if self.old_value == MISSING else f"{self.key} = {self.old_value}"
 
 
-def changes(folder: Path, job: Job) -> list[Change]:
-    """Returns the keys in which a job differs from the one that a run folder was trained with.
+def compare(folder: Path, job: Job) -> list[Change]:
+    """Compares a job with the one that a run folder was trained with.
 
     Raises:
       JaxparError: If RUN/job.toml cannot be read.
     """
     if not (folder / NAME).exists():
         return []
-    before = job_of(folder)
-    was, now = _keys(before), _keys(job)
-    found = [
-        Change(key, was.get(key, MISSING), now.get(key, MISSING))
-        for key in now | was
-        if not key.startswith(UNSAID) and was.get(key, MISSING) != now.get(key, MISSING)
+    previous = job_of(folder)
+    old, new = _keys(previous), _keys(job)
+    result = [
+        Change(key, old.get(key, MISSING), new.get(key, MISSING))
+        for key in new | old
+        if not key.startswith(UNSAID) and old.get(key, MISSING) != new.get(key, MISSING)
     ]
-    if was[f"{EXCHANGE}.name"] == now[f"{EXCHANGE}.name"]:
-        return found
-    whole = Change(EXCHANGE, _settings(before.parallel.exchange), _settings(job.parallel.exchange))
-    return [whole, *(each for each in found if not each.key.startswith(f"{EXCHANGE}."))]
+    if old[f"{EXCHANGE}.name"] == new[f"{EXCHANGE}.name"]:
+        return result
+    exchange_change = Change(EXCHANGE, _settings(previous.parallel.exchange), _settings(job.parallel.exchange))
+    return [exchange_change, *(change for change in result if not change.key.startswith(f"{EXCHANGE}."))]
 
 
-def check(found: list[Change], job: Job, at: int) -> None:
-    """Refuses changes that make another run of it and are not asked for.
+def check(differences: list[Change], job: Job, at: int) -> None:
+    """Refuses changes that alter the run's losses unless `run.changed` names them.
 
     Args:
-      found: The changes.
-      job: The job as it is now; `run.changed` names what may.
-      at: The step that the run goes on from.
+      differences: The changes.
+      job: The current job; its `run.changed` names the allowed keys.
+      at: The step that the run continues from.
 
     Raises:
-      JaxparError: With every key that is not named, and every name that is no key.
+      JaxparError: With every changed key that is not named, and every name that is no key.
     """
     keys = _keys(job)
     problems = [
-        Problem(f"run.changed = {name!r}", "run.changed names keys of the job", nearest(name, keys))
+        Problem(f"run.changed = {name!r}", "run.changed names keys of the job", suggest(name, keys))
         for name in job.run.changed
-        if name not in {*keys, *(change.key for change in found)}
+        if name not in {*keys, *(change.key for change in differences)}
     ]
-    bound = [change for change in found if _binds(change, job, at)]
-    words = shown([*job.run.changed, *(change.key for change in bound if change.key not in job.run.changed)])
+    binding = [change for change in differences if _binds(change, job, at)]
+    words = toml_value([*job.run.changed, *(change.key for change in binding if change.key not in job.run.changed)])
     problems += [
         Problem(
             f"{change}, up to step {at}",
-            "examples that were held out are not trained on, nor the other way round"
+            "examples that were held out stay held out, and trained ones stay trained"
             if change.key in SPLIT
-            else "a run that goes on has the losses of one that was never stopped",
-            f"{change.way_back}; or another run.dir; or, if it is meant: run.changed = {words}",
+            else "a resumed run has the same losses as one that was never stopped",
+            f"{change.fix}; or another run.dir; or, if it is meant: run.changed = {words}",
         )
-        for change in bound
+        for change in binding
         if change.key not in job.run.changed
     ]
     if problems:
         raise JaxparError(*problems)
 
 
-def keep(folder: Path, job: Job) -> None:
-    """Writes RUN/job.toml; the one before it gets a number, if it is another."""
+def save_job(folder: Path, job: Job) -> None:
+    """Writes RUN/job.toml; a different earlier one is kept under a number."""
     file, text = folder / "job.toml", dumps(job)
     if file.exists():
-        before = file.read_text(encoding="utf-8", errors="replace")
-        if before == text:
+        previous = file.read_text(encoding="utf-8", errors="replace")
+        if previous == text:
             return
-        taken = [int(made[1]) for path in folder.iterdir() if (made := re.fullmatch(r"job\.(\d{4,})\.toml", path.name))]
-        write_text(folder / f"job.{max(taken, default=0) + 1:04d}.toml", before)
+        ids = [int(match[1]) for path in folder.iterdir() if (match := re.fullmatch(r"job\.(\d{4,})\.toml", path.name))]
+        write_text(folder / f"job.{max(ids, default=0) + 1:04d}.toml", previous)
     write_text(file, text)
 
 
 def _binds(change: Change, job: Job, at: int) -> bool:
-    if change.key == "train.steps":  # the rates of a run that is not at its end would be others
-        return job.optimizer.decay != "constant" and at < int(change.was)
+    if change.key == "train.steps":  # an unfinished run would get other learning rates
+        return job.optimizer.decay != "constant" and at < int(change.old_value)
     return change.key.startswith(BINDING) and change.key not in FREE
 
 
 def _settings(exchange: Exchange) -> str:
-    """Returns an exchange as a table on one line, without what is its default."""
-    given = {each.name: getattr(exchange, each.name) for each in fields(exchange)}
-    return shown({f.name: given[f.name] for f in fields(exchange) if f.name == "name" or given[f.name] != f.default})
+    """Formats an exchange as an inline TOML table without its default values."""
+    values = {item.name: getattr(exchange, item.name) for item in fields(exchange)}
+    return toml_value(
+        {f.name: values[f.name] for f in fields(exchange) if f.name == "name" or values[f.name] != f.default}
+    )
 
 
 def _keys(job: Any, prefix: str = "") -> dict[str, str]:
-    """Returns key to value of all tables, such as `parallel.pipeline.schedule`, as TOML writes it."""
-    own: Mapping[str, Any] = job if isinstance(job, dict) else {f.name: getattr(job, f.name) for f in fields(job)}
-    found: dict[str, str] = {}
-    for name, value in own.items():
+    """Flattens all tables to dotted key → TOML value, e.g. `parallel.pipeline.schedule`."""
+    table: Mapping[str, Any] = job if isinstance(job, dict) else {f.name: getattr(job, f.name) for f in fields(job)}
+    result: dict[str, str] = {}
+    for name, value in table.items():
         if is_dataclass(value) or (not prefix and isinstance(value, dict)):
-            found |= _keys(value, f"{prefix}{name}.")
+            result |= _keys(value, f"{prefix}{name}.")
         elif prefix:
-            found[prefix + name] = shown(value)
-    return found
+            result[prefix + name] = toml_value(value)
+    return result

@@ -1,4 +1,4 @@
-"""The text of a job becomes a `Job`, or every problem at once."""
+"""Parses a job file into a `Job`, or reports all of its problems at once."""
 
 import dataclasses
 import json
@@ -10,55 +10,55 @@ from typing import Any
 import pydantic
 
 from jaxpar import toml
-from jaxpar.errors import FEW, JaxparError, Problem, first_problems, nearest, refuse
+from jaxpar.errors import FEW, JaxparError, Problem, first_problems, refuse, suggest
 from jaxpar.exchange.base import Exchange
 from jaxpar.exchange.table import EXCHANGES
-from jaxpar.job.file.dump import shown
-from jaxpar.job.file.folder import unfolded
-from jaxpar.job.file.schema import SECTIONS, TABLES, Job, default, inner_tables, walk
+from jaxpar.job.file.dump import toml_value
+from jaxpar.job.file.model_folder import expand_model_folder
+from jaxpar.job.file.schema import SECTIONS, TABLES, Job, default, inner_tables, iter_tables
 
-PRINTED = 4096  # bits of an integer that Python turns into digits
+PRINTED = 4096  # largest integer, in bits, that Python converts to digits
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, allow_import: bool = False) -> Job:
-    """Returns the job of a TOML file, with `section.key=value` overrides.
+    """Loads a job from a TOML file, with `section.key=value` overrides.
 
     Args:
       path: The file.
-      overrides: Each `section.key=value`.
-      allow_import: Whether the Python objects it names may come from anywhere: only for a job that you trust.
+      overrides: `section.key=value` strings.
+      allow_import: Whether the job may import Python objects from any module: only for a job that you trust.
 
     Raises:
       JaxparError: With every unknown key, wrong type and value out of range at once.
     """
-    return _whole(*read(path, overrides, allow_import=allow_import))
+    return _raise_problems(*load_with_problems(path, overrides, allow_import=allow_import))
 
 
 def loads(text: str, overrides: Sequence[str] = (), *, allow_import: bool = False) -> Job:
-    """Returns the job of a TOML text; see `load`."""
-    return _whole(*_read(text, overrides, "job", allow_import=allow_import))
+    """Loads a job from TOML text; see `load`."""
+    return _raise_problems(*_read(text, overrides, "job", allow_import=allow_import))
 
 
-def _whole(job: Job | None, problems: list[Problem]) -> Job:
+def _raise_problems(job: Job | None, problems: list[Problem]) -> Job:
     if problems or job is None:
         raise JaxparError(*problems)
     return job
 
 
-def read(
+def load_with_problems(
     path: str | Path, overrides: Sequence[str] = (), *, allow_import: bool = False
 ) -> tuple[Job | None, list[Problem]]:
-    """Returns the job of a file and its problems; a key with a problem has its default in the job.
+    """Returns the job of a file and its problems; a key with a problem gets its default.
 
-    The job is None where a whole table makes no sense: its defaults would be another job.
+    The job is None if a whole table is unusable: with its defaults it would be a different job.
 
     Raises:
-      JaxparError: If the file cannot be read, or is no TOML.
+      JaxparError: If the file cannot be read, or is not TOML.
     """
     way_out = "jaxpar train configs/quickstart.toml, or jaxpar new mine, which writes mine/job.toml"
     try:
         path = Path(path)
-        with path.open(encoding="utf-8-sig") as file:  # a device or a pipe may have no end
+        with path.open(encoding="utf-8-sig") as file:  # bounded: a device or a pipe may have no end
             text = file.read(toml.LARGEST + 1)
     except (OSError, TypeError) as error:
         reason = getattr(error, "strerror", error)
@@ -74,11 +74,11 @@ def read(
 def _read(text: str, overrides: Sequence[str], name: str, *, allow_import: bool) -> tuple[Job | None, list[Problem]]:
     try:
         raw = toml.loads(text)
-    except (ValueError, RecursionError) as error:  # no TOML, a number of thousands of digits, or brackets without end
+    except (ValueError, RecursionError) as error:  # not TOML, a number of thousands of digits, or unbounded nesting
         way_out = 'key = value under [section]; text in "quotes"'
         raise refuse(f"{name}: {error}", rule="a job is TOML", fix=way_out) from error
-    each = [overrides] if isinstance(overrides, str) else overrides
-    problems = [problem for override in each for problem in _override(raw, override)]
+    items = [overrides] if isinstance(overrides, str) else overrides
+    problems = [problem for override in items for problem in _override(raw, override)]
     if _is_deep(raw):
         got = f"{name}: more than {toml.DEEPEST} tables in each other"
         raise refuse(got, rule="a job is sections of keys", fix=f"at most {toml.DEEPEST} in each other")
@@ -88,25 +88,25 @@ def _read(text: str, overrides: Sequence[str], name: str, *, allow_import: bool)
             rule="an integer of TOML has 64 bits",
             fix="a number below 2**63, or text in quotes",
         )
-    raw, unread = unfolded(raw)
-    job, more = _validated(raw)
-    return job and dataclasses.replace(job, allow_import=allow_import), problems + unread + more
+    raw, folder_problems = expand_model_folder(raw)
+    job, schema_problems = _validate_job(raw)
+    return job and dataclasses.replace(job, allow_import=allow_import), problems + folder_problems + schema_problems
 
 
 def _is_deep(raw: dict[str, Any]) -> bool:
     level: list[Any] = [raw]
     for _ in range(toml.DEEPEST):
-        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
-        level = [each for each in level if isinstance(each, (dict, list))]
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+        level = [item for item in level if isinstance(item, (dict, list))]
     return bool(level)
 
 
 def _huge(value: Any) -> Iterator[int]:
-    """Yields the bits of integers that Python would not even print; smaller ones are refused with their keys."""
+    """Yields the bit lengths of integers that Python cannot print; the schema refuses smaller ones with their keys."""
     if isinstance(value, int) and value.bit_length() > PRINTED:
         yield value.bit_length()
-    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _huge(each)
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _huge(item)
 
 
 def _override(raw: dict[str, Any], text: str) -> list[Problem]:
@@ -132,9 +132,9 @@ def _override(raw: dict[str, Any], text: str) -> list[Problem]:
     return []
 
 
-def _validated(raw: dict[str, Any]) -> tuple[Job | None, list[Problem]]:
+def _validate_job(raw: dict[str, Any]) -> tuple[Job | None, list[Problem]]:
     problems: list[Problem] = []
-    made: dict[str, Any] = {}
+    tables: dict[str, Any] = {}
     problems += first_problems(
         [name for name in raw if name not in SECTIONS], lambda name: _no_section(name, raw[name])
     )
@@ -145,19 +145,19 @@ def _validated(raw: dict[str, Any]) -> tuple[Job | None, list[Problem]]:
                 Problem(f"{section} = {table!r}", f"{section} is a section", f"[{section}] on a line of its own")
             )
         elif section == "model":
-            made["model"] = {"name": "decoder", **table}
-            if not isinstance(made["model"]["name"], str):
+            tables["model"] = {"name": "decoder", **table}
+            if not isinstance(tables["model"]["name"], str):
                 problems.append(Problem(f"model.name = {table['name']!r}", "a model has a name", 'name = "decoder"'))
-                made["model"]["name"] = "decoder"
+                tables["model"]["name"] = "decoder"
         else:
-            value, wrong = validated(TABLES[section], table, section)
-            problems += wrong
-            made[section] = value
-    return (None if None in made.values() else Job(**made)), problems
+            value, table_problems = validate(TABLES[section], table, section)
+            problems += table_problems
+            tables[section] = value
+    return (None if None in tables.values() else Job(**tables)), problems
 
 
 def _no_section(section: str, table: Any) -> Problem:
-    fix = nearest(section, SECTIONS)
+    fix = suggest(section, SECTIONS)
     owners = [name for name, cls in TABLES.items() if section in {f.name for f in dataclasses.fields(cls)}]
     inner = [name for name in TABLES if name.endswith(f".{section}")]
     if isinstance(table, dict):
@@ -168,44 +168,46 @@ def _no_section(section: str, table: Any) -> Problem:
     return Problem(got, "a job has the sections " + ", ".join(SECTIONS), fix)
 
 
-def validated(cls: type, table: dict[str, Any], section: str) -> tuple[Any, list[Problem]]:
-    """Returns the dataclass of a table and the problems of the table: every key at once.
+def validate(cls: type, table: dict[str, Any], section: str) -> tuple[Any, list[Problem]]:
+    """Validates a table: returns its dataclass and the problems of all keys at once.
 
-    A key that is wrong has its default in the dataclass, so that the rest can be checked too. The
-    dataclass is None where values that are right alone do not go together.
+    A wrong key gets its default, so that the remaining keys are checked too. The dataclass is None if values that are
+    valid alone contradict each other.
     """
     inner, problems = {}, []
-    for key, usual in inner_tables(cls).items():
-        given: Any = table.get(key)
-        if isinstance(given, str) and (short := getattr(usual, "SHORT", "")):
-            given = {short: given}
-        if isinstance(given, dict):
-            kind, problem = _named(usual, given, f"{section}.{key}")
-            inner[key], more = validated(kind, {} if problem else given, f"{section}.{key}")
-            problems += [*problem, *more]
-    made, more = _validated_flat(cls, {key: value for key, value in table.items() if key not in inner}, section)
-    made = None if made is None or None in inner.values() else dataclasses.replace(made, **inner)
-    return made, problems + more
+    for key, table_class in inner_tables(cls).items():
+        entry: Any = table.get(key)
+        if isinstance(entry, str) and (short := getattr(table_class, "SHORT", "")):
+            entry = {short: entry}
+        if isinstance(entry, dict):
+            kind, name_errors = _table_class(table_class, entry, f"{section}.{key}")
+            inner[key], errors = validate(kind, {} if name_errors else entry, f"{section}.{key}")
+            problems += [*name_errors, *errors]
+    result, errors = _validate_flat(cls, {key: value for key, value in table.items() if key not in inner}, section)
+    result = None if result is None or None in inner.values() else dataclasses.replace(result, **inner)
+    return result, problems + errors
 
 
-def _named(usual: type, table: dict[str, Any], section: str) -> tuple[type, list[Problem]]:
-    """Returns the dataclass of a table: of an exchange the one that it names."""
+def _table_class(usual: type, table: dict[str, Any], section: str) -> tuple[type, list[Problem]]:
+    """Returns the dataclass of a table; for an exchange, the class that its `name` selects."""
     name = table.get("name")
     if not issubclass(usual, Exchange) or name is None:
         return usual, []
     if isinstance(name, str) and name in EXCHANGES:
         return EXCHANGES[name], []
-    known = ", ".join(EXCHANGES)
-    return usual, [Problem(f"{section}.name = {shown(name):.300}", f"one of {known}", nearest(str(name), EXCHANGES))]
+    names = ", ".join(EXCHANGES)
+    return usual, [
+        Problem(f"{section}.name = {toml_value(name):.300}", f"one of {names}", suggest(str(name), EXCHANGES))
+    ]
 
 
-def _validated_flat(cls: type, table: dict[str, Any], section: str) -> tuple[Any, list[Problem]]:
+def _validate_flat(cls: type, table: dict[str, Any], section: str) -> tuple[Any, list[Problem]]:
     adapter, keys = _adapter(cls), [f.name for f in dataclasses.fields(cls)]
-    if many := [key for key in table if key not in keys][FEW:]:  # each would be compared with all keys there are
-        left = dict.fromkeys(table.keys() - set(many))
-        value, problems = _validated_flat(cls, {key: table[key] for key in table if key in left}, section)
+    if surplus := [key for key in table if key not in keys][FEW:]:  # each would be compared with every key
+        first_keys = dict.fromkeys(table.keys() - set(surplus))
+        value, problems = _validate_flat(cls, {key: table[key] for key in table if key in first_keys}, section)
         rule = f"[{section}] has the keys {', '.join(keys)}"
-        return value, [*problems, Problem(f"{len(many)} more unknown keys in [{section}]", rule, "leave them out")]
+        return value, [*problems, Problem(f"{len(surplus)} more unknown keys in [{section}]", rule, "leave them out")]
     try:
         return adapter.validate_json(
             json.dumps(table, default=str, ensure_ascii=False)
@@ -213,17 +215,17 @@ def _validated_flat(cls: type, table: dict[str, Any], section: str) -> tuple[Any
             .decode("utf-8", "replace")
         ), []
     except pydantic.ValidationError as error:
-        wrong = error.errors()
-    found = [problem for each in wrong for problem in _problems(cls, each, section)]
-    problems = list({problem.got: problem for problem in found}.values())  # a union says it once per member
-    bad = {str(each["loc"][0]) for each in wrong if each["loc"]}
+        errors = error.errors()
+    messages = [problem for item in errors for problem in _problems(cls, item, section)]
+    problems = list({problem.got: problem for problem in messages}.values())  # a union reports once per member
+    bad = {str(item["loc"][0]) for item in errors if item["loc"]}
     bad |= {key for key in table for problem in problems if problem.got.startswith(f"{section}.{key} = ")}
-    rest = {key: value for key, value in table.items() if key not in bad}
-    if len(rest) == len(table):  # the values do not go together: nothing of the table can be used
+    valid_part = {key: value for key, value in table.items() if key not in bad}
+    if len(valid_part) == len(table):  # the values contradict each other: nothing of the table can be used
         return None, problems
-    value, more = _validated_flat(cls, rest, section)
-    told = re.compile(rf"\b({'|'.join(map(re.escape, bad))})\b")  # what follows from a key taken out is no news
-    return value, problems + [problem for problem in more if not told.search(f"{problem.got} {problem.fix}")]
+    value, effects = _validate_flat(cls, valid_part, section)
+    pattern = re.compile(rf"\b({'|'.join(map(re.escape, bad))})\b")  # problems caused by removed keys are no news
+    return value, problems + [problem for problem in effects if not pattern.search(f"{problem.got} {problem.fix}")]
 
 
 def _adapter(cls: type) -> pydantic.TypeAdapter:
@@ -234,17 +236,19 @@ def _adapter(cls: type) -> pydantic.TypeAdapter:
 
 
 def _problems(cls: type, error: Any, section: str) -> list[Problem]:
-    own = [
+    parts = [
         part for part in error["loc"] if not re.match(r"str$|list\[|tuple\[", str(part))
-    ]  # not pydantic's members of a union
-    key = ".".join(str(part) for part in (section, *own))
+    ]  # without pydantic's names of union members
+    key = ".".join(str(part) for part in (section, *parts))
     cause = error.get("ctx", {}).get("error")
     if isinstance(cause, JaxparError):
         return list(cause.problems)
     if error["type"] == "unexpected_keyword_argument":
         keys, word = [f.name for f in dataclasses.fields(cls)], str(error["loc"][0])
-        owners = [name for name, inner in walk(cls, section) if word in {f.name for f in dataclasses.fields(inner)}]
-        fix = f"{word} belongs to [{owners[0]}]" if owners else nearest(word, keys)
+        owners = [
+            name for name, inner in iter_tables(cls, section) if word in {f.name for f in dataclasses.fields(inner)}
+        ]
+        fix = f"{word} belongs to [{owners[0]}]" if owners else suggest(word, keys)
         return [Problem(f"unknown key {key}", f"[{section}] has the keys {', '.join(keys)}", fix)]
     expected = re.sub(r"^Input should be ", "", error["msg"])
     expected = re.sub(r"\ba (?:valid )?(integer|array|object)", r"an \1", expected).replace("a valid ", "a ")
@@ -253,13 +257,17 @@ def _problems(cls: type, error: Any, section: str) -> list[Problem]:
         .replace("an array", "a list")
         .replace("an object", "a table")
     )
-    if len(own) < len(error["loc"]):
+    if len(parts) < len(error["loc"]):
         expected = "text or a list of text"
-    wrong = error["input"]
-    usual = default(cls, str(error["loc"][0]))
-    fix = "leave it out" if usual is None or usual in ("", {}) else f"default: {shown(usual)}"
-    if dataclasses.is_dataclass(usual):
+    got = error["input"]
+    default_value = default(cls, str(error["loc"][0]))
+    fix = (
+        "leave it out"
+        if default_value is None or default_value in ("", {})
+        else f"default: {toml_value(default_value)}"
+    )
+    if dataclasses.is_dataclass(default_value):
         expected, fix = "a table", f"[{key}] on a line of its own"
-    if error["type"] == "literal_error" and isinstance(wrong, str):
-        fix = nearest(wrong, re.findall(r"'([^']*)'", error["msg"]))
-    return [Problem(f"{key} = {shown(wrong):.300}", f"{key.removeprefix(section + '.')} is {expected}", fix)]
+    if error["type"] == "literal_error" and isinstance(got, str):
+        fix = suggest(got, re.findall(r"'([^']*)'", error["msg"]))
+    return [Problem(f"{key} = {toml_value(got):.300}", f"{key.removeprefix(section + '.')} is {expected}", fix)]

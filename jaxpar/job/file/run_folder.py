@@ -1,6 +1,6 @@
-"""Checks of a run folder that need no step: `train` refuses by them, and `jaxpar check` says so before.
+"""Checks of a run folder that need no compiled step; `train` enforces them and `jaxpar check` reports them earlier.
 
-is a file in the way?   do its checkpoints fit run.resume?   can it be written?   are the data the same?
+is a file in the way?   do its checkpoints fit run.resume?   is it writable?   is the data the same?
 """
 
 import json
@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.checkpoint import listing
-from jaxpar.errors import reading, refuse
+from jaxpar.errors import file_errors, refuse
 from jaxpar.job.file.schema import Job
-from jaxpar.job.file.trained_job import check_foreign
+from jaxpar.job.file.trained_job import check_user_files
 
 FOLDERS = ("checkpoints", "data", "tensorboard", "huggingface", "processes")
 FILES = ("job.toml", "run.json", "metrics.jsonl", "events.jsonl", "lock", "output.log", "lineage.jsonl")
@@ -20,26 +20,26 @@ RULE, FIX = "each run has its own folder", "run.dir = 'runs/mine'"
 
 
 def check_folder(job: Job, folder: Path) -> list[int]:
-    """Returns the steps of the checkpoints to go on from, by the job's wish.
+    """Returns the steps of the existing checkpoints, if `run.resume` allows to continue from them.
 
     Raises:
-      JaxparError: If the path cannot be a run folder, or its checkpoints are not as `run.resume` asks.
+      JaxparError: If the path cannot be a run folder, or its checkpoints contradict `run.resume`.
     """
-    where = f"run.dir = {job.run.dir!r:.200}"
+    subject = f"run.dir = {job.run.dir!r:.200}"
     try:
-        wrong = [path for path in (folder, *folder.absolute().parents) if os.path.lexists(path) and not path.is_dir()]
-        wrong += [path for name in FOLDERS if os.path.lexists(path := folder / name) and not path.is_dir()]
-        kind = "a file" if wrong and wrong[0].exists() else "a link to nothing"
+        files = [path for path in (folder, *folder.absolute().parents) if os.path.lexists(path) and not path.is_dir()]
+        files += [path for name in FOLDERS if os.path.lexists(path := folder / name) and not path.is_dir()]
+        kind = "a file" if files and files[0].exists() else "a link to nothing"
         occupied = [path for name in FILES if (path := folder / name).is_dir()]
         steps = listing.steps(folder / "checkpoints")
     except (OSError, ValueError) as error:
-        raise refuse(f"{where}: {getattr(error, 'strerror', None) or error}", rule=RULE, fix=FIX) from error
-    if wrong:
-        raise refuse(f"{where}: {wrong[0]} is {kind}", rule=RULE, fix=FIX)
+        raise refuse(f"{subject}: {getattr(error, 'strerror', None) or error}", rule=RULE, fix=FIX) from error
+    if files:
+        raise refuse(f"{subject}: {files[0]} is {kind}", rule=RULE, fix=FIX)
     if occupied:
-        raise refuse(f"{where}: {occupied[0]} is a folder", rule=f"a run writes the file {occupied[0].name}", fix=FIX)
+        raise refuse(f"{subject}: {occupied[0]} is a folder", rule=f"a run writes the file {occupied[0].name}", fix=FIX)
     if not steps:
-        check_foreign(folder)
+        check_user_files(folder)
     if job.run.resume == "must" and not steps:
         raise refuse(
             f"run.resume = 'must', {folder} has no checkpoint",
@@ -56,21 +56,21 @@ def check_folder(job: Job, folder: Path) -> list[int]:
 
 
 def check_writable(folder: Path) -> None:
-    """Checks that a run could write its folder, by writing a file there; what is made is deleted.
+    """Checks that a run folder is writable by writing temporary files there.
 
-    The missing folders are made under another name, so that no run beside this check sees them come and go.
+    Missing folders are made below a temporary name, so that a concurrent run does not see them appear and vanish.
 
     Raises:
-      JaxparError: If it could not.
+      JaxparError: If it is not writable.
     """
     try:
         path = folder.absolute()
-        above = next(each for each in (path, *path.parents) if each.is_dir())
-        inner = [each for name in FOLDERS if (each := folder / name).is_dir()]
-        for each in (above, *inner):
-            with tempfile.TemporaryDirectory(dir=each, prefix=".jaxpar-check-") as probe:
-                (deep := Path(probe, *path.relative_to(above).parts)).mkdir(parents=True, exist_ok=True)
-                (deep / "job.toml").write_text("")
+        parent = next(directory for directory in (path, *path.parents) if directory.is_dir())
+        subfolders = [directory for name in FOLDERS if (directory := folder / name).is_dir()]
+        for directory in (parent, *subfolders):
+            with tempfile.TemporaryDirectory(dir=directory, prefix=".jaxpar-check-") as probe:
+                (nested := Path(probe, *path.relative_to(parent).parts)).mkdir(parents=True, exist_ok=True)
+                (nested / "job.toml").write_text("")
     except (OSError, ValueError) as error:
         raise refuse(
             f"run.dir = {str(folder)!r:.200} cannot be written: {getattr(error, 'strerror', None) or error}",
@@ -80,26 +80,26 @@ def check_writable(folder: Path) -> None:
 
 
 def check_same_data(folder: Path, fingerprint: str | None) -> dict[str, Any]:
-    """Returns RUN/run.json of a run that goes on; nothing where it is missing.
+    """Returns the RUN/run.json of a resumed run, {} if it is missing; refuses other data than it was trained on.
 
     Args:
       folder: The run folder.
-      fingerprint: Of the job's data; None is not compared.
+      fingerprint: The fingerprint of the job's data; None skips the comparison.
 
     Raises:
-      JaxparError: If it cannot be read, or the run began with other data.
+      JaxparError: If run.json cannot be read, or the run began with other data.
     """
     file = folder / "run.json"
     if not file.exists():
         return {}
-    with reading(
+    with file_errors(
         file, rule="run.json records the data that the run was trained on", fix=f"rm {file}, if the data is the same"
     ):
         recorded = json.loads(file.read_text())
-        before = recorded["data"]
-    if fingerprint is not None and before != fingerprint:
+        fingerprint_then = recorded["data"]
+    if fingerprint is not None and fingerprint_then != fingerprint:
         raise refuse(
-            f"{folder} was trained on data {before}, the job's data is {fingerprint}",
+            f"{folder} was trained on data {fingerprint_then}, the job's data is {fingerprint}",
             rule="a run goes on with the data it began with",
             fix="another run.dir, or the data it began with",
         )

@@ -1,7 +1,6 @@
-"""The schema of a job: each table of its file is a dataclass of the room it belongs to.
+"""The schema of a job: each table of the file is a dataclass of the package that reads it.
 
-A table within another is a dataclass among that one's fields; what the keys mean is read off the
-docstring, so it is written once.
+An inner table is a dataclass field. The docstring's Attributes give the meaning of each key, so it is written once.
 """
 
 import dataclasses
@@ -20,24 +19,24 @@ from jaxpar.models.settings.adapters import Adapters
 from jaxpar.models.settings.computing import Precision
 from jaxpar.optim.growth import Growth, check_phases
 from jaxpar.optim.optimizer import Optimizer
-from jaxpar.parallel.declare import Parallel
+from jaxpar.parallel.declaration import Parallel
 from jaxpar.train.faults import Faults
 from jaxpar.train.metrics import Metrics
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunTable:
-    """The run folder, and how processes wait for each other.
+    """The run folder, resuming, and the timeout between processes.
 
     Attributes:
       dir: The run folder; "" means runs/ and the name of the job file.
       resume: auto goes on from the latest checkpoint if there is one; never starts anew and
         refuses a folder that has checkpoints; must refuses a folder that has none.
-      changed: Keys such as "optimizer.learning_rate" that may have another value than the run was trained
-        with: what changes the next loss, or which examples are held out, is refused without this word.
-      timeout: Seconds without a sign of life from another process, or in which it keeps the others
-        waiting, after which the run ends and says so. Compiling, evaluating, saving and the start may take ten
-        times as long; and whatever took a process long before may take twice that on top of it.
+      changed: Keys such as "optimizer.learning_rate" that may differ from the run's earlier job: a change of the
+        next loss or of the held-out examples is refused unless its key is named here.
+      timeout: Seconds without a sign of life from another process, or of making the others wait, after which the run
+        ends with a message. Compiling, evaluating, saving and the start may take ten times as long; and an act that
+        once took long may take twice that time on top.
     """
 
     dir: str = ""
@@ -54,11 +53,11 @@ class MeshTable:
     """The devices that a job uses.
 
     Attributes:
-      simulate: So many simulated devices on the processor; 0 means the real ones.
-      devices: So many real devices, the first ones; 0 means all. `jaxpar check` believes it
-        on a machine that has fewer.
-      target: The GPUs the job is meant for, CHIP:NODESxGPUS such as h100:16x8; `jaxpar inspect`
-        compiles for them, there or not.
+      simulate: Number of simulated devices on the CPU; 0 means real devices.
+      devices: Number of real devices, counted from the first; 0 means all. `jaxpar check` accepts it on a machine
+        that has fewer.
+      target: The GPUs the job is meant for, CHIP:NODESxGPUS such as h100:16x8; `jaxpar inspect` compiles for them,
+        present or not.
     """
 
     simulate: int = 0
@@ -66,16 +65,16 @@ class MeshTable:
     target: str = ""
 
     @property
-    def declared(self) -> bool:
+    def names_devices(self) -> bool:
         """Whether the job names its devices, so that they need not be present to be counted."""
         return any((self.simulate, self.devices, self.target))
 
     def __post_init__(self):
-        if self.target and (meant := parse_target(self.target).devices) != (self.devices or meant):
+        if self.target and (target_devices := parse_target(self.target).devices) != (self.devices or target_devices):
             raise refuse(
                 f"mesh.target = {self.target!r} and mesh.devices = {self.devices}",
                 rule="the GPUs of the target are the devices of the job",
-                fix=f"mesh.devices = {meant}, or leave it out",
+                fix=f"mesh.devices = {target_devices}, or leave it out",
             )
         check_ranges(self, "mesh", {"simulate": (0, 2**16), "devices": (0, 2**31 - 1)})
         if self.simulate and self.devices:
@@ -88,31 +87,31 @@ class MeshTable:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainTable:
-    """Steps, batch size and precision.
+    """Steps, batch size, loss, precision and memory savings.
 
     Attributes:
-      steps: Updates of the whole run.
+      steps: Total updates of the run.
       global_batch: Examples per step, over all devices and microbatches.
-      grow: [[step, factor], ...]: after so many steps a batch is so many times the one before, of more microbatches,
-        where otherwise the rate would be divided. The rate is that of the first phase, which is what plan and inspect
-        look at.
+      grow: [[step, factor], ...]: from that step on, a batch is factor times the one before, with more microbatches,
+        in place of a division of the learning rate. The rate stays that of the first phase; plan and inspect describe
+        the first phase.
       accumulate: Microbatches per step.
-      seed: Of the parameters, of dropout, of a loss's random keys and of the order of examples.
-      loss: next_token, classify, or "package.module:function" of (model, batch), or of (model, batch, key): a random
-        key, another one in every step, and the same in all evaluations.
-      freeze: Patterns of paths, such as "embed" or "blocks/0*": parameters that are not trained. They keep their bits,
-        and have no gradients and no optimizer state.
-      adapters: Low-rank adapters beside matrices; all else is frozen.
+      seed: Seed of parameters, dropout, a loss's random keys and the order of examples.
+      loss: next_token, classify, or "package.module:function" of (model, batch) or (model, batch, key), where the
+        random key differs in every step and is the same in all evaluations.
+      freeze: Path patterns, such as "embed" or "blocks/0*", of parameters that are not trained: they stay bitwise
+        equal, without gradients and optimizer state.
+      adapters: Low-rank adapters of matrices; all other parameters are frozen.
       precision: The dtype of matmuls; precision = "bf16" for short.
-      remat: How much the backward pass recomputes: none (keeps all), dots, all_dots, full (keeps the input of each
-        layer) or offload (as full, with these inputs in host memory; for layers in a scan, without a pipeline).
+      remat: How much the backward pass recomputes: none (saves all activations), dots, all_dots, full (saves the input
+        of each layer) or offload (like full, with these inputs in host memory; for scanned layers, without a pipeline).
       offload: Keep the optimizer state in host memory between steps.
-      collectives: overlapped tells XLA of several GPUs to combine collectives less than it would, so that less of them
-        is waited for; plain tells it nothing.
+      collectives: overlapped makes XLA on several GPUs combine fewer collectives, so that more of their time is
+        hidden; plain keeps XLA's defaults.
       eval_every: Steps between evaluations on the held-out examples; 0 evaluates at the end only.
-      eval_batches: Most batches per evaluation; 0 takes all that are held out.
-      patience: Evaluations in a row that are no better, by checkpoint.best, than the best before them, after which the
-        run ends; 0 trains to the last step.
+      eval_batches: Maximal batches per evaluation; 0 takes all held-out examples.
+      patience: The run ends after this many evaluations in a row without a new best of checkpoint.best; 0 trains to
+        the last step.
     """
 
     steps: int = 100
@@ -132,10 +131,10 @@ class TrainTable:
     patience: int = 0
 
     def __post_init__(self):
-        most = 2**31 - 1  # the step is an int32; a seed has 32 bits
+        limit = 2**31 - 1  # the step is an int32; a seed has 32 bits
         lows = {"steps": 1, "global_batch": 1, "accumulate": 1, "seed": 0, "eval_every": 0, "eval_batches": 0}
         lows["patience"] = 0
-        check_ranges(self, "train", {key: (low, most) for key, low in lows.items()})
+        check_ranges(self, "train", {key: (low, limit) for key, low in lows.items()})
         check_phases(self.grow, "train.grow", self.steps)
         if self.patience and not self.eval_every:
             raise refuse(
@@ -149,19 +148,19 @@ class TrainTable:
                 rule="beside adapters, all is frozen but what adapters.also names",
                 fix="freeze = []",
             )
-        if (largest := self.global_batch * self.growth.factors[-1]) > most:
+        if (largest := self.global_batch * self.growth.factors[-1]) > limit:
             raise refuse(
-                f"train.grow to {largest} examples per step", rule=f"a batch has at most {most}", fix="smaller factors"
+                f"train.grow to {largest} examples per step", rule=f"a batch has at most {limit}", fix="smaller factors"
             )
 
     @property
     def frozen(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Patterns of what is frozen, and of what is trained nevertheless."""
-        return (("*",), self.adapters.trained) if self.adapters.rank else (self.freeze, ())
+        """Path patterns of frozen parameters, and of exceptions that are trained nevertheless."""
+        return (("*",), self.adapters.trained_patterns) if self.adapters.rank else (self.freeze, ())
 
     @property
     def growth(self) -> Growth:
-        """The phases of the batch."""
+        """The phases of a growing batch."""
         return Growth(self.grow)
 
 
@@ -170,21 +169,21 @@ class Job:
     """A training job, as its file declares it.
 
     Attributes:
-      run: Where it lives.
-      mesh: Which devices.
-      parallel: How they are used.
-      model: `name` (decoder, vit, resnet, mlp, "package.module:Object", or a Llama or GPT-2 folder of Hugging Face's,
-        which a run then begins with) and its settings; a config object is a table
-        of its own, [model.config], or "package.module:object".
-      data: The training data.
-      optimizer: How gradients become updates.
-      sweep: In which settings of the optimizer the members of a population differ.
-      train: How long, on how much at once.
+      run: Run folder and resuming.
+      mesh: Devices.
+      parallel: Sizes of the parallel axes and techniques.
+      model: `name` (decoder, vit, resnet, mlp, "package.module:Object", or a Hugging Face folder of a Llama or GPT-2,
+        from whose weights the run then starts) and its settings; a config object is a table of its own,
+        [model.config], or "package.module:object".
+      data: Training data.
+      optimizer: Optimizer and learning rate.
+      sweep: Optimizer settings in which the members of a population differ.
+      train: Steps, batch size, precision and memory savings.
       checkpoint: When the state is saved.
-      faults: How to go on after NaN, infinite numbers or spikes.
-      metrics: Which metrics are written, and how often.
-      allow_import: Whether the Python objects it names may come from anywhere, and not only from the working
-        directory's own modules; no key of a file, but said by who loads it.
+      faults: Reaction to NaN, infinite numbers or spikes.
+      metrics: Written metrics and their frequency.
+      allow_import: Whether the job may import Python objects from any module, not only those in the working
+        directory. Not a key of the file: the caller that loads the job sets it.
     """
 
     run: RunTable = field(default_factory=RunTable)
@@ -201,11 +200,11 @@ class Job:
     allow_import: bool = False
 
     @property
-    def declared(self) -> Parallel:
-        """How devices are used: the members of a sweep are the replicas over `data`.
+    def effective_parallel(self) -> Parallel:
+        """`parallel`; for a sweep, with its population as the exchange: members are the replicas over `data`.
 
         Raises:
-          JaxparError: If a sweep is wrong, or has replicas that agree in another way.
+          JaxparError: If the sweep is invalid, or combined with another exchange than all_reduce.
         """
         if not self.sweep.over:
             return self.parallel
@@ -220,33 +219,33 @@ class Job:
 
 
 def default(cls: type, key: str) -> Any:
-    """Returns the default value of a dataclass's field."""
-    made = next(f for f in dataclasses.fields(cls) if f.name == key)
-    return made.default if made.default is not dataclasses.MISSING else made.default_factory()  # pyright: ignore
+    """Returns the default value of a dataclass field."""
+    item = next(f for f in dataclasses.fields(cls) if f.name == key)
+    return item.default if item.default is not dataclasses.MISSING else item.default_factory()  # pyright: ignore
 
 
 def inner_tables(cls: type) -> dict[str, type]:
-    """Returns the fields of a dataclass that are tables themselves, as what they are by default."""
-    usual = {f.name: default(cls, f.name) for f in dataclasses.fields(cls)}
-    return {name: type(value) for name, value in usual.items() if dataclasses.is_dataclass(value)}
+    """Maps each field of a dataclass that is itself a table to the class of its default."""
+    defaults = {f.name: default(cls, f.name) for f in dataclasses.fields(cls)}
+    return {name: type(value) for name, value in defaults.items() if dataclasses.is_dataclass(value)}
 
 
-def walk(cls: type, section: str) -> Iterator[tuple[str, type]]:
+def iter_tables(cls: type, section: str) -> Iterator[tuple[str, type]]:
     yield section, cls
     for key, inner in inner_tables(cls).items():
-        yield from walk(inner, f"{section}.{key}")
+        yield from iter_tables(inner, f"{section}.{key}")
 
 
 SECTIONS = tuple(f.name for f in dataclasses.fields(Job) if f.name != "allow_import")
 TABLES: dict[str, type] = {
-    name: table for section, cls in inner_tables(Job).items() for name, table in walk(cls, section)
+    name: table for section, cls in inner_tables(Job).items() for name, table in iter_tables(cls, section)
 }
 
 
 def meanings(cls: type) -> dict[str, str]:
-    """Returns the meaning of each field of a dataclass, from the Attributes of its docstring."""
+    """Parses the meaning of each field from the Attributes section of a dataclass's docstring."""
     text = (cls.__doc__ or "").partition("Attributes:\n")[2]
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     indent, key = None, None
     for line in text.splitlines():
         if not line.strip():
@@ -254,7 +253,7 @@ def meanings(cls: type) -> dict[str, str]:
         indent = indent if indent is not None else len(line) - len(line.lstrip())
         if len(line) - len(line.lstrip()) == indent:
             key, _, meaning = line.strip().partition(": ")
-            found[key] = meaning
+            result[key] = meaning
         elif key:
-            found[key] += " " + line.strip()
-    return found
+            result[key] += " " + line.strip()
+    return result

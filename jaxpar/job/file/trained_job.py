@@ -1,12 +1,12 @@
-"""The job of a run in its folder: read with its name in every error, and no file of the user's replaced.
+"""Reads the job of a run folder, naming the file in every error, and protects the user's own files there.
 
-RUN/job.toml    written by `jaxpar.job.file.changes`; of a folder in which no run has begun it is the user's
+RUN/job.toml    written by `jaxpar.job.file.changes`; before a run has begun in the folder, it is the user's file
 """
 
 from pathlib import Path
 
 from jaxpar.checkpoint import listing
-from jaxpar.errors import JaxparError, Problem, reading, refuse
+from jaxpar.errors import JaxparError, Problem, file_errors, refuse
 from jaxpar.job.file.dump import dumps
 from jaxpar.job.file.parse import loads
 from jaxpar.job.file.schema import Job
@@ -23,27 +23,27 @@ def job_of(folder: Path, *, allow_import: bool = False) -> Job:
     """Returns the job that a run was trained with.
 
     Raises:
-      JaxparError: If it cannot be read; every problem names the file, as the user has a job of his own.
+      JaxparError: If it cannot be read; every problem names the file, as the user also has a job of their own.
     """
     file = folder / NAME
     if not file.exists():
         raise refuse(f"{folder} holds no {NAME}", rule=RULE, fix="the folder of a run that jaxpar train began")
     fix = f"mv {file} {file}.damaged, if the job is the same"
     try:
-        with reading(file, rule=RULE, fix=fix):
+        with file_errors(file, rule=RULE, fix=fix):
             return loads(file.read_text(encoding="utf-8"), allow_import=allow_import)
     except JaxparError as error:
-        found = [each.got.removeprefix("job: ") for each in error.problems]
+        messages = [problem.got.removeprefix("job: ") for problem in error.problems]
         raise JaxparError(
-            *(Problem(got if str(file) in got else f"{file} is damaged: {got}", RULE, fix) for got in found)
+            *(Problem(got if str(file) in got else f"{file} is damaged: {got}", RULE, fix) for got in messages)
         ) from error
 
 
-def check_foreign(folder: Path) -> None:
+def check_user_files(folder: Path) -> None:
     """Refuses a folder without a run whose job.toml or metrics.jsonl a run would replace.
 
     Raises:
-      JaxparError: With each file.
+      JaxparError: With every such file.
     """
     if (folder / "run.json").exists() or listing.steps(folder / "checkpoints"):
         return
@@ -62,12 +62,12 @@ def check_foreign(folder: Path) -> None:
 
 
 def lost_files(folder: Path) -> list[str]:
-    """Returns a line for each file that a run which goes on has lost, and what is not known without it."""
-    return [f"{folder / name} is not there: {why}" for name, why in LOST.items() if not (folder / name).exists()]
+    """Reports each missing file of a resumed run, and what is unknown without it."""
+    return [f"{folder / name} is not there: {effect}" for name, effect in LOST.items() if not (folder / name).exists()]
 
 
 def _is_resolved(file: Path) -> bool:
-    """Returns whether a file is as a run that was killed at its start leaves it: a resolved job, or no rows yet."""
+    """Whether a run that was killed at its start may have left this file: a resolved job, or metrics without rows."""
     text = file.read_text(encoding="utf-8")
     if file.name != NAME:
         return not text

@@ -1,1 +1,1 @@
-"""The parts of a job: names and settings of its model, what runs under them, its batches, its model to be planned."""
+"""Builds the parts that a job names: model, loss, optimizer, batches, loggers, and the model for the planner."""

@@ -1,4 +1,4 @@
-"""The batches that a job trains on: their source, and their shapes before any is made."""
+"""The batches of a job: their source, and their shapes without reading any."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,22 +17,22 @@ from jaxpar.job.file.schema import Job
 
 
 def open_data(job: Job) -> Source:
-    """Returns the source of a job's batches."""
-    named, held = (
+    """Opens the source of a job's batches."""
+    source, evaluation = (
         import_object(name, key, allowed=job.allow_import) if ":" in name else None
         for name, key in ((job.data.source, "data.source"), (job.data.evaluation, "data.evaluation"))
     )
     return data.open_data(
-        job.data, local_folder(job.run.dir or ".") / "data", seed=job.train.seed, named=named, held=held
+        job.data, local_folder(job.run.dir or ".") / "data", seed=job.train.seed, named=source, held_out=evaluation
     )
 
 
-def with_own_tokenizer(job: Job, folder: Path) -> Job:
-    """Returns the job of a run with the tokenizer that its folder keeps: that which it names may be gone, or another.
+def with_saved_tokenizer(job: Job, folder: Path) -> Job:
+    """Points a run's job to the tokenizer saved in its folder: the one it names may be gone or changed.
 
     Args:
-      job: The job that the folder holds.
-      folder: Of the run.
+      job: The job of the run folder.
+      folder: The run folder.
     """
     if not job.data.is_text or job.data.tokenizer in OURS:
         return job
@@ -40,36 +40,36 @@ def with_own_tokenizer(job: Job, folder: Path) -> Job:
 
 
 def open_sets(job: Job) -> dict[str, EvaluationSet]:
-    """Returns the evaluation sets of a job, by name.
+    """Opens the evaluation sets of a job, by name.
 
     Raises:
-      JaxparError: If one cannot be read, or holds no example.
+      JaxparError: If one cannot be read, or has no examples.
     """
-    folder, made = local_folder(job.run.dir or ".") / "data", {}
+    folder, sets = local_folder(job.run.dir or ".") / "data", {}
     for name, table in job.data.sets.items():
         source, key = str(table.get("source", "")), f"data.sets.{name}.source"
-        named = import_object(source, key, allowed=job.allow_import) if ":" in source else None
-        made[name] = open_set(job.data, name, folder, job.train.global_batch, named=named)
-    return made
+        custom_source = import_object(source, key, allowed=job.allow_import) if ":" in source else None
+        sets[name] = open_set(job.data, name, folder, job.train.global_batch, named=custom_source)
+    return sets
 
 
 def check_evaluated(job: Job, source: Source | None) -> None:
-    """Refuses evaluations that a job asks for, of a source (or none) that holds no example out."""
+    """Refuses a job that asks for evaluations while its source (None: no source) has no held-out examples."""
     keys = {"train.eval_every": job.train.eval_every, "checkpoint.keep_best": job.checkpoint.keep_best}
-    asked = [f"{key} = {value}" for key, value in keys.items() if value]
-    if not asked or job.data.sets or (source is not None and source.evaluation(0, job.train.global_batch)):
+    requests = [f"{key} = {value}" for key, value in keys.items() if value]
+    if not requests or job.data.sets or (source is not None and source.evaluation(0, job.train.global_batch)):
         return
-    own = ":" in job.data.source
-    fix = "evaluation(index, size) in it, or data.evaluation" if own else "data.held_out = 0.1, or more examples"
+    is_custom = ":" in job.data.source
+    fix = "evaluation(index, size) in it, or data.evaluation" if is_custom else "data.held_out = 0.1, or more examples"
     raise refuse(
-        f"{' and '.join(asked)}, and data.source = {job.data.source!r} holds no example out",
+        f"{' and '.join(requests)}, and data.source = {job.data.source!r} holds no example out",
         rule="a run is evaluated on examples that are held out",
         fix=f"{fix}; or {' and '.join(f'{key} = 0' for key, value in keys.items() if value)}",
     )
 
 
 def abstract_batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of a batch, without packing any text."""
+    """Returns the shapes of a batch; text is not packed for this."""
     size = job.train.global_batch
     if job.data.is_text:
         tokens = jax.ShapeDtypeStruct((size, job.data.seq), jnp.int32)

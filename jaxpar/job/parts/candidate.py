@@ -1,16 +1,16 @@
-"""The layout of a job as the planner weighs it; a run records it, so that its page can say what was predicted."""
+"""The layout of a job as a planner candidate; a run records it, so that its report can show the prediction."""
 
 from jaxpar.job.file.schema import Job
-from jaxpar.parallel.declare import DECLARED
+from jaxpar.parallel.declaration import DECLARED
 from jaxpar.parallel.layout import Layout
 from jaxpar.plan.candidate import Candidate
 
 
 def candidate_of(job: Job, layout: Layout) -> Candidate:
-    """Returns the layout of a job as the planner weighs it.
+    """Converts the layout of a job to a planner candidate.
 
     Raises:
-      JaxparError: If the planner does not know it: it has a schedule of the user's own, or a remat without a price.
+      JaxparError: If the planner cannot model it: a custom pipeline schedule, or a remat without a cost model.
     """
     sizes, parallel, piped = layout.sizes, layout.parallel, layout.sizes["pipe"] > 1
     microbatches = layout.microbatches if piped else job.train.accumulate

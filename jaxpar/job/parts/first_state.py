@@ -1,7 +1,7 @@
-"""Checks the state that a run would begin or go on with: by the lists of checkpoints, without reading an array.
+"""Checks the first state of a run against checkpoint manifests, without reading an array.
 
-RUN has no checkpoint   ─►  checkpoint.start_from: is it there, do its parameters fit?
-RUN has some            ─►  do the arrays of the newest good one fit, are job and data those of the run?
+RUN has no checkpoint   ─►  checkpoint.start_from: does it exist, do its parameters fit?
+RUN has checkpoints     ─►  do the arrays of the newest intact one fit, are job and data unchanged?
 """
 
 from pathlib import Path
@@ -21,51 +21,51 @@ from jaxpar.step import state
 
 
 def check_run(job: Job, layout: Layout) -> list[Problem]:
-    """Returns what `train` would refuse of the run folder and the first state before its first step.
+    """Returns the problems of the run folder and the first state that `train` would report before its first step.
 
-    A text is not packed for it, so that other text than the run began with is found by `train` alone.
+    Text is not packed here, so only `train` detects that the text has changed.
 
     Args:
-      job: The job, in which nothing else is wrong.
-      layout: Of its model.
+      job: A job without other problems.
+      layout: The layout of its model.
     """
     if is_address(job.run.dir) or is_address(job.checkpoint.start_from):
-        return []  # what a bucket has is read when the run starts
+        return []  # a bucket is read when the run starts
     folder = Path(job.run.dir)
     try:
         steps = check_folder(job, folder)
         check_writable(folder)
         if steps:
-            changed = changes.changes(folder, job)
+            changed = changes.compare(folder, job)
             check_same_data(folder, None if job.data.is_text else open_data(job).fingerprint)
             changes.check(changed, job, _check_goes_on(job, layout, folder / "checkpoints", steps))
         elif job.checkpoint.start_from and not is_folder(job.checkpoint.start_from):
-            like = state.abstract(layout, resolve_optimizer(job, layout.blueprint))
-            start_from.check(job.checkpoint, like, layout)
+            shapes = state.abstract(layout, resolve_optimizer(job, layout.blueprint))
+            start_from.check(job.checkpoint, shapes, layout)
     except JaxparError as error:
         return [*error.problems]
     return []
 
 
 def _check_goes_on(job: Job, layout: Layout, folder: Path, steps: list[int]) -> int:
-    """Returns the step of the newest checkpoint that is whole, by names and sizes of its files.
+    """Returns the step of the newest intact checkpoint, judged by names and sizes of its files.
 
     Raises:
-      JaxparError: If none is, or it does not fit the job.
+      JaxparError: If none is intact, or it does not fit the job.
     """
     damaged: list[Problem] = []
     for step in reversed(steps):
         path = folder / listing.name_of(step)
         try:
-            made = reading.listed(path)
+            manifest = reading.read_manifest(path)
         except reading.Damaged as error:
             damaged += error.problems
             continue
-        how, run = job.checkpoint.replicas, str(folder.parent)
-        wanted = paths.described(state.abstract(layout, resolve_optimizer(job, layout.blueprint)))
-        if made.replicas and made.replicas.model and not layout.parallel.exchange.differ:
-            replicas.check_one_model(made, made.replicas, wanted, how=how, run=run)
-        elif how == "same" and (wrong := problems(differences(made.arrays, wanted), run)):
-            raise JaxparError(*wrong)  # else arrays are made of others, as the mesh of devices says
+        replica_mode, run = job.checkpoint.replicas, str(folder.parent)
+        arrays = paths.describe(state.abstract(layout, resolve_optimizer(job, layout.blueprint)))
+        if manifest.replicas and manifest.replicas.model and not layout.parallel.exchange.replicas_differ:
+            replicas.check_one_model(manifest, manifest.replicas, arrays, how=replica_mode, run=run)
+        elif replica_mode == "same" and (mismatches := problems(differences(manifest.arrays, arrays), run)):
+            raise JaxparError(*mismatches)  # for other values, arrays are derived from the saved ones to fit the mesh
         return step
     raise JaxparError(*damaged)

@@ -1,41 +1,43 @@
-"""The objects that a job's metrics go to besides, as it names them."""
+"""Additional metric loggers named in the job."""
 
 import inspect
 from typing import Any
 
-from jaxpar.errors import refuse, users_code
+from jaxpar.errors import refuse, user_code_errors
 from jaxpar.job.file.import_object import import_object
 from jaxpar.job.file.schema import Job
 
 
 def resolve_loggers(job: Job) -> list[Any]:
-    """Returns the loggers of a job; a class or a function is called for one.
+    """Creates the loggers of a job; a class or function is called without arguments.
 
     Raises:
-      JaxparError: If there is no such object, it cannot be made, or it has no method `log`.
+      JaxparError: If an object does not exist, cannot be created, or has no method `log`.
     """
     return [_logger(job, name) for name in job.metrics.loggers]
 
 
 def check_loggers(job: Job) -> None:
-    """Refuses loggers that there are not; none is made.
+    """Checks the loggers of a job without creating any.
 
     Raises:
-      JaxparError: If there is no such object, or it has no method `log`.
+      JaxparError: If an object does not exist, or has no method `log`.
     """
     for name in job.metrics.loggers:
-        found = import_object(name, "metrics.loggers", allowed=job.allow_import)
-        if not inspect.isfunction(found):
-            _check(name, found)
+        target = import_object(name, "metrics.loggers", allowed=job.allow_import)
+        if not inspect.isfunction(target):
+            _check(name, target)
 
 
 def _logger(job: Job, name: str) -> Any:
-    found = import_object(name, "metrics.loggers", allowed=job.allow_import)
-    if inspect.isclass(found) or inspect.isfunction(found):
-        with users_code(f"metrics.loggers: {name}()", rule="a logger can be made", fix="one that takes no arguments"):
-            found = found()
-    _check(name, found)
-    return found
+    logger = import_object(name, "metrics.loggers", allowed=job.allow_import)
+    if inspect.isclass(logger) or inspect.isfunction(logger):
+        with user_code_errors(
+            f"metrics.loggers: {name}()", rule="a logger can be made", fix="one that takes no arguments"
+        ):
+            logger = logger()
+    _check(name, logger)
+    return logger
 
 
 def _check(name: str, found: Any) -> None:

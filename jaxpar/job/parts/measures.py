@@ -1,8 +1,8 @@
-"""What a job's evaluations say beside the loss: measures that are built in, or the user's own."""
+"""Evaluation metrics of a job besides the loss: built-in ones and user functions."""
 
 from collections.abc import Callable
 
-from jaxpar.errors import nearest, refuse
+from jaxpar.errors import refuse, suggest
 from jaxpar.job.file.import_object import import_object
 from jaxpar.job.file.schema import Job
 from jaxpar.step.measures.functions import DERIVED, MEASURES
@@ -11,31 +11,31 @@ KEY = "metrics.evaluate"
 
 
 def resolve_measures(job: Job) -> dict[str, Callable]:
-    """Returns the functions of (model, batch) of a job, by the names of their metrics; `classify` has its accuracy.
+    """Returns the metric functions of (model, batch) by name, without those that the loss itself provides.
 
     Raises:
-      JaxparError: If there is no such function, or two have one name.
+      JaxparError: If a function does not exist, or two share a name.
     """
-    found: dict[str, Callable] = {}
+    functions: dict[str, Callable] = {}
     for name in job.metrics.evaluate:
         if name in DERIVED or (name == "accuracy" and job.train.loss == "classify"):
             continue
-        said = name.rpartition(":")[2].rpartition(".")[2]
-        if said in found or (said != name and said in (*DERIVED, *MEASURES)):
+        metric = name.rpartition(":")[2].rpartition(".")[2]
+        if metric in functions or (metric != name and metric in (*DERIVED, *MEASURES)):
             raise refuse(
                 f"{KEY}: {name!r}",
                 rule="each metric has a name of its own",
                 fix="a function of another name, or one of the two alone",
             )
-        found[said] = _function(job, name)
-    return found
+        functions[metric] = _function(job, name)
+    return functions
 
 
 def derived_of(job: Job) -> tuple[str, ...]:
-    """Returns the names of a job's metrics that follow from its loss.
+    """Returns the names of a job's metrics that are derived from its loss.
 
     Raises:
-      JaxparError: If bits per byte are asked for, and a token is no byte.
+      JaxparError: If bits per byte are requested and tokens are not bytes.
     """
     names = tuple(name for name in job.metrics.evaluate if name in DERIVED)
     if "bits_per_byte" in names and not (job.data.is_text and job.data.tokenizer == "bytes"):
@@ -48,23 +48,23 @@ def derived_of(job: Job) -> tuple[str, ...]:
 
 
 def sets_of(job: Job) -> tuple[str, ...]:
-    """Returns the names of the sets that a job evaluates: "" are the examples that are held out, if there are any."""
-    held = job.data.held_out > 0 if ":" not in job.data.source or not job.data.sets else True
-    return (*[""] * held, *job.data.sets)
+    """Returns the names of the evaluation sets of a job; "" stands for the held-out examples, if there are any."""
+    has_held_out = job.data.held_out > 0 if ":" not in job.data.source or not job.data.sets else True
+    return (*[""] * has_held_out, *job.data.sets)
 
 
 def _function(job: Job, name: str) -> Callable:
     if ":" not in name:
         if name not in MEASURES:
-            known = [*MEASURES, *DERIVED]
-            rule = f'a metric is {", ".join(known)}, or "package.module:function" of (model, batch) to (sum, count)'
-            raise refuse(f"{KEY}: {name!r}", rule=rule, fix=nearest(name, known))
+            names = [*MEASURES, *DERIVED]
+            rule = f'a metric is {", ".join(names)}, or "package.module:function" of (model, batch) to (sum, count)'
+            raise refuse(f"{KEY}: {name!r}", rule=rule, fix=suggest(name, names))
         return MEASURES[name]
-    found = import_object(name, KEY, allowed=job.allow_import)
-    if not callable(found):
+    target = import_object(name, KEY, allowed=job.allow_import)
+    if not callable(target):
         raise refuse(
-            f"{KEY}: {name!r} is a {type(found).__name__}",
+            f"{KEY}: {name!r} is a {type(target).__name__}",
             rule="a metric is a function of (model, batch) to (sum, count)",
             fix='"my_module:my_function", the name of such a function',
         )
-    return found
+    return target

@@ -1,4 +1,4 @@
-"""The model and the loss that a job names, as what runs: jaxpar's, or the user's own objects."""
+"""Builds the model and the loss that a job names: jaxpar's own or user objects."""
 
 import dataclasses
 import inspect
@@ -10,48 +10,47 @@ from typing import Any
 import jax
 
 from jaxpar.data.validate import BatchSpec
-from jaxpar.errors import JaxparError, Problem, first_problems, nearest, refuse, users_code
+from jaxpar.errors import JaxparError, Problem, first_problems, refuse, suggest, user_code_errors
 from jaxpar.job.file.import_object import import_object
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch, open_data
-from jaxpar.job.parts.names import MODELS, named, own_loss, settings_of
-from jaxpar.job.parts.settings import given
+from jaxpar.job.parts.names import MODELS, custom_loss, model_table, settings_of
+from jaxpar.job.parts.settings import convert_settings
 from jaxpar.models.decoder import Decoder
 from jaxpar.models.mlp import MLP
 from jaxpar.models.resnet import ResNet
-from jaxpar.models.settings.decoder import DecoderSettings
-from jaxpar.models.settings.mlp import MLPSettings
-from jaxpar.models.settings.resnet import ResNetSettings
-from jaxpar.models.settings.vit import ViTSettings
+from jaxpar.models.settings.decoder import DecoderConfig
+from jaxpar.models.settings.mlp import MLPConfig
+from jaxpar.models.settings.resnet import ResNetConfig
+from jaxpar.models.settings.vit import ViTConfig
 from jaxpar.models.vit import ViT
 from jaxpar.parallel.compose import as_blueprint
 from jaxpar.sharding import linen_model
 from jaxpar.sharding.adapters import with_adapters
+from jaxpar.sharding.infer_names.trace_call import with_program, zeros_like_input
 from jaxpar.sharding.names import Blueprint
-from jaxpar.sharding.reading.called import as_called, zeros
-from jaxpar.step.keyed.loss import shaped
-from jaxpar.step.losses import classify, next_token
+from jaxpar.step.losses import classification_loss, next_token_loss
+from jaxpar.step.stochastic_loss.loss import traceable_loss
 
-MADE: Mapping[type, Callable] = {DecoderSettings: Decoder, ViTSettings: ViT, ResNetSettings: ResNet, MLPSettings: MLP}
-LOSSES: Mapping[str, Callable] = {"next_token": next_token, "classify": classify}
+MADE: Mapping[type, Callable] = {DecoderConfig: Decoder, ViTConfig: ViT, ResNetConfig: ResNet, MLPConfig: MLP}
+LOSSES: Mapping[str, Callable] = {"next_token": next_token_loss, "classify": classification_loss}
 
 
 def resolve_loss(job: Job) -> Callable:
-    """Returns the loss function a job names."""
-    own = own_loss(job)
-    return LOSSES[job.train.loss] if own is None else own
+    loss = custom_loss(job)
+    return LOSSES[job.train.loss] if loss is None else loss
 
 
 def resolve_model(job: Job, loss: Callable) -> Blueprint | Callable:
-    """Returns the model a job names, with its settings and the job's adapters."""
-    made = _named(job, loss)
-    return with_adapters(as_blueprint(made), job.train.adapters) if job.train.adapters.rank else made
+    """Returns the model that a job names, with its settings and adapters applied."""
+    model = _build_model(job, loss)
+    return with_adapters(as_blueprint(model), job.train.adapters) if job.train.adapters.rank else model
 
 
-def _named(job: Job, loss: Callable) -> Blueprint | Callable:
-    name, settings = named(job)
+def _build_model(job: Job, loss: Callable) -> Blueprint | Callable:
+    name, settings = model_table(job)
     if name in MODELS:
-        return _ours(job)
+        return _builtin_model(job)
     from flax import linen as nn
 
     target: Any = import_object(name, "model.name", allowed=job.allow_import)
@@ -66,28 +65,28 @@ def _named(job: Job, loss: Callable) -> Blueprint | Callable:
     if not callable(target):
         raise refuse(
             f"model.name = {name!r} is a {type(target).__name__}",
-            rule="a model is a class or a function, a Linen module or what jp.linen returns",
+            rule="a model is a class or a function, a Linen module or what jp.from_linen returns",
             fix='"my_module:MyModel", the name of such a class or function',
         )
     if inspect.isclass(target):
-        _check_apart(job, target.__call__)
+        _check_documents(job, target.__call__)
     if inspect.isclass(target) or inspect.isfunction(target):
-        settings = given(job, target, settings)
+        settings = convert_settings(job, target, settings)
     if inspect.isclass(target) and issubclass(target, nn.Module):
         fields = ", ".join(key for key in target.__dataclass_fields__ if key not in ("parent", "name"))
-        with users_code(name, rule="keys of [model] are the module's fields", fix=f"its fields: {fields}"):
+        with user_code_errors(name, rule="keys of [model] are the module's fields", fix=f"its fields: {fields}"):
             module = target(**settings)
         return _linen(job, module, loss)
     if inspect.isclass(target) or inspect.isfunction(target):
         _check_settings(name, target, settings)
     if inspect.isfunction(target) and _is_complete(target, settings):
-        return _returned(job, target, settings, loss)
+        return _call_factory(job, target, settings, loss)
     factory = partial(target, **settings) if settings else target
     return _nnx(job, factory if inspect.isclass(target) else _of_either_flax(job, factory, loss), loss)
 
 
 def _of_either_flax(job: Job, factory: Callable, loss: Callable) -> Callable:
-    """Returns a factory of models by `rngs` that may return a Linen module: called as the job's loss does, then."""
+    """Wraps a factory that takes `rngs`: a Linen module that it returns is bound to the job's loss and batch shapes."""
     from flax import linen as nn
 
     @wraps(factory)
@@ -100,81 +99,80 @@ def _of_either_flax(job: Job, factory: Callable, loss: Callable) -> Callable:
 
 
 def _is_complete(target: Callable, settings: Mapping[str, Any]) -> bool:
-    """Returns whether a function needs no more than its settings: then it makes no NNX module, which takes `rngs`."""
-    open_ = {key: each for key, each in inspect.signature(target).parameters.items() if key not in settings}
-    return "rngs" not in open_ and all(
-        each.default is not each.empty or each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-        for each in open_.values()
+    """Whether a function needs only its settings; a factory of NNX modules also takes `rngs`."""
+    free = {key: p for key, p in inspect.signature(target).parameters.items() if key not in settings}
+    return "rngs" not in free and all(
+        p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in free.values()
     )
 
 
-def _returned(job: Job, target: Callable, settings: Mapping[str, Any], loss: Callable) -> Blueprint:
-    """Returns the model that a function returns, which needs no `rngs`."""
+def _call_factory(job: Job, target: Callable, settings: Mapping[str, Any], loss: Callable) -> Blueprint:
+    """Calls a factory that takes no `rngs`, and checks its model."""
     from flax import linen as nn
 
     name = job.model["name"]
-    with users_code(name, rule="a function of its settings returns a model", fix="the line that this names"):
-        made = target(**settings)
-    if isinstance(made, nn.Module):
-        return _linen(job, made, loss)
-    if not isinstance(made, Blueprint):
+    with user_code_errors(name, rule="a function of its settings returns a model", fix="the line that this names"):
+        model = target(**settings)
+    if isinstance(model, nn.Module):
+        return _linen(job, model, loss)
+    if not isinstance(model, Blueprint):
         raise refuse(
-            f"{name} returned {type(made).__name__}",
-            rule="a function without `rngs` returns a Linen module, or jp.linen(...); one that makes an NNX module "
-            "takes `rngs`, so that its parameters are born sharded",
-            fix=f"def {target.__name__}(..., *, rngs), or return jp.linen(MyNet(...), jnp.zeros([1, ...]))",
+            f"{name} returned {type(model).__name__}",
+            rule="a function without `rngs` returns a Linen module, or jp.from_linen(...); one that makes an NNX "
+            "module takes `rngs`, so that its parameters are born sharded",
+            fix=f"def {target.__name__}(..., *, rngs), or return jp.from_linen(MyNet(...), jnp.zeros([1, ...]))",
         )
-    return made
+    return model
 
 
-def _ours(job: Job) -> Callable:
+def _builtin_model(job: Job) -> Callable:
     settings = settings_of(job)
     if not job.data.is_text and hasattr(settings, "classes"):
         _check_labels(job, settings)
-    _check_apart(job, MADE[type(settings)].__call__)
+    _check_documents(job, MADE[type(settings)].__call__)
     return partial(MADE[type(settings)], settings)
 
 
 def _linen(job: Job, module: Any, loss: Callable) -> Blueprint:
-    """Returns a Linen module as a model that is called as its loss does, on the shapes of the job's batches."""
+    """Wraps a Linen module; its loss on the shapes of the job's batches serves as the example call."""
     batch = abstract_batch(job)
     return linen_model.blueprint(module, partial(_call, loss, batch), name=type(module).__name__)
 
 
 def _nnx(job: Job, factory: Callable, loss: Callable) -> Blueprint:
-    """Returns the model of a factory, which is called likewise where that is asked for: its batch is then made."""
+    """Wraps a factory of NNX modules; the example call, with its batch, is made only when it is needed."""
     blueprint = as_blueprint(factory)
 
     def call(model: Any) -> None:
         batch = abstract_batch(job)
-        with accepting(job, blueprint.name, batch):
+        with batch_errors(job, blueprint.name, batch):
             _call(loss, batch, model)
 
-    return as_called(blueprint, call)
+    return with_program(blueprint, call)
 
 
 def _call(loss: Callable, batch: Mapping[str, jax.ShapeDtypeStruct], model: Any) -> Any:
-    return shaped(loss)(model, jax.tree.map(zeros, dict(batch)))
+    return traceable_loss(loss)(model, jax.tree.map(zeros_like_input, dict(batch)))
 
 
 def _check_settings(name: str, target: Callable, settings: dict[str, Any]) -> None:
     keys = inspect.signature(target.__init__ if inspect.isclass(target) else target).parameters
     if any(p.kind is p.VAR_KEYWORD for p in keys.values()):
         return
-    own = [key for key in keys if key not in ("self", "rngs")]
-    if unknown := [key for key in settings if key not in own]:
-        rule = f"{name} takes {', '.join(own) or 'no settings'}"
-        usual = "leave it out"
+    names = [key for key in keys if key not in ("self", "rngs")]
+    if unknown := [key for key in settings if key not in names]:
+        rule = f"{name} takes {', '.join(names) or 'no settings'}"
+        fix = "leave it out"
         raise JaxparError(
             *first_problems(
-                unknown, lambda key: Problem(f"unknown key model.{key}", rule, nearest(key, own) if own else usual)
+                unknown, lambda key: Problem(f"unknown key model.{key}", rule, suggest(key, names) if names else fix)
             )
         )
 
 
 def _check_labels(job: Job, settings: Any) -> None:
-    held = getattr(open_data(job), "arrays", {})
-    labels = held.get("labels")
+    arrays = getattr(open_data(job), "arrays", {})
+    labels = arrays.get("labels")
     if labels is not None and labels.dtype.kind in "iu" and not 0 <= labels.min() <= labels.max() < settings.classes:
         raise refuse(
             f"model.classes = {settings.classes}, labels are {labels.min()}..{labels.max()}",
@@ -185,41 +183,43 @@ def _check_labels(job: Job, settings: Any) -> None:
         )
 
 
-def _check_apart(job: Job, called: Callable) -> None:
-    """Refuses rows of several documents for a model that is not told of them."""
+def _check_documents(job: Job, called: Callable) -> None:
+    """Refuses `data.documents = "apart"` for a model whose call takes no `segments` and `positions`."""
     keys = inspect.signature(called).parameters
-    if job.data.documents != "apart" or any(each.kind is each.VAR_KEYWORD for each in keys.values()):
+    if job.data.documents != "apart" or any(parameter.kind is parameter.VAR_KEYWORD for parameter in keys.values()):
         return
     if missing := [name for name in ("segments", "positions") if name not in keys]:
         raise refuse(
             f"data.documents = 'apart' with model.name = {job.model['name']!r}, which takes no {' and '.join(missing)}",
-            rule="a model that sees several documents in a row is told which token is of which",
+            rule="a model that sees several documents in a sequence takes the document of each token",
             fix="data.documents = 'alone', which any model takes; or a model with __call__(self, tokens, *, segments, "
             "positions)",
         )
 
 
-def accepting(job: Job, name: str, batch: Mapping[str, jax.ShapeDtypeStruct]) -> AbstractContextManager[None]:
-    """Returns a context in which a model and a loss that do not take a batch are refused with one message."""
+def batch_errors(job: Job, name: str, batch: Mapping[str, jax.ShapeDtypeStruct]) -> AbstractContextManager[None]:
+    """Context that turns any exception of the model or the loss on a batch into one `JaxparError`."""
     shapes = ", ".join(f"{key} {leaf.dtype}{list(leaf.shape)}" for key, leaf in batch.items())
-    return users_code(
+    return user_code_errors(
         f"{name} with loss {job.train.loss} on {shapes}",
         rule="model and loss accept the batches of the data",
         fix="model.name, train.loss and data.source that belong together, or the line of the model that this names",
     )
 
 
-def sound(job: Job) -> BatchSpec:
-    """Returns what is known of a good batch of a job: ids that the model has, and the arrays of the user's own."""
-    like = abstract_batch(job) if ":" in job.data.source else {}
+def batch_spec(job: Job) -> BatchSpec:
+    """Returns the batch validation of a job: upper bounds of ids, and the array shapes of a user's own source."""
+    shapes = abstract_batch(job) if ":" in job.data.source else {}
     if job.model["name"] not in MODELS:
-        return BatchSpec(like=like)
+        return BatchSpec(first_batch=shapes)
     spec = MODELS[job.model["name"]]
-    usual = {"vocab": job.data.tokens} if job.data.is_text else {}
-    settings = {field.name: usual.get(field.name, field.default) for field in dataclasses.fields(spec)} | job.model
-    below = {"inputs": settings.get("vocab")}
+    defaults = {"vocab": job.data.tokens} if job.data.is_text else {}
+    settings = {field.name: defaults.get(field.name, field.default) for field in dataclasses.fields(spec)} | job.model
+    bounds = {"inputs": settings.get("vocab")}
     if job.train.loss == "next_token":
-        below["targets"] = settings.get("vocab")
+        bounds["targets"] = settings.get("vocab")
     if job.train.loss == "classify":
-        below["labels"] = settings.get("classes")
-    return BatchSpec(below={name: count for name, count in below.items() if isinstance(count, int)}, like=like)
+        bounds["labels"] = settings.get("classes")
+    return BatchSpec(
+        id_counts={name: count for name, count in bounds.items() if isinstance(count, int)}, first_batch=shapes
+    )

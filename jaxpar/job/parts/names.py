@@ -1,66 +1,63 @@
-"""The models and losses that a job may name, and their settings, checked: all that is known of them without JAX.
-
-What runs under each name is in `models.py`.
-"""
+"""Checks the model and loss names of a job and their settings, without importing JAX; `models.py` builds them."""
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from jaxpar.data.spec import OURS
-from jaxpar.data.tokenizers.saved import PADDING, most_rows, saved
-from jaxpar.errors import JaxparError, Problem, nearest, refuse
-from jaxpar.job.file.folder import no_model
+from jaxpar.data.tokenizers.tokenizer_facts import PADDING, most_rows, read_tokenizer
+from jaxpar.errors import JaxparError, Problem, refuse, suggest
 from jaxpar.job.file.import_object import import_object
-from jaxpar.job.file.parse import validated
+from jaxpar.job.file.model_folder import unknown_model_problem
+from jaxpar.job.file.parse import validate
 from jaxpar.job.file.schema import Job
 from jaxpar.models.settings.table import MODELS
 
-COUNTED = {"next_token": "tokens", "classify": "examples"}  # jaxpar's losses, and what their counts are of
+COUNTED = {"next_token": "tokens", "classify": "examples"}  # jaxpar's losses, and the unit that each counts
 
 
-def named(job: Job) -> tuple[str, dict[str, Any]]:
-    """Returns the name of a job's model, of `MODELS` or an import path, and the settings as the job says them.
+def model_table(job: Job) -> tuple[str, dict[str, Any]]:
+    """Returns the name of a job's model (a key of `MODELS` or an import path) and its unchecked settings.
 
     Raises:
-      JaxparError: If it is neither.
+      JaxparError: If the name is neither.
     """
     name = job.model["name"]
     if name not in MODELS and ":" not in name:
-        raise JaxparError(no_model(name))
+        raise JaxparError(unknown_model_problem(name))
     return name, {key: value for key, value in job.model.items() if key != "name"}
 
 
 def settings_of(job: Job) -> Any:
-    """Returns the settings of a job's model, one of `MODELS`; of text, the data says how many tokens there are.
+    """Returns the checked settings of a job's model, one of `MODELS`; text data gives default `vocab` and `seq`.
 
     Raises:
-      JaxparError: With every key that is unknown, of another type or out of its range, or does not go with the data.
+      JaxparError: With every key that is unknown, has a wrong type, is out of range, or contradicts the data.
     """
-    name, settings = named(job)
+    name, settings = model_table(job)
     reads_text = job.data.is_text and "vocab" in {field.name for field in dataclasses.fields(MODELS[name])}
     if reads_text:
         settings = {"vocab": job.data.tokens, "seq": job.data.seq, **settings}
-    made, problems = validated(MODELS[name], settings, "model")
+    model_settings, problems = validate(MODELS[name], settings, "model")
     if problems:
         raise JaxparError(*problems)
     if reads_text:
-        _check_text(job, made)
-    return made
+        _check_text(job, model_settings)
+    return model_settings
 
 
-def own_loss(job: Job) -> Callable | None:
-    """Returns the user's own loss that a job names; None where it names one of jaxpar's.
+def custom_loss(job: Job) -> Callable | None:
+    """Imports the user's own loss that a job names; None if it names one of jaxpar's.
 
     Raises:
-      JaxparError: If it is neither, or no function.
+      JaxparError: If it is neither, or not callable.
     """
     name = job.train.loss
     if name in COUNTED:
         return None
     if ":" not in name:
-        known = f'a loss is {" or ".join(COUNTED)}, or "package.module:function"'
-        raise refuse(f"train.loss = {name!r}", rule=known, fix=nearest(name, COUNTED))
+        rule = f'a loss is {" or ".join(COUNTED)}, or "package.module:function"'
+        raise refuse(f"train.loss = {name!r}", rule=rule, fix=suggest(name, COUNTED))
     target = import_object(name, "train.loss", allowed=job.allow_import)
     if not callable(target):
         raise refuse(
@@ -72,12 +69,12 @@ def own_loss(job: Job) -> Callable | None:
 
 
 def vocabulary(job: Job) -> list[Problem]:
-    """Returns the problem of a vocabulary with far more rows than the data has tokens: most would never be trained.
+    """Reports a vocabulary with far more rows than the data has tokens: most rows would never be trained.
 
-    Asked of a job that is trained. A plan or an inspection, whose data stands for any other, does not ask.
+    Only for jobs that are trained; the data of a plan or an inspection is a placeholder.
     """
     if job.model["name"] not in MODELS or not job.data.is_text or job.data.tokenizer not in OURS:
-        return []  # of a tokenizer that was saved it is asked always
+        return []  # `_check_text` always checks saved tokenizers
     tokens, vocab = job.data.tokens, job.model.get("vocab", 0)
     if not isinstance(vocab, int) or vocab <= most_rows(tokens):
         return []
@@ -95,7 +92,7 @@ def vocabulary(job: Job) -> list[Problem]:
 def _check_text(job: Job, settings: Any) -> None:
     problems = []
     if job.data.tokenizer not in OURS:
-        saved(job.data.tokenizer).check_model(settings.vocab)
+        read_tokenizer(job.data.tokenizer).check_model(settings.vocab)
     if settings.vocab < job.data.tokens:
         problems.append(
             Problem(

@@ -1,4 +1,4 @@
-"""The optimizer of a job, and by what its evaluations are compared."""
+"""The optimizer of a job, and the metric that compares its evaluations."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,13 +12,13 @@ from jaxpar.job.file.import_object import import_object
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.models import resolve_loss, resolve_model
 from jaxpar.optim import chain, muon
-from jaxpar.optim.extra import PLATEAU
 from jaxpar.optim.freeze import freeze
-from jaxpar.optim.named import Own
+from jaxpar.optim.loss_argument import PLATEAU
+from jaxpar.optim.optax_lookup import UserFunctions
 from jaxpar.optim.optimizer import SETTINGS
-from jaxpar.optim.pace import counts_steps
-from jaxpar.optim.patterns import meant
+from jaxpar.optim.patterns import matching
 from jaxpar.optim.probe import SMALL, check_chain, check_rate, needs_loss
+from jaxpar.optim.schedule_steps import has_schedules
 from jaxpar.parallel.compose import as_blueprint
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import Blueprint
@@ -27,81 +27,87 @@ from jaxpar.step.checks.eval_params import check_eval_params
 from jaxpar.train.best import Best
 
 
-def own_functions(job: Job) -> Own:
-    """Returns the user's own optimizer and schedule that a job names by import path.
+def custom_functions(job: Job) -> UserFunctions:
+    """Imports the user's own optimizer and schedule that a job names.
 
     Raises:
-      JaxparError: If there is no such object.
+      JaxparError: If an object does not exist.
     """
     names = {"optimizer.name": job.optimizer.name, "optimizer.schedule.name": job.optimizer.schedule.name}
-    found = [import_object(name, key, allowed=job.allow_import) if ":" in name else None for key, name in names.items()]
-    return Own(optimizer=found[0], schedule=found[1])
+    pair = [import_object(name, key, allowed=job.allow_import) if ":" in name else None for key, name in names.items()]
+    return UserFunctions(optimizer=pair[0], schedule=pair[1])
 
 
 def resolve_optimizer(job: Job, blueprint: Blueprint | None = None) -> optax.GradientTransformation:
-    """Returns the optax chain of a job, at its global batch; what its sweep is over is in the chain's state.
+    """Builds the optax chain of a job for its global batch; swept settings are part of the chain's state.
 
     Args:
       job: The job.
-      blueprint: Its model, if that is known: else it is traced where an optimizer asks for the names of its dims.
+      blueprint: The model, if available; otherwise it is traced if the optimizer needs the names of its dims.
 
     Raises:
-      JaxparError: If its optimizer or schedule is not there, or has other arguments.
+      JaxparError: If the optimizer or schedule does not exist, or takes other arguments.
     """
-    made = _whole(job, cache(lambda: _names(blueprint or as_blueprint(resolve_model(job, resolve_loss(job))))))
-    frozen, but = job.train.frozen
-    return freeze(made, frozen, but=but) if frozen else made
+    optimizer = _full_chain(
+        job, cache(lambda: _names(blueprint or as_blueprint(resolve_model(job, resolve_loss(job)))))
+    )
+    frozen, exceptions = job.train.frozen
+    return freeze(optimizer, frozen, but=exceptions) if frozen else optimizer
 
 
 def check_optimizer(job: Job, params: Any = None) -> None:
-    """Refuses an optimizer that a job cannot have; it is tried on shapes, unless it and its schedule are jaxpar's own.
+    """Refuses an optimizer that does not work in the job; a custom optimizer or schedule is tried on shapes.
 
     Args:
       job: The job.
-      params: The parameters of its model, as shapes, if they are known: a user's own optimizer, which may tell them
-        apart by their paths, is tried on no others.
+      params: Shapes of the model's parameters, if available. A user's own optimizer may select parameters by path, so
+        it is tried on these alone.
 
     Raises:
-      JaxparError: If it is not there, has other arguments, or cannot be used in a step.
+      JaxparError: If it does not exist, takes other arguments, or cannot be used in a step.
     """
-    made, spec = _whole(job), job.optimizer
+    optimizer, spec = _full_chain(job), job.optimizer
     if spec.is_plain:
         return
     if spec.schedule.name:
-        rate = chain.schedule(spec.at(job.train.global_batch), job.train.steps, own=own_functions(job))
+        rate = chain.schedule(
+            spec.for_batch(job.train.global_batch), job.train.steps, user_functions=custom_functions(job)
+        )
         check_rate(rate, name=spec.schedule.name)
     by_loss = spec.schedule.name == PLATEAU
     if job.metrics.noise_every and (spec.name not in SETTINGS or by_loss):
         raise refuse(
             f"metrics.noise_every = {job.metrics.noise_every} with {PLATEAU if by_loss else spec.name}",
-            rule=f"the temperature of updates is known of {', '.join(SETTINGS)}, whose rate follows the step",
+            rule=f"the noise temperature is known for {', '.join(SETTINGS)}, whose rate follows the step",
             fix="noise_every = 0",
         )
     if ":" in spec.name and params is None:
         return
-    state = check_chain(made, spec, SMALL) if params is None else check_chain(resolve_optimizer(job), spec, params)
+    state = check_chain(optimizer, spec, SMALL) if params is None else check_chain(resolve_optimizer(job), spec, params)
     check_eval_params(job.parallel.exchange, state)
-    if job.parallel.pipeline.weights != "flush" and needs_loss(made):
+    if job.parallel.pipeline.weights != "flush" and needs_loss(optimizer):
         raise refuse(
             f"parallel.pipeline.weights = {job.parallel.pipeline.weights!r} with {PLATEAU if by_loss else spec.name}",
             rule="a step without a flush makes many updates, before the loss of its batch is known",
             fix='weights = "flush", or an optimizer that reads no loss',
         )
-    if job.parallel.pipeline.weights != "flush" and not spec.is_constant and not counts_steps(state):
+    if job.parallel.pipeline.weights != "flush" and not spec.is_constant and not has_schedules(state):
         raise refuse(
             f"parallel.pipeline.weights = {job.parallel.pipeline.weights!r} with {spec.name}",
-            rule="a step without a flush makes many updates, which an optimizer that counts its own takes for steps",
+            rule="without a flush a step makes many updates, and an optimizer that counts its own counts each",
             fix='weights = "flush", or decay = "constant", warmup = 0',
         )
 
 
-def _whole(job: Job, names: Callable[[], muon.Names] = dict) -> optax.GradientTransformation:
-    """Returns the optax chain of a job, of all parameters; with the names of their dims, for what asks for them."""
-    swept = job.sweep.values if job.sweep.over else ()
-    spec = job.optimizer.at(job.train.global_batch)
+def _full_chain(job: Job, names: Callable[[], muon.Names] = dict) -> optax.GradientTransformation:
+    """Builds the optax chain of a job for all parameters, even frozen ones; `names` gives the names of their dims."""
+    sweep_values = job.sweep.values if job.sweep.over else ()
+    spec = job.optimizer.for_batch(job.train.global_batch)
     if _asks_names(job):
-        spec = replace(spec, arguments={**spec.arguments, muon.DIMS: muon.matrices(names)})
-    return chain.build(spec, job.sweep.steps(job.train.steps), swept, own=own_functions(job), names=names)
+        spec = replace(spec, arguments={**spec.arguments, muon.DIMS: muon.matrix_dims(names)})
+    return chain.build(
+        spec, job.sweep.steps(job.train.steps), sweep_values, user_functions=custom_functions(job), names=names
+    )
 
 
 def _asks_names(job: Job) -> bool:
@@ -109,25 +115,25 @@ def _asks_names(job: Job) -> bool:
 
 
 def _names(blueprint: Blueprint) -> muon.Names:
-    """Returns the names of the dims of each parameter of a model."""
+    """Maps each parameter of a model to the names of its dims."""
     return {path: leaf.names for path, leaf in name_stacks(blueprint.leaves).items()}
 
 
 def note_optimizer(job: Job, layout: Layout) -> Layout:
-    """Returns the layout, whose notes say what an optimizer makes of which parameters, where they differ.
+    """Adds a note to the layout that says which parameters muon orthogonalizes, and which others not.
 
     Raises:
-      JaxparError: If that is nothing.
+      JaxparError: If muon has nothing to orthogonalize.
     """
     if not _asks_names(job):
         return layout
-    leaves, (frozen, but) = layout.blueprint.leaves, job.train.frozen
-    held = set(meant(leaves, frozen)) - set(meant(leaves, but))
-    shapes = {path: leaf.shape for path, leaf in leaves.items() if path not in held}
-    return layout.noted(str(muon.share(shapes, _names(layout.blueprint)))) if shapes else layout
+    leaves, (frozen, exceptions) = layout.blueprint.leaves, job.train.frozen
+    frozen_paths = set(matching(leaves, frozen)) - set(matching(leaves, exceptions))
+    shapes = {path: leaf.shape for path, leaf in leaves.items() if path not in frozen_paths}
+    return layout.with_note(str(muon.muon_coverage(shapes, _names(layout.blueprint)))) if shapes else layout
 
 
 def best_of(job: Job) -> Best:
-    """Returns how the evaluations of a job are compared, and how long it waits for a better one."""
+    """Returns the metric that compares the evaluations of a job, and its patience."""
     spec = job.checkpoint
     return Best(metric=spec.best, lowest=spec.best_is == "lowest", patience=job.train.patience)

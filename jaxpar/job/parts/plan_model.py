@@ -1,50 +1,49 @@
-"""The model of a job as a plan sees it: a decoder by formulas, any other, or another optimizer's state, traced.
+"""The model of a job for the planner: formulas for a decoder, a JAX trace for other models or optimizer states.
 
 decoder, adamw, adam, lamb, sgd, lion or lars    arithmetic: JAX is not imported
-decoder, another optimizer, one with arguments, or a part is frozen
-                                                 the state depends on the shapes of matrices: they are traced
-any other model                                  nothing is known of it but what tracing shows
+decoder with another optimizer, optimizer arguments or frozen parameters
+                                                 formulas; the state's bytes are traced from the shapes of matrices
+any other model                                  traced entirely
 """
 
 import dataclasses
 
 from jaxpar.errors import refuse
 from jaxpar.job.file.schema import Job
-from jaxpar.job.parts.names import named, own_loss, settings_of
+from jaxpar.job.parts.names import custom_loss, model_table, settings_of
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.state_bytes import MOMENTS, Recipe, recipe
-from jaxpar.plan.planned import Model, Transformer
+from jaxpar.plan.model_protocol import Model, Transformer
 
 
 def needs_jax(job: Job) -> bool:
-    """Returns whether planning a job imports JAX: to trace its model or its state, or with the user's own loss."""
+    """Whether planning a job imports JAX: to trace its model or state, or because of a user's own loss."""
     return not _has_formulas(job) or not _is_counted(job) or ":" in job.train.loss
 
 
-def subject(job: Job, devices: int) -> Model:
-    """Returns the model of a job, to be planned for so many devices.
+def planner_model(job: Job, devices: int) -> Model:
+    """Returns the planner's model of a job on `devices` devices.
 
     Raises:
-      JaxparError: If a decoder computes in float32, for which there are no formulas, or a model cannot be traced.
+      JaxparError: If a decoder computes in float32, which the formulas do not cover, or a model cannot be traced.
     """
     if not _has_formulas(job):
-        from jaxpar.job.parts.plan_traced import traced
+        from jaxpar.job.parts.plan_traced import trace_job
 
-        return traced(job, devices)
-    own_loss(job)  # refuses one that there is not
+        return trace_job(job, devices)
+    custom_loss(job)  # refuses a loss that does not exist
     settings = settings_of(job)
     if job.train.precision.compute != "bf16":
         raise refuse(
             f"train.precision = {job.train.precision.compute!r}",
-            rule="the planner's formulas are of a decoder that computes in bfloat16",
+            rule="the planner's formulas are for decoders that compute in bfloat16",
             fix="train.precision=bf16, after JOB on the command line",
         )
-    shape = dataclasses.replace(Shape.of(settings), seq=job.data.seq, trained=_trained(job))
+    shape = dataclasses.replace(Shape.from_settings(settings), seq=job.data.seq, trained=_trained(job))
     return Transformer(shape=shape, recipe=_recipe(job))
 
 
 def _trained(job: Job) -> float:
-    """Returns the share of the weights that is trained."""
     if not job.train.frozen[0]:
         return 1.0
     from jaxpar.job.parts.plan_traced import trained_share
@@ -53,17 +52,17 @@ def _trained(job: Job) -> float:
 
 
 def _has_formulas(job: Job) -> bool:
-    return named(job)[0] == "decoder"
+    return model_table(job)[0] == "decoder"
 
 
 def _is_counted(job: Job) -> bool:
-    """Whether the state of a job's optimizer is so many bytes per parameter; further arguments may change its dtype."""
+    """Whether the optimizer state is a fixed number of bytes per parameter; arguments may change its dtype."""
     return job.optimizer.name in MOMENTS and not job.optimizer.arguments and not job.train.frozen[0]
 
 
 def _recipe(job: Job) -> Recipe:
     if _is_counted(job):
         return recipe(job.optimizer.name, momentum=job.optimizer.beta1 > 0)
-    from jaxpar.job.parts.plan_traced import counted
+    from jaxpar.job.parts.plan_traced import state_recipe
 
-    return counted(job)
+    return state_recipe(job)

@@ -1,4 +1,4 @@
-"""The model of a job as a plan sees it that has no formulas for it: traced over data, fsdp and what is added."""
+"""The planner's model of a job without formulas: a trace, planned over data, fsdp and the axes of added techniques."""
 
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -13,11 +13,11 @@ import optax
 from jaxpar.errors import JaxparError
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch
-from jaxpar.job.parts.models import accepting, resolve_loss, resolve_model
+from jaxpar.job.parts.models import batch_errors, resolve_loss, resolve_model
 from jaxpar.job.parts.optimizers import resolve_optimizer
-from jaxpar.optim.patterns import meant
+from jaxpar.optim.patterns import matching
 from jaxpar.parallel.compose import as_blueprint, compose
-from jaxpar.parallel.declare import DECLARED, Parallel
+from jaxpar.parallel.declaration import DECLARED, Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.plan.choices import Choices
 from jaxpar.plan.model.dims import Dims
@@ -25,19 +25,19 @@ from jaxpar.plan.model.state_bytes import Recipe
 from jaxpar.plan.model.tracing import trace
 from jaxpar.plan.techniques.base import divisors
 from jaxpar.plan.techniques.table import TECHNIQUES
-from jaxpar.plan.traced import Traced
+from jaxpar.plan.traced_model import TracedModel
 from jaxpar.sharding.author.explicit import sharding_translation
 from jaxpar.sharding.names import Blueprint, Compute, nest
-from jaxpar.sharding.nnx.hooks import hooked
+from jaxpar.sharding.nnx.hooks import step_hooks
 from jaxpar.sharding.rules import name_stacks
 from jaxpar.sharding.shard_bytes import shard_bytes
-from jaxpar.step.keyed.loss import shaped
 from jaxpar.step.losses import as_sums
 from jaxpar.step.numerics import DTYPES
+from jaxpar.step.stochastic_loss.loss import traceable_loss
 
 
-def traced(job: Job, devices: int) -> Traced:
-    """Returns any model of a job, traced over data, fsdp and what is added.
+def trace_job(job: Job, devices: int) -> TracedModel:
+    """Traces the model of a job for the planner; see `trace_model`.
 
     Raises:
       JaxparError: If it cannot be traced.
@@ -46,62 +46,61 @@ def traced(job: Job, devices: int) -> Traced:
     blueprint, batch = as_blueprint(resolve_model(job, loss)), abstract_batch(job)
     return trace_model(
         blueprint, loss, _recipe(job, blueprint), batch, rows=job.train.global_batch, devices=devices,
-        compute=job.train.precision.compute, accepting=partial(accepting, job, blueprint.name),
+        compute=job.train.precision.compute, batch_errors=partial(batch_errors, job, blueprint.name),
     )  # fmt: skip
 
 
-def counted(job: Job) -> Recipe:
-    """Returns the bytes per parameter that training a job keeps, the optimizer's read off its state's shapes."""
+def state_recipe(job: Job) -> Recipe:
+    """Returns the bytes of training state per parameter; the optimizer's share comes from the shapes of its state."""
     return _recipe(job, as_blueprint(resolve_model(job, resolve_loss(job))), timed=True)
 
 
 def trained_share(job: Job) -> float:
-    """Returns the share of a decoder's weights in matmuls that is trained; its adapters count as weights."""
+    """Returns the trained share of a decoder's matmul weights; adapters count as weights."""
     blueprint = as_blueprint(resolve_model(job, resolve_loss(job)))
-    held, tied = _held(job, blueprint), not any("head" in path for path in blueprint.leaves)
+    frozen_paths, tied = _frozen_paths(job, blueprint), not any("head" in path for path in blueprint.leaves)
     sizes = {path: leaf.size for path, leaf in blueprint.leaves.items() if tied or not path.startswith("embed")}
-    return sum(size for path, size in sizes.items() if path not in held) / sum(sizes.values())
+    return sum(size for path, size in sizes.items() if path not in frozen_paths) / sum(sizes.values())
 
 
-def _held(job: Job, blueprint: Blueprint) -> set[str]:
-    """Returns the paths of the parameters that are frozen."""
-    frozen, but = job.train.frozen
-    return set(meant(blueprint.leaves, frozen)) - set(meant(blueprint.leaves, but))
+def _frozen_paths(job: Job, blueprint: Blueprint) -> set[str]:
+    frozen, exceptions = job.train.frozen
+    return set(matching(blueprint.leaves, frozen)) - set(matching(blueprint.leaves, exceptions))
 
 
 def _recipe(job: Job, blueprint: Blueprint, *, timed: bool = False) -> Recipe:
-    held, optimizer = _held(job, blueprint), resolve_optimizer(job, blueprint)
-    return recipe_of(blueprint, optimizer, held, name=job.optimizer.name, timed=timed)
+    frozen_paths, optimizer = _frozen_paths(job, blueprint), resolve_optimizer(job, blueprint)
+    return recipe_of(blueprint, optimizer, frozen_paths, name=job.optimizer.name, timed=timed)
 
 
 def recipe_of(
     blueprint: Blueprint,
     optimizer: optax.GradientTransformation,
-    held: Collection[str],
+    frozen: Collection[str],
     *,
     name: str,
     timed: bool = False,
 ) -> Recipe:
-    """Returns the bytes per parameter that training a model keeps.
+    """Returns the bytes of training state per parameter of a model.
 
     Args:
       blueprint: The model.
-      optimizer: Whose state's shapes are read.
-      held: Paths of the parameters that are frozen.
-      name: Of the optimizer.
-      timed: Whether times follow from what is trained, as a decoder's do.
+      optimizer: The optimizer; only the shapes of its state are read.
+      frozen: Paths of the frozen parameters.
+      name: The name of the optimizer.
+      timed: Whether predicted times take frozen parameters into account, as for a decoder.
     """
     params = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in blueprint.leaves.items()}
-    tree = nest({tuple(path.split("/")): leaf for path, leaf in params.items()})  # as a chain's masks have it
+    tree = nest({tuple(path.split("/")): leaf for path, leaf in params.items()})  # as optax masks expect
     moments = jax.eval_shape(optimizer.init, tree)
-    own, its = (sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) for tree in (params, moments))
+    size, state = (sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) for tree in (params, moments))
     count = sum(leaf.size for leaf in params.values())
-    trained = sum(leaf.size * leaf.dtype.itemsize for path, leaf in params.items() if path not in held)
-    part = f"; {trained / own:.2%} is trained" + ", and times are as if all were" * (not timed) if held else ""
+    trained = sum(leaf.size * leaf.dtype.itemsize for path, leaf in params.items() if path not in frozen)
+    note = f"; {trained / size:.2%} is trained" + ", and times are as if all were" * (not timed) if frozen else ""
     return Recipe(
-        name=name, parameters=own / count, gradients=round(trained / count, 3),
-        optimizer=round(its / count, 3), since=1,
-        why=f"parameters and gradients as they are stored, and the optimizer's state{part}",
+        name=name, parameters=size / count, gradients=round(trained / count, 3),
+        optimizer=round(state / count, 3), sharded_from=1,
+        dtypes=f"parameters and gradients as they are stored, and the optimizer's state{note}",
     )  # fmt: skip
 
 
@@ -114,30 +113,30 @@ def trace_model(
     rows: int,
     devices: int,
     compute: str,
-    accepting: Callable[[Mapping[str, Any]], AbstractContextManager[None]],
-) -> Traced:
-    """Returns a model traced over data, fsdp and what is added.
+    batch_errors: Callable[[Mapping[str, Any]], AbstractContextManager[None]],
+) -> TracedModel:
+    """Traces a model for planning over data, fsdp and the axes of added techniques.
 
     Args:
       blueprint: The model.
       loss: Of (model, batch), or of (model, batch, key).
       recipe: Bytes per parameter of the training state.
-      batch: Name to what has a shape and a dtype; examples are the first dim.
-      rows: Examples of a step.
-      devices: How many it is to be divided among.
+      batch: Name to shape and dtype, such as an array; the first dim is that of examples.
+      rows: Examples per step.
+      devices: Number of devices to plan for.
       compute: The dtype of matmuls, fp32 or bf16.
-      accepting: Makes of a batch a context in which the user's model and loss may raise.
+      batch_errors: From a batch to a context that turns exceptions of the user's model and loss into a `JaxparError`.
 
     Raises:
-      JaxparError: If it cannot be traced.
+      JaxparError: If the model cannot be traced.
     """
-    alone, dtype = compose(blueprint, Parallel(), 1), DTYPES[compute]
+    layout, dtype = compose(blueprint, Parallel(), 1), DTYPES[compute]
     params, model_state = jax.eval_shape(blueprint.init, jax.random.key(0))
 
     def forward(remat: str, *, accumulate: int = 1) -> Callable:
         def run(params, known):
-            model = blueprint.bind(params, known[0], alone.use, Compute(dtype=dtype, remat=remat))
-            return as_sums(shaped(loss)(model, known[1]), accumulate=accumulate)["loss"][0]
+            model = blueprint.bind(params, known[0], layout.use, Compute(dtype=dtype, remat=remat))
+            return as_sums(traceable_loss(loss)(model, known[1]), accumulate=accumulate)["loss"][0]
 
         return run
 
@@ -148,78 +147,84 @@ def trace_model(
 
     with (
         sharding_translation(),
-        hooked(),
-        accepting(known(2)[1]),
-    ):  # a model may name shardings itself: outside of a step they say nothing
-        found = trace(forward, params, known, takes_remat=blueprint.takes_remat, name=blueprint.name)
+        step_hooks(),
+        batch_errors(known(2)[1]),
+    ):  # shardings that the model itself names have no effect outside of a step
+        model_trace = trace(forward, params, known, takes_remat=blueprint.takes_remat, name=blueprint.name)
         sums = _is_sum(forward("none", accumulate=2), params, known(2))
-    named = _dims(alone)
+    named_dims = _dims(layout)
     axes = {
-        axis: each.legal(named, rows, Choices())
-        for axis, each in TECHNIQUES.items()
-        if axis not in DECLARED and not each.lacks(named)
+        axis: technique.allowed_sizes(named_dims, rows, Choices())
+        for axis, technique in TECHNIQUES.items()
+        if axis not in DECLARED and not technique.why_not(named_dims)
     }
-    shards, beside, refused = _shards(blueprint, devices, axes)
-    return Traced(
-        name=blueprint.name, shards=shards, beside=beside, refused=refused, piece=_piece(blueprint), recipe=recipe,
-        trace=found,
+    shards, state_bytes, refused = _shards(blueprint, devices, axes)
+    return TracedModel(
+        name=blueprint.name,
+        shards=shards,
+        other_state=state_bytes,
+        unsupported=refused,
+        largest_array=_largest_gather(blueprint),
+        recipe=recipe,
+        trace=model_trace,
         itemsize=4 if dtype is None else dtype(0).dtype.itemsize,
-        sums=sums,
-        axes=tuple(axes), dims=named.dims, holding=named.holding,
-    )  # fmt: skip
+        sum_loss=sums,
+        axes=tuple(axes),
+        dims=named_dims.dims,
+        parameters_by_dim=named_dims.parameters_by_dim,
+    )
 
 
 def _dims(layout: Layout) -> Dims:
-    """Returns the named dims of a model's parameters."""
+    """Collects, per named dim, the greatest common divisor of its sizes and the parameters that have it."""
     dims, holding = {}, {}
     for place in layout.placements.values():
         for name, size in zip(place.names, place.leaf.shape, strict=True):
             if name:
                 dims[name] = math.gcd(size, dims.get(name, 0))
                 holding[name] = holding.get(name, 0) + place.leaf.size
-    return Dims(dims=dims, holding=holding)
+    return Dims(dims=dims, parameters_by_dim=holding)
 
 
 def _shards(
     blueprint: Blueprint, devices: int, axes: Mapping[str, Collection[int]]
 ) -> tuple[dict[tuple[int, ...], int], dict[tuple[int, ...], int], dict[tuple[int, ...], str]]:
-    """Returns the parameters on each device, and the bytes of other state, for all sizes of fsdp and of further axes.
-
-    And why they can't be, for those that can't.
-    """
-    found, beside, refused = {}, {}, {}
-    every = divisors(devices)
-    for fsdp, *further in product(every, *([n for n in every if n in sizes] for sizes in axes.values())):
+    """Returns, by sizes of fsdp and further axes: parameters per device, bytes of other state, reasons of refusal."""
+    counts, state_bytes, refused = {}, {}, {}
+    sizes_of_axis = divisors(devices)
+    for fsdp, *further in product(
+        sizes_of_axis, *([n for n in sizes_of_axis if n in sizes] for sizes in axes.values())
+    ):
         sizes, count = (fsdp, *further), math.prod((fsdp, *further))
         if devices % count:
             continue
-        more = {axis: size for axis, size in zip(axes, further, strict=True) if size > 1}
+        axis_sizes = {axis: size for axis, size in zip(axes, further, strict=True) if size > 1}
         try:
-            layout = compose(blueprint, Parallel(fsdp=fsdp, zero=3 if fsdp > 1 else 0, axes=more), count)
+            layout = compose(blueprint, Parallel(fsdp=fsdp, zero=3 if fsdp > 1 else 0, axes=axis_sizes), count)
         except JaxparError as error:
             refused[sizes] = error.problems[0].got
             continue
-        found[sizes] = sum(
-            shard_bytes(each.leaf, each.stored, layout.sizes) // jax.numpy.dtype(each.leaf.dtype).itemsize
-            for each in layout.placements.values()
+        counts[sizes] = sum(
+            shard_bytes(place.leaf, place.stored, layout.sizes) // jax.numpy.dtype(place.leaf.dtype).itemsize
+            for place in layout.placements.values()
         )
-        beside[sizes] = layout.per_device(layout.other_arrays)
-    return found, beside, refused
+        state_bytes[sizes] = layout.per_device(layout.other_arrays)
+    return counts, state_bytes, refused
 
 
-def _piece(blueprint: Blueprint) -> int:
-    """Returns the parameters that are gathered at once: of the largest parameter, or of a layer of a stack."""
-    layer, alone = 0, [0]
+def _largest_gather(blueprint: Blueprint) -> int:
+    """Returns the most parameters gathered at once: the largest single parameter, or one layer of a stack."""
+    layer, singles = 0, [0]
     for leaf in name_stacks(blueprint.leaves).values():
         if leaf.names and leaf.names[0] == "layers":
             layer += leaf.size // leaf.shape[0]
         else:
-            alone.append(leaf.size)
-    return max(layer, *alone)
+            singles.append(leaf.size)
+    return max(layer, *singles)
 
 
 def _is_sum(forward: Callable, *args: Any) -> bool:
-    """Returns whether a loss comes with its count; a scalar is refused where microbatches are summed."""
+    """Whether the loss returns (sum, count); a scalar loss is refused once microbatches are accumulated."""
     try:
         jax.eval_shape(forward, *args)
     except JaxparError:

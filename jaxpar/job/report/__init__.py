@@ -1,5 +1,5 @@
-"""A run as one page: what its folder says of it, read without jax, on any machine.
+"""Reports a run folder as one HTML page; works without jax, on any machine.
 
-read    RUN/metrics.jsonl, run.json, job.toml and those before it, events.jsonl, checkpoints/  ─►  `Told`
+read    RUN/metrics.jsonl, run.json, job.toml and earlier ones, events.jsonl, checkpoints/  ─►  `Told`
 page    `Told`  ─►  one HTML file: curves, throughput, checkpoints, events, configuration, layout
 """

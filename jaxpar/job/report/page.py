@@ -1,4 +1,4 @@
-"""A run as one HTML file: no network, no script."""
+"""Renders a run as one HTML file, without network access or scripts."""
 
 import math
 import time
@@ -11,37 +11,37 @@ import numpy as np
 from jaxpar.html.frame import document, tile
 from jaxpar.html.lines import Line, chart
 from jaxpar.html.markup import Markup, badge, table, tag
-from jaxpar.html.pieces import axes_table, section
-from jaxpar.job.report.predicted import predicted
-from jaxpar.job.report.read import Told
+from jaxpar.html.shard_drawing import axes_table, section
+from jaxpar.job.report.prediction import predict
+from jaxpar.job.report.read import RunContents
 from jaxpar.units import show_bytes, show_count, show_seconds
 
-POINTS = 300  # of a line at most: each is a mean over some steps
-EVENTS = 200  # rows of the table of events, at most: the first and the last of them
-FIRST = 3  # steps whose time is compilation and warming up
+POINTS = 300  # maximal points per line; each is a mean over some steps
+EVENTS = 200  # maximal rows of the events table: the first and the last events
+FIRST = 3  # steps without a meaningful time: compilation and warm-up
 
 
-def write(run: Told) -> str:
-    """Returns the page."""
+def render(run: RunContents) -> str:
+    """Renders the page as HTML."""
     sections = [
-        _section("Loss", _chart(run, {"loss": "jx-k0", **_evaluations(run)}, "mean over what the loss counts")),
+        _section("Loss", _chart(run, {"loss": "jx-k0", **_evaluations(run)}, "mean per unit that the loss counts")),
         _section("Gradient norm", _chart(run, {"grad_norm": "jx-k1"}, "global, before clipping")),
         _section("Learning rate", _chart(run, {"learning_rate": "jx-k2"}, "of the update")),
         _section("Throughput", _throughput(run)),
-        _section("Predicted and measured", _beside(run)),
-        _section("Waiting for data", _waiting(run), _waited(run)),
+        _section("Predicted and measured", _comparison(run)),
+        _section("Waiting for data", _wait_chart(run), _wait_note(run)),
         _section("Checkpoints", _checkpoints(run)),
         _section("Events", _events(run)),
         _section("Configuration", _configuration(run)),
         _section("Layout", _layout(run)),
     ]
     return document(
-        run.folder.resolve().name, tag("p", _where(run), cls="jx-where"), _tiles(run), *filter(None, sections)
+        run.folder.resolve().name, tag("p", _subtitle(run), cls="jx-where"), _tiles(run), *filter(None, sections)
     )
 
 
-def text(run: Told) -> str:
-    """Returns the headline numbers as text."""
+def text(run: RunContents) -> str:
+    """Returns the headline numbers in one line."""
     last = run.rows[-1]
     parts = [f"step {last['step']}", f"loss {_number(last.get('loss'))}"]
     if best := _best(run, "eval_loss"):
@@ -54,17 +54,17 @@ def _section(name: str, *inside: Markup) -> Markup:
     return tag("section", tag("h2", name), *inside) if any(inside) else Markup("")
 
 
-def _where(run: Told) -> str:
+def _subtitle(run: RunContents) -> str:
     facts = run.facts
     mesh = " x ".join(f"{axis} {size}" for axis, size in facts.get("mesh", {}).items() if size > 1)
     versions = facts.get("versions", {})
-    said = [facts.get("devices"), mesh, facts.get("machine")]
-    said += [f"{name} {versions[name]}" for name in ("jaxpar", "jax", "flax", "optax") if name in versions]
-    said.append(f"commit {facts['commit']}" if facts.get("commit") else None)
-    return ", ".join(str(each) for each in said if each)
+    parts = [facts.get("devices"), mesh, facts.get("machine")]
+    parts += [f"{name} {versions[name]}" for name in ("jaxpar", "jax", "flax", "optax") if name in versions]
+    parts.append(f"commit {facts['commit']}" if facts.get("commit") else None)
+    return ", ".join(str(part) for part in parts if part)
 
 
-def _tiles(run: Told) -> Markup:
+def _tiles(run: RunContents) -> Markup:
     rows, last = run.rows, run.rows[-1]
     steps = run.jobs[-1].get("train.steps") if run.jobs else None
     tokens = sum(row.get("tokens") or 0 for row in rows)
@@ -74,7 +74,7 @@ def _tiles(run: Told) -> Markup:
     ]
     if best := _best(run, "eval_loss"):
         tiles.append(tile("best eval loss", f"{best[1]:.4f}", f"at step {best[0]:,}", "measured"))
-    tiles.append(tile("counted by the loss", show_count(tokens), "tokens, or what the loss counts", "exact"))
+    tiles.append(tile("counted by the loss", show_count(tokens), "tokens, or the unit of the loss", "exact"))
     if "parameters" in run.facts:
         tiles.append(tile("parameters", show_count(run.facts["parameters"]), "", "exact"))
     if run.is_timed and (seconds := _seconds(run)):
@@ -83,131 +83,131 @@ def _tiles(run: Told) -> Markup:
     return tag("div", *tiles, cls="jx-tiles")
 
 
-def _seconds(run: Told) -> list[float]:
+def _seconds(run: RunContents) -> list[float]:
     return [row["seconds"] for row in run.rows[FIRST:] if row.get("seconds")]
 
 
-def _chart(run: Told, series: dict[str, str], what: str) -> Markup:
+def _chart(run: RunContents, series: dict[str, str], what: str) -> Markup:
     lines = [line for name, look in series.items() if (line := _line(run, name, look)) is not None]
     return chart(lines, x="step", y=what, show_x=show_count) if lines else Markup("")
 
 
-def _evaluations(run: Told) -> dict[str, str]:
-    """Returns the names of losses of evaluations, each with its colour."""
+def _evaluations(run: RunContents) -> dict[str, str]:
+    """Maps each evaluation loss to its line style."""
     names = dict.fromkeys(name for row in run.rows for name in row if name.startswith("eval_") and "loss" in name)
     return {name: f"jx-c{i % 10}" for i, name in enumerate(names)}
 
 
-def _line(run: Told, name: str, look: str) -> Line | None:
-    """Returns a metric against steps, as means over so many steps that it has few points; None where it is not."""
+def _line(run: RunContents, name: str, look: str) -> Line | None:
+    """Plots a metric against steps, binned to at most `POINTS` means; None if the run does not record it."""
     points = [(row["step"], row[name]) for row in run.rows if isinstance(row.get(name), (int, float))]
     points = [point for point in points if math.isfinite(point[1])]
     if not points:
         return None
     arrays = np.array(points, float)
     bins = np.array_split(np.arange(len(points)), min(POINTS, len(points)))
-    x, y = (np.array([arrays[each, column].mean() for each in bins]) for column in (0, 1))
-    return Line(name=name, x=x, y=y, look=look, dashed=name.startswith("eval_"))
+    x, y = (np.array([arrays[bin_indices, column].mean() for bin_indices in bins]) for column in (0, 1))
+    return Line(name=name, x=x, y=y, css_class=look, dashed=name.startswith("eval_"))
 
 
-def _throughput(run: Told) -> Markup:
+def _throughput(run: RunContents) -> Markup:
     if not run.is_timed:
-        said = "Not shown: devices were simulated on processors, whose speed says nothing of others."
-        return tag("p", said, cls="jx-small")
+        note = "Not shown: devices were simulated, and their speed says nothing about GPUs."
+        return tag("p", note, cls="jx-small")
     return _chart(run, {"tokens_per_second": "jx-k3"}, "counted by the loss, per second")
 
 
-def _waited(run: Told) -> Markup:
-    """Returns how long steps waited for their batches, of real devices."""
+def _wait_note(run: RunContents) -> Markup:
+    """Says how long steps waited for their batches; nothing on simulated devices."""
     rows = [row for row in run.rows[FIRST:] if row.get("input_wait_seconds") is not None and row.get("seconds")]
     if not run.is_timed or not rows:
         return Markup("")
-    waited, whole = (sum(row[name] for row in rows) for name in ("input_wait_seconds", "seconds"))
-    said = f"Steps waited at most {show_seconds(waited)} for their batches, {waited / whole:.1%} of the time."
-    return tag("p", said, cls="jx-small")
+    wait, total = (sum(row[name] for row in rows) for name in ("input_wait_seconds", "seconds"))
+    note = f"Steps waited at most {show_seconds(wait)} for their batches, {wait / total:.1%} of the time."
+    return tag("p", note, cls="jx-small")
 
 
-def _checkpoints(run: Told) -> Markup:
+def _checkpoints(run: RunContents) -> Markup:
     rows = [
         (
-            str(each["step"]),
-            show_bytes(each["bytes"]),
-            _time(each["written"]),
-            " ".join(f"{name} {value:.4f}" for name, value in each["scores"].items()) or "-",
-            each["state"] + (f": {each['wrong'][0]}" if each["wrong"] else ""),
+            str(checkpoint["step"]),
+            show_bytes(checkpoint["bytes"]),
+            _time(checkpoint["written"]),
+            " ".join(f"{name} {value:.4f}" for name, value in checkpoint["scores"].items()) or "-",
+            checkpoint["state"] + (f": {checkpoint['wrong'][0]}" if checkpoint["wrong"] else ""),
         )
-        for each in run.checkpoints
+        for checkpoint in run.checkpoints
     ]
     return table("Checkpoints", ("step", "size", "written", "scores", "state"), rows, "nntts") if rows else Markup("")
 
 
-def _events(run: Told) -> Markup:
-    shown = run.events
-    if not shown:
-        return tag("p", "None is recorded.", cls="jx-small")
-    left = len(shown) - EVENTS
-    if left > 0:
-        shown = [*shown[: EVENTS // 2], *shown[-EVENTS // 2 :]]
-    rows = [(str(each.step), _time(each.when), each.kind, each.what.replace("\n", "; ")) for each in shown]
-    listed = table("Events", ("after step", "when", "kind", "what"), rows, "nttw")
-    more = [tag("p", f"{left} between them are left out.", cls="jx-small")] if left > 0 else []
-    return tag("div", listed, *more)
+def _events(run: RunContents) -> Markup:
+    events = run.events
+    if not events:
+        return tag("p", "No events are recorded.", cls="jx-small")
+    omitted = len(events) - EVENTS
+    if omitted > 0:
+        events = [*events[: EVENTS // 2], *events[-EVENTS // 2 :]]
+    rows = [(str(event.step), _time(event.when), event.kind, event.what.replace("\n", "; ")) for event in events]
+    event_table = table("Events", ("after step", "when", "kind", "what"), rows, "nttw")
+    notes = [tag("p", f"{omitted} between them are left out.", cls="jx-small")] if omitted > 0 else []
+    return tag("div", event_table, *notes)
 
 
-def _configuration(run: Told) -> Markup:
+def _configuration(run: RunContents) -> Markup:
     if not run.jobs:
         return Markup("")
-    changed = table("Changes", ("key", "was", "now"), run.changed, "tss") if run.changed else None
-    said = tag("p", f"Started with {len(run.jobs)} jobs; this changed between them:", cls="jx-small")
-    every = table("Job", ("key", "value"), sorted(run.jobs[-1].items()), "ts")
-    folded = tag("details", tag("summary", f"The job, {len(run.jobs[-1])} keys"), every)
-    return tag("div", *([said, changed] if changed else []), folded)
+    change_table = table("Changes", ("key", "was", "now"), run.changed, "tss") if run.changed else None
+    intro = tag("p", f"Started with {len(run.jobs)} jobs; this changed between them:", cls="jx-small")
+    job_table = table("Job", ("key", "value"), sorted(run.jobs[-1].items()), "ts")
+    details = tag("details", tag("summary", f"The job, {len(run.jobs[-1])} keys"), job_table)
+    return tag("div", *([intro, change_table] if change_table else []), details)
 
 
-def _beside(run: Told) -> Markup:
-    """Returns memory and seconds as predicted, compiled and measured; of simulated devices no seconds."""
-    peak, planned = run.facts.get("peak") or {}, predicted(run.folder, run.facts)
-    if not peak and "bytes" not in planned:
+def _comparison(run: RunContents) -> Markup:
+    """Compares memory and step time as modelled, compiled and measured; no times on simulated devices."""
+    peak, prediction = run.facts.get("peak") or {}, predict(run.folder, run.facts)
+    if not peak and "bytes" not in prediction:
         return Markup("")
     size = lambda number: "-" if number is None else show_bytes(int(number))  # noqa: E731
-    memory = [size(planned.get("bytes")), size(peak.get("compiled")), size(peak.get("measured"))]
+    memory = [size(prediction.get("bytes")), size(peak.get("compiled")), size(peak.get("measured"))]
     rows = [("memory of a device, at most", *memory)]
     if run.is_timed and (seconds := _seconds(run)):
-        modelled = planned.get("seconds")
-        rows.append(("a step", "-" if modelled is None else show_seconds(modelled), "-", show_seconds(median(seconds))))
-    why = [f"The planner says nothing: {planned['why']}."] if "why" in planned else []
+        forecast = prediction.get("seconds")
+        rows.append(("a step", "-" if forecast is None else show_seconds(forecast), "-", show_seconds(median(seconds))))
+    notes = [f"No prediction by the planner: {prediction['why']}."] if "why" in prediction else []
     if peak.get("measured") is None:
-        why.append("These devices keep no account of their memory.")
+        notes.append("These devices do not report their memory use.")
     head = ("", "planner", "XLA", "run")
-    how = tag("tr", tag("td", ""), *[tag("td", badge(word)) for word in ("modelled", "compiled", "measured")])
-    listed = Markup(table("Predicted and measured", head, rows, "tnnn").replace("<tbody>", f"<tbody>{how}", 1))
-    return tag("div", listed, *[tag("p", each, cls="jx-small") for each in why])
+    badges = tag("tr", tag("td", ""), *[tag("td", badge(word)) for word in ("modelled", "compiled", "measured")])
+    comparison = Markup(table("Predicted and measured", head, rows, "tnnn").replace("<tbody>", f"<tbody>{badges}", 1))
+    return tag("div", comparison, *[tag("p", note, cls="jx-small") for note in notes])
 
 
-def _waiting(run: Told) -> Markup:
-    """Returns what each step waited for its batch, where the run has measured that."""
+def _wait_chart(run: RunContents) -> Markup:
+    """Plots the wait of each step for its batch; nothing on simulated devices."""
     return _chart(run, {"input_wait_seconds": "jx-k4"}, "seconds, at most") if run.is_timed else Markup("")
 
 
-def _layout(run: Told) -> Markup:
-    said = [run.facts.get("summary"), *run.facts.get("chosen", ())]
-    lines = [tag("p", str(each)) for each in said if each]
+def _layout(run: RunContents) -> Markup:
+    notes = [run.facts.get("summary"), *run.facts.get("chosen", ())]
+    lines = [tag("p", str(note)) for note in notes if note]
     if run.axes:
         lines.append(axes_table(run.axes))
     if run.cards:
         lines.append(section(run.cards))
-    placed: dict[str, Any] = run.facts.get("placed", {})
-    if placed:
-        listed = table("Parameters", ("parameter", "placed as"), [(k, str(v)) for k, v in placed.items()], "ss")
-        lines.append(tag("details", tag("summary", f"Where each of {len(placed)} parameters lives"), listed))
+    specs: dict[str, Any] = run.facts.get("placed", {})
+    if specs:
+        details = table("Parameters", ("parameter", "placed as"), [(k, str(v)) for k, v in specs.items()], "ss")
+        lines.append(tag("details", tag("summary", f"Where each of {len(specs)} parameters lives"), details))
     return tag("div", *lines) if lines else Markup("")
 
 
-def _best(run: Told, name: str) -> tuple[int, float] | None:
-    known: Sequence[tuple[float, int]] = [
+def _best(run: RunContents, name: str) -> tuple[int, float] | None:
+    points: Sequence[tuple[float, int]] = [
         (row[name], row["step"]) for row in run.rows if isinstance(row.get(name), (int, float))
     ]
-    return (min(known)[1], min(known)[0]) if known else None
+    return (min(points)[1], min(points)[0]) if points else None
 
 
 def _number(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Reads what a run folder says of its run. Takes no jax."""
+"""Reads a run folder for its report. Needs no jax."""
 
 import json
 import re
@@ -10,8 +10,8 @@ from typing import Any
 
 from jaxpar import toml
 from jaxpar.checkpoint import report as checkpoints
-from jaxpar.errors import JaxparError, reading, refuse
-from jaxpar.html.pieces import Card
+from jaxpar.errors import JaxparError, file_errors, refuse
+from jaxpar.html.shard_drawing import Card
 from jaxpar.job.report.records import check_events, check_facts, check_metrics
 
 RECORDED = "run.json is what a run says of its machine and layout"
@@ -19,13 +19,13 @@ RECORDED = "run.json is what a run says of its machine and layout"
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened in a run, beside its steps.
+    """An event of a run.
 
     Attributes:
-      step: The last step before it.
-      when: Seconds since 1970; None where that is not recorded.
-      kind: start, fault, checkpoint, changed, or said.
-      what: In words.
+      step: The last step before the event.
+      when: Seconds since 1970; None if not recorded.
+      kind: start, fault, checkpoint, changed, or said (any other message).
+      what: The message.
     """
 
     step: int
@@ -35,16 +35,16 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
-    """A run, as its folder tells it.
+class RunContents:
+    """The contents of a run folder.
 
     Attributes:
-      folder: The folder.
+      folder: The run folder.
       rows: A dict of metrics per step.
-      facts: Of run.json: devices, versions, mesh, layout.
-      jobs: Key to value of each job that it was started with, oldest first; the last is the newest.
-      checkpoints: As `jaxpar checkpoint ls` lists them.
-      said: What the run said and when, of events.jsonl.
+      facts: The contents of run.json: devices, versions, mesh, layout.
+      jobs: Key to value of each job that the run was started with, oldest first.
+      checkpoints: The checkpoints as `jaxpar checkpoint ls` lists them.
+      messages: The messages of events.jsonl, with step and time.
     """
 
     folder: Path
@@ -52,22 +52,22 @@ class Told:
     facts: Mapping[str, Any]
     jobs: list[dict[str, str]]
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
-    said: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def is_timed(self) -> bool:
-        """Whether seconds mean something: not on processors, where devices are simulated."""
+        """Whether timings are meaningful: False on CPUs, where devices are simulated."""
         return "cpu" not in str(self.facts.get("devices", "cpu")).lower()
 
     @cached_property
     def cards(self) -> list[Card]:
-        """How parameters are cut into pieces, and who holds them; none where an older run did not record that."""
-        with reading(
+        """Cards that show the sharding of parameters; [] for an older run that did not record it."""
+        with file_errors(
             self.folder / "run.json",
             rule=RECORDED,
             fix="jaxpar train JOB, which goes on with the run and writes it anew",
         ):
-            return [Card.of(each) for each in self._layout.get("cards", ())]
+            return [Card.of(card) for card in self._layout.get("cards", ())]
 
     @property
     def axes(self) -> list[list[str]]:
@@ -76,39 +76,39 @@ class Told:
 
     @property
     def _layout(self) -> dict[str, Any]:
-        found = self.facts.get("layout")
-        return found if isinstance(found, dict) else {}
+        layout = self.facts.get("layout")
+        return layout if isinstance(layout, dict) else {}
 
     @property
     def changed(self) -> list[tuple[str, str, str]]:
         """(key, was, now) of each key that differs between a job and the one after it."""
-        found = []
-        for was, now in zip(self.jobs, self.jobs[1:], strict=False):
-            keys = dict.fromkeys([*was, *now])
-            found += [(k, was.get(k, "-"), now.get(k, "-")) for k in keys if was.get(k) != now.get(k)]
-        return found
+        changes = []
+        for old, new in zip(self.jobs, self.jobs[1:], strict=False):
+            keys = dict.fromkeys([*old, *new])
+            changes += [(k, old.get(k, "-"), new.get(k, "-")) for k in keys if old.get(k) != new.get(k)]
+        return changes
 
     @cached_property
     def events(self) -> list[Event]:
-        """Starts, faults, changes and what was said of checkpoints, in the order of steps."""
-        found = [
-            Event(int(each.get("step") or 0), each.get("time"), kind_of(each["said"]), each["said"])
-            for each in self.said
+        """Starts, faults, changes and messages about checkpoints, ordered by step."""
+        result = [
+            Event(int(event.get("step") or 0), event.get("time"), kind_of(event["said"]), event["said"])
+            for event in self.messages
         ]
-        heard = {int(number) for each in found for number in re.findall(r"^step (\d+) skipped", each.what)}
-        found += [
+        skip_steps = {int(number) for event in result for number in re.findall(r"^step (\d+) skipped", event.what)}
+        result += [
             Event(row["step"], None, "fault", f"step {row['step']} skipped: its update was not taken")
             for row in self.rows
-            if row.get("skipped") and row["step"] not in heard
+            if row.get("skipped") and row["step"] not in skip_steps
         ]
-        return sorted(found, key=lambda each: (each.step, each.when or 0.0))
+        return sorted(result, key=lambda event: (event.step, event.when or 0.0))
 
 
-def read(folder: Path) -> Told:
-    """Returns what a run folder tells.
+def read(folder: Path) -> RunContents:
+    """Reads a run folder.
 
     Raises:
-      JaxparError: If it is no run folder, or a file in it cannot be read.
+      JaxparError: If it is no run folder, or one of its files cannot be read.
     """
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file():
@@ -127,15 +127,15 @@ def read(folder: Path) -> Told:
     check_facts(folder / "run.json", facts)
     earlier = sorted(path for path in folder.iterdir() if re.fullmatch(r"job\.\d{4,}\.toml", path.name))
     jobs = [_keys(_toml(path)) for path in (*earlier, folder / "job.toml") if path.exists()]
-    there = checkpoints.ls(folder) if (folder / "checkpoints").is_dir() else []
+    checkpoint_rows = checkpoints.ls(folder) if (folder / "checkpoints").is_dir() else []
     events = folder / "events.jsonl"
-    said = [each for each in _lines(events) if isinstance(each.get("said"), str)] if events.exists() else []
-    check_events(events, said)
-    return Told(folder=folder, rows=rows, facts=facts, jobs=jobs, checkpoints=there, said=said)
+    messages = [line for line in _lines(events) if isinstance(line.get("said"), str)] if events.exists() else []
+    check_events(events, messages)
+    return RunContents(folder=folder, rows=rows, facts=facts, jobs=jobs, checkpoints=checkpoint_rows, messages=messages)
 
 
 def kind_of(said: str) -> str:
-    """Returns the kind of an event by what was said of it."""
+    """Classifies an event by its message."""
     kinds = (
         ("fault", r"skipped|rolled? ?back|roll back|damaged|nan\b|spike|stopped|killed"),
         ("changed", r"^changed since|it was "),
@@ -146,20 +146,20 @@ def kind_of(said: str) -> str:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the objects of a file of JSON lines; a last line that a kill cut off is left out."""
-    found: list[dict[str, Any]] = []
-    lines = path.read_text(encoding="utf-8", errors="replace").rstrip("\n").split("\n")  # U+2028 may stand in a text
+    """Reads a file of JSON lines; a truncated last line, left by a kill, is skipped."""
+    result: list[dict[str, Any]] = []
+    lines = path.read_text(encoding="utf-8", errors="replace").rstrip("\n").split("\n")  # a text may contain U+2028
     for number, line in enumerate(lines, 1):
         try:
-            found.append(json.loads(line))
+            result.append(json.loads(line))
         except (ValueError, RecursionError) as error:
             if line.strip() and number < len(lines):
                 raise _broken(path, f"line {number} is no JSON", f"mv {path} {path}.damaged") from error
-    return [row for row in found if isinstance(row, dict)]
+    return [row for row in result if isinstance(row, dict)]
 
 
 def _json(path: Path) -> dict[str, Any]:
-    with reading(path, rule="run.json is what a run says of its machine", fix=f"mv {path} {path}.damaged"):
+    with file_errors(path, rule="run.json is what a run says of its machine", fix=f"mv {path} {path}.damaged"):
         return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
@@ -175,11 +175,11 @@ def _broken(path: Path, got: str, fix: str) -> JaxparError:
 
 
 def _keys(table: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Returns key to value of all tables, such as `train.steps`, as JSON writes values."""
-    found: dict[str, str] = {}
+    """Flattens all tables to dotted key → JSON value, e.g. `train.steps`."""
+    result: dict[str, str] = {}
     for name, value in table.items():
         if isinstance(value, dict) and value:
-            found |= _keys(value, f"{prefix}{name}.")
+            result |= _keys(value, f"{prefix}{name}.")
         else:
-            found[prefix + name] = json.dumps(value, default=str)
-    return found
+            result[prefix + name] = json.dumps(value, default=str)
+    return result

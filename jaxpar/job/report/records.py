@@ -1,4 +1,4 @@
-"""The types of what a run has written: a file that was altered is refused by name before a page is made of it."""
+"""Type checks of the files of a run: an altered file is refused by name before a page is rendered from it."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -6,35 +6,35 @@ from typing import Any
 
 from jaxpar.errors import JaxparError, refuse
 
-NUMBERS = ("tokens", "seconds", "tokens_per_second", "input_wait_seconds")  # of a row, where they are
-LARGEST = 1e18  # of a number on a page
+NUMBERS = ("tokens", "seconds", "tokens_per_second", "input_wait_seconds")  # optional numbers of a row
+LARGEST = 1e18  # largest number on a page
 LATEST = 1e11  # seconds since 1970, in the year 5138
-TABLES = ("mesh", "versions", "layout", "peak")  # of run.json, where they are
+TABLES = ("mesh", "versions", "layout", "peak")  # optional tables of run.json
 
 
 def check_metrics(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Checks that steps and what is summed of them are numbers, and that every number can be drawn.
+    """Checks that steps and summed metrics are numbers, and that every integer is in the drawable range.
 
     Raises:
-      JaxparError: With the first row that is otherwise.
+      JaxparError: With the first bad row.
     """
     for row in rows:
-        wrong = [name for name in ("step", *NUMBERS) if row.get(name) is not None and not _is_number(row[name])]
-        wrong += [name for name, value in row.items() if isinstance(value, int) and not _is_number(value, flags=True)]
+        errors = [name for name in ("step", *NUMBERS) if row.get(name) is not None and not _is_number(row[name])]
+        errors += [name for name, value in row.items() if isinstance(value, int) and not _is_number(value, flags=True)]
         if not _is_number(row.get("step"), whole=True):
-            wrong = ["step", *wrong]
-        if wrong:
-            raise _altered(path, f"step {row.get('step')!r:.40} has {wrong[0]} = {_shown(row.get(wrong[0]))}")
+            errors = ["step", *errors]
+        if errors:
+            raise _altered(path, f"step {row.get('step')!r:.40} has {errors[0]} = {_shown(row.get(errors[0]))}")
 
 
 def check_events(path: Path, events: Iterable[Mapping[str, Any]]) -> None:
-    """Checks that steps and times of what was said are numbers.
+    """Checks that steps and times of events are numbers.
 
     Raises:
-      JaxparError: With the first that is otherwise.
+      JaxparError: With the first bad event.
     """
-    for each in events:
-        step, time = each.get("step"), each.get("time")
+    for event in events:
+        step, time = event.get("step"), event.get("time")
         if step is not None and not _is_number(step, whole=True):
             raise _altered(path, f"step = {_shown(step)}")
         if time is not None and not (_is_number(time) and 0 <= time < LATEST):
@@ -45,7 +45,7 @@ def check_facts(path: Path, facts: Mapping[str, Any]) -> None:
     """Checks the tables and numbers of run.json that a page reads.
 
     Raises:
-      JaxparError: With the first that is otherwise.
+      JaxparError: With the first bad value.
     """
     for name in TABLES:
         if facts.get(name) is not None and not isinstance(facts[name], dict):

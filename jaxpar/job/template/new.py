@@ -1,4 +1,4 @@
-"""A new folder with a job, and the model, loss, data and test that it names, to be changed into one's own."""
+"""Writes a starter folder: a job, and the model, loss, data and test that it names, for the user to change."""
 
 import re
 from pathlib import Path
@@ -119,10 +119,10 @@ def test_two_devices_train_as_one():
 
 
 def new(name: str) -> list[Path]:
-    """Writes the folder and returns its files.
+    """Writes the folder `name` and returns its files.
 
     Raises:
-      JaxparError: If the name cannot be that of a folder here, or the folder is there already and not empty.
+      JaxparError: If the name is invalid, or the folder exists and is not empty.
     """
     if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII):
         raise refuse(

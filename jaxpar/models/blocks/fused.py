@@ -1,16 +1,16 @@
-"""cuDNN's fused attention as two calls, forward and backward, whose statistics are the kernel's own in float32.
+"""cuDNN's fused attention as two calls, forward and backward, with the kernel's own float32 statistics.
 
-    forward     q, k, v                                    ──►  y, logsumexp of each query over the keys it was given
+    forward     q, k, v                                    ──►  y, logsumexp of each query over the given keys
     backward    q, k, v, y, logsumexp, gradient of y       ──►  gradients of q, k and v
 
-`jax.nn.dot_product_attention` runs the same two calls, but hands out neither: its logsumexp is rounded to the dtype of
+`jax.nn.dot_product_attention` runs the same two calls, but exposes neither: its logsumexp is rounded to the dtype of
 `q` and has no gradient. Given the *final* logsumexp and output of queries that meet keys in parts, the second call
-returns the part of the gradients that these keys have (FlashAttention, arXiv:2205.14135, appendix): so parts can be
-added up by who wraps the whole exchange in one backward pass.
+returns the part of the gradients that is due to these keys (FlashAttention, arXiv:2205.14135, appendix): so the parts
+add up, if all of the exchange is wrapped in one custom backward pass.
 
-What is called, with which operands and settings, is what JAX itself calls (`jax/_src/cudnn`, the same text in 0.10.2 to
-0.12): a test compares the two as lowered. XLA knows nothing of how it may be cut: call it where every device has its
-own arrays, inside of `jax.shard_map`.
+Targets, operands and settings are those that JAX itself uses (`jax/_src/cudnn`, the same text in 0.10.2 to 0.12): a
+test compares the two as lowered. XLA does not know how to partition the calls: use them where every device has its own
+arrays, inside `jax.shard_map`.
 
 Suffixes of arrays: b batch, s queries, t keys, h heads, g heads of keys and values, k head_dim.
 """
@@ -26,18 +26,18 @@ import jax
 import jax.numpy as jnp
 
 FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
-_VERSION = 2  # of the interface of custom calls that XLA has these under
+_VERSION = 2  # of XLA's custom-call interface under which these targets are registered
 _AS_BSHK = (0, 2, 1, 3)  # XLA's name for the result is [b, h, s, k]; it lies in memory as [b, s, h, k]
 
 
-class Fused(NamedTuple):
-    """A fused kernel: its two calls, of one device's arrays.
+class FusedKernel(NamedTuple):
+    """A fused attention kernel: its forward and backward call on one device's arrays.
 
     Attributes:
-      forward: Of q [b, s, h, k], k and v [b, t, g, k], and the keywords causal (then s = t) and window: the output
-        [b, s, h, k], and the logsumexp of the scores that each query sees [b, h, s], in float32.
-      backward: Of q, k, v, the output, logsumexp and gradient of the output, and the same keywords: gradients of q, k
-        and v, in their shapes.
+      forward: Takes q [b, s, h, k], k and v [b, t, g, k], and the keywords causal (then s = t) and window. Returns the
+        output [b, s, h, k], and the logsumexp of the scores that each query sees [b, h, s], in float32.
+      backward: Takes q, k, v, the output, logsumexp and gradient of the output, and the same keywords. Returns the
+        gradients of q, k and v, in their shapes.
     """
 
     forward: Callable[..., tuple[jax.Array, jax.Array]]
@@ -47,15 +47,15 @@ class Fused(NamedTuple):
 def forward(
     q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, window: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns cuDNN's attention and its logsumexp; see `Fused`."""
+    """Runs cuDNN's attention; returns the output and the logsumexp, see `FusedKernel`."""
     b, s, h, size = q.shape
-    made = (
+    results = (
         jax.ShapeDtypeStruct((b, h, s, size), q.dtype),
         jax.ShapeDtypeStruct((b, h, s), jnp.float32),
         jax.ShapeDtypeStruct((0,), jnp.uint8),  # the workspace, whose size XLA asks cuDNN for
     )
-    run = _called(FORWARD, made, (_AS_BSHK, None, None), _settings(q, k, causal, window, _FORWARD_MATMULS))
-    out, logsumexp, _ = run(q, k, v)
+    call = _ffi_call(FORWARD, results, (_AS_BSHK, None, None), _settings(q, k, causal, window, _FORWARD_MATMULS))
+    out, logsumexp, _ = call(q, k, v)
     return out.transpose(_AS_BSHK), logsumexp
 
 
@@ -70,29 +70,29 @@ def backward(
     causal: bool,
     window: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns cuDNN's gradients of q, k and v; see `Fused`."""
-    made = [jax.ShapeDtypeStruct([x.shape[i] for i in _AS_BSHK], x.dtype) for x in (q, k, v)]
-    made.append(jax.ShapeDtypeStruct((0,), jnp.uint8))
+    """Runs cuDNN's backward pass; returns the gradients of q, k and v, see `FusedKernel`."""
+    results = [jax.ShapeDtypeStruct([x.shape[i] for i in _AS_BSHK], x.dtype) for x in (q, k, v)]
+    results.append(jax.ShapeDtypeStruct((0,), jnp.uint8))
     settings = _settings(q, k, causal, window, _BACKWARD_MATMULS)
-    *grads, _ = _called(BACKWARD, tuple(made), (*[_AS_BSHK] * 3, None), settings)(q, k, v, logsumexp, grad, out)
-    of_q, of_k, of_v = (x.transpose(_AS_BSHK) for x in grads)
-    return of_q, of_k, of_v
+    *grads, _ = _ffi_call(BACKWARD, tuple(results), (*[_AS_BSHK] * 3, None), settings)(q, k, v, logsumexp, grad, out)
+    dq, dk, dv = (x.transpose(_AS_BSHK) for x in grads)
+    return dq, dk, dv
 
 
-CUDNN = Fused(forward, backward)
-_instead: ContextVar[Fused | None] = ContextVar("instead", default=None)
+CUDNN = FusedKernel(forward, backward)
+_instead: ContextVar[FusedKernel | None] = ContextVar("instead", default=None)
 
 
-def instead() -> Fused | None:
-    """Returns the kernel that stands in for cuDNN's, if any does."""
+def kernel_override() -> FusedKernel | None:
+    """The kernel that replaces cuDNN's in this context, if any."""
     return _instead.get()
 
 
 @contextmanager
-def in_place_of_cudnn(kernel: Fused) -> Iterator[None]:
+def in_place_of_cudnn(kernel: FusedKernel) -> Iterator[None]:
     """Runs `kernel` for parts of attention in 16 bits, wherever a GPU would run cuDNN's, while the context lasts.
 
-    For programs that are compiled for GPUs that are not there, and for tests of what is made of the parts.
+    For programs compiled for absent GPUs, and for tests of code that combines the parts.
     """
     token = _instead.set(kernel)
     try:
@@ -101,18 +101,18 @@ def in_place_of_cudnn(kernel: Fused) -> Iterator[None]:
         _instead.reset(token)
 
 
-def merged(sums: tuple[jax.Array, jax.Array], more: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Returns output and logsumexp over the keys of both: of what was gathered so far, in float32, and of one call."""
-    (out, so_far), (added, logsumexp) = sums, more
-    total = jnp.logaddexp(so_far, logsumexp)
-    weights = (jnp.exp(each - total).swapaxes(1, 2)[..., None] for each in (so_far, logsumexp))
+def merge(sums: tuple[jax.Array, jax.Array], update: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Merges output and logsumexp over two sets of keys: the running sums, in float32, and the result of one call."""
+    (out, running), (added, logsumexp) = sums, update
+    total = jnp.logaddexp(running, logsumexp)
+    weights = (jnp.exp(term - total).swapaxes(1, 2)[..., None] for term in (running, logsumexp))
     return out * next(weights) + added.astype(out.dtype) * next(weights), total
 
 
-def _called(target: str, made, layouts, settings: str) -> Callable:
+def _ffi_call(target: str, result_shapes, layouts, settings: str) -> Callable:
     return jax.ffi.ffi_call(
         target,
-        made,
+        result_shapes,
         vmap_method="sequential",
         output_layouts=layouts,
         custom_call_api_version=_VERSION,
@@ -120,7 +120,7 @@ def _called(target: str, made, layouts, settings: str) -> Callable:
     )
 
 
-# dims over which XLA says that matmuls contract, and those of the batch, of arrays [b, s, h, k] and scores [b, h, s, t]
+# contracting dims and batch dims, as XLA states them, of arrays [b, s, h, k] and scores [b, h, s, t]
 _FORWARD_MATMULS = {"bmm1": ((3, 3), (0, 2), (0, 2)), "bmm2": ((3, 1), (0, 1), (0, 2))}
 _BACKWARD_MATMULS = {
     "bmm1_grad_gemm1": ((2, 1), (0, 1), (0, 2)),
@@ -132,7 +132,7 @@ _TYPES = {"bfloat16": "BF16", "float16": "F16"}
 
 
 def _settings(q: jax.Array, k: jax.Array, causal: bool, window: int | None, matmuls: dict) -> str:
-    """Returns what XLA is told of a call, in JSON of its message `GpuBackendConfig`."""
+    """The backend config of a call: JSON of XLA's message `GpuBackendConfig`."""
     b, s, h, size = q.shape
     scores = {
         "element_type": _TYPES[str(q.dtype)],
@@ -164,7 +164,7 @@ def _settings(q: jax.Array, k: jax.Array, causal: bool, window: int | None, matm
         "intermediate_tensor_shape": scores,
         "is_flash_attention": True,
         "mask_type": "CAUSAL" if causal else "NO_MASK",
-        **{f"{name}_dot_dimension_numbers": _contracted(*dims) for name, dims in matmuls.items()},
+        **{f"{name}_dot_dimension_numbers": _dot_dimensions(*dims) for name, dims in matmuls.items()},
         "dropout_rate": 0.0,
         "seed": 42,
         "sliding_window_length": window or 0,
@@ -174,7 +174,7 @@ def _settings(q: jax.Array, k: jax.Array, causal: bool, window: int | None, matm
     return json.dumps({"operation_queue_id": "0", "cudnn_fmha_backend_config": attention})
 
 
-def _contracted(over: tuple[int, int], left: tuple[int, int], right: tuple[int, int]) -> dict:
+def _dot_dimensions(over: tuple[int, int], left: tuple[int, int], right: tuple[int, int]) -> dict:
     return {
         "lhs_contracting_dimensions": [str(over[0])],
         "rhs_contracting_dimensions": [str(over[1])],

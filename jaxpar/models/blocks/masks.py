@@ -1,4 +1,4 @@
-"""Checks which keys a query may be told to see, a window and the segments of tokens, and the cap of its scores."""
+"""Checks the window, segments and softcap of `jp.attention`."""
 
 import math
 from typing import Any
@@ -11,11 +11,11 @@ from jaxpar.errors import refuse
 
 
 def check_masks(q: Any, k: Any, window: Any, segments: Any) -> None:
-    """Checks the masks of `jp.attention` besides `causal`.
+    """Checks the masks of `jp.attention` other than `causal`.
 
     Raises:
-      JaxparError: If the window is no whole number from 1 on, or of more queries than keys; if segments are not whole
-        numbers of [batch, seq]; or if they descend along a row, where their values are known (not inside of `jax.jit`).
+      JaxparError: If the window is no whole number from 1 on; if there is a window or segments and not as many keys as
+        queries; if segments are not integers of [batch, seq]; or if they descend along a row (outside of `jax.jit`).
     """
     if window is not None and (type(window) is not int or window < 1):
         raise refuse(
@@ -53,10 +53,10 @@ def check_masks(q: Any, k: Any, window: Any, segments: Any) -> None:
 
 
 def check_softcap(softcap: Any) -> float | None:
-    """Returns the cap of scores, checked.
+    """Checks and returns the cap of scores.
 
     Raises:
-      JaxparError: If it is no finite number above 0 that is known while tracing.
+      JaxparError: If it is no finite Python number above 0.
     """
     if softcap is None:
         return None

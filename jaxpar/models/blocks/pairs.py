@@ -1,4 +1,4 @@
-"""Which blocks of queries meet which blocks of keys, as a table: one row a pair, walked from the top.
+"""Table of the blocks of queries and blocks of keys that meet: one pair per row, scanned from the top.
 
     causal, 4 blocks            causal, window of one block
     q0  x                       x
@@ -6,12 +6,12 @@
     q2  x x x                     x x
     q3  x x x x                     x x
 
-What is no row costs nothing: causal attention of n blocks walks n (n + 1) / 2 of n^2 pairs. Segments are known only
-when a step runs, so what lies in two of them is walked, and masked.
+A pair without a row costs nothing: causal attention of n blocks runs n (n + 1) / 2 of n^2 pairs. Segments are known
+only at run time, so pairs of different segments are computed and masked.
 
-A walk keeps the scores of one pair at a time, heads x queries x keys, beside arrays of all tokens. With one size of
-blocks for all rows they are a constant, a quarter of the memory at 4,096 tokens and a twelfth of it at 16,384; with
-blocks whose area grows as the tokens do they are the same share of both, and memory doubles as tokens do.
+The scan holds the scores of one pair at a time, heads x queries x keys, next to arrays of all tokens. At one block size
+for all lengths they are a constant: a quarter of the memory at 4,096 tokens and a twelfth at 16,384. If the area of a
+block grows with the tokens, they are the same share of both, and memory doubles when tokens do.
 """
 
 import math
@@ -19,19 +19,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxpar.models.blocks.rule import Rule
+from jaxpar.models.blocks.attention_mask import AttentionMask
 
-BLOCK = 512  # tokens of a block at most: the scores of one pair are batch x heads x BLOCK^2 float32, 1 MiB a head
-LEAST = 256  # tokens of a block at least, where there are as many: matmuls of fewer leave most of a GPU idle
-SHARE = 8  # entries of all queries for every score of a pair
+BLOCK = 512  # maximum tokens per block: the scores of one pair are batch x heads x BLOCK^2 float32, 1 MiB a head
+LEAST = 256  # minimum tokens per block, if there are as many: smaller matmuls leave most of a GPU idle
+SHARE = 8  # entries of all queries per score of a pair
 
 
-def most(tokens: int, head_dim: int) -> tuple[int, int]:
-    """Returns the tokens of a block of queries and of one of keys at most, on a device that has so many tokens.
+def max_block_sizes(tokens: int, head_dim: int) -> tuple[int, int]:
+    """Maximum tokens per block of queries and per block of keys, on a device that has so many tokens.
 
-    Keys have the larger one: a pair's queries are read and their sums written once for all of its keys.
+    Blocks of keys are larger: a pair's queries are read and their sums written once for all of its keys.
 
-    >>> most(4096, 128), most(8192, 128), most(16384, 128), most(2**20, 128)
+    >>> max_block_sizes(4096, 128), max_block_sizes(8192, 128), max_block_sizes(16384, 128), max_block_sizes(2**20, 128)
     ((256, 256), (256, 512), (512, 512), (512, 512))
     """
     area = tokens * head_dim // SHARE
@@ -41,12 +41,12 @@ def most(tokens: int, head_dim: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Blocks:
-    """How a sequence, or each of its equal chunks, is cut in blocks of equal length.
+    """Splits a sequence, or each of its equal chunks, into blocks of equal length.
 
     Attributes:
-      tokens: Tokens of a chunk.
-      count: Blocks of a chunk.
-      size: Tokens of a block; count * size is tokens, or a few more that fill up the last block.
+      tokens: Tokens per chunk.
+      count: Blocks per chunk.
+      size: Tokens per block; count * size is tokens, plus the padding of the last block.
     """
 
     tokens: int
@@ -54,18 +54,18 @@ class Blocks:
     size: int
 
     @staticmethod
-    def of(tokens: int, most: int = BLOCK) -> "Blocks":
-        """Returns the fewest equal blocks of at most that many tokens."""
-        count = -(-tokens // most)
+    def split(tokens: int, max_tokens: int = BLOCK) -> "Blocks":
+        """The fewest equal blocks of at most `max_tokens` tokens."""
+        count = -(-tokens // max_tokens)
         return Blocks(tokens, count, -(-tokens // count))
 
     def range(self, block: int) -> tuple[int, int]:
-        """Returns the first and last position of a block in its chunk."""
+        """First and last position of a block in its chunk."""
         return block * self.size, min((block + 1) * self.size, self.tokens) - 1
 
 
-def pairs(rule: Rule, queries: Blocks, keys: Blocks) -> np.ndarray:
-    """Returns the pairs of blocks in which a query may see a key. Shape [pairs, 2]: block of queries, block of keys."""
+def pairs(rule: AttentionMask, queries: Blocks, keys: Blocks) -> np.ndarray:
+    """Pairs of blocks in which a query may see a key. Shape [pairs, 2]: block of queries, block of keys."""
     rows = [
         (i, j) for i in range(queries.count) for j in range(keys.count) if rule.reaches(queries.range(i), keys.range(j))
     ]
@@ -73,5 +73,5 @@ def pairs(rule: Rule, queries: Blocks, keys: Blocks) -> np.ndarray:
 
 
 def all_pairs(queries: Blocks, keys: Blocks) -> np.ndarray:
-    """Returns all pairs of blocks. Shape [pairs, 2]."""
-    return pairs(Rule(), queries, keys)
+    """All pairs of blocks. Shape [pairs, 2]."""
+    return pairs(AttentionMask(), queries, keys)

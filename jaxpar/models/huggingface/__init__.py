@@ -1,1 +1,1 @@
-"""Weights of a decoder as Hugging Face keeps them: Llama and GPT-2, config.json and safetensors, no pickle."""
+"""Decoder weights in Hugging Face's format: Llama and GPT-2, config.json and safetensors, no pickle."""

@@ -1,4 +1,4 @@
-"""A decoder is written as Hugging Face keeps it, one tensor at a time."""
+"""Writes a decoder in Hugging Face's format, one tensor at a time."""
 
 import json
 from collections.abc import Mapping
@@ -9,56 +9,58 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.errors import JaxparError, Problem, differences, refuse
+from jaxpar.errors import JaxparError, Problem, refuse, shape_differences
 from jaxpar.files import check_local
 from jaxpar.models.huggingface.config import config_of
-from jaxpar.models.huggingface.folder import special_ids, take_along
+from jaxpar.models.huggingface.folder import copy_small_files, special_ids
 from jaxpar.models.huggingface.load import few
-from jaxpar.models.huggingface.rules import Rule, rules, whole
-from jaxpar.models.huggingface.safetensors import FLOATS, Made, write
-from jaxpar.models.settings.decoder import DecoderSettings
+from jaxpar.models.huggingface.param_mapping import ParamMapping, param_mappings, tensor_shape
+from jaxpar.models.huggingface.safetensors import FLOATS, TensorSource, write
+from jaxpar.models.settings.decoder import DecoderConfig
 
 
 def export(
     params: Mapping[str, Any],
-    settings: DecoderSettings,
+    settings: DecoderConfig,
     folder: str | Path,
     *,
     dtype: Any = None,
-    most: int = 5 * 10**9,
+    max_file_bytes: int = 5 * 10**9,
     origin: str | Path | None = None,
 ) -> list[Path]:
     """Writes a decoder in files that transformers, and programs that read its format, can load.
 
     Args:
       params: The parameters, nested or by path: anything with `shape`, `dtype` and `[...]`, on devices or off.
-      settings: The decoder's.
-      folder: Where; without a model in it.
+      settings: Settings of the decoder.
+      folder: Output folder; must contain no model.
       dtype: Dtype of the written tensors: float32, bfloat16 or float16; unchanged by default.
-      most: Bytes of a file; more become several with an index.
-      origin: A folder of Hugging Face's that the decoder came from: its tokenizer, special ids and generation config
-        are written too.
+      max_file_bytes: Maximum bytes per file; a larger model is written as several files with an index.
+      origin: A Hugging Face folder that the decoder came from: its tokenizer, special ids and generation config are
+        copied too.
 
     Returns:
-      What was written.
+      The written files.
 
     Raises:
       JaxparError: If Hugging Face has no such model, parameters do not fit the settings, or files cannot be written.
     """
     flat = _flat(params)
-    each = None if dtype is None else _float(dtype)
-    kind, config = config_of(settings, (each or np.dtype(flat["embed"].dtype)).name if "embed" in flat else "float32")
-    table = rules(kind, settings)
-    if problems := _unfit(flat, table, settings):
+    tensor_dtype = None if dtype is None else _float(dtype)
+    kind, config = config_of(
+        settings, (tensor_dtype or np.dtype(flat["embed"].dtype)).name if "embed" in flat else "float32"
+    )
+    table = param_mappings(kind, settings)
+    if problems := _mismatches(flat, table, settings):
         raise JaxparError(*problems)
-    groups: dict[str, list[Rule]] = {}
+    groups: dict[str, list[ParamMapping]] = {}
     for rule in table:
-        groups.setdefault(rule.theirs, []).append(rule)
+        groups.setdefault(rule.tensor_name, []).append(rule)
     tensors = [
-        Made(
+        TensorSource(
             name.format(layer),
-            each or np.dtype(flat[group[0].ours].dtype),
-            whole(group),
+            tensor_dtype or np.dtype(flat[group[0].path].dtype),
+            tensor_shape(group),
             partial(_fetch, group, flat, layer),
         )
         for name, group in groups.items()
@@ -69,30 +71,32 @@ def export(
     rule = "a model is exported into a folder that holds none"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if found := [*folder.glob("*.safetensors*"), *folder.glob("config.json")]:
-            raise refuse(f"{folder} holds {found[0].name}", rule=rule, fix="another folder, or empty this one")
-        written = write(folder, tensors, most=most)
+        if models := [*folder.glob("*.safetensors*"), *folder.glob("config.json")]:
+            raise refuse(f"{folder} holds {models[0].name}", rule=rule, fix="another folder, or empty this one")
+        written = write(folder, tensors, max_file_bytes=max_file_bytes)
         config |= special_ids(Path(origin)) if origin else {}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     except OSError as error:
         raise refuse(f"{folder}: {error.strerror}", rule=rule, fix="a folder that can be written, with room") from error
-    return [*written, folder / "config.json", *(take_along(Path(origin), folder) if origin else ())]
+    return [*written, folder / "config.json", *(copy_small_files(Path(origin), folder) if origin else ())]
 
 
 def _float(dtype: Any) -> np.dtype:
     try:
-        made = jnp.dtype(dtype)
+        result = jnp.dtype(dtype)
     except TypeError:
-        made = None
-    if made is None or made not in FLOATS:
-        names = ", ".join(known.name for known in FLOATS)
+        result = None
+    if result is None or result not in FLOATS:
+        names = ", ".join(choice.name for choice in FLOATS)
         raise refuse(f"dtype={dtype!r:.60}", rule=f"weights are written in {names}", fix='dtype="float32"')
-    return made
+    return result
 
 
-def _fetch(group: list[Rule], flat: Mapping[str, Any], layer: int) -> np.ndarray:
-    """Returns a tensor of theirs; one layer of a stack is all that comes off the devices."""
-    parts = [rule.given(np.asarray(flat[rule.ours][layer] if rule.stacked else flat[rule.ours][...])) for rule in group]
+def _fetch(group: list[ParamMapping], flat: Mapping[str, Any], layer: int) -> np.ndarray:
+    """One tensor in Hugging Face's layout; only one layer of a stack is copied off the devices at a time."""
+    parts = [
+        rule.to_tensor(np.asarray(flat[rule.path][layer] if rule.stacked else flat[rule.path][...])) for rule in group
+    ]
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
 
@@ -103,9 +107,8 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return flat
 
 
-def _unfit(flat: Mapping[str, Any], table: list[Rule], settings: DecoderSettings) -> list[Problem]:
-    """Returns which parameters are missing, unexpected or of another shape."""
-    wanted = {rule.ours: (settings.layers, *rule.shape) if rule.stacked else rule.shape for rule in table}
-    found = differences(flat, wanted, of="this decoder")
+def _mismatches(flat: Mapping[str, Any], table: list[ParamMapping], settings: DecoderConfig) -> list[Problem]:
+    expected = {rule.path: (settings.layers, *rule.shape) if rule.stacked else rule.shape for rule in table}
+    problems = shape_differences(flat, expected, owner="this decoder")
     rule, fix = "they are those of a decoder of these settings", "its own settings"
-    return [Problem(f"parameters {what}: {few(names)}", rule, fix) for what, names in found.items()]
+    return [Problem(f"parameters {kind}: {few(names)}", rule, fix) for kind, names in problems.items()]

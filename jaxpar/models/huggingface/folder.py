@@ -1,6 +1,6 @@
-"""What a folder of Hugging Face's holds besides weights: its config, its tokenizer, and how it generates text.
+"""Config, tokenizer and generation settings of a Hugging Face folder.
 
-These small files go along: into the run that begins with the folder, and into what is exported of it.
+These small files are copied into a run that starts from the folder, and into its exports.
 """
 
 import json
@@ -13,28 +13,28 @@ from jaxpar.errors import refuse
 from jaxpar.files import check_plain
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
-# a tokenizer of Hugging Face's is saved as these; SentencePiece's is a .model
+# files in which Hugging Face saves a tokenizer; SentencePiece's is a .model
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "*.model", "*.tiktoken")
 ALONG = (
     *TOKENIZERS, "special_tokens_map.json", "added_tokens.json", "chat_template.json", "chat_template.jinja",
     GENERATION,
 )  # fmt: skip
-# keys of a config that say which tokens begin, end and fill a text
+# config keys of the tokens that begin, end and pad a text
 EOS = "eos_token_id"
 SPECIAL = ("bos_token_id", EOS, "pad_token_id")
-MOST = 2**28  # bytes of a file that goes along
+MOST = 2**28  # maximum bytes of a copied file
 
 
 def is_folder(path: str | Path) -> bool:
-    """Returns whether a path is a folder of Hugging Face's."""
+    """Whether a path is a Hugging Face folder."""
     try:
         return bool(path) and (Path(path).expanduser() / CONFIG).is_file()
-    except (OSError, RuntimeError, ValueError):  # too long, of a user that there is not, or with a null byte
+    except (OSError, RuntimeError, ValueError):  # too long, of an unknown user, or with a null byte
         return False
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """Returns a config.json.
+    """Reads a config.json.
 
     Raises:
       JaxparError: If it cannot be read, or is no table.
@@ -53,37 +53,37 @@ def read_config(file: Path) -> dict[str, Any]:
 
 
 def special_ids(folder: Path) -> dict[str, Any]:
-    """Returns the ids of special tokens that a folder's config names, those that are there."""
+    """The special token ids that a folder's config sets."""
     config = read_config(folder / CONFIG) if is_folder(folder) else {}
     return {key: config[key] for key in SPECIAL if config.get(key) is not None}
 
 
 def end_ids(folder: Path) -> tuple[int, ...]:
-    """Returns the tokens that end a text: of generation_config.json if it names them, as in transformers, or of config.
+    """The tokens that end a text: those in generation_config.json, as in transformers, else those in config.json.
 
-    Models that chat end a turn with another token than a text, and name both in generation_config.json alone.
+    Chat models end a turn and a text with different tokens, and list both only in generation_config.json.
     """
     file = folder / GENERATION
-    said = read_config(file).get(EOS) if file.is_file() else None
-    found = special_ids(folder).get(EOS) if said is None else said
-    return tuple(each for each in (found if isinstance(found, list) else [found]) if isinstance(each, int))
+    generation_ids = read_config(file).get(EOS) if file.is_file() else None
+    ids = special_ids(folder).get(EOS) if generation_ids is None else generation_ids
+    return tuple(token for token in (ids if isinstance(ids, list) else [ids]) if isinstance(token, int))
 
 
-def take_along(source: Path, to: Path, *, names: tuple[str, ...] = ALONG) -> list[Path]:
-    """Copies the small files of a folder, links and what is too large left out; returns the copies.
+def copy_small_files(source: Path, to: Path, *, names: tuple[str, ...] = ALONG) -> list[Path]:
+    """Copies the small files of a folder, except links and files that are too large; returns the copies.
 
     Args:
       source: The folder.
-      to: Another one, which is made.
-      names: Which of its files, as patterns.
+      to: Output folder; created if missing.
+      names: Glob patterns of the files.
 
     Raises:
       JaxparError: If one cannot be read or written.
     """
-    found = sorted({path for name in names for path in source.glob(name) if path.is_file() and not path.is_symlink()})
+    files = sorted({path for name in names for path in source.glob(name) if path.is_file() and not path.is_symlink()})
     try:
         to.mkdir(parents=True, exist_ok=True)
-        small = [path for path in found if path.stat().st_size <= MOST]
+        small = [path for path in files if path.stat().st_size <= MOST]
         return [Path(shutil.copyfile(path, to / path.name)) for path in small]
     except OSError as error:
         raise refuse(
@@ -93,6 +93,6 @@ def take_along(source: Path, to: Path, *, names: tuple[str, ...] = ALONG) -> lis
         ) from error
 
 
-def described(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the `[model]` table of a decoder with these settings, and what the job says besides."""
-    return {"name": "decoder", **settings, **{key: value for key, value in given.items() if key != "name"}}
+def model_table(settings: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The `[model]` table of a decoder with these settings, and with the job's own overrides."""
+    return {"name": "decoder", **settings, **{key: value for key, value in overrides.items() if key != "name"}}

@@ -1,6 +1,6 @@
 """Reads a Hugging Face model: the settings in its config.json, and each parameter when and where it is placed.
 
-Nothing is read before a parameter is indexed, and then one device's part of it: no host buffer holds the model.
+Values are read only when a parameter is indexed, and only one device's shard of it: no host buffer holds the model.
 """
 
 from collections.abc import Mapping
@@ -10,130 +10,137 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.errors import JaxparError, Problem, differences
+from jaxpar.errors import JaxparError, Problem, shape_differences
 from jaxpar.models.huggingface.config import settings_of
 from jaxpar.models.huggingface.folder import CONFIG, read_config
-from jaxpar.models.huggingface.rules import Rule, rules, whole
+from jaxpar.models.huggingface.param_mapping import ParamMapping, param_mappings, tensor_shape
 from jaxpar.models.huggingface.safetensors import FLOATS, NAMES, Entry, folder_entries
-from jaxpar.models.settings.decoder import DecoderSettings
+from jaxpar.models.settings.decoder import DecoderConfig
 
 PREFIXES = {"llama": "model.", "gpt2": "transformer."}
-# constants that older versions saved beside the weights: causal masks, rotary frequencies
+# constants that older versions saved with the weights: causal masks, rotary frequencies
 CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """A parameter that lies in files, read where it is indexed.
+    """A parameter in files, read when it is indexed.
 
     Attributes:
-      rule: How it is held.
-      entries: The tensors that hold it, one for each layer of a stack.
+      rule: Mapping to Hugging Face's tensors.
+      entries: The tensors, one per layer of a stack.
       dtype: Dtype in which it is read.
     """
 
-    rule: Rule
+    rule: ParamMapping
     entries: tuple[Entry, ...]
     dtype: np.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter, stacked layers first."""
+        """Shape of the whole parameter, stacked layers first."""
         return (len(self.entries), *self.rule.shape) if self.rule.stacked else self.rule.shape
 
     def __getitem__(self, index) -> np.ndarray:
-        """Returns a part of it, of which alone memory is taken: what `jax.make_array_from_callback` asks for."""
+        """Reads a part, allocating only that: for `jax.make_array_from_callback`."""
         index = index if isinstance(index, tuple) else (index,)
-        views = [self.rule.taken(entry.view()) for entry in self.entries]
+        views = [self.rule.to_param(entry.view()) for entry in self.entries]
         if not self.rule.stacked:
             return np.array(views[0][index], self.dtype)
-        layers, rest = (index[0], index[1:]) if index and index[0] is not ... else (slice(None), index)
-        chosen = np.arange(len(views))[layers]
-        if not chosen.ndim:
-            return np.array(views[chosen][rest], self.dtype)
-        part = np.empty((len(chosen), *self.rule.taken(self.entries[0].view())[rest].shape), self.dtype)
-        for at, layer in enumerate(chosen):
-            part[at] = views[layer][rest]
+        layers, inner = (index[0], index[1:]) if index and index[0] is not ... else (slice(None), index)
+        selected = np.arange(len(views))[layers]
+        if not selected.ndim:
+            return np.array(views[selected][inner], self.dtype)
+        part = np.empty((len(selected), *self.rule.to_param(self.entries[0].view())[inner].shape), self.dtype)
+        for row, layer in enumerate(selected):
+            part[row] = views[layer][inner]
         return part
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pretrained:
-    """A model in a folder.
+    """A Hugging Face model.
 
     Attributes:
       kind: llama or gpt2.
-      settings: Of the decoder that computes the same.
-      params: Path to parameter, with `shape`, `dtype`, and `[...]`, which reads it.
+      settings: Settings of the decoder that computes the same.
+      params: Path to parameter, with `shape` and `dtype`; indexing with `[...]` reads it.
     """
 
     kind: str
-    settings: DecoderSettings
+    settings: DecoderConfig
     params: Mapping[str, Tensor] = field(repr=False)
 
 
 def load(folder: str | Path, *, dtype: Any = np.float32) -> Pretrained:
-    """Returns the model of a folder; no number is read before a parameter is indexed.
+    """Opens the model of a folder; values are read only when a parameter is indexed.
 
     Args:
-      folder: Has config.json and model.safetensors, or an index and its files.
+      folder: Folder with config.json and model.safetensors, or with an index and its files.
       dtype: Dtype in which parameters are read; the files have 16 or 32 bits.
 
     Raises:
-      JaxparError: With every key of the config that the decoder does not know or cannot do, or every tensor that is
-        missing, unexpected, of another shape or no float; or if a file is damaged.
+      JaxparError: Lists every key of the config that the decoder does not know or support, or every tensor that is
+        missing, unexpected, of another shape or no float; or names the damaged file.
     """
     folder = Path(folder).expanduser()
     kind, settings = settings_of(read_config(folder / CONFIG))
-    table = rules(kind, settings)
-    held = _prefixed(folder_entries(folder), PREFIXES[kind])
-    if problems := _differences(held, table, settings):
+    table = param_mappings(kind, settings)
+    tensors = _prefixed(folder_entries(folder), PREFIXES[kind])
+    if problems := _differences(tensors, table, settings):
         raise JaxparError(*problems)
     layers = {True: range(settings.layers), False: range(1)}
-    entries = {rule.ours: tuple(held[rule.theirs.format(i)] for i in layers[rule.stacked]) for rule in table}
+    entries = {rule.path: tuple(tensors[rule.tensor_name.format(i)] for i in layers[rule.stacked]) for rule in table}
     return Pretrained(
         kind=kind,
         settings=settings,
-        params={rule.ours: Tensor(rule, entries[rule.ours], np.dtype(dtype)) for rule in table},
+        params={rule.path: Tensor(rule, entries[rule.path], np.dtype(dtype)) for rule in table},
     )
 
 
-def _prefixed(held: Mapping[str, Entry], prefix: str) -> dict[str, Entry]:
-    """Returns tensors by full name: a model saved without its head names none of its parts `model.`."""
-    bare = not any(name.startswith(prefix) for name in held)
+def _prefixed(tensors: Mapping[str, Entry], prefix: str) -> dict[str, Entry]:
+    """Tensors by full name: a model saved without its head leaves out the prefix, e.g. `model.`."""
+    is_unprefixed = not any(name.startswith(prefix) for name in tensors)
     return {
-        prefix + name if bare and name != HEAD else name: entry
-        for name, entry in held.items()
+        prefix + name if is_unprefixed and name != HEAD else name: entry
+        for name, entry in tensors.items()
         if not name.endswith(CONSTANTS)
     }
 
 
-def _differences(held: Mapping[str, Entry], table: list[Rule], settings: DecoderSettings) -> list[Problem]:
-    """Returns which tensors are missing, unexpected, of another shape, or no floats: each by name."""
-    if settings.layers > len(held):
+def _differences(tensors: Mapping[str, Entry], table: list[ParamMapping], settings: DecoderConfig) -> list[Problem]:
+    """Reports tensors that are missing, unexpected, of another shape, or no floats, by name."""
+    if settings.layers > len(tensors):
         return [
-            Problem(f"{settings.layers} layers, {len(held)} tensors", "each layer has its tensors", "fetch it again")
+            Problem(f"{settings.layers} layers, {len(tensors)} tensors", "each layer has its tensors", "fetch it again")
         ]
-    wanted: dict[str, tuple[int, ...]] = {}
+    expected: dict[str, tuple[int, ...]] = {}
     for rule in table:
         for layer in range(settings.layers) if rule.stacked else range(1):
-            wanted[rule.theirs.format(layer)] = whole([rule])
-    if settings.tied and HEAD in held and HEAD not in wanted and _same(held[HEAD], held.get(table[0].theirs)):
-        held = {name: entry for name, entry in held.items() if name != HEAD}  # saved twice
-    found = differences(held, wanted, of="this model")
-    found["in numbers that are not read"] = [
-        f"{name} {NAMES[held[name].dtype]}" for name in wanted if name in held and held[name].dtype not in FLOATS
+            expected[rule.tensor_name.format(layer)] = tensor_shape([rule])
+    if (
+        settings.tied
+        and HEAD in tensors
+        and HEAD not in expected
+        and _same(tensors[HEAD], tensors.get(table[0].tensor_name))
+    ):
+        tensors = {name: entry for name, entry in tensors.items() if name != HEAD}  # saved twice
+    differing = shape_differences(tensors, expected, owner="this model")
+    differing["in numbers that are not read"] = [
+        f"{name} {NAMES[tensors[name].dtype]}"
+        for name in expected
+        if name in tensors and tensors[name].dtype not in FLOATS
     ]
     rule = "a model's files hold the tensors that its config.json says, in F32, F16 or BF16"
     fix = "the config.json that belongs to these files"
-    return [Problem(f"{what}: {few(names)}", rule, fix) for what, names in found.items() if names]
+    return [Problem(f"{kind}: {few(names)}", rule, fix) for kind, names in differing.items() if names]
 
 
-def _same(one: Entry, other: Entry | None) -> bool:
-    if other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
+def _same(first: Entry, second: Entry | None) -> bool:
+    if second is None or (first.shape, first.dtype) != (second.shape, second.dtype):
         return False
-    a, b = one.view(), other.view()
+    a, b = first.view(), second.view()
     return all(np.array_equal(a[i : i + 1024], b[i : i + 1024]) for i in range(0, len(a), 1024))
 
 

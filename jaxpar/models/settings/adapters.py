@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from jaxpar.errors import Keywords, check_ranges, nearest, refuse
+from jaxpar.errors import Keywords, check_ranges, refuse, suggest
 
 Base = Literal["float", "int8"]
 BASES = get_args(Base)
@@ -11,15 +11,14 @@ BASES = get_args(Base)
 
 @dataclass(frozen=True, kw_only=True)
 class Adapters(Keywords):
-    """Low-rank adapters beside matrices of a model, which are frozen: x W becomes x W + alpha / rank (x A) B.
+    """Low-rank adapters of frozen matrices: x W becomes x W + alpha / rank (x A) B.
 
     Attributes:
       rank: Columns of A and rows of B; 0 for no adapters.
-      alpha: Times 1 / rank, the factor of what adapters add; 0 means as much as rank.
-      paths: Patterns of the matrices, such as "blocks/attention/*"; of vectors that a pattern matches none has one.
-      base: int8 keeps these matrices in 8 bits, with one float32 scale for each of their outputs; float as the model
-        has them.
-      also: Patterns of parameters of the model itself that are trained besides, such as a new head.
+      alpha: Scales the adapters by alpha / rank; 0 means alpha = rank.
+      paths: Patterns of the adapted matrices, such as "blocks/attention/*"; vectors that match get no adapter.
+      base: int8 stores these matrices in 8 bits, with one float32 scale per output; float leaves them as they are.
+      also: Patterns of the model's own parameters that are trained too, such as a new head.
     """
 
     rank: int = 0
@@ -31,39 +30,39 @@ class Adapters(Keywords):
     def __post_init__(self):
         check_ranges(self, "train.adapters", {"rank": (0, 2**31 - 1), "alpha": (0, 1e30)})
         for name in ("paths", "also"):
-            given = getattr(self, name)
-            if isinstance(given, str) or not all(isinstance(each, str) for each in given):
+            patterns = getattr(self, name)
+            if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
                 raise refuse(
-                    f"train.adapters.{name} = {given!r:.60}",
+                    f"train.adapters.{name} = {patterns!r:.60}",
                     rule="patterns of paths are a list of text",
                     fix=f'{name} = ["blocks/attention/*"]',
                 )
-            object.__setattr__(self, name, tuple(given))  # a list in Python, and a value that can be hashed
+            object.__setattr__(self, name, tuple(patterns))  # a list in Python, and a value that can be hashed
         if self.base not in BASES:
             raise refuse(
                 f"train.adapters.base = {self.base!r:.60}",
                 rule=f"a base is kept as {' or '.join(BASES)}",
-                fix=nearest(str(self.base), BASES),
+                fix=suggest(str(self.base), BASES),
             )
         if self.base == "int8" and not self.rank:
             raise refuse(
                 'train.adapters.base = "int8" with rank = 0',
-                rule="what is kept in 8 bits is frozen, beside adapters that are trained",
+                rule="a base in 8 bits is frozen, and needs adapters that are trained",
                 fix='adapters = {rank = 16, paths = ["blocks/attention/*"], base = "int8"}',
             )
         if bool(self.rank) != bool(self.paths) or (self.also and not self.rank):
             raise refuse(
                 f"train.adapters.rank = {self.rank} with paths = {list(self.paths)}",
-                rule="adapters have a rank, and are beside the matrices that paths match",
+                rule="adapters have a rank, and paths that match the matrices they adapt",
                 fix='adapters = {rank = 16, paths = ["blocks/attention/*"]}',
             )
 
     @property
     def scale(self) -> float:
-        """The factor of what adapters add."""
+        """The factor alpha / rank of the adapters."""
         return (self.alpha or self.rank) / self.rank if self.rank else 0.0
 
     @property
-    def trained(self) -> tuple[str, ...]:
-        """Patterns of all that is trained."""
+    def trained_patterns(self) -> tuple[str, ...]:
+        """Patterns of all trained parameters."""
         return ("adapters", *self.also)

@@ -1,12 +1,12 @@
-"""How any model computes, by name: what its matmuls run in, and what its backward pass keeps.
+"""How any model computes, by name: the dtype of its matmuls, and what its backward pass saves.
 
-`step/numerics.py` has the dtypes of the one, `models/remat.py` the policies of the other.
+`step/numerics.py` implements the dtypes, `models/remat.py` the policies.
 """
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from jaxpar.errors import nearest, refuse
+from jaxpar.errors import refuse, suggest
 
 PRECISIONS = ("fp32", "bf16")
 POLICIES = {
@@ -18,22 +18,22 @@ POLICIES = {
 }
 
 
-def by_model(remat: str) -> str:
-    """Returns the policy that a model places itself: of `offload` none, for a step does that to any model."""
+def model_policy(remat: str) -> str:
+    """The policy that a model applies itself: none for `offload`, which the step applies to any model."""
     return "none" if remat == "offload" else remat
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtype of matmuls, and which of them may have another. `"bf16"` alone stands for `{compute = "bf16"}`.
+    """The dtype of matmuls, and exceptions from it. `"bf16"` is short for `{compute = "bf16"}`.
 
     Attributes:
       compute: fp32, or bf16: matmuls in bfloat16, parameters and optimizer in float32.
-      allow: Matmuls that may stay in float32 although bf16 was asked for: "Router.__call__", "moe.py:41" or patterns
-        such as "Router.*", by the names under which a refusal and `jaxpar inspect` list them.
+      allow: Matmuls that may stay in float32 under bf16: "Router.__call__", "moe.py:41" or patterns such as "Router.*",
+        by the names under which an error and `jaxpar inspect` list them.
     """
 
-    SHORT: ClassVar[str] = "compute"  # the key that a text in place of a job's table stands for
+    SHORT: ClassVar[str] = "compute"  # the key that a plain text in place of the table sets
 
     compute: Literal["fp32", "bf16"] = "fp32"
     allow: tuple[str, ...] = ()
@@ -43,13 +43,13 @@ class Precision:
             raise refuse(
                 f"precision={self.compute!r}",
                 rule=f"precision is one of {', '.join(PRECISIONS)}",
-                fix=nearest(str(self.compute), PRECISIONS),
+                fix=suggest(str(self.compute), PRECISIONS),
             )
-        if isinstance(self.allow, str) or not all(isinstance(each, str) for each in self.allow):
+        if isinstance(self.allow, str) or not all(isinstance(pattern, str) for pattern in self.allow):
             raise refuse(f"allow={self.allow!r:.60}", rule="allow is a list of patterns", fix='allow=("Router.*",)')
         if self.allow and self.compute == "fp32":
             raise refuse(
                 f"precision fp32 with allow={list(self.allow)}",
-                rule="allow names what stays in float32 where all else is computed in bf16",
+                rule="allow names matmuls that stay in float32 under bf16",
                 fix='compute="bf16", or allow left out',
             )

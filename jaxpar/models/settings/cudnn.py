@@ -1,11 +1,11 @@
-"""Which attention cuDNN's fused kernel takes, by sizes and masks alone: a call that is traced asks it, and a plan."""
+"""Which attention cuDNN's fused kernel supports, from sizes and masks: for traced calls and for plans."""
 
-HOPPER = 9.0  # compute capability from which on its heads may be 256 wide, and 128 before it: as JAX's own check has it
+HOPPER = 9.0  # compute capability: from here on heads may be 256 wide, before it 128, as in JAX's own check
 DTYPES = ("bfloat16", "float16")
 
 
 def head_fits(head_dim: int, capability: float = HOPPER) -> bool:
-    """Returns whether the kernel has heads of this width on GPUs of a compute capability."""
+    """Whether the kernel supports heads of this width on GPUs of a compute capability."""
     return head_dim % 8 == 0 and head_dim <= (256 if capability >= HOPPER else 128)
 
 
@@ -20,16 +20,16 @@ def why_no_part(
     ring: int,
     capability: float = HOPPER,
 ) -> str | None:
-    """Returns why the kernel cannot run a part of attention whose pieces travel, in words; None where it can.
+    """Says why the kernel cannot run attention over a part of the keys, as a ring does; None if it can.
 
     Args:
-      dtype: Of queries.
+      dtype: Dtype of the queries.
       head_dim: Width of a head.
       causal: Whether the mask is causal.
-      window: In tokens; None is no bound.
+      window: Tokens of the window; None if unbounded.
       segments: Whether documents share a row and do not see each other.
       softcap: Whether scores are capped.
-      ring: Groups of the ring, between which keys rotate.
+      ring: Number of groups in the ring, between which keys rotate.
       capability: Compute capability of the GPUs.
     """
     if dtype not in DTYPES:

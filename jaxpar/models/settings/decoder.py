@@ -1,4 +1,4 @@
-"""The settings of a decoder that is GPT-2 or Llama by them; the table is in `jaxpar/models/decoder.py`."""
+"""The settings of a decoder: GPT-2 or Llama, see the table in `jaxpar/models/decoder.py`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,27 +8,27 @@ from jaxpar.models.settings.heads import check_heads
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderSettings(Keywords):
+class DecoderConfig(Keywords):
     """Shape and kind of a decoder.
 
     Attributes:
-      vocab: Tokens there are.
+      vocab: Size of the vocabulary.
       seq: Longest sequence; the number of learned positions.
-      layers: Blocks.
+      layers: Number of blocks.
       dim: Width of the stream between blocks.
       heads: Attention heads; head_dim is dim / heads.
       kv_heads: Heads of keys and values; 0 means as many as heads.
       hidden: Width of the feed-forward; 0 means 4 dim, or 8/3 dim rounded up to 64 where gated.
       position: rotary or learned.
       norm: rms or layer.
-      norm_eps: What the norm adds to the mean square.
+      norm_eps: Epsilon that the norm adds to the mean square.
       gated: SwiGLU in the feed-forward.
       use_bias: Biases on every matrix.
       tied: The embedding is also the output matrix.
       rope_base: Base of the rotary frequencies.
-      rope_stretch: [factor, low, high, seq] as Llama 3.1 stretches them, [8.0, 1.0, 4.0, 8192.0]; [] does not.
-      dropout: Rate, in training only.
-      scan: One compiled block run over stacked layers, instead of one copy per layer.
+      rope_stretch: [factor, low, high, seq] of Llama 3.1's frequency scaling, [8.0, 1.0, 4.0, 8192.0]; [] for none.
+      dropout: Dropout rate, in training only.
+      scan: Run one compiled block over stacked layers, instead of compiling one copy per layer.
     """
 
     vocab: int = 256
@@ -50,12 +50,12 @@ class DecoderSettings(Keywords):
     scan: bool = True
 
     def __post_init__(self):
-        most = 2**31 - 1
+        high = 2**31 - 1
         check_ranges(
             self,
             "model",
-            {name: (1, most) for name in ("vocab", "seq", "layers", "dim", "heads")}
-            | {"kv_heads": (0, most), "hidden": (0, most)}
+            {name: (1, high) for name in ("vocab", "seq", "layers", "dim", "heads")}
+            | {"kv_heads": (0, high), "hidden": (0, high)}
             | {"norm_eps": (0, 1), "rope_base": (1, 1e30), "dropout": (0, 1)},
             below=["dropout"],
         )
@@ -66,7 +66,7 @@ class DecoderSettings(Keywords):
         ):
             raise refuse(
                 f"rope_stretch = {list(stretch)!r:.80}",
-                rule="a factor of at least 1, two numbers of turns, the smaller first, a sequence length; or nothing",
+                rule="rope_stretch is [factor >= 1, low, high, seq] with 0 < low < high < 1e9 and 0 < seq < 1e9, or []",
                 fix="rope_stretch = [8.0, 1.0, 4.0, 8192.0]",
             )
 

@@ -1,9 +1,9 @@
-"""The logits of a loss: how large they are on a device, and whether they are made whole or in chunks of tokens.
+"""Logits of a loss: their size on a device, and whether the loss computes all of them or chunks of tokens.
 
-    whole     one matmul, one softmax, the logits kept for the backward pass: fewest programs, most memory
-    chunks    the same matmuls chunk by chunk; of all logits no more than a chunk is ever there
+    whole     one matmul, one softmax, the logits saved for the backward pass: fewest programs, most memory
+    chunks    the same matmuls chunk by chunk; at most one chunk of logits exists at a time
 
-The size alone decides, and whoever opens `noted` is told which it was.
+The size alone decides; `noted` records the decision.
 """
 
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from jaxpar.units import show_bytes
 
-LARGEST = 4 * 2**30  # bytes of logits in float32 that a device makes whole
-CHUNK = 2**30  # bytes of them in a chunk, at most: of 128,256 entries 2,093 tokens, a matmul that keeps a GPU busy
+LARGEST = 4 * 2**30  # maximum bytes of float32 logits that a device computes whole
+CHUNK = 2**30  # maximum bytes per chunk: with 128,256 entries 2,093 tokens, a matmul that keeps a GPU busy
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Logits:
     """The logits of one microbatch on one device.
 
     Attributes:
-      tokens: Tokens of the device.
-      vocab: Entries of the vocabulary of the device.
-      largest: Bytes in float32 up to which they are made whole.
+      tokens: Tokens on the device.
+      vocab: Vocabulary entries on the device.
+      largest: Maximum bytes in float32 for which they are computed whole.
     """
 
     tokens: int
@@ -33,56 +33,56 @@ class Logits:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all of them in float32, which a loss computes in."""
+        """Bytes of all logits in float32, in which a loss computes."""
         return 4 * self.tokens * self.vocab
 
     @property
     def in_chunks(self) -> bool:
-        """Whether they are made in chunks."""
+        """Whether the loss computes them in chunks."""
         return self.bytes > self.largest
 
     @property
     def chunks(self) -> int:
-        """Into how many chunks the tokens of a device fall; 1 where its logits are made whole."""
+        """Number of chunks of a device's tokens; 1 if its logits are computed whole."""
         if not self.in_chunks:
             return 1
-        least = min(self.tokens, -(-self.bytes // min(CHUNK, max(self.largest, 1))))
-        # equal chunks where up to twice as many are: else tokens that weigh nothing fill up the last one
-        return next((count for count in range(least, 2 * least + 1) if self.tokens % count == 0), least)
+        minimum = min(self.tokens, -(-self.bytes // min(CHUNK, max(self.largest, 1))))
+        # equal chunks if at most twice as many divide the tokens: else tokens of weight zero pad the last one
+        return next((count for count in range(minimum, 2 * minimum + 1) if self.tokens % count == 0), minimum)
 
-    def of_part(self, parts: int) -> "Logits":
-        """Returns those of one of so many equal parts of the tokens."""
+    def part(self, parts: int) -> "Logits":
+        """The logits of one of `parts` equal parts of the tokens."""
         return replace(self, tokens=max(1, self.tokens // parts))
 
     def __str__(self) -> str:
-        """Returns which form runs, and why."""
+        """Whether the logits are whole or in chunks, and why."""
         size = f"a device's {self.tokens:,} x {self.vocab:,} in float32 would be {show_bytes(self.bytes)}"
         if not self.in_chunks:
             return f"logits: whole; {size}, not more than {show_bytes(self.largest)}"
-        each = -(-self.tokens // self.chunks)
-        return f"logits: {self.chunks} chunks of {each:,} tokens; {size}, more than {show_bytes(self.largest)}"
+        chunk_tokens = -(-self.tokens // self.chunks)
+        return f"logits: {self.chunks} chunks of {chunk_tokens:,} tokens; {size}, more than {show_bytes(self.largest)}"
 
 
 _noting: ContextVar[list[Logits] | None] = ContextVar("noting", default=None)
 
 
 @contextmanager
-def noted() -> Iterator[list[Logits]]:
-    """Notes the logits of each loss that is traced while the context lasts, once each.
+def record_logits() -> Iterator[list[Logits]]:
+    """Records the logits of each loss that is traced while the context lasts, without duplicates.
 
     Yields:
-      A list, complete when the context ends. Empty where a loss takes logits from the model as it makes them.
+      A list, complete when the context ends. Empty if a loss takes logits from the model's own `__call__`.
     """
-    found: list[Logits] = []
-    token = _noting.set(found)
+    records: list[Logits] = []
+    token = _noting.set(records)
     try:
-        yield found
+        yield records
     finally:
         _noting.reset(token)
 
 
-def note(logits: Logits) -> None:
-    """Adds the logits of a loss to what is noted."""
-    found = _noting.get()
-    if found is not None and logits not in found:
-        found.append(logits)
+def add_logits(logits: Logits) -> None:
+    """Adds the logits of a loss to the record, if there is one."""
+    records = _noting.get()
+    if records is not None and logits not in records:
+        records.append(logits)

@@ -6,12 +6,12 @@ from jaxpar.errors import check_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
-class MLPSettings:
+class MLPConfig:
     """Shape of a multilayer perceptron.
 
     Attributes:
       inputs: Numbers per example, after flattening.
-      classes: Outputs.
+      classes: Number of outputs.
       layers: Pairs of matrices (dim to hidden, hidden to dim).
       dim: Width between pairs.
       hidden: Width inside a pair.
@@ -24,9 +24,9 @@ class MLPSettings:
     hidden: int = 256
 
     def __post_init__(self):
-        most = 2**31 - 1
+        high = 2**31 - 1
         check_ranges(
             self,
             "model",
-            {"inputs": (1, most), "classes": (1, most), "layers": (0, most), "dim": (1, most), "hidden": (1, most)},
+            {"inputs": (1, high), "classes": (1, high), "layers": (0, high), "dim": (1, high), "hidden": (1, high)},
         )

@@ -6,12 +6,12 @@ from jaxpar.errors import check_ranges, refuse
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResNetSettings:
+class ResNetConfig:
     """Shape of a residual network.
 
     Attributes:
-      channels: Of an image; 1 also for images without a channel dim.
-      classes: Outputs.
+      channels: Channels of an image; 1 also for images without a channel dim.
+      classes: Number of outputs.
       blocks: Residual blocks in each stage; every stage after the first halves the image.
       width: Channels of the first stage; each stage doubles them.
     """
@@ -22,8 +22,8 @@ class ResNetSettings:
     width: int = 16
 
     def __post_init__(self):
-        most = 2**31 - 1
-        check_ranges(self, "model", {"channels": (1, most), "classes": (1, most), "width": (1, most)})
+        high = 2**31 - 1
+        check_ranges(self, "model", {"channels": (1, high), "classes": (1, high), "width": (1, high)})
         if not self.blocks or min(self.blocks) < 1:
             raise refuse(
                 f"model.blocks = {list(self.blocks)}", rule="every stage has a block", fix="blocks = [1, 1, 1]"

@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping
 
-from jaxpar.models.settings.decoder import DecoderSettings
-from jaxpar.models.settings.mlp import MLPSettings
-from jaxpar.models.settings.resnet import ResNetSettings
-from jaxpar.models.settings.vit import ViTSettings
+from jaxpar.models.settings.decoder import DecoderConfig
+from jaxpar.models.settings.mlp import MLPConfig
+from jaxpar.models.settings.resnet import ResNetConfig
+from jaxpar.models.settings.vit import ViTConfig
 
 MODELS: Mapping[str, type] = {
-    "decoder": DecoderSettings,
-    "vit": ViTSettings,
-    "resnet": ResNetSettings,
-    "mlp": MLPSettings,
+    "decoder": DecoderConfig,
+    "vit": ViTConfig,
+    "resnet": ResNetConfig,
+    "mlp": MLPConfig,
 }

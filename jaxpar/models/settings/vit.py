@@ -7,20 +7,20 @@ from jaxpar.models.settings.heads import check_heads
 
 
 @dataclass(frozen=True, kw_only=True)
-class ViTSettings(Keywords):
+class ViTConfig(Keywords):
     """Shape of a vision transformer.
 
     Attributes:
       size: Height and width of an image, in pixels.
-      channels: Of an image; 1 also for images without a channel dim.
+      channels: Channels of an image; 1 also for images without a channel dim.
       patch: Height and width of a patch, in pixels.
-      classes: Outputs.
-      layers: Blocks.
+      classes: Number of outputs.
+      layers: Number of blocks.
       dim: Width of the stream between blocks.
       heads: Attention heads.
       hidden: Width of the feed-forward; 0 means 4 dim.
-      dropout: Rate, in training only.
-      scan: One compiled block run over stacked layers, instead of one copy per layer.
+      dropout: Dropout rate, in training only.
+      scan: Run one compiled block over stacked layers, instead of compiling one copy per layer.
     """
 
     size: int = 8
@@ -35,12 +35,12 @@ class ViTSettings(Keywords):
     scan: bool = True
 
     def __post_init__(self):
-        most = 2**31 - 1
+        high = 2**31 - 1
         check_ranges(
             self,
             "model",
-            {name: (1, most) for name in ("size", "channels", "patch", "classes", "layers", "dim", "heads")}
-            | {"hidden": (0, most), "dropout": (0, 1)},
+            {name: (1, high) for name in ("size", "channels", "patch", "classes", "layers", "dim", "heads")}
+            | {"hidden": (0, high), "dropout": (0, 1)},
             below=["dropout"],
         )
         if self.size % self.patch:

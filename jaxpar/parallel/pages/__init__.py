@@ -1,1 +1,1 @@
-"""A layout as a picture: the devices of a mesh, what joins them, and which of them holds which piece of what."""
+"""A layout as a picture: the devices of a mesh, the links between them, and the shards that each device stores."""

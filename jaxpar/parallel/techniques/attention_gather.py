@@ -4,11 +4,11 @@
     k, v [b, t/context, g, k]  ──all-gather──►  [b, t, g, k]  ──┘
                                ◄─reduce-scatter─  gradients
 
-It asks how its arguments are cut by the names of their dims, whichever axes cut them: `context`, or `tensor` where
-sequence parallelism finds fewer heads of keys than devices. Where nothing cuts a sequence it is that of one device.
+It reads the sharding of its arguments from the names of their dims, whichever axes split them: `context`, or `tensor`
+where sequence parallelism has fewer heads of keys than devices. If nothing splits a sequence, it is plain attention.
 
-Suffixes of arrays: b batch, s queries, t keys, h heads, g heads of keys and values, r heads that share one of those,
-k head_dim.
+Suffixes of arrays: b batch, s queries, t keys, h heads, g heads of keys and values, r query heads per head of keys, k
+head_dim.
 """
 
 import math
@@ -19,49 +19,49 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpar.models.blocks.rule import Rule
-from jaxpar.models.blocks.whole_scores import note
-from jaxpar.models.islands import KEYS, QUERIES, on_one_device
-from jaxpar.models.named import constrain_to, spec_of
+from jaxpar.models.blocks.attention_mask import AttentionMask
+from jaxpar.models.blocks.materialized_scores import add_size
+from jaxpar.models.dim_names import constrain_to, spec_of
+from jaxpar.models.islands import KEYS, QUERIES, single_device_attention
 
 _WHOLE = ("batch", "keys", "kv_heads", "head_dim")
 _SCORES = ("batch", "kv_heads", None, "seq", "keys")
 
 
 def gather(q_bshk: jax.Array, k_btgk: jax.Array, v_btgk: jax.Array, *, causal: bool, **masks: Any) -> jax.Array:
-    """Returns attention of the queries that a device has to the keys of whole sequences.
+    """Attention of a device's queries to the keys of whole sequences.
 
-    cuDNN's fused kernel cannot run on split sequences: in 16 bits the scores are materialised then, in float32. Nor is
-    there a walk over blocks: it takes one after the other, and every device would make all of them.
+    cuDNN's fused kernel cannot run on split sequences, so in 16 bits the scores are materialised in float32. A loop
+    over blocks does not help either: it runs the blocks in sequence, and every device would compute all of them.
     """
     k_btgk, v_btgk = _gathered(k_btgk), _gathered(v_btgk)
     low, splits = q_bshk.dtype in (jnp.bfloat16, jnp.float16), _splits()
     if splits:
-        note(_scores_of_a_device(q_bshk.shape, k_btgk.shape[1]))
-    attend = in_16_bits if low and splits else partial(on_one_device, blocks=not splits)
+        add_size(_scores_of_a_device(q_bshk.shape, k_btgk.shape[1]))
+    attend = in_16_bits if low and splits else partial(single_device_attention, blocks=not splits)
     return attend(q_bshk, k_btgk, v_btgk, causal=causal, **masks)
 
 
 def _gathered(x_btgk: jax.Array) -> jax.Array:
-    """Returns keys or values of whole sequences, where devices split them; else `x_btgk` itself."""
-    own, whole = spec_of(KEYS), spec_of(_WHOLE)
-    return x_btgk if own == whole else _moved(x_btgk, whole, own)
+    """Keys or values of whole sequences: gathers them if devices split them."""
+    local, full = spec_of(KEYS), spec_of(_WHOLE)
+    return x_btgk if local == full else _move(x_btgk, full, local)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _moved(x: jax.Array, there: PartitionSpec, back: PartitionSpec) -> jax.Array:
-    """Returns an array moved there, whose gradient is moved back.
+def _move(x: jax.Array, target: PartitionSpec, source: PartitionSpec) -> jax.Array:
+    """Moves an array to the target spec, and its gradient back to the source spec.
 
-    JAX's own rule constrains the gradient as it constrains the value: it would be made whole, by an all-reduce, and cut
-    afterwards. Constrained to where the value came from, it is a reduce-scatter, of half the bytes. The value is
-    constrained to that too: else XLA may gather what it is made of, and every device projects all keys.
+    By default JAX constrains the gradient as it constrains the value: XLA would all-reduce it whole, and split it
+    after. Constrained to the source spec, it is a reduce-scatter, of half the bytes. The value is first constrained to
+    that spec too: else XLA may gather the projection's inputs, and every device projects all keys.
     """
-    return constrain_to(constrain_to(x, back), there)
+    return constrain_to(constrain_to(x, source), target)
 
 
-_moved.defvjp(
-    lambda x, there, back: (_moved(x, there, back), None),
-    lambda there, back, _, gradient: (constrain_to(gradient, back),),
+_move.defvjp(
+    lambda x, target, source: (_move(x, target, source), None),
+    lambda target, source, _, gradient: (constrain_to(gradient, source),),
 )
 
 
@@ -75,25 +75,29 @@ def in_16_bits(
     segments: jax.Array | None = None,
     softcap: float | None = None,
 ) -> jax.Array:
-    """Returns attention whose scores are float32 and whose matmuls all run in the dtype of `q`, backward too.
+    """Attention with float32 scores whose matmuls, also in the backward pass, run in the dtype of `q`.
 
-    Dims of queries and keys have the order of those of scores: then matmuls make scores and their gradients as they
-    lie, and what is kept is read as it was written. In another order XLA lays what all layers keep another way.
+    Queries and keys have the dim order of the scores, so matmuls write scores and their gradients in place, and
+    residuals are read in the layout of writing. With another order XLA stacks the residuals of all layers in another
+    layout.
     """
     b, s, heads, head_dim = q_bshk.shape
     groups = k_btgk.shape[2]
     q_bgrsk = jnp.moveaxis(q_bshk.reshape(b, s, groups, heads // groups, head_dim), 1, 3)
     k_bgtk, v_bgtk = jnp.moveaxis(k_btgk, 1, 2), jnp.moveaxis(v_btgk, 1, 2)
-    rule = Rule(causal, window, softcap)
-    scores = rule.capped(_scores(q_bgrsk, k_bgtk) / math.sqrt(head_dim))
-    shares = _shares(rule, jnp.dtype(q_bshk.dtype), spec_of(_SCORES), scores, segments)
+    rule = AttentionMask(causal, window, softcap)
+    scores = rule.cap(_scores(q_bgrsk, k_bgtk) / math.sqrt(head_dim))
+    shares = _attention_weights(rule, jnp.dtype(q_bshk.dtype), spec_of(_SCORES), scores, segments)
     y_bgrsk = _after(jnp.einsum("bgrst,bgtk->bgrsk", shares, v_bgtk), shares)
     return jnp.moveaxis(y_bgrsk, 3, 1).reshape(q_bshk.shape)
 
 
 @jax.custom_vjp
 def _after(y: jax.Array, shares: jax.Array) -> jax.Array:
-    """Returns `y`, whose gradient is there once the shares are: else that of the shares is made beside the scores."""
+    """Identity on y whose gradient waits until the attention weights exist.
+
+    Otherwise XLA computes their gradient while the scores are still live, and holds both.
+    """
     return y
 
 
@@ -104,23 +108,23 @@ _after.defvjp(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _shares(
-    rule: Rule, dtype: jnp.dtype, spec: PartitionSpec | None, scores: jax.Array, segments: jax.Array | None
+def _attention_weights(
+    rule: AttentionMask, dtype: jnp.dtype, spec: PartitionSpec | None, scores: jax.Array, segments: jax.Array | None
 ) -> jax.Array:
-    """Returns softmax of the scores that are seen, computed in float32, in 16 bits.
+    """Softmax of the visible scores, computed in float32, returned in 16 bits.
 
-    The backward pass reads these shares, and they are all that is kept of scores: 2 bytes for each, as Megatron-LM's
-    fused softmax keeps it (arXiv:1909.08053). JAX would keep them in float32 besides. They are constrained both ways:
-    left to XLA, slots of a stage have them cut over keys, where ops cut queries.
+    The backward pass reads these weights, the only residual of the scores: 2 bytes for each, as Megatron-LM's fused
+    softmax keeps it (arXiv:1909.08053). JAX would save them in float32 besides. They are constrained in both passes:
+    otherwise XLA splits the residuals of a stage over keys, while the ops split queries.
     """
-    # the mask and what it fills in are there when the scores are: else XLA makes both before its loop over layers, of
-    # the size of scores, and keeps them
+    # the barrier ties the mask and its fill value to the scores: else XLA computes both before its loop over layers, at
+    # the size of the scores, and keeps them
     scores, least, zero = jax.lax.optimization_barrier(
         (scores, jnp.asarray(-0.5 * jnp.finfo(jnp.float32).max, jnp.float32), jnp.zeros((), jnp.int32))
     )
     s, t = scores.shape[-2:]
     if rule.causal or rule.window is not None or segments is not None:
-        scores = jnp.where(rule.seen(jnp.arange(s) + zero, jnp.arange(t), segments, segments), scores, least)
+        scores = jnp.where(rule.mask(jnp.arange(s) + zero, jnp.arange(t), segments, segments), scores, least)
     return _cut(jax.nn.softmax(scores, axis=-1).astype(dtype), spec)
 
 
@@ -128,33 +132,35 @@ def _cut(shares: jax.Array, spec: PartitionSpec | None) -> jax.Array:
     return shares if spec is None else constrain_to(shares, spec)
 
 
-def _shares_forward(rule: Rule, dtype: jnp.dtype, spec: PartitionSpec | None, scores: jax.Array, segments):
-    shares = _shares(rule, dtype, spec, scores, segments)
+def _shares_forward(rule: AttentionMask, dtype: jnp.dtype, spec: PartitionSpec | None, scores: jax.Array, segments):
+    shares = _attention_weights(rule, dtype, spec, scores, segments)
     return shares, shares
 
 
-def _shares_backward(rule: Rule, dtype: jnp.dtype, spec: PartitionSpec | None, shares: jax.Array, gradient: jax.Array):
+def _shares_backward(
+    rule: AttentionMask, dtype: jnp.dtype, spec: PartitionSpec | None, shares: jax.Array, gradient: jax.Array
+):
     shares, gradient = _cut(shares, spec), _cut(gradient, spec)
-    # read as they are, where they were made again too: else XLA computes them from the scores, and keeps those
+    # the barrier, also under recomputation: else XLA recomputes the weights from the scores, and keeps the scores
     shares, gradient = jax.lax.optimization_barrier((shares, gradient))
     wide, gradient = shares.astype(jnp.float32), gradient.astype(jnp.float32)
     return wide * (gradient - jnp.sum(wide * gradient, axis=-1, keepdims=True)), None
 
 
-_shares.defvjp(_shares_forward, _shares_backward)
+_attention_weights.defvjp(_shares_forward, _shares_backward)
 
 
 @jax.custom_vjp
 def _scores(q_bgrsk: jax.Array, k_bgtk: jax.Array) -> jax.Array:
-    """Returns q k in float32; its gradient is rounded before the matmuls that take it, as in fused kernels.
+    """Scores q k in float32; their gradient is rounded before the matmuls that take it, as in fused kernels.
 
-    Left to JAX these have one operand in float32, which halves their speed and doubles the bytes of keys' gradients.
+    JAX's own gradient leaves them a float32 operand, which halves their speed and doubles the bytes of keys' gradients.
     """
     return jnp.einsum("bgrsk,bgtk->bgrst", q_bgrsk, k_bgtk, preferred_element_type=jnp.float32)
 
 
-def _scores_backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-    q, k = kept
+def _scores_backward(residuals: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    q, k = residuals
     gradient = gradient.astype(q.dtype)
     return jnp.einsum("bgrst,bgtk->bgrsk", gradient, k), jnp.einsum("bgrst,bgrsk->bgtk", gradient, q)
 
@@ -163,7 +169,7 @@ _scores.defvjp(lambda q, k: (_scores(q, k), (q, k)), _scores_backward)
 
 
 def _scores_of_a_device(shape: tuple[int, ...], keys: int) -> int:
-    """Returns the bytes of the scores [batch, heads, queries, keys] of a device, in float32."""
+    """Bytes of a device's scores [batch, heads, queries, keys] in float32."""
     sizes, ways = jax.sharding.get_abstract_mesh().shape, 1
     for entry in spec_of(QUERIES) or ():
         if entry is not None and entry is not PartitionSpec.UNCONSTRAINED:
@@ -173,6 +179,5 @@ def _scores_of_a_device(shape: tuple[int, ...], keys: int) -> int:
 
 
 def _splits() -> bool:
-    """Returns whether devices split the sequence of queries."""
     spec = spec_of(QUERIES)
     return spec is not None and spec[1] is not None

@@ -1,17 +1,17 @@
-"""Data parallelism: replicas of the parameters, each with other examples, that agree by an exchange."""
+"""Data parallelism: replicas of the parameters, each with other examples, that synchronize by an exchange."""
 
 from jaxpar.errors import Problem
 from jaxpar.exchange.all_reduce import AllReduce
 from jaxpar.exchange.base import Exchange
-from jaxpar.parallel.declare import Parallel
+from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques.base import Technique
 
-GATHER = "gather"  # the form of context parallelism in which XLA, not a program of each device, moves keys and values
+GATHER = "gather"  # the form of context parallelism in which XLA, not a shard_map, moves keys and values
 
 
 def problems(parallel: Parallel) -> list[Problem]:
-    """Returns what is wrong with `exchange`."""
+    """Returns the problems of `exchange`."""
     exchange = parallel.exchange
     if not isinstance(exchange, Exchange):
         return [
@@ -22,37 +22,37 @@ def problems(parallel: Parallel) -> list[Problem]:
             )
         ]
     several = parallel.data != 1 or exchange.count(1) > 1
-    found = exchange.problems(parallel.data) if type(parallel.data) is int and parallel.data > 0 and several else []
+    errors = exchange.problems(parallel.data) if type(parallel.data) is int and parallel.data > 0 and several else []
     if exchange != AllReduce() and not several:
-        found.append(
+        errors.append(
             Problem(
                 f"exchange {exchange} with data=1 does nothing",
                 "an exchange is between the replicas over `data`",
                 "data=2 or more, or leave the exchange out",
             )
         )
-    if exchange.apart and parallel.pipe != 1:
-        found.append(
+    if exchange.per_replica and parallel.pipe != 1:
+        errors.append(
             Problem(
                 f"exchange {exchange} with pipe={parallel.pipe}",
                 "replicas step apart only where each device runs all layers: a pipeline sums their gradients itself",
                 "pipe=1 and a larger fsdp or tensor, or leave the exchange out",
             )
         )
-    if exchange.apart and parallel.context != 1 and parallel.context_by != GATHER:
-        found.append(
+    if exchange.per_replica and parallel.context != 1 and parallel.context_by != GATHER:
+        errors.append(
             Problem(
                 f"exchange {exchange} with context_by={parallel.context_by!r}",
                 "replicas that step apart are mapped over `data`, inside of which no piece of a sequence can travel",
                 f"context_by={GATHER!r}, or leave the exchange out",
             )
         )
-    return found
+    return errors
 
 
-def splits(layout: Layout) -> list[Problem]:
-    """Returns the parameters that `data` splits by a rule, where replicas step apart; and an exchange with no use."""
-    if not layout.parallel.exchange.apart:
+def split_problems(layout: Layout) -> list[Problem]:
+    """Returns parameters that `data` splits by a rule though replicas step on their own, and unused exchanges."""
+    if not layout.parallel.exchange.per_replica:
         return []
     exchange = layout.parallel.exchange
     return (exchange.idle(layout.parts, layout.sizes["data"]) if layout.sizes["data"] > 1 else []) + [
@@ -66,4 +66,4 @@ def splits(layout: Layout) -> list[Problem]:
     ]
 
 
-DATA = Technique(axis="data", problems=problems, idle=splits)
+DATA = Technique(axis="data", problems=problems, idle=split_problems)

@@ -2,19 +2,19 @@
 
 from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.parallel.as_stacks import as_stacks
-from jaxpar.parallel.declare import Axes, Parallel
-from jaxpar.parallel.default_schedule import chosen_schedule
-from jaxpar.parallel.head import placed_head
+from jaxpar.parallel.declaration import Axes, Parallel
+from jaxpar.parallel.default_schedule import choose_schedule
+from jaxpar.parallel.head_placement import place_head
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.pipe import Pipeline
+from jaxpar.parallel.pipeline_options import Pipeline
 from jaxpar.parallel.techniques.base import Compose, Technique
 from jaxpar.sharding.shard_bytes import shard_bytes
 from jaxpar.units import show_bytes
 
 
 def problems(parallel: Parallel) -> list[Problem]:
-    """Returns what is wrong with `pipeline`."""
-    found = []
+    """Returns the problems of `pipeline`."""
+    errors = []
     if not isinstance(parallel.pipeline, Pipeline):
         return [
             Problem(
@@ -23,9 +23,9 @@ def problems(parallel: Parallel) -> list[Problem]:
                 'jp.Pipeline(schedule="1f1b_phased")',
             )
         ]
-    found += parallel.pipeline.problems(parallel.pipe)
+    errors += parallel.pipeline.problems(parallel.pipe)
     if parallel.pipeline.gather == "tick" and parallel.stage < 3:
-        found.append(
+        errors.append(
             Problem(
                 f'gather="tick" with fsdp={parallel.fsdp}, zero={parallel.stage}',
                 "it says when zero=3 gathers the layers that `fsdp` shards",
@@ -33,20 +33,20 @@ def problems(parallel: Parallel) -> list[Problem]:
             )
         )
     if parallel.pipeline.head == "spread" and parallel.stage == 2:
-        found.append(
+        errors.append(
             Problem(
                 f'head="spread" with fsdp={parallel.fsdp}, zero=2',
                 "zero=2 adds up shards of gradients, and those of a head that is spread are added up whole",
                 'zero=1 or zero=3, or head="last"',
             )
         )
-    return found
+    return errors
 
 
 def names(parallel: Parallel) -> dict[str, Axes]:
     """Returns the axes of stacked layers, and of a vocabulary that is spread over the stages.
 
-    In a pipeline a table that is looked up is cut by its rows, as a head is: both ends may be spread.
+    In a pipeline a lookup table is split by its rows, as a head is: both ends may be spread.
     """
     even = parallel.pipe > 1 and not parallel.pipeline.layers
     spread = parallel.pipe > 1 and parallel.pipeline.head == "spread"
@@ -55,7 +55,7 @@ def names(parallel: Parallel) -> dict[str, Axes]:
     return {"layers": "pipe" if even else None} | table | ({"vocab": rows} if spread else {})
 
 
-def uncut(layout: Layout) -> list[Problem]:
+def stack_problems(layout: Layout) -> list[Problem]:
     """Returns why a model cannot be spread over `pipe` by its schedule."""
     stages = layout.sizes["pipe"]
     if stages == 1:
@@ -65,15 +65,15 @@ def uncut(layout: Layout) -> list[Problem]:
         if layout.parallel.pipeline.head == "spread" and not layout.schedule.phased:
             raise refuse(
                 f'head="spread" with schedule {layout.schedule.name}',
-                rule="all stages come to a head that is spread in the same tick, which a phased table tells beforehand",
+                rule="all stages run a spread head in the same tick, which only a phased schedule guarantees",
                 fix='schedule="1f1b_phased" or another phased one, or head="last"',
             )
     except JaxparError as error:
         return list(error.problems)
     layout = as_stacks(layout)
-    stacks = {layout.placements[path].leaf.shape[0] for path in layout.stacked}
+    stacks = {layout.placements[path].leaf.shape[0] for path in layout.stacked_paths}
     if not stacks and any(place.names[:1] == ("layers",) for place in layout.placements.values()):
-        return []  # `resolve` has said why it is not split
+        return []  # `resolve` has reported why it is not split
     if not stacks:
         return [
             Problem(
@@ -109,36 +109,36 @@ def uncut(layout: Layout) -> list[Problem]:
     ]
 
 
-def replicated(layout: Layout) -> list[Problem]:
-    """Returns the large parameters of layers that every stage would store whole, beside those that it runs.
+def replication_problems(layout: Layout) -> list[Problem]:
+    """Returns the large parameters of layers that would be replicated on every stage.
 
-    Stages with different numbers of layers, and lists of layers, are stored cut along another dim than that of layers.
+    With uneven stages, or lists of layers, parameters are stored split along another dim than that of the layers.
     """
-    ways, limit, found = layout.sizes["pipe"], layout.parallel.replicate_above, []
+    ways, limit, errors = layout.sizes["pipe"], layout.parallel.replicate_above, []
     listed = {path for paths in layout.lists.values() for path in paths}
-    for path in [*layout.stacked, *listed] if ways > 1 else []:
+    for path in [*layout.stacked_paths, *listed] if ways > 1 else []:
         place = layout.placements[path]
-        own = shard_bytes(place.leaf, place.stored, layout.sizes)
-        if not any("pipe" in ((on,) if isinstance(on, str) else on or ()) for on in place.stored) and own > limit:
-            found.append(
+        local = shard_bytes(place.leaf, place.stored, layout.sizes)
+        if not any("pipe" in ((on,) if isinstance(on, str) else on or ()) for on in place.stored) and local > limit:
+            errors.append(
                 Problem(
-                    f"{path} of {list(place.leaf.shape)} ({show_bytes(own)}) stays whole on all {ways} stages",
+                    f"{path} of {list(place.leaf.shape)} ({show_bytes(local)}) stays whole on all {ways} stages",
                     "where stages store no equal numbers of layers, pipe divides another dim of each parameter above "
                     f"{show_bytes(limit)}",
-                    f"a dim that {ways} divides, stages with equally many layers, or replicate_above = {own}",
+                    f"a dim that {ways} divides, stages with equally many layers, or replicate_above = {local}",
                 )
             )
-    return found
+    return errors
 
 
-def settled(layout: Layout, compose: Compose) -> Layout:
-    """Returns a layout that knows where its ends run, then by which table: a head that is spread needs a phased one."""
-    return chosen_schedule(placed_head(layout, compose))
+def resolve(layout: Layout, compose: Compose) -> Layout:
+    """Decides where the ends of the model run, then the schedule: a spread head needs a phased one."""
+    return choose_schedule(place_head(layout, compose))
 
 
 def idle(layout: Layout) -> list[Problem]:
-    """Returns why a model cannot be spread over `pipe`, or what of it would not be."""
-    return uncut(layout) or replicated(layout)
+    """Returns why a model cannot be spread over `pipe`, or the parts of it that would not be."""
+    return stack_problems(layout) or replication_problems(layout)
 
 
-PIPE = Technique(axis="pipe", problems=problems, names=names, idle=idle, settle=settled)
+PIPE = Technique(axis="pipe", problems=problems, names=names, idle=idle, resolve=resolve)

@@ -1,20 +1,20 @@
-"""ZeRO and FSDP: `fsdp` shards the training state, and sees other examples; `context` may share it."""
+"""ZeRO and FSDP: `fsdp` shards the training state, and its devices see different examples; `context` may share it."""
 
 import math
 
-from jaxpar.errors import Problem, nearest
-from jaxpar.parallel.declare import ZERO_OVER, ZERO_SHARDS, Parallel
+from jaxpar.errors import Problem, suggest
+from jaxpar.parallel.declaration import ZERO_OVER, ZERO_SHARDS, Parallel
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.techniques.base import Technique, splits_nothing
+from jaxpar.parallel.techniques.base import Technique, unsplit_axis_problems
 from jaxpar.sharding.shard_bytes import shard_bytes
 from jaxpar.units import show_bytes
 
 
 def problems(parallel: Parallel) -> list[Problem]:
-    """Returns what is wrong with `zero` and `replicate_above`."""
-    found = []
+    """Returns the problems of `zero`, `zero_over` and `replicate_above`."""
+    errors = []
     if parallel.zero is not None and (type(parallel.zero) is not int or not 0 <= parallel.zero <= 3):
-        found.append(
+        errors.append(
             Problem(
                 f"zero={parallel.zero!r}",
                 "zero is 0 (nothing), 1 (optimizer state), 2 (and gradients) or 3 (and parameters)",
@@ -22,23 +22,23 @@ def problems(parallel: Parallel) -> list[Problem]:
             )
         )
     elif parallel.zero and not parallel.stage:
-        found.append(
+        errors.append(
             Problem(
                 f"zero={parallel.zero} with {' x '.join(f'{axis}=1' for axis in parallel.zero_axes)} shards nothing",
                 f"zero={parallel.zero} shards {ZERO_SHARDS[parallel.zero]} over {_axes(parallel)}",
                 f"fsdp=2 or more (fsdp=-1 takes what is left), {_instead(parallel)}or leave zero out",
             )
         )
-    found += _over(parallel)
+    errors += _over(parallel)
     if type(parallel.replicate_above) is not int or parallel.replicate_above < 0:
-        found.append(
+        errors.append(
             Problem(
                 f"replicate_above={parallel.replicate_above!r}",
                 "replicate_above is a number of bytes",
                 "replicate_above=4 * 2**20",
             )
         )
-    return found
+    return errors
 
 
 def _axes(parallel: Parallel) -> str:
@@ -46,16 +46,15 @@ def _axes(parallel: Parallel) -> str:
 
 
 def _instead(parallel: Parallel) -> str:
-    there = type(parallel.context) is int and parallel.context > 1 and parallel.zero_over == "fsdp"
-    return "zero_over='fsdp x context', " * there
+    shareable = type(parallel.context) is int and parallel.context > 1 and parallel.zero_over == "fsdp"
+    return "zero_over='fsdp x context', " * shareable
 
 
 def _over(parallel: Parallel) -> list[Problem]:
-    """Returns what is wrong with `zero_over`."""
     over = parallel.zero_over
     if over not in ZERO_OVER:
         return [
-            Problem(f"zero_over={over!r}", f"zero_over is one of {', '.join(ZERO_OVER)}", nearest(str(over), ZERO_OVER))
+            Problem(f"zero_over={over!r}", f"zero_over is one of {', '.join(ZERO_OVER)}", suggest(str(over), ZERO_OVER))
         ]
     if over == "fsdp":
         return []
@@ -65,35 +64,35 @@ def _over(parallel: Parallel) -> list[Problem]:
     if parallel.pipe > 1:
         fix = "pipe=1, or zero_over='fsdp'"
         return [Problem(f"{got} with pipe={parallel.pipe}", f"{rule} where there is no pipeline", fix)]
-    if parallel.exchange.apart:
+    if parallel.exchange.per_replica:
         fix = "zero_over='fsdp', or leave the exchange out"
         return [Problem(f"{got} with exchange {parallel.exchange}", f"{rule} where replicas step together", fix)]
     return []
 
 
 def idle(layout: Layout) -> list[Problem]:
-    """Returns that nothing is sharded, or which large parameters are not."""
+    """Returns a problem if nothing is sharded, and for each large parameter that is not."""
     shared = layout.parallel.stage and layout.sizes["fsdp"] > 1
-    nothing = splits_nothing(layout, "fsdp", "that it divides") if shared else []
-    return nothing + left_whole(layout)
+    nothing = unsplit_axis_problems(layout, "fsdp", "that it divides") if shared else []
+    return nothing + unsharded_problems(layout)
 
 
-def left_whole(layout: Layout) -> list[Problem]:
-    """Returns the parameters, and other state, that should be sharded, are not, and are too big to be silent about."""
+def unsharded_problems(layout: Layout) -> list[Problem]:
+    """Returns the parameters and other state that should be sharded, are not, and exceed `replicate_above`."""
     limit = layout.parallel.replicate_above
     problems = []
-    for path, place in {**layout.placements, **layout.others}.items():
-        own = shard_bytes(place.leaf, place.sharded, layout.sizes)
-        if layout.parallel.stage and place.used == place.sharded and own > limit:
+    for path, place in {**layout.placements, **layout.other_state}.items():
+        local = shard_bytes(place.leaf, place.sharded, layout.sizes)
+        if layout.parallel.stage and place.used == place.sharded and local > limit:
             axes = layout.parallel.zero_axes
             ways = math.prod(layout.sizes[axis] for axis in axes)
             problems.append(
                 Problem(
-                    f"{path} of {list(place.leaf.shape)} ({show_bytes(own)}) stays whole on all {ways} devices of "
+                    f"{path} of {list(place.leaf.shape)} ({show_bytes(local)}) stays whole on all {ways} devices of "
                     + " x ".join(axes),
                     f"{'a parameter' if path in layout.placements else 'other state'} above {show_bytes(limit)} "
                     f"is sharded by zero={layout.parallel.stage}",
-                    f"a dim that {ways} divides, another fsdp, or replicate_above = {own}",
+                    f"a dim that {ways} divides, another fsdp, or replicate_above = {local}",
                 )
             )
     return problems

@@ -1,4 +1,4 @@
-"""The techniques that a job may declare, by their axis."""
+"""The techniques that a job may declare, by axis."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,17 +9,17 @@ from jaxpar.parallel.techniques.data import DATA
 from jaxpar.parallel.techniques.pipe import PIPE
 from jaxpar.parallel.techniques.sharding import SHARDING
 from jaxpar.parallel.techniques.tensor import TENSOR
-from jaxpar.tables import changed
+from jaxpar.tables import replace_rows
 
-TECHNIQUES: dict[str, Technique] = {each.axis: each for each in (PIPE, DATA, SHARDING, CONTEXT, TENSOR)}
+TECHNIQUES: dict[str, Technique] = {technique.axis: technique for technique in (PIPE, DATA, SHARDING, CONTEXT, TENSOR)}
 
 
 @contextmanager
-def added(technique: Technique) -> Iterator[None]:
-    """Adds a technique, or takes it for the one of its axis, until the context ends.
+def with_technique(technique: Technique) -> Iterator[None]:
+    """Adds a technique, or replaces the one of its axis, until the context ends.
 
-    A way of jaxpar's own technique to run a model's islands is added so:
-    `added(replace(CONTEXT, how={**CONTEXT.how, "mine": {"attention": mine}}))`.
+    This also adds another implementation of a model's islands to a technique of jaxpar's: `added(replace(CONTEXT,
+    how={**CONTEXT.how, "mine": {"attention": mine}}))`.
     """
-    with changed(TECHNIQUES, {**TECHNIQUES, technique.axis: technique}):
+    with replace_rows(TECHNIQUES, {**TECHNIQUES, technique.axis: technique}):
         yield

@@ -1,16 +1,16 @@
-"""Tensor parallelism, as of Megatron-LM, with or without sequence parallelism."""
+"""Tensor parallelism, as in Megatron-LM, with or without sequence parallelism."""
 
 import warnings
 from typing import Any
 
 from jaxpar.errors import Problem
-from jaxpar.parallel.declare import Parallel
+from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.techniques.base import Technique, splits_nothing
+from jaxpar.parallel.techniques.base import Technique, unsplit_axis_problems
 
 
 def problems(parallel: Parallel) -> list[Problem]:
-    """Returns what is wrong with `sequence`."""
+    """Returns the problems of `sequence`."""
     if not isinstance(parallel.sequence, bool):
         return [Problem(f"sequence={parallel.sequence!r}", "sequence is True or False", "sequence=True")]
     if parallel.sequence and parallel.tensor == 1:
@@ -25,9 +25,9 @@ def problems(parallel: Parallel) -> list[Problem]:
 
 
 def check(layout: Layout, named: set[str], _: Any) -> None:
-    """Says so where sequence parallelism has too few names to be one."""
+    """Warns if the model names too few dims for sequence parallelism."""
     inner = {name for name, axes in layout.names.items() if axes and "tensor" in axes} - {"seq"}
-    missing = [what for what, names in (("seq", {"seq"}), ("heads or mlp", inner)) if not named & names]
+    missing = [dims for dims, names in (("seq", {"seq"}), ("heads or mlp", inner)) if not named & names]
     if layout.parallel.sequence and missing:
         warnings.warn(
             f"sequence=True, but {layout.blueprint.name} names no activation dim {' and none '.join(missing)}:"
@@ -40,6 +40,6 @@ def check(layout: Layout, named: set[str], _: Any) -> None:
 TENSOR = Technique(
     axis="tensor",
     problems=problems,
-    idle=lambda layout: splits_nothing(layout, "tensor", "named heads, mlp, vocab (or by your rules)"),
+    idle=lambda layout: unsplit_axis_problems(layout, "tensor", "named heads, mlp, vocab (or by your rules)"),
     check=check,
 )

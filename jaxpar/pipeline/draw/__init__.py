@@ -1,1 +1,1 @@
-"""Tables of schedules, drawn: as text, as SVG to scale, as a thumbnail, and side by side."""
+"""Draws schedules: as text, as SVG to scale, as a thumbnail, and compared side by side."""

@@ -1,4 +1,4 @@
-"""Compares the schedules of the library for the same numbers, side by side."""
+"""Compares the schedules of the library for the same stages and microbatches, side by side."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,13 +12,13 @@ from jaxpar.pipeline.tables.schedule import Schedule
 HEAD = ("schedule", "chunks", "ticks", "ideal", "barrier", "work", "slots", "kept", "stash", "messages")
 NOTE = """\
 ideal, barrier: idle share of a run in which every op starts as soon as it can, and of one that waits after every tick
-work: what is computed, with the idle cells of phased tables, which have no conditional; 1: nothing idle is computed
+work: computation, with the idle cells of phased tables, which have no conditional; 1: no idle cell is computed
 slots, kept: activations on the fullest stage, counted by chunk, and in microbatches of a whole stage
-stash: what backwards leave for their weights' half, inputs and output gradients of matmuls; on top of what is kept"""
+stash: inputs and output gradients of matmuls, which a B saves for its W; in addition to kept"""
 
 
 def row(schedule: Schedule, cost: Price) -> dict[str, Any]:
-    """Returns the numbers of a schedule that are compared, and the parameters that it was made with."""
+    """Returns the compared numbers of a schedule, and its parameters."""
     return {
         "name": schedule.name,
         "stages": schedule.stages,
@@ -27,7 +27,7 @@ def row(schedule: Schedule, cost: Price) -> dict[str, Any]:
         "ticks": schedule.ticks,
         "time": {"ideal": cost.asynchronous, "barrier": cost.barrier},
         "bubble": {"ideal": cost.asynchronous_bubble, "barrier": cost.barrier_bubble},
-        "work": cost.repeated,
+        "work": cost.work_ratio,
         "slots": max(schedule.peak),
         "kept": max(schedule.peak) / schedule.chunks,
         "stash": max(schedule.stash) / schedule.chunks,
@@ -36,40 +36,40 @@ def row(schedule: Schedule, cost: Price) -> dict[str, Any]:
 
 
 def compare(times: Times, *, stages: int, microbatches: int, chunks: int | None = None) -> list[dict[str, Any]]:
-    """Returns a row for every schedule of the library: what it costs, or why it cannot be made.
+    """Returns a row for every schedule of the library: its price, or the reason it cannot be built.
 
     Args:
-      times: How long each op and each message takes, in any one unit.
+      times: The time of each op and each message, in any one unit.
       stages: Size of the axis `pipe`.
       microbatches: Number of parts of the batch, which go through the stages one after the other.
-      chunks: Parts of the model on each stage, for those that take as many; None, and the others: their own.
+      chunks: Parts of the model on each stage, where a schedule supports it; else, and with None, its default.
     """
     rows = []
-    for name, kind in library.LIBRARY.items():
-        fit = chunks if chunks in kind.chunks else None
+    for name, family in library.LIBRARY.items():
+        fit = chunks if chunks in family.chunks else None
         try:
-            made = library.schedule(name, stages=stages, microbatches=microbatches, chunks=fit)
+            schedule = library.schedule(name, stages=stages, microbatches=microbatches, chunks=fit)
         except JaxparError as error:
             rows.append({"name": name, "cannot": error.problems[0].rule})
         else:
-            rows.append(row(made, price(made, times)))
+            rows.append(row(schedule, price(schedule, times)))
     return rows
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Returns rows as text, with the meaning of the columns."""
-    lines = [HEAD, *(_cells(each) for each in rows)]
+    """Formats rows as text, with a legend of the columns."""
+    lines = [HEAD, *(_cells(entry) for entry in rows)]
     widths = [max(len(line[column]) for line in lines if column < len(line)) for column in range(len(HEAD))]
-    shown = [
+    formatted = [
         f"{line[0]:<{widths[0]}}  "
         + (
             "  ".join(f"{cell:>{width}}" for cell, width in zip(line[1:], widths[1:], strict=True))
             if len(line) == len(HEAD)
-            else f"cannot: {each['cannot']}"
+            else f"cannot: {entry['cannot']}"
         )
-        for line, each in zip(lines, [{}, *rows], strict=True)
+        for line, entry in zip(lines, [{}, *rows], strict=True)
     ]
-    return "\n".join([*shown, NOTE])
+    return "\n".join([*formatted, NOTE])
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -77,6 +77,6 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     if "cannot" in row:
         return (name,)
     shares = (f"{row['bubble'][run]:.1%}" for run in ("ideal", "barrier"))
-    kept = (f"{row[key]:.3g}" for key in ("kept", "stash"))
-    counts = (f"{row['work']:.2f}", str(row["slots"]), *kept, str(row["messages"]))
+    memory = (f"{row[key]:.3g}" for key in ("kept", "stash"))
+    counts = (f"{row['work']:.2f}", str(row["slots"]), *memory, str(row["messages"]))
     return (name, str(row["chunks"]), str(row["ticks"]), *shares, *counts)

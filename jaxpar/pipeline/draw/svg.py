@@ -1,7 +1,7 @@
-"""The marks a drawing of a schedule is made of: SVG without a script, in the theme of whoever looks.
+"""The elements of a schedule's drawing: SVG without a script, in the reader's light or dark theme.
 
-Every colour is said twice, plainly for old viewers and with `light-dark()`, which follows the reader or the notebook.
-Bars have the same colours on both grounds. All text passes `label`, `heading` or `printable`, and is escaped.
+Every colour is set twice, plainly for old viewers and with `light-dark()`, which follows the reader or the notebook.
+Bars have the same colours in both themes. All text passes `label`, `heading` or `printable`, and is escaped.
 """
 
 from collections.abc import Iterable
@@ -10,9 +10,9 @@ from html import escape
 from math import floor, log10
 
 LEFT, RIGHT = 82, 74  # pixels: the margins
-NARROWEST, AT_EASE, WIDEST = 640, 1060, 2700  # pixels that all the time takes
-LETTER = 0.6  # of a font's size: the width of a letter, about
-# of the first chunk and of the last: blue, orange and bluish green after Okabe and Ito (2008), of unlike lightness
+NARROWEST, AT_EASE, WIDEST = 640, 1060, 2700  # pixels of the time axis
+LETTER = 0.6  # width of a letter as a share of the font size, about
+# of the first and the last chunk: blue, orange and bluish green after Okabe and Ito (2008), of unequal lightness
 SHADES = {"F": ("#1c67a6", "#9ccbf0"), "B": ("#dd6f1b", "#f8c48c"), "W": ("#5cbd98", "#c0ecd9")}
 # property, light, dark
 LOOKS = {
@@ -48,22 +48,25 @@ class Sheet:
 
     @classmethod
     def fit(cls, end: float, shortest: float, digits: int) -> "Sheet":
-        """Returns the sheet on which numbers fit into the shortest bar, if that is not too wide altogether."""
+        """Returns the sheet on which the numbers fit into the shortest bar, unless it would be too wide."""
         along = end / shortest
         width = min(max(NARROWEST, min(36 * along, AT_EASE), (8 * LETTER * digits + 2.5) * along), WIDEST)
         size = min(13.0, max(8.0, (width / along - 2.5) / (LETTER * digits)))
         return cls(width / end, LEFT + width + RIGHT, width / along, size)
 
     def x(self, time: float) -> float:
-        """Returns where a time is."""
+        """Returns the x coordinate of a time, in pixels."""
         return LEFT + time * self.rate
 
 
 def document(what: str, sheet: Sheet, height: float, drawn: Iterable[str]) -> str:
-    """Returns a file, of marks on a ground."""
-    size = f'width="{n(sheet.width)}" height="{n(height)}" viewBox="0 0 {n(sheet.width)} {n(height)}"'
+    """Returns an SVG file: a title, a background, and elements on it."""
+    size = (
+        f'width="{format_length(sheet.width)}" height="{format_length(height)}" viewBox="0 0 '
+        f'{format_length(sheet.width)} {format_length(height)}"'
+    )
     style = (
-        # shrinks to its page; of no weight, so that a page that scrolls a drawing has its own way
+        # shrinks to its page; without specificity, so that a page that scrolls a drawing can override it
         ":where(.jaxpar-schedule){max-width:100%;height:auto}"
         ".jaxpar-schedule{color-scheme:light dark}"
         '[data-jp-theme-light="true"] .jaxpar-schedule,.vscode-light .jaxpar-schedule{color-scheme:light}'
@@ -82,40 +85,46 @@ def document(what: str, sheet: Sheet, height: float, drawn: Iterable[str]) -> st
 
 
 def label(x: float, y: float, words: str, *, anchor: str = "", size: int = 0) -> str:
-    """Returns quiet text."""
-    more = f' text-anchor="{anchor}"' * bool(anchor) + f' font-size="{size}"' * bool(size)
-    return f'<text x="{n(x)}" y="{n(y)}"{more} class="jx-muted">{escape(printable(words))}</text>'
+    """Returns muted text."""
+    attributes = f' text-anchor="{anchor}"' * bool(anchor) + f' font-size="{size}"' * bool(size)
+    return (
+        f'<text x="{format_length(x)}" y="{format_length(y)}"{attributes} '
+        f'class="jx-muted">{escape(printable(words))}</text>'
+    )
 
 
 def heading(name: str, words: str, y: float, *, size: int = 13) -> str:
-    """Returns a name in bold, and words on it."""
+    """Returns a name in bold, and muted words after it."""
     return (
-        f'<text x="20" y="{n(y)}" font-size="{size}" font-weight="650" class="jx-ink">{escape(printable(name))}'
+        f'<text x="20" y="{format_length(y)}" font-size="{size}" font-weight="650" '
+        f'class="jx-ink">{escape(printable(name))}'
         f'<tspan dx="{0.6 * size:.0f}" font-size="{min(size, 16)}" font-weight="400" class="jx-muted">'
         f"{escape(printable(words))}</tspan></text>"
     )
 
 
 def axis(end: float, sheet: Sheet, y: float) -> str:
-    """Returns a line of time with round numbers."""
+    """Returns a time axis with round numbers."""
     power = 10.0 ** floor(log10(45 / sheet.rate))
     gap = next(power * factor for factor in (1, 2, 5, 10) if power * factor * sheet.rate >= 45)
-    marks = [turn * gap for turn in range(floor(end / gap * (1 + 1e-9)) + 1)]
-    path = f"M{LEFT} {n(y)}H{n(sheet.x(end))}" + "".join(f"M{n(sheet.x(mark))} {n(y)}v4" for mark in marks)
+    marks = [index * gap for index in range(floor(end / gap * (1 + 1e-9)) + 1)]
+    path = f"M{LEFT} {format_length(y)}H{format_length(sheet.x(end))}" + "".join(
+        f"M{format_length(sheet.x(mark))} {format_length(y)}v4" for mark in marks
+    )
     labels = [label(sheet.x(mark), y + 16, f"{mark:.6g}", anchor="middle", size=11) for mark in marks]
     name = label(LEFT - 10, y + 16, "time", anchor="end", size=11)
     return f'<path d="{path}" class="jx-rule" fill="none"/>{name}{"".join(labels)}'
 
 
 def shade(op: str, chunk: int, chunks: int) -> str:
-    """Returns a colour, between that of the first chunk and that of the last."""
+    """Returns a chunk's colour, interpolated between those of the first and the last chunk."""
     share = chunk / (chunks - 1) if chunks > 1 else 0.0
     first, last = (bytes.fromhex(colour[1:]) for colour in SHADES[op])
     return "#" + bytes(round(a + share * (b - a)) for a, b in zip(first, last, strict=True)).hex()
 
 
 def ink(colour: str) -> str:
-    """Returns black or white, whichever is read more easily on a colour: contrast as WCAG 2.2 defines it.
+    """Returns black or white, whichever has more contrast with a colour, as WCAG 2.2 defines it.
 
     >>> ink("#1c67a6"), ink("#dd6f1b")
     ('#ffffff', '#000000')
@@ -126,16 +135,16 @@ def ink(colour: str) -> str:
     return "#000000" if (light + 0.05) ** 2 > 0.05 * 1.05 else "#ffffff"
 
 
-def wide(words: str, size: float) -> float:
-    """Returns how many pixels a text takes, about."""
+def text_width(words: str, size: float) -> float:
+    """Returns the approximate width of a text, in pixels."""
     return LETTER * size * len(words)
 
 
 def printable(words: str) -> str:
-    """Returns a text without characters that XML or a terminal would choke on."""
+    """Replaces characters that XML or a terminal cannot show."""
     return "".join(letter if letter.isprintable() else "?" for letter in words)
 
 
-def n(number: float) -> str:
-    """Returns a length, to a hundredth of a pixel."""
+def format_length(number: float) -> str:
+    """Formats a length, to a hundredth of a pixel."""
     return f"{number:.2f}".rstrip("0").rstrip(".")

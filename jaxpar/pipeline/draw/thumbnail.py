@@ -1,11 +1,24 @@
-"""A table of thousands of cells as a picture that is small enough to send.
+"""Draws a table of thousands of cells as a picture that is small enough to send.
 
-`draw.svg` says of every bar what it is; here all bars of one colour on a stage are one path, and all their numbers one
-text. Of a table that is too large even so it shows the beginning.
+`draw.svg` gives every bar a tooltip; here all bars of one colour on a stage are one path, and their numbers one text. A
+table that is still too large is cut after its first ticks.
 """
 
-from jaxpar.pipeline.draw.schedule import BAR, ROW, cut, ops
-from jaxpar.pipeline.draw.svg import HATCH, LEFT, WIDEST, Sheet, axis, document, heading, ink, label, n, shade, wide
+from jaxpar.pipeline.draw.schedule import BAR, ROW, describe_cut, op_names
+from jaxpar.pipeline.draw.svg import (
+    HATCH,
+    LEFT,
+    WIDEST,
+    Sheet,
+    axis,
+    document,
+    format_length,
+    heading,
+    ink,
+    label,
+    shade,
+    text_width,
+)
 from jaxpar.pipeline.tables.price import Price, Times, price
 from jaxpar.pipeline.tables.schedule import Schedule
 
@@ -13,11 +26,11 @@ MOST = 6000  # cells: about 200 kB
 
 
 def overview(schedule: Schedule, times: Times) -> str:
-    """Returns a drawing of a table as one program runs it, as one SVG file.
+    """Returns an SVG file that shows a table as one program runs it.
 
     Args:
       schedule: The schedule to draw.
-      times: How long each op takes, in any one unit.
+      times: The time of each op, in any one unit.
     """
     cost = price(schedule, times)
     lengths = [stop - start for start, stop in cost.starts.values()]
@@ -29,41 +42,43 @@ def overview(schedule: Schedule, times: Times) -> str:
     rows = [_row(schedule, cost, stage, ticks, sheet, 84 + stage * ROW) for stage in range(schedule.stages)]
     bottom = 84 + schedule.stages * ROW
     drawn = [
-        heading(schedule.name, cut(schedule), 30, size=16),
+        heading(schedule.name, describe_cut(schedule), 30, size=16),
         label(20, 50, words),
         _legend(schedule, 60),
         *rows,
         axis(cost.ticks[ticks], sheet, bottom),
     ]
-    return document(f"{schedule.name}: {cut(schedule)}", sheet, bottom + 28, drawn)
+    return document(f"{schedule.name}: {describe_cut(schedule)}", sheet, bottom + 28, drawn)
 
 
 def _shown(schedule: Schedule, cost: Price, shortest: float) -> int:
-    """Returns how many ticks are drawn: all, or as many as have room for their numbers."""
+    """Returns the number of ticks to draw: all, or as many as leave room for their numbers."""
     if schedule.ticks * schedule.stages - schedule.idle <= MOST:
         return schedule.ticks
-    most = WIDEST / (wide("0" * len(str(schedule.microbatches - 1)), 8) + 2.5) * shortest
-    return max(1, sum(begin <= most for begin in cost.ticks[1:]))
+    end = WIDEST / (text_width("0" * len(str(schedule.microbatches - 1)), 8) + 2.5) * shortest
+    return max(1, sum(begin <= end for begin in cost.ticks[1:]))
 
 
 def _legend(schedule: Schedule, y: float) -> str:
     x, drawn = 20.0, []
-    for op, words in ops(schedule).items():
+    for op, words in op_names(schedule).items():
         chunks = schedule.chunks
         for chunk in range(0, chunks, -(-chunks // 8)):
-            place = f'x="{n(x)}" y="{n(y)}" width="12" height="12" rx="2"'
+            place = f'x="{format_length(x)}" y="{format_length(y)}" width="12" height="12" rx="2"'
             drawn.append(f'<rect {place} fill="{shade(op, chunk, chunks)}"/>')
             x += 13
         drawn.append(label(x + 4, y + 10, words))
-        x += wide(words, 12) + 20
-    drawn.append(f'<g class="jx-hatch"><rect x="{n(x)}" y="{n(y)}" width="12" height="12" {HATCH}/></g>')
+        x += text_width(words, 12) + 20
+    drawn.append(
+        f'<g class="jx-hatch"><rect x="{format_length(x)}" y="{format_length(y)}" width="12" height="12" {HATCH}/></g>'
+    )
     return "".join([*drawn, label(x + 17, y + 10, "idle" + "; paler: later chunks" * (schedule.chunks > 1))])
 
 
 def _row(schedule: Schedule, cost: Price, stage: int, ticks: int, sheet: Sheet, y: float) -> str:
-    """Returns the cells of a stage: one path for each colour, one text for each ink."""
+    """Returns the cells of a stage: one path per colour, one text per ink."""
     end = cost.ticks[ticks]
-    place = f'x="{LEFT}" y="{n(y)}" width="{n(end * sheet.rate)}" height="{BAR}"'
+    place = f'x="{LEFT}" y="{format_length(y)}" width="{format_length(end * sheet.rate)}" height="{BAR}"'
     drawn = [
         label(LEFT - 10, y + 16.5, f"stage {stage}", anchor="end"),
         f'<rect {place} class="jx-idle"/><rect {place} {HATCH}/>',
@@ -78,15 +93,15 @@ def _row(schedule: Schedule, cost: Price, stage: int, ticks: int, sheet: Sheet, 
         room, x = (stop - start) * sheet.rate, sheet.x(cost.ticks[tick])
         colour, number = shade(cell.op, cell.chunk, schedule.chunks), str(cell.microbatch)
         gap = min(1.0, room / 6)
-        paths.setdefault(colour, []).append(f"M{x:.1f} {n(y)}h{room - gap:.1f}v{BAR}h-{room - gap:.1f}z")
-        if wide(str(schedule.microbatches - 1), sheet.size) + 1 <= room:
-            first = x + (room - gap - wide(number, sheet.size)) / 2
-            each = [(digit, first + (i + 0.5) * wide("0", sheet.size)) for i, digit in enumerate(number)]
-            numbers.setdefault(ink(colour), []).extend(each)
-    drawn += [f'<path d="{"".join(each)}" fill="{colour}"/>' for colour, each in paths.items()]
+        paths.setdefault(colour, []).append(f"M{x:.1f} {format_length(y)}h{room - gap:.1f}v{BAR}h-{room - gap:.1f}z")
+        if text_width(str(schedule.microbatches - 1), sheet.size) + 1 <= room:
+            first = x + (room - gap - text_width(number, sheet.size)) / 2
+            items = [(digit, first + (i + 0.5) * text_width("0", sheet.size)) for i, digit in enumerate(number)]
+            numbers.setdefault(ink(colour), []).extend(items)
+    drawn += [f'<path d="{"".join(items)}" fill="{colour}"/>' for colour, items in paths.items()]
     for colour, digits in numbers.items():
         where = " ".join(f"{x:.1f}" for _, x in digits)
         look = f'font-size="{sheet.size:.3g}" fill="{colour}" text-anchor="middle"'
         text = "".join(digit for digit, _ in digits)
-        drawn.append(f'<text x="{where}" y="{n(y + BAR / 2 + 0.36 * sheet.size)}" {look}>{text}</text>')
+        drawn.append(f'<text x="{where}" y="{format_length(y + BAR / 2 + 0.36 * sheet.size)}" {look}>{text}</text>')
     return "".join(drawn)

@@ -1,10 +1,9 @@
-"""Sharded parameters inside a table: gathered where a layer reads them, their gradients scattered again at once.
+"""ZeRO-3 inside a table: gathers sharded parameters where a layer reads them, and scatters their gradients at once.
 
     shard ─► cast ─► all-gather ─► the layer ─► backward: float32 ─► reduce-scatter ─► gradient of the shard
                      in the dtype of matmuls                        in float32
 
-A device holds one whole layer at a time. A layer's parameters are gathered again for its backward, whatever else is
-kept for it.
+A device holds one unsharded layer at a time. The backward gathers its parameters again, whatever residuals are saved.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +15,8 @@ import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, jaxprs_in_params  # pyright: ignore[reportPrivateImportUsage]
 from jax.sharding import PartitionSpec
 
-from jaxpar.pipeline.jaxprs.dataflow import REMAT, Env, Scan, Traced, parts, primitives
-from jaxpar.pipeline.run.sum_shards import beside, scattered
+from jaxpar.jaxprs.dataflow import REMAT, Env, Scan, Traced, primitives, split_groups
+from jaxpar.pipeline.run.sum_shards import reduce_scatter, with_manual_axes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,64 +25,63 @@ class Gather:
 
     Attributes:
       axis: A manual mesh axis, whose devices have different examples.
-      dim: The dim of the parameter that it splits.
-      dtype: Of the whole parameter.
-      stored: Dtype of the shard, and of its gradient.
-      others: Axes that XLA handles elsewhere and that are made manual for the gather; empty leaves them to XLA.
-      spec: The dims that `others` split.
+      dim: The dim of the parameter that the axis splits.
+      dtype: Of the gathered parameter.
+      shard_dtype: Dtype of the shard, and of its gradient.
+      other_axes: Further axes that are manual during the gather, though automatic elsewhere; empty leaves them to XLA.
+      spec: The dims that `other_axes` split.
     """
 
     axis: str
     dim: int
     dtype: Any
-    stored: Any
-    others: tuple[str, ...]
+    shard_dtype: Any
+    other_axes: tuple[str, ...]
     spec: PartitionSpec
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def gathered(shard: jax.Array, how: Gather) -> jax.Array:
-    """Returns the whole parameter; the gradient of the shard is summed over the axis in float32 and scattered."""
-    # cast before the gather: bfloat16 sends half of the bytes
-    whole = partial(jax.lax.all_gather, axis_name=how.axis, axis=how.dim, tiled=True)
-    return beside(whole, how.others, how.spec)(shard.astype(how.dtype))
+def gather_parameter(shard: jax.Array, gather: Gather) -> jax.Array:
+    """Gathers a parameter; its gradient is reduce-scattered over the axis in float32."""
+    # cast before the gather: in bfloat16 half of the bytes travel
+    all_gather = partial(jax.lax.all_gather, axis_name=gather.axis, axis=gather.dim, tiled=True)
+    return with_manual_axes(all_gather, gather.other_axes, gather.spec)(shard.astype(gather.dtype))
 
 
 def _forward(shard: jax.Array, how: Gather):
-    return gathered(shard, how), None
+    return gather_parameter(shard, how), None
 
 
 def _backward(how: Gather, _, gradient: jax.Array):
-    # not the transpose of the forward, which would sum in the dtype of the gather: a sum of bfloat16 gradients over
-    # many devices loses digits
-    scatter = partial(scattered, axis=how.axis, dim=how.dim)
-    return (beside(scatter, how.others, how.spec)(gradient).astype(how.stored),)
+    # the transpose of the forward would sum in the dtype of the gather, and bfloat16 sums over many devices lose digits
+    scatter = partial(reduce_scatter, axis=how.axis, dim=how.dim)
+    return (with_manual_axes(scatter, how.other_axes, how.spec)(gradient).astype(how.shard_dtype),)
 
 
-gathered.defvjp(_forward, _backward)
+gather_parameter.defvjp(_forward, _backward)
 
 
-def gathered_again(stage: Callable) -> Callable:
-    """Returns a function whose backward keeps all its residuals but gathered parameters, which it gathers again.
+def regather_in_backward(stage: Callable) -> Callable:
+    """Returns the function with a backward that gathers parameters again, and saves all other residuals.
 
-    In a scan over layers they are gathered one layer at a time, else each before it is read. A function that contains
-    `jax.checkpoint` is left alone, as an inner policy does not count inside of an outer one; its own policy keeps
-    results of matmuls at most, and a gathered parameter is none.
+    In a scan over layers it gathers one layer at a time, else each parameter before it is read. A function that
+    contains `jax.checkpoint` is unchanged, as an inner policy has no effect inside of an outer one; its own policy
+    saves results of matmuls at most, hence no gathered parameter.
     """
 
     def run(*args: Any) -> Any:
         traced = Traced(stage, *args)
         if primitives(traced.closed.jaxpr.eqns).intersection(REMAT):
             return traced(*args)
-        # a checkpoint around a whole scan would keep its inputs and run all of it again; around the body of the scan
-        # it gathers one layer at a time
+        # a checkpoint around a scan would save its inputs and run all of it again; around the scan's body it gathers
+        # one layer at a time
         jaxpr = traced.flat.jaxpr
-        loops = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan" and _gathers(eqn.params)]
-        if not loops:
+        scans = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan" and _gathers(eqn.params)]
+        if not scans:
             return jax.checkpoint(traced, policy=_kept)(*args)
         env = Env(jaxpr, traced.flat.consts, zip(jaxpr.invars, jax.tree.leaves(args), strict=True))
         for eqn in jaxpr.eqns:
-            if any(eqn is loop for loop in loops):
+            if any(eqn is scan for scan in scans):
                 out = _one_by_one(Scan(eqn), [env[var] for var in eqn.invars])
                 env.update(zip(eqn.outvars, out, strict=True))
             else:
@@ -94,12 +92,11 @@ def gathered_again(stage: Callable) -> Callable:
 
 
 def _one_by_one(scan: Scan, values: Sequence[jax.Array]) -> list[jax.Array]:
-    """Runs a scan whose steps gather their parameters again in the backward."""
-    fixed, first, xs = parts(values, [scan.consts, scan.carry, scan.xs])
+    """Runs a scan with a checkpointed body, which gathers its parameters again in the backward."""
+    fixed, first, xs = split_groups(values, [scan.consts, scan.carry, scan.xs])
     body = jaxpr_as_fun(ClosedJaxpr(scan.body, scan.body_consts))
 
-    # inside a scan XLA cannot merge forward and recomputation, which `prevent_cse` is there to prevent; its barriers
-    # would only keep XLA from fusing
+    # inside a scan XLA cannot merge forward and recomputation, so barriers of `prevent_cse` would only hinder fusion
     @partial(jax.checkpoint, policy=_kept, prevent_cse=False)
     def step(carry, xs):
         out = body(*fixed, *carry, *xs)
@@ -109,12 +106,12 @@ def _one_by_one(scan: Scan, values: Sequence[jax.Array]) -> list[jax.Array]:
     return [*last, *ys]
 
 
-# a reshaped parameter is as large as the parameter: keeping it would keep what must be gathered again
+# a reshaped parameter is as large as the parameter: saving it would save the gathered parameter
 _MOVES = ("reshape", "squeeze", "transpose")
 
 
 def _kept(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Returns whether a result is kept for the backward: those of `gathered`, which is a call, are not."""
+    """The checkpoint policy: saves every result but those of `gathered`, which is a call, and reshaped ones."""
     return primitive.name not in _MOVES and not _gathers(params)
 
 

@@ -1,4 +1,4 @@
-"""Slots: buffers of a stage with a leading dim, of which a row of the table names one to read or to write."""
+"""Slots: entries of the leading dim of a stage's buffers; a row of the table names those to read and to write."""
 
 from typing import Any
 
@@ -9,16 +9,16 @@ Tree = Any
 
 
 def load(tree: Tree, index: Any) -> Tree:
-    """Returns the values in one slot of each buffer; a slot of -1 reads slot 0, for an op whose result is dropped."""
+    """Reads one slot of each buffer; -1 reads slot 0, for an op whose result is dropped."""
     return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, jnp.maximum(index, 0), 0, keepdims=False), tree)
 
 
 def store(tree: Tree, new: Tree, index: Any, take: Any) -> Tree:
-    """Returns the buffers with one slot written, where `take` holds."""
+    """Writes one slot of each buffer if `take` is true."""
     index = jnp.maximum(index, 0)
 
     def one(buffer, value):
-        # the choice is made on one slot: a `where` over the whole buffer would rewrite every slot in every tick
+        # selects on one slot: a `where` over the whole buffer would rewrite every slot in every tick
         old = jax.lax.dynamic_index_in_dim(buffer, index, 0, keepdims=False)
         return jax.lax.dynamic_update_index_in_dim(buffer, jnp.where(take, value, old), index, 0)
 

@@ -1,11 +1,10 @@
-"""Sharded sums of gradients: the gradients of a tick are reduce-scattered at once, and never added up whole.
+"""Sharded gradient accumulation: reduce-scatters the gradients of every tick, and adds up shards only.
 
-    whole     sum += gradient                               reduced once, after the last tick
-    shards    sum += this device's shard of the gradients   scattered in every tick that makes some, in float32
+    unsharded    sum += gradient                               reduced once, after the last tick
+    shards       sum += this device's shard of the gradients   scattered in every tick with gradients, in float32
 
-It trades traffic for memory: a sum takes 1 / ways of the bytes, but gradients are sent in every tick that computes
-some, not once per step. A table that mixes ops scatters in every tick, outside of `lax.switch`, so that all devices
-reach the collective.
+It trades traffic for memory: a sum takes 1 / ways of the bytes, but gradients travel in every tick that computes some,
+not once per step. A table that mixes ops scatters in every tick, outside of `lax.switch`, where all devices meet.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,79 +21,83 @@ from jaxpar.sharding.names import GRADIENT
 
 @dataclass(frozen=True, kw_only=True)
 class Shards:
-    """The sharding of sums of gradients.
+    """The sharding of the gradient sums.
 
     Attributes:
       axis: A mesh axis that is manual inside the table, and whose devices have different examples.
       ways: Its size.
-      dims: Path of a parameter to the dim that is sharded. A path that is not in it stays whole until after the table.
-      others: Axes that XLA handles inside the table and that split gradients too.
-      specs: Path of a parameter to its spec over `others`. A path whose sharded dim `others` split too is not in it.
+      dims: Path of a parameter to its sharded dim. Other parameters stay unsharded until after the table.
+      other_axes: Axes that XLA handles inside the table and that split gradients too.
+      specs: Path of a parameter to its spec over `other_axes`; without parameters whose sharded dim `other_axes`
+        split too.
     """
 
     axis: str
     ways: int
     dims: Mapping[str, int]
-    others: tuple[str, ...]
+    other_axes: tuple[str, ...]
     specs: Mapping[str, PartitionSpec]
 
-    def sums_of(self, params: Mapping[str, Any], *, ahead: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the shapes of the sums of gradients, which have `ahead` more leading dims than the parameters."""
-        found = {}
-        for path, leaf in sums_of(params).items():
-            cut = self.dims[path] + ahead if path in self.dims else None
-            shape = [size // self.ways if dim == cut else size for dim, size in enumerate(leaf.shape)]
-            found[path] = jax.ShapeDtypeStruct(shape, leaf.dtype)
-        return found
+    def sum_shapes(self, params: Mapping[str, Any], *, leading_dims: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the shapes of the gradient sums, for arrays with `leading_dims` dims before those of the
+        parameters.
+        """
+        shapes = {}
+        for path, leaf in sum_shapes(params).items():
+            sharded_dim = self.dims[path] + leading_dims if path in self.dims else None
+            shape = [size // self.ways if dim == sharded_dim else size for dim, size in enumerate(leaf.shape)]
+            shapes[path] = jax.ShapeDtypeStruct(shape, leaf.dtype)
+        return shapes
 
     @jax.named_scope(GRADIENT)
-    def of(self, gradients: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    def scatter(self, gradients: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Returns this device's shards of the gradients, summed over the axis."""
-        return {path: self.one(path, gradient) for path, gradient in gradients.items()}
+        return {path: self.scatter_one(path, gradient) for path, gradient in gradients.items()}
 
     @jax.named_scope(GRADIENT)
-    def added(
+    def accumulate(
         self, sums: Mapping[str, jax.Array], gradients: Mapping[str, jax.Array], reads: Sequence[Mapping[str, bool]]
     ) -> dict[str, jax.Array]:
-        """Returns the sums plus shards of new gradients, for parameters that one of the functions reads (`reads`)."""
-        # the others have gradients of zero: leaving them out saves a reduce-scatter of the vocabulary in most ticks
-        more = self.of({path: gradients[path] for path in sums if any(read[path] for read in reads)})
-        return {path: x + more[path].astype(x.dtype) if path in more else x for path, x in sums.items()}
+        """Adds shards of new gradients to the sums, for parameters that some function reads (`reads`)."""
+        # other parameters have zero gradients: skipping them saves a reduce-scatter of the vocabulary in most ticks
+        new = self.scatter(
+            {path: gradients[path] for path in sums if any(function_reads[path] for function_reads in reads)}
+        )
+        return {path: x + new[path].astype(x.dtype) if path in new else x for path, x in sums.items()}
 
-    def one(self, path: str, gradient: jax.Array, *, gone: int = 0) -> jax.Array:
-        """Returns this device's shard of one gradient, which lacks so many of its parameter's leading dims."""
+    def scatter_one(self, path: str, gradient: jax.Array, *, missing_dims: int = 0) -> jax.Array:
+        """Returns this device's shard of a gradient that lacks the first `missing_dims` dims of its parameter."""
         if path not in self.dims:
             return gradient
-        scatter = partial(scattered, axis=self.axis, dim=self.dims[path] - gone)
+        scatter = partial(reduce_scatter, axis=self.axis, dim=self.dims[path] - missing_dims)
         if path not in self.specs:
-            # where another axis splits the same dim, a shard of its shard is not a shard of the whole: XLA places it
+            # if another axis splits the same dim, a shard of its shard is not a shard of the array: XLA places it
             return scatter(gradient)
-        return beside(scatter, self.others, PartitionSpec(*self.specs[path][gone:]))(gradient)
+        return with_manual_axes(scatter, self.other_axes, PartitionSpec(*self.specs[path][missing_dims:]))(gradient)
 
 
-def scattered(whole: jax.Array, *, axis: str, dim: int) -> jax.Array:
-    """Returns this device's shard of the sum over a manual axis, added in float32 or more."""
-    # cast before, not after: the additions happen inside of the collective, in the dtype that it is given
+def reduce_scatter(whole: jax.Array, *, axis: str, dim: int) -> jax.Array:
+    """Reduce-scatters an array over a manual axis, in float32 or more."""
+    # cast before, not after: the collective adds in the dtype of its operand
     exact = whole.astype(jnp.promote_types(whole.dtype, jnp.float32))
     return jax.lax.psum_scatter(exact, axis, scatter_dimension=dim, tiled=True)
 
 
-def beside(function: Callable, others: Sequence[str], spec: PartitionSpec) -> Callable:
-    """Returns a function of one array that runs with further axes manual, which split the array by a spec.
+def with_manual_axes(function: Callable, axes: Sequence[str], spec: PartitionSpec) -> Callable:
+    """Runs a function of one array with further axes manual, which split the array by a spec.
 
-    With these axes left to XLA, it would first gather the array over them: XLA replicates the operands of a manual
-    collective over all axes that are automatic.
+    XLA replicates operands of a manual collective over all automatic axes: it would first gather over these axes.
     """
-    if not others:
+    if not axes:
         return function
-    return jax.shard_map(function, in_specs=(spec,), out_specs=spec, axis_names=set(others), check_vma=False)
+    return jax.shard_map(function, in_specs=(spec,), out_specs=spec, axis_names=set(axes), check_vma=False)
 
 
-def sums_of(params: Any) -> Any:
-    """Returns the shapes of sums of gradients, in float32 or more."""
+def sum_shapes(params: Any) -> Any:
+    """Returns the shapes of gradient sums, in float32 or more."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, jnp.float32)), params)
 
 
-def zeros_of(shapes: Any) -> Any:
+def zeros_like_shapes(shapes: Any) -> Any:
     """Returns zeros of these shapes and dtypes."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)

@@ -1,1 +1,1 @@
-"""Schedules as tables: the op of each stage in each tick; bubble, memory and messages follow by counting."""
+"""Schedules as tables: the op of each stage in each tick. Bubble, memory and messages are counted from the table."""

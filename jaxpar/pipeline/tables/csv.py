@@ -1,11 +1,11 @@
-"""Tables as text, so that users bring their own.
+"""Reads and writes schedules as CSV, so that users can bring their own.
 
     1f1b,stages=2,microbatches=2,chunks=1,placement=ring
     F0,F1,.,B0,.,B1
     .,F0,B0,F1,B1,.
 
-After the header one line per stage, one cell per tick; F0 forward, B0 backward, W0 weights of microbatch 0, F0'1 the
-same of chunk 1, and . or nothing where the stage idles. Read like any CSV: a name with a comma is in quotes.
+After the header: one line per stage, one cell per tick. F0, B0 and W0 are forward, backward and weight gradient of
+microbatch 0; F0'1 is the forward on chunk 1; a . or an empty cell is idle. A name with a comma is in quotes.
 """
 
 import csv
@@ -22,7 +22,6 @@ HEADER = "1f1b,stages=2,microbatches=4,chunks=1,placement=ring"
 
 
 def to_csv(schedule: Schedule) -> str:
-    """Returns the text of a table."""
     name = schedule.name
     if re.search('[",\r\n]', name):
         name = '"' + name.replace('"', '""') + '"'
@@ -33,7 +32,7 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def from_csv(text: str) -> Schedule:
-    """Returns the table of a text.
+    """Parses a schedule.
 
     Raises:
       JaxparError: With the line and cell that cannot be read, or the tick and stage of a cell that cannot run.
@@ -62,7 +61,7 @@ def from_csv(text: str) -> Schedule:
                 rule="every stage has one cell for every tick",
                 fix="a . where the stage idles",
             )
-    columns = [[_cell(cell, f"line {n}, cell {at}") for at, cell in enumerate(cells, 1)] for n, cells in lines[1:]]
+    columns = [[_cell(cell, f"line {n}, cell {i}") for i, cell in enumerate(cells, 1)] for n, cells in lines[1:]]
     return Schedule(
         name=first[0],
         stages=stages,
@@ -74,7 +73,7 @@ def from_csv(text: str) -> Schedule:
 
 
 def _lines(text: str) -> list[tuple[int, list[str]]]:
-    """Returns the lines that have cells, with their numbers."""
+    """Returns (line number, cells) of the lines that are not empty."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         return [(reader.line_num, cells) for cells in reader if cells]
@@ -83,7 +82,6 @@ def _lines(text: str) -> list[tuple[int, list[str]]]:
 
 
 def _cell(text: str, where: str) -> Cell | None:
-    """Returns the cell that a text stands for."""
     if text.strip() in ("", "."):
         return None
     match = CELL.fullmatch(text.strip())
@@ -97,5 +95,4 @@ def _cell(text: str, where: str) -> Cell | None:
 
 
 def _short(text: str) -> str:
-    """Returns a text in quotes, shortened to a line."""
     return repr(text if len(text) <= 60 else text[:57] + "...")

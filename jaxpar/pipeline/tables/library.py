@@ -1,22 +1,21 @@
-"""The schedules that have a name, each a short generator with its source and its closed forms.
+"""The named schedules: for each a short generator, its source and its closed forms.
 
     schedule("interleaved_phased", stages=4, microbatches=8)      chunks=2 by default
 
-P stages, M microbatches, v chunks per stage, d the stage from 0. Closed forms count ticks, in which an F, a B or a W of
-one chunk takes one tick each. Whoever waits at a barrier after every tick wants a phased table: in it no stage waits
-for another's longer op.
+P stages, M microbatches, v chunks per stage, d the stage from 0. Closed forms count ticks: an F, a B or a W of one
+chunk takes one tick. With a barrier after every tick a phased table is best: no stage waits for another's longer op.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from jaxpar.errors import nearest, refuse
+from jaxpar.errors import refuse, suggest
 from jaxpar.pipeline.tables.schedule import Schedule
-from jaxpar.pipeline.tables.synchronous import gpipe, interleaved, looped_bfs, one_f_one_b, phased, warm
+from jaxpar.pipeline.tables.synchronous import gpipe, interleaved, looped_bfs, one_f_one_b, phased, warmup_forwards
 from jaxpar.pipeline.tables.zero_bubble import dualpipe_v, zb_h1, zb_h2, zb_v
 
 ANY = range(2, 1025)  # chunks: more than one
-MOST = 1_000_000  # cells in a table: seconds to make; larger ones are slips of the hand
+MOST = 1_000_000  # cells in a table: building one takes seconds; a larger one is probably a typo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,45 +23,45 @@ class ScheduleFamily:
     """A family of schedules.
 
     Attributes:
-      about: One line about it.
+      description: One line of description.
       source: The publication.
       make: (stages, microbatches, chunks) to the table.
       ticks: (stages, microbatches, chunks) to the rows of the table, as published (but see `dualpipe_v`).
       peak: (stages, microbatches, chunks, stage) to `Schedule.peak[stage]`, as published.
-      stash: The same to `Schedule.stash[stage]`: 0 where a backward is one op.
-      chunks: The numbers of chunks per stage that it can have.
-      least: stages to the fewest microbatches that it can run.
-      whole: Whether the microbatches must be a multiple of the stages.
+      stash: The same to `Schedule.stash[stage]`: 0 if a backward is one op.
+      chunks: The supported numbers of chunks per stage.
+      fewest_microbatches: stages to the fewest microbatches that it supports.
+      multiple_of_stages: Whether the microbatches must be a multiple of the stages.
     """
 
-    about: str
+    description: str
     source: str
     make: Callable[[int, int, int], Schedule]
     ticks: Callable[[int, int, int], int]
     peak: Callable[[int, int, int, int], int]
     stash: Callable[[int, int, int, int], int] = lambda P, M, v, d: 0
     chunks: range = range(1, 2)
-    least: Callable[[int], int] = lambda stages: 1
-    whole: bool = False
+    fewest_microbatches: Callable[[int], int] = lambda stages: 1
+    multiple_of_stages: bool = False
 
 
 def schedule(name: str, *, stages: int, microbatches: int, chunks: int | None = None) -> Schedule:
-    """Returns the name of a schedule in the library, or a CSV file.
+    """Returns a schedule of the library.
 
     Args:
       name: One of `LIBRARY`.
       stages: Size of the axis `pipe`.
       microbatches: Number of parts of the batch, which go through the stages one after the other.
-      chunks: Parts of the model on each stage; None is 2 where the schedule takes that, else 1.
+      chunks: Parts of the model on each stage; None is 2 if the schedule supports it, else 1.
 
     Raises:
-      JaxparError: If there is no such schedule, or it does not take these numbers.
+      JaxparError: If there is no such schedule, or it does not support these numbers.
     """
     if name not in LIBRARY:
         raise refuse(
             f"schedule {name!r}",
             rule="the name of a schedule in the library, or a CSV file",
-            fix=nearest(name, LIBRARY),
+            fix=suggest(name, LIBRARY),
         )
     kind = LIBRARY[name]
     if chunks is None:
@@ -77,14 +76,14 @@ def schedule(name: str, *, stages: int, microbatches: int, chunks: int | None = 
             rule=f"{name} has {low if low == high else f'{low}..{high}'} chunk{'s' * (high > 1)} per stage",
             fix=f"chunks={min(max(chunks, low), high)}" + ', or "interleaved" for more' * (high == 1),
         )
-    least = kind.least(stages)
+    least = kind.fewest_microbatches(stages)
     if microbatches < least:
         raise refuse(
             f"{name} with microbatches={microbatches} on stages={stages}",
             rule=f"{name} takes at least {least} microbatches on {stages} stages",
             fix=f'microbatches={least}, or "1f1b", which takes any number',
         )
-    if kind.whole and microbatches % stages:
+    if kind.multiple_of_stages and microbatches % stages:
         raise refuse(
             f"{name} with microbatches={microbatches} on stages={stages}",
             rule="microbatches go through the chunks in groups of `stages`: microbatches is a multiple of it",
@@ -102,46 +101,46 @@ def schedule(name: str, *, stages: int, microbatches: int, chunks: int | None = 
 
 LIBRARY: Mapping[str, ScheduleFamily] = {
     "gpipe": ScheduleFamily(
-        about="all forwards, then all backwards",
+        description="all forwards, then all backwards",
         source="Huang et al. 2018, arXiv:1811.06965",
         make=gpipe,
         ticks=lambda P, M, v: 2 * (M + P - 1),
         peak=lambda P, M, v, d: M,
     ),
     "1f1b": ScheduleFamily(
-        about="each stage alternates as soon as it can: fewest activations kept",
+        description="each stage alternates as soon as it can: fewest saved activations",
         source="PipeDream-Flush: Narayanan et al. 2020, arXiv:2006.09503",
         make=one_f_one_b,
         ticks=lambda P, M, v: 2 * (M + P - 1),
         peak=lambda P, M, v, d: min(M, P - d),
     ),
     "1f1b_phased": ScheduleFamily(
-        about="1f1b that starts forwards early enough for all stages to go forward, or backward, together",
+        description="1f1b that starts forwards early enough for all stages to go forward, or backward, together",
         source="eager 1F1B: Zhuang et al. 2022, arXiv:2211.05322",
         make=lambda P, M, v: phased("1f1b_phased", P, M, 1),
         ticks=lambda P, M, v: 2 * (M + P - 1),
-        peak=lambda P, M, v, d: min(M, warm(P, 1, d)),
+        peak=lambda P, M, v, d: min(M, warmup_forwards(P, 1, d)),
     ),
     "interleaved": ScheduleFamily(
-        about="1f1b over several chunks per stage: the bubble is 1/chunks, messages are chunks times as many",
+        description="1f1b over several chunks per stage: the bubble is 1/chunks, messages are chunks times as many",
         source="Narayanan et al. 2021, arXiv:2104.04473, section 2.2.2",
         make=interleaved,
         ticks=lambda P, M, v: 2 * (M * v + P - 1),
-        peak=lambda P, M, v, d: min(M * v, warm(P, v, d)),
+        peak=lambda P, M, v, d: min(M * v, warmup_forwards(P, v, d)),
         chunks=ANY,
-        whole=True,
+        multiple_of_stages=True,
     ),
     "interleaved_phased": ScheduleFamily(
-        about="interleaved, with all stages going forward, or backward, together; keeps no more than interleaved",
+        description="interleaved, with all stages going forward, or backward, together; keeps no more than interleaved",
         source="order of Narayanan et al. 2021, arXiv:2104.04473; ticks as in 1f1b_phased",
         make=lambda P, M, v: phased("interleaved_phased", P, M, v),
         ticks=lambda P, M, v: 2 * (M * v + P - 1),
-        peak=lambda P, M, v, d: min(M * v, warm(P, v, d)),
+        peak=lambda P, M, v, d: min(M * v, warmup_forwards(P, v, d)),
         chunks=ANY,
-        whole=True,
+        multiple_of_stages=True,
     ),
     "looped_bfs": ScheduleFamily(
-        about="all microbatches through a chunk, then through the next: each chunk's weights are gathered once",
+        description="all microbatches through a chunk, then through the next: each chunk's weights are gathered once",
         source="breadth-first: Lamy-Poirier 2022, arXiv:2211.05953",
         make=looped_bfs,
         ticks=lambda P, M, v: 2 * ((v - 1) * max(M, P) + M + P - 1),
@@ -149,7 +148,7 @@ LIBRARY: Mapping[str, ScheduleFamily] = {
         chunks=range(1, ANY.stop),
     ),
     "zb_h1": ScheduleFamily(
-        about="1f1b with the weights' half of a backward in the bubble; keeps as much as 1f1b's first stage, on all",
+        description="1f1b with the weights' half of a backward in the bubble; all stages keep as much as 1f1b's first",
         source="Qi et al. 2023, arXiv:2401.10241",
         make=zb_h1,
         ticks=lambda P, M, v: 2 * M + max(M, P) + P - 1,
@@ -157,32 +156,32 @@ LIBRARY: Mapping[str, ScheduleFamily] = {
         stash=lambda P, M, v, d: min(M, d + 1),
     ),
     "zb_h2": ScheduleFamily(
-        about="no bubble between a stage's first and last op, for twice the activations",
+        description="no bubble between a stage's first and last op, for twice the activations",
         source="Qi et al. 2023, arXiv:2401.10241",
         make=zb_h2,
         ticks=lambda P, M, v: 3 * M + P - 1,
         peak=lambda P, M, v, d: 2 * P - 1,
         stash=lambda P, M, v, d: 2 * d + 1,
-        least=lambda P: 2 * P - 1,
+        fewest_microbatches=lambda P: 2 * P - 1,
     ),
     "zb_v": ScheduleFamily(
-        about="no bubble between a stage's first and last op, for the activations of 1f1b: parts placed as a v",
+        description="no bubble between a stage's first and last op, for the activations of 1f1b: parts placed as a v",
         source="Qi et al. 2024, arXiv:2405.15362",
         make=zb_v,
         ticks=lambda P, M, v: 6 * M + P - 1,
         peak=lambda P, M, v, d: 2 * P,
         stash=lambda P, M, v, d: 2 * d + 1,
         chunks=range(2, 3),
-        least=lambda P: 2 * P - 1,
+        fewest_microbatches=lambda P: 2 * P - 1,
     ),
     "dualpipe_v": ScheduleFamily(
-        about="forwards of one chunk beside backwards of the other: parts placed as a v",
+        description="forwards of one chunk overlap backwards of the other: parts placed as a v",
         source="DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.1; cut in half: github.com/deepseek-ai/DualPipe",
         make=dualpipe_v,
         ticks=lambda P, M, v: 6 * M + P - 1,
         peak=lambda P, M, v, d: 2 * P + 1,
         stash=lambda P, M, v, d: d + 1,
         chunks=range(2, 3),
-        least=lambda P: 2 * P,
+        fewest_microbatches=lambda P: 2 * P,
     ),
 }

@@ -1,13 +1,13 @@
 """Prices a table, given the times of its ops: run freely, and run tick by tick.
 
-asynchronous   a stage starts its next op as soon as its inputs are there: many programs that send to each other
+asynchronous   a stage starts its next op as soon as its inputs have arrived: one program per stage, with sends
 barrier        a tick lasts as long as its slowest op, and all wait for its messages: one program on all devices
 
-A table of ops that cost the same has the same price both ways; with unequal ones, a tick that mixes forwards and
-backwards makes the forwards wait. Run freely, messages travel beside the computation, and nobody waits to be rid of
-one. The price of the barrier is an upper one: a device waits for its neighbours on the ring, not for all, which comes
-to the same for forwards and whole backwards, and to less where ticks mix three ops (zb_h1: .888 for .857 of the time
-at work, with 4 stages, 32 microbatches, F = 1, B = 1.14, W = .86).
+If all ops take the same time, both prices are equal; otherwise, in a tick that mixes forwards and backwards, the
+forwards wait. Run asynchronously, messages overlap with computation, and no sender waits. The price of the barrier is
+an upper bound: a device waits for its neighbours on the ring only, which makes no difference for forwards and whole
+backwards, but does where ticks mix three ops (zb_h1: busy .888 of the time, not .857, with 4 stages, 32 microbatches,
+F = 1, B = 1.14, W = .86).
 """
 
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ Time = float | tuple[float, ...]
 class Times:
     """The time of each op, in any one unit.
 
-    A number is a stage's whole share of the model, of which each chunk costs 1/chunks; a tuple has one entry for every
+    A number is the time of one stage's layers, of which each chunk takes 1/chunks; a tuple has one entry for every
     part of the model.
 
     Attributes:
       forward: F.
       backward: The input-gradient half of a backward.
-      weights: The weight-gradient half. Where backward is not split, a B costs both.
+      weights: The weight-gradient half. If backward is not split, a B takes both times.
       send: A message between two stages.
     """
 
@@ -53,36 +53,36 @@ class Price:
     """The price of a schedule, in the unit of its `Times`.
 
     Attributes:
-      asynchronous: From the first op to the end of the last, run freely.
-      barrier: The same, run tick by tick.
+      asynchronous: Time from the start of the first op to the end of the last, run asynchronously.
+      barrier: The same, with barriers.
       work: The time for which each stage computes.
-      computed: The time for which all stages compute, with what an executor computes in idle cells: of a phased table
-        all of them, as its ticks have no conditional; of another none.
-      starts: (tick, stage) of the table to (start, end) of that cell, run freely.
-      ticks: When each tick begins, run tick by tick, and when the last one ends.
+      compute_time: The time for which all stages compute, idle cells included if the executor computes in them: it
+        does in a phased table, whose ticks have no conditional, and in no other.
+      starts: (tick, stage) to (start, end) of that cell, run asynchronously.
+      ticks: The time at which each tick begins, with barriers, and at which the last one ends.
     """
 
     asynchronous: float
     barrier: float
     work: tuple[float, ...]
-    computed: float
+    compute_time: float
     starts: dict[tuple[int, int], tuple[float, float]]
     ticks: tuple[float, ...]
 
     @property
     def asynchronous_bubble(self) -> float:
-        """Share of the time in which a stage does not compute, run freely."""
+        """Share of the time in which stages idle, run asynchronously."""
         return self._idle(self.asynchronous)
 
     @property
     def barrier_bubble(self) -> float:
-        """The same, run tick by tick."""
+        """The same, with barriers."""
         return self._idle(self.barrier)
 
     @property
-    def repeated(self) -> float:
-        """What is computed, as a multiple of the work: where devices share one processor, time goes with it."""
-        return self.computed / sum(self.work) if any(self.work) else 1.0
+    def work_ratio(self) -> float:
+        """`compute_time` as a multiple of the work: time on devices that share one processor grows with it."""
+        return self.compute_time / sum(self.work) if any(self.work) else 1.0
 
     def _idle(self, span: float) -> float:
         return 1 - sum(self.work) / len(self.work) / span if span else 0.0
@@ -96,7 +96,7 @@ def price(schedule: Schedule, times: Times) -> Price:
     """
     cost = _costs(schedule, times)
     work, free = [0.0] * schedule.stages, [0.0] * schedule.stages
-    there: dict[tuple[str, int, int], float] = {}  # (op, microbatch, part) to when its result is where it is needed
+    arrival: dict[tuple[str, int, int], float] = {}  # (op, microbatch, part) to the arrival time of its result
     starts, ticks, computed = {}, [0.0], 0.0
     for tick, row in enumerate(schedule.cells):
         slowest = message = 0.0
@@ -104,14 +104,14 @@ def price(schedule: Schedule, times: Times) -> Price:
             if cell is None:
                 continue
             part = schedule.part(stage, cell.chunk)
-            on = {"F": 1, "B": -1, "W": 0}[cell.op]  # forwards go to the next part, backwards to the one before
-            start = max(free[stage], there.get((cell.op, cell.microbatch, part - on), 0.0))
+            direction = {"F": 1, "B": -1, "W": 0}[cell.op]  # forwards go to the next part, backwards to the one before
+            start = max(free[stage], arrival.get((cell.op, cell.microbatch, part - direction), 0.0))
             end = start + cost[cell.op][part]
-            away = 0 <= part + on < schedule.parts and schedule.place(part + on)[0] != stage
-            there[cell.op, cell.microbatch, part] = end + times.send * away
+            sends = 0 <= part + direction < schedule.parts and schedule.place(part + direction)[0] != stage
+            arrival[cell.op, cell.microbatch, part] = end + times.send * sends
             starts[tick, stage], free[stage] = (start, end), end
             work[stage] += cost[cell.op][part]
-            slowest, message = max(slowest, cost[cell.op][part]), max(message, times.send * away)
+            slowest, message = max(slowest, cost[cell.op][part]), max(message, times.send * sends)
         ticks.append(ticks[-1] + slowest + message)
         computed += slowest * schedule.stages
     computed = computed if schedule.phased else sum(work)
@@ -119,7 +119,7 @@ def price(schedule: Schedule, times: Times) -> Price:
 
 
 def _costs(schedule: Schedule, times: Times) -> dict[str, tuple[float, ...]]:
-    """Returns the time of every op of every part."""
+    """Returns, for every op, its time on each part."""
     parts, problems = {}, []
     for key in ("forward", "backward", "weights"):
         time = getattr(times, key)

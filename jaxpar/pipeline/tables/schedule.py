@@ -1,4 +1,4 @@
-"""A schedule is a table with one cell per tick and stage: the op that the stage runs then.
+"""A schedule: a table with one cell per tick and stage, the op that the stage runs in the tick.
 
     1f1b, 3 stages, 4 microbatches        F forward, B backward, W the weights' half of a backward
     stage 0  F0 F1 F2  .  . B0 F3 B1  . B2  . B3
@@ -7,7 +7,7 @@
 
 A stage is one place along the axis `pipe`. It holds one or more chunks of consecutive layers; part p of the model,
 counted from the embedding, is one chunk of one stage. A tick is a barrier: the next may read its results.
-The table replays itself when it is made, so that one that exists can be run.
+A table is replayed when it is constructed: every `Schedule` object can be run.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,7 +41,7 @@ class Cell(NamedTuple):
 Row = tuple[Cell | None, ...]
 
 
-class Cut(NamedTuple):
+class StageCut(NamedTuple):
     """The cut of a model into parts, and of a batch into microbatches: see `Schedule`."""
 
     stages: int
@@ -51,19 +51,19 @@ class Cut(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Pieces the model is cut into."""
+        """Number of parts of the model."""
         return self.stages * self.chunks
 
     def part(self, stage: int, chunk: int) -> int:
-        """Returns which part of the model a chunk of a stage is."""
+        """Returns the number of the part that is this chunk of a stage."""
         if self.placement == "v" and chunk:
             return 2 * self.stages - 1 - stage
         return chunk * self.stages + stage
 
     def place(self, part: int) -> tuple[int, int]:
         """Returns the (stage, chunk) that holds a part of the model."""
-        chunk, at = divmod(part, self.stages)
-        return (self.stages - 1 - at if self.placement == "v" and chunk else at), chunk
+        chunk, position = divmod(part, self.stages)
+        return (self.stages - 1 - position if self.placement == "v" and chunk else position), chunk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class Schedule:
       microbatches: Number of parts of the batch, which go through the stages one after the other.
       cells: For every tick and stage, the op that it runs.
       chunks: Parts of the model on each stage.
-      placement: Where part p lives. ring: chunk p // stages of stage p % stages (Megatron-LM's interleaving). v:
+      placement: The stage of part p. ring: chunk p // stages of stage p % stages (Megatron-LM's interleaving). v:
         chunks is 2, and the second half of the parts comes back down the stages (Qi et al. 2024, arXiv:2405.15362).
     """
 
@@ -106,7 +106,7 @@ class Schedule:
 
     @property
     def parts(self) -> int:
-        """Pieces the model is cut into: stages x chunks."""
+        """Number of parts of the model: stages x chunks."""
         return self.cut.parts
 
     @cached_property
@@ -126,30 +126,29 @@ class Schedule:
 
     @property
     def bubble(self) -> float:
-        """Share of the cells that are idle: the bubble where all ops take the same time."""
+        """Share of the cells that are idle: the bubble if all ops take the same time."""
         return self.idle / (self.ticks * self.stages) if self.ticks else 0.0
 
     @cached_property
     def peak(self) -> tuple[int, ...]:
-        """The most activations that each stage keeps at once: (microbatch, chunk) pairs from their F to their last op.
+        """The most activations that each stage saves at once: (microbatch, chunk) pairs from their F to their last op.
 
-        One is done with when its B has run, or its W where backward is split. For chunks > 1 each is 1/chunks of
-        a stage's activations.
+        The last op is B, or W if backward is split. Each pair is 1/chunks of a stage's activations.
         """
         return self._most("F", "W" if self.split else "B")
 
     @cached_property
     def stash(self) -> tuple[int, ...]:
-        """The most stashes that each stage keeps at once: what a B leaves for its W. None where B and W are one op."""
+        """The most stashes (residuals of a B for its W) that each stage saves at once; 0 if B and W are one op."""
         return self._most("B", "W") if self.split else (0,) * self.stages
 
     def _most(self, begins: str, ends: str) -> tuple[int, ...]:
-        """Returns the most (microbatch, chunk) pairs of each stage that are at once between two of their ops."""
-        most, now = [0] * self.stages, [0] * self.stages
+        """Returns, per stage, the most (microbatch, chunk) pairs that are between two of their ops at once."""
+        peaks, current = [0] * self.stages, [0] * self.stages
         for _, stage, cell in self:
-            now[stage] += (cell.op == begins) - (cell.op == ends)
-            most[stage] = max(most[stage], now[stage])
-        return tuple(most)
+            current[stage] += (cell.op == begins) - (cell.op == ends)
+            peaks[stage] = max(peaks[stage], current[stage])
+        return tuple(peaks)
 
     @cached_property
     def messages(self) -> int:
@@ -158,12 +157,12 @@ class Schedule:
         return 2 * crossing * self.microbatches
 
     @property
-    def cut(self) -> "Cut":
+    def cut(self) -> "StageCut":
         """The cut of the model into parts."""
-        return Cut(self.stages, self.microbatches, self.chunks, self.placement)
+        return StageCut(self.stages, self.microbatches, self.chunks, self.placement)
 
     def part(self, stage: int, chunk: int) -> int:
-        """Returns which part of the model a chunk of a stage is."""
+        """Returns the number of the part that is this chunk of a stage."""
         return self.cut.part(stage, chunk)
 
     def place(self, part: int) -> tuple[int, int]:
@@ -193,8 +192,8 @@ def _replay(schedule: Schedule) -> None:
     """Runs the table on symbols.
 
     Raises:
-      JaxparError: At the first cell that asks for what is not there yet, does what was done, or does not exist;
-        or at the first op that no cell does.
+      JaxparError: At the first cell whose input is not there yet, that repeats an op, or whose op does not exist; or at
+        the first op that is missing.
     """
     done: dict[tuple[str, int, int], int] = {}  # (op, microbatch, part) to its tick
     for tick, row in enumerate(schedule.cells):
@@ -204,17 +203,17 @@ def _replay(schedule: Schedule) -> None:
                 rule=f"a tick has one cell for each of the {schedule.stages} stages",
                 fix="None where a stage idles",
             )
-        new = {}
+        new_ops = {}
         for stage, cell in enumerate(row):
             if cell is not None:
-                wrong = _wrong(schedule.cut, done, stage, cell)
-                if wrong:
-                    rule, fix = wrong
+                problem = _wrong(schedule.cut, done, stage, cell)
+                if problem:
+                    rule, fix = problem
                     raise refuse(f"tick {tick}, stage {stage} of {schedule.name}: {Cell(*cell)}", rule=rule, fix=fix)
-                new[cell.op, cell.microbatch, schedule.part(stage, cell.chunk)] = tick
-        done |= new  # after the whole row: what one stage makes in a tick reaches another in the next
-    wanted = OPS if any(op == "W" for op, _, _ in done) else OPS[:2]
-    for op in wanted:
+                new_ops[cell.op, cell.microbatch, schedule.part(stage, cell.chunk)] = tick
+        done |= new_ops  # after the whole row: the result of a tick reaches other stages in the next
+    ops = OPS if any(op == "W" for op, _, _ in done) else OPS[:2]
+    for op in ops:
         for part in range(schedule.parts):
             for microbatch in range(schedule.microbatches):
                 if (op, microbatch, part) not in done:
@@ -227,8 +226,8 @@ def _replay(schedule: Schedule) -> None:
                     )
 
 
-def _wrong(cut: Cut, done: dict, stage: int, cell: Cell) -> tuple[str, str] | None:
-    """Returns (rule, fix) if a cell cannot run after the cells that have."""
+def _wrong(cut: StageCut, done: dict, stage: int, cell: Cell) -> tuple[str, str] | None:
+    """Returns (rule, fix) if a cell cannot run after the ops in `done`."""
     op, microbatch, chunk = cell
     if op not in OPS or not 0 <= microbatch < cut.microbatches or not 0 <= chunk < cut.chunks:
         rule = f"a cell is F, B or W of microbatch 0..{cut.microbatches - 1} and chunk 0..{cut.chunks - 1}"
@@ -242,11 +241,11 @@ def _wrong(cut: Cut, done: dict, stage: int, cell: Cell) -> tuple[str, str] | No
         needs = [("F", part), *([("B", part + 1)] if part + 1 < cut.parts else [])]
     else:
         needs = [("B", part)]
-    for before, of in needs:
-        if (before, microbatch, of) not in done:
-            at, of_chunk = cut.place(of)
+    for earlier_op, earlier_part in needs:
+        if (earlier_op, microbatch, earlier_part) not in done:
+            earlier_stage, earlier_chunk = cut.place(earlier_part)
             return (
-                f"it needs {Cell(before, microbatch, of_chunk)} of stage {at} in an earlier tick",
+                f"it needs {Cell(earlier_op, microbatch, earlier_chunk)} of stage {earlier_stage} in an earlier tick",
                 "a later tick for this cell, or an earlier one for that",
             )
     return None
@@ -260,31 +259,31 @@ def from_orders(
     chunks: int = 1,
     placement: Placement = "ring",
 ) -> Schedule:
-    """Returns the table in which every stage does its ops in the given order, each as early as it can.
+    """Returns the table in which every stage runs its ops in the given order, each as early as possible.
 
     Args:
       name: Its name.
       orders: For every stage, its cells in order.
       microbatches: Number of microbatches.
       chunks: Parts on each stage.
-      placement: Where part p lives.
+      placement: The stage of part p.
 
     Raises:
-      JaxparError: If the orders wait for each other in a circle, or make no valid table.
+      JaxparError: If the orders wait for each other in a cycle, or make no valid table.
     """
     stages = len(orders)
-    cut = Cut(stages, microbatches, chunks, placement)
+    cut = StageCut(stages, microbatches, chunks, placement)
     done: dict[tuple[str, int, int], int] = {}
-    at, rows = [0] * stages, []
-    while any(at[stage] < len(orders[stage]) for stage in range(stages)):
+    positions, rows = [0] * stages, []
+    while any(positions[stage] < len(orders[stage]) for stage in range(stages)):
         row: list[Cell | None] = [None] * stages
         for stage, order in enumerate(orders):
-            # `done` knows earlier ticks alone, so that all stages of a tick are asked about the same state
-            if at[stage] < len(order) and _wrong(cut, done, stage, order[at[stage]]) is None:
-                row[stage] = order[at[stage]]
+            # `done` has earlier ticks only, so that all stages of a tick are checked against the same state
+            if positions[stage] < len(order) and _wrong(cut, done, stage, order[positions[stage]]) is None:
+                row[stage] = order[positions[stage]]
         if not any(row):
-            stuck = next(s for s in range(stages) if at[s] < len(orders[s]))
-            cell = orders[stuck][at[stuck]]
+            stuck = next(s for s in range(stages) if positions[s] < len(orders[s]))
+            cell = orders[stuck][positions[stuck]]
             rule, fix = _wrong(cut, done, stuck, cell) or ("", "")
             raise refuse(
                 f"the order of {name} stops at tick {len(rows)}: stage {stuck} waits with {Cell(*cell)}",
@@ -294,6 +293,6 @@ def from_orders(
         for stage, cell in enumerate(row):
             if cell:
                 done[cell.op, cell.microbatch, cut.part(stage, cell.chunk)] = len(rows)
-                at[stage] += 1
+                positions[stage] += 1
         rows.append(tuple(row))
     return Schedule(name=name, cells=tuple(rows), **cut._asdict())

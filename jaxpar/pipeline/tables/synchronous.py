@@ -1,13 +1,13 @@
-"""Schedules with whole backwards: a number of forwards, then backwards and forwards in turns, then a flush.
+"""Schedules with whole backwards: some forwards, then alternating backwards and forwards, then a flush.
 
-They differ in how many forwards a stage runs ahead, and in which microbatch of which chunk comes next.
+They differ in the number of warm-up forwards, and in the order of microbatches and chunks.
 """
 
 from jaxpar.pipeline.tables.schedule import Cell, Schedule, from_orders
 
 
-def order(forwards: list[Cell], backwards: list[Cell], ahead: int) -> list[Cell]:
-    """Returns the cells of a stage in order: `ahead` forwards, then backwards and forwards in turns."""
+def stage_order(forwards: list[Cell], backwards: list[Cell], ahead: int) -> list[Cell]:
+    """Returns the cells of a stage in order: `ahead` forwards, then alternating backwards and forwards."""
     cells = forwards[:ahead]
     for n, backward in enumerate(backwards):
         cells += [backward, *forwards[ahead + n : ahead + n + 1]]
@@ -15,13 +15,13 @@ def order(forwards: list[Cell], backwards: list[Cell], ahead: int) -> list[Cell]
 
 
 def breadth_first(microbatches: int, chunks: int) -> tuple[list[Cell], list[Cell]]:
-    """Returns forwards and backwards of a stage: all microbatches through a chunk, then through the next."""
+    """Returns the forwards and backwards of a stage: all microbatches through one chunk, then through the next."""
     forwards = [Cell("F", m, c) for c in range(chunks) for m in range(microbatches)]
     return forwards, [Cell("B", m, c) for c in reversed(range(chunks)) for m in range(microbatches)]
 
 
-def grouped(stages: int, microbatches: int, chunks: int) -> tuple[list[Cell], list[Cell]]:
-    """Returns forwards and backwards of a stage: `stages` microbatches at a time through all of its chunks.
+def depth_first(stages: int, microbatches: int, chunks: int) -> tuple[list[Cell], list[Cell]]:
+    """Returns the forwards and backwards of a stage: `stages` microbatches at a time through all of its chunks.
 
     Source: Narayanan et al. (2021), arXiv:2104.04473, section 2.2.
     """
@@ -42,44 +42,44 @@ def looped_bfs(stages: int, microbatches: int, chunks: int) -> Schedule:
 
 def _same_on_all(name: str, stages: int, microbatches: int, chunks: int) -> Schedule:
     """All forwards, then all backwards."""
-    cells = order(*breadth_first(microbatches, chunks), microbatches * chunks)
+    cells = stage_order(*breadth_first(microbatches, chunks), microbatches * chunks)
     return from_orders(name, [cells] * stages, microbatches=microbatches, chunks=chunks)
 
 
 def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     """PipeDream-Flush: Narayanan et al. (2020), arXiv:2006.09503."""
     forwards, backwards = breadth_first(microbatches, 1)
-    orders = [order(forwards, backwards, stages - d) for d in range(stages)]
+    orders = [stage_order(forwards, backwards, stages - d) for d in range(stages)]
     return from_orders("1f1b", orders, microbatches=microbatches)
 
 
 def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
     """Narayanan et al. (2021), arXiv:2104.04473, section 2.2.2."""
-    forwards, backwards = grouped(stages, microbatches, chunks)
-    orders = [order(forwards, backwards, warm(stages, chunks, d)) for d in range(stages)]
+    forwards, backwards = depth_first(stages, microbatches, chunks)
+    orders = [stage_order(forwards, backwards, warmup_forwards(stages, chunks, d)) for d in range(stages)]
     return from_orders("interleaved", orders, microbatches=microbatches, chunks=chunks)
 
 
-def warm(stages: int, chunks: int, stage: int) -> int:
-    """Returns the forwards before the first backward: Megatron-LM's 2(P-1-d) + (v-1)P, and the one of the first pair.
+def warmup_forwards(stages: int, chunks: int, stage: int) -> int:
+    """Returns the number of forwards before the first backward.
 
-    It is also how many of them have passed by when the phased table gets there.
+    Megatron-LM's 2(P-1-d) + (v-1)P, plus the forward of the first pair; the phased tables have as many.
     """
     return 2 * (stages - 1 - stage) + (chunks - 1) * stages + 1
 
 
 def phased(name: str, stages: int, microbatches: int, chunks: int) -> Schedule:
-    """Forwards of all stages in one tick, backwards in the next; ticks in which nobody has any are left out.
+    """Forwards of all stages in one tick, backwards in the next; ticks without any op are left out.
 
     Forward k of stage d runs in phase k + d. The last stage's first backward runs in the phase of the forward it
     needs, vP - 1, and backward k of stage d in phase vP - 1 + k + (P - 1 - d). No stage ever waits within its row of
     forwards, nor within its row of backwards.
     """
-    forwards, backwards = breadth_first(microbatches, 1) if chunks == 1 else grouped(stages, microbatches, chunks)
-    turn, rows = chunks * stages - 1, []
-    for phase in range(len(forwards) + turn + stages - 1):
-        for cells, first in ((forwards, phase), (backwards, phase - turn - (stages - 1))):
-            at = [first - d if cells is forwards else first + d for d in range(stages)]
-            rows.append(tuple(cells[k] if 0 <= k < len(cells) else None for k in at))
+    forwards, backwards = breadth_first(microbatches, 1) if chunks == 1 else depth_first(stages, microbatches, chunks)
+    offset, rows = chunks * stages - 1, []
+    for phase in range(len(forwards) + offset + stages - 1):
+        for cells, first in ((forwards, phase), (backwards, phase - offset - (stages - 1))):
+            positions = [first - d if cells is forwards else first + d for d in range(stages)]
+            rows.append(tuple(cells[k] if 0 <= k < len(cells) else None for k in positions))
     cells = tuple(row for row in rows if any(row))
     return Schedule(name=name, stages=stages, microbatches=microbatches, chunks=chunks, cells=cells)

@@ -1,1 +1,1 @@
-"""The machines that a plan is made for, what they reach of their data sheets, and how a program uses them."""
+"""Machines, the share of their data sheets that they reach, and software models of training programs."""

@@ -2,10 +2,10 @@
 
     seconds of [m, k] x [k, n]  =  waves x (2 x 128 x 256 x k / (peak / cores x top) + wave)  +  half / (peak x top)
 
-A matmul is cut into tiles of its result, one for a core at a time. Each round of tiles, a wave, takes its own time to
-begin and to end, which weighs more where k is short; and in the last wave some cores have no tile, which weighs more
-where there are few. Source: NVIDIA, Matrix Multiplication Background User's Guide, sections 3 and 4, "tile
-quantization" and "wave quantization", with its tile of 128 x 256.
+A matmul computes tiles of its result, one per core at a time. Each round of tiles, a wave, has a fixed cost, which
+matters more for short k; in the last wave some cores have no tile, which matters more if there are few waves. Source:
+NVIDIA, Matrix Multiplication Background User's Guide, sections 3 and 4, "tile quantization" and "wave quantization",
+with its tile of 128 x 256.
 """
 
 from dataclasses import dataclass
@@ -15,21 +15,21 @@ import numpy as np
 
 from jaxpar.errors import check_ranges
 
-TILE = (128, 256)  # of the result, that one core makes at a time
+TILE = (128, 256)  # part of the result that one core computes at a time
 RANGES = {"top": (1e-3, 1.0), "half": (0.0, 1e15), "wave": (0.0, 1e-3), "ragged": (0.0, 1.0), "cores": (0, 1_000_000)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gemm:
-    """The share of its peak that a chip reaches in a matmul.
+    """Constants of the formula above.
 
     Attributes:
-      top: Share of the peak that matmuls without end reach.
-      half: FLOP of the matmul that reaches half of that, by its fixed cost alone: the launch.
+      top: Share of the peak that very large matmuls reach.
+      half: FLOP of the matmul that reaches half of `top`; its fixed cost is the launch.
       wave: Seconds that each wave of tiles takes to begin and to end.
       ragged: Share of the last wave's idle cores that is lost; libraries choose smaller tiles for the rest.
-      cores: That each make a tile at a time; 0 where that is not known, and then tiles are not counted.
-      source: Where they come from.
+      cores: Cores of the chip, each of which computes a tile at a time; 0 if unknown: tiles are then not counted.
+      source: Origin of the numbers, as text.
     """
 
     top: float
@@ -64,6 +64,6 @@ class Gemm:
         if not cores:
             return 2.0 * m * k * n / (peak * self.top) + fixed
         even = 1.0 * m * n / (TILE[0] * TILE[1] * cores)
-        whole = np.ceil(np.ceil(m / TILE[0]) * np.ceil(n / TILE[1]) / cores)
-        waves = even + self.ragged * np.maximum(whole - even, 0.0)
+        full_waves = np.ceil(np.ceil(m / TILE[0]) * np.ceil(n / TILE[1]) / cores)
+        waves = even + self.ragged * np.maximum(full_waves - even, 0.0)
         return waves * (2.0 * TILE[0] * TILE[1] * k * cores / (peak * self.top) + self.wave) + fixed

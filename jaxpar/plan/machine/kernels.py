@@ -1,11 +1,11 @@
-"""Attention kernels: the share of the peak that each reaches on a chip, by direction, length and width of a head.
+"""Fused attention kernels: the share of the peak that each reaches on a chip, by pass, sequence length and head_dim.
 
     share  =  share at long lengths and heads of 128  /  (1 + short / seq)  /  (1 + narrow x (128 / head_dim - 1))
 
-The loss at short lengths and narrow heads is the same for all of them: tiles of the softmax that are not full.
+All kernels have the same loss at short lengths and narrow heads: tiles of the softmax that are not full.
 
-A ring runs them in parts: its own tokens under the causal mask, then squares of half as many that see each other. A
-query meets as many keys in each on average, so that all lose what rows of as many tokens as a device has lose.
+A ring calls them per part: the device's own tokens under the causal mask, then unmasked squares of half as many tokens.
+A query sees equally many keys in each part on average, so all parts have the loss of rows with the device's tokens.
 """
 
 from collections.abc import Mapping
@@ -24,11 +24,11 @@ class Kernel:
     """A fused attention kernel.
 
     Attributes:
-      name: Of the kernel.
+      name: Name of the kernel.
       shares: Chip to the shares of its bfloat16 peak, forward and backward, causal, over long sequences.
-      short: Length at which half is lost.
-      narrow: Share that is lost, in units of what is left, with heads half as wide.
-      source: Where they come from.
+      short: Sequence length at which time doubles.
+      narrow: Relative additional time with heads half as wide as 128.
+      source: Source of the numbers.
     """
 
     name: str
@@ -40,25 +40,25 @@ class Kernel:
     def __post_init__(self):
         check_ranges(self, "kernel", {"short": (0.0, 1e5), "narrow": (0.0, 10.0)})
 
-    def core(self, chip: str, seq: int, head_dim: float, *, other: tuple[float, float]) -> tuple[float, float]:
-        """Returns the shares on a chip, forward and backward.
+    def peak_shares(self, chip: str, seq: int, head_dim: float, *, default: tuple[float, float]) -> tuple[float, float]:
+        """Returns the shares of the peak on a chip, forward and backward.
 
         Args:
-          chip: Its key.
+          chip: Key of the chip.
           seq: Tokens of a row.
           head_dim: Width of a head.
-          other: The shares over long rows on chips that the kernel is not known on.
+          default: Shares over long rows on chips that are not in `shares`.
 
-        >>> CUDNN.core("h100", 10**9, 128, other=(0.5, 0.4))
+        >>> CUDNN.peak_shares("h100", 10**9, 128, other=(0.5, 0.4))
         (0.535, 0.45)
         """
-        found, lost = self.shares.get(chip, other), self.lost(seq, head_dim)
-        return round(found[0] / lost, 4), round(found[1] / lost, 4)
+        shares, loss = self.shares.get(chip, default), self.slowdown(seq, head_dim)
+        return round(shares[0] / loss, 4), round(shares[1] / loss, 4)
 
-    def lost(self, seq: Any, head_dim: float) -> Any:
-        """Returns how many times as long it takes at a length, a number or an array, and width as without its losses.
+    def slowdown(self, seq: Any, head_dim: float) -> Any:
+        """Returns the time at a sequence length (number or array) and head_dim, relative to the time without losses.
 
-        >>> CUDNN.lost(224, 128)
+        >>> CUDNN.slowdown(224, 128)
         2.0
         """
         return (1 + self.short / seq) * (1 + self.narrow * max(FULL / head_dim - 1, 0.0))
@@ -68,41 +68,42 @@ Both = tuple[float, float]  # forward and backward
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parts:
-    """A fused kernel that runs attention in parts, one turn of a ring after the other, and what is made of the parts.
+class RingKernel:
+    """A fused kernel that runs ring or Ulysses attention in parts, and the ops around it.
 
-    Bytes to and from memory are per entry of a device's queries, and per entry of its keys, of which there are as many
-    as of values; forward and backward.
+    Bytes are memory traffic (per element of a device's queries, per element of its keys), forward and backward.
 
     Attributes:
-      kernel: It.
-      turn: Bytes of each turn but the first and the last: what is cut out of arrays for the kernel, and its results
-        added up in float32.
-      ends: Of the first and the last turn with what is before and after them: at the door of a causal ring.
-      heads: Of laying heads and tokens anew, where devices exchange heads.
-      small: Seconds of the small kernels of a turn but the first, as long whatever its size.
-      source: Where the numbers come from.
+      kernel: The fused kernel.
+      iteration: Bytes of each iteration except the first and the last: slices of arrays for the kernel, and the
+        float32 sum of its results.
+      edges: Bytes of the first and the last iteration, with the token permutes of a causal ring before and after them.
+      heads: Bytes of transposing heads and tokens, if devices exchange heads.
+      small_kernels: Seconds of the small kernels of each iteration except the first, independent of its size.
+      source: Source of the numbers.
     """
 
     kernel: Kernel
-    turn: tuple[Both, Both]
-    ends: tuple[Both, Both]
+    iteration: tuple[Both, Both]
+    edges: tuple[Both, Both]
     heads: tuple[Both, Both]
-    small: Both
+    small_kernels: Both
     source: str
 
     def __post_init__(self):
-        numbers = {key: [each for both in getattr(self, key) for each in both] for key in ("turn", "ends", "heads")}
-        for key, found in {**numbers, "small": self.small}.items():
-            most = 1.0 if key == "small" else 1e4
-            if not all(0 <= number <= most for number in found):
-                raise refuse(f"parts.{key}={getattr(self, key)}", rule=f"numbers within 0..{most}", fix="0.0")
+        numbers = {
+            key: [entry for pair in getattr(self, key) for entry in pair] for key in ("iteration", "edges", "heads")
+        }
+        for key, values in {**numbers, "small_kernels": self.small_kernels}.items():
+            bound = 1.0 if key == "small_kernels" else 1e4
+            if not all(0 <= number <= bound for number in values):
+                raise refuse(f"ring_kernel.{key}={getattr(self, key)}", rule=f"numbers within 0..{bound}", fix="0.0")
 
-    def moved(self, way: int, queries: Any, keys: Any, *, ring: Any, ulysses: Any) -> Any:
-        """Returns the bytes of all turns with so many entries of queries and of keys; way is 0 going forward."""
-        turns = np.maximum(np.subtract(ring, 2), 0), np.greater(ring, 1), np.greater(ulysses, 1)
-        kinds = self.turn[way], self.ends[way], self.heads[way]
-        return sum(times * (q * queries + k * keys) for times, (q, k) in zip(turns, kinds, strict=True))
+    def traffic(self, way: int, queries: Any, keys: Any, *, ring: Any, ulysses: Any) -> Any:
+        """Returns the memory traffic of all iterations, from elements of queries and keys; way is 0 forward."""
+        repeats = np.maximum(np.subtract(ring, 2), 0), np.greater(ring, 1), np.greater(ulysses, 1)
+        traffic = self.iteration[way], self.edges[way], self.heads[way]
+        return sum(n * (q * queries + k * keys) for n, (q, k) in zip(repeats, traffic, strict=True))
 
 
 _LOST = {"short": 224.0, "narrow": 0.14}

@@ -1,7 +1,7 @@
-"""Software models: the kernels of a training program, its elementwise ops, and what overlaps.
+"""Software models: the kernels of a training program, the memory traffic of its elementwise ops, and its overlap.
 
-Bytes are of bfloat16 activations with dropout where the program has it; each number counts reads and writes of the
-kernels that the program runs, so it can be checked by reading them.
+Bytes are for bfloat16 activations, with dropout if the program has it. Each number counts the reads and writes of the
+program's kernels, so it can be checked against their source.
 """
 
 from collections.abc import Callable
@@ -14,81 +14,84 @@ from jaxpar.errors import check_ranges, refuse
 from jaxpar.exchange.all_reduce import AllReduce
 from jaxpar.exchange.base import Exchange
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.machine.kernels import CUDNN, FLASH_2, Kernel, Parts
-from jaxpar.plan.machine.walk import Walk
+from jaxpar.plan.machine.kernels import CUDNN, FLASH_2, Kernel, RingKernel
+from jaxpar.plan.machine.pair_cost import PairCost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SoftwareModel:
-    """The way a program runs a transformer.
+    """The kernels, memory traffic and overlap of a program that trains a transformer.
 
     Attributes:
-      attention: "unfused": scores go to memory; "fused": they do not, and a causal kernel does half of them.
-      pieces: The software model of layouts that cut sequences, where it is another: cuDNN's kernel takes whole ones.
-      parts: The fused kernel that runs attention in parts where pieces of sequences travel; None for blocks of plain
-        JAX, which `walk` and the `core` of `pieces` are of.
-      core: Share of the peak that attention's matmuls reach, forward and backward, where no kernel says it.
-      kernel: The fused kernel, which has shares of its own on the chips that it is known on.
-      scores: Bytes per score to and from memory, forward and backward, of unfused attention.
-      kept: Bytes per score kept for the backward pass, and of them those of matmuls alone; 0 where attention is fused.
-      worked: Bytes per score that the backward of a layer works with, where nothing of them is kept.
-      split: Keys of a row up to which the softmax of unfused attention is one kernel, 0 for any number; beyond, what it
-        moves more per score going forward.
-      scaled: The same where a device has more than one row and more than one head of keys: of scores with one more dim,
-        what scales them is no part of the softmax's kernel.
-      walk: The kernels of attention that goes pair by pair of blocks.
-      relaid: How often more scores are kept because XLA lays them forward in one order and backward in another, where
-        a device has more than one pair of a row and a head of keys; a quarter as many more while they are worked
-        with, where it has more rows than heads of keys.
-      residual: Bytes per element [tokens, dim] that a layer keeps where nothing is computed again.
-      stream: Bytes per element [tokens, dim] of norms, dropout and residuals, forward and backward.
-      inner: Bytes per element of the widths that the tensor axis cuts: q, k, v and the feed-forward's hidden.
+      attention: "unfused": scores are written to memory; "fused": they are not, and a causal kernel computes half.
+      split_sequences: Software model of layouts that split sequences, if different: cuDNN's kernel takes only whole
+        sequences.
+      ring_kernel: Fused kernel for ring and Ulysses attention; None for blocks of plain JAX, described by `pair_cost`
+        and by the `core` of `split_sequences`.
+      core: Share of the peak that attention's matmuls reach, forward and backward, if `kernel` does not state it.
+      kernel: The fused kernel, with shares of the peak for some chips.
+      scores: Memory traffic per score of unfused attention in bytes, forward and backward.
+      saved_scores: Bytes per score saved for the backward pass, and the part of them that matmuls produce; 0 for fused
+        attention.
+      working_scores: Bytes per score in a layer's backward if no scores are saved.
+      softmax_split: Most keys of a row for which the softmax of unfused attention is one kernel (0: any number); and
+        the additional forward traffic per score beyond that.
+      scaling_traffic: Additional forward traffic per score if a device has more than one row and more than one kv
+        head: scores with one more dim are scaled outside of the softmax's kernel.
+      pair_cost: Cost of blockwise attention per pair of blocks.
+      extra_score_copies: Extra copies of the attention scores because XLA picks different layouts in the forward and
+        the backward pass (only if rows x kv_heads per device > 1); plus a quarter of a copy during the layer's
+        backward if rows > kv_heads.
+      residual: Bytes per element [tokens, dim] that a layer saves without recomputation.
+      stream: Bytes per element [tokens, dim] of norms, dropout and residual adds, forward and backward.
+      inner: Bytes per element of the widths that the tensor axis splits: q, k, v and the feed-forward's hidden.
       logits: Bytes per logit of the loss, forward and backward together.
-      accumulate: Bytes per parameter and microbatch to add up gradients.
+      accumulate: Bytes per parameter and microbatch of gradient accumulation.
       update: Bytes per parameter of the optimizer's step, all reads and writes.
       wire: Bytes per parameter that fsdp gathers, and per gradient that fsdp and data reduce.
-      keep: Bytes moved for each byte that is kept for the backward pass, to lay it beside that of other layers and to
-        take it out again, and as many for the slots of a pipeline; 0 where it stays where it was computed.
-      eager: Whether gradients are reduced for every microbatch, rather than their sum once a step.
-      layerwise: Whether each layer's parameters are gathered, and its gradients reduced, by collectives of its own.
-      bucket: Bytes of gradients in one collective, where the software fills buckets with them: the last one is full
-        when the backward pass ends, and has nothing to hide behind. 0 where each layer has its own collective.
-      reduce_whole: Whether ZeRO-1 sums whole gradients on every device, once a step, by all-reduces over fsdp and data.
-      broadcast_arrays: Arrays of a layer, where ZeRO-1 and 2 leave each of them whole to one device of fsdp, which
-        sends it to the others in a broadcast after the update; 0 where all devices gather shards.
-      exposed_update: Whether a step ends with that gather or broadcast of updated parameters, and nothing hides it.
-      overlap: Share of collectives over fsdp and data that computation hides, while there is enough of it.
-      copies: The same for all-reduces of gradients over data, where that is another share.
-      interference: By which share of the time that their bytes would take inside a node hidden collectives of fsdp
-        and data slow the computation beside them, which shares cores and memory with them.
-      ends: Whether each pass begins or ends with a gather that has nothing to hide behind: the first layer's going
-        forward, the first ones' going backward; with parameters sharded, and collectives by layer.
-      tensor_overlap: The same for those of the tensor axis that a matmul can run beside.
-      context_overlap: The same for those of the context axis.
-      context_shards: Whether devices of the context axis share what fsdp shards, as more devices of fsdp would.
-      context_again: Whether the backward pass gathers the keys and values of other pieces again, and keeps none.
-      regather: Whether sequence parallelism gathers a matmul's input again for its weights' gradient, to keep less.
-      dropout: Whether masks are kept.
+      stacking_traffic: Memory traffic per byte of saved activation, for stacking it in the layer scan and slicing it
+        out (and the same for pipeline slots); 0 if it is used in place.
+      reduce_every_microbatch: Whether gradients are reduced for every microbatch, not their sum once a step.
+      layerwise: Whether each layer has its own collectives for its parameters and gradients.
+      bucket: Bytes of a gradient bucket; the last bucket fills as the backward pass ends, so nothing hides its
+        collective. 0 if each layer has its own collective.
+      reduce_whole: Whether ZeRO-1 all-reduces whole gradients over fsdp and data, once a step.
+      broadcast_arrays: Arrays of a layer, if ZeRO-1 and 2 assign each whole array to one device of fsdp, which
+        broadcasts it after the update; 0 if all devices gather shards.
+      exposed_update: Whether that gather or broadcast of updated parameters ends the step and is exposed.
+      overlap: Share of fsdp's and data's collectives that computation hides, if there is enough computation.
+      hidden_all_reduce: The same for all-reduces of gradients over data, if different.
+      interference: Slowdown of computation by hidden collectives of fsdp and data, which share cores and memory with
+        it: a share of the time of their bytes inside a node.
+      exposed_edge_gathers: Whether each pass begins or ends with an exposed gather: of the first layers in the
+        forward pass, of the last layer in the backward pass; with sharded parameters and layerwise collectives.
+      tensor_overlap: Hidden share of the tensor axis' collectives that can overlap with a matmul.
+      context_overlap: Hidden share of the context axis' collectives.
+      context_shards: Whether devices of the context axis share the training state like devices of fsdp.
+      regather_context: Whether the backward pass gathers keys and values again, instead of saving them.
+      regather: Whether sequence parallelism gathers a matmul's input again for its weights' gradient, to save memory.
+      dropout: Whether dropout masks are saved.
       host: Seconds of a step in which chips wait for the host: the optimizer's launches, clipping, logging.
-      waits: Seconds in which the chip waits for the host in a block, forward and backward; 0 where launches run ahead.
+      host_stalls: Seconds of a block in which the chip waits for the host, forward and backward; 0 if launches run
+        ahead.
       run: "asynchronous": stages run freely; "barrier": tick by tick, one program on all devices.
-      exchange: How replicas over data agree.
-      scatter: Whether tensor ranks each send their share of a pipeline's message, and gather it after.
-      source: Where the numbers come from.
+      exchange: Exchange of the replicas over data.
+      scatter: Whether each tensor rank sends its share of a pipeline message, which is gathered on arrival.
+      source: Source of the numbers.
     """
 
     attention: Literal["unfused", "fused"]
-    pieces: "SoftwareModel | None" = None
-    parts: Parts | None = None
+    split_sequences: "SoftwareModel | None" = None
+    ring_kernel: RingKernel | None = None
     core: tuple[float, float]
     kernel: Kernel | None = None
     scores: tuple[float, float] = (0.0, 0.0)
-    kept: tuple[float, float] = (0.0, 0.0)
-    worked: float = 0.0
-    split: tuple[int, float] = (0, 0.0)
-    scaled: float = 0.0
-    walk: Walk = field(default_factory=Walk)
-    relaid: float = 0.0
+    saved_scores: tuple[float, float] = (0.0, 0.0)
+    working_scores: float = 0.0
+    softmax_split: tuple[int, float] = (0, 0.0)
+    scaling_traffic: float = 0.0
+    pair_cost: PairCost = field(default_factory=PairCost)
+    extra_score_copies: float = 0.0
     residual: float = 8.0
     stream: tuple[float, float]
     inner: tuple[float, float]
@@ -96,68 +99,72 @@ class SoftwareModel:
     accumulate: float
     update: float
     wire: tuple[float, float] = (2.0, 2.0)
-    keep: float = 0.0
-    eager: bool = False
+    stacking_traffic: float = 0.0
+    reduce_every_microbatch: bool = False
     layerwise: bool = True
     bucket: float = 0.0
     reduce_whole: bool = False
     broadcast_arrays: int = 0
     exposed_update: bool = False
     overlap: float
-    copies: float | None = None
+    hidden_all_reduce: float | None = None
     interference: float = 0.0
-    ends: bool = False
+    exposed_edge_gathers: bool = False
     tensor_overlap: float = 0.0
     context_overlap: float = 0.0
     context_shards: bool = False
-    context_again: bool = False
+    regather_context: bool = False
     regather: bool = False
     dropout: bool = False
     host: float = 0.0
-    waits: tuple[float, float] = (0.0, 0.0)
+    host_stalls: tuple[float, float] = (0.0, 0.0)
     run: Literal["asynchronous", "barrier"] = "asynchronous"
     scatter: bool = False
     exchange: Exchange = field(default_factory=AllReduce)
     source: str
 
     def score(self, keys: int, candidate: Candidate, kv_heads: int) -> tuple[Any, Any]:
-        """Returns the bytes per score of unfused attention to rows of so many keys, forward and backward."""
-        most, more = self.split
+        """Returns the memory traffic per score of unfused attention with so many keys, forward and backward."""
+        limit, extra = self.softmax_split
         several = np.greater(candidate.microbatch, 1) & np.greater(kv_heads, candidate.tensor)
-        return self.scores[0] + more * bool(most and keys > most) + self.scaled * several, self.scores[1]
+        return self.scores[0] + extra * bool(limit and keys > limit) + self.scaling_traffic * several, self.scores[1]
 
-    def cost(self, of: Callable[["SoftwareModel"], tuple[Any, ...]], candidate: Candidate) -> tuple[Any, ...]:
-        """Returns what something costs by this software, or by that of `pieces` where sequences are cut."""
-        whole = of(self)
-        if self.pieces is None or not np.any(cut := np.greater(candidate.context, 1)):
-            return whole
-        return tuple(np.where(cut, *each) for each in zip(of(self.pieces), whole, strict=True))
+    def cost(self, price: Callable[["SoftwareModel"], tuple[Any, ...]], candidate: Candidate) -> tuple[Any, ...]:
+        """Evaluates `price` with this model, and with `pieces` for candidates that split sequences."""
+        costs = price(self)
+        if self.split_sequences is None or not np.any(splits := np.greater(candidate.context, 1)):
+            return costs
+        return tuple(np.where(splits, *pair) for pair in zip(price(self.split_sequences), costs, strict=True))
 
     def sharers(self, candidate: Candidate) -> Any:
-        """Returns how many devices share what fsdp shards."""
-        shared = np.logical_or(self.context_shards, candidate.zero_context) & np.greater(candidate.zero, 0)
-        return candidate.fsdp * np.where(shared, candidate.context, 1)
+        """Returns the number of devices that share the state that fsdp shards."""
+        shares_context = np.logical_or(self.context_shards, candidate.zero_context) & np.greater(candidate.zero, 0)
+        return candidate.fsdp * np.where(shares_context, candidate.context, 1)
 
     def keeps_gathered(self, candidate: Candidate) -> Any:
-        """Returns whether stage 3 keeps what it gathered going forward: for JAX it is a result like any other."""
-        alone = np.equal(candidate.pipe, 1) & np.greater(self.sharers(candidate), 1) & np.equal(candidate.zero, 3)
-        return self.everywhere & alone & np.equal(candidate.remat, "none")
+        """Returns whether ZeRO-3 saves gathered parameters for the backward pass, as JAX does with any residual."""
+        unpipelined = np.equal(candidate.pipe, 1) & np.greater(self.sharers(candidate), 1) & np.equal(candidate.zero, 3)
+        return self.spmd & unpipelined & np.equal(candidate.remat, "none")
 
     @property
-    def everywhere(self) -> bool:
-        """Whether every stage holds the embedding and the head, as in one program on all devices."""
+    def spmd(self) -> bool:
+        """Whether every stage stores embedding and head, as one program on all devices does."""
         return self.run == "barrier"
 
     def __post_init__(self):
         check_ranges(
             self,
             "software model",
-            {key: (0.0, 1e4) for key in ("worked", "relaid", "residual", "logits", "accumulate", "update", "keep")}
+            {
+                key: (0.0, 1e4)
+                for key in ("working_scores", "extra_score_copies", "residual", "logits", "accumulate", "update")
+            }
+            | {"stacking_traffic": (0.0, 1e4)}
             | {key: (0.0, 1.0) for key in ("overlap", "tensor_overlap", "context_overlap")}
             | {"interference": (0.0, 10.0), "host": (0.0, 60.0), "bucket": (0.0, 1e15), "broadcast_arrays": (0, 1e4)},
         )
         pairs = {"core": (1e-3, 1.0)} | dict.fromkeys(
-            ("scores", "kept", "stream", "inner", "wire", "waits"), (0.0, 1e4)
+            ("scores", "saved_scores", "stream", "inner", "wire", "host_stalls"), (0.0, 1e4)
         )
         for key, (low, high) in pairs.items():
             pair = getattr(self, key)
@@ -169,18 +176,18 @@ class SoftwareModel:
 
 # fitted on published runs with the constants of hardware.py; `python -m tests.bench.planner --leave-out group` prints
 # them
-HOST = 0.0445  # seconds of a step in which eager PyTorch's chips wait for the host; where it is compiled, half
-_OP = 2.14e-4  # seconds of an op where every launch is waited for: Python, autograd, launch, and the wait for its end
+HOST = 0.0445  # seconds of a step in which eager PyTorch's chips wait for the host; half of it when compiled
+_OP = 2.14e-4  # seconds of an op with blocking launches: Python, autograd, launch, and the wait for its end
 _INTERFERENCE = 0.8
 _HIDDEN = 0.73  # share of gathers and scatters that XLA hides in MaxText's loop over layers
 
 MEGATRON_2022 = SoftwareModel(
     attention="unfused",
-    core=(0.6, 0.5),  # assumed: matmuls of width dim / heads, beside which scores are written and read
+    core=(0.6, 0.5),  # assumed: matmuls of width dim / heads, with scores written and read at the same time
     # forward: QK^T writes 2, softmax 2 + 2, dropout 2 + 2 + mask 1, PV reads 2
     # backward: dV and dP 2 + 2, dropout 2 + 1 + 2, softmax 2 + 2 + 2, dQ and dK 2 + 2
     scores=(13.0, 19.0),
-    kept=(5.0, 2.0),  # softmax 2, mask 1, matmul 2: Korthikanti et al., section 4.1
+    saved_scores=(5.0, 2.0),  # softmax 2, mask 1, matmul 2: Korthikanti et al., section 4.1
     # forward: 2 norms of 2 + 2; 2 times bias, dropout and residual of 2 + 2 + 2 + mask 1
     # backward: 2 norms of 2 + 2 + 2, 2 dropouts of 2 + 1 + 2 and 2 for the bias, 2 sums of 2 + 2 + 2
     stream=(22.0, 38.0),
@@ -191,7 +198,7 @@ MEGATRON_2022 = SoftwareModel(
     update=58.0,  # unscale 8, norm 4, clip 8, Adam 16 + 12, to bfloat16 6, zero 4
     layerwise=False,  # one buffer holds the gradients of all layers: Megatron-LM's DistributedDataParallel
     overlap=0.0,  # its schedule ends with the all-reduce
-    tensor_overlap=0.5,  # assumed: a collective takes processors and bandwidth from the matmul beside it
+    tensor_overlap=0.5,  # assumed: a collective takes processors and bandwidth from the concurrent matmul
     regather=True,
     dropout=True,
     host=HOST / 2,
@@ -205,7 +212,7 @@ MEGATRON_BLOCKING = replace(
     MEGATRON_2022,
     # forward: 4 matmuls with biases and reductions, 2 of attention with softmax, dropout and transposes, 2 norms,
     # gelu, 2 of bias, dropout and residual; backward each twice
-    waits=(20 * _OP, 40 * _OP),
+    host_stalls=(20 * _OP, 40 * _OP),
     source="Megatron-DeepSpeed with CUDA_LAUNCH_BLOCKING=1, without which BLOOM hung on 320 A100s: bigscience-workshop/"
     "bigscience, train/tr11-176B-ml/chronicles-prequel.md; that its timings on 384 were taken so is inferred; an op's "
     "time fitted on them; all else as MEGATRON_2022",
@@ -225,7 +232,7 @@ TORCHTITAN = SoftwareModel(
     wire=(2.0, 4.0),
     overlap=1.0,
     interference=_INTERFERENCE,
-    ends=True,
+    exposed_edge_gathers=True,
     context_shards=True,  # torchtitan/distributed/parallel_dims.py: fully_shard over dp_shard x cp
     host=HOST / 2,
     source="torchtitan's fully_shard (bfloat16 parameters, float32 gradients), elementwise ops as torch.compile "
@@ -238,7 +245,8 @@ MAXTEXT = replace(
     kernel=CUDNN,
     overlap=_HIDDEN,
     context_shards=False,
-    copies=0.0,  # the last op of a loop over layers; XLA moves none across its turns unless it is told to
+    # the last op of a loop over layers; XLA moves no op across iterations unless an option says so
+    hidden_all_reduce=0.0,
     interference=0.0,
     host=0.0,
     source="MaxText with cuDNN's fused attention, elementwise ops as XLA fuses them; overlap fitted",
@@ -247,23 +255,25 @@ MAXTEXT = replace(
 _WHOLE = replace(
     MAXTEXT,
     accumulate=12.0,  # the microbatch's gradient written 4, the sum read 4 and written 4
-    wire=(2.0, 2.0),  # cast before they travel: tests/test_collectives.py
-    residual=8.0,  # two norms' inputs, and what they hand to matmuls: `models/own_backward.py`
-    keep=5.0,  # a scan over layers copies it into one array for all, and each layer's out of it; a buffer is cleared
+    wire=(2.0, 2.0),  # cast before collectives: tests/inspector/test_collectives.py
+    residual=8.0,  # two norms' inputs, and their outputs, inputs of matmuls: `models/custom_gradients.py`
+    # a scan over layers copies it into one array for all layers and out of it again; a buffer is cleared
+    stacking_traffic=5.0,
     # replayed from two layers of an 8B model on 8 H100s, rings at 32,768 tokens in blocks of 128 x 256 to 512 x 512
-    walk=Walk(
+    pair_cost=PairCost(
         scores=(19.4, 17.0),
         queries=(32.8, 26.4),
         keys=(12.8, 64.0),
         pair=12e-6,
-        least=(28e-6, 32e-6),  # 14 and 16 kernels of 2 us: met where heads are few, as where all are exchanged
+        least=(28e-6, 32e-6),  # 14 and 16 kernels of 2 us: matters with few heads, e.g. if Ulysses exchanges all
     ),
-    eager=True,  # a scan over microbatches; pipelines reduce and gather once, around their table
-    copies=None,
-    ends=False,  # in what is replayed
-    overlap=0.3,  # replayed: 8 to 35 % of it is hidden in an 8B model on 64 H100s, as XLA 0.12 orders it
+    # in a scan over microbatches; pipelines gather before and reduce after their table, once
+    reduce_every_microbatch=True,
+    hidden_all_reduce=None,
+    exposed_edge_gathers=False,  # in the replayed programs
+    overlap=0.3,  # replayed: 8 to 35 % is hidden in an 8B model on 64 H100s, as XLA 0.12 schedules it
     tensor_overlap=0.5,  # replayed in the same programs
-    context_overlap=0.8,  # replayed: half of it is hidden over two nodes, 75 to 92 % inside one
+    context_overlap=0.8,  # replayed: half is hidden across two nodes, 75 to 92 % inside one
     run="barrier",
     source="jaxpar on NVIDIA GPUs with cuDNN's fused attention, one program on all stages; elementwise ops as XLA "
     "fuses them; overlap as replayed from compiled programs, not measured",
@@ -275,38 +285,42 @@ _UNFUSED = replace(
     kernel=None,
     core=(0.6, 0.5),  # assumed, as of Megatron-LM's
     # from the kernels of an 8B model on 64 H100s: forward QK^T writes 4, mask and softmax 4 + 4 + 2, PV reads 2
-    # backward: dP 4, softmax 4 + 4 and select 4, half of it beside matmuls
+    # backward: dP 4, softmax 4 + 4 and select 4, half of it concurrent with matmuls
     scores=(16.0, 15.0),
-    kept=(11.0, 4.0),  # of a Llama 8B as XLA 0.12 compiles it: 6 to 12 by layout; float32 results of matmuls
-    worked=11.0,  # in the same programs
-    relaid=1.0,
+    saved_scores=(
+        11.0,
+        4.0,
+    ),  # of a Llama 8B compiled by XLA 0.12: 6 to 12 depending on layout; float32 results of matmuls
+    working_scores=11.0,  # in the same programs
+    extra_score_copies=1.0,
     source="jaxpar as XLA compiles it where there is no cuDNN: scores in float32, to memory and back; overlap as "
     "replayed from compiled programs, not measured",
 )
 
 _PIECES = replace(
     _UNFUSED,
-    # replayed from gathered keys of an 8B model: softmax reads 4 and writes 2 forward, and backward 4 and 6 of shares,
-    # their gradient and that of scores; of matmuls' 6 and 8 what takes longer than their FLOP
+    # replayed from gathered keys of an 8B model: softmax reads 4 and writes 2 forward, 4 and 6 backward, of attention
+    # weights, their gradient and that of scores; of the matmuls' 6 and 8 bytes, the time beyond that of their FLOP
     scores=(7.8, 9.6),
-    split=(16384, 6.8),  # three kernels: the largest and the sum are found first, and each reads 4
-    scaled=6.8,  # read and written 4
-    kept=(2.0, 0.0),  # shares in 16 bits: `parallel/techniques/attention_gather.py`
-    worked=6.0,  # scores made again, in float32, and the shares; then these, their gradient and that of scores
-    relaid=0.0,
+    softmax_split=(16384, 6.8),  # three kernels: maximum and sum are computed first, and each reads 4
+    scaling_traffic=6.8,  # reads and writes 4
+    saved_scores=(2.0, 0.0),  # attention weights in 16 bits: `parallel/techniques/attention_gather.py`
+    # float32 scores, recomputed, and attention weights; then the weights, their gradient and the scores'
+    working_scores=6.0,
+    extra_score_copies=0.0,
 )
-JAXPAR = replace(_UNFUSED, pieces=_PIECES)
+JAXPAR = replace(_UNFUSED, split_sequences=_PIECES)
 JAXPAR_FUSED = replace(
     _WHOLE,
-    pieces=_PIECES,
-    # counted in the program of a causal ring of 8 with cuDNN's calls in it, compiled without it for H100s; rings of 4
-    # and heads for tokens have what these say to 2 %. A mask that is not causal has less
-    parts=Parts(
+    split_sequences=_PIECES,
+    # counted in the program of a causal ring of 8 with cuDNN's calls, compiled for H100s without cuDNN; rings of 4
+    # and Ulysses agree with these numbers to 2 %. A non-causal mask has less
+    ring_kernel=RingKernel(
         kernel=CUDNN,
-        turn=((14.0, 16.0), (22.0, 36.0)),
-        ends=((38.0, 40.0), (30.0, 52.0)),
+        iteration=((14.0, 16.0), (22.0, 36.0)),
+        edges=((38.0, 40.0), (30.0, 52.0)),
         heads=((8.0, 8.0), (8.0, 8.0)),
-        small=(12e-6, 8e-6),
+        small_kernels=(12e-6, 8e-6),
         source="cuDNN's kernel at its share of the peak, and the kernels around it as XLA compiles them",
     ),
 )

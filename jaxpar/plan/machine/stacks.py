@@ -1,12 +1,12 @@
-"""Software models of stacks whose runs others published, each a stated difference from one that is described.
+"""Software models of other training programs with published runs, each stated as a difference from a full model.
 
-    eager PyTorch        elementwise ops twice what torch.compile leaves of them, and the host's time between steps
+    eager PyTorch        twice the elementwise traffic of torch.compile, and the host's time between steps
     compiled PyTorch     `software.TORCHTITAN`
-    Megatron Core        with Transformer Engine: fused ops, cuDNN's attention, gradients beside computation
+    Megatron Core        with Transformer Engine: fused ops, cuDNN's attention, gradients overlapped with computation
     InternLM             eager PyTorch; its ZeRO-1 sums whole gradients, and owners of arrays broadcast them
     MaxText              `software.MAXTEXT`; Pax without Transformer Engine has XLA's own attention
 
-Numbers that are called fitted come from published runs: `python -m tests.bench.planner --leave-out group` prints them.
+Fitted numbers come from published runs: `python -m tests.bench.planner --leave-out group` prints them.
 """
 
 from dataclasses import replace
@@ -14,14 +14,14 @@ from dataclasses import replace
 from jaxpar.plan.machine.kernels import CUDNN, FLASH_1, FLASH_2
 from jaxpar.plan.machine.software import HOST, MAXTEXT, TORCHTITAN
 
-UNFUSED = 2.04  # times the bytes of elementwise ops that torch.compile leaves, where nothing is fused; fitted
+UNFUSED = 2.04  # traffic of unfused elementwise ops over that with torch.compile; fitted
 
 EAGER = replace(
     TORCHTITAN,
     kernel=FLASH_2,
     stream=(UNFUSED * TORCHTITAN.stream[0], UNFUSED * TORCHTITAN.stream[1]),
     inner=(UNFUSED * TORCHTITAN.inner[0], UNFUSED * TORCHTITAN.inner[1]),
-    update=60.0,  # fitted: 1.5 times what its ops read and write, in one kernel for each parameter
+    update=60.0,  # fitted: 1.5 times the traffic of its ops, in one kernel per parameter
     host=HOST,
     source="PyTorch's FSDP without torch.compile: elementwise ops, update and host fitted; else as TORCHTITAN",
 )
@@ -34,8 +34,8 @@ EAGER_FLASH_1 = replace(
 
 INTERNLM = replace(
     EAGER_FLASH_1,  # of Triton; InternLM has CUDA's v1.0.5: doc/en/install.md
-    # a microbatch's gradient added up reads 2 + 2 and writes 2; the first one is not, but once a step buckets are
-    # filled, divided and emptied, which moves 12
+    # accumulating a microbatch's gradient reads 2 + 2 and writes 2; the first is not accumulated, but once a step
+    # buckets are filled, divided and emptied, which moves 12
     accumulate=6.0,
     wire=(2.0, 2.0),  # `reduce_tensor` with the dtype of the parameters
     bucket=2.0 * 512 * 2**20,  # reduce_bucket_size=512 * 1024 * 1024 elements: configs/7B_sft.py
@@ -60,7 +60,7 @@ MEGATRON_CORE = replace(
     tensor_overlap=0.5,  # assumed, as of Megatron-LM in 2022
     # TransformerEngine, AttnFuncWithCPAndKVAllGather, "Refer section 3.3.2 of The Llama 3 Herd of Models": k and v are
     # saved before they are gathered; the distributed optimizer shards over the group of data and context
-    context_again=True,
+    regather_context=True,
     source="Megatron Core with Transformer Engine: fused elementwise ops and cuDNN's attention; gradients and "
     "parameters travel beside computation, as in TORCHTITAN",
 )
@@ -71,6 +71,6 @@ PAX = replace(
     kernel=None,
     core=(0.6, 0.5),  # assumed, as of Megatron-LM's
     scores=(13.0, 19.0),  # as of Megatron-LM's
-    kept=(5.0, 2.0),
+    saved_scores=(5.0, 2.0),
     source="Pax without Transformer Engine: scores in memory, as many bytes as Megatron-LM's; else as MAXTEXT",
 )

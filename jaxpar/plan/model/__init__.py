@@ -1,1 +1,1 @@
-"""Models as a plan sees them: a decoder by formulas, any other traced on shapes."""
+"""Costs of models: of a decoder by formulas, of any other model by tracing it on shapes."""

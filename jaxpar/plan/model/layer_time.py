@@ -1,11 +1,11 @@
-"""Seconds of one microbatch on one device in one block, and in the head: matmuls, attention, elementwise ops.
+"""Seconds of a block, and of the head, for one microbatch on one device: matmuls, attention, elementwise ops.
 
                  forward                        backward
-    matmuls      4 of 2 tokens weights / t      8: by the input and by the weights
-    attention    4 tokens seq dim / t           twice that, or 5/2 where a fused kernel makes the scores again
-    elementwise  bytes of `SoftwareModel`       bytes of `SoftwareModel`, and the sum of gradients
+    matmuls      4 of 2 tokens weights / t      8: gradients of inputs and of weights
+    attention    4 tokens seq dim / t           twice that, or 5/2 if a fused kernel recomputes the scores
+    elementwise  bytes of `SoftwareModel`       bytes of `SoftwareModel`, and gradient accumulation
 
-t is the tensor axis. Source: Korthikanti et al. 2022, arXiv:2205.05198, appendix A, for what t divides.
+t is the size of the tensor axis. Source of the divisions by t: Korthikanti et al. 2022, arXiv:2205.05198, appendix A.
 """
 
 from dataclasses import replace
@@ -16,21 +16,21 @@ import numpy as np
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
-from jaxpar.plan.model import exchanged
+from jaxpar.plan.model import ring_attention
 from jaxpar.plan.model.layer_bytes import host_bytes, layer_bytes, logit_chunks
 from jaxpar.plan.model.shape import Shape
 
-SUM = 4  # bytes of a gradient's sum over microbatches: float32
+SUM = 4  # bytes of an accumulated gradient: float32
 
 
 class Cost(NamedTuple):
-    """Seconds of one piece of the model for one microbatch on one device.
+    """Seconds of a block or of the head for one microbatch on one device.
 
     Attributes:
-      matmuls: Those with weights.
+      matmuls: Matmuls with weights.
       core: Matmuls of attention.
       scores: Reads and writes of unfused attention's scores.
-      elementwise: All other ops, by their bytes of memory.
+      elementwise: All other ops, by their memory traffic.
     """
 
     matmuls: Any
@@ -40,33 +40,33 @@ class Cost(NamedTuple):
 
     @property
     def total(self) -> Any:
-        """All of it."""
+        """Sum of all parts."""
         return self.matmuls + self.core + self.scores + self.elementwise
 
 
 def tokens(shape: Shape, candidate: Candidate) -> Any:
-    """Returns the tokens of one microbatch on one device: those of its replica, over the context axis."""
+    """Returns the tokens of one microbatch on one device: those of its replica / context."""
     return candidate.microbatch * shape.seq / candidate.context
 
 
-def both_ways(rows: Any, inputs: Any, outputs: Any, hardware: Hardware, trained: float = 1.0) -> tuple[Any, Any]:
+def matmul_passes(rows: Any, inputs: Any, outputs: Any, hardware: Hardware, trained: float = 1.0) -> tuple[Any, Any]:
     """Returns the seconds of a matmul of `rows` with weights [inputs, outputs], forward and backward.
 
-    Of the two going backward, the one by the weights is of the share of them that is `trained`.
+    The backward pass has the gradient of the inputs, and that of the `trained` share of the weights.
     """
     backward = hardware.matmul(rows, outputs, inputs) + trained * hardware.matmul(inputs, rows, outputs)
     return hardware.matmul(rows, inputs, outputs), backward
 
 
 def matmuls(shape: Shape, candidate: Candidate, hardware: Hardware) -> tuple[Any, Any]:
-    """Returns the seconds of a block's matmuls with weights, four going forward and eight going backward.
+    """Returns the seconds of a block's matmuls with weights: four in the forward pass, eight in the backward pass.
 
-    The tensor axis cuts the outputs of the first and third, and the inputs of the second and fourth.
+    The tensor axis splits the outputs of the first and third, and the inputs of the second and fourth.
     """
-    count, ways = tokens(shape, candidate), candidate.tensor
-    cuts = ((1, ways), (ways, 1)) * 2
+    count, shards = tokens(shape, candidate), candidate.tensor
+    cuts = ((1, shards), (shards, 1)) * 2
     pairs = [
-        both_ways(count, i / a, o / b, hardware, shape.trained)
+        matmul_passes(count, i / a, o / b, hardware, shape.trained)
         for (i, o), (a, b) in zip(shape.matrices, cuts, strict=True)
     ]
     forward, backward = zip(*pairs, strict=True)
@@ -76,156 +76,169 @@ def matmuls(shape: Shape, candidate: Candidate, hardware: Hardware) -> tuple[Any
 def attention(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> tuple[Any, Any]:
     """Returns the seconds of attention's matmuls, forward and backward.
 
-    A fused kernel leaves out what the causal mask hides and makes the scores again going backward: 5 matmuls for 2.
-    Source: Dao 2023, arXiv:2307.08691, section 3.1. Its share of the peak is its own on this chip, at this length and
-    width of a head.
+    A fused kernel skips masked scores, and recomputes the scores in the backward pass: 5 matmuls for 2. Source: Dao
+    2023, arXiv:2307.08691, section 3.1. Its share of the peak depends on chip, sequence length and head_dim.
     """
-    every = 1.0 * tokens(shape, candidate) * shape.core_flop / candidate.tensor
+    dense = 1.0 * tokens(shape, candidate) * shape.attention_flop / candidate.tensor
     peak = hardware.chip.bf16_flops
 
     def seconds(software: SoftwareModel) -> tuple[Any, Any]:
         fused = software.attention == "fused"
-        flop = every / 2 if fused and shape.causal else every
-        ahead, back = core = software.core
+        flop = dense / 2 if fused and shape.causal else dense
+        core_f, core_b = core = software.core
         if software.kernel:
-            ahead, back = software.kernel.core(hardware.chip.key, shape.seq, shape.dim / shape.heads, other=core)
-        return flop / (peak * ahead), flop * (2.5 if fused else 2.0) / (peak * back)
+            core_f, core_b = software.kernel.peak_shares(
+                hardware.chip.key, shape.seq, shape.dim / shape.heads, default=core
+            )
+        return flop / (peak * core_f), flop * (2.5 if fused else 2.0) / (peak * core_b)
 
     forward, backward = software.cost(seconds, candidate)
-    far, share = exchanged.travels(candidate), exchanged.walked(shape, candidate)
-    own = software.pieces or software
-    there = every * share / (peak * own.core[0]), 2.5 * every * share / (peak * own.core[1])  # no score is kept
-    if software.parts is not None:
-        called, by = exchanged.by_kernel(shape, candidate, software), software.parts.kernel
-        reached = by.shares.get(hardware.chip.key, software.core)
-        lost = by.lost(shape.seq / exchanged.groups(candidate), shape.dim / shape.heads)
-        seen = every * lost / (2 if shape.causal else 1)
-        by_it = seen / (peak * reached[0]), 2.5 * seen / (peak * reached[1])
-        there = np.where(called, by_it[0], there[0]), np.where(called, by_it[1], there[1])
-    return np.where(far, there[0], forward), np.where(far, there[1], backward)
+    ring_mask, share = ring_attention.uses_ring(candidate), ring_attention.computed_share(shape, candidate)
+    variant = software.split_sequences or software
+    # a ring saves no scores, so its backward pass has 5 matmuls for 2
+    ring = dense * share / (peak * variant.core[0]), 2.5 * dense * share / (peak * variant.core[1])
+    if software.ring_kernel is not None:
+        by_kernel, kernel = ring_attention.uses_kernel(shape, candidate, software), software.ring_kernel.kernel
+        shares = kernel.shares.get(hardware.chip.key, software.core)
+        loss = kernel.slowdown(shape.seq / ring_attention.groups(candidate), shape.dim / shape.heads)
+        kernel_flop = dense * loss / (2 if shape.causal else 1)
+        kernel_seconds = kernel_flop / (peak * shares[0]), 2.5 * kernel_flop / (peak * shares[1])
+        ring = (np.where(by_kernel, kernel_seconds[0], ring[0]), np.where(by_kernel, kernel_seconds[1], ring[1]))
+    return np.where(ring_mask, ring[0], forward), np.where(ring_mask, ring[1], backward)
 
 
 def scores(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> tuple[Any, Any]:
     """Returns the seconds of reading and writing the scores [rows, heads / t, seq, seq], forward and backward.
 
-    Where pieces travel, what the pairs of blocks that a device walks take besides their matmuls, or what is made of
-    the results of a kernel.
+    For a ring or Ulysses: the time of a device's pairs of blocks besides their matmuls, or of the ops around a kernel.
     """
     count = 1.0 * tokens(shape, candidate) * shape.seq * shape.heads / candidate.tensor
     forward, backward = software.cost(
-        lambda own: tuple(size * count for size in own.score(shape.seq, candidate, shape.kv_heads or shape.heads)),
+        lambda variant: tuple(
+            size * count for size in variant.score(shape.seq, candidate, shape.kv_heads or shape.heads)
+        ),
         candidate,
     )
-    far = exchanged.travels(candidate)
-    if not far.any():
+    ring_mask = ring_attention.uses_ring(candidate)
+    if not ring_mask.any():
         return hardware.stream(forward), hardware.stream(backward)
-    pairs, core = exchanged.pairs(shape, candidate), attention(shape, candidate, hardware, software)
-    called = exchanged.by_kernel(shape, candidate, software)
-    found = []
-    for way, (size, each) in enumerate(zip((forward, backward), core, strict=True)):
-        walked = pairs * pair(shape, candidate, hardware, software, way, each / pairs)
-        there = np.where(called, made_of_parts(shape, candidate, hardware, software, way), walked)
-        found.append(np.where(far, there, hardware.stream(size)))
-    return found[0], found[1]
+    pairs, core = ring_attention.pairs(shape, candidate), attention(shape, candidate, hardware, software)
+    by_kernel = ring_attention.uses_kernel(shape, candidate, software)
+    results = []
+    for way, (size, core_seconds) in enumerate(zip((forward, backward), core, strict=True)):
+        in_blocks = pairs * pair(shape, candidate, hardware, software, way, core_seconds / pairs)
+        ring_seconds = np.where(by_kernel, ring_op_seconds(shape, candidate, hardware, software, way), in_blocks)
+        results.append(np.where(ring_mask, ring_seconds, hardware.stream(size)))
+    return results[0], results[1]
 
 
-def made_of_parts(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel, way: int) -> Any:
-    """Returns the seconds of what is made of a kernel's parts in all turns; way is 0 going forward, 1 backward."""
-    if software.parts is None:
+def ring_op_seconds(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel, way: int) -> Any:
+    """Returns the seconds of the ops around a kernel in all iterations of a ring; way is 0 forward, 1 backward."""
+    if software.ring_kernel is None:
         return 0.0
-    ring, entries = exchanged.groups(candidate), exchanged.entries(shape, candidate)
-    moved = software.parts.moved(way, *entries, ring=ring, ulysses=candidate.ulysses)
-    return hardware.stream(moved) + (ring - 1) * software.parts.small[way]
+    ring, entries = ring_attention.groups(candidate), ring_attention.device_elements(shape, candidate)
+    traffic = software.ring_kernel.traffic(way, *entries, ring=ring, ulysses=candidate.ulysses)
+    return hardware.stream(traffic) + (ring - 1) * software.ring_kernel.small_kernels[way]
 
 
 def pair(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel, way: int, core: Any) -> Any:
-    """Returns the seconds of a pair of blocks besides the `core` of its matmuls; way is 0 going forward, 1 backward."""
-    (queries, keys), (heads, kv_heads) = exchanged.blocks(shape, candidate), exchanged.heads_here(shape, candidate)
-    wide, walk = shape.dim / shape.heads, software.walk
-    moved = walk.moved(way, heads * queries * keys, heads * queries * wide, kv_heads * keys * wide)
-    return np.maximum(walk.pair + hardware.stream(moved), walk.least[way] - core)
+    """Returns the seconds of a pair of blocks besides its matmuls' `core`; way is 0 forward, 1 backward."""
+    (queries, keys), (heads, kv_heads) = (
+        ring_attention.blocks(shape, candidate),
+        ring_attention.device_heads(shape, candidate),
+    )
+    head_dim, walk = shape.dim / shape.heads, software.pair_cost
+    traffic = walk.traffic(way, heads * queries * keys, heads * queries * head_dim, kv_heads * keys * head_dim)
+    return np.maximum(walk.pair + hardware.stream(traffic), walk.least[way] - core)
 
 
 def elementwise(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> tuple[Any, Any]:
-    """Returns the seconds of a block's elementwise ops, forward and backward with the sum of gradients.
+    """Returns the seconds of a block's elementwise ops, forward, and backward with gradient accumulation.
 
-    The tensor axis cuts the widths inside; the stream between blocks only where it is sharded by sequence. What is kept
-    goes to the other layers' and comes back; a second order of the scores is what their matmul writes. Where the host
-    launches no kernel before the last one ended, its time comes on top.
+    The tensor axis splits the widths inside a block; the activations between blocks only with sequence parallelism.
+    Residuals are copied into the stack of all layers and back; a second layout of the scores is written by their matmul
+    and needs no copy. Host stalls (`waits`) come on top.
     """
     count = 1.0 * tokens(shape, candidate)
     stream = count * shape.dim / np.where(candidate.sequence, candidate.tensor, 1)
     inner = count * (shape.dim + 2 * shape.kv_dim + shape.width * (1 + shape.gated)) / candidate.tensor
     forward, backward = (software.stream[i] * stream + software.inner[i] * inner for i in (0, 1))
-    sums = summed(shape.trained * shape.cut_layer(candidate.tensor), candidate, software)
-    copied = np.where(np.greater(candidate.pipe, 1), 2, 1) * software.keep
-    once = lambda own: layer_bytes(shape, candidate, replace(own, relaid=0.0, pieces=None))[:1]  # noqa: E731
-    beside = copied / 2 * software.cost(once, candidate)[0]
-    waits = software.waits
-    return hardware.stream(forward + beside) + waits[0], hardware.stream(backward + beside + sums) + waits[1]
+    sums = accumulation_bytes(shape.trained * shape.device_layer_parameters(candidate.tensor), candidate, software)
+    copied = np.where(np.greater(candidate.pipe, 1), 2, 1) * software.stacking_traffic
+
+    def residuals(variant: SoftwareModel):
+        return layer_bytes(shape, candidate, replace(variant, extra_score_copies=0.0, split_sequences=None))[:1]
+
+    copy_bytes = copied / 2 * software.cost(residuals, candidate)[0]
+    waits = software.host_stalls
+    return hardware.stream(forward + copy_bytes) + waits[0], hardware.stream(backward + copy_bytes + sums) + waits[1]
 
 
-def summed(parameters: Any, candidate: Candidate, software: SoftwareModel) -> Any:
-    """Returns the bytes of adding a microbatch's gradients of so many parameters to their sum.
+def accumulation_bytes(parameters: Any, candidate: Candidate, software: SoftwareModel) -> Any:
+    """Returns the memory traffic of adding a microbatch's gradients of so many parameters to their sum.
 
-    Where each microbatch's are reduced, those of stages 2 and 3 are shards by then. A lone microbatch has no sum, so
-    stage 1 scatters its gradients at once too. Where a copy of the parameters is gathered for a step, in stages 1 and
-    2, gradients have its dtype, not the sum's.
+    If gradients are reduced for each microbatch, ZeRO-2 and 3 add shards. A single microbatch has no sum, so ZeRO-1
+    also scatters its gradients at once. If a copy of the parameters is gathered for a step (ZeRO-1 and 2), gradients
+    have the dtype of that copy, not of the sum.
     """
-    reduced = software.eager & ~(software.everywhere & np.greater(candidate.pipe, 1))
-    alone = reduced & np.equal(candidate.microbatches, 1)
-    copied = reduced & np.isin(candidate.zero, (1, 2)) & np.greater(candidate.shards, 1)
-    sharded = reduced & np.greater_equal(candidate.zero, np.where(alone, 1, 2))
-    each = software.accumulate - np.where(copied, SUM - software.wire[1], 0.0) - np.where(alone, 2 * SUM, 0.0)
-    return each * parameters / np.where(sharded, candidate.shards, 1)
+    reduced = software.reduce_every_microbatch & ~(software.spmd & np.greater(candidate.pipe, 1))
+    single = reduced & np.equal(candidate.microbatches, 1)
+    light = reduced & np.isin(candidate.zero, (1, 2)) & np.greater(candidate.shards, 1)
+    sharded = reduced & np.greater_equal(candidate.zero, np.where(single, 1, 2))
+    cost = software.accumulate - np.where(light, SUM - software.wire[1], 0.0) - np.where(single, 2 * SUM, 0.0)
+    return cost * parameters / np.where(sharded, candidate.shards, 1)
 
 
 def pcie_seconds(hardware: Hardware) -> float:
-    """Returns the seconds of a byte to host memory, at the share of line rate that NVLink reaches; 0 where unknown."""
+    """Returns the seconds per byte to host memory, at the share of line rate that NVLink reaches; 0 if unknown."""
     chip = hardware.chip
     return chip.nvlink / hardware.inside.bandwidth / chip.pcie if chip.pcie else 0.0
 
 
-def on_host(shape: Shape, candidate: Candidate, hardware: Hardware, layer: tuple[Any, Any]) -> Any:
-    """Returns the seconds of a step in which a layer waits for its input on its way to host memory, or back.
+def host_wait_seconds(shape: Shape, candidate: Candidate, hardware: Hardware, layer: tuple[Any, Any]) -> Any:
+    """Returns the seconds of a step in which layers wait for copies of their inputs to host memory and back.
 
-    Copies run beside a layer's computation each way, of which `layer` has the seconds, and the slower of both counts.
+    Copies overlap with a layer's computation, whose seconds (forward, backward) are in `layer`; only the excess counts.
     """
     size = host_bytes(shape, candidate) / candidate.layers(shape.layers)
-    once = size * pcie_seconds(hardware)
-    waits = sum(np.maximum(once - each, 0.0) for each in layer)
+    copy = size * pcie_seconds(hardware)
+    waits = sum(np.maximum(copy - compute, 0.0) for compute in layer)
     return np.where(np.greater(size, 0), waits * candidate.layers(shape.layers) * candidate.microbatches, 0.0)
 
 
 def block(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> tuple[Cost, Cost, Cost]:
-    """Returns what a block costs forward, backward, and in what the backward computes again.
+    """Returns the costs of a block: forward, backward, and recomputed in the backward pass.
 
-    Of jaxpar's own program XLA drops what nobody reads: the last matmul, whose result is summed with the stream, is not
-    computed again.
+    XLA drops dead code from jaxpar's program: the last matmul, whose result is added to the residual stream, is not
+    recomputed.
     """
-    once, twice = matmuls(shape, candidate, hardware)
-    core, other = attention(shape, candidate, hardware, software), elementwise(shape, candidate, hardware, software)
+    forward_matmuls, backward_matmuls = matmuls(shape, candidate, hardware)
+    core, ops = (attention(shape, candidate, hardware, software), elementwise(shape, candidate, hardware, software))
     softmax = scores(shape, candidate, hardware, software)
-    forward = Cost(once, core[0], softmax[0], other[0])
-    backward = Cost(twice, core[1], softmax[1], other[1])
+    forward = Cost(forward_matmuls, core[0], softmax[0], ops[0])
+    backward = Cost(backward_matmuls, core[1], softmax[1], ops[1])
     inputs, outputs = shape.matrices[-1]
-    last = hardware.matmul(tokens(shape, candidate), inputs / candidate.tensor, outputs) if software.everywhere else 0.0
-    made = forward._replace(matmuls=once - last)
-    again = Cost(*(share * cost for share, cost in zip(candidate.recomputed[:4], made, strict=True)))
-    return forward, backward, again
+    last = hardware.matmul(tokens(shape, candidate), inputs / candidate.tensor, outputs) if software.spmd else 0.0
+    recomputable = forward._replace(matmuls=forward_matmuls - last)
+    recomputation = Cost(
+        *(share * cost for share, cost in zip(candidate.recompute_shares[:4], recomputable, strict=True))
+    )
+    return forward, backward, recomputation
 
 
 def head(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> tuple[Cost, Cost]:
-    """Returns what logits and loss cost forward and backward, on the last stage or on each that shares them.
+    """Returns the costs of logits and loss, forward and backward, on the last stage or on each stage that shares them.
 
-    The logits are cut over the vocab, and where they are many made in chunks of tokens, by the same matmuls.
+    The logits are split over the vocab, and large ones are computed in chunks of tokens, by the same matmuls.
     """
-    count, ways = 1.0 * tokens(shape, candidate), candidate.tensor * candidate.sharing
-    once, twice = both_ways(count, shape.dim, shape.vocab / ways, hardware, shape.trained)
-    loss = hardware.stream(software.logits * count * shape.vocab / ways)
-    sums = hardware.stream(summed(shape.trained * shape.vocab * shape.dim / ways, candidate, software))
-    chunks = logit_chunks(count, shape.vocab / ways, software)
-    # each chunk reads the sum of the head's gradient and writes it
-    whole = shape.trained * shape.vocab * shape.dim / ways
-    sums = sums + hardware.stream(np.greater(chunks, 1) * 2 * SUM * chunks * whole)
-    return Cost(once, 0.0, 0.0, loss / 2), Cost(twice, 0.0, 0.0, loss / 2 + sums)
+    count, vocab_shards = 1.0 * tokens(shape, candidate), candidate.tensor * candidate.head_shards
+    forward, backward = matmul_passes(count, shape.dim, shape.vocab / vocab_shards, hardware, shape.trained)
+    loss = hardware.stream(software.logits * count * shape.vocab / vocab_shards)
+    sums = hardware.stream(
+        accumulation_bytes(shape.trained * shape.vocab * shape.dim / vocab_shards, candidate, software)
+    )
+    chunks = logit_chunks(count, shape.vocab / vocab_shards, software)
+    # each chunk reads and writes the sum of the head's gradient
+    parameters = shape.trained * shape.vocab * shape.dim / vocab_shards
+    sums = sums + hardware.stream(np.greater(chunks, 1) * 2 * SUM * chunks * parameters)
+    return Cost(forward, 0.0, 0.0, loss / 2), Cost(backward, 0.0, 0.0, loss / 2 + sums)

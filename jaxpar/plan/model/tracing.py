@@ -1,4 +1,4 @@
-"""Traces a function on shapes: its matmuls, and what its backward pass keeps."""
+"""Traces a function on shapes: its matmuls, and the residuals of its backward pass."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -8,21 +8,21 @@ from typing import Any, Literal
 import jax
 
 from jaxpar.errors import refuse
-from jaxpar.models.settings.computing import POLICIES, by_model
+from jaxpar.models.settings.computing import POLICIES, model_policy
 
-ROWS = 2, 4  # rows that a model is traced with: a single one could be broadcast
+ROWS = 2, 4  # batch sizes for tracing: a single row could be broadcast
 
 Kind = Literal["weights", "batched", "convolution"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Matmul:
-    """A matmul, or several alike.
+    """A matmul, or several equal ones.
 
     Attributes:
       flop: FLOP of one, per row.
-      times: How many a forward pass has.
-      kind: With weights, with a batch dim, or a convolution.
+      times: Number of them in a forward pass.
+      kind: "weights", "batched" (has a batch dim) or "convolution".
     """
 
     flop: float
@@ -32,72 +32,74 @@ class Matmul:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """A forward pass and what it leaves.
+    """Matmuls and residuals of a forward pass.
 
     Attributes:
-      matmuls: Of a forward pass.
-      kept: Remat policy to the bytes that a row leaves for the backward pass.
-      blocks: Parts that remat is placed around; 0 where the model places none.
+      matmuls: Matmuls of a forward pass.
+      residual_bytes: Remat policy to the bytes of residuals per row.
+      blocks: Number of blocks under remat; 0 if the model has none.
     """
 
     matmuls: tuple[Matmul, ...]
-    kept: Mapping[str, float]
+    residual_bytes: Mapping[str, float]
     blocks: int
 
 
 def trace(
-    forward: Callable[[str], Callable], params: Any, known: Callable[[int], Any], *, takes_remat: bool, name: str
+    forward: Callable[[str], Callable], params: Any, inputs: Callable[[int], Any], *, takes_remat: bool, name: str
 ) -> Trace:
-    """Returns what tracing shows; nothing is compiled and no array is made.
+    """Traces a loss and its backward pass, without compiling and without arrays.
 
     Args:
-      forward: Remat policy to a function (params, known) to the loss.
+      forward: Remat policy to a function (params, known) that returns the loss.
       params: Shapes of the parameters.
-      known: Rows to the shapes of what else the function takes: a batch, and state that is no parameter.
-      takes_remat: Whether the model places remat itself; around the whole of a model it saves nothing.
-      name: Of the model, for messages.
+      inputs: Rows to the shapes of the other inputs: a batch, and state that is not a parameter.
+      takes_remat: Whether the model applies remat to its blocks; remat around a whole model saves nothing.
+      name: Name of the model, for messages.
 
     Raises:
-      JaxparError: If nothing that is kept grows with the rows.
+      JaxparError: If no residual grows with the rows.
     """
-    few, more = (known(rows) for rows in ROWS)
-    kept = {}
-    for policy in [name for name in POLICIES if by_model(name) == name] if takes_remat else ["none"]:
+    small, large = (inputs(rows) for rows in ROWS)
+    residuals = {}
+    for policy in [name for name in POLICIES if model_policy(name) == name] if takes_remat else ["none"]:
         function = forward(policy)
-        kept[policy] = (_left(function, params, more) - _left(function, params, few)) / (ROWS[1] - ROWS[0])
-    if kept["none"] <= 0:
+        residuals[policy] = (_residual_bytes(function, params, large) - _residual_bytes(function, params, small)) / (
+            ROWS[1] - ROWS[0]
+        )
+    if residuals["none"] <= 0:
         raise refuse(
             f"{name}: its backward pass keeps nothing of a row",
-            rule="what is planned is a loss that depends on parameters and on rows",
+            rule="a plan needs a loss that depends on the parameters and on the rows of the batch",
             fix="a model and a loss that read the batch",
         )
-    one = jax.make_jaxpr(forward("none"))(params, few).jaxpr
-    again = jax.make_jaxpr(forward("full"))(params, few).jaxpr if takes_remat else None
+    jaxpr = jax.make_jaxpr(forward("none"))(params, small).jaxpr
+    remat_jaxpr = jax.make_jaxpr(forward("full"))(params, small).jaxpr if takes_remat else None
     return Trace(
-        matmuls=tuple(Matmul(flop=flop / ROWS[0], times=times, kind=kind) for flop, times, kind in _matmuls(one)),
-        kept=kept,
-        blocks=_blocks(again) if again is not None else 0,
+        matmuls=tuple(Matmul(flop=flop / ROWS[0], times=times, kind=kind) for flop, times, kind in _matmuls(jaxpr)),
+        residual_bytes=residuals,
+        blocks=_blocks(remat_jaxpr) if remat_jaxpr is not None else 0,
     )
 
 
-def _left(forward: Callable, params: Any, known: Any) -> int:
-    """Returns the bytes that `jax.vjp` by the parameters keeps."""
+def _residual_bytes(forward: Callable, params: Any, inputs: Any) -> int:
+    """Returns the bytes of residuals of `jax.vjp` with respect to the parameters."""
 
     def pull(params, known):
         return jax.vjp(lambda params: forward(params, known), params)[1]
 
-    left = jax.tree.leaves(jax.eval_shape(pull, params, known))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in left)
+    residuals = jax.tree.leaves(jax.eval_shape(pull, params, inputs))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in residuals)
 
 
 def _matmuls(jaxpr: Any, times: int = 1) -> Iterator[tuple[float, int, Kind]]:
-    """Yields (FLOP of one, how many, kind) of each matmul in a jaxpr; a loop of unknown length counts once."""
+    """Yields (FLOP, count, kind) of each matmul in a jaxpr; a loop of unknown length counts once."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name == "dot_general":
             (contracted, _), (batched, _) = eqn.params["dimension_numbers"]
-            left = eqn.invars[0].aval.shape
-            flop = 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(left[dim] for dim in contracted)
+            lhs_shape = eqn.invars[0].aval.shape
+            flop = 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs_shape[dim] for dim in contracted)
             yield flop, times, "batched" if batched else "weights"
         elif name == "conv_general_dilated":
             kernel = eqn.invars[1].aval.shape
@@ -109,20 +111,19 @@ def _matmuls(jaxpr: Any, times: int = 1) -> Iterator[tuple[float, int, Kind]]:
 
 
 def _blocks(jaxpr: Any, times: int = 1) -> int:
-    """Returns how many parts of a jaxpr are computed again as a whole."""
     count = 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in ("checkpoint", "remat2"):
             count += times
         else:
-            again = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
-            count += sum(_blocks(inner, again) for inner in _inner(eqn))
+            inner_times = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
+            count += sum(_blocks(inner, inner_times) for inner in _inner(eqn))
     return count
 
 
 def _inner(eqn: Any) -> list[Any]:
-    """Returns the jaxprs within an equation; of a choice, the first."""
+    """Returns the jaxprs inside an equation; of a `cond`, the first branch."""
     if eqn.primitive.name == "cond":
         return [eqn.params["branches"][0].jaxpr]
     closed = [getattr(value, "jaxpr", value) for value in eqn.params.values()]
-    return [each for each in closed if hasattr(each, "eqns")]
+    return [jaxpr for jaxpr in closed if hasattr(jaxpr, "eqns")]

@@ -1,6 +1,6 @@
-"""Memory against time as a drawing: a dot for every layout that fits, and the Pareto front.
+"""A plot of memory against time: a dot for every layout that fits, and the Pareto front.
 
-Time is on a logarithmic scale: a percent is as wide everywhere. Widths are percent of whatever room there is.
+Time is on a logarithmic scale: a percent has the same width everywhere. Widths are percent of the page's width.
 """
 
 from math import log
@@ -10,24 +10,24 @@ import numpy as np
 
 from jaxpar.html.markup import Markup, join, percent, swatch, tag
 from jaxpar.mesh.axes import AXES
-from jaxpar.plan.enumerate import at
+from jaxpar.plan.enumeration import select_one
 from jaxpar.plan.pareto import Points
 from jaxpar.plan.search import Plan, describe
 from jaxpar.plan.techniques.table import TECHNIQUES
 from jaxpar.units import show_bytes, show_seconds
 
-HEIGHT, WIDTH = 340, 1000  # units of the drawing; the width is stretched
-GRID = 5  # units of a cell: of the dots in one, one is drawn
-# seconds, roundest first: those of a tier are tried where there are fewer than so many
+HEIGHT, WIDTH = 340, 1000  # units of the plot; the width is stretched
+GRID = 5  # units of a cell, of whose dots one is drawn
+# (fewest, mantissas) of ticks of time, roundest first: a tier is added if there are fewer ticks than that
 _TIERS = (
     (5, (1, 2, 5)), (5, (3, 4, 6, 8)), (5, (1.5, 2.5, 7, 9)),
     (3, np.arange(1, 10, 0.5)), (3, np.arange(1, 10, 0.1).round(1)), (3, np.arange(1, 10, 0.01).round(2)),
 )  # fmt: skip
-_APART = 0.13  # of the width: labels of ticks
+_APART = 0.13  # least distance of tick labels, as a share of the width
 
 
 class Frame:
-    """The frame of the drawing: maps a time and a size to the sheet; `room` is the limit of memory, with its label."""
+    """The frame of the plot: maps seconds and bytes to coordinates; `room` is the limit of memory."""
 
     def __init__(self, points: Points, room: float):
         low, high = log(points.seconds.min()), log(points.seconds.max())
@@ -35,22 +35,22 @@ class Frame:
         self.low, self.high, self.room, self.top = low - pad, high + pad, room, room * 1.07
 
     def x(self, seconds: Any) -> Any:
-        """Returns the share of the width."""
+        """Returns the horizontal position as a share of the width."""
         return (np.log(seconds) - self.low) / (self.high - self.low)
 
     def y(self, size: Any) -> Any:
-        """Returns units from the top."""
+        """Returns the vertical position in units from the top."""
         return HEIGHT * (1 - np.asarray(size) / self.top)
 
 
 def scatter(plan: Plan) -> Markup:
-    """Returns the drawing with its axes and a legend that has the numbers of what is marked."""
-    frame = Frame(plan.points, plan.question.room)
-    sizes = memory_ticks(plan.question.room)
+    """Returns the plot with its axes, and a legend with the numbers of the marked layouts."""
+    frame = Frame(plan.points, plan.question.memory_limit)
+    sizes = memory_ticks(plan.question.memory_limit)
     side = [tag("text", show_bytes(size), x="100%", dx="-7", y=_n(frame.y(size) + 4), text_anchor="end")
             for size in sizes]  # fmt: skip
-    times = [tag("text", show_tick(each), x=percent(frame.x(each)), y="14", text_anchor="middle")
-             for each in time_ticks(frame)]  # fmt: skip
+    times = [tag("text", show_tick(tick), x=percent(frame.x(tick)), y="14", text_anchor="middle")
+             for tick in time_ticks(frame)]  # fmt: skip
     plot = tag("div", _field(plan.points, frame, sizes), _marks(plan, frame), cls="jx-field")
     return join([
         _legend(plan),
@@ -62,84 +62,93 @@ def scatter(plan: Plan) -> Markup:
 
 
 def kinds(points: Points) -> dict[str, np.ndarray]:
-    """Returns which layouts are of which kind, by what there is most to say of; drawn in this order."""
+    """Returns kind to a mask of its layouts (pipeline, other model axes, neither), in drawing order."""
     pipe, sizes = points.layouts.pipe > 1, points.layouts.sizes
-    within = [axis for axis in TECHNIQUES if axis != "pipe" and AXES[axis].splits]
-    inner = ~pipe & np.any([np.greater(sizes.get(axis, 1), 1) & ~pipe for axis in within], axis=0)
-    alone = " and ".join(axis for axis in sizes if not AXES[axis].splits)
-    return {"with a pipeline": pipe, f"with {' or '.join(within)}": inner, f"{alone} alone": ~pipe & ~inner}
+    inner_axes = [axis for axis in TECHNIQUES if axis != "pipe" and AXES[axis].splits]
+    inner = ~pipe & np.any([np.greater(sizes.get(axis, 1), 1) & ~pipe for axis in inner_axes], axis=0)
+    batch_only = " and ".join(axis for axis in sizes if not AXES[axis].splits)
+    return {"with a pipeline": pipe, f"with {' or '.join(inner_axes)}": inner, f"{batch_only} alone": ~pipe & ~inner}
 
 
 def thinned(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Returns the indices of dots to draw, the first of each cell of the sheet."""
+    """Returns the indices of dots to draw: the first of each cell of the grid."""
     cells = np.stack([x // GRID, y // GRID], axis=1)
     return np.sort(np.unique(cells, axis=0, return_index=True)[1])
 
 
 def memory_ticks(room: float) -> list[float]:
-    """Returns round sizes from 0 to what there is, at most six."""
+    """Returns at most six round sizes from 0 to `room`."""
     unit = 1024.0 ** int(log(max(room, 1)) / log(1024))
-    step = next(each for each in (1, 2, 5, 10, 20, 50, 100, 200, 500) if room / unit / each < 6)
+    step = next(number for number in (1, 2, 5, 10, 20, 50, 100, 200, 500) if room / unit / number < 6)
     return [float(size) * unit for size in range(0, int(room / unit) + 1, step)]
 
 
 def time_ticks(frame: Frame) -> list[float]:
-    """Returns round seconds within the sheet, far enough from each other for their labels, the roundest first."""
-    found: list[float] = []
+    """Returns round seconds within the frame, far enough apart for their labels; rounder ones take precedence."""
+    ticks: list[float] = []
     powers = range(int(frame.low / log(10)) - 2, int(frame.high / log(10)) + 2)
     for fewest, tier in _TIERS:
-        if len(found) >= fewest:
+        if len(ticks) >= fewest:
             continue
         for seconds in (float(mantissa) * 10.0**power for power in powers for mantissa in tier):
-            place = frame.x(seconds)
-            if 0.02 <= place <= 0.97 and all(abs(place - frame.x(other)) >= _APART for other in found):
-                found.append(seconds)
-    return sorted(found)
+            position = frame.x(seconds)
+            if 0.02 <= position <= 0.97 and all(abs(position - frame.x(tick)) >= _APART for tick in ticks):
+                ticks.append(seconds)
+    return sorted(ticks)
 
 
 def show_tick(seconds: float) -> str:
-    """Returns seconds as an axis has them, without a colon."""
+    """Formats seconds for an axis."""
     return f"{seconds:.5g} s" if seconds >= 1 else f"{seconds * 1000:.5g} ms"
 
 
 def _field(points: Points, frame: Frame, sizes: list[float]) -> Markup:
-    """Returns dots, front and grid: paths that are stretched, their strokes not."""
+    """Returns dots, front and grid as paths that stretch with the width, with constant strokes."""
     x, y = WIDTH * frame.x(points.seconds), frame.y(points.bytes)
     grid = "".join(f"M0 {_n(frame.y(size))}H{WIDTH}" for size in sizes)
-    grid += "".join(f"M{_n(WIDTH * frame.x(each))} 0V{HEIGHT}" for each in time_ticks(frame))
-    drawn = [_path(grid, "jx-grid"), _path(f"M0 {_n(frame.y(frame.room))}H{WIDTH}", "jx-most")]
+    grid += "".join(f"M{_n(WIDTH * frame.x(tick))} 0V{HEIGHT}" for tick in time_ticks(frame))
+    elements = [_path(grid, "jx-grid"), _path(f"M0 {_n(frame.y(frame.room))}H{WIDTH}", "jx-most")]
     for number, mask in enumerate(kinds(points).values()):
-        which = np.flatnonzero(mask)
-        which = which[thinned(x[which], y[which])]
-        dots = "".join(f"M{_n(x[i])} {_n(y[i])}h0" for i in which)
-        drawn.append(_path(dots, f"jx-dots jx-p{number}") if dots else Markup())
+        indices = np.flatnonzero(mask)
+        indices = indices[thinned(x[indices], y[indices])]
+        dots = "".join(f"M{_n(x[i])} {_n(y[i])}h0" for i in indices)
+        elements.append(_path(dots, f"jx-dots jx-p{number}") if dots else Markup())
     pareto = points.pareto
     steps = f"M{_n(x[pareto[0]])} {_n(y[pareto[0]])}" + "".join(f"H{_n(x[i])}V{_n(y[i])}" for i in pareto[1:])
-    drawn.append(_path(f"{steps}H{WIDTH}", "jx-front"))
-    return tag("svg", *drawn, viewBox=f"0 0 {WIDTH} {HEIGHT}", preserveAspectRatio="none", role="img",
+    elements.append(_path(f"{steps}H{WIDTH}", "jx-front"))
+    return tag("svg", *elements, viewBox=f"0 0 {WIDTH} {HEIGHT}", preserveAspectRatio="none", role="img",
                aria_label="Memory against time of every layout that fits")  # fmt: skip
 
 
 def _marks(plan: Plan, frame: Frame) -> Markup:
-    """Returns what keeps its shape: the front's dots, which tell what they are; the chosen and the fastest."""
-    points, drawn = plan.points, []
-    for i in points.under(np.linspace(0, 1, 33) * frame.top).tolist():
+    """Returns marks that do not stretch: dots of the front with titles, the chosen and the fastest layout."""
+    points, elements = plan.points, []
+    for i in points.fastest_below(np.linspace(0, 1, 33) * frame.top).tolist():
         numbers = f"{show_seconds(float(points.seconds[i]))}, {show_bytes(float(points.bytes[i]))}"
-        what = f"{describe(at(points.layouts, i))}: {numbers}"
-        place = {"cx": percent(frame.x(points.seconds[i])), "cy": _n(frame.y(points.bytes[i]))}
-        drawn.append(tag("circle", tag("title", what), **place, r="4", cls="jx-best"))
-    for cls, radius, each in (("jx-fastest", "9", plan.fastest), ("jx-chosen", "7", plan.best[0])):
-        place = {"cx": percent(frame.x(each.time.total)), "cy": _n(frame.y(each.memory.total))}
-        drawn.append(tag("circle", tag("title", describe(each.candidate)), **place, r=radius, cls=cls))
-    words = f"{show_bytes(plan.question.room)}: what a program may take"
-    drawn.append(tag("text", words, x="100%", dx="-6", y=_n(frame.y(plan.question.room) - 6), text_anchor="end",
-                     cls="jx-halo"))  # fmt: skip
-    return tag("svg", *drawn, cls="jx-over")
+        title = f"{describe(select_one(points.layouts, i))}: {numbers}"
+        position = {"cx": percent(frame.x(points.seconds[i])), "cy": _n(frame.y(points.bytes[i]))}
+        elements.append(tag("circle", tag("title", title), **position, r="4", cls="jx-best"))
+    for cls, radius, ranked in (("jx-fastest", "9", plan.fastest), ("jx-chosen", "7", plan.best[0])):
+        position = {"cx": percent(frame.x(ranked.time.total)), "cy": _n(frame.y(ranked.memory.total))}
+        elements.append(tag("circle", tag("title", describe(ranked.candidate)), **position, r=radius, cls=cls))
+    label = f"{show_bytes(plan.question.memory_limit)}: what a program may take"
+    elements.append(
+        tag(
+            "text",
+            label,
+            x="100%",
+            dx="-6",
+            y=_n(frame.y(plan.question.memory_limit) - 6),
+            text_anchor="end",
+            cls="jx-halo",
+        )
+    )
+    return tag("svg", *elements, cls="jx-over")
 
 
 def _legend(plan: Plan) -> Markup:
     counts = {name: int(mask.sum()) for name, mask in kinds(plan.points).items()}
-    numbers = lambda each: f"{show_seconds(each.time.total)}, {show_bytes(each.memory.total)}"  # noqa: E731
+    numbers = lambda ranked: f"{show_seconds(ranked.time.total)}, {show_bytes(ranked.memory.total)}"  # noqa: E731
     first, fastest = plan.best[0], plan.fastest
     same = first.candidate == fastest.candidate
     items = [swatch("jx-ring jx-chosen", f"chosen{', and the fastest' * same}: {numbers(first)}")]

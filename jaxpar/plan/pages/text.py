@@ -1,37 +1,37 @@
-"""A plan as a page of text: the layouts, where the first one's time goes, and what the ranking hangs on."""
+"""A plan as text: the layouts, the time of the first by cause, and the sensitivity of the ranking."""
 
 import numpy as np
 
 from jaxpar.columns import fold, table, terminal_width
-from jaxpar.plan.enumerate import at
-from jaxpar.plan.measured.trust import expected_error, trusted
+from jaxpar.plan.enumeration import select_one
+from jaxpar.plan.measurements.error_estimate import estimate_for, expected_error
 from jaxpar.plan.pages.bars import bars
-from jaxpar.plan.search import CHUNKED, Plan, Question, Ranked, complexity, describe, weigh
-from jaxpar.plan.speed import cost, mfu_without_mask, speed, ways_out
+from jaxpar.plan.search import CHUNKED, Plan, Question, Ranked, complexity, describe, predict
+from jaxpar.plan.speed import cost, improvements, mfu_without_mask, speed
 from jaxpar.units import show_bytes, show_count, show_seconds
 
 _BAR = 28
 
 
 def page(plan: Plan, *, colour: bool = False, width: int | None = None) -> str:
-    """Returns the plan; every number in it is modelled.
+    """Returns the plan as text; all numbers are modelled.
 
     Args:
-      plan: What to show.
+      plan: The plan.
       colour: Whether to colour the causes.
-      width: Of a line, in columns; 0 is without limit, None as wide as the terminal.
+      width: Width of a line in columns; 0 means unlimited, None the terminal's width.
     """
     width = terminal_width() if width is None else width
-    drawn = bars(plan, colour=colour, width=width)
-    told = f"The first one costs {cost(plan.question, plan.best[0])}."
+    chart = bars(plan, colour=colour, width=width)
+    cost_line = f"The first one costs {cost(plan.question, plan.best[0])}."
     parts = [
         _head(plan),
         _left_out(plan),
         _table(plan, width),
         _masked(plan),
-        told,
+        cost_line,
         _hopeless(plan),
-        drawn,
+        chart,
         _causes(plan),
     ]
     parts += [_on_host(plan), _leaner(plan, width), _doubts(plan)]
@@ -39,84 +39,83 @@ def page(plan: Plan, *, colour: bool = False, width: int | None = None) -> str:
 
 
 def _head(plan: Plan) -> str:
-    asked = plan.question
-    hardware, attention = asked.hardware, asked.model.attention(asked.software)
-    nodes = -(-asked.devices // hardware.per_node)
-    several = "s" * (nodes > 1)
-    size = show_count(asked.model.parameters).replace("G", "B")
-    inside, between = (f"{link.bandwidth / 1e9:.3g}" for link in (hardware.inside, hardware.between))
-    far = f" inside a node and {between} between nodes" if nodes > 1 else ""
-    memory = f"memory: {show_bytes(asked.room)} {asked.why}" if asked.why else ""
+    question = plan.question
+    hardware, attention = question.hardware, question.model.attention(question.software)
+    nodes = -(-question.devices // hardware.per_node)
+    plural = "s" * (nodes > 1)
+    size = show_count(question.model.parameters).replace("G", "B")
+    inside_rate, between_rate = (f"{link.bandwidth / 1e9:.3g}" for link in (hardware.inside, hardware.between))
+    tiers = f" inside a node and {between_rate} between nodes" if nodes > 1 else ""
+    memory = f"memory: {show_bytes(question.memory_limit)} {question.memory_source}" if question.memory_source else ""
     lines = [
-        f"{size} parameters on {asked.devices} x {hardware.chip.name}, {nodes} node{several} of {hardware.per_node}; "
-        f"{batch_of(asked)}",
-        f"{plan.considered:,} layouts, {plan.fitting:,} of them fit {show_bytes(asked.room)} with {spare(plan)}; "
+        f"{size} parameters on {question.devices} x {hardware.chip.name}, {nodes} node{plural} of {hardware.per_node}; "
+        f"{batch_of(question)}",
+        f"{plan.considered:,} layouts, {plan.fitting:,} of them fit {show_bytes(question.memory_limit)} with "
+        f"{spare(plan)}; "
         "all numbers are modelled:",
-        f"matmuls reach at most {hardware.gemm.top:.0%} of the peak, collectives {inside} GB/s per GPU{far}",
+        f"matmuls reach at most {hardware.gemm.top:.0%} of the peak, collectives {inside_rate} GB/s per GPU{tiers}",
         f"matmuls: {hardware.gemm.source.partition(';')[0]}; links: {hardware.source.partition(';')[0]}",
-        f"expected error of a step: {expected_error(asked, plan.best[0])}",
+        f"expected error of a step: {expected_error(question, plan.best[0])}",
         memory,
         f"attention: {attention}" if attention else "",
     ]
     return "\n".join(line for line in lines if line)
 
 
-def on_host(each: Ranked) -> str:
-    """Returns what a layout has in host memory, and its time over PCIe each way; nothing where it has nothing there."""
-    if not each.host:
+def host_memory(ranked: Ranked) -> str:
+    """Returns a layout's bytes in host memory and their time over PCIe each way, as text; "" if there are none."""
+    if not ranked.host:
         return ""
-    waits = show_seconds(each.time.get("host", 0.0))
-    there = f"{show_seconds(each.over_pcie)} each way over PCIe, {waits} of it waited for"
-    return f"{show_bytes(each.host)} per device, {there if each.over_pcie else 'how fast is not known'}"
+    exposed = show_seconds(ranked.time.get("host", 0.0))
+    copy_times = f"{show_seconds(ranked.pcie_copy)} each way over PCIe, {exposed} of it waited for"
+    return f"{show_bytes(ranked.host)} per device, {copy_times if ranked.pcie_copy else 'how fast is not known'}"
 
 
 def _on_host(plan: Plan) -> str:
-    """Returns the same of all layouts that are shown."""
-    lines = [f"  {rank}: {away}" for rank, each in enumerate(plan.best, start=1) if (away := on_host(each))]
+    lines = [f"  {rank}: {line}" for rank, ranked in enumerate(plan.best, start=1) if (line := host_memory(ranked))]
     return "\n".join(["In host memory:", *lines]) if lines else ""
 
 
 def _left_out(plan: Plan) -> str:
-    why = plan.left_out
-    return "\n".join(["Not among them:", *[f"  {each}" for each in why]]) if why else ""
+    reasons = plan.exclusions
+    return "\n".join(["Not among them:", *[f"  {reason}" for reason in reasons]]) if reasons else ""
 
 
 def spare(plan: Plan) -> str:
-    """Returns how much of the memory layouts leave free, as a person reads it."""
-    least, chunked = plan.question.spare, bool(np.any(plan.points.layouts.chunks > 1))
-    return f"{least:.0%} to spare" + f", interleaved pipelines with {least + CHUNKED:.0%}" * chunked
+    """Returns the share of the memory that layouts leave free, as text."""
+    share, chunked = plan.question.spare, bool(np.any(plan.points.layouts.chunks > 1))
+    return f"{share:.0%} to spare" + f", interleaved pipelines with {share + CHUNKED:.0%}" * chunked
 
 
-def batch_of(asked: Question) -> str:
-    """Returns the batch of a step in words: `128 examples of 4,096 tokens per step`."""
-    unit, each = asked.model.unit
-    return f"{asked.rows} examples{f' of {each:,} {unit}' * (each > 1)} per step"
+def batch_of(question: Question) -> str:
+    """Returns the batch of a step as text: `128 examples of 4,096 tokens per step`."""
+    unit, per_example = question.model.unit
+    return f"{question.rows} examples{f' of {per_example:,} {unit}' * (per_example > 1)} per step"
 
 
 def _masked(plan: Plan) -> str:
-    """Returns which attention an MFU counts; nothing where none is masked."""
-    less = mfu_without_mask(plan.question, plan.best[0])
-    if not less:
+    mfu = mfu_without_mask(plan.question, plan.best[0])
+    if not mfu:
         return ""
-    return f"MFU counts all of attention, masked or not; of the causal half alone the first one's is {less:.1%}."
+    return f"MFU counts all of attention, masked or not; of the causal half alone the first one's is {mfu:.1%}."
 
 
 def _table(plan: Plan, width: int) -> str:
-    return _rows(plan, list(plan.best), [why(each, plan) for each in plan.best], width, ranks=True)
+    return _rows(plan, list(plan.best), [rank_reason(ranked, plan) for ranked in plan.best], width, ranks=True)
 
 
 def _rows(plan: Plan, layouts: list[Ranked], words: list[str], width: int, *, ranks: bool = False) -> str:
-    """Returns layouts one below the other: step, throughput, MFU, bubble where there is one, memory, and words."""
-    speeds = [speed(plan.question, each) for each in layouts]
+    """Returns a table of layouts: step, throughput, MFU, bubble if any, memory, and a remark."""
+    speeds = [speed(plan.question, entry) for entry in layouts]
     head = ("layout", "step", f"{speeds[0].unit}/s", "MFU", "bubble", "per device", "against the first" * any(words))
     rows = [
-        (describe(each.candidate), show_seconds(each.time.total), *fast.cells, show_bytes(each.memory.total), word)
-        for each, fast, word in zip(layouts, speeds, words, strict=True)
+        (describe(entry.candidate), show_seconds(entry.time.total), *pace.cells, show_bytes(entry.memory.total), word)
+        for entry, pace, word in zip(layouts, speeds, words, strict=True)
     ]
-    keep = [column for column in range(len(head)) if column != 4 or any(row[4] for row in rows)]
+    columns = [column for column in range(len(head)) if column != 4 or any(row[4] for row in rows)]
     numbers = [[f"{rank or '':>3}"] if ranks else [] for rank in range(len(rows) + 1)]
     cells = [
-        [*number, *(row[i] if i in (0, len(head) - 1) else f"{row[i]:>6}" for i in keep)]
+        [*number, *(row[i] if i in (0, len(head) - 1) else f"{row[i]:>6}" for i in columns)]
         for number, row in zip(numbers, (head, *rows), strict=True)
     ]
     first, last = int(ranks), len(cells[0]) - 1
@@ -125,44 +124,47 @@ def _rows(plan: Plan, layouts: list[Ranked], words: list[str], width: int, *, ra
 
 
 def hopeless(plan: Plan) -> tuple[str, list[str]]:
-    """Returns why nobody should pay for the first choice, and what would help, in words; "" where it may do."""
-    fast = speed(plan.question, plan.best[0])
-    if not fast.hopeless:
+    """Returns the reason why the first layout is hopeless, and changes that would help; ("", []) if it is not."""
+    first_speed = speed(plan.question, plan.best[0])
+    if not first_speed.hopeless:
         return "", []
-    ways = [
-        f"{way.what}: {way.speed}{', still hopeless' * way.speed.hopeless}; {describe(way.first.candidate)}"
-        for way in ways_out(plan.question, plan.best[0])
+    changes = [
+        f"{change.option}: {change.speed}{', still hopeless' * change.speed.hopeless}; "
+        f"{describe(change.first.candidate)}"
+        for change in improvements(plan.question, plan.best[0])
     ]
-    return f"hopeless as it is asked: {fast}", ways
+    return f"hopeless as it is asked: {first_speed}", changes
 
 
 def _hopeless(plan: Plan) -> str:
-    said, ways = hopeless(plan)
-    if not said:
+    reason, changes = hopeless(plan)
+    if not reason:
         return ""
-    help_ = ["What would help:", *[f"  {way}" for way in ways]]
-    if not ways:
+    help_ = ["What would help:", *[f"  {change}" for change in changes]]
+    if not changes:
         help_ = ["More examples a step, fewer devices and wider context axes were tried: none helps."]
-    return "\n".join([f"The first choice is {said}.", *help_])
+    return "\n".join([f"The first choice is {reason}.", *help_])
 
 
-def why(each: Ranked, plan: Plan) -> str:
-    """Returns why the first one is first, or what costs another one more than the first."""
+def rank_reason(ranked: Ranked, plan: Plan) -> str:
+    """Returns the reason of a layout's rank: why the first is first, or the causes that cost another one more."""
     first = plan.best[0]
-    if each is first:
-        if plan.fastest.candidate == each.candidate:
+    if ranked is first:
+        if plan.fastest.candidate == ranked.candidate:
             return "the fastest"
-        lost = each.time.total / plan.fastest.time.total - 1
-        what = "simpler" if complexity(each.candidate) < complexity(plan.fastest.candidate) else "less memory"
-        return f"{what} than the fastest, {describe(plan.fastest.candidate)}, and {lost:.1%} slower"
-    more = [(cause, seconds) for cause, seconds in each.slower(first)[:2] if seconds >= 1e-5 * first.time.total]
-    gap = each.time.total / first.time.total - 1
-    equal = ", equal" * (abs(gap) <= trusted(plan.question, first).apart)
+        slowdown = ranked.time.total / plan.fastest.time.total - 1
+        advantage = "simpler" if complexity(ranked.candidate) < complexity(plan.fastest.candidate) else "less memory"
+        return f"{advantage} than the fastest, {describe(plan.fastest.candidate)}, and {slowdown:.1%} slower"
+    causes = [
+        (cause, seconds) for cause, seconds in ranked.slower_causes(first)[:2] if seconds >= 1e-5 * first.time.total
+    ]
+    gap = ranked.time.total / first.time.total - 1
+    equal = ", equal" * (abs(gap) <= estimate_for(plan.question, first).resolution)
     if gap < 0:
         return f"{gap:+.1%}{equal}, but " + (
-            "less simple" if complexity(each.candidate) > complexity(first.candidate) else "more memory"
+            "less simple" if complexity(ranked.candidate) > complexity(first.candidate) else "more memory"
         )
-    return f"{gap:+.1%}{equal}" + "".join(f", {cause} +{show_seconds(seconds)}" for cause, seconds in more)
+    return f"{gap:+.1%}{equal}" + "".join(f", {cause} +{show_seconds(seconds)}" for cause, seconds in causes)
 
 
 def _causes(plan: Plan) -> str:
@@ -180,26 +182,28 @@ def _causes(plan: Plan) -> str:
 
 
 def _leaner(plan: Plan, width: int) -> str:
-    """Returns the Pareto front in a few lines: what less memory would cost."""
-    rows = leaner(plan, 5)
+    """Returns a table of layouts of the Pareto front with less memory than the first."""
+    rows = smaller_layouts(plan, 5)
     if not rows:
         return ""
     return "\n".join(["With less memory, the fastest would be:", _rows(plan, rows, [""] * len(rows), width)])
 
 
-def leaner(plan: Plan, count: int) -> list[Ranked]:
-    """Returns layouts of the Pareto front that need less memory than the first: in equal steps, and the leanest."""
+def smaller_layouts(plan: Plan, count: int) -> list[Ranked]:
+    """Returns layouts of the Pareto front with less memory than the first: at equal steps of memory, and the least."""
     limits = np.linspace(plan.best[0].memory.total, 0, count, endpoint=False)
-    found = np.unique(np.concatenate([plan.points.under(limits), plan.points.pareto[-1:]]))
-    found = found[np.argsort(plan.points.seconds[found], kind="stable")]
-    less = found[plan.points.bytes[found] < plan.best[0].memory.total]
-    return [weigh(plan.question, at(plan.points.layouts, i)) for i in less.tolist()]
+    indices = np.unique(np.concatenate([plan.points.fastest_below(limits), plan.points.pareto[-1:]]))
+    indices = indices[np.argsort(plan.points.seconds[indices], kind="stable")]
+    smaller = indices[plan.points.bytes[indices] < plan.best[0].memory.total]
+    return [predict(plan.question, select_one(plan.points.layouts, i)) for i in smaller.tolist()]
 
 
 def _doubts(plan: Plan) -> str:
     first = plan.best[0].candidate
     lines = []
-    for what, other in plan.doubts.items():
-        same = other.candidate == first
-        lines.append(f"  {what}: {'the same' if same else describe(other.candidate)}, {show_seconds(other.time.total)}")
+    for change, layout in plan.sensitivity.items():
+        same = layout.candidate == first
+        lines.append(
+            f"  {change}: {'the same' if same else describe(layout.candidate)}, {show_seconds(layout.time.total)}"
+        )
     return "\n".join(["The first one, if an assumption is wrong:", *lines])

@@ -1,1 +1,1 @@
-"""Published rules of thumb, as data and formulas, beside what the cost model says."""
+"""Published rules of thumb, as data and formulas, compared with the cost model."""

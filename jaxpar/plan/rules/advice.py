@@ -1,6 +1,6 @@
 """Compares the published decision table with the cost model.
 
-model, hardware ──► search ──► plan ──► advise: the row that fires, and the best layouts it means
+model, hardware ──► search ──► plan ──► advise: the matching row, and the best layouts that it names
 """
 
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.enumerate import at
-from jaxpar.plan.rules.decisions import RULES, Layouts, Rule, Situation, situated
-from jaxpar.plan.search import Plan, Question, Ranked, describe, weigh
+from jaxpar.plan.enumeration import select_one
+from jaxpar.plan.rules.decisions import RULES, LayoutKind, Rule, Situation, make_situation
+from jaxpar.plan.search import Plan, Question, Ranked, describe, predict
 from jaxpar.units import show_bytes, show_seconds
 
 
@@ -22,24 +22,24 @@ class Option:
 
     Attributes:
       layouts: The kind.
-      best: The fastest of its layouts that fit; None where none does.
-      why: Why none does, in that case.
+      best: The fastest of its layouts that fit; None if none fits.
+      why: Reason why none fits; "" otherwise.
     """
 
-    layouts: Layouts
+    layouts: LayoutKind
     best: Ranked | None
     why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """The advice of the table, beside a plan.
+    """The advice of the table, compared with a plan.
 
     Attributes:
-      plan: What the cost model says.
-      situation: The model and its machines as the table sees them.
-      rule: Its row for that.
-      options: What the row means, in its order.
+      plan: The cost model's plan.
+      situation: The model and its machines in terms of the table.
+      rule: The row of the table for the situation.
+      options: The kinds of layouts of the row, in its order.
     """
 
     plan: Plan
@@ -49,42 +49,42 @@ class Advice:
 
     @property
     def recommended(self) -> Ranked | None:
-        """The fastest layout that the rule names; None where none of them fits."""
+        """The fastest layout that the rule names; None if none fits."""
         fitting = [option.best for option in self.options if option.best is not None]
-        return min(fitting, key=lambda each: each.time.total, default=None)
+        return min(fitting, key=lambda ranked: ranked.time.total, default=None)
 
     @property
     def gap(self) -> float:
-        """The share by which it is slower than the cost model's first; below 0 within the margin of a search."""
+        """The share by which `recommended` is slower than the plan's first; may be below 0 by up to the margin."""
         return self.recommended.time.total / self.plan.best[0].time.total - 1 if self.recommended else np.inf
 
     @property
     def agrees(self) -> bool:
-        """Whether the table names the cost model's first, or what is as fast within the margin of the search."""
+        """Whether the table names the plan's first layout, or one as fast within the search's margin."""
         return self.gap <= self.plan.question.margin
 
     @property
     def verdict(self) -> str:
-        """The difference between the two, by how much, and why."""
-        first, own = self.plan.best[0], self.recommended
+        """The comparison of both as text: the difference in step time, and its causes."""
+        first, advised = self.plan.best[0], self.recommended
         best = f"{describe(first.candidate)}, {show_seconds(first.time.total)}"
-        if own is None:
+        if advised is None:
             return f"they differ: nothing that the table names fits; the cost model's first does: {best}"
-        if _mesh(own) == _mesh(first):
+        if _mesh(advised) == _mesh(first):
             return f"they agree: the cost model's first is {best}"
-        least = 0.002 * first.time.total
-        causes = [f", {cause} +{show_seconds(more)}" for cause, more in own.slower(first) if more > least]
+        floor = 0.002 * first.time.total
+        causes = [f", {cause} +{show_seconds(extra)}" for cause, extra in advised.slower_causes(first) if extra > floor]
         return (
             f"{'they are as good' if self.agrees else 'they differ'}: the cost model's first is {best}; "
             f"the table's best takes {round(self.gap, 3) + 0.0:+.1%}{''.join(causes[:3])}"
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns it as JSON has it."""
+        """Returns the advice for JSON."""
         situation = {key: getattr(self.situation, key) for key in ("nodes", "model", "links", "facts")}
         options = [
-            {"name": each.layouts.name, "best": each.best and each.best.to_dict(), "why": each.why}
-            for each in self.options
+            {"name": option.layouts.name, "best": option.best and option.best.to_dict(), "why": option.why}
+            for option in self.options
         ]
         return {
             "situation": situation,
@@ -99,23 +99,23 @@ class Advice:
 
     def __str__(self) -> str:
         lines = [f"The published decision table: {self.rule.advice}", *(f"  {fact}" for fact in self.situation.facts)]
-        width = max(len(each.layouts.name) for each in self.options)
-        for each in self.options:
-            said = each.why
-            if each.best is not None:
-                said = f"{describe(each.best.candidate)}: {show_seconds(each.best.time.total)}"
-                said += f", {show_bytes(each.best.memory.total)}"
-            lines.append(f"  {each.layouts.name:<{width}}  {said}")
+        width = max(len(option.layouts.name) for option in self.options)
+        for option in self.options:
+            text = option.why
+            if option.best is not None:
+                text = f"{describe(option.best.candidate)}: {show_seconds(option.best.time.total)}"
+                text += f", {show_bytes(option.best.memory.total)}"
+            lines.append(f"  {option.layouts.name:<{width}}  {text}")
         return "\n".join([*lines, f"  {self.verdict}"])
 
 
 def advise(plan: Plan) -> Advice:
-    """Returns what the published decision table says about the question of a plan.
+    """Applies the published decision table to the question of a plan.
 
-    What it leaves open, sizes and schedule and remat, the cost model chooses. All numbers are modelled.
+    The cost model chooses sizes, schedule and remat, which the table leaves open. All numbers are modelled.
 
     Args:
-      plan: The answer of `search`, which has the model and the hardware.
+      plan: The result of `search`.
     """
     situation = situation_of(plan.question)
     rule = next(rule for rule in RULES if rule.fires(situation))
@@ -123,37 +123,37 @@ def advise(plan: Plan) -> Advice:
     return Advice(plan=plan, situation=situation, rule=rule, options=options)
 
 
-def situation_of(asked: Question) -> Situation:
-    """Returns what the table asks about a question.
+def situation_of(question: Question) -> Situation:
+    """Returns the situation of a question in terms of the table.
 
-    A model fits where its state does and what one row keeps, with whatever is best computed again: the page has single
-    devices do all they can before others come in.
+    A model fits if its state and the residuals of one row fit under the best remat policy: the published page exhausts
+    a single device's options before it adds devices.
     """
-    per_node = min(asked.hardware.per_node, asked.devices)
-    remat = np.array(asked.choices.remats)
+    per_node = min(question.hardware.per_node, question.devices)
+    remat = np.array(question.choices.remats)
     needs = {
-        what: float(np.min(asked.bytes(Candidate(fsdp=n, zero=3 * (n > 1), remat=remat)).total))
-        for what, n in (("device", 1), ("node", per_node))
+        holder: float(np.min(question.bytes(Candidate(fsdp=n, zero=3 * (n > 1), remat=remat)).total))
+        for holder, n in (("device", 1), ("node", per_node))
     }
-    needs["layer"] = asked.model.largest(asked.software)
-    nodes = -(-asked.devices // asked.hardware.per_node)
-    link = asked.hardware.between if nodes > 1 else asked.hardware.inside
-    return situated(nodes=nodes, needs=needs, room=asked.limit(Candidate()), bandwidth=link.bandwidth)
+    needs["layer"] = question.model.largest_layer(question.software)
+    nodes = -(-question.devices // question.hardware.per_node)
+    link = question.hardware.between if nodes > 1 else question.hardware.inside
+    return make_situation(nodes=nodes, needs=needs, room=question.limit(Candidate()), bandwidth=link.bandwidth)
 
 
-def _options(asked: Question, rule: Rule) -> Iterator[Option]:
-    candidates = asked.legal()
-    needed, seconds = asked.bytes(candidates).total, asked.seconds(candidates).total
+def _options(question: Question, rule: Rule) -> Iterator[Option]:
+    candidates = question.legal()
+    sizes, seconds = question.bytes(candidates).total, question.seconds(candidates).total
     for layouts in rule.layouts:
-        named = layouts.among(candidates, asked.hardware.per_node)
-        fits = named & (needed <= asked.limit(candidates))
+        mask = layouts.mask(candidates, question.hardware.per_node)
+        fits = mask & (sizes <= question.limit(candidates))
         if fits.any():
-            fastest = at(candidates, int(np.argmin(np.where(fits, seconds, np.inf))))
-            yield Option(layouts=layouts, best=weigh(asked, fastest))
-        elif named.any():
-            i = int(np.argmin(np.where(named, needed, np.inf)))
-            lacks = f"the leanest, {describe(at(candidates, i))}, needs {show_bytes(float(needed[i]))}"
-            yield Option(layouts=layouts, best=None, why=f"does not fit: {lacks}")
+            fastest = select_one(candidates, int(np.argmin(np.where(fits, seconds, np.inf))))
+            yield Option(layouts=layouts, best=predict(question, fastest))
+        elif mask.any():
+            i = int(np.argmin(np.where(mask, sizes, np.inf)))
+            reason = f"the leanest, {describe(select_one(candidates, i))}, needs {show_bytes(float(sizes[i]))}"
+            yield Option(layouts=layouts, best=None, why=f"does not fit: {reason}")
         else:
             yield Option(layouts=layouts, best=None, why="is not possible with these devices, heads, layers and rows")
 

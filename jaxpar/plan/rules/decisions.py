@@ -1,15 +1,15 @@
-"""The published decision table for layouts, as data: where the model fits, which links there are, what follows.
+"""The published decision table for layouts, as data: from the model's size and the links to kinds of layouts.
 
-    one node        fits a device        DDP, or ZeRO
-                    does not             NVLink: pipeline, ZeRO or tensor, on a par; else the pipeline
-                    largest layer not    tensor, or ZeRO
-    several nodes   fast links           ZeRO, or pipeline + tensor + data
-                    slow, a node holds   ZeRO inside nodes, replicas between
-                    slow, it does not    data + pipeline + tensor + ZeRO-1
+    one node        model fits a device       DDP, or ZeRO
+                    it does not               NVLink: pipeline, ZeRO or tensor, on a par; otherwise the pipeline
+                    nor its largest layer     tensor, or ZeRO
+    several nodes   fast links                ZeRO, or pipeline + tensor + data
+                    slow, fits a node         ZeRO inside nodes, replicas between
+                    slow, does not            data + pipeline + tensor + ZeRO-1
 
-Source: Hugging Face transformers, "Efficient Training on Multiple GPUs" (perf_train_gpu_many), "Scalability strategy";
-slow links and a model that a node does hold are left out there, so that row is of Stas Bekman's "Machine Learning
-Engineering", "Model Parallelism" (stas00/ml-engineering), which has the same table. Neither says what is fast: `FAST`.
+Source: Hugging Face transformers, "Efficient Training on Multiple GPUs" (perf_train_gpu_many), "Scalability strategy".
+The row for slow links and a model that fits a node is missing there, and comes from Stas Bekman's "Machine Learning
+Engineering", "Model Parallelism" (stas00/ml-engineering), which has the same table. `FAST` is our definition of fast.
 """
 
 from dataclasses import dataclass
@@ -21,21 +21,21 @@ import numpy as np
 from jaxpar.plan.candidate import Candidate
 from jaxpar.units import show_bytes
 
-FAST = {"one": 100e9, "several": 10e9}  # bytes/s of a device: below NVLink of any generation, of a 100 Gb/s NIC each
+FAST = {"one": 100e9, "several": 10e9}  # bytes/s of a device: slower than any NVLink; about a 100 Gb/s NIC per device
 Sizes = tuple[float, float]
 ONE, ANY, MANY = (1, 1), (1, inf), (2, inf)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Situation:
-    """The questions of the table about a model and its machines.
+    """A model and its machines in terms of the table.
 
     Attributes:
       nodes: "one" or "several".
-      model: What holds it in training, one row at a time: "device", "node" (its devices, with ZeRO-3), "more" than a
-        node; or "layer": a device does not even hold its largest layer.
-      links: "fast" or "slow": those inside the one node, or those between several, by `FAST`.
-      facts: The numbers that this follows from, as a person reads them.
+      model: Smallest unit that holds the model in training with one row: "device", "node" (with ZeRO-3), "more" than a
+        node; or "layer": a device cannot hold even the largest layer.
+      links: "fast" or "slow" by `FAST`: the links inside the one node, or between several.
+      facts: The numbers behind the situation, as text.
     """
 
     nodes: str
@@ -45,17 +45,17 @@ class Situation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layouts:
-    """A kind of layout: lowest and highest size of each axis; 1 of those that the table does not know.
+class LayoutKind:
+    """A kind of layout: lowest and highest size of each axis; axes that the table does not know have size 1.
 
     Attributes:
-      name: What the table calls it.
-      pipe: Of stages, as all that follow.
+      name: Name in the table.
+      pipe: Lowest and highest number of stages.
       data: Of replicas.
       fsdp: Of devices that share the state.
-      tensor: Of devices that share a matrix: those of one node at most ("TP size <= GPUs per node").
-      zero: ZeRO stages, where fsdp is more than 1.
-      local: Whether fsdp stays in a node, too.
+      tensor: Of devices that share a matrix: at most those of a node ("TP size <= GPUs per node").
+      zero: ZeRO stages, if fsdp is above 1.
+      local: Whether fsdp must stay in a node.
     """
 
     name: str
@@ -66,16 +66,16 @@ class Layouts:
     zero: tuple[int, ...] = (0, 1, 2, 3)
     local: bool = False
 
-    def among(self, candidates: Candidate, per_node: int) -> Any:
-        """Returns which of many candidates are of this kind."""
+    def mask(self, candidates: Candidate, per_node: int) -> Any:
+        """Returns a mask of the candidates of this kind."""
         tensor = (self.tensor[0], min(self.tensor[1], per_node))
         fsdp = (self.fsdp[0], min(self.fsdp[1], per_node)) if self.local else self.fsdp
-        found = np.isin(candidates.zero, self.zero)
-        named = {"pipe": self.pipe, "data": self.data, "fsdp": fsdp, "tensor": tensor}
+        mask = np.isin(candidates.zero, self.zero)
+        bounds = {"pipe": self.pipe, "data": self.data, "fsdp": fsdp, "tensor": tensor}
         for axis, size in candidates.sizes.items():
-            least, most = named.get(axis, ONE)
-            found = found & (size >= least) & (size <= most)
-        return found
+            low, high = bounds.get(axis, ONE)
+            mask = mask & (size >= low) & (size <= high)
+        return mask
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,28 +83,28 @@ class Rule:
     """A row of the table.
 
     Attributes:
-      nodes: Situations it is for, as all of the next two.
-      model: What of them.
-      links: What of them.
-      advice: What it says, in its own order.
-      layouts: What that means, in the same order.
+      nodes: Values of `Situation.nodes` for which it holds.
+      model: Values of `Situation.model`.
+      links: Values of `Situation.links`.
+      advice: The advice as text.
+      layouts: The kinds of layouts that it names, in the same order.
     """
 
     nodes: tuple[str, ...] = ("one", "several")
     model: tuple[str, ...] = ("device", "node", "more", "layer")
     links: tuple[str, ...] = ("fast", "slow")
     advice: str
-    layouts: tuple[Layouts, ...]
+    layouts: tuple[LayoutKind, ...]
 
     def fires(self, situation: Situation) -> bool:
-        """Returns whether it is for this situation."""
+        """Returns whether the rule holds for a situation."""
         return all(getattr(situation, key) in getattr(self, key) for key in ("nodes", "model", "links"))
 
 
-DDP = Layouts(name="DDP")
-ZERO = Layouts(name="ZeRO", data=ONE, fsdp=MANY)
-PP = Layouts(name="PP", pipe=MANY)
-TP = Layouts(name="TP", tensor=MANY)
+DDP = LayoutKind(name="DDP")
+ZERO = LayoutKind(name="ZeRO", data=ONE, fsdp=MANY)
+PP = LayoutKind(name="PP", pipe=MANY)
+TP = LayoutKind(name="TP", tensor=MANY)
 RULES = (
     Rule(nodes=("one",), model=("device",), advice="DDP, or ZeRO, which may or may not be faster", layouts=(DDP, ZERO)),
     Rule(
@@ -122,42 +122,42 @@ RULES = (
     Rule(
         nodes=("several",), links=("fast",),
         advice="ZeRO, which leaves the model as it is; or PP + TP + DP, which sends less",
-        layouts=(ZERO, Layouts(name="PP + TP + DP", pipe=MANY, data=MANY, tensor=MANY)),
+        layouts=(ZERO, LayoutKind(name="PP + TP + DP", pipe=MANY, data=MANY, tensor=MANY)),
     ),
     Rule(
         nodes=("several",), model=("device", "node"), links=("slow",),
         advice="ZeRO over the links inside a node, DDP over those between nodes",
-        layouts=(Layouts(name="ZeRO with replicas", data=MANY, fsdp=MANY, local=True),),
+        layouts=(LayoutKind(name="ZeRO with replicas", data=MANY, fsdp=MANY, local=True),),
     ),
     Rule(
         nodes=("several",), model=("more", "layer"), links=("slow",), advice="DP + PP + TP + ZeRO-1",
-        layouts=(Layouts(name="DP + PP + TP + ZeRO-1", pipe=MANY, fsdp=MANY, tensor=MANY, zero=(1,)),),
+        layouts=(LayoutKind(name="DP + PP + TP + ZeRO-1", pipe=MANY, fsdp=MANY, tensor=MANY, zero=(1,)),),
     ),
 )  # fmt: skip
 
 
-def situated(*, nodes: int, needs: dict[str, float], room: float, bandwidth: float) -> Situation:
-    """Returns the situation that these numbers make.
+def make_situation(*, nodes: int, needs: dict[str, float], room: float, bandwidth: float) -> Situation:
+    """Returns the situation for these numbers.
 
     Args:
-      nodes: How many.
-      needs: Bytes of a device: "device", for all of the model; "node", if the devices of a node share it; "layer", for
+      nodes: Number of nodes.
+      needs: Bytes of a device: "device", for the whole model; "node", if the devices of a node share it; "layer", for
         its largest layer alone.
-      room: Bytes of a device.
-      bandwidth: Of the links that matter, bytes per second and device.
+      room: Bytes that a device has.
+      bandwidth: Bytes per second and device of the links between nodes, or inside a single one.
     """
-    few = "several" if nodes > 1 else "one"
-    fits = [what for what in ("layer", "device", "node") if needs[what] <= room]
+    node_count = "several" if nodes > 1 else "one"
+    fits = [unit for unit in ("layer", "device", "node") if needs[unit] <= room]
     model = "layer" if "layer" not in fits else "device" if "device" in fits else "node" if "node" in fits else "more"
-    links = "fast" if bandwidth >= FAST[few] else "slow"
-    where = "between nodes" if nodes > 1 else "inside it"
-    limit = f"from {FAST[few] / 1e9:g} on they are fast"
+    links = "fast" if bandwidth >= FAST[node_count] else "slow"
+    place = "between nodes" if nodes > 1 else "inside it"
+    limit = f"from {FAST[node_count] / 1e9:g} on they are fast"
     return Situation(
-        nodes=few,
+        nodes=node_count,
         model=model,
         links=links,
         facts=(
-            f"{nodes} node{'s' * (nodes > 1)}, links {where} {bandwidth / 1e9:.3g} GB/s per device: {links} ({limit})",
+            f"{nodes} node{'s' * (nodes > 1)}, links {place} {bandwidth / 1e9:.3g} GB/s per device: {links} ({limit})",
             f"of a device, {show_bytes(room)}, training needs {show_bytes(needs['device'])} for all of the model, "
             f"{show_bytes(needs['node'])} where a node shares it, {show_bytes(needs['layer'])} for its largest layer",
         ),

@@ -1,7 +1,7 @@
-"""Techniques as a plan prices them, one file each; `table.TECHNIQUES` has those that a search weighs.
+"""Costs of parallel techniques, one file each; a search tries those in `table.TECHNIQUES`.
 
-To add one: its axis in `jaxpar.mesh.axes`, a file beside `context.py` with a `Technique`, and a row of
-`table.TECHNIQUES` (or `with table.added(technique)`, for as long as a test or a script runs). A technique that names
-neither sizes nor settings is tried in all sizes that divide what its axis splits; what it sends is priced by what it
-yields. Its cause then appears in every plan, page and bar, and its axis in the job that a plan writes.
+To add one: an axis in `jaxpar.mesh.axes`, a file here with a `Technique`, and a row of `table.TECHNIQUES` (or `with
+table.added(technique)` in a test or a script). Without `sizes` and `settings`, a search tries all sizes that divide the
+dims that the axis splits. The collectives that it yields are priced; its cause then appears in every plan, page and
+bar, and its axis in the job that a plan writes.
 """

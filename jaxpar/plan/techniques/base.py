@@ -1,17 +1,17 @@
-"""The protocol of a technique as a plan sees it: what a search and the two sums ask of it.
+"""The protocol of a technique in a plan: its options for the search, its bytes and its seconds.
 
-    searched     lacks(model)                     why it has nothing to do in a model
-                 sizes(model, rows, choices)      which sizes its axis may have
-                 variants(size)                   settings that come with a size, such as ZeRO's stages
-                 settings                         settings that hang on the batch too, such as a pipeline's schedule
-                 follows(model, candidate)        settings that nobody chooses
+    search       lacks(model)                     the reason why the technique does not apply to a model
+                 sizes(model, rows, choices)      legal sizes of its axis
+                 variants(size)                   settings that depend on the size, such as ZeRO's stages
+                 settings                         settings that also depend on the batch, such as a pipeline's schedule
+                 follows(model, candidate)        settings that follow from others
     memory       bytes(model, candidate, ...)     bytes by cause
-    seconds      block(shape, candidate, ...)     collectives of a block, which stand in the way of a pipeline's stages
-                 step(model, candidate, ...)      collectives of a step, beside the schedule
-                 around(work, candidate, ...)     seconds of what hides behind computation, known once that is
+    seconds      block(shape, candidate, ...)     collectives of a block, on the critical path of pipeline stages
+                 step(model, candidate, ...)      collectives of a step, outside of the schedule
+                 around(work, candidate, ...)     exposed seconds of traffic that overlaps with computation
 
-A collective is `jaxpar.mesh.collective.Collective`, as the ledger of a compiled program has it, so that the two can be
-compared. Fields of a candidate may be arrays, and so are then all numbers.
+A collective is a `jaxpar.mesh.collective.Collective`, as in the ledger of a compiled program, so that both can be
+compared. Fields of a candidate may be arrays; all numbers are then arrays too.
 """
 
 import math
@@ -24,76 +24,80 @@ import numpy as np
 from jaxpar.mesh.axes import AXES
 from jaxpar.mesh.collective import Collective
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.causes import Look
+from jaxpar.plan.causes import Style
 from jaxpar.plan.choices import Choices
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
-from jaxpar.plan.model.dims import Named
+from jaxpar.plan.model.dims import NamedDims
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.state_bytes import Recipe
 
-LOCAL = ("collective-permute", "all-to-all")  # kinds whose messages have a distance of their own
-BYTES = 2  # of a bfloat16: activations travel in it
+LOCAL = ("collective-permute", "all-to-all")  # kinds priced by the distance of their messages
+BYTES = 2  # of bfloat16, the dtype in which activations are sent
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sent:
-    """A collective that a technique adds, and how much of it is waited for.
+class SentCollective:
+    """A collective that a technique adds, and its exposed share.
 
     Attributes:
-      collective: Its kind, axis, group, payload, and how often it runs; `backward` says in which pass.
+      collective: Its kind, axis, group, payload, count, and its pass (`backward`).
       exposed: Share of its time that computation does not hide.
-      beside: Returns the seconds of computation that each of its sends runs beside, on given hardware: it is waited for
-        where it takes longer. None where `exposed` says how much is.
-      again: Whether it is one of the forward pass, sent once more where the backward pass computes that again.
+      overlapped_compute: Function of the hardware to the seconds of computation that overlap with each send; the
+        excess over them is exposed. None if `exposed` applies.
+      recomputed: Whether it repeats a forward collective during recomputation in the backward pass.
     """
 
     collective: Collective
     exposed: Any = 1.0
-    beside: Callable[[Hardware], Any] | None = None
-    again: bool = False
+    overlapped_compute: Callable[[Hardware], Any] | None = None
+    recomputed: bool = False
 
 
-def seconds(sent: Iterable[Sent], candidate: Candidate, hardware: Hardware) -> tuple[Any, Any]:
-    """Returns the seconds of collectives that are waited for, forward and backward.
+def exposed_seconds(collectives: Iterable[SentCollective], candidate: Candidate, hardware: Hardware) -> tuple[Any, Any]:
+    """Returns the exposed seconds of collectives, forward and backward.
 
-    Rings pass over all axes of a collective, the innermost of which has the nearest neighbours. Of an all-to-all, each
-    device's neighbours are those next to it; a permute is as slow as the farthest of its messages.
+    A ring spans all axes of a collective; its neighbours are those of the innermost axis. In an all-to-all a device's
+    neighbours are the adjacent ones; a permute is as slow as its farthest message.
     """
-    every, once, sums = list(sent), {}, {"forward": 0.0, "backward": 0.0, "again": 0.0}
-    for each in every:
-        found = each.collective
-        # alike ones, as of both passes, are priced once
-        key = found.axes, found.kind in LOCAL and found.kind, id(found.payload), id(found.group)
-        if key not in once:
-            once[key] = _once(found, candidate, hardware)
-        times: Any = found.times  # a number, or an array
-        passes = 2 if found.kind == "all-reduce" else 1  # a scatter, and a gather
-        when = "again" if each.again else "backward" if found.backward else "forward"
-        left = each.exposed * once[key] if each.beside is None else np.maximum(once[key] - each.beside(hardware), 0.0)
-        sums[when] = sums[when] + passes * times * left
+    sends, prices, sums = list(collectives), {}, {"forward": 0.0, "backward": 0.0, "again": 0.0}
+    for send in sends:
+        source = send.collective
+        # equal collectives, e.g. of both passes, are priced once
+        key = source.axes, source.kind in LOCAL and source.kind, id(source.payload), id(source.group)
+        if key not in prices:
+            prices[key] = _seconds_of_one(source, candidate, hardware)
+        times: Any = source.times  # a number, or an array
+        passes = 2 if source.kind == "all-reduce" else 1  # a scatter, and a gather
+        direction = "again" if send.recomputed else "backward" if source.backward else "forward"
+        time = (
+            send.exposed * prices[key]
+            if send.overlapped_compute is None
+            else np.maximum(prices[key] - send.overlapped_compute(hardware), 0.0)
+        )
+        sums[direction] = sums[direction] + passes * times * time
     return sums["forward"], sums["backward"] + sums["again"]
 
 
-def _once(found: Collective, candidate: Candidate, hardware: Hardware) -> Any:
-    stride = candidate.stride(found.axes[-1])
-    if found.kind == "collective-permute":
-        return hardware.send(found.payload, stride, candidate.size(found.axes[-1]))
-    if found.kind == "all-to-all":
-        members = hardware.members(found.group, stride)
+def _seconds_of_one(collective: Collective, candidate: Candidate, hardware: Hardware) -> Any:
+    stride = candidate.stride(collective.axes[-1])
+    if collective.kind == "collective-permute":
+        return hardware.send(collective.payload, stride, candidate.size(collective.axes[-1]))
+    if collective.kind == "all-to-all":
+        local = hardware.members(collective.group, stride)
     else:
-        members = math.prod(hardware.members(candidate.size(axis), candidate.stride(axis)) for axis in found.axes)
-    return hardware.gather(found.payload, found.group, stride, members=members)
+        local = math.prod(hardware.members(candidate.size(axis), candidate.stride(axis)) for axis in collective.axes)
+    return hardware.gather(collective.payload, collective.group, stride, members=local)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Parameters and compute time of a step, known by the time that the traffic beside it is priced.
+    """Parameters and compute time of a step, for pricing the traffic that overlaps with it.
 
     Attributes:
-      parameters: Of a device, before fsdp shards them.
-      layers: In how many layers they are, embedding and head apart.
-      compute: Seconds of a step that traffic may hide behind, waiting for other stages among them.
+      parameters: Parameters on a device, before fsdp shards them.
+      layers: Layers on a device, without embedding and head.
+      compute: Seconds of a step that can hide traffic, including waits for other stages.
     """
 
     parameters: Any
@@ -106,74 +110,75 @@ class Settings:
     """Settings of a technique that a search tries besides the size of its axis.
 
     Attributes:
-      needs: Fields of a candidate that they hang on.
-      ways: Returns the settings to try for a model, given those fields: each field's name to its value.
+      needs: Fields of a candidate that determine the settings.
+      options: Function of model, choices and those fields to the settings to try, each a mapping of fields to values.
     """
 
     needs: tuple[str, ...]
-    ways: Callable[..., Sequence[Mapping[str, Any]]]
+    options: Callable[..., Sequence[Mapping[str, Any]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Technique:
-    """A technique, as a plan weighs it.
+    """The options and costs of a technique in a plan.
 
     Attributes:
       axis: The axis that it communicates over, one of `jaxpar.mesh.axes.AXES`.
-      priced: The kind of model that its price is known of; `Shape` is a decoder.
-      sizes: Returns the sizes that the axis may have for a model, rows of a batch, and the choices of a search; 1 is
-        among them. By default it divides the dims that its axis splits.
-      rule: What those sizes are bound by, in words that follow "tensor at most 8".
-      variants: Returns the settings that go with a size, each a field of a candidate to its value.
-      settings: Settings that hang on other sizes and on microbatches.
-      follows: Returns a candidate with what follows from its other fields.
-      bytes: Returns cause to bytes of a device, those that `Memory` has or a further one. It is given the model, the
-        candidate, the software, and the bytes per parameter.
-      block: Returns the collectives of one block of a decoder for one microbatch, forward and backward.
-      step: Returns the collectives of a step besides those, of any model.
-      around: Returns cause to the seconds of what travels beside computation.
-      cause: The cause of the seconds of `block` and `step`; "" where it has neither.
-      looks: Its causes, of seconds and of bytes, to how they are drawn.
-      complexity: How much there is to understand in it: the simpler of two layouts that are as fast comes first.
-      near: Whether its collectives stand in the way of every layer, so that several nodes have to pay by a margin.
+      model_type: The class of models that it can price; `Shape` is a decoder.
+      sizes: Function of model, rows of a batch and choices to the legal sizes of the axis, including 1. By default, the
+        sizes that divide the dims that the axis splits.
+      rule: The bound of those sizes as text that follows "tensor at most 8".
+      variants: Function of a size to its settings, each a mapping of a candidate's fields to values.
+      settings: Settings that depend on other sizes and on microbatches.
+      derived_settings: Function of model and candidate to the candidate with derived fields.
+      bytes: Function of model, candidate, software and bytes per parameter to the bytes of a device, by cause: those of
+        `Memory` or further ones.
+      block: Function to the collectives of one block of a decoder for one microbatch, forward and backward.
+      step: Function to the other collectives of a step, of any model.
+      overlapped_seconds: Function to the exposed seconds, by cause, of traffic that overlaps with computation.
+      cause: The cause of the seconds of `block` and `step`; "" if it has neither.
+      styles: Its causes, of seconds and of bytes, to letters and colours.
+      complexity: Weight of the technique in a layout's complexity; of equally fast layouts the simpler comes first.
+      blocks_layers: Whether its collectives block every layer, so that spanning several nodes must be faster by a
+        margin.
     """
 
     axis: str
-    priced: type = object
+    model_type: type = object
     sizes: Callable[[Any, int, Choices], Collection[int]] | None = None
     rule: str = ""
     variants: Callable[[int], Sequence[Mapping[str, Any]]] = lambda _: ({},)
     settings: Settings | None = None
-    follows: Callable[[Any, Candidate], Candidate] = lambda _, candidate: candidate
+    derived_settings: Callable[[Any, Candidate], Candidate] = lambda _, candidate: candidate
     bytes: Callable[[Any, Candidate, SoftwareModel, Recipe], Mapping[str, Any]] = lambda *_: {}
-    block: Callable[[Shape, Candidate, SoftwareModel], Iterable[Sent]] = lambda *_: ()
-    step: Callable[[Any, Candidate, SoftwareModel], Iterable[Sent]] = lambda *_: ()
-    around: Callable[[Work, Candidate, Hardware, SoftwareModel], Mapping[str, Any]] = lambda *_: {}
+    block: Callable[[Shape, Candidate, SoftwareModel], Iterable[SentCollective]] = lambda *_: ()
+    step: Callable[[Any, Candidate, SoftwareModel], Iterable[SentCollective]] = lambda *_: ()
+    overlapped_seconds: Callable[[Work, Candidate, Hardware, SoftwareModel], Mapping[str, Any]] = lambda *_: {}
     cause: str = ""
-    looks: Mapping[str, Look] = field(default_factory=dict)
+    styles: Mapping[str, Style] = field(default_factory=dict)
     complexity: float = 2.0
-    near: bool = False
+    blocks_layers: bool = False
 
-    def lacks(self, model: Named) -> str:
-        """Returns why it has nothing to do in a model, in words; "" where it has."""
-        if not isinstance(model, self.priced):
+    def why_not(self, model: NamedDims) -> str:
+        """Returns the reason why it does not apply to a model, as text; "" if it applies."""
+        if not isinstance(model, self.model_type):
             return "priced for decoders alone"
         dims = AXES[self.axis].splits
         return f"no dim is called {' or '.join(dims)}" if dims and not {*dims} & {*model.dims} else ""
 
-    def legal(self, model: Named, rows: int, choices: Choices) -> Collection[int]:
-        """Returns the sizes that its axis may have."""
-        if self.lacks(model):
+    def allowed_sizes(self, model: NamedDims, rows: int, choices: Choices) -> Collection[int]:
+        """Returns the legal sizes of its axis."""
+        if self.why_not(model):
             return [1]
         if self.sizes is not None:
             return self.sizes(model, rows, choices)
-        split = [model.dims[name] for name in AXES[self.axis].splits if name in model.dims]
-        sees = [rows] * AXES[self.axis].examples
-        return within(divisors(math.gcd(*split, *sees) or 1), choices.most(self.axis))
+        dim_sizes = [model.dims[name] for name in AXES[self.axis].splits if name in model.dims]
+        batch = [rows] * AXES[self.axis].splits_batch
+        return up_to(divisors(math.gcd(*dim_sizes, *batch) or 1), choices.most(self.axis))
 
 
 def divisors(number: int) -> list[int]:
-    """Returns what divides a number, smallest first.
+    """Returns the divisors of a number, smallest first.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
@@ -182,6 +187,6 @@ def divisors(number: int) -> list[int]:
     return small + [number // n for n in reversed(small) if n * n != number]
 
 
-def within(sizes: Iterable[int], most: int) -> list[int]:
-    """Returns sizes up to the most that a search tries; 0 is without a bound."""
+def up_to(sizes: Iterable[int], most: int) -> list[int]:
+    """Returns the sizes up to `most`; 0 means unbounded."""
     return [size for size in sizes if not most or size <= most]

@@ -1,19 +1,19 @@
-"""From how many tokens of a row on a form that travels is faster than gathered keys, and what each takes.
+"""Seconds of each form of context parallelism, and the row length from which a ring or Ulysses beats gathered keys.
 
-Of one layer, with r forward passes computed again, in s tokens of a row:
+Seconds of one layer, with r recomputed forward passes, for rows of s tokens:
 
-    gather    a s^2 + c s + l        a: the dense square, its scores through memory; c, l: what is left of the gathers
-    travels   b s^2 + d s + m        b: half of it, where causal; d, m: blocks on the diagonal, doors, the way home
-              + what is left of hops       none, where a turn takes longer than its hops; else b / P, and the hops
-    both      what is kept for the backward pass goes to memory and back: scores too, of gathered keys
+    gather         a s^2 + c s + l      a: the dense square, with scores through memory; c, l: exposed gathers
+    ring, Ulysses  b s^2 + d s + m      b: half of it if causal; d, m: blocks on the diagonal, chunk permutes, last hop
+                   + exposed hops       0 if hops are hidden; otherwise b is b / P, plus the hops
+    all            residuals are written to memory and read back, including the scores of gathered keys
 
     a s^2 + c s + l = b s^2 + d s + m     s = (d - c + sqrt((d - c)^2 + 4 (a - b) (m - l))) / (2 (a - b))
 
-Hops take the longer of the two, so a ring is faster from the larger of both roots on; never, where a <= b. Blocks grow
-with the tokens, and what a pair of them takes with it: b, d and m hold over a range of tokens, and the root counts that
-lies in its own. Where a kernel meets the pieces there are no blocks, and one range, but for a's softmax: b is half of
-the square at the share that the kernel reaches, d what it loses of short pieces and what is made of its parts. The
-times that this stands for are `seconds`, as a plan has them; tests find where they cross.
+A ring takes the longer of both cases, hidden and exposed hops, so it is faster above the larger root; never if a <= b.
+Blocks, and the time of a pair, grow with the tokens: b, d and m hold over a range of tokens, and a root counts if it is
+in its range. A fused kernel has no blocks and one range, except for the softmax in a: b is half of the square at the
+kernel's share of the peak, d its loss on short sequences and the ops around it. These formulas stand for `seconds`, the
+times of a plan; tests find where those cross.
 """
 
 import math
@@ -27,201 +27,213 @@ import numpy as np
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
-from jaxpar.plan.model import exchanged
+from jaxpar.plan.model import ring_attention
 from jaxpar.plan.model.layer_bytes import layer_bytes
 from jaxpar.plan.model.layer_time import attention, elementwise, pair, scores
 from jaxpar.plan.model.shape import Shape
-from jaxpar.plan.techniques.asked import of_blocks
 from jaxpar.plan.techniques.base import BYTES
+from jaxpar.plan.techniques.totals import block_seconds
 
 
-def seconds(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> float:
-    """Returns the modelled seconds of a layer but for its matmuls with weights, of one microbatch, waits included."""
-    core, through, rest = (cost(shape, candidate, hardware, software) for cost in (attention, scores, elementwise))
-    again = candidate.recomputed[1] * core[0] + candidate.recomputed[2] * through[0]
-    waits = of_blocks(shape, candidate, hardware, software)["context"]
-    return float(np.sum([*core, *through, *rest, again, *waits]))
+def layer_seconds(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> float:
+    """Returns the modelled seconds of a layer and microbatch without matmuls with weights, with exposed traffic."""
+    core, traffic, ops = (cost(shape, candidate, hardware, software) for cost in (attention, scores, elementwise))
+    recomputed = candidate.recompute_shares[1] * core[0] + candidate.recompute_shares[2] * traffic[0]
+    exposed = block_seconds(shape, candidate, hardware, software)["context"]
+    return float(np.sum([*core, *traffic, *ops, recomputed, *exposed]))
 
 
 def crossover(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> float:
-    """Returns from how many tokens on a form that travels is faster than gathered keys.
+    """Returns the row length from which a ring or Ulysses is faster than gathered keys.
 
     Args:
-      shape: Heads and widths; its tokens are not read.
-      candidate: The form, the devices, and what is computed again.
-      hardware: The nodes.
-      software: How scores go.
+      shape: Heads and widths; `seq` is ignored.
+      candidate: The form, the devices, and the remat.
+      hardware: The machines.
+      software: Software model of the program.
 
     Returns:
-      Tokens of a row, not rounded; infinity where it never is.
+      Tokens of a row, not rounded; infinity if it is never faster.
     """
-    found = math.inf
-    for low, inside in reversed(_ranges(shape, candidate, software)):
-        here = replace(shape, seq=int(inside))
-        gathered = _gathered(here, candidate, hardware, software)
-        ways = _travelling(here, candidate, hardware, software)
-        root = max(_root(np.subtract(way, gathered)) for way in ways)
-        if root >= low:
-            return min(root, found)
-        found = low
-    return found
+    best = math.inf
+    for start, tokens in reversed(_ranges(shape, candidate, software)):
+        sized = replace(shape, seq=int(tokens))
+        gathered = _gathered(sized, candidate, hardware, software)
+        polynomials = _travelling(sized, candidate, hardware, software)
+        root = max(_root(np.subtract(polynomial, gathered)) for polynomial in polynomials)
+        if root >= start:
+            return min(root, best)
+        best = start
+    return best
 
 
 def _ranges(shape: Shape, candidate: Candidate, software: SoftwareModel) -> list[tuple[float, float]]:
-    """Returns (from so many tokens of a row on, tokens inside) for every range with blocks of one size, roughly.
+    """Returns (first tokens of a row, tokens inside) for every range with blocks of about one size.
 
-    In the first of them a chunk is one block, as long as it is. Another ends where a softmax is one kernel no more.
+    In the first range a chunk is a single block. Another range ends where the softmax is no longer one kernel.
     """
-    split = (software.pieces or software).split[0]
-    if exchanged.by_kernel(shape, candidate, software):
-        found = [0.0, *[float(split)] * bool(split)]
-        return [(low, (low + high) / 2) for low, high in pairwise([*found, 2 * found[-1] or 2.0**20])]
-    one, ring = _one_block(shape, candidate), int(exchanged.groups(candidate))
-    per_area = ring * exchanged.SHARE * shape.heads / shape.dim
-    least, step = exchanged.LEAST**2, 2 ** (1 / 4)  # blocks grow from area 2 least on, to 4 least
-    areas = [least, *(2 * least * step**n for n in range(5))]
-    ends = {
+    softmax_split = (software.split_sequences or software).softmax_split[0]
+    if ring_attention.uses_kernel(shape, candidate, software):
+        starts = [0.0, *[float(softmax_split)] * bool(softmax_split)]
+        return [(start, (start + end) / 2) for start, end in pairwise([*starts, 2 * starts[-1] or 2.0**20])]
+    one_block, ring = _one_block(shape, candidate), int(ring_attention.groups(candidate))
+    per_area = ring * ring_attention.SHARE * shape.heads / shape.dim
+    least_area, step = ring_attention.LEAST**2, 2 ** (1 / 4)  # blocks grow between 2 and 4 of these areas
+    areas = [least_area, *(2 * least_area * step**n for n in range(5))]
+    limits = {
         0.0,
-        float(one),
-        *(area * per_area for area in areas if area * per_area > one),
-        *[float(split)] * bool(split),
+        float(one_block),
+        *(area * per_area for area in areas if area * per_area > one_block),
+        *[float(softmax_split)] * bool(softmax_split),
     }
-    found = sorted(ends)
-    return [(low, (low + high) / 2) for low, high in pairwise([*found, 2 * found[-1]])]
+    starts = sorted(limits)
+    return [(start, (start + end) / 2) for start, end in pairwise([*starts, 2 * starts[-1]])]
 
 
 def _one_block(shape: Shape, candidate: Candidate) -> int:
-    """Returns the tokens of a row up to which a chunk is one block."""
-    ring = int(exchanged.groups(candidate))
-    return exchanged.LEAST * ring * (2 if shape.causal and ring > 1 else 1)
+    """Returns the most tokens of a row for which a chunk is one block."""
+    ring = int(ring_attention.groups(candidate))
+    return ring_attention.LEAST * ring * (2 if shape.causal and ring > 1 else 1)
 
 
 def _root(more: np.ndarray) -> float:
-    """Returns from where on a polynomial of (square, linear, constant) coefficients is negative: for ever after."""
+    """Returns the point after which a polynomial, given as (square, linear, constant), stays negative."""
     square, linear, constant = map(float, more)
     if square >= 0:
         return math.inf
-    inside = linear**2 - 4 * square * constant
-    return 0.0 if inside < 0 else max(0.0, (linear + math.sqrt(inside)) / (-2 * square))
+    discriminant = linear**2 - 4 * square * constant
+    return 0.0 if discriminant < 0 else max(0.0, (linear + math.sqrt(discriminant)) / (-2 * square))
 
 
 def _per_score(shape: Shape, candidate: Candidate, hardware: Hardware, own: SoftwareModel) -> float:
-    """Returns the seconds of one score of gathered keys, in all forward passes and in the backward pass."""
-    each = own.score(shape.seq, candidate, shape.kv_heads or shape.heads)
-    moved = np.divide(each, hardware.chip.bandwidth * hardware.streaming)
+    """Returns the seconds per score of gathered keys, in all forward passes and the backward pass."""
+    score_bytes = own.score(shape.seq, candidate, shape.kv_heads or shape.heads)
+    traffic = np.divide(score_bytes, hardware.chip.bandwidth * hardware.streaming)
     flop = 4 * shape.dim / shape.heads / hardware.chip.bf16_flops
     core = np.array([flop / own.core[0], flop * 2.0 / own.core[1]])
-    again = np.array([1 + float(candidate.recomputed[1]), 1.0]), np.array([1 + float(candidate.recomputed[2]), 1.0])
-    return float((again[0] * core + again[1] * moved).sum())
+    repeats = (
+        np.array([1 + float(candidate.recompute_shares[1]), 1.0]),
+        np.array([1 + float(candidate.recompute_shares[2]), 1.0]),
+    )
+    return float((repeats[0] * core + repeats[1] * traffic).sum())
 
 
 def _gathered(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> np.ndarray:
     per_row = candidate.microbatch * shape.heads / candidate.context / candidate.tensor
-    own = software.pieces or software
-    kept = _kept(shape, replace(candidate, context_by="gather", ulysses=1), hardware, software)
-    square = per_row * _per_score(shape, candidate, hardware, own)
+    variant = software.split_sequences or software
+    residuals = _residuals(shape, replace(candidate, context_by="gather", ulysses=1), hardware, software)
+    square = per_row * _per_score(shape, candidate, hardware, variant)
     size = 2 * BYTES * candidate.microbatch * shape.kv_dim / candidate.tensor
-    alone, each = _affine(lambda size: hardware.gather(size, candidate.context, candidate.stride("context")))
-    again = max(float(candidate.recomputed[1]), software.context_again)
-    times = (1 - software.context_overlap) * (2 + again)
-    return np.array([square, times * each * size, times * alone]) + kept
+    fixed, per_byte = _affine(lambda size: hardware.gather(size, candidate.context, candidate.stride("context")))
+    repeats = max(float(candidate.recompute_shares[1]), software.regather_context)
+    times = (1 - software.context_overlap) * (2 + repeats)
+    return np.array([square, times * per_byte * size, times * fixed]) + residuals
 
 
 def _travelling(
     shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the coefficients where all hops are hidden, and where computation hides behind them.
+    """Returns the coefficients with all hops hidden, and with hops that take longer than computation.
 
-    They hold in the range that has the tokens of the shape.
+    They hold in the range that contains the shape's tokens.
     """
-    ring, ulysses = int(exchanged.groups(candidate)), candidate.ulysses
-    causal, again = shape.causal, 1 + float(candidate.recomputed[1])
-    called = bool(exchanged.by_kernel(shape, candidate, software))
-    few = shape.seq < _one_block(shape, candidate) and not called
-    meet = _called if called else _alone if few else _walked
-    met = meet(shape, candidate, hardware, software)
+    ring, ulysses = int(ring_attention.groups(candidate)), candidate.ulysses
+    causal, forwards = shape.causal, 1 + float(candidate.recompute_shares[1])
+    fused = bool(ring_attention.uses_kernel(shape, candidate, software))
+    one_block = shape.seq < _one_block(shape, candidate) and not fused
+    price_blocks = _with_kernel if fused else _in_one_block if one_block else _in_blocks
+    work = price_blocks(shape, candidate, hardware, software)
     tokens = BYTES * candidate.microbatch / candidate.context / candidate.tensor
     queries, keys = (
         tokens * shape.dim,
-        tokens * shape.dim / shape.heads * int(exchanged.heads_of_keys(shape, candidate)),
+        tokens * shape.dim / shape.heads * int(ring_attention.sent_kv_heads(shape, candidate)),
     )
-    stride, both = candidate.stride("context"), 1 + again
-    sent, byte = _affine(lambda size: hardware.send(size, stride, candidate.context))
-    swap, swapped = _affine(
+    stride, passes = candidate.stride("context"), 1 + forwards
+    hop, hop_byte = _affine(lambda size: hardware.send(size, stride, candidate.context))
+    exchange, exchange_byte = _affine(
         lambda size: hardware.gather(size, ulysses, stride, members=hardware.members(ulysses, stride))
     )
     rotates = ring > 1
-    linear = met[1] + rotates * 2 * byte * keys + both * 2 * swapped * (queries + keys)
-    constant = met[2] + rotates * 2 * sent + both * 4 * swap * (ulysses > 1)
+    linear = work[1] + rotates * 2 * hop_byte * keys + passes * 2 * exchange_byte * (queries + keys)
+    constant = work[2] + rotates * 2 * hop + passes * 4 * exchange * (ulysses > 1)
     if rotates and causal:
-        linear, constant = linear + both * 2 * byte * (queries + keys), constant + both * 8 * sent
-    hidden = np.array([met[0], linear, constant]) + _kept(shape, candidate, hardware, software)
-    hops = (ring - 1) * np.array([0.0, (2 * again + 6) * byte * keys, (2 * again + 4) * sent])
-    # of blocks, what is linear in the tokens is those on the diagonal, of own keys
-    turns = (ring - 1) / (ring + (0.5 if few and causal else 0.0)) * met * np.array([1.0, float(called), 1.0])
+        linear, constant = linear + passes * 2 * hop_byte * (queries + keys), constant + passes * 8 * hop
+    hidden = np.array([work[0], linear, constant]) + _residuals(shape, candidate, hardware, software)
+    hops = (ring - 1) * np.array([0.0, (2 * forwards + 6) * hop_byte * keys, (2 * forwards + 4) * hop])
+    # in blocks, the linear term is that of blocks on the diagonal, of the device's own keys
+    turns = (ring - 1) / (ring + (0.5 if one_block and causal else 0.0)) * work * np.array([1.0, float(fused), 1.0])
     return hidden, hidden - turns + hops
 
 
-def _called(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> np.ndarray:
-    """Returns coefficients of the seconds of all passes, where a kernel meets the pieces."""
-    ring, parts = int(exchanged.groups(candidate)), software.parts
-    assert parts is not None  # or else it is not asked
-    reached = parts.kernel.shares.get(hardware.chip.key, software.core)
-    wide = shape.dim / shape.heads
-    heads, kv_heads = (float(many) for many in exchanged.heads_here(shape, candidate))
+def _with_kernel(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> np.ndarray:
+    """Returns coefficients of the seconds of all passes, with a fused kernel."""
+    ring, parts = int(ring_attention.groups(candidate)), software.ring_kernel
+    assert parts is not None  # the caller checks it
+    shares = parts.kernel.shares.get(hardware.chip.key, software.core)
+    width = shape.dim / shape.heads
+    heads, kv_heads = (float(count) for count in ring_attention.device_heads(shape, candidate))
     flop = 4 * heads * shape.dim / shape.heads / (2 if shape.causal else 1) / hardware.chip.bf16_flops
-    found = np.zeros(3)
-    for way, times in ((0, 1 + float(candidate.recomputed[1])), (1, 1.0)):
-        core = flop * (1.0, 2.5)[way] / reached[way] * parts.kernel.lost(np.inf, wide)
-        moved = parts.moved(way, heads * wide / ring, kv_heads * wide / ring, ring=ring, ulysses=candidate.ulysses)
-        linear = core * parts.kernel.short + float(hardware.stream(moved))
-        found += times * np.array([core / ring, linear, (ring - 1) * parts.small[way]])
-    return found
+    total = np.zeros(3)
+    for way, times in ((0, 1 + float(candidate.recompute_shares[1])), (1, 1.0)):
+        core = flop * (1.0, 2.5)[way] / shares[way] * parts.kernel.slowdown(np.inf, width)
+        traffic = parts.traffic(
+            way, heads * width / ring, kv_heads * width / ring, ring=ring, ulysses=candidate.ulysses
+        )
+        linear = core * parts.kernel.short + float(hardware.stream(traffic))
+        total += times * np.array([core / ring, linear, (ring - 1) * parts.small_kernels[way]])
+    return total
 
 
-def _walked(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> np.ndarray:
-    """Returns coefficients of the seconds of all passes, of blocks that are as long as those of the shape."""
-    queries, keys = (float(size) for size in exchanged.blocks(shape, candidate))
-    scores = queries * keys * float(exchanged.heads_here(shape, candidate)[0])
-    core = [scores * each for each in _core(shape, hardware, software)]
-    both = [float(pair(shape, candidate, hardware, software, way, core[way])) + core[way] for way in (0, 1)]
-    each, ring = (1 + float(candidate.recomputed[1])) * both[0] + both[1], int(exchanged.groups(candidate))
+def _in_blocks(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> np.ndarray:
+    """Returns coefficients of the seconds of all passes, with blocks of the size that they have for the shape."""
+    queries, keys = (float(size) for size in ring_attention.blocks(shape, candidate))
+    scores = queries * keys * float(ring_attention.device_heads(shape, candidate)[0])
+    core = [scores * per_pair for per_pair in _core(shape, hardware, software)]
+    costs = [float(pair(shape, candidate, hardware, software, way, core[way])) + core[way] for way in (0, 1)]
+    per_pair, ring = (
+        (1 + float(candidate.recompute_shares[1])) * costs[0] + costs[1],
+        int(ring_attention.groups(candidate)),
+    )
     if not shape.causal:
-        return each * np.array([1 / (ring * queries * keys), 0.0, 0.0])
-    return each * np.array([0.5 / (ring * queries * keys), 0.5 / (ring * queries), 0.0])
+        return per_pair * np.array([1 / (ring * queries * keys), 0.0, 0.0])
+    return per_pair * np.array([0.5 / (ring * queries * keys), 0.5 / (ring * queries), 0.0])
 
 
-def _alone(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> np.ndarray:
-    """Returns coefficients of the seconds of all passes, where a chunk is one block of as many tokens as it has."""
-    ring, walk = int(exchanged.groups(candidate)), software.walk
-    two = shape.causal and ring > 1
-    heads, kv_heads = (float(many) for many in exchanged.heads_here(shape, candidate))
-    wide, core, again = shape.dim / shape.heads, _core(shape, hardware, software), float(candidate.recomputed[1])
-    found = np.zeros(3)
-    for way, times in ((0, 1 + again), (1, 1)):
-        square = float(hardware.stream(walk.moved(way, heads, 0, 0))) + core[way] * heads
-        linear = float(hardware.stream(walk.moved(way, 0, heads * wide, kv_heads * wide)))
-        found += times * np.array([square, linear, walk.pair])
-    chunk = 1 / (2 * ring if two else ring)  # of the tokens of a row
-    return (2 * ring + 1 if two else ring) * found * np.array([chunk**2, chunk, 1.0])
+def _in_one_block(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> np.ndarray:
+    """Returns coefficients of the seconds of all passes, if each chunk is one block."""
+    ring, walk = int(ring_attention.groups(candidate)), software.pair_cost
+    halves = shape.causal and ring > 1
+    heads, kv_heads = (float(count) for count in ring_attention.device_heads(shape, candidate))
+    head_dim, core, repeats = (
+        shape.dim / shape.heads,
+        _core(shape, hardware, software),
+        float(candidate.recompute_shares[1]),
+    )
+    total = np.zeros(3)
+    for way, times in ((0, 1 + repeats), (1, 1)):
+        square = float(hardware.stream(walk.traffic(way, heads, 0, 0))) + core[way] * heads
+        linear = float(hardware.stream(walk.traffic(way, 0, heads * head_dim, kv_heads * head_dim)))
+        total += times * np.array([square, linear, walk.pair])
+    chunk = 1 / (2 * ring if halves else ring)  # of the tokens of a row
+    return (2 * ring + 1 if halves else ring) * total * np.array([chunk**2, chunk, 1.0])
 
 
 def _core(shape: Shape, hardware: Hardware, software: SoftwareModel) -> tuple[float, float]:
     """Returns the seconds of the matmuls of one score, forward and backward."""
-    own, flop = software.pieces or software, 4 * shape.dim / shape.heads / hardware.chip.bf16_flops
-    return flop / own.core[0], 2.5 * flop / own.core[1]
+    variant, flop = software.split_sequences or software, 4 * shape.dim / shape.heads / hardware.chip.bf16_flops
+    return flop / variant.core[0], 2.5 * flop / variant.core[1]
 
 
-def _kept(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> np.ndarray:
-    """Returns coefficients of the seconds in which what is kept for the backward pass is moved."""
-    own = replace(software.pieces or software, relaid=0.0, pieces=None)
-    one, two = (float(layer_bytes(replace(shape, seq=n), candidate, own)[0]) for n in (2**14, 2**15))
-    square = (two - 2 * one) / 2**29
-    bytes_ = np.array([square, one / 2**14 - square * 2**14, 0.0])
-    return bytes_ * software.keep / (hardware.chip.bandwidth * hardware.streaming)
+def _residuals(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> np.ndarray:
+    """Returns coefficients of the seconds of writing and reading residuals."""
+    variant = replace(software.split_sequences or software, extra_score_copies=0.0, split_sequences=None)
+    short, long = (float(layer_bytes(replace(shape, seq=n), candidate, variant)[0]) for n in (2**14, 2**15))
+    square = (long - 2 * short) / 2**29
+    bytes_ = np.array([square, short / 2**14 - square * 2**14, 0.0])
+    return bytes_ * software.stacking_traffic / (hardware.chip.bandwidth * hardware.streaming)
 
 
 def _affine(price: Callable[[float], Any]) -> tuple[float, float]:
-    """Returns what a collective takes of no bytes, and of each byte."""
-    alone, far = float(price(0.0)), 1e9
-    return alone, (float(price(far)) - alone) / far
+    """Returns the seconds of a collective of 0 bytes, and the seconds per byte."""
+    fixed, payload = float(price(0.0)), 1e9
+    return fixed, (float(price(payload)) - fixed) / payload

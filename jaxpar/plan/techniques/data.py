@@ -1,8 +1,8 @@
-"""Data parallelism: replicas of the parameters, each with other examples, that agree by an exchange.
+"""Data parallelism: replicas of the parameters with different examples, synchronized by an exchange.
 
-Where XLA sums their gradients in every step, that is one sum with those of `fsdp`, for both hide behind the same
-computation: `sharding.py`. Any other exchange says what it sends and keeps, and that is priced here: nothing hides what
-is sent when replicas meet, and a step has its share of it.
+If XLA all-reduces gradients in every step, `sharding.py` prices that together with `fsdp`, as both overlap with the
+same computation. The traffic and state of any other exchange are priced here: the traffic of a sync round is fully
+exposed, and averaged over the steps between rounds.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,74 +10,78 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.exchange.part import Part
+from jaxpar.exchange.shard_shape import ShardShape
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.causes import Look
+from jaxpar.plan.causes import Style
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
-from jaxpar.plan.model.dims import Counted
+from jaxpar.plan.model.dims import CountedModel
 from jaxpar.plan.model.layer_bytes import stage_parameters
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.state_bytes import Recipe
 from jaxpar.plan.techniques.base import Technique, Work
 
 
-def around(work: Work, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> Mapping[str, Any]:
-    """Returns the seconds of what replicas send each other, of one step on average."""
+def overlapped_seconds(
+    work: Work, candidate: Candidate, hardware: Hardware, software: SoftwareModel
+) -> Mapping[str, Any]:
+    """Returns the average seconds per step of the traffic between replicas."""
     exchange = software.exchange
-    if not exchange.apart:
+    if not exchange.per_replica:
         return {}
 
     def seconds(parameters: float, replicas: int, stride: int) -> float:
         total = 0.0
-        for each in exchange.sends(_part(parameters), replicas):
-            found = each.collective
-            if found.kind == "collective-permute":
-                once = hardware.send(found.payload, stride, replicas)
+        for send in exchange.traffic(_part(parameters), replicas):
+            source = send.collective
+            if source.kind == "collective-permute":
+                time = hardware.send(source.payload, stride, replicas)
             else:
-                once = hardware.gather(found.payload, replicas, stride) * (2 if found.kind == "all-reduce" else 1)
-            total += (found.times or 1) * float(once) / each.every
+                time = hardware.gather(source.payload, replicas, stride) * (2 if source.kind == "all-reduce" else 1)
+            total += (source.times or 1) * float(time) / send.every
         return total
 
     return {"exchange": _each(seconds, work.parameters / candidate.fsdp, candidate.data, candidate.stride("data"))}
 
 
-def kept(model: Counted, candidate: Candidate, software: SoftwareModel, recipe: Recipe) -> Mapping[str, Any]:
-    """Returns the bytes of the exchange's own state on a device; of arrays with a dim of replicas, its own entry."""
+def exchange_state(
+    model: CountedModel, candidate: Candidate, software: SoftwareModel, recipe: Recipe
+) -> Mapping[str, Any]:
+    """Returns the bytes of the exchange's state on a device; of arrays with a replica dim, one replica's entry."""
     exchange = software.exchange
-    if not exchange.apart:
+    if not exchange.per_replica:
         return {}
     import jax
 
-    held = stage_parameters(model, candidate, "last") if isinstance(model, Shape) else model.parameters
+    count = stage_parameters(model, candidate, "last") if isinstance(model, Shape) else model.parameters
 
     def size(parameters: float, replicas: int) -> float:
-        part = {path: jax.ShapeDtypeStruct(each.shape, each.dtype) for path, each in _part(parameters).items()}
-        own = jax.tree.leaves(jax.eval_shape(lambda params: exchange.init(params, replicas), part))
-        alone = (replicas, *part["parameters"].shape)
-        return sum(leaf.size * leaf.dtype.itemsize / (replicas if leaf.shape == alone else 1) for leaf in own)
+        part = {path: jax.ShapeDtypeStruct(entry.shape, entry.dtype) for path, entry in _part(parameters).items()}
+        leaves = jax.tree.leaves(jax.eval_shape(lambda params: exchange.init(params, replicas), part))
+        per_replica = (replicas, *part["parameters"].shape)
+        return sum(leaf.size * leaf.dtype.itemsize / (replicas if leaf.shape == per_replica else 1) for leaf in leaves)
 
-    return {"exchange": _each(size, held / candidate.fsdp, candidate.data)}
+    return {"exchange": _each(size, count / candidate.fsdp, candidate.data)}
 
 
-def _part(parameters: float) -> dict[str, Part]:
-    """Returns the parameters that a device holds as one array, which is how an exchange is asked about them."""
+def _part(parameters: float) -> dict[str, ShardShape]:
+    """Returns the parameters of a device as one float32 array, for the methods of an exchange."""
     count = max(int(parameters), 1)
-    return {"parameters": Part((count,), np.dtype("float32"), whole=count)}
+    return {"parameters": ShardShape((count,), np.dtype("float32"), total_size=count)}
 
 
 def _each(price: Callable[..., float], *numbers: Any) -> Any:
-    """Returns a price for each of many layouts, asked once for those that are alike."""
-    every = np.broadcast_arrays(*numbers)
-    alike, where = np.unique(np.stack([np.ravel(one) for one in every]), axis=1, return_inverse=True)
-    found = np.array([price(float(first), *map(int, others)) for first, *others in alike.T])
-    return found[np.ravel(where)].reshape(every[0].shape)
+    """Evaluates a price for each of many layouts, once per distinct set of numbers."""
+    columns = np.broadcast_arrays(*numbers)
+    distinct, indices = np.unique(np.stack([np.ravel(column) for column in columns]), axis=1, return_inverse=True)
+    prices = np.array([price(float(first), *map(int, counts)) for first, *counts in distinct.T])
+    return prices[np.ravel(indices)].reshape(columns[0].shape)
 
 
 DATA = Technique(
     axis="data",
-    bytes=kept,
-    around=around,
-    looks={"exchange": Look(letter="X", shade=203, light="#d1495b", dark="#ee7d8c")},
+    bytes=exchange_state,
+    overlapped_seconds=overlapped_seconds,
+    styles={"exchange": Style(letter="X", shade=203, light="#d1495b", dark="#ee7d8c")},
     complexity=1.0,
 )

@@ -1,16 +1,16 @@
-"""Where a run of each layout would have its head: `head="auto"` of `jaxpar.Pipeline`, decided for a decoder."""
+"""`head="auto"` of `jaxpar.Pipeline` for a decoder: the head on the last stage, or spread over all stages."""
 
 from typing import Any
 
 import numpy as np
 
-from jaxpar.parallel.pipe import HELD, LEAST
+from jaxpar.parallel.pipeline_options import HELD, LEAST
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.model.shape import Shape
 
 
-def by_default(shape: Shape, candidate: Candidate) -> Any:
-    """Returns `last` or `spread` for every candidate, as `jaxpar.parallel.head` would choose."""
+def auto_head(shape: Shape, candidate: Candidate) -> Any:
+    """Returns `last` or `spread` for every candidate, with the rule of `jaxpar.parallel.head_placement`."""
     table = shape.vocab * shape.dim / candidate.tensor
     freed = HELD * table * (2 - shape.tied) * (1 - 1 / np.asarray(candidate.pipe))
     divides = np.equal(shape.vocab % (candidate.pipe * candidate.tensor), 0)

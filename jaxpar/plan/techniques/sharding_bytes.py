@@ -1,7 +1,6 @@
-"""Bytes of sharding besides the training state: gradients while they are made, and parameters gathered to compute with.
+"""Bytes of sharding during a step, besides the training state: unreduced gradients and gathered parameters.
 
-ZeRO's stages say what `fsdp` shards between steps; what a step makes ready, or has not scattered yet, comes on top. Of
-a decoder that jaxpar itself trains `jaxpar.plan.model.own_program` counts it.
+For a decoder in jaxpar's own program see `jaxpar.plan.model.peak_moments`.
 """
 
 from typing import Any
@@ -15,35 +14,37 @@ from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.state_bytes import Recipe
 
 
-def gathered_for_a_step(candidate: Candidate, recipe: Recipe) -> Any:
-    """Returns whether all parameters are gathered once for a step, being shards between steps."""
-    between = np.greater_equal(candidate.zero, recipe.since) & np.less(candidate.zero, 3)
-    return between & np.greater(candidate.shards, 1)
+def gathers_once(candidate: Candidate, recipe: Recipe) -> Any:
+    """Returns whether all parameters are shards between steps, and are gathered once per step."""
+    sharded_parameters = np.greater_equal(candidate.zero, recipe.sharded_from) & np.less(candidate.zero, 3)
+    return sharded_parameters & np.greater(candidate.shards, 1)
 
 
-def while_made(
-    held: Any, candidate: Candidate, software: SoftwareModel, recipe: Recipe, *, stacked: float = 1.0
+def gradient_bytes(
+    gradients: Any, candidate: Candidate, software: SoftwareModel, recipe: Recipe, *, stacked: float = 1.0
 ) -> Any:
-    """Returns the bytes of gradients while they are made, where they are reduced for every microbatch.
+    """Returns the bytes of gradients and of their sum in the backward pass, if each microbatch reduces them.
 
-    A scan over layers gives their gradients all at once, `stacked` of all parameters; others are added as they come.
-    They have the dtype of what they are gradients of: of stored parameters, or of the copy that is gathered for a step.
+    A scan over layers returns their gradients all at once, for the share `stacked` of all parameters; other gradients
+    are added one by one. Their dtype is that of the stored parameters, or of the copy that is gathered for a step.
     """
-    if not software.eager:
-        return held
-    one, several = np.equal(candidate.pipe, 1), np.greater(candidate.microbatches, 1)
-    scattered = one & ~several & np.equal(candidate.zero, 1)
-    lighter = np.where(gathered_for_a_step(candidate, recipe), software.wire[1] / max(recipe.gradients, 1e-9), 1.0)
-    beside = np.where(one & several, stacked * lighter * held, 0.0)
-    return np.where(scattered, held / candidate.shards, held) + beside
+    if not software.reduce_every_microbatch:
+        return gradients
+    unpipelined, several = np.equal(candidate.pipe, 1), np.greater(candidate.microbatches, 1)
+    scattered = unpipelined & ~several & np.equal(candidate.zero, 1)
+    dtype_ratio = np.where(gathers_once(candidate, recipe), software.wire[1] / max(recipe.gradients, 1e-9), 1.0)
+    extra = np.where(unpipelined & several, stacked * dtype_ratio * gradients, 0.0)
+    return np.where(scattered, gradients / candidate.shards, gradients) + extra
 
 
-def gathered(shape: Shape, candidate: Candidate, software: SoftwareModel, recipe: Recipe) -> Any:
-    """Returns the bytes of parameters made ready to compute with: a layer and the next, or all that a stage has.
+def gathered_bytes(shape: Shape, candidate: Candidate, software: SoftwareModel, recipe: Recipe) -> Any:
+    """Returns the bytes of gathered parameters: a layer and the next, or all parameters of a stage.
 
-    All are gathered for a step where shards are what is kept of them between steps, but in stage 3.
+    All are gathered for a step if they are shards between steps, except with ZeRO-3.
     """
-    for_a_step = gathered_for_a_step(candidate, recipe)
+    for_a_step = gathers_once(candidate, recipe)
     of_stage = stage_parameters(shape, candidate, "last")
-    pair = np.where(np.equal(candidate.zero, 3) & np.greater(candidate.fsdp, 1), shape.cut_layer(candidate.tensor), 0)
-    return software.wire[0] * np.where(for_a_step, of_stage, 2 * pair)
+    layer = np.where(
+        np.equal(candidate.zero, 3) & np.greater(candidate.fsdp, 1), shape.device_layer_parameters(candidate.tensor), 0
+    )
+    return software.wire[0] * np.where(for_a_step, of_stage, 2 * layer)

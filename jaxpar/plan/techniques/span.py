@@ -1,10 +1,10 @@
-"""The span of a schedule: the longest path through its table, as counts of ops that times are multiplied with.
+"""The span of a schedule: the longest path through its table, as counts of ops to multiply with times.
 
     span(F, B, W, ...) = max over paths of  counts . times
 
-The priced table says which path is the longest at some times, and its counts are then what the span grows by. A few
-reference times find the paths that matter: the largest of them is the span wherever one of them is the longest, and
-never above it. For further microbatches the counts grow by as much with every `stages` of them.
+The longest paths at a few reference times are found by pricing the table. The maximum over them is the span if one of
+them is the longest path at the given times, and otherwise a lower bound. With each `stages` more microbatches the
+counts grow by the same amount.
 """
 
 from functools import cache
@@ -18,13 +18,13 @@ from jaxpar.pipeline.tables.schedule import Schedule
 
 Run = Literal["asynchronous", "barrier"]
 OPS: tuple[str, ...] = ("F", "B", "W", "head F", "head B", "send")
-# from how many times `stages` microbatches on the counts are affine in both; tests hold every schedule to it
+# from this multiple of `stages` microbatches on, the counts are affine in both; tests check it for every schedule
 ROUNDS: dict[str, int] = {
     **dict.fromkeys(("gpipe", "1f1b", "1f1b_phased", "interleaved", "interleaved_phased"), 1),
     **dict.fromkeys(("zb_h2", "zb_v", "dualpipe_v"), 4),
 }
-FEW = 12  # stages of the largest table that is priced as it is
-# forward, backward, weights, head forward, head backward, send: of a part
+FEW = 12  # stages of the largest table that is priced directly
+# times of a part: forward, backward, weights, head forward, head backward, send
 REFERENCES = tuple(
     (1.0, backward, weights, head, 1.9 * head, send)
     for backward, weights in ((1.03, 0.97), (2.03, 0.97))
@@ -33,42 +33,44 @@ REFERENCES = tuple(
 
 
 def path(table: Schedule, times: tuple[float, ...]) -> tuple[int, ...]:
-    """Returns how often each of `OPS` is on the longest path, run freely at these times of a part."""
+    """Returns the count of each of `OPS` on the longest path of an asynchronous run with these times of a part."""
     send, last = times[5], table.parts - 1
     starts = price(table, _times(table, times)).starts
-    done: dict[tuple[str, int, int], tuple[int, int]] = {}
-    before: dict[tuple[int, int], tuple[int, int] | None] = {}
-    latest: dict[int, tuple[int, int]] = {}
+    finished: dict[tuple[str, int, int], tuple[int, int]] = {}
+    predecessors: dict[tuple[int, int], tuple[int, int] | None] = {}
+    last_of_stage: dict[int, tuple[int, int]] = {}
     for tick, stage, cell in table:
         part = table.part(stage, cell.chunk)
-        needs = done.get((cell.op, cell.microbatch, part - {"F": 1, "B": -1, "W": 0}[cell.op]))
-        here = latest.get(stage)
-        waits = needs is not None and (here is None or starts[needs][1] + send * (needs[1] != stage) > starts[here][1])
-        before[tick, stage] = needs if waits else here
-        done[cell.op, cell.microbatch, part] = latest[stage] = (tick, stage)
+        source = finished.get((cell.op, cell.microbatch, part - {"F": 1, "B": -1, "W": 0}[cell.op]))
+        prior = last_of_stage.get(stage)
+        late = source is not None and (
+            prior is None or starts[source][1] + send * (source[1] != stage) > starts[prior][1]
+        )
+        predecessors[tick, stage] = source if late else prior
+        finished[cell.op, cell.microbatch, part] = last_of_stage[stage] = (tick, stage)
     counts = dict.fromkeys(OPS, 0)
-    at: tuple[int, int] | None = max(starts, key=lambda key: starts[key][1])
-    while at is not None:
-        _count(counts, table, *at, last)
-        earlier = before[at]
-        counts["send"] += earlier is not None and earlier[1] != at[1]
-        at = earlier
+    position: tuple[int, int] | None = max(starts, key=lambda key: starts[key][1])
+    while position is not None:
+        _count(counts, table, *position, last)
+        predecessor = predecessors[position]
+        counts["send"] += predecessor is not None and predecessor[1] != position[1]
+        position = predecessor
     return tuple(counts.values())
 
 
 def slowest(table: Schedule, times: tuple[float, ...]) -> tuple[int, ...]:
-    """Returns how often each of `OPS` is the slowest of its tick, at these times of a part; and ticks with messages."""
+    """Returns the count of ticks in which each of `OPS` is slowest, with these times of a part, and ticks that send."""
     cost, last = dict(zip(OPS, times, strict=True)), table.parts - 1
-    whole = {"F": cost["F"], "B": cost["B"] + (not table.split) * cost["W"], "W": cost["W"]}
+    op_seconds = {"F": cost["F"], "B": cost["B"] + (not table.split) * cost["W"], "W": cost["W"]}
     counts = dict.fromkeys(OPS, 0)
     for tick, row in enumerate(table.cells):
         seconds, sends = {}, False
         for stage, cell in enumerate(row):
             if cell is not None:
                 part = table.part(stage, cell.chunk)
-                to = part + {"F": 1, "B": -1, "W": 0}[cell.op]
-                sends |= 0 <= to <= last and table.place(to)[0] != stage
-                seconds[stage] = whole[cell.op] + (part == last) * cost.get(f"head {cell.op}", 0.0)
+                target = part + {"F": 1, "B": -1, "W": 0}[cell.op]
+                sends |= 0 <= target <= last and table.place(target)[0] != stage
+                seconds[stage] = op_seconds[cell.op] + (part == last) * cost.get(f"head {cell.op}", 0.0)
         if seconds:
             _count(counts, table, tick, max(seconds, key=lambda stage: seconds[stage]), last)
         counts["send"] += sends
@@ -76,14 +78,14 @@ def slowest(table: Schedule, times: tuple[float, ...]) -> tuple[int, ...]:
 
 
 def _times(table: Schedule, times: tuple[float, ...]) -> Times:
-    """Returns the times of every part, the last one's with the head."""
+    """Returns the times of every part; the last part includes the head."""
     forward, backward, weights, head_f, head_b, send = times
-    of = lambda time, more=0.0: (*(time,) * (table.parts - 1), time + more)  # noqa: E731
-    return Times(forward=of(forward, head_f), backward=of(backward, head_b), weights=of(weights), send=send)
+    parts = lambda time, extra=0.0: (*(time,) * (table.parts - 1), time + extra)  # noqa: E731
+    return Times(forward=parts(forward, head_f), backward=parts(backward, head_b), weights=parts(weights), send=send)
 
 
 def _count(counts: dict[str, int], table: Schedule, tick: int, stage: int, last: int) -> None:
-    """Counts the ops of a cell that is not idle: a backward that is not split is both halves."""
+    """Counts the ops of a busy cell: an unsplit backward is B and W."""
     cell = table.cells[tick][stage]
     if cell is None:
         return
@@ -97,27 +99,27 @@ def _count(counts: dict[str, int], table: Schedule, tick: int, stage: int, last:
 def paths(name: str, stages: int, microbatches: int, chunks: int, run: Run = "asynchronous") -> np.ndarray:
     """Returns the counts of the longest paths of a schedule at the reference times. Shape [references, ops].
 
-    Beyond `ROUNDS` x stages microbatches the counts are affine in both; what is larger comes from smaller tables.
+    Beyond `ROUNDS` x stages microbatches the counts are affine in both, so they are extrapolated from smaller tables.
 
     Raises:
-      JaxparError: If the library has no such schedule, or it does not take these numbers.
+      JaxparError: If the library has no such schedule, or it does not support these numbers.
     """
     rounds = ROUNDS.get(name, 2)
     base = rounds * stages + microbatches % stages
     if stages > FEW and microbatches >= rounds * stages and name in LIBRARY:
-        few, more = FEW - 4, FEW
-        one, two = (paths(name, few, n * few, chunks, run) for n in (rounds, rounds + 1))
-        other = paths(name, more, rounds * more, chunks, run)
-        per = (two - one) / few
-        wide = (other - one - per * rounds * (more - few)) / (more - few)
-        return one + per * (microbatches - rounds * few) + wide * (stages - few)
+        small, large = FEW - 4, FEW
+        low, high = (paths(name, small, n * small, chunks, run) for n in (rounds, rounds + 1))
+        large_counts = paths(name, large, rounds * large, chunks, run)
+        per_microbatch = (high - low) / small
+        per_stage = (large_counts - low - per_microbatch * rounds * (large - small)) / (large - small)
+        return low + per_microbatch * (microbatches - rounds * small) + per_stage * (stages - small)
     if microbatches > base + stages:
-        one, two = paths(name, stages, base, chunks, run), paths(name, stages, base + stages, chunks, run)
-        return one + (microbatches - base) // stages * (two - one)
+        low, high = paths(name, stages, base, chunks, run), paths(name, stages, base + stages, chunks, run)
+        return low + (microbatches - base) // stages * (high - low)
     table = schedule(name, stages=stages, microbatches=microbatches, chunks=chunks)
     references = REFERENCES if table.split else REFERENCES[:3]
-    found = [(path if run == "asynchronous" else slowest)(table, times) for times in references]
-    return np.array(found + found[:1] * (len(REFERENCES) - len(found)), float)
+    rows = [(path if run == "asynchronous" else slowest)(table, times) for times in references]
+    return np.array(rows + rows[:1] * (len(REFERENCES) - len(rows)), float)
 
 
 def counts(
@@ -126,14 +128,14 @@ def counts(
     """Returns the counts of the longest paths of many schedules, [schedules, references, ops], and their shape.
 
     Args:
-      name: Of a schedule of the library.
+      name: Name of a schedule of the library; like the next three, a single value, or an array that broadcasts.
       stages: Size of the axis `pipe`.
-      microbatches: Pieces of the batch.
-      chunks: Parts on each stage. All are single values, or arrays that broadcast.
-      run: Stages run freely, or tick by tick.
+      microbatches: Number of microbatches.
+      chunks: Parts on each stage.
+      run: "asynchronous": stages run freely; "barrier": tick by tick.
 
     Raises:
-      JaxparError: If the library has no such schedule, or it does not take these numbers.
+      JaxparError: If the library has no such schedule, or it does not support these numbers.
     """
     name, stages, microbatches, chunks = np.broadcast_arrays(name, stages, microbatches, chunks)
     names, code = np.unique(name, return_inverse=True)
@@ -141,21 +143,21 @@ def counts(
         (chunks.ravel(), stages.ravel(), code.ravel(), microbatches.ravel()),
         (chunks.max() + 1, stages.max() + 1, len(names), microbatches.max() + 1),
     )
-    _, first, which = np.unique(key, return_index=True, return_inverse=True)
-    kinds = zip(*(array.ravel()[first].tolist() for array in (name, stages, microbatches, chunks)), strict=True)
-    return np.stack([paths(*kind, run) for kind in kinds])[which.ravel()], name.shape
+    _, first, indices = np.unique(key, return_index=True, return_inverse=True)
+    distinct = zip(*(array.ravel()[first].tolist() for array in (name, stages, microbatches, chunks)), strict=True)
+    return np.stack([paths(*kind, run) for kind in distinct])[indices.ravel()], name.shape
 
 
-def span(found: tuple[np.ndarray, tuple[int, ...]], times: tuple[Any, ...]) -> Any:
+def span(path_counts: tuple[np.ndarray, tuple[int, ...]], times: tuple[Any, ...]) -> Any:
     """Returns the seconds from the first op to the end of the last.
 
     Args:
-      found: What `counts` returned.
-      times: Seconds of each of `OPS` for one part, of a shape that broadcasts to that of the schedules.
+      path_counts: The result of `counts`.
+      times: Seconds of each of `OPS` for one part; shapes broadcast to that of the schedules.
 
     >>> float(span(counts("1f1b", 4, 8, 1), (1.0, 1.0, 1.0, 0.0, 0.0, 0.0)))  # (8 + 4 - 1) x 3
     33.0
     """
-    rows, shape = found
+    rows, shape = path_counts
     cost = np.stack([np.broadcast_to(time, shape).ravel() for time in times], axis=1)
     return np.einsum("nro,no->nr", rows, cost).max(axis=1).reshape(shape)

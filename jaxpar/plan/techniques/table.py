@@ -1,6 +1,6 @@
-"""The techniques that a plan weighs, by their axis, in the order in which a search tries sizes.
+"""The techniques of a plan by their axis, in the order in which a search assigns devices.
 
-The last takes all devices that the others leave. The order decides ties, and which layouts a random draw names.
+The last axis takes all remaining devices. The order decides ties, and the layouts of a random draw.
 """
 
 from collections.abc import Iterator
@@ -13,17 +13,17 @@ from jaxpar.plan.techniques.data import DATA
 from jaxpar.plan.techniques.pipe import PIPE
 from jaxpar.plan.techniques.sharding import SHARDING
 from jaxpar.plan.techniques.tensor import TENSOR
-from jaxpar.tables import changed, inserted
+from jaxpar.tables import insert_row, replace_rows
 
-TECHNIQUES: dict[str, Technique] = {each.axis: each for each in (PIPE, TENSOR, CONTEXT, SHARDING, DATA)}
+TECHNIQUES: dict[str, Technique] = {technique.axis: technique for technique in (PIPE, TENSOR, CONTEXT, SHARDING, DATA)}
 
 
 @contextmanager
 def added(technique: Technique, *, before: str = "fsdp") -> Iterator[None]:
-    """Adds a technique, tried before that of another axis, until the context ends.
+    """Context manager that adds a technique, in the order before the axis `before`.
 
     Raises:
-      JaxparError: If there is one for its axis, or none for `before`.
+      JaxparError: If its axis already has a technique, or `before` has none.
     """
     if technique.axis in TECHNIQUES or before not in TECHNIQUES:
         raise refuse(
@@ -31,5 +31,5 @@ def added(technique: Technique, *, before: str = "fsdp") -> Iterator[None]:
             rule=f"a plan has one technique for an axis, and has them for {', '.join(TECHNIQUES)}",
             fix="another axis, or before='fsdp'",
         )
-    with changed(TECHNIQUES, inserted(TECHNIQUES, technique.axis, technique, at=[*TECHNIQUES].index(before))):
+    with replace_rows(TECHNIQUES, insert_row(TECHNIQUES, technique.axis, technique, at=[*TECHNIQUES].index(before))):
         yield

@@ -1,4 +1,4 @@
-"""Tensor parallelism: two all-reduces of [tokens, dim] each way in a block, or as many gathers and scatters.
+"""Tensor parallelism: two all-reduces of [tokens, dim] per pass of a block, or two gathers and two scatters.
 
 Sources: Shoeybi et al. 2019, arXiv:1909.08053, section 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.
 """
@@ -11,70 +11,72 @@ import numpy as np
 
 from jaxpar.mesh.collective import Collective
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.causes import Look
+from jaxpar.plan.causes import Style
 from jaxpar.plan.choices import Choices
 from jaxpar.plan.machine.software import SoftwareModel
-from jaxpar.plan.model.dims import Named
+from jaxpar.plan.model.dims import NamedDims
 from jaxpar.plan.model.layer_time import tokens
 from jaxpar.plan.model.shape import Shape
-from jaxpar.plan.techniques.base import BYTES, Sent, Settings, Technique, divisors, within
+from jaxpar.plan.techniques.base import BYTES, SentCollective, Settings, Technique, divisors, up_to
 
 
 def sizes(shape: Shape, rows: int, choices: Choices) -> list[int]:
-    """Returns what divides heads, heads of keys and values, and the feed-forward; XLA pads a vocabulary."""
-    every = gcd(*(shape.dims[name] for name in ("heads", "kv_heads", "mlp")))
-    return within(divisors(every), choices.tensor)
+    """Returns the common divisors of heads, kv heads and the feed-forward's width; XLA pads a vocabulary."""
+    common = gcd(*(shape.dims[name] for name in ("heads", "kv_heads", "mlp")))
+    return up_to(divisors(common), choices.tensor)
 
 
-def sequences(model: Named, choices: Choices, tensor: int, context: int) -> Sequence[Mapping[str, Any]]:
-    """Returns whether the stream between blocks may be sharded too: where both axes together divide a sequence."""
+def sequences(model: NamedDims, choices: Choices, tensor: int, context: int) -> Sequence[Mapping[str, Any]]:
+    """Returns the settings of sequence parallelism, which is possible if tensor x context divides a sequence."""
     divides = tensor > 1 and model.dims["seq"] % (tensor * context) == 0
     return [{"sequence": False}, {"sequence": True}][: 1 + divides]
 
 
-def block(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Iterator[Sent]:
+def block(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Iterator[SentCollective]:
     """Yields the collectives of a block over the tensor axis.
 
-    Forward nothing hides its two all-reduces, each a scatter and a gather. Backward an all-reduce runs beside the
-    matmul that makes a weight's gradient. Sharded by sequence, two gathers have to come first; two scatters, and the
-    two gathers that may be needed once more, run beside matmuls (Korthikanti et al., section 4.2.2). Full remat makes
-    the forward's again.
+    The two forward all-reduces are exposed; each is a scatter and a gather. A backward all-reduce overlaps with the
+    matmul of a weight's gradient. With sequence parallelism two gathers come first and are exposed; two scatters, and
+    two optional repeated gathers, overlap with matmuls (Korthikanti et al., section 4.2.2). Full remat repeats the
+    forward collectives.
     """
-    size, cut = BYTES * tokens(shape, candidate) * shape.dim, np.asarray(candidate.sequence)
-    beside = 1 - software.tensor_overlap
+    size, sharded = BYTES * tokens(shape, candidate) * shape.dim, np.asarray(candidate.sequence)
+    exposed_share = 1 - software.tensor_overlap
 
-    def sent(kind: str, times: Any, *, exposed: float = 1.0, backward: bool = True, again: bool = False) -> Sent:
-        return Sent(
+    def sent(
+        kind: str, times: Any, *, exposed: float = 1.0, backward: bool = True, again: bool = False
+    ) -> SentCollective:
+        return SentCollective(
             collective=Collective(
                 kind=kind, axes=("tensor",), dtype="bf16", group=candidate.tensor, times=times, payload=size,
                 backward=backward,
             ),
             exposed=exposed,
-            again=again,
+            recomputed=again,
         )  # fmt: skip
 
     halves = "all-gather", "reduce-scatter"
-    yield sent("all-reduce", 2 * ~cut, backward=False)
-    yield from (sent(kind, 2 * cut, backward=False) for kind in halves)
-    yield sent("all-reduce", 2 * ~cut, exposed=beside)
-    yield sent("all-gather", 2 * cut)
-    yield sent("reduce-scatter", 2 * cut, exposed=beside)
-    yield sent("all-gather", 2 * software.regather * cut, exposed=beside)
-    # jaxpar's own makes the last matmul of a layer only once, and so its sum
-    times, sums = 2 * candidate.recomputed[4], (2 - software.everywhere) * candidate.recomputed[4]
-    yield sent("all-reduce", sums * ~cut, again=True)
-    yield sent("all-gather", times * cut, again=True)
-    yield sent("reduce-scatter", sums * cut, again=True)
+    yield sent("all-reduce", 2 * ~sharded, backward=False)
+    yield from (sent(kind, 2 * sharded, backward=False) for kind in halves)
+    yield sent("all-reduce", 2 * ~sharded, exposed=exposed_share)
+    yield sent("all-gather", 2 * sharded)
+    yield sent("reduce-scatter", 2 * sharded, exposed=exposed_share)
+    yield sent("all-gather", 2 * software.regather * sharded, exposed=exposed_share)
+    # jaxpar's own program does not recompute the last matmul of a layer, nor its all-reduce
+    times, repeated_sums = 2 * candidate.recompute_shares[4], (2 - software.spmd) * candidate.recompute_shares[4]
+    yield sent("all-reduce", repeated_sums * ~sharded, again=True)
+    yield sent("all-gather", times * sharded, again=True)
+    yield sent("reduce-scatter", repeated_sums * sharded, again=True)
 
 
 TENSOR = Technique(
     axis="tensor",
-    priced=Shape,
+    model_type=Shape,
     sizes=sizes,
     rule=" and divides the heads",
-    settings=Settings(needs=("tensor", "context"), ways=sequences),
+    settings=Settings(needs=("tensor", "context"), options=sequences),
     block=block,
     cause="tensor",
-    looks={"tensor": Look(letter="T", shade=208, light="#d55e00", dark="#f08a3c")},
-    near=True,
+    styles={"tensor": Style(letter="T", shade=208, light="#d55e00", dark="#f08a3c")},
+    blocks_layers=True,
 )

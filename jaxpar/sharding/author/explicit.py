@@ -1,29 +1,29 @@
-"""Models in JAX's explicit-sharding style: what they say of arrays is a constraint on the Auto axes of a step.
+"""Models in JAX's explicit-sharding style: their shardings become constraints on the Auto axes of a step.
 
-    jnp.einsum(..., out_sharding=P("fsdp", None, "tp"))      computed, then constrained as a layout's rules say
+    jnp.einsum(..., out_sharding=P("fsdp", None, "tp"))      computed, then constrained by a layout's rules
     jax.sharding.reshard(x, P("fsdp", None, "tp"))           constrained
     auto_axes(f, out_sharding=...)(x)                        f(x), constrained
-    with_sharding_constraint(x, P("data", None))            constrained: the examples over all axes that split them
+    with_sharding_constraint(x, P("data", None))             constrained: the examples over all axes that split them
     with_sharding_constraint(x, NamedSharding(mesh, spec))   constrained, where the mesh is the author's own
     jax.device_put(x, NamedSharding(mesh, spec))             likewise
     jax.jit(f, out_shardings=P("data", None))(x)             likewise, dims without an axis whole
     nn.with_logical_constraint(x, names, mesh=mesh)          constrained on the step's mesh
     nn.with_partitioning(init, names), and logical           names of dims of a parameter, and no constraint
     jax.shard_map(f, mesh=mesh, ...)                         on the step's mesh, where that has the author's axes
-    outside of a step                                        noted of an initializer, else as if nothing were said
+    outside of a step                                        recorded for an initializer, else ignored
 
 Why not a mesh with Explicit axes: sharding in the types of arrays binds everything that touches them, so that losses,
-optimizers and parts of a model that know nothing of it stop working; and the names are those of the author's mesh,
-where one axis may be two of a layout (`fsdp` is all that splits the batch). So the names are read as `jp.constrain`
-reads names of dims, and XLA places the rest.
+optimizers and parts of a model that do not expect it stop working; and the names are those of the author's mesh, where
+one axis may be two of a layout (`fsdp` stands for all axes that split the batch). So the names are read as
+`jp.constrain` reads names of dims, and XLA places the rest.
 
-JAX has no public hook for this. All of its functions read an `out_sharding` by one function of its own, and hand it to
-a primitive; while a model is traced, these are replaced here, and nowhere else.
+JAX has no public hook for this. All of its functions read an `out_sharding` by one internal function, and pass it to a
+primitive; while a model is traced, these are replaced here, and nowhere else.
 
-A model may also keep the mesh that its author made it with. What it splits there is split on the step's mesh; a dim
-that is whole there is free, for that mesh may be one device alone. A spec without a mesh is about one like the step's:
-its axes are read likewise, but a dim without an axis is whole. jaxpar's own code constrains to axes of the step's mesh
-with a NamedSharding on that mesh, which is taken as it is.
+A model may also keep the mesh that its author made it with. A dim that is split there is split on the step's mesh; a
+dim that is whole there is free, for that mesh may be one device alone. A spec without a mesh refers to one like the
+step's: its axes are read likewise, but a dim without an axis is whole. jaxpar's own code constrains to axes of the
+step's mesh with a NamedSharding on that mesh, which is used unchanged.
 """
 
 import sys
@@ -43,11 +43,11 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, g
 
 from jaxpar.errors import refuse
 from jaxpar.mesh.axes import batch_axes
-from jaxpar.models.named import constrain_to, step_rules
+from jaxpar.models.dim_names import constrain_to, step_rules
 from jaxpar.sharding.author.manual_mesh import axis_names_of, manual_mesh
-from jaxpar.sharding.author.value_specs import is_noting, note_spec
+from jaxpar.sharding.author.value_specs import is_recording, record_spec
 
-# what the modules of JAX and of Flax import from each other
+# functions that the modules of JAX and of Flax import from each other
 _FUNCTIONS = (
     "canonicalize_sharding",
     "_get_new_mesh",
@@ -58,20 +58,20 @@ _FUNCTIONS = (
     "shard_value",
     "_remap_sharding_metadata",
 )
-_SHARDING_PARAMETERS = ("out_sharding", "sharding", "dst_sharding")  # what primitives call it
-_NOWHERE = "nowhere"  # an axis of the mesh that stands for the author's where there is none
-_translations: list[ExitStack] = []  # one, while a model is traced: it takes back what is replaced
+_SHARDING_PARAMETERS = ("out_sharding", "sharding", "dst_sharding")  # its names as a parameter of primitives
+_NOWHERE = "nowhere"  # an axis of the mesh that stands for the author's if there is none
+_translations: list[ExitStack] = []  # one, while a model is traced: it undoes the replacements
 
 
 @contextmanager
 def sharding_translation() -> Iterator[None]:
-    """Turns the shardings that a model names into constraints, while the context lasts: a model is traced in it."""
+    """Turns the shardings that a model names into constraints until the context ends; models are traced in it."""
     if _translations:
         yield
         return
     constraints = _replaced_binds(_pjit_primitive("sharding_constraint_p"), _bind_of_constraint)
     puts = _replaced_binds([device_put_p], _bind_of_device_put)
-    with _replaced(_functions()), constraints, puts, _open_boxes(), ExitStack() as primitives:
+    with _replacing(_functions()), constraints, puts, _open_boxes(), ExitStack() as primitives:
         _translations.append(primitives)
         try:
             yield
@@ -81,17 +81,17 @@ def sharding_translation() -> Iterator[None]:
 
 @contextmanager
 def no_mesh() -> Iterator[None]:
-    """Forgets the mesh that a caller has set, while a model is made for one of a layout's own."""
-    # where there is none, nothing is set: to jax 0.10.2 that would be another context, in which all is traced again
-    none = get_abstract_mesh().empty
-    with nullcontext() if none else jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+    """Unsets a mesh that a caller has set, while a model is made for the mesh of a layout."""
+    # without a mesh nothing is set: jax 0.10.2 would treat that as another context, and trace everything again
+    unset = get_abstract_mesh().empty
+    with nullcontext() if unset else jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         yield
 
 
-def translated(spec: PartitionSpec, sizes: Any) -> PartitionSpec:
-    """Returns a spec on the axes of a step's mesh for one that a model wrote on its own.
+def translate_spec(spec: PartitionSpec, sizes: Any) -> PartitionSpec:
+    """Translates a spec of a model to the axes of a step's mesh.
 
-    The author's axis of examples may be several of a layout: it stands for all of these but those that the spec has
+    The author's axis of examples may be several of a layout: it stands for all of these except those that the spec has
     elsewhere.
 
     Args:
@@ -102,24 +102,24 @@ def translated(spec: PartitionSpec, sizes: Any) -> PartitionSpec:
       JaxparError: If it names an axis that no rule maps.
     """
     written = {name for entry in spec for name in axis_names_of(entry)}
-    taken: set[str] = set()
+    used_axes: set[str] = set()
     dims: list = []
     for entry in spec:
         wanted = dict.fromkeys(axis for name in axis_names_of(entry) for axis in _axes(name, spec, sizes, written))
-        kept = tuple(axis for axis in wanted if sizes[axis] > 1 and axis not in taken)
-        taken.update(kept)
-        dims.append(kept or (entry if entry is PartitionSpec.UNCONSTRAINED else None))
+        present = tuple(axis for axis in wanted if sizes[axis] > 1 and axis not in used_axes)
+        used_axes.update(present)
+        dims.append(present or (entry if entry is PartitionSpec.UNCONSTRAINED else None))
     return PartitionSpec(*dims)
 
 
 def _axes(name: str, spec: PartitionSpec, sizes: Any, written: set[str]) -> Sequence[str]:
     rules = step_rules.get()
-    # read to their end: so do a step's rules learn which names a model has, and a rule for one is not refused as idle
-    ruled = [axes for known, axes in rules if known == name and axes is not PartitionSpec.UNCONSTRAINED]
+    # iterates to the end: a step's rules thus record the names of a model, and a rule for one is not refused as idle
+    ruled = [axes for ruled_name, axes in rules if ruled_name == name and axes is not PartitionSpec.UNCONSTRAINED]
     if ruled:
         return _tuple(ruled[0])
     if name in batch_axes(sizes):
-        examples = (axis for known, axes in rules if known == "batch" for axis in _tuple(axes))
+        examples = (axis for ruled_name, axes in rules if ruled_name == "batch" for axis in _tuple(axes))
         return tuple(axis for axis in examples if axis == name or axis not in written)
     if name in sizes:
         return (name,)
@@ -141,27 +141,27 @@ def _step_sharding(sharding: Any) -> NamedSharding | None:
         isinstance(sharding, NamedSharding) and (sharding.mesh == get_abstract_mesh() or _has_author_mesh(sharding))
     ):
         return sharding
-    bare = [each for each in _primitives() if "bind" not in vars(each)]
+    bare = [primitive for primitive in _primitives() if "bind" not in vars(primitive)]
     for primitives in _translations:  # a model without shardings is traced by JAX's own
         primitives.enter_context(_replaced_binds(bare, _bind_of_computation))
     return _on_mesh_of_step(sharding)
 
 
 def _on_mesh_of_step(sharding: NamedSharding | PartitionSpec) -> NamedSharding:
-    """Returns a sharding on the author's mesh as one on the mesh of the step; as written outside of a step."""
+    """Moves a sharding from the author's mesh to that of the step; outside of a step its spec stays as written."""
     mesh, spec = get_abstract_mesh(), _written_spec(sharding)
     if mesh.empty or not step_rules.get():
         return _as_written(spec)
-    if {*mesh.axis_types} == {AxisType.Manual}:  # each device has its part in hand, and XLA splits nothing
+    if {*mesh.axis_types} == {AxisType.Manual}:  # each device has its own shard, and XLA splits nothing
         return NamedSharding(mesh, PartitionSpec(*(None,) * len(spec)))
-    # an axis that is manual here is not XLA's to split
+    # XLA cannot split over an axis that is manual here
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     sizes = {axis: 1 if kind == AxisType.Manual else mesh.shape[axis] for axis, kind in kinds}
-    return NamedSharding(mesh, translated(spec, sizes))
+    return NamedSharding(mesh, translate_spec(spec, sizes))
 
 
 def _as_written(spec: PartitionSpec) -> NamedSharding:
-    """Returns a sharding that carries a spec in the words of the author's mesh, whose sizes are not known."""
+    """Returns a sharding with a spec in axes of the author's mesh, whose sizes are unknown."""
     names = dict.fromkeys(name for entry in spec for name in axis_names_of(entry))
     axes = (_NOWHERE, *names)
     return NamedSharding(AbstractMesh((1,) * len(axes), axes, axis_types=(AxisType.Auto,) * len(axes)), spec)
@@ -181,12 +181,12 @@ def _written_spec(sharding: NamedSharding | PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*(tuple(axis for axis in axis_names_of(entry) if sizes[axis] > 1) for entry in sharding.spec))
 
 
-def _constrained(x: Any, sharding: NamedSharding, *, whole: bool = False) -> Any:
-    """Returns arrays split as a model said, in the dims that the axes divide; `whole` makes dims without axes whole."""
+def _constrain(x: Any, sharding: NamedSharding, *, whole: bool = False) -> Any:
+    """Constrains arrays as the model says, in the dims that the axes divide; `whole` unsplits the dims without axes."""
     if not all(hasattr(leaf, "ndim") for leaf in jax.tree.leaves(x)):
         return x  # a Python number, among the arguments of `auto_axes`
     if _has_author_mesh(sharding):
-        return note_spec(x, sharding.spec)
+        return record_spec(x, sharding.spec)
     sizes = sharding.mesh.shape
 
     def one(x):
@@ -200,7 +200,7 @@ def _constrained(x: Any, sharding: NamedSharding, *, whole: bool = False) -> Any
 
 
 def _whole_where_free(sharding: NamedSharding) -> NamedSharding:
-    """Returns a sharding for an argument or a result of `jit`, which leaves no dim open."""
+    """Makes the free dims of a sharding whole, for an argument or a result of `jit`, which leaves no dim open."""
     dims = (None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in sharding.spec)
     return NamedSharding(sharding.mesh, PartitionSpec(*dims))
 
@@ -221,7 +221,7 @@ def _functions() -> dict[str, Callable]:
     def _get_new_mesh(axes: Any, axis_type: Any, name: str, shardings: Any = None, **others: Any) -> Any:
         if name != "auto_axes":
             return new_mesh(axes, axis_type, name, shardings=shardings, **others)
-        mesh = get_abstract_mesh()  # no other mesh; and another axis than the mesh has, so that JAX reshards the result
+        mesh = get_abstract_mesh()  # the same mesh; and an axis that it lacks, so that JAX reshards the result
         return SimpleNamespace(prev=mesh, new=mesh, axes=(_NOWHERE,))
 
     resolve, create, check, remap, new_mesh = (
@@ -241,24 +241,24 @@ def _functions() -> dict[str, Callable]:
             by_step.pop()
 
     def _with_sharding_constraint(x: Any, axis_resources: Any, mesh: Any = None) -> Any:
-        on = get_abstract_mesh()
-        if axis_resources is None or on.empty:
+        step_mesh = get_abstract_mesh()
+        if axis_resources is None or step_mesh.empty:
             return x
         if by_step and by_step[-1]:
-            return lax.with_sharding_constraint(x, NamedSharding(on, axis_resources))
-        return lax.with_sharding_constraint(x, axis_resources)  # by rules of the author's, to axes of the author's
+            return lax.with_sharding_constraint(x, NamedSharding(step_mesh, axis_resources))
+        return lax.with_sharding_constraint(x, axis_resources)  # by the author's rules, to the author's axes
 
     def _create_sharding_for_array(mesh: Any, x: Any, name: str, api_name: str) -> Any:
         if isinstance(x, PartitionSpec) and api_name == "with_sharding_constraint":
             return _as_written(x)
         if isinstance(x, PartitionSpec) and api_name == "jit":
-            on = _on_mesh_of_step(x)
-            return create(mesh, None, name, api_name) if _has_author_mesh(on) else _whole_where_free(on)
+            step_mesh = _on_mesh_of_step(x)
+            return create(mesh, None, name, api_name) if _has_author_mesh(step_mesh) else _whole_where_free(step_mesh)
         return create(mesh, x, name, api_name)
 
     def _shmap_checks(mesh: Any, axis_names: Any, in_specs: Any, out_specs: Any, *args: Any) -> Any:
-        on, axis_names = manual_mesh(mesh, axis_names, (in_specs, out_specs))
-        return check(on, axis_names, in_specs, out_specs, *args)
+        step_mesh, axis_names = manual_mesh(mesh, axis_names, (in_specs, out_specs))
+        return check(step_mesh, axis_names, in_specs, out_specs, *args)
 
     def _remap_sharding_metadata(metadata: dict[str, Any]) -> None:
         remap(metadata)
@@ -284,7 +284,7 @@ def _functions() -> dict[str, Callable]:
 
 
 def author_rules() -> tuple[tuple[str, Any], ...]:
-    """Returns the rules of Flax's that are in force and are not those of a step: the author's own, or the user's."""
+    """Returns the Flax rules in force other than a step's own: those of the author, or of the user."""
     rules = spmd.get_logical_axis_rules()
     return () if rules is step_rules.get() else tuple((name, axes) for name, axes in rules)
 
@@ -295,14 +295,14 @@ def _primitives() -> list:
 
 
 def _pjit_primitive(primitive: str) -> list:
-    """Returns a primitive of `jit`, in a list that is empty where this JAX has no such."""
-    return [held for held in [vars(sys.modules["jax._src.pjit"]).get(primitive)] if held is not None]
+    """Returns a primitive of `jit` in a list, which is empty if this JAX has none of that name."""
+    return [value for value in [vars(sys.modules["jax._src.pjit"]).get(primitive)] if value is not None]
 
 
 @contextmanager
-def _replaced(functions: dict[str, Callable]) -> Iterator[None]:
-    of = ("jax._src.", "jax.sharding", "flax.linen.spmd", "flax.core.spmd", "flax.nnx.variablelib")
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith(of)]
+def _replacing(functions: dict[str, Callable]) -> Iterator[None]:
+    prefixes = ("jax._src.", "jax.sharding", "flax.linen.spmd", "flax.core.spmd", "flax.nnx.variablelib")
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith(prefixes)]
     before = [(module, name, vars(module)[name]) for module in modules for name in _FUNCTIONS if name in vars(module)]
     for module, name, _ in before:
         setattr(module, name, functions[name])
@@ -314,51 +314,53 @@ def _replaced(functions: dict[str, Callable]) -> Iterator[None]:
 
 
 def _bind_of_computation(bind: Callable) -> Callable:
-    """Returns `bind` of a primitive that computes, whose result is then constrained as the model said."""
+    """Returns `bind` of a primitive that computes, and then constrains the result as the model says."""
 
     def run(*args, **params):
-        said = next((name for name in _SHARDING_PARAMETERS if isinstance(params.get(name), NamedSharding)), None)
-        if said is None or any(kind == AxisType.Explicit for kind in params[said].mesh.axis_types):
+        key = next((name for name in _SHARDING_PARAMETERS if isinstance(params.get(name), NamedSharding)), None)
+        if key is None or any(kind == AxisType.Explicit for kind in params[key].mesh.axis_types):
             return bind(*args, **params)
-        out = args[0] if said == "dst_sharding" else bind(*args, **{**params, said: None})
-        return _constrained(out, params[said])
+        out = args[0] if key == "dst_sharding" else bind(*args, **{**params, key: None})
+        return _constrain(out, params[key])
 
     return run
 
 
 def _bind_of_constraint(bind: Callable) -> Callable:
-    """Returns `bind` of `with_sharding_constraint`, on the mesh of the step where the model has one of its own."""
+    """Returns `bind` of `with_sharding_constraint`, on the mesh of the step if the model has its own mesh."""
 
     def run(x, *, sharding, **params):
         if not isinstance(sharding, NamedSharding) or sharding.mesh.shape_tuple == get_abstract_mesh().shape_tuple:
             return bind(x, sharding=sharding, **params)
-        on = _on_mesh_of_step(sharding)
-        return _constrained(x, on, whole=_has_author_mesh(sharding) and {*on.mesh.axis_types} != {AxisType.Manual})
+        step = _on_mesh_of_step(sharding)
+        return _constrain(x, step, whole=_has_author_mesh(sharding) and {*step.mesh.axis_types} != {AxisType.Manual})
 
     return run
 
 
 def _bind_of_device_put(bind: Callable) -> Callable:
-    """Returns `bind` of `jax.device_put`, which constrains or notes what goes to a mesh of the author's."""
+    """Returns `bind` of `jax.device_put`, which constrains or records arrays that go to a mesh of the author's."""
 
     def run(*args, **params):
         mesh = get_abstract_mesh()
-        own = [isinstance(to, NamedSharding) and to.mesh.shape_tuple != mesh.shape_tuple for to in params["devices"]]
+        foreign = [
+            isinstance(to, NamedSharding) and to.mesh.shape_tuple != mesh.shape_tuple for to in params["devices"]
+        ]
         in_step = not mesh.empty and step_rules.get()
-        if not any(own) or not (in_step or is_noting()):
+        if not any(foreign) or not (in_step or is_recording()):
             return bind(*args, **params)
-        pairs = zip(args, params["devices"], own, strict=True)
-        return [_constrained(x, _on_mesh_of_step(to)) if moved else x for x, to, moved in pairs]
+        pairs = zip(args, params["devices"], foreign, strict=True)
+        return [_constrain(x, _on_mesh_of_step(to)) if is_foreign else x for x, to, is_foreign in pairs]
 
     return run
 
 
 @contextmanager
 def _open_boxes() -> Iterator[None]:
-    """Leaves out what a Linen box says when Flax opens it: where parameters lie is the layout's to say.
+    """Skips the constraint of a Linen box when Flax unboxes it: the layout decides where parameters live.
 
-    Flax opens one in every call, to compare shapes, and `nn.DenseGeneral` does so while its kernel is still flat: of
-    two dims, where the box names three.
+    Flax unboxes in every call, to compare shapes, and `nn.DenseGeneral` does so while its kernel is still flat: of two
+    dims, where the box names three.
     """
     before = {kind: kind.unbox for kind in (nn.Partitioned, nn.LogicallyPartitioned)}
 

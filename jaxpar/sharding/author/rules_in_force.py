@@ -1,9 +1,9 @@
-"""What names of dims mean by rules of Flax's that a model's author, or its user, put in force around it.
+"""Flax rules for names of dims that a model's author, or its user, put in force around it.
 
     with nnx.logical_axis_rules([("embed", "model"), ("batch", "data")]):     or nn.logical_axis_rules
         layout = jp.compose(model, jp.Parallel(data=2, tensor=4))
 
-The axes are those of the author's mesh, and mean on the layout's what they mean in a spec of the model's. The user's
+The axes are those of the author's mesh; on the layout's mesh they mean the same as in a spec of the model's. The user's
 own `Parallel(rules=...)` come before them, and jaxpar's names after.
 """
 
@@ -23,7 +23,7 @@ Rule = tuple[str, Any]
 
 
 def with_rules_in_force(blueprint: Blueprint) -> Blueprint:
-    """Returns a model whose names mean what the rules in force here say, if it was made where they were not."""
+    """Applies the Flax rules in force to a model's names, if it was made without them."""
     rules = author_rules()
     if not rules or rules == blueprint.rules:
         return blueprint
@@ -34,15 +34,15 @@ def with_rules_in_force(blueprint: Blueprint) -> Blueprint:
         return replace(leaf, axes=tuple(spmd.from_sharding_rules(leaf.names, rules)))
 
     leaves, others = (
-        {path: ruled(leaf) for path, leaf in each.items()} for each in (blueprint.leaves, blueprint.others)
+        {path: ruled(leaf) for path, leaf in arrays.items()} for arrays in (blueprint.leaves, blueprint.other_leaves)
     )
-    return replace(blueprint, leaves=leaves, others=others, rules=rules)
+    return replace(blueprint, leaves=leaves, other_leaves=others, rules=rules)
 
 
 def with_author_rules(
     names: Mapping[str, Axes], rules: Sequence[Rule], user: Mapping[str, Axes], sizes: Mapping[str, int]
 ) -> tuple[dict[str, Axes], list[str]]:
-    """Returns names of dims to axes with the author's rules among them, and axes of the author's that are not there.
+    """Adds the author's rules to names of dims; returns them, and the author's axes that the mesh and rules lack.
 
     Args:
       names: By the user's rules and jaxpar's own names.
@@ -54,20 +54,20 @@ def with_author_rules(
     ruled: dict[str, Axes] = {}
     unknown: list[str] = []
     for name, axes in rules:
-        if name in user or name in ruled or name == "layers":  # a dim of layers is a pipeline's
+        if name in user or name in ruled or name == "layers":  # `layers` belongs to a pipeline
             continue
-        there = [axis for axis in _tuple(axes) if axis in names or axis in sizes]
-        unknown += [axis for axis in _tuple(axes) if axis not in there]
-        if there or not axes:
+        present = [axis for axis in _tuple(axes) if axis in names or axis in sizes]
+        unknown += [axis for axis in _tuple(axes) if axis not in present]
+        if present or not axes:
             ruled[name] = (
-                tuple(dict.fromkeys(on for axis in there for on in _meant(axis, names, sizes, written))) or None
+                tuple(dict.fromkeys(on for axis in present for on in _mesh_axes(axis, names, sizes, written))) or None
             )
     first = {name: axes for name, axes in names.items() if name in user}
     return {**first, **ruled, **{name: axes for name, axes in names.items() if name not in ruled}}, unknown
 
 
 def check_rules_in_force(blueprint: Blueprint) -> None:
-    """Refuses rules around a step that were not in force where its layout was composed.
+    """Refuses rules around a step that were not in force when its layout was composed.
 
     Raises:
       JaxparError: If there are such rules.
@@ -75,17 +75,17 @@ def check_rules_in_force(blueprint: Blueprint) -> None:
     rules = author_rules()
     if rules and rules != blueprint.rules:
         raise refuse(
-            f"rules for {', '.join(dict.fromkeys(str(name) for name, _ in rules))} are in force around the step, and "
-            f"{'others' if blueprint.rules else 'none'} were where {blueprint.name} was composed",
+            f"rules for {', '.join(dict.fromkeys(str(name) for name, _ in rules))} are in force around the step, but "
+            f"{'others' if blueprint.rules else 'none'} were in force when {blueprint.name} was composed",
             rule="a name of a dim means one thing for parameters and for activations",
             fix="jp.compose inside of the same context of logical_axis_rules, or rules={...} in Parallel",
         )
 
 
-def _meant(axis: str, names: Mapping[str, Axes], sizes: Mapping[str, int], written: set[str]) -> tuple[str, ...]:
+def _mesh_axes(axis: str, names: Mapping[str, Axes], sizes: Mapping[str, int], written: set[str]) -> tuple[str, ...]:
     examples = batch_axes(sizes)
     if axis in examples and axis not in names:  # the author's only axis of examples may be several of a layout
-        return tuple(each for each in examples if each == axis or each not in written)
+        return tuple(example_axis for example_axis in examples if example_axis == axis or example_axis not in written)
     return axes_of_name(axis, names)
 
 

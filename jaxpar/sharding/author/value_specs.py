@@ -5,8 +5,8 @@
     nnx.Param(jax.device_put(x, NamedSharding(mesh, P("model"))))     a value that was placed
     jax.lax.with_sharding_constraint(x, P("model", None))             a value that was constrained
 
-JAX keeps such a spec in the type of the array. Here a model is made without a mesh, so the spec is noted in the program
-that makes the parameters, as the name of an identity, and followed through elementwise operations to the parameter.
+JAX keeps such a spec in the type of the array. Here a model is made without a mesh, so its program records the spec as
+the name of an identity, and the spec is followed from there through elementwise operations to the parameter.
 """
 
 import json
@@ -25,20 +25,20 @@ from jax.extend.core import (
 )
 from jax.sharding import PartitionSpec
 
-Spec = tuple[str | tuple[str, ...] | None, ...]  # an entry per dim, in the words of the author's mesh
+Spec = tuple[str | tuple[str, ...] | None, ...]  # an entry per dim, with axes of the author's mesh
 
 _PREFIX = "jaxpar:out_sharding "
 _ELEMENTWISE = frozenset(
     "mul add sub div neg abs sign exp log sqrt cos tanh erf_inv max min clamp select_n convert_element_type copy copy_p"
     " name optimization_barrier sharding_constraint".split()
 )
-_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # parameters of equations that hold what they call
+_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # parameters of equations that hold a called program
 _noted: ContextVar[list[Spec] | None] = ContextVar("noted_specs", default=None)
 
 
 @contextmanager
-def noting_specs() -> Iterator[list[Spec]]:
-    """Notes specs that are written on values while the context lasts: a model is made in it, on shapes alone."""
+def recording_specs() -> Iterator[list[Spec]]:
+    """Records specs that are written on values until the context ends: a model is made in it, on shapes alone."""
     noted: list[Spec] = []
     token = _noted.set(noted)
     try:
@@ -47,8 +47,8 @@ def noting_specs() -> Iterator[list[Spec]]:
         _noted.reset(token)
 
 
-def note_spec(x: Any, spec: PartitionSpec) -> Any:
-    """Returns arrays that are noted to have this spec where `noting_specs` is open; else the arrays themselves."""
+def record_spec(x: Any, spec: PartitionSpec) -> Any:
+    """Tags arrays with a spec inside of `recording_specs`; else returns them unchanged."""
     noted = _noted.get()
     if noted is None:
         return x
@@ -61,19 +61,19 @@ def note_spec(x: Any, spec: PartitionSpec) -> Any:
     return jax.tree.map(one, x)
 
 
-def is_noting() -> bool:
-    """Returns whether `noting_specs` is open."""
+def is_recording() -> bool:
+    """Whether `recording_specs` is open."""
     return _noted.get() is not None
 
 
 def value_specs(function: Callable, *args: Any) -> list[Spec | None]:
-    """Returns the spec of each array that a function returns, in the order of its leaves; None where none is written.
+    """Returns the spec of each array that a function returns, in the order of its leaves; None without one.
 
     Args:
       function: Makes a tree of arrays.
-      *args: Of the function.
+      *args: Arguments of the function.
     """
-    with noting_specs():
+    with recording_specs():
         closed = jax.make_jaxpr(function)(*args)
     return _outputs(closed.jaxpr, [None] * len(closed.jaxpr.invars))
 
@@ -82,12 +82,12 @@ def _outputs(jaxpr: Jaxpr, inputs: Sequence[Spec | None]) -> list[Spec | None]:
     """Returns the spec of each output of a program."""
     specs = dict(zip(jaxpr.invars, inputs, strict=True))
     for eqn in jaxpr.eqns:
-        given = [None if isinstance(var, Literal) else specs.get(var) for var in eqn.invars]
-        specs.update(zip(eqn.outvars, _equation(eqn, given), strict=True))
+        operand_specs = [None if isinstance(var, Literal) else specs.get(var) for var in eqn.invars]
+        specs.update(zip(eqn.outvars, _equation(eqn, operand_specs), strict=True))
     return [None if isinstance(var, Literal) else specs.get(var) for var in jaxpr.outvars]
 
 
-def _equation(eqn: JaxprEqn, given: list[Spec | None]) -> list[Spec | None]:
+def _equation(eqn: JaxprEqn, operand_specs: list[Spec | None]) -> list[Spec | None]:
     name, params = eqn.primitive.name, eqn.params
     if name == "name" and params["name"].startswith(_PREFIX):
         entries = json.loads(params["name"].removeprefix(_PREFIX))
@@ -95,20 +95,22 @@ def _equation(eqn: JaxprEqn, given: list[Spec | None]) -> list[Spec | None]:
     inner = next((params[key] for key in _CALLS if key in params), None)
     if inner is not None:
         body = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
-        same = name != "scan" and len(body.invars) == len(given)
-        found = _outputs(body, given if same else [None] * len(body.invars))
-        return found if len(found) == len(eqn.outvars) else [None] * len(eqn.outvars)
-    if name == "transpose" and given[0] is not None:
-        order, shift = params["permutation"], len(params["permutation"]) - len(given[0])
-        return [tuple(given[0][dim - shift] for dim in order[shift:])] if min(order[shift:]) >= shift else [None]
-    if name == "broadcast_in_dim" and given[0] is not None:  # one member for all, where a `vmap` made no difference
-        rank, out = len(_shape(eqn.invars[0])), _shape(eqn.outvars[0])
-        stacked = params["broadcast_dimensions"] == (*range(len(out) - rank, len(out)),)
-        return [given[0] if stacked and out[len(out) - rank :] == _shape(eqn.invars[0]) else None]
+        same = name != "scan" and len(body.invars) == len(operand_specs)
+        outputs = _outputs(body, operand_specs if same else [None] * len(body.invars))
+        return outputs if len(outputs) == len(eqn.outvars) else [None] * len(eqn.outvars)
+    if name == "transpose" and operand_specs[0] is not None:
+        order, shift = params["permutation"], len(params["permutation"]) - len(operand_specs[0])
+        return (
+            [tuple(operand_specs[0][dim - shift] for dim in order[shift:])] if min(order[shift:]) >= shift else [None]
+        )
+    if name == "broadcast_in_dim" and operand_specs[0] is not None:  # one member for all, where `vmap` does not apply
+        rank, out_shape = len(_shape(eqn.invars[0])), _shape(eqn.outvars[0])
+        stacked = params["broadcast_dimensions"] == (*range(len(out_shape) - rank, len(out_shape)),)
+        return [operand_specs[0] if stacked and out_shape[len(out_shape) - rank :] == _shape(eqn.invars[0]) else None]
     if name in _ELEMENTWISE:
         shape = _shape(eqn.outvars[0])
-        alike = (spec for spec, var in zip(given, eqn.invars, strict=True) if spec and _shape(var) == shape)
-        return [next(alike, None)] if len(eqn.outvars) == 1 else list(given)
+        matches = (spec for spec, var in zip(operand_specs, eqn.invars, strict=True) if spec and _shape(var) == shape)
+        return [next(matches, None)] if len(eqn.outvars) == 1 else list(operand_specs)
     return [None] * len(eqn.outvars)
 
 

@@ -1,8 +1,8 @@
-"""Calls of Flax's layers while a step is traced, of either API.
+"""Calls of Flax's layers while a step is traced, for both Linen and NNX.
 
     compute_dtype    the dtype that a module computes in
-    methods          replaces methods of classes while a model is traced, and puts them back
-    norm_axes        leaves out of a normalization layer the named axes that nothing binds
+    methods          replaces methods of classes while a model is traced, and restores them
+    norm_axes        omits the named axes of a normalization layer that nothing binds
 
-`linen_model.py` and `nnx/hooks.py` beside this are what calls them.
+`linen_model.py` and `nnx/hooks.py` use them.
 """

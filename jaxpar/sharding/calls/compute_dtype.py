@@ -1,10 +1,10 @@
-"""The dtype that a module computes in, where its author left it open: what a step asks for.
+"""Applies a step's compute dtype to modules whose author left it open.
 
     dtype=None                      open: Flax's own layers
     dtype=jnp.float32, the default  open: of a Linen class's field, of an NNX class's `__init__`, of a config's field
-    anything else                   the author's word, and kept
+    anything else                   the author's choice, unchanged
 
-A submodule that was built with the float32 of such a default is as open as the module that it is in.
+A submodule that was built with the float32 of such a default is as open as the module around it.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ from flax import nnx
 
 
 def compute_linen(module: nn.Module, dtype: Any) -> None:
-    """Sets the dtype of a bound Linen module, and of the configs that it holds, where they are open.
+    """Sets the dtype of a bound Linen module, and of its configs, where they are open.
 
-    So of an NNX module that it wraps (`nnx.bridge.to_linen`) and makes anew in every call.
+    Also of an NNX module that it wraps (`nnx.bridge.to_linen`) and makes anew in every call.
     """
     if isinstance(module, nnx.bridge.ToLinen):
         _set(module, "nnx_class", partial(_made, module.nnx_class, dtype))
-    # a field that is no argument is made in setup(), which comes later
-    for field in (each for each in dataclasses.fields(module) if each.init):
+    # a field that is no argument is set in setup(), which runs later
+    for field in (candidate for candidate in dataclasses.fields(module) if candidate.init):
         value: Any = getattr(module, field.name)
         if field.name == "dtype" and (value is None or _is_default(field.default, value)):
             _set(module, "dtype", _written_as(value, dtype))
@@ -36,23 +36,23 @@ def compute_linen(module: nn.Module, dtype: Any) -> None:
 
 
 def compute_nnx(model: nnx.Module, dtype: Any) -> None:
-    """Sets the dtype of every NNX module, and of the configs that it holds, where they are open."""
+    """Sets the dtype of every NNX module, and of its configs, where they are open."""
     opened: list[tuple] = []
-    # a module comes after those that are in it
-    for path, module in sorted(nnx.iter_modules(model), key=lambda each: len(each[0])):
-        held: Any = module
-        configs = list(_open_configs(held))
-        own = getattr(held, "dtype", None)
-        inside = any(path[: len(around)] == around for around in opened)
+    # by length of path: a module comes before its submodules
+    for path, module in sorted(nnx.iter_modules(model), key=lambda item: len(item[0])):
+        layer: Any = module
+        configs = list(_open_configs(layer))
+        value = getattr(layer, "dtype", None)
+        inherited = any(path[: len(ancestor)] == ancestor for ancestor in opened)
         # nnx.Embed freezes dtype to that of its float32 table, which would keep every later matmul in float32
-        frozen = isinstance(held, nnx.Embed) and own == held.param_dtype
-        default = _is_default(_default_of(type(held)), own)
-        if hasattr(held, "dtype") and (own is None or frozen or default or (inside and _is_float32(own))):
-            held.dtype = _written_as(own, dtype)
+        frozen = isinstance(layer, nnx.Embed) and value == layer.param_dtype
+        default = _is_default(_default_of(type(layer)), value)
+        if hasattr(layer, "dtype") and (value is None or frozen or default or (inherited and _is_float32(value))):
+            layer.dtype = _written_as(value, dtype)
         if default or configs:
             opened.append(path)
         for name, config in configs:
-            setattr(held, name, _opened(config, dtype))
+            setattr(layer, name, _opened(config, dtype))
 
 
 def _made(kind: Callable[..., nnx.Module], dtype: Any, *args: Any, **kwargs: Any) -> nnx.Module:
@@ -70,7 +70,7 @@ def _opened(config: Any, dtype: Any) -> Any:
 
 
 def _written_as(value: Any, dtype: Any) -> Any:
-    """Returns a dtype as a model writes its own: by its name where that is a str, which `getattr(jnp, ...)` takes."""
+    """Returns a dtype in the model's own notation: its name if that is a str, which `getattr(jnp, ...)` takes."""
     return np.dtype(dtype).name if isinstance(value, str) else dtype
 
 

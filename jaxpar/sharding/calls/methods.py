@@ -1,6 +1,6 @@
-"""Methods of Flax's classes and of models that jaxpar replaces while a model is traced: afterwards they are as before.
+"""Replaces methods of Flax's classes and of models while a model is traced, and restores them afterwards.
 
-The classes of a model and of its variables stay what they are, so that code which asks for exact types finds them.
+The classes of a model and of its variables stay the same, so that code that checks for exact types works.
 """
 
 import threading
@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _lock = threading.RLock()
-_traces = 0  # that run now, in all threads: the last one to end puts the methods back
+_traces = 0  # running traces, in all threads: the last one to end restores the methods
 _before: dict[tuple[type, str], Callable] = {}
 _replaced: set[tuple[type, str, Callable]] = set()
 
 
 @contextmanager
 def replaced_methods() -> Iterator[None]:
-    """Lets methods be replaced while the context lasts."""
+    """Lets methods be replaced until the context ends, and then restores them."""
     global _traces
     with _lock:
         _traces += 1
@@ -31,24 +31,24 @@ def replaced_methods() -> Iterator[None]:
                 _replaced.clear()
 
 
-def replace_method(kind: type, name: str, how: Callable[[Callable], Callable]) -> None:
-    """Replaces a method where its class defines it, once; outside of `replaced_methods`, nothing.
+def replace_method(kind: type, name: str, replacement: Callable[[Callable], Callable]) -> None:
+    """Replaces a method in the class that defines it, once; does nothing outside of `replaced_methods`.
 
     Args:
       kind: The class, which may inherit the method.
       name: The method.
-      how: Of the method, returns what stands for it.
+      replacement: Returns the replacement of a method.
     """
-    owner = next((each for each in kind.__mro__ if name in vars(each)), None)
+    owner = next((ancestor for ancestor in kind.__mro__ if name in vars(ancestor)), None)
     with _lock:
-        if not _traces or owner is None or (owner, name, how) in _replaced:
+        if not _traces or owner is None or (owner, name, replacement) in _replaced:
             return
         method = vars(owner)[name]
         _before.setdefault((owner, name), method)
-        _replaced.add((owner, name, how))
-        setattr(owner, name, how(method))
+        _replaced.add((owner, name, replacement))
+        setattr(owner, name, replacement(method))
 
 
-def bound(method: Callable, instance: object) -> Callable:
-    """Returns a method, as the dict of a class has it, of an instance."""
+def bind_method(method: Callable, instance: object) -> Callable:
+    """Binds a method, as stored in the dict of a class, to an instance."""
     return method.__get__(instance, type(instance)) if hasattr(method, "__get__") else method

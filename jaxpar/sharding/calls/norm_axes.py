@@ -1,7 +1,7 @@
-"""The axes that a normalization layer names, for which the author means a `pmap` or a `vmap` of the model.
+"""Named axes of a normalization layer, which its author meant for a `pmap` or a `vmap` of the model.
 
 axis_name="batch", under the model's own vmap(..., axis_name="batch")   the layer's mean is over that axis
-axis_name="batch", where no axis has that name                          left out: the examples of a step are all there
+axis_name="batch", without an axis of that name                         omitted: a step has all its examples
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -14,17 +14,17 @@ from jaxpar.errors import refuse
 
 
 def names_axes(module: Any) -> bool:
-    """Returns whether a module is a normalization layer that averages its statistics over a named axis."""
-    fields = vars(module)  # not getattr, which a module may have an answer of its own to
+    """Whether a module is a normalization layer that averages its statistics over a named axis."""
+    fields = vars(module)  # not getattr, which a module may override
     return fields.get("axis_name") is not None and "axis_index_groups" in fields
 
 
 @contextmanager
-def over_bound_axes(module: Any, manual: Collection[str] = ()) -> Iterator[None]:
-    """Leaves out of the `axis_name` of a layer, while the context lasts, the axes that nothing in the model binds.
+def without_unbound_axes(module: Any, manual: Collection[str] = ()) -> Iterator[None]:
+    """Removes from a layer's `axis_name`, until the context ends, the axes that nothing in the model binds.
 
-    Statistics of a step are over all examples of the batch, so that the layer needs no name of an axis of a `pmap`.
-    Any other module stays as it is.
+    Statistics of a step are over all examples of the batch, so the layer does not need the axis of a `pmap`. Any other
+    module is unchanged.
 
     Args:
       module: The layer, while it is called.
@@ -37,7 +37,7 @@ def over_bound_axes(module: Any, manual: Collection[str] = ()) -> Iterator[None]
         yield
         return
     axes = module.axis_name
-    # past __setattr__, which modules of Linen do not have: they are frozen
+    # bypasses __setattr__, as Linen's modules are frozen
     object.__setattr__(module, "axis_name", without_axes(module, lambda name: name in manual or not is_bound(name)))
     try:
         yield
@@ -45,14 +45,14 @@ def over_bound_axes(module: Any, manual: Collection[str] = ()) -> Iterator[None]
         object.__setattr__(module, "axis_name", axes)
 
 
-def without_axes(module: Any, left_out: Callable[[Any], bool]) -> Any:
+def without_axes(module: Any, is_removed: Callable[[Any], bool]) -> Any:
     """Returns the `axis_name` of a normalization layer without some of the axes.
 
     Raises:
       JaxparError: If the layer averages over groups of their devices.
     """
     names = module.axis_name if isinstance(module.axis_name, tuple | list) else (module.axis_name,)
-    remaining = tuple(name for name in names if not left_out(name))
+    remaining = tuple(name for name in names if not is_removed(name))
     if len(remaining) == len(names):
         return module.axis_name
     if module.axis_index_groups is not None:
@@ -65,7 +65,7 @@ def without_axes(module: Any, left_out: Callable[[Any], bool]) -> Any:
 
 
 def is_bound(name: Any) -> bool:
-    """Returns whether a `vmap` or a `shard_map` around the caller has an axis of this name."""
+    """Whether a `vmap` or a `shard_map` around the caller has an axis of this name."""
     try:
         jax.lax.axis_size(name)
     except NameError:

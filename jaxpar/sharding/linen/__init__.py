@@ -1,9 +1,9 @@
 """The variables of Flax Linen modules, between Linen's own trees and those of jaxpar.
 
-    variables    what a module's initializer makes, in boxes, and how jaxpar keeps it
-    parameters   what a module reads by name, gathered and cast there
-    sow          what it sows, apart from its state
-    late         variables that it makes too late
+    variables    the boxed variables of a module's initializer, and jaxpar's form of them
+    parameters   parameters that are gathered and cast where a module reads them by name
+    sow          sown values, separate from the state
+    late         variables that a module makes too late
 
-`linen_model.py` beside this calls the module with them.
+`linen_model.py` calls the module with them.
 """

@@ -10,28 +10,28 @@ from typing import Any
 
 import jax
 
-from jaxpar.sharding.adapters import Adapted
+from jaxpar.sharding.adapters import AdaptedMatrix
 from jaxpar.sharding.names import Use, path_of
 
 
 class Parameters(dict):
     """A nested dict of stored parameters that applies `use` to those that are read by name.
 
-    To `jax.tree`, and so to whatever Flax lifts, it has the leaves and paths of the plain nested dict that it stands
-    for: layers that a scan slices are gathered inside of its body, and what a module makes of its own parameters
-    (`nn.WeightNorm`) is computed from the shards as stored, and gathered where a layer reads it.
+    `jax.tree`, and so Flax's lifted transforms, see the leaves and paths of the plain nested dict: layers that a scan
+    slices are gathered inside of its body, and values that a module computes from its own parameters (`nn.WeightNorm`)
+    are computed from the shards as stored, and gathered where a layer reads them.
     """
 
     def __init__(self, stored: dict[str, Any], use: Use, inside: str = ""):
-        """Makes them.
+        """Wraps stored parameters.
 
         Args:
           stored: Name to array, or to a dict of them.
-          use: What happens to a parameter where the module reads it, by its path.
-          inside: The path of `stored` itself, with "/" behind it; "" for all parameters of a module.
+          use: Applied to a parameter, with its path, where the module reads it.
+          inside: The path of `stored` itself, with a trailing "/"; "" for all parameters of a module.
         """
-        at = lambda name: f"{inside}{name}/"  # noqa: E731
-        super().__init__({k: Parameters(v, use, at(k)) if type(v) is dict else v for k, v in stored.items()})
+        child = lambda name: f"{inside}{name}/"  # noqa: E731
+        super().__init__({k: Parameters(v, use, child(k)) if type(v) is dict else v for k, v in stored.items()})
         self.use, self.inside = use, inside
 
     def __getitem__(self, name: str) -> Any:
@@ -42,32 +42,32 @@ class Parameters(dict):
         return jax.tree_util.tree_map_with_path(
             lambda keys, leaf: self.use(path_of([path, *keys]), leaf),
             value,
-            is_leaf=lambda leaf: isinstance(leaf, Adapted),
+            is_leaf=lambda leaf: isinstance(leaf, AdaptedMatrix),
         )
 
-    # dict(...), {**...} and copy() take what is stored, past __getitem__, unless there is an __iter__ of its own
+    # without an own __iter__, dict(...), {**...} and copy() would bypass __getitem__ and take the stored values
     def __iter__(self) -> Iterator[str]:
         """Iterates over the names."""
         return super().__iter__()
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Returns what is read by a name, or the default."""
+        """Returns the gathered value of a name, or the default."""
         return self[name] if name in self else default
 
     def items(self) -> Any:
-        """Returns each name with what is read by it."""
+        """Returns each name with its gathered value."""
         return [(name, self[name]) for name in self]
 
     def values(self) -> Any:
-        """Returns what is read by each name."""
+        """Returns the gathered value of each name."""
         return [self[name] for name in self]
 
 
-def as_stored(tree: Any) -> Any:
-    """Returns a plain nested dict of what a nested dict holds, of which nothing is read."""
+def to_dict(tree: Any) -> Any:
+    """Converts to a plain nested dict of stored values, without reading any."""
     if not isinstance(tree, dict):
         return tree
-    return {name: as_stored(dict.__getitem__(tree, name)) for name in tree}
+    return {name: to_dict(dict.__getitem__(tree, name)) for name in tree}
 
 
 def _flatten_with_keys(tree: Parameters):

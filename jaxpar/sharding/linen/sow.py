@@ -1,7 +1,7 @@
-"""Values that a Linen module sows, apart from its state: by the call of `sow`, whatever container holds either.
+"""Values that a Linen module sows, separate from its state: told by the call of `sow`, whatever container holds either.
 
-self.sow("seen", "h", h)                                    a tuple that each call would make longer: made anew
-self.sow("seen", "total", h, add, lambda: 0.0)              of one form: state, as any other variable
+self.sow("seen", "h", h)                                    a tuple that each call would lengthen: made anew
+self.sow("seen", "total", h, add, lambda: 0.0)              of constant shape: state, as any other variable
 self.variable("seen", "carry", lambda: (zeros, zeros))      state
 """
 
@@ -21,8 +21,8 @@ _record: ContextVar[Callable[[Path, bool], None] | None] = ContextVar("record", 
 
 
 @contextmanager
-def recorded_sows(record: Callable[[Path, bool], None]) -> Iterator[None]:
-    """Records, while the context lasts, the path of each value that is sown, and whether another would be as large."""
+def recording_sows(record: Callable[[Path, bool], None]) -> Iterator[None]:
+    """Calls `record` with the path of each value that is sown, and whether sowing again keeps its shapes."""
     token = _record.set(record)
     try:
         with replaced_methods():
@@ -32,26 +32,26 @@ def recorded_sows(record: Callable[[Path, bool], None]) -> Iterator[None]:
         _record.reset(token)
 
 
-def parted(tree: Any, sown: Collection[Path], inside: Path) -> tuple[dict, dict]:
-    """Returns (the state, the sown values) in a nested dict of variables.
+def split_sown(tree: Any, sown: Collection[Path], prefix: Path) -> tuple[dict, dict]:
+    """Splits a nested dict of variables into (state, sown values).
 
     Args:
       tree: The nested dict.
       sown: Paths of the sown values.
-      inside: The path of the tree itself.
+      prefix: The path of the tree itself.
     """
-    state, apart = {}, {}
+    state, sown_values = {}, {}
     for name, value in tree.items():
-        path = (*inside, name)
+        path = (*prefix, name)
         if path in sown:
-            apart[name] = value
+            sown_values[name] = value
         elif isinstance(value, dict) and value:
-            one, other = parted(value, sown, path)
-            state |= {name: one} if one else {}
-            apart |= {name: other} if other else {}
+            child_state, child_sown = split_sown(value, sown, path)
+            state |= {name: child_state} if child_state else {}
+            sown_values |= {name: child_sown} if child_sown else {}
         else:
             state[name] = value
-    return state, apart
+    return state, sown_values
 
 
 def _sow(before: Callable) -> Callable:
@@ -59,8 +59,8 @@ def _sow(before: Callable) -> Callable:
     def sow(self, col, name, value, reduce_fn=nn.module.tuple_reduce, init_fn=nn.module.tuple_init):
         stored, record = before(self, col, name, value, reduce_fn, init_fn), _record.get()
         if stored and record is not None:
-            held = self.get_variable(col, name)
-            record((col, *self.path, name), _form(reduce_fn(held, value)) == _form(held))
+            variable = self.get_variable(col, name)
+            record((col, *self.path, name), _form(reduce_fn(variable, value)) == _form(variable))
         return stored
 
     return sow

@@ -1,4 +1,4 @@
-"""An NNX model's variables as a step has them: used where they are read, parameters changed by the optimizer alone.
+"""An NNX model's variables in a step: gathered where they are read, parameters changed by the optimizer alone.
 
-To treat another kind of variable otherwise: in `hooks.used`.
+To treat another kind of variable otherwise: in `hooks.with_use`.
 """

@@ -1,7 +1,7 @@
-"""Arrays that an NNX module keeps in attributes, without a variable around them: tables of positions, often.
+"""Arrays that an NNX module holds in attributes, without a variable around them: often tables of positions.
 
-self.table = jnp.arange(8)            in a module that is a pytree    data, as Flax has it of an array
-self.tables = (jnp.arange(8), ...)    likewise                        refused: Flax knows of no array in it
+self.table = jnp.arange(8)            in a module that is a pytree    data, as Flax treats an array
+self.tables = (jnp.arange(8), ...)    likewise                        refused: Flax finds no array in it
 self.table = jnp.arange(8)            with pytree=False               refused: on shapes alone it is lost
 """
 
@@ -15,51 +15,51 @@ from flax import nnx
 from jaxpar.errors import refuse
 
 
-def with_arrays(made: Any) -> Any:
-    """Returns a module whose attributes that are arrays are its data.
+def mark_arrays(model: Any) -> Any:
+    """Marks array attributes of a module as data, and returns the module.
 
-    Flax says so itself of an array, but not of what stands for one while a function is traced.
+    Flax does so for arrays, but not for the tracers that replace them while a function is traced.
     """
-    if isinstance(made, nnx.Module):
-        for _, module in nnx.iter_modules(made):
+    if isinstance(model, nnx.Module):
+        for _, module in nnx.iter_modules(model):
             for key, value in [*vars(module).items()]:
                 if isinstance(value, jax.core.Tracer):
                     setattr(module, key, nnx.data(value))
-    return made
+    return model
 
 
-def check_made(made: nnx.Module, name: str) -> None:
+def check_module(model: nnx.Module, name: str) -> None:
     """Refuses a module with pytree=False that has an array in an attribute.
 
     Args:
-      made: The module as it is traced: its shapes no longer tell arrays from shapes that are attributes.
-      name: What the user calls it.
+      model: The module as it is traced: as shapes alone, arrays and shape attributes could not be told apart.
+      name: The user's name of it.
 
     Raises:
-      JaxparError: With the first of them.
+      JaxparError: With the first such attribute.
     """
-    for path, module in nnx.iter_modules(made):
+    for path, module in nnx.iter_modules(model):
         for key, value in vars(module).items() if not module._pytree__is_pytree else ():
             if any(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(value, is_leaf=_is_own)):
                 raise refuse(
                     f"{_where(path, key)} of {name} holds an array, in a module with pytree=False",
-                    rule="such a module keeps arrays in variables: Flax finds no others in it on shapes alone",
+                    rule="such a module keeps arrays in variables: on shapes alone, Flax finds no other arrays in it",
                     fix=f"self.{key} = nnx.Variable(...), or class {type(module).__name__}(nnx.Module)",
                 )
 
 
 def check_shapes(abstract: nnx.Module, name: str) -> None:
-    """Refuses a module, as shapes, that has an array in an attribute where Flax knows of none.
+    """Refuses a module, as shapes, that has an array in an attribute in which Flax finds none.
 
     Raises:
-      JaxparError: With the first of them.
+      JaxparError: With the first such attribute.
     """
     for path, module in nnx.iter_modules(abstract):
         for key, value in vars(module).items():
             if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
                 raise refuse(
                     f"{_where(path, key)} of {name} is a {type(value).__name__} with an array inside",
-                    rule="a model keeps arrays in variables or attributes, and several in what Flax knows to have some",
+                    rule="a model keeps an array in a variable or an attribute, and several in a Flax container",
                     fix=f"self.{key} = nnx.data(...), or nnx.List([nnx.Param(...), ...]) if they are trained",
                 )
 
@@ -69,5 +69,5 @@ def _where(path: tuple, key: str) -> str:
 
 
 def _is_own(value: Any) -> bool:
-    """Returns whether a value has arrays of its own: a variable, or a module within this one."""
+    """Whether a value registers its own arrays: a variable, or a module within this one."""
     return isinstance(value, nnx.Variable | nnx.Module)

@@ -1,8 +1,8 @@
-"""The methods of an NNX model that a step replaces while it is traced.
+"""Methods of an NNX model that a step replaces while it is traced.
 
-Variable.get_value   of a variable with `at_use`: that, of its whole value, before anything else is done with it
-Variable.set_value   of such a parameter: refused, but in a layer of ASSIGNING
-model.__call__       what the loss gets is in float32: see `returned`
+Variable.get_value   of a variable with `at_use`: applies it to the whole value, before any indexing
+Variable.set_value   of such a parameter: refused, except in a layer of ASSIGNING
+model.__call__       returns float32 to the loss: see `cast_output`
 norm.__call__        without the axes that nothing binds: see `norm_axes`
 """
 
@@ -17,12 +17,12 @@ import jax
 from flax import nnx
 
 from jaxpar.errors import JaxparError, refuse
-from jaxpar.models.returned import call_in_float32
-from jaxpar.sharding.calls.methods import bound, replace_method, replaced_methods
-from jaxpar.sharding.calls.norm_axes import names_axes, over_bound_axes, without_axes
+from jaxpar.models.output_dtype import call_in_float32
+from jaxpar.sharding.calls.methods import bind_method, replace_method, replaced_methods
+from jaxpar.sharding.calls.norm_axes import names_axes, without_axes, without_unbound_axes
 
-# Flax's own layers that assign parameters of the layer in them where they are called, and leave them so: what the
-# optimizer updates is then what they assigned
+# Flax's own layers that assign parameters of their inner layer when they are called, and leave them so: the optimizer
+# then updates the assigned values
 ASSIGNING = (nnx.WeightNorm, nnx.SpectralNorm)
 
 _assigning: ContextVar[bool] = ContextVar("assigning", default=False)
@@ -31,8 +31,8 @@ _models: weakref.WeakSet[type] = weakref.WeakSet()  # classes of the models that
 
 
 @contextmanager
-def hooked() -> Iterator[None]:
-    """Has the variables and modules of a model do in a step what they do there, while the context lasts."""
+def step_hooks() -> Iterator[None]:
+    """Installs the methods of a step on variables and modules until the context ends."""
     token = _hooked.set(True)
     try:
         with _replaced():
@@ -51,7 +51,9 @@ def _replaced() -> Iterator[None]:
 
 
 def hook(model: nnx.Module) -> None:
-    """Has a model, and its normalization layers, do what they do in a step: within `hooked`, or as long as it lives."""
+    """Installs the methods of a step on a model and its norm layers: within `step_hooks`, or as long as the model
+    lives.
+    """
     if not _hooked.get():
         hooks = ExitStack()
         hooks.enter_context(_replaced())
@@ -68,24 +70,24 @@ def hook(model: nnx.Module) -> None:
             replace_method(type(module), "__call__", _call_of_assigning)
 
 
-def used(variable: nnx.Variable, value: Any, at_use: Callable) -> nnx.Variable:
-    """Returns a variable with a value that `at_use` makes another of where it is read.
+def with_use(variable: nnx.Variable, value: Any, at_use: Callable) -> nnx.Variable:
+    """Returns a variable whose value passes through `at_use` where it is read.
 
     Args:
-      variable: Whose class and metadata it has.
+      variable: Source of class and metadata.
       value: As stored.
       at_use: A partial, whose first argument is the path of the variable.
     """
     return type(variable).from_metadata(value, {**variable.get_metadata(), "at_use": at_use})
 
 
-def is_used(variable: Any) -> bool:
-    """Returns whether a variable is one that `used` made."""
+def has_use(variable: Any) -> bool:
+    """Whether `used` made a variable."""
     return "at_use" in variable.get_metadata()
 
 
-def assigned(path: str) -> JaxparError:
-    """Returns the refusal of a parameter that is assigned while a step is traced."""
+def assignment_error(path: str) -> JaxparError:
+    """Returns the error for a parameter that is assigned while a step is traced."""
     return refuse(
         f"the parameter {path} is assigned while the model is called",
         rule="a parameter is changed by the optimizer alone; what a model writes itself is a variable of another kind",
@@ -101,9 +103,9 @@ def _get_value(before: Callable) -> Callable:
         at_use = self._var_metadata.get("at_use")
         if at_use is None:
             return before(self, **index)
-        # the whole value first: the spec that it is gathered to is that of its own dims, not of a slice's
-        value, at = at_use(before(self)), index.get("index", ...)
-        return value if at is ... or not hasattr(value, "shape") or type(at).__name__ == "Missing" else value[at]
+        # the whole value first: the spec of the gather is for its own dims, not for those of a slice
+        value, key = at_use(before(self)), index.get("index", ...)
+        return value if key is ... or not hasattr(value, "shape") or type(key).__name__ == "Missing" else value[key]
 
     return get_value
 
@@ -113,14 +115,14 @@ def _set_value(before: Callable) -> Callable:
     def set_value(self: nnx.Variable, value: Any, **index: Any) -> None:
         at_use = self._var_metadata.get("at_use")
         if at_use is not None and isinstance(self, nnx.Param) and not _assigning.get():
-            raise assigned(at_use.args[0])
+            raise assignment_error(at_use.args[0])
         before(self, value, **index)
 
     return set_value
 
 
-# What the variable itself has not is the value's, such as `.T`. Metadata comes first, as in NNX; private names are
-# those that copying and pickling ask for, and must gather nothing
+# Attributes that the variable lacks are the value's, such as `.T`. Metadata comes first, as in NNX. Copying and
+# pickling look up private names, which must gather nothing
 def _get_attribute(before: Callable) -> Callable:
     @wraps(before)
     def __getattr__(self: nnx.Variable, name: str) -> Any:
@@ -135,12 +137,12 @@ def _get_attribute(before: Callable) -> Callable:
 
 
 def _is_model(module: nnx.Module) -> bool:
-    """Returns whether a module is the model of a loss, or a copy of it, and not a module of its class inside of it."""
+    """Whether a module is the model of a loss, or a copy of it, and not a module of the same class inside of it."""
     if type(module) not in _models:
         return False
     flat = nnx.to_flat_state(nnx.state(module))
     paths = [("/".join(map(str, path)), variable) for path, variable in flat if isinstance(variable, nnx.Variable)]
-    places = [(path, variable.get_metadata("at_use").args[0]) for path, variable in paths if is_used(variable)]
+    places = [(path, variable.get_metadata("at_use").args[0]) for path, variable in paths if has_use(variable)]
     return not places or any(path == place for path, place in places)
 
 
@@ -152,7 +154,7 @@ def _call_of_assigning(before: Callable) -> Callable:
     def __call__(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         token = _assigning.set(True)
         try:
-            return bound(before, self)(*args, **kwargs)
+            return bind_method(before, self)(*args, **kwargs)
         finally:
             _assigning.reset(token)
 
@@ -162,7 +164,7 @@ def _call_of_assigning(before: Callable) -> Callable:
 def _call_of_norm(before: Callable) -> Callable:
     @wraps(before)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with over_bound_axes(self):
-            return bound(before, self)(*args, **kwargs)
+        with without_unbound_axes(self):
+            return bind_method(before, self)(*args, **kwargs)
 
     return __call__

@@ -1,8 +1,8 @@
-"""A global batch becomes arrays where the layout wants them.
+"""Places a global batch on the devices of a layout.
 
-    numbers of any kind ─► rows that divide ─► arrays over data x fsdp, each process giving what is here of them
+    numbers of any kind ─► check that rows divide ─► arrays over data x fsdp; each process provides its local shards
 
-A batch divides by everything that splits it: the replicas, and the microbatches of a step or of a pipeline.
+The batch size is a multiple of replicas x microbatches, of a step or of a pipeline.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jaxpar.errors import refuse
 from jaxpar.parallel.layout import Layout
 
-FEW = 8  # arrays of more than one dim in a list: so many are views rather than examples
+FEW = 8  # a list of up to this many arrays with more than one dim holds views of all examples, not examples
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,18 +25,18 @@ class BatchPlacement:
     """The placement of a step's batches.
 
     Attributes:
-      layout: Whose devices they go to.
-      accumulate: Microbatches per step, one after the other.
+      layout: The layout whose devices get the batch.
+      accumulate: Microbatches per step, run one after the other.
     """
 
     layout: Layout
     accumulate: int = 1
 
     def put(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Returns the batch on its devices; arrays that are on the layout's mesh already are left alone.
+        """Returns the batch on its devices; arrays already on the layout's mesh are not moved.
 
         Raises:
-          JaxparError: If an entry is no array of numbers, or its first dim does not split.
+          JaxparError: If an entry is not an array of numbers, or its first dim does not divide.
         """
         check_dict(batch)
         check_lists(batch)
@@ -46,7 +46,7 @@ class BatchPlacement:
         """Returns the shape of a batch array with the sharding that it will have.
 
         Raises:
-          JaxparError: If its first dim does not split.
+          JaxparError: If its first dim does not divide.
         """
         if self._is_placed(value):
             self._check_placed(name, value)
@@ -54,38 +54,37 @@ class BatchPlacement:
         if not hasattr(value, "shape") or not hasattr(value, "dtype"):
             value = _array(name, value)
         self._check_rows(name, value)
-        placed = self.layout.sharding(self.layout.batch_spec(value.shape))
-        return jax.ShapeDtypeStruct(value.shape, jax.dtypes.canonicalize_dtype(value.dtype), sharding=placed)
+        sharding = self.layout.sharding(self.layout.batch_spec(value.shape))
+        return jax.ShapeDtypeStruct(value.shape, jax.dtypes.canonicalize_dtype(value.dtype), sharding=sharding)
 
     def _put(self, name: str, value: Any) -> jax.Array:
         if isinstance(value, jax.Array) and self._is_placed(value):
             self._check_placed(name, value)
             return value
-        if here := isinstance(value, jax.Array) and self._is_here(value):  # on another mesh, whose axes may be Explicit
+        if on_devices := isinstance(value, jax.Array) and self._is_here(value):  # perhaps on a mesh with Explicit axes
             _check_numbers(name, value)
         else:
             value = _array(name, value)
         self._check_rows(name, value)
         sharding = self.layout.sharding(self.layout.batch_spec(value.shape))
-        if here:
+        if on_devices:
             return jax.device_put(value, sharding)
         if jax.process_count() == 1:
             return jax.device_put(value, sharding)
         value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype))
-        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])  # what is here of it
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])  # local shards only
 
     def _is_placed(self, value: Any) -> bool:
-        """Returns whether an array, or its shape, is on the mesh of the layout."""
         sharding = getattr(value, "sharding", None)
-        return isinstance(sharding, NamedSharding) and sharding.mesh == self.layout.on
+        return isinstance(sharding, NamedSharding) and sharding.mesh == self.layout.device_mesh
 
     def _is_here(self, value: jax.Array) -> bool:
-        """Returns whether an array is on the devices of the layout, all of them."""
+        """Whether an array is on exactly the devices of the layout."""
         devices = value.sharding.device_set
-        return len(devices) == self.layout.devices and devices == set(self.layout.on.devices.flat)
+        return len(devices) == self.layout.devices and devices == set(self.layout.device_mesh.devices.flat)
 
     def _check_placed(self, name: str, value: Any) -> None:
-        """Refuses an array whose examples the microbatches do not divide; which devices have which is the user's."""
+        """Refuses an array that does not divide into microbatches; its sharding is the user's choice."""
         if self.accumulate * self.layout.microbatches > 1:
             self._check_rows(name, value)
 
@@ -105,10 +104,10 @@ class BatchPlacement:
 
 
 def check_dict(batch: Any) -> None:
-    """Refuses a batch that is no dict of something.
+    """Refuses a batch that is not a non-empty dict.
 
     Raises:
-      JaxparError: If it is another collection of arrays, or has no entry.
+      JaxparError: If it is another collection of arrays, or empty.
     """
     if not isinstance(batch, Mapping) or not batch:
         fields = "batch._asdict(): " if hasattr(batch, "_asdict") else "vars(batch): " if is_dataclass(batch) else ""
@@ -120,18 +119,18 @@ def check_dict(batch: Any) -> None:
 
 
 def _array(name: str, value: Any) -> np.ndarray:
-    """Returns an entry of a batch as an array of numbers that JAX has."""
+    """Converts an entry of a batch to a numpy array of a dtype that JAX supports."""
     if isinstance(value, Mapping):
         raise refuse(
             f"{name} in the batch is a dict of {', '.join(map(str, value))}",
-            rule="a batch is a dict of arrays, and no dict is inside of it",
+            rule="a batch is a dict of arrays, without nested dicts",
             fix='flax.traverse_util.flatten_dict(batch, sep="/"), and in the loss unflatten_dict(batch, sep="/")',
         )
     if isinstance(value, jax.Array):
         _check_numbers(name, value)
     try:
         value = np.asarray(value)
-    except (TypeError, ValueError, RuntimeError) as error:  # the last of a tensor of PyTorch's that wants a gradient
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a PyTorch tensor with requires_grad
         raise refuse(
             f"{name} in the batch: {error}",
             rule="a batch is a dict of arrays",
@@ -148,7 +147,6 @@ def _array(name: str, value: Any) -> np.ndarray:
 
 
 def _check_numbers(name: str, value: jax.Array) -> None:
-    """Refuses random keys."""
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         raise refuse(
             f"{name} in the batch has random keys",
@@ -158,48 +156,46 @@ def _check_numbers(name: str, value: jax.Array) -> None:
 
 
 def _check_range(name: str, value: np.ndarray) -> None:
-    """Refuses whole numbers that JAX would cut to 32 bits, and to others, in silence."""
-    kept = jax.dtypes.canonicalize_dtype(value.dtype)
-    if kept == value.dtype or value.dtype.kind not in "iu" or not value.size:
+    """Refuses integers that JAX would silently truncate to 32 bits."""
+    dtype = jax.dtypes.canonicalize_dtype(value.dtype)
+    if dtype == value.dtype or value.dtype.kind not in "iu" or not value.size:
         return
     low, high = value.min(), value.max()
-    if low < np.iinfo(kept).min or high > np.iinfo(kept).max:
+    if low < np.iinfo(dtype).min or high > np.iinfo(dtype).max:
         raise refuse(
-            f"{name} in the batch has {high if high > np.iinfo(kept).max else low}",
-            rule=f"whole numbers fit into {kept}, in which a step computes",
+            f"{name} in the batch has {high if high > np.iinfo(dtype).max else low}",
+            rule=f"whole numbers fit into {dtype}, in which a step computes",
             fix=f"leave {name!r} out, or number what it names from 0",
         )
 
 
 def check_lists(batch: Mapping[str, Any]) -> None:
-    """Refuses a list of arrays of all examples in the place of an array.
-
-    A list of rows passes: as many of them as the other arrays have examples.
+    """Refuses a list of arrays that each hold all examples. A list with one row per example passes.
 
     Raises:
-      JaxparError: With its name, and a batch without it.
+      JaxparError: Names the list, and suggests a batch without it.
     """
     counts = {tuple(value.shape)[:1] for value in batch.values() if hasattr(value, "shape")}
     for name, value in batch.items():
         if isinstance(value, list | tuple) and value and _is_of_all(value, counts):
             number = f"{name}_{{i}}"
-            shapes = ", ".join(str(list(each.shape)) for each in value[:4])
+            shapes = ", ".join(str(list(array.shape)) for array in value[:4])
             raise refuse(
                 f"{name} in the batch is a {type(value).__name__} of {len(value)} arrays, {shapes}",
-                rule="a batch is a dict of arrays, the first dim of each the examples, and no list is inside of it",
+                rule="a batch is a dict of arrays whose first dim is the examples, without lists",
                 fix=f'{{f"{number}": x for i, x in enumerate(batch["{name}"])}} beside the other arrays, and in the '
                 f'loss [batch[f"{number}"] for i in range({len(value)})]; np.stack(batch["{name}"]) of examples',
             )
 
 
 def _is_of_all(value: list | tuple, counts: set[tuple[int, ...]]) -> bool:
-    """Returns whether the members of a list have all examples each; `counts` are those of the other arrays."""
-    if not all(hasattr(each, "shape") and tuple(each.shape) for each in value):
+    """Whether each array in a list holds all examples; `counts` are the first dims of the other arrays."""
+    if not all(hasattr(array, "shape") and tuple(array.shape) for array in value):
         return False
-    shapes = {tuple(each.shape) for each in value}
-    first = {shape[:1] for shape in shapes}
-    if len(first) > 1 or counts == {(len(value),)}:
+    shapes = {tuple(array.shape) for array in value}
+    first_dims = {shape[:1] for shape in shapes}
+    if len(first_dims) > 1 or counts == {(len(value),)}:
         return False
     if counts:
-        return first <= counts
-    return len(shapes) > 1 or (len(value) <= min(FEW, *next(iter(first))) and len(next(iter(shapes))) > 1)
+        return first_dims <= counts
+    return len(shapes) > 1 or (len(value) <= min(FEW, *next(iter(first_dims))) and len(next(iter(shapes))) > 1)

@@ -1,4 +1,4 @@
-"""What a step looks at before it runs: the state that it is given, and the dtypes of the matmuls that it traced.
+"""Checks before a step runs: the input state, and the dtypes of the traced matmuls.
 
-To add a check: a file here, which `Step` calls where it has what is to be looked at.
+To add a check: a file here, called by `Step` where its inputs are available.
 """

@@ -1,7 +1,7 @@
-"""Parameters whose dims were guessed, because a layout is made before there is a batch.
+"""Warns when the first batch shows that a guessed dim name was wrong.
 
-A bare NNX model that is given by its factory alone is cut over `tensor` by the paths and shapes of its parameters. The
-first batch shows what the model does with them; what that would have told otherwise is said then.
+The layout of an NNX model that is given only by its factory is made before there is a batch, so `tensor` splits its
+parameters by paths and shapes. The first batch shows how the model uses them.
 """
 
 import warnings
@@ -9,20 +9,20 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.placing import placed
+from jaxpar.parallel.place_arrays import place_arrays
+from jaxpar.sharding.infer_names.trace_call import with_program
 from jaxpar.sharding.names import LARGE
-from jaxpar.sharding.reading.called import as_called
 
 
 def check_dims(layout: Layout, call: Callable[[Any], Any]) -> None:
-    """Warns if large parameters would be cut otherwise by what the model does with them.
+    """Warns if the traced model would split large parameters differently.
 
-    Where both cut the same dims and only one gathers a parameter before it is used, there is nothing to say: a device
-    then sends the sum of an activation or the parameter, and either may be less (the classifier of ViT-L: the sum).
+    It does not warn if both split the same dims and only one gathers the parameter before its use: then a device sends
+    either a sum of activations or the parameter, and either may be smaller (for the classifier of ViT-L: the sum).
 
     Args:
-      layout: Where they are.
-      call: Calls a model as a step does: its loss, on a batch of zeros.
+      layout: The layout made from guesses.
+      call: Calls a model as the step does: its loss, on a batch of zeros.
     """
     blueprint = layout.blueprint
     guessed = [
@@ -30,14 +30,14 @@ def check_dims(layout: Layout, call: Callable[[Any], Any]) -> None:
     ]
     if blueprint.program is not None or not guessed:
         return
-    known, _ = placed(layout.parallel, as_called(blueprint, call), layout.mesh)
-    wrong = [path for path in guessed if known.placements[path].whole != layout.placements[path].whole]
+    traced, _ = place_arrays(layout.parallel, with_program(blueprint, call), layout.mesh)
+    wrong = [path for path in guessed if traced.placements[path].whole != layout.placements[path].whole]
     if wrong:
         path = max(wrong, key=lambda path: layout.placements[path].leaf.bytes)
         more = f"; so are {len(wrong) - 1} more of {len(guessed)}" * (len(wrong) > 1)
         warnings.warn(
             f"{blueprint.name}: {path} is placed as {layout.describe(path)} ({layout.placements[path].why}), and by "
-            f"what the model does with it would be {known.describe(path)} ({known.placements[path].why}){more}\n"
-            f'  fix: jp.compose(jp.nnx({blueprint.name}, batch["inputs"]), ...), or paths in jp.Parallel',
+            f"what the model does with it would be {traced.describe(path)} ({traced.placements[path].why}){more}\n"
+            f'  fix: jp.compose(jp.from_nnx({blueprint.name}, batch["inputs"]), ...), or paths in jp.Parallel',
             stacklevel=4,
         )

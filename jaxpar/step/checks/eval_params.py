@@ -1,27 +1,28 @@
-"""Checks that what is evaluated moves with what is trained, where replicas meet."""
+"""Checks that a sync round of replicas also moves the parameters used for evaluation."""
 
 from typing import Any
 
 from jaxpar.errors import refuse
 from jaxpar.exchange.base import Exchange
-from jaxpar.optim.eval_params import held_for
+from jaxpar.optim.eval_params import eval_arrays
 
 
 def check_eval_params(exchange: Exchange, optimizer: Any) -> None:
-    """Refuses an optimizer whose state says what is evaluated, if a meeting of replicas leaves it behind.
+    """Refuses an optimizer whose state determines the evaluated parameters, if sync rounds do not synchronize it.
 
     Args:
-      exchange: By which they meet.
+      exchange: The exchange between replicas.
       optimizer: The state of the optimizer's chain, as shapes.
 
     Raises:
-      JaxparError: If parameters move without it.
+      JaxparError: If a sync round moves the parameters but not the optimizer state.
     """
-    if not exchange.leaves_optimizers or not (held := held_for(optimizer)):
+    if not exchange.leaves_optimizers or not (opt_state := eval_arrays(optimizer)):
         return
     raise refuse(
-        f"an optimizer whose state says what is evaluated (optimizer/{next(iter(held))}) with exchange {exchange}",
-        rule="what is evaluated follows from parameters and from what their optimizer keeps, and here a meeting of "
+        f"an optimizer whose state determines the evaluated parameters (optimizer/{next(iter(opt_state))}) with "
+        f"exchange {exchange}",
+        rule="the evaluated parameters are computed from parameters and optimizer state, and here a sync round of "
         "replicas moves the parameters alone",
         fix='jp.Exchange("local", optimizer="averaged"), which moves both; or another optimizer',
     )

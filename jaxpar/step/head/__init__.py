@@ -1,11 +1,11 @@
-"""The loss of the next token for models that offer their hidden state and their head: all logits are never there.
+"""The next-token loss in chunks, for models that expose hidden state and head: never materializes all logits.
 
-    hidden [batch, seq, dim] ─► chunks of tokens ─► logits [chunk, vocab] ─► losses, and the gradients that follow
+    hidden [batch, seq, dim] ─► chunks of tokens ─► logits [chunk, vocab] ─► losses, and gradients at once
                                      └──────────────── scan ────────────────┘
 
-    offered    what such a model says of itself: a method `hidden`, and the path of its head in `head_name`
-    cut        how a step cuts tokens and vocabulary, and the chunks that follow from it
-    chunks     the sum of losses over chunks, with a backward pass of its own
+    offered    the model's protocol: a method `hidden`, and the path of its head in `head_name`
+    cut        the sharding of tokens and vocabulary in a step, and the chunks for it
+    chunks     the sum of losses over chunks, with a custom backward pass
 
-How many logits are too many is in `models/settings/logits.py`; `losses.next_token` puts all of it together.
+`models/settings/logits.py` sets how many logits are too many; `losses.next_token_loss` combines these files.
 """

@@ -1,14 +1,14 @@
-"""The sum of the losses of all tokens, chunk by chunk, with a backward pass of its own.
+"""The sum of the losses of all tokens, chunk by chunk, with a custom backward pass.
 
-    forward     per chunk: logits, losses, and at once the gradients of the hidden state and of the head
-    backward    both times the gradient of the sum, a number; then the head's is summed over the devices, once
+    forward     per chunk: logits, losses, and at once the gradients of the hidden state and the head
+    backward    both times the gradient of the sum, a scalar; then the head's is summed over devices, once
 
-A sum has one number for a gradient, so that the gradients of what it is made of are known but for a factor as soon as
-the logits are there: they are made where those are, by the three matmuls that a loss on whole logits takes, and no
-logits are computed twice or kept. What is kept has the sizes of the hidden state and of the head, the latter in
-float32. Without a gradient, in an evaluation, there is one matmul.
+The gradient of a sum is a scalar, so the gradients of its terms are known up to a factor as soon as the logits exist:
+they are computed there, by the same three matmuls as a loss on all logits, and no logits are recomputed or saved. The
+residuals have the sizes of the hidden state and of the head, the latter in float32. Without a gradient, in evaluation,
+one matmul runs.
 
-Suffixes of arrays: b batch, x and t pieces of the sequence (see `cut`), n tokens of a chunk, d embed, v vocab.
+Dims in einsums: b batch, x and t shards of the sequence (see `cut`), n tokens of a chunk, d embed, v vocab.
 """
 
 from dataclasses import dataclass
@@ -17,28 +17,28 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxpar.models.named import constrain
-from jaxpar.step.head.cut import Cut
-from jaxpar.step.head.parts import at, of_parts, parts
+from jaxpar.models.dim_names import constrain
+from jaxpar.step.head.token_sharding import TokenSharding
+from jaxpar.step.head.vocab_shards import label_mask, num_vocab_shards, sharded_logsumexp
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """How the sum is taken.
+    """How the sum is computed.
 
     Attributes:
-      cut: How tokens and vocabulary are cut.
-      count: Chunks.
+      sharding: The sharding of tokens and vocabulary.
+      count: Number of chunks.
       table: Whether the head is [vocab, dim].
     """
 
-    cut: Cut
+    sharding: TokenSharding
     count: int
     table: bool
 
     @property
     def head(self) -> str:
-        """Dims of the head."""
+        """Einsum dims of the head."""
         return "vd" if self.table else "dv"
 
 
@@ -47,53 +47,54 @@ def sum_of_losses(how: Chunks, hidden: jax.Array, head: jax.Array, labels: jax.A
     """Returns the sum of weight x -log softmax(hidden head)[label] over all tokens, in float32. Shape [].
 
     Args:
-      how: How the sum is taken.
+      how: Sharding, number of chunks and orientation of the head.
       hidden: Shape [batch, seq, dim].
-      head: Shape [dim, vocab] or [vocab, dim], in the dtype of `hidden`, which the matmuls run in.
-      labels: Shape [batch, seq], integers. One that is no entry of the vocabulary, and whose weight is not 0, makes
-        the sum `nan`; it has no gradient.
+      head: Shape [dim, vocab] or [vocab, dim], in the dtype of `hidden`, which is the matmul dtype.
+      labels: Shape [batch, seq], integers. A label outside of the vocabulary with a weight other than 0 makes the sum
+        `nan`, and has no gradient.
       weights: Shape [batch, seq], float32.
     """
-    given = _dealt(how, hidden, labels, weights)
+    chunks = _dealt(how, hidden, labels, weights)
 
     def one(_, chunk: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
         x, labels, _ = chunk
         return None, _losses(_logits(how, x, head), labels)[0]
 
-    losses = jax.lax.scan(one, None, given)[1]
-    return _summed(losses, given[2])
+    losses = jax.lax.scan(one, None, chunks)[1]
+    return _summed(losses, chunks[2])
 
 
 def _forward(how: Chunks, hidden: jax.Array, head: jax.Array, labels: jax.Array, weights: jax.Array):
-    given, cut = _dealt(how, hidden, labels, weights), how.cut
+    chunks, cut = _dealt(how, hidden, labels, weights), how.sharding
 
     def one(sums: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         x, labels, weights = chunk
-        x = cut.whole(x)
+        x = cut.gather_inner(x)
         logits = _logits(how, x, head)
         losses, powers, total = _losses(logits, labels)
-        counts = (weights != 0) & _known(labels, logits)
-        slope = jnp.where(at(labels, logits), powers / total - 1, powers / total)
-        slope = jnp.where(counts[..., None], slope * weights[..., None], 0.0).astype(x.dtype)
-        # computed once, over the logits: else XLA computes it for each of the two matmuls that read it
-        slope = cut.over_vocab(jax.lax.optimization_barrier(slope))
-        to_x = cut.own(jnp.einsum(f"bxtnv,{how.head}->bxtnd", slope, head))
+        is_counted = (weights != 0) & _known(labels, logits)
+        slope = jnp.where(label_mask(labels, logits), powers / total - 1, powers / total)
+        slope = jnp.where(is_counted[..., None], slope * weights[..., None], 0.0).astype(x.dtype)
+        # computed once, in place of the logits: otherwise XLA recomputes it for each of the two matmuls that read it
+        slope = cut.shard_vocab(jax.lax.optimization_barrier(slope))
+        to_x = cut.keep_local(jnp.einsum(f"bxtnv,{how.head}->bxtnd", slope, head))
         to_head = _products(how, x, slope)
-        return cut.of_head(sums + to_head, table=how.table), (losses, to_x)
+        return cut.shard_head(sums + to_head, table=how.table), (losses, to_x)
 
-    b, x, _ = cut.ways
-    zeros = cut.of_head(jnp.zeros((b, x, *head.shape), jnp.float32), table=how.table)
-    to_head, (losses, to_x) = jax.lax.scan(one, zeros, given)
-    kept = cut.taken_back(to_x, hidden.shape), to_head, cut.taken_back(losses, labels.shape), weights
-    return _summed(losses, given[2]), kept
+    b, x, _ = cut.num_shards
+    zeros = cut.shard_head(jnp.zeros((b, x, *head.shape), jnp.float32), table=how.table)
+    to_head, (losses, to_x) = jax.lax.scan(one, zeros, chunks)
+    residuals = cut.merge_chunks(to_x, hidden.shape), to_head, cut.merge_chunks(losses, labels.shape), weights
+    return _summed(losses, chunks[2]), residuals
 
 
 def _backward(how: Chunks, kept: tuple[jax.Array, ...], slope: jax.Array):
     to_x, to_head, losses, weights = kept
     head = (slope * to_head).astype(to_x.dtype)
-    # XLA sums the devices' own here, once, in the dtype that the head travels in. A matmul with ones, each device's a
-    # single one, and no `reduce`: of that XLA makes one all-reduce over all axes, whatever the head is then cut over
-    head = jnp.einsum("bxij,bx->ij", head, jnp.ones(how.cut.ways[:2], head.dtype))
+    # XLA sums over devices here, once, in the dtype that the head is sent in. This is a matmul with ones (one per
+    # device), not a `reduce`: XLA would turn that into one all-reduce over all axes, however the head is sharded
+    # afterwards
+    head = jnp.einsum("bxij,bx->ij", head, jnp.ones(how.sharding.num_shards[:2], head.dtype))
     return (slope * to_x).astype(to_x.dtype), head, None, jnp.where(weights == 0, 0.0, slope * losses)
 
 
@@ -101,37 +102,39 @@ sum_of_losses.defvjp(_forward, _backward)
 
 
 def _dealt(how: Chunks, hidden: jax.Array, labels: jax.Array, weights: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns hidden state, labels and weights in chunks; tokens that fill up the last one weigh nothing."""
-    x = how.cut.own(how.cut.dealt(hidden, how.count), ahead=1)
-    return x, *(how.cut.whole(how.cut.dealt(each, how.count), ahead=1) for each in (labels, weights))
+    """Splits hidden state, labels and weights into chunks; tokens that pad the last chunk have weight 0."""
+    x = how.sharding.keep_local(how.sharding.split_chunks(hidden, how.count), ahead=1)
+    return x, *(
+        how.sharding.gather_inner(how.sharding.split_chunks(values, how.count), ahead=1) for values in (labels, weights)
+    )
 
 
 def _logits(how: Chunks, x: jax.Array, head: jax.Array) -> jax.Array:
-    made = jnp.einsum(f"bxtnd,{how.head}->bxtnv", how.cut.whole(x), head)
-    return constrain(made, "batch", "seq", None, None, "vocab")
+    logits = jnp.einsum(f"bxtnd,{how.head}->bxtnv", how.sharding.gather_inner(x), head)
+    return constrain(logits, "batch", "seq", None, None, "vocab")
 
 
 def _products(how: Chunks, x: jax.Array, slope: jax.Array) -> jax.Array:
-    """Returns the gradient of the head by the tokens of a chunk, a sum of each piece's own, in float32."""
+    """Returns the head's gradient for a chunk in float32, one partial sum per shard of tokens."""
     dims = "bxvd" if how.table else "bxdv"
     return jnp.einsum(f"bxtnd,bxtnv->{dims}", x, slope, preferred_element_type=jnp.float32)
 
 
 def _losses(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the losses, exponentials of logits below the highest, and their sum in each row. In float32.
+    """Returns the losses, exp(logits - maximum), and its sum per row, in float32.
 
-    The label's logit is summed out rather than gathered, as in `step.losses.cross_entropy`, so that logits which are
-    cut over the vocabulary stay cut.
+    The label's logit is summed out rather than gathered, as in `step.losses.cross_entropy`, so that vocab-sharded
+    logits stay sharded.
     """
     wide = logits.astype(jnp.float32)
-    if (ways := parts(logits.shape[-1])) > 1:
-        total, at_label = of_parts(wide, labels, ways)
+    if (ways := num_vocab_shards(logits.shape[-1])) > 1:
+        total, at_label = sharded_logsumexp(wide, labels, ways)
         losses = jnp.where(_known(labels, logits), total - at_label, jnp.nan)
         return losses, jnp.exp(wide - total[..., None]), jnp.ones_like(total)[..., None]
     highest = jnp.max(wide, axis=-1, keepdims=True)
     powers = jnp.exp(wide - highest)
     total = jnp.sum(powers, axis=-1, keepdims=True)
-    at_label = jnp.sum(jnp.where(at(labels, logits), wide, 0.0), axis=-1, keepdims=True)
+    at_label = jnp.sum(jnp.where(label_mask(labels, logits), wide, 0.0), axis=-1, keepdims=True)
     losses = jnp.squeeze(jnp.log(total) - (at_label - highest), axis=-1)
     return jnp.where(_known(labels, logits), losses, jnp.nan), powers, total
 

@@ -1,1 +1,1 @@
-"""What an evaluation says beside the loss: functions of (model, batch) to (sum, count), or of the mean loss alone."""
+"""Additional evaluation metrics: functions of (model, batch) to (sum, count), or of the mean loss."""

@@ -1,8 +1,8 @@
-"""The norm of all gradients: one sum over devices, for the metric and for an optimizer that clips by it.
+"""The global gradient norm: one sum over devices, for the metric and for an optimizer that clips by it.
 
-    of_shards   each device adds up the squares of what it holds; then one number travels
-    known       an optimizer that computes this norm, too, takes the one that is there
+    of_shards   each device sums the squares of its shards; then one scalar is all-reduced
+    known       reuses this norm in an optimizer that computes it too
 
-Written as optax has it, every gradient's squares are summed over the axes that cut it, and XLA joins those sums only
-where they stand beside each other; the norm of the metric and that of `optax.clip_by_global_norm` it never joins.
+As optax writes it, the squares of each gradient are summed over the axes that shard it. XLA merges those sums only if
+they are adjacent, and never merges the norm of the metric with that of `optax.clip_by_global_norm`.
 """

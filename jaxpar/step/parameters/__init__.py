@@ -1,7 +1,7 @@
-"""The parameters that a step computes with, and those that it does not train.
+"""Gathered and frozen parameters, and gradients that are not of parameters.
 
-gathering     whole over fsdp once per step, where ZeRO's stages 1 and 2 keep shards of them between steps
-frozen        paths whose gradients nobody reads
-accumulators  sums of gradients, in float32 or more
-overwritten   state that is no parameter and whose new value is its gradient, such as the scales of fp8 matmuls
+gathering     gathers parameters over fsdp once per step, in ZeRO stages 1 and 2
+frozen        finds parameters whose gradients the optimizer does not read
+accumulators  sums gradients in float32 or wider
+overwritten   model state whose new value is its gradient, such as the scales of fp8 matmuls
 """

@@ -1,11 +1,10 @@
-"""Parameters that an optimizer never looks at: their gradients are not computed, reduced, kept or counted.
+"""Parameters whose gradients the optimizer never reads: these are not computed, reduced, stored or counted.
 
     optax.multi_transform({"train": adamw, "freeze": optax.set_to_zero()}, labels)
     optax.masked(optax.set_to_zero(), frozen), optax.freeze: likewise
 
-Asked of the update itself, not of labels: a gradient that nothing reads need not be there. So a chain that clips by the
-global norm of all parameters before it freezes some does read theirs, and gets them, as in plain optax; one that clips
-inside of `multi_transform` does not.
+The jaxpr of the update decides, not labels. A chain that clips by the global norm of all parameters before it freezes
+some does read their gradients, and gets them, as in plain optax; one that clips inside `multi_transform` does not.
 """
 
 from collections.abc import Set
@@ -17,45 +16,45 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import Jaxpr, Var
 
-from jaxpar.optim.probe import updated
+from jaxpar.jaxprs.dataflow import CALLS, jaxpr_of, variables
+from jaxpar.optim.probe import update_with_loss
 from jaxpar.parallel.layout import Layout
-from jaxpar.pipeline.jaxprs.dataflow import CALLS, jaxpr_of, variables
 from jaxpar.sharding.names import Tree, path_of
 
 
-def frozen(layout: Layout, optimizer: optax.GradientTransformation) -> frozenset[str]:
-    """Returns the paths of the parameters whose gradients an update of the optimizer does not read."""
-    state = jax.eval_shape(optimizer.init, layout.params)  # of one replica, where replicas step apart
-    # only what masks can leave a gradient unread: with other optimizers nothing is traced to find that none is
+def frozen_paths(layout: Layout, optimizer: optax.GradientTransformation) -> frozenset[str]:
+    """Returns the paths of parameters whose gradients the optimizer's update does not read."""
+    state = jax.eval_shape(optimizer.init, layout.params)  # of one replica, if replicas step separately
+    # only masked optimizers leave gradients unread: others need no trace
     if not any(map(_is_masked, jax.tree.leaves(state, is_leaf=_is_masked))):
         return frozenset()
-    update = partial(updated, optimizer)
-    # of matrices in 8 bits no chain need make sense of gradients to be asked whether it reads them
+    update = partial(update_with_loss, optimizer)
+    # float32 stands in for 8-bit matrices, whose dtype a chain might refuse in this trace
     params = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else _float(x.shape), layout.params)
     closed = jax.make_jaxpr(update)(params, state, params, _float(()))
-    read = _read(closed.jaxpr, set(range(len(closed.jaxpr.outvars))))
-    keyed, _ = jax.tree_util.tree_flatten_with_path(layout.params)  # the gradients are the first of the arguments
-    return frozenset(path_of(keys) for index, (keys, _) in enumerate(keyed) if index not in read)
+    read_indices = _read(closed.jaxpr, set(range(len(closed.jaxpr.outvars))))
+    leaves, _ = jax.tree_util.tree_flatten_with_path(layout.params)  # gradients come first
+    return frozenset(path_of(keys) for index, (keys, _) in enumerate(leaves) if index not in read_indices)
 
 
-def without(paths: Set[str], tree: Tree) -> Tree:
-    """Returns a tree of parameters, or of what stands for them, with None at these paths."""
+def drop_paths(paths: Set[str], tree: Tree) -> Tree:
+    """Returns a tree of parameters, gradients or specs with None at these paths."""
     if not paths:
         return tree
     return jax.tree_util.tree_map_with_path(lambda keys, leaf: None if path_of(keys) in paths else leaf, tree)
 
 
-def joined(tree: Tree, other: Tree) -> Tree:
-    """Returns a tree with what another has wherever it has None."""
+def fill_missing(tree: Tree, other: Tree) -> Tree:
+    """Fills the None leaves of a tree from another tree."""
     return jax.tree.map(lambda a, b: b if a is None else a, tree, other, is_leaf=lambda leaf: leaf is None)
 
 
-def zeroed(paths: Set[str], layout: Layout, gradients: Tree) -> Tree:
-    """Returns gradients that are zero at these paths, whatever they were there."""
+def zero_frozen(paths: Set[str], layout: Layout, gradients: Tree) -> Tree:
+    """Returns gradients with zeros at these paths."""
     if not paths:
         return gradients
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), layout.params)
-    return joined(without(paths, gradients), zeros)
+    return fill_missing(drop_paths(paths, gradients), zeros)
 
 
 def _float(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
@@ -67,13 +66,13 @@ def _is_masked(node: Any) -> bool:
 
 
 def _read(jaxpr: Jaxpr, outs: Set[int]) -> set[int]:
-    """Returns which inputs these outputs may depend on: in a loop or a branch, on all that it is given."""
+    """Indices of the inputs that these outputs may depend on; a loop or branch is taken to read all its inputs."""
     live: set[Var] = variables(jaxpr.outvars[index] for index in outs)
     for eqn in reversed(jaxpr.eqns):
-        made = {index for index, var in enumerate(eqn.outvars) if var in live}
-        if not made:
+        out_indices = {index for index, var in enumerate(eqn.outvars) if var in live}
+        if not out_indices:
             continue
         inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")) if eqn.primitive.name in CALLS else None
-        ins = eqn.invars if inner is None else [eqn.invars[index] for index in _read(jaxpr_of(inner), made)]
+        ins = eqn.invars if inner is None else [eqn.invars[index] for index in _read(jaxpr_of(inner), out_indices)]
         live |= variables(ins)
     return {index for index, var in enumerate(jaxpr.invars) if var in live}

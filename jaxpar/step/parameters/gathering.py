@@ -1,12 +1,12 @@
-"""The parameters that a step computes with, where ZeRO's stages 1 and 2 keep shards of them between steps.
+"""Gathers parameters over fsdp once per step, in ZeRO stages 1 and 2, which store shards between steps.
 
     stored ─► cast ─► gathered over fsdp ─► read by every microbatch
               └───── once per step ─────┘
 
-A parameter travels in the dtype that products run in if the model does nothing but cast it to that. One that the model
-also reads otherwise, in a penalty on its size say, travels as it is stored. One that is cast in several places, or in
-every turn of a loop, is float32 again after it has travelled: its gradient is a sum, and a sum is taken in float32.
-Stage 3 gathers where a layer runs (`Layout.use`), and pipelines around their table (`Shardings`).
+A parameter is sent in the matmul dtype if the model only casts it to that dtype, and as stored if the model also reads
+it otherwise, e.g. in a weight penalty. If the model casts it in several places, or in every turn of a loop, it becomes
+float32 again after the gather, so that its gradient is summed in float32. Stage 3 gathers where a layer runs
+(`Layout.use`), and pipelines gather before their table (`Shardings`).
 """
 
 from collections import Counter
@@ -18,78 +18,78 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal, Var
 
-from jaxpar.parallel.gather import cut
+from jaxpar.jaxprs.dataflow import Scan, Traced, needed_equations, variables
+from jaxpar.parallel.gather import reshard_padded
 from jaxpar.parallel.layout import Layout
-from jaxpar.pipeline.jaxprs.dataflow import Scan, Traced, needed, variables
 from jaxpar.sharding.names import SCOPE, Tree, path_of
 
 
 @dataclass(frozen=True)
 class Reads:
-    """Uses of a parameter in a program.
+    """Counts of a parameter's uses in a program.
 
     Attributes:
-      casts: How often it is cast to the dtype that products run in; 2 stands for every turn of a loop.
-      others: How often it is read in another way.
+      casts: Casts to the matmul dtype; a cast in every turn of a loop counts 2.
+      other_reads: Other reads.
     """
 
     casts: int = 0
-    others: int = 0
+    other_reads: int = 0
 
 
-def gathered(layout: Layout, params: Tree, forward: Callable, *known: Any, dtype: Any) -> Tree:
-    """Returns the parameters as a step of ZeRO's stages 1 and 2 computes with them: whole over `fsdp`.
+def gather_params(layout: Layout, params: Tree, forward: Callable, *inputs: Any, dtype: Any) -> Tree:
+    """Gathers the parameters over `fsdp`, for ZeRO stages 1 and 2.
 
     Args:
-      layout: Where they are stored and used.
-      params: As stored.
-      forward: A function of (params, *known): what the step does with them.
-      *known: As it takes them.
-      dtype: What products run in, or None for what the parameters are stored in.
+      layout: Their shardings, stored and used.
+      params: The stored parameters.
+      forward: A function of (params, *known) that reads the parameters as the step does.
+      *known: Its other arguments.
+      dtype: The matmul dtype, or None for the stored dtype.
     """
-    found = {} if dtype is None else reads(forward, params, *known, dtype=dtype)
+    uses = {} if dtype is None else count_reads(forward, params, *inputs, dtype=dtype)
 
     def one(keys, value: jax.Array) -> jax.Array:
         path = path_of(keys)
-        place, read = layout.placements[path], found.get(path, Reads(others=1))
+        place, use = layout.placements[path], uses.get(path, Reads(other_reads=1))
         with jax.named_scope(SCOPE + path.replace("/", ".")):
-            floats = jnp.issubdtype(value.dtype, jnp.floating)  # 8 bits travel as they are
-            light = value.astype(dtype) if read.casts and not read.others and floats else value
-            # else XLA may gather float32 and cast what arrives
-            light = jax.lax.with_sharding_constraint(light, layout.sharding(place.stored))
-            read_as = cut(light, layout.sharding(place.used), layout.sharding(place.whole))
-            return read_as if read.casts < 2 else read_as.astype(value.dtype)
+            floats = jnp.issubdtype(value.dtype, jnp.floating)  # 8-bit integers are sent as stored
+            wire_value = value.astype(dtype) if use.casts and not use.other_reads and floats else value
+            # otherwise XLA may gather float32 and cast afterwards
+            wire_value = jax.lax.with_sharding_constraint(wire_value, layout.sharding(place.stored))
+            read_as = reshard_padded(wire_value, layout.sharding(place.used), layout.sharding(place.whole))
+            return read_as if use.casts < 2 else read_as.astype(value.dtype)
 
     return jax.tree_util.tree_map_with_path(one, params)
 
 
-def reads(forward: Callable, params: Tree, *known: Any, dtype: Any) -> dict[str, Reads]:
-    """Returns what a function of (params, *known) does with each of the parameters, for all that it returns."""
-    traced = Traced(forward, params, *known)
+def count_reads(forward: Callable, params: Tree, *inputs: Any, dtype: Any) -> dict[str, Reads]:
+    """Counts the uses of each parameter in a function of (params, *known)."""
+    traced = Traced(forward, params, *inputs)
     jaxpr = traced.flat.jaxpr
-    counted = _count(jaxpr, jaxpr.outvars, jnp.dtype(dtype))
+    counts = _count(jaxpr, jaxpr.outvars, jnp.dtype(dtype))
     keys, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(traced.inputs, jaxpr.invars)[0])
-    return {path_of(key): Reads(counted[var, True], counted[var, False]) for key, var in keys}
+    return {path_of(key): Reads(counts[var, True], counts[var, False]) for key, var in keys}
 
 
 def _count(jaxpr: Jaxpr, outs: Iterable, dtype: Any) -> Counter[tuple[Var, bool]]:
-    """Returns how often each variable is (cast to a dtype or not) for what these outputs follow from."""
-    found: Counter = Counter((var, False) for var in variables(outs))
-    eqns, live = needed(jaxpr.eqns, outs)
+    """Counts reads of (variable, whether it is a cast to `dtype`) in the equations that these outputs depend on."""
+    counts: Counter = Counter((var, False) for var in variables(outs))
+    eqns, live = needed_equations(jaxpr.eqns, outs)
     for eqn in eqns:
         name = eqn.primitive.name
         if name == "scan":
             scan = Scan(eqn)
-            ends = [var for i, var in enumerate(eqn.outvars) if i < scan.carry or var in live]
-            inner = [scan.body.outvars[eqn.outvars.index(var)] for var in ends]
-            counted = _count(scan.body, inner, dtype)
-            for i, (outer, own) in enumerate(zip(eqn.invars, scan.body.invars, strict=True)):
-                if isinstance(outer, Literal):
+            live_outs = [var for i, var in enumerate(eqn.outvars) if i < scan.carry or var in live]
+            inner = [scan.body.outvars[eqn.outvars.index(var)] for var in live_outs]
+            inner_counts = _count(scan.body, inner, dtype)
+            for i, (outer_var, inner_var) in enumerate(zip(eqn.invars, scan.body.invars, strict=True)):
+                if isinstance(outer_var, Literal):
                     continue
                 carried = scan.consts <= i < scan.consts + scan.carry
-                found[outer, True] += counted[own, True] * (2 if i < scan.consts else 1) * (not carried)
-                found[outer, False] += counted[own, False] + carried
+                counts[outer_var, True] += inner_counts[inner_var, True] * (2 if i < scan.consts else 1) * (not carried)
+                counts[outer_var, False] += inner_counts[inner_var, False] + carried
         else:
             cast = name == "convert_element_type" and eqn.params["new_dtype"] == dtype
-            found.update((var, cast) for var in variables(eqn.invars))
-    return found
+            counts.update((var, cast) for var in variables(eqn.invars))
+    return counts

@@ -1,1 +1,1 @@
-"""Gradients of a step whose layers are spread over `pipe`: shardings, the cut model, the run, and no flush."""
+"""Gradients of a step whose layers are spread over `pipe`, with synchronous or asynchronous updates."""

@@ -1,8 +1,8 @@
-"""The count of each microbatch's loss before its forward is run, and a loss whose gradient is scaled by them.
+"""Computes the loss count of each microbatch before its forward pass, and scales loss gradients by it.
 
-    the batch ─► equations of the head that make the count ─► counts ─► 1 / their sum ─► the cotangent of each loss
+    the batch ─► the count's equations in the head ─► counts ─► 1 / their sum ─► the cotangent of each loss
 
-Gradients of float16 need this: that of a sum of losses may be beyond 65504 where that of their mean is not.
+float16 gradients need this: the gradient of a sum of losses may exceed 65504 where that of the mean does not.
 """
 
 from dataclasses import replace
@@ -11,34 +11,34 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.pipeline.jaxprs.dataflow import Traced, function, needed, parts
+from jaxpar.jaxprs.dataflow import Traced, needed_equations, split_groups, subfunction
 from jaxpar.pipeline.run.traced_model import Model
 from jaxpar.sharding.names import Tree
 
 
-def counts_of(model: Model, shared: Tree, known: Tree) -> jax.Array | None:
-    """Returns the count of each microbatch of this device, or None where it follows from what the model computes.
+def loss_counts(model: Model, shared: Tree, inputs: Tree) -> jax.Array | None:
+    """Returns the loss count of each microbatch of this device, or None if it depends on the model's output.
 
     Args:
-      model: The pieces of the model.
-      shared: Parameters outside of the stack.
-      known: Inputs with a leading dim of microbatches.
+      model: The three parts of the model.
+      shared: Parameters outside of the layers.
+      inputs: Inputs with a leading dim of microbatches.
     """
-    one = jax.tree.map(lambda x: x[0], known)
-    x, _ = Traced(model.embed, shared, one).shapes
-    traced = Traced(lambda known, shared, x: model.head(shared, known, x)["loss"][1], one, shared, x)
+    microbatch = jax.tree.map(lambda x: x[0], inputs)
+    x, _ = Traced(model.embed, shared, microbatch).shapes
+    traced = Traced(lambda known, shared, x: model.head(shared, known, x)["loss"][1], microbatch, shared, x)
     if any(jax.tree.leaves(traced.reads()[1:])):
         return None
-    # of the head only the equations that make the count are run, on the batch: no logits are computed for it
+    # runs only the head's equations for the count, on the batch: computes no logits
     jaxpr = traced.flat.jaxpr
-    ins, *_ = parts(jaxpr.invars, [len(jax.tree.leaves(one))])
-    eqns, _ = needed(jaxpr.eqns, jaxpr.outvars)
-    count = function(jaxpr, traced.flat.consts, ins, eqns, jaxpr.outvars)
-    return jax.lax.map(lambda leaves: jnp.asarray(count(*leaves)[0]), jax.tree.leaves(known))
+    ins, *_ = split_groups(jaxpr.invars, [len(jax.tree.leaves(microbatch))])
+    eqns, _ = needed_equations(jaxpr.eqns, jaxpr.outvars)
+    count = subfunction(jaxpr, traced.flat.consts, ins, eqns, jaxpr.outvars)
+    return jax.lax.map(lambda leaves: jnp.asarray(count(*leaves)[0]), jax.tree.leaves(inputs))
 
 
 def with_scaled_gradient(model: Model) -> Model:
-    """Returns a model of (known, scale) for known, whose gradients are those of the loss times that scale."""
+    """Replaces a model's input `known` by (known, scale), and multiplies its loss gradients by the scale."""
 
     def head(shared: Tree, known: tuple[Tree, jax.Array], y: Tree) -> dict[str, tuple[jax.Array, jax.Array]]:
         sums = model.head(shared, known[0], y)
@@ -47,7 +47,7 @@ def with_scaled_gradient(model: Model) -> Model:
     return replace(
         model,
         embed=lambda shared, known: model.embed(shared, known[0]),
-        stage=lambda layers, known, *rest: model.stage(layers, known[0], *rest),
+        stage=lambda layers, known, *args: model.stage(layers, known[0], *args),
         head=head,
     )
 

@@ -1,7 +1,7 @@
-"""Layers of a list that are one program: nothing but their parameters and state differs.
+"""Checks that the layers of a list have one program, and differ only in parameters and state.
 
-A stage runs all of its layers by the first one's program. So all of them are traced side by side, and compared:
-equations, numbers in these, and which parameter is read where. How random keys are made is left out.
+A stage runs all its layers by the program of the first. So all layers are traced together, and their equations,
+constants and parameter reads compared. Equations that make random keys are ignored.
 """
 
 from collections.abc import Callable
@@ -15,73 +15,75 @@ import numpy as np
 from jax.extend.core import Literal, Var
 
 from jaxpar.errors import JaxparError, refuse
-from jaxpar.models.stack import InTurn, reached
+from jaxpar.jaxprs.dataflow import Traced, is_key, variables
+from jaxpar.models.stack import SequentialLayers, call_at_layers
 from jaxpar.parallel.layout import Layout
-from jaxpar.pipeline.jaxprs.dataflow import Traced, is_key, variables
 from jaxpar.sharding.lists import modules_of
 from jaxpar.sharding.names import Tree, path_of, pick
 from jaxpar.step.pipelined.layer_keys import makes_keys
 
 
 def check_equal(layout: Layout, run: Callable, params: Tree, model_state: Tree, batch: Tree, call: tuple) -> None:
-    """Refuses layers that are not the list of a layout, and layers that are not equal.
+    """Refuses layers that are not the layout's list, and layers with unequal programs.
 
     Args:
-      layout: With a list of layers.
+      layout: A layout with a list of layers.
       run: (params, model_state, batch) to a function without arguments that computes the loss.
-      params: As between steps.
-      model_state: As before the step.
+      params: The stored parameters.
+      model_state: The model state before the step.
       batch: One microbatch.
-      call: What `jp.pipelined` was given: layers, x, and what each layer has of its own.
+      call: The arguments of `jp.pipelined`: layers, x, and per-layer values.
     """
     layers, x, per_layer = call
     count = len(next(iter(layout.lists.values()), ()))
-    given = len(layers.layers) if isinstance(layers, InTurn) else 0
-    if not count and not given:
+    num_callables = len(layers.layers) if isinstance(layers, SequentialLayers) else 0
+    if not count and not num_callables:
         return
-    if not given:
-        raise _other_layers(layout, given, count)
+    if not num_callables:
+        raise _other_layers(layout, num_callables, count)
 
     def shape(leaf):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
-    def apart(params, model_state, batch, x, one):
-        return reached(run(params, model_state, batch), lambda layers, *_: [layer(x, *one) for layer in layers.layers])
+    def apart(params, model_state, batch, x, layer_args):
+        return call_at_layers(
+            run(params, model_state, batch), lambda layers, *_: [layer(x, *layer_args) for layer in layers.layers]
+        )
 
-    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), per_layer)
-    traced = Traced(apart, params, model_state, batch, jax.tree.map(shape, x), one)
-    span = count // given
-    if span * given != count or not count:
-        raise _other_layers(layout, given, count, traced)
+    layer_args = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), per_layer)
+    traced = Traced(apart, params, model_state, batch, jax.tree.map(shape, x), layer_args)
+    span = count // num_callables
+    if span * num_callables != count or not count:
+        raise _other_layers(layout, num_callables, count, traced)
     programs = _programs(traced, layout, span)
     for i, program in enumerate(programs):
         if program == programs[0]:
             continue
-        # programs that differ in what they read alone may be layers of another list, or no neighbours
+        # programs that differ only in their inputs may be of another list, or not adjacent
         if program.text == programs[0].text and (span > 1 or not _of_the_list(layout, traced)):
-            raise _other_layers(layout, given, count, traced)
+            raise _other_layers(layout, num_callables, count, traced)
         raise refuse(
             f"layer {i} of {layers_of(layout)} is another program than layer 0: {program.difference(programs[0])}",
             rule="a stage runs all of its layers by one program: nothing but their parameters differs",
             fix=_fix(programs),
         )
     if span > 1:
-        _check_spans(layout, given, span)
+        _check_spans(layout, num_callables, span)
 
 
 def _other_layers(layout: Layout, given: int, count: int, traced: Traced | None = None) -> JaxparError:
-    """Returns the refusal of a call of `jp.pipelined` with layers that are not the list of a layout, or its stack."""
+    """The error for a call of `jp.pipelined` with layers that are not the layout's list or stack."""
     got = f"{given} layers" if given else "a function"
     layers = f"list of equal layers is {layers_of(layout)}, {count} of them" if count else "is a stack"
     fix = "x = jp.pipelined(self.blocks, x)" if count else "x = jp.pipelined(lambda x: scan(x, self.blocks), x)"
-    if given > 1 and not count:  # of a list whose layers have other parameters, or other names, no list was found
+    if given > 1 and not count:  # layers with unequal parameters or names are not recognized as a list
         fix = (
             "layers with parameters of equal names and shapes, in modules whose names end with numbers: blocks_0, "
             f"blocks_1, ...; of layers of several kinds one callable for each turn, {_by_turns(2)}; or pipe=1"
         )
-    elif traced is not None and (others := _read_paths(layout, traced)) and not _of_the_list(layout, traced):
-        prefix = _common_start(others)
-        fix = f'jp.Pipeline(stack="{prefix}") for the layers given, which read {others[0]}; or pipe=1'
+    elif traced is not None and (read_paths := _read_paths(layout, traced)) and not _of_the_list(layout, traced):
+        prefix = _common_start(read_paths)
+        fix = f'jp.Pipeline(stack="{prefix}") for the layers given, which read {read_paths[0]}; or pipe=1'
     elif count and given == count * (kinds := len(modules_of(layout.lists))) and kinds > 1:
         fix = f"layers of {kinds} kinds in turns as one callable for each turn: {_by_turns(kinds)}"
     chosen = "chosen" if layout.parallel.pipeline.stack else "largest"
@@ -94,40 +96,40 @@ def _other_layers(layout: Layout, given: int, count: int, traced: Traced | None 
 
 
 def _common_start(paths: list[str]) -> str:
-    """Returns the characters that all paths begin with: `text_h_` of `text_h_0/w` and `text_h_1/w`."""
+    """Returns the common prefix of paths: `text_h_` of `text_h_0/w` and `text_h_1/w`."""
     first, last = min(paths), max(paths)
     length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
     return first[:length].rstrip("/")
 
 
 def _read_paths(layout: Layout, traced: Traced) -> list[str]:
-    """Returns the paths of the parameters that the layers given to `jp.pipelined` read."""
+    """Returns the paths of parameters read by the layers passed to `jp.pipelined`."""
     reads = traced.reads()[0]
     return [path for path in layout.placements if pick(reads, tuple(path.split("/")))]
 
 
 def _of_the_list(layout: Layout, traced: Traced) -> bool:
-    """Returns whether the layers given to `jp.pipelined` read parameters of the layout's list."""
+    """Whether the layers passed to `jp.pipelined` read parameters of the layout's list."""
     members = {path for paths in layout.lists.values() for path in paths}
     return not members.isdisjoint(_read_paths(layout, traced))
 
 
 def _check_spans(layout: Layout, given: int, span: int) -> None:
-    """Refuses callables of several layers each that cannot be dealt to the stages whole."""
+    """Refuses callables of several layers if stages would split one."""
     parts = layout.schedule.parts
     if layout.parallel.pipeline.layers or given % parts:
-        cut = (
+        partition = (
             f"layers={tuple(layout.parallel.pipeline.layers)}" if layout.parallel.pipeline.layers else f"{parts} parts"
         )
         raise refuse(
-            f"{layout.blueprint.name} gives jp.pipelined {given} callables of {span} layers each, for {cut}",
+            f"{layout.blueprint.name} gives jp.pipelined {given} callables of {span} layers each, for {partition}",
             rule="where a callable runs several layers, every part of the pipeline has as many callables",
             fix=f"a number of parts that divides {given}, and no layers=",
         )
 
 
 def _fix(programs: "list[_Program]") -> str:
-    """Returns how to make layers equal: those of several kinds in turns are called by turns."""
+    """Suggests how to make layers equal: alternating kinds become one callable per period."""
     count = len(programs)
     for kinds in range(2, count):
         if count % kinds == 0 and all(program == programs[i % kinds] for i, program in enumerate(programs)):
@@ -139,7 +141,6 @@ def _fix(programs: "list[_Program]") -> str:
 
 
 def _by_turns(kinds: int) -> str:
-    """Returns the call of `jp.pipelined` whose callables run a layer of each kind."""
     names = [chr(ord("a") + i) for i in range(kinds)]
     call = "x"
     for name in names:
@@ -149,36 +150,35 @@ def _by_turns(kinds: int) -> str:
 
 
 def layers_of(layout: Layout) -> str:
-    """Returns the layers of a list for a message: `blocks/0 ... blocks/7`."""
+    """Formats the layers of a list for a message: `blocks/0 ... blocks/7`."""
     kinds = modules_of(layout.lists)
     return f"{kinds[0][0]} ... {kinds[-1][-1]}"
 
 
 @dataclass(frozen=True)
 class _Program:
-    """What a layer computes, and of what.
+    """The program of a layer.
 
     Attributes:
-      text: Its jaxpr, with variables named in the order of their use: equal programs are equal texts.
-      inputs: What each variable is that it does not make itself: a path, or the value of a constant.
+      text: Its jaxpr, with variables named in order of use, so that equal programs have equal texts.
+      inputs: Each free variable, as the path of a parameter or the value of a constant.
     """
 
     text: str
     inputs: tuple[Any, ...]
 
     def difference(self, first: "_Program") -> str:
-        """Returns where it differs from the program of layer 0."""
-        for own, other in zip_longest(self.text.splitlines(), first.text.splitlines(), fillvalue="nothing"):
-            if own != other:
-                return f"`{own.strip():.160}` and not `{other.strip():.160}`"
-        for own, other in zip_longest(self.inputs, first.inputs):
-            if own != other:
-                return f"it reads {_shown(own)} and not {_shown(other)}"
+        """Describes the first difference to the program of layer 0."""
+        for actual, reference in zip_longest(self.text.splitlines(), first.text.splitlines(), fillvalue="nothing"):
+            if actual != reference:
+                return f"`{actual.strip():.160}` and not `{reference.strip():.160}`"
+        for actual, reference in zip_longest(self.inputs, first.inputs):
+            if actual != reference:
+                return f"it reads {_shown(actual)} and not {_shown(reference)}"
         return "in nothing that can be printed"
 
 
 def _programs(traced: Traced, layout: Layout, span: int) -> list[_Program]:
-    """Returns each callable's program, with the names of what it reads."""
     closed = traced.flat
     jaxpr = closed.jaxpr
     keys, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(traced.inputs, range(len(jaxpr.invars))))
@@ -192,42 +192,41 @@ def _programs(traced: Traced, layout: Layout, span: int) -> list[_Program]:
 
 
 def _program(jaxpr, outs: list, members: range, paths: dict, names: dict, layout: Layout) -> _Program:
-    # back from the layer's results, so that the other layers drop out; and how keys are made, since layer i folds in or
-    # splits off another number than layer 0
+    # backwards from the layer's results, which drops other layers; equations that make keys are dropped too, since
+    # layer i folds in or splits off another number than layer 0
     eqns, reads = [], variables(outs)
     for eqn in reversed(jaxpr.eqns):
         if reads.intersection(eqn.outvars) and not makes_keys(eqn):
             eqns.append(eqn)
             reads |= variables(eqn.invars)
     eqns.reverse()
-    made = {var for eqn in eqns for var in eqn.outvars}
-    free = dict.fromkeys(var for eqn in eqns for var in eqn.invars if not isinstance(var, Literal) and var not in made)
-    known = [None if is_key(var) else names[var] if var in names else _own(paths[var], members, layout) for var in free]
+    bound = {var for eqn in eqns for var in eqn.outvars}
+    free = dict.fromkeys(var for eqn in eqns for var in eqn.invars if not isinstance(var, Literal) and var not in bound)
+    items = [None if is_key(var) else names[var] if var in names else _own(paths[var], members, layout) for var in free]
     text = str(jaxpr.replace(constvars=(), invars=list(free), outvars=outs, eqns=eqns))
-    return _Program(text, tuple(known))
+    return _Program(text, tuple(items))
 
 
 def _own(path: str, members: range, layout: Layout) -> str:
-    """Returns a path of layer 3 as that of any layer: `0/blocks/3/w` as `0/blocks/*/w`.
+    """Replaces the layer number in a path: `0/blocks/3/w` becomes `0/blocks/*/w`.
 
-    Of several layers that one callable runs, the second's as `0/blocks/*+1/w`.
+    If one callable runs several layers, the second's becomes `0/blocks/*+1/w`.
     """
     start, kinds = next(iter(layout.lists)).index("*"), modules_of(layout.lists)
-    which, _, own = path.partition("/")
-    for place, (group, modules) in enumerate(product(members, kinds)):
-        mine = modules[group] + "/"
-        if own.startswith(mine):
-            return f"{which}/{mine[:start]}*{f'+{place}' if place else ''}/{own[len(mine) :]}"
+    root, _, param_path = path.partition("/")
+    for offset, (group, modules) in enumerate(product(members, kinds)):
+        module = modules[group] + "/"
+        if param_path.startswith(module):
+            return f"{root}/{module[:start]}*{f'+{offset}' if offset else ''}/{param_path[len(module) :]}"
     return path
 
 
 def _shown(item: Any) -> str:
-    """Returns an input of a program for a message."""
     if isinstance(item, str):
         return item.partition("/")[2] or item
     return "nothing" if item is None else "another constant array"
 
 
 def _value(const: Any) -> Any:
-    """Returns a constant so that equal ones compare equal; one that is traced is equal to itself alone."""
+    """Makes constants comparable by value; tracers by identity."""
     return id(const) if isinstance(const, jax.core.Tracer) else (str(const.dtype), np.asarray(const).tobytes())

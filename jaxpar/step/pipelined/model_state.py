@@ -1,7 +1,7 @@
 """Replays non-parameter state (such as PRNG counters of dropout) to the start of every microbatch of a pipeline.
 
-Microbatches overlap there, so that what one leaves behind is not there for the next. What it leaves must follow from
-nothing that it computes: then the rest before every microbatch is known before the first one runs.
+Microbatches overlap, so the state after one is not available to the next. The new state must not depend on the forward
+pass: then the state before every microbatch is computed before the first one runs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,30 +13,30 @@ import jax
 from jax.extend.core import JaxprEqn, Var
 
 from jaxpar.errors import refuse
-from jaxpar.models.stack import cut, reached
+from jaxpar.jaxprs.dataflow import Traced, split_groups, variables
+from jaxpar.jaxprs.dead_code import PrunedJaxpr
+from jaxpar.models.stack import call_at_layers, intercept_layers
 from jaxpar.parallel.layout import Layout
-from jaxpar.pipeline.jaxprs.dataflow import Traced, parts, variables
-from jaxpar.pipeline.jaxprs.narrow import Narrow
 from jaxpar.sharding.names import Compute, Tree, by_path, pick
-from jaxpar.step.checks.given_state import as_made
+from jaxpar.step.checks.input_state import cast_to_initial
 from jaxpar.step.losses import as_sums
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.pipelined.equal_layers import check_equal
 from jaxpar.step.pipelined.loss_inputs import AFTER, BEFORE, MarkedLoss, mark
 from jaxpar.step.pipelined.one_pass import check_layerwise, check_one_pass
 from jaxpar.step.pipelined.shardings import Shardings
-from jaxpar.step.state import salted
+from jaxpar.step.state import fold_in_number
 
 
 @dataclass(frozen=True, eq=False)
 class ModelStates:
-    """The model state before every microbatch of a step. Refuses models that a pipeline cannot cut.
+    """Computes the model state before every microbatch of a step. Refuses models that a pipeline cannot split.
 
     Attributes:
       shardings: Where arrays live.
-      layout: As between steps.
+      layout: The layout between steps.
       loss: (model, batch) to (sum, count), or to a dict of them with the entry `loss`.
-      numerics: How it computes.
+      numerics: Precision, remat and accumulation.
     """
 
     shardings: Shardings
@@ -44,22 +44,22 @@ class ModelStates:
     loss: Callable
     numerics: Numerics
 
-    def each(self, params: Tree, model_state: Tree, batch: Mapping[str, jax.Array]) -> tuple[Tree, Tree]:
-        """Returns the rest (dropout counts and their kin) before each microbatch, stacked, and after the last.
+    def before_microbatches(self, params: Tree, model_state: Tree, batch: Mapping[str, jax.Array]) -> tuple[Tree, Tree]:
+        """Returns the model state (dropout counts and the like) before each microbatch, stacked, and after the last.
 
         Raises:
-          JaxparError: As `traced` does, or if the model keeps state that follows from what it computes.
+          JaxparError: As `traced` does, or if the model state depends on the forward pass.
         """
-        traced, state = self.traced(params, model_state, batch, train=True)
+        traced, state = self.trace_loss(params, model_state, batch, train=True)
         jaxpr, count = traced.flat.jaxpr, self.shardings.layout.microbatches
-        given, ins = parts(jaxpr.invars, [len(jaxpr.invars) - state, state])
-        # the equations from state to state alone, without the model: they run here, ahead of the table
-        step = Narrow(jaxpr, jaxpr.outvars[:state])
-        if step.reads.intersection(given):
+        non_state_vars, ins = split_groups(jaxpr.invars, [len(jaxpr.invars) - state, state])
+        # only the equations from state to state, without the model: they run here, before the table
+        step = PrunedJaxpr(jaxpr, jaxpr.outvars[:state])
+        if step.reads.intersection(non_state_vars):
             raise refuse(
                 f"{self.layout.blueprint.name} keeps state that follows from what it computes, such as the averages of "
                 "BatchNorm",
-                rule="in a pipeline microbatches overlap, so what one leaves behind is not there for the next",
+                rule="in a pipeline microbatches overlap, so the state after one is not available to the next",
                 fix="LayerNorm or GroupNorm, or pipe=1",
             )
 
@@ -70,14 +70,14 @@ class ModelStates:
         restored = partial(jax.tree.unflatten, jax.tree.structure(model_state))
         return restored(each), restored(last)
 
-    def traced(
+    def trace_loss(
         self, params: Tree, model_state: Tree, batch: Mapping[str, jax.Array], *, train: bool
     ) -> tuple[Traced, int]:
-        """Returns the loss of a microbatch, from (params, batch, state) to (state, sums), and the leaves of the state.
+        """Traces a microbatch's loss, (params, batch, state) to (state, sums), and counts the leaves of the state.
 
         Raises:
-          JaxparError: If the model is not cut once, its layers enclose what is no parameter of theirs, or its loss
-            reads more of them than x.
+          JaxparError: If the model does not call `jp.pipelined` once, its layers close over parameters of other parts,
+            or its loss reads more of the layers than x.
         """
         blueprint = self.layout.blueprint
         compute = Compute(train=train, dtype=self.shardings.dtype, remat=self.numerics.remat)
@@ -93,17 +93,17 @@ class ModelStates:
 
         def whole(params, batch, model_state):
             model = bind(params, model_state)
-            with cut(at_cut):
+            with intercept_layers(at_cut):
                 sums = as_sums(self.loss(model, batch), accumulate=count)
-            return as_made(blueprint.name, model_state, blueprint.collect(model)), sums
+            return cast_to_initial(blueprint.name, model_state, blueprint.collect(model)), sums
 
         def run(params, model_state, batch):
             model = bind(params, model_state)
             return lambda: self.loss(model, batch)
 
-        # one microbatch is traced for all: they run one program, and only its dataflow is looked at
-        one = {key: value[: value.shape[0] // count] for key, value in batch.items()}
-        traced = Traced(whole, params, one, model_state)
+        # tracing one microbatch suffices: all run one program, and only its dataflow matters
+        microbatch = {key: value[: value.shape[0] // count] for key, value in batch.items()}
+        traced = Traced(whole, params, microbatch, model_state)
         if len(calls) != 1:
             raise refuse(
                 f"{blueprint.name} calls jp.pipelined {len(calls)} times",
@@ -112,8 +112,8 @@ class ModelStates:
                 "ViT have it",
             )
         if train:  # an evaluation runs the same layers
-            check_equal(self.layout, run, params, model_state, one, calls[0])
-            self._check_per_layer(run, params, model_state, one, calls[0][2])
+            check_equal(self.layout, run, params, model_state, microbatch, calls[0])
+            self._check_per_layer(run, params, model_state, microbatch, calls[0][2])
         jaxpr, state = traced.flat.jaxpr, len(jax.tree.leaves(model_state))
         paths = dict(zip(jaxpr.invars, by_path(params), strict=False))
         loss = MarkedLoss(blueprint.name, jaxpr, jaxpr.outvars[state:])
@@ -122,10 +122,10 @@ class ModelStates:
         return traced, state
 
     def _check_per_layer(self, run: Callable, params: Tree, model_state: Tree, batch: Tree, per_layer: Tree) -> None:
-        """Refuses parameters among what each layer has of its own, which enters the table as a number does."""
+        """Refuses parameters among the per-layer values, which get no gradient."""
 
         def each(*args):
-            return reached(run(*args), lambda layers, x, per_layer: per_layer)
+            return call_at_layers(run(*args), lambda layers, x, per_layer: per_layer)
 
         reads = Traced(each, params, model_state, batch).reads()[0] if jax.tree.leaves(per_layer) else {}
         for path in self.layout.placements:
@@ -137,29 +137,29 @@ class ModelStates:
                 )
 
     def _check_enclosed(self, eqns: Sequence[JaxprEqn], paths: Mapping[Var, str]) -> None:
-        """Refuses layers that read, past their arguments, what follows from parameters of the first stage.
+        """Refuses layers that close over values computed from parameters outside of the layers.
 
         Args:
-          eqns: That make the output of the layers, from their input and from parameters.
-          paths: Variables of all parameters, to their paths.
+          eqns: Equations that compute the layers' output from their input and from parameters.
+          paths: Maps variables of all parameters to paths.
         """
         name = self.layout.blueprint.name
-        stacked = {var: path for var, path in paths.items() if path in self.layout.stacked}
+        stacked = {var: path for var, path in paths.items() if path in self.layout.stacked_paths}
         check_one_pass(name, eqns, stacked)
         check_layerwise(name, eqns, stacked)
         reads = variables(var for eqn in eqns for var in eqn.invars)
-        read = {path for var, path in paths.items() if var in reads}
-        inside = [path for path in self.layout.placements if path in read]
-        if inside and all(path in self.shardings.shared for path in inside):
+        read_paths = {path for var, path in paths.items() if var in reads}
+        inner = [path for path in self.layout.placements if path in read_paths]
+        if inner and all(path in self.shardings.shared for path in inner):
             words = zip(*self.shardings.stacked.values(), strict=False)
-            stack = "/".join(each[0] for each in takewhile(lambda each: len({*each}) == 1, words))
+            stack = "/".join(keys[0] for keys in takewhile(lambda keys: len({*keys}) == 1, words))
             raise refuse(
-                f"{name} gives jp.pipelined layers that read {inside[0]}, and its largest stack of layers is {stack}",
+                f"{name} gives jp.pipelined layers that read {inner[0]}, and its largest stack of layers is {stack}",
                 rule="a pipeline spreads the largest stack of layers over its stages; what is before it runs on the "
                 "first stage, and what is after it on the last",
                 fix=f"jp.pipelined(layers, x) around the layers of {stack}",
             )
-        for path in inside:
+        for path in inner:
             if path in self.shardings.shared:
                 raise refuse(
                     f"{name} reads {path} inside of its layers, or what follows from it",
@@ -169,6 +169,6 @@ class ModelStates:
                 )
 
 
-def folded(model_states: Tree, replica: jax.Array, replicas: int) -> Tree:
-    """Returns random keys that differ between replicas of the batch: each draws for its own rows."""
-    return model_states if replicas == 1 else salted(model_states, replica)
+def salt_by_replica(model_states: Tree, replica: jax.Array, replicas: int) -> Tree:
+    """Makes random keys differ between replicas of the batch: each draws for its own rows."""
+    return model_states if replicas == 1 else fold_in_number(model_states, replica)

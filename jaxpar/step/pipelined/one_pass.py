@@ -1,7 +1,7 @@
-"""Layers that are run in one pass: each stage runs its own once, and hands on what it made.
+"""Checks that the layers run in one pass: each stage runs its layers once, and sends the result on.
 
 one pass      scan over layers 0 ... 11
-two passes    scan over layers 0 ... 11, then another over its result: a stage would run 0 1 2, 0 1 2, and hand on
+two passes    scan over layers 0 ... 11, then another over its result: a stage would run 0 1 2, 0 1 2
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,17 +10,17 @@ from typing import Any
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jaxpar.errors import refuse
-from jaxpar.pipeline.jaxprs.dataflow import Scan, after, shapes, variables
-from jaxpar.pipeline.jaxprs.shorten import KEEP_LAYERS
+from jaxpar.jaxprs.dataflow import Scan, after, shapes, variables
+from jaxpar.jaxprs.shorter_scan import KEEP_LAYERS
 
 
 def check_layerwise(name: str, eqns: Sequence[JaxprEqn], stacked: Mapping[Var, str]) -> None:
-    """Refuses layers that reduce a stack over its dim 0: a stage would reduce its own layers alone.
+    """Refuses layers that reduce a stack over dim 0: a stage would reduce only its own layers.
 
     Args:
-      name: The model's.
-      eqns: Of the layers as one device runs them.
-      stacked: Variables of the stacks, to their paths.
+      name: Name of the model.
+      eqns: Equations of the unpipelined layers.
+      stacked: Maps variables of the stacks to paths.
     """
     stacks = dict(stacked)
     for eqn in eqns:
@@ -41,36 +41,36 @@ def check_layerwise(name: str, eqns: Sequence[JaxprEqn], stacked: Mapping[Var, s
 
 
 def _mixes_layers(eqn: JaxprEqn, i: int) -> bool:
-    """Returns whether an equation mixes entries along dim 0 of its input i."""
+    """Whether an equation mixes entries along dim 0 of its input i."""
     kind, params = eqn.primitive.name, eqn.params
-    read, result = (shapes(each)[0].shape for each in ([eqn.invars[i]], eqn.outvars))
+    shape, result = (shapes(var_list)[0].shape for var_list in ([eqn.invars[i]], eqn.outvars))
     if kind == "dot_general":
         return 0 in params["dimension_numbers"][0][min(i, 1)]
     if kind == "reshape":
-        return result[:1] != read[:1]
+        return result[:1] != shape[:1]
     if kind.startswith(("reduce_", "arg")):
         return 0 in params.get("axes", ())
     return kind.startswith("cum") and params["axis"] == 0
 
 
 def check_one_pass(name: str, eqns: Sequence[JaxprEqn], stacked: Mapping[Var, str]) -> None:
-    """Refuses layers that go through the stack again with what they made of it, which no stage could.
+    """Refuses layers that scan over a stack again, on the result of the first scan: no stage could.
 
     Args:
-      name: The model's.
-      eqns: Of the layers as one device runs them.
-      stacked: Variables of the stacks, to their paths.
+      name: Name of the model.
+      eqns: Equations of the unpipelined layers.
+      stacked: Maps variables of the stacks to paths.
     """
-    stacks, over = set(stacked), []
+    stacks, scans = set(stacked), []
     for eqn in eqns:
         if eqn.primitive.name == "scan":
             inputs = eqn.invars[len(eqn.invars) - Scan(eqn).xs :]
-            over += [eqn] if stacks.intersection(variables(inputs)) else []
+            scans += [eqn] if stacks.intersection(variables(inputs)) else []
         elif eqn.primitive.name in KEEP_LAYERS and stacks.intersection(variables(eqn.invars)):
-            stacks |= set(eqn.outvars)  # a cast of a stack is one
-    for i, eqn in enumerate(over):
-        made = after(eqns, eqn.outvars)
-        if any(made.intersection(variables(other.invars)) for other in over[i + 1 :]):
+            stacks |= set(eqn.outvars)  # the cast of a stack is a stack
+    for i, eqn in enumerate(scans):
+        dependents = after(eqns, eqn.outvars)
+        if any(dependents.intersection(variables(later.invars)) for later in scans[i + 1 :]):
             raise refuse(
                 f"the layers of {name} go through a stack, and then through one again",
                 rule="a stage runs its layers once, one after the other, and hands on what they made",

@@ -1,1 +1,1 @@
-"""Text from a trained model, on any layout: prompts in, tokens out, one compiled step for a token of every row."""
+"""Samples tokens after prompts from a trained model: one compiled step per token of every row."""

@@ -1,4 +1,4 @@
-"""The next token of each row, drawn from logits."""
+"""Draws the next token of each row from logits."""
 
 from dataclasses import dataclass
 
@@ -10,14 +10,14 @@ from jaxpar.errors import Keywords, check_ranges
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(Keywords):
-    """How tokens are drawn.
+    """Settings of sampling.
 
     Attributes:
-      temperature: Divides the logits; 0 takes the likeliest token.
-      top_k: Draw among so many of the likeliest tokens; 0 among all (Fan et al. 2018, arXiv:1805.04833).
-      top_p: Draw among the fewest likeliest tokens that have this probability together (Holtzman et al. 2019,
-        arXiv:1904.09751), of those that top_k left.
-      seed: Of the draws. What a row draws depends on it and on the row's number, not on the other rows.
+      temperature: Divides the logits; 0 takes the most likely token.
+      top_k: Draw among the k most likely tokens; 0 among all (Fan et al. 2018, arXiv:1805.04833).
+      top_p: Draw among the smallest set of most likely tokens with this total probability (Holtzman et al. 2019,
+        arXiv:1904.09751), after top_k.
+      seed: Seed of the draws. A row's tokens depend on the seed and the row's number, not on other rows.
     """
 
     temperature: float = 0.8
@@ -30,23 +30,23 @@ class Sampling(Keywords):
         check_ranges(self, "", ranges)
 
     def draw(self, logits: jax.Array, rows: jax.Array, count: jax.Array) -> jax.Array:
-        """Returns the next token of each row. Shape [batch], int32.
+        """Draws the next token of each row. Shape [batch], int32.
 
         Args:
           logits: Shape [batch, vocab].
           rows: The number of each row. Shape [batch], int32.
-          count: Tokens that each row has drawn before. Shape [batch], int32.
+          count: Number of tokens drawn so far in each row. Shape [batch], int32.
         """
         logits = logits.astype(jnp.float32)
         if not self.temperature:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        order, likeliest = self.kept(logits)
-        one = lambda row, index: jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), row), index)  # noqa: E731
-        drawn = jax.vmap(jax.random.categorical)(jax.vmap(one)(rows, count), likeliest)
-        return jnp.take_along_axis(order, drawn[:, None], axis=-1)[:, 0].astype(jnp.int32)
+        order, likeliest = self.candidates(logits)
+        row_key = lambda row, index: jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), row), index)  # noqa: E731
+        ranks = jax.vmap(jax.random.categorical)(jax.vmap(row_key)(rows, count), likeliest)
+        return jnp.take_along_axis(order, ranks[:, None], axis=-1)[:, 0].astype(jnp.int32)
 
-    def kept(self, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns tokens, likeliest first, and their scaled logits, -inf for those that are not drawn.
+    def candidates(self, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns tokens, most likely first, and their scaled logits, -inf for tokens that cannot be drawn.
 
         Args:
           logits: Shape [batch, vocab], float32.
@@ -59,8 +59,8 @@ class Sampling(Keywords):
         if self.top_k:
             scaled = jnp.where(jnp.arange(scaled.shape[-1]) < self.top_k, scaled, -jnp.inf)
         if self.top_p < 1:
-            share = jax.nn.softmax(scaled, axis=-1)
-            before = jnp.cumsum(share, axis=-1) - share  # of the tokens that are likelier
-            first = jnp.arange(scaled.shape[-1]) == 0
-            scaled = jnp.where((before < self.top_p) | first, scaled, -jnp.inf)
+            probs = jax.nn.softmax(scaled, axis=-1)
+            cumulative = jnp.cumsum(probs, axis=-1) - probs  # probability of the more likely tokens
+            is_first = jnp.arange(scaled.shape[-1]) == 0
+            scaled = jnp.where((cumulative < self.top_p) | is_first, scaled, -jnp.inf)
         return order, scaled

@@ -25,15 +25,15 @@ from typing import Any
 from jaxpar.buckets import Bucket, is_address, local_folder
 from jaxpar.checkpoint import Checkpoints, Store
 from jaxpar.checkpoint.one_model import replicas_of
-from jaxpar.checkpoint.processes import is_first, several
+from jaxpar.checkpoint.processes import is_first, is_multiprocess
 from jaxpar.checkpoint.start_from import start
 from jaxpar.data.spec import Data, Source
-from jaxpar.data.streams.opening import open_own
-from jaxpar.data.streams.sets import as_sets
-from jaxpar.errors import reading, refuse
+from jaxpar.data.streams.sets import open_sets
+from jaxpar.data.streams.user_data import open_user_data
+from jaxpar.errors import file_errors, refuse
 from jaxpar.files import make_folder, write_json
 from jaxpar.mesh.devices import describe
-from jaxpar.step.checks.given_state import check_there
+from jaxpar.step.checks.input_state import check_not_donated
 from jaxpar.step.state import State, init_state
 from jaxpar.step.step import Step
 from jaxpar.train.best import Best
@@ -98,12 +98,12 @@ def fit(
     saved, judged = agreed(step, asked, run, state, checkpoints, best, eval_every, faults)
     folder = None if run is None else local_folder(run)
     bucket = _bucket(run)
-    with _locked(folder), bucket.following() if bucket else nullcontext():
-        source, held = _source(data, folder), as_sets(sets, (folder or Path("runs")) / "data", batch)
+    with _locked(folder), bucket.synchronized() if bucket else nullcontext():
+        source, held = _source(data, folder), open_sets(sets, (folder or Path("runs")) / "data", batch)
         check_evaluated(source, held, batch, eval_every, saved, judged)
         store, progress = _store(folder, saved, source, step=step, steps=steps, every=show_every)
         if store and bucket:
-            store.committed = bucket.push
+            store.on_commit = bucket.push
         state, at = _begin(step, store, state, saved, seed=seed, say=progress.say)
         log = _log(folder, at, loggers, step=step, source=source, say=progress.say)
         made = Run(
@@ -123,7 +123,7 @@ def _bucket(run: str | Path | None) -> Bucket | None:
     """
     if run is None or not is_address(run):
         return None
-    if several():
+    if is_multiprocess():
         raise refuse(
             f"run={str(run)!r:.200} with several processes",
             rule="several processes write one folder, each its part",
@@ -176,7 +176,7 @@ def _begin(
     if state is None:
         state = init_state(step.layout, step.optimizer, seed=seed)
     else:
-        check_there(state)
+        check_not_donated(state)
     if saved.start_from:
         state, origin = start(saved, state, step.layout, step.optimizer)
         say(str(origin))
@@ -186,7 +186,7 @@ def _begin(
 def _train(run: Run, progress: Progress, state: State, at: int) -> Outcome:
     with progress:
         begun = f", on from step {at}" if at else ""
-        progress.say(f"{run.step.layout.summary()}\n{describe(list(run.step.layout.on.devices.flat))}{begun}")
+        progress.say(f"{run.step.layout.summary()}\n{describe(list(run.step.layout.device_mesh.devices.flat))}{begun}")
         try:
             return train(run, state)
         finally:
@@ -200,7 +200,7 @@ def facts(step: Step, source: Source) -> dict[str, Any]:
     """Returns the facts of a run about its machine and layout, as `jaxpar report` reads them."""
     layout = step.layout
     return {
-        "devices": describe(list(layout.on.devices.flat)),
+        "devices": describe(list(layout.device_mesh.devices.flat)),
         "versions": {name: version(name) for name in ("jaxpar", "jax", "flax", "optax")},
         "mesh": layout.sizes,
         "data": source.fingerprint,
@@ -225,14 +225,14 @@ def _source(data: Any, folder: Path | None) -> Source:
         return data
     if isinstance(data, Data):
         raise refuse(f"data={data!r:.60}", rule="data is opened before it is read", fix="jp.open_data(data)")
-    return open_own(Data(source="yours:data"), data, (folder or Path("runs")) / "data")
+    return open_user_data(Data(source="yours:data"), data, (folder or Path("runs")) / "data")
 
 
 def _check_same_data(folder: Path, source: Source, there: list[int]) -> None:
     file = folder / "run.json"
     if not there or not file.exists():
         return
-    with reading(file, rule="run.json is what a run says of its data", fix=f"rm {file}, if the data is the same"):
+    with file_errors(file, rule="run.json is what a run says of its data", fix=f"rm {file}, if the data is the same"):
         before = json.loads(file.read_text())["data"]
     if before != source.fingerprint:
         raise refuse(

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from jaxpar.checkpoint import Checkpoints, Store
-from jaxpar.checkpoint.listing import LEFT, set_aside, shelf_of, steps
-from jaxpar.checkpoint.processes import from_first, is_first
+from jaxpar.checkpoint.listing import LEFT, checkpoint_folder, set_aside, steps
+from jaxpar.checkpoint.processes import broadcast, is_first
 from jaxpar.errors import refuse
-from jaxpar.step.checks.given_state import check_there
-from jaxpar.step.checks.numbers_by_hand import with_arrays_for_numbers
+from jaxpar.step.checks.input_state import check_not_donated
+from jaxpar.step.checks.user_scalars import scalars_to_arrays
 from jaxpar.step.state import State
 from jaxpar.step.step import Step
 
@@ -29,10 +29,10 @@ def save(path: str | Path, state: State, *, replace: bool = False) -> Path:
     Raises:
       JaxparError: If there is a checkpoint of that step, it cannot be written, or a step has taken the state over.
     """
-    check_there(state)
-    state = with_arrays_for_numbers(state)
+    check_not_donated(state)
+    state = scalars_to_arrays(state)
     store, step = Store(Path(path) / FOLDER, ALL), int(state.step)
-    if from_first(step in store.steps()):
+    if broadcast(step in store.steps()):
         if not replace:
             raise refuse(
                 f"jp.save: {store.path(step)} is there",
@@ -65,8 +65,8 @@ def restore(path: str | Path, step: Step, *, at: int | None = None) -> State:
             rule="a state is restored for the step that goes on with it",
             fix="jp.restore(path, jp.train_step(layout, loss, optimizer)), and at=200 for one of several checkpoints",
         )
-    folder = shelf_of(Path(path))
+    folder = checkpoint_folder(Path(path))
     if at is None and folder.name.isdigit() and int(folder.name) in steps(folder.parent):
         folder, at = folder.parent, int(folder.name)
-    restored, _ = Store(folder, ALL, owned=False).restore(step.abstract(), at)
+    restored, _ = Store(folder, ALL, is_owner=False).restore(step.abstract(), at)
     return restored

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from jaxpar.data.spec import Weighted
+from jaxpar.data.spec import WeightedBatch
 from jaxpar.parallel.layout import Layout
 
 Totals = dict[str, tuple[float, float]]
@@ -34,7 +34,7 @@ class HeldOut(Protocol):
     layout: Layout
     size: int
 
-    def evaluation(self, index: int) -> list[Weighted]:
+    def evaluation(self, index: int) -> list[WeightedBatch]:
         """Returns the index-th examples with their weights; none after the last."""
         ...
 

@@ -41,7 +41,7 @@ def can_save(run: Run, state: State, start: int) -> bool:
     if run.store is None or run.watch.is_skipping or any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
         return False  # an error inside of a step has taken the state that the step was given
     step = int(state.step)
-    return step > start and processes.meet(f"rescue/{step}", WAIT)
+    return step > start and processes.barrier(f"rescue/{step}", WAIT)
 
 
 def say_saved(run: Run, step: int, save: Callable[[], None]) -> None:

@@ -40,11 +40,11 @@ def roll_back(job: Run, bad: JaxparError, start: int) -> State:
             f"faults.rollbacks = {faults.rollbacks} times", fix=bad.problems[0].fix) from bad  # fmt: skip
     job.watchdog.at(bad.step, "restoring")
     if at_once and jax.process_index() == 0:
-        left = ", ".join(job.store.leave(older[-1]))
+        left = ", ".join(job.store.set_aside_after(older[-1]))
         if job.progress:
             job.progress.say(f"the first step after step {start} is bad: what was saved there is called {left} now")
     state, back = job.store.restore(job.step.abstract())
-    skipped.go_back(job.growth.drawn(bad.step), to=job.growth.drawn(back), why=bad.problems[0].got)
+    skipped.go_back(job.growth.total_draws(bad.step), to=job.growth.total_draws(back), why=bad.problems[0].got)
     job.watch.rewind(back)
     if job.log:
         job.log.rewind(back)

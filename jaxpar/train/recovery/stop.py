@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 
 from jaxpar.checkpoint import processes
 from jaxpar.errors import JaxparError
-from jaxpar.leaving import stop_signals
+from jaxpar.process_exit import stop_signals
 
 PATIENCE = 0.5  # seconds after which a signal that the main thread has not seen is said by the thread
 
@@ -97,7 +97,7 @@ class Stop:
         """Says that a signal was heard, and saves, as the main thread is busy: XLA compiles."""
         with self._lock, suppress(OSError, ValueError):  # nobody may be there to read what is said
             save = self._save
-            if save is None or processes.several():  # several must agree on what they save
+            if save is None or processes.is_multiprocess():  # several must agree on what they save
                 self._say(f"{name} heard: the run stops when XLA has compiled")
                 return
             self._say(f"{name} heard while XLA compiles: saving meanwhile")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from jaxpar.errors import LOST, JaxparError, Problem, describe_exception
-from jaxpar.leaving import leave
+from jaxpar.process_exit import exit_process
 from jaxpar.train.watchdog import facts, tree
 from jaxpar.train.watchdog.beat import Files, read, write
 from jaxpar.train.watchdog.judge import ON
@@ -275,7 +275,7 @@ def name_of(attempt: str) -> str:
 
 def _end(problem: Problem) -> NoReturn:
     """Ends this process from a thread: its main thread may wait in a collective for ever."""
-    leave(LOST, f"error: {problem}", pause=PAUSE)
+    exit_process(LOST, f"error: {problem}", pause=PAUSE)
 
 
 def forget(folder: Path, keep: int = 3) -> None:

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from jaxpar.errors import JaxparError
-from jaxpar.launch.lifeline import follow
+from jaxpar.launch.lifeline import exit_with_supervisor
 from jaxpar.mesh.plugin import hush_plugin
 
 from ..gpu.day import hardware_of
@@ -18,7 +18,7 @@ from ..gpu.work import Work
 
 def main(argv: list[str]) -> int:
     """Runs a stage, and returns its exit status."""
-    follow()
+    exit_with_supervisor()
     hush_plugin()
     parser = argparse.ArgumentParser(prog="python -m tests.bench.gpu.one_stage")
     parser.add_argument("stage")

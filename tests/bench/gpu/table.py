@@ -1,6 +1,6 @@
 """The table of stages, in the order in which they are wanted: what comes last may be left for another day."""
 
-from jaxpar.errors import nearest, refuse
+from jaxpar.errors import refuse, suggest
 
 from ..gpu.stage import Stage
 from ..gpu.stages import attention, flags, gemm, kernels, layers, machine, memory, models, offload, parity
@@ -21,5 +21,5 @@ def chosen(names: str) -> tuple[Stage, ...]:
     wanted = [name.strip() for name in names.split(",") if name.strip()] or list(known)
     for name in wanted:
         if name not in known:
-            raise refuse(f"--only {name}", rule=f"stages are {', '.join(known)}", fix=nearest(name, known))
+            raise refuse(f"--only {name}", rule=f"stages are {', '.join(known)}", fix=suggest(name, known))
     return tuple(stage for stage in STAGES if stage.name in wanted)

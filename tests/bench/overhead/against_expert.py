@@ -115,7 +115,7 @@ def _measured(model: expert.Llama, sizes: Mapping[str, int], rounds: int) -> dic
     theirs: dict[str, Program] = {}
     for device, devices in {"processors": jax.devices(), "H100s": jp.target_devices(TARGET)}.items():
         step = ours.like_expert(model, sizes, optimizer, devices)
-        mine[device] = compiled(step.subject(_shapes(model)).lowered, step.layout.on)
+        mine[device] = compiled(step.subject(_shapes(model)).lowered, step.layout.device_mesh)
         mesh = expert.make_mesh(devices, **sizes)
         theirs[device] = compiled(lowered(model, mesh), mesh)
     ratios = {

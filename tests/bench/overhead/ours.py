@@ -13,14 +13,14 @@ from .. import twin
 def build(parallel: jp.Parallel):
     """Returns (state, step) of the same model, mesh and optimizer as the twin's."""
     from jaxpar.models.decoder import Decoder
-    from jaxpar.models.settings.decoder import DecoderSettings
+    from jaxpar.models.settings.decoder import DecoderConfig
 
-    settings = DecoderSettings(
+    settings = DecoderConfig(
         vocab=twin.VOCAB, seq=twin.SEQ, layers=twin.LAYERS, dim=twin.DIM, heads=twin.HEADS, hidden=twin.HIDDEN
     )
     layout = jp.compose(partial(Decoder, settings), parallel)
     optimizer = twin.make_optimizer()
-    return jp.init_state(layout, optimizer), jp.train_step(layout, jp.next_token, optimizer)
+    return jp.init_state(layout, optimizer), jp.train_step(layout, jp.next_token_loss, optimizer)
 
 
 def like_expert(model: Any, sizes: Mapping[str, int], optimizer: Any, devices: Any = None):
@@ -33,9 +33,9 @@ def like_expert(model: Any, sizes: Mapping[str, int], optimizer: Any, devices: A
       devices: Absent GPUs; None takes those of this process.
     """
     shape = ("vocab", "seq", "layers", "dim", "heads", "hidden")
-    settings = jp.DecoderSettings(**{name: getattr(model, name) for name in shape}, scan=not model.unrolled)
+    settings = jp.DecoderConfig(**{name: getattr(model, name) for name in shape}, scan=not model.unrolled)
     layout = jp.compose(partial(jp.Decoder, settings), jp.Parallel(**sizes), devices)
-    return jp.train_step(layout, jp.next_token, optimizer, remat="full" if model.remat else "none")
+    return jp.train_step(layout, jp.next_token_loss, optimizer, remat="full" if model.remat else "none")
 
 
 if __name__ == "__main__":

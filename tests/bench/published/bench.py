@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.measure.record import commit, versions
-from jaxpar.plan.measured.trust import Residual
+from jaxpar.plan.measurements.error_estimate import HeldOutRun
 
 from ..published.first import first
 from ..published.held_out import HeldOut, held_out, residual
@@ -43,7 +43,7 @@ def left_out(path: str | None, *, by: str = "group", html: str = "", to: str = "
       path: As in `runs`.
       by: What is left out together, one of `judged.BY`.
       html: As in `runs`.
-      to: Where to write the errors, as `jaxpar.plan.measured.trust` reads them; "" writes none.
+      to: Where to write the errors, as `jaxpar.plan.measurements.error_estimate` reads them; "" writes none.
 
     Raises:
       JaxparError: As in `runs`.
@@ -91,7 +91,7 @@ def _told(judged: Sequence[Judged]) -> dict[str, Any]:
 
 def _write(judged: Sequence[Judged], to: str) -> None:
     with Path(to).open("w", encoding="utf-8", newline="") as file:
-        rows = csv.DictWriter(file, [each.name for each in fields(Residual)], lineterminator="\n")
+        rows = csv.DictWriter(file, [each.name for each in fields(HeldOutRun)], lineterminator="\n")
         rows.writeheader()
         rows.writerows(asdict(residual(each)) for each in judged)
     print(f"errors: {to}")

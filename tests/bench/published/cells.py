@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxpar.errors import Problem, nearest
+from jaxpar.errors import Problem, suggest
 from jaxpar.plan.candidate import RECOMPUTES
 from jaxpar.plan.machine.software import SoftwareModel
 
@@ -40,7 +40,7 @@ def numbers(row: Mapping[str, str]) -> tuple[dict[str, int], list[Problem]]:
             problems.append(Problem(f"{key} {number[key]}", f"{key} is 0 to {most}", f"{key} {most}"))
     remat = row.get("remat") or "none"
     if remat not in RECOMPUTES:
-        problems.append(Problem(f"remat {remat!r:.40}", f"one of {', '.join(RECOMPUTES)}", nearest(remat, RECOMPUTES)))
+        problems.append(Problem(f"remat {remat!r:.40}", f"one of {', '.join(RECOMPUTES)}", suggest(remat, RECOMPUTES)))
     return number, problems
 
 
@@ -65,10 +65,10 @@ def software(row: Mapping[str, str], problems: list[Problem]) -> tuple[str, Soft
     if known not in PRACTICES:
         got = f"system {row['system']!r:.40} with practice {practice!r:.40}"
         rule = f"software that is described: a system {', '.join(SYSTEMS)}, or a practice {', '.join(PRACTICES)}"
-        problems.append(Problem(got, rule, nearest(practice, PRACTICES)))
+        problems.append(Problem(got, rule, suggest(practice, PRACTICES)))
         return None
     if suffix and suffix not in SUFFIXES:
-        problems.append(Problem(f"practice {practice}-{suffix}", f"-{', -'.join(SUFFIXES)}", nearest(suffix, SUFFIXES)))
+        problems.append(Problem(f"practice {practice}-{suffix}", f"-{', -'.join(SUFFIXES)}", suggest(suffix, SUFFIXES)))
         return None
     more: Mapping[str, Any] = SUFFIXES[suffix] if suffix else {}
     return known, replace(PRACTICES[known], **more)

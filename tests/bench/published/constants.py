@@ -146,7 +146,7 @@ CONSTANTS: Mapping[str, Constant] = {
     ),
     "an op that is waited for, seconds": Constant(
         usual=1e-4, spread=0.7, concerns=lambda run: run.practice == "MEGATRON_BLOCKING",
-        put=_software(lambda v, _: {"waits": (20 * v, 40 * v)}),
+        put=_software(lambda v, _: {"host_stalls": (20 * v, 40 * v)}),
     ),
 }  # fmt: skip
 

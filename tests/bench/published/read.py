@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jaxpar.errors import JaxparError, Problem, nearest, refuse
+from jaxpar.errors import JaxparError, Problem, refuse, suggest
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
@@ -112,7 +112,7 @@ def _run(row: Mapping[str, Any], line: int) -> Run:
     number, problems = numbers(row)
     seconds, nic = real(row, "seconds", problems), real(row, "nic_GBps", problems, empty=math.nan)
     if row["gpu"] not in CHIPS:
-        problems.append(Problem(f"gpu {row['gpu']!r:.40}", f"one of {', '.join(CHIPS)}", nearest(row["gpu"], CHIPS)))
+        problems.append(Problem(f"gpu {row['gpu']!r:.40}", f"one of {', '.join(CHIPS)}", suggest(row["gpu"], CHIPS)))
     stack = software(row, problems)
     if problems or stack is None:
         raise JaxparError(*problems)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxpar.plan.measured.trust import held
+from jaxpar.plan.measurements.error_estimate import coverage
 
 from ..published.constants import CONSTANTS
 from ..published.held_out import HeldOut, after_one, residual
@@ -70,5 +70,5 @@ def after(judged: Sequence[Judged], by: str) -> str:
 
 def interval(judged: Sequence[Judged]) -> str:
     """Returns the share of runs inside their stated error interval, which runs of other systems give, as a line."""
-    share = held([residual(each) for each in judged])
+    share = coverage([residual(each) for each in judged])
     return f"stated interval of 90 %, from runs of other systems: holds {share:.1%} of {len(judged)} runs"

@@ -2,20 +2,20 @@
 
 from collections.abc import Callable, Mapping
 
-from jaxpar.plan.machine.hardware import HARDWARE, Hardware, capped
+from jaxpar.plan.machine.hardware import HARDWARE, Hardware, cap
 from jaxpar.plan.machine.software import MAXTEXT, MEGATRON_2022, MEGATRON_BLOCKING, TORCHTITAN, SoftwareModel
 from jaxpar.plan.machine.stacks import EAGER, EAGER_FLASH_1, FMS, INTERNLM, MEGATRON_CORE, PAX
 
 CHIPS: Mapping[str, Hardware] = {
     "A100": HARDWARE["a100"],
-    "A100-40": capped(
+    "A100-40": cap(
         HARDWARE["a100"],
         peak=312e12,
         bandwidth=1.555e12,
         source="NVIDIA A100 datasheet, SXM 40GB: 312 TFLOPS bf16, 40 GB at 1,555 GB/s",
     ),
     "H100": HARDWARE["h100"],
-    "H100-500W": capped(
+    "H100-500W": cap(
         HARDWARE["h100"],
         peak=795e12,
         bandwidth=2.4e12,

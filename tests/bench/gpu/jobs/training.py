@@ -12,8 +12,8 @@ import optax
 
 import jaxpar as jp
 from jaxpar.inspector import stand_in_attention
-from jaxpar.inspector.report import Report, report
-from jaxpar.mesh.absent import description_of, target_devices
+from jaxpar.inspector.report import Report, build_report
+from jaxpar.mesh.absent_gpus import target_config_of, target_devices
 from jaxpar.models.islands import implemented
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import Hardware
@@ -57,15 +57,15 @@ class Training:
     scan: bool = True
 
     @property
-    def settings(self) -> jp.DecoderSettings:
+    def settings(self) -> jp.DecoderConfig:
         """The decoder."""
         own = {key: getattr(self, key) for key in ("layers", "dim", "heads", "hidden", "vocab", "seq", "scan")}
-        return jp.DecoderSettings(**own)
+        return jp.DecoderConfig(**own)
 
     @property
     def shape(self) -> Shape:
         """The decoder as the planner sees it."""
-        return Shape.of(self.settings)
+        return Shape.from_settings(self.settings)
 
     @property
     def flop(self) -> float:
@@ -116,8 +116,8 @@ class Built:
     @property
     def loss(self) -> Callable:
         """The loss; on a GPU that is not there, of a model whose attention is what stands in for cuDNN's."""
-        absent = description_of(self.devices[0]) is not None
-        return _with_stand_in if absent and self.training.precision == "bf16" else jp.next_token
+        absent = target_config_of(self.devices[0]) is not None
+        return _with_stand_in if absent and self.training.precision == "bf16" else jp.next_token_loss
 
     def state(self) -> Any:
         """Returns a state at step 0."""
@@ -137,7 +137,7 @@ class Built:
 
 def _with_stand_in(model: Any, batch: Any) -> Any:
     with implemented({"attention": stand_in_attention.attention}):
-        return jp.next_token(model, batch)
+        return jp.next_token_loss(model, batch)
 
 
 CLIP = 1.0  # the norm of all gradients together, above which they are scaled down to it
@@ -157,7 +157,7 @@ def elementwise() -> optax.GradientTransformation:
 def compiled(job: Training, chip: str) -> tuple[Report, int]:
     """Returns the report of a job's step on a chip that is not there, and the bytes of its state and batch."""
     built = job.on(target_devices(f"{chip}:1x1"))
-    return report(built.step.subject(built.batch)), built.static
+    return build_report(built.step.subject(built.batch)), built.static
 
 
 def predict_memory(job: Training, hardware: Hardware) -> Numbers:
@@ -191,7 +191,7 @@ def predict_time(job: Training, hardware: Hardware) -> Numbers:
 def attention_seconds(job: Training, hardware: Hardware) -> tuple[float, float]:
     """Returns the planner's seconds of attention in all layers: forward, with what is computed again; backward."""
     forward, backward = attention(job.shape, job.candidate, hardware, JAXPAR_FUSED)
-    return job.layers * float(forward * (1 + job.candidate.recomputed[1])), job.layers * float(backward)
+    return job.layers * float(forward * (1 + job.candidate.recompute_shares[1])), job.layers * float(backward)
 
 
 TINY = Training(layers=2, dim=16, heads=2, hidden=32, vocab=64, seq=16, batch=2)

@@ -1,1 +1,1 @@
-"""The stages of `python -m tests.bench.gpu`, one in each file; `jaxpar.bench.gpu.table` lists them."""
+"""The stages of `python -m tests.bench.gpu`, one in each file; `bench.gpu.table` lists them."""

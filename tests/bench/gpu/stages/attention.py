@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.mesh.devices import visible
+from jaxpar.mesh.devices import visible_devices
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import JAXPAR, JAXPAR_FUSED
@@ -63,7 +63,7 @@ class Sizes:
 
 def run(work: Work) -> None:
     """Measures."""
-    visible()
+    visible_devices()
     expected = dict(predict(work.sizes, work.hardware))
     for way, direction, seq in work.sizes:
         what = f"{way} {direction} {seq}"

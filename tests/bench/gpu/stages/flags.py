@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.mesh.devices import visible
+from jaxpar.mesh.devices import visible_devices
 
 from ...gpu.jobs.training import REAL, TINY, Training
 from ...gpu.stage import Stage
@@ -44,7 +44,7 @@ class Sizes:
 
 def run(work: Work) -> None:
     """Measures."""
-    device, sizes = visible()[0], work.sizes
+    device, sizes = visible_devices()[0], work.sizes
     for name in sizes.ways:
         work.measure(name, lambda name=name: _step(sizes, name, device))
 

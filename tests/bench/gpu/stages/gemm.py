@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jaxpar.inspector.timeline import KERNEL
 from jaxpar.measure.chip import today
 from jaxpar.measure.gemm import SIDES, time_product
-from jaxpar.mesh.devices import visible
-from jaxpar.plan.machine.file import write_table
+from jaxpar.mesh.devices import visible_devices
 from jaxpar.plan.machine.fit import fit_gemm
 from jaxpar.plan.machine.hardware import Hardware
+from jaxpar.plan.machine.hardware_file import write_table
 
 from ...gpu.predicted import Numbers
 from ...gpu.stage import Stage
@@ -45,7 +45,7 @@ class Sizes:
 
 def run(work: Work) -> None:
     """Measures, and fits the curve of bfloat16."""
-    device = visible()[0]
+    device = visible_devices()[0]
     expected = dict(predict(work.sizes, work.hardware))
     bf16: dict[int, float] = {}
     for name, side in work.sizes:

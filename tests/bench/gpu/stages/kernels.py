@@ -11,7 +11,7 @@ import jax
 
 from jaxpar.hlo.text import parse
 from jaxpar.inspector.timeline import price_kernels
-from jaxpar.mesh.devices import visible
+from jaxpar.mesh.devices import visible_devices
 from jaxpar.plan.machine.hardware import Hardware
 
 from ...gpu.jobs.traced import by_instruction, trace
@@ -33,7 +33,7 @@ class Sizes:
 
 def run(work: Work) -> None:
     """Measures."""
-    device = visible()[0]
+    device = visible_devices()[0]
     for name, job in work.sizes.jobs.items():
         work.measure(name, lambda job=job: _kernels(job, device, work.hardware))
 
@@ -60,7 +60,7 @@ def _kernels(job: Training, device: Any, hardware: Hardware) -> dict[str, Any]:
     steps()
     measured = by_instruction(trace(steps), steps=STEPS)
     module = parse(program.as_text())
-    sizes = {str(axis): size for axis, size in built.step.layout.on.shape.items()}
+    sizes = {str(axis): size for axis, size in built.step.layout.device_mesh.shape.items()}
     modelled = price_kernels(module, sizes, hardware.chip, per_node=1)
     fused = {op.name for _, op in module.ops() if ATTENTION in op.attributes}
     core = sum(attention_seconds(job, hardware))

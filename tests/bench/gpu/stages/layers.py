@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import jaxpar as jp
 from jaxpar.measure.layers import measure
-from jaxpar.mesh.devices import visible
+from jaxpar.mesh.devices import visible_devices
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import JAXPAR_FUSED
 from jaxpar.plan.model import layer_time
@@ -31,7 +31,7 @@ class Sizes:
 
 def run(work: Work) -> None:
     """Measures all layers at once, and says of each kind what it takes."""
-    visible()
+    visible_devices()
     kinds = cache(lambda: _layers(work.sizes.job))
     for kind in ("Embedding", "Block 0", "Head and loss"):
         work.measure(kind, lambda kind=kind: kinds()[kind])
@@ -51,7 +51,7 @@ def _times(forward: layer_time.Cost, backward: layer_time.Cost) -> Numbers:
 
 def _layers(job: Training) -> dict[str, dict[str, Any]]:
     batch = {name: jax.ShapeDtypeStruct((job.batch, job.seq), jnp.int32) for name in ("inputs", "targets")}
-    profile = measure(partial(jp.Decoder, job.settings), jp.next_token, batch, Numerics(precision=job.precision))
+    profile = measure(partial(jp.Decoder, job.settings), jp.next_token_loss, batch, Numerics(precision=job.precision))
     return {
         node.layer: {
             "forward_seconds": node.forward / 1e3, "backward_seconds": node.backward / 1e3,

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpar.mesh.devices import visible
+from jaxpar.mesh.devices import visible_devices
 from jaxpar.mesh.memory_pool import NAME as SHARE
 
 from ...gpu.stage import Stage
@@ -49,7 +49,7 @@ def run(work: Work) -> None:
     for share in work.sizes.shares:
         work.measure(f"memory at a share of {share}", lambda share=share: _memory(share, work))
     work.measure("clocks", _clocks)
-    device = visible()[0]
+    device = visible_devices()[0]
     work.measure("device", lambda: {"kind": device.device_kind, "stats": device.memory_stats()})
     work.measure("copy on the device", lambda: _copy(work))
     work.measure("copy to the device", lambda: _across(work.sizes.copied, device, back=False))
@@ -71,7 +71,7 @@ def _memory(share: float, work: Work) -> dict[str, Any]:
     found = said([sys.executable, "-c", LIMIT], **{SHARE: str(share)}).splitlines()[-1]
     return {
         "limit_bytes": json.loads(found) if found.isdecimal() else None,
-        "predicted_bytes": int(work.hardware.chip.visible * share),
+        "predicted_bytes": int(work.hardware.chip.visible_memory * share),
         "said": found,
     }
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.mesh.devices import visible
+from jaxpar.mesh.devices import visible_devices
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import JAXPAR_FUSED
 from jaxpar.plan.memory import memory
@@ -26,7 +26,7 @@ Sizes = Mapping[str, Training]
 
 def run(work: Work) -> None:
     """Measures."""
-    device = visible()[0]
+    device = visible_devices()[0]
     for name, job in sorted(work.sizes.items(), key=lambda item: _expected(item[1])):
         work.measure(name, lambda job=job: _peak(job, device))
         gc.collect()

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.mesh.devices import visible
+from jaxpar.mesh.devices import visible_devices
 from jaxpar.plan.machine.hardware import Hardware
 
 from ...gpu.jobs.beside import expert_step, torch_step
@@ -47,7 +47,7 @@ def run(work: Work) -> None:
     """Measures."""
     job: Training = work.sizes.job
     work.measure("torch", lambda: torch_step(job, cuda=not work.rehearsal))
-    runs = Runs(job, visible()[0])
+    runs = Runs(job, visible_devices()[0])
     work.measure("step", lambda: _step(runs, work.sizes))
     work.measure("host", lambda: _host(runs))
     work.measure("input", lambda: _input(runs, work.sizes))

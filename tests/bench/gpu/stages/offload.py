@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxpar.errors import JaxparError
-from jaxpar.mesh.devices import visible
+from jaxpar.mesh.devices import visible_devices
 from jaxpar.plan.machine.hardware import Hardware
 
 from ...gpu.jobs.running import Runs
@@ -35,7 +35,7 @@ class Sizes:
 
 def run(work: Work) -> None:
     """Measures."""
-    device, sizes = visible()[0], work.sizes
+    device, sizes = visible_devices()[0], work.sizes
     for name in ("on the device", "in host memory"):
         job = replace(sizes.job, offload=name == "in host memory")
         work.measure(name, lambda job=job: _step(job, device, sizes.steps))

@@ -18,7 +18,7 @@ import numpy as np
 
 import jaxpar
 import jaxpar as jp
-from jaxpar.mesh.devices import visible
+from jaxpar.mesh.devices import visible_devices
 
 from ...gpu.jobs.training import Training, make_optimizer
 from ...gpu.stage import Stage
@@ -51,7 +51,7 @@ class Sizes:
 
 def run(work: Work) -> None:
     """Measures."""
-    device, processor, sizes = visible()[0], jax.local_devices(backend="cpu")[0], work.sizes
+    device, processor, sizes = visible_devices()[0], jax.local_devices(backend="cpu")[0], work.sizes
     job, steps = sizes.job, sizes.steps
     with jax.default_matmul_precision("highest"):
         here = work.measure("losses", lambda: {"losses": losses(job, device, steps)})["losses"]
@@ -69,7 +69,7 @@ def losses(job: Training, device: Any, steps: int, **settings: Any) -> list[floa
     """Returns the losses of some steps on one device, each on a batch of its own."""
     layout = jp.compose(lambda rngs: jp.Decoder(job.settings, rngs=rngs), jp.Parallel(), [device])
     optimizer = make_optimizer()
-    step = jp.train_step(layout, jp.next_token, optimizer, precision=job.precision, **settings)
+    step = jp.train_step(layout, jp.next_token_loss, optimizer, precision=job.precision, **settings)
     state = jp.init_state(layout, optimizer, offload=settings.get("offload", False))
     found = []
     for number in range(steps):

@@ -1,0 +1,204 @@
+"""Rows of JSONL and Parquet as documents: a column of text, or of messages that a chat template renders.
+
+Each row is a document, read whole. An invalid row is refused with its file and its number, counted from 1.
+"""
+
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxpar.data.corpus import Corpus
+from jaxpar.data.documents.compressed import open_lines
+from jaxpar.data.documents.messages import conversation, preview
+from jaxpar.data.documents.piece import START, Piece, Place
+from jaxpar.data.documents.record_batches import LARGEST, batches, row_values
+from jaxpar.data.documents.unicode import ReplacedCharacters, may_have_surrogates, replace_surrogates
+from jaxpar.data.tokenizers.chat import ChatTemplate
+from jaxpar.errors import refuse
+
+TOOLS = "tools"  # the column of the tools that a conversation may call
+# values by column, bytes in the file, place of the next row, description for errors, number of replaced characters
+Row = tuple[Any, int, Place, str, int]
+
+
+@dataclass(frozen=True)
+class RowCorpus(Corpus):
+    """Documents that are rows of files.
+
+    Attributes:
+      column: The column of text or messages.
+      chat: Renders messages; None if the column is text.
+      answers: Whether only answers are learned.
+      replaced: Counts replaced characters (see `unicode`).
+    """
+
+    column: str = "text"
+    chat: ChatTemplate | None = None
+    answers: bool = True
+    replaced: ReplacedCharacters = field(default_factory=ReplacedCharacters, compare=False)
+
+    def pieces(self, place: Place = START, seam: Callable[[str, str], int | None] | None = None) -> Iterator[Piece]:
+        """Yields the documents from a place on; `seam` is unused, since no row is cut.
+
+        Raises:
+          JaxparError: If a row is broken, has no such column, holds something else, or its template raises.
+        """
+        for number in range(place.file, len(self.files)):
+            begin = place if number == place.file else Place(number)
+            for row, size, end, where, unknown in _reader(self.files[number])(self.files[number], self.column, begin):
+                self.replaced.count(unknown, end, where)
+                yield self._piece(row, size, end, where)
+
+    def inspector(self, file: Path) -> Callable[..., None]:
+        """A check that does nothing: rows are checked when they are read."""
+        return lambda block: None
+
+    def notes(self) -> list[str]:
+        """Messages to the user about the rows that were read."""
+        return [str(self.replaced)] if self.replaced.characters else []
+
+    def _piece(self, row: Mapping[str, Any], size: int, then: Place, where: str) -> Piece:
+        value = row[self.column]
+        if self.chat is None:
+            if not isinstance(value, str):
+                is_chat = isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
+                raise refuse(
+                    f"{where}: {self.column} is {preview(value)}",
+                    rule="data.column names a column of text",
+                    fix=f"data.messages = {self.column!r}" if is_chat else "another data.column, or without this row",
+                )
+            return Piece(value, size, then)
+        dialog = conversation(value, row.get(TOOLS), column=self.column, where=where)
+        if not self.answers and any(
+            not on for on, item in zip(dialog.learned, dialog.messages, strict=True) if item["role"] == "assistant"
+        ):
+            raise refuse(
+                f"{where}: an answer of weight 0",
+                rule='data.learn = "all" learns every message',
+                fix='data.learn = "answers", or the file without weights',
+            )
+        text, answers = self.chat.render_conversation(dialog, where)
+        return Piece(text, size, then, answers=answers if self.answers else None, rendered=True)
+
+
+def _reader(file: Path) -> Callable[[Path, str, Place], Iterator[Row]]:
+    return read_parquet if file.suffix == ".parquet" else read_jsonl
+
+
+def read_jsonl(file: Path, column: str, place: Place) -> Iterator[Row]:
+    """Yields the rows of a JSONL file from a place on; empty lines are skipped.
+
+    Raises:
+      JaxparError: If a line is no JSON object in UTF-8, is too large, or has no such column.
+    """
+    number, offset = place.row, place.at
+    with _opened(file, offset) as lines:
+        while line := _line(file, lines):
+            number, offset = number + 1, offset + len(line)
+            where = f"{file}, line {number}"
+            if not line.strip():
+                continue
+            if len(line) > LARGEST:
+                raise _too_large(where)
+            try:
+                row, unknown = json.loads(line), 0
+                if may_have_surrogates(line):
+                    row, unknown = replace_surrogates(row)
+            except (ValueError, RecursionError) as error:
+                is_truncated = not line.endswith(b"\n")
+                raise refuse(
+                    f"{where} is broken: {error}" + ", and the file ends within it" * is_truncated,
+                    rule="each line of JSONL is an object of JSON in utf-8",
+                    fix=f"sed -n {number}p {file.name}, and mend or delete it"
+                    if isinstance(lines, io.BufferedReader)
+                    else "mend or delete the line, and compress the file again",
+                ) from error
+            if not isinstance(row, dict):
+                raise refuse(f"{where} is {preview(row)}", rule="each line of JSONL is an object", fix='{"text": ...}')
+            if column not in row:
+                raise _no_column(where, column, row)
+            yield row, len(line), Place(place.file, offset, number), where, unknown
+
+
+def read_parquet(file: Path, column: str, place: Place) -> Iterator[Row]:
+    """Yields the rows of a Parquet file from a place on, with the column and, if there is one, `tools`.
+
+    Raises:
+      JaxparError: If pyarrow is missing, the file is no Parquet or has no such column, or a row is too large.
+    """
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ModuleNotFoundError as error:
+        raise refuse(
+            f"{file} without the package pyarrow",
+            rule="Parquet is read by pyarrow",
+            fix="pip install 'jaxpar[parquet]', or JSONL",
+        ) from error
+    try:
+        with parquet.ParquetFile(file) as table:
+            if column not in table.schema_arrow.names:
+                raise _no_column(str(file), column, table.schema_arrow.names)
+            columns = [column, *({TOOLS} & set(table.schema_arrow.names) - {column})]
+            rows, size = table.metadata.num_rows, file.stat().st_size
+            row_bytes, number = size / max(rows, 1), sum(table.metadata.row_group(i).num_rows for i in range(place.at))
+            for group in range(place.at, table.num_row_groups):
+                for batch in batches(table, group, columns):
+                    if number + len(batch) <= place.row:
+                        number += len(batch)
+                        continue
+                    for row, oversize, unknown in row_values(batch):
+                        number += 1
+                        if oversize:
+                            raise _too_large(f"{file}, row {number}")
+                        if number > place.row:
+                            end = Place(place.file, group, number)
+                            yield (
+                                row,
+                                round(row_bytes * number) - round(row_bytes * (number - 1)),
+                                end,
+                                f"{file}, row {number}",
+                                unknown,
+                            )
+    except (pyarrow.ArrowException, OSError) as error:
+        raise refuse(
+            f"{file}: {str(error).splitlines()[0]}", rule="a .parquet is Parquet", fix="write it anew"
+        ) from error
+
+
+def _opened(file: Path, at: int):
+    try:
+        lines = open_lines(file)
+        lines.seek(at)
+        return lines
+    except (OSError, EOFError, zlib.error) as error:
+        raise refuse(
+            f"{file}: {getattr(error, 'strerror', None) or error}",
+            rule="files of rows are readable",
+            fix="check its permissions",
+        ) from error
+
+
+def _line(file: Path, lines: Any) -> bytes:
+    try:
+        return lines.readline(LARGEST + 1)
+    except (OSError, EOFError, zlib.error) as error:  # a compressed file is truncated or altered
+        raise refuse(
+            f"{file} is broken: {error}", rule="a compressed file is whole", fix="fetch or compress it again"
+        ) from error
+
+
+def _too_large(where: str) -> Exception:
+    return refuse(f"{where} has more than {LARGEST} bytes", rule="a row is held in memory", fix="cut it")
+
+
+def _no_column(where: str, column: str, there: Any) -> Exception:
+    return refuse(
+        f"{where} has no column {column!r}",
+        rule="every row has the column that data.column or data.messages names",
+        fix=f"its columns: {', '.join(map(str, there))}" if there else "another file",
+    )

@@ -1,0 +1,65 @@
+"""Runs a table of messages: every round is a `ppermute`, inside `shard_map`.
+
+    round ─► messages of one length, of which a device sends at most one and receives at most one ─► ppermute each
+
+Every device runs the same program, so a device looks up its offsets in an array by its number.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.exchange.collectives.messages import Message, Round
+
+Permute = list[Message]
+
+
+def permutes(messages: Round) -> list[Permute]:
+    """Splits the messages of a round into few permutes: one length each, no source twice and no target twice."""
+    result: list[Permute] = []
+    # `ppermute` moves arrays of one shape and has each device at most once as source, and as target: a message that
+    # breaks this rule begins another permute
+    for message in messages:
+        for permute in result if message.size else ():
+            head = permute[0]
+            alike = (message.size, message.add) == (head.size, head.add)
+            if alike and all(message.source != m.source and message.target != m.target for m in permute):
+                permute.append(message)
+                break
+        else:
+            result += [[message]] if message.size else []
+    return result
+
+
+def run_rounds(rounds: Sequence[Round], x: jax.Array, axis: str) -> jax.Array:
+    """Returns this device's array after all rounds. Called inside `shard_map`, where `axis` is manual.
+
+    Args:
+      rounds: Messages between the devices of the axis, by their numbers along it.
+      x: This device's array. Shape [elements].
+      axis: A mesh axis.
+    """
+    for messages in rounds:
+        start = x  # the messages of a round carry these values
+        for permute in permutes(messages):
+            x = _permute(permute, start, x, axis)
+    return x
+
+
+def _permute(messages: Permute, before: jax.Array, x: jax.Array, axis: str) -> jax.Array:
+    count, device, size = jax.lax.axis_size(axis), jax.lax.axis_index(axis), messages[0].size
+    begins, offsets, receives = np.zeros(count, np.int32), np.zeros(count, np.int32), np.zeros(count, bool)
+    for message in messages:
+        begins[message.source] = message.part[0]
+        offsets[message.target] = message.part[0] if message.into is None else message.into
+        receives[message.target] = True
+    # offsets are data, not code: each device looks up its own, so one program serves all
+    piece = jax.lax.dynamic_slice(before, (jnp.asarray(begins)[device],), (size,))
+    received = jax.lax.ppermute(piece, axis, [(message.source, message.target) for message in messages])
+    offset = jnp.asarray(offsets)[device]
+    previous = jax.lax.dynamic_slice(x, (offset,), (size,))
+    # a device that receives no message gets zeros from `ppermute`, and must keep its values
+    new = jnp.where(jnp.asarray(receives)[device], previous + received if messages[0].add else received, previous)
+    return jax.lax.dynamic_update_slice(x, new, (offset,))

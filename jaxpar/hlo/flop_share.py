@@ -1,0 +1,151 @@
+"""Compares a device's FLOP in a step with its share of the traced step.
+
+    traced step    FLOP of matmuls over all devices, remat and idle ticks among them  ──/ devices──► its share
+    compiled step  FLOP of matmuls on each device
+
+If it computes more, devices repeat each other's work: some array is replicated that should be sharded. Its values are
+right, so nothing else would show it. XLA's own recomputation, to save memory, does not count.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jaxpar.hlo.attribution import users_frame
+from jaxpar.hlo.flop import hardware_flop, op_flop
+from jaxpar.hlo.matmuls import parse_matmuls
+from jaxpar.hlo.text import Frame, Module, parse
+from jaxpar.hlo.traced_flop import traced_matmuls
+from jaxpar.hlo.trip_counts import walk
+from jaxpar.pipeline.tables.schedule import Schedule
+from jaxpar.units import show_count
+
+ALLOWED = 1.05  # times its share: XLA rounds shards up where a size does not divide
+_NAMED = 3  # lines in a message, at most
+
+
+@dataclass(frozen=True)
+class FlopShare:
+    """The matmuls of a traced step, of which each device should compute an equal share.
+
+    Attributes:
+      devices: Number of devices.
+      schedule: The table of its pipeline; None without one.
+      matmuls: (FLOP over all devices, Python lines of the matmul) of each matmul.
+      zeros: FLOP of one device that multiply zeros, where XLA makes dense convolutions of the gradients of depthwise
+        kernels: on CPUs, not on GPUs. They belong to no share, and are not repeated work.
+    """
+
+    devices: int
+    schedule: Schedule | None
+    matmuls: tuple[tuple[float, Any], ...] = field(repr=False)
+    zeros: float = 0.0
+
+    @property
+    def flop(self) -> float:
+        """FLOP of one device."""
+        return sum(flop for flop, _ in self.matmuls) / self.devices
+
+    @cached_property
+    def by_line(self) -> dict[tuple[str, int], float]:
+        """(file, line) of the user's code to FLOP of one device."""
+        sums: dict[tuple[str, int], float] = defaultdict(float)
+        for flop, traceback in self.matmuls:
+            stack = traceback.frames if traceback else ()
+            frames = [Frame(frame.file_name, frame.line_num, frame.function_name) for frame in stack]
+            sums[_line(frames)[0]] += flop / self.devices
+        return sums
+
+
+@dataclass(frozen=True)
+class Excess:
+    """The matmuls that a device computes beyond its share.
+
+    Attributes:
+      computed_flop: FLOP of one device, as compiled.
+      share_flop: FLOP of its share.
+      lines: Where most of it is, `net.py:12 in __call__`, most first.
+    """
+
+    computed_flop: float
+    share_flop: float
+    lines: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"each device computes {show_count(self.computed_flop)} FLOP of matmuls in a step, "
+            f"{self.computed_flop / self.share_flop:.2f} times "
+            f"its share of {show_count(self.share_flop)}; most of the excess: "
+            f"{'; '.join(self.lines) or 'an unknown line'}"
+        )
+
+
+# the same for every excess: only the user knows which constraint or size caused it
+FIX = (
+    "a sharding constraint there that splits what is whole, by names that have a rule (jp.constrain, or rules in "
+    "Parallel), or the constraint gone that makes it whole, or an axis of a size that divides heads and widths; "
+    "`explain()` says which it does not divide, `jaxpar inspect` what is gathered"
+)
+
+
+def flop_share(jaxpr: Any, devices: int, schedule: Schedule | None) -> FlopShare | None:
+    """Returns the share of each device in a traced step; None if a trip count depends on the data."""
+    matmuls = tuple(traced_matmuls(jaxpr, schedule))
+    if any(flop is None for _, flop in matmuls):
+        return None
+    traced = tuple((flop, equation.source_info.traceback) for equation, flop in matmuls)
+    zeros = sum(flop * (equation.params["batch_group_count"] - 1) for equation, flop in matmuls if _depthwise(equation))
+    return FlopShare(devices, schedule, traced, zeros / devices)
+
+
+def _depthwise(equation: Any) -> bool:
+    """Returns whether this is the gradient of a kernel with a group for every output channel."""
+    if equation.primitive.name != "conv_general_dilated":
+        return False
+    features = equation.params["dimension_numbers"].out_spec[1]
+    return 1 < equation.params["batch_group_count"] == equation.outvars[0].aval.shape[features]
+
+
+def find_excess(program: str | Module, share: FlopShare | None) -> Excess | None:
+    """Returns a device's excess over its share, if it is more than 5 %.
+
+    Args:
+      program: As compiled, or its text.
+      share: Of the same step as it was traced.
+    """
+    if share is None or share.devices == 1 or not share.flop:
+        return None
+    matmuls = parse_matmuls(program) if isinstance(program, str) else program
+    flop = hardware_flop(matmuls, share.schedule)
+    computed = flop.total - flop.squeezed
+    if computed <= ALLOWED * share.flop + share.zeros * _multiplies_zeros(matmuls):
+        return None
+    module = parse(program) if isinstance(program, str) else program  # the message needs lines: all text
+    return Excess(computed, share.flop, tuple(_lines(module, share)))
+
+
+def _multiplies_zeros(module: Module) -> bool:
+    """Returns whether convolutions are XLA's own: on GPUs they are cuDNN's, which has a kernel for groups."""
+    return any(op.opcode == "convolution" for ops in module.computations.values() for op in ops)
+
+
+def _lines(module: Module, share: FlopShare) -> list[str]:
+    computed: dict[tuple[str, int], float] = defaultdict(float)
+    functions: dict[tuple[str, int], str] = {}
+    for visit in walk(module, share.schedule):
+        if flop := op_flop(module, visit.computation, visit.op):
+            line, function = _line(module.stack(visit.op))
+            computed[line] += (visit.times or 1) * flop * (not visit.squeezed)
+            functions[line] = function
+    gaps = {line: flop - share.by_line.get(line, 0.0) for line, flop in computed.items()}
+    top = sorted((line for line in gaps if gaps[line] > 0 and functions[line]), key=lambda line: -gaps[line])[:_NAMED]
+    return [f"{Path(line[0]).name}:{line[1]} in {functions[line]}" for line in top]
+
+
+def _line(stack: Iterable[Frame]) -> tuple[tuple[str, int], str]:
+    """Returns the line of the user's code in a stack, and its function."""
+    frame = users_frame(list(stack)) or Frame("", 0, "")
+    return (frame.file, frame.line), frame.function.split(".")[-1]

@@ -1,0 +1,144 @@
+"""Finds gradients of layers that are sums over examples, and the equations that shard them over an axis."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxpar.jaxprs.dataflow import REMAT, Scan, consts_of, jaxpr_of, shapes, variables
+from jaxpar.models.dim_names import axes_of
+from jaxpar.sharding.shard_bytes import shard_counts
+
+FREE = PartitionSpec.UNCONSTRAINED
+SMALL = 2**23  # bytes of a layer's gradients: some 50 us over NVLink, little more than the launch of a sum
+
+
+@dataclass(frozen=True)
+class ExampleSum:
+    """A gradient of a layer: a sum over examples, and the equations after it.
+
+    Attributes:
+      eqn: The equation that sums over dim 0 of its operands, among others.
+      later_equations: Equations with a single input that lead from the sum to the gradient.
+    """
+
+    eqn: JaxprEqn
+    later_equations: tuple[JaxprEqn, ...]
+
+    def scatter_index(self, axis: str) -> int | None:
+        """Returns the index in `after` of the equation that splits the gradient over an axis; None if none does."""
+        return next((i for i, eqn in enumerate(self.later_equations) if axis in constraint_axes(eqn)), None)
+
+    def can_wait(self, axis: str) -> bool:
+        """Whether the gradient can stay [replica, ...] until a single reduce-scatter over the axis, or to the end.
+
+        It cannot if the axis shares a dim with another axis or does not divide it, nor if the gradient is cast first:
+        devices send the dtype of the sum.
+        """
+        index = self.scatter_index(axis)
+        if any(map(is_cast, self.later_equations[:index])):
+            return False
+        return index is None or split_dim(self.later_equations[index], axis) is not None
+
+    def remaining_equations(self, axis: str) -> tuple[JaxprEqn, ...]:
+        """Returns the equations from the one that splits the gradient over an axis."""
+        index = self.scatter_index(axis)
+        return () if index is None else self.later_equations[index:]
+
+    def extra_bytes(self, axis: str) -> float:
+        """Returns the bytes per device by which the gradient is larger before an axis splits it."""
+        if not (remaining := self.remaining_equations(axis)):
+            return 0
+        sharding, gradient = remaining[0].params["sharding"], shapes(remaining[0].outvars)[0]
+        ways = math.prod(shard_counts(sharding.spec, len(gradient.shape), sharding.mesh.shape))
+        return gradient.size * gradient.dtype.itemsize / ways * (sharding.mesh.shape[axis] - 1)
+
+
+def body_of(scan: Scan) -> tuple[Jaxpr, Sequence]:
+    """Returns the body of a scan; if the body is a single checkpointed call, the body of that call."""
+    body, consts = scan.body, scan.body_consts
+    if len(body.eqns) == 1 and body.eqns[0].primitive.name in REMAT and not body.eqns[0].params["prevent_cse"]:
+        (eqn,) = body.eqns
+        inner = jaxpr_of(eqn.params["jaxpr"])
+        ends = [*eqn.invars, *body.outvars]
+        plain = not consts and len(variables(ends)) == len(ends) and {*eqn.invars} == {*body.invars}
+        if plain and {*body.outvars} <= {*eqn.outvars}:
+            inner_inputs: dict[Any, Any] = dict(zip(eqn.invars, inner.invars, strict=True))
+            inner_outputs: dict[Any, Any] = dict(zip(eqn.outvars, inner.outvars, strict=True))
+            ins, outs = [inner_inputs[var] for var in body.invars], [inner_outputs[var] for var in body.outvars]
+            return inner.replace(invars=ins, outvars=outs), consts_of(eqn.params["jaxpr"])
+    return body, consts
+
+
+def find_sums(eqn: JaxprEqn, axis: str, ways: int, rows: int) -> dict[int, ExampleSum]:
+    """Returns the sums over examples among the stacked outputs of a scan, by index; none if they are large."""
+    if eqn.primitive.name != "scan":
+        return {}
+    scan = Scan(eqn)
+    body, _ = body_of(scan)
+    producers = {var: body_eqn for body_eqn in body.eqns for var in body_eqn.outvars}
+    reads = [*body.outvars, *(var for body_eqn in body.eqns for var in body_eqn.invars)]
+    times = Counter(var for var in reads if not isinstance(var, Literal))
+    sums = {}
+    for i, var in enumerate(body.outvars[scan.carry :]):
+        if rows % ways == 0 and (gradient := _sum(var, producers, times, rows)) and gradient.can_wait(axis):
+            sums[i] = gradient
+    size = sum(body.outvars[scan.carry + i].aval.size * body.outvars[scan.carry + i].aval.dtype.itemsize for i in sums)
+    return sums if size <= SMALL else {}
+
+
+def _sum(var: Any, made: dict[Var, JaxprEqn], times: Counter[Var], rows: int) -> ExampleSum | None:
+    chain: list[JaxprEqn] = []
+    while not isinstance(var, Literal) and (eqn := made.get(var)) is not None and times[var] == 1:
+        name = eqn.primitive.name
+        if name == "transpose" or _is_constraint(eqn) or is_cast(eqn):
+            chain.append(eqn)
+            var = eqn.invars[0]
+            continue
+        if name == "dot_general":
+            (left, right), batch = eqn.params["dimension_numbers"]
+            over = any(pair == (0, 0) for pair in zip(left, right, strict=True)) and not any(batch)
+        else:
+            over = name == "reduce_sum" and 0 in eqn.params["axes"]
+        return ExampleSum(eqn, tuple(chain[::-1])) if over and _of_examples(shapes(eqn.invars)[0].shape, rows) else None
+    return None
+
+
+def _of_examples(shape: tuple[int, ...], rows: int) -> bool:
+    """Whether dim 0 of an activation is the examples of a batch, or all of their tokens."""
+    return shape[0] == rows or (len(shape) == 2 and shape[0] % rows == 0)
+
+
+def split_dim(eqn: JaxprEqn, axis: str) -> int | None:
+    """Returns the dim that an equation's constraint splits over this axis alone; None if there is no such dim.
+
+    None also if shards are unequal or a dim is left to XLA, for which there is no reduce-scatter.
+    """
+    if axis not in constraint_axes(eqn):
+        return None
+    target, shape = eqn.params["sharding"], shapes(eqn.outvars)[0].shape
+    if FREE in target.spec:
+        return None
+    if any(
+        size % ways for size, ways in zip(shape, shard_counts(target.spec, len(shape), target.mesh.shape), strict=True)
+    ):
+        return None
+    return next((dim for dim, entry in enumerate(target.spec) if axes_of(entry) == (axis,)), None)
+
+
+def is_cast(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "convert_element_type"
+
+
+def _is_constraint(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "sharding_constraint" and isinstance(eqn.params["sharding"], NamedSharding)
+
+
+def constraint_axes(eqn: JaxprEqn) -> tuple[str, ...]:
+    """Returns the axes over which an equation's constraint splits its array."""
+    spec = eqn.params["sharding"].spec if _is_constraint(eqn) else ()
+    return tuple(axis for entry in spec for axis in axes_of(entry))

@@ -1,0 +1,211 @@
+"""Moves the sum of stacked layers' gradients over replicas out of the backward scan.
+
+    by default      backward scan: gradient of a layer ─► sum over `data` ─► stack            a sum per layer
+    summed once     backward scan: each replica's gradient of a layer ─► stack ─► sum over `data`
+    scattered       backward scan: each device's gradient of a layer ─► explicit reduce-scatter ─► stack
+    both at the end backward scan: each device's gradient of a layer ─► stack ─► reduce-scatter ─► sum over `data`
+
+The sum over examples that ends a gradient, of a matmul or of an elementwise op, is split: over the examples of each
+replica, then over replicas. The model's own computation is unchanged, even if its layers see the whole batch.
+
+A sum per layer overlaps with the next layer's computation, so this is for layers whose sum takes little longer than its
+launch. If replicas shard the gradient, its reduce-scatter stays in the scan but becomes explicit: XLA moves an explicit
+one into the next iteration, unlike its own; the gathers of the first iteration then go with those of the forward pass.
+With `data` too, the reduce-scatter also leaves the scan, if the unreduced gradients of all layers take little memory.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import (
+    ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
+    Jaxpr,
+    JaxprEqn,
+    jaxpr_as_fun,
+)
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxpar.jaxprs.dataflow import Env, Scan, rewrite, shapes, split_groups
+from jaxpar.jaxprs.gradient_sums.find import FREE, ExampleSum, body_of, find_sums, is_cast, split_dim
+from jaxpar.models.dim_names import axes_of, constrain_to
+
+WAITING = 2**23  # bytes per device: most extra memory of gradients that await a reduce-scatter after the scan
+Axes = str | tuple[str, ...]
+
+
+def hoist_gradient_sums(
+    function: Callable, axis: str, ways: int, *, rows: int, shards: tuple[str, int] | None = None
+) -> Callable:
+    """Returns the function with sums over an axis moved from its scans over layers to after them.
+
+    Args:
+      function: Computes gradients of pytrees of arrays, by scans that are top-level equations. A gradient that it
+        constrains to be split over the axis is scattered in the scan.
+      axis: The outermost mesh axis that splits dim 0 of activations.
+      ways: Its size.
+      rows: Number of examples: the length of dim 0 of activations, or a divisor of it if tokens are rows of a matrix.
+        Sums over another dim 0, such as the sequence of a sequence-first model, are left to XLA: split there,
+        activations would travel.
+      shards: A second axis that splits dim 0, inside of the first, and its size: constraints split gradients over it.
+        Its reduce-scatter may leave the scan too.
+    """
+
+    def change(jaxpr: Jaxpr) -> Jaxpr:
+        return jaxpr.replace(eqns=[_changed_scan(eqn, axis, ways, rows, shards) for eqn in jaxpr.eqns])
+
+    return rewrite(function, change)
+
+
+def _changed_scan(eqn: JaxprEqn, axis: str, ways: int, rows: int, shards: tuple[str, int] | None) -> JaxprEqn:
+    """Returns an equivalent equation, rewritten if it is a scan with sums to move."""
+    if not (sums := find_sums(eqn, axis, ways, rows)):
+        return eqn
+    wait = (
+        shards is not None
+        and rows % (ways * shards[1]) == 0
+        and _take_little_memory(sums, shards[0], eqn.params["length"])
+    )
+
+    def summed_once(*args: jax.Array) -> list[jax.Array]:
+        if shards is not None and wait:
+            return _run(eqn, sums, args, (axis, shards[0]), ways * shards[1])
+        return _run(eqn, sums, args, axis, ways)
+
+    (call,) = jax.make_jaxpr(jax.jit(summed_once))(*shapes(eqn.invars)).eqns
+    return call.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
+
+
+def _take_little_memory(sums: dict[int, ExampleSum], axis: str, layers: int) -> bool:
+    """Whether gradients of all layers can await their reduce-scatter over an axis in little memory."""
+    fit = all(gradient.can_wait(axis) for gradient in sums.values())
+    return fit and layers * sum(gradient.extra_bytes(axis) for gradient in sums.values()) <= WAITING
+
+
+def _run(
+    eqn: JaxprEqn, sums: dict[int, ExampleSum], args: Sequence[jax.Array], axes: Axes, ways: int
+) -> list[jax.Array]:
+    scan = Scan(eqn)
+    body, body_consts = body_of(scan)
+    consts, first, xs = split_groups(args, [scan.consts, scan.carry, scan.xs])
+    replaced = {id(body_eqn) for gradient in sums.values() for body_eqn in (gradient.eqn, *gradient.later_equations)}
+
+    def step(carry, xs):
+        env = Env(body, body_consts, zip(body.invars, [*consts, *carry, *xs], strict=True))
+        for body_eqn in body.eqns:
+            if id(body_eqn) not in replaced:
+                env.run(body_eqn)
+        stacked = [
+            _replica_gradient(sums[i], env, axes, ways) if i in sums else env[var]
+            for i, var in enumerate(body.outvars[scan.carry :])
+        ]
+        return [env[var] for var in body.outvars[: scan.carry]], stacked
+
+    params = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    last, ys = jax.lax.scan(step, first, xs, **params)
+    if not isinstance(axes, str):
+        return [*last, *(_sum_over_devices(sums[i], axes, ways, y) if i in sums else y for i, y in enumerate(ys))]
+    reduced = {i for i, gradient in sums.items() if gradient.scatter_index(axes) is None}
+    ys = [
+        _with_source_info(sums[i].eqn, partial(jax.lax.reduce_sum, axes=(1,)), y) if i in reduced else y
+        for i, y in enumerate(ys)
+    ]
+    return [*last, *ys]
+
+
+def _replica_gradient(one: ExampleSum, env: Env, axes: Axes, ways: int) -> jax.Array:
+    """Returns the gradient per replica, shape [replica, ...]; if it is scattered in the scan, the sum over replicas."""
+    if not isinstance(axes, str):
+        return _device_gradient(one, env, axes, ways)
+    x, scattered = (
+        _with_source_info(one.eqn, partial(_summed, one.eqn, axes, ways), *(env[var] for var in one.eqn.invars)),
+        False,
+    )
+    for i, eqn in enumerate(one.later_equations):
+        if scattered:
+            env[eqn.invars[0]] = x
+            env.run(eqn)
+            x = env[eqn.outvars[0]]
+        elif scattered := i == one.scatter_index(axes):
+            x = _with_source_info(eqn, partial(_scattered, eqn, axes), x)
+        else:
+            x = _with_source_info(eqn, partial(_apply_to_replicas, eqn, axes), x)
+    return x if scattered else _shard_leading_dim(x, axes)
+
+
+def _device_gradient(one: ExampleSum, env: Env, axes: tuple[str, ...], ways: int) -> jax.Array:
+    """Returns the gradient per device, shape [device, ...], with its final sharding but for the last axis."""
+    x = _with_source_info(one.eqn, partial(_summed, one.eqn, axes, ways), *(env[var] for var in one.eqn.invars))
+    remaining = one.remaining_equations(axes[-1])
+    for eqn in one.later_equations[: len(one.later_equations) - len(remaining)]:
+        x = _with_source_info(eqn, partial(_apply_to_replicas, eqn, axes), x)
+    if not remaining:
+        return _shard_leading_dim(x, axes)
+    sharding = remaining[0].params["sharding"]
+    other_axes = (tuple(axis for axis in axes_of(entry) if axis not in axes) or None for entry in sharding.spec)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(sharding.mesh, PartitionSpec(axes, *other_axes)))
+
+
+def _sum_over_devices(one: ExampleSum, axes: tuple[str, ...], ways: int, y: jax.Array) -> jax.Array:
+    """Sums the stacked gradients, shape [layer, device, ...], over devices."""
+    # by a matmul, as the gradient of any other matrix ends with one: XLA combines collectives that look alike
+    y = _with_source_info(one.eqn, partial(_sum_einsum, ways), y)
+    for eqn in one.remaining_equations(axes[-1]):
+        y = _with_source_info(eqn, partial(_apply_to_layers, eqn), y)
+    return y
+
+
+def _sum_einsum(ways: int, y: jax.Array) -> jax.Array:
+    return jnp.einsum("e,le...->l...", jnp.ones(ways, y.dtype), y, precision=jax.lax.Precision.HIGHEST)
+
+
+def _apply_to_layers(eqn: JaxprEqn, y: jax.Array) -> jax.Array:
+    """Applies an equation to each layer of a stack, shape [layer, ...]."""
+    if is_cast(eqn):
+        return y.astype(eqn.params["new_dtype"])
+    if eqn.primitive.name == "transpose":
+        return jnp.transpose(y, (0, *(dim + 1 for dim in eqn.params["permutation"])))
+    sharding = eqn.params["sharding"]
+    return jax.lax.with_sharding_constraint(y, NamedSharding(sharding.mesh, PartitionSpec(FREE, *sharding.spec)))
+
+
+def _scattered(eqn: JaxprEqn, axis: str, x: jax.Array) -> jax.Array:
+    """Reduce-scatters [replica, ...] to the sharding of an equation."""
+    dim, spec = split_dim(eqn, axis) or 0, tuple(eqn.params["sharding"].spec)
+    in_spec = PartitionSpec(axis, *(None if i == dim else entry for i, entry in enumerate(spec)))
+
+    def scatter(local: jax.Array) -> jax.Array:
+        return jax.lax.psum_scatter(local[0], axis, scatter_dimension=dim, tiled=True)
+
+    return jax.shard_map(scatter, in_specs=in_spec, out_specs=PartitionSpec(*spec), check_vma=False)(x)
+
+
+def _summed(eqn: JaxprEqn, axes: Axes, ways: int, *args: jax.Array) -> jax.Array:
+    rows = [_shard_leading_dim(x.reshape(ways, x.shape[0] // ways, *x.shape[1:]), axes) for x in args]
+    params = eqn.params
+    if eqn.primitive.name == "reduce_sum":
+        return jnp.sum(rows[0], axis=tuple(dim + 1 for dim in params["axes"]))
+    left, right = ([dim + 1 for dim in side] for side in params["dimension_numbers"][0])
+    options = {name: params[name] for name in ("precision", "preferred_element_type")}
+    return jax.lax.dot_general(rows[0], rows[1], ((left, right), ([0], [0])), **options)
+
+
+def _apply_to_replicas(eqn: JaxprEqn, axes: Axes, x: jax.Array) -> jax.Array:
+    """Applies an equation to each entry of [replica, ...]."""
+    if eqn.primitive.name == "transpose":
+        return jnp.transpose(x, (0, *(dim + 1 for dim in eqn.params["permutation"])))
+    sharding = eqn.params["sharding"]
+    return jax.lax.with_sharding_constraint(x, NamedSharding(sharding.mesh, PartitionSpec(axes, *sharding.spec)))
+
+
+def _with_source_info(eqn: JaxprEqn, function: Callable, *args: jax.Array) -> jax.Array:
+    """Runs a function under the scope and source line of an equation, which the inspector reports."""
+    closed = jax.make_jaxpr(function)(*args)
+    eqns = [new_eqn.replace(source_info=eqn.source_info) for new_eqn in closed.jaxpr.eqns]
+    (out,) = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr.replace(eqns=eqns), closed.consts))(*args)
+    return out
+
+
+def _shard_leading_dim(x: jax.Array, axes: Axes) -> jax.Array:
+    return constrain_to(x, PartitionSpec(axes, *(FREE,) * (x.ndim - 1)))

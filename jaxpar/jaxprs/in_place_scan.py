@@ -1,0 +1,159 @@
+"""Runs scans over layers that read and write buffers in place, one layer at a time.
+
+    a scan                   slot ──copy──► stack ──► layers ──► stack of gradients ──► sum + stack
+    the same, in place       buffer[slot, layer] ──► layer ──► sum[chunk, layer] += gradient
+
+This avoids two copies: a stack of a stage's gradients is as large as its parameters, a copied slot as the residuals of
+a microbatch. A buffer has two leading dims, and the scan runs along the second.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from jaxpar.jaxprs.dataflow import Env, Scan, variables
+
+MANY = 4  # dims of a layer's array up to which XLA was observed to use one layout, e.g. of ungrouped heads
+
+
+@dataclass(frozen=True)
+class BufferEntry:
+    """One entry of a buffer's leading dim.
+
+    Attributes:
+      buffer: Shape [entries, layers, ...].
+      entry: Index of the entry, an int32 scalar; -1 stands for 0, for a result that is dropped.
+      enabled: Whether writes have an effect, a bool scalar.
+      join: (old, new) to the written value, of one layer.
+    """
+
+    buffer: jax.Array
+    entry: Any
+    enabled: Any = True
+    join: Callable = lambda old, new: new
+
+    @property
+    def stack(self) -> jax.Array:
+        """The entry. Shape [layers, ...]."""
+        return jax.lax.dynamic_index_in_dim(self.buffer, jnp.maximum(self.entry, 0), 0, keepdims=False)
+
+    def write(self, stack: jax.Array) -> jax.Array:
+        """Returns the buffer with a whole stack written."""
+        old = self.stack
+        new = jnp.where(self.enabled, self.join(old, stack), old)
+        return jax.lax.dynamic_update_index_in_dim(self.buffer, new, jnp.maximum(self.entry, 0), 0)
+
+    def read_layer(self, buffer: jax.Array, number: Any) -> jax.Array:
+        """Reads one layer of the entry from the current `buffer`."""
+        layer = jax.lax.dynamic_slice(buffer, self._at(number), (1, 1, *buffer.shape[2:])).reshape(buffer.shape[2:])
+        return _row_major(layer)
+
+    def write_layer(self, buffer: jax.Array, number: Any, new: jax.Array) -> jax.Array:
+        """Returns the current `buffer` with one layer of the entry written."""
+        old = self.read_layer(buffer, number)
+        # selects on one layer: a `where` over the whole buffer would rewrite it in every iteration
+        joined = _row_major(jnp.where(self.enabled, self.join(old, new), old))
+        return jax.lax.dynamic_update_slice(buffer, joined[None, None], self._at(number))
+
+    def _at(self, number: Any) -> tuple:
+        zero = jnp.zeros((), jnp.int32)
+        return (jnp.maximum(jnp.asarray(self.entry, jnp.int32), 0), number, *(zero,) * (self.buffer.ndim - 2))
+
+
+def _row_major(one: jax.Array) -> jax.Array:
+    """Constrains an array of many dims to row-major layout, so that all readers and writers of the buffer agree.
+
+    Otherwise XLA chooses one layout for scores of grouped queries, [batch, kv_heads, group, queries, keys], where a
+    forward writes them, another where backward-only ticks read them, and copies all slots in between.
+    """
+    if one.ndim <= MANY:
+        return one
+    return with_layout_constraint(one, Layout(major_to_minor=tuple(range(one.ndim))))
+
+
+def run_in_place(
+    env: Env,
+    eqns: Sequence[JaxprEqn],
+    read: Mapping[Var, BufferEntry],
+    write: Mapping[Var, BufferEntry],
+    outs: Sequence,
+) -> dict[Var, jax.Array]:
+    """Runs equations whose inputs or results are entries of buffers; returns the written buffers.
+
+    Args:
+      env: The other inputs; afterwards also all results that are in no buffer.
+      eqns: In order. Scans read and write their buffers one layer at a time, all other equations a whole entry.
+      read: Variables that are not in `env`, to their places.
+      write: Variables to the places of their values.
+      outs: Variables that the caller reads from `env` afterwards.
+    """
+    readers: dict[Var, int] = {}
+    for eqn in eqns:
+        for var in variables(eqn.invars):
+            readers[var] = readers.get(var, 0) + 1
+    written: dict[Var, jax.Array] = {}
+    for eqn in eqns:
+        scan = Scan(eqn) if eqn.primitive.name == "scan" else None
+        stacked_in = variables(eqn.invars[len(eqn.invars) - scan.xs :]) if scan else set()
+        for var in variables(eqn.invars):
+            if var in read and var not in env and var not in stacked_in:
+                env[var] = read[var].stack
+        if scan is None:
+            env.run(eqn)
+            continue
+        targets = {
+            var: write[var]
+            for var in eqn.outvars[scan.carry :]
+            if var in write and var not in readers and var not in variables(outs)
+        }
+        written |= _scan(env, scan, {var: read[var] for var in stacked_in if var in read and var not in env}, targets)
+    return written | {var: place.write(env[var]) for var, place in write.items() if var not in written}
+
+
+def _scan(
+    env: Env, scan: Scan, read: Mapping[Var, BufferEntry], into: Mapping[Var, BufferEntry]
+) -> dict[Var, jax.Array]:
+    """Runs one scan; returns the written buffers."""
+    eqn, body = scan.eqn, scan.body
+    inputs = list(zip(eqn.invars, body.invars, strict=True))
+    first = scan.consts + scan.carry
+    placed = [(place, inner) for outer, inner in inputs[first:] if (place := _of(outer, read))]
+    plain_inputs = [(outer, inner) for outer, inner in inputs[first:] if not _of(outer, read)]
+    outs = list(zip(eqn.outvars, body.outvars, strict=True))[scan.carry :]
+    stacked_outputs = [(outer, inner) for outer, inner in outs if outer not in into]
+    targets = [(into[outer], inner, outer) for outer, inner in outs if outer in into]
+
+    def step(state, item):
+        carry, buffers = state
+        number, xs = item
+        layer_env = Env(body, scan.body_consts, [(inner, env[outer]) for outer, inner in inputs[: scan.consts]])
+        layer_env.update(zip([inner for _, inner in inputs[scan.consts : first]], carry, strict=True))
+        layer_env.update(zip([inner for _, inner in plain_inputs], xs, strict=True))
+        layer_env.update({inner: place.read_layer(place.buffer, number) for place, inner in placed})
+        for body_eqn in body.eqns:
+            layer_env.run(body_eqn)
+        buffers = [
+            place.write_layer(buffer, number, layer_env[inner])
+            for buffer, (place, inner, _) in zip(buffers, targets, strict=True)
+        ]
+        carried = [layer_env[var] for var in body.outvars[: scan.carry]]
+        return (carried, buffers), [layer_env[inner] for _, inner in stacked_outputs]
+
+    start = [env[outer] for outer, _ in inputs[scan.consts : first]], [place.buffer for place, _, _ in targets]
+    xs = jnp.arange(scan.length, dtype=jnp.int32), [env[outer] for outer, _ in plain_inputs]
+    name = str(eqn.source_info.name_stack)
+    with jax.named_scope(name) if name else jax.named_scope("layers"):
+        (last, buffers), ys = jax.lax.scan(step, start, xs, length=scan.length, reverse=scan.reverse)
+    env.update(zip(eqn.outvars, last, strict=False))
+    env.update(zip([outer for outer, _ in stacked_outputs], ys, strict=True))
+    return dict(zip([outer for _, _, outer in targets], buffers, strict=True))
+
+
+def _of(item: Any, places: Mapping[Var, BufferEntry]) -> BufferEntry | None:
+    """Returns the place of a variable; None for a literal, which is in no buffer."""
+    return None if isinstance(item, Literal) else places.get(item)

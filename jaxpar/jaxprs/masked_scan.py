@@ -1,0 +1,134 @@
+"""Stages with different numbers of layers: one scan, as long as the fullest stage, that masks surplus layers.
+
+    scan, length 8   x ──► layer 0 ──► ... ──► layer 6 ──► layer 7 ──► y    on a stage of 8 layers
+                     x ──► layer 0 ──► ... ──► layer 6 ─────(x)──────► y    on one of 7: the last iteration is masked
+
+The alternative, a scan over the fewest layers and then the others one by one, would slice parameters, residuals and
+gradients: these are copies, where a scan reads and writes in place.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
+
+from jaxpar.jaxprs.dataflow import (
+    CALLS,
+    REMAT,
+    Env,
+    Scan,
+    Traced,
+    consts_of,
+    jaxpr_of,
+    needed_equations,
+    split_groups,
+)
+from jaxpar.jaxprs.shorter_scan import KEEP_LAYERS
+
+
+def masked_layers(layers: Callable, params: Any, *args: Any) -> Callable | None:
+    """Returns a function (count, params, *args) to y that runs the first `count` layers of a stack.
+
+    Args:
+      layers: (params, *args) to y. Runs all layers of a stack.
+      params: The stack: arrays or shapes, with a leading dim of layers.
+      args: Its other arguments.
+
+    Returns:
+      None if the layers are not a single scan over the stack of which only the carry is read: stacked results would
+      contain those of the masked layers.
+    """
+    traced = Traced(layers, params, *args)
+    leaves = len(jax.tree.leaves(params))
+    stack = [n < leaves for n in range(len(traced.closed.jaxpr.invars))]
+
+    def run(count: Any, *args: Any) -> Any:
+        evaluation = _Evaluation(count)
+        jaxpr, consts = traced.closed.jaxpr, traced.closed.consts
+        out = evaluation.run(jaxpr, consts, jax.tree.leaves(args), stack, jaxpr.outvars)
+        if evaluation.scans != 1:
+            raise _NotOneScan
+        return jax.tree.unflatten(traced.outputs, out)
+
+    try:
+        jax.eval_shape(run, jnp.zeros((), jnp.int32), params, *args)
+    except _NotOneScan:
+        return None
+    return run
+
+
+class _NotOneScan(Exception):
+    """The layers are not a single scan over their parameters."""
+
+
+class _Evaluation:
+    """Runs a jaxpr whose scan over a stack masks the layers from `count` on."""
+
+    def __init__(self, count: Any):
+        self.count, self.scans = count, 0
+
+    def run(self, jaxpr: Jaxpr, consts: Sequence, args: Sequence, stack: Sequence[bool], outs: Sequence) -> list:
+        """Returns the values of `outs`; `stack` marks the arguments that are stacked parameters."""
+        env = Env(jaxpr, consts, zip(jaxpr.invars, args, strict=True))
+        stacks = {var for var, flag in zip(jaxpr.invars, stack, strict=True) if flag}
+        eqns, reads = needed_equations(jaxpr.eqns, outs)
+        for eqn in eqns:
+            which = [not isinstance(var, Literal) and var in stacks for var in eqn.invars]
+            if not any(which):
+                env.run(eqn)
+            elif eqn.primitive.name == "scan":
+                self._scan(env, eqn, which, reads)
+            elif eqn.primitive.name in CALLS:
+                self._call(env, eqn, which, reads)
+            elif eqn.primitive.name in KEEP_LAYERS:
+                env.run(eqn)
+                stacks |= set(eqn.outvars)
+            else:
+                raise _NotOneScan
+        if stacks.intersection(var for var in outs if not isinstance(var, Literal)):
+            raise _NotOneScan
+        return [env[var] for var in outs]
+
+    def _call(self, env: Env, eqn: JaxprEqn, which: list[bool], read: set) -> None:
+        """Runs a call that reads a stack; a checkpointed call stays checkpointed."""
+        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        jaxpr, consts = jaxpr_of(inner), consts_of(inner)
+        outs = [(outer, var) for outer, var in zip(eqn.outvars, jaxpr.outvars, strict=True) if outer in read]
+
+        def run(count, *args):
+            # `count` is an argument and not from a closure: `jax.checkpoint` traces its arguments
+            evaluation = _Evaluation(count)
+            out = evaluation.run(jaxpr, consts, args, which, [var for _, var in outs])
+            self.scans += evaluation.scans
+            return out
+
+        if eqn.primitive.name in REMAT:
+            run = jax.checkpoint(run, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])
+        out = run(self.count, *(env[var] for var in eqn.invars))
+        env.update(zip([outer for outer, _ in outs], out, strict=True))
+
+    def _scan(self, env: Env, eqn: JaxprEqn, which: list[bool], read: set) -> None:
+        """Runs the scan over the stack."""
+        scan = Scan(eqn)
+        first = scan.consts + scan.carry
+        if any(which[:first]) or read.intersection(eqn.outvars[scan.carry :]):
+            raise _NotOneScan
+        self.scans += 1
+        fixed, start, xs = split_groups([env[var] for var in eqn.invars], [scan.consts, scan.carry, scan.xs])
+        body = jaxpr_as_fun(ClosedJaxpr(scan.body, scan.body_consts))
+
+        def step(carry, item):
+            number, xs = item
+            # all stages run all iterations: a tick takes as long as on the fullest stage anyway
+            results = body(*fixed, *carry, *xs)[: scan.carry]
+            return [jnp.where(number < self.count, a, b) for a, b in zip(results, carry, strict=True)], None
+
+        numbers = jnp.arange(scan.length, dtype=jnp.int32)
+        name = str(eqn.source_info.name_stack)
+        with jax.named_scope(name) if name else jax.named_scope("layers"):
+            last, _ = jax.lax.scan(
+                step, start, (numbers, xs), **{key: eqn.params[key] for key in ("length", "reverse", "unroll")}
+            )
+        env.update(zip(eqn.outvars, last, strict=False))

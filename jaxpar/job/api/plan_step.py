@@ -1,0 +1,104 @@
+"""Plans a step made in Python: its model is traced, like that of a job without formulas."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxpar.errors import refuse, user_code_errors
+from jaxpar.job.plan import model_question
+from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.pages.displayed_plan import DisplayedPlan
+from jaxpar.plan.search import search
+
+if TYPE_CHECKING:
+    from jaxpar.step.step import Step
+
+
+def plan_step(step: Any, batches: Sequence[Any], *, top: int, devices: int, **asked: Any) -> DisplayedPlan:
+    """Predicts the fastest layouts of a step's model, loss and optimizer.
+
+    Args:
+      step: A step of `jp.train_step`; of its own layout only the exchange matters.
+      batches: Exactly one global batch: name to anything with a shape and a dtype.
+      top: Number of layouts to return.
+      devices: Number of GPUs.
+      **asked: `chip`, `per_node` and `options` of `jaxpar.job.plan.question`.
+
+    Raises:
+      JaxparError: If `step` is no step, the batch does not fit it, no layout is legal, or none fits.
+    """
+    module = sys.modules.get("jaxpar.step.step")  # not imported: `step` is no step, and JAX is not needed
+    if module is None or not isinstance(step, module.Step):
+        raise refuse(
+            f"jp.plan of {step!r:.60}",
+            rule="a plan is of a job, or of a step and its global batch",
+            fix='jp.plan("job.toml", devices=64), or jp.plan(step, batch, devices=64) of what jp.train_step returns',
+        )
+    batch = _batch(batches)
+    rows = next(iter(batch.values())).shape[0]
+    question = model_question(
+        lambda: _traced(step, batch, rows, devices), rows=rows, exchange=step.layout.parallel.exchange,
+        remat=step.numerics.remat, steps=0, devices=devices, **asked,
+    )  # fmt: skip
+    result = search(question, top=top)
+    command = _command(result.best[0].candidate, step)
+    return DisplayedPlan.of(result, title=f"{step.layout.blueprint.name}: a plan", command=command)
+
+
+def _batch(batches: Sequence[Any]) -> Mapping[str, Any]:
+    """Returns the global batch as shapes and dtypes."""
+    import jax
+
+    shapes: dict[str, Any] = {}
+    if len(batches) == 1 and isinstance(batches[0], Mapping) and batches[0]:
+        arrays = {
+            key: leaf for key, leaf in batches[0].items() if getattr(leaf, "shape", ()) and hasattr(leaf, "dtype")
+        }
+        if len(arrays) == len(batches[0]):
+            shapes = {key: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for key, leaf in arrays.items()}
+    if len({leaf.shape[0] for leaf in shapes.values()}) != 1:
+        raise refuse(
+            f"jp.plan of a step and {', '.join(map(_shown, batches)) or 'no batch'}",
+            rule="a step is planned for its global batch: a dict of arrays or shapes, with the same first dim",
+            fix='jp.plan(step, {"x": jax.ShapeDtypeStruct((512, 784), "float32")}, devices=64)',
+        )
+    return shapes
+
+
+def _shown(batch: Any) -> str:
+    """Formats an argument for the error message, arrays by dtype and shape."""
+    if isinstance(batch, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_shown(item)}' for key, item in batch.items())}}}"
+    if isinstance(batch, list | tuple):
+        return f"a {type(batch).__name__} of {', '.join(map(_shown, batch))}"
+    return (
+        f"{batch.dtype}{list(batch.shape)}" if hasattr(batch, "shape") and hasattr(batch, "dtype") else f"{batch!r:.60}"
+    )
+
+
+def _traced(step: "Step", batch: Mapping[str, Any], rows: int, devices: int) -> Any:
+    from jaxpar.job.parts.plan_traced import recipe_of, trace_model
+
+    blueprint = step.layout.blueprint
+    recipe = recipe_of(blueprint, step.optimizer, step.layout.frozen, name="the step's optimizer")
+    arrays = ", ".join(f"{key} {leaf.dtype}{list(leaf.shape)}" for key, leaf in batch.items())
+    rule, fix = "model and loss accept the batch", "the arrays that they read, or the line of the model that this names"
+    return trace_model(
+        blueprint, step.loss, recipe, batch, rows=rows, devices=devices, compute=step.numerics.matmuls.compute,
+        batch_errors=lambda _: user_code_errors(f"{blueprint.name} and its loss on {arrays}", rule=rule, fix=fix),
+    )  # fmt: skip
+
+
+def _command(candidate: Candidate, step: "Step") -> str:
+    """Formats a layout as Python code, with the step's own exchange and precision."""
+    exchange, precision = step.layout.parallel.exchange, step.numerics.matmuls
+    sizes = {"data": candidate.data, "fsdp": candidate.fsdp, "zero": candidate.zero if candidate.shards > 1 else None}
+    parallel_args = [f"{key}={size}" for key, size in sizes.items() if size is not None and (key == "zero" or size > 1)]
+    parallel_args += [f"axes={dict(candidate.axes)}"] if any(size > 1 for size in candidate.axes.values()) else []
+    parallel_args += [f"exchange={exchange!r}"] * (exchange != type(step.layout.parallel)().exchange)
+    text = {"compute": precision.compute, "allow": [*precision.allow]} if precision.allow else precision.compute
+    step_args = [f"precision={text!r}"] * (text != "fp32")
+    step_args += [f"accumulate={candidate.microbatches}"] * bool(candidate.microbatches > 1)
+    step_args += [f"remat={candidate.remat!r}"] * (candidate.remat != "none")
+    parallel = f"layout = jp.compose(model, jp.Parallel({', '.join(parallel_args)}))"
+    return f"{parallel}; step = jp.train_step({', '.join(['layout', 'loss', 'optimizer', *step_args])})"

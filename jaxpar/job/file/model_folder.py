@@ -1,0 +1,66 @@
+"""A job whose model is a Hugging Face folder: its config.json gives the settings, and the run starts from its weights.
+
+[model]                    [model]
+name = "my-llama"    ─►    name = "decoder", and the settings of my-llama/config.json
+                           [checkpoint]
+                           start_from = "my-llama"
+"""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+from jaxpar.errors import JaxparError, Problem, suggest
+from jaxpar.models.huggingface.config import settings_of
+from jaxpar.models.huggingface.folder import CONFIG, is_folder, model_table, read_config
+from jaxpar.models.settings.table import MODELS
+
+HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # a model id on the Hugging Face Hub
+OWN = ("dropout", "scan")  # jaxpar's own settings, absent from config.json; they do not change a trained model
+
+
+def expand_model_folder(raw: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Replaces a model folder by its settings in the tables of a job; other jobs are returned unchanged."""
+    model = raw.get("model")
+    if not isinstance(model, dict):
+        return raw, []
+    name = model.get("name")
+    if not isinstance(name, str) or name in MODELS or ":" in name or not is_folder(name):
+        return raw, []
+    try:
+        _, config = settings_of(read_config(Path(name).expanduser() / CONFIG))
+    except JaxparError as error:
+        return raw | {"model": {"name": "decoder"}}, list(error.problems)
+    settings = {key: value for key, value in dataclasses.asdict(config).items() if key not in OWN}
+    checkpoint = raw.get("checkpoint", {})
+    if isinstance(checkpoint, dict):
+        checkpoint = {"start_from": name, **checkpoint}
+    return raw | {"model": model_table(settings, model), "checkpoint": checkpoint}, []
+
+
+def unknown_model_problem(name: str) -> Problem:
+    """Describes a `model.name` that is no jaxpar model, no import path and no model folder."""
+    got = f"model.name = {name!r:.200}"
+    rule = f'a model is {", ".join(MODELS)}, "package.module:Object", or a folder with a config.json'
+    try:
+        path = Path(name).expanduser()
+        is_file, is_directory = path.is_file(), path.is_dir()
+        parent = path.parent if path.parent.is_dir() else None
+        siblings = [str(file.parent) for file in parent.glob(f"*/{CONFIG}")] if parent else []
+    except (OSError, RuntimeError, ValueError) as error:  # too long, an unknown ~user, or a null byte
+        return Problem(f"{got}: {getattr(error, 'strerror', None) or error}", rule, suggest(name, MODELS))
+    if is_file:
+        is_model = is_folder(path.parent)
+        fix = f'name = "{path.parent}"' if is_model else "the folder that save_pretrained of transformers has written"
+        return Problem(f"{got} is a file", rule, fix)
+    if is_directory:
+        return Problem(
+            f"{got} is a folder without {CONFIG}", rule, "the folder that save_pretrained of transformers has written"
+        )
+    if path.parent == Path() and not name.startswith((".", "~")):  # it may be meant as a model or as a folder
+        fallback = f"one of: {', '.join(sorted(MODELS))}; or the path of a folder that is there"
+        return Problem(f"{got}, no such model or folder", rule, suggest(name, [*MODELS, *siblings], otherwise=fallback))
+    download = f'hf download {name} --local-dir {path.name}, and name = "{path.name}"; or ' * bool(HUB.fullmatch(name))
+    path_fallback = f"{download}the path of a folder that is there"
+    return Problem(f"{got}: no such folder", rule, suggest(str(path), siblings, otherwise=path_fallback))

@@ -1,0 +1,68 @@
+"""Absent GPUs as JAX devices: programs can be compiled for them, but they hold no arrays.
+
+The only module that uses JAX's experimental topologies.
+"""
+
+from functools import cache
+from importlib.metadata import version
+from typing import Any
+
+import jax
+
+from jaxpar.errors import refuse
+from jaxpar.mesh.devices import use_cpu_only
+from jaxpar.mesh.plugin import hush_plugin
+from jaxpar.mesh.target import Target, description, missing_plugin, parse_target
+
+_DESCRIBED: dict[Any, str] = {}
+
+
+def target_devices(target: str | Target) -> list[Any]:
+    """Returns absent GPUs for a mesh or a layout: programs can be compiled for them, but they hold no arrays.
+
+    Args:
+      target: `CHIP:NODESxGPUS`, such as `h100:16x8`.
+
+    Raises:
+      JaxparError: If there is no such target, or the plugin is missing or does not fit the installed jax.
+    """
+    return list(absent_devices(target if isinstance(target, Target) else parse_target(str(target))))
+
+
+@cache
+def absent_devices(target: Target) -> tuple[Any, ...]:
+    """Returns the absent devices of a target, node by node.
+
+    Raises:
+      JaxparError: If the chip is for the planner only, or the plugin is missing or does not fit the installed jax.
+    """
+    from jax.experimental import topologies
+
+    target_config = description(target.chip)
+    if why_not := missing_plugin():
+        raise refuse(
+            f"target {target}: {why_not}",
+            rule="compiling for absent GPUs needs XLA's GPU compiler",
+            fix=f"pip install jax-cuda13-pjrt=={version('jaxlib')} (extra gpu-plan), or --target cpu",
+        )
+    hush_plugin()
+    platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    if platforms is None:  # else the plugin looks for CUDA's libraries, which compiling does not need
+        use_cpu_only()
+    try:
+        topology_desc = topologies.get_topology_desc(
+            platform="cuda", target_config=target_config, topology=f"1x{target.nodes}x{target.per_node}"
+        )
+    except (RuntimeError, ValueError) as error:
+        raise refuse(
+            f"target {target}: {str(error).splitlines()[0]}",
+            rule="jax-cuda13-pjrt has the same version as jaxlib",
+            fix=f"pip install jax-cuda13-pjrt=={version('jaxlib')}, or --target cpu",
+        ) from error
+    _DESCRIBED.update(dict.fromkeys(topology_desc.devices, target_config))
+    return tuple(topology_desc.devices)
+
+
+def target_config_of(device: Any) -> str | None:
+    """Returns the target description that XLA got for an absent GPU; None for a real device."""
+    return _DESCRIBED.get(device)

@@ -1,0 +1,126 @@
+"""A frozen matrix in 8 bits: integers from -127 to 127, and a scale per output.
+
+    W  [*inputs, *outputs]  ≈  held  [*inputs, *outputs]  int8   x   scales  [*outputs]  float32
+    x @ W                   ≈  (x @ held) * scales
+
+One scale per output commutes with the matmul, so no matrix of floats is stored: the matmul converts one layer's
+integers at a time (bfloat16 represents them all exactly), and the backward pass does so again.
+
+The rounding is LLM.int8's for weights (Dettmers et al. 2022, arXiv:2208.07339, section 2), without its outliers; a
+frozen low-bit base with adapters is QLoRA's idea (Dettmers et al. 2023, arXiv:2305.14314), which uses 4 bits.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.errors import refuse
+
+DTYPE = jnp.dtype(jnp.int8)
+STEP = np.float32(1 / 127)  # of the largest entry; -128 has no opposite. XLA makes a division by 127 a product too
+Index = tuple[slice, ...]
+
+
+def rounded(matrix: jax.Array, *, lead: int, inputs: int) -> tuple[jax.Array, jax.Array]:
+    """Quantizes a matrix to int8 values and scales; the largest entry of each output becomes 127.
+
+    Args:
+      matrix: Shape [*lead, *inputs, *outputs], floating point.
+      lead: Number of dims of a stack.
+      inputs: Number of dims that the matmul contracts.
+
+    Returns:
+      held: Same shape, int8. Times the scales, each entry is within half of its output's scale of the original.
+      scales: Shape [*lead, *outputs], float32; 1 where all entries of an output are zero.
+    """
+    floats, axes = matrix.astype(jnp.float32), tuple(range(lead, lead + inputs))
+    largest = jnp.max(jnp.abs(floats), axis=axes, keepdims=True)
+    scales = jnp.where(largest * STEP > 0, largest * STEP, 1.0)
+    return jnp.round(floats / scales).astype(DTYPE), jnp.squeeze(scales, axes)
+
+
+def dequantize(held: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
+    """Dequantizes int8 values [*inputs, *outputs] with scales [*outputs]."""
+    return (held.astype(jnp.float32) * scales).astype(dtype)
+
+
+def with_int8_residuals(run: Callable, x: jax.Array, held: jax.Array, scales: jax.Array) -> jax.Array:
+    """Computes `run(x, held, scales)`, linear in x, and saves only `held` and `scales` for the backward pass.
+
+    Without this JAX saves `held` converted to floats: for a scan over layers, all of the unquantized base.
+    """
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    @jax.custom_vjp
+    def kept(x, held, scales):
+        return run(x, held, scales)
+
+    def forward(x, held, scales):
+        return run(x, held, scales), (held, scales)
+
+    def backward(kept, gradient):
+        (back,) = jax.linear_transpose(lambda x: run(x, *kept), like)(gradient)
+        return back, None, None
+
+    kept.defvjp(forward, backward)
+    return kept(x, held, scales)
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedMatrix:
+    """A matrix in files, quantized when it is indexed: one layer of a stack is read at a time.
+
+    Attributes:
+      path: Name of the matrix, for messages.
+      value: Array-like with `shape` that is indexed by slices. Shape [*lead, *inputs, *outputs].
+      lead: Number of dims of a stack.
+      inputs: Number of dims that the matmul contracts.
+      scale_cache: Cache of computed scales, by layer and outputs.
+    """
+
+    path: str
+    value: Any
+    lead: int
+    inputs: int
+    scale_cache: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def int8_values(self, index: Index) -> np.ndarray:
+        """A part of the integers, int8."""
+        ranges = [range(*dim.indices(size)) for dim, size in zip(index, self.value.shape, strict=True)]
+        result = np.empty([len(dim) for dim in ranges], np.int8)
+        for position in product(*map(enumerate, ranges[: self.lead])):
+            layer = tuple(slice(i, i + 1) for _, i in position)
+            scales = self._scales(layer, index[self.lead + self.inputs :])
+            values = np.asarray(self.value[(*layer, *index[self.lead :])], np.float32)
+            result[tuple(slice(target, target + 1) for target, _ in position)] = np.rint(values / scales)
+        return result
+
+    def scales(self, index: Index) -> np.ndarray:
+        """A part of the scales, float32; `index` has their dims."""
+        ranges = [range(*dim.indices(size)) for dim, size in zip(index, self.value.shape, strict=False)][: self.lead]
+        layers = [tuple(slice(i, i + 1) for i in position) for position in product(*ranges)]
+        axes = tuple(range(self.lead, self.lead + self.inputs))
+        layer_scales = [np.squeeze(self._scales(layer, index[self.lead :]), axes) for layer in layers]
+        outputs = layer_scales[0].shape[self.lead :]
+        return np.stack(layer_scales).reshape(*map(len, ranges), *outputs)
+
+    def _scales(self, layer: Index, outputs: Index) -> np.ndarray:
+        """Scales of some outputs of one layer; the dims of the stack and the inputs have size 1."""
+        key = str((layer, outputs))
+        if key not in self.scale_cache:
+            values = np.asarray(self.value[(*layer, *(slice(None),) * self.inputs, *outputs)], np.float32)
+            largest = np.abs(values).max(axis=tuple(range(self.lead, self.lead + self.inputs)), keepdims=True)
+            if not np.isfinite(largest).all():
+                raise refuse(
+                    f"{self.path} has entries that are not finite",
+                    rule="a matrix that is kept in 8 bits is finite: its largest entry is 127",
+                    fix='adapters without base = "int8", or a checkpoint that is sound',
+                )
+            scales = largest * STEP
+            self.scale_cache[key] = np.where(scales > 0, scales, np.float32(1))
+        return self.scale_cache[key]

@@ -1,0 +1,72 @@
+"""Dim names of activations; a training step maps them to axes of its mesh."""
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
+
+from jaxpar.errors import refuse
+
+# sharding rules of the step being traced, even if the model opens its own context of rules; empty outside of a step
+step_rules: ContextVar[Sequence] = ContextVar("step_rules", default=())
+
+
+def constrain(x: jax.Array, *names: str | None) -> jax.Array:
+    """Shards `x` as the traced step maps the names of its dims to mesh axes; the identity outside of a step.
+
+    If two dims ask for one mesh axis, the name that comes first among the rules wins. A dim whose name has no rule is
+    left to XLA; a dim named None is not sharded.
+
+    Args:
+      x: An activation.
+      *names: One name, or None, per dim.
+    """
+    if len(names) != x.ndim or not all(name is None or isinstance(name, str) for name in names):
+        raise refuse(
+            f"constrain(x of shape {list(x.shape)}, {', '.join(map(repr, names))})",
+            rule="every dim has one name, or None",
+            fix=f"constrain(x, {', '.join(map(repr, (*names, *(None,) * x.ndim)[: x.ndim]))})",
+        )
+    spec = _spec(names, step_rules.get())
+    return x if spec is None else constrain_to(x, spec)
+
+
+def spec_of(names: tuple[str | None, ...]) -> PartitionSpec | None:
+    """The spec of an activation with these dim names; None outside of a step.
+
+    Unlike `constrain`, this does not count as a use of the names: a step records the names that `constrain` looks up in
+    its rules, and refuses an axis that shards none of them. A copy of the rules records nothing.
+    """
+    return _spec(names, tuple(step_rules.get()))
+
+
+def constrain_to(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Constrains `x` to a spec on the axes of the step's own mesh.
+
+    A bare spec would be taken for one by the model's author: see `sharding/author/explicit.py`.
+    """
+    return jax.lax.with_sharding_constraint(x, NamedSharding(get_abstract_mesh(), spec))
+
+
+def axes_of(entry: object) -> tuple[str, ...]:
+    """The mesh axes in one entry of a spec; none if the dim is unsharded or unconstrained."""
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)  # pyright: ignore[reportArgumentType]
+
+
+def _spec(names: tuple[str | None, ...], rules: Sequence) -> PartitionSpec | None:
+    if not rules:
+        return None
+    dims: list = [None] * len(names)
+    used_axes: set[str] = set()
+    for name, axes in rules:
+        if axes is PartitionSpec.UNCONSTRAINED:
+            dims = [axes if dim_name == name else dim for dim_name, dim in zip(names, dims, strict=True)]
+        elif name in names and axes is not None and dims[names.index(name)] is None:
+            rule_axes = (axes,) if isinstance(axes, str) else tuple(axes)
+            if not used_axes.intersection(rule_axes):
+                dims[names.index(name)] = axes
+                used_axes.update(rule_axes)
+    return PartitionSpec(*dims)

@@ -1,0 +1,64 @@
+"""Casts a model's output to float32 for its loss, whatever the model computes in.
+
+A loss is a sum over many tokens, and in 16 bits 3001 rounds to 3008. A loss that casts to float32 itself, where it
+sums, asks for the uncast output: else the gradient of all logits would exist in float32 and in 16 bits.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_as_computed: ContextVar[bool] = ContextVar("as_computed", default=False)
+
+
+def cast_output(out: Any) -> Any:
+    """A model's output as its loss receives it: 16-bit floating-point arrays as float32."""
+    return out if _as_computed.get() else jax.tree.map(lambda x: x.astype(jnp.float32) if _is_short(x) else x, out)
+
+
+@contextmanager
+def keep_output_dtype() -> Iterator[None]:
+    """Leaves the outputs of models in the dtype that they compute in, while the context lasts."""
+    token = _as_computed.set(True)
+    try:
+        yield
+    finally:
+        _as_computed.reset(token)
+
+
+def call_in_float32(call: Callable, of_loss: Callable[[Any], bool]) -> Callable:
+    """Wraps the `__call__` of a module class so that a loss receives its output in float32, see `cast_output`.
+
+    Args:
+      call: The method of the class.
+      of_loss: Whether a module is the model that a loss calls.
+    """
+
+    @wraps(call)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = call.__get__(self, type(self))(*args, **kwargs)
+        return cast_output(out) if of_loss(self) else out
+
+    return __call__
+
+
+def belongs_to_call(kind: type, *members: str) -> bool:
+    """Whether these members of a model belong to its `__call__`.
+
+    Not if a subclass inherits them and overrides `__call__`, which may compute something else.
+    """
+    for base in kind.__mro__:
+        if {*members} & vars(base).keys():
+            return True
+        if "__call__" in vars(base):
+            return False
+    return True
+
+
+def _is_short(value: Any) -> bool:
+    return getattr(value, "dtype", None) in (jnp.bfloat16, jnp.float16)

@@ -1,0 +1,161 @@
+"""The declaration of a user: sizes of the mesh axes, and the options of their techniques."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from jaxpar.errors import Keywords, Problem, suggest
+from jaxpar.exchange.all_reduce import AllReduce
+from jaxpar.exchange.base import Exchange
+from jaxpar.mesh.axes import AXES, batch_axes
+from jaxpar.parallel.pipeline_options import Pipeline
+
+Axes = str | tuple[str, ...] | None
+DECLARED = ("pipe", "data", "fsdp", "context", "tensor")  # axes with a field of their own
+
+ZERO_OVER = ("fsdp", "fsdp x context")
+
+ZERO_SHARDS = (
+    "nothing",
+    "optimizer state, and parameters between steps",
+    "optimizer state, gradients, and parameters between steps",
+    "optimizer state, gradients and parameters",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel(Keywords):
+    """The parallelism of a training job. Sizes multiply to the number of devices.
+
+    Attributes:
+      pipe: Stages of a pipeline, each with consecutive layers of the model's stack.
+      data: Replicas of the training state, each with other examples (DDP; with `fsdp`, HSDP).
+      fsdp: Devices that share one training state, each with other examples.
+      context: Devices that share every sequence, each with a piece of its tokens (context parallelism).
+      context_by: How attention brings queries and keys of all sequence shards together. gather: every device gathers
+        all keys and values (Llama 3, arXiv:2407.21783, section 3.3.2): one collective, but in 16 bits the scores [seq /
+        context, seq] are saved; for short sequences. ring: keys and values rotate (arXiv:2310.01889), no scores are
+        saved. ulysses: devices exchange heads for tokens (arXiv:2309.14509). auto: the fastest by a plan's formulas of
+        those whose scores of one layer fit the chip, chosen and noted as a step is traced.
+      ulysses: Devices of a ring that exchange heads; groups of them rotate keys (arXiv:2405.07719).
+      context_kernel: Implementation of a device's part of attention with ring or ulysses. auto: cuDNN's fused kernel on
+        GPUs in 16 bits where it supports the heads and masks, else blocks of plain JAX; `Step.implementations` and
+        reports say which, and why. cudnn: the kernel, or an error; context_by="auto" then chooses a form that has it.
+        plain: blocks of plain JAX.
+      tensor: Devices that share every large matrix (Megatron tensor parallelism).
+      zero: What `fsdp` shards: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters (ZeRO, Rajbhandari et
+        al. 2020, arXiv:1910.02054). None means 3 where fsdp is not 1. With 1 and 2 parameters are also sharded between
+        steps, and gathered once a step, in the compute dtype. In a pipeline 1 and 3 add up the gradients of a step
+        whole and scatter the sum once (but see `Pipeline.gather`). 2 scatters in every tick that makes gradients (M + P
+        - 1 ticks, or all ticks of a table that mixes kinds of ops) and adds up shards: less memory, more traffic.
+      zero_over: Devices that share the training state as `zero` says: "fsdp", or "fsdp x context". The devices of
+        `context` see shards of the same sequences and have the same parameters, so with too few sequences for `fsdp`
+        they can shard the state as well, as FSDP does over context parallelism in torchtitan.
+      sequence: Whether the activations between the matrices are split along `seq` over `tensor` (Korthikanti et al.
+        2022, arXiv:2205.05198).
+      pipeline: The schedule and options of the pipeline.
+      how: Axis to the implementation that its technique uses, if it has several: {"context": "gather"}.
+      exchange: How the replicas over `data` synchronize; None means an all-reduce of gradients in every step.
+      axes: Sizes of further axes, of techniques that are added to jaxpar's own: {"toy": 2}.
+      rules: Name of a dim, of parameters or activations, to mesh axis (or axes, or None), before jaxpar's own names. A
+        name that the model does not use is refused once its step is traced.
+      paths: End of a parameter's path (regular expression) to the names of its trailing dims.
+      replicate_above: Bytes up to which a parameter, or another array of the model's state, may stay whole on every
+        device of the axis that should shard it; a larger one is refused.
+
+    One size may be -1: it becomes the number of devices divided by the other sizes.
+    """
+
+    pipe: int = 1
+    data: int = 1
+    fsdp: int = 1
+    context: int = 1
+    tensor: int = 1
+    context_by: str = "gather"
+    ulysses: int = 1
+    context_kernel: str = "auto"
+    zero: int | None = None
+    zero_over: str = "fsdp"
+    sequence: bool = False
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    how: Mapping[str, str] = field(default_factory=dict)
+    exchange: Exchange = field(default_factory=AllReduce)
+    axes: Mapping[str, int] = field(default_factory=dict)
+    rules: Mapping[str, Axes] = field(default_factory=dict)
+    paths: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    replicate_above: int = 4 * 2**20
+
+    def __post_init__(self):
+        if self.exchange is None:
+            object.__setattr__(self, "exchange", AllReduce())
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Mesh axis to size, as declared, outermost first."""
+        declared = {axis: getattr(self, axis) for axis in DECLARED} | dict(self.axes)
+        return {axis: declared.pop(axis) for axis in AXES if axis in declared} | declared
+
+    def sized(self, sizes: Mapping[str, int]) -> "Parallel":
+        """Returns the declaration with these sizes."""
+        fields = {axis: size for axis, size in sizes.items() if axis in DECLARED}
+        return replace(self, **fields, axes={axis: size for axis, size in sizes.items() if axis not in DECLARED})
+
+    @property
+    def ways(self) -> dict[str, str]:
+        """Axis to the implementation that its technique uses, for axes whose implementation the user chose."""
+        return ({"context": self.context_by} if self.context_by != "gather" else {}) | dict(self.how)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Axes whose devices see different examples; without `data` where all its replicas see the same examples."""
+        axes = batch_axes(self.sizes)
+        return tuple(axis for axis in axes if axis != "data") if self.exchange.same_examples else axes
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage over the axes of `zero_over`; 0 if these have one device."""
+        if all(self.sizes[axis] == 1 for axis in self.zero_axes):
+            return 0
+        return 3 if self.zero is None else self.zero
+
+    @property
+    def zero_axes(self) -> tuple[str, ...]:
+        """Axes whose devices share the training state as `zero` says."""
+        return ("fsdp", "context") if self.zero_over == "fsdp x context" else ("fsdp",)
+
+    def problems(self) -> list[Problem]:
+        """Returns the problems of sizes, rules and paths; each technique checks its own settings."""
+        problems = [
+            Problem(
+                f"axes={{{name!r}: {size!r}}}",
+                f"axes has whole numbers for {', '.join(axis for axis in AXES if axis not in DECLARED)}",
+                f"{name}={size!r}" if name in DECLARED else suggest(str(name), AXES),
+            )
+            for name, size in self.axes.items()
+            if name not in AXES or name in DECLARED or type(size) is not int
+        ]
+        for key, example in (("rules", '{"mlp": "tensor"}'), ("paths", '{"up/kernel": ("embed", "mlp")}')):
+            problems += _shape_problems(key, getattr(self, key), example)
+        return problems
+
+
+def _shape_problems(key: str, given: object, example: str) -> list[Problem]:
+    rule = (
+        "rules map the name of a dim to a mesh axis, a tuple of them, or None"
+        if key == "rules"
+        else "paths map the end of a path to a tuple of names of dims"
+    )
+    if not isinstance(given, Mapping):
+        return [Problem(f"{key}={given!r}", rule, f"{key}={example}")]
+
+    def good(value: object) -> bool:
+        single = value is None or isinstance(value, str)
+        names = isinstance(value, (tuple, list)) and all(
+            isinstance(entry, str) or (entry is None and key == "paths") for entry in value
+        )
+        return names or (single and key == "rules")
+
+    return [
+        Problem(f"{key}={{{name!r}: {value!r}}}", rule, f"{key}={example}")
+        for name, value in given.items()
+        if not isinstance(name, str) or not good(value)
+    ]

@@ -1,0 +1,151 @@
+"""The axis `pipe`: consecutive layers on different devices, microbatches one after the other.
+
+Between steps a stage stores a contiguous piece of the layers, in their natural order, so that a checkpoint knows
+neither the schedule nor the depth of the pipeline.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from jaxpar.errors import Keywords, Problem, refuse
+from jaxpar.pipeline.tables import library
+from jaxpar.pipeline.tables.csv import from_csv
+from jaxpar.pipeline.tables.schedule import Schedule
+
+# Bytes per parameter of embedding or head while a table runs: a bfloat16 copy to compute with, and the float32 sum of
+# its gradients.
+HELD = 2 + 4
+
+# The least bytes that `head="auto"` must free on each device. With both ends spread, five all-reduces of [tokens, dim]
+# go over `pipe` per microbatch, and each tick with an end is several programs. 256 MiB of a head and an embedding are
+# 22 million parameters of the head fewer on each device: their products take 134 MFLOP per token, 0.27 us at 500
+# TFLOP/s. At a width of 4,096 the messages take 80 kB per token, 0.22 us over NVLink. So from 256 MiB on a step is no
+# slower inside of a node; over a network it may be, by some percent. Below that, spreading frees less than one
+# three-hundredth of a GPU's memory.
+LEAST = 256 * 2**20
+
+UNNAMED = "auto"
+PHASED = "1f1b_phased"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline(Keywords):
+    """Settings of the axis `pipe`.
+
+    Attributes:
+      schedule: A name that `jaxpar schedule --compare` lists, or the path of a CSV table. A schedule that mixes kinds
+        of ops in a tick is refused once it is compiled, if the layers would wait there for other stages. auto:
+        1f1b_phased; on simulated devices 1f1b where possible, as it computes less there; `Layout.notes` and `check` say
+        which and why. Both make the same updates, up to rounding.
+      microbatches: Slices of the batch that go through the stages one after the other; 0 means twice the stages.
+      chunks: Model chunks on each stage, for interleaved schedules; 0 means the fewest that the schedule takes.
+      layers: Layers of each stage, if stages have different numbers: (16, 16, 16, 15). Every tick takes as long as the
+        fullest stage, and while the table runs every stage holds as many layers as that stage.
+      stack: Start of the paths of the layers' parameters, "text/blocks", for a model with several stacks or lists whose
+        dims have no names; "" takes the stack or list with most bytes.
+      keep: What a forward saves for its backward: inputs (the input of each stage, which is recomputed from it) or
+        residuals (what the backward reads, chosen by train.remat; elementwise ops are recomputed).
+      gather: When `zero=3` gathers a layer over `fsdp`. step: once per step, and its gradient is reduced once; a stage
+        holds its layers whole. tick: whenever the layer runs, forward and backward, in every tick, and its gradient is
+        reduced there, in float32; a stage holds one whole layer, and shards of its layers and of their gradients.
+      head: Where both ends run: the embedding, and everything after the layers (head and loss). last: embedding on the
+        first stage and head on the last, while others wait, and every stage holds both whole. spread: on all stages,
+        `vocab` split over pipe x tensor, for five all-reduces of a microbatch's activations between layers. auto:
+        spread if possible and if it frees at least 256 MiB on each device, else last; `Layout.notes` and `check` say
+        which and why.
+      weights: When the weights change. flush: once per step, by the gradient of the whole batch. The others update
+        after every microbatch, in the middle of the schedule, as PipeDream does: stash (each backward has the weights
+        of its forward), vertical (all stages use the weights that the first had when the microbatch came in), 2bw (one
+        update per as many microbatches as stages, one late), none (no weight versions: not the gradient of any
+        function). A step then makes several updates (`Layout.updates_per_step`), all with the step's learning rate:
+        schedules, a job's and those that optax counts (`learning_rate=schedule`, `inject_hyperparams`), count steps, as
+        with flush. Any other counter in your optax chain counts updates.
+    """
+
+    schedule: str = UNNAMED
+    microbatches: int = 0
+    chunks: int = 0
+    layers: tuple[int, ...] = ()
+    stack: str = ""
+    keep: Literal["inputs", "residuals"] = "inputs"
+    gather: Literal["step", "tick"] = "step"
+    head: Literal["auto", "last", "spread"] = "auto"
+    weights: Literal["flush", "stash", "vertical", "2bw", "none"] = "flush"
+
+    def table(self, stages: int) -> Schedule:
+        """Returns the schedule table for a number of stages; `auto` is the phased one.
+
+        Raises:
+          JaxparError: If the schedule does not exist, or does not support these numbers.
+        """
+        if not str(self.schedule).endswith(".csv"):
+            count = self.microbatches or 2 * stages
+            name = PHASED if self.schedule == UNNAMED else self.schedule
+            return library.schedule(name, stages=stages, microbatches=count, chunks=self.chunks or None)
+        try:
+            table = from_csv(Path(self.schedule).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise refuse(
+                f"parallel.pipeline.schedule = {self.schedule!r}: {getattr(error, 'strerror', error)}",
+                rule="a schedule is a name of the library, or a CSV file",
+                fix='schedule = "1f1b_phased"; `jaxpar schedule 1f1b --stages 4 --microbatches 8 --csv F` writes one',
+            ) from error
+        for key, declared, fixed in (
+            ("pipe", stages, table.stages),
+            ("microbatches", self.microbatches or table.microbatches, table.microbatches),
+            ("chunks", self.chunks or table.chunks, table.chunks),
+        ):
+            if declared != fixed:
+                raise refuse(
+                    f"{key} = {declared}, the table in {self.schedule} has {fixed}",
+                    rule="a CSV schedule fixes its numbers of stages, microbatches and chunks: the job has the same",
+                    fix=f"{key} = {fixed}",
+                )
+        return table
+
+    def problems(self, stages: int) -> list[Problem]:
+        """Returns the problems of these settings, whatever the model and devices."""
+        problems = []
+        if stages == 1 and self != Pipeline():
+            problems.append(
+                Problem(
+                    "a pipeline with pipe=1",
+                    "[parallel.pipeline] says how the axis `pipe` is run",
+                    "pipe=2 or more, or leave the pipeline out",
+                )
+            )
+        for key in ("microbatches", "chunks"):
+            if type(getattr(self, key)) is not int or getattr(self, key) < 0:
+                problems.append(Problem(f"{key}={getattr(self, key)!r}", f"{key} is a whole number, or 0", f"{key}=0"))
+        if not isinstance(self.layers, tuple | list) or any(type(n) is not int or n < 1 for n in self.layers):
+            problems.append(Problem(f"layers={self.layers!r}", "the layers of each stage, at least one", "layers=()"))
+        elif self.layers and stages > 1 and len(self.layers) != stages:
+            problems.append(
+                Problem(
+                    f"layers={tuple(self.layers)} for pipe={stages}",
+                    "there is one number of layers for each stage",
+                    f"{stages} numbers, or layers=() for as many on each",
+                )
+            )
+        if not isinstance(self.stack, str):
+            problems.append(Problem(f"stack={self.stack!r:.60}", "stack is the start of a path", 'stack="text/blocks"'))
+        for key, choices in (
+            ("keep", ("inputs", "residuals")),
+            ("gather", ("step", "tick")),
+            ("head", ("auto", "last", "spread")),
+            ("weights", ("flush", "stash", "vertical", "2bw", "none")),
+        ):
+            if getattr(self, key) not in choices:
+                problems.append(
+                    Problem(f"{key}={getattr(self, key)!r}", f"{key} is {', '.join(choices)}", f'{key}="{choices[0]}"')
+                )
+        if self.head == "spread" and (self.weights != "flush" or self.gather == "tick"):
+            problems.append(
+                Problem(
+                    f'head="spread" with weights={self.weights!r}, gather={self.gather!r}',
+                    'a head is spread where weights="flush" and gather="step"',
+                    'head="last"',
+                )
+            )
+        return problems

@@ -1,0 +1,210 @@
+"""Places every array of a model on a mesh: chooses axes for its dims, then applies ZeRO and the pipeline."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from jaxpar.errors import Problem, suggest
+from jaxpar.mesh.axes import batch_axes
+from jaxpar.parallel.declaration import Parallel
+from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.placement import Placement
+from jaxpar.parallel.techniques.all_techniques import all_dim_names, idle_problems
+from jaxpar.parallel.zero import add_axes, add_zero_and_axes, remove_axis
+from jaxpar.sharding.adapters import adapter_choice, base_of
+from jaxpar.sharding.author.rules_in_force import with_author_rules
+from jaxpar.sharding.infer_names.from_use import InferredDims
+from jaxpar.sharding.infer_names.infer_dims import infer_dims
+from jaxpar.sharding.lists import Lists
+from jaxpar.sharding.names import LARGE, Blueprint, Leaf
+from jaxpar.sharding.rules import Axes, AxisChoice, choose_axes, name_stacks, spec_of
+from jaxpar.sharding.stacks import one_layer, stack_choice, unnamed_layers, unstack_choice
+from jaxpar.units import show_bytes
+
+NO_MATRIX = ("pipe", *batch_axes())  # axes that split no matrix: with these alone the model's use need not be traced
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """The layers that a pipeline finds in a model that names none.
+
+    Attributes:
+      stack: Paths of parameters that hold all layers.
+      lists: Name of each parameter of a layer to its paths in all layers.
+      axes: Axes that split the layers.
+    """
+
+    stack: frozenset[str]
+    lists: Lists
+    axes: Axes
+
+
+def place_arrays(parallel: Parallel, blueprint: Blueprint, mesh: Any) -> tuple[Layout, list[Problem]]:
+    """Returns the layout of a model, and the problems of its placements."""
+    names, unknown = with_author_rules(all_dim_names(parallel), blueprint.rules, parallel.rules, parallel.sizes)
+    # a parameter and other state may have the same path: a weight and a random key may both be called `key`
+    leaves = name_stacks({**blueprint.other_leaves, **blueprint.leaves})
+    others = name_stacks({**blueprint.leaves, **blueprint.other_leaves})
+    parts = sum(parallel.pipeline.layers) or parallel.pipe
+    bases = {path: base for path in blueprint.leaves if (base := base_of(blueprint, path)) is not None}
+    params = {path: leaves[path] for path in blueprint.leaves if path not in bases}
+    prefix = parallel.pipeline.stack
+    candidates = {path: leaf for path, leaf in params.items() if path.startswith(prefix)}
+    stack, lists = unnamed_layers(candidates, parts, parallel.paths) if parallel.pipe > 1 else (frozenset(), {})
+    reads = infer_dims(blueprint, use=any(size > 1 for axis, size in parallel.sizes.items() if axis not in NO_MATRIX))
+    find = partial(choose_axes, sizes=parallel.sizes, names=names, paths=parallel.paths, rules=parallel.rules)
+    layers = Layers(stack, lists, names["layers"])
+    trained = {path: _trained(path, leaf, parallel, layers, find, reads.get(path)) for path, leaf in params.items()}
+    for path, (base, dims) in bases.items():
+        choice = adapter_choice(trained[base][1], base, dims)
+        trained[path] = (_place(path, leaves[path], parallel, choice, cut=True), choice, [])
+    state = {path: _held(path, others[path], parallel, find, reads.get(path)) for path in blueprint.other_leaves}
+    layout = Layout(
+        parallel=parallel,
+        blueprint=blueprint,
+        placements={path: _told(blueprint, path, trained[path][0]) for path in blueprint.leaves},
+        other_state={path: placement for path, (placement, _) in state.items()},
+        names=names,
+        lists=lists,
+        mesh=mesh,
+        notes=tuple(_names_without_rule(blueprint, parallel, names, unknown)),
+    )
+    problems = [problem for *_, errors in (*trained.values(), *state.values()) for problem in errors]
+    if prefix and not stack and not lists:
+        problems.append(_no_layers_at(prefix, params, parts))
+    if lists and bases:
+        problems.append(_beside_a_list(blueprint))
+    problems += _in_eight_bits(layout)
+    return layout, problems + idle_problems(layout)
+
+
+def _names_without_rule(
+    blueprint: Blueprint, parallel: Parallel, names: Mapping[str, Axes], unknown: Sequence[str]
+) -> list[str]:
+    """Returns notes on dim names, and on axes in the author's rules, that match no axis of the mesh."""
+    if all(size == 1 for axis, size in parallel.sizes.items() if axis not in NO_MATRIX):
+        return []
+    used = [name for leaf in blueprint.leaves.values() for name in leaf.names or () if isinstance(name, str)]
+    unknown_names = dict.fromkeys(name for name in used if name not in names and name not in parallel.sizes)
+    notes = []
+    if unknown_names:
+        first = next(iter(unknown_names))
+        notes.append(
+            f"names without a rule, whose dims are whole: {', '.join(unknown_names)}; rules={{{first!r}: ...}} cuts"
+        )
+    if unknown:
+        axes = ", ".join(dict.fromkeys(unknown))
+        notes.append(f"axes in rules around the model that the mesh lacks: {axes}; rules={{{unknown[0]!r}: ...}}")
+    return notes
+
+
+def _told(blueprint: Blueprint, path: str, place: Placement) -> Placement:
+    """Appends to the reason of a frozen 8-bit matrix that it is stored in 8 bits."""
+    if path not in blueprint.adapters or blueprint.adapters[path].float_dtype is None:
+        return place
+    return replace(place, why=f"{place.why}; frozen, in 8 bits")
+
+
+def _no_layers_at(prefix: str, leaves: Mapping[str, Leaf], parts: int) -> Problem:
+    if not any(path.startswith(prefix) for path in leaves):
+        return Problem(
+            f"pipeline.stack = {prefix!r}, where no parameter's path begins",
+            "stack is the start of the paths of the layers that the pipeline runs",
+            suggest(prefix, {"/".join(path.split("/")[: prefix.count("/") + 1]) for path in leaves}),
+        )
+    return Problem(
+        f"pipeline.stack = {prefix!r}, where no stack or list of layers begins that {parts} parts divide",
+        "layers without names are a stack, whose parameters have one more dim, or a list of equal layers",
+        f"another stack, a number of layers that {parts} divides, or pipe = 1",
+    )
+
+
+def _beside_a_list(blueprint: Blueprint) -> Problem:
+    return Problem(
+        f"adapters of {blueprint.name}, whose layers are a list, with pipe > 1",
+        "the stages of a pipeline run one layer's program, and adapters beside a list belong to none of its layers",
+        "pipe = 1; or layers in one stack, as of jp.Decoder",
+    )
+
+
+def _in_eight_bits(layout: Layout) -> list[Problem]:
+    """Returns the settings that prevent a base in 8 bits from being read as it is stored."""
+    if not any(matrix.float_dtype for matrix in layout.blueprint.adapters.values()):
+        return []
+    faults, exchange = [], layout.parallel.exchange
+    if layout.sizes["pipe"] > 1:
+        faults.append(
+            (f"pipe={layout.sizes['pipe']}", "pipe = 1, and fsdp or tensor for a base that is still too large")
+        )
+    if exchange.per_replica:
+        faults.append((f"exchange {exchange}", "no exchange: adapters are few bytes to sum in every step"))
+    rule = "a base in 8 bits has no gradients, but pipelines and per-replica steps expect one for every parameter"
+    return [Problem(f'adapters with base="int8" and {key}', rule, f'{fix}; or base="float"') for key, fix in faults]
+
+
+def _trained(
+    path: str, leaf: Leaf, parallel: Parallel, layers: Layers, find: Callable, read: InferredDims | None
+) -> tuple[Placement, AxisChoice, list[Problem]]:
+    """Returns a parameter's placement, choice and problems; a stack without names is placed as its layers are."""
+    sizes, stacked, listed = parallel.sizes, path in layers.stack, any(path in paths for paths in layers.lists.values())
+    choice, wrong = find(path, one_layer(leaf) if stacked else leaf, read=read)
+    if layers.stack or layers.lists:
+        choice = stack_choice(choice, layers.axes) if stacked else unstack_choice(choice)
+    uneven = parallel.pipe > 1 and parallel.pipeline.layers and choice.names[:1] == ("layers",)
+    if uneven or listed:
+        # uneven stages, or one layer of a list, cannot be stored as equal shards of layers: `pipe` takes another dim
+        choice = replace(choice, axes=add_zero_and_axes(path, choice, leaf, sizes, parallel.zero_axes, ("pipe",)))
+    if listed:
+        choice = replace(choice, why=f"one of a list of layers, pipe on a dim of its own; {choice.why}")
+    return _place(path, leaf, parallel, choice, cut=True), choice, wrong
+
+
+def _held(
+    path: str, leaf: Leaf, parallel: Parallel, find: Callable, read: InferredDims | None
+) -> tuple[Placement, list[Problem]]:
+    """Returns the placement of an array that is no parameter, and its problems."""
+    if leaf.names is None and not leaf.large:
+        return _whole(leaf), []
+    choice, wrong = find(path, leaf, read=read)
+    # every stage stores other state whole: the model may read or write it in any layer
+    choice = replace(
+        choice, axes=remove_axis(choice, "pipe"), why=f"other state; {choice.why}", read_and_stored_axes=None
+    )
+    return _place(path, leaf, parallel, choice, cut=leaf.large), wrong
+
+
+def _place(path: str, leaf: Leaf, parallel: Parallel, choice: AxisChoice, *, cut: bool) -> Placement:
+    """Returns the placement of an array by its choice; `cut` says whether ZeRO may shard it."""
+    stored_choice = choice
+    # XLA cannot see a parameter's readers in pipeline stages or per-replica steps: there it is stored as it is used
+    if choice.read_and_stored_axes and parallel.pipe == 1 and not parallel.exchange.per_replica:
+        choice, stored_choice = (replace(choice, axes=axes) for axes in choice.read_and_stored_axes)
+    whole = spec_of(remove_axis(stored_choice))
+    sharded = spec_of(add_axes(path, stored_choice, leaf, parallel.sizes, parallel.zero_axes)) if cut else whole
+    return Placement(
+        leaf=leaf,
+        names=choice.names,
+        stored=sharded if parallel.stage else whole,
+        used=spec_of(remove_axis(choice)),
+        whole=whole,
+        sharded=sharded,
+        why=choice.why + _fsdp_reason(parallel, whole, sharded),
+    )
+
+
+def _whole(leaf: Leaf) -> Placement:
+    replicated, why = PartitionSpec(), f"other state below {show_bytes(LARGE)} is whole"
+    unnamed = (None,) * len(leaf.shape)
+    return Placement(
+        leaf=leaf, names=unnamed, stored=replicated, used=replicated, whole=replicated, sharded=replicated, why=why
+    )
+
+
+def _fsdp_reason(parallel: Parallel, whole, sharded) -> str:
+    if parallel.stage == 0:
+        return ""
+    axes = " x ".join(axis for axis in parallel.zero_axes if parallel.sizes[axis] > 1)
+    return f"; {axes} divides no dim" if whole == sharded else f"; {axes} on the largest dim"

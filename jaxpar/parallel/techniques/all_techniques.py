@@ -1,0 +1,172 @@
+"""Calls all techniques together: on a declaration, on a layout, and while its step is traced."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxpar.errors import Problem, refuse, suggest
+from jaxpar.mesh.axes import AXES
+from jaxpar.mesh.preset import Option
+from jaxpar.models.islands import implemented
+from jaxpar.parallel.declaration import Axes, Parallel
+from jaxpar.parallel.grouped_convolutions import split_convolutions
+from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.techniques.attention_choice import Choose
+from jaxpar.parallel.techniques.base import Compose, TracedStep
+from jaxpar.parallel.techniques.table import TECHNIQUES
+from jaxpar.sharding.author.explicit import sharding_translation
+from jaxpar.sharding.author.rules_in_force import check_rules_in_force
+from jaxpar.sharding.constrain import activation_names
+from jaxpar.sharding.nnx.hooks import step_hooks
+from jaxpar.sharding.rules import names_of_dims
+from jaxpar.sharding.vocabularies import with_meanings, with_vocabularies
+
+
+def declaration_problems(parallel: Parallel) -> list[Problem]:
+    """Returns the problems of a declaration, before any model or device."""
+    problems = [problem for technique in TECHNIQUES.values() for problem in technique.problems(parallel)]
+    return problems + parallel.problems() + _how_problems(parallel)
+
+
+def all_dim_names(parallel: Parallel) -> dict[str, Axes]:
+    """Returns names of dims to mesh axes, the user's first, each followed by its names in other code bases."""
+    names = names_of_dims(parallel.sizes)
+    for technique in TECHNIQUES.values():
+        names |= technique.names(parallel)
+    user = dict(parallel.rules)
+    if "vocab" in user:  # the rule also covers lookup tables, unless the user has one for `vocab_table` itself
+        user.setdefault("vocab_table", user["vocab"])
+    return with_vocabularies({**user, **{name: axes for name, axes in names.items() if name not in user}})
+
+
+def idle_problems(layout: Layout) -> list[Problem]:
+    """Returns why axes do nothing for a model: from their techniques, and for axes that no technique uses."""
+    techniques = [technique for axis, technique in TECHNIQUES.items() if axis in layout.sizes]
+    problems = [problem for technique in techniques for problem in technique.idle(layout)]
+    return problems + [
+        Problem(
+            f"{axis}={size} does nothing: no technique uses the axis `{axis}`",
+            f"every axis of the mesh splits work, by its technique; there are techniques for {', '.join(TECHNIQUES)}",
+            f"{axis}=1, or a technique of your own in jaxpar.parallel.techniques.table.TECHNIQUES",
+        )
+        for axis, size in layout.sizes.items()
+        if size > 1 and axis in AXES and axis not in TECHNIQUES
+    ]
+
+
+def resolve(layout: Layout, compose: Compose) -> Layout:
+    """Returns a layout in which each technique has made the choices that the declaration left open."""
+    for axis, technique in TECHNIQUES.items():
+        if layout.sizes.get(axis, 1) > 1:
+            layout = technique.resolve(layout, compose)
+    return layout
+
+
+def islands(layout: Layout, step: TracedStep) -> dict[str, Callable]:
+    """Returns the implementations of a model's islands in a step, by the names of the islands.
+
+    An axis of size 1 still provides its default implementation for islands that no active axis implements; e.g.
+    `gather` also serves user rules, or sequence parallelism over `tensor`, without `context`.
+    """
+    result: dict[str, Callable] = {}
+    parallel = layout.parallel
+    for axis, technique in TECHNIQUES.items():
+        if technique.how:
+            functions = technique.bind(layout, technique.how[parallel.ways.get(axis, next(iter(technique.how)))], step)
+            # an active axis decides; an axis of size 1 only fills in islands that no other implements
+            result = {**result, **functions} if parallel.sizes.get(axis, 1) > 1 else {**functions, **result}
+    return result
+
+
+@dataclass
+class ModelUse:
+    """Names and islands that a model used in all traces of a step; kept, as JAX does not trace a second lowering again.
+
+    Attributes:
+      names: Names of dims of activations, in the model's words and in jaxpar's.
+      islands: Names of islands that were called.
+      forms: Sentences on the variants in which they ran, if these were chosen as the step was traced.
+    """
+
+    names: set[str] = field(default_factory=set)
+    islands: set[str] = field(default_factory=set)
+    forms: set[str] = field(default_factory=set)
+
+
+@contextmanager
+def tracing(layout: Layout, model_use: ModelUse, choose: Choose, *, saves_activations: bool = False) -> Iterator[None]:
+    """Gives dim names and islands their meaning in a layout while a step of it is traced, and records their use.
+
+    Args:
+      layout: Of the step.
+      model_use: Records the use.
+      choose: Answers choices that the declaration left to a plan.
+      saves_activations: Whether layers save activations for the backward pass.
+    """
+    check_rules_in_force(layout.blueprint)
+    names, table = (
+        activation_names(layout.names, layout.sizes),
+        islands(layout, TracedStep(choose=choose, saves_activations=saves_activations)),
+    )
+    with names as dim_names, implemented(table) as calls, sharding_translation(), step_hooks(), split_convolutions():
+        yield
+    model_use.names |= with_meanings(dim_names)
+    model_use.forms |= {call for call in calls if " " in call}
+    model_use.islands |= calls - model_use.forms
+
+
+def check(layout: Layout, model_use: ModelUse, lowered: Any) -> None:
+    """Lets each technique whose axis is used check the names that a model used in a step, and the lowered program.
+
+    Raises:
+      JaxparError: If a technique cannot do its work; if the declaration chose the implementation of an island that the
+        model never called.
+    """
+    for axis, technique in TECHNIQUES.items():
+        if layout.sizes.get(axis, 1) > 1:
+            technique.check(layout, model_use.names, lowered)
+    for axis, way in layout.parallel.ways.items():
+        if not model_use.islands & (calls := TECHNIQUES[axis].how[way].keys()):
+            raise refuse(
+                f"how={{{axis!r}: {way!r}}}, but {layout.blueprint.name} never calls {_functions(calls)}",
+                rule=f"{way!r} says how {_functions(calls)} runs, so the model calls it",
+                fix=f"{_functions(calls)} in the model, or leave how out{_LIMITS.get(axis, '')}",
+            )
+
+
+# per axis, features that its islands lack, with the implementation that runs models that need them
+_LIMITS = {
+    "context": "; jp.attention(..., softcap=50.0) caps scores (Gemma 2); attention with a bias (T5, ALiBi), which it "
+    'does not have, runs as it is written with context_by="gather"',
+}
+
+
+def compiler_options(layout: Layout) -> list[Option]:
+    """Returns the XLA options for the axes that are used."""
+    techniques = [technique for axis, technique in TECHNIQUES.items() if layout.sizes.get(axis, 1) > 1]
+    return [option for technique in techniques for option in technique.compiler_options(layout)]
+
+
+def _how_problems(parallel: Parallel) -> list[Problem]:
+    ways = {axis: item.how for axis, item in TECHNIQUES.items() if item.how}
+    rule = "how names a way of a technique: " + "; ".join(f"{axis}: {', '.join(item)}" for axis, item in ways.items())
+    if not isinstance(parallel.how, Mapping):
+        return [Problem(f"how={parallel.how!r:.60}", rule, 'how={"context": "gather"}')]
+    problems = []
+    for axis, way in parallel.how.items():
+        got = f"how={{{axis!r}: {way!r}}}"
+        if axis not in ways:
+            problems.append(Problem(got, rule, suggest(str(axis), ways)))
+        elif str(way) not in ways[axis]:
+            problems.append(Problem(got, rule, suggest(str(way), ways[axis])))
+        elif parallel.sizes.get(axis, 1) == 1:
+            fix = f"{axis}=2 or more, or leave how out"
+            problems.append(
+                Problem(f"{got} with {axis}=1 does nothing", f"it says how `{axis}` runs what it splits", fix)
+            )
+    return problems
+
+
+def _functions(names: Iterable[str]) -> str:
+    return ", ".join(f"jp.{name}" for name in sorted(names))

@@ -1,0 +1,66 @@
+"""The choice that `context_by="auto"` leaves open, as a question about one call of attention, and the answer.
+
+    parallel  asks        Call ──► choose ──► Choice
+    plan      answers     `jaxpar.plan.techniques.auto_context.choose_form`
+    step, job hand it in  `asked.tracing(layout, used, choose)`
+
+A plan reads layouts, so `plan` imports this package, which knows of a plan only these types.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """A call of attention, over all devices.
+
+    Attributes:
+      sequences: Sequences of a replica.
+      seq: Tokens of a sequence.
+      heads: Heads of queries.
+      kv_heads: Heads of keys.
+      head_dim: Width of a head.
+      causal: Whether the mask is causal.
+      window: As in `jaxpar.attention`.
+      segments: Whether several documents share a sequence and do not see each other.
+      softcap: Whether scores are capped, which cuDNN's kernel does not do.
+      dtype: Dtype of the queries.
+      context: Devices that share a sequence.
+      tensor: Devices that share the heads.
+      state_bytes: Bytes of a device's training state.
+      layers: Layers whose attention weights are saved for the backward pass: all layers, or 1 with recomputation.
+      chip: The chip, a key of `jaxpar.plan.machine.hardware.HARDWARE`; "" if none is known.
+      kernel: `context_kernel` of `jaxpar.Parallel`.
+    """
+
+    sequences: int
+    seq: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool
+    window: int | None = None
+    segments: bool = False
+    softcap: bool = False
+    dtype: str = "bfloat16"
+    context: int
+    tensor: int = 1
+    state_bytes: int = 0
+    layers: int = 1
+    chip: str = ""
+    kernel: str = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionChoice:
+    """A form of context parallelism: `context_by` and `ulysses` as in `jaxpar.Parallel`, and a sentence that says
+    why.
+    """
+
+    context_by: str
+    ulysses: int
+    why: str
+
+
+Choose = Callable[[AttentionCall], AttentionChoice]

@@ -1,0 +1,151 @@
+"""Chooses the implementation of a device's part of attention, and its sharding: cuDNN's kernel, or blocks of plain JAX.
+
+    cuDNN's kernel    on GPUs, in 16 bits: supported heads, no segments or softcap, a window only in one group
+    plain JAX         else, and always on simulated devices; on absent GPUs, unless the kernel is requested
+
+For absent GPUs XLA compiles the kernel's calls without cuDNN: their workspace memory, FLOP and time are then unknown.
+Each device runs its part on its own arrays, if the axes that split examples and heads divide them evenly, and heads of
+keys are split as those of queries are: a kernel is opaque to XLA, which would gather all its arguments. A note tells
+which of the two runs.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.errors import refuse
+from jaxpar.models.blocks.attention_mask import AttentionMask
+from jaxpar.models.blocks.dispatch import capability
+from jaxpar.models.blocks.fused import CUDNN, FusedKernel, kernel_override
+from jaxpar.models.blocks.kernel_check import check_kernel
+from jaxpar.models.dim_names import axes_of, spec_of
+from jaxpar.models.islands import KEYS, QUERIES, note
+from jaxpar.models.settings.cudnn import why_no_part
+from jaxpar.parallel.techniques.ring_attention.checks import form_name
+from jaxpar.parallel.techniques.ring_attention.heads import repeated_kv_heads
+from jaxpar.parallel.techniques.ring_attention.ring_devices import AXIS, RingDevices
+
+KERNELS = ("auto", "cudnn", "plain")  # values of `context_kernel`
+
+
+class AttentionSharding(NamedTuple):
+    """The axes, besides that of the sequence, that split examples and heads, where each device runs its own part.
+
+    Attributes:
+      batch: Axes of examples.
+      heads: Axes of heads.
+    """
+
+    batch: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+
+    @property
+    def axes(self) -> set[str]:
+        """All of these axes, and that of the sequence."""
+        return {AXIS, *self.batch, *self.heads}
+
+    @property
+    def pieces(self) -> P:
+        """Spec of q, k, v and the output. Shape [b, s, heads, k]."""
+        return P(self.batch or None, AXIS, self.heads or None)
+
+    @property
+    def statistics(self) -> P:
+        """Spec of the logsumexp of a kernel. Shape [b, h, s]."""
+        return P(self.batch or None, self.heads or None, AXIS)
+
+
+def choose(
+    q: jax.Array, k: jax.Array, *, rule: AttentionMask, segments: jax.Array | None, ways: RingDevices, requested: str
+) -> tuple[FusedKernel | None, AttentionSharding]:
+    """Returns the kernel that runs parts of attention, None for plain JAX, and the axes that split the call.
+
+    Args:
+      q: Queries. Shape [batch, seq, heads, head_dim].
+      k: Keys.
+      rule: The mask, and the cap of the scores.
+      segments: Shape [batch, seq], or None.
+      ways: The devices.
+      requested: One of `KERNELS`.
+
+    Raises:
+      JaxparError: If the kernel is requested where it does not run; if it fails its trial.
+    """
+    cut = _cut(q, k)
+    uneven = cut if isinstance(cut, str) else None
+    cut = AttentionSharding() if isinstance(cut, str) else cut
+    if requested == "plain":
+        _say(ways, "parallel.context_kernel = 'plain'")
+        return None, cut
+    why = _refusal(q, rule, segments, ways) or uneven or _no_gpu(requested)
+    if why is None:
+        kernel = kernel_override() or CUDNN
+        if kernel is CUDNN and jax.default_backend() == "gpu":
+            shared = q.shape[2] // repeated_kv_heads(k.shape[2], ways)  # of the heads that the call has
+            check_kernel(kernel, str(q.dtype), q.shape[-1], shared, rule.window)
+        note(f"{form_name(ways)}: parts of attention are run by cuDNN's kernel, and added up by its float32 statistics")
+        return kernel, cut
+    if requested == "cudnn":
+        raise refuse(
+            f"context_kernel='cudnn' for q {q.dtype}{list(q.shape)} by {form_name(ways)}: {why}",
+            rule="cuDNN's kernel runs parts of attention on GPUs in 16 bits, heads of a multiple of 8 up to 256 (128 "
+            "before Hopper), without segments or a softcap, and with a window only by ulysses",
+            fix="context_kernel='auto', which runs blocks of plain JAX there and says so",
+        )
+    _say(ways, why)
+    return None, cut
+
+
+def _refusal(q: jax.Array, rule: AttentionMask, segments: jax.Array | None, ways: RingDevices) -> str | None:
+    """Returns why cuDNN's kernel cannot run such a call on any device."""
+    return why_no_part(
+        dtype=str(q.dtype), head_dim=q.shape[-1], causal=rule.causal, window=rule.window,
+        segments=segments is not None, softcap=rule.softcap is not None, ring=ways.ring, capability=capability(),
+    )  # fmt: skip
+
+
+def _no_gpu(requested: str) -> str | None:
+    """Returns why it does not run on the devices of the mesh."""
+    if kernel_override() is not None:
+        return None
+    if not _for_gpus():
+        return "these devices are no GPUs"
+    if jax.default_backend() != "gpu" and requested != "cudnn":
+        return "on GPUs that are there it would be; parallel.context_kernel = 'cudnn' compiles its calls for these too"
+    return None
+
+
+def _for_gpus() -> bool:
+    """Whether the traced program is for GPUs, present or not."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return (jax.default_backend() if device is None else device.platform) not in ("cpu", "tpu")
+
+
+def _say(ways: RingDevices, why: str) -> None:
+    if _for_gpus() or kernel_override() is not None:  # simulated devices run plain JAX, always
+        note(f"{form_name(ways)}: parts of attention are run in blocks of plain JAX, not by cuDNN's kernel: {why}")
+
+
+def _cut(q: jax.Array, k: jax.Array) -> AttentionSharding | str:
+    """Returns the axes that split examples and heads, or why the kernel cannot be called with them."""
+    specs = spec_of(QUERIES), spec_of(KEYS)
+    mesh = jax.sharding.get_abstract_mesh()
+    free = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual}
+    ways = {axis: size for axis, size in mesh.shape.items() if axis in free and size > 1}
+    of_q, of_k = (
+        [tuple(axis for axis in axes_of(entry) if axis in ways) for entry in spec or (None, AXIS, None, None)]
+        for spec in specs
+    )
+    if any(entry is P.UNCONSTRAINED for spec in specs for entry in spec or ()):
+        return "how examples and heads are cut is left to XLA"
+    if set(of_q[1]) - {AXIS} or of_q[3]:
+        return f"{' and '.join({*of_q[1], *of_q[3]} - {AXIS})} cuts tokens or heads too"
+    if of_q != of_k:
+        return "heads of keys are not cut as those of queries are"
+    batch, heads = (math.prod(ways[axis] for axis in of_q[dim]) for dim in (0, 2))
+    if q.shape[0] % batch or q.shape[2] % heads or k.shape[2] % heads:
+        return f"{q.shape[0]} examples over {batch} devices, or {k.shape[2]} heads of keys over {heads}, are not equal"
+    return AttentionSharding(of_q[0], of_q[2])

@@ -1,0 +1,131 @@
+"""Attention of queries to rotating keys in calls of a fused kernel, whose squares are causal or full.
+
+    causal, zigzag      own shard           a group before      a group after        (calls)
+    keys                early  late         early  late         early  late
+    early queries       half                2
+    late queries        all    half         1                   1      2
+
+A device's own shard is one causal call, though it is two chunks: the early chunk precedes the late one, so causal in
+the shard is causal in the sequence. Of another group two chunks of the four are visible, each of them fully: late
+queries see early keys, and either early queries see early keys, or late queries see late keys. The choice between these
+is a choice of slice offsets, so that all devices run the same calls.
+
+A call returns its output in 16 bits and its logsumexp in float32. Sums over calls are in float32, and so are gradients.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.models.blocks.attention_mask import AttentionMask
+from jaxpar.models.blocks.fused import FusedKernel, merge
+from jaxpar.models.blocks.kernel import accumulator_dtype, zero_grads
+from jaxpar.parallel.techniques.ring_attention.ring_devices import RingDevices
+
+
+class BackwardState(NamedTuple):
+    """Arrays of the backward pass for queries that have met all keys."""
+
+    out: jax.Array  # [b, s, h, k]
+    logsumexp: jax.Array  # [b, h, s]
+    grad: jax.Array  # [b, s, h, k]
+
+    def chunk(self, start: int | jax.Array, size: int) -> "BackwardState":
+        """Slices one chunk of queries."""
+        return BackwardState(
+            _cut(self.out, start, size), _cut(self.logsumexp, start, size, 2), _cut(self.grad, start, size)
+        )
+
+
+@dataclass(frozen=True)
+class KernelAttention:
+    """A device's part, as calls of a kernel; see `BlockAttention`. Keys and values are [2, b, t, g, k].
+
+    Attributes:
+      ways: The devices.
+      rule: The mask: the keys that a query sees; a window only where one group has all tokens.
+      kernel: The kernel.
+    """
+
+    ways: RingDevices
+    rule: AttentionMask
+    kernel: FusedKernel
+
+    def prepare(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns queries unchanged, and keys and values as one array."""
+        return q, jnp.stack([k, v])
+
+    def queries(self, q: jax.Array) -> jax.Array:
+        """Returns queries unchanged."""
+        return q
+
+    def attend_own(self, queries: jax.Array, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the output, in float32, and the logsumexp over the device's own keys."""
+        out, logsumexp = self.kernel.forward(queries, *kv, causal=self.rule.causal, window=self.rule.window)
+        return (out if self.ways.ring == 1 else out.astype(accumulator_dtype(out))), logsumexp
+
+    def attend_other(
+        self, sums: tuple[jax.Array, jax.Array], queries: jax.Array, kv: jax.Array, other: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Merges the keys of another group into the output and the logsumexp."""
+        if not self.rule.causal:
+            return merge(sums, self.kernel.forward(queries, *kv, causal=False))
+        for start_q, start_k, (size_q, size_k) in self._squares(queries, kv, other):
+            q, (k, v) = _cut(queries, start_q, size_q), _cut(kv, start_k, size_k, 2)
+            part = self.kernel.forward(q, k, v, causal=False)
+            out, logsumexp = sums
+            total = merge((_cut(out, start_q, size_q), _cut(logsumexp, start_q, size_q, 2)), part)
+            sums = _put(out, total[0], start_q), _put(logsumexp, total[1], start_q, 2)
+        return sums
+
+    def finish(self, sums: tuple[jax.Array, jax.Array], dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """Returns the output, in the dtype of queries, and the logsumexp."""
+        return sums[0].astype(dtype), sums[1]
+
+    def backward_state(self, grad: jax.Array, out: jax.Array, logsumexp: jax.Array) -> BackwardState:
+        """Bundles the arrays of the backward pass."""
+        return BackwardState(out, logsumexp, grad)
+
+    def own_gradients(self, queries: jax.Array, kv: jax.Array, end: BackwardState) -> tuple[jax.Array, jax.Array]:
+        """Returns the gradients of queries and of the device's own keys."""
+        return self._back(queries, kv, end, causal=self.rule.causal, window=self.rule.window)
+
+    def other_gradients(
+        self, of_q: jax.Array, queries: jax.Array, kv: jax.Array, end: BackwardState, other: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Adds to the gradients of queries, and returns those of another group's keys."""
+        if not self.rule.causal:
+            part_q, grads_kv = self._back(queries, kv, end, causal=False)
+            return of_q + part_q, grads_kv
+        grads_kv = zero_grads(kv)
+        for start_q, start_k, (size_q, size_k) in self._squares(queries, kv, other):
+            q, keys = _cut(queries, start_q, size_q), _cut(kv, start_k, size_k, 2)
+            part_q, part_kv = self._back(q, keys, end.chunk(start_q, size_q), causal=False)
+            of_q = _put(of_q, _cut(of_q, start_q, size_q) + part_q, start_q)
+            grads_kv = _put(grads_kv, _cut(grads_kv, start_k, size_k, 2) + part_kv, start_k, 2)
+        return of_q, grads_kv
+
+    def gradients(self, of_q: jax.Array, of_kv: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the gradients of q, k and v in the dtype of queries."""
+        of_k, of_v = of_kv.astype(dtype)
+        return of_q.astype(dtype), of_k, of_v
+
+    def _back(self, q: jax.Array, kv: jax.Array, end: BackwardState, **mask: Any) -> tuple[jax.Array, jax.Array]:
+        of_q, of_k, of_v = self.kernel.backward(q, *kv, end.out, end.logsumexp, end.grad, **mask)
+        return of_q.astype(accumulator_dtype(q)), jnp.stack([of_k, of_v]).astype(accumulator_dtype(q))
+
+    def _squares(self, q: jax.Array, kv: jax.Array, other: jax.Array) -> list[tuple]:
+        """Returns (start of queries, start of keys, sizes) of the two pairs of chunks that meet."""
+        sizes = size_q, size_k = q.shape[1] // 2, kv.shape[2] // 2
+        earlier = other < self.ways.group
+        return [(size_q, 0, sizes), (jnp.where(earlier, 0, size_q), jnp.where(earlier, 0, size_k), sizes)]
+
+
+def _cut(x: jax.Array, start: int | jax.Array, size: int, axis: int = 1) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, start, size, axis)
+
+
+def _put(x: jax.Array, part: jax.Array, start: int | jax.Array, axis: int = 1) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(x, part, start, axis)

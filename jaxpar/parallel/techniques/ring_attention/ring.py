@@ -1,0 +1,116 @@
+"""Keys and values rotate; each group's queries attend to those that have arrived (Ring Attention, arXiv:2310.01889).
+
+    turn           0          1                 ...    P - 1
+    sent on        K, V       K, V              ...
+    attended to    own        of group r - 1    ...    of group r + 1
+    backward too              dK, dV arrive and     dK, dV go home
+                              are added to
+
+Each turn sends its keys on before it attends to them, so that communication overlaps. The last turn sends no keys. The
+gradients of keys and values rotate with them, in float32; a turn adds its own when the sum so far has arrived. They go
+home in the dtype of keys: nothing is added there. Keys and values are one array, and so are their gradients: a turn
+sends one permute of each, and XLA cannot postpone the last one of gradients until they go home. The turns are one loop,
+so that the program is as long for 64 devices as for 4.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.parallel.techniques.ring_attention.ring_devices import RingDevices
+
+
+class BlockAttention(Protocol):
+    """Block attention of a device's queries to the keys that have arrived; an implementation chooses its own arrays."""
+
+    def prepare(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns queries, and keys and values as one array, from shards [b, s, heads, k]."""
+        ...
+
+    def queries(self, q: jax.Array) -> Any:
+        """Returns queries with everything that is constant over the turns."""
+        ...
+
+    def attend_own(self, queries: Any, kv: jax.Array) -> Any:
+        """Returns the sums of queries over the keys of their own group."""
+        ...
+
+    def attend_other(self, sums: Any, queries: Any, kv: jax.Array, other: jax.Array) -> Any:
+        """Adds the keys of another group to the sums."""
+        ...
+
+    def finish(self, sums: Any, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """Returns the output [b, s, heads, k] and the logsumexp of queries that have met all keys."""
+        ...
+
+    def backward_state(self, grad: jax.Array, out: jax.Array, logsumexp: jax.Array) -> Any:
+        """Bundles the arrays of the backward pass: the results of `ended`, and the output's gradient."""
+        ...
+
+    def own_gradients(self, queries: Any, kv: jax.Array, end: Any) -> tuple[jax.Array, jax.Array]:
+        """Returns the gradients, in float32, of queries and of the keys and values of their own group."""
+        ...
+
+    def other_gradients(
+        self, of_q: jax.Array, queries: Any, kv: jax.Array, end: Any, other: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Adds another group's keys to the gradients of queries; returns these, and those of the keys and values."""
+        ...
+
+    def gradients(self, of_q: jax.Array, of_kv: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the gradients of q, k and v as shards."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The ring as one device sees it.
+
+    Attributes:
+      ways: The devices.
+      attention: Implementation of block attention.
+    """
+
+    ways: RingDevices
+    attention: BlockAttention
+
+    def group_in_turn(self, turn: int | jax.Array) -> jax.Array:
+        """Returns the group whose keys have arrived in a turn."""
+        return (self.ways.group - turn) % self.ways.ring
+
+    def forward(self, q: jax.Array, kv: jax.Array) -> Any:
+        """Returns the sums of the group's queries over all keys."""
+        queries, last = self.attention.queries(q), self.ways.ring - 1
+
+        def one(carry: tuple[Any, jax.Array], turn: jax.Array) -> tuple[tuple[Any, jax.Array], None]:
+            sums, kv = carry
+            next_kv = self.ways.send_on(kv)
+            return (self.attention.attend_other(sums, queries, kv, self.group_in_turn(turn)), next_kv), None
+
+        next_kv = self.ways.send_on(kv) if last else kv
+        sums = self.attention.attend_own(queries, kv)
+        if last > 1:
+            (sums, next_kv), _ = jax.lax.scan(one, (sums, next_kv), jnp.arange(1, last))
+        return self.attention.attend_other(sums, queries, next_kv, self.group_in_turn(last)) if last else sums
+
+    def backward(self, q: jax.Array, kv: jax.Array, end: Any) -> tuple[jax.Array, jax.Array]:
+        """Returns the gradients of the group's queries, and of its keys and values."""
+        queries, last = self.attention.queries(q), self.ways.ring - 1
+
+        def one(carry: tuple, turn: jax.Array) -> tuple[tuple, None]:
+            grad_q, kv, grads_kv = carry
+            next_kv, arrived = self.ways.send_on(kv), self.ways.send_on(grads_kv)
+            grad_q, turn_grads = self.attention.other_gradients(grad_q, queries, kv, end, self.group_in_turn(turn))
+            return (grad_q, next_kv, arrived + turn_grads), None
+
+        next_kv = self.ways.send_on(kv) if last else kv
+        grad_q, grads_kv = self.attention.own_gradients(queries, kv, end)
+        if not last:
+            return grad_q, grads_kv
+        if last > 1:
+            (grad_q, next_kv, grads_kv), _ = jax.lax.scan(one, (grad_q, next_kv, grads_kv), jnp.arange(1, last))
+        arrived = self.ways.send_on(grads_kv)
+        grad_q, turn_grads = self.attention.other_gradients(grad_q, queries, next_kv, end, self.group_in_turn(last))
+        return grad_q, self.ways.send_on((arrived + turn_grads).astype(q.dtype))

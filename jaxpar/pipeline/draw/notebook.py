@@ -1,0 +1,116 @@
+"""`jp.schedule`: a schedule by name, from a CSV file or from a layout, which notebooks show as a picture."""
+
+from dataclasses import fields
+from pathlib import Path
+
+from jaxpar.errors import file_errors, refuse
+from jaxpar.files import write_page
+from jaxpar.html.frame import in_ascii, style
+from jaxpar.html.markup import Markup, tag
+from jaxpar.pipeline.draw.compare import compare, row, table
+from jaxpar.pipeline.draw.schedule import count_noun, describe_cut, svg
+from jaxpar.pipeline.draw.thumbnail import overview
+from jaxpar.pipeline.tables import library
+from jaxpar.pipeline.tables.csv import from_csv, to_csv
+from jaxpar.pipeline.tables.price import Price, Times, price
+from jaxpar.pipeline.tables.schedule import Schedule
+
+TOLD = 300  # cells: in larger tables bars have no tooltips, to keep the page small
+
+
+class NotebookSchedule(Schedule):
+    """A `Schedule` with its pictures."""
+
+    def __repr__(self) -> str:
+        return f"<schedule {self.name}: {describe_cut(self)}, {count_noun(self.ticks, 'tick')}, {self.bubble:.1%} idle>"
+
+    def _repr_html_(self) -> str:
+        cost, peak = self.price(), max(self.peak)
+        summary = (
+            f"{count_noun(self.ticks, 'tick')}; {cost.asynchronous_bubble:.1%} idle if every op starts as soon "
+            f"as it can, "
+            f"{cost.barrier_bubble:.1%} with a barrier after every tick, where a backward takes two forwards; a stage "
+            f"keeps the activations of at most {peak / self.chunks:.3g} of "
+            f"{count_noun(self.microbatches, 'microbatch')}; "
+            f"{count_noun(self.messages, 'message')} per step"
+        )
+        frame = tag("div", self._picture(), cls="jx-scroll jx-fit", role="region", tabindex="0", aria_label="Schedule")
+        return in_ascii(tag("div", tag("style", Markup(style())), frame, tag("p", summary, cls="jx-small"),
+                            cls="jaxpar jx-fragment"))  # fmt: skip
+
+    def _picture(self) -> Markup:
+        small = self.ticks * self.stages - self.idle <= TOLD
+        picture = svg(self, Times()) if small else overview(self, Times())
+        return Markup(picture.replace(' xmlns="http://www.w3.org/2000/svg"', "", 1).strip())
+
+    def price(self, **times: float | tuple[float, ...]) -> Price:
+        """Returns the time of a step, run asynchronously and with a barrier after every tick.
+
+        Args:
+          **times: `forward`, `backward`, `weights`, `send`, in any one unit: 1, 1, 1 and 0 by default. A backward that
+            is not split takes `backward + weights`.
+
+        Raises:
+          JaxparError: If a time is no number, or has another name.
+        """
+        return price(self, _times(times))
+
+    def svg(self, path: str | Path | None = None, **times: float | tuple[float, ...]) -> str:
+        """Returns an SVG drawing to scale, and writes it to `path` if given; `times` as in `price`."""
+        text = svg(self, _times(times))
+        if path is not None:
+            write_page(path, text, like="schedule.svg")
+        return text
+
+    def csv(self, path: str | Path | None = None) -> str:
+        """Returns the table as CSV, which `jp.schedule(path)` reads, and writes it to `path` if given."""
+        text = to_csv(self)
+        if path is not None:
+            write_page(path, text, like="own.csv")
+        return text
+
+    def compare(self, **times: float | tuple[float, ...]) -> str:
+        """Returns a table that compares this schedule with the library's, as text; `times` as in `price`."""
+        op_times = _times(times)
+        own_row = [] if self.name in library.LIBRARY else [row(self, price(self, op_times))]
+        chunks = self.chunks if self.chunks > 1 else None
+        return table([*own_row, *compare(op_times, stages=self.stages, microbatches=self.microbatches, chunks=chunks)])
+
+
+def schedule(
+    name: str | Path | Schedule, *, stages: int = 0, microbatches: int = 0, chunks: int | None = None
+) -> NotebookSchedule:
+    """Returns a pipeline's schedule, which a notebook shows as a picture.
+
+    >>> print(schedule("1f1b", stages=2, microbatches=2))
+    stage 0  F0 F1  . B0  . B1
+    stage 1   . F0 B0 F1 B1  .
+
+    Args:
+      name: The name of a schedule in the library, a CSV file, or a schedule such as `layout.schedule`.
+      stages: Devices along `pipe`.
+      microbatches: Parts of the batch, one after the other.
+      chunks: Parts of the model on each stage; None is the schedule's default.
+
+    Raises:
+      JaxparError: If there is no such schedule, it does not support these numbers, or a table cannot be run.
+    """
+    if isinstance(name, Schedule):
+        return _shown(name)
+    if str(name).endswith(".csv"):
+        rule = "a schedule is a name of the library, or a CSV file in UTF-8"
+        with file_errors(Path(name), rule=rule, fix="jaxpar schedule 1f1b --stages 4 --microbatches 8 --csv own.csv"):
+            text = Path(name).read_text(encoding="utf-8-sig")
+        return _shown(from_csv(text))
+    return _shown(library.schedule(str(name), stages=stages, microbatches=microbatches, chunks=chunks))
+
+
+def _shown(made: Schedule) -> NotebookSchedule:
+    return NotebookSchedule(**{field.name: getattr(made, field.name) for field in fields(Schedule)})
+
+
+def _times(given: dict[str, float | tuple[float, ...]]) -> Times:
+    names = [field.name for field in fields(Times)]
+    if unknown := [key for key in given if key not in names]:
+        raise refuse(f"{unknown[0]}={given[unknown[0]]!r:.40}", rule=f"times are {', '.join(names)}", fix="forward=1.0")
+    return Times(**given)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,1 @@
+"""Published measurements: the expected error of a prediction, and machines calibrated on a run."""

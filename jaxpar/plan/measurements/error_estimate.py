@@ -1,0 +1,157 @@
+"""The expected error of a prediction, from held-out errors of published runs (leave-one-system-out).
+
+    expected error     mean absolute error of the most similar runs
+    interval           90 % quantile of their absolute errors
+    apart              typical difference between errors of two runs of one group (the same machine and software)
+
+Similar runs have the same chip, with or without a pipeline and a tensor axis, and about as many devices. Their errors
+are in `without_system.csv`, written by `python -m tests.bench.planner --runs package --leave-out system --write FILE`.
+A system is a training program, such as Megatron-LM, in all versions and on all chips; jaxpar is none of them. All runs
+are tuned runs of decoders; none of other models are published.
+"""
+
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from itertools import combinations
+
+import numpy as np
+
+from jaxpar.plan.search import Question, Ranked
+
+NEAREST = 60  # most similar runs: fewer come from one or two systems, more are not similar
+SHARE = 0.9  # share of the runs that an interval has to contain
+# distances of two runs: another chip, only one with a pipeline, only one with a tensor axis, ten times the devices,
+# another software
+CHIP, PIPE, TENSOR, DECADE, STACK = 2.0, 1.0, 0.5, 1.0, 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldOutRun:
+    """A run and the error of its prediction, by constants fitted without the run's system.
+
+    Attributes:
+      system: The training program.
+      group: Group of the run: one system, chip and version.
+      stack: Its software, by the name in `tests.bench.published.stacks`.
+      chip: Key of its chip.
+      devices: Number of devices.
+      pipe: Stages of its pipeline.
+      tensor: Devices that share each matrix.
+      error: Predicted / published seconds - 1.
+    """
+
+    system: str
+    group: str
+    stack: str
+    chip: str
+    devices: int
+    pipe: int
+    tensor: int
+    error: float
+
+    def distance(self, other: "HeldOutRun") -> float:
+        """Returns the distance to another run; 0 if chip, software, kind of layout and devices are the same."""
+        return (
+            CHIP * (self.chip != other.chip)
+            + STACK * (self.stack != other.stack)
+            + PIPE * ((self.pipe > 1) != (other.pipe > 1))
+            + TENSOR * ((self.tensor > 1) != (other.tensor > 1))
+            + DECADE * min(2.0, abs(math.log10(self.devices / other.devices)))
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ErrorEstimate:
+    """The expected error of a prediction, as shares of the step time.
+
+    Attributes:
+      mean: Mean absolute error.
+      interval: Half-width of the 90 % interval.
+      resolution: Smallest difference at which two layouts of one model on one machine can be distinguished.
+      runs: Number of published runs behind these numbers.
+      stack: Whether some of them use the same software.
+      chip: Whether some of them use the same chip.
+    """
+
+    mean: float
+    interval: float
+    resolution: float
+    runs: int
+    stack: bool
+    chip: bool
+
+    def __str__(self) -> str:
+        absent = ["of this software"] * (not self.stack) + ["on this chip"] * (not self.chip)
+        missing_note = f", none {' or '.join(absent)}" if absent else ""
+        return (
+            f"{self.mean:.0%} on average, nine of ten within {self.interval:.0%}, as {self.runs} tuned runs of "
+            f"others most "
+            f"like it{missing_note}; layouts within {self.resolution:.1%} are equal"
+        )
+
+
+@cache
+def load_published(without: str = "system") -> tuple[HeldOutRun, ...]:
+    """Loads the held-out errors of the published runs in the package.
+
+    Args:
+      without: The runs left out of the fit: of the same "system", or of the same "group".
+    """
+    text = files("jaxpar.plan.measurements").joinpath(f"without_{without}.csv").read_text(encoding="utf-8")
+    return tuple(
+        HeldOutRun(
+            system=row["system"], group=row["group"], stack=row["stack"], chip=row["chip"], devices=int(row["devices"]),
+            pipe=int(row["pipe"]), tensor=int(row["tensor"]), error=float(row["error"]),
+        )
+        for row in csv.DictReader(text.splitlines())
+    )  # fmt: skip
+
+
+def estimate(prediction: HeldOutRun, runs: Sequence[HeldOutRun]) -> ErrorEstimate:
+    """Returns the expected error of a prediction.
+
+    Args:
+      prediction: The predicted run; its error, system and group are ignored.
+      runs: Published runs.
+    """
+    nearest = sorted(runs, key=prediction.distance)[:NEAREST]
+    errors = np.sort([abs(run.error) for run in nearest])
+    count = len(errors)
+    bound = errors[min(count - 1, math.ceil(SHARE * (count + 1)) - 1)]  # conformal prediction's quantile
+    pairs = [abs(math.log1p(a.error) - math.log1p(b.error)) for a, b in combinations(nearest, 2) if a.group == b.group]
+    return ErrorEstimate(
+        mean=float(errors.mean()),
+        interval=float(bound),
+        resolution=float(np.median(pairs)) if pairs else float(errors.mean()),
+        runs=count,
+        stack=any(run.stack == prediction.stack for run in nearest),
+        chip=any(run.chip == prediction.chip for run in nearest),
+    )
+
+
+def expected_error(question: Question, ranked: Ranked) -> str:
+    """Returns the expected error of a layout's step time as text."""
+    expected = estimate_for(question, ranked)
+    if question.model.has_published_runs:
+        return str(expected)
+    return f"not known: all published runs are of decoders; layouts within {expected.resolution:.1%} count as equal"
+
+
+def estimate_for(question: Question, ranked: Ranked) -> ErrorEstimate:
+    """Returns the expected error of a layout's step time; no run of jaxpar is published."""
+    layout = ranked.candidate
+    run = HeldOutRun(
+        system="", group="", stack="JAXPAR", chip=question.hardware.chip.key, devices=question.devices,
+        pipe=layout.pipe, tensor=layout.tensor, error=0.0,
+    )  # fmt: skip
+    return estimate(run, load_published())
+
+
+def coverage(runs: Sequence[HeldOutRun]) -> float:
+    """Returns the share of runs whose error is within the interval from the runs of other systems."""
+    hits = [abs(a.error) <= estimate(a, [b for b in runs if b.system != a.system]).interval for a in runs]
+    return sum(hits) / len(hits)

@@ -1,0 +1,206 @@
+"""The protocol of a planned model, and its implementation for decoders by formulas; for others see `traced.py`."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxpar.mesh.collective import Collective
+from jaxpar.parallel.declaration import Parallel
+from jaxpar.pipeline.tables.library import LIBRARY
+from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.choices import Choices
+from jaxpar.plan.enumeration import legal_layouts
+from jaxpar.plan.machine.hardware import Hardware
+from jaxpar.plan.machine.software import SoftwareModel
+from jaxpar.plan.memory import Memory, memory
+from jaxpar.plan.model.layer_bytes import host_bytes, layer_bytes
+from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.model.state_bytes import JAXPAR, Recipe
+from jaxpar.plan.techniques.totals import collectives, unused_axes
+from jaxpar.plan.time import StepTime, step_time
+
+
+class Model(Protocol):
+    """A model that a search can plan. Fields of candidates may be arrays; all results are then arrays too."""
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        ...
+
+    @property
+    def layers(self) -> int:
+        """Number of blocks that pipeline stages can share."""
+        ...
+
+    @property
+    def unit(self) -> tuple[str, int]:
+        """The unit of throughput, and its number per example: ("tokens", 8192)."""
+        ...
+
+    @property
+    def has_published_runs(self) -> bool:
+        """Whether there are published runs of such models, from which an expected error follows."""
+        return False
+
+    def step_flop(self, rows: int) -> float:
+        """Returns the FLOP of a step over so many rows, without recomputation: backward is twice forward."""
+        ...
+
+    def masked_flop(self, rows: int) -> float:
+        """Returns the FLOP of a step that the attention mask drops; 0 if unknown."""
+        return 0.0
+
+    def attention(self, software: SoftwareModel) -> str:
+        """Returns the assumed attention implementation as text; "" if unknown."""
+        ...
+
+    def exclusions(self, choices: Choices) -> tuple[str, ...]:
+        """Returns what the search leaves out, each with the reason or the option that includes it."""
+        ...
+
+    def legal(self, *, devices: int, rows: int, choices: Choices) -> Candidate:
+        """Returns all layouts for a number of devices and of rows per step, as arrays."""
+        ...
+
+    def storable(self, candidate: Candidate) -> Any:
+        """Returns whether jaxpar's program can store the parameters in equal shards."""
+        ...
+
+    def memory(self, candidate: Candidate, software: SoftwareModel) -> Memory:
+        """Returns the bytes of the fullest device, by cause."""
+        ...
+
+    def time(self, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> StepTime:
+        """Returns the seconds of a step, by cause."""
+        ...
+
+    def collectives(self, candidate: Candidate, software: SoftwareModel) -> list[Collective]:
+        """Returns the collectives of a step of one layout, in the form of a ledger."""
+        ...
+
+    def host_bytes(self, candidate: Candidate) -> float:
+        """Returns the bytes of layer inputs that a device keeps in host memory during a step."""
+        ...
+
+    def largest_layer(self, software: SoftwareModel) -> float:
+        """Returns the bytes of the largest layer: its training state, and its residuals for one row."""
+        ...
+
+
+BYTES = 4  # of a parameter between steps
+REPLICATED = Parallel().replicate_above  # largest bytes of a parameter that is replicated if shards do not divide it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transformer:
+    """A decoder, planned by the formulas of `plan/memory.py` and `plan/time.py`.
+
+    Attributes:
+      shape: Layers and widths.
+      recipe: Bytes per parameter of the training state.
+      no_kernel_reason: Reason why blocks of plain JAX, not the software's kernel, compute ring or ulysses attention;
+        "" if the kernel does.
+    """
+
+    shape: Shape
+    recipe: Recipe = JAXPAR
+    no_kernel_reason: str = ""
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        return self.shape.parameters
+
+    @property
+    def layers(self) -> int:
+        """Number of blocks that pipeline stages can share."""
+        return self.shape.layers
+
+    @property
+    def unit(self) -> tuple[str, int]:
+        """Tokens, and the tokens of a row."""
+        return "tokens", self.shape.seq
+
+    @property
+    def has_published_runs(self) -> bool:
+        """True: all published runs are of decoders."""
+        return True
+
+    def step_flop(self, rows: int) -> float:
+        """Returns the FLOP of a step; see `Shape.step_flop`."""
+        return float(self.shape.step_flop(rows))
+
+    def masked_flop(self, rows: int) -> float:
+        """Returns the FLOP that a causal mask drops; see `Shape.masked_flop`."""
+        return float(self.shape.masked_flop(rows))
+
+    def attention(self, software: SoftwareModel) -> str:
+        """Returns the kernels that run attention, and whether they save the scores."""
+        if software.attention == "unfused":
+            return "XLA's own, which keeps the scores"
+        if software.split_sequences is None:
+            return "cuDNN's kernel, which keeps no scores"
+        pieces = f"blocks of plain JAX ({reason})" if (reason := self._why_blocks(software)) else "the kernel, in parts"
+        return (
+            "cuDNN's kernel, which keeps no scores; where context cuts sequences XLA's own, which keeps them, for "
+            f"gathered keys, and for pieces that travel {pieces}"
+        )
+
+    def _why_blocks(self, software: SoftwareModel) -> str:
+        return self.no_kernel_reason or "the software has no kernel for them" * (software.ring_kernel is None)
+
+    def _run(self, software: SoftwareModel) -> SoftwareModel:
+        """Returns the software model with this model's frozen weights and attention kernel."""
+        wire = software.wire[0], software.wire[1] * self.shape.trained
+        return replace(software, ring_kernel=None if self.no_kernel_reason else software.ring_kernel, wire=wire)
+
+    def exclusions(self, choices: Choices) -> tuple[str, ...]:
+        """Returns axes that no layout has, and schedules that the search does not try."""
+        names = ", ".join(name for name in LIBRARY if name not in choices.schedules)
+        schedules = f"schedules {names}: --schedules all weighs them too, in about three times the time"
+        return (*unused_axes(self.shape), *[schedules] * bool(names))
+
+    def legal(self, *, devices: int, rows: int, choices: Choices) -> Candidate:
+        """Returns all layouts; see `jaxpar.plan.enumeration.legal_layouts`."""
+        return legal_layouts(self.shape, devices=devices, rows=rows, choices=choices)
+
+    def storable(self, candidate: Candidate) -> Any:
+        """Returns whether stages and shards of the training state divide a dim of each large parameter.
+
+        Stages must divide the layers, or else the model dim. Shards must divide a dim other than the layers', together
+        with `tensor` on dims that it splits: JAX stores no unequal shards, and `compose` refuses to replicate large
+        parameters.
+        """
+        stages = np.equal(self.shape.layers % candidate.pipe, 0) | np.equal(self.shape.dim % candidate.pipe, 0)
+        # all large arrays divide; and at least one array does, or the axis is refused
+        large_divide, any_divides = True, False
+        for size, dims in self.shape.stored_arrays:
+            fits = [np.equal(dim % (candidate.shards * (candidate.tensor if flag else 1)), 0) for dim, flag in dims]
+            divides = np.any(np.broadcast_arrays(*fits), axis=0)
+            any_divides = any_divides | divides
+            large_divide = large_divide & (divides | (size * BYTES <= REPLICATED))
+        return stages & ((large_divide & any_divides) | np.equal(candidate.shards, 1))
+
+    def memory(self, candidate: Candidate, software: SoftwareModel) -> Memory:
+        """Returns the bytes of the fullest device; see `jaxpar.plan.memory`."""
+        return memory(self.shape, candidate, self._run(software), self.recipe)
+
+    def time(self, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> StepTime:
+        """Returns the seconds of a step; see `jaxpar.plan.time`."""
+        return step_time(self.shape, candidate, hardware, self._run(software))
+
+    def collectives(self, candidate: Candidate, software: SoftwareModel) -> list[Collective]:
+        """Returns the collectives of a step; see `jaxpar.plan.techniques.totals`."""
+        return collectives(self.shape, candidate, self._run(software))
+
+    def host_bytes(self, candidate: Candidate) -> float:
+        """Returns the bytes of layer inputs that a device keeps in host memory during a step."""
+        return float(host_bytes(self.shape, candidate))
+
+    def largest_layer(self, software: SoftwareModel) -> float:
+        """Returns the bytes of the training state and residuals of a block, or of the state of an embedding or head."""
+        shape = self.shape
+        block = self.recipe.total * shape.layer_parameters + float(layer_bytes(shape, Candidate(), software)[1])
+        return max(block, *(self.recipe.total * count for count in (shape.embedding_parameters, shape.head_parameters)))

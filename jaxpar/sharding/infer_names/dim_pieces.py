@@ -1,0 +1,135 @@
+"""Pieces of dims: dims that a program treats as one are joined, dims that it reshapes apart are split.
+
+A dim of an array is a tuple of pieces, the outermost first: `[batch, seq, heads * head_dim]` has a third dim of two
+pieces as soon as a reshape shows them. Joined pieces are one piece from then on (union-find), and share their facts.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Facts:
+    """Use of a piece in the program.
+
+    Attributes:
+      produced_by: Parameters whose matmuls with activations produce it.
+      contracted_by: Parameters whose matmuls with activations contract it.
+      batched_count: How often a matmul of two activations keeps it, as queries with keys.
+      looked_up: Parameters that are indexed along it.
+      mixed: Why its entries cannot be computed independently: reduced, contracted between activations, or not followed.
+      scanned: Whether a scan goes along it.
+    """
+
+    produced_by: set[str] = field(default_factory=set)
+    contracted_by: set[str] = field(default_factory=set)
+    batched_count: int = 0
+    looked_up: set[str] = field(default_factory=set)
+    mixed: set[str] = field(default_factory=set)
+    scanned: bool = False
+
+    def add(self, other: "Facts") -> None:
+        """Adds the facts of another piece that turns out to be this one."""
+        self.produced_by |= other.produced_by
+        self.contracted_by |= other.contracted_by
+        self.batched_count += other.batched_count
+        self.looked_up |= other.looked_up
+        self.mixed |= other.mixed
+        self.scanned |= other.scanned
+
+
+@dataclass(eq=False)
+class Piece:
+    """A piece of a dim.
+
+    Attributes:
+      size: Number of entries.
+      facts: Its use in the program.
+      parts: The pieces that it was split into, which then have the facts.
+      same: The piece that it was joined with.
+    """
+
+    size: int
+    facts: Facts = field(default_factory=Facts)
+    parts: tuple["Piece", ...] = ()
+    same: "Piece | None" = None
+
+
+Dim = tuple[Piece, ...]  # empty for a dim of size 1
+
+
+def fresh(size: int) -> Dim:
+    """Returns a new dim without facts."""
+    return (Piece(size),) if size != 1 else ()
+
+
+def flat(dim: Iterable[Piece]) -> Iterator[Piece]:
+    """Yields the current pieces of a dim."""
+    for piece in dim:
+        while piece.same is not None:
+            piece = piece.same
+        if piece.parts:
+            yield from flat(piece.parts)
+        else:
+            yield piece
+
+
+def join(first: Dim, second: Dim) -> None:
+    """Joins two dims of equal size, and splits the pieces of either at the boundaries of the other."""
+    left, right = [*flat(first)][::-1], [*flat(second)][::-1]
+    while left and right:
+        a, b = left.pop(), right.pop()
+        current = [(stack, [*flat((piece,))]) for stack, piece in ((left, a), (right, b))]
+        if any(pieces != [piece] for (_, pieces), piece in zip(current, (a, b), strict=True)):
+            for stack, pieces in current:  # split or joined meanwhile
+                stack.extend(reversed(pieces))
+        elif a is b:
+            continue
+        elif a.size == b.size:
+            a.facts.add(b.facts)
+            b.same = a
+        elif a.size % b.size == 0:
+            left.extend(reversed(_split(a, b.size)))
+            right.append(b)
+        elif b.size % a.size == 0:
+            right.extend(reversed(_split(b, a.size)))
+            left.append(a)
+        else:
+            mix((a, b, *left, *right), "not followed")
+            return
+
+
+def regroup(dims: Sequence[Dim], sizes: Sequence[int]) -> list[Dim]:
+    """Returns the dims of a reshaped array."""
+    pieces = [piece for dim in dims for piece in flat(dim)][::-1]
+    dims_out: list[Dim] = []
+    for index, size in enumerate(sizes):
+        dim: list[Piece] = []
+        while (missing := size // math.prod(p.size for p in dim)) > 1:
+            piece = pieces.pop()
+            if missing % piece.size == 0:
+                dim.append(piece)
+            elif piece.size % missing == 0:
+                first, second = _split(piece, missing)
+                dim.append(first)
+                pieces.append(second)
+            else:
+                mix((*dim, piece, *pieces), "not followed")
+                return [*dims_out, *(fresh(size) for size in sizes[index:])]
+        dims_out.append(tuple(dim))
+    return dims_out
+
+
+def mix(dim: Iterable[Piece], why: str) -> None:
+    """Records that the entries of a dim depend on each other."""
+    for piece in flat(dim):
+        piece.facts.mixed.add(why)
+
+
+def _split(piece: Piece, first: int) -> tuple[Piece, Piece]:
+    parts = Piece(first), Piece(piece.size // first)
+    for part in parts:
+        part.facts.add(piece.facts)
+    piece.parts = parts
+    return parts

@@ -1,0 +1,127 @@
+"""Names of dims by their use in the model's program."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from jax.extend.core import Jaxpr
+
+from jaxpar.sharding.infer_names.dim_pieces import Dim, Piece, flat
+from jaxpar.sharding.infer_names.program import follow_dims
+
+# A table with more rows than this, in multiples of its width, is split by rows even if no matmul produces them: that
+# sends activations, while gathering would send the table itself. It is the size of a feed-forward matrix.
+WIDE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class InferredDims:
+    """Inferred dims of an unannotated parameter.
+
+    Attributes:
+      names: The name of each dim, or None.
+      pieces: Per dim, the largest number of shards: a dim of heads x head_dim is split between heads.
+      why: The evidence.
+      followed: Whether the whole use of the parameter is known, so that, if no dim may be split, that is certain.
+    """
+
+    names: tuple[str | None, ...]
+    pieces: tuple[int, ...]
+    why: str
+    followed: bool = False
+
+
+def infer_by_use(jaxpr: Jaxpr, paths: Sequence[str]) -> dict[str, InferredDims]:
+    """Infers the dims of all parameters of a traced model, which are its first arguments."""
+    params = {path: tuple(tuple(flat(dim)) for dim in dims) for path, dims in follow_dims(jaxpr, paths).items()}
+    names = _pairs(params)
+    return {path: _read(path, dims, names) for path, dims in params.items()}
+
+
+def _pairs(params: Mapping[str, Sequence[Dim]]) -> dict[Piece, str]:
+    """Names the pieces that one parameter produces and another contracts; one piece for each parameter.
+
+    Pieces where queries meet keys come first, then those of fewest parameters: otherwise the stream, which every layer
+    reads and adds to, would take all of them.
+    """
+    order = {piece: n for n, piece in enumerate(p for dims in params.values() for dim in dims for p in dim)}
+    candidates = [piece for piece in order if _computed_apart(piece)]
+    candidates.sort(key=lambda p: (-p.facts.batched_count, len(p.facts.produced_by | p.facts.contracted_by), order[p]))
+    chosen: dict[Piece, str] = {}
+    assigned: dict[str, Piece] = {}
+    for piece in candidates:
+        owners = [path for path in piece.facts.produced_by | piece.facts.contracted_by if path in params]
+        if all(path not in assigned or _follows(params[path], assigned[path], piece) for path in owners):
+            chosen[piece] = "heads" if piece.facts.batched_count else "mlp"
+            assigned |= dict.fromkeys(owners, piece)
+    return chosen
+
+
+def _computed_apart(piece: Piece) -> bool:
+    facts = piece.facts
+    used = facts.produced_by and facts.contracted_by and facts.produced_by.isdisjoint(facts.contracted_by)
+    return bool(used) and not (facts.mixed or facts.looked_up or facts.scanned)
+
+
+def _follows(dims: Sequence[Dim], first: Piece, piece: Piece) -> bool:
+    """Whether a piece comes right after another in a dim, with the same use: heads in groups that share keys."""
+    return first.facts.batched_count == piece.facts.batched_count and any(
+        pair == (first, piece) for dim in dims for pair in pairwise(dim)
+    )
+
+
+def _read(path: str, dims: Sequence[Dim], pairs: Mapping[Piece, str]) -> InferredDims:
+    rows = [_row(path, index, dims, pairs) for index in range(len(dims))]
+    cut = [piece for dim in dims for piece in dim if piece in pairs]
+    return InferredDims(
+        names=tuple(name for name, _ in rows),
+        pieces=tuple(count for _, count in rows),
+        why="use: " + (_told(path, cut[0], pairs[cut[0]]) if cut else ", ".join(_plain(rows)) or "no dim to be cut"),
+        followed=not any("not followed" in piece.facts.mixed for dim in dims for piece in dim),
+    )
+
+
+def _row(path: str, index: int, dims: Sequence[Dim], pairs: Mapping[Piece, str]) -> tuple[str | None, int]:
+    """Returns the name of a dim, and its largest number of shards."""
+    dim = dims[index]
+    size = math.prod(piece.size for piece in dim)
+    if not dim:
+        return None, 1
+    if any(piece.facts.scanned for piece in dim):
+        return "layers", size
+    leading = [piece for piece in dim if piece in pairs]
+    if leading:
+        # a piece that is not the first lies within parts of a fused matrix: contiguous shards divide those parts first
+        last = max(n for n, piece in enumerate(dim) if piece in pairs)
+        return pairs[leading[0]], math.prod(piece.size for piece in dim[: last + 1])
+    other_entries = math.prod(piece.size for n, other_dim in enumerate(dims) if n != index for piece in other_dim)
+    facts = dim[0].facts
+    tied = facts.looked_up and facts.produced_by
+    read_out = facts.produced_by and not facts.contracted_by and not facts.looked_up and len(dims) > 1
+    head = (
+        read_out and path in facts.produced_by and size >= other_entries
+    )  # unsplit, every device would compute all logits
+    if tied or head or (path in facts.looked_up and size > WIDE * other_entries):
+        return "vocab", size
+    if any(piece.facts.batched_count or "contracted between activations" in piece.facts.mixed for piece in dim):
+        return "head_dim", size
+    return "embed" if facts.produced_by or facts.contracted_by else None, size
+
+
+def _told(path: str, piece: Piece, name: str) -> str:
+    made, taken = piece.facts.produced_by, piece.facts.contracted_by
+    if path in made:
+        return f"{name} are made here and contracted by {_short(taken)}"
+    if path in taken:
+        return f"{name} are contracted here and made by {_short(made)}"
+    return f"{name} are made by {_short(made)}"
+
+
+def _plain(rows: Iterable[tuple[str | None, int]]) -> list[str]:
+    return ["rows are looked up, or read out" for name, _ in rows if name == "vocab"]
+
+
+def _short(paths: Iterable[str]) -> str:
+    ends = sorted({"/".join(path.split("/")[-2:]) for path in paths})
+    return ", ".join(ends[:3]) + (", ..." if len(ends) > 3 else "")

@@ -1,0 +1,92 @@
+"""Names of dims by the usual layer names, and by the shapes of sibling parameters: for models without a program.
+
+A kernel of [embed, heads, head_dim] looks like a stack of kernels [embed, heads]. It is a stack only if its siblings
+confirm it: in a stack all parameters have the same dim 0, including those for which it can only be an extra dim.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+
+from jaxpar.sharding.infer_names.from_use import InferredDims
+from jaxpar.sharding.names import Leaf
+
+_IN = r"(query|key|value|[qkv]|[qkv]_proj|(query|key|value)_proj)"
+_OUT = r"(out|o|o_proj|out_proj)"
+_UP = r"(up|gate|wi|wi_0|wi_1|w1|w3|fc1|up_proj|gate_proj|linear1)"
+_DOWN = r"(down|wo|w2|fc2|down_proj|linear2)"
+_W = r"/(kernel|w|weight)"
+# Ends of paths (regular expressions), with names of all dims but that of a stack. The first of matching rank is taken.
+WORDS: tuple[tuple[str, tuple[str | None, ...]], ...] = (
+    (_IN + _W, ("embed", "heads", "head_dim")),
+    (_IN + _W, ("embed", "heads")),
+    (_IN + "/bias", ("heads",)),
+    (_IN + "/bias", ("heads", "head_dim")),
+    (_OUT + _W, ("heads", "head_dim", "embed")),
+    (_OUT + _W, ("heads", "embed")),
+    (_UP + _W, ("embed", "mlp")),
+    (_UP + "/bias", ("mlp",)),
+    (_DOWN + _W, ("mlp", "embed")),
+    # Gemma, in the code of DeepMind, Flax and big_vision
+    (r"q_einsum" + _W, ("heads", "embed", "head_dim")),
+    (r"(kv|qkv)_einsum" + _W, (None, "heads", "embed", "head_dim")),
+    (r"(attn_vec|out|o)_einsum" + _W, ("heads", "head_dim", "embed")),
+    (r"mlp/gating_einsum", (None, "embed", "mlp")),
+    (r"mlp/linear", ("mlp", "embed")),
+    (r"\w*(embed|token|wte)\w*/embedding", ("vocab", "embed")),
+    (r"(input_embedding|input_emb)(_table)?", ("vocab", "embed")),
+    (r"(lm_head|logits|unembed)" + _W, ("embed", "vocab")),
+)
+
+
+def infer_by_words(leaves: Mapping[str, Leaf]) -> dict[str, InferredDims]:
+    """Infers the dims of the parameters whose paths have a known end."""
+    stacks = _stacks(leaves)
+    reads = {}
+    for path, leaf in leaves.items():
+        stacked = any(path.startswith(scope) for scope in stacks)
+        names = _named(path, len(leaf.shape) - stacked)
+        if names is None:
+            continue
+        names = ("layers",) * stacked + names
+        if names[-3:] in (("embed", "heads", "head_dim"), ("heads", "embed", "head_dim")):
+            names = (*names[:-3], *_in_order(leaf.shape[-3:]))
+        why = "path like " + "/".join(path.split("/")[-2:])
+        reads[path] = InferredDims(names=names, pieces=leaf.shape, why=why)
+    return reads
+
+
+def _named(path: str, rank: int) -> tuple[str | None, ...] | None:
+    return next(
+        (names for pattern, names in WORDS if len(names) == rank and re.search(rf"(^|/){pattern}$", path)), None
+    )
+
+
+def _in_order(shape: tuple[int, ...]) -> tuple[str, str, str]:
+    """Names the dims of a projection to heads: of its first two dims, the wider one is the stream."""
+    return ("embed", "heads", "head_dim") if shape[0] >= shape[1] else ("heads", "embed", "head_dim")
+
+
+def _stacks(leaves: Mapping[str, Leaf]) -> set[str]:
+    """Returns the modules whose parameters are stacked: all have the same dim 0, and some have an extra dim."""
+    members: dict[str, list[tuple[str, Leaf]]] = defaultdict(list)
+    for path, leaf in leaves.items():
+        words = path.split("/")
+        for depth in range(1, len(words)):
+            members["/".join(words[:depth]) + "/"].append((path, leaf))
+    return {
+        scope
+        for scope, entries in members.items()
+        if len(entries) > 1
+        and all(leaf.shape[:1] == entries[0][1].shape[:1] for _, leaf in entries)
+        and any(_too_many(path, len(leaf.shape)) for path, leaf in entries)
+    }
+
+
+def _too_many(path: str, rank: int) -> bool:
+    """Whether a parameter has one dim more than its kind has, and no other explanation."""
+    if re.search(r"(^|[/_])(bias|scale|beta|gamma)$", path):
+        return rank > 1 and not re.search(_IN + "/bias$", path)
+    if re.search(rf"(^|/){_OUT}{_W}$", path):
+        return rank > 2  # [heads, head_dim, embed] has another dim 0 than its siblings
+    return _named(path, rank) is None and _named(path, rank - 1) is not None

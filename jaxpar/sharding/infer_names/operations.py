@@ -1,0 +1,225 @@
+"""Dims of the results of JAX operations, from the dims of their operands."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from jax.extend.core import JaxprEqn
+
+from jaxpar.sharding.infer_names.dim_pieces import Dim, Facts, flat, fresh, join, mix, regroup
+
+
+@dataclass(frozen=True, eq=False)
+class Array:
+    """An array of the program.
+
+    Attributes:
+      dims: Its dims.
+      source: The parameters that it is computed from, empty for a constant or an input; None for an activation.
+    """
+
+    dims: tuple[Dim, ...]
+    source: frozenset[str] | None
+
+
+Rule = Callable[[JaxprEqn, list[Array]], list[Array]]
+CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # parameters of equations that hold a called program
+
+
+def elementwise(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
+    """Treats an operation as elementwise: dims of equal size are joined. Dims that no result has are not followed."""
+    source, shapes = _source(arrays), [_shape(var) for var in eqn.outvars]
+    results = [[fresh(size) for size in shape] for shape in shapes]
+    for array, operand in zip(arrays, eqn.invars, strict=True):
+        matches = [dims for dims, shape in zip(results, shapes, strict=True) if _broadcasts(_shape(operand), shape)]
+        for axis, dim in enumerate(array.dims):
+            if not matches:
+                mix(dim, "not followed")
+            for dims in matches if dim else ():
+                join(dim, dims[axis])
+    return [Array(tuple(dims), source) for dims in results]
+
+
+def _broadcasts(given: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    return len(given) == len(shape) and all(a in (b, 1) for a, b in zip(given, shape, strict=True))
+
+
+def _shape(var) -> tuple[int, ...]:
+    return tuple(getattr(var.aval, "shape", ()))
+
+
+def _reduce(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
+    axes = eqn.params["axes"]
+    for array in arrays:
+        # sums of parameters alone, as for a penalty or a norm of weights, are small
+        for axis in axes if not array.source else ():
+            mix(array.dims[axis], "reduced")
+    dims = tuple(dim for axis, dim in enumerate(arrays[0].dims) if axis not in axes)
+    return [Array(dims, None if _source(arrays) != frozenset() else frozenset()) for _ in eqn.outvars]
+
+
+def _along(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
+    """Operations that sum or sort along an axis, and keep it."""
+    axis = eqn.params.get("axis", eqn.params.get("dimension", -1))
+    for array in arrays:
+        if array.dims:
+            mix(array.dims[axis], "reduced")
+    return elementwise(eqn, arrays)
+
+
+def _transpose(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
+    return [Array(tuple(arrays[0].dims[axis] for axis in eqn.params["permutation"]), arrays[0].source)]
+
+
+def _reshape(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
+    return [Array(tuple(regroup(arrays[0].dims, _shape(eqn.outvars[0]))), arrays[0].source)]
+
+
+def _broadcast(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
+    shape, places = eqn.params["shape"], eqn.params["broadcast_dimensions"]
+    dims = {dim: arrays[0].dims[axis] for axis, dim in enumerate(places) if _shape(eqn.invars[0])[axis] == shape[dim]}
+    return [Array(tuple(dims.get(axis, fresh(size)) for axis, size in enumerate(shape)), arrays[0].source)]
+
+
+def _slice(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
+    """Slices: one of equal parts is a row of the dim reshaped to [parts, entries]."""
+    shape, result = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    starts = eqn.params.get("start_indices", (0,) * len(shape))
+    static = eqn.primitive.name == "slice" and eqn.params.get("strides") is None
+    dims = []
+    for dim, start, size, part in zip(arrays[0].dims, starts, shape, result, strict=True):
+        equal = static and size % part == 0 and start % part == 0
+        dims.append(dim if size == part else _part(dim, size, part, equal))
+    return [Array(tuple(dims), arrays[0].source)]
+
+
+def _split(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
+    sizes, axis = eqn.params["sizes"], eqn.params["axis"]
+    dims, equal = arrays[0].dims, len(set(sizes)) == 1
+    parts = [_part(dims[axis], sum(sizes), size, equal) for size in sizes]
+    return [Array((*dims[:axis], part, *dims[axis + 1 :]), arrays[0].source) for part in parts]
+
+
+def _part(dim: Dim, size: int, length: int, equal: bool) -> Dim:
+    if equal:
+        return regroup([dim], [size // length, length])[1]
+    if length > 1:  # an index alone mixes nothing
+        mix(dim, "not followed")
+    return fresh(length)
+
+
+def _concatenate(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
+    axis = eqn.params["dimension"]
+    for operand in arrays[1:]:
+        for dim_index, (first, dim) in enumerate(zip(arrays[0].dims, operand.dims, strict=True)):
+            if dim_index != axis:
+                join(first, dim)
+    sizes = [_shape(var)[axis] for var in eqn.invars]
+    if len({*sizes}) == 1:  # the halves of rotated heads
+        for operand in arrays[1:]:
+            join(arrays[0].dims[axis], operand.dims[axis])
+        joined = (*fresh(len(sizes)), *arrays[0].dims[axis])
+    else:
+        for array in arrays:
+            mix(array.dims[axis], "not followed")
+        joined = fresh(sum(sizes))
+    dims = arrays[0].dims
+    return [Array((*dims[:axis], joined, *dims[axis + 1 :]), _source(arrays))]
+
+
+def _update(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
+    """Writes a part of an array, as a cache does: dims of equal size are joined."""
+    shapes = [_shape(var) for var in eqn.invars[:2]]
+    for whole, dim, size, part in zip(arrays[0].dims, arrays[1].dims, *shapes, strict=True):
+        if size == part:
+            join(whole, dim)
+    return [Array(arrays[0].dims, _source(arrays[:2]))]
+
+
+def _gather(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
+    """Looks rows up: the result keeps the dims that are not indexed."""
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    table, shape = arrays[0], _shape(eqn.invars[0])
+    dims = [fresh(size) for size in _shape(eqn.outvars[0])]
+    sliced = [
+        axis
+        for axis in range(len(shape))
+        if axis not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    ]
+    for axis, target in zip(sliced, numbers.offset_dims, strict=True):
+        if sizes[axis] == shape[axis]:
+            dims[target] = table.dims[axis]
+    batch = [axis for axis in range(len(dims)) if axis not in numbers.offset_dims]
+    for axis, dim in zip(batch, arrays[1].dims[:-1], strict=False):
+        dims[axis] = dim
+    for axis in numbers.start_index_map:
+        for piece in flat(table.dims[axis]):
+            piece.facts.looked_up |= table.source or frozenset()
+    return [Array(tuple(dims), None)]
+
+
+def _dot(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
+    (contracted, batch), (left, right) = eqn.params["dimension_numbers"], arrays
+    for pairs in (contracted, batch):
+        for left_axis, right_axis in zip(*pairs, strict=True):
+            join(left.dims[left_axis], right.dims[right_axis])
+    free = [
+        [axis for axis in range(len(array.dims)) if axis not in (*contracted[side], *batch[side])]
+        for side, array in enumerate(arrays)
+    ]
+    contracted_dims = [left.dims[axis] for axis in contracted[0]]
+    batch_dims = [left.dims[axis] for axis in batch[0]]
+    free_dims = [[array.dims[axis] for axis in axes] for array, axes in zip(arrays, free, strict=True)]
+    weights = [array.source or frozenset() for array in arrays]
+    if all(weights):
+        source = weights[0] | weights[1]  # a parameter computed from others, as of low rank
+    elif any(weights):
+        side, source = (0 if weights[0] else 1), None
+        for path in weights[side]:
+            _note(contracted_dims, Facts(contracted_by={path}))
+            _note(free_dims[side], Facts(produced_by={path}))
+        _note(batch_dims, Facts(batched_count=1))  # batched: heads of a learned query and of the keys
+    else:
+        source = None
+        _note(contracted_dims, Facts(mixed={"contracted between activations"}))
+        _note([*batch_dims, *free_dims[0], *free_dims[1]], Facts(batched_count=1))
+    return [Array((*batch_dims, *free_dims[0], *free_dims[1]), source)]
+
+
+def _convolve(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
+    for array in arrays:
+        for dim in array.dims:
+            mix(dim, "not followed")
+    return [Array(tuple(map(fresh, _shape(eqn.outvars[0]))), None)]
+
+
+def _note(dims: Sequence[Dim], facts: Facts) -> None:
+    for dim in dims:
+        for piece in flat(dim):
+            piece.facts.add(facts)
+
+
+def _source(arrays: Sequence[Array]) -> frozenset[str] | None:
+    if any(array.source is None for array in arrays):
+        return None
+    return frozenset().union(*(array.source or () for array in arrays))
+
+
+_REDUCE = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin")
+_ALONG = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev", "top_k")
+OPERATIONS: dict[str, Rule] = {
+    **dict.fromkeys(_REDUCE, _reduce),
+    **dict.fromkeys(_ALONG, _along),
+    "transpose": _transpose,
+    "reshape": _reshape,
+    "squeeze": _reshape,
+    "expand_dims": _reshape,
+    "broadcast_in_dim": _broadcast,
+    "slice": _slice,
+    "dynamic_slice": lambda eqn, arrays: _slice(eqn, arrays[:1]),
+    "split": _split,
+    "concatenate": _concatenate,
+    "dynamic_update_slice": _update,
+    "gather": _gather,
+    "dot_general": _dot,
+    "conv_general_dilated": _convolve,
+}

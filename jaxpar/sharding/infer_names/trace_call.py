@@ -1,0 +1,46 @@
+"""Traces one call of a model on abstract inputs: the program from which its parameters' dims are inferred."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+
+from jaxpar.sharding.author.explicit import no_mesh, sharding_translation
+from jaxpar.sharding.names import Blueprint, Compute, Program, Tree, path_of
+from jaxpar.sharding.nnx.hooks import step_hooks
+
+
+def trace_program(init: Callable, bind: Callable, call: Callable[[Any], Any]) -> Program:
+    """Returns the program of a call, and the paths of the parameters that are its first arguments.
+
+    Args:
+      init: `Blueprint.init`.
+      bind: `Blueprint.bind`.
+      call: Calls a model once, as training will.
+    """
+
+    def program(values: Tree, state: Tree) -> None:
+        call(bind(values, state, lambda _, value: value, Compute()))
+
+    with sharding_translation(), step_hooks(), no_mesh():
+        values, state = jax.eval_shape(init, jax.random.key(0))
+        paths = tuple(path_of(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(values)[0])
+        return jax.make_jaxpr(program)(values, state), paths
+
+
+def with_program(blueprint: Blueprint, call: Callable[[Any], Any]) -> Blueprint:
+    """Attaches a lazily traced program (one call on abstract inputs) to the blueprint, unless it has one."""
+    if blueprint.program is not None:
+        return blueprint
+    return replace(blueprint, program=cache(lambda: trace_program(blueprint.init, blueprint.bind, call)))
+
+
+def zeros_like_input(example: Any) -> Any:
+    """Returns zeros for an array, or for anything with shape and dtype; other values unchanged."""
+    if not (hasattr(example, "shape") and hasattr(example, "dtype")):
+        return example
+    if jax.numpy.issubdtype(example.dtype, jax.dtypes.prng_key):
+        return jax.numpy.broadcast_to(jax.random.key(0), example.shape)
+    return jax.numpy.zeros(example.shape, example.dtype)

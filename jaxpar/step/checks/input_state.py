@@ -1,0 +1,160 @@
+"""Checks the input state of a step, and the model state that it returns.
+
+The input must not be donated already, and must match the step's layout, model and optimizer; model state keeps its
+shape and dtype.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.errors import JaxparError, refuse
+from jaxpar.sharding.names import Tree, path_of
+from jaxpar.step.state import HOST, State
+
+_FIX = "state = jp.init_state(layout, optimizer), then state, metrics = step(state, batch)"
+
+
+def check_not_donated(state: Any) -> None:
+    """Refuses a donated State (jax 0.10.2 kills the process if a program gets a deleted array), or another value.
+
+    Raises:
+      JaxparError: In both cases.
+    """
+    if not isinstance(state, State):
+        raise refuse(
+            f"a state that is a {type(state).__name__}",
+            rule="a state comes from jp.init_state, or from the step before",
+            fix=_FIX,
+        )
+    if isinstance(state.step, jax.Array) and state.step.is_deleted():
+        raise refuse(
+            "a state that was already passed to a step",
+            rule="a step reuses the memory of the state it is given",
+            fix="state, metrics = step(state, batch), and only the new state after that",
+        )
+
+
+def check_matches_step(state: State, expected: State, placed: State) -> None:
+    """Refuses a state of another layout, model or optimizer.
+
+    Args:
+      state: The input state.
+      expected: Shapes and dtypes of the step's state.
+      placed: Shardings of the step's state.
+
+    Raises:
+      JaxparError: Names the first array with another shape, dtype or sharding.
+    """
+    for part, whose in (
+        ("params", "model"),
+        ("optimizer", "optimizer"),
+        ("model_state", "model"),
+        ("exchange", "exchange"),
+    ):
+        tree, expected_tree = getattr(state, part), getattr(expected, part)
+        if jax.tree.structure(tree) != jax.tree.structure(expected_tree):
+            raise refuse(
+                f"a state of another {whose}: its tree of {part} is another",
+                rule=f"state and step have the same {whose}",
+                fix=_FIX,
+            )
+        flat = zip(
+            jax.tree_util.tree_leaves_with_path(tree),
+            jax.tree.leaves(expected_tree),
+            jax.tree.leaves(getattr(placed, part)),
+            strict=True,
+        )
+        for (keys, leaf), want, place in flat:
+            _check_leaf(f"{part}/{path_of(keys)}", leaf, want, place, whose)
+
+
+def cast_to_initial(name: str, before: Tree, after: Tree) -> Tree:
+    """Casts the state that a model wrote to the dtypes it was initialized with.
+
+    Args:
+      name: The name of the model.
+      before: The model state before the call.
+      after: The model state after it.
+
+    Raises:
+      JaxparError: Names the first array with another shape, or a dtype that cannot be cast to the initial one.
+    """
+    if jax.tree.structure(after) != jax.tree.structure(before):
+        raise _other_tree(name, before, after)
+    written, structure = jax.tree_util.tree_flatten_with_path(after)
+    pairs = zip(written, jax.tree.leaves(before), strict=True)
+    return jax.tree.unflatten(structure, [_as_made(name, path_of(keys), x, initial) for (keys, x), initial in pairs])
+
+
+def _as_made(name: str, path: str, written: Any, made: Any) -> Any:
+    if jnp.shape(written) != made.shape:
+        raise refuse(
+            f"{name} writes {path} of {list(jnp.shape(written))}, which was made as {list(made.shape)}",
+            rule="state that lasts keeps its shape: a compiled step cannot grow it",
+            fix="make it in the shape that is written, or return what only this call needs",
+        )
+    dtype = jnp.result_type(written)
+    if dtype == made.dtype:
+        return written
+    if not _kind(dtype) <= _kind(made.dtype) < math.inf:
+        raise refuse(
+            f"{name} writes {path} in {dtype}, which was made in {made.dtype}",
+            rule="state that lasts keeps its dtype: it takes numbers of any width, of its own kind or one within that",
+            fix=f"make it in {dtype}, or cast where it is written: .astype({made.dtype})",
+        )
+    return jnp.asarray(written).astype(made.dtype)
+
+
+def _kind(dtype: Any) -> float:
+    """Ranks kinds of numbers: each kind contains those of lower rank. Other dtypes are inf."""
+    kinds = (jnp.bool_, jnp.unsignedinteger, jnp.signedinteger, jnp.floating, jnp.complexfloating)
+    return next((rank for rank, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), math.inf)
+
+
+def _other_tree(name: str, before: Tree, after: Tree) -> JaxparError:
+    path_sets = ({path_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(tree)} for tree in (before, after))
+    before_paths, after_paths = path_sets
+    where = ", ".join(sorted(before_paths ^ after_paths)[:3]) or "a container of another type"
+    return refuse(
+        f"{name} writes another tree of arrays to its state than it was made with: {where}",
+        rule="state that lasts keeps its tree: a compiled step cannot grow it",
+        fix="make in init the arrays that are written later, in the same containers",
+    )
+
+
+def _check_leaf(path: str, leaf: Any, want: jax.ShapeDtypeStruct, place: jax.sharding.Sharding, whose: str) -> None:
+    if not isinstance(leaf, jax.Array):
+        raise refuse(
+            f"{path} of the state is a {type(leaf).__name__}",
+            rule="a state lives on the devices of its layout; a single number is put there",
+            fix=f"a number of {want.dtype}" if not want.shape else "the array of the state before, x.at[...].set(...)",
+        )
+    if leaf.shape != want.shape:
+        raise refuse(
+            f"{path} of the state is {list(leaf.shape)}, the step's is {list(want.shape)}",
+            rule=f"state and step have the same {whose}",
+            fix=_FIX,
+        )
+    if leaf.dtype != want.dtype:
+        raise refuse(
+            f"{path} of the state is {leaf.dtype}, the step's is {want.dtype}",
+            rule=f"state and step have the same {whose}",
+            fix=f"{path}.astype({str(want.dtype)!r})",
+        )
+    if not leaf.sharding.is_equivalent_to(place, leaf.ndim):
+        on_host, offload = leaf.sharding.memory_kind == HOST, place.memory_kind == HOST
+        if on_host != offload:
+            where = "host memory" if on_host else "device memory"
+            raise refuse(
+                f"{path} of the state is in {where}, and the step was made with offload={offload}",
+                rule="state and step have the same offload",
+                fix=f"jp.init_state(layout, optimizer, offload={offload}), or offload={on_host} of the step",
+            )
+        raise refuse(
+            f"a state of another layout: {path} is on {leaf.sharding}, the step wants {place}"[:300],
+            rule="state and step have the same layout",
+            fix=_FIX,
+        )

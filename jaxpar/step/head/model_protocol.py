@@ -1,0 +1,178 @@
+"""The protocol of models whose logits the loss computes itself.
+
+    class Net(nnx.Module):
+        head_name = "lm_head/kernel"                  # the path of a parameter [dim, vocab], or [vocab, dim]
+
+        def hidden(self, tokens): ...                 # [batch, seq] to [batch, seq, dim]
+
+        def __call__(self, tokens):
+            return self.hidden(tokens) @ self.lm_head.kernel[...]
+
+A tied model names its embedding. The logits must be a plain matmul: without bias, or a function of them.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxpar.errors import refuse
+from jaxpar.models.output_dtype import belongs_to_call
+from jaxpar.sharding.adapters import AdaptedMatrix
+
+
+@dataclass(frozen=True)
+class Head:
+    """The head of a model, and the hidden state it is multiplied with.
+
+    Attributes:
+      hidden: Shape [batch, seq, dim].
+      weight: Shape [dim, vocab], or [vocab, dim] if it is a table.
+      table: Whether the weight is [vocab, dim], like an embedding.
+    """
+
+    hidden: jax.Array
+    weight: jax.Array
+    table: bool
+
+    @property
+    def vocab(self) -> int:
+        """Size of the vocabulary."""
+        return self.weight.shape[0 if self.table else 1]
+
+
+def has_head(model: Any) -> bool:
+    """Whether the class that defines the model's `__call__` also has a method `hidden` and a `head_name`."""
+    module = _module(model)
+    if not callable(getattr(module, "hidden", None)) or not isinstance(getattr(module, "head_name", None), str):
+        return False
+    return belongs_to_call(type(module), "hidden", "head_name")
+
+
+def _module(model: Any) -> Any:
+    """The module of a bound model: Linen's is wrapped."""
+    return model if isinstance(model, nnx.Module) else getattr(model, "module", model)
+
+
+def vocab_size(model: Any) -> int:
+    """Returns the vocabulary size of a model with this protocol, without reading the head.
+
+    It is the size of the head's dim named `vocab`, otherwise of the larger dim.
+    """
+    param = _find(model)
+    shape, names = _stored(param.value).shape, _names(param.value)
+    return int(shape[names.index("vocab")] if "vocab" in names else max(shape))
+
+
+def read_head(model: Any, tokens: jax.Array, **documents: jax.Array) -> Head:
+    """Returns the head of a model, and its hidden state for tokens [batch, seq].
+
+    The head is read once, also if it is tied to the embedding that `hidden` reads: reading a parameter twice gathers it
+    twice. `documents` are `segments` and `positions` of packed rows, passed to `hidden`.
+
+    Raises:
+      JaxparError: If there is no such parameter, it has a bias, or its shape does not tell which dim is the vocabulary.
+    """
+    param = _find(model)
+    weight = param.read()
+    if isinstance(param.value, nnx.Variable):
+        with _held(param.value, weight):
+            hidden = model.hidden(tokens, **documents)
+    else:
+        hidden = model(tokens, **documents, method="hidden")
+    table = _is_table(weight, hidden, param)
+    # a 16-bit model may return float32; the head's dtype is the matmul dtype
+    return Head(hidden.astype(weight.dtype), weight, table)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The parameter that a model names: its description for messages, its stored value, and a function to read it."""
+
+    said: str
+    value: Any
+    read: Callable[[], jax.Array]
+
+
+def _find(model: Any) -> _Found:
+    """Finds the parameter that a model names as its head.
+
+    Raises:
+      JaxparError: If the model has no such parameter, if it is not 2-D, or if it has a bias.
+    """
+    module = _module(model)
+    text = f'{type(module).__name__}.head_name = "{module.head_name}"'
+    holder: Any = model if isinstance(model, nnx.Module) else model.params
+    get = getattr if isinstance(model, nnx.Module) else dict.__getitem__
+    *parents, last = module.head_name.split("/")
+    try:
+        for word in parents:
+            holder = get(holder, word)
+        value = get(holder, last)
+        shape = _stored(value).shape
+    except (AttributeError, KeyError, TypeError) as error:
+        raise refuse(
+            f"{text}, and there is no such parameter",
+            rule="head_name is the path of the parameter that makes logits of the hidden state",
+            fix='head_name = "lm_head/kernel", say: a path of layout.placements',
+        ) from error
+    bias = parents and (holder.bias if hasattr(holder, "bias") else isinstance(holder, dict) and "bias" in holder)
+    if bias or len(shape) != 2:
+        raise refuse(
+            f"{text}, {'beside a bias' if bias else f'of shape {list(shape)}'}",
+            rule="logits are the hidden state times a matrix, and nothing else",
+            fix="use_bias=False, or no head_name: the loss then takes the logits as the model returns them",
+        )
+    return _Found(text, value, (lambda: value[...]) if get is getattr else lambda: holder[last])
+
+
+def _stored(value: Any) -> Any:
+    """The stored array of a parameter; for one with an adapter, the base matrix."""
+    raw = value.get_raw_value() if isinstance(value, nnx.Variable) else value
+    return raw.base if isinstance(raw, AdaptedMatrix) else raw
+
+
+def _names(value: Any) -> tuple:
+    return tuple(value.get_metadata().get("out_sharding") or ()) if isinstance(value, nnx.Variable) else ()
+
+
+def _is_table(weight: jax.Array, hidden: jax.Array, held: _Found) -> bool:
+    """Whether the head is [vocab, dim], by its dim names or by the shape of the hidden state."""
+    shape, names, dim = weight.shape, _names(held.value), hidden.shape[-1]
+    if hidden.ndim != 3 or dim not in shape:
+        raise refuse(
+            f"hidden returns {list(hidden.shape)}, and {held.said} has shape {list(shape)}",
+            rule="the hidden state is [batch, seq, dim], and the head [dim, vocab] or [vocab, dim]",
+            fix="hidden() without the head's matmul, and head_name its kernel or the embedding",
+        )
+    if "vocab" not in names and shape == (dim, dim):
+        raise refuse(
+            f"{held.said} of shape {list(shape)}",
+            rule="the shape of a head tells which of its dims is the vocabulary, or a name does",
+            fix='out_sharding=("embed", "vocab"), or no head_name',
+        )
+    return names.index("vocab") == 0 if "vocab" in names else shape[1] == dim
+
+
+@contextmanager
+def _held(variable: Any, value: jax.Array) -> Iterator[None]:
+    """Caches a value in a variable: reads within the context return it."""
+    metadata = variable.get_metadata()
+    if "at_use" not in metadata:  # outside of a step a second read moves nothing
+        yield
+        return
+    use = metadata["at_use"]
+    variable.set_metadata(at_use=partial(_read, use.args[0], value))
+    try:
+        yield
+    finally:
+        variable.set_metadata(at_use=use)
+
+
+def _read(path: str, known: jax.Array, _: Any) -> jax.Array:
+    """Returns the cached value; `path` is for messages, see `nnx.hooks.used`."""
+    return known

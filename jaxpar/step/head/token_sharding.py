@@ -1,0 +1,118 @@
+"""The sharding of a loss's tokens and vocabulary in a step, and chunks of tokens for it.
+
+    hidden [batch, seq, dim]  ─►  [chunks, b, x, t, tokens, dim]   nothing moves: each device chunks its own tokens
+                                           b  shards of the batch, over data and fsdp
+                                           x  shards of the sequence, over context
+                                           t  shards of x over tensor, under sequence parallelism: gathered
+                                              chunk by chunk, as a token's logits are computed together
+
+Each sharded dim is separate here, so that each device keeps partial sums until the end: gradients of the head,
+[b, x, dim, vocab], are sent once.
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxpar.models.dim_names import axes_of, constrain_to, spec_of
+from jaxpar.models.settings.logits import Logits
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TokenSharding:
+    """The sharding of tokens and vocabulary: mesh axes and number of shards of each dim.
+
+    Attributes:
+      batch: Axes of `b`.
+      seq: Axes of `x`.
+      inner: Axes of `t`.
+      vocab: Axes of the vocabulary.
+      num_shards: Number of shards b, x, t.
+      in_step: Whether a step is being traced, so that sharding constraints apply.
+    """
+
+    batch: Axes = ()
+    seq: Axes = ()
+    inner: Axes = ()
+    vocab: Axes = ()
+    num_shards: tuple[int, int, int] = (1, 1, 1)
+    in_step: bool = False
+
+    def logits(self, tokens: int, vocab: int, *, largest: int) -> Logits:
+        """Returns the number of logits per device, for this number of tokens over all devices."""
+        ways = _pieces(self.vocab)
+        return Logits(tokens // (self.num_shards[0] * self.num_shards[1]), -(-vocab // ways), largest)
+
+    def split_chunks(self, x: jax.Array, chunks: int) -> jax.Array:
+        """Reshapes [batch, seq, ...] to [chunks, b, x, t, tokens, ...]; zeros pad the last chunk.
+
+        The caller constrains the result's sharding, with `own` or `whole`.
+        """
+        (b, x_, t), tail = self.num_shards, x.shape[2:]
+        x = x.reshape(b, x.shape[0] // b, x_, t, x.shape[1] // (x_ * t), *tail)
+        x = jnp.moveaxis(x, 1, 3)
+        x = x.reshape(b, x_, t, -1, *tail)
+        missing = -x.shape[3] % chunks
+        if missing:
+            x = jnp.pad(x, [(0, 0)] * 3 + [(0, missing)] + [(0, 0)] * len(tail))
+        x = x.reshape(b, x_, t, chunks, -1, *tail)
+        return jnp.moveaxis(x, 3, 0)
+
+    def merge_chunks(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Reshapes [chunks, b, x, t, tokens, ...] to [batch, seq, ...], of this shape: the inverse of `dealt`."""
+        (b, x_, t), tail = self.num_shards, shape[2:]
+        rows, seq = shape[0] // b, shape[1] // (x_ * t)
+        x = jnp.moveaxis(x, 0, 3)
+        x = x.reshape(b, x_, t, -1, *tail)[:, :, :, : rows * seq]
+        x = jnp.moveaxis(x.reshape(b, x_, t, rows, seq, *tail), 3, 1)
+        return x.reshape(shape)
+
+    def keep_local(self, x: jax.Array, *, ahead: int = 0) -> jax.Array:
+        """Constrains [b, x, t, ...] so that each shard stays on its device."""
+        return self._on(x, (None,) * ahead + (self.batch, self.seq, self.inner))
+
+    def gather_inner(self, x: jax.Array, *, ahead: int = 0) -> jax.Array:
+        """Constrains [b, x, t, ...] so that dim `t` is gathered on all devices that share the vocabulary."""
+        return self._on(x, (None,) * ahead + (self.batch, self.seq, None))
+
+    def shard_vocab(self, x: jax.Array) -> jax.Array:
+        """Shards logits [b, x, t, tokens, vocab] over the vocabulary."""
+        return self._on(x, (self.batch, self.seq, None, None, self.vocab))
+
+    def shard_head(self, x: jax.Array, *, table: bool) -> jax.Array:
+        """Shards sums [b, x, dim, vocab] (or [b, x, vocab, dim] of a table) over the vocabulary, like the head."""
+        dims = (self.vocab, None) if table else (None, self.vocab)
+        return self._on(x, (self.batch, self.seq, *dims))
+
+    def _on(self, x: jax.Array, dims: tuple[Axes | None, ...]) -> jax.Array:
+        if not self.in_step:
+            return x
+        entries = [axes or None for axes in (*dims, *(None,) * (x.ndim - len(dims)))]
+        return constrain_to(x, PartitionSpec(*entries))
+
+
+def token_sharding(rows: int, seq: int) -> TokenSharding | None:
+    """Returns the traced step's sharding of a batch of `rows` sequences of `seq` tokens.
+
+    None if the shards would be unequal. Outside of a step nothing is sharded.
+    """
+    specs, stream = spec_of(("batch", "seq", "vocab")), spec_of(("batch", "seq", "embed"))
+    if specs is None or stream is None:
+        return TokenSharding()
+    batch, seq_axes, vocab = (axes_of(entry) for entry in specs)
+    stream_axes = axes_of(stream[1])
+    inner = stream_axes[len(seq_axes) :] if stream_axes[: len(seq_axes)] == seq_axes else ()
+    ways = (_pieces(batch), _pieces(seq_axes), _pieces(inner))
+    if rows % ways[0] or seq % (ways[1] * ways[2]):
+        return None
+    return TokenSharding(batch, seq_axes, inner, vocab, ways, in_step=True)
+
+
+def _pieces(axes: Axes) -> int:
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return math.prod(sizes[axis] for axis in axes)

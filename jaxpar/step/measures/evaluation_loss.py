@@ -1,0 +1,78 @@
+"""Adds measures to a loss for evaluation; a training step never computes them."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+
+from jaxpar.errors import refuse
+from jaxpar.parallel.layout import Layout
+from jaxpar.step.losses import Sums, as_sums
+from jaxpar.step.stochastic_loss.loss import key_parameter, with_key
+
+
+def with_measures(loss: Callable, measures: Mapping[str, Callable]) -> Callable:
+    """Returns a loss whose sums and counts include those of the measures.
+
+    Args:
+      loss: (model, batch), or (model, batch, key), to (sum, count), or to a dict of them.
+      measures: Name to a function of (model, batch) to (sum, count).
+    """
+    if not measures:
+        return loss
+
+    def both(model: Any, batch: Mapping[str, jax.Array], value: Any) -> Sums:
+        sums, extras = as_sums(value, accumulate=1), compute_measures(measures, model, batch)
+        check_names(sums, extras)
+        return sums | extras
+
+    if key_parameter(loss) is None:
+        return lambda model, batch: both(model, batch, loss(model, batch))
+    return lambda model, batch, key: both(model, batch, with_key(loss, key)(model, batch))
+
+
+def compute_measures(measures: Mapping[str, Callable], model: Any, batch: Mapping[str, jax.Array]) -> Sums:
+    """Computes the sums and counts of measures.
+
+    Raises:
+      JaxparError: If a measure does not return (sum, count), both scalars.
+    """
+    sums: Sums = {}
+    for name, measure in measures.items():
+        value = measure(model, batch)
+        if not isinstance(value, tuple) or len(value) != 2 or any(jax.numpy.shape(part) for part in value):
+            raise refuse(
+                f"the measure {name} returned {jax.tree.map(jax.numpy.shape, value)!s:.200}",
+                rule="a measure returns (sum, count), both scalars",
+                fix="jnp.sum(values), values.size",
+            )
+        sums |= {name: as_sums((value[0] * 1.0, value[1]), accumulate=1)["loss"]}
+    return sums
+
+
+def check_names(sums: Iterable[str], measures: Iterable[str]) -> None:
+    """Refuses measures named like entries of the loss.
+
+    Raises:
+      JaxparError: If a name is taken.
+    """
+    if duplicates := set(sums) & set(measures):
+        raise refuse(
+            f"a measure {', '.join(sorted(duplicates))}",
+            rule="the loss returns an entry of that name",
+            fix="leave the measure out, or give it another name",
+        )
+
+
+def check_measures(layout: Layout, measures: Mapping[str, Callable]) -> None:
+    """Refuses measures in a pipeline, whose stages run the model only for the loss.
+
+    Raises:
+      JaxparError: If there are measures and pipe > 1.
+    """
+    if measures and layout.sizes["pipe"] > 1:
+        raise refuse(
+            f"the measure {next(iter(measures))} with pipe={layout.sizes['pipe']}",
+            rule="a pipeline runs its model once for each microbatch, for the loss",
+            fix="perplexity and bits_per_byte, or an entry of that name in what the loss returns",
+        )

@@ -1,0 +1,10 @@
+"""Replicas that compute separately, each on its own rows of the batch.
+
+    replicas     separate steps, until an exchange synchronizes the replicas
+    rounds       several such steps as one program, overlapped with a transfer
+    members      population members: each sees the whole batch, with its own settings
+    predicting   averages the replicas' predictions: an ensemble
+    parts        gradient norms of parts of a batch
+
+To add one: write a function of one replica (`replicas.of_one` is its layout), and `vmap` it over `data`.
+"""

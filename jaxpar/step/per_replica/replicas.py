@@ -1,0 +1,196 @@
+"""Replicas that step separately and are synchronized by an exchange.
+
+    batch ─► rows of each replica ─► its gradients ─► exchange.gradients ─► update (per replica, if they differ)
+                                                                    every few steps ─► exchange.agree
+
+One program is the `vmap` of a replica's step over the leading dim `replica`. That dim is split over `data`, so the
+inner step cannot use the axis `data`; it uses `fsdp`, `context` and `tensor` as usual.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from jaxpar.exchange.all_reduce import AllReduce
+from jaxpar.exchange.base import NO_MODEL, Replicas
+from jaxpar.exchange.global_model import global_params, merge_replicas
+from jaxpar.exchange.replica_mesh import AXIS, ReplicaMesh
+from jaxpar.parallel.layout import Layout
+from jaxpar.sharding.constrain import activation_names
+from jaxpar.sharding.names import Tree
+from jaxpar.step.gradients import Batch, Gradients, constrain_tree, metrics, update_params
+from jaxpar.step.losses import Sums
+from jaxpar.step.parameters.frozen import drop_paths, fill_missing, zero_frozen
+from jaxpar.step.per_replica.ensemble import REPLICA
+from jaxpar.step.state import State, replica_shapes
+from jaxpar.step.unpipelined import Unpipelined
+
+
+def synchronous_layout(layout: Layout) -> Layout:
+    """Returns the layout of one model on all devices, with synchronous data parallelism."""
+    return dataclasses.replace(layout, parallel=dataclasses.replace(layout.parallel, exchange=AllReduce()))
+
+
+def of_one(layout: Layout) -> Layout:
+    """Returns the layout of one replica on the mesh of all: its specs do not use `data`."""
+    return dataclasses.replace(layout, parallel=dataclasses.replace(layout.parallel, data=1, exchange=AllReduce()))
+
+
+class PerReplica(Gradients):
+    """Steps of replicas, each as if it were alone.
+
+    Attributes:
+      replica_gradients: Differentiates the model of one replica.
+      evaluator: Evaluates the global model on all devices; without one, the model of one replica, or an ensemble if the
+        exchange averages predictions.
+      exchange: Synchronizes the replicas. It gets no frozen parameters, which are always equal.
+    """
+
+    def __init__(self, layout: Layout, one: Unpipelined, evaluated: Gradients):
+        self.layout, self.replica_gradients, self.evaluator, self.exchange = (
+            layout,
+            one,
+            evaluated,
+            layout.parallel.exchange,
+        )
+        self.sync_every = self.exchange.every
+        self._scalars = jax.jit(_scalars)
+
+    def gradients(self, params: Tree, model_state: Tree, batch: Batch) -> tuple[Tree, Sums, Tree]:
+        """Returns gradients, sums and model state of each replica: [replica, ...]."""
+        return self.map_replicas(self.replica_gradients.gradients)(params, model_state, self._rows(batch))
+
+    def global_model(self, params: Tree, model_state: Tree, exchange_state: Tree) -> tuple[Tree, Tree]:
+        """Returns parameters and state of the global model; of all replicas if they train several models."""
+        if self.exchange.global_model == NO_MODEL:
+            return params, model_state
+        params = global_params(self.exchange, params, exchange_state)
+        return constrain_tree(self.layout, params, self.layout.stored), jax.tree.map(merge_replicas, model_state)
+
+    def evaluate(self, params: Tree, model_state: Tree, batch: Batch) -> Sums:
+        """Returns the sums of the global model.
+
+        Replicas that train several models are each evaluated on their rows; an ensemble is evaluated on all rows.
+        """
+        if self.exchange.global_model != NO_MODEL:
+            return self.evaluator.evaluate(params, model_state, batch)
+        if not self.exchange.averages_predictions:
+            sums = self.map_replicas(self.evaluator.evaluate)(params, model_state, self._rows(batch))
+            return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+        axes = self.layout.sharding(PartitionSpec(tuple(axis for axis in self.layout.batch_axes if axis != AXIS)))
+        batch = {name: jax.lax.with_sharding_constraint(value, axes) for name, value in batch.items()}
+        sums = self.map_replicas(self.evaluator.evaluate, rows=None)(params, model_state, batch)
+        return jax.tree.map(lambda x: x[0], sums)  # equal on all replicas
+
+    def update(
+        self, optimizer: optax.GradientTransformation, state: State, batch: Batch, on_device: Callable[[Any], Any]
+    ) -> tuple[State, dict[str, Any]]:
+        """Makes one update, per replica if replicas differ."""
+        gradients, sums, model_state = self.gradients(state.params, state.model_state, batch)
+        # each replica divided by its own token count: a shared gradient must be that of the whole batch
+        gradients = self._weighed(self._trained(gradients), sums["loss"][1])
+        between = self._between(self.replica_gradients.layout.update_specs)
+        gradients, exchange_state = self.exchange.gradients(gradients, state.exchange, between)
+
+        total, count = sums["loss"] if self.exchange.replicas_differ else jax.tree.map(jnp.sum, sums["loss"])
+
+        def one(gradients: Tree, held: Any, params: Tree, loss: jax.Array):
+            gradients = zero_frozen(self.replica_gradients.frozen, self.replica_gradients.layout, gradients)
+            return update_params(self.replica_gradients.layout, optimizer, gradients, lambda: held, params, loss=loss)
+
+        update = jax.vmap(one, spmd_axis_name=AXIS) if self.exchange.replicas_differ else one
+        params, opt_state, norm = update(gradients, on_device(state.optimizer), state.params, total / count)
+        return State(state.step + 1, params, opt_state, model_state, exchange_state), {"sums": sums, "grad_norm": norm}
+
+    def _weighed(self, gradients: Tree, tokens: jax.Array) -> Tree:
+        """Weights the gradients of means over `tokens` [replica] for `Exchange.gradients`."""
+        share = jnp.ones_like(tokens) if self.exchange.replicas_differ else tokens / jnp.mean(tokens)
+
+        def one(x: jax.Array) -> jax.Array:
+            weights, counts = (factor.reshape(-1, *(1,) * (x.ndim - 1)) for factor in (share, tokens > 0))
+            return jnp.where(counts, x * weights.astype(x.dtype), 0)  # a mean over no tokens is nan
+
+        return jax.tree.map(one, gradients)
+
+    def sync_round(self, step: int) -> int:
+        """Returns the number of the exchange's sync round that ends a step; 0 for none."""
+        return self.exchange.sync_round(step)
+
+    def synchronize(self, state: State, step_metrics: dict[str, Any], sync_round: int) -> tuple[State, dict[str, Any]]:
+        """Returns the state after a sync round, and the metrics unchanged."""
+        return self.with_replicas(
+            state, self.exchange.synchronize(*self.exchange_inputs(state, sync_round))
+        ), step_metrics
+
+    def exchange_inputs(self, state: State, meeting: int) -> tuple[Replicas, ReplicaMesh]:
+        """Returns the inputs of an exchange: the replicas of a state, and their specs."""
+        opt_specs = self.layout.optimizer_specs(
+            replica_shapes(state.optimizer) if self.exchange.replicas_differ else state.optimizer
+        )
+        between = dataclasses.replace(self._between(self.layout.stored), optimizer=opt_specs, sync_round=meeting)
+        trained = self._trained(state.params)
+        inputs = Replicas(
+            params=trained, opt_state=state.optimizer, exchange_state=state.exchange, model_state=state.model_state
+        )
+        return inputs, between
+
+    def with_replicas(self, state: State, replicas: Replicas) -> State:
+        """Returns the state with the replicas that an exchange returned."""
+        params = fill_missing(replicas.params, state.params)
+        return State(state.step, params, replicas.opt_state, replicas.model_state, replicas.exchange_state)
+
+    def axes_without_traffic(self, *, sync_round: int) -> tuple[str, ...]:
+        """Returns `data` for steps without a sync round."""
+        return () if sync_round or not self.exchange.replicas_differ else (AXIS,)
+
+    def scalar_metrics(self, raw_metrics: dict[str, Any]) -> dict[str, jax.Array]:
+        """Returns means over the examples of all replicas, and the mean of their gradient norms.
+
+        A separate program computes them, so that a step without a sync round sends nothing over `data`.
+        """
+        return self._scalars(raw_metrics)
+
+    def _between(self, specs: Tree) -> ReplicaMesh:
+        return ReplicaMesh(mesh=self.layout.device_mesh, specs=self._trained(specs), parts=self.layout.parts)
+
+    def _trained(self, tree: Tree) -> Tree:
+        """Removes frozen parameters from a tree of parameters, gradients or specs."""
+        return drop_paths(self.replica_gradients.frozen, tree)
+
+    def map_replicas(self, function: Callable, *, rows: int | None = 0) -> Callable:
+        """Maps a function of (params, model state, batch) of one replica over all replicas.
+
+        Args:
+          function: The function of one replica.
+          rows: 0 if each replica has its own entry of the batch; None if all see the whole batch.
+        """
+        params = 0 if self.exchange.replicas_differ else None
+
+        def inside(*args):
+            with activation_names(self.replica_gradients.layout.names, self.replica_gradients.layout.sizes):
+                return function(*args)
+
+        return jax.vmap(inside, in_axes=(params, 0, rows), axis_name=REPLICA, spmd_axis_name=AXIS)
+
+    def _rows(self, batch: Batch) -> Batch:
+        """Reshapes a batch to [replica, rows, ...]; no row moves to another device."""
+        axes = PartitionSpec(AXIS, tuple(axis for axis in self.layout.batch_axes if axis != AXIS))
+
+        def split(value: jax.Array) -> jax.Array:
+            count = self.layout.sizes[AXIS]
+            rows = value.reshape(count, value.shape[0] // count, *value.shape[1:])
+            return jax.lax.with_sharding_constraint(rows, self.layout.sharding(axes))
+
+        return {name: split(value) for name, value in batch.items()}
+
+
+def _scalars(found: dict[str, Any]) -> dict[str, jax.Array]:
+    sums = jax.tree.map(partial(jnp.sum, axis=0), found["sums"])
+    extras = {name: value for name, value in found.items() if name not in ("sums", "grad_norm")}
+    return metrics(sums, jnp.mean(found["grad_norm"])) | extras

@@ -1,0 +1,189 @@
+"""The three parts of a model, each a function of the parameters on its stage.
+
+The loss function runs up to `jp.pipelined(layers, x)`, from there on, or only the layers: each time with the stage's
+parameters, and zeros for the others, which XLA removes.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.errors import JaxparError, refuse
+from jaxpar.jaxprs.shorter_scan import shorten_scan
+from jaxpar.models.remat import remat
+from jaxpar.models.stack import SequentialLayers, call_at_layers, intercept_layers
+from jaxpar.parallel.layout import Layout
+from jaxpar.pipeline.run.gathers import regather_in_backward
+from jaxpar.sharding.names import SCOPE, Blueprint, Compute, Tree, nest
+from jaxpar.step.losses import as_sums
+from jaxpar.step.pipelined import layer_keys, layer_state
+from jaxpar.step.pipelined.shardings import Shardings
+from jaxpar.step.state import fold_in_number
+
+Parameters = Mapping[str, Any]
+
+
+@dataclass(eq=False)
+class Submodules:
+    """Embedding, consecutive layers, and head with loss, as `pipeline.run.traced_model.Model` needs them.
+
+    `known` is (model state, batch).
+
+    Attributes:
+      shardings: Where arrays live.
+      loss: (model, batch) to (sum, count), or to a dict of them with the entry `loss`.
+      compute: Training or evaluation, dtype, and rematerialization policy.
+      in_layers: Whether the layers are being traced, which may read only stacked parameters.
+      span: Number of layers that each callable in `jp.pipelined` runs. Set when the embedding is traced.
+    """
+
+    shardings: Shardings
+    loss: Callable
+    compute: Compute
+    in_layers: bool = False
+    span: int = 1
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the model's parameters."""
+        return self.shardings.layout
+
+    @property
+    def blueprint(self) -> Blueprint:
+        """The model."""
+        return self.shardings.layout.blueprint
+
+    def embed(self, shared: Parameters, known) -> tuple[Tree, Tree]:
+        """Returns the input of the layers, and the per-layer values.
+
+        Raises:
+          JaxparError: If the model never calls `jp.pipelined`.
+        """
+        call_args = call_at_layers(self._called(shared, known), lambda *call: call)
+        if call_args is None:
+            raise refuse(
+                f"{self.blueprint.name} never says where its layers are",
+                rule="a pipeline cuts a model where it calls jp.pipelined(layers, x)",
+                fix="x = jp.pipelined(layers, x) around the stack of equal layers; Decoder and ViT have it",
+            )
+        layers, x, per_layer = call_args
+        if isinstance(layers, SequentialLayers) and self.layout.lists:
+            self.span = self._count // len(layers.layers)
+        state_leaves = layer_state.leaf_indices(self.layout, known[0])
+        # NNX modules store their keys; Linen derives them from layer names
+        needs_keys = self.layout.lists and not state_leaves
+        keys = (
+            layer_keys.compute_keys(lambda known, x: self._each_layer(shared, known, x), known, x) if needs_keys else []
+        )
+        # the table splits these like parameters, with one entry per layer
+        if self.span > 1:
+            per_layer, keys = jax.tree.map(lambda leaf: jnp.repeat(leaf, self.span, axis=0), (per_layer, keys))
+        return x, (per_layer, layer_state.read_leaves(known[0], state_leaves), keys)
+
+    def stage(self, layers: Parameters, known, per_layer, x: Tree, salt) -> Tree:
+        """Runs consecutive layers."""
+        per_layer, state, keys = per_layer
+        states, batch = known
+        state_leaves = layer_state.leaf_indices(self.layout, states)
+
+        def whole(layers, x):
+            run = self._called(
+                layers, (layer_state.write_leaves(fold_in_number(states, salt), state_leaves, state), batch)
+            )
+            return call_at_layers(run, lambda inner, _, __: self._taken(inner, x, per_layer))
+
+        # all layers run the first one's program: each iteration binds the model to the layers of one callable
+        def in_turn(layers, x):
+            def one(x, xs):
+                i, params, state, per_layer, keys = xs
+                if self.span == 1:
+                    params, state = jax.tree.map(lambda leaf: leaf[None], (params, state))
+                run = self._called(
+                    params, (layer_state.write_leaves(fold_in_number(states, salt + i), state_leaves, state), batch)
+                )
+
+                def layer(x):
+                    return call_at_layers(run, lambda inner, _, __: self._taken(inner.layers[0], x, per_layer))
+
+                return layer_keys.run_with_keys(keys, layer, x), None
+
+            iterations = len(next(iter(layers.values()))) // self.span
+            layer_xs, call_xs = (layers, state), (per_layer, keys)
+            if self.span > 1:
+                shape = iterations, self.span
+                layer_xs = jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), layer_xs)
+                call_xs = jax.tree.map(lambda leaf: leaf[:: self.span], call_xs)
+            return jax.lax.scan(one, x, (jnp.arange(iterations), *layer_xs, *call_xs))[0]
+
+        run = in_turn if self.layout.lists else self._of_a_stage(whole, per_layer)
+        run = regather_in_backward(run) if self.shardings.per_tick else run
+        return (run if self.blueprint.takes_remat else remat(run, self.compute.remat))(layers, x)
+
+    def head(self, shared: Parameters, known, y: Tree) -> dict:
+        """Returns the loss sums, given the output of the layers."""
+        with intercept_layers(lambda layers, x, per_layer: y):
+            return as_sums(self._called(shared, known)(), accumulate=self.layout.microbatches)
+
+    def _called(self, params: Parameters, known) -> Callable[[], Any]:
+        """Returns a call of the loss, given the stage's parameters."""
+        model_state, batch = known
+        # binding needs all parameters, and a stage has some: zeros replace the others, one layer for a stack. `_use`
+        # refuses to read them, so XLA drops them
+        missing = {path: place.leaf for path, place in self.layout.placements.items() if path not in params}
+        stacked = self.shardings.stacked
+        zeros = {
+            path: jnp.zeros((1, *leaf.shape[1:]) if path in stacked else leaf.shape, leaf.dtype)
+            for path, leaf in missing.items()
+        }
+        tree = nest({tuple(path.split("/")): value for path, value in {**params, **zeros}.items()})
+        model = self.blueprint.bind(tree, model_state, self._use, self.compute)
+        return lambda: self.loss(model, batch)
+
+    def _use(self, path: str, value: jax.Array) -> jax.Array:
+        """Casts or gathers a parameter where the model reads it."""
+        if path in self.layout.other_state:  # replicated on every device while the table runs
+            return value
+        stacked = path in self.shardings.stacked
+        if stacked != self.in_layers:
+            raise _misplaced(self.blueprint.name, path, "outside" if stacked else "inside")
+        with jax.named_scope(SCOPE + path.replace("/", ".")):
+            return self.shardings.layer(path, value) if self.in_layers else self.shardings.cast(value)
+
+    def _taken(self, inner: Callable, x: Tree, per_layer) -> Tree:
+        """Runs layers, which may read only the stacked parameters."""
+        self.in_layers = True
+        try:
+            return inner(x, *per_layer)
+        finally:
+            self.in_layers = False
+
+    def _each_layer(self, shared: Parameters, known, x: Tree) -> Any:
+
+        def every(inner, _, per_layer):
+            layer_values = [jax.tree.map(lambda leaf, i=i: leaf[i], per_layer) for i in range(len(inner.layers))]
+            return [self._taken(layer, x, values) for layer, values in zip(inner.layers, layer_values, strict=True)]
+
+        return call_at_layers(self._called(shared, known), every)
+
+    def _of_a_stage(self, layers: Callable, per_layer) -> Callable:
+        """Shortens the scan of a model with a fixed number of layers to those of one stage."""
+        if not self.blueprint.counts_layers or per_layer:
+            return layers
+        return shorten_scan(layers, self._count, self.blueprint.name)
+
+    @property
+    def _count(self) -> int:
+        return self.layout.placements[next(iter(self.layout.stacked_paths))].leaf.shape[0]
+
+
+def _misplaced(name: str, path: str, where: str) -> JaxparError:
+    return refuse(
+        f"{name} reads {path} {where} of its layers",
+        rule="the layers of a pipeline read the parameters stacked for them (dim 0 named layers), all of "
+        "them and no others: a stage has nothing else",
+        fix="pass it through x, or run it before or after jp.pipelined(layers, x); for a stack that runs "
+        "there, another name than layers for its dim 0",
+    )

@@ -1,0 +1,244 @@
+"""Gradients of an unpipelined step, whose layers are all on every device: one microbatch, or a sum over several.
+
+    batch ─► microbatches ─► loss sums, gradients ─► accumulated ─► divided once
+                 └──────────────── scan ─────────────────┘
+
+The layout's specs say how arrays are sharded. `pipelined` does the same for layers spread over stages.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxpar.errors import refuse
+from jaxpar.jaxprs.dataflow import Traced
+from jaxpar.jaxprs.dead_code import PrunedJaxpr
+from jaxpar.jaxprs.gradient_sums.hoist import hoist_gradient_sums
+from jaxpar.jaxprs.low_rank_path import separate_low_rank
+from jaxpar.jaxprs.mixed_matmuls import demote_matmuls
+from jaxpar.models.remat import remat
+from jaxpar.models.settings.computing import model_policy
+from jaxpar.parallel.layout import Layout
+from jaxpar.sharding.names import Compute, Tree, by_path, nest
+from jaxpar.step.block_inputs import offload_block_inputs
+from jaxpar.step.checks.input_state import cast_to_initial
+from jaxpar.step.gradients import Gradients, apply_gradients, constrain_tree
+from jaxpar.step.losses import Sums, as_sums, nonzero_count
+from jaxpar.step.numerics import Numerics
+from jaxpar.step.parameters.accumulators import (
+    accumulator_dtype,
+    computes_in,
+    divide_by_count,
+    is_short,
+    multiply_by_count,
+)
+from jaxpar.step.parameters.frozen import drop_paths, fill_missing, zero_frozen
+from jaxpar.step.parameters.gathering import count_reads, gather_params
+from jaxpar.step.parameters.overwritten import fill_minus_infinity, maximum_at_paths, replace_paths, select_paths
+from jaxpar.step.state import State
+from jaxpar.step.stochastic_loss.draws import split_over_examples
+from jaxpar.step.stochastic_loss.loss import StochasticLoss
+
+
+@dataclass(frozen=True, eq=False)
+class Unpipelined(Gradients):
+    """An unpipelined model and its loss.
+
+    Attributes:
+      layout: Where arrays live.
+      loss: (model, batch) to (sum, count), or to a dict of them with the entry `loss`.
+      numerics: Precision, remat and accumulation.
+        frozen: Paths of parameters whose gradients the optimizer does not read: these gradients are zero.
+    """
+
+    layout: Layout
+    loss: Callable
+    numerics: Numerics
+    frozen: frozenset[str] = frozenset()
+
+    def gradients(self, params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> tuple[Tree, Sums, Tree]:
+        """Returns gradients of the mean loss over all microbatches, the loss sums, and the model state afterwards."""
+        gradients, sums, after = self._trained(params, model_state, batch)
+        return zero_frozen(self.frozen, self.layout, gradients), sums, after
+
+    def _trained(self, params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> tuple[Tree, Sums, Tree]:
+        """Like `gradients`, with None for frozen parameters."""
+        specs = drop_paths(self.frozen, self.layout.gradients)
+        count = self.numerics.accumulate
+        if count == 1:
+            params = self._gathered(params, model_state, batch, train=True)
+            # without an unsharded accumulator, stage 1 can use a reduce-scatter in place of an all-reduce too
+            updated = drop_paths(self.frozen, self.layout.update_specs)
+            return self._gradients(params, model_state, batch, updated, mean=True)
+        # rows i, i + count, ... are microbatch i: each device splits its own rows, so no row moves
+        micro = {
+            name: jnp.moveaxis(value.reshape(value.shape[0] // count, count, *value.shape[1:]), 1, 0)
+            for name, value in batch.items()
+        }
+        first = jax.tree.map(lambda value: value[0], micro)
+        params = self._gathered(params, model_state, first, train=True)
+
+        stored = drop_paths(self.frozen, self.layout.params)
+
+        def one(params, model_state, batch, *, mean: bool):
+            gradients, sums, model_state = self._gradients(params, model_state, batch, specs, mean=mean)
+            return multiply_by_count(gradients, sums["loss"][1]) if mean else gradients, sums, model_state
+
+        traced, shapes = jax.make_jaxpr(partial(one, mean=False), return_shape=True)(params, model_state, first)
+        # the gradient of a sum of losses may overflow float16 where that of the mean does not
+        short = any(is_short(leaf.dtype) for leaf in jax.tree.leaves(stored))
+        mean = short or bool(self._overwritten) or computes_in(traced.jaxpr, jnp.float16)
+
+        def body(carry, batch):
+            gradients, sums, state = carry
+            increment, new_sums, after = one(
+                params, replace_paths(self._overwritten, state, model_state), batch, mean=mean
+            )
+            state = maximum_at_paths(self._overwritten, state, after)
+            gradients = constrain_tree(self.layout, jax.tree.map(jnp.add, gradients, increment), specs)
+            return (gradients, jax.tree.map(jnp.add, sums, new_sums), state), None
+
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, accumulator_dtype(x.dtype)), shapes[:2])
+        zeros = (constrain_tree(self.layout, zeros[0], specs), zeros[1])
+        initial = fill_minus_infinity(self._overwritten, model_state)
+        (gradients, sums, model_state), _ = jax.lax.scan(body, (*zeros, initial), micro)
+        # in stage 1 the update reads shards: without this constraint XLA shards inside the loop, and gathers every turn
+        gradients = constrain_tree(self.layout, gradients, specs)
+        return divide_by_count(gradients, sums["loss"][1], stored), sums, model_state
+
+    @property
+    def _overwritten(self) -> frozenset[str]:
+        """Paths of model state whose new value is the gradient of the mean loss by it, as in plain Flax."""
+        return self.layout.blueprint.overwritten
+
+    def update(
+        self, optimizer: optax.GradientTransformation, state: State, batch: Mapping[str, Any], on_device: Callable
+    ) -> tuple[State, dict[str, jax.Array]]:
+        """Makes one update from the gradients of the batch."""
+        results = self.gradients(state.params, state.model_state, batch)
+        if (assigned := self.layout.blueprint.assigned) is not None:
+            state = dataclasses.replace(
+                state, params=self._params_after_call(assigned, state.params, state.model_state, batch)
+            )
+        return apply_gradients(self.layout, optimizer, state, results, on_device)
+
+    def _params_after_call(self, assigned: Callable, params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> Tree:
+        """Returns the stored parameters after a forward pass that assigns some of them.
+
+        Only the equations of the assigned values run.
+        """
+        blueprint, flat = self.layout.blueprint, by_path(params)
+
+        def run(*args: Any) -> dict[str, jax.Array]:
+            params, model_state, batch = args
+            model = blueprint.bind(params, model_state, partial(self.layout.use, dtype=None), Compute(train=True))
+            self.loss(model, batch)
+            written = assigned(model)
+            return {path: value.astype(flat[path].dtype) for path, value in written.items() if path not in self.frozen}
+
+        args = (params, model_state, dict(batch))
+        traced = Traced(run, *args)
+        jaxpr = traced.flat.jaxpr
+        values = dict(zip(jaxpr.invars, jax.tree.leaves(args), strict=True))
+        written = jax.tree.unflatten(traced.outputs, PrunedJaxpr(jaxpr, jaxpr.outvars)(traced.flat.consts, values))
+        tree = nest({tuple(path.split("/")): value for path, value in {**flat, **written}.items()})
+        return constrain_tree(self.layout, tree, self.layout.stored)
+
+    def evaluate(self, params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> Sums:
+        """Returns the loss sums of a batch: one forward pass, without dropout."""
+        params = self._gathered(params, model_state, batch, train=False)
+        return self._forward(params, model_state, batch, train=False)[0]
+
+    @property
+    def _summed_over(self) -> str:
+        """The axis whose sum of layer gradients is moved out of the scan, or "": see `hoist_gradient_sums`."""
+        return "data" if self.layout.sizes["data"] > 1 else "fsdp" if self._cut_by_fsdp else ""
+
+    @property
+    def _cut_by_fsdp(self) -> bool:
+        """Whether gradients are reduce-scattered over `fsdp`, and otherwise summed only over `data`."""
+        # sums over other axes that split the batch would be sent unsharded before the reduce-scatter
+        sizes, stage = self.layout.sizes, self.layout.parallel.stage
+        only_data_and_fsdp = self.layout.replicas == sizes["data"] * sizes["fsdp"] and sizes["context"] == 1
+        return stage == 3 and only_data_and_fsdp and sizes["fsdp"] > 1
+
+    def _gathered(self, params: Tree, model_state: Tree, batch: Mapping[str, Any], *, train: bool) -> Tree:
+        """Gathers the parameters once per step in ZeRO stages 1 and 2; else returns them unchanged."""
+        if self.layout.parallel.stage not in (1, 2):
+            return params
+        forward = partial(self._forward, train=train)
+        return gather_params(self.layout, params, forward, model_state, batch, dtype=self.numerics.dtype)
+
+    def _uncast(self, params: Tree, model_state: Tree, batch: Mapping[str, Any], train: bool) -> Set[str]:
+        """Paths that the loss also reads uncast, e.g. for a penalty; stage 3 would gather them cast."""
+        if self.numerics.dtype is None or self.layout.parallel.stage != 3:
+            return frozenset()
+        forward = partial(self._forward, train=train, together=False)
+        uses = count_reads(forward, params, model_state, batch, dtype=self.numerics.dtype)
+        return {path for path, use in uses.items() if use.other_reads}
+
+    def _forward(
+        self, params: Tree, model_state: Tree, batch: Mapping[str, Any], *, train: bool, together: bool = True
+    ) -> tuple[Sums, Tree]:
+        compute = Compute(train=train, dtype=self.numerics.dtype, remat=model_policy(self.numerics.remat))
+        blueprint = self.layout.blueprint
+        used_paths: set[str] = set()
+
+        def use(path: str, value: jax.Array) -> jax.Array:
+            used_paths.add(path)
+            return self.layout.use(path, value, compute.dtype)
+
+        uncast = self._uncast(params, model_state, batch, train) if together else frozenset()
+
+        def run(params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> tuple[Sums, Tree]:
+            params = self.layout.small_stacks(params, compute.dtype, uncast) if together else params
+            model = blueprint.bind(params, model_state, use, compute)
+            sums = as_sums(self.loss(model, batch), accumulate=self.numerics.accumulate)
+            return sums, blueprint.collect(model)
+
+        computed = separate_low_rank(run) if blueprint.adapters else run
+        computed = demote_matmuls(computed) if compute.dtype else computed
+        if train and self.numerics.remat == "offload":
+            computed = offload_block_inputs(computed, blueprint.name)
+        if isinstance(self.loss, StochasticLoss):
+            computed = split_over_examples(computed, self.layout)
+        sums, after = computed(params, model_state, batch)
+        # a loss may read values of an NNX model directly, e.g. for a penalty, without passing `use`
+        if not used_paths and not any(jax.tree.leaves(Traced(run, params, model_state, batch).reads()[0])):
+            raise refuse(
+                f"the loss reads no parameter of {blueprint.name}",
+                rule="a loss calls the model: what it does not read has no gradient",
+                fix='model(batch["inputs"]) in the loss',
+            )
+        return sums, cast_to_initial(blueprint.name, model_state, after)
+
+    def _gradients(self, params: Tree, model_state: Tree, batch: Mapping[str, Any], specs: Tree, *, mean: bool):
+        """Returns (gradients of the loss sum or mean, sums, model state) of one microbatch, sharded by `specs`."""
+
+        def objective(differentiated):
+            trained, overwritten = differentiated
+            state = fill_missing(overwritten, model_state)
+            sums, after = self._forward(fill_missing(trained, params), state, batch, train=True)
+            total, count = sums["loss"]
+            return (total / jax.lax.stop_gradient(nonzero_count(count)) if mean else total), (sums, after)
+
+        if not self.layout.blueprint.takes_remat:
+            objective = remat(objective, model_policy(self.numerics.remat))
+        differentiated = jax.grad(objective, has_aux=True)
+        if axis := self._summed_over:
+            rows = max((value.shape[0] for value in batch.values() if value.shape), default=1)
+            sizes = self.layout.sizes
+            shards = ("fsdp", sizes["fsdp"]) if axis == "data" and self._cut_by_fsdp else None
+            differentiated = hoist_gradient_sums(differentiated, axis, sizes[axis], rows=rows, shards=shards)
+        overwritten = select_paths(self._overwritten, model_state)
+        (gradients, new_overwritten), (sums, after) = differentiated((drop_paths(self.frozen, params), overwritten))
+        after = fill_missing(new_overwritten, after)
+        stored = drop_paths(self.frozen, self.layout.params)
+        gradients = jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), gradients, stored)
+        return constrain_tree(self.layout, gradients, specs), sums, after

@@ -1,0 +1,100 @@
+"""Layouts, plans, schedules and reports show themselves in a notebook: what the picture says is what JAX does."""
+
+import itertools
+
+import pytest
+from browser import CUT, OPEN, PALE, WIDTHS, Reader, shades
+from flax import nnx
+from test_page import report
+
+import jaxpar as jp
+from jaxpar.parallel.pages.shard_cards import cards, groups, shard_devices
+
+HOSTILE = """<script>alert(1)</script>"' onload='alert(3)' &amp; </style>"""
+HEAD = '<!DOCTYPE html><html><head><meta charset="utf-8"/><meta name="color-scheme" content="light dark"/>'
+HEAD += '<meta name="viewport" content="width=device-width, initial-scale=1"/></head><body>'
+
+
+def decoder(rngs):
+    return jp.Decoder(jp.DecoderConfig(layers=4, dim=32, heads=4, seq=16), rngs=rngs)
+
+
+LAYOUTS = [
+    {"data": 2, "fsdp": 2, "tensor": 2},
+    {"data": 8},
+    {"fsdp": 8, "zero": 1},
+    {"pipe": 2, "fsdp": 2, "tensor": 2},
+]
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+def test_each_piece_is_said_to_be_where_jax_puts_it(sizes):
+    layout = jp.compose(decoder, jp.Parallel(**sizes))
+    numbers = {device: at for at, device in enumerate(layout.device_mesh.devices.flat)}
+    for place in layout.placements.values():
+        found: dict = {}
+        for device, part in layout.sharding(place.stored).devices_indices_map(place.leaf.shape).items():
+            starts = tuple(each.indices(size)[0] for each, size in zip(part, place.leaf.shape, strict=True))
+            found.setdefault(starts, []).append(numbers[device])
+        held = shard_devices(place.stored, len(place.leaf.shape), layout.sizes)
+        assert [sorted(each) for _, each in sorted(found.items())] == [each for _, each in sorted(held.items())]
+
+
+def test_a_layout_says_what_each_device_holds_and_what_is_sent():
+    layout = jp.compose(decoder, jp.Parallel(data=2, fsdp=2, tensor=2))
+    page = Reader(layout._repr_html_())
+    assert page.wrong == []
+    per_device = layout.summary().split(", ")[-1].removesuffix(" per device")
+    for words in ("Decoder on data 2 × fsdp 2 × tensor 2, ZeRO-3", "0, 4", "0, 2", "0, 1", per_device,
+                  f"gradients are summed: {per_device} on each device", "All 12 arrays"):  # fmt: skip
+        assert words in page.said, words
+    assert sum(len(group.places) for group in groups(layout.placements, layout.sizes)) == len(layout.placements)
+    apart = jp.compose(decoder, jp.Parallel(data=8, exchange=jp.Exchange("diloco")))
+    assert "diloco every 20 steps" in Reader(apart._repr_html_()).said
+
+
+def test_names_of_a_model_are_escaped():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            setattr(self, HOSTILE, nnx.Linear(8, 8, rngs=rngs))
+
+        def __call__(self, x):
+            return getattr(self, HOSTILE)(x)
+
+    page = Reader(jp.compose(Net, jp.Parallel(fsdp=8))._repr_html_())
+    assert page.wrong == []
+    assert "script" not in page.tags
+    assert HOSTILE in page.said
+
+
+def shown():
+    """Returns (name, HTML) of each thing that a notebook shows."""
+    yield from ((str(sizes), jp.compose(decoder, jp.Parallel(**sizes))._repr_html_()) for sizes in LAYOUTS[::3])
+    yield "schedule", jp.schedule(jp.schedule("interleaved", stages=2, microbatches=4))._repr_html_()
+    yield "plan", jp.plan("configs/gpu_llama_8b_fsdp8.toml", devices=16, top=2)._repr_html_()
+
+
+@pytest.mark.slow
+def test_in_a_browser_nothing_that_shows_itself_is_cut_off_or_pale(browser, tmp_path):
+    for number, (name, html) in enumerate(shown()):
+        file = tmp_path / f"{number}.html"
+        file.write_text(HEAD + html + "</body></html>")
+        for width, theme in itertools.product(WIDTHS.values(), ("light", "dark")):
+            browser.show(file, width=width, theme=theme)
+            browser.ask(OPEN)
+            browser.picture(file.with_suffix(".png"))
+            assert shades(file.with_suffix(".png")) > 16, name
+            assert browser.ask("document.documentElement.scrollWidth") <= width, name
+            assert browser.ask(CUT) == [], name
+            assert browser.ask(PALE) == [], name
+            assert browser.complaints(file) == [], name
+
+
+def test_an_inspection_shows_who_holds_what_as_well():
+    layout = jp.compose(decoder, jp.Parallel(data=2, fsdp=2, tensor=2))
+    made = report(cards=tuple(cards(layout.placements, layout.sizes)))
+    page = Reader(made._repr_html_())
+    assert page.wrong == []
+    assert {"Who holds what", "blocks/mlp/gate"} <= {*page.text}
+    assert "cards" not in made.to_dict()
+    assert "Who holds what" not in Reader(report()._repr_html_()).text

@@ -1,0 +1,329 @@
+"""A plan for any model: what tracing shows of it, what follows, and the compiler beside it."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from bench.command import main as bench
+
+from jaxpar.cli.main import main
+from jaxpar.errors import JaxparError
+from jaxpar.job.file.parse import loads
+from jaxpar.job.plan import apply_layout
+from jaxpar.job.plan import question as asked_of
+from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.choices import Choices
+from jaxpar.plan.machine.hardware import HARDWARE
+from jaxpar.plan.machine.software import JAXPAR
+from jaxpar.plan.model.tracing import Matmul, trace
+from jaxpar.plan.search import search
+
+VIT = """
+[model]
+name = "vit"
+layers = 4
+dim = 64
+heads = 4
+[data]
+source = "digits"
+[train]
+loss = "classify"
+global_batch = 64
+precision = "bf16"
+"""
+CONV = VIT.replace('"vit"', '"resnet"').split("layers")[0] + VIT[VIT.index("[data]") :]
+
+
+def question(text, *overrides, devices=8, **given):
+    return asked_of(
+        loads(text, overrides, allow_import=True), devices=devices, chip="h100", per_node=None, options=given
+    )
+
+
+def shapes(**sizes):
+    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in sizes.items()}
+
+
+def traced(function, params, row, **given):
+    known = lambda rows: jax.ShapeDtypeStruct((rows, *row), jnp.float32)  # noqa: E731
+    return trace(lambda remat: partial(function, remat), params, known, **({"takes_remat": False, "name": "f"} | given))
+
+
+def test_a_product_has_2_flop_per_multiplication_and_kind_and_count():
+    def function(remat, p, x):
+        def body(x, _):
+            return jnp.tanh(x @ p["square"]), None
+
+        x = jax.lax.scan(body, x, None, length=5)[0] @ p["wide"]
+        scores = jnp.einsum("rij,rkj->rik", x.reshape(-1, 4, 5), x.reshape(-1, 4, 5))
+        image = jax.lax.conv(x.reshape(-1, 1, 4, 5), p["kernel"], (1, 1), "SAME")
+        return jnp.sum(scores) + jnp.sum(image)
+
+    found = traced(function, shapes(square=(6, 6), wide=(6, 20), kernel=(7, 1, 3, 3)), (6,)).matmuls
+    assert found == (
+        Matmul(flop=2 * 6 * 6, times=5, kind="weights"),
+        Matmul(flop=2 * 6 * 20, times=1, kind="weights"),
+        Matmul(flop=2 * 4 * 4 * 5, times=1, kind="batched"),
+        Matmul(flop=2 * 7 * 4 * 5 * 3 * 3, times=1, kind="convolution"),
+    )
+
+
+def test_kept_is_what_grows_with_the_rows_as_the_policy_leaves_it():
+    def function(remat, p, x):
+        def layer(x):
+            return jnp.sin(x @ p["square"])  # keeps x, and what sin's derivative is made of
+
+        again = jax.checkpoint(layer, policy={"dots": jax.checkpoint_policies.dots_saveable}.get(remat))
+        for _ in range(3):
+            x = again(x) if remat != "none" else layer(x)
+        return jnp.sum(x)
+
+    found = traced(function, shapes(square=(16, 16)), (16,), takes_remat=True)
+    row = 4 * 16
+    assert found.residual_bytes == {"none": 6 * row, "all_dots": 3 * row, "dots": 6 * row, "full": 3 * row}
+    assert found.blocks == 3
+
+
+def test_what_keeps_nothing_of_a_row_cannot_be_planned():
+    with pytest.raises(JaxparError, match="keeps nothing of a row"):
+        traced(lambda remat, p, x: jnp.sum(p["w"]), shapes(w=(3,)), (2,))
+
+
+def test_flop_of_a_vision_transformer_are_those_of_its_matrices():
+    model = question(VIT).model
+    patches, dim = 16, 64  # 8 x 8 pixels in patches of 2 x 2, and no token for the class
+    matrices = 4 * (4 * dim * dim + 8 * dim * dim) + 4 * dim
+    weights = sum(each.flop * each.times for each in model.trace.matmuls if each.kind != "batched")
+    assert weights == pytest.approx(2 * (patches * matrices + 10 * dim), rel=1e-9)
+    batched = sum(each.flop * each.times for each in model.trace.matmuls if each.kind == "batched")
+    assert batched == 4 * 2 * 2 * patches * patches * dim
+    assert model.trace.blocks == 4
+
+
+@pytest.mark.parametrize("text", [VIT, CONV], ids=["vit", "resnet"])
+def test_static_bytes_are_those_of_the_layout(text):
+    """To the byte, what no axis divides included."""
+    import jaxpar as jp
+    from jaxpar.job.parts.models import resolve_loss, resolve_model
+    from jaxpar.sharding.shard_bytes import shard_bytes
+
+    job, asked = loads(text), question(text)
+    for fsdp in (2, 8):
+        layout = jp.compose(resolve_model(job, resolve_loss(job)), jp.Parallel(fsdp=fsdp, zero=3), fsdp)
+        exact = sum(shard_bytes(place.leaf, place.stored, layout.sizes) for place in layout.placements.values())
+        found = asked.bytes(Candidate(fsdp=fsdp, data=8 // fsdp, zero=3, microbatch=8))
+        assert found.parameters == exact
+        assert found.optimizer == pytest.approx(2 * exact, rel=1e-3)  # adamw; and a counter
+
+
+@pytest.mark.parametrize("text", [VIT, pytest.param(CONV, marks=pytest.mark.slow)], ids=["vit", "resnet"])
+def test_a_step_made_in_python_is_planned_as_the_job_of_the_same_model(text):
+    """Whatever its own layout is; with statistics and a frozen part too."""
+    import jaxpar as jp
+    from jaxpar.job.parts.batches import abstract_batch
+    from jaxpar.job.parts.models import resolve_loss, resolve_model
+    from jaxpar.job.parts.optimizers import resolve_optimizer
+
+    job = loads(text, ["train.freeze=['head*']", *["model.layers=1"] * (text is VIT)])
+    layout = jp.compose(resolve_model(job, resolve_loss(job)), jp.Parallel(data=4, fsdp=2))
+    step = jp.train_step(layout, resolve_loss(job), resolve_optimizer(job), precision="bf16")
+    ours, its = jp.plan(step, abstract_batch(job), devices=16), jp.plan(job, devices=16)
+    assert [each.to_dict() for each in ours.best] == [each.to_dict() for each in its.best]
+    assert (ours.considered, ours.fitting) == (its.considered, its.fitting)
+    assert ours.command.startswith("layout = jp.compose(model, jp.Parallel(")
+    assert "optimizer, precision='bf16'" in ours.command  # as it is planned
+    assert "layout = jp.compose" in ours._repr_html_()
+
+
+def test_a_step_whose_chain_has_a_mask_for_each_parameter_is_planned():
+    from test_python_api import BATCH, Net, loss
+
+    import jaxpar as jp
+
+    mask = {part: {"kernel": True, "bias": False} for part in ("up", "down")}
+    chain = optax.chain(optax.masked(optax.add_decayed_weights(0.1), mask), optax.adam(1e-3))
+    plans = [
+        jp.plan(jp.train_step(jp.compose(Net, jp.Parallel(fsdp=8)), loss, each), BATCH, devices=8)
+        for each in (chain, optax.adam(1e-3))
+    ]
+    masked, plain = ([each.to_dict() for each in plan.best] for plan in plans)
+    assert masked == plain
+
+
+@pytest.mark.slow
+def test_a_model_that_names_shardings_itself_is_planned_as_the_one_that_names_none():
+    from explicit_model import Explicit, Plain
+    from published.example import language_loss, tokens
+
+    import jaxpar as jp
+
+    plans, rows = [], tokens(np.random.default_rng(0))
+    for model in (Explicit, Plain):
+        layout = jp.compose(model, jp.Parallel(fsdp=4, tensor=2, rules={"tp": "tensor"} if model is Explicit else {}))
+        plans.append(jp.plan(jp.train_step(layout, language_loss, optax.adam(1e-3)), rows, devices=8))
+    named, plain = ([each.to_dict() for each in plan.best] for plan in plans)
+    assert named == plain
+
+
+@pytest.mark.slow
+def test_the_state_is_that_of_the_jobs_optimizer():
+    held = {name: float(question(VIT, f"optimizer.name={name}").bytes(Candidate(data=8)).optimizer)
+            for name in ("adamw", "sgd", "lion")}  # fmt: skip
+    whole = 4 * question(VIT).model.parameters
+    assert held["adamw"] == pytest.approx(2 * whole, rel=1e-3)
+    assert held["sgd"] == held["lion"] == pytest.approx(whole, rel=1e-3)
+
+
+def test_float32_takes_longer_and_sends_twice_as_much():
+    one = Candidate(fsdp=8, zero=3, microbatch=8)
+    half, full = (question(VIT, "model.dim=1024", f"train.precision={name}").seconds(one) for name in ("bf16", "fp32"))
+    assert full.matmuls == pytest.approx(2 * half.matmuls, rel=1e-3)  # 494.7 TF, not 494.75
+    assert full.sharding > half.sharding
+
+
+def test_every_layout_is_data_and_fsdp_and_all_of_them_are_weighed():
+    plan = search(question(VIT), top=100)
+    assert plan.considered == 4 * 4 * (1 + 3 * 3)  # remats, microbatches, and stages of ZeRO on 2, 4 and 8
+    assert all(each.candidate.pipe == each.candidate.tensor == 1 for each in plan.best)
+    assert {each.candidate.zero for each in plan.best} == {0, 1, 2, 3}
+
+
+def test_slow_links_make_what_moves_least_the_first():
+    """On a network that is the bottleneck, ZeRO inside of nodes moves less between them than over all devices."""
+    plan = search(question(VIT, "model.dim=1024", "model.heads=16", devices=16, between="0.5GB"))
+    first = plan.best[0].candidate
+    assert first.data > 1 or first.zero < 3
+
+
+@pytest.mark.parametrize("text", [VIT, pytest.param(CONV, marks=pytest.mark.slow)], ids=["vit", "resnet"])
+def test_a_planned_job_can_be_made_and_is_what_was_planned(text):
+    job, plan = loads(text), search(question(text))
+    for each in plan.best:
+        made = apply_layout(job, each.candidate, 1)
+        assert (made.parallel.data, made.parallel.fsdp) == (each.candidate.data, each.candidate.fsdp)
+        assert made.train.accumulate == each.candidate.microbatches
+
+
+OWN = """
+import jax.numpy as jnp
+from flax import linen as nn, nnx
+
+class Net(nnx.Module):
+    def __init__(self, rngs, width=256):
+        self.one = nnx.Linear(64, width, rngs=rngs)
+        self.two = nnx.Linear(width, 10, rngs=rngs)
+    def __call__(self, x):
+        return self.two(nnx.relu(self.one(x.reshape(x.shape[0], -1))))
+
+class Old(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(10)(nn.relu(nn.Dense(256)(x.reshape(x.shape[0], -1))))
+
+def mean(model, batch):
+    return jnp.mean((model(batch["inputs"]) - 1.0) ** 2)
+
+def total(model, batch):
+    error = (model(batch["inputs"]) - 1.0) ** 2
+    return jnp.sum(error), error.size
+
+def blind(model, batch):
+    return jnp.sum(model(jnp.ones((1, 8, 8)))), 1
+
+def broken(model, batch):
+    return model(batch["images"]), 1
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    module = f"own_{tmp_path.name}"  # Python keeps what it once imported
+    (tmp_path / f"{module}.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def job(loss="total", model="Net"):
+        text = f'[model]\nname = "{module}:{model}"\n[data]\nsource = "digits"\n[train]\nglobal_batch = 64\n'
+        (tmp_path / "own.toml").write_text(text + f'loss = "{module}:{loss}"\n')
+        return "own.toml"
+
+    return job
+
+
+@pytest.mark.parametrize("model", ["Net", "Old"])
+def test_a_model_of_the_users_own_is_planned_written_and_drawn(own, model, capsys):
+    words = ["--write", "planned.toml", "--html", "plan.html", "--json", "plan.json", "--advise"]
+    assert main(["plan", own(model=model), "--devices", "8", *words]) == 0
+    said = capsys.readouterr().out
+    assert "examples per step" in said
+    assert "of 1 rows" not in said
+    assert "remat all_dots, dots, full: " in said
+    assert "microbatches" not in said.partition("Not among them:")[2].partition("\n\n")[0]
+    best = json.loads(Path("plan.json").read_text())["best"]
+    assert {each["remat"] for each in best} == {"none"}  # it places none
+    page = Path("plan.html").read_text()
+    assert "examples per second" in page
+    assert "Not weighed: pipe, context and tensor" in page
+    assert main(["check", "planned.toml"]) == 0
+
+
+def test_a_mean_has_no_microbatches(own):
+    text = Path(own("mean")).read_text()
+    plan = search(question(text), top=100)
+    assert {each.candidate.microbatches for each in plan.best} == {1}
+    assert len(search(question(Path(own("total")).read_text())).points.seconds) > len(plan.points.seconds)
+    assert "microbatches: the loss is a mean" in " ".join(plan.to_dict()["left_out"])
+
+
+def test_what_fsdp_would_split_nothing_of_is_left_out_by_name(own):
+    plan = search(question(Path(own()).read_text(), "train.global_batch=63", devices=7), top=100)
+    assert {each.candidate.fsdp for each in plan.best} == {1}
+    assert any("fsdp=7 does nothing" in each for each in plan.question.exclusions)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words", "got"),
+    [
+        ("blind", [], "keeps nothing of a row"),
+        ("broken", [], "images"),
+        ("total", ["--devices", "7"], "7 devices for 64 examples"),
+        ("total", ["--devices", "128"], "128 devices for 64 examples"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_clear_error(own, loss, words, got, capsys):
+    assert main(["plan", own(loss), "--devices", "8", *words]) == 1
+    said = capsys.readouterr().err
+    assert got in said
+    assert said.count("fix") <= 1
+    assert "Traceback" not in said
+
+
+def test_a_decoder_in_float32_is_refused_with_the_way_out(capsys):
+    assert main(["plan", "configs/quickstart.toml", "--devices", "8"]) == 1
+    assert "train.precision=bf16" in capsys.readouterr().err
+    assert main(["plan", "configs/quickstart.toml", "--devices", "8", "train.precision=bf16"]) == 0
+
+
+def test_more_of_anything_is_never_cheaper():
+    model = question(VIT).model
+    every = model.legal(devices=8, rows=64, choices=Choices())
+    bytes_, seconds = model.memory(every, JAXPAR), model.time(every, HARDWARE["h100"], JAXPAR)
+    assert np.isfinite(seconds.total).all()
+    assert (bytes_.total > 0).all()
+    full, none = every.remat == "full", every.remat == "none"
+    assert (seconds.total[full] > seconds.total[none]).all()
+    assert (bytes_.activations[full] < bytes_.activations[none]).all()
+
+
+@pytest.mark.full  # four layouts, of which each is compiled whole
+def test_predicted_and_compiled_are_close_on_layouts_drawn_by_chance(tmp_path):
+    out = tmp_path / "layouts.json"
+    words = ["model.layers=4", "model.dim=512", "model.heads=8", "train.precision=bf16", "train.global_batch=2048"]
+    found = ["configs/digits.toml", "--devices", "8", "--count", "4", "--json", str(out), *words]
+    assert bench("layouts", found) == 0  # rank correlation at least 0.9
+    assert json.loads(out.read_text())["agreement"]["layouts"] == 4

@@ -1,0 +1,119 @@
+"""Batches that the user put on devices, and batches with more than arrays in them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxpar as jp
+from jaxpar.errors import JaxparError
+
+DIM = 8
+X, Y = np.random.default_rng(0).normal(size=(2, 16, DIM)).astype(np.float32)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(DIM, DIM, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dense(x)
+
+
+def squares(model, batch):
+    losses = (model(batch["x"]) - batch["y"]) ** 2
+    return jnp.sum(losses), losses.size
+
+
+def views(model, batch):
+    losses = (model(batch["views_0"]) - model(batch["views_1"])) ** 2
+    return jnp.sum(losses), losses.size
+
+
+def trained(batch, loss=squares, sizes=None, devices=None, **numerics):
+    """Returns the loss of a step and of an evaluation."""
+    layout, optimizer = jp.compose(Net, jp.Parallel(**(sizes or {})), devices), optax.sgd(0.1)
+    step = jp.train_step(layout, loss, optimizer, **numerics)
+    total, count = step.evaluate(jp.init_state(layout, optimizer), batch)["loss"]
+    _, metrics = step(jp.init_state(layout, optimizer), batch)
+    return float(metrics["loss"]), float(total) / float(count)
+
+
+def on(mesh, spec, rows=16):
+    return {name: jax.device_put(value[:rows], NamedSharding(mesh, spec)) for name, value in (("x", X), ("y", Y))}
+
+
+def reversed_mesh():
+    return jax.sharding.Mesh(np.array(jax.devices()[::-1]), ("rows",))
+
+
+MESHES = {
+    "explicit": lambda: (jax.make_mesh((8,), ("batch",)), P("batch")),
+    "explicit, two axes": lambda: (jax.make_mesh((2, 4), ("a", "b")), P("b")),
+    "explicit, whole": lambda: (jax.make_mesh((8,), ("batch",)), P()),
+    "auto": lambda: (jax.sharding.Mesh(np.array(jax.devices()), ("x",)), P("x")),
+    "in another order": lambda: (reversed_mesh(), P("rows")),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("sizes", [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
+def test_a_batch_on_another_mesh_of_the_same_devices_is_placed(name, sizes):
+    mesh, spec = MESHES[name]()
+    wanted = trained({"x": X, "y": Y}, devices=jax.devices()[:1])
+    np.testing.assert_allclose(trained(on(mesh, spec), sizes=sizes), wanted, rtol=1e-5)
+
+
+def test_microbatches_divide_the_examples_of_a_placed_batch_too():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    layout, optimizer = jp.compose(Net, jp.Parallel(data=8)), optax.sgd(0.1)
+    step = jp.train_step(layout, squares, optimizer, accumulate=2)
+    with pytest.raises(JaxparError, match="x \\[11, 8\\] in the batch has 11 examples; data=8 x accumulate=2"):
+        step(jp.init_state(layout, optimizer), on(mesh, P(), 11))
+    with pytest.raises(JaxparError, match="8 examples; data=8 x accumulate=2 needs a multiple of 16"):
+        step(jp.init_state(layout, optimizer), on(layout.device_mesh, P("data"), 8))
+    # how an array of one's own lies on the mesh of the layout stays as it is
+    own = {"x": jax.device_put(X, layout.sharding(P())), "y": jax.device_put(Y, layout.sharding(P("data")))}
+    assert step.put(own)["x"] is own["x"]
+
+
+def test_random_keys_on_another_mesh_are_refused():
+    keys = jax.device_put(jax.random.split(jax.random.key(0), 16), NamedSharding(jax.make_mesh((8,), ("b",)), P("b")))
+    with pytest.raises(JaxparError, match="x in the batch has random keys"):
+        trained({"x": keys, "y": Y}, sizes={"data": 8})
+
+
+LISTS = {
+    "beside another array": {"views": [X, Y], "labels": np.arange(16)},
+    "alone": {"views": (X, Y)},
+    "of several sizes": {"views": [X, Y[:, :4]]},
+    "arrays of JAX": {"views": [jnp.asarray(X), jnp.asarray(Y)], "labels": np.arange(16)},
+    "as many as divide": {"views": [X] * 8, "labels": np.arange(16)},
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_of_views_is_refused_with_a_batch_without_it(name):
+    with pytest.raises(JaxparError) as error:
+        trained(LISTS[name], views, sizes={"data": 2, "fsdp": 2, "tensor": 2})
+    assert f"views in the batch is a {type(LISTS[name]['views']).__name__} of" in str(error.value)
+    assert 'f"views_{i}": x for i, x in enumerate(batch["views"])' in str(error.value)
+    step = jp.train_step(jp.compose(Net, jp.Parallel(data=8)), views, optax.sgd(0.1))
+    with pytest.raises(JaxparError, match="views in the batch is a"):
+        jp.fit(step, [LISTS[name]], steps=1, batch=16)
+
+
+def test_the_batch_that_the_message_names_trains():
+    batch = {"views": [X, Y]}
+    flat = {f"views_{i}": x for i, x in enumerate(batch["views"])}
+    wanted = trained(flat, views, devices=jax.devices()[:1])
+    np.testing.assert_allclose(trained(flat, views, sizes={"data": 2, "fsdp": 4}, accumulate=2), wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("batch", [{"x": list(X), "y": list(Y)}, {"x": list(X), "y": Y}, {"x": X.tolist(), "y": Y}])
+def test_a_list_of_rows_is_an_array(batch):
+    assert trained(batch, sizes={"data": 8}) == trained({"x": X, "y": Y}, sizes={"data": 8})
