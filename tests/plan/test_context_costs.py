@@ -189,7 +189,9 @@ def call(**more):
 
 
 def test_auto_takes_the_fastest_form_whose_scores_fit_and_says_why_with_figures():
-    short, long = (choose_form(call(seq=seq, chip="h100", state_bytes=15 * 2**30, kernel="plain")) for seq in (16384, 131072))
+    short, long = (
+        choose_form(call(seq=seq, chip="h100", state_bytes=15 * 2**30, kernel="plain")) for seq in (16384, 131072)
+    )
     assert short.context_by == "gather"
     assert (long.context_by, long.ulysses) == ("ring", 1)
     assert "context by auto: ring, for rows of 131,072 tokens on NVIDIA H100 SXM: a layer takes gather" in long.why
