@@ -126,7 +126,7 @@ def test_tokens_and_templates_are_those_of_transformers(folders):
         if not found.template:
             continue
         for talk in talks(rng):
-            whole, answers = load_template(found).text(given(talk), "row 1")
+            whole, answers = load_template(found).render_conversation(given(talk), "row 1")
             (tokens,) = encoder.encode([Piece(whole, 0, START, answers=answers, rendered=True)])
             assert flag_bits.ids(tokens).tolist() == theirs.apply_chat_template(talk)
 
