@@ -1,16 +1,16 @@
 """Reference models, and the functions through which any model talks to the training step: dim names, no mesh.
 
-    constrain(x, "batch", "seq", "embed")   names the dims of an activation              named.py
+    constrain(x, "batch", "seq", "embed")   names the dims of an activation              dim_names.py
     attention(q, k, v, causal=True)         runs as the layout of the step says          islands.py
                                             long sequences on one device: blockwise      blocks/
     segments=, positions= of a call         documents packed into one row                blocks/documents.py
     pipelined(layers, x)                    marks where a pipeline splits the model      stack.py
     remat = "none" as an attribute          what the backward pass saves of each layer   remat.py
-    hidden, head_name of a model            a loss that never holds all logits           ../step/head/offered.py
+    hidden, head_name of a model            a loss that never holds all logits           ../step/head/model_protocol.py
     cache, decode                           generates token by token with a KV cache     cache.py
     low_rank_sum(w, a, b)                   a matrix plus its LoRA adapter               low_rank.py
-    outputs of a model to its loss          float32, whatever it computes in             returned.py
-    swiglu(gate, up), logits(x, head)       backward passes that need less memory        own_backward.py
+    outputs of a model to its loss          float32, whatever it computes in             output_dtype.py
+    swiglu(gate, up), logits(x, head)       backward passes that need less memory        custom_gradients.py
 
 Nouns: the settings of a model (a frozen dataclass: the `[model]` table of a job), dim names, a stack of equal
 layers, an island.

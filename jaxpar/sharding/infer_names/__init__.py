@@ -1,10 +1,10 @@
 """Infers the dim names of unannotated parameters from their use in the model's program.
 
-    a call of the model ──► its jaxpr                                                  called.py
+    a call of the model ──► its jaxpr                                                  trace_call.py
     jaxpr of the model ──► dims in pieces, one where the program treats them as one       program.py, operations.py
-                      └──► the use of each piece: produced, contracted, looked up, mixed  pieces.py
-    pieces             ──► names of dims: heads, mlp, vocab, embed, ...                   use.py
-    paths and shapes   ──► the same by the field's usual layer names, without a program   words.py
+                      └──► the use of each piece: produced, contracted, looked up, mixed  dim_pieces.py
+    pieces             ──► names of dims: heads, mlp, vocab, embed, ...                   from_use.py
+    paths and shapes   ──► the same by the field's usual layer names, without a program   from_words.py
 
 If one matmul produces a dim and another contracts it, and nothing between mixes its entries, `tensor` splits it: the
 first parameter by columns, the second by rows, without communication in between (Shoeybi et al. 2019,
