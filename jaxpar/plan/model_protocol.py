@@ -1,4 +1,4 @@
-"""The protocol of a planned model, and its implementation for decoders by formulas; for others see `traced_model.py`."""
+"""The protocol of a planned model, and its implementation for decoders by formulas; others: `traced_model.py`."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
