@@ -292,7 +292,7 @@ def test_gpus_compute_in_bf16_all_but_what_is_listed():
     model = partial(bare.Gemma, 64, 32, 64, 4, 1, 8)
     report = jp.inspect(step_of(model, bare.token_loss, jp.target_devices("h100:1x8"), data=8), tokens())
     assert report.flop.by_dtype["bf16"] >= 0.95 * report.flop.total
-    assert any("not bf16" in note and "grouped (bare_models.py:" in note for note in report.notes)
+    assert any("not bf16" in note and "grouped (unannotated.py:" in note for note in report.notes)
 
 
 @pytest.mark.filterwarnings("ignore:.*FLOP of matmuls")  # muon's products are whole on every device
