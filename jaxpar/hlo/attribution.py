@@ -31,7 +31,7 @@ MACHINERY = tuple(
     [str(_HOME / room) for room in ("sharding", "exchange", "parallel", "inspector", "job")]
     + [
         str(_HOME / "step" / file)
-        for file in ("step.py", "gradients.py", "per_replica", "unpipelined.py", "gathering.py", "inspectable.py")
+        for file in ("step.py", "gradients.py", "per_replica", "unpipelined.py", "inspectable.py")
     ]
     + [str(_HOME / "models" / file) for file in ("remat.py", "output_dtype.py")]
     + [str(Path(module.__file__ or "").parent) for module in (jax, jaxlib, flax, optax)]  # symlinks may lead elsewhere

@@ -63,7 +63,7 @@ def test_a_word_that_is_no_key_is_refused(trained):
 
 
 @pytest.mark.slow
-def test_a_run_says_what_changed_and_keeps_every_job(tmp_path):
+def test_keys_that_differ_are_printed_and_every_job_is_kept(tmp_path):
     hooks.run(tmp_path, "train.steps=2")
     first = (tmp_path / "job.toml").read_text()
     with pytest.raises(JaxparError, match=r"train.seed = 7, it was 0, up to step 2"):

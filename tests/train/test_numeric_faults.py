@@ -271,7 +271,9 @@ def test_two_processes_come_to_the_same_as_one(tmp_path, on_bad_step):
     bad = {6: "overflow", 9: "token"}
     code = inspect.getsource(Planted).replace("bad: dict = {}", f"bad = {bad}")
     (tmp_path / "planted.py").write_text(f"import numpy as np\n\n\n{code}")
-    (tmp_path / "job.toml").write_text(JOB.replace("devices = 2", "simulate = 2").replace("test_faults:", "planted:"))
+    (tmp_path / "job.toml").write_text(
+        JOB.replace("devices = 2", "simulate = 2").replace("test_numeric_faults:", "planted:")
+    )
     words = [f"faults.on_bad_step={on_bad_step}", "faults.on_bad_batch=skip", "faults.spike=50.0"]
     seen = []
     for command in (["train"], ["launch", "-n", "2", "--restarts", "0", "train"]):

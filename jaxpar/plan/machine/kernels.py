@@ -49,7 +49,7 @@ class Kernel:
           head_dim: Width of a head.
           default: Shares over long rows on chips that are not in `shares`.
 
-        >>> CUDNN.peak_shares("h100", 10**9, 128, other=(0.5, 0.4))
+        >>> CUDNN.peak_shares("h100", 10**9, 128, default=(0.5, 0.4))
         (0.535, 0.45)
         """
         shares, loss = self.shares.get(chip, default), self.slowdown(seq, head_dim)
