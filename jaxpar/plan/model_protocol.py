@@ -57,7 +57,7 @@ class Model(Protocol):
         ...
 
     def exclusions(self, choices: Choices) -> tuple[str, ...]:
-        """Returns what the search leaves out, each with the reason or the option that includes it."""
+        """Returns the exclusions of the search, each with the reason or the option that includes it."""
         ...
 
     def legal(self, *, devices: int, rows: int, choices: Choices) -> Candidate:

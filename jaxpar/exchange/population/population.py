@@ -90,7 +90,7 @@ class Population(Exchange):
         return state
 
     def round_metrics(self, state: Tree) -> "dict[str, jax.Array]":
-        """Returns what a sync round adds to the metrics of its step, [member] each."""
+        """Returns the metrics that a sync round adds to those of its step, [member] each."""
         return {}
 
     def __str__(self) -> str:
