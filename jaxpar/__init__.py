@@ -54,7 +54,7 @@ _MODULES = {
     "constrain": "jaxpar.models.dim_names",
     "attention": "jaxpar.models.islands",
     "init_state": "jaxpar.step.state",
-    "train_step": "jaxpar.step.step",
+    "train_step": "jaxpar.train.doors.train_step",
     "next_token_loss": "jaxpar.step.losses",
     "classification_loss": "jaxpar.step.losses",
     "inspect": "jaxpar.inspector.report",

@@ -84,7 +84,7 @@ def _compiled(name, way, target, sizes):
     step = jp.train_step(placed(name, way, target, sizes), LOSSES.get(name, models.token_loss), optax.adamw(1e-3))
     found = jp.inspect(step, batch(name))
     made, wire = found.flop.total - found.flop.squeezed, sum(entry.step_wire for entry in found.ledger)
-    return Compiled(wire, found.total, found.flop.total, made / step.share.flop)
+    return Compiled(wire, found.total, found.flop.total, made / step.compiler.share.flop)
 
 
 def _rules(name, way):

@@ -31,7 +31,15 @@ MACHINERY = tuple(
     [str(_HOME / room) for room in ("sharding", "exchange", "parallel", "inspector", "job")]
     + [
         str(_HOME / "step" / file)
-        for file in ("step.py", "gradients.py", "per_replica", "unpipelined.py", "inspectable.py")
+        for file in (
+            "step.py",
+            "compiler.py",
+            "update.py",
+            "model_flop.py",
+            "gradients.py",
+            "per_replica",
+            "unpipelined.py",
+        )
     ]
     + [str(_HOME / "models" / file) for file in ("remat.py", "output_dtype.py")]
     + [str(Path(module.__file__ or "").parent) for module in (jax, jaxlib, flax, optax)]  # symlinks may lead elsewhere

@@ -27,11 +27,13 @@ from jaxpar.inspector.ledger import collectives
 from jaxpar.inspector.pages import html as pages
 from jaxpar.inspector.pages import terminal
 from jaxpar.inspector.scores import find_scores
+from jaxpar.inspector.step_subject import step_subject
 from jaxpar.inspector.subject import Subject, from_function
 from jaxpar.inspector.timeline import LINE, replay
 from jaxpar.mesh.chips import Chip, find_chip
 from jaxpar.mesh.devices import allocated_bytes
 from jaxpar.mesh.memory_pool import Pool, pool_of_environment
+from jaxpar.step.step import Step
 from jaxpar.units import show_bytes, show_seconds
 
 
@@ -61,21 +63,21 @@ def inspect(program: Any, *args: Any, roles: Sequence[str] = (), mesh: Mesh | No
       roles: For a jitted function, the role of each of its arguments: `parameters`, `optimizer state`, `other state`,
         `batch` or `arguments`.
       mesh: For a jitted function whose arguments have no mesh.
-      **kwargs: Passed on to the jitted function. For a `Step`, `exchanges=1` inspects the step with a sync round,
+      **kwargs: Passed on to the jitted function. For a `Step`, `sync_round=1` inspects the step with a sync round,
         if the replicas do not synchronize in every step (2, 3, ... if there are several kinds of sync rounds).
 
     Raises:
       JaxparError: If it is not jitted, does not compile, or its arguments are on several meshes; or if a pipeline's
         tick table would deadlock (`check_branches`).
     """
-    if hasattr(program, "subject"):
+    if isinstance(program, Step):
         if not args and "batch" not in kwargs:
             raise refuse(
                 "jp.inspect(step) without a batch",
                 rule="a step is compiled for the shapes of a batch",
                 fix='jp.inspect(step, {"inputs": jax.ShapeDtypeStruct((32, 128), "int32"), ...})',
             )
-        return build_report(program.subject(*args, **kwargs))
+        return build_report(step_subject(program, *args, **kwargs))
     return build_report(from_function(program, args, kwargs, roles=roles, mesh=mesh))
 
 

@@ -26,7 +26,8 @@ from jaxpar.optim import chain
 from jaxpar.optim.loss_argument import rate_follows_steps
 from jaxpar.parallel.compose import compose
 from jaxpar.parallel.layout import Layout
-from jaxpar.step.step import Step, train_step
+from jaxpar.step.step import Step
+from jaxpar.train.doors.train_step import train_step
 
 BLOCK = 4096  # learning rates computed at once
 

@@ -7,6 +7,7 @@ import jax
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.inspector.findings import REPEATED
 from jaxpar.inspector.report import Report, build_report
+from jaxpar.inspector.step_subject import step_subject
 from jaxpar.job.build import assemble
 from jaxpar.job.check import device_count
 from jaxpar.job.file.schema import Job, MeshTable
@@ -16,7 +17,6 @@ from jaxpar.mesh.devices import simulate
 from jaxpar.mesh.target import Target, missing_plugin, parse_target
 from jaxpar.models.settings.computing import Precision
 from jaxpar.step.checks.precision import NOT_BF16
-from jaxpar.step.inspectable import subject
 from jaxpar.units import show_count
 
 CPU = "cpu"
@@ -58,7 +58,7 @@ def observe(job: Job, target: str | Target) -> Report:
         devices, chip = target_devices(gpus), gpus.chip
         target_job = dataclasses.replace(job, mesh=MeshTable(devices=gpus.devices))
     step = assemble(target_job, devices)
-    result = build_report(subject(step, abstract_batch(target_job)), chip)
+    result = build_report(step_subject(step, abstract_batch(target_job)), chip)
     return dataclasses.replace(result, title=f"{job.run.dir.rsplit('/', 1)[-1] or 'job'}: {result.title}")
 
 

@@ -50,7 +50,7 @@ from jaxpar.mesh.devices import describe, is_simulated
 from jaxpar.models.huggingface.folder import is_folder
 from jaxpar.parallel.pipeline_options import UNNAMED
 from jaxpar.step import state
-from jaxpar.step.inspectable import model_flop
+from jaxpar.step.model_flop import model_flop
 from jaxpar.step.step import Step
 from jaxpar.train import loop
 from jaxpar.train.faults import Watch
@@ -163,7 +163,7 @@ def _train(
     folder, is_writer = local_folder(job.run.dir), watchdog.process == 0
     if watchdog.count > 1:
         for step in built.steps:
-            step.compare_programs, step.compile_context = watchdog.agree, watchdog.compiling
+            step.compiler.compare_programs, step.compiler.compile_context = watchdog.agree, watchdog.compiling
     devices = list(built.layout.device_mesh.devices.flat)
     progress = Progress(
         job.train.steps, every=job.metrics.show_every, unit=COUNTED.get(job.train.loss, "loss terms"),
@@ -206,8 +206,8 @@ def _train(
             progress.say("\n".join(sweep.summarize(folder, job.sweep)))
         for note in built.step.layout.notes[len(built.layout.notes) :]:  # notes added while the step was traced
             progress.say(note)
-        if built.step.matmuls is not None:
-            progress.say("\n".join([str(built.step.matmuls), *built.step.matmuls.notes]))
+        if built.step.compiler.matmuls is not None:
+            progress.say("\n".join([str(built.step.compiler.matmuls), *built.step.compiler.matmuls.notes]))
         if is_writer:
             write_json(folder / "run.json", record(built) | {"peak": peak_memory(built.step, devices)})
         if outcome.stopped_by:

@@ -1,4 +1,7 @@
-"""Chooses the kind of gradients for a layout; no other file distinguishes the kinds."""
+"""Chooses the kind of gradients for a layout; no other file distinguishes the kinds.
+
+Pipelines and replicas are imported only for layouts that have them: a plain step loads neither.
+"""
 
 from collections.abc import Callable
 
@@ -10,8 +13,6 @@ from jaxpar.step.numerics import Numerics
 from jaxpar.step.per_replica.ensemble import ensemble_loss
 from jaxpar.step.per_replica.population import PopulationMembers
 from jaxpar.step.per_replica.replicas import PerReplica, of_one, synchronous_layout
-from jaxpar.step.pipelined.asynchronous import AsyncPipelined
-from jaxpar.step.pipelined.synchronous import Pipelined
 from jaxpar.step.stochastic_loss.gradients import KeyedGradients, carry_key
 from jaxpar.step.stochastic_loss.loss import key_parameter
 from jaxpar.step.unpipelined import Unpipelined
@@ -84,5 +85,9 @@ def _of_layout(layout: Layout, loss: Callable, numerics: Numerics, frozen: froze
             fix=f"accumulate=1 and microbatches={numerics.accumulate * layout.microbatches}",
         )
     if layout.parallel.pipeline.weights == "flush":
+        from jaxpar.step.pipelined.synchronous import Pipelined
+
         return Pipelined(layout, loss, numerics, frozen)
+    from jaxpar.step.pipelined.asynchronous import AsyncPipelined
+
     return AsyncPipelined(layout, loss, numerics, frozen)

@@ -222,7 +222,7 @@ def evaluate(job: Run, state: State, feed: Feed, stop: Stop | None = None) -> di
         means = _means(job, state, each, stop)
         if means is None:
             return None
-        scored = job.step.evaluation_metrics(means)
+        scored = job.step.gradients.evaluation_metrics(means)
         scored = scored | derive_measures(job.derived, scored)
         found |= dict(zip(evaluation_names(scored, name), scored.values(), strict=True))
     return found

@@ -17,6 +17,7 @@ from typing import Any
 from jaxpar.errors import JaxparError, refuse, suggest
 from jaxpar.hlo.text import parse
 from jaxpar.inspector.compiled import compile_program
+from jaxpar.inspector.step_subject import step_subject
 from jaxpar.inspector.timeline import replay
 from jaxpar.job.build import assemble
 from jaxpar.job.file.parse import load
@@ -118,7 +119,7 @@ def _compiled(name: str, ways: Sequence[str]) -> Iterator[dict[str, Any]]:
     job = replace(job, mesh=MeshTable(devices=target.devices))
     devices = target_devices(target)
     step = assemble(job, devices)
-    subject = step.subject(abstract_batch(job))
+    subject = step_subject(step, abstract_batch(job))
     sizes = {str(axis): size for axis, size in subject.mesh.shape.items()}
     for way in ways:
         try:

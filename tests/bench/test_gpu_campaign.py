@@ -28,6 +28,7 @@ from jaxpar.hlo.text import parse
 from jaxpar.inspector.compiled import compile_program
 from jaxpar.inspector.memory import total
 from jaxpar.inspector.stand_in_attention import NAME as NAME_OF_STAND_IN
+from jaxpar.inspector.step_subject import step_subject
 from jaxpar.inspector.timeline import price_kernels, replay
 from jaxpar.mesh.absent_gpus import target_devices
 from jaxpar.mesh.target import missing_plugin
@@ -106,7 +107,7 @@ def test_what_stands_in_for_cudnn_keeps_no_scores_and_kernels_add_up_to_the_time
     """Without cuDNN a program for GPUs has XLA's own attention, whose scores would be most of the memory."""
     job = dataclasses.replace(TINY, seq=512, heads=4, dim=64, vocab=64)
     built = job.on(target_devices("h100:1x1"))
-    program = compile_program(built.step.subject(built.batch).lowered, built.devices)
+    program = compile_program(step_subject(built.step, built.batch).lowered, built.devices)
     assert total(program) - built.static < 4 * job.batch * job.heads * job.seq**2
     module, of = parse(program.text), (dict(built.step.layout.device_mesh.shape), HARDWARE["h100"].chip, 1)
     prices = price_kernels(module, *of)

@@ -263,7 +263,7 @@ def between_nodes(exchange, meeting=0):
     layout = jp.compose(partial(jp.Decoder, settings), parallel, jp.target_devices("h100:2x8"))
     ids = jax.ShapeDtypeStruct((16, 32), jnp.int32)
     step = jp.train_step(layout, jp.next_token_loss, CHAIN)
-    found = over_data(jp.inspect(step, {"inputs": ids, "targets": ids}, exchanges=meeting))
+    found = over_data(jp.inspect(step, {"inputs": ids, "targets": ids}, sync_round=meeting))
     return found, [part.size for part in layout.parts.values() if part.total_size >= 4096]
 
 

@@ -71,7 +71,7 @@ def test_each_member_trains_as_in_a_run_of_its_own(sizes, of):
         np.testing.assert_allclose([row[f"loss/{member}"] for row in rows], losses, rtol=1e-6)
         assert_same_arrays([x[member] for x in jax.tree.leaves(state.params)], params, 1e-6)
     assert [row["loss"] for row in rows] == [min(row[f"loss/{member}"] for member in range(4)) for row in rows]
-    assert len(step._compiled) == 1  # for all settings
+    assert len(step.programs) == 1  # for all settings
 
 
 def test_a_member_whose_numbers_are_not_finite_stands_still_and_no_other_does():
@@ -80,7 +80,7 @@ def test_a_member_whose_numbers_are_not_finite_stands_still_and_no_other_does():
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(state.params)))
     assert rows[-1]["loss/0"] == rows[-1]["loss"] < rows[0]["loss"]
     assert {name for name in step.evaluate(state, batch_of(0))} == {"loss/0", "loss/1"}
-    assert step.evaluation_metrics({"loss/0": np.nan, "loss/1": 2.0, "accuracy/1": 0.5})["loss"] == 2.0
+    assert step.gradients.evaluation_metrics({"loss/0": np.nan, "loss/1": 2.0, "accuracy/1": 0.5})["loss"] == 2.0
 
 
 @pytest.mark.parametrize("exchanges", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -88,7 +88,7 @@ def test_nothing_travels_between_members_but_where_they_copy(exchanges):
     values = {"learning_rate": VALUES["learning_rate"] * 2}
     layout = composed(dict(data=4, fsdp=2), Pbt(values=values, every=3), jp.target_devices("h100:1x8"))
     optimizer = chain.build(Optimizer(name="sgd"), STEPS, values)
-    report = jp.inspect(jp.train_step(layout, loss, optimizer), batch_of(0), exchanges=exchanges)
+    report = jp.inspect(jp.train_step(layout, loss, optimizer), batch_of(0), sync_round=exchanges)
     assert {entry.kind for entry in over_data(report)} >= {"collective-permute"} if exchanges else not over_data(report)
     assert [flag for flag in report.flags if flag.kind == "idle axis"] == []
 

@@ -270,7 +270,7 @@ def test_layers_of_a_stack_meet_by_fragments(wire, share):
     )
     ids = jax.ShapeDtypeStruct((8, 16), jnp.int32)
     step = jp.train_step(layout, jp.next_token_loss, CHAIN)
-    both = [over_data(jp.inspect(step, {"inputs": ids, "targets": ids}, exchanges=at)) for at in (2, 4)]
+    both = [over_data(jp.inspect(step, {"inputs": ids, "targets": ids}, sync_round=at)) for at in (2, 4)]
     sizes = [sum(each.step_payload for each in found) for found in both]
     wanted = [sum(s.collective.step_payload for s in layout.sends() if s.sync_round == at) for at in (1, 2)]
     assert sizes == wanted
@@ -355,7 +355,7 @@ def test_a_loss_past_the_models_call_has_no_mean_prediction():
 def compiled(exchange, meeting, sizes=WHOLE):
     layout = composed(sizes, exchange, jp.target_devices("h100:1x8"))
     shapes = {key: jax.ShapeDtypeStruct(value.shape, value.dtype) for key, value in batch(0).items()}
-    return layout, over_data(jp.inspect(jp.train_step(layout, loss, CHAIN), shapes, exchanges=meeting))
+    return layout, over_data(jp.inspect(jp.train_step(layout, loss, CHAIN), shapes, sync_round=meeting))
 
 
 @pytest.mark.slow
@@ -382,7 +382,7 @@ def test_what_is_averaged_of_an_optimizer_is_counted():
     assert {each.every for each in sent} == {5}
     said = sum(each.collective.step_payload for each in sent)
     assert said == 3 * sum(each.collective.step_payload for each in layout.sends())
-    assert sum(each.step_payload for each in over_data(jp.inspect(step, shapes, exchanges=1))) == pytest.approx(
+    assert sum(each.step_payload for each in over_data(jp.inspect(step, shapes, sync_round=1))) == pytest.approx(
         said, rel=0.01
     )
     assert "optimizer's averages on top" in layout.explain()  # of an optimizer that a layout does not know

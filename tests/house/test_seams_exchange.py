@@ -258,7 +258,7 @@ def test_an_exchange_of_gradients_keeps_replicas_equal(sizes, tmp_path):
 def inspected(sizes, *, exchanges, exchange=None, chain=CHAIN):
     layout = composed(sizes, exchange, jp.target_devices("h100:1x8"))
     shapes = {key: jax.ShapeDtypeStruct(value.shape, value.dtype) for key, value in batch(0).items()}
-    return layout, jp.inspect(jp.train_step(layout, loss, chain), shapes, exchanges=exchanges)
+    return layout, jp.inspect(jp.train_step(layout, loss, chain), shapes, sync_round=exchanges)
 
 
 def over_data(report):

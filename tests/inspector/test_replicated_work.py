@@ -24,7 +24,7 @@ from jaxpar.job.file.parse import loads
 from jaxpar.job.inspect import matmul_summary
 from jaxpar.pipeline.draw.compare import compare
 from jaxpar.pipeline.tables.price import Times
-from jaxpar.step.inspectable import model_flop
+from jaxpar.step.model_flop import model_flop
 
 SGD = optax.sgd(0.1)
 JOB = """

@@ -183,7 +183,7 @@ def test_queries_that_devices_share_do_not_run_by_blocks(monkeypatch):
         layout = jp.compose(partial(jp.Decoder, shape), jp.Parallel(**sizes))
         step = jp.train_step(layout, jp.next_token_loss, optax.sgd(0.1))
         step.lower(step.abstract(), {"inputs": tokens, "targets": tokens})
-        assert step.implementations == forms
+        assert step.compiler.implementations == forms
 
 
 Q = jnp.zeros((2, 8, 4, 4))

@@ -154,4 +154,4 @@ def test_a_model_of_transformers_is_computed_in_bf16(name):
     _, model, loss = described(name)
     step = jp.train_step(jp.compose(model, jp.Parallel(), jax.devices()[:1]), loss, SGD, precision="bf16")
     step.lower(step.abstract(), batch_of(ROWS))
-    assert step.matmuls.share == 1
+    assert step.compiler.matmuls.share == 1

@@ -29,7 +29,7 @@ LAYOUTS = {
 def on(layout, function, *args):
     """Returns a function of arrays as a step of a layout computes it."""
     step = jp.train_step(layout, jp.next_token_loss, optax.sgd(0.1))
-    with step.trace_context():
+    with step.compiler.trace_context():
         return jax.jit(function)(*args)
 
 

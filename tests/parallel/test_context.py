@@ -217,17 +217,19 @@ def test_heads_that_cudnn_does_not_have_run_as_matmuls_and_it_is_said(dim, want,
     settings = dataclasses.replace(LLAMA, dim=dim, heads=2, kv_heads=2)
     asked, step = lowered(monkeypatch, settings, "gpu", data=8)
     assert asked == {want}
-    assert any(f"no heads of {dim // 2}" in form for form in step.implementations) == (want is None)
+    assert any(f"no heads of {dim // 2}" in form for form in step.compiler.implementations) == (want is None)
 
 
 def test_all_products_of_long_sequences_run_in_16_bits(monkeypatch):
     """Those of attention are most of them; JAX's own have one float32 operand going backward, and are listed."""
     _, step = lowered(monkeypatch, LONG, "cpu", data=4, context=2)
-    assert step.matmuls.share == 1
+    assert step.compiler.matmuls.share == 1
     _, step = lowered(monkeypatch, LONG, "cpu", data=8)
-    assert step.matmuls.share < 0.95
-    assert all(each.mixed == each.share for each in step.matmuls.high_precision)
-    assert sum(each.share for each in step.matmuls.high_precision) == pytest.approx(1 - step.matmuls.share)
+    assert step.compiler.matmuls.share < 0.95
+    assert all(each.mixed == each.share for each in step.compiler.matmuls.high_precision)
+    assert sum(each.share for each in step.compiler.matmuls.high_precision) == pytest.approx(
+        1 - step.compiler.matmuls.share
+    )
 
 
 @pytest.mark.parametrize("is_causal", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -15,6 +15,7 @@ from tiny import assert_same_arrays, train
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
+from jaxpar.inspector.step_subject import step_subject
 from jaxpar.job import check
 from jaxpar.job.build import assemble
 from jaxpar.job.file import parse
@@ -26,9 +27,8 @@ from jaxpar.parallel.techniques.all_techniques import ModelUse, tracing
 from jaxpar.parallel.techniques.attention_choice import AttentionChoice
 from jaxpar.plan.techniques import auto_context
 from jaxpar.sharding.names import Compute
-from jaxpar.step import step as steps
-from jaxpar.step.inspectable import subject
 from jaxpar.step.losses import cross_entropy
+from jaxpar.train.doors import train_step
 
 ROOT = Path(__file__).parents[2]
 VOCAB, SEQ, BATCH = 32, 16, 8
@@ -207,10 +207,10 @@ def test_tokens_and_heads_that_do_not_divide_are_refused(changed, parallel, said
 
 def test_the_layout_says_which_form_and_why_and_the_step_what_it_found(monkeypatch):
     step = lowered(LLAMA, data=2, context=4, context_by="ulysses")
-    assert step.implementations == ("ulysses: 2 heads of keys are repeated 2 times, 4 are exchanged",)
+    assert step.compiler.implementations == ("ulysses: 2 heads of keys are repeated 2 times, 4 are exchanged",)
     assert "context by ulysses: devices exchange heads for tokens" in step.layout.explain()
     step = lowered(LLAMA, data=2, context=4, context_by="auto")
-    (said,) = step.implementations
+    (said,) = step.compiler.implementations
     assert said.startswith(
         "context by auto: gather, for rows of 16 tokens on NVIDIA H100 SXM, assumed, as no chip is named"
     )
@@ -250,12 +250,12 @@ def test_a_check_asks_what_a_step_of_the_job_asks(over, monkeypatch):
     path, devices = ROOT / "configs/context8_ring_data1.toml", jax.devices()
     job = parse.load(path, ["parallel.context_by=auto", "train.precision=bf16", *over.split()])
     asked = {"check": [], "step": []}
-    for where, module in (("check", check), ("step", steps)):
+    for where, module, name in (("check", check, "choose_form"), ("step", train_step, "choose_attention")):
         ask = lambda call, calls=asked[where]: calls.append(call) or auto_context.choose_form(call)  # noqa: E731
-        monkeypatch.setattr(module, "choose_form", ask)
+        monkeypatch.setattr(module, name, ask)
     check.check(job)
     made = assemble(job, devices)
-    subject(made, abstract_batch(job))
+    step_subject(made, abstract_batch(job))
     forms = [{replace(call, state_bytes=0, chip="") for call in calls} for calls in asked.values()]
     assert forms[0] == forms[1]
     assert forms[0]
@@ -280,7 +280,7 @@ def test_scores_are_said_to_be_kept_where_keys_are_gathered_and_nowhere_else():
         step = jp.train_step(
             jp.compose(MODELS["llama"], parallel, devices), jp.next_token_loss, optax.sgd(0.1), precision="bf16"
         )
-        (said,) = [note for note in subject(step, {"inputs": ids, "targets": ids}).notes if "cuDNN" in note]
+        (said,) = [note for note in step_subject(step, {"inputs": ids, "targets": ids}).notes if "cuDNN" in note]
         assert ("does not take pieces of a sequence, so scores are kept" in said) == kept
         assert ("in blocks of plain JAX, not by cuDNN's kernel: it has no heads of 4" in said) != kept
 

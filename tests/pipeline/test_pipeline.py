@@ -427,7 +427,7 @@ def test_stages_of_a_linen_model_drop_different_entries():
 def test_bf16_multiplies_in_bf16_and_stays_close_to_one_device():
     want, _, _ = alone(tied=False, precision="bf16")
     losses, state, step = run("1f1b", "residuals", EIGHT, tied=False, precision="bf16")
-    assert step.matmuls.share == 1
+    assert step.compiler.matmuls.share == 1
     np.testing.assert_allclose(losses, want, rtol=5e-3)  # eight bits of mantissa, summed in another order
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype("float32")}
 

@@ -172,7 +172,7 @@ def step_of(model, loss=squares, devices=None, precision: Any = "bf16", **sizes)
 def lowered(model, batch=None, **given):
     step = step_of(model, **given)
     step.lower(step.abstract(), batch or {"inputs": INPUT})
-    return step.matmuls
+    return step.compiler.matmuls
 
 
 def tokens(length=SEQ):
@@ -314,5 +314,5 @@ def test_products_of_an_update_are_none_of_the_models(settings):
     step = assemble(job, jax.devices()[:2])
     tokens = np.zeros((4, 16), np.int32)
     step(init_state(step.layout, step.optimizer), {"inputs": tokens, "targets": tokens})
-    assert step.matmuls.share > 0.95
-    assert len(step.matmuls.high_precision) <= 2
+    assert step.compiler.matmuls.share > 0.95
+    assert len(step.compiler.matmuls.high_precision) <= 2

@@ -173,7 +173,7 @@ def test_a_loss_with_a_key_and_remat_change_nothing():
 def test_bf16_takes_products_of_float8_for_what_they_are():
     model = jp.from_linen(Net(), jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32))
     params, losses, _, _, step = trained(model, {"data": 2}, precision="bf16")
-    assert str(step.matmuls).startswith("6 of 6 matrix products are bf16 or float8 (100.0%")
+    assert str(step.compiler.matmuls).startswith("6 of 6 matrix products are bf16 or float8 (100.0%")
     np.testing.assert_allclose(losses, plain(Net(dtype=jnp.bfloat16), params)[0], rtol=1e-2)
 
 

@@ -11,6 +11,7 @@ from bench.overhead.program import compiled
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxpar as jp
+from jaxpar.inspector.step_subject import step_subject
 from jaxpar.jaxprs.gradient_sums import find
 from jaxpar.jaxprs.gradient_sums import hoist as room
 
@@ -21,7 +22,7 @@ def launches(**sizes):
     layout = jp.compose(partial(jp.Decoder, jp.DecoderConfig(**SHAPE)), jp.Parallel(**sizes), jax.devices())
     step = jp.train_step(layout, jp.next_token_loss, optax.sgd(0.1), remat="full")
     batch = {name: jax.ShapeDtypeStruct((16, 16), jnp.int32) for name in ("inputs", "targets")}
-    return compiled(step.subject(batch).lowered, layout.device_mesh).launches
+    return compiled(step_subject(step, batch).lowered, layout.device_mesh).launches
 
 
 @pytest.mark.slow
@@ -139,7 +140,7 @@ def test_a_matrix_that_two_axes_cut_along_one_dim_is_summed_by_xla():
     layout = jp.compose(partial(jp.Decoder, settings), jp.Parallel(fsdp=3, tensor=2), jax.devices()[:6])
     assert layout.placements["blocks/mlp/up"].stored[-1] == ("tensor", "fsdp")
     step = jp.train_step(layout, jp.next_token_loss, optax.sgd(0.1))
-    step.subject({name: jax.ShapeDtypeStruct((12, 16), jnp.int32) for name in ("inputs", "targets")})
+    step_subject(step, {name: jax.ShapeDtypeStruct((12, 16), jnp.int32) for name in ("inputs", "targets")})
 
 
 def test_a_scan_that_is_unrolled_stays_so():

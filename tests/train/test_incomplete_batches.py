@@ -155,7 +155,7 @@ def test_a_loss_that_adds_up_compiles_one_program_and_nothing_is_said(loss):
     for count in counts:
         assert found[f"eval_n{count}_loss"] == pytest.approx(plain(loss, model, count)["loss"], rel=1e-5)
     assert not said
-    assert len(step._compiled) == 1
+    assert len(step.programs) == 1
 
 
 def test_one_example_alone_is_compared_in_batches_of_two_sizes():

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import jaxpar as jp
+from jaxpar import train_step
 from jaxpar.errors import JaxparError
 from jaxpar.inspector.compiled import compile_program
 from jaxpar.job.check import check
@@ -22,7 +23,6 @@ from jaxpar.job.run import train
 from jaxpar.optim.noise import GradientNoise, estimate, temperature
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.per_replica.part_norms import part_norm_function
-from jaxpar.step.step import train_step
 
 DIM, BATCH = 16, 32
 MEAN, SPREAD = np.linspace(-0.2, 0.3, DIM), np.linspace(0.5, 1.5, DIM)  # of one example's gradient
@@ -116,14 +116,16 @@ def test_a_loss_that_draws_draws_for_each_part(sizes):
 def test_on_gpus_one_scalar_travels_between_replicas_and_no_gradient():
     layout = jp.compose(lambda rngs: Linear(rngs), jp.Parallel(data=8), jp.target_devices("h100:1x8"))
     step = train_step(layout, plain, optax.sgd(0.1))
-    shapes = {name: step.shaped(name, value) for name, value in batch().items()}
+    shapes = {name: step.placement.shaped(name, value) for name, value in batch().items()}
     state = step.abstract()
 
     def sent(loss):
         with jax.set_mesh(layout.device_mesh):
             measuring = jax.jit(part_norm_function(layout, loss, Numerics()))
             lowered = measuring.lower(state.params, state.model_state, shapes)
-        text = compile_program(lowered, list(layout.device_mesh.devices.flat), compiler_options=step.options).text
+        text = compile_program(
+            lowered, list(layout.device_mesh.devices.flat), compiler_options=step.compiler.options
+        ).text
         return re.findall(r"= (.+?) all-reduce(?:-start)?\(", text), collectives(text)
 
     assert sent(plain) == (["f32[]"], 1)

@@ -202,8 +202,8 @@ def test_a_step_says_when_it_compiles(tmp_path):
     chain, batches, said = tiny.optimizer(), list(tiny.batches(2)), []
     step = jp.train_step(layout, tiny.token_loss, chain)
     watchdog = WatchdogThread(tmp_path, "a", process=0, count=1, limit=30.0)
-    step.compile_context = lambda: said.append("compiling") or watchdog.compiling()
-    step.compare_programs = lambda what, _: said.append(f"{watchdog._watchdog.beat.doing}: {what}")
+    step.compiler.compile_context = lambda: said.append("compiling") or watchdog.compiling()
+    step.compiler.compare_programs = lambda what, _: said.append(f"{watchdog._watchdog.beat.doing}: {what}")
     watchdog.at(1, "training")
     state = jp.init_state(layout, chain, seed=1)
     for batch in batches:

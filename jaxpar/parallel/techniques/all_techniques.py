@@ -12,7 +12,7 @@ from jaxpar.models.islands import implemented
 from jaxpar.parallel.declaration import Axes, Parallel
 from jaxpar.parallel.grouped_convolutions import split_convolutions
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.techniques.attention_choice import Choose
+from jaxpar.parallel.techniques.attention_choice import Choose, refuse_choice
 from jaxpar.parallel.techniques.base import Compose, TracedStep
 from jaxpar.parallel.techniques.table import TECHNIQUES
 from jaxpar.sharding.author.explicit import sharding_translation
@@ -95,13 +95,15 @@ class ModelUse:
 
 
 @contextmanager
-def tracing(layout: Layout, model_use: ModelUse, choose: Choose, *, saves_activations: bool = False) -> Iterator[None]:
+def tracing(
+    layout: Layout, model_use: ModelUse, choose: Choose = refuse_choice, *, saves_activations: bool = False
+) -> Iterator[None]:
     """Gives dim names and islands their meaning in a layout while a step of it is traced, and records their use.
 
     Args:
       layout: Of the step.
       model_use: Records the use.
-      choose: Answers choices that the declaration left to a plan.
+      choose: Chooses the form of attention where the declaration leaves it to a planner.
       saves_activations: Whether layers save activations for the backward pass.
     """
     check_rules_in_force(layout.blueprint)

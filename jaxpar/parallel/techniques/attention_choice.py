@@ -2,13 +2,15 @@
 
     parallel  asks        Call ──► choose ──► Choice
     plan      answers     `jaxpar.plan.techniques.auto_context.choose_form`
-    step, job hand it in  `asked.tracing(layout, used, choose)`
+    train, job hand it in `jaxpar.train_step`, and `all_techniques.tracing(layout, use, choose)`
 
 A plan reads layouts, so `plan` imports this package, which knows of a plan only these types.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from jaxpar.errors import refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,3 +66,16 @@ class AttentionChoice:
 
 
 Choose = Callable[[AttentionCall], AttentionChoice]
+
+
+def refuse_choice(call: AttentionCall) -> AttentionChoice:
+    """Refuses to choose, in a program that was made without a planner.
+
+    Raises:
+      JaxparError: Always.
+    """
+    raise refuse(
+        f"context_by='auto' over context={call.context}, in a program without a planner",
+        rule="a planner chooses the form of attention; jp.train_step and jobs bring jaxpar's",
+        fix='jp.Parallel(context_by="ring"), or another form by name',
+    )

@@ -92,7 +92,7 @@ class Round:
     def options(self) -> dict[str, Any]:
         """XLA compiler options."""
         platform = self.step.layout.device_mesh.devices.flat[0].platform
-        return {**self.step.options, **({} if platform in ("cpu", "tpu") else AT_ONCE)}
+        return {**self.step.compiler.options, **({} if platform in ("cpu", "tpu") else AT_ONCE)}
 
     def lower(self, state: State, batches: Sequence[Batch], *, first: int) -> Any:
         """Returns the program lowered for these shapes, as `jax.jit(...).lower` does.
@@ -111,8 +111,8 @@ class Round:
                 rule=f"a round of {self.exchange} is {self.steps} steps, and begins where a fragment is sent",
                 fix=f"{self.steps} batches, and single steps while not Round.begins(step)",
             )
-        shapes = [{name: self.step.shaped(name, x) for name, x in batch.items()} for batch in batches]
-        with self.step.trace_context():
+        shapes = [{name: self.step.placement.shaped(name, x) for name, x in batch.items()} for batch in batches]
+        with self.step.compiler.trace_context():
             out_shardings = (self.step.shardings, None)
             run = jax.jit(lambda *args: self._run(first, *args), donate_argnums=0, out_shardings=out_shardings)
             return run.lower(state, shapes)

@@ -19,7 +19,6 @@ from jaxpar.models.cache import KVCache
 from jaxpar.models.output_dtype import belongs_to_call
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques import all_techniques
-from jaxpar.plan.techniques.auto_context import choose_form
 from jaxpar.sharding.names import Compute, Tree
 from jaxpar.sharding.tracing import paused_gc
 from jaxpar.step.sampling.draws import Sampling
@@ -174,6 +173,6 @@ class Generator:
         with (
             jax.set_mesh(self.layout.device_mesh),
             paused_gc(),
-            all_techniques.tracing(self.layout, self._used, choose_form),
+            all_techniques.tracing(self.layout, self._used),
         ):
             yield

@@ -20,6 +20,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 import jaxpar as jp
+from jaxpar.inspector.step_subject import step_subject
 from jaxpar.measure.where import where
 from jaxpar.mesh.devices import describe
 from jaxpar.units import show_bytes
@@ -115,7 +116,7 @@ def _measured(model: expert.Llama, sizes: Mapping[str, int], rounds: int) -> dic
     theirs: dict[str, Program] = {}
     for device, devices in {"processors": jax.devices(), "H100s": jp.target_devices(TARGET)}.items():
         step = ours.like_expert(model, sizes, optimizer, devices)
-        mine[device] = compiled(step.subject(_shapes(model)).lowered, step.layout.device_mesh)
+        mine[device] = compiled(step_subject(step, _shapes(model)).lowered, step.layout.device_mesh)
         mesh = expert.make_mesh(devices, **sizes)
         theirs[device] = compiled(lowered(model, mesh), mesh)
     ratios = {

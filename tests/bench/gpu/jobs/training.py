@@ -13,6 +13,7 @@ import optax
 import jaxpar as jp
 from jaxpar.inspector import stand_in_attention
 from jaxpar.inspector.report import Report, build_report
+from jaxpar.inspector.step_subject import step_subject
 from jaxpar.mesh.absent_gpus import target_config_of, target_devices
 from jaxpar.models.islands import implemented
 from jaxpar.plan.candidate import Candidate
@@ -157,7 +158,7 @@ def elementwise() -> optax.GradientTransformation:
 def compiled(job: Training, chip: str) -> tuple[Report, int]:
     """Returns the report of a job's step on a chip that is not there, and the bytes of its state and batch."""
     built = job.on(target_devices(f"{chip}:1x1"))
-    return build_report(built.step.subject(built.batch)), built.static
+    return build_report(step_subject(built.step, built.batch)), built.static
 
 
 def predict_memory(job: Training, hardware: Hardware) -> Numbers:

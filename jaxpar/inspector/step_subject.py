@@ -1,29 +1,23 @@
-"""Prepares a training step for the inspector: every array gets the name that the model gives it."""
+"""A training step as a subject of an inspection: every array gets the name that the model gives it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
 from jaxpar.exchange.collectives import price
 from jaxpar.hlo.attribution import Argument
-from jaxpar.hlo.flop_share import FlopShare
-from jaxpar.hlo.traced_flop import forward_flop
 from jaxpar.inspector.subject import Subject, argument
 from jaxpar.mesh.chips import find_chip
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.pages.shard_cards import cards
 from jaxpar.plan.machine.hardware import HARDWARE
-from jaxpar.sharding.author.explicit import sharding_translation
-from jaxpar.sharding.names import Compute, path_of
-from jaxpar.sharding.nnx.hooks import step_hooks
+from jaxpar.sharding.names import path_of
 from jaxpar.sharding.shard_bytes import shard_shape
-from jaxpar.step.checks.precision import Matmuls
-from jaxpar.step.gradients import Gradients
-from jaxpar.step.numerics import Numerics
-from jaxpar.step.state import State
-from jaxpar.step.stochastic_loss.loss import traceable_loss
+from jaxpar.step.batch.shard_batch import check_dict
+from jaxpar.step.model_flop import model_flop
+from jaxpar.step.step import Step
 from jaxpar.units import show_seconds
 
 # in the flattening order of a state, which is the order of the program's arguments
@@ -31,52 +25,23 @@ _ROLES = {"step": "other state", "params": "parameters", "optimizer": "optimizer
           "exchange": "other state"}  # fmt: skip
 
 
-class Inspectable(Protocol):
-    """A step that can be inspected; see `jaxpar.step.step.Step`."""
-
-    layout: Layout
-    loss: Callable
-    numerics: Numerics
-    gradients: Gradients
-    share: FlopShare | None
-    matmuls: Matmuls | None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """XLA compiler options."""
-        ...
-
-    @property
-    def implementations(self) -> tuple[str, ...]:
-        """One sentence per island about its implementation, if shapes chose it."""
-        ...
-
-    def abstract(self) -> State:
-        """Returns the state as shapes, dtypes and shardings."""
-        ...
-
-    def shaped(self, name: str, value: Any) -> Any:
-        """Returns the shape of a batch array with the sharding that it will have."""
-        ...
-
-    def lower(self, state: State, batch: Mapping[str, Any], *, sync_round: int = 0) -> Any:
-        """Returns the step lowered for these shapes."""
-        ...
-
-
-def subject(step: Inspectable, batch: Mapping[str, Any], *, sync_round: int = 0) -> Subject:
+def step_subject(step: Step, batch: Mapping[str, Any], *, sync_round: int = 0) -> Subject:
     """Lowers a step for a batch of these shapes, and names its arrays.
 
     Args:
       step: The step.
       batch: Name to anything with shape and dtype.
-      exchanges: The number of the sync round that ends the step, from 1; 0 for none.
+      sync_round: The number of the sync round that ends the step, from 1; 0 for none.
+
+    Raises:
+      JaxparError: If the batch is no dict of arrays or shapes, or the step refuses it.
     """
+    check_dict(batch)
     layout, state = step.layout, step.abstract()
-    batch = {name: step.shaped(name, value) for name, value in batch.items()}
+    batch = {name: step.placement.shaped(name, value) for name, value in batch.items()}
     lowered = step.lower(state, batch, sync_round=sync_round)
     platform = layout.device_mesh.devices.flat[0].platform
-    notes = [*step.implementations]
+    notes = [*step.compiler.implementations]
     if platform != "cpu" and jax.default_backend() != "gpu" and step.numerics.dtype:
         if layout.sizes["context"] == 1:
             notes.append(
@@ -110,7 +75,7 @@ def subject(step: Inspectable, batch: Mapping[str, Any], *, sync_round: int = 0)
         },
         loss=((code.co_filename, code.co_name),) if code else (),
         model_flop=model_flop(step, batch),
-        share=step.share,
+        share=step.compiler.share,
         precision=step.numerics.matmuls.compute,
         batch_axes=layout.batch_axes,
         unsharded_gradient_axes=layout.parallel.zero_axes if layout.parallel.stage == 1 else (),
@@ -121,9 +86,14 @@ def subject(step: Inspectable, batch: Mapping[str, Any], *, sync_round: int = 0)
         updates=step.gradients.updates,
         cards=tuple(cards(layout.placements, layout.sizes)),
         schedule=layout.schedule if layout.sizes["pipe"] > 1 else None,
-        notes=(*notes, *(step.matmuls.notes if step.matmuls else ()), *step.gradients.notes, *_agreement(layout)),
+        notes=(
+            *notes,
+            *(step.compiler.matmuls.notes if step.compiler.matmuls else ()),
+            *step.gradients.notes,
+            *_agreement(layout),
+        ),
         cacheable=True,
-        compiler_options=step.options,
+        compiler_options=step.compiler.options,
     )
 
 
@@ -140,30 +110,7 @@ def _agreement(layout: Layout) -> list[str]:
     return [f"{layout.sync_note}, which takes {show_seconds(seconds)} (modelled)"]
 
 
-def model_flop(step: Inspectable, batch: Mapping[str, Any]) -> float:
-    """Returns the model FLOP of a step over all devices: the forward pass, plus twice that for the backward pass.
-
-    For a population this is the sum over its members.
-    """
-    blueprint, loss = step.layout.blueprint, traceable_loss(step.loss)
-    exchange = step.layout.parallel.exchange
-    models = exchange.count(step.layout.sizes["data"]) if exchange.same_examples else 1
-
-    def forward(key, batch):
-        params, model_state = blueprint.init(key)
-        return loss(blueprint.bind(params, model_state, lambda path, value: value, Compute()), batch)
-
-    shapes = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in batch.items()}
-    key = jax.random.key(0)
-    with (
-        jax.set_mesh(step.layout.device_mesh),
-        sharding_translation(),
-        step_hooks(),
-    ):  # the model may use mesh axes directly
-        return 3.0 * models * forward_flop(forward, key, shapes)
-
-
-def _state(step: Inspectable, state: Any) -> list[Argument]:
+def _state(step: Step, state: Any) -> list[Argument]:
     """Lists the arrays of the state: parameters by path, others by part of the state and path."""
     layout, exchange = step.layout, step.layout.parallel.exchange
     places = {

@@ -1,0 +1,163 @@
+"""Traces, checks and compiles the programs of one training step.
+
+    function ─► traced under the layout ─► lowered ─► checked ─► agreed on by all processes ─► compiled
+                names, islands, mesh                 rules, techniques, dtypes
+
+The compiler records what the traces show: the names and islands that the model used, the dtypes of its matmuls, and
+the FLOP that each device should compute.
+"""
+
+import hashlib
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpar.errors import user_code_errors
+from jaxpar.hlo.branches import check_branches
+from jaxpar.hlo.flop_share import FIX, FlopShare, find_excess, flop_share
+from jaxpar.mesh.preset import compile_for_lines, compile_with, options
+from jaxpar.models.settings import logits
+from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.rule_problems import check_rules
+from jaxpar.parallel.techniques import all_techniques
+from jaxpar.parallel.techniques.attention_choice import Choose, refuse_choice
+from jaxpar.sharding.infer_names.trace_call import zeros_like_input
+from jaxpar.sharding.tracing import paused_gc
+from jaxpar.step.checks import precision
+from jaxpar.step.checks.dims import check_dims
+from jaxpar.step.numerics import Numerics
+from jaxpar.step.state import State
+from jaxpar.step.stochastic_loss.loss import traceable_loss
+
+Batch = Mapping[str, Any]
+NO_LIMIT = np.float32(math.inf)  # of the loss, for a guarded update
+
+
+class Compiler:
+    """Traces, checks and compiles the programs of one step.
+
+    Attributes:
+      layout: Where arrays live. After the first lowering its notes say how the loss computes its logits.
+      matmuls: After the first lowering with bf16, the dtypes in which the matmuls really run.
+      share: The matmuls that each device should run, of the update lowered last; None if a loop's trip count depends
+        on the data.
+      compare_programs: With several processes, called with (program name, hash) before a program is compiled.
+      compile_context: With several processes, a context entered while a program is traced, compared and compiled.
+    """
+
+    def __init__(self, layout: Layout, loss: Callable, numerics: Numerics, choose: Choose = refuse_choice):
+        """Sets the layout and the numerics of all programs.
+
+        Args:
+          layout: Where arrays live.
+          loss: The loss function, for the check of dim names that were guessed.
+          numerics: Precision, remat and accumulation.
+          choose: Chooses the form of attention where `context_by="auto"` leaves it open.
+        """
+        self.layout, self._loss, self._numerics, self._choose = layout, loss, numerics, choose
+        self.matmuls: precision.Matmuls | None = None
+        self.share: FlopShare | None = None
+        self.compare_programs: Callable[[str, str], None] | None = None
+        self.compile_context: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._use = all_techniques.ModelUse()
+        self._count = 0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """XLA compiler options."""
+        devices = list(self.layout.device_mesh.devices.flat)
+        return options(devices, self._numerics.collectives, all_techniques.compiler_options(self.layout))
+
+    @property
+    def implementations(self) -> tuple[str, ...]:
+        """One sentence per island about the implementation that was chosen by the shapes lowered so far."""
+        return tuple(sorted(self._use.forms))
+
+    @contextmanager
+    def trace_context(self):
+        """A context to trace functions of the step's arrays in: sets its mesh and dim names."""
+        saves = self._numerics.remat == "none"
+        with (
+            jax.set_mesh(self.layout.device_mesh),
+            paused_gc(),
+            all_techniques.tracing(self.layout, self._use, self._choose, saves_activations=saves),
+        ):
+            yield
+
+    @contextmanager
+    def user_code(self, batch: Batch):
+        """A trace context in which errors of the model, the loss or the optimizer name the batch."""
+        shapes = ", ".join(f"{name} {value.dtype}{list(value.shape)}" for name, value in batch.items())
+        with (
+            user_code_errors(
+                f"{self.layout.blueprint.name} and its loss on {shapes}",
+                rule="model, loss and optimizer accept the batch",
+                fix="the line of the model or the loss that this names",
+            ),
+            self.trace_context(),
+        ):
+            yield
+
+    def lower(self, program: Any, batch: Batch, *arguments: Any) -> Any:
+        """Lowers a program that updates nothing.
+
+        Args:
+          program: A jitted function.
+          batch: Its batch, for errors.
+          *arguments: All arguments of the function.
+        """
+        with self.user_code(batch):
+            lowered = program.lower(*arguments)
+        all_techniques.check(self.layout, self._use, lowered)
+        return lowered
+
+    def lower_update(self, program: Any, state: State, batch: Batch, *, guard: bool) -> Any:
+        """Lowers an update, and checks its use of rules, names and dtypes.
+
+        Args:
+          program: A jitted function of (state, batch), and of a limit of the loss if it is guarded.
+          state: Arrays or shapes.
+          batch: Shapes with shardings.
+          guard: Whether the update is guarded.
+
+        Raises:
+          JaxparError: If the model does not use what the layout declares, or matmuls are not in the requested dtype.
+        """
+        with self.user_code(batch), logits.record_logits() as logits_notes:
+            traced = program.trace(state, batch, *((NO_LIMIT,) if guard else ()))
+            lowered = traced.lower()
+        chosen = [note for note in self.implementations if note.startswith("context by auto")]
+        for note in [*map(str, logits_notes), *chosen]:
+            if note not in self.layout.notes:
+                self.layout = self.layout.with_note(note)
+        check_rules(self.layout.parallel, self.layout.blueprint, self._use.names)
+        all_techniques.check(self.layout, self._use, lowered)
+        check_dims(self.layout, lambda model: traceable_loss(self._loss)(model, jax.tree.map(zeros_like_input, batch)))
+        schedule = self.layout.schedule if self.layout.sizes["pipe"] > 1 else None
+        self.share = flop_share(traced.jaxpr.jaxpr, self.layout.devices, schedule)
+        if self._numerics.dtype:
+            self.matmuls = precision.count_matmuls(traced.jaxpr.jaxpr, schedule)
+            precision.check_bf16(self.matmuls, self._numerics.matmuls)
+        return lowered
+
+    def compile(self, name: str, lowered: Any, *, is_update: bool) -> Any:
+        """Compiles a program after all processes agreed on it, and checks that pipeline stages cannot deadlock.
+
+        Warns if the devices of an update repeat each other's work.
+        """
+        if self.compare_programs is not None:
+            digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+            self.compare_programs(f"{name} program ({self._count})", digest)
+        self._count += 1
+        program = compile_with(lowered, self.options)
+        if is_update and self.layout.devices > 1 and find_excess(program.as_text(), self.share):
+            excess = find_excess(compile_for_lines(lowered, program, self.options).as_text(), self.share)
+            warnings.warn(f"{self.layout.blueprint.name}: {excess}\n  fix: {FIX}", stacklevel=3)
+        if self.layout.sizes["pipe"] > 1 and not self.layout.schedule.phased:
+            check_branches(program.as_text(), dict(self.layout.device_mesh.shape), self.layout.schedule)
+        return program

@@ -1,0 +1,71 @@
+"""`jp.train_step`: the step of a layout, with jaxpar's planner for the choices that a declaration leaves open."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optax
+
+from jaxpar.errors import refuse, suggest
+from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.techniques.attention_choice import AttentionCall, AttentionChoice
+from jaxpar.step.numerics import Numerics
+from jaxpar.step.state import check_seed
+from jaxpar.step.step import NONE, Loss, Step
+
+
+def train_step(
+    layout: Layout,
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    *,
+    guard: bool = False,
+    seed: int = 0,
+    measures: Mapping[str, Callable] = NONE,
+    **numerics: Any,
+) -> Step:
+    """Returns the training step of a layout.
+
+    Args:
+      layout: From `compose`.
+      loss: (model, batch), or (model, batch, key), to (sum, count), or to a dict of them with the entry `loss`. The
+        random key differs between steps and microbatches, and is equal on every layout; all evaluations share one.
+      optimizer: The optax chain passed to `init_state`.
+      guard: Skip the update if the loss or the gradients are not finite, or the loss is above a limit.
+      seed: Seed of the loss's random keys.
+      measures: Name to a function of (model, batch) to (sum, count): additional evaluation metrics.
+      **numerics: `accumulate`, `precision`, `remat`, `offload`, `collectives`: see `Numerics`.
+
+    Raises:
+      JaxparError: If a setting is unknown or has an invalid value.
+    """
+    names = [field.name for field in dataclasses.fields(Numerics)]
+    for key in numerics:
+        if key not in names:
+            raise refuse(
+                f"{key}={numerics[key]!r:.60}", rule=f"a step takes {', '.join(names)}", fix=suggest(key, names)
+            )
+    if not callable(loss):
+        raise refuse(
+            f"loss={loss!r:.60}",
+            rule="a loss is a function of (model, batch), or of (model, batch, key)",
+            fix="jp.next_token_loss, or lambda model, batch: (jnp.sum(losses), losses.size)",
+        )
+    settings = Numerics(**numerics)
+    return Step(
+        layout,
+        loss,
+        optimizer,
+        settings,
+        guard=guard,
+        seed=check_seed(seed),
+        measures=measures,
+        choose=choose_attention,
+    )
+
+
+def choose_attention(call: AttentionCall) -> AttentionChoice:
+    """Answers `context_by="auto"` with the planner, which is imported only then: most steps do not need it."""
+    from jaxpar.plan.techniques.auto_context import choose_form
+
+    return choose_form(call)
