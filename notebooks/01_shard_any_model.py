@@ -173,7 +173,7 @@ def on_one_device(tree):
 # **Measure** what device 0 holds, shard by shard. Gradients live only inside a step; they come next.
 
 # %%
-P = sum(array.size for array in jax.tree.leaves(layout.params))
+P = sum(place.leaf.size for place in layout.placements.values())
 paper = {"DDP": (4 * P, 8 * P), "ZeRO-1": (P / 2, P), "ZeRO-2": (P / 2, P), "ZeRO-3": (P / 2, P)}
 print(f"{'bytes on device 0':<20}{'predicted':>13}{'measured':>13}{'gap':>8}")
 for name, state in states.items():

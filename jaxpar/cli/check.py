@@ -62,7 +62,8 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.models.islands import implemented
     from jaxpar.models.settings.logits import record_logits
     from jaxpar.parallel.compose import compose
-    from jaxpar.parallel.layout import Layout
+    from jaxpar.parallel.layout import with_note
+    from jaxpar.parallel.traffic import sync_note
 
     if args.explain and job.mesh.simulate:
         simulate(job.mesh.simulate)
@@ -85,8 +86,8 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     else:
         logits = [each.part(job.train.accumulate) for each in logits]
     auto = sorted(each for each in called if each.startswith("context by auto"))
-    layout = reduce(Layout.with_note, [*map(str, logits), *auto], layout)
-    said_too = [layout.sync_note, job.optimizer.describe_rate(job.train.global_batch)]
+    layout = reduce(with_note, [*map(str, logits), *auto], layout)
+    said_too = [sync_note(layout), job.optimizer.describe_rate(job.train.global_batch)]
     said_too.append(report_lengths(job.data))
     said_too.append(phases := job.train.growth.describe(job.train.global_batch))
     print(f"ok: {layout.summary()}", *layout.notes, *filter(None, said_too), sep="\n")

@@ -10,19 +10,22 @@ such choice: in each of its ticks all stages run the same kind of op.
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxpar.errors import refuse
 from jaxpar.hlo.attribution import shorten, users_frame
 from jaxpar.hlo.replica_groups import attribute_text, axes_of, parse_groups
 from jaxpar.hlo.text import Module, Op, parse
 from jaxpar.mesh.collective import KINDS
-from jaxpar.pipeline.tables.schedule import Schedule
 from jaxpar.sharding.names import CHOICE
+
+if TYPE_CHECKING:  # a plain step loads no pipeline
+    from jaxpar.pipeline.tables.schedule import Schedule
 
 _ALL_MEET = ("collective-permute", "send", "recv")  # all devices take part, not only those in the pairs
 
 
-def check_branches(program: str | Module, sizes: Mapping[str, int], schedule: Schedule) -> None:
+def check_branches(program: str | Module, sizes: Mapping[str, int], schedule: "Schedule") -> None:
     """Refuses a table whose program has a branch of only some stages with a collective that joins other stages.
 
     Args:
@@ -66,7 +69,7 @@ def _meets_other_stages(op: Op, module: Module, sizes: Mapping[str, int]) -> boo
     return any(axis.strip("~") == "pipe" for axis in axes_of(groups, sizes))
 
 
-def _refused(op: Op, module: Module, schedule: Schedule):
+def _refused(op: Op, module: Module, schedule: "Schedule"):
     frame = users_frame(module.stack(op))
     location = f" ({Path(frame.file).name}, line {frame.line})" if frame else ""
     phased = "interleaved_phased" if schedule.chunks > 1 else "1f1b_phased"

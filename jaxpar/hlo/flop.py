@@ -8,12 +8,15 @@ import json
 import math
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from jaxpar.errors import refuse
 from jaxpar.hlo.attribution import is_recomputed
 from jaxpar.hlo.text import Module, Op
 from jaxpar.hlo.trip_counts import walk
-from jaxpar.pipeline.tables.schedule import Schedule
+
+if TYPE_CHECKING:  # a plain step loads no pipeline
+    from jaxpar.pipeline.tables.schedule import Schedule
 
 _GEMM = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
 
@@ -44,7 +47,7 @@ class Flop:
         return self.forward + self.backward + self.recomputed
 
 
-def hardware_flop(module: Module, schedule: Schedule | None = None) -> Flop:
+def hardware_flop(module: Module, schedule: "Schedule | None" = None) -> Flop:
     """Returns the FLOP of the compiled program in one step, on each device."""
     sums = {"forward": 0, "backward": 0, "recomputed": 0, "squeezed": 0}
     per_dtype: dict[str, int] = {}

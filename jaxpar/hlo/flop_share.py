@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxpar.hlo.attribution import users_frame
 from jaxpar.hlo.flop import hardware_flop, op_flop
@@ -20,8 +20,10 @@ from jaxpar.hlo.matmuls import parse_matmuls
 from jaxpar.hlo.text import Frame, Module, parse
 from jaxpar.hlo.traced_flop import traced_matmuls
 from jaxpar.hlo.trip_counts import walk
-from jaxpar.pipeline.tables.schedule import Schedule
 from jaxpar.units import show_count
+
+if TYPE_CHECKING:  # a plain step loads no pipeline
+    from jaxpar.pipeline.tables.schedule import Schedule
 
 ALLOWED = 1.05  # times its share: XLA rounds shards up where a size does not divide
 _NAMED = 3  # lines in a message, at most
@@ -40,7 +42,7 @@ class FlopShare:
     """
 
     devices: int
-    schedule: Schedule | None
+    schedule: "Schedule | None"
     matmuls: tuple[tuple[float, Any], ...] = field(repr=False)
     zeros: float = 0.0
 
@@ -91,7 +93,7 @@ FIX = (
 )
 
 
-def flop_share(jaxpr: Any, devices: int, schedule: Schedule | None) -> FlopShare | None:
+def flop_share(jaxpr: Any, devices: int, schedule: "Schedule | None") -> FlopShare | None:
     """Returns the share of each device in a traced step; None if a trip count depends on the data."""
     matmuls = tuple(traced_matmuls(jaxpr, schedule))
     if any(flop is None for _, flop in matmuls):

@@ -6,12 +6,14 @@
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxpar.pipeline.tables.schedule import Schedule
 from jaxpar.sharding.names import CHOICE
+
+if TYPE_CHECKING:  # a plain step loads no pipeline
+    from jaxpar.pipeline.tables.schedule import Schedule
 
 
 def forward_flop(function: Callable, *args: Any) -> int:
@@ -26,7 +28,7 @@ def forward_flop(function: Callable, *args: Any) -> int:
 
 def traced_matmuls(
     jaxpr: Any,
-    schedule: Schedule | None = None,
+    schedule: "Schedule | None" = None,
     times: float | None = 1,
     *,
     skip: Callable[[Any], bool] = lambda equation: False,

@@ -7,10 +7,13 @@ known: a stage runs each of its ops once for every microbatch and chunk.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from jaxpar.hlo.text import Module, Op
-from jaxpar.pipeline.tables.schedule import Schedule
 from jaxpar.sharding.names import CHOICE
+
+if TYPE_CHECKING:  # a plain step loads no pipeline
+    from jaxpar.pipeline.tables.schedule import Schedule
 
 # these call a scalar computation for every element, whose instructions belong to the kernel and are not visited
 _REDUCERS = ("reduce", "all-reduce", "all-reduce-start", "reduce-scatter", "reduce-window", "scatter", "sort",
@@ -58,7 +61,7 @@ def trip_count(op: Op) -> int | None:
     return int(count) if count.isdecimal() else None
 
 
-def walk(module: Module, schedule: Schedule | None = None) -> Iterator[Visit]:
+def walk(module: Module, schedule: "Schedule | None" = None) -> Iterator[Visit]:
     """Yields every instruction that a step runs, in order, inside its callers.
 
     Args:
@@ -69,7 +72,7 @@ def walk(module: Module, schedule: Schedule | None = None) -> Iterator[Visit]:
 
 
 def _walk(
-    module: Module, schedule: Schedule | None, computation: str, loop: tuple[int | None, ...], branch: bool,
+    module: Module, schedule: "Schedule | None", computation: str, loop: tuple[int | None, ...], branch: bool,
     fused: bool, asynchronous: bool, squeezed: bool,
 ) -> Iterator[Visit]:  # fmt: skip
     originals: set[str] = set()

@@ -12,6 +12,7 @@ from jaxpar.inspector.subject import Subject, argument
 from jaxpar.mesh.chips import find_chip
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.pages.shard_cards import cards
+from jaxpar.parallel.traffic import replica_messages, sync_note
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.sharding.names import path_of
 from jaxpar.sharding.shard_bytes import shard_shape
@@ -77,7 +78,7 @@ def step_subject(step: Step, batch: Mapping[str, Any], *, sync_round: int = 0) -
         model_flop=model_flop(step, batch),
         share=step.compiler.share,
         precision=step.numerics.matmuls.compute,
-        batch_axes=layout.batch_axes,
+        batch_axes=layout.parallel.batch_axes,
         unsharded_gradient_axes=layout.parallel.zero_axes if layout.parallel.stage == 1 else (),
         axes_without_traffic=step.gradients.axes_without_traffic(
             sync_round=sync_round or step.gradients.sync_round(1) * (step.gradients.sync_every == 1)
@@ -99,15 +100,15 @@ def step_subject(step: Step, batch: Mapping[str, Any], *, sync_round: int = 0) -
 
 def _agreement(layout: Layout) -> list[str]:
     """Describes how replicas synchronize, with the modelled time if the hardware's links are known."""
-    if not layout.sync_note:
+    if not sync_note(layout):
         return []
     chip = find_chip(layout.device_mesh.devices.flat[0].device_kind)
     hardware = HARDWARE.get(chip.key) if chip else None
     if hardware is None:
-        return [layout.sync_note]
+        return [sync_note(layout)]
     local = layout.devices // layout.sizes["pipe"] <= hardware.per_node  # `data` is the outermost axis inside `pipe`
-    seconds = price.traffic_seconds(layout.sends(), hardware.inside if local else hardware.between)
-    return [f"{layout.sync_note}, which takes {show_seconds(seconds)} (modelled)"]
+    seconds = price.traffic_seconds(replica_messages(layout), hardware.inside if local else hardware.between)
+    return [f"{sync_note(layout)}, which takes {show_seconds(seconds)} (modelled)"]
 
 
 def _state(step: Step, state: Any) -> list[Argument]:

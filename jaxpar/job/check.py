@@ -36,6 +36,7 @@ from jaxpar.parallel.compose import compose
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.rule_problems import check_rules
+from jaxpar.parallel.specs import abstract_params
 from jaxpar.parallel.techniques.all_techniques import ModelUse, declaration_problems, tracing
 from jaxpar.parallel.techniques.attention_choice import AttentionCall, AttentionChoice
 from jaxpar.plan.techniques.auto_context import choose_form
@@ -104,7 +105,7 @@ def check(job: Job, *, as_written: bool = True) -> list[Problem]:
     if layout and declaration and job.train.frozen[0]:
         attempt(lambda: state.abstract(layout, resolve_optimizer(job, layout.blueprint)))
     if layout and declaration and ":" in job.optimizer.name:
-        attempt(check_optimizer, job, layout.params)
+        attempt(check_optimizer, job, abstract_params(layout))
     if layout:
         attempt(partial(check_offload, layout, offload=job.train.offload))
     if layout and as_written and not problems:

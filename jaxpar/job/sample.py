@@ -30,6 +30,7 @@ from jaxpar.mesh.devices import is_simulated, simulate, visible_devices
 from jaxpar.parallel.compose import compose
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.specs import stored_specs
 from jaxpar.sharding.adapters import merge_adapters, without_adapters
 from jaxpar.sharding.names import Tree
 from jaxpar.step import state
@@ -248,7 +249,7 @@ def _restore(job: Job, folder: Path, parallel: Parallel) -> tuple[Layout, Tree, 
     if not layout.blueprint.adapters:
         return layout, result.eval_params, result.model_state
     plain = compose(without_adapters(layout.blueprint), parallel, devices)
-    places = jax.tree.map(plain.sharding, plain.stored, is_leaf=lambda leaf: isinstance(leaf, jax.P))
+    places = jax.tree.map(plain.sharding, stored_specs(plain), is_leaf=lambda leaf: isinstance(leaf, jax.P))
     params = jax.jit(partial(merge_adapters, layout.blueprint), out_shardings=places)(result.eval_params)
     return plain, params, result.model_state
 

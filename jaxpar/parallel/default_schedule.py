@@ -12,9 +12,8 @@ updates, up to rounding: microbatches are summed in the same order.
 from dataclasses import replace
 
 from jaxpar.mesh.axes import AXES
-from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.layout import Layout, with_note
 from jaxpar.parallel.pipeline_options import PHASED, UNNAMED
-from jaxpar.pipeline.tables.price import Times, price
 
 MIXED = "1f1b"
 
@@ -34,10 +33,12 @@ def choose_schedule(layout: Layout) -> Layout:
     elif needs := _needs_phased(layout):
         name, why = PHASED, f"{MIXED} would compute less on simulated devices, but {needs}"
     else:
+        from jaxpar.pipeline.tables.price import Times, price
+
         name, times = MIXED, price(layout.schedule, Times()).work_ratio  # the same for any times of its ops
         why = f"simulated devices share a processor, and {PHASED} computes {times:.2f} x its work, idle cells included"
     parallel = replace(layout.parallel, pipeline=replace(pipeline, schedule=name))
-    return replace(layout, parallel=parallel).with_note(f"schedule: {name}: {why}")
+    return with_note(replace(layout, parallel=parallel), f"schedule: {name}: {why}")
 
 
 def _needs_phased(layout: Layout) -> str:

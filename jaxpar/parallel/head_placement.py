@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxpar.errors import Problem
 from jaxpar.parallel.declaration import Parallel
-from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.layout import Layout, with_note
 from jaxpar.parallel.pipeline_options import HELD, LEAST
 from jaxpar.sharding.shard_bytes import shard_bytes
 from jaxpar.units import show_bytes
@@ -31,7 +31,7 @@ def place_head(layout: Layout, compose: Compose) -> Layout:
       compose: Composes the same model and devices under another declaration; returns the layout, or its problems.
     """
     if layout.parallel.pipeline.head != "auto":
-        return layout.with_note(f"head: {_WHERE[layout.parallel.pipeline.head]}, as declared")
+        return with_note(layout, f"head: {_WHERE[layout.parallel.pipeline.head]}, as declared")
     last, spread = (_declared(layout.parallel, head) for head in ("last", "spread"))
     spread_layout, problems = compose(spread)
     if problems or spread_layout is None:
@@ -45,9 +45,9 @@ def place_head(layout: Layout, compose: Compose) -> Layout:
         whole, share = head_bytes(layout), head_bytes(spread_layout)
         if whole - share >= LEAST:
             size = f"{show_bytes(share)} of embedding and head on each device instead of {show_bytes(whole)}"
-            return spread_layout.with_note(f"head: {_WHERE['spread']}: {size}")
+            return with_note(spread_layout, f"head: {_WHERE['spread']}: {size}")
         why = f"spread would free {show_bytes(whole - share)} on each device, less than {show_bytes(LEAST)}"
-    return replace(layout, parallel=last).with_note(f"head: {_WHERE['last']}; {why}")
+    return with_note(replace(layout, parallel=last), f"head: {_WHERE['last']}; {why}")
 
 
 def head_bytes(layout: Layout) -> int:

@@ -6,12 +6,12 @@ neither the schedule nor the depth of the pipeline.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from jaxpar.errors import Keywords, Problem, refuse
-from jaxpar.pipeline.tables import library
-from jaxpar.pipeline.tables.csv import from_csv
-from jaxpar.pipeline.tables.schedule import Schedule
+
+if TYPE_CHECKING:  # a plain step loads no pipeline
+    from jaxpar.pipeline.tables.schedule import Schedule
 
 # Bytes per parameter of embedding or head while a table runs: a bfloat16 copy to compute with, and the float32 sum of
 # its gradients.
@@ -58,7 +58,7 @@ class Pipeline(Keywords):
         after every microbatch, in the middle of the schedule, as PipeDream does: stash (each backward has the weights
         of its forward), vertical (all stages use the weights that the first had when the microbatch came in), 2bw (one
         update per as many microbatches as stages, one late), none (no weight versions: not the gradient of any
-        function). A step then makes several updates (`Layout.updates_per_step`), all with the step's learning rate:
+        function). A step then makes several updates (`Pipeline.updates`), all with the step's learning rate:
         schedules, a job's and those that optax counts (`learning_rate=schedule`, `inject_hyperparams`), count steps, as
         with flush. Any other counter in your optax chain counts updates.
     """
@@ -73,12 +73,15 @@ class Pipeline(Keywords):
     head: Literal["auto", "last", "spread"] = "auto"
     weights: Literal["flush", "stash", "vertical", "2bw", "none"] = "flush"
 
-    def table(self, stages: int) -> Schedule:
+    def table(self, stages: int) -> "Schedule":
         """Returns the schedule table for a number of stages; `auto` is the phased one.
 
         Raises:
           JaxparError: If the schedule does not exist, or does not support these numbers.
         """
+        from jaxpar.pipeline.tables import library
+        from jaxpar.pipeline.tables.csv import from_csv
+
         if not str(self.schedule).endswith(".csv"):
             count = self.microbatches or 2 * stages
             name = PHASED if self.schedule == UNNAMED else self.schedule
@@ -103,6 +106,11 @@ class Pipeline(Keywords):
                     fix=f"{key} = {fixed}",
                 )
         return table
+
+    def updates(self, schedule: "Schedule") -> int:
+        """Returns the optimizer updates in a step: one with a flush, else one per microbatch (2bw: per P of them)."""
+        per_update = {"flush": schedule.microbatches, "2bw": schedule.stages}.get(self.weights, 1)
+        return schedule.microbatches // per_update
 
     def problems(self, stages: int) -> list[Problem]:
         """Returns the problems of these settings, whatever the model and devices."""

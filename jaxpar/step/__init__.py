@@ -1,6 +1,8 @@
 """One training step: state, gradients, precision and the update, as one compiled program.
 
     batch/       places a global batch on the devices of a layout
+    compiler     traces, checks and compiles the programs of a step
+    update       the jitted update and evaluation
     gradients    the protocol of gradients, and the update made from them
     gradient_kinds  chooses the kind of gradients for a layout
     unpipelined  gradients of an unpipelined step: every device has all layers

@@ -22,7 +22,7 @@ from jaxpar.hlo.branches import check_branches
 from jaxpar.hlo.flop_share import FIX, FlopShare, find_excess, flop_share
 from jaxpar.mesh.preset import compile_for_lines, compile_with, options
 from jaxpar.models.settings import logits
-from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.layout import Layout, with_note
 from jaxpar.parallel.rule_problems import check_rules
 from jaxpar.parallel.techniques import all_techniques
 from jaxpar.parallel.techniques.attention_choice import Choose, refuse_choice
@@ -134,7 +134,7 @@ class Compiler:
         chosen = [note for note in self.implementations if note.startswith("context by auto")]
         for note in [*map(str, logits_notes), *chosen]:
             if note not in self.layout.notes:
-                self.layout = self.layout.with_note(note)
+                self.layout = with_note(self.layout, note)
         check_rules(self.layout.parallel, self.layout.blueprint, self._use.names)
         all_techniques.check(self.layout, self._use, lowered)
         check_dims(self.layout, lambda model: traceable_loss(self._loss)(model, jax.tree.map(zeros_like_input, batch)))

@@ -10,9 +10,6 @@ from jaxpar.exchange.base import NO_MODEL
 from jaxpar.parallel.layout import Layout
 from jaxpar.step.gradients import Gradients
 from jaxpar.step.numerics import Numerics
-from jaxpar.step.per_replica.ensemble import ensemble_loss
-from jaxpar.step.per_replica.population import PopulationMembers
-from jaxpar.step.per_replica.replicas import PerReplica, of_one, synchronous_layout
 from jaxpar.step.stochastic_loss.gradients import KeyedGradients, carry_key
 from jaxpar.step.stochastic_loss.loss import key_parameter
 from jaxpar.step.unpipelined import Unpipelined
@@ -62,6 +59,10 @@ def _of_layout(layout: Layout, loss: Callable, numerics: Numerics, frozen: froze
             fix="pipe=1 and no exchange; or those of Linen, which assign nothing: nn.WeightNorm(nn.Dense(...))",
         )
     if layout.parallel.exchange.per_replica:
+        from jaxpar.step.per_replica.ensemble import ensemble_loss
+        from jaxpar.step.per_replica.population import PopulationMembers
+        from jaxpar.step.per_replica.replicas import PerReplica, of_one, synchronous_layout
+
         check_offload(layout, offload=numerics.offload)
         exchange, replica = layout.parallel.exchange, of_one(layout)
         eval_loss = ensemble_loss(loss, layout.blueprint.name) if exchange.averages_predictions else loss

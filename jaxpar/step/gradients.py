@@ -19,6 +19,7 @@ from jaxpar.errors import user_code_errors
 from jaxpar.optim import loss_argument
 from jaxpar.optim.injected import explain_static_arguments
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.specs import update_specs
 from jaxpar.sharding.names import Tree
 from jaxpar.step.checks.updates import CHAIN, TRACED, check_update
 from jaxpar.step.losses import Sums
@@ -135,7 +136,7 @@ def update_params(
       loss: The mean loss, for an optimizer that takes it.
     """
     if layout.parallel.stage in (1, 2):  # the optimizer updates the stored shards
-        gradients = constrain_tree(layout, gradients, layout.update_specs)
+        gradients = constrain_tree(layout, gradients, update_specs(layout))
     if layout.devices > 1:
         # the norm waits for the last gradient: otherwise XLA sends the head's together with that of the residual
         # stream, for which the whole backward pass then waits, and which waits for the head's sum over `data`

@@ -19,6 +19,8 @@ from jaxpar.exchange.traffic import Traffic
 from jaxpar.optim.eval_params import eval_arrays, eval_params
 from jaxpar.optim.injected import explain_static_arguments
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.specs import model_state_specs, optimizer_specs, owner_path, stored_specs
+from jaxpar.parallel.traffic import trained_shards
 from jaxpar.sharding.names import Tree, path_of
 from jaxpar.sharding.shard_bytes import shard_shape
 from jaxpar.sharding.tracing import paused_gc
@@ -204,9 +206,11 @@ def _abstract(layout: Layout, optimizer: optax.GradientTransformation) -> State:
 def specs(layout: Layout, state: State) -> State:
     """Returns a `PartitionSpec` for every array of a state."""
     exchange = layout.parallel.exchange
-    params = layout.stored
-    optimizer = layout.optimizer_specs(replica_shapes(state.optimizer) if exchange.replicas_differ else state.optimizer)
-    model_state = layout.other_specs(state.model_state)
+    params = stored_specs(layout)
+    optimizer = optimizer_specs(
+        layout, replica_shapes(state.optimizer) if exchange.replicas_differ else state.optimizer
+    )
+    model_state = model_state_specs(layout, state.model_state)
     return State(
         step=PartitionSpec(),  # pyright: ignore[reportArgumentType]
         params=_over_data(params) if exchange.replicas_differ else params,
@@ -222,19 +226,19 @@ def _exchange_specs(layout: Layout, own: Tree) -> Tree:
     def each(keys, leaf) -> bool:
         if path_of(keys[:1]) == "each":
             return True
-        owner = layout.owner(keys)
+        owner = owner_path(layout, keys)
         return owner is not None and tuple(leaf.shape[1:]) == layout.placements[owner].leaf.shape
 
     def pieces(keys, leaf, spec: PartitionSpec) -> PartitionSpec:
-        owner = layout.owner(keys)
+        owner = owner_path(layout, keys)
         if path_of(keys[:1]) != "pieces" or owner is None:
             return spec
-        dim = piece_dim(layout.parts[owner].shape, layout.sizes["data"])
+        dim = piece_dim(trained_shards(layout)[owner].shape, layout.sizes["data"])
         return spec if dim is None else piece_spec(spec, dim, leaf.ndim)
 
     flags = jax.tree_util.tree_map_with_path(each, own)
     single = jax.tree.map(lambda leaf, flag: replica_shapes(leaf) if flag else leaf, own, flags)
-    specs = jax.tree.map(lambda flag, spec: _over_data(spec) if flag else spec, flags, layout.optimizer_specs(single))
+    specs = jax.tree.map(lambda flag, spec: _over_data(spec) if flag else spec, flags, optimizer_specs(layout, single))
     return jax.tree_util.tree_map_with_path(pieces, own, specs)
 
 
@@ -249,7 +253,7 @@ def optimizer_traffic(layout: Layout, state: State) -> tuple[Traffic, ...]:
     if not exchange.replicas_differ or replicas == 1:
         return ()
     one_replica = replica_shapes(state.optimizer)
-    specs = jax.tree.leaves(layout.optimizer_specs(one_replica), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+    specs = jax.tree.leaves(optimizer_specs(layout, one_replica), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
     parts = {
         path_of(keys): ShardShape(shard_shape(leaf.shape, spec, layout.sizes), leaf.dtype, total_size=leaf.size)
         for (keys, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(one_replica), specs, strict=True)

@@ -9,6 +9,7 @@ The layout's specs say how each array is sharded; XLA inserts the collectives.
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -33,7 +34,6 @@ from jaxpar.step.losses import Sums
 from jaxpar.step.measures.evaluation_loss import check_measures, with_measures
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.parameters.frozen import frozen_paths
-from jaxpar.step.per_replica.part_norms import num_parts, part_norm_function
 from jaxpar.step.state import State
 from jaxpar.step.update import evaluation_program, optimizer_loader, update_programs
 
@@ -70,7 +70,8 @@ class Step:
         choose: Choose = refuse_choice,
     ):
         abstract = states.abstract(layout, optimizer)  # checks types of layout and optimizer
-        layout = layout.with_frozen(frozen_paths(layout, optimizer), states.optimizer_traffic(layout, abstract))
+        messages = states.optimizer_traffic(layout, abstract)
+        layout = replace(layout, frozen=frozen_paths(layout, optimizer), opt_state_messages=messages)
         check_eight_bits(layout)
         self.loss, self.optimizer, self.numerics, self.guard, self.seed = loss, optimizer, numerics, guard, seed
         self.compiler = Compiler(layout, loss, numerics, choose)
@@ -146,6 +147,8 @@ class Step:
         Raises:
           JaxparError: If the layout never computes the gradient of one part by itself.
         """
+        from jaxpar.step.per_replica.part_norms import num_parts
+
         return num_parts(self.layout, self.numerics)
 
     def part_norm(self, state: State, batch: Batch) -> jax.Array:
@@ -212,6 +215,8 @@ class Step:
 
     @cached_property
     def _part_norm_program(self) -> Any:
+        from jaxpar.step.per_replica.part_norms import part_norm_function
+
         return jax.jit(
             part_norm_function(self.layout, self.loss, self.numerics, frozen=self.layout.frozen, seed=self.seed)
         )

@@ -25,6 +25,8 @@ from jaxpar.jaxprs.mixed_matmuls import demote_matmuls
 from jaxpar.models.remat import remat
 from jaxpar.models.settings.computing import model_policy
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.read_parameter import gather_small_stacks, read_parameter
+from jaxpar.parallel.specs import abstract_params, gradient_specs, stored_specs, update_specs
 from jaxpar.sharding.names import Compute, Tree, by_path, nest
 from jaxpar.step.block_inputs import offload_block_inputs
 from jaxpar.step.checks.input_state import cast_to_initial
@@ -69,12 +71,12 @@ class Unpipelined(Gradients):
 
     def _trained(self, params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> tuple[Tree, Sums, Tree]:
         """Like `gradients`, with None for frozen parameters."""
-        specs = drop_paths(self.frozen, self.layout.gradients)
+        specs = drop_paths(self.frozen, gradient_specs(self.layout))
         count = self.numerics.accumulate
         if count == 1:
             params = self._gathered(params, model_state, batch, train=True)
             # without an unsharded accumulator, stage 1 can use a reduce-scatter in place of an all-reduce too
-            updated = drop_paths(self.frozen, self.layout.update_specs)
+            updated = drop_paths(self.frozen, update_specs(self.layout))
             return self._gradients(params, model_state, batch, updated, mean=True)
         # rows i, i + count, ... are microbatch i: each device splits its own rows, so no row moves
         micro = {
@@ -84,7 +86,7 @@ class Unpipelined(Gradients):
         first = jax.tree.map(lambda value: value[0], micro)
         params = self._gathered(params, model_state, first, train=True)
 
-        stored = drop_paths(self.frozen, self.layout.params)
+        stored = drop_paths(self.frozen, abstract_params(self.layout))
 
         def one(params, model_state, batch, *, mean: bool):
             gradients, sums, model_state = self._gradients(params, model_state, batch, specs, mean=mean)
@@ -137,7 +139,9 @@ class Unpipelined(Gradients):
 
         def run(*args: Any) -> dict[str, jax.Array]:
             params, model_state, batch = args
-            model = blueprint.bind(params, model_state, partial(self.layout.use, dtype=None), Compute(train=True))
+            model = blueprint.bind(
+                params, model_state, partial(read_parameter, self.layout, dtype=None), Compute(train=True)
+            )
             self.loss(model, batch)
             written = assigned(model)
             return {path: value.astype(flat[path].dtype) for path, value in written.items() if path not in self.frozen}
@@ -148,7 +152,7 @@ class Unpipelined(Gradients):
         values = dict(zip(jaxpr.invars, jax.tree.leaves(args), strict=True))
         written = jax.tree.unflatten(traced.outputs, PrunedJaxpr(jaxpr, jaxpr.outvars)(traced.flat.consts, values))
         tree = nest({tuple(path.split("/")): value for path, value in {**flat, **written}.items()})
-        return constrain_tree(self.layout, tree, self.layout.stored)
+        return constrain_tree(self.layout, tree, stored_specs(self.layout))
 
     def evaluate(self, params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> Sums:
         """Returns the loss sums of a batch: one forward pass, without dropout."""
@@ -192,12 +196,12 @@ class Unpipelined(Gradients):
 
         def use(path: str, value: jax.Array) -> jax.Array:
             used_paths.add(path)
-            return self.layout.use(path, value, compute.dtype)
+            return read_parameter(self.layout, path, value, compute.dtype)
 
         uncast = self._uncast(params, model_state, batch, train) if together else frozenset()
 
         def run(params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> tuple[Sums, Tree]:
-            params = self.layout.small_stacks(params, compute.dtype, uncast) if together else params
+            params = gather_small_stacks(self.layout, params, compute.dtype, uncast) if together else params
             model = blueprint.bind(params, model_state, use, compute)
             sums = as_sums(self.loss(model, batch), accumulate=self.numerics.accumulate)
             return sums, blueprint.collect(model)
@@ -239,6 +243,6 @@ class Unpipelined(Gradients):
         overwritten = select_paths(self._overwritten, model_state)
         (gradients, new_overwritten), (sums, after) = differentiated((drop_paths(self.frozen, params), overwritten))
         after = fill_missing(new_overwritten, after)
-        stored = drop_paths(self.frozen, self.layout.params)
+        stored = drop_paths(self.frozen, abstract_params(self.layout))
         gradients = jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), gradients, stored)
         return constrain_tree(self.layout, gradients, specs), sums, after

@@ -33,6 +33,7 @@ from jaxpar.data.validate import BatchSpec, CorruptBatch
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.optim.growth import Growth
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.specs import batch_sharding
 from jaxpar.train.evaluation.incomplete import Incomplete
 from jaxpar.train.faults import Faults
 from jaxpar.train.skipped_batches import SkippedBatches
@@ -208,7 +209,7 @@ class Feed:
             return value[(slice(at, at + end - begin), *index[1:])]
 
         value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype))
-        return jax.make_array_from_callback(shape, self.layout.sharding(self.layout.batch_spec(shape)), shard)
+        return jax.make_array_from_callback(shape, batch_sharding(self.layout, shape), shard)
 
 
 class Reader:
@@ -265,7 +266,7 @@ class Reader:
 
 def rows_here(layout: Layout, size: int) -> np.ndarray:
     """Returns the rows of a global batch that this process's devices hold, in order."""
-    sharding = layout.sharding(layout.batch_spec((size,)))
+    sharding = batch_sharding(layout, (size,))
     indices = sharding.addressable_devices_indices_map((size,)).values()
     held = {index[0].indices(size)[:2] for index in indices if index is not None}
     return np.concatenate([np.arange(begin, end) for begin, end in sorted(held)])

@@ -14,6 +14,7 @@ from tiny import assert_same_arrays
 import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.exchange.compressed.codes import pack_bits, unpack_bits
+from jaxpar.parallel.traffic import replica_messages, trained_shards
 
 WHOLE, EVERY = {"data": 4, "fsdp": 2}, {"data": 2, "fsdp": 2, "tensor": 2}
 SMALL = {"smallest": 64, "block": 32}  # of the tiny model here
@@ -213,7 +214,7 @@ def by_kind(found):
 @each_code
 def test_codes_travel_as_said_and_gradients_do_not(name, sizes):
     layout, found = inspected(CODES[name], sizes)
-    assert by_kind(found) == by_kind([each.collective for each in layout.sends()])
+    assert by_kind(found) == by_kind([each.collective for each in replica_messages(layout)])
     assert_no_gradient_in_float32(found)
 
 
@@ -250,7 +251,7 @@ def test_a_model_of_usual_size_sends_a_share_of_its_gradients(name, most):
     layout = jp.compose(partial(jp.Decoder, settings), jp.Parallel(data=8, exchange=exchange), 8)
     plain = jp.compose(partial(jp.Decoder, settings), jp.Parallel(data=8), 8)
     whole, coded = (sum(each.collective.step_wire for each in one.sends()) for one in (plain, layout))
-    small = sum(e.collective.step_wire for e in layout.sends() if e.collective.kind == "all-reduce")
+    small = sum(e.collective.step_wire for e in replica_messages(layout) if e.collective.kind == "all-reduce")
     assert (coded - small) / whole <= most
     assert "norm" in layout.explain().split("whole: ")[1].splitlines()[0]
     assert small < 0.01 * whole
@@ -264,7 +265,7 @@ def between_nodes(exchange, meeting=0):
     ids = jax.ShapeDtypeStruct((16, 32), jnp.int32)
     step = jp.train_step(layout, jp.next_token_loss, CHAIN)
     found = over_data(jp.inspect(step, {"inputs": ids, "targets": ids}, sync_round=meeting))
-    return found, [part.size for part in layout.parts.values() if part.total_size >= 4096]
+    return found, [part.size for part in trained_shards(layout).values() if part.total_size >= 4096]
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.exchange.low_rank.matrices import Matrix, matrix
 from jaxpar.exchange.shard_shape import ShardShape
+from jaxpar.parallel.traffic import replica_messages
 
 ALONE, WHOLE, EVERY = {"data": 4}, {"data": 4, "fsdp": 2}, {"data": 2, "fsdp": 2, "tensor": 2}
 
@@ -161,7 +162,7 @@ def test_products_travel_as_said_and_gradients_do_not(exchange, sizes):
     shapes = {key: jax.ShapeDtypeStruct(value.shape, value.dtype) for key, value in batch(0).items()}
     found = over_data(jp.inspect(jp.train_step(layout, loss, CHAIN), shapes))
     payload = lambda entries, kind: sum(each.step_payload for each in entries if each.kind == kind)  # noqa: E731
-    said = [each.collective for each in layout.sends()]
+    said = [each.collective for each in replica_messages(layout)]
     assert {each.dtype for each in found} == {"f32"}
     for kind in ("all-gather", "all-reduce"):
         assert payload(said, kind) <= payload(found, kind) <= payload(said, kind) + 64  # and the sums of the loss

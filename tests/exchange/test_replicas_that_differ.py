@@ -18,6 +18,7 @@ from jaxpar.exchange.averaging import graphs, streaming
 from jaxpar.exchange.averaging.fragments import fragments
 from jaxpar.exchange.replica_mesh import ReplicaMesh
 from jaxpar.exchange.shard_shape import ShardShape
+from jaxpar.parallel.traffic import replica_messages, trained_shards
 
 WHOLE = {"data": 4, "fsdp": 2}
 SGD = optax.sgd(0.1)
@@ -272,9 +273,9 @@ def test_layers_of_a_stack_meet_by_fragments(wire, share):
     step = jp.train_step(layout, jp.next_token_loss, CHAIN)
     both = [over_data(jp.inspect(step, {"inputs": ids, "targets": ids}, sync_round=at)) for at in (2, 4)]
     sizes = [sum(each.step_payload for each in found) for found in both]
-    wanted = [sum(s.collective.step_payload for s in layout.sends() if s.sync_round == at) for at in (1, 2)]
+    wanted = [sum(s.collective.step_payload for s in replica_messages(layout) if s.sync_round == at) for at in (1, 2)]
     assert sizes == wanted
-    whole = sum(part.size * 4 for part in layout.parts.values())
+    whole = sum(part.size * 4 for part in trained_shards(layout).values())
     # codes go twice, to those who sum them and back, where an all-reduce is counted once
     assert sum(sizes) == pytest.approx(whole * (1 if wire == "fp32" else 2 * share), rel=0 if wire == "fp32" else 0.03)
     assert max(sizes) < 0.6 * sum(sizes)
@@ -364,10 +365,10 @@ def compiled(exchange, meeting, sizes=WHOLE):
 )
 def test_a_meeting_sends_what_is_said_and_other_steps_nothing(exchange):
     layout, found = compiled(exchange, 1)
-    sent = [each.collective for each in layout.sends()]
+    sent = [each.collective for each in replica_messages(layout)]
     assert {each.kind for each in found} == {each.kind for each in sent}
     assert sum(each.step_wire for each in found) == sum(each.step_wire for each in sent)
-    assert {each.every for each in layout.sends()} == {exchange.every}
+    assert {each.every for each in replica_messages(layout)} == {exchange.every}
     assert compiled(exchange, 0)[1] == []
 
 
@@ -378,10 +379,10 @@ def test_what_is_averaged_of_an_optimizer_is_counted():
     layout = composed({"data": 8, "fsdp": 2}, exchange, jp.target_devices("h100:2x8"))
     step = jp.train_step(layout, loss, CHAIN)
     shapes = {key: jax.ShapeDtypeStruct(value.shape, value.dtype) for key, value in batch(0).items()}
-    sent = step.layout.sends()
+    sent = replica_messages(step.layout)
     assert {each.every for each in sent} == {5}
     said = sum(each.collective.step_payload for each in sent)
-    assert said == 3 * sum(each.collective.step_payload for each in layout.sends())
+    assert said == 3 * sum(each.collective.step_payload for each in replica_messages(layout))
     assert sum(each.step_payload for each in over_data(jp.inspect(step, shapes, sync_round=1))) == pytest.approx(
         said, rel=0.01
     )
@@ -391,7 +392,7 @@ def test_what_is_averaged_of_an_optimizer_is_counted():
 
 def test_an_ensemble_sends_nothing():
     layout, found = compiled(jp.Exchange("ensemble"), 0)
-    assert layout.sends() == ()
+    assert replica_messages(layout) == ()
     assert found == []
 
 

@@ -1,6 +1,8 @@
 """The house itself: no import cycles, and every big room says how to add one more."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,3 +61,27 @@ def test_a_big_room_says_what_it_is_for_and_how_to_add_one_more(room):
 
 def test_files_that_explain_no_instruction_are_there():
     assert [path for path in attribution.MACHINERY if path.startswith(str(HOUSE)) and not Path(path).exists()] == []
+
+
+PLAIN_STEP = """
+import sys
+import jax.numpy as jnp, numpy as np, optax
+from flax import nnx
+import jaxpar as jp
+
+jp.simulate(8)
+layout = jp.compose(lambda rngs: nnx.Linear(16, 32, rngs=rngs), jp.Parallel(data=2, fsdp=2, tensor=2))
+optimizer = optax.adam(1e-3)
+step = jp.train_step(layout, lambda model, batch: (jnp.sum(model(batch["x"]) ** 2), batch["x"].size), optimizer)
+step(jp.init_state(layout, optimizer), {"x": np.zeros((8, 16), np.float32)})
+print(*sorted(name for name in sys.modules if name.startswith("jaxpar")))
+"""
+
+
+def test_a_plain_step_loads_no_planner_no_inspector_and_no_pipeline():
+    result = subprocess.run([sys.executable, "-c", PLAIN_STEP], capture_output=True, text=True, check=True)
+    modules = result.stdout.split()
+    others = ("jaxpar.plan", "jaxpar.inspector", "jaxpar.pipeline", "jaxpar.html", "jaxpar.job", "jaxpar.cli")
+    assert [name for name in modules if name.startswith(others)] == []
+    assert len(modules) <= 200
+    assert sum(len(FILES[name].read_text().splitlines()) for name in modules) <= 20_000

@@ -16,6 +16,7 @@ from jaxpar.errors import JaxparError
 from jaxpar.job.check import check
 from jaxpar.job.file import parse
 from jaxpar.mesh import axes
+from jaxpar.parallel.specs import batch_sharding
 from jaxpar.parallel.techniques import table
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +70,9 @@ def test_a_new_axis_trains_as_one_device(parallel):
         np.testing.assert_allclose(np.asarray(mine), np.asarray(whole), atol=1e-5)
     assert "toy" in layout.summary()
     assert "wide/toy" in layout.explain()
-    assert layout.batch_spec((16, 16))[0] == tuple(axis for axis in ("data", "fsdp", "toy") if axis in layout.sizes)
+    assert batch_sharding(layout, (16, 16)).spec[0] == tuple(
+        axis for axis in ("data", "fsdp", "toy") if axis in layout.sizes
+    )
 
 
 def test_idle_use_is_refused():

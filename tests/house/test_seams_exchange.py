@@ -34,6 +34,7 @@ from jaxpar.job.plan import apply_layout, question
 from jaxpar.job.run import train
 from jaxpar.job.shrink import fit_processes
 from jaxpar.mesh.links import Link
+from jaxpar.parallel.traffic import replica_messages
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.software import JAXPAR_FUSED
 from jaxpar.plan.search import predict
@@ -268,7 +269,7 @@ def over_data(report):
 @pytest.mark.parametrize("sizes", some([dict(data=8), dict(data=2, fsdp=2, tensor=2)], [dict(data=8)]), ids=str)
 def test_what_it_says_it_sends_is_in_the_step_that_exchanges_and_nothing_in_the_others(sizes):
     layout, between = inspected(sizes, exchanges=True)
-    sent = layout.sends()
+    sent = replica_messages(layout)
     assert {each.every for each in sent} == {2}
     assert {entry.kind for entry in over_data(between)} == {"all-reduce"} == {each.collective.kind for each in sent}
     assert sum(entry.step_payload for entry in over_data(between)) == sum(e.collective.step_payload for e in sent)
@@ -281,14 +282,16 @@ def test_the_default_sends_gradients_as_it_says():
     layout, report = inspected(dict(data=8), exchanges=False, exchange=AllReduce())
     found = [entry for entry in over_data(report) if entry.parameters]
     assert {entry.kind for entry in found} == {"all-reduce"}
-    assert sum(entry.step_payload for entry in found) == sum(each.collective.step_payload for each in layout.sends())
+    assert sum(entry.step_payload for entry in found) == sum(
+        each.collective.step_payload for each in replica_messages(layout)
+    )
 
 
 @pytest.mark.parametrize("algorithm", some(["ring", "tree"], ["ring"]))
 def test_an_algorithm_sends_the_messages_of_its_table(algorithm):
     exchange = Half(algorithm=algorithm)
     layout, report = inspected(dict(data=4, fsdp=2), exchanges=True, exchange=exchange)
-    sent, found = [each.collective for each in layout.sends()], over_data(report)
+    sent, found = [each.collective for each in replica_messages(layout)], over_data(report)
     assert {entry.kind for entry in found} == {"collective-permute"}
     assert sum(entry.step_wire for entry in found) == sum(each.step_wire for each in sent)
     assert sum(entry.times for entry in found) == sum(each.times for each in sent)
@@ -296,7 +299,7 @@ def test_an_algorithm_sends_the_messages_of_its_table(algorithm):
     assert re.search(r"half every 2 steps \(algorithm='\w+'\); replicas differ, and send .*which takes [\d.]+ ms", note)
     link = Link(latency=1e-6, bandwidth=1e9)
     count = padded_size(sum(place.leaf.size for place in layout.placements.values()) // 2, 4)
-    assert traffic_seconds(layout.sends(), link) == pytest.approx(
+    assert traffic_seconds(replica_messages(layout), link) == pytest.approx(
         seconds(algorithms.all_reduce_rounds(algorithm, 4, count), link, item=4)
     )
 
@@ -480,7 +483,7 @@ def test_a_plan_prices_the_bytes_that_its_layouts_send():
     """Those of a layout are held to the ledger of the program above; weights that fsdp leaves whole come on top."""
     job = apply_layout(parse.loads(PLANNED), Candidate(data=4, fsdp=2, zero=3, microbatch=2), 1)
     layout = jp.compose(resolve_model(job, resolve_loss(job)), job.parallel, 8)
-    sent = sum(each.collective.payload for each in layout.sends())
+    sent = sum(each.collective.payload for each in replica_messages(layout))
     assert sent == pytest.approx(4 * asked().model.parameters / 2, rel=0.01)
 
 

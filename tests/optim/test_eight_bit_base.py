@@ -25,6 +25,7 @@ from jaxpar.job.plan import question
 from jaxpar.models.blocks.int8 import QuantizedMatrix, dequantize, rounded
 from jaxpar.models.huggingface.load import load
 from jaxpar.models.low_rank import low_rank_sum
+from jaxpar.parallel.layout import per_device
 from jaxpar.sharding.adapters import quantize
 from jaxpar.sharding.names import by_path, nest
 from jaxpar.train import pretrained
@@ -80,7 +81,7 @@ def test_the_bytes_of_a_base_are_one_for_each_entry_and_four_for_each_output(nam
     matrices = {path: layout.placements[path] for path in layout.blueprint.adapters}
     outputs = sum(layout.placements[f"scales/{path}"].leaf.size for path in matrices)
     assert {str(jnp.dtype(place.leaf.dtype)) for place in matrices.values()} == {"int8"}
-    saved = plain.per_device(plain.placements) - layout.per_device(layout.placements)
+    saved = plain.per_device(plain.placements) - per_device(layout, layout.placements)
     assert saved == 3 * sum(place.leaf.size for place in matrices.values()) - 4 * outputs
     assert layout.explain().count("frozen, in 8 bits") == len(matrices)
 

@@ -11,6 +11,7 @@ from tiny import batches as tokens
 
 import jaxpar as jp
 from jaxpar.mesh.target import missing_plugin
+from jaxpar.parallel.traffic import replica_messages
 from jaxpar.sharding.names import Compute
 from jaxpar.units import show_bytes
 
@@ -151,7 +152,7 @@ def test_on_gpus_no_gradient_of_a_frozen_parameter_travels(layout, numerics):
 def test_replicas_that_step_apart_say_that_they_send_no_frozen_parameter():
     composed = jp.compose(Tuned, jp.Parallel(data=8, exchange=jp.Exchange("local", every=2)))
     layout = jp.train_step(composed, squares, CHAINS["multi_transform"]).layout
-    sent = {path for each in layout.sends() for path in each.collective.parameters}
+    sent = {path for each in replica_messages(layout) for path in each.collective.parameters}
     assert sent == layout.placements.keys() - BASE
     share = 4 * sum(layout.placements[path].leaf.size for path in sent) * 2 * 7 / 8  # of an all-reduce over eight
     assert f"send {show_bytes(share)} a device every 2 steps" in layout.explain()

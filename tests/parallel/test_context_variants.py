@@ -23,6 +23,7 @@ from jaxpar.job.parts.batches import abstract_batch
 from jaxpar.mesh.target import missing_plugin
 from jaxpar.models import layers
 from jaxpar.models.islands import attention
+from jaxpar.parallel.read_parameter import read_parameter
 from jaxpar.parallel.techniques.all_techniques import ModelUse, tracing
 from jaxpar.parallel.techniques.attention_choice import AttentionChoice
 from jaxpar.plan.techniques import auto_context
@@ -231,7 +232,7 @@ def test_the_step_asks_whoever_it_is_handed_and_takes_the_form_that_he_chooses()
         return AttentionChoice(context_by="ring", ulysses=2, why="as he says")
 
     def run(params, ids):
-        return layout.blueprint.bind(params, {}, layout.use, Compute())(ids)
+        return layout.blueprint.bind(params, {}, partial(read_parameter, layout), Compute())(ids)
 
     used = ModelUse()
     with jax.set_mesh(layout.device_mesh), tracing(layout, used, choose, saves_activations=True):

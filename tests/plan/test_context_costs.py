@@ -19,7 +19,9 @@ from jaxpar.mesh.target import missing_plugin
 from jaxpar.models.blocks import pairs
 from jaxpar.models.blocks.attention_mask import AttentionMask
 from jaxpar.models.settings.logits import Logits
+from jaxpar.parallel.layout import per_device
 from jaxpar.parallel.techniques.attention_choice import AttentionCall
+from jaxpar.parallel.techniques.context import training_bytes
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.choices import Choices
 from jaxpar.plan.machine.hardware import HARDWARE
@@ -283,10 +285,10 @@ def test_a_plan_of_a_job_prices_and_says_what_runs_its_pieces_and_the_job_that_i
 def test_auto_counts_the_gradients_and_moments_of_what_is_trained_as_the_stage_cuts_them():
     model = partial(jp.Decoder, jp.DecoderConfig(vocab=32, seq=32, layers=1, dim=16, heads=2))
     all_, zero = (jp.compose(model, jp.Parallel(context=2, **how), 8) for how in ({"data": 4}, {"fsdp": 4, "zero": 1}))
-    size = all_.per_device(all_.placements)
-    assert all_.training_bytes == 4 * size
-    assert zero.training_bytes == size + 3 * zero.per_device(zero.placements)  # gradients are whole
-    assert all_.with_frozen(frozenset(all_.placements), ()).training_bytes == size
+    size = per_device(all_, all_.placements)
+    assert training_bytes(all_) == 4 * size
+    assert training_bytes(zero) == size + 3 * per_device(zero, zero.placements)  # gradients are whole
+    assert training_bytes(replace(all_, frozen=frozenset(all_.placements))) == size
 
 
 @pytest.mark.parametrize("seq", [4096, 32768, 131072])

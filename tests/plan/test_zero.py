@@ -11,6 +11,7 @@ import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.optim.chain import build
 from jaxpar.optim.optimizer import Optimizer
+from jaxpar.parallel.specs import gradient_specs
 from jaxpar.plan.model import state_bytes
 
 MODEL = jp.DecoderConfig(vocab=64, layers=2, dim=32, heads=4, hidden=64, seq=8)
@@ -79,7 +80,7 @@ def test_jaxpar_keeps_the_bytes_that_its_recipe_says(stage):
     gradients = jax.tree.map(
         lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout.sharding(spec)),
         state.params,
-        layout.gradients,
+        gradient_specs(layout),
     )
     assert bytes_of(gradients) == found.gradients
 

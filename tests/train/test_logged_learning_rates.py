@@ -114,5 +114,5 @@ def test_a_schedule_in_a_users_chain_counts_steps_too(job):
 @pytest.mark.parametrize("weights", UPDATES)
 def test_a_layout_knows_its_updates_and_says_so(weights, job):
     layout = job(weights).layout
-    assert layout.updates_per_step == UPDATES[weights]
+    assert layout.parallel.pipeline.updates(layout.schedule) == UPDATES[weights]
     assert (f"{UPDATES[weights]} updates a step" in layout.summary()) == (weights != "flush")

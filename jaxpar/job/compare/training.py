@@ -26,6 +26,7 @@ from jaxpar.job.parts.models import resolve_loss
 from jaxpar.mesh.axes import infer_sizes
 from jaxpar.mesh.links import Link
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.traffic import replica_messages, trained_shards
 from jaxpar.step.state import State, init_state
 from jaxpar.step.step import Step
 from jaxpar.step.stochastic_loss.loss import key_parameter
@@ -150,7 +151,7 @@ def _train_exchange(job: Job, method: Method, exchange: Exchange, times: Times, 
     for index in range(job.train.steps):
         state, metrics = step(state, feed.batch(index))
         losses.append(metrics["loss"])
-    number, traffic = np.arange(1, job.train.steps + 1), step.layout.sends()
+    number, traffic = np.arange(1, job.train.steps + 1), replica_messages(step.layout)
     return Curve(
         method=method,
         samples=number * job.train.global_batch,
@@ -245,7 +246,7 @@ def _worker_job(job: Job, workers: int, updates: int, size: int) -> Job:
 
 def _parameter_bytes(layout: Layout) -> float:
     """Returns the parameter bytes per device, which a worker fetches and pushes."""
-    return float(sum(part.size * jnp.dtype(part.dtype).itemsize for part in layout.parts.values()))
+    return float(sum(part.size * jnp.dtype(part.dtype).itemsize for part in trained_shards(layout).values()))
 
 
 def evaluate(job: Job, step: Step, source: Source, state: State) -> float:

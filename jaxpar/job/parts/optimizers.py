@@ -20,7 +20,7 @@ from jaxpar.optim.patterns import matching
 from jaxpar.optim.probe import SMALL, check_chain, check_rate, needs_loss
 from jaxpar.optim.schedule_steps import has_schedules
 from jaxpar.parallel.compose import as_blueprint
-from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.layout import Layout, with_note
 from jaxpar.sharding.names import Blueprint
 from jaxpar.sharding.rules import name_stacks
 from jaxpar.step.checks.eval_params import check_eval_params
@@ -130,7 +130,7 @@ def note_optimizer(job: Job, layout: Layout) -> Layout:
     leaves, (frozen, exceptions) = layout.blueprint.leaves, job.train.frozen
     frozen_paths = set(matching(leaves, frozen)) - set(matching(leaves, exceptions))
     shapes = {path: leaf.shape for path, leaf in leaves.items() if path not in frozen_paths}
-    return layout.with_note(str(muon.muon_coverage(shapes, _names(layout.blueprint)))) if shapes else layout
+    return with_note(layout, str(muon.muon_coverage(shapes, _names(layout.blueprint)))) if shapes else layout
 
 
 def best_of(job: Job) -> Best:

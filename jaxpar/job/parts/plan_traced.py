@@ -18,7 +18,8 @@ from jaxpar.job.parts.optimizers import resolve_optimizer
 from jaxpar.optim.patterns import matching
 from jaxpar.parallel.compose import as_blueprint, compose
 from jaxpar.parallel.declaration import DECLARED, Parallel
-from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.layout import Layout, other_arrays, per_device
+from jaxpar.parallel.read_parameter import read_parameter
 from jaxpar.plan.choices import Choices
 from jaxpar.plan.model.dims import Dims
 from jaxpar.plan.model.state_bytes import Recipe
@@ -135,7 +136,7 @@ def trace_model(
 
     def forward(remat: str, *, accumulate: int = 1) -> Callable:
         def run(params, known):
-            model = blueprint.bind(params, known[0], layout.use, Compute(dtype=dtype, remat=remat))
+            model = blueprint.bind(params, known[0], partial(read_parameter, layout), Compute(dtype=dtype, remat=remat))
             return as_sums(traceable_loss(loss)(model, known[1]), accumulate=accumulate)["loss"][0]
 
         return run
@@ -208,7 +209,7 @@ def _shards(
             shard_bytes(place.leaf, place.stored, layout.sizes) // jax.numpy.dtype(place.leaf.dtype).itemsize
             for place in layout.placements.values()
         )
-        state_bytes[sizes] = layout.per_device(layout.other_arrays)
+        state_bytes[sizes] = per_device(layout, other_arrays(layout))
     return counts, state_bytes, refused
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from jaxpar.errors import refuse
 
+KERNELS = ("auto", "cudnn", "plain")  # values of `context_kernel`
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall:

@@ -17,16 +17,24 @@ from typing import Any
 import jax
 
 from jaxpar.errors import Problem, nearest_divisor, refuse, suggest
+from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.preset import Option
 from jaxpar.models.dim_names import spec_of
 from jaxpar.models.islands import QUERIES, note
 from jaxpar.parallel.declaration import Axes, Parallel
-from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.techniques.attention_choice import AttentionCall
+from jaxpar.parallel.layout import Layout, per_device, with_note
+from jaxpar.parallel.techniques.attention_choice import KERNELS, AttentionCall
 from jaxpar.parallel.techniques.attention_gather import gather
 from jaxpar.parallel.techniques.base import Compose, Technique, TracedStep
-from jaxpar.parallel.techniques.ring_attention.attention import distributed_attention
-from jaxpar.parallel.techniques.ring_attention.choice import KERNELS
+from jaxpar.sharding.lists import longest_list
+from jaxpar.sharding.shard_bytes import shard_bytes
+
+
+def ring(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
+    """Attention over sequence shards that travel; see `distributed_attention`, which is loaded at the first call."""
+    from jaxpar.parallel.techniques.ring_attention.attention import distributed_attention
+
+    return distributed_attention(q, k, v, **options)
 
 
 def auto(
@@ -52,27 +60,23 @@ def auto(
             dtype=str(q.dtype),
             context=layout.sizes["context"],
             tensor=math.prod(layout.sizes.get(axis, 1) for axis in cut),
-            state_bytes=layout.training_bytes,
-            layers=layout.depth if step.saves_activations else 1,
-            chip=layout.chip,
+            state_bytes=training_bytes(layout),
+            layers=depth(layout) if step.saves_activations else 1,
+            chip=chip_key(layout),
             kernel=kernel,
         )
     )
     note(choice.why)
     if choice.context_by == "gather" and kernel != "auto":
         note(f"context_kernel={kernel!r} does nothing, as keys are gathered")
-    run = (
-        gather
-        if choice.context_by == "gather"
-        else partial(distributed_attention, ulysses=choice.ulysses, kernel=kernel)
-    )
+    run = gather if choice.context_by == "gather" else partial(ring, ulysses=choice.ulysses, kernel=kernel)
     return run(q, k, v, **masks)
 
 
 HOW: dict[str, Mapping[str, Callable]] = {
     "gather": {"attention": gather},
-    "ring": {"attention": distributed_attention},
-    "ulysses": {"attention": partial(distributed_attention, ulysses=0)},
+    "ring": {"attention": ring},
+    "ulysses": {"attention": partial(ring, ulysses=0)},
     "auto": {"attention": auto},
 }
 WHY = {
@@ -148,10 +152,10 @@ def resolve(layout: Layout, compose: Compose) -> Layout:
     by, ulysses = layout.parallel.ways.get("context", "gather"), layout.parallel.ulysses
     groups = f"; {ulysses} devices at a time exchange heads, {layout.sizes['context'] // ulysses} such groups rotate"
     reason = WHY.get(by, "as it was added to jaxpar")
-    layout = layout.with_note(f"context by {by}: {reason}{groups if ulysses > 1 else ''}")
+    layout = with_note(layout, f"context by {by}: {reason}{groups if ulysses > 1 else ''}")
     kernel, rotates = layout.parallel.context_kernel, by in HOW and by != "gather"
     addition = "; auto takes a form that has it" if (by, kernel) == ("auto", "cudnn") else ""
-    return layout.with_note(f"context: {KERNEL[kernel]}{addition}") if rotates else layout
+    return with_note(layout, f"context: {KERNEL[kernel]}{addition}") if rotates else layout
 
 
 def compiler_options(layout: Layout) -> list[Option]:
@@ -214,3 +218,26 @@ CONTEXT = Technique(
     bind=bind,
     compiler_options=compiler_options,
 )
+
+
+def training_bytes(layout: Layout) -> int:
+    """Returns the bytes per device of all parameters, and of gradients and two Adam moments of the trained ones."""
+    trained = [place for path, place in layout.placements.items() if path not in layout.frozen]
+    whole = sum(shard_bytes(place.leaf, place.whole, layout.sizes) for place in trained)
+    sharded = sum(shard_bytes(place.leaf, place.sharded, layout.sizes) for place in trained)
+    stage = layout.parallel.stage
+    gradients, moments = sharded if stage >= 2 else whole, 2 * (sharded if stage >= 1 else whole)
+    return per_device(layout, layout.placements) + gradients + moments
+
+
+def depth(layout: Layout) -> int:
+    """Returns the layers of the model's deepest stack, in one array or in a list; 1 where there is none."""
+    stacks = [place.leaf.shape[0] for place in layout.placements.values() if place.names[:1] == ("layers",)]
+    return max([*stacks, *map(len, longest_list(layout.blueprint.leaves, 1).values())], default=1)
+
+
+def chip_key(layout: Layout) -> str:
+    """Returns the chip of the devices, else the target chip: a key of `jaxpar.mesh.chips`, or "" if none is known."""
+    present = layout.mesh is not None and not layout.simulated
+    chip = find_chip(layout.device_mesh.devices.flat[0].device_kind) if present else None
+    return chip.key if chip else layout.target

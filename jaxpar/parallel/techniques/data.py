@@ -6,6 +6,7 @@ from jaxpar.exchange.base import Exchange
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques.base import Technique
+from jaxpar.parallel.traffic import trained_shards
 
 GATHER = "gather"  # the form of context parallelism in which XLA, not a shard_map, moves keys and values
 
@@ -55,7 +56,7 @@ def split_problems(layout: Layout) -> list[Problem]:
     if not layout.parallel.exchange.per_replica:
         return []
     exchange = layout.parallel.exchange
-    return (exchange.idle(layout.parts, layout.sizes["data"]) if layout.sizes["data"] > 1 else []) + [
+    return (exchange.idle(trained_shards(layout), layout.sizes["data"]) if layout.sizes["data"] > 1 else []) + [
         Problem(
             f"{path} {layout.describe(path)} with exchange {layout.parallel.exchange}",
             "each replica has all of its parameters, where replicas step apart",

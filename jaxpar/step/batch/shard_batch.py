@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 
 from jaxpar.errors import refuse
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.specs import batch_sharding
 
 FEW = 8  # a list of up to this many arrays with more than one dim holds views of all examples, not examples
 
@@ -54,7 +55,7 @@ class BatchPlacement:
         if not hasattr(value, "shape") or not hasattr(value, "dtype"):
             value = _array(name, value)
         self._check_rows(name, value)
-        sharding = self.layout.sharding(self.layout.batch_spec(value.shape))
+        sharding = batch_sharding(self.layout, value.shape)
         return jax.ShapeDtypeStruct(value.shape, jax.dtypes.canonicalize_dtype(value.dtype), sharding=sharding)
 
     def _put(self, name: str, value: Any) -> jax.Array:
@@ -66,7 +67,7 @@ class BatchPlacement:
         else:
             value = _array(name, value)
         self._check_rows(name, value)
-        sharding = self.layout.sharding(self.layout.batch_spec(value.shape))
+        sharding = batch_sharding(self.layout, value.shape)
         if on_devices:
             return jax.device_put(value, sharding)
         if jax.process_count() == 1:
@@ -92,7 +93,7 @@ class BatchPlacement:
         ways = self.layout.replicas * self.accumulate * self.layout.microbatches
         rows = value.shape[0] if value.shape else 0
         if not rows or rows % ways:
-            factors = {axis: self.layout.sizes[axis] for axis in self.layout.batch_axes}
+            factors = {axis: self.layout.sizes[axis] for axis in self.layout.parallel.batch_axes}
             factors |= {"accumulate": self.accumulate, "microbatches": self.layout.microbatches}
             shown = " x ".join(f"{axis}={size}" for axis, size in factors.items() if size > 1) or "one device"
             raise refuse(

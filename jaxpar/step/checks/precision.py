@@ -9,7 +9,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
@@ -18,7 +18,9 @@ from jaxpar.hlo.attribution import equation_frame, is_of_update
 from jaxpar.hlo.text import Frame
 from jaxpar.hlo.traced_flop import matmul_flop, traced_matmuls
 from jaxpar.models.settings.computing import Precision
-from jaxpar.pipeline.tables.schedule import Schedule
+
+if TYPE_CHECKING:  # a plain step loads no pipeline
+    from jaxpar.pipeline.tables.schedule import Schedule
 
 NOT_BF16 = "matmuls that are not bf16, with their share of FLOP: "
 _TOLERATED = 0.05  # share of matmul FLOP that may stay in float32 without `allow`: a router, a small head
@@ -88,7 +90,7 @@ def format_lines(lines: tuple[HighPrecisionLine, ...]) -> str:
     return "; ".join(map(str, lines[:_NAMED])) + more
 
 
-def count_matmuls(jaxpr: Any, schedule: Schedule | None = None) -> Matmuls:
+def count_matmuls(jaxpr: Any, schedule: "Schedule | None" = None) -> Matmuls:
     """Returns the matmuls of a traced step, without those of optimizer and exchange, which compute in float32.
 
     Args:

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxpar.models.dim_names import axes_of
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.specs import abstract_params, update_specs
 from jaxpar.sharding.names import Tree
 from jaxpar.sharding.shard_bytes import shard_counts
 from jaxpar.step.parameters.accumulators import accumulator_dtype
@@ -38,7 +39,7 @@ def norm(layout: Layout, gradients: Tree) -> jax.Array:
       layout: Its `updated` has the spec of each gradient.
       gradients: The gradients of all parameters.
     """
-    specs = jax.tree.leaves(layout.update_specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
+    specs = jax.tree.leaves(update_specs(layout), is_leaf=lambda spec: isinstance(spec, PartitionSpec))
     leaves = [_wide(leaf) for leaf in jax.tree.leaves(gradients) if _is_float(leaf)]
     specs = [spec for spec, leaf in zip(specs, jax.tree.leaves(gradients), strict=True) if _is_float(leaf)]
     axes = tuple(axis for axis, size in layout.sizes.items() if size > 1 and any(axis in _cut(spec) for spec in specs))
@@ -79,11 +80,11 @@ def _equal_pieces(layout: Layout, gradients: Tree) -> bool:
     mesh: Mesh = jax.sharding.get_abstract_mesh()  # pyright: ignore[reportAssignmentType]
     if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
         return False
-    if jax.tree.structure(gradients) != jax.tree.structure(layout.params):
+    if jax.tree.structure(gradients) != jax.tree.structure(abstract_params(layout)):
         return False
 
     def equal(gradient: jax.Array, param: jax.Array, spec: PartitionSpec) -> bool:
         ways = shard_counts(spec, gradient.ndim, layout.sizes)
         return gradient.shape == param.shape and not any(n % way for n, way in zip(gradient.shape, ways, strict=True))
 
-    return all(jax.tree.leaves(jax.tree.map(equal, gradients, layout.params, layout.update_specs)))
+    return all(jax.tree.leaves(jax.tree.map(equal, gradients, abstract_params(layout), update_specs(layout))))

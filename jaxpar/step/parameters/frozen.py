@@ -19,21 +19,24 @@ from jax.extend.core import Jaxpr, Var
 from jaxpar.jaxprs.dataflow import CALLS, jaxpr_of, variables
 from jaxpar.optim.probe import update_with_loss
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.specs import abstract_params
 from jaxpar.sharding.names import Tree, path_of
 
 
 def frozen_paths(layout: Layout, optimizer: optax.GradientTransformation) -> frozenset[str]:
     """Returns the paths of parameters whose gradients the optimizer's update does not read."""
-    state = jax.eval_shape(optimizer.init, layout.params)  # of one replica, if replicas step separately
+    state = jax.eval_shape(optimizer.init, abstract_params(layout))  # of one replica, if replicas step separately
     # only masked optimizers leave gradients unread: others need no trace
     if not any(map(_is_masked, jax.tree.leaves(state, is_leaf=_is_masked))):
         return frozenset()
     update = partial(update_with_loss, optimizer)
     # float32 stands in for 8-bit matrices, whose dtype a chain might refuse in this trace
-    params = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else _float(x.shape), layout.params)
+    params = jax.tree.map(
+        lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else _float(x.shape), abstract_params(layout)
+    )
     closed = jax.make_jaxpr(update)(params, state, params, _float(()))
     read_indices = _read(closed.jaxpr, set(range(len(closed.jaxpr.outvars))))
-    leaves, _ = jax.tree_util.tree_flatten_with_path(layout.params)  # gradients come first
+    leaves, _ = jax.tree_util.tree_flatten_with_path(abstract_params(layout))  # gradients come first
     return frozenset(path_of(keys) for index, (keys, _) in enumerate(leaves) if index not in read_indices)
 
 
@@ -53,7 +56,7 @@ def zero_frozen(paths: Set[str], layout: Layout, gradients: Tree) -> Tree:
     """Returns gradients with zeros at these paths."""
     if not paths:
         return gradients
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), layout.params)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract_params(layout))
     return fill_missing(drop_paths(paths, gradients), zeros)
 
 

@@ -122,6 +122,6 @@ def _split(layout: Layout, value: jax.Array, count: int) -> jax.Array:
     rows = value.shape[0] // count
     if layout.sizes[AXIS] == 1:  # part i is rows i, i + count, ...
         return jnp.moveaxis(value.reshape(rows, count, *value.shape[1:]), 1, 0)
-    axes = jax.sharding.PartitionSpec(AXIS, tuple(axis for axis in layout.batch_axes if axis != AXIS))
+    axes = jax.sharding.PartitionSpec(AXIS, tuple(axis for axis in layout.parallel.batch_axes if axis != AXIS))
     split = value.reshape(count, rows, *value.shape[1:])
     return jax.lax.with_sharding_constraint(split, layout.sharding(axes))

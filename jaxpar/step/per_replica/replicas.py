@@ -22,6 +22,8 @@ from jaxpar.exchange.base import NO_MODEL, Replicas
 from jaxpar.exchange.global_model import global_params, merge_replicas
 from jaxpar.exchange.replica_mesh import AXIS, ReplicaMesh
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.specs import optimizer_specs, stored_specs, update_specs
+from jaxpar.parallel.traffic import trained_shards
 from jaxpar.sharding.constrain import activation_names
 from jaxpar.sharding.names import Tree
 from jaxpar.step.gradients import Batch, Gradients, constrain_tree, metrics, update_params
@@ -71,7 +73,7 @@ class PerReplica(Gradients):
         if self.exchange.global_model == NO_MODEL:
             return params, model_state
         params = global_params(self.exchange, params, exchange_state)
-        return constrain_tree(self.layout, params, self.layout.stored), jax.tree.map(merge_replicas, model_state)
+        return constrain_tree(self.layout, params, stored_specs(self.layout)), jax.tree.map(merge_replicas, model_state)
 
     def evaluate(self, params: Tree, model_state: Tree, batch: Batch) -> Sums:
         """Returns the sums of the global model.
@@ -83,7 +85,9 @@ class PerReplica(Gradients):
         if not self.exchange.averages_predictions:
             sums = self.map_replicas(self.evaluator.evaluate)(params, model_state, self._rows(batch))
             return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
-        axes = self.layout.sharding(PartitionSpec(tuple(axis for axis in self.layout.batch_axes if axis != AXIS)))
+        axes = self.layout.sharding(
+            PartitionSpec(tuple(axis for axis in self.layout.parallel.batch_axes if axis != AXIS))
+        )
         batch = {name: jax.lax.with_sharding_constraint(value, axes) for name, value in batch.items()}
         sums = self.map_replicas(self.evaluator.evaluate, rows=None)(params, model_state, batch)
         return jax.tree.map(lambda x: x[0], sums)  # equal on all replicas
@@ -95,7 +99,7 @@ class PerReplica(Gradients):
         gradients, sums, model_state = self.gradients(state.params, state.model_state, batch)
         # each replica divided by its own token count: a shared gradient must be that of the whole batch
         gradients = self._weighed(self._trained(gradients), sums["loss"][1])
-        between = self._between(self.replica_gradients.layout.update_specs)
+        between = self._between(update_specs(self.replica_gradients.layout))
         gradients, exchange_state = self.exchange.gradients(gradients, state.exchange, between)
 
         total, count = sums["loss"] if self.exchange.replicas_differ else jax.tree.map(jnp.sum, sums["loss"])
@@ -130,10 +134,10 @@ class PerReplica(Gradients):
 
     def exchange_inputs(self, state: State, meeting: int) -> tuple[Replicas, ReplicaMesh]:
         """Returns the inputs of an exchange: the replicas of a state, and their specs."""
-        opt_specs = self.layout.optimizer_specs(
-            replica_shapes(state.optimizer) if self.exchange.replicas_differ else state.optimizer
+        opt_specs = optimizer_specs(
+            self.layout, replica_shapes(state.optimizer) if self.exchange.replicas_differ else state.optimizer
         )
-        between = dataclasses.replace(self._between(self.layout.stored), optimizer=opt_specs, sync_round=meeting)
+        between = dataclasses.replace(self._between(stored_specs(self.layout)), optimizer=opt_specs, sync_round=meeting)
         trained = self._trained(state.params)
         inputs = Replicas(
             params=trained, opt_state=state.optimizer, exchange_state=state.exchange, model_state=state.model_state
@@ -157,7 +161,7 @@ class PerReplica(Gradients):
         return self._scalars(raw_metrics)
 
     def _between(self, specs: Tree) -> ReplicaMesh:
-        return ReplicaMesh(mesh=self.layout.device_mesh, specs=self._trained(specs), parts=self.layout.parts)
+        return ReplicaMesh(mesh=self.layout.device_mesh, specs=self._trained(specs), parts=trained_shards(self.layout))
 
     def _trained(self, tree: Tree) -> Tree:
         """Removes frozen parameters from a tree of parameters, gradients or specs."""
@@ -180,7 +184,7 @@ class PerReplica(Gradients):
 
     def _rows(self, batch: Batch) -> Batch:
         """Reshapes a batch to [replica, rows, ...]; no row moves to another device."""
-        axes = PartitionSpec(AXIS, tuple(axis for axis in self.layout.batch_axes if axis != AXIS))
+        axes = PartitionSpec(AXIS, tuple(axis for axis in self.layout.parallel.batch_axes if axis != AXIS))
 
         def split(value: jax.Array) -> jax.Array:
             count = self.layout.sizes[AXIS]

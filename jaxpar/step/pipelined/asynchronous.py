@@ -16,6 +16,7 @@ from jaxpar.errors import refuse
 from jaxpar.jaxprs.dataflow import Traced
 from jaxpar.optim.schedule_steps import advance_schedules, pause_schedules
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.specs import optimizer_specs, owner_path
 from jaxpar.pipeline.run.asynchronous import AsynchronousTable, plan_versions, stage_update
 from jaxpar.pipeline.run.program import program
 from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, nest, path_of, pick
@@ -54,7 +55,7 @@ class AsyncPipelined(Pipelined):
                 fix="layers=(), or weights='flush'",
             )
         self.plan = plan_versions(program(self.schedule), weights)
-        self.updates = layout.updates_per_step
+        self.updates = layout.parallel.pipeline.updates(layout.schedule)
         if layout.replicas > 1:
             self.notes = (
                 "weights change between ticks, so gradients are reduced over the replicas in every one of them",
@@ -80,7 +81,7 @@ class AsyncPipelined(Pipelined):
         # optimizer state of a stack is split with it over the stages; other state is replicated
         specs = jax.tree.map(
             lambda spec: PartitionSpec("pipe") if spec[:1] == ("pipe",) else PartitionSpec(),
-            self.layout.optimizer_specs(state),
+            optimizer_specs(self.layout, state),
             is_leaf=lambda x: isinstance(x, PartitionSpec),
         )
 
@@ -140,7 +141,7 @@ class AsyncPipelined(Pipelined):
     def _check_state(self, state: Any) -> None:
         """Refuses an optimizer whose state cannot be split like the stack, such as Adafactor's."""
         for keys, leaf in jax.tree_util.tree_leaves_with_path(state):
-            owner = self.layout.owner(keys)
+            owner = owner_path(self.layout, keys)
             if owner in self.shardings.stacked and leaf.ndim and leaf.shape != self.layout.placements[owner].leaf.shape:
                 raise refuse(
                     f"an optimizer that keeps {list(leaf.shape)} for {owner}",

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.specs import update_specs
 from jaxpar.sharding.names import Tree, by_path, nest, pick
 
 
@@ -39,7 +40,7 @@ def _on(layout: Layout, stack: str, value: jax.Array, which: str) -> jax.Array:
     """Shards a stack like its layers between steps, without splitting the dim of layers."""
     member = layout.lists[stack][0]
     spec = (
-        pick(layout.update_specs, tuple(member.split("/"))) if which == "updated" else layout.placements[member].stored
+        pick(update_specs(layout), tuple(member.split("/"))) if which == "updated" else layout.placements[member].stored
     )
     return jax.lax.with_sharding_constraint(value, layout.sharding(PartitionSpec(None, *spec)))
 

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.mesh.axes import AXES
 from jaxpar.models.dim_names import constrain_to
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.specs import update_specs
 from jaxpar.pipeline.run.gathers import Gather, gather_parameter
 from jaxpar.pipeline.run.redistribute import padded_layers, redistribute_layers
 from jaxpar.pipeline.run.sum_shards import Shards
@@ -51,7 +52,7 @@ class Shardings:
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """Manual axes that split the batch."""
-        return tuple(axis for axis in self.layout.batch_axes if axis in self.manual)
+        return tuple(axis for axis in self.layout.parallel.batch_axes if axis in self.manual)
 
     @cached_property
     def stacked(self) -> dict[str, tuple[str, ...]]:
@@ -156,7 +157,7 @@ class Shardings:
             layers = jax.lax.optimization_barrier(layers) if self.layout.schedule.chunks > 1 else layers
             return redistribute_layers(self.layout.device_mesh, self.layout.schedule.cut, layers, reverse=True)
         _, places = padded_layers(self.layers_per_stage)
-        specs = {path: pick(self.layout.update_specs, words) for path, words in self.stacked.items()}
+        specs = {path: pick(update_specs(self.layout), words) for path, words in self.stacked.items()}
         moved = {path: self.constrain(value, specs[path]) for path, value in layers.items()}
         return {path: self.constrain(jnp.take(value, places, axis=0), specs[path]) for path, value in moved.items()}
 
@@ -214,7 +215,7 @@ class Shardings:
         """The spec of a parameter during the table, when layers are split over `pipe`."""
         words = tuple(path.split("/"))
         spec = (
-            pick(self.layout.update_specs, words)
+            pick(update_specs(self.layout), words)
             if which == "updated"
             else getattr(self.layout.placements[path], which)
         )

@@ -26,6 +26,7 @@ from jaxpar.errors import refuse
 from jaxpar.jaxprs.dataflow import Traced
 from jaxpar.parallel.as_stacks import as_stacks
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.specs import abstract_params
 from jaxpar.pipeline.run.execute import execute
 from jaxpar.pipeline.run.program import Program, program
 from jaxpar.pipeline.run.spread_head import ShardMaps, SpreadTable
@@ -204,7 +205,7 @@ class Pipelined(Gradients):
     @property
     def scales_by_count(self) -> bool:
         """Whether each tick computes gradients of the mean loss: those of the sum may overflow float16."""
-        return any(leaf.dtype == jnp.float16 for leaf in jax.tree.leaves(self.layout.params))
+        return any(leaf.dtype == jnp.float16 for leaf in jax.tree.leaves(abstract_params(self.layout)))
 
     def _scales(self, model: Model, shared: Mapping, known: Tree) -> jax.Array:
         """Returns 1 / (count of all microbatches on all replicas), once per microbatch."""

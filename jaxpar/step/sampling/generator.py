@@ -7,7 +7,7 @@ A model sees a window of the newest tokens. A row that fills it continues with t
 
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -18,6 +18,8 @@ from jaxpar.errors import refuse
 from jaxpar.models.cache import KVCache
 from jaxpar.models.output_dtype import belongs_to_call
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.read_parameter import read_parameter
+from jaxpar.parallel.specs import abstract_params, batch_sharding
 from jaxpar.parallel.techniques import all_techniques
 from jaxpar.sharding.names import Compute, Tree
 from jaxpar.sharding.tracing import paused_gc
@@ -60,7 +62,9 @@ class Generator:
             )
         self.layout, self.window, self.vocab_size = layout, window, vocab_size
         self._values = (params, model_state)
-        bound = layout.blueprint.bind(layout.params, model_state, lambda _, value: value, Compute(train=False))
+        bound = layout.blueprint.bind(
+            abstract_params(layout), model_state, lambda _, value: value, Compute(train=False)
+        )
         has_cache = all(callable(getattr(bound, name, None)) for name in ("cache", "decode"))
         has_cache = has_cache and belongs_to_call(type(bound), "decode")
         if cached and not has_cache:
@@ -163,10 +167,12 @@ class Generator:
         return jax.jit(forward)
 
     def _bound(self, params: Tree, model_state: Tree) -> Any:
-        return self.layout.blueprint.bind(params, model_state, self.layout.use, Compute(train=False))
+        return self.layout.blueprint.bind(
+            params, model_state, partial(read_parameter, self.layout), Compute(train=False)
+        )
 
     def _put(self, value: np.ndarray) -> jax.Array:
-        return jax.device_put(value, self.layout.sharding(self.layout.batch_spec(value.shape)))
+        return jax.device_put(value, batch_sharding(self.layout, value.shape))
 
     @contextmanager
     def _traced(self):

@@ -26,7 +26,7 @@ def split_over_examples(function: Callable, layout: Layout) -> Callable:
       function: A function of (parameters, model state, batch), which draws outside of loops.
       layout: The layout of the batch.
     """
-    axes = tuple(axis for axis in layout.batch_axes if layout.sizes[axis] > 1)
+    axes = tuple(axis for axis in layout.parallel.batch_axes if layout.sizes[axis] > 1)
     if not axes:
         return function
 

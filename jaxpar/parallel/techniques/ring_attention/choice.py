@@ -28,8 +28,6 @@ from jaxpar.parallel.techniques.ring_attention.checks import form_name
 from jaxpar.parallel.techniques.ring_attention.heads import repeated_kv_heads
 from jaxpar.parallel.techniques.ring_attention.ring_devices import AXIS, RingDevices
 
-KERNELS = ("auto", "cudnn", "plain")  # values of `context_kernel`
-
 
 class AttentionSharding(NamedTuple):
     """The axes, besides that of the sequence, that split examples and heads, where each device runs its own part.

@@ -1,0 +1,117 @@
+"""The data of a layout: the declaration, the model, and the placement of every array on the mesh."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxpar.errors import refuse
+from jaxpar.exchange.traffic import Traffic
+from jaxpar.parallel.declaration import Parallel
+from jaxpar.parallel.placement import Placement
+from jaxpar.sharding.lists import Lists
+from jaxpar.sharding.names import Blueprint
+from jaxpar.sharding.rules import Axes
+
+MEMBERS = (None, "head_dim")  # names that jaxpar may infer for the dim of an ensemble's members
+
+
+if TYPE_CHECKING:  # a plain step loads no pipeline
+    from jaxpar.pipeline.tables.schedule import Schedule
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayoutData:
+    """The placement of every array of a training job, from a `Parallel`, a model and a mesh.
+
+    Attributes:
+      parallel: The declaration, its sizes inferred.
+      blueprint: The model.
+      placements: Path of a parameter to its placement.
+      other_state: Path of every other array of the model's state to its placement.
+      names: Names of activation dims to mesh axes, earlier first.
+      mesh: The mesh, or None without devices (`jaxpar check` on a laptop).
+      simulated: Whether the devices are simulated on the processor, present or not.
+      target: The chip that the job is meant for, if its devices do not tell: a key of `jaxpar.mesh.chips`.
+      lists: Path of a stack's parameter to the layers' parameters, for lists of layers that a pipeline stacks.
+      notes: Choices of techniques that the declaration left open, with the reason, a sentence each.
+      frozen: Paths of parameters that the optimizer leaves alone, so that replicas never exchange them. Empty until a
+        step is built, for a layout is composed without an optimizer; likewise `opt_state_messages`.
+      opt_state_messages: Optimizer state that replicas send each other.
+    """
+
+    parallel: Parallel
+    blueprint: Blueprint
+    placements: Mapping[str, Placement]
+    names: Mapping[str, Axes]
+    other_state: Mapping[str, Placement] = field(default_factory=dict)
+    mesh: Mesh | None = field(default=None, repr=False)
+    simulated: bool = False
+    target: str = ""
+    lists: Lists = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    frozen: frozenset[str] = frozenset()
+    opt_state_messages: tuple[Traffic, ...] = ()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Mesh axis to size."""
+        return self.parallel.sizes
+
+    @property
+    def devices(self) -> int:
+        """Devices of the mesh."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def replicas(self) -> int:
+        """Number of shards of the batch."""
+        return math.prod(self.sizes[axis] for axis in self.parallel.batch_axes)
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a batch in a pipeline; 1 without one."""
+        return self.schedule.microbatches if self.sizes["pipe"] > 1 else 1
+
+    @cached_property
+    def schedule(self) -> "Schedule":
+        """The schedule: the op of each stage of `pipe` in every tick."""
+        return self.parallel.pipeline.table(self.sizes["pipe"])
+
+    @cached_property
+    def stacked_paths(self) -> tuple[str, ...]:
+        """Paths of the parameters that a pipeline spreads over its stages: dim 0 is the layers."""
+        if self.sizes["pipe"] == 1:
+            return ()
+        uneven = bool(self.parallel.pipeline.layers)
+        return tuple(
+            path
+            for path, place in self.placements.items()
+            if place.names[:1] == ("layers",) and (uneven or place.stored[:1] == ("pipe",))
+        )
+
+    @property
+    def device_mesh(self) -> Mesh:
+        """The mesh.
+
+        Raises:
+          JaxparError: If the layout was composed without devices.
+        """
+        if self.mesh is None:
+            raise refuse(
+                "a layout composed without devices cannot hold arrays",
+                rule="arrays are placed on the devices of a mesh",
+                fix="compose(model, parallel) on real or simulated devices",
+            )
+        return self.mesh
+
+    def sharding(self, spec: PartitionSpec) -> NamedSharding:
+        """Returns the sharding of a spec on this layout's mesh."""
+        return NamedSharding(self.device_mesh, spec)
+
+    def describe(self, path: str) -> str:
+        """Returns `f32[embed/fsdp, mlp/tensor]` for one parameter or other array."""
+        return {**self.other_state, **self.placements}[path].describe(self.sizes)

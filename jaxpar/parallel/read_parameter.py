@@ -1,0 +1,122 @@
+"""Parameters as the model reads them: cast, then gathered over the axes of ZeRO.
+
+stored shards ─► cast to the compute dtype ─► gathered ─► read by a layer
+"""
+
+from collections.abc import Set
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.errors import refuse
+from jaxpar.models.dim_names import axes_of
+from jaxpar.parallel.gather import constrained, gather, gather_combined, padding, reshard_padded
+from jaxpar.parallel.layout import Layout
+from jaxpar.sharding.adapters import is_scales
+from jaxpar.sharding.names import SCOPE, Tree, path_of
+from jaxpar.sharding.rules import SMALL, own_dims
+
+MEMBERS = (None, "head_dim")  # names that jaxpar may infer for the dim of an ensemble's members
+
+
+def read_parameter(layout: Layout, path: str, value: jax.Array, dtype=None) -> jax.Array:
+    """Returns a parameter as the model reads it: cast to `dtype`, then gathered over the axes of ZeRO.
+
+    Casting first halves the bytes of a bfloat16 gather. Inside a scan over stacked layers the value is one layer's
+    slice. Other state is gathered in every ZeRO stage, and never cast: it may be an average, or a table of angles.
+    """
+    if path in layout.other_state:
+        return _read_other(layout, path, value)
+    with jax.named_scope(SCOPE + path.replace("/", ".")):
+        cast = dtype is not None and value.dtype != dtype and _is_cast(layout, path, value)
+        if cast:
+            value = value.astype(dtype)
+        place = layout.placements[path]
+        # stages 1 and 2 gather it at the beginning of the step
+        if layout.parallel.stage in (1, 2) or place.stored == place.used or layout.mesh is None:
+            return value
+        _check_sliced(layout, path, value.shape)
+        stored, whole, used = map(layout.sharding, place.slice_specs(value.shape))
+        if cast:  # else XLA may gather float32 and cast afterwards
+            value = jax.lax.with_sharding_constraint(value, stored)
+        looked_up = place.names[:1] == ("vocab",) or (place.names[:1] == ("vocab_table",) and layout.sizes["pipe"] > 1)
+        # a further axis that shards parameters moves them by its own technique
+        further_axes = bool(layout.parallel.axes) and layout.sizes["data"] * layout.sizes["context"] == 1
+        direct = looked_up or further_axes or any(padding(value.shape, used))
+        return reshard_padded(value, used, whole) if direct else gather(value, used, stored)
+
+
+def gather_small_stacks(layout: Layout, params: Tree, dtype=None, as_stored: Set[str] = frozenset()) -> Tree:
+    """Gathers small vectors over `fsdp`, those of stacked layers for all layers at once; returns all parameters.
+
+    In a loop each iteration would gather its own vector. With `data` or `tensor`, XLA would not combine that gather
+    with those of matrices, as it writes their device groups differently; `gather_combined` makes them equal with
+    `tensor`. Gradients travel as before. Paths in `as_stored` are skipped: the model also reads them uncast.
+    """
+    if layout.parallel.stage != 3 or layout.sizes["pipe"] > 1 or layout.mesh is None:
+        return params
+
+    # JAX cannot nest a shard_map over `tensor` alone in a program mapped over replicas
+    with_tensor = layout.sizes["tensor"] > 1 and layout.mesh.shape["data"] == layout.sizes["data"]
+
+    def one(keys, value: jax.Array) -> jax.Array:
+        place = layout.placements[path := path_of(keys)]
+        vector = value.ndim == (2 if place.names[:1] == ("layers",) else 1)
+        # an extra leading dim may be that of a stack, which the model slices
+        stack = place.is_split([0]) and own_dims(path, place.leaf) < value.ndim and place.names[0] in MEMBERS
+        small = place.leaf.bytes < SMALL and (vector or stack)
+        if not small or place.stored == place.used or path in as_stored:
+            return value
+        with jax.named_scope(SCOPE + path.replace("/", ".")):
+            cast_value = value.astype(dtype) if dtype is not None and _is_cast(layout, path, value) else value
+            used, stored = layout.sharding(place.used), layout.sharding(place.stored)
+            if with_tensor and not any("tensor" in axes_of(entry) for entry in place.stored):
+                return gather_combined(cast_value, used, stored, "tensor")
+            return gather(cast_value, used, stored)
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def _is_cast(layout: Layout, path: str, value: jax.Array) -> bool:
+    """Whether the step's dtype applies to a parameter: not to 8-bit integers, nor to their scales."""
+    return jnp.issubdtype(value.dtype, jnp.floating) and not is_scales(layout.blueprint, path)
+
+
+def _read_other(layout: Layout, path: str, value: jax.Array) -> jax.Array:
+    place = layout.other_state[path]
+    if place.stored == place.used or layout.mesh is None:
+        return value
+    with jax.named_scope(SCOPE + path.replace("/", ".")):
+        _check_sliced(layout, path, value.shape)
+        *_, used = place.slice_specs(value.shape)
+        return constrained(value, layout.sharding(used))
+
+
+def _check_sliced(layout: Layout, path: str, shape: tuple[int, ...]) -> None:
+    """Refuses a large stack that is split over the dim that the model slices; a small one is gathered before.
+
+    Raises:
+      JaxparError: With a rule for each large parameter of the same module that is split the same way.
+    """
+    places = {**layout.other_state, **layout.placements}
+    sliced = places[path].sliced_dims(shape)
+    if not places[path].is_split(sliced) or places[path].leaf.bytes < SMALL:
+        return
+    count = [places[path].leaf.shape[dim] for dim in sliced]
+    stack = path.split("/")[0] + "/"  # one scan or vmap slices the parameters of one module: refuse all at once
+    matches = [
+        param
+        for param, place in places.items()
+        if param == path or (param.startswith(stack) and place.leaf.bytes >= SMALL and place.is_split(sliced)
+                            and [place.leaf.shape[dim] for dim in sliced] == count)
+    ]  # fmt: skip
+    rules = {
+        param: tuple("layers" if dim in sliced else name for dim, name in enumerate(places[param].names))
+        for param in matches
+    }
+    raise refuse(
+        f"{path} {layout.describe(path)}: the model takes dim {sliced[0]} apart, by a scan or a vmap, and "
+        f"{places[path].stored[sliced[0]]} splits it",
+        rule="a dim of stacked layers stays whole, so that each layer is gathered when it runs",
+        fix=f"paths={rules} in Parallel, or names in the model",
+    )
