@@ -14,17 +14,15 @@ import optax
 from jaxpar.data.spec import Source
 from jaxpar.data.streams.sets import EvaluationSet
 from jaxpar.errors import JaxparError, refuse
-from jaxpar.job.check import annotate_layout, check
+from jaxpar.job.check import ResolvedJob, resolve
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import check_evaluated, open_data, open_sets
 from jaxpar.job.parts.measures import resolve_measures
-from jaxpar.job.parts.models import resolve_loss, resolve_model
 from jaxpar.job.parts.names import vocabulary
-from jaxpar.job.parts.optimizers import custom_functions, resolve_optimizer
+from jaxpar.job.parts.optimizers import custom_functions
 from jaxpar.mesh.devices import simulate, visible_devices
 from jaxpar.optim import chain
 from jaxpar.optim.loss_argument import rate_follows_steps
-from jaxpar.parallel.compose import compose
 from jaxpar.parallel.layout import Layout
 from jaxpar.step.step import Step
 from jaxpar.train.doors.train_step import train_step
@@ -83,7 +81,8 @@ def build(job: Job, *, processes: int = 1) -> BuiltJob:
         )
     if unused := vocabulary(job):
         raise JaxparError(*unused)
-    step = assemble(job, devices[: job.mesh.devices or None])
+    resolved = _resolved(job, devices[: job.mesh.devices or None])
+    step = _step(resolved)
     source = open_data(job)
     check_evaluated(job, source)
     sets = open_sets(job)
@@ -96,7 +95,7 @@ def build(job: Job, *, processes: int = 1) -> BuiltJob:
         source=source,
         sets=sets,
         learning_rate=rates(spec, job.train.steps, own=custom_functions(job)) if _has_known_rates(job, step) else None,
-        later_steps={times: _step(job, step.layout, step.optimizer, times) for times in job.train.growth.factors[1:]},
+        later_steps={times: _step(resolved, times) for times in job.train.growth.factors[1:]},
     )
 
 
@@ -142,17 +141,24 @@ def assemble(job: Job, devices: Sequence[Any]) -> Step:
     Raises:
       JaxparError: With all problems of the job.
     """
-    if problems := check(job):
-        raise JaxparError(*problems)
-    layout = compose(resolve_model(job, resolve_loss(job)), job.effective_parallel, devices)
-    return _step(job, annotate_layout(job, layout), resolve_optimizer(job, layout.blueprint))
+    return _step(_resolved(job, devices))
 
 
-def _step(job: Job, layout: Layout, optimizer: optax.GradientTransformation, times: int = 1) -> Step:
+def _resolved(job: Job, devices: Sequence[Any]) -> ResolvedJob:
+    resolved = resolve(job, devices)
+    if resolved.problems:
+        raise JaxparError(*resolved.problems)
+    return resolved
+
+
+def _step(resolved: ResolvedJob, times: int = 1) -> Step:
     """Returns the step for batches `times` those of the first phase, with `times` as many microbatches."""
+    job, layout, loss, optimizer = resolved.job, resolved.layout, resolved.loss, resolved.optimizer
+    if layout is None or loss is None or optimizer is None:
+        raise TypeError(f"a job with problems has no step: {resolved.problems}")
     train = job.train
     return train_step(
-        layout, resolve_loss(job), optimizer, guard=job.faults.on_bad_step == "skip", seed=train.seed,
+        layout, loss, optimizer, guard=job.faults.on_bad_step == "skip", seed=train.seed,
         accumulate=train.accumulate * times, precision=train.precision, remat=train.remat, offload=train.offload,
         collectives=train.collectives, measures=resolve_measures(job),
     )  # fmt: skip

@@ -1,14 +1,20 @@
-"""Finds all problems of a job without devices and before any compilation."""
+"""Resolves what a job names, once, and finds all of its problems before any compilation.
+
+job file ─► loss, model, optimizer, layout ─► problems: what `check` prints
+└► the step that `build` makes and `inspect` compiles
+"""
 
 import dataclasses
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxpar.buckets import check_address, is_address, local_folder
@@ -54,11 +60,36 @@ from jaxpar.step.stochastic_loss.loss import traceable_loss
 from jaxpar.units import show_bytes
 
 
+@dataclass(frozen=True, kw_only=True)
+class ResolvedJob:
+    """A job with the objects that it names.
+
+    Attributes:
+      job: The job.
+      problems: All of its problems. Without any, every other attribute is set.
+      loss: The loss function.
+      layout: The model's layout, with notes on choices; without devices if none were given.
+      optimizer: The optax chain.
+    """
+
+    job: Job
+    problems: tuple[Problem, ...]
+    loss: Callable | None
+    layout: Layout | None
+    optimizer: optax.GradientTransformation | None
+
+
 def check(job: Job, *, as_written: bool = True) -> list[Problem]:
-    """Returns all problems of a job, without devices and before any compilation.
+    """Returns all problems of a job, without devices and before any compilation; see `resolve`."""
+    return [*resolve(job, as_written=as_written).problems]
+
+
+def resolve(job: Job, devices: Sequence[Any] | None = None, *, as_written: bool = True) -> ResolvedJob:
+    """Resolves the objects that a job names, and finds all of its problems; nothing is compiled.
 
     Args:
       job: The job.
+      devices: The devices of its mesh, present or not; without them the layout cannot hold arrays.
       as_written: Whether every key has its written value. False if defaults replace invalid keys: model, loss and
         data then need not fit together, so that is not checked.
     """
@@ -94,7 +125,8 @@ def check(job: Job, *, as_written: bool = True) -> list[Problem]:
         if (as_written and not problems) or ":" not in job.model["name"]
         else None
     )
-    layout = attempt(lambda: annotate_layout(job, compose(blueprint, parallel, devices_of(job)))) if blueprint else None
+    places = devices_of(job) if devices is None else devices
+    layout = attempt(lambda: annotate_layout(job, compose(blueprint, parallel, places))) if blueprint else None
     if blueprint is None:
         problems.extend(problem for problem in declaration_problems(parallel) if problem not in problems)
     if layout and as_written and not problems and is_folder(job.checkpoint.start_from):
@@ -102,19 +134,20 @@ def check(job: Job, *, as_written: bool = True) -> list[Problem]:
     attempt(_check_origin, job)
     if as_written:
         attempt(_check_base, job)
-    if layout and declaration and job.train.frozen[0]:
-        attempt(lambda: state.abstract(layout, resolve_optimizer(job, layout.blueprint)))
+    optimizer = attempt(resolve_optimizer, job, layout.blueprint) if layout and declaration else None
+    if layout and optimizer and job.train.frozen[0]:
+        attempt(state.abstract, layout, optimizer)
     if layout and declaration and ":" in job.optimizer.name:
         attempt(check_optimizer, job, abstract_params(layout))
     if layout:
         attempt(partial(check_offload, layout, offload=job.train.offload))
     if layout and as_written and not problems:
-        scores = attempt(_trace, job, layout, loss)
-        attempt(_check_memory, job, layout, scores or 0)
+        scores = attempt(_trace, job, dataclasses.replace(layout, mesh=None), loss, optimizer)
+        attempt(_check_memory, job, layout, optimizer, scores or 0)
         attempt(_check_noise, job, layout)
     if as_written and not problems:
         attempt(_check_evaluation, job)
-    return problems
+    return ResolvedJob(job=job, problems=tuple(problems), loss=loss, layout=layout, optimizer=optimizer)
 
 
 def device_count(job: Job) -> int:
@@ -250,7 +283,7 @@ def _check_batch(job: Job, sizes: dict[str, int], parallel: Parallel) -> list[Pr
     return problems
 
 
-def _check_memory(job: Job, layout: Layout, scores: int) -> None:
+def _check_memory(job: Job, layout: Layout, optimizer: optax.GradientTransformation, scores: int) -> None:
     """Refuses a training state larger than the memory pool of the target GPUs, even without activations.
 
     `scores`: bytes of one layer's materialised attention scores, which count as well.
@@ -258,7 +291,7 @@ def _check_memory(job: Job, layout: Layout, scores: int) -> None:
     if not job.mesh.target or job.mesh.simulate:
         return
     chip, pool = parse_target(job.mesh.target).chip, pool_of_environment(os.environ)
-    shapes = state.abstract(layout, resolve_optimizer(job, layout.blueprint))
+    shapes = state.abstract(layout, optimizer)
     specs = state.specs(layout, shapes)
     trees = {"parameters": (shapes.params, specs.params), "other state": (shapes.model_state, specs.model_state)}
     if not job.train.offload:
@@ -292,7 +325,7 @@ def _leaf_bytes(layout: Layout, leaf: Any, spec: Any) -> int:
     return shard_bytes(leaf, spec, layout.sizes)
 
 
-def _trace(job: Job, layout: Layout, loss: Callable) -> int:
+def _trace(job: Job, layout: Layout, loss: Callable, optimizer: optax.GradientTransformation) -> int:
     """Traces model and loss on shapes: errors of the first step appear here, with one message each.
 
     Returns the bytes of attention scores that one layer materialises for a microbatch, or 0.
@@ -326,7 +359,7 @@ def _trace(job: Job, layout: Layout, loss: Callable) -> int:
             )
         if layout.sizes["pipe"] > 1:
             with step_hooks():
-                _trace_pipeline(job, dataclasses.replace(layout, mesh=mesh), loss, batch)
+                _trace_pipeline(job, dataclasses.replace(layout, mesh=mesh), loss, optimizer, batch)
     measure_names = (*extras, *derived_of(job))
     check_names(metrics, measure_names)
     check_rules(layout.parallel, blueprint, usage.names)
@@ -346,11 +379,16 @@ def _choose_as_in_step(job: Job, microbatches: int, call: AttentionCall) -> Atte
     return choose_form(dataclasses.replace(call, sequences=rows, dtype=name))
 
 
-def _trace_pipeline(job: Job, layout: Layout, loss: Callable, batch: dict[str, jax.ShapeDtypeStruct]) -> None:
+def _trace_pipeline(
+    job: Job,
+    layout: Layout,
+    loss: Callable,
+    optimizer: optax.GradientTransformation,
+    batch: dict[str, jax.ShapeDtypeStruct],
+) -> None:
     """Splits the model into stages and traces the pipeline schedule on shapes."""
     numerics = Numerics(precision=job.train.precision, remat=job.train.remat)
     gradients = gradients_of(layout, loss, numerics)
-    optimizer = resolve_optimizer(job, layout.blueprint)
     jax.eval_shape(
         partial(gradients.update, optimizer, on_device=lambda leaf: leaf), state.abstract(layout, optimizer), batch
     )
