@@ -1,6 +1,5 @@
 """Lists and finds the checkpoints of a folder by their names and MANIFESTs. Imports no jax."""
 
-import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -54,26 +53,6 @@ def delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def is_older(path: Path) -> bool:
-    """Whether an older jaxpar wrote the checkpoint, without a MANIFEST; a newer one without MANIFEST is damaged."""
-    if (path / manifest.NAME).exists():
-        return False
-    try:
-        custom = json.loads((path / "_CHECKPOINT_METADATA").read_text())["custom_metadata"]
-        return isinstance(custom, dict) and "step" in custom and "jaxpar" not in custom
-    except (OSError, ValueError, TypeError, KeyError):
-        return False
-
-
-def no_manifest_error(path: Path) -> JaxparError:
-    """The error for a checkpoint without a MANIFEST, whose bytes cannot be checked."""
-    return refuse(
-        f"checkpoint {path} has no MANIFEST: an older jaxpar wrote it",
-        rule="a checkpoint is loaded only if its MANIFEST lists the hash of every file",
-        fix=f"jaxpar checkpoint verify {path} --adopt, which makes the list of what is there now",
-    )
-
-
 def set_aside(path: Path, suffix: str = DAMAGED) -> Path:
     """Renames a checkpoint that is damaged, or later than the step that training went back to; returns the new path."""
     target = path.with_name(path.name + suffix)
@@ -94,7 +73,7 @@ def find(where: Path, step: int | None = None) -> Path:
     """
     try:
         is_run = (where / "checkpoints").is_dir()
-        is_checkpoint = not is_run and ((where / manifest.NAME).exists() or is_older(where))
+        is_checkpoint = not is_run and (where / manifest.NAME).exists()
         folder = checkpoint_folder(where)
         available = steps(folder)
     except (OSError, ValueError) as error:  # a path that is too long, has a null byte, or belongs to another user

@@ -3,8 +3,7 @@
     b7c9...e1                        BLAKE2b of the rest of this file
     {"format": 2, "step": 200, "arrays": {...}, "blocks": {"params/w": [{"process": 0, "at": 0, "hash": "...", ...}]}}
 
-Format 2 lists the blocks of each array (see `arrays`). Format 1, of an older jaxpar, lists files that Orbax wrote, each
-with its size and the hash of its content; such checkpoints can still be read, verified and adopted.
+It lists the blocks of each array; see `arrays`.
 
 A file that is altered, truncated, missing, added or renamed differs from the manifest, and the manifest's first line is
 its own hash. It guards against accidents, not against an attacker, who could write another manifest; but no manifest
@@ -16,20 +15,19 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import pydantic
 
-from jaxpar.checkpoint.arrays.blocks import FOLDER, SMALL, WORKERS, Block, altered_files, find_misfit, sizes
+from jaxpar.checkpoint.arrays.blocks import FOLDER, Block, altered_files, find_misfit, sizes
 from jaxpar.errors import JaxparError, refuse
-from jaxpar.files import sync, sync_tree
+from jaxpar.files import sync
 
 NAME = "MANIFEST"
 PART = ".writing.list"  # suffix of a manifest that replaces another
-FORMAT, OLDER = 2, 1
+FORMAT = 2
 LATEST = 253402300800.0  # seconds since 1970: the end of the year 9999
 
 
@@ -40,14 +38,6 @@ class Array:
     shape: tuple[int, ...]
     dtype: str
     bytes: int
-
-
-@dataclass(frozen=True)
-class File:
-    """A file of an older checkpoint: its size in bytes, and the hexadecimal BLAKE2b (32 bytes) of its content."""
-
-    size: int
-    hash: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +70,6 @@ class Manifest:
       scores: Metrics at that step: loss, eval_loss.
       arrays: Path such as `params/blocks/mlp/up` to array.
       blocks: Path of an array to its blocks.
-      files: In format 1: path within the checkpoint to file, except for the manifest itself.
       format: Version of the manifest's format.
       replicas: The replicas, if they made separate steps.
     """
@@ -90,14 +79,13 @@ class Manifest:
     scores: dict[str, float]
     arrays: dict[str, Array]
     blocks: dict[str, tuple[Block, ...]] = field(default_factory=dict)
-    files: dict[str, File] = field(default_factory=dict)
     format: int = FORMAT
     replicas: SavedReplicas | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
         """Path to bytes of all files except for the manifest."""
-        return {name: file.size for name, file in self.files.items()} | sizes(self.blocks)
+        return sizes(self.blocks)
 
     @property
     def bytes(self) -> int:
@@ -133,19 +121,6 @@ def write(
     _write_manifest(folder / NAME, manifest)
     sync(folder)
     return manifest
-
-
-def adopt(
-    folder: Path, *, step: int, written: float, scores: Mapping[str, float], arrays: Mapping[str, Array]
-) -> Manifest:
-    """Writes the MANIFEST (format 1) of the files that Orbax wrote, with their present hashes."""
-    contents = Manifest(
-        step=step, written=written, scores=dict(scores), arrays=dict(arrays), files=_hash_files(folder), format=OLDER
-    )
-    sync_tree(folder)
-    _write_manifest(folder / NAME, contents)
-    sync(folder)
-    return contents
 
 
 def score(folder: Path, scores: Mapping[str, float]) -> None:
@@ -202,20 +177,14 @@ def read(folder: Path) -> Manifest:
             f"{path} is of step {data.step}", rule="the folder of a checkpoint is called after its step",
             fix=f"mv {folder} {folder.parent / f'{data.step:06d}'}, unless that is there" if data.step >= 0 else fix,
         )  # fmt: skip
-    if data.format not in (FORMAT, OLDER):
+    if data.format != FORMAT:
         raise refuse(
             f"{path} has format {data.format}",
-            rule=f"this jaxpar reads formats {OLDER} and {FORMAT}",
+            rule=f"this jaxpar reads format {FORMAT}",
             fix="the jaxpar that wrote it (run.json names its version)",
         )
-    if escaping := [name for name in data.files if not _is_inside(name)]:
-        raise refuse(
-            f"{path} names {escaping[0]!r}",
-            rule="the files that a MANIFEST lists lie inside the folder of the checkpoint",
-            fix=f"rm -r {folder}, which no run has written",
-        )
     shapes = {name: (array.shape, array.bytes) for name, array in data.arrays.items()}
-    if data.format == FORMAT and (fault := "it lists files" if data.files else find_misfit(shapes, data.blocks)):
+    if fault := find_misfit(shapes, data.blocks):
         raise refuse(f"{path}: {fault}", rule="a MANIFEST lists the arrays and blocks of a checkpoint", fix=fix)
     return data
 
@@ -246,32 +215,8 @@ def check(folder: Path, *, content: bool = True) -> list[str]:
         if actual[name] != expected[name]
     ]
     if content:
-        same = {name: data.files[name] for name in files if actual[name] == expected[name] and name in data.files}
-        texts = _map_files(lambda name: _differs(folder, name, data.files), same)
-        faults += [f"{name} {text}" for name, text in zip(same, texts, strict=True) if text]
         faults += altered_files(folder, data.blocks, [name for name in files if actual[name] == expected[name]])
     return faults
-
-
-def _differs(folder: Path, name: str, listed: Mapping[str, File]) -> str:
-    try:
-        return "" if _digest_of(folder / name) == listed[name].hash else "is altered"
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
-
-
-def _hash_files(folder: Path) -> dict[str, File]:
-    files = {name: File(size, "") for name, size in sorted(_walk(folder).items()) if size is not None}
-    hashes = _map_files(lambda name: _digest_of(folder / name), files)
-    return {name: File(files[name].size, digest) for name, digest in zip(files, hashes, strict=True)}
-
-
-def _map_files(function: Callable[[str], str], files: Mapping[str, File]) -> list[str]:
-    """Applies a function to each file; large files are read in parallel."""
-    if sum(file.size for file in files.values()) < SMALL:
-        return [function(name) for name in files]
-    with ThreadPoolExecutor(WORKERS) as workers:
-        return list(workers.map(function, files))
 
 
 def _walk(folder: Path) -> dict[str, int | None]:
@@ -287,16 +232,5 @@ def _walk(folder: Path) -> dict[str, int | None]:
     return entries
 
 
-def _is_inside(name: str) -> bool:
-    """Whether a relative path stays within its folder."""
-    path = PurePosixPath(name)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and not set(name) & {"\\", "\0"}
-
-
 def _digest(text: bytes) -> str:
     return hashlib.blake2b(text, digest_size=32).hexdigest()
-
-
-def _digest_of(path: Path) -> str:
-    with path.open("rb", buffering=0) as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()

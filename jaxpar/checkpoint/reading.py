@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpar.checkpoint import listing, manifest, orbax, processes
+from jaxpar.checkpoint import manifest, processes
 from jaxpar.checkpoint.arrays.load import load
 from jaxpar.checkpoint.manifest import Manifest
 from jaxpar.errors import JaxparError, Problem
@@ -39,10 +39,7 @@ def read_manifest(path: Path) -> Manifest:
 
     Raises:
       Damaged: If a file is missing or has another size, or the MANIFEST is altered.
-      JaxparError: If it has no MANIFEST: an older jaxpar wrote it.
     """
-    if listing.is_older(path):
-        raise listing.no_manifest_error(path)
     # the first process alone checks names and sizes: the disk is shared
     faults = manifest.check(path, content=False) if processes.is_first() else []
     _agree(path, faults)
@@ -50,8 +47,6 @@ def read_manifest(path: Path) -> Manifest:
         contents, faults = manifest.read(path), []
     except JaxparError as error:
         contents, faults = None, [problem.got for problem in error.problems]
-    if contents and contents.format == manifest.OLDER and processes.is_first():
-        faults = manifest.check(path)  # Orbax verifies nothing as it reads
     _agree(path, faults)
     return contents or manifest.read(path)
 
@@ -67,8 +62,6 @@ def read_arrays(path: Path, contents: Manifest, wanted: Mapping[str, jax.ShapeDt
     Raises:
       Damaged: If a byte that any process reads is not as it was written.
     """
-    if contents.format == manifest.OLDER:
-        return orbax.load(path, contents.arrays, wanted)
     result, faults = load(path, contents, wanted)
     _agree(path, faults)
     return result

@@ -15,9 +15,8 @@ from jaxpar.units import show_bytes
 def ls(where: Path) -> list[dict[str, Any]]:
     """Returns a row for each checkpoint of a run, oldest first.
 
-    Its state is `whole` (names and sizes are as written; `verify` reads the content), `damaged`, `older` (an older
-    jaxpar wrote it, without a MANIFEST), `half-written` (or being written now), `half-deleted`, `set aside` or
-    `gone behind` (by a rollback, or `train --from`).
+    Its state is `whole` (names and sizes are as written; `verify` reads the content), `damaged`, `half-written`
+    (or being written now), `half-deleted`, `set aside` or `gone behind` (by a rollback, or `train --from`).
 
     Raises:
       JaxparError: If there is no such folder.
@@ -41,9 +40,7 @@ def verify(where: Path, step: int | None = None, *, all_of_them: bool = False) -
     folder = listing.checkpoint_folder(where)
     paths = [folder / listing.name_of(number) for number in listing.steps(folder)] if all_of_them else []
     return [
-        {"step": _step(path), "path": str(path), "wrong": ["an older jaxpar wrote it: no MANIFEST"]}
-        if listing.is_older(path)
-        else {"step": _step(path), "path": str(path), "wrong": manifest.check(path)}
+        {"step": _step(path), "path": str(path), "wrong": manifest.check(path)}
         for path in paths or [listing.find(where, step)]
     ]
 
@@ -55,8 +52,6 @@ def show(where: Path, step: int | None = None) -> dict[str, Any]:
       JaxparError: If there is none, or its MANIFEST cannot be read.
     """
     path = listing.find(where, step)
-    if listing.is_older(path):
-        raise listing.no_manifest_error(path)
     contents = asdict(manifest.read(path))
     return {"path": str(path)} | {key: contents[key] for key in ("step", "written", "scores", "arrays")}
 
@@ -69,8 +64,6 @@ def export(where: Path, step: int | None, to: Path) -> dict[str, Any]:
     """
     check_local(to, "--to")
     path = listing.find(where, step)
-    if listing.is_older(path):
-        raise listing.no_manifest_error(path)
     if to.exists():
         raise refuse(f"--to {to} is there already", rule="--to is a folder that does not exist yet", fix=f"--to {to}-2")
     partial = partial_path(to)
@@ -128,8 +121,6 @@ def align(lines: list[tuple[str, ...]], *, right: int = 0) -> str:
 
 
 def _row(path: Path) -> dict[str, Any]:
-    if listing.is_older(path):
-        return _empty(path, "older") | {"bytes": _bytes(path)}
     faults = manifest.check(path, content=False)
     row = _empty(path, "damaged" if faults else "whole") | {"wrong": faults, "bytes": _bytes(path)}
     try:

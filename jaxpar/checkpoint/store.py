@@ -167,9 +167,6 @@ class Store:
         damaged = {}
         for candidate in self._candidates(step):
             path = self.path(candidate)
-            if listing.is_older(path):
-                # not skipped like a damaged one: silently resuming from before it could lose days of training
-                raise JaxparError(*self._problems(damaged), *listing.no_manifest_error(path).problems)
             try:
                 contents = reading.read_manifest(path)
                 arrays, note = replicas.read(path, contents, like, how=self.spec.replicas, run=str(_run_of(path)))

@@ -45,7 +45,6 @@ def add(verbs) -> None:
     add_one("show", "show every array of a checkpoint: shape, dtype, bytes", show)
     one = add_one("verify", "read every byte; status 1 if one is not as it was written", verify)
     one.add_argument("--all", action="store_true", help="all checkpoints of the run")
-    one.add_argument("--adopt", action="store_true", help="first make the list that an older jaxpar did not make")
     one = add_one("diff", "compare with another checkpoint, or with a job; status 1 if they differ", diff, step=False)
     one.add_argument("other", metavar="OTHER", type=Path, help="a run folder, one checkpoint, or a job file")
     one.add_argument("overrides", metavar="section.key=value", nargs="*", help="override keys of the job")
@@ -83,12 +82,6 @@ def verify(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.buckets import pull_folder
     from jaxpar.checkpoint import report
 
-    if args.adopt:
-        from jaxpar.files import check_local
-        from jaxpar.job.checkpoint import adopt
-
-        check_local(args.where, "RUN of --adopt")
-        print(f"{adopt(args.where, args.step)}: a MANIFEST was made of what is there now")
     rows = report.verify(pull_folder(args.where), args.step, all_of_them=args.all)
     for row in rows:
         print(f"{row['path']}: {'damaged' if row['wrong'] else 'good'}")

@@ -98,29 +98,8 @@ def job_arrays(job: Path, overrides: Sequence[str] = ()) -> dict[str, Array]:
     return paths.describe(state.abstract(layout, resolve_optimizer(parsed, layout.blueprint)))
 
 
-def adopt(where: Path, step: int | None = None) -> Path:
-    """Writes the MANIFEST of a checkpoint of an older jaxpar from its present files.
-
-    Raises:
-      JaxparError: If it has a MANIFEST, or is no checkpoint.
-    """
-    path = listing.find(where, step)
-    if (path / manifest.NAME).exists():
-        raise refuse(
-            f"{path} has a MANIFEST",
-            rule="a MANIFEST is made anew only for a checkpoint that never had one",
-            fix=f"jaxpar checkpoint verify {path}",
-        )
-    arrays, scores = orbax.read_metadata(path)
-    modified = path.stat().st_mtime
-    manifest.adopt(path, step=int(path.name), written=modified, scores=scores, arrays=arrays)
-    return path
-
-
 def _listed(where: Path) -> tuple[Path, Manifest]:
     path = listing.find(where)
-    if listing.is_older(path):
-        raise listing.no_manifest_error(path)
     return path, manifest.read(path)
 
 

@@ -134,11 +134,6 @@ def _manifest(checkpoint, change):
     path.write_bytes(manifest._digest(rest).encode() + b"\n" + rest)
 
 
-def _escape(name):
-    more = {name: {"size": 1, "hash": ""}}
-    return lambda checkpoint: _manifest(checkpoint, lambda listed: listed["files"].update(more))
-
-
 DAMAGE = {
     "a flipped bit": (_flip, "is altered"),
     "cut off": (lambda c: os.truncate(_data(c), 100), "has 100 bytes"),
@@ -154,10 +149,8 @@ DAMAGE = {
     "a list of nothing": (lambda c: (c / "MANIFEST").write_bytes(b""), "MANIFEST is altered"),
     "no folder within": (lambda c: shutil.rmtree(c / "arrays"), "is missing"),
     "nothing in it": (lambda c: (shutil.rmtree(c), c.mkdir()), "MANIFEST is missing"),
-    "a list that leads up": (_escape("../../../etc/passwd"), "../../../etc/passwd"),
-    "a list that leads out": (_escape("/etc/passwd"), "/etc/passwd"),
     "a list of another format": (lambda c: _manifest(c, lambda listed: listed.update(format=9)), "format 9"),
-    "a list of other things": (lambda c: _manifest(c, lambda listed: listed.update(files=[1])), "MANIFEST"),
+    "a list of other things": (lambda c: _manifest(c, lambda listed: listed.update(blocks=[1])), "MANIFEST"),
 }  # fmt: skip
 
 
@@ -183,19 +176,17 @@ FILES = st.dictionaries(PATHS, st.fixed_dictionaries({"size": st.integers(), "ha
 
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    key=st.sampled_from(["step", "written", "scores", "arrays", "blocks", "files", "format"]), value=json_values | FILES
-)
+@given(key=st.sampled_from(["step", "written", "scores", "arrays", "blocks", "format"]), value=json_values | FILES)
 def test_whatever_a_list_says_is_read_or_refused(key, value, run):
     """Its own hash is right: somebody wrote it so."""
     before = (newest(run) / "MANIFEST").read_bytes()
     _manifest(newest(run), lambda listed: listed.update({key: value}))
     try:
-        for name in manifest.read(newest(run)).files:
+        for name in manifest.read(newest(run)).sizes:
             assert (newest(run) / name).resolve().is_relative_to(newest(run).resolve())
     except JaxparError:
         pass
-    assert (key, value) == ("files", {}) or key not in ("blocks", "files") or manifest.check(newest(run))
+    assert key != "blocks" or manifest.check(newest(run))
     (newest(run) / "MANIFEST").write_bytes(before)
 
 
@@ -223,27 +214,6 @@ def test_who_only_reads_renames_nothing_and_a_warning_is_the_default(run):
     with pytest.warns(UserWarning, match="step 20 is used instead$"):
         assert Store(run / "checkpoints", KEEP_ALL, is_owner=False).restore(like())[1] == 20
     assert newest(run).is_dir()
-
-
-def test_an_older_jaxpars_is_refused_until_it_is_adopted(run, store, capsys):
-    from orbax.checkpoint import v1 as ocp
-
-    old = run / "checkpoints" / "000040"
-    plain = {f"params.{k}": v for k, v in state(40)["params"].items()} | {"step": jnp.int32(40)}
-    ocp.save(str(old), plain | {"rest.key": jax.random.key(40)}, custom_metadata={"step": 40, "loss": 0.5})
-    with pytest.raises(JaxparError, match=r"no MANIFEST: an older jaxpar wrote it\n.*\n.*verify .*000040 --adopt"):
-        store.restore(like())
-    assert old.is_dir()
-    assert main(["checkpoint", "verify", str(run), "--step", "40"]) == 1
-    assert main(["checkpoint", "verify", str(old), "--adopt"]) == 0
-    assert "a MANIFEST was made" in capsys.readouterr().out
-    assert (store.restore(like())[1], store.scores(40)) == (40, {"loss": 0.5})
-    _flip(old, max((old / "state" / "d").iterdir(), key=lambda path: path.stat().st_size))
-    with pytest.raises(JaxparError, match=r"000040 is damaged: state/d/\w+ is altered"):
-        store.restore(like(), step=40)
-    (old / "MANIFEST").unlink()
-    assert main(["checkpoint", "verify", str(newest(run)), "--adopt"]) == 1
-    assert "has a MANIFEST" in capsys.readouterr().err
 
 
 def test_half_written_and_half_deleted_ones_are_never_taken_and_deleted_by_who_writes(run, store):
@@ -326,7 +296,7 @@ def test_a_full_disk_keeps_training_and_the_last_good_one(leave, disk, capfd):
     assert "step 2 is not saved" in told
     assert "156.2 KiB needed" in told
     assert "training goes on, step 1 stays the last that is saved" in told
-    assert store.steps() == [1]  # what Orbax still wrote after a failed write, the next write takes away
+    assert store.steps() == [1]  # what a failed write left, the next write takes away
     with pytest.raises(JaxparError, match=r"step 3 is not saved: the disk of .* is full .*\n.*\n.*goes on from step 1"):
         store.finish()
     disk.empty()

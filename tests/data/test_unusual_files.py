@@ -48,7 +48,7 @@ def test_a_list_of_a_checkpoint_with_a_time_that_is_none_is_damaged(tmp_path, ca
     for step, written in enumerate((math.inf, math.nan, 1e300, -1e300), start=1):
         folder = tmp_path / "checkpoints" / f"{step:06d}"
         folder.mkdir(parents=True)
-        manifest.adopt(folder, step=step, written=written, scores={}, arrays={})
+        manifest.write(folder, step=step, written=written, scores={}, arrays={}, blocks={})
     assert main(["checkpoint", "ls", str(tmp_path)]) == 0
     assert capsys.readouterr().out.count("damaged") == 4
 
@@ -81,7 +81,7 @@ def test_no_escape_of_a_job_or_an_array_reaches_the_terminal(tmp_path, capsys):
     folder = tmp_path / "checkpoints" / "000001"
     folder.mkdir(parents=True)
     array = manifest.Array((1,), f"float32{ESCAPE}", 4)
-    manifest.adopt(folder, step=1, written=1.0, scores={ESCAPE: 1.0}, arrays={f"params/{ESCAPE}": array})
+    manifest.write(folder, step=1, written=1.0, scores={ESCAPE: 1.0}, arrays={f"params/{ESCAPE}": array}, blocks={})
     for words in (["ls"], ["show"], ["verify"]):
         main(["checkpoint", *words, str(tmp_path)])
     (folder / ESCAPE.replace("/", "")).write_text("")

@@ -11,7 +11,7 @@ from jaxpar.job.doctor.finding import Finding
 from jaxpar.mesh.memory_pool import NAME, OFF, OLD, OWN, PREALLOCATE, SHARE, pool_of_environment
 from jaxpar.mesh.target import missing_plugin
 
-CHECKED = ("jax", "flax", "optax", "orbax-checkpoint")
+CHECKED = ("jax", "flax", "optax")
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 ROOMY = 0.95  # share of a GPU's memory above which JAX's pool leaves too little for driver and NCCL
 DRIVER = Path("/proc/driver/nvidia/version")
