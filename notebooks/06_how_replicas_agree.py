@@ -133,7 +133,7 @@ def sums(x):
 
 
 for name, ends in on_each(sums, np.repeat(x[:, None], 4, axis=1)).items():  # four elements on each device
-    rounds = algorithms.table(name, 4, 4)
+    rounds = algorithms.all_reduce_rounds(name, 4, 4)
     sent = [sum(m.size for messages in rounds for m in messages if m.source == device) for device in range(4)]
     print(f"{name:<11} {len(rounds)} rounds, at most {max(sent)} elements from a device; ends: {np.unique(ends)}")
 
@@ -149,7 +149,7 @@ link = Link(latency=5e-6, bandwidth=12e9)  # a formula with the numbers of an or
 sizes = np.geomspace(1e3, 1e9, 25)
 figure, ax = plt.subplots(figsize=(8, 3.4), dpi=110, layout="constrained")
 for name in algorithms.ALL_REDUCE:
-    rounds = algorithms.table(name, 64, 64)
+    rounds = algorithms.all_reduce_rounds(name, 64, 64)
     seconds = np.array([price.seconds(rounds, link, item=size / 64) for size in sizes])
     ax.loglog(sizes, seconds * 1e3, label=name)
 ax.set(title="All-reduce between 64 devices, modelled", xlabel="bytes", ylabel="milliseconds")

@@ -45,9 +45,9 @@ def connect(
     bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", cluster.coordinator)
     # JAX's own connection does not name missing processes, so all meet before it, at the same address
     if cluster.process == 0:
-        host_rendezvous(cluster, bind=bind, until=until, same=fingerprint, word=word)
+        host_rendezvous(cluster, bind=bind, until=until, fingerprint=fingerprint, word=word)
     else:
-        word = join_rendezvous(cluster, until=until, same=fingerprint, check=check)
+        word = join_rendezvous(cluster, until=until, fingerprint=fingerprint, check=check)
     # all are there, so JAX needs only seconds; its own detection is off because it would read the variables of a
     # launcher that `detect` may have rejected
     try:

@@ -21,14 +21,14 @@ from jaxpar.cluster.peers import ANSWER, RULE, Peer, Peers, problem_of
 from jaxpar.errors import JaxparError, Problem, refuse
 
 
-def host_rendezvous(cluster: Cluster, *, bind: str, until: float, same: str, word: str = "") -> None:
+def host_rendezvous(cluster: Cluster, *, bind: str, until: float, fingerprint: str, word: str = "") -> None:
     """Waits, as process 0, until all other processes have joined.
 
     Args:
       cluster: The cluster as process 0 sees it.
       bind: Address to listen on, host:port.
       until: Deadline, by `time.monotonic`.
-      same: Text that must be equal in all, such as the hash of the job.
+      fingerprint: Text that must be equal in all, such as the hash of the job.
       word: Text that is sent to all; each answers whether it has a problem with it.
 
     Raises:
@@ -36,7 +36,7 @@ def host_rendezvous(cluster: Cluster, *, bind: str, until: float, same: str, wor
         get the same error.
     """
     with _listen_socket(cluster, bind) as server:
-        peers, problem = Peers(cluster, same), None
+        peers, problem = Peers(cluster, fingerprint), None
         while problem is None:  # again, if a process was lost between joining and answering
             problem = peers.gather(server, until) or peers.send_word(word)
             if not peers.missing():
@@ -69,20 +69,20 @@ def _listen_socket(cluster: Cluster, bind: str) -> socket.socket:
 
 
 def join_rendezvous(
-    cluster: Cluster, *, until: float, same: str, check: Callable[[str], Problem | None] = lambda word: None
+    cluster: Cluster, *, until: float, fingerprint: str, check: Callable[[str], Problem | None] = lambda word: None
 ) -> str:
     """Connects to process 0 and waits until all have joined; returns the word of process 0.
 
     Args:
       cluster: The cluster as this process sees it.
       until: Deadline, by `time.monotonic`.
-      same: Text that must be equal in all.
+      fingerprint: Text that must be equal in all.
       check: Returns the problem that this process has with the word, if any.
 
     Raises:
       JaxparError: If process 0 is not found in time, or reports that a process is missing or does not fit.
     """
-    hello = {"process": cluster.process, "processes": cluster.processes, "host": socket.gethostname(), "same": same}
+    hello = {"process": cluster.process, "processes": cluster.processes, "host": socket.gethostname(), "same": fingerprint}
     start, reason = time.monotonic(), ""
     while (remaining := until - time.monotonic()) > 0:
         try:

@@ -290,7 +290,7 @@ def met(cluster, same="", *, seconds=5.0):
         if cluster.process == 0:
             host_rendezvous(cluster, bind=cluster.coordinator, until=until, fingerprint=same)
         else:
-            join_rendezvous(cluster, until=until, same=same)
+            join_rendezvous(cluster, until=until, fingerprint=same)
     except JaxparError as error:
         return error.problems[0].got.partition(": ")[2]
     return ""

@@ -33,9 +33,9 @@ def met(cluster, *, seconds=5.0, word="", check=None):
         more["check"] = check
     try:
         if cluster.process == 0:
-            host_rendezvous(cluster, bind=cluster.coordinator, until=begin + seconds, same="", **more)
+            host_rendezvous(cluster, bind=cluster.coordinator, until=begin + seconds, fingerprint="", **more)
         else:
-            word = join_rendezvous(cluster, until=begin + seconds, same="", **more)
+            word = join_rendezvous(cluster, until=begin + seconds, fingerprint="", **more)
     except JaxparError as error:
         return "", error.problems[0], time.monotonic() - begin
     return word, None, time.monotonic() - begin
