@@ -1,17 +1,17 @@
-"""Verbs, one file each: parse, call one room, print.
+"""The verbs of the command line, one file each: parse the arguments, call one package, print the result.
 
-Who only waits for text does not wait for JAX. It is imported by
+A verb that only prints text does not import JAX. These verbs import it:
 
-    train, sample, inspect, check   they trace the model, to run it, compile it, or place its parameters
-    launch, doctor                  they continue runs, and look at devices
-    checkpoint diff, export         where arrays are compared, or written anew
-    bench, but for `planner`        to measure, and to compile
-    plan                            with --verify; for a model without formulas, or an optimizer whose state depends on
-                                    shapes (adafactor, muon) or is not known before it is traced (others of optax, or
-                                    arguments); for a loss of the user's own
+    train, sample, inspect, check   they trace the model to run it, compile it or place its parameters
+    launch, doctor                  they continue runs and examine devices
+    checkpoint diff, export         they compare arrays, or write them in another format
+    bench, but for `planner`        to measure and to compile
+    plan                            with --verify; for a model without formulas; for an optimizer whose state depends on
+                                    shapes (adafactor, muon) or is unknown until it is traced (other optax optimizers,
+                                    or arguments); for a user's loss function
 
-and by nothing else: no --help, no --print-defaults, no refusal of a job's file, `schedule`, `partition`, `plan` of a
-decoder, `checkpoint ls`, `show` and `verify`.
+Nothing else does: --help, --print-defaults, errors in a job's file, `schedule`, `partition`, `plan` of a decoder,
+`checkpoint ls`, `show` and `verify` work without JAX.
 
-To add a flag: an argument in its verb's file; its effect belongs into the room that the verb calls.
+To add a flag, add an argument in the verb's file and implement its effect in the package that the verb calls.
 """

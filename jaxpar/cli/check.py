@@ -1,10 +1,10 @@
-"""`jaxpar check JOB`: every problem at once, before any compile, on any machine.
+"""`jaxpar check JOB`: reports all problems of a job at once, before anything is compiled, on any machine.
 
-The run folder is looked at too: whether it can be written, what `checkpoint.start_from` names, and whether a run that
-has begun may go on with this job. Left to `train` is what takes a step, a packed text or this job's devices.
+It also checks the run folder: that it can be written, that `checkpoint.start_from` exists, and that an existing run may
+be resumed with this job. Problems that need a step, packed text or the job's devices are left to `train`.
 
-With `--explain` the step is compiled too, for the devices that the job simulates or names: whether they repeat each
-other's work is seen in no other way.
+`--explain` also compiles the step for the devices that the job simulates or names: only the compiled program shows
+whether devices duplicate each other's work.
 """
 
 import argparse
@@ -25,10 +25,11 @@ EXAMPLE = """\
 
 
 def add(verbs) -> None:
-    """Adds the verb."""
+    """Adds the verb to the subparsers of `jaxpar`."""
     verb = verbs.add_parser(
         "check",
         help="report every problem of a job",
+        description="Report all problems of a job at once, before anything is compiled; needs no GPU.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -36,14 +37,18 @@ def add(verbs) -> None:
     verb.add_argument(
         "--explain",
         action="store_true",
-        help="show where every parameter goes, and why; compile the step, and "
+        help="show how every parameter is sharded, and why; compile the step, and "
         "show whether a device computes more than its share",
     )
     verb.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> tuple[Any, int]:
-    """Returns the problems; raises if there are any."""
+    """Checks a job, prints its layout and notes, and returns them.
+
+    Raises:
+      JaxparError: If the job has problems; it lists all of them.
+    """
     from jaxpar.errors import JaxparError
     from jaxpar.job.file.parse import load_with_problems
 
@@ -69,7 +74,8 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         simulate(job.mesh.simulate)
     elif job.mesh.names_devices:
         use_cpu_only()
-    if not any(problem.got.startswith(("parallel.", "mesh.")) for problem in problems):  # else sizes are not known
+    # if these tables have problems, the axis sizes are unknown
+    if not any(problem.got.startswith(("parallel.", "mesh.")) for problem in problems):
         with record_logits() as logits, implemented({}) as called:
             problems += check(job, as_written=not problems) or vocabulary(job)
     else:
@@ -82,35 +88,42 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     if problems := check_run(job, layout):
         raise JaxparError(*problems)
     if layout.sizes["pipe"] > 1:
-        logits = logits[-1:]  # the table's, of one microbatch; before it the model is traced whole
+        logits = logits[-1:]  # those of the schedule, of one microbatch; the earlier ones are of the unpipelined trace
     else:
         logits = [each.part(job.train.accumulate) for each in logits]
     auto = sorted(each for each in called if each.startswith("context by auto"))
     layout = reduce(with_note, [*map(str, logits), *auto], layout)
-    said_too = [sync_note(layout), job.optimizer.describe_rate(job.train.global_batch)]
-    said_too.append(report_lengths(job.data))
-    said_too.append(phases := job.train.growth.describe(job.train.global_batch))
-    print(f"ok: {layout.summary()}", *layout.notes, *filter(None, said_too), sep="\n")
-    placed, others = (
+    messages = [sync_note(layout), job.optimizer.describe_rate(job.train.global_batch)]
+    messages.append(report_lengths(job.data))
+    messages.append(phases := job.train.growth.describe(job.train.global_batch))
+    print(f"ok: {layout.summary()}", *layout.notes, *filter(None, messages), sep="\n")
+    placed, other_state = (
         {path: layout.describe(path) for path in places} for places in (layout.placements, layout.other_state)
     )
     result = {
         "problems": [], "summary": layout.summary(), "notes": [*layout.notes], "parameters": placed,
-        "other_state": others, "phases": phases,
+        "other_state": other_state, "phases": phases,
     }  # fmt: skip
     if layout.sizes["pipe"] > 1:
         again = job.train.remat == "full" or job.parallel.pipeline.keep == "inputs"
-        result["schedule"], said = _schedule(layout, again=again)
+        result["schedule"], schedule_note = _schedule(layout, again=again)
     else:
-        said = ""
+        schedule_note = ""
     if args.explain:
         result["work"] = matmul_summary(job)
-        print(said, *("\n" * bool(said)), layout.explain().partition("\n\n")[2], "\n\n", result["work"], sep="")
+        print(
+            schedule_note,
+            *("\n" * bool(schedule_note)),
+            layout.explain().partition("\n\n")[2],
+            "\n\n",
+            result["work"],
+            sep="",
+        )
     return result, 0
 
 
 def _schedule(layout: "Layout", *, again: bool) -> tuple[dict[str, Any], str]:
-    """Returns the price of the schedule, and the same in words; `again`: whether a backward recomputes its forward."""
+    """Returns the schedule's costs and a sentence on them; `again`: whether a backward recomputes its forward."""
     from jaxpar.pipeline.draw.compare import row
     from jaxpar.pipeline.draw.schedule import count_noun, describe_cut
     from jaxpar.pipeline.draw.svg import printable
@@ -118,17 +131,18 @@ def _schedule(layout: "Layout", *, again: bool) -> tuple[dict[str, Any], str]:
     from jaxpar.pipeline.run.program import program
     from jaxpar.pipeline.tables.price import Times, price
 
-    made, keep, weights = layout.schedule, layout.parallel.pipeline.keep, layout.parallel.pipeline.weights
+    schedule, keep, weights = layout.schedule, layout.parallel.pipeline.keep, layout.parallel.pipeline.weights
     versions = (
         ""
         if weights == "flush"
-        else f" and {count_noun(plan_versions(program(made), weights).versions, 'version')} of weights"
+        else f" and {count_noun(plan_versions(program(schedule), weights).versions, 'version')} of weights"
     )
-    cost = row(made, price(made, Times(backward=1.0 + again)))
+    cost = row(schedule, price(schedule, Times(backward=1.0 + again)))
     ideal, barrier = (f"{cost['bubble'][run]:.1%}" for run in ("ideal", "barrier"))
     return cost, (
-        f"{printable(made.name)}: {describe_cut(made)}, {count_noun(made.ticks, 'tick')}; bubble {ideal} ideal, "
+        f"{printable(schedule.name)}: {describe_cut(schedule)}, {count_noun(schedule.ticks, 'tick')}; "
+        f"bubble {ideal} ideal, "
         f"{barrier} with a "
         f"barrier after every tick (a backward takes {2 + again} forwards); a stage keeps {keep} of at most "
-        f"{cost['kept']:.3g} microbatches{versions}; {count_noun(made.messages, 'message')} per step"
+        f"{cost['kept']:.3g} microbatches{versions}; {count_noun(schedule.messages, 'message')} per step"
     )

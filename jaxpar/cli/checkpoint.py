@@ -1,4 +1,4 @@
-"""`jaxpar checkpoint ls|show|verify|diff|export`: what is saved, whether it is whole, and how it differs."""
+"""`jaxpar checkpoint ls|show|verify|diff|export`: lists, verifies, compares and copies checkpoints."""
 
 import argparse
 from dataclasses import asdict
@@ -18,47 +18,52 @@ EXAMPLE = """\
   $ jaxpar checkpoint export runs/quickstart --step 150 --to kept/quickstart-150
   $ jaxpar checkpoint export runs/quickstart --format safetensors --to quickstart-llama
 
-RUN is a run folder (its latest checkpoint is meant, or that of --step), or one checkpoint.
+RUN is a run folder (its latest checkpoint is used, or that of --step), or one checkpoint.
 """
 
 
 def add(verbs) -> None:
-    """Adds the verb, and its own verbs."""
+    """Adds the verb and its subcommands to the subparsers of `jaxpar`."""
     verb = verbs.add_parser(
         "checkpoint",
         help="list, show, verify, compare and copy checkpoints",
+        description="List, show, verify, compare and copy the checkpoints of a run.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     inner = verb.add_subparsers(dest="what", metavar="ls|show|verify|diff|export", required=True)
 
     def add_one(name: str, meaning: str, function: Any, *, step: bool = True) -> argparse.ArgumentParser:
-        one = inner.add_parser(name, help=meaning, description=meaning)
-        one.add_argument("where", metavar="RUN", type=Path, help="a run folder, or one checkpoint")
+        verb_parser = inner.add_parser(name, help=meaning, description=meaning)
+        verb_parser.add_argument("where", metavar="RUN", type=Path, help="a run folder, or one checkpoint")
         if step:
-            one.add_argument("--step", type=int, help="which one (default: the latest)")
-        add_json(one)
-        one.set_defaults(run=function)
-        return one
+            verb_parser.add_argument("--step", type=int, help="step of the checkpoint (default: the latest)")
+        add_json(verb_parser)
+        verb_parser.set_defaults(run=function)
+        return verb_parser
 
     add_one("ls", "list the checkpoints of a run", ls, step=False)
     add_one("show", "show every array of a checkpoint: shape, dtype, bytes", show)
-    one = add_one("verify", "read every byte; status 1 if one is not as it was written", verify)
-    one.add_argument("--all", action="store_true", help="all checkpoints of the run")
-    one = add_one("diff", "compare with another checkpoint, or with a job; status 1 if they differ", diff, step=False)
-    one.add_argument("other", metavar="OTHER", type=Path, help="a run folder, one checkpoint, or a job file")
-    one.add_argument("overrides", metavar="section.key=value", nargs="*", help="override keys of the job")
-    one = add_one("export", "copy a checkpoint, and verify the copy", export)
-    one.add_argument("--to", metavar="FOLDER", type=Path, required=True, help="a folder that is not there yet")
-    one.add_argument(
+    verb_parser = add_one("verify", "read every byte and compare the hashes; status 1 if one differs", verify)
+    verb_parser.add_argument("--all", action="store_true", help="all checkpoints of the run")
+    verb_parser = add_one(
+        "diff", "compare with another checkpoint, or with a job; status 1 if they differ", diff, step=False
+    )
+    verb_parser.add_argument("other", metavar="OTHER", type=Path, help="a run folder, one checkpoint, or a job file")
+    verb_parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="override keys of the job")
+    verb_parser = add_one("export", "copy a checkpoint, and verify the copy", export)
+    verb_parser.add_argument(
+        "--to", metavar="FOLDER", type=Path, required=True, help="a folder that does not exist yet"
+    )
+    verb_parser.add_argument(
         "--format",
         default="jaxpar",
-        help="jaxpar (default: as it is, with its list), safetensors (as Hugging Face keeps it), or orbax",
+        help="jaxpar (default: an exact copy with its MANIFEST), safetensors (Hugging Face's format), or orbax",
     )
 
 
 def ls(args: argparse.Namespace) -> tuple[Any, int]:
-    """Prints a line per checkpoint."""
+    """Prints a line per checkpoint of a run."""
     from jaxpar.buckets import pull_folder
     from jaxpar.checkpoint import report
 
@@ -68,17 +73,17 @@ def ls(args: argparse.Namespace) -> tuple[Any, int]:
 
 
 def show(args: argparse.Namespace) -> tuple[Any, int]:
-    """Prints a line per array."""
+    """Prints a line per array of a checkpoint: shape, dtype, bytes."""
     from jaxpar.buckets import pull_folder
     from jaxpar.checkpoint import report
 
-    made = report.show(pull_folder(args.where), args.step)
-    print(made["path"], report.arrays_table(made["arrays"]), sep="\n")
-    return made, 0
+    contents = report.show(pull_folder(args.where), args.step)
+    print(contents["path"], report.arrays_table(contents["arrays"]), sep="\n")
+    return contents, 0
 
 
 def verify(args: argparse.Namespace) -> tuple[Any, int]:
-    """Prints the problems, file by file."""
+    """Reads every byte of the checkpoints and prints the damaged files."""
     from jaxpar.buckets import pull_folder
     from jaxpar.checkpoint import report
 
@@ -91,33 +96,35 @@ def verify(args: argparse.Namespace) -> tuple[Any, int]:
 
 
 def diff(args: argparse.Namespace) -> tuple[Any, int]:
-    """Prints a line per array that differs."""
+    """Prints a line per array that differs between a checkpoint and another, or a job."""
     from jaxpar.buckets import pull_folder
     from jaxpar.job import checkpoint
 
-    found, values = checkpoint.diff(pull_folder(args.where), args.other, args.overrides)
-    for each in found:
+    array_differences, values = checkpoint.diff(pull_folder(args.where), args.other, args.overrides)
+    for each in array_differences:
         print(escape_control(each.describe(str(args.where), str(args.other))))
     for path, largest in values.items():
         print(escape_control(f"{path.removeprefix('params/')} differs by at most {largest:.3g}"))
-    if not found and not values:
+    if not array_differences and not values:
         print("no difference")
-    return {"differences": [asdict(each) for each in found], "values": values}, int(bool(found or values))
+    return {"differences": [asdict(each) for each in array_differences], "values": values}, int(
+        bool(array_differences or values)
+    )
 
 
 def export(args: argparse.Namespace) -> tuple[Any, int]:
-    """Copies a checkpoint."""
+    """Copies a checkpoint to a folder, in the format asked for."""
     from jaxpar.units import show_bytes
 
-    if args.format == "jaxpar":  # takes no jax
+    if args.format == "jaxpar":  # imports no jax
         from jaxpar.buckets import pull_folder
         from jaxpar.checkpoint import report
 
-        made = report.export(pull_folder(args.where), args.step, args.to)
+        summary = report.export(pull_folder(args.where), args.step, args.to)
     else:
         from jaxpar.buckets import pull_folder
         from jaxpar.job import checkpoint
 
-        made = checkpoint.export(pull_folder(args.where), args.step, args.to, form=args.format)
-    print(f"{made['to']}: {show_bytes(made['bytes'])}, from {made['from']}")
-    return made, 0
+        summary = checkpoint.export(pull_folder(args.where), args.step, args.to, form=args.format)
+    print(f"{summary['to']}: {show_bytes(summary['bytes'])}, from {summary['from']}")
+    return summary, 0

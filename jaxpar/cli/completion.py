@@ -1,4 +1,4 @@
-"""`jaxpar completion bash|zsh|tcsh`: what a shell needs to complete verbs, options and files."""
+"""`jaxpar completion bash|zsh|tcsh`: prints the shell script that completes verbs, options and files."""
 
 import argparse
 from typing import Any
@@ -8,30 +8,31 @@ EXAMPLE = """\
   $ jaxpar completion zsh > ~/.zfunc/_jaxpar              # a folder of $fpath
 """
 SHELLS = ("bash", "zsh", "tcsh")
-FILES = ("JOB", "RUN", "FILE", "FOLDER", "OTHER")  # metavars of what is a file or a folder
+FILES = ("JOB", "RUN", "FILE", "FOLDER", "OTHER")  # metavars whose values are paths
 
 
 def add(verbs) -> None:
-    """Adds the verb."""
+    """Adds the verb to the subparsers of `jaxpar`."""
     verb = verbs.add_parser(
         "completion",
-        help="print what a shell needs to complete commands",
+        help="print the completion script of a shell",
+        description="Print the script with which a shell completes verbs, options and files.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    verb.add_argument("shell", choices=SHELLS, help="which shell")
+    verb.add_argument("shell", choices=SHELLS, help="the shell to complete in")
     verb.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> tuple[Any, int]:
-    """Prints the script of a shell."""
+    """Prints the completion script of a shell."""
     text = script(args.shell, args.parser)
     print(text)
     return {"script": text}, 0
 
 
 def script(shell: str, command: argparse.ArgumentParser) -> str:
-    """Returns the script of a shell.
+    """Returns the completion script of a shell.
 
     Args:
       shell: One of `SHELLS`.
@@ -47,17 +48,17 @@ def script(shell: str, command: argparse.ArgumentParser) -> str:
     except ModuleNotFoundError as error:
         raise refuse(
             "jaxpar completion without shtab",
-            rule="the scripts of shells are written by the package shtab",
+            rule="the package shtab writes the completion scripts",
             fix="pip install 'jaxpar[completion]'",
         ) from error
-    for each in _all(command):
-        for action in each._actions:
+    for subparser in _all(command):
+        for action in subparser._actions:
             if action.metavar in FILES:
                 action.complete = shtab.FILE  # pyright: ignore[reportAttributeAccessIssue]
     return shtab.complete(command, shell=shell)
 
 
 def _all(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
-    """Returns a parser and those of its verbs."""
+    """Returns a parser and, recursively, its subparsers."""
     inner = [each for action in parser._actions if isinstance(action.choices, dict) for each in action.choices.values()]
     return [parser, *(found for each in inner for found in _all(each))]

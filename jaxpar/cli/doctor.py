@@ -1,4 +1,4 @@
-"""`jaxpar doctor [JOB]`: what is wrong with this machine, and what to do."""
+"""`jaxpar doctor [JOB]`: finds what would stop or slow a run on this machine, and names the fix."""
 
 import argparse
 import dataclasses
@@ -12,20 +12,26 @@ EXAMPLE = """\
   $ srun jaxpar doctor job.toml      on all machines at once: do they find each other, do their
                                      clocks agree, do they share the run folder
 
-Ends with status 1 if there is a problem; a warning is none. Takes less than 15 seconds, also where a driver hangs.
+Exits with status 1 if there is a problem; warnings do not count. Takes less than 15 seconds, even if a driver hangs.
 """
 
 
 def add(verbs) -> None:
-    """Adds the verb."""
+    """Adds the verb to the subparsers of `jaxpar`."""
     verb = verbs.add_parser(
         "doctor",
         help="look for what would stop or slow a run on this machine",
+        description="Examine this machine, and a job if one is given, for problems that would stop or slow a run.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verb.add_argument(
-        "job", metavar="JOB", type=job_file, nargs="?", default="", help="a TOML file; without one, the machine alone"
+        "job",
+        metavar="JOB",
+        type=job_file,
+        nargs="?",
+        default="",
+        help="a TOML file; without one, only the machine is examined",
     )
     verb.add_argument("overrides", metavar="section.key=value", nargs="*", help="override keys of the job")
     add_json(verb)
@@ -33,13 +39,13 @@ def add(verbs) -> None:
 
 
 def run(args: argparse.Namespace) -> tuple[Any, int]:
-    """Prints a line for each check; the status says whether there is a problem."""
+    """Prints a line per check; the exit status is 1 if there is a problem."""
     import os
 
     from jaxpar.job.doctor.examine import examine
 
-    found = examine(args.job, args.overrides, environment=os.environ)
-    print("\n".join(map(str, found)))
-    count = {state: sum(each.state == state for each in found) for state in ("ok", "warning", "problem")}
+    findings = examine(args.job, args.overrides, environment=os.environ)
+    print("\n".join(map(str, findings)))
+    count = {state: sum(finding.state == state for finding in findings) for state in ("ok", "warning", "problem")}
     print(f"{count['ok']} ok, {count['warning']} to know of, {count['problem']} to mend")
-    return {"findings": [dataclasses.asdict(each) for each in found], **count}, int(count["problem"] > 0)
+    return {"findings": [dataclasses.asdict(finding) for finding in findings], **count}, int(count["problem"] > 0)

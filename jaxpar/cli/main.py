@@ -1,4 +1,4 @@
-"""The command `jaxpar`: finds the verb, prints errors as errors, and imports nothing heavy itself."""
+"""The command `jaxpar`: finds and runs the verb, and prints its errors; imports no JAX."""
 
 import argparse
 import json
@@ -34,13 +34,13 @@ VERBS = (
     new, train, sweep, launch, check, inspect, plan, partition, schedule, exchange, sample, report, checkpoint,
     measure, doctor, completion,
 )  # fmt: skip
-LASTING = ("train", "sweep", "launch")  # their output outlasts its reader
+LASTING = ("train", "sweep", "launch")  # they continue when the reader of their output goes away
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one verb and returns its exit status: 0 if what was asked for held, 1 if not, 2 for wrong use.
+    """Runs one verb and returns its exit status: 0 for success, 1 for a negative result, 2 for wrong use.
 
-    A run that a signal stopped ends with 128 and the number of the signal.
+    A run that a signal stopped exits with 128 plus the number of the signal.
     """
     words = sys.argv[1:] if argv is None else argv
     command = parser()
@@ -54,12 +54,14 @@ def execute(command: argparse.ArgumentParser, words: Sequence[str]) -> int:
     if "JAXPAR_PROCESS" in os.environ:
         sys.excepthook = _crash
         exit_with_supervisor()
-    hush_plugin()  # whichever verb it is that makes the first device
+    hush_plugin()  # before any verb creates the first device
     args, more = command.parse_known_args(words)
     args.parser = command
-    if wrong := [word for word in more if word.startswith("-") or "=" not in word or not hasattr(args, "overrides")]:
-        command.error(f"unrecognized arguments: {' '.join(wrong)}")
-    if more:  # overrides after an option: argparse has closed their list by then
+    if unrecognized := [
+        word for word in more if word.startswith("-") or "=" not in word or not hasattr(args, "overrides")
+    ]:
+        command.error(f"unrecognized arguments: {' '.join(unrecognized)}")
+    if more:  # overrides after an option: argparse does not collect these
         args.overrides += more
     try:
         if getattr(args, "json", None) and (Path(args.json).is_dir() or not Path(args.json).absolute().parent.is_dir()):
@@ -75,7 +77,9 @@ def execute(command: argparse.ArgumentParser, words: Sequence[str]) -> int:
         _leave(130)
         return 130
     except BrokenPipeError:  # the reader (head, less) has seen enough
-        if args.verb in LASTING and not getattr(args, "print_defaults", False):  # another pipe, of the user's own
+        if args.verb in LASTING and not getattr(
+            args, "print_defaults", False
+        ):  # the pipe that broke is another one, of the user
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -85,47 +89,47 @@ def execute(command: argparse.ArgumentParser, words: Sequence[str]) -> int:
         except OSError as error:
             print(f"error: --json {args.json}: {error.strerror}", file=sys.stderr)
             status = 1
-    if status and status not in STOPPED.values():  # who stopped leaves with all others
+    if status and status not in STOPPED.values():  # a run stopped by a signal ends together with the other processes
         _leave(status)
     return status
 
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command, with all verbs."""
-    made = argparse.ArgumentParser(
+    command = argparse.ArgumentParser(
         prog="jaxpar",
         description="Parallel training in JAX: any Flax model, any mesh, one declaration.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="jaxpar VERB --help shows examples.",
     )
-    made.add_argument("--version", action="version", version=_version())
-    verbs = made.add_subparsers(dest="verb", metavar="VERB", required=True)
+    command.add_argument("--version", action="version", version=_version())
+    verbs = command.add_subparsers(dest="verb", metavar="VERB", required=True)
     for verb in VERBS:
         verb.add(verbs)
-    return made
+    return command
 
 
 def _check_verb(made: argparse.ArgumentParser, words: list[str]) -> None:
-    """Ends with status 2 for a verb that there is not, and says which was probably meant."""
-    known = [verb.__name__.rpartition(".")[2] for verb in VERBS]
-    if words and not words[0].startswith("-") and words[0] not in known:
+    """Exits with status 2 for an unknown verb, and suggests the nearest."""
+    names = [verb.__name__.rpartition(".")[2] for verb in VERBS]
+    if words and not words[0].startswith("-") and words[0] not in names:
         job = words[0].endswith(".toml")
-        made.error(f"no verb {words[0]!r:.80}: {f'jaxpar train {words[0]}' if job else suggest(words[0], known)}")
+        made.error(f"no verb {words[0]!r:.80}: {f'jaxpar train {words[0]}' if job else suggest(words[0], names)}")
 
 
 def _leave(status: int) -> None:
-    """Ends the process at once if it is one of several: JAX would wait at its end for the others."""
+    """Ends the process at once if it is one of several: at exit JAX would wait for the others."""
     if "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized():
         exit_process(status)
 
 
 def _crash(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Ends one of several processes with a status that is no refusal, so that it is started again."""
+    """Ends one of several processes with status 70, which the supervisor restarts (unlike a refusal)."""
     exit_process(70, "".join(traceback.format_exception(kind, error, trace)).rstrip())
 
 
 def vars_of(problem: Any) -> dict[str, str]:
-    """Returns a problem as JSON wants it."""
+    """Returns a problem as a dict for JSON."""
     return {"got": problem.got, "rule": problem.rule, "fix": problem.fix}
 
 

@@ -1,4 +1,4 @@
-"""`jaxpar measure NAME`: what this machine's GPUs reach, and what the layers of a job's model cost."""
+"""`jaxpar measure NAME`: measures this machine's GPUs and links, or the layers of a job's model."""
 
 import argparse
 from typing import Any
@@ -7,7 +7,7 @@ from jaxpar.cli.options import add_job, add_json, check_file
 
 EXAMPLE = """\
   $ jaxpar measure gemm --write mine.toml
-  which share of its peak this machine's GPU reaches in bf16 matmuls, for `jaxpar plan JOB --chip mine.toml`
+  share of its peak that this machine's GPU reaches in bf16 matmuls, for `jaxpar plan JOB --chip mine.toml`
   $ jaxpar measure links --write mine.toml
   latency and bandwidth that collectives reach between this machine's GPUs; started on several, between machines too
   $ jaxpar measure layers configs/digits.toml --write digits.graph.txt
@@ -17,10 +17,11 @@ EXAMPLE = """\
 
 
 def add(verbs) -> None:
-    """Adds the verb."""
+    """Adds the verb to the subparsers of `jaxpar`."""
     verb = verbs.add_parser(
         "measure",
         help="measure this machine for the planner, or the layers of a job's model",
+        description="Measure this machine's GPUs and links for the planner, or the layers of a job's model.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -31,27 +32,27 @@ def add(verbs) -> None:
     ):
         parser = names.add_parser(name, help=meaning, description=meaning)
         parser.set_defaults(run=function)
-        parser.add_argument("--write", default="", metavar="FILE.toml", help="the chip's file that this fills in")
-        parser.add_argument("--rounds", type=int, default=20, help="times per size (default 20)")
+        parser.add_argument("--write", default="", metavar="FILE.toml", help="the chip file to fill in")
+        parser.add_argument("--rounds", type=int, default=20, help="repetitions per size (default 20)")
         if name == "links":
-            parser.add_argument("--per-node", type=int, default=0, help="GPUs of a machine (default: of a process)")
+            parser.add_argument("--per-node", type=int, default=0, help="GPUs per machine (default: per process)")
         add_json(parser)
     meaning = "time, activations and parameters of each layer of a job's model"
     parser = names.add_parser("layers", help=meaning, description=meaning)
     parser.set_defaults(run=layers)
     add_job(parser)
-    parser.add_argument("--write", metavar="FILE", help="write them as PipeDream's profiler does")
+    parser.add_argument("--write", metavar="FILE", help="write the profile in the format of PipeDream's profiler")
 
 
 def gemm(args: argparse.Namespace) -> tuple[Any, int]:
-    """Times matmuls."""
+    """Times bf16 matmuls on a GPU."""
     from jaxpar.measure.gemm import gemm
 
     return _with_status(gemm(write=args.write, rounds=_rounds(args)))
 
 
 def links(args: argparse.Namespace) -> tuple[Any, int]:
-    """Times collectives."""
+    """Times collectives between GPUs."""
     from jaxpar.measure.links import links
 
     return _with_status(links(write=args.write, per_node=args.per_node, rounds=_rounds(args)))

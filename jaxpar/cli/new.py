@@ -1,4 +1,4 @@
-"""`jaxpar new NAME`: a folder with a job, a model, a loss, data and a test, to be changed into one's own."""
+"""`jaxpar new NAME`: writes a folder with a job, model, loss, data and test to start from."""
 
 import argparse
 from typing import Any
@@ -13,20 +13,21 @@ EXAMPLE = """\
 
 
 def add(verbs) -> None:
-    """Adds the verb."""
+    """Adds the verb to the subparsers of `jaxpar`."""
     verb = verbs.add_parser(
         "new",
         help="write a folder with a job, model, loss, data and test of your own",
+        description="Write a folder with a job, model, loss, data and test to edit into your own.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    verb.add_argument("name", metavar="NAME", help="what the folder is called")
+    verb.add_argument("name", metavar="NAME", help="name of the folder")
     add_json(verb)
     verb.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> tuple[Any, int]:
-    """Writes the folder, and says what to do with it."""
+    """Writes the folder and prints its files and the next command."""
     from jaxpar.job.template.new import new
 
     files = [str(file) for file in new(args.name)]

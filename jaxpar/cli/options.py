@@ -1,4 +1,4 @@
-"""Options that several verbs share: the job on the command line, and the process it runs in."""
+"""Options that several verbs share: the job, --allow-import, --json, and settings of the process."""
 
 import argparse
 import os
@@ -20,9 +20,9 @@ def add_job(verb: argparse.ArgumentParser) -> None:
 
 
 def job_file(name: str) -> str:
-    """Returns the file of a job; `configs/NAME.toml`, where there is none, is the one that jaxpar was installed with.
+    """Returns the path of a job file; a missing `configs/NAME.toml` is replaced by the file that jaxpar ships.
 
-    So that the commands of the help run anywhere. It says so, as the file is not where it was looked for.
+    The commands in the help texts thus run in any folder. A replacement is printed on stderr.
     """
     path = Path(name)
     if not name or path.exists() or path.parent != Path("configs") or not (SHIPPED / path.name).is_file():
@@ -32,52 +32,54 @@ def job_file(name: str) -> str:
 
 
 def add_allow_import(verb: argparse.ArgumentParser) -> None:
-    """Adds --allow-import."""
     verb.add_argument(
         "--allow-import",
         action="store_true",
-        help="let the job name Python objects of any module, not only the working directory's own; it may run anything",
+        help="let the job name Python objects of any module, not only of the working directory; this can run any code",
     )
 
 
 def add_json(verb: argparse.ArgumentParser) -> None:
-    """Adds --json FILE."""
     verb.add_argument("--json", metavar="FILE", help="also write the result as JSON")
 
 
 def check_file(option: str, path: str | None, example: str, *, anew: bool = False) -> None:
-    """Refuses a file that could not be written, before any work is done for it.
+    """Raises if an output file cannot be written, before any work is done for it.
 
     Args:
-      option: As it is written, such as --html.
-      path: What was given; None where nothing was.
-      example: A name that would do.
-      anew: Whether it must not be there yet.
+      option: The option as typed, such as --html.
+      path: Its value; None if the option is absent.
+      example: A valid file name, for the message.
+      anew: Whether the file must not exist yet.
 
     Raises:
-      JaxparError: If it is a folder, has none to lie in, or is there already.
+      JaxparError: If the path is a folder, its parent does not exist, or (with `anew`) it exists.
     """
     from jaxpar.errors import refuse
 
     if path is None:
         return
     file = Path(path)
-    taken = file.exists() if anew else not path or file.is_dir()
-    if taken or not file.absolute().parent.is_dir():
-        rule = "a file to be, in a folder that exists" if anew else "it is a file, in a folder that exists"
+    unusable = file.exists() if anew else not path or file.is_dir()
+    if unusable or not file.absolute().parent.is_dir():
+        rule = (
+            "a file that does not exist yet, in a folder that exists"
+            if anew
+            else "it is a file, in a folder that exists"
+        )
         raise refuse(f"{option} {path}", rule=rule, fix=f"{option} {example}")
 
 
 def wants_colour() -> bool:
-    """Returns whether what is printed is read on a screen that has colours."""
+    """Whether stdout is a terminal with colours, and NO_COLOR is not set."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def prefer_huge_pages() -> None:
-    """Starts this process again with transparent huge pages for malloc, once, where devices are simulated.
+    """Restarts this process once, with transparent huge pages for malloc; used with simulated devices.
 
-    XLA's temporaries on the processor are large and touched anew in every step, page by page.
-    glibc reads the setting only at start. Called before JAX is imported, so that it is imported once.
+    XLA's temporaries on the CPU are large, and every step touches them page by page again.
+    glibc reads the setting only at start. Call this before JAX is imported, so that JAX is imported once.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if sys.platform != "linux" or "hugetlb" in tunables or os.environ.get("JAXPAR_NO_HUGE_PAGES"):
@@ -87,13 +89,13 @@ def prefer_huge_pages() -> None:
 
 
 def simulates(job: str, overrides: Sequence[str]) -> bool:
-    """Returns whether a job's file, or an override, asks for simulated devices; read without what imports JAX.
+    """Whether a job file or an override sets mesh.simulate; imports no JAX.
 
-    A file that cannot be read asks for none here: whoever loads the job says what is wrong with it.
+    Returns False for a file that cannot be read: loading the job reports its error.
     """
-    said = [word.partition("=")[2].strip() for word in overrides if word.startswith("mesh.simulate=")]
+    values = [word.partition("=")[2].strip() for word in overrides if word.startswith("mesh.simulate=")]
     try:
         mesh = toml.loads(Path(job).read_text(encoding="utf-8-sig")).get("mesh")
     except (OSError, ValueError, RecursionError):
         return False
-    return said[-1] != "0" if said else isinstance(mesh, dict) and bool(mesh.get("simulate"))
+    return values[-1] != "0" if values else isinstance(mesh, dict) and bool(mesh.get("simulate"))

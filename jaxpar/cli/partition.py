@@ -1,4 +1,4 @@
-"""`jaxpar partition PROFILE LEVEL...`: stages and replicas for a profile of any model, as PipeDream plans them."""
+"""`jaxpar partition PROFILE LEVEL...`: assigns the layers of a profile to stages and replicas, as PipeDream does."""
 
 import argparse
 from typing import Any
@@ -19,38 +19,55 @@ EXAMPLE = """\
   $ jaxpar partition vgg16.graph.txt 4@12GB/s 4@10Gb/s      4 servers, 10 Gb/s between them, of 4 GPUs
   $ jaxpar measure layers JOB --write own.graph.txt           a profile of a model of your own
 
-Levels are innermost first; a bandwidth is that of one part, one way. Stages may have unequal numbers of replicas and
+Levels are innermost first; a bandwidth is per part, one way. Stages may have unequal numbers of replicas and
 update after every minibatch: for layouts that `jaxpar train` runs, `jaxpar plan JOB`.
 """
 
 
 def add(verbs) -> None:
-    """Adds the verb."""
+    """Adds the verb to the subparsers of `jaxpar`."""
     verb = verbs.add_parser(
         "partition",
         help="PipeDream's partitioner: a layer profile becomes stages with replicas",
+        description="Split a layer profile into pipeline stages with replicas, by PipeDream's algorithm.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    verb.add_argument("profile", metavar="PROFILE", help="a text file as PipeDream's profiler writes it (graph.txt)")
+    verb.add_argument(
+        "profile", metavar="PROFILE", help="a text file in the format of PipeDream's profiler (graph.txt)"
+    )
     verb.add_argument("levels", metavar="LEVEL", nargs="+", help="SIZE@BANDWIDTH: 16@10Gb/s, or 4@12GB/s 4@10Gb/s")
-    verb.add_argument("--memory", metavar="BYTES", help="of a device: 16GiB (default: no limit)")
-    verb.add_argument("--minibatch", metavar="FACTOR", type=float, default=1.0, help="times the profile's (default: 1)")
+    verb.add_argument("--memory", metavar="BYTES", help="memory of a device: 16GiB (default: no limit)")
     verb.add_argument(
-        "--coefficient", default="ring", help="how weights are agreed on: ring (default), shared, released, ftpipe"
+        "--minibatch",
+        metavar="FACTOR",
+        type=float,
+        default=1.0,
+        help="minibatch as a multiple of the profile's (default: 1)",
     )
     verb.add_argument(
-        "--overlap", metavar="SHARE", type=float, default=0.5, help="of that, what computing hides (default: 0.5)"
+        "--coefficient", default="ring", help="cost of synchronizing weights: ring (default), shared, released, ftpipe"
     )
     verb.add_argument(
-        "--margin", metavar="SHARE", type=float, default=0.05, help="by which more stages must pay (default: 0.05)"
+        "--overlap",
+        metavar="SHARE",
+        type=float,
+        default=0.5,
+        help="share of the synchronization that computation hides (default: 0.5)",
+    )
+    verb.add_argument(
+        "--margin",
+        metavar="SHARE",
+        type=float,
+        default=0.05,
+        help="least gain for which more stages are used (default: 0.05)",
     )
     add_json(verb)
     verb.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> tuple[Any, int]:
-    """Prints the stages."""
+    """Partitions the layers of a profile and prints the stages."""
     from math import inf
 
     from jaxpar.partition.chain import linearise
@@ -69,7 +86,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     )
     profile = load(args.profile)
     chain = linearise(profile).scale_batch(args.minibatch)
-    found = partition(chain, topology, objective)
+    result = partition(chain, topology, objective)
     print(
         f"{len(chain.names)} layers, {show_bytes(sum(chain.parameters))} of parameters, "
         f"{show_seconds(sum(chain.seconds))} a minibatch on one device"
@@ -77,5 +94,5 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     for node in profile.nodes:
         if node.layer.startswith("Input") and ":" in node.layer:
             print(node.layer)
-    print(found)
-    return found.to_dict(), 0
+    print(result)
+    return result.to_dict(), 0

@@ -1,4 +1,4 @@
-"""`jaxpar plan JOB`: which layout would be fastest on GPUs that nobody has paid for yet."""
+"""`jaxpar plan JOB`: predicts the fastest layout of a job on GPUs that this machine need not have."""
 
 import argparse
 from pathlib import Path
@@ -16,54 +16,55 @@ EXAMPLE = """\
 
 mine.toml is what `jaxpar measure gemm --write mine.toml` and `jaxpar measure links --write mine.toml` measured.
 
-All of it is modelled; --verify compiles the first layouts and shows what XLA made of them beside it.
-Ends with status 1 where nothing fits.
+All numbers are modelled; --verify compiles the first layouts and shows the numbers of XLA next to them.
+Exits with status 1 if nothing fits.
 """
 
 
 def add(verbs) -> None:
-    """Adds the verb."""
+    """Adds the verb to the subparsers of `jaxpar`."""
     verb = verbs.add_parser(
         "plan",
         help="the best layout for a job on GPUs that need not be there: which, how fast, why",
+        description="Predict the fastest layouts of a job on GPUs that this machine need not have.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_job(verb)
-    verb.add_argument("--devices", metavar="N", type=int, required=True, help="how many GPUs")
+    verb.add_argument("--devices", metavar="N", type=int, required=True, help="number of GPUs")
     verb.add_argument(
         "--chip",
         default="h100",
-        help="of jaxpar's table, such as h200, or the file of a chip: mine.toml (default: h100)",
+        help="a chip of jaxpar's table, such as h200, or a chip file: mine.toml (default: h100)",
     )
     verb.add_argument("--per-node", metavar="N", type=int, help="GPUs that NVLink joins (default: 8, or the file's)")
     verb.add_argument(
-        "--inside", metavar="BYTES", help="per second and GPU inside a node, one way, as collectives reach: 300GB"
+        "--inside",
+        metavar="BYTES",
+        help="bandwidth that collectives reach inside a node, per second and GPU, one way: 300GB",
     )
-    verb.add_argument("--between", metavar="BYTES", help="the same between nodes, of one GPU's NIC: 3GB, 10Gb/s")
-    verb.add_argument("--memory", metavar="BYTES", help="of a GPU, that a program may use: 70GiB")
+    verb.add_argument("--between", metavar="BYTES", help="bandwidth between nodes, of one GPU's NIC: 3GB, 10Gb/s")
+    verb.add_argument("--memory", metavar="BYTES", help="memory of a GPU that a program may use: 70GiB")
     verb.add_argument(
         "--attention",
         choices=["unfused", "fused"],
         help="fused: with cuDNN's kernel where a run has it, not for gathered keys (default); unfused: XLA's own, as "
         "--verify compiles it here (default with --verify)",
     )
+    verb.add_argument("--price", metavar="MONEY", help="price of a GPU-hour, to show the cost of the job: 2.5")
+    verb.add_argument("--schedules", metavar="NAMES", help="pipeline schedules to consider: zb_h1,1f1b_phased, or all")
+    verb.add_argument("--top", metavar="N", type=int, default=10, help="number of layouts to show (default: 10)")
+    verb.add_argument("--verify", metavar="N", type=int, default=0, help="compile the first N layouts, and compare")
     verb.add_argument(
-        "--price", metavar="MONEY", help="of a GPU-hour, for what the job costs beside its GPU-hours: 2.5"
+        "--advise", action="store_true", help="also show the layouts of published rules of thumb, and the gap"
     )
-    verb.add_argument("--schedules", metavar="NAMES", help="of pipelines to weigh: zb_h1,1f1b_phased, or all of them")
-    verb.add_argument("--top", metavar="N", type=int, default=10, help="layouts to show (default: 10)")
-    verb.add_argument("--verify", metavar="N", type=int, default=0, help="compile the first N, and compare")
-    verb.add_argument("--advise", action="store_true", help="also what the published rules of thumb say, and the gap")
     verb.add_argument("--write", metavar="FILE", help="write the job with the first layout")
-    verb.add_argument(
-        "--html", metavar="FILE", help="also write a page with pictures, one file that needs nothing else"
-    )
+    verb.add_argument("--html", metavar="FILE", help="also write a self-contained page with pictures")
     verb.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> tuple[Any, int]:
-    """Prints the plan."""
+    """Searches the layouts of a job and prints the fastest."""
     from jaxpar.errors import refuse
     from jaxpar.job.file.dump import dumps
     from jaxpar.job.file.parse import load
@@ -87,38 +88,38 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
 
         use_cpu_only()
     attention = args.attention or "fused"
-    asked = question(
+    request = question(
         job, devices=args.devices, chip=args.chip, per_node=args.per_node,
         options={"inside": args.inside, "between": args.between, "memory": args.memory, "attention": attention,
                "price": args.price, "schedules": args.schedules},
     )  # fmt: skip
     if args.verify:
-        compiled_chip(asked.hardware)
-    plan = search(asked, top=args.top)
+        compiled_chip(request.hardware)
+    plan = search(request, top=args.top)
     print(page(plan, colour=wants_colour()))
-    result: dict[str, Any] = plan.to_dict() | {"attention": asked.model.attention(asked.software)}
-    for row, each in zip(result["best"], plan.best, strict=True):
-        row["speed"] = speed(asked, each).to_dict()
+    result: dict[str, Any] = plan.to_dict() | {"attention": request.model.attention(request.software)}
+    for row, scored in zip(result["best"], plan.best, strict=True):
+        row["speed"] = speed(request, scored).to_dict()
     if args.advise:
         advice = advise(plan)
         print(fold(f"\n{advice}", terminal_width()))
         result["advice"] = advice.to_dict()
-    checked = []
+    verified = []
     if args.verify:
         from jaxpar.job.verify import verify
 
-        checked = list(verify(job, asked, plan.best[: args.verify]))
-        print(fold("\n" + comparison(checked), terminal_width()))
-        result |= {"verified": [each.to_dict() for each in checked], "agreement": agreement(checked)}
-    first = proposal(plan, checked).candidate
-    made = apply_layout(job, first, asked.model.layers, asked.hardware)
-    train = command(args.job, args.overrides, job, made)
+        verified = list(verify(job, request, plan.best[: args.verify]))
+        print(fold("\n" + comparison(verified), terminal_width()))
+        result |= {"verified": [scored.to_dict() for scored in verified], "agreement": agreement(verified)}
+    first = proposal(plan, verified).candidate
+    planned_job = apply_layout(job, first, request.model.layers, request.hardware)
+    train = command(args.job, args.overrides, job, planned_job)
     print(f"\nTrain it so:\n  {train}")
     if args.write:
-        Path(args.write).write_text(dumps(made))
+        Path(args.write).write_text(dumps(planned_job))
         print(f"job: {args.write}")
     if args.html:
-        page_of_plan = write(plan, title=f"{Path(args.job).stem}: a plan", command=train, checked=checked)
+        page_of_plan = write(plan, title=f"{Path(args.job).stem}: a plan", command=train, checked=verified)
         Path(args.html).write_text(page_of_plan)
         print(f"page: {args.html}")
     return result, 0

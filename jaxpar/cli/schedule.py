@@ -1,4 +1,4 @@
-"""`jaxpar schedule NAME`: a pipeline's table, drawn, priced and compared."""
+"""`jaxpar schedule NAME`: draws a pipeline schedule, estimates its cost and compares it with others."""
 
 import argparse
 import os
@@ -27,30 +27,31 @@ EXAMPLE = """\
   $ jaxpar schedule 1f1b --stages 4 --microbatches 8 --csv own.csv
   $ jaxpar schedule own.csv --compare
 
-A table of your own that cannot be run is refused with its first wrong cell.
+If your own table cannot run, the error names its first wrong cell.
 """
 
 
 def add(verbs) -> None:
-    """Adds the verb."""
+    """Adds the verb to the subparsers of `jaxpar`."""
     verb = verbs.add_parser(
         "schedule",
         help="draw a pipeline schedule, price it, compare it with the others",
+        description="Draw a pipeline schedule, compute its bubble and memory, and compare it with others.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    verb.add_argument("name", metavar="NAME", nargs="?", help="one of the library's, or a CSV file of your own")
+    verb.add_argument("name", metavar="NAME", nargs="?", help="a schedule of the library, or your own CSV file")
     verb.add_argument("--stages", metavar="N", type=int, help="devices along the axis pipe")
-    verb.add_argument("--microbatches", metavar="N", type=int, help="parts of the batch, one after the other")
-    verb.add_argument("--chunks", metavar="N", type=int, help="parts of the model on each stage (default: its own)")
+    verb.add_argument("--microbatches", metavar="N", type=int, help="microbatches per step")
+    verb.add_argument("--chunks", metavar="N", type=int, help="model chunks per stage (default: the schedule's)")
     verb.add_argument(
         "--times",
         metavar="F,B,W,send",
         default="1,1,1,0",
-        help="what a stage's forward, its backward of inputs and of weights, and a message take, in any unit; "
+        help="times of a stage's forward, its backward of inputs and of weights, and of a message, in any unit; "
         "a backward that is not split takes B + W (default: 1,1,1,0)",
     )
-    verb.add_argument("--compare", action="store_true", help="all schedules of the library, in one table")
+    verb.add_argument("--compare", action="store_true", help="compare all schedules of the library in one table")
     verb.add_argument("--csv", metavar="FILE", help="also write the table")
     verb.add_argument("--svg", metavar="FILE", help="also write a drawing to scale")
     add_json(verb)
@@ -58,7 +59,7 @@ def add(verbs) -> None:
 
 
 def run(args: argparse.Namespace) -> tuple[Any, int]:
-    """Prints the table, its price, and the prices of the others."""
+    """Prints the table of a schedule and its cost, and with --compare those of the library."""
     from jaxpar.errors import refuse
     from jaxpar.pipeline.draw.compare import compare, row, table
     from jaxpar.pipeline.tables.library import LIBRARY
@@ -81,20 +82,20 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         check_file(f"--{option}", getattr(args, option), f"own.{option}")
     cost = price(schedule, times)
     print(_show(schedule, cost, args.times))
-    own = row(schedule, cost)
-    result: dict[str, Any] = {"schedule": own | _cells(schedule)}
+    schedule_row = row(schedule, cost)
+    result: dict[str, Any] = {"schedule": schedule_row | _cells(schedule)}
     _write(args, schedule, times)
     if args.compare:
-        rows = [] if args.name in LIBRARY else [own | {"name": args.name}]
-        cut = {key: getattr(schedule, key) for key in ("stages", "microbatches", "chunks")}
-        rows += compare(times, **cut | ({"chunks": args.chunks} if schedule.chunks == 1 else {}))
+        rows = [] if args.name in LIBRARY else [schedule_row | {"name": args.name}]
+        sizes = {key: getattr(schedule, key) for key in ("stages", "microbatches", "chunks")}
+        rows += compare(times, **sizes | ({"chunks": args.chunks} if schedule.chunks == 1 else {}))
         print(f"\n{table(rows)}")
         result["compare"] = rows
     return result, 0
 
 
 def _times(text: str) -> "Times":
-    """Returns the times of ops, as written on the command line."""
+    """Parses --times."""
     from jaxpar.errors import refuse
     from jaxpar.pipeline.tables.price import Times
 
@@ -111,7 +112,7 @@ def _times(text: str) -> "Times":
 
 
 def _schedule(args: argparse.Namespace) -> "Schedule":
-    """Returns the schedule that is asked for, of the library or of a file."""
+    """Returns the schedule of the library or of a CSV file."""
     from jaxpar.errors import JaxparError, Problem
     from jaxpar.pipeline.tables import library
     from jaxpar.pipeline.tables.csv import from_csv
@@ -146,22 +147,22 @@ def _read(path: str) -> str:
 
 
 def _check_numbers(args: argparse.Namespace, what: str) -> None:
-    """Raises if the numbers that a schedule needs are not there, or below one."""
+    """Raises if a number that a schedule needs is missing or below one."""
     from jaxpar.errors import JaxparError, Problem
 
     problems = []
     for key, usual in (("stages", 4), ("microbatches", 8), ("chunks", 2)):
-        given = getattr(args, key)
-        if given is None and key != "chunks":
+        value = getattr(args, key)
+        if value is None and key != "chunks":
             problems.append(Problem(f"{what} without --{key}", f"--{key} is said", f"--{key} {usual}"))
-        elif given is not None and given < 1:
-            problems.append(Problem(f"--{key} {given}", f"{key} is a positive whole number", f"--{key} {usual}"))
+        elif value is not None and value < 1:
+            problems.append(Problem(f"--{key} {value}", f"{key} is a positive whole number", f"--{key} {usual}"))
     if problems:
         raise JaxparError(*problems)
 
 
 def _write(args: argparse.Namespace, schedule: "Schedule", times: "Times") -> None:
-    """Writes the files that are asked for."""
+    """Writes the files of --csv and --svg."""
     from pathlib import Path
 
     from jaxpar.errors import refuse
@@ -181,14 +182,14 @@ def _write(args: argparse.Namespace, schedule: "Schedule", times: "Times") -> No
 
 
 def _show(schedule: "Schedule", cost: "Price", times: str) -> str:
-    """Returns the table with its title and price, coloured and wrapped to the screen where there is one."""
+    """Returns the table with its title and cost, coloured and wrapped if stdout is a terminal."""
     from jaxpar.pipeline.draw.schedule import count_noun, describe_cut, legend, terminal
     from jaxpar.pipeline.draw.svg import printable
 
     screen = sys.stdout.isatty()
     colour = wants_colour()
     width = shutil.get_terminal_size().columns if screen else None
-    kept = ", ".join(f"{peak / schedule.chunks:.3g}" for peak in schedule.peak)
+    microbatches = ", ".join(f"{peak / schedule.chunks:.3g}" for peak in schedule.peak)
     return "\n".join(
         (
             f"{printable(schedule.name)}: {describe_cut(schedule)}, {count_noun(schedule.ticks, 'tick')}",
@@ -196,7 +197,7 @@ def _show(schedule: "Schedule", cost: "Price", times: str) -> str:
             legend(schedule, colour=colour),
             f"bubble {cost.asynchronous_bubble:.1%} ideal, {cost.barrier_bubble:.1%} with a barrier after every tick; "
             f"times {times}",
-            f"microbatches kept on each stage: {kept}; {count_noun(schedule.messages, 'message')} per step",
+            f"microbatches kept on each stage: {microbatches}; {count_noun(schedule.messages, 'message')} per step",
         )
     )
 

@@ -1,4 +1,4 @@
-"""`jaxpar exchange compare|collective|hogwild`: how replicas agree, tried and shown. A file for each of its verbs."""
+"""`jaxpar exchange compare|collective|hogwild`: compares how replicas synchronize; one file per subcommand."""
 
 import argparse
 
@@ -6,10 +6,11 @@ from jaxpar.cli.exchange import collective, compare, hogwild
 
 
 def add(verbs) -> None:
-    """Adds the verb, and its own verbs."""
+    """Adds the verb and its subcommands to the subparsers of `jaxpar`."""
     verb = verbs.add_parser(
         "exchange",
-        help="how replicas agree: compare methods on a job, show a collective message by message",
+        help="compare methods of synchronizing replicas on a job, show a collective message by message",
+        description="Compare methods of synchronizing replicas on a job, or show a collective message by message.",
         epilog=compare.EXAMPLE + hogwild.EXAMPLE + collective.EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

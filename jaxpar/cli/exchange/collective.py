@@ -1,4 +1,4 @@
-"""`jaxpar exchange collective NAME`: its messages round by round, and what they do."""
+"""`jaxpar exchange collective NAME`: runs a collective on simulated devices and shows its messages by round."""
 
 import argparse
 from typing import Any
@@ -20,22 +20,22 @@ EXAMPLE = """\
 
 
 def add(inner) -> None:
-    """Adds the verb."""
+    """Adds the verb to the subparsers of `jaxpar exchange`."""
     meaning = "show a collective message by message, and run it on simulated devices"
-    one = inner.add_parser("collective", help=meaning, description=meaning)
-    one.add_argument(
+    verb = inner.add_parser("collective", help=meaning, description=meaning)
+    verb.add_argument(
         "name",
         metavar="NAME",
         help="send, broadcast, reduce, gather, scatter, all_gather, reduce_scatter, all_to_all, or an all-reduce: "
         "ring, halving, butterfly, tree, two_levels",
     )
-    one.add_argument("--devices", metavar="N", type=int, default=4, help="how many (default: 4)")
-    add_json(one)
-    one.set_defaults(run=run)
+    verb.add_argument("--devices", metavar="N", type=int, default=4, help="number of devices (default: 4)")
+    add_json(verb)
+    verb.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> tuple[Any, int]:
-    """Prints the messages of a collective and what devices begin and end with."""
+    """Prints the messages of a collective, and the array of each device before and after."""
     from jaxpar.errors import refuse
 
     if not 1 <= args.devices <= 64:
@@ -48,6 +48,6 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
 
     check(args.name)
     simulate(args.devices)
-    shown = show(args.name, jax.devices()[: args.devices])
-    print(shown)
-    return shown.to_dict(), 0
+    transcript = show(args.name, jax.devices()[: args.devices])
+    print(transcript)
+    return transcript.to_dict(), 0

@@ -1,4 +1,4 @@
-"""`jaxpar exchange compare JOB --methods ...`: one job, trained by several ways to agree, on one page."""
+"""`jaxpar exchange compare JOB --methods ...`: trains a job with several synchronization methods."""
 
 import argparse
 from pathlib import Path
@@ -13,33 +13,35 @@ EXAMPLE = """\
 
 
 def add(inner) -> None:
-    """Adds the verb."""
+    """Adds the verb to the subparsers of `jaxpar exchange`."""
     meaning = "train a job by several methods: loss against examples, bytes and virtual seconds, on one page"
-    one = inner.add_parser("compare", help=meaning, description=meaning)
-    add_job(one)
-    one.add_argument(
+    verb = inner.add_parser("compare", help=meaning, description=meaning)
+    add_job(verb)
+    verb.add_argument(
         "--methods",
         required=True,
         help="sync, an exchange (local:20, diloco:20, topk:0.01), or, simulated on a virtual clock, async, ssp:STEPS, "
         "backup:WORKERS, downpour:SHARDS, servers:COUNT, async-easgd:STEPS; with commas",
     )
-    one.add_argument(
+    verb.add_argument(
         "--delays",
         metavar="LAW",
         default="exponential",
-        help="of how long a replica computes: constant, exponential (default), lognormal:SIGMA, pareto:SHAPE, or a "
-        ".csv of seconds",
+        help="distribution of a replica's compute time: constant, exponential (default), "
+        "lognormal:SIGMA, pareto:SHAPE, or a .csv of seconds",
     )
-    one.add_argument("--compute", metavar="SECONDS", type=float, default=0.1, help="its mean (default: 0.1)")
-    one.add_argument(
-        "--between", metavar="BYTES", default="1GB", help="per second between replicas, one way: 10Gb/s (default: 1GB)"
+    verb.add_argument(
+        "--compute", metavar="SECONDS", type=float, default=0.1, help="mean of the compute time (default: 0.1)"
     )
-    one.add_argument("--html", metavar="FILE", default="exchange.html", help="the page (default: exchange.html)")
-    one.set_defaults(run=run)
+    verb.add_argument(
+        "--between", metavar="BYTES", default="1GB", help="bandwidth between replicas, one way: 10Gb/s (default: 1GB)"
+    )
+    verb.add_argument("--html", metavar="FILE", default="exchange.html", help="the page (default: exchange.html)")
+    verb.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> tuple[Any, int]:
-    """Prints a row of each method and writes the page."""
+    """Trains the job with each method, prints a row per method and writes the page."""
     from jaxpar.exchange.clock.delays import Times, parse
     from jaxpar.job.compare import methods
     from jaxpar.job.file.parse import load
@@ -50,23 +52,25 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     link = Link(latency=5e-6, bandwidth=parse_rate(args.between))
     job = load(args.job, args.overrides, allow_import=args.allow_import)
     times = Times(law=parse(args.delays), compute=args.compute, seed=job.train.seed)
-    asked = methods.parse(args.methods, job)
+    selected_methods = methods.parse(args.methods, job)
 
     from jaxpar.job.compare import page, training
     from jaxpar.mesh.devices import simulate
 
     if job.mesh.simulate:
         simulate(job.mesh.simulate)
-    training.check_all(job, asked)
+    training.check_all(job, selected_methods)
     curves = []
-    for method in asked:
+    for method in selected_methods:
         curve = training.train(job, method, times, link)
         print(f"{method.name}: loss {curve.loss[-1]:.4f}, eval loss {curve.eval_loss:.4f}, "
               f"{show_seconds(curve.seconds[-1])} on the virtual clock", flush=True)  # fmt: skip
         curves.append(curve)
     print(f"\n{page.text(curves)}")
     title = f"{Path(args.job).stem}: how {training.replicas(job)} replicas agree"
-    said = f"{args.between} per second between them, with 5 us before the first byte"
-    Path(args.html).write_text(page.render(curves, title=title, law=args.delays, compute=args.compute, link_note=said))
+    link_note = f"{args.between} per second between them, with 5 us before the first byte"
+    Path(args.html).write_text(
+        page.render(curves, title=title, law=args.delays, compute=args.compute, link_note=link_note)
+    )
     print(f"page: {args.html}")
     return {"curves": [curve.to_dict() for curve in curves]}, 0

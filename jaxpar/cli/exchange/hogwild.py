@@ -1,4 +1,4 @@
-"""`jaxpar exchange hogwild JOB`: threads that race on shared parameters, timed on this machine's processor."""
+"""`jaxpar exchange hogwild JOB`: trains with threads that update shared parameters without locks."""
 
 import argparse
 from typing import Any
@@ -11,18 +11,18 @@ EXAMPLE = """\
 
 
 def add(inner) -> None:
-    """Adds the verb."""
+    """Adds the verb to the subparsers of `jaxpar exchange`."""
     meaning = "train a job by Hogwild!: threads of the processor update shared parameters without locks (not simulated)"
-    one = inner.add_parser("hogwild", help=meaning, description=meaning)
-    add_job(one)
-    one.add_argument(
-        "--workers", default="1,2", metavar="N,N", help="numbers of threads, each trained anew (default: 1,2)"
+    verb = inner.add_parser("hogwild", help=meaning, description=meaning)
+    add_job(verb)
+    verb.add_argument(
+        "--workers", default="1,2", metavar="N,N", help="numbers of threads; one training each (default: 1,2)"
     )
-    one.set_defaults(run=run)
+    verb.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> tuple[Any, int]:
-    """Prints a row for each number of threads."""
+    """Trains once per number of threads and prints a row each."""
     from jaxpar.errors import refuse
     from jaxpar.job.file.parse import load
 

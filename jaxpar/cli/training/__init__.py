@@ -1,1 +1,1 @@
-"""Verbs that train a job, alone, by several processes, or as many members of a population, and show the run."""
+"""Verbs that train a job (in one process, in several, or as a population) and report on a run."""

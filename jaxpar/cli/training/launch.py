@@ -1,4 +1,4 @@
-"""`jaxpar launch -n 4 train JOB`: several processes of one job on this machine, watched and started again."""
+"""`jaxpar launch -n 4 train JOB`: starts, watches and restarts several processes of one job."""
 
 import argparse
 import sys
@@ -11,28 +11,31 @@ EXAMPLE = """\
   $ jaxpar launch -n 8 --nodes 2 --node 1 --coordinator 10.0.0.1:7777 train job.toml
   the second of two machines, with eight processes each
 
-Processes started by SLURM, torchrun, Open MPI or as a Kubernetes indexed job find each other without it.
+Processes started by SLURM, torchrun, Open MPI or as a Kubernetes indexed job find each other without this verb.
 """
 
 
 def add(verbs) -> None:
-    """Adds the verb."""
+    """Adds the verb to the subparsers of `jaxpar`."""
     verb = verbs.add_parser(
         "launch",
         help="train a job in several processes",
+        description="Train a job in several processes; if one fails, restart from the newest checkpoint.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verb.add_argument("-n", "--processes", type=int, required=True, help="processes on this machine")
     verb.add_argument("--restarts", type=int, default=3, help="attempts without a new checkpoint (default 3)")
     verb.add_argument(
-        "--nodes", type=int, default=1, help="machines, each with as many processes; all see the same run.dir"
+        "--nodes", type=int, default=1, help="number of machines, with equally many processes; all share run.dir"
     )
-    verb.add_argument("--node", type=int, default=0, help="which of them this is, from 0")
-    verb.add_argument("--coordinator", default="", metavar="HOST:PORT", help="of process 0; needed with --nodes")
+    verb.add_argument("--node", type=int, default=0, help="index of this machine, from 0")
+    verb.add_argument(
+        "--coordinator", default="", metavar="HOST:PORT", help="address of process 0; required with --nodes"
+    )
     add_allow_import(verb)
     add_json(verb)
-    verb.add_argument("command", choices=["train"], help="what each process does")
+    verb.add_argument("command", choices=["train"], help="the verb that each process runs")
     verb.add_argument("job", metavar="JOB", type=job_file, help="a TOML file")
     verb.add_argument("overrides", metavar="section.key=value", nargs="*", help="override keys of the job")
     verb.set_defaults(run=run)
@@ -49,7 +52,9 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.train.watchdog.thread import report
 
     allowed = args.allow_import
-    folder = local_folder(load(args.job, args.overrides, allow_import=allowed).run.dir)  # what is wrong is said once
+    folder = local_folder(
+        load(args.job, args.overrides, allow_import=allowed).run.dir
+    )  # errors are printed once, before processes start
     outlast(folder)
     launch = Launch(
         command=[args.command, args.job, *args.overrides], options=["--allow-import"] * allowed,

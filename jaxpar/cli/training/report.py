@@ -1,4 +1,4 @@
-"""`jaxpar report RUN`: a run as one HTML page."""
+"""`jaxpar report RUN`: writes a run as one HTML page."""
 
 import argparse
 from pathlib import Path
@@ -14,12 +14,12 @@ EXAMPLE = """\
 
 
 def add(verbs) -> None:
-    """Adds the verb."""
+    """Adds the verb to the subparsers of `jaxpar`."""
     meaning = "show a run on one page: curves, checkpoints, events, configuration, layout"
     verb = verbs.add_parser(
         "report",
         help=meaning,
-        description=meaning + ". The page is one file, without scripts; of simulated devices it shows no speed.",
+        description=meaning + ". The page is one file, without scripts; it shows no speed for simulated devices.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -30,7 +30,7 @@ def add(verbs) -> None:
 
 
 def run(args: argparse.Namespace) -> tuple[Any, int]:
-    """Writes the page and prints where it is."""
+    """Writes the page of a run and prints its path."""
     from jaxpar.buckets import READ, Bucket, is_address
     from jaxpar.files import write_text
     from jaxpar.job.report import page
@@ -41,10 +41,10 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     bucket = Bucket(args.folder, kind=READ) if is_address(args.folder) else None
     if bucket:
         bucket.pull()
-    told = read(bucket.local if bucket else Path(args.folder))
-    file = Path(args.html) if args.html else told.folder / "report.html"
-    write_text(file, page.render(told))
+    contents = read(bucket.local if bucket else Path(args.folder))
+    file = Path(args.html) if args.html else contents.folder / "report.html"
+    write_text(file, page.render(contents))
     if bucket:
         bucket.finish()
-    print(page.text(told), f"page: {file}", sep="\n")
-    return {"page": str(file), "rows": len(told.rows), "events": [vars(each) for each in told.events]}, 0
+    print(page.text(contents), f"page: {file}", sep="\n")
+    return {"page": str(file), "rows": len(contents.rows), "events": [vars(event) for event in contents.events]}, 0

@@ -1,4 +1,4 @@
-"""`jaxpar sweep JOB`: trains the members of a job's `[sweep]`, and says which is the best."""
+"""`jaxpar sweep JOB`: trains the members of a job's `[sweep]`, and prints the best one."""
 
 import argparse
 import sys
@@ -17,17 +17,18 @@ EXAMPLE = """\
   best member: 3, eval loss 0.1295, optimizer.learning_rate = 0.004
 
 [sweep] is of five kinds: a grid; random draws; population based training (pbt), in which the worst members copy the
-best every so many steps, and RUN/lineage.jsonl has who copied whom; or, in rounds that each begin anew, evolution (a
+best every so many steps, and RUN/lineage.jsonl has who copied whom; or, in rounds that restart training, evolution (a
 genetic algorithm) and swarm (particle swarm optimization). All members are one compiled program, and each sees all
 examples: parallel.data divides their number. `jaxpar train JOB` does the same.
 """
 
 
 def add(verbs) -> None:
-    """Adds the verb."""
+    """Adds the verb to the subparsers of `jaxpar`."""
     verb = verbs.add_parser(
         "sweep",
         help="train a job with several settings of its optimizer at once",
+        description="Train a job with several optimizer settings at once, and print the best.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -36,7 +37,7 @@ def add(verbs) -> None:
 
 
 def run(args: argparse.Namespace) -> tuple[Any, int]:
-    """Trains and returns the outcome."""
+    """Trains the members and returns the result."""
     from jaxpar.errors import STOPPED, refuse
     from jaxpar.job.file.parse import load
 

@@ -1,4 +1,4 @@
-"""`jaxpar train JOB`: trains, and goes on where it stopped."""
+"""`jaxpar train JOB`: trains a job, or resumes its run from the newest checkpoint."""
 
 import argparse
 import sys
@@ -15,15 +15,19 @@ EXAMPLE = """\
 
 Ctrl-C, SIGTERM, a terminal that closes (SIGHUP) or a queue's warning (SIGUSR1, SIGUSR2, SIGXCPU) finish the step, save
 it, evaluate nothing and end with status 130, 143, 129, 138, 140 or 152 (128 and the signal's number); the same command
-goes on from there. A second Ctrl-C ends at once, without a save.
-A reader that goes away (| head, a terminal under nohup) ends nothing: the output goes on in RUN/output.log.
+resumes from there. A second Ctrl-C ends at once, without a save.
+If the reader goes away (| head, a terminal under nohup), the run continues with its output in RUN/output.log.
 """
 
 
 def add(verbs) -> None:
-    """Adds the verb."""
+    """Adds the verb to the subparsers of `jaxpar`."""
     verb = verbs.add_parser(
-        "train", help="train a job", epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+        "train",
+        help="train a job",
+        description="Train a job, or resume its run from the newest checkpoint.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verb.add_argument(
         "job", metavar="JOB", type=job_file, nargs="?", help="a TOML file (default: job.toml of this folder)"
@@ -37,7 +41,7 @@ def add(verbs) -> None:
         dest="at",
         metavar="STEP",
         type=int,
-        help="go on from the checkpoint of this step; newer ones are set aside (default: the newest good one)",
+        help="resume from the checkpoint of this step; newer ones are set aside (default: the newest good one)",
     )
     add_allow_import(verb)
     add_json(verb)
@@ -45,7 +49,7 @@ def add(verbs) -> None:
 
 
 def run(args: argparse.Namespace) -> tuple[Any, int]:
-    """Trains and returns the outcome."""
+    """Trains the job and returns the result."""
     if not args.print_defaults and Path("job.toml").is_file():
         if args.job is not None and "=" in args.job and not Path(args.job).exists():
             args.overrides, args.job = [args.job, *args.overrides], None
@@ -54,7 +58,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         prefer_huge_pages()
 
     if sys.stdout.isatty() and not args.print_defaults:
-        print("starting", end="\r", flush=True)  # what is imported now takes seconds; the next line is written over it
+        print("starting", end="\r", flush=True)  # the imports take seconds; the next line overwrites this
 
     from jaxpar.errors import STOPPED, refuse
     from jaxpar.job.file.dump import show_defaults
