@@ -40,10 +40,10 @@ def add(verbs) -> None:
         help="show how every parameter is sharded, and why; compile the step, and "
         "show whether a device computes more than its share",
     )
-    verb.set_defaults(run=run)
+    verb.set_defaults(run=run_check)
 
 
-def run(args: argparse.Namespace) -> tuple[Any, int]:
+def run_check(args: argparse.Namespace) -> tuple[Any, int]:
     """Checks a job, prints its layout and notes, and returns them.
 
     Raises:
@@ -138,7 +138,7 @@ def _schedule(layout: "Layout", *, again: bool) -> tuple[dict[str, Any], str]:
         else f" and {count_noun(plan_versions(program(schedule), weights).versions, 'version')} of weights"
     )
     cost = row(schedule, price(schedule, Times(backward=1.0 + again)))
-    ideal, barrier = (f"{cost['bubble'][run]:.1%}" for run in ("ideal", "barrier"))
+    ideal, barrier = (f"{cost['bubble'][run_check]:.1%}" for run_check in ("ideal", "barrier"))
     return cost, (
         f"{printable(schedule.name)}: {describe_cut(schedule)}, {count_noun(schedule.ticks, 'tick')}; "
         f"bubble {ideal} ideal, "

@@ -21,10 +21,10 @@ def add(verbs) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verb.add_argument("shell", choices=SHELLS, help="the shell to complete in")
-    verb.set_defaults(run=run)
+    verb.set_defaults(run=print_script)
 
 
-def run(args: argparse.Namespace) -> tuple[Any, int]:
+def print_script(args: argparse.Namespace) -> tuple[Any, int]:
     """Prints the completion script of a shell."""
     text = script(args.shell, args.parser)
     print(text)
@@ -51,14 +51,14 @@ def script(shell: str, command: argparse.ArgumentParser) -> str:
             rule="the package shtab writes the completion scripts",
             fix="pip install 'jaxpar[completion]'",
         ) from error
-    for subparser in _all(command):
+    for subparser in _with_subparsers(command):
         for action in subparser._actions:
             if action.metavar in FILES:
                 action.complete = shtab.FILE  # pyright: ignore[reportAttributeAccessIssue]
     return shtab.complete(command, shell=shell)
 
 
-def _all(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+def _with_subparsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
     """Returns a parser and, recursively, its subparsers."""
     inner = [each for action in parser._actions if isinstance(action.choices, dict) for each in action.choices.values()]
-    return [parser, *(found for each in inner for found in _all(each))]
+    return [parser, *(found for each in inner for found in _with_subparsers(each))]

@@ -35,10 +35,10 @@ def add(verbs) -> None:
     )
     verb.add_argument("overrides", metavar="section.key=value", nargs="*", help="override keys of the job")
     add_json(verb)
-    verb.set_defaults(run=run)
+    verb.set_defaults(run=run_doctor)
 
 
-def run(args: argparse.Namespace) -> tuple[Any, int]:
+def run_doctor(args: argparse.Namespace) -> tuple[Any, int]:
     """Prints a line per check; the exit status is 1 if there is a problem."""
     import os
 
@@ -47,5 +47,5 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     findings = examine(args.job, args.overrides, environment=os.environ)
     print("\n".join(map(str, findings)))
     count = {state: sum(finding.state == state for finding in findings) for state in ("ok", "warning", "problem")}
-    print(f"{count['ok']} ok, {count['warning']} to know of, {count['problem']} to mend")
+    print(f"{count['ok']} ok, {count['warning']} warnings, {count['problem']} problems")
     return {"findings": [dataclasses.asdict(finding) for finding in findings], **count}, int(count["problem"] > 0)

@@ -27,10 +27,10 @@ def add(verbs) -> None:
     verb.add_argument("--target", metavar="CHIP:NODESxGPUS", default="", help="h100:16x8, h200:1x8, a100:..., or cpu")
     verb.add_argument("--html", metavar="FILE", help="also write the report as one self-contained page")
     verb.add_argument("--compare", metavar="OTHER", help="another job, compiled for the same target, to compare with")
-    verb.set_defaults(run=run)
+    verb.set_defaults(run=run_inspect)
 
 
-def run(args: argparse.Namespace) -> tuple[Any, int]:
+def run_inspect(args: argparse.Namespace) -> tuple[Any, int]:
     """Compiles the job and prints memory, collectives and time; exit status 1 if it does not fit."""
     from jaxpar.inspector.compare import compare
     from jaxpar.job.file.parse import load

@@ -23,7 +23,7 @@ from jaxpar.cli import (
     sample,
     schedule,
 )
-from jaxpar.cli.output import open_closed
+from jaxpar.cli.output import open_closed_streams
 from jaxpar.cli.training import launch, report, sweep, train
 from jaxpar.errors import STOPPED, JaxparError, refuse, suggest
 from jaxpar.launch.lifeline import exit_with_supervisor
@@ -50,9 +50,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def execute(command: argparse.ArgumentParser, words: Sequence[str]) -> int:
     """Parses words and runs the function `run` that the parser sets; returns the exit status as `main` does."""
-    open_closed()
+    open_closed_streams()
     if "JAXPAR_PROCESS" in os.environ:
-        sys.excepthook = _crash
+        sys.excepthook = _exit_after_crash
         exit_with_supervisor()
     hush_plugin()  # before any verb creates the first device
     args, more = command.parse_known_args(words)
@@ -71,10 +71,10 @@ def execute(command: argparse.ArgumentParser, words: Sequence[str]) -> int:
         count = len(error.problems)
         for problem in error.problems:
             print(f"{'error' if count == 1 else 'problem'}: {problem}", file=sys.stderr)
-        result, status = {"problems": [vars_of(problem) for problem in error.problems]}, error.status
+        result, status = {"problems": [problem_to_dict(problem) for problem in error.problems]}, error.status
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
-        _leave(130)
+        _exit_if_distributed(130)
         return 130
     except BrokenPipeError:  # the reader (head, less) has seen enough
         if args.verb in LASTING and not getattr(
@@ -90,7 +90,7 @@ def execute(command: argparse.ArgumentParser, words: Sequence[str]) -> int:
             print(f"error: --json {args.json}: {error.strerror}", file=sys.stderr)
             status = 1
     if status and status not in STOPPED.values():  # a run stopped by a signal ends together with the other processes
-        _leave(status)
+        _exit_if_distributed(status)
     return status
 
 
@@ -117,18 +117,18 @@ def _check_verb(made: argparse.ArgumentParser, words: list[str]) -> None:
         made.error(f"no verb {words[0]!r:.80}: {f'jaxpar train {words[0]}' if job else suggest(words[0], names)}")
 
 
-def _leave(status: int) -> None:
+def _exit_if_distributed(status: int) -> None:
     """Ends the process at once if it is one of several: at exit JAX would wait for the others."""
     if "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized():
         exit_process(status)
 
 
-def _crash(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+def _exit_after_crash(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """Ends one of several processes with status 70, which the supervisor restarts (unlike a refusal)."""
     exit_process(70, "".join(traceback.format_exception(kind, error, trace)).rstrip())
 
 
-def vars_of(problem: Any) -> dict[str, str]:
+def problem_to_dict(problem: Any) -> dict[str, str]:
     """Returns a problem as a dict for JSON."""
     return {"got": problem.got, "rule": problem.rule, "fix": problem.fix}
 

@@ -63,7 +63,7 @@ def layers(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.job.file.parse import load
     from jaxpar.job.layers import measured
 
-    check_file("--write", args.write, "own.graph.txt", anew=True)
+    check_file("--write", args.write, "own.graph.txt", must_be_new=True)
     return measured(load(args.job, args.overrides, allow_import=args.allow_import), args.write), 0
 
 

@@ -23,10 +23,10 @@ def add(verbs) -> None:
     )
     verb.add_argument("name", metavar="NAME", help="name of the folder")
     add_json(verb)
-    verb.set_defaults(run=run)
+    verb.set_defaults(run=write_new)
 
 
-def run(args: argparse.Namespace) -> tuple[Any, int]:
+def write_new(args: argparse.Namespace) -> tuple[Any, int]:
     """Writes the folder and prints its files and the next command."""
     from jaxpar.job.template.new import new
 

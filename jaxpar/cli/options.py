@@ -43,28 +43,28 @@ def add_json(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--json", metavar="FILE", help="also write the result as JSON")
 
 
-def check_file(option: str, path: str | None, example: str, *, anew: bool = False) -> None:
+def check_file(option: str, path: str | None, example: str, *, must_be_new: bool = False) -> None:
     """Raises if an output file cannot be written, before any work is done for it.
 
     Args:
       option: The option as typed, such as --html.
       path: Its value; None if the option is absent.
       example: A valid file name, for the message.
-      anew: Whether the file must not exist yet.
+      must_be_new: Whether the file must not exist yet.
 
     Raises:
-      JaxparError: If the path is a folder, its parent does not exist, or (with `anew`) it exists.
+      JaxparError: If the path is a folder, its parent does not exist, or (with `must_be_new`) it exists.
     """
     from jaxpar.errors import refuse
 
     if path is None:
         return
     file = Path(path)
-    unusable = file.exists() if anew else not path or file.is_dir()
+    unusable = file.exists() if must_be_new else not path or file.is_dir()
     if unusable or not file.absolute().parent.is_dir():
         rule = (
             "a file that does not exist yet, in a folder that exists"
-            if anew
+            if must_be_new
             else "it is a file, in a folder that exists"
         )
         raise refuse(f"{option} {path}", rule=rule, fix=f"{option} {example}")
@@ -88,7 +88,7 @@ def prefer_huge_pages() -> None:
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def simulates(job: str, overrides: Sequence[str]) -> bool:
+def simulates_devices(job: str, overrides: Sequence[str]) -> bool:
     """Whether a job file or an override sets mesh.simulate; imports no JAX.
 
     Returns False for a file that cannot be read: loading the job reports its error.

@@ -26,11 +26,11 @@ NAME = "output.log"
 PATIENCE = 4.0  # seconds that a write waits for the reader
 
 
-class Closed(io.TextIOWrapper):
+class ClosedStream(io.TextIOWrapper):
     """A stream that replaces one closed at the start of the process; it drops its output."""
 
 
-def open_closed() -> None:
+def open_closed_streams() -> None:
     """Opens closed descriptors among 0, 1 and 2 on /dev/null, and creates the missing streams of `sys`.
 
     `exec` closes them again, so a process that restarts itself finds them as it did at first.
@@ -44,30 +44,30 @@ def open_closed() -> None:
                 os.dup2(handle, number, inheritable=False)
                 os.close(handle)
         if getattr(sys, name) is None:
-            stream = open(number, closefd=False) if name == "stdin" else _closed(number)
+            stream = open(number, closefd=False) if name == "stdin" else _closed_stream(number)
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
 
 
-def _closed(number: int) -> Closed:
-    return Closed(io.FileIO(number, "wb", closefd=False), encoding="utf-8", errors="replace", line_buffering=True)
+def _closed_stream(number: int) -> ClosedStream:
+    return ClosedStream(io.FileIO(number, "wb", closefd=False), encoding="utf-8", errors="replace", line_buffering=True)
 
 
-def outlast(folder: Path) -> None:
+def redirect_on_failure(folder: Path) -> None:
     """Redirects this process's stdout and stderr to a run folder once they cannot be written.
 
     Leaves streams that replace `sys.stdout` or `sys.stderr` unchanged.
     """
     for name, stream in (("stdout", sys.__stdout__), ("stderr", sys.__stderr__)):
         if stream is not None and getattr(sys, name) is stream:
-            raw = _Outlasting(stream.fileno(), name, folder / NAME, closed=isinstance(stream, Closed))
+            raw = _RedirectedOutput(stream.fileno(), name, folder / NAME, closed=isinstance(stream, ClosedStream))
             setattr(sys, name, io.TextIOWrapper(
                 io.BufferedWriter(raw), encoding=stream.encoding, errors="backslashreplace",
                 line_buffering=stream.line_buffering,
             ))  # fmt: skip
 
 
-class _Outlasting(io.FileIO):
+class _RedirectedOutput(io.FileIO):
     """A file descriptor redirected to another file when a write fails, also for native code."""
 
     def __init__(self, number: int, stream: str, log: Path, *, closed: bool):
@@ -77,14 +77,14 @@ class _Outlasting(io.FileIO):
     def write(self, data) -> int | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Writes some bytes, to the log if the stream fails; returns their number."""
         try:
-            return super().write(self._taken(memoryview(data)))
+            return super().write(self._writable_part(memoryview(data)))
         except OSError as error:
             if self._moved:  # the log cannot be written either: drop the output and continue the run
                 return len(data)
-            self._move(error)
+            self._redirect(error)
             return self.write(data)
 
-    def _taken(self, data: memoryview) -> memoryview:
+    def _writable_part(self, data: memoryview) -> memoryview:
         """Returns the part of the data that a pipe takes without waiting for its reader."""
         if self._began_closed and not self._moved:
             raise OSError(errno.EBADF, "it was closed when the run began")
@@ -94,7 +94,7 @@ class _Outlasting(io.FileIO):
             raise OSError(errno.ETIMEDOUT, f"nothing was read for {PATIENCE:g} s")
         return data[: select.PIPE_BUF]
 
-    def _move(self, error: OSError) -> None:
+    def _redirect(self, error: OSError) -> None:
         self._moved = True
         try:
             self._log.parent.mkdir(parents=True, exist_ok=True)

@@ -63,10 +63,10 @@ def add(verbs) -> None:
         help="least gain for which more stages are used (default: 0.05)",
     )
     add_json(verb)
-    verb.set_defaults(run=run)
+    verb.set_defaults(run=run_partition)
 
 
-def run(args: argparse.Namespace) -> tuple[Any, int]:
+def run_partition(args: argparse.Namespace) -> tuple[Any, int]:
     """Partitions the layers of a profile and prints the stages."""
     from math import inf
 

@@ -60,10 +60,10 @@ def add(verbs) -> None:
     )
     verb.add_argument("--write", metavar="FILE", help="write the job with the first layout")
     verb.add_argument("--html", metavar="FILE", help="also write a self-contained page with pictures")
-    verb.set_defaults(run=run)
+    verb.set_defaults(run=run_plan)
 
 
-def run(args: argparse.Namespace) -> tuple[Any, int]:
+def run_plan(args: argparse.Namespace) -> tuple[Any, int]:
     """Searches the layouts of a job and prints the fastest."""
     from jaxpar.errors import refuse
     from jaxpar.job.file.dump import dumps
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     for key, number, least in (("--top", args.top, 1), ("--verify", args.verify, 0)):
         if number < least:
             raise refuse(f"{key} {number}", rule=f"a whole number, at least {least}", fix=f"{key} 3")
-    check_file("--write", args.write, "planned.toml", anew=True)
+    check_file("--write", args.write, "planned.toml", must_be_new=True)
     check_file("--html", args.html, "plan.html")
     job = load(args.job, args.overrides, allow_import=args.allow_import)
     if args.verify or needs_jax(job):

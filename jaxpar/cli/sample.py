@@ -59,10 +59,10 @@ def add(verbs) -> None:
     verb.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
     add_allow_import(verb)
     add_json(verb)
-    verb.set_defaults(run=run)
+    verb.set_defaults(run=run_sample)
 
 
-def run(args: argparse.Namespace) -> tuple[Any, int]:
+def run_sample(args: argparse.Namespace) -> tuple[Any, int]:
     """Samples an answer per prompt and prints the texts, or writes them to --out."""
     check_file("--out", args.out, "answers.jsonl")
     from jaxpar.job.sample import SamplingRequest, read_prompts, sample, write_answers

@@ -55,10 +55,10 @@ def add(verbs) -> None:
     verb.add_argument("--csv", metavar="FILE", help="also write the table")
     verb.add_argument("--svg", metavar="FILE", help="also write a drawing to scale")
     add_json(verb)
-    verb.set_defaults(run=run)
+    verb.set_defaults(run=run_schedule)
 
 
-def run(args: argparse.Namespace) -> tuple[Any, int]:
+def run_schedule(args: argparse.Namespace) -> tuple[Any, int]:
     """Prints the table of a schedule and its cost, and with --compare those of the library."""
     from jaxpar.errors import refuse
     from jaxpar.pipeline.draw.compare import compare, row, table
@@ -81,10 +81,10 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     for option in ("csv", "svg"):
         check_file(f"--{option}", getattr(args, option), f"own.{option}")
     cost = price(schedule, times)
-    print(_show(schedule, cost, args.times))
+    print(_format_schedule(schedule, cost, args.times))
     schedule_row = row(schedule, cost)
     result: dict[str, Any] = {"schedule": schedule_row | _cells(schedule)}
-    _write(args, schedule, times)
+    _write_files(args, schedule, times)
     if args.compare:
         rows = [] if args.name in LIBRARY else [schedule_row | {"name": args.name}]
         sizes = {key: getattr(schedule, key) for key in ("stages", "microbatches", "chunks")}
@@ -120,7 +120,7 @@ def _schedule(args: argparse.Namespace) -> "Schedule":
     if args.name in library.LIBRARY:
         _check_numbers(args, f"jaxpar schedule {args.name}")
     elif args.name.endswith(".csv") or os.path.exists(args.name):
-        schedule = from_csv(_read(args.name))
+        schedule = from_csv(_read_csv(args.name))
         problems = [
             Problem(f"--{key} {asked} for {args.name}", f"the file says {key}={has}", f"leave --{key} out")
             for key in ("stages", "microbatches", "chunks")
@@ -132,7 +132,7 @@ def _schedule(args: argparse.Namespace) -> "Schedule":
     return library.schedule(args.name, stages=args.stages, microbatches=args.microbatches, chunks=args.chunks)
 
 
-def _read(path: str) -> str:
+def _read_csv(path: str) -> str:
     from pathlib import Path
 
     from jaxpar.errors import refuse
@@ -161,7 +161,7 @@ def _check_numbers(args: argparse.Namespace, what: str) -> None:
         raise JaxparError(*problems)
 
 
-def _write(args: argparse.Namespace, schedule: "Schedule", times: "Times") -> None:
+def _write_files(args: argparse.Namespace, schedule: "Schedule", times: "Times") -> None:
     """Writes the files of --csv and --svg."""
     from pathlib import Path
 
@@ -181,7 +181,7 @@ def _write(args: argparse.Namespace, schedule: "Schedule", times: "Times") -> No
             print(f"{option}: {path}")
 
 
-def _show(schedule: "Schedule", cost: "Price", times: str) -> str:
+def _format_schedule(schedule: "Schedule", cost: "Price", times: str) -> str:
     """Returns the table with its title and cost, coloured and wrapped if stdout is a terminal."""
     from jaxpar.pipeline.draw.schedule import count_noun, describe_cut, legend, terminal
     from jaxpar.pipeline.draw.svg import printable

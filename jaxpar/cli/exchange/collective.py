@@ -31,10 +31,10 @@ def add(inner) -> None:
     )
     verb.add_argument("--devices", metavar="N", type=int, default=4, help="number of devices (default: 4)")
     add_json(verb)
-    verb.set_defaults(run=run)
+    verb.set_defaults(run=run_collective)
 
 
-def run(args: argparse.Namespace) -> tuple[Any, int]:
+def run_collective(args: argparse.Namespace) -> tuple[Any, int]:
     """Prints the messages of a collective, and the array of each device before and after."""
     from jaxpar.errors import refuse
 

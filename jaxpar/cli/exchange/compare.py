@@ -37,10 +37,10 @@ def add(inner) -> None:
         "--between", metavar="BYTES", default="1GB", help="bandwidth between replicas, one way: 10Gb/s (default: 1GB)"
     )
     verb.add_argument("--html", metavar="FILE", default="exchange.html", help="the page (default: exchange.html)")
-    verb.set_defaults(run=run)
+    verb.set_defaults(run=run_comparison)
 
 
-def run(args: argparse.Namespace) -> tuple[Any, int]:
+def run_comparison(args: argparse.Namespace) -> tuple[Any, int]:
     """Trains the job with each method, prints a row per method and writes the page."""
     from jaxpar.exchange.clock.delays import Times, parse
     from jaxpar.job.compare import methods

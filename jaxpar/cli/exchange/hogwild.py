@@ -18,10 +18,10 @@ def add(inner) -> None:
     verb.add_argument(
         "--workers", default="1,2", metavar="N,N", help="numbers of threads; one training each (default: 1,2)"
     )
-    verb.set_defaults(run=run)
+    verb.set_defaults(run=run_hogwild)
 
 
-def run(args: argparse.Namespace) -> tuple[Any, int]:
+def run_hogwild(args: argparse.Namespace) -> tuple[Any, int]:
     """Trains once per number of threads and prints a row each."""
     from jaxpar.errors import refuse
     from jaxpar.job.file.parse import load

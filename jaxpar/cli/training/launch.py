@@ -38,14 +38,14 @@ def add(verbs) -> None:
     verb.add_argument("command", choices=["train"], help="the verb that each process runs")
     verb.add_argument("job", metavar="JOB", type=job_file, help="a TOML file")
     verb.add_argument("overrides", metavar="section.key=value", nargs="*", help="override keys of the job")
-    verb.set_defaults(run=run)
+    verb.set_defaults(run=run_launch)
 
 
-def run(args: argparse.Namespace) -> tuple[Any, int]:
+def run_launch(args: argparse.Namespace) -> tuple[Any, int]:
     """Starts the processes and waits for them."""
     from jaxpar.buckets import local_folder
     from jaxpar.checkpoint import listing
-    from jaxpar.cli.output import outlast
+    from jaxpar.cli.output import redirect_on_failure
     from jaxpar.job.file.parse import load
     from jaxpar.job.shrink import fit_processes
     from jaxpar.launch.supervise import Launch, supervise
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     folder = local_folder(
         load(args.job, args.overrides, allow_import=allowed).run.dir
     )  # errors are printed once, before processes start
-    outlast(folder)
+    redirect_on_failure(folder)
     launch = Launch(
         command=[args.command, args.job, *args.overrides], options=["--allow-import"] * allowed,
         processes=args.processes, restarts=args.restarts,

@@ -26,10 +26,10 @@ def add(verbs) -> None:
     verb.add_argument("folder", metavar="RUN", help="the folder of a run")
     verb.add_argument("--html", metavar="FILE", help="the page (default: RUN/report.html)")
     add_json(verb)
-    verb.set_defaults(run=run)
+    verb.set_defaults(run=write_report)
 
 
-def run(args: argparse.Namespace) -> tuple[Any, int]:
+def write_report(args: argparse.Namespace) -> tuple[Any, int]:
     """Writes the page of a run and prints its path."""
     from jaxpar.buckets import READ, Bucket, is_address
     from jaxpar.files import write_text

@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import Any
 
-from jaxpar.cli.options import add_job, prefer_huge_pages, simulates
+from jaxpar.cli.options import add_job, prefer_huge_pages, simulates_devices
 
 EXAMPLE = """\
   $ jaxpar sweep configs/digits.toml 'sweep.over.optimizer.learning_rate=[5e-4, 1e-3, 2e-3, 4e-3]' train.steps=100
@@ -33,10 +33,10 @@ def add(verbs) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_job(verb)
-    verb.set_defaults(run=run)
+    verb.set_defaults(run=run_sweep)
 
 
-def run(args: argparse.Namespace) -> tuple[Any, int]:
+def run_sweep(args: argparse.Namespace) -> tuple[Any, int]:
     """Trains the members and returns the result."""
     from jaxpar.errors import STOPPED, refuse
     from jaxpar.job.file.parse import load
@@ -48,13 +48,13 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
             rule="a sweep is over settings of the optimizer",
             fix="sweep.over.optimizer.learning_rate=[1e-3,3e-3], or jaxpar train",
         )
-    if simulates(args.job, args.overrides):
+    if simulates_devices(args.job, args.overrides):
         prefer_huge_pages()
 
     from jaxpar.buckets import local_folder
-    from jaxpar.cli.output import outlast
+    from jaxpar.cli.output import redirect_on_failure
     from jaxpar.job.run import train
 
-    outlast(local_folder(job.run.dir))
+    redirect_on_failure(local_folder(job.run.dir))
     result = train(job, stream=sys.stdout)
     return result, STOPPED.get(result["stopped_by"], 0)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxpar.cli.options import add_allow_import, add_json, job_file, prefer_huge_pages, simulates
+from jaxpar.cli.options import add_allow_import, add_json, job_file, prefer_huge_pages, simulates_devices
 
 EXAMPLE = """\
   $ jaxpar train configs/quickstart.toml
@@ -45,16 +45,16 @@ def add(verbs) -> None:
     )
     add_allow_import(verb)
     add_json(verb)
-    verb.set_defaults(run=run)
+    verb.set_defaults(run=run_train)
 
 
-def run(args: argparse.Namespace) -> tuple[Any, int]:
+def run_train(args: argparse.Namespace) -> tuple[Any, int]:
     """Trains the job and returns the result."""
     if not args.print_defaults and Path("job.toml").is_file():
         if args.job is not None and "=" in args.job and not Path(args.job).exists():
             args.overrides, args.job = [args.job, *args.overrides], None
         args.job = args.job or "job.toml"
-    if args.job is not None and simulates(args.job, args.overrides):
+    if args.job is not None and simulates_devices(args.job, args.overrides):
         prefer_huge_pages()
 
     if sys.stdout.isatty() and not args.print_defaults:
@@ -78,9 +78,9 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     job = load(args.job, args.overrides, allow_import=args.allow_import)
 
     from jaxpar.buckets import local_folder
-    from jaxpar.cli.output import outlast
+    from jaxpar.cli.output import redirect_on_failure
     from jaxpar.job.run import train
 
-    outlast(local_folder(job.run.dir))
+    redirect_on_failure(local_folder(job.run.dir))
     result = train(job, at=args.at, stream=sys.stdout)
     return result, STOPPED.get(result["stopped_by"], 0)
