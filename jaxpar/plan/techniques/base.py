@@ -118,6 +118,11 @@ class Settings:
     options: Callable[..., Sequence[Mapping[str, Any]]]
 
 
+def no_seconds(*_: Any) -> Mapping[str, Any]:
+    """The seconds of a technique whose traffic has no price."""
+    return {}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Technique:
     """The options and costs of a technique in a plan.
@@ -136,7 +141,9 @@ class Technique:
       block: Function to the collectives of one block of a decoder for one microbatch, forward and backward.
       step: Function to the other collectives of a step, of any model.
       overlapped_seconds: Function to the exposed seconds, by cause, of traffic that overlaps with computation.
-      cause: The cause of the seconds of `block` and `step`; "" if it has neither.
+      in_schedule: Whether the schedule of the step contains its seconds, as that of a pipeline does.
+      cause: The cause of the seconds of `block` and `step`; "" if it has neither. A technique without a cause,
+        `overlapped_seconds` or `in_schedule` has no price: a search does not use it, and says so.
       styles: Its causes, of seconds and of bytes, to letters and colours.
       complexity: Weight of the technique in a layout's complexity; of equally fast layouts the simpler comes first.
       blocks_layers: Whether its collectives block every layer, so that spanning several nodes must be faster by a
@@ -153,14 +160,22 @@ class Technique:
     bytes: Callable[[Any, Candidate, SoftwareModel, Recipe], Mapping[str, Any]] = lambda *_: {}
     block: Callable[[Shape, Candidate, SoftwareModel], Iterable[SentCollective]] = lambda *_: ()
     step: Callable[[Any, Candidate, SoftwareModel], Iterable[SentCollective]] = lambda *_: ()
-    overlapped_seconds: Callable[[Work, Candidate, Hardware, SoftwareModel], Mapping[str, Any]] = lambda *_: {}
+    overlapped_seconds: Callable[[Work, Candidate, Hardware, SoftwareModel], Mapping[str, Any]] = no_seconds
+    in_schedule: bool = False
     cause: str = ""
     styles: Mapping[str, Style] = field(default_factory=dict)
     complexity: float = 2.0
     blocks_layers: bool = False
 
+    @property
+    def has_price(self) -> bool:
+        """Whether anything says what its traffic costs; without a price a search would take it for free."""
+        return self.in_schedule or bool(self.cause) or self.overlapped_seconds is not no_seconds
+
     def why_not(self, model: NamedDims) -> str:
-        """Returns the reason why it does not apply to a model, as text; "" if it applies."""
+        """Returns the reason why a search does not use it for a model, as text; "" if it does."""
+        if not self.has_price:
+            return "its technique has no price, so no layout that uses it is ranked"
         if not isinstance(model, self.model_type):
             return "priced for decoders alone"
         dims = AXES[self.axis].splits

@@ -103,6 +103,7 @@ def spread_head_seconds(shape: Shape, candidate: Candidate, hardware: Hardware) 
 
 PIPE = Technique(
     axis="pipe",
+    in_schedule=True,
     model_type=Shape,
     sizes=sizes,
     settings=Settings(needs=("pipe", "microbatches"), options=tables),
