@@ -59,7 +59,7 @@ def write_reference() -> list[str]:
     with mkdocs_gen_files.open("reference/jaxpar.md", "w") as file:
         file.write("# import jaxpar as jp\n\n")
         for name in sorted(names, key=str.lower):
-            module = names[name] if names[name] != f"jaxpar.{name}" else "jaxpar.job.api.plan"
+            module = names[name] if names[name] != f"jaxpar.{name}" else "jaxpar.job.plan_api"
             file.write(f"::: {module}.{name}\n\n")
     lines = ["- [import jaxpar as jp](jaxpar.md)"]
     for room in sorted(path.parent for path in (ROOT / "jaxpar").glob("*/__init__.py")):

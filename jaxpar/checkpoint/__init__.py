@@ -5,8 +5,8 @@
     RUN/checkpoints/000200.damaged/   set aside: a block has another hash
     RUN/checkpoints/000200.left/      set aside: training went back to an earlier checkpoint
 
-A run uses `store`; `writing` and `file_errors` handle one checkpoint, `arrays` its files, `manifest` its MANIFEST;
-`replicas` restores under another number of replicas.
+A run uses `store`; `writing` and `file_errors` handle one checkpoint, `array_files` its files, `manifest` its MANIFEST;
+`saved_replicas` restores under another number of replicas.
 Names are imported on first use: listing and verifying checkpoints takes no jax.
 """
 
@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jaxpar.checkpoint.spec import Checkpoints
     from jaxpar.checkpoint.store import Store
-    from jaxpar.files import make_folder, write_json, write_text
 
-__all__ = ["Checkpoints", "Store", "make_folder", "write_json", "write_text"]
+__all__ = ["Checkpoints", "Store"]
 
-_HOMES = {"Checkpoints": "spec", "Store": "store"} | dict.fromkeys(("make_folder", "write_json", "write_text"), "files")
+_HOMES = {"Checkpoints": "spec", "Store": "store"}
 
 
 def __getattr__(name: str):

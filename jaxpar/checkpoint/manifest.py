@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pydantic
 
-from jaxpar.checkpoint.arrays.blocks import FOLDER, Block, altered_files, find_misfit, sizes
+from jaxpar.checkpoint.blocks import FOLDER, Block, altered_files, find_misfit, sizes
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.files import sync
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.checkpoint import manifest, processes
-from jaxpar.checkpoint.arrays.load import load
+from jaxpar.checkpoint.array_files import load
 from jaxpar.checkpoint.manifest import Manifest
 from jaxpar.errors import JaxparError, Problem
 from jaxpar.optim.eval_params import EvalSource, eval_sources

@@ -20,7 +20,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.buckets import pull_folder
-from jaxpar.checkpoint import listing, one_model, paths, reading
+from jaxpar.checkpoint import array_files, listing, reading, saved_replicas
 from jaxpar.checkpoint.differences import Difference, differences
 from jaxpar.checkpoint.manifest import Array, Manifest, SavedReplicas
 from jaxpar.checkpoint.spec import Checkpoints
@@ -86,10 +86,10 @@ def start(
       JaxparError: If the checkpoint is damaged, a pattern matches nothing, or an array does not fit.
     """
     path, manifest, int8, origin = _resolve(spec, state, layout)
-    job_replicas = one_model.replicas_of(layout)
-    saved = one_model.describe(manifest.arrays, manifest.replicas)
-    targets = one_model.describe(paths.describe(state), job_replicas)
-    leaves = paths.flatten(state)
+    job_replicas = saved_replicas.replicas_of(layout)
+    saved = saved_replicas.describe_as_one(manifest.arrays, manifest.replicas)
+    targets = saved_replicas.describe_as_one(array_files.describe(state), job_replicas)
+    leaves = array_files.flatten(state)
     for name in [name for name in origin.taken if name in int8]:
         matrix, scales = f"params/{name}", f"params/{SCALES}/{name}"
         sharding, adapter, source = (
@@ -98,7 +98,7 @@ def start(
             _full_path(origin.taken[name], saved),
         )
         abstract = jax.ShapeDtypeStruct(leaves[matrix].shape, adapter.float_dtype, sharding=sharding[0])
-        loaded = one_model.read(path, manifest, {source: abstract})
+        loaded = saved_replicas.read_as_one(path, manifest, {source: abstract})
         quantize = jax.jit(partial(rounded, lead=adapter.lead, inputs=adapter.inputs), out_shardings=sharding)
         # waits, so that no two matrices are in floats at once
         leaves[matrix], leaves[scales] = jax.block_until_ready(quantize(loaded.pop(source)))
@@ -113,7 +113,7 @@ def start(
         )
         if sharding == leaf.sharding:
             leaf.delete()  # so that no device holds both the new array and the taken one
-    loaded = one_model.read(path, manifest, requests)
+    loaded = saved_replicas.read_as_one(path, manifest, requests)
     new_arrays = {
         _full_path(name, targets): loaded[_full_path(source, saved)]
         for name, source in origin.taken.items()
@@ -122,7 +122,7 @@ def start(
     if job_replicas is not None:
         return _begin_replicas(layout, optimizer, state, new_arrays), origin
     leaves |= new_arrays
-    new_state = paths.unflatten(state, leaves)
+    new_state = array_files.unflatten(state, leaves)
     opt_shardings = jax.tree.map(lambda leaf: leaf.sharding, state.optimizer)
     # some chains store a copy of the initial parameters
     opt_state = jax.jit(optimizer.init, out_shardings=opt_shardings)(new_state.params)
@@ -139,14 +139,17 @@ def _begin_replicas(
 
     def begin(state: State, taken: Mapping[str, jax.Array]) -> State:
         has_replica_dim = layout.parallel.exchange.replicas_differ
-        flat = paths.flatten(state.params)
+        flat = array_files.flatten(state.params)
         params = {path: taken.get(f"params/{path}", x[0] if has_replica_dim else x) for path, x in flat.items()}
         fresh = state_from_params(
-            layout, optimizer, paths.unflatten(state.params, params), jax.tree.map(lambda x: x[0], state.model_state)
+            layout,
+            optimizer,
+            array_files.unflatten(state.params, params),
+            jax.tree.map(lambda x: x[0], state.model_state),
         )
-        stats = paths.flatten(state.model_state)
+        stats = array_files.flatten(state.model_state)
         stacked = {path: jnp.broadcast_to(taken.get(f"model_state/{path}", x), x.shape) for path, x in stats.items()}
-        return dataclasses.replace(fresh, model_state=paths.unflatten(state.model_state, stacked))
+        return dataclasses.replace(fresh, model_state=array_files.unflatten(state.model_state, stacked))
 
     return jax.jit(begin, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, state))(state, taken)
 
@@ -177,9 +180,10 @@ def _resolve(spec: Checkpoints, state: State, layout: Layout) -> tuple[Path, Man
     if manifest.replicas and manifest.replicas.model == NO_MODEL:
         raise several_models(manifest.replicas.exchange)
     adapters, constants = layout.blueprint.adapters, layout.blueprint.constants
-    sides = (paths.describe(state), one_model.replicas_of(layout)), (manifest.arrays, manifest.replicas)
+    sides = (array_files.describe(state), saved_replicas.replicas_of(layout)), (manifest.arrays, manifest.replicas)
     job, saved = (
-        {k: x for k, x in _takable(one_model.describe(*side)).items() if k not in constants} for side in sides
+        {k: x for k, x in _takable(saved_replicas.describe_as_one(*side)).items() if k not in constants}
+        for side in sides
     )
     int8 = (
         {} if any(has_prefix(name, SCALES) for name in saved) else {k: x for k, x in adapters.items() if x.float_dtype}

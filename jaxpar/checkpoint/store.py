@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxpar.checkpoint import listing, manifest, paths, processes, reading, replicas, writing
+from jaxpar.checkpoint import array_files, listing, manifest, processes, reading, saved_replicas, writing
 from jaxpar.checkpoint.spec import Checkpoints
 from jaxpar.errors import LOST, JaxparError, Problem, refuse
 from jaxpar.files import FULL, make_folder
@@ -76,7 +76,9 @@ class Store:
         """
         self.wait()
         self._sweep()
-        needed = sum(array.bytes + LISTED for array in paths.describe(state).values())  # of all processes together
+        needed = sum(
+            array.bytes + LISTED for array in array_files.describe(state).values()
+        )  # of all processes together
         # the first process decides for all: on a shared file system the others may still see an older folder, and if
         # they decided differently some would wait for the others for ever
         if processes.broadcast(step in self.steps()):
@@ -169,7 +171,7 @@ class Store:
             path = self.path(candidate)
             try:
                 contents = reading.read_manifest(path)
-                arrays, note = replicas.read(path, contents, like, how=self.spec.replicas, run=str(_run_of(path)))
+                arrays, note = saved_replicas.read(path, contents, like, how=self.spec.replicas, run=str(_run_of(path)))
                 if (saved_step := _step_of(arrays)) not in (None, candidate):
                     raise reading.Damaged(path, [f"its state is of step {saved_step}"])
             except reading.Damaged as found:
@@ -181,7 +183,7 @@ class Store:
                     self._set_aside(problem, damaged_step, candidate)
             if note and processes.is_first():
                 self.say(f"step {candidate}: {note}")
-            return paths.unflatten(like, arrays), candidate
+            return array_files.unflatten(like, arrays), candidate
         if damaged:
             raise JaxparError(*self._problems(damaged))
         raise _refuse_none(self.folder, step)

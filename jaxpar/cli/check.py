@@ -56,10 +56,10 @@ def run_check(args: argparse.Namespace) -> tuple[Any, int]:
     if job is None:
         raise JaxparError(*problems)
 
-    from jaxpar.data.preflight import report_lengths
+    from jaxpar.data.sources import report_lengths
     from jaxpar.job.check import check, devices_of
+    from jaxpar.job.checkpoint import check_run
     from jaxpar.job.inspect import matmul_summary
-    from jaxpar.job.parts.first_state import check_run
     from jaxpar.job.parts.models import resolve_loss, resolve_model
     from jaxpar.job.parts.names import vocabulary
     from jaxpar.job.parts.optimizers import note_optimizer

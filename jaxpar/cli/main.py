@@ -16,19 +16,21 @@ from jaxpar.cli import (
     doctor,
     exchange,
     inspect,
+    launch,
     measure,
     new,
     partition,
     plan,
+    report,
     sample,
     schedule,
+    sweep,
+    train,
 )
 from jaxpar.cli.output import open_closed_streams
-from jaxpar.cli.training import launch, report, sweep, train
 from jaxpar.errors import STOPPED, JaxparError, refuse, suggest
-from jaxpar.launch.lifeline import exit_with_supervisor
 from jaxpar.mesh.plugin import hush_plugin
-from jaxpar.process_exit import exit_process
+from jaxpar.process_exit import exit_process, exit_with_supervisor
 
 VERBS = (
     new, train, sweep, launch, check, inspect, plan, partition, schedule, exchange, sample, report, checkpoint,

@@ -28,7 +28,7 @@ def add(verbs) -> None:
 
 def write_new(args: argparse.Namespace) -> tuple[Any, int]:
     """Writes the folder and prints its files and the next command."""
-    from jaxpar.job.template.new import new
+    from jaxpar.job.starter import new
 
     files = [str(file) for file in new(args.name)]
     print("\n".join(files))

@@ -89,7 +89,7 @@ def run_sample(args: argparse.Namespace) -> tuple[Any, int]:
 def _chat(args: argparse.Namespace, asked: "SamplingRequest") -> dict[str, Any]:
     """Prints an answer to each line of stdin, until its end or Ctrl-C."""
     from jaxpar.errors import refuse
-    from jaxpar.job.api.chat import chat
+    from jaxpar.job.chat import chat
 
     for option, given in (("--prompts", args.prompts), ("--out", args.out)):
         if given is not None:

@@ -82,7 +82,12 @@ def join_rendezvous(
     Raises:
       JaxparError: If process 0 is not found in time, or reports that a process is missing or does not fit.
     """
-    hello = {"process": cluster.process, "processes": cluster.processes, "host": socket.gethostname(), "same": fingerprint}
+    hello = {
+        "process": cluster.process,
+        "processes": cluster.processes,
+        "host": socket.gethostname(),
+        "same": fingerprint,
+    }
     start, reason = time.monotonic(), ""
     while (remaining := until - time.monotonic()) > 0:
         try:

@@ -7,9 +7,11 @@ is the file there, with every byte as written? ──yes──► train
 
 import fcntl
 import hashlib
+import json
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,17 +19,92 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.data import journal, packed
+from jaxpar.data import packed
 from jaxpar.data.corpus import Corpus
+from jaxpar.data.documents.piece import Place
 from jaxpar.data.packed import Packed
 from jaxpar.data.spec import OURS, Data
-from jaxpar.data.tokenizers.encode import encode_from, token_settings
-from jaxpar.data.tokenizers.encoders import BuiltinEncoder, Encoder, HuggingFaceEncoder
+from jaxpar.data.tokenizers.encoders import BuiltinEncoder, Encoder, HuggingFaceEncoder, encode_from, token_settings
 from jaxpar.data.tokenizers.tokenizer_facts import read_tokenizer
 from jaxpar.data.tokens import KEPT, bpe_file, bpe_tokens, byte_tokens, load_bpe, train_bpe
 from jaxpar.errors import JaxparError, refuse
-from jaxpar.files import make_folder
+from jaxpar.files import make_folder, sync, write_text
 from jaxpar.units import show_bytes, show_seconds
+
+# Writes tokens resumably: after a kill the next process continues at the exact token.
+#
+#     tokens-hf-32000-0f3a.begun       the tokens so far
+#     tokens-hf-32000-0f3a.progress    b7c9...e1: BLAKE2b of the next line
+#                                      {"place": [0, 1048576, 0], "size": 524288, "parts": ["9d..."]}
+#
+# Every `SYNC_EVERY` seconds the tokens are synced, and then the place in the documents that they reach. A process that
+# resumes verifies the hashes, truncates the tokens after that place, and reads the documents from it on.
+
+SYNC_EVERY = 10.0  # seconds between two records of the place
+Chunks = Callable[[Place], Iterable[tuple[np.ndarray, Place]]]
+
+
+def write_tokens(file: Path, chunks: Chunks, say: Callable[[str], None]) -> tuple[int, tuple[str, ...]]:
+    """Writes a file, resuming what an earlier process wrote; returns its size and the hashes of its parts.
+
+    Args:
+      file: The file; until it is complete its content is in a file with the suffix .begun.
+      chunks: Maps a place to an iterable of the tokens from it on, each array with the place after it.
+      say: Takes a message if the write is resumed.
+
+    Raises:
+      JaxparError: If it cannot be written.
+    """
+    partial_file, notes = file.with_suffix(".begun"), file.with_suffix(".progress")
+    place, size, parts = _resume_point(partial_file, notes)
+    if size:
+        say(f"packing goes on after {size:,} bytes of tokens that an earlier start has packed")
+    try:
+        with partial_file.open("r+b" if size else "w+b", buffering=0) as out:
+            out.truncate(size)
+            out.seek(len(parts) * packed.PART)
+            writer, noted_at = packed.HashingWriter(out, parts, out.read()), time.monotonic()
+            for chunk, place_after in chunks(place):
+                writer.write(chunk)
+                if time.monotonic() - noted_at >= SYNC_EVERY:
+                    os.fsync(out.fileno())
+                    _write_progress(notes, place_after, writer)
+                    noted_at = time.monotonic()
+            os.fsync(out.fileno())
+        partial_file.replace(file)
+        notes.unlink(missing_ok=True)
+        sync(file.parent)
+    except OSError as error:
+        raise packed.write_error(partial_file, error) from error
+    return writer.size, writer.parts
+
+
+def _write_progress(notes: Path, place: Place, hashed: packed.HashingWriter) -> None:
+    line = json.dumps({"place": place, "size": hashed.size, "parts": hashed.parts})
+    write_text(notes, f"{hashlib.blake2b(line.encode()).hexdigest()}\n{line}\n")
+    sync(notes)
+
+
+def _resume_point(begun: Path, notes: Path) -> tuple[Place, int, tuple[str, ...]]:
+    """Returns the place to resume at, the number of verified bytes, and the hashes of their complete parts."""
+    start = Place(), 0, ()
+    try:
+        first, _, line = notes.read_bytes().partition(b"\n")
+        if first != hashlib.blake2b(line.strip()).hexdigest().encode():
+            return start
+        record = json.loads(line)
+        if begun.stat().st_size < record["size"]:
+            return start
+        os.truncate(begun, record["size"])
+    except (OSError, ValueError):  # no record, or one that was truncated by a kill
+        return start
+    parts = tuple(record["parts"])
+    manifest = packed.Packed(text="", mark="", dtype="", size=record["size"], parts=parts)
+    if packed.find_damage(begun, manifest):  # bytes that did not reach the disk before the machine went down
+        return start
+    complete = record["size"] // packed.PART
+    return Place(*record["place"]), record["size"], parts[:complete]
+
 
 Say = Callable[[str], None]
 EVERY = 5.0  # seconds between two lines of progress
@@ -135,7 +212,7 @@ def _pack_text(corpus: Corpus, spec: Data, file: Path, mark: str, say: Say, *, b
         )
         dtype = encoder.dtype
         chunks = encode_from(corpus, encoder, PackingProgress("tokenizing", total, say))
-        size, parts = journal.write_tokens(file, chunks, say)
+        size, parts = write_tokens(file, chunks, say)
     elif bpe is not None:
         dtype = np.dtype(np.uint16 if bpe.get_vocab_size() <= 2**16 else np.uint32)
         size, parts = packed.write_tokens(

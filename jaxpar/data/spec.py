@@ -8,8 +8,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from jaxpar.data.tokenizers.files import context_length
-from jaxpar.data.tokenizers.tokenizer_facts import read_tokenizer
+from jaxpar.data.tokenizers.tokenizer_facts import context_length, read_tokenizer
 from jaxpar.errors import JaxparError, Keywords, Problem, check_ranges, refuse, suggest
 
 Batch = dict[str, np.ndarray]

@@ -1,4 +1,4 @@
-"""Compares checkpoints with each other and with a job, and exports them to other formats."""
+"""Compares, exports and checks the checkpoints of a job."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -8,17 +8,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.checkpoint import listing, manifest, orbax, paths, reading, report
-from jaxpar.checkpoint.differences import Difference, differences
+from jaxpar.buckets import is_address
+from jaxpar.checkpoint import array_files, listing, manifest, orbax, reading, report, saved_replicas, start_from
+from jaxpar.checkpoint.differences import Difference, differences, problems
 from jaxpar.checkpoint.manifest import Array, Manifest
-from jaxpar.errors import refuse, suggest
+from jaxpar.errors import JaxparError, Problem, refuse, suggest
 from jaxpar.job import pretrained
 from jaxpar.job.check import device_count
+from jaxpar.job.file import changes
 from jaxpar.job.file.parse import load
+from jaxpar.job.file.run_folder import check_folder, check_same_data, check_writable
+from jaxpar.job.file.schema import Job
+from jaxpar.job.parts.batches import open_data
 from jaxpar.job.parts.models import resolve_loss, resolve_model
 from jaxpar.job.parts.optimizers import resolve_optimizer
 from jaxpar.mesh.devices import use_cpu_only, visible_devices
+from jaxpar.models.huggingface.folder import is_folder
 from jaxpar.parallel.compose import compose
+from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import nest
 from jaxpar.step import state
 
@@ -95,7 +102,7 @@ def job_arrays(job: Path, overrides: Sequence[str] = ()) -> dict[str, Array]:
     if parsed.mesh.names_devices:
         use_cpu_only()
     layout = compose(resolve_model(parsed, resolve_loss(parsed)), parsed.effective_parallel, device_count(parsed))
-    return paths.describe(state.abstract(layout, resolve_optimizer(parsed, layout.blueprint)))
+    return array_files.describe(state.abstract(layout, resolve_optimizer(parsed, layout.blueprint)))
 
 
 def _listed(where: Path) -> tuple[Path, Manifest]:
@@ -130,3 +137,60 @@ def _on_one_device(arrays: Mapping[str, Array]) -> dict[str, jax.ShapeDtypeStruc
 def _numbers(array: jax.Array) -> np.ndarray:
     is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(array) if is_key else array)
+
+
+# Checks the first state of a run against checkpoint manifests, without reading an array.
+#
+# RUN has no checkpoint   ─►  checkpoint.start_from: does it exist, do its parameters fit?
+# RUN has checkpoints     ─►  do the arrays of the newest intact one fit, are job and data unchanged?
+
+
+def check_run(job: Job, layout: Layout) -> list[Problem]:
+    """Returns the problems of the run folder and the first state that `train` would report before its first step.
+
+    Text is not packed here, so only `train` detects that the text has changed.
+
+    Args:
+      job: A job without other problems.
+      layout: The layout of its model.
+    """
+    if is_address(job.run.dir) or is_address(job.checkpoint.start_from):
+        return []  # a bucket is read when the run starts
+    folder = Path(job.run.dir)
+    try:
+        steps = check_folder(job, folder)
+        check_writable(folder)
+        if steps:
+            changed = changes.compare(folder, job)
+            check_same_data(folder, None if job.data.is_text else open_data(job).fingerprint)
+            changes.check(changed, job, _check_goes_on(job, layout, folder / "checkpoints", steps))
+        elif job.checkpoint.start_from and not is_folder(job.checkpoint.start_from):
+            shapes = state.abstract(layout, resolve_optimizer(job, layout.blueprint))
+            start_from.check(job.checkpoint, shapes, layout)
+    except JaxparError as error:
+        return [*error.problems]
+    return []
+
+
+def _check_goes_on(job: Job, layout: Layout, folder: Path, steps: list[int]) -> int:
+    """Returns the step of the newest intact checkpoint, judged by names and sizes of its files.
+
+    Raises:
+      JaxparError: If none is intact, or it does not fit the job.
+    """
+    damaged: list[Problem] = []
+    for step in reversed(steps):
+        path = folder / listing.name_of(step)
+        try:
+            manifest = reading.read_manifest(path)
+        except reading.Damaged as error:
+            damaged += error.problems
+            continue
+        replica_mode, run = job.checkpoint.replicas, str(folder.parent)
+        arrays = array_files.describe(state.abstract(layout, resolve_optimizer(job, layout.blueprint)))
+        if manifest.replicas and manifest.replicas.model and not layout.parallel.exchange.replicas_differ:
+            saved_replicas.check_one_model(manifest, manifest.replicas, arrays, how=replica_mode, run=run)
+        elif replica_mode == "same" and (mismatches := problems(differences(manifest.arrays, arrays), run)):
+            raise JaxparError(*mismatches)  # for other values, arrays are derived from the saved ones to fit the mesh
+        return step
+    raise JaxparError(*damaged)

@@ -1,23 +1,27 @@
 """Starts a run from a Hugging Face decoder, and exports a run's decoder as one."""
 
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+import optax
 
 from jaxpar.buckets import local_folder
-from jaxpar.checkpoint import listing, one_model, reading
+from jaxpar.checkpoint import listing, reading, saved_replicas
 from jaxpar.data.spec import OURS
 from jaxpar.data.tokenizers.tokenizer_facts import read_tokenizer
 from jaxpar.data.tokens import KEPT as KEPT_TOKENIZER
+from jaxpar.errors import JaxparError, Problem, shape_differences
 from jaxpar.files import write_json
 from jaxpar.job.build import BuiltJob
+from jaxpar.job.file.run_folder import job_of
 from jaxpar.job.file.schema import Job
-from jaxpar.job.file.trained_job import job_of
-from jaxpar.job.parts.batches import with_saved_tokenizer
-from jaxpar.job.parts.end_tokens import data_ends, end_tokens
+from jaxpar.job.parts.batches import data_ends, end_tokens, with_saved_tokenizer
 from jaxpar.job.parts.models import resolve_loss, resolve_model
 from jaxpar.job.parts.pretrained_start import check_start, decoder_of
+from jaxpar.models.blocks.int8 import QuantizedMatrix
 from jaxpar.models.huggingface.export import export
 from jaxpar.models.huggingface.folder import (
     ALONG,
@@ -30,10 +34,87 @@ from jaxpar.models.huggingface.folder import (
     read_config,
 )
 from jaxpar.parallel.compose import as_blueprint
-from jaxpar.sharding.adapters import merge_adapters
-from jaxpar.sharding.names import by_path
-from jaxpar.step.state import State
-from jaxpar.train import pretrained
+from jaxpar.parallel.layout import Layout
+from jaxpar.sharding.adapters import SCALES, checkpoint_leaves, merge_adapters
+from jaxpar.sharding.names import Leaf, by_path, path_of
+from jaxpar.step.state import State, abstract, shardings, state_from_params
+
+# Training begins with parameters that are there already, each device's part read or made on its own.
+
+
+def start_from_params(
+    layout: Layout,
+    optimizer: optax.GradientTransformation,
+    params: Mapping[str, Any],
+    *,
+    fresh: Collection[str] = (),
+    seed: int = 0,
+    offload: bool = False,
+) -> State:
+    """Returns the state at step 0 with these parameters.
+
+    Args:
+      layout: Where arrays go.
+      optimizer: Any optax chain.
+      params: Path to parameter: what has `shape` and is indexed by slices, such as `Pretrained.params`. In floats; what
+        is kept in 8 bits is read and rounded layer by layer.
+      fresh: Paths of parameters that begin anew, as `init_state` makes them.
+      seed: Of these, and of dropout.
+      offload: Keep the optimizer state in host memory.
+
+    Raises:
+      JaxparError: With every parameter that is missing, unexpected or of another shape.
+    """
+    like = abstract(layout, optimizer)
+    if problems := _differences(layout, params, fresh):
+        raise JaxparError(*problems)
+    placed = shardings(layout, like, offload=offload)
+    parts = {path: part for path in params if path not in fresh for path, part in _parts(layout, path, params[path])}
+    born = {
+        path: _born(parts[path], place.leaf, layout.sharding(place.stored))
+        for path, place in layout.placements.items()
+        if path in parts
+    }
+
+    def begin(given, key) -> State:
+        made, model_state = layout.blueprint.init(key)
+        params = jax.tree_util.tree_map_with_path(lambda keys, leaf: given.get(path_of(keys), leaf), made)
+        return state_from_params(layout, optimizer, params, model_state)
+
+    given = () if layout.parallel.exchange.replicas_differ else (0,)  # the arrays of one model are no replica's
+    return jax.jit(begin, out_shardings=placed, donate_argnums=given)(born, jax.random.key(seed))
+
+
+def _parts(layout: Layout, path: str, value: Any) -> Iterator[tuple[str, Callable]]:
+    """Yields what a parameter becomes, each with what reads a part of it: of a matrix in 8 bits its scales too."""
+    each = layout.blueprint.adapters.get(path)
+    if each is None or each.float_dtype is None:
+        yield path, value.__getitem__
+        return
+    made = QuantizedMatrix(path, value, each.lead, each.inputs)
+    yield path, made.int8_values
+    yield f"{SCALES}/{path}", made.scales
+
+
+def _born(read: Callable, leaf: Leaf, on: Any) -> jax.Array:
+    """Returns a parameter on its devices; a part that several devices keep is read once."""
+    parts: dict[str, np.ndarray] = {}
+
+    def part(index):
+        key = str(index)
+        if key not in parts:
+            parts[key] = np.asarray(read(index), leaf.dtype)
+        return parts[key]
+
+    return jax.make_array_from_callback(leaf.shape, on, part)
+
+
+def _differences(layout: Layout, params: Mapping[str, Any], fresh: Collection[str]) -> list[Problem]:
+    shapes = {path: leaf.shape for path, leaf in checkpoint_leaves(layout.blueprint).items() if path not in fresh}
+    found = shape_differences(params, shapes, owner="the model")
+    rule, fix = "training begins with all parameters of the model", "[model] as the settings that were loaded"
+    return [Problem(f"parameters {what}: {', '.join(names)}", rule, fix) for what, names in found.items()]
+
 
 KEPT = "huggingface"  # folder in a run folder with the small files of its pretrained model
 
@@ -47,7 +128,7 @@ def start_run(built: BuiltJob) -> tuple[State, str]:
     job = built.job
     model, origin = check_start(job, built.layout)
     params = {path: model.params[source_path] for path, source_path in origin.taken.items()}
-    first_state = pretrained.start(
+    first_state = start_from_params(
         built.layout, built.optimizer, params, fresh=origin.fresh, seed=job.train.seed, offload=job.train.offload
     )  # fmt: skip
     if jax.process_index() == 0:  # the folder may be gone when the run is exported
@@ -89,10 +170,13 @@ def export_checkpoint(where: Path, step: int | None, to: Path) -> dict[str, Any]
     sharding = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
     targets = {
         name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
-        for name, array in one_model.describe(manifest.arrays, manifest.replicas).items()
+        for name, array in saved_replicas.describe_as_one(manifest.arrays, manifest.replicas).items()
         if name.startswith("params/")
     }
-    params = {name.removeprefix("params/"): value for name, value in one_model.read(path, manifest, targets).items()}
+    params = {
+        name.removeprefix("params/"): value
+        for name, value in saved_replicas.read_as_one(path, manifest, targets).items()
+    }
     if job.train.adapters.rank:
         params = by_path(merge_adapters(as_blueprint(resolve_model(job, resolve_loss(job))), params))
     files = export(params, settings, to, origin=run / KEPT if is_folder(run / KEPT) else None)

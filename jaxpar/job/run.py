@@ -24,7 +24,7 @@ import jax
 
 from jaxpar.buckets import Bucket, is_address, local_folder
 from jaxpar.checkpoint import Store, start_from
-from jaxpar.checkpoint.one_model import replicas_of
+from jaxpar.checkpoint.saved_replicas import replicas_of
 from jaxpar.cluster.connect import HEARTBEAT, connect
 from jaxpar.cluster.environment import Cluster, detect
 from jaxpar.errors import JaxparError, describe_exception, refuse
@@ -33,16 +33,14 @@ from jaxpar.job import pretrained, sweep
 from jaxpar.job.build import BuiltJob, build, rate_jump
 from jaxpar.job.file import changes
 from jaxpar.job.file.dump import dumps
-from jaxpar.job.file.run_folder import check_folder, check_same_data
+from jaxpar.job.file.run_folder import check_folder, check_same_data, lost_files
 from jaxpar.job.file.schema import Job
-from jaxpar.job.file.trained_job import lost_files
 from jaxpar.job.parts.batches import abstract_batch
-from jaxpar.job.parts.candidate import candidate_of
-from jaxpar.job.parts.loggers import resolve_loggers
-from jaxpar.job.parts.measures import derived_of
+from jaxpar.job.parts.measures import derived_of, resolve_loggers
 from jaxpar.job.parts.models import batch_spec
 from jaxpar.job.parts.names import COUNTED
 from jaxpar.job.parts.optimizers import best_of
+from jaxpar.job.parts.plan_traced import candidate_of
 from jaxpar.measure.record import versions
 from jaxpar.measure.where import where
 from jaxpar.mesh.chips import find_chip
@@ -54,14 +52,13 @@ from jaxpar.step.model_flop import model_flop
 from jaxpar.step.step import Step
 from jaxpar.train import loop
 from jaxpar.train.faults import Watch
-from jaxpar.train.live.waiting import waiting
 from jaxpar.train.lock import Lock
 from jaxpar.train.metrics import Log
 from jaxpar.train.noise import Noise
-from jaxpar.train.progress import Progress
+from jaxpar.train.progress import Progress, waiting
 from jaxpar.train.skipped_batches import SkippedBatches
-from jaxpar.train.watchdog import meeting
-from jaxpar.train.watchdog.judge import SLOW
+from jaxpar.train.watchdog import beat
+from jaxpar.train.watchdog.decisions import SLOW
 from jaxpar.train.watchdog.thread import SingleProcess, WatchdogThread, forget
 
 SCHEDULE = "parallel.pipeline.schedule"  # a job may leave it open; then it depends on the devices
@@ -140,13 +137,13 @@ def _connect(job: Job, folder: Path) -> SingleProcess:
     attempt = ""
     if cluster.process == 0:
         forget(folder)
-        attempt = meeting.begin(folder)
+        attempt = beat.begin_attempt(folder)
     jax.config.update("jax_enable_preemption_service", False)  # it would intercept SIGTERM  # pyright: ignore
     # JAX kills processes without naming the culprit: its heartbeat must time out only after our watchdog has reported
     heartbeat = HEARTBEAT + math.ceil(job.run.timeout)
     attempt = connect(
         cluster, timeout=job.run.timeout * SLOW, heartbeat=heartbeat, word=attempt,
-        check=lambda word: meeting.look(folder, word, process=cluster.process),
+        check=lambda word: beat.find_attempt(folder, word, process=cluster.process),
     )  # fmt: skip
     return WatchdogThread(folder, attempt, process=cluster.process, count=cluster.processes, limit=job.run.timeout)
 

@@ -19,10 +19,9 @@ from jaxpar.data.tokens import RunTokenizer
 from jaxpar.errors import Keywords, refuse
 from jaxpar.files import write_text
 from jaxpar.job.file.parse import loads
+from jaxpar.job.file.run_folder import job_of
 from jaxpar.job.file.schema import Job
-from jaxpar.job.file.trained_job import job_of
-from jaxpar.job.parts.batches import with_saved_tokenizer
-from jaxpar.job.parts.end_tokens import end_tokens
+from jaxpar.job.parts.batches import end_tokens, with_saved_tokenizer
 from jaxpar.job.parts.models import resolve_loss, resolve_model
 from jaxpar.job.parts.optimizers import resolve_optimizer
 from jaxpar.job.pretrained import KEPT

@@ -23,8 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpar.errors import LOST, STOPPED, JaxparError, refuse
-from jaxpar.launch.lifeline import VARIABLE, lifeline
-from jaxpar.process_exit import stop_signals
+from jaxpar.process_exit import LIFELINE, lifeline, stop_signals
 
 _NOISE = "[Gloo] Rank "  # Gloo prints a line for every connection, on every process
 _CONSEQUENCES = (-signal.SIGABRT, LOST, 0)
@@ -149,7 +148,7 @@ class Attempt:
         variables["ATTEMPT"] = str(self.number)  # of this supervisor: the rendezvous decides which attempt all begin
         return subprocess.Popen(
             [sys.executable, "-m", "jaxpar", *self.launch.command, *self.launch.options],
-            env={**os.environ, **{f"JAXPAR_{name}": value for name, value in variables.items()}, VARIABLE: str(end)},
+            env={**os.environ, **{f"JAXPAR_{name}": value for name, value in variables.items()}, LIFELINE: str(end)},
             pass_fds=(end,),
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
             start_new_session=True,  # Ctrl-C reaches the supervisor, which passes it on

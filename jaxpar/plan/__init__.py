@@ -2,7 +2,7 @@
 
     jp.plan("configs/gpu_llama_8b_fsdp8.toml", "train.global_batch=512", devices=64, chip="h100")
 
-`jp.plan` is this package, which is callable: it calls `jaxpar.job.api.plan.plan` with a job (or a step made in
+`jp.plan` is this package, which is callable: it calls `jaxpar.job.plan_api.plan` with a job (or a step made in
 Python), GPUs and their links, and returns a plan that prints itself, and displays itself in a notebook.
 
     pages/        a plan as text, HTML and bars             rules/         published rules of thumb
@@ -29,7 +29,7 @@ class _Room(ModuleType):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # imported by name: the function reads a job, and this package does not import packages above it
-        return import_module("jaxpar.job.api.plan").plan(*args, **kwargs)
+        return import_module("jaxpar.job.plan_api").plan(*args, **kwargs)
 
 
 sys.modules[__name__].__class__ = _Room

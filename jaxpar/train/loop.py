@@ -19,19 +19,17 @@ from typing import Any
 import jax
 
 from jaxpar.checkpoint import processes
-from jaxpar.checkpoint.save_schedule import SaveSchedule
+from jaxpar.checkpoint.writing import SaveSchedule
 from jaxpar.errors import JaxparError
 from jaxpar.step.measures.functions import derive_measures, evaluation_names
 from jaxpar.step.state import State
 from jaxpar.step.stochastic_loss.loss import key_parameter
-from jaxpar.train.evaluation.incomplete import Totals, summed
 from jaxpar.train.faults import learns_nothing
 from jaxpar.train.feed import Feed, Reader
+from jaxpar.train.incomplete_batches import Totals, summed
 from jaxpar.train.metrics import is_evaluated
 from jaxpar.train.noise import SMALL
-from jaxpar.train.recovery.before_save import check_before_save
-from jaxpar.train.recovery.rescue import can_save, saves_before_errors, say_saved
-from jaxpar.train.recovery.roll_back import roll_back
+from jaxpar.train.recovery.roll_back import can_save, check_before_save, roll_back, saves_before_errors, say_saved
 from jaxpar.train.recovery.stop import Stop
 from jaxpar.train.run import Outcome, Run
 

@@ -1,18 +1,49 @@
-"""One live line on a terminal; a plain line per interval where the output is no terminal."""
+"""The status line on the terminal, from the first second on."""
 
 import io
 import json
 import re
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from jaxpar.train.live.waiting import Waiting
 from jaxpar.train.metrics import is_evaluated
 from jaxpar.units import show_count, show_seconds
+
+# What is waited for, and for how long: a line on a terminal that goes when something else is shown.
+
+
+class Waiting:
+    """Words with the time since they were said, which `rich` asks for at each refresh.
+
+    Attributes:
+      what: Is waited for.
+    """
+
+    def __init__(self, what: str):
+        self.what, self._since = what, time.monotonic()
+
+    def __rich__(self) -> Any:
+        from rich.text import Text
+
+        return Text(f"{self.what}, {show_seconds(time.monotonic() - self._since)}")
+
+
+@contextmanager
+def waiting(what: str, stream: Any) -> Iterator[None]:
+    """Shows what is waited for until it is there; nothing where the stream is no terminal."""
+    if not stream.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.live import Live
+
+    with Live(Waiting(what), console=Console(file=stream), refresh_per_second=4, transient=True):
+        yield
 
 
 class Progress:

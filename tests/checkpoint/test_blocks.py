@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxpar.checkpoint import Checkpoints, Store, manifest
-from jaxpar.checkpoint.arrays import blocks, save
+from jaxpar.checkpoint import Checkpoints, Store, array_files, blocks, manifest
 from jaxpar.errors import JaxparError
 
 SPEC = Checkpoints(keep_last=9)
@@ -68,7 +67,7 @@ def test_boxes_fill_an_array_in_order_and_none_is_too_large(shape, itemsize, lar
 
 @pytest.mark.parametrize("before", SPECS)
 def test_what_one_sharding_saves_any_other_restores_bit_for_bit(before, tmp_path, monkeypatch):
-    monkeypatch.setattr(save, "cut_boxes", partial(blocks.cut_boxes, largest=40))
+    monkeypatch.setattr(array_files, "cut_boxes", partial(blocks.cut_boxes, largest=40))
     was = state(before)
     store = saved(tmp_path, was)
     assert max(len(each) for each in manifest.read(store.path(1)).blocks.values()) > 8
@@ -86,7 +85,7 @@ def test_every_byte_is_read_once_and_hashed_once_on_each_way(tmp_path, monkeypat
         return digest(content)
 
     monkeypatch.setattr(blocks, "digest", counted)
-    monkeypatch.setattr(save, "digest", counted)
+    monkeypatch.setattr(array_files, "digest", counted)
     monkeypatch.setattr(os, "preadv", lambda *about: read.append(preadv(*about)) or read[-1])
     was = state(("x",))
     store = saved(tmp_path, was)

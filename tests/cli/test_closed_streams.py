@@ -14,13 +14,13 @@ from supervised_runs import rows, started_by, wait_until, write
 CLOSED = [" ".join(each) for count in (1, 2, 3) for each in itertools.combinations(("<&-", ">&-", "2>&-"), count)]
 SUPERVISOR = """\
 import os, subprocess, sys, time
-from jaxpar.launch.lifeline import VARIABLE, lifeline
+from jaxpar.process_exit import LIFELINE, lifeline
 follower = (
-    "from jaxpar.launch.lifeline import exit_with_supervisor; import time; exit_with_supervisor(); "
+    "from jaxpar.process_exit import exit_with_supervisor; import time; exit_with_supervisor(); "
     "open('follows', 'w'); time.sleep(60)"
 )
 with lifeline() as end:
-    subprocess.Popen([sys.executable, "-c", follower], env={**os.environ, VARIABLE: str(end)}, pass_fds=(end,),
+    subprocess.Popen([sys.executable, "-c", follower], env={**os.environ, LIFELINE: str(end)}, pass_fds=(end,),
                      stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     time.sleep(60)
 """

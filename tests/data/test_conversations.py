@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 import jaxpar as jp
-from jaxpar.data.documents.messages import conversation
 from jaxpar.data.documents.row_files import RowCorpus
-from jaxpar.data.preflight import report_lengths
+from jaxpar.data.sources import report_lengths
 from jaxpar.data.spec import Data
-from jaxpar.data.tokenizers.chat import load_template
+from jaxpar.data.tokenizers.chat_template import conversation, load_template
 from jaxpar.data.tokenizers.tokenizer_facts import read_tokenizer
 from jaxpar.errors import JaxparError
 

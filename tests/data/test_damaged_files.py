@@ -11,7 +11,7 @@ import pytest
 
 from jaxpar import JaxparError
 from jaxpar.data.arrays import load_arrays
-from jaxpar.data.tokenizers.files import read_config, read_json, read_template
+from jaxpar.data.tokenizers.tokenizer_facts import read_config, read_json, read_template
 from jaxpar.job.file.parse import load, loads
 from jaxpar.job.report.page import render
 from jaxpar.job.report.read import read

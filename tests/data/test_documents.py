@@ -11,8 +11,8 @@ import tokenizing
 from flax import nnx
 
 import jaxpar as jp
-from jaxpar.data.rows.document_rows import row_bounds
-from jaxpar.data.rows.mixture import ROUND
+from jaxpar.data.document_rows import row_bounds
+from jaxpar.data.sources import ROUND
 from jaxpar.data.tokenizers.tokenizer_facts import read_tokenizer
 from jaxpar.errors import JaxparError
 from jaxpar.job import run
@@ -74,8 +74,8 @@ def test_packing_of_rows_goes_on_at_the_exact_row(folder, tmp_path, monkeypatch,
         path = str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet")
     asked = jp.Data(source=kind, path=list(path), tokenizer=str(folder), messages="messages", seq=16)
     whole = jp.open_data(asked, tmp_path / "whole").tokens
-    monkeypatch.setattr("jaxpar.data.journal.EVERY", 0.0)
-    monkeypatch.setattr("jaxpar.data.tokenizers.encode.MOST", 37)
+    monkeypatch.setattr("jaxpar.data.packing.SYNC_EVERY", 0.0)
+    monkeypatch.setattr("jaxpar.data.tokenizers.encoders.MOST", 37)
     from jaxpar.data.tokenizers.encoders import HuggingFaceEncoder
 
     encode, left = HuggingFaceEncoder.encode, iter(range(9))

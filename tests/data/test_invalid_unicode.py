@@ -10,9 +10,9 @@ import tokenizing
 
 import jaxpar as jp
 from jaxpar.data.packing import pack
-from jaxpar.data.preflight import check_text
+from jaxpar.data.sources import check_text
 from jaxpar.data.text import text_files
-from jaxpar.data.tokenizers.encode import open_corpus
+from jaxpar.data.tokenizers.encoders import open_corpus
 from jaxpar.errors import JaxparError
 from jaxpar.job.sample import read_prompts
 

@@ -12,14 +12,12 @@ import tokenizing
 
 import jaxpar as jp
 from jaxpar.cli.main import main
-from jaxpar.data import corpus, journal
+from jaxpar.data import corpus, packing
 from jaxpar.data.corpus import Corpus
-from jaxpar.data.documents.messages import conversation
 from jaxpar.data.documents.piece import START, Piece
 from jaxpar.data.tokenizers import encoders, flag_bits
-from jaxpar.data.tokenizers.chat import load_template
-from jaxpar.data.tokenizers.encode import encode_documents
-from jaxpar.data.tokenizers.encoders import HuggingFaceEncoder
+from jaxpar.data.tokenizers.chat_template import conversation, load_template
+from jaxpar.data.tokenizers.encoders import HuggingFaceEncoder, encode_documents
 from jaxpar.data.tokenizers.tokenizer_facts import read_tokenizer
 from jaxpar.data.tokens import RunTokenizer
 from jaxpar.errors import JaxparError
@@ -153,11 +151,11 @@ class Killed(BaseException):
 @pytest.mark.parametrize("after", [1, 5, 20])
 def test_what_was_killed_goes_on_at_the_exact_token(folders, tmp_path, monkeypatch, capsys, after):
     write_text(tmp_path)
-    monkeypatch.setattr("jaxpar.data.tokenizers.encode.AT_ONCE", 2**11)
+    monkeypatch.setattr("jaxpar.data.tokenizers.encoders.AT_ONCE", 2**11)
     monkeypatch.setattr(corpus, "PIECE", 2**11)
     asked = job(tmp_path, folders["llama3"])
     jp.open_data(asked, tmp_path / "whole")
-    monkeypatch.setattr(journal, "EVERY", 0.0)
+    monkeypatch.setattr(packing, "SYNC_EVERY", 0.0)
     encode, seen = HuggingFaceEncoder.encode, []
 
     def killed(encoder, pieces):
@@ -184,8 +182,8 @@ def test_what_was_killed_goes_on_at_the_exact_token(folders, tmp_path, monkeypat
 @pytest.mark.parametrize("damage", ["file", "notes"])
 def test_a_begun_file_that_is_altered_is_begun_anew(folders, tmp_path, monkeypatch, damage):
     write_text(tmp_path, 400)
-    monkeypatch.setattr(journal, "EVERY", 0.0)
-    monkeypatch.setattr("jaxpar.data.tokenizers.encode.AT_ONCE", 2**9)
+    monkeypatch.setattr(packing, "SYNC_EVERY", 0.0)
+    monkeypatch.setattr("jaxpar.data.tokenizers.encoders.AT_ONCE", 2**9)
     monkeypatch.setattr(corpus, "PIECE", 2**9)
     asked, mark = job(tmp_path, folders["llama3"]), flag_bits.set_flags
     jp.open_data(asked, tmp_path / "whole")
@@ -206,9 +204,9 @@ def test_a_begun_file_that_is_altered_is_begun_anew(folders, tmp_path, monkeypat
 
 PACK = """
 import sys, jaxpar as jp
-from jaxpar.data import journal, corpus
-journal.EVERY = 0.0
-import jaxpar.data.tokenizers.encode as encode
+from jaxpar.data import corpus, packing
+packing.SYNC_EVERY = 0.0
+import jaxpar.data.tokenizers.encoders as encode
 encode.AT_ONCE = corpus.PIECE = 2**11
 print("begun", flush=True)
 jp.open_data(jp.Data(source="text", path=sys.argv[1], tokenizer=sys.argv[2], seq=16), sys.argv[3])

@@ -11,7 +11,7 @@ from flax import nnx
 
 import jaxpar as jp
 from jaxpar.data.sources import open_data
-from jaxpar.data.streams import states
+from jaxpar.data.streams import stateful
 from jaxpar.errors import JaxparError
 from jaxpar.job import run
 from jaxpar.job.check import check
@@ -95,7 +95,7 @@ def grain_stream(shard=0, shards=1, count=100):
 @pytest.mark.slow
 def test_a_stream_of_grain_goes_on_from_its_state_and_not_from_its_start(tmp_path, monkeypatch):
     pytest.importorskip("grain")
-    monkeypatch.setattr(states, "EVERY", 0.0)
+    monkeypatch.setattr(stateful, "EVERY", 0.0)
     first = opened(grain_stream, tmp_path)
     whole = [numbers(first.batch(step, 8)) for step in range(12)]
     assert len({*joined(whole)}) == 90
@@ -117,7 +117,7 @@ def test_a_stream_of_grain_goes_on_from_its_state_and_not_from_its_start(tmp_pat
 @pytest.mark.slow
 def test_shards_of_two_processes_share_no_example(tmp_path, monkeypatch):
     pytest.importorskip("grain")
-    monkeypatch.setattr(states, "EVERY", 0.0)
+    monkeypatch.setattr(stateful, "EVERY", 0.0)
     seen = []
     for rows in (np.arange(4), np.arange(4, 8)):
         source = opened(grain_stream, tmp_path)
@@ -133,7 +133,7 @@ def test_shards_of_two_processes_share_no_example(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_state_of_another_dataset_is_refused(tmp_path, monkeypatch):
     pytest.importorskip("grain")
-    monkeypatch.setattr(states, "EVERY", 0.0)
+    monkeypatch.setattr(stateful, "EVERY", 0.0)
     source = opened(grain_stream, tmp_path)
     for step in range(4):
         source.batch(step, 8)
@@ -144,13 +144,13 @@ def test_a_state_of_another_dataset_is_refused(tmp_path, monkeypatch):
 
 def test_states_of_a_run_that_was_given_up_are_not_gone_on_from(tmp_path, monkeypatch):
     """Another dataset of the same name, or another batch, in the same run folder; and states that hold bytes."""
-    monkeypatch.setattr(states, "KEPT", 4)
+    monkeypatch.setattr(stateful, "KEPT", 4)
     for which, begun in (("old", 0), ("new", 0), ("new", 12)):
-        made = states.SavedStates(tmp_path / "stream.jsonl", "mine:data")
+        made = stateful.SavedStates(tmp_path / "stream.jsonl", "mine:data")
         made.latest_before(begun)
         for index in range(begun + (6 if which == "old" else 5), begun + 30, 6):
             assert made.append(index, {"of": which.encode()}, "")
-    found = [states.SavedStates(tmp_path / "stream.jsonl", "mine:data").latest_before(step) for step in range(45)]
+    found = [stateful.SavedStates(tmp_path / "stream.jsonl", "mine:data").latest_before(step) for step in range(45)]
     assert {each[1]["of"] for each in found if each} == {b"new"}
     assert found[44][0] == 41
 
@@ -278,7 +278,7 @@ dir = "{folder}"
 @pytest.mark.slow
 def test_a_run_on_a_stream_of_grain_is_resumed_bit_for_bit(tmp_path, monkeypatch):
     pytest.importorskip("grain")
-    monkeypatch.setattr(states, "EVERY", 0.0)
+    monkeypatch.setattr(stateful, "EVERY", 0.0)
     losses = []
     for name, steps in (("whole", [6]), ("parts", [3, 6])):
         for count in steps:
@@ -379,7 +379,7 @@ class Dataset(Named):
 
 @pytest.mark.parametrize("at", ["get_state", "set_state", "array", "source", "dataset"])
 def test_what_breaks_in_ones_own_code_is_said_with_its_line_and_no_traceback(at, tmp_path, monkeypatch):
-    monkeypatch.setattr(states, "EVERY", 0.0)
+    monkeypatch.setattr(stateful, "EVERY", 0.0)
 
     def read():
         if at in ("source", "dataset"):

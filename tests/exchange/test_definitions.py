@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jaxpar as jp
-from jaxpar.checkpoint.replicas import convert
+from jaxpar.checkpoint.saved_replicas import convert
 from jaxpar.exchange.base import Replicas
 from jaxpar.exchange.clock.delays import Constant, Times
 from jaxpar.exchange.clock.stale import Stale

@@ -15,7 +15,7 @@ from tiny import assert_same_arrays
 
 import jaxpar as jp
 from jaxpar.checkpoint import Checkpoints, Store
-from jaxpar.checkpoint.one_model import replicas_of
+from jaxpar.checkpoint.saved_replicas import replicas_of
 from jaxpar.checkpoint.start_from import start
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError

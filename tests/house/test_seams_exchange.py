@@ -31,6 +31,7 @@ from jaxpar.job.check import check
 from jaxpar.job.file import dump, parse
 from jaxpar.job.parts.models import resolve_loss, resolve_model
 from jaxpar.job.plan import apply_layout, question
+from jaxpar.job.pretrained import start_from_params
 from jaxpar.job.run import train
 from jaxpar.job.shrink import fit_processes
 from jaxpar.mesh.links import Link
@@ -38,7 +39,6 @@ from jaxpar.parallel.traffic import replica_messages
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.software import JAXPAR_FUSED
 from jaxpar.plan.search import predict
-from jaxpar.train.pretrained import start
 
 ROOT = Path(__file__).parents[2]
 CHAIN = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2, eps=1e-4))
@@ -426,7 +426,7 @@ def test_a_run_on_fewer_processes_keeps_the_number_of_replicas_that_differ():
 def test_a_run_begins_with_given_parameters_on_every_replica():
     layout = composed({"data": 4, "fsdp": 2})
     given = {path: np.full(place.leaf.shape, 2.0, np.float32) for path, place in layout.placements.items()}
-    state = start(layout, CHAIN, given)
+    state = start_from_params(layout, CHAIN, given)
     assert all((x == 2).all() and len(x) == 4 for x in jax.tree.leaves(state.params))
     jp.train_step(layout, loss, CHAIN)(state, batch(0))
 

@@ -15,8 +15,8 @@ import pytest
 
 from jaxpar.cli.main import main
 from jaxpar.cluster.environment import Cluster
-from jaxpar.job.doctor import devices, machine, network, software
-from jaxpar.job.doctor.finding import Finding, with_time_limit
+from jaxpar.job.doctor import examine, network, software, this_machine
+from jaxpar.job.doctor.this_machine import Finding, with_time_limit
 
 JOB = """
 [mesh]
@@ -73,8 +73,8 @@ def test_a_flag_that_xla_does_not_know_is_found_though_it_ends_the_process(job):
 
 def test_a_driver_that_hangs_is_given_up():
     begin = time.monotonic()
-    probe = devices.start(os.environ, simulate=0, code="import time; time.sleep(60)")
-    found, count = devices.finish(probe, seconds=0.5)
+    probe = examine.start_probe(os.environ, simulate=0, code="import time; time.sleep(60)")
+    found, count = examine.finish_probe(probe, seconds=0.5)
     assert time.monotonic() - begin < 3
     assert (found.state, found.text, count) == ("problem", "no answer within 0.5 s", 0)
     assert probe.process.poll() is not None
@@ -90,7 +90,9 @@ def test_a_file_server_or_resolver_that_hangs_is_given_up():
 
 
 def test_a_process_that_dies_is_quoted():
-    found, _ = devices.finish(devices.start(os.environ, simulate=0, code="raise OSError('no GPU')"), seconds=10)
+    found, _ = examine.finish_probe(
+        examine.start_probe(os.environ, simulate=0, code="raise OSError('no GPU')"), seconds=10
+    )
     assert found.state == "problem"
     assert "OSError: no GPU" in found.text
 
@@ -183,7 +185,7 @@ Space = collections.namedtuple("Space", "f_bavail f_frsize f_blocks")
 @pytest.mark.parametrize(("free", "state"), [(2**20, "problem"), (350 * 2**20, "warning"), (2**40, "ok")])
 def test_a_disk_is_measured_by_the_checkpoints(monkeypatch, tmp_path, free, state):
     monkeypatch.setattr(os, "statvfs", lambda _: Space(free // 4096, 4096, 2**30))
-    found = machine.disk(tmp_path / "runs" / "mine", state=100 * 2**20, checkpoints=3)
+    found = this_machine.disk(tmp_path / "runs" / "mine", state=100 * 2**20, checkpoints=3)
     assert found.state == state
     assert f"in {tmp_path}, 3 checkpoints of 100 MiB take 300 MiB" in found.text
 
@@ -192,10 +194,10 @@ def test_a_folder_that_cannot_be_written_is_named(monkeypatch, tmp_path):
     def full(**_):
         raise OSError(28, "No space left on device")
 
-    assert machine.folder_clock(tmp_path).state == "ok"
+    assert this_machine.folder_clock(tmp_path).state == "ok"
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(machine.tempfile, "NamedTemporaryFile", full)
-    found = machine.folder_clock(tmp_path / "runs")
+    monkeypatch.setattr(this_machine.tempfile, "NamedTemporaryFile", full)
+    found = this_machine.folder_clock(tmp_path / "runs")
     assert found == Finding(
         "run folder", "problem", f"nothing can be written into {tmp_path}: No space left on device",
         "run.dir = a folder that is yours",
@@ -204,40 +206,40 @@ def test_a_folder_that_cannot_be_written_is_named(monkeypatch, tmp_path):
 
 def test_a_clock_that_is_off_is_measured(monkeypatch, tmp_path):
     now = time.time()
-    monkeypatch.setattr(machine.time, "time", lambda: now + 90)
-    found = machine.folder_clock(tmp_path)
+    monkeypatch.setattr(this_machine.time, "time", lambda: now + 90)
+    found = this_machine.folder_clock(tmp_path)
     assert found.state == "warning"
     assert "1:30 off" in found.text or "1:29 off" in found.text
 
 
 def test_the_limits_of_a_container_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (200, 2000))
-    assert machine.open_files().state == "problem"
-    assert machine.open_files().fix == "ulimit -n 2000"
-    assert machine.threads(tmp_path, simulate=8).state == "problem"
+    monkeypatch.setattr(this_machine.resource, "getrlimit", lambda _: (200, 2000))
+    assert this_machine.open_files().state == "problem"
+    assert this_machine.open_files().fix == "ulimit -n 2000"
+    assert this_machine.threads(tmp_path, simulate=8).state == "problem"
     (tmp_path / "cpu.max").write_text("5000 100000\n")
-    assert machine.cpu_quota(tmp_path) == 0.05
-    assert machine.cores(tmp_path).state == "warning"
+    assert this_machine.cpu_quota(tmp_path) == 0.05
+    assert this_machine.cores(tmp_path).state == "warning"
     (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert machine.cpu_quota(tmp_path) == 0
+    assert this_machine.cpu_quota(tmp_path) == 0
     (tmp_path / "pids.max").write_text("100\n")
-    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (machine.resource.RLIM_INFINITY,) * 2)
-    assert machine.open_files().state == machine.core_dumps().state == "ok"
-    assert machine.threads(tmp_path).text == "at most 100, a run takes about 256"
+    monkeypatch.setattr(this_machine.resource, "getrlimit", lambda _: (this_machine.resource.RLIM_INFINITY,) * 2)
+    assert this_machine.open_files().state == this_machine.core_dumps().state == "ok"
+    assert this_machine.threads(tmp_path).text == "at most 100, a run takes about 256"
 
 
 def test_small_shared_memory_matters_to_gpus(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "statvfs", lambda _: Space(64 * 2**20 // 4096, 4096, 64 * 2**20 // 4096))
-    assert machine.shared_memory(tmp_path, gpus=True).state == "problem"
-    assert machine.shared_memory(tmp_path, gpus=False).state == "ok"
-    assert machine.shared_memory(tmp_path / "none", gpus=True).state == "warning"
+    assert this_machine.shared_memory(tmp_path, gpus=True).state == "problem"
+    assert this_machine.shared_memory(tmp_path, gpus=False).state == "ok"
+    assert this_machine.shared_memory(tmp_path / "none", gpus=True).state == "warning"
 
 
 def test_huge_pages_that_are_off_slow_simulated_devices(tmp_path):
     (tmp_path / "enabled").write_text("always madvise [never]\n")
-    assert machine.huge_pages(tmp_path / "enabled", simulate=8).state == "warning"
-    assert machine.huge_pages(tmp_path / "enabled").state == "ok"
-    assert machine.huge_pages(tmp_path / "none").state == "ok"
+    assert this_machine.huge_pages(tmp_path / "enabled", simulate=8).state == "warning"
+    assert this_machine.huge_pages(tmp_path / "enabled").state == "ok"
+    assert this_machine.huge_pages(tmp_path / "none").state == "ok"
 
 
 # the others

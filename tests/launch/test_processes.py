@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpar.cluster.environment import Cluster, detect
-from jaxpar.cluster.hostlist import hosts
+from jaxpar.cluster.launchers import hosts
 from jaxpar.cluster.rendezvous import host_rendezvous, join_rendezvous
 from jaxpar.errors import JaxparError
 
@@ -358,7 +358,7 @@ def test_strangers_do_not_disturb_a_meeting():
     with ThreadPoolExecutor(2) as pool:
         host = pool.submit(met, first)
         for word in (b"", b"GET / HTTP/1.1\r\n\r\n", b'{"process": []}\n', b"[1]\n", b"\xff\n"):
-            while True:
+            while not host.done():  # it must not end before all came
                 try:
                     with socket.create_connection(("127.0.0.1", port)) as stranger:
                         stranger.sendall(word)

@@ -27,18 +27,18 @@ def clusters(count):
 
 def met(cluster, *, seconds=5.0, word="", check=None):
     """Returns (word, what a process is told, seconds)."""
-    begin = time.monotonic()
+    begin_attempt = time.monotonic()
     more: dict = {"word": word} if word else {}
     if check and cluster.process:
         more["check"] = check
     try:
         if cluster.process == 0:
-            host_rendezvous(cluster, bind=cluster.coordinator, until=begin + seconds, fingerprint="", **more)
+            host_rendezvous(cluster, bind=cluster.coordinator, until=begin_attempt + seconds, fingerprint="", **more)
         else:
-            word = join_rendezvous(cluster, until=begin + seconds, fingerprint="", **more)
+            word = join_rendezvous(cluster, until=begin_attempt + seconds, fingerprint="", **more)
     except JaxparError as error:
-        return "", error.problems[0], time.monotonic() - begin
-    return word, None, time.monotonic() - begin
+        return "", error.problems[0], time.monotonic() - begin_attempt
+    return word, None, time.monotonic() - begin_attempt
 
 
 class Stranger(threading.Thread):
@@ -111,14 +111,14 @@ def test_who_leaves_during_the_meeting_is_waited_for_again():
 
 
 def test_a_run_folder_that_is_not_shared_is_named_to_all(tmp_path):
-    from jaxpar.train.watchdog.meeting import begin, look
+    from jaxpar.train.watchdog.beat import begin_attempt, find_attempt
 
     folders = [tmp_path / str(i) for i in range(3)]
     folders[1] = folders[0]  # two hosts share one, the third has its own
-    attempt = begin(folders[0])
+    attempt = begin_attempt(folders[0])
 
     def meet(cluster):
-        check = lambda word: look(folders[cluster.process], word, process=cluster.process, seconds=0.3)  # noqa: E731
+        check = lambda word: find_attempt(folders[cluster.process], word, process=cluster.process, seconds=0.3)  # noqa: E731
         return met(cluster, word="" if cluster.process else attempt, check=check)
 
     with ThreadPoolExecutor(3) as pool:

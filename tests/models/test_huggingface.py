@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
+from jaxpar.job.pretrained import start_from_params
 from jaxpar.models.decoder import Decoder
 from jaxpar.models.huggingface.export import export
 from jaxpar.models.huggingface.load import load
@@ -27,7 +28,6 @@ from jaxpar.models.huggingface.param_mapping import param_mappings
 from jaxpar.models.huggingface.safetensors import DTYPES, TensorSource, entries, write
 from jaxpar.models.rotary import Rope
 from jaxpar.models.settings.decoder import DecoderConfig
-from jaxpar.train.pretrained import start
 
 SAVED = Path(__file__).parents[1] / "models" / "huggingface"
 MODELS = sorted(path.name for path in SAVED.iterdir() if path.is_dir())
@@ -168,7 +168,7 @@ def test_sixteen_bits_are_read_as_they_are_and_written_rounded(tmp_path):
 def test_parameters_are_born_sharded_and_leave_from_any_layout(parallel, tmp_path):
     model = load(SAVED / "llama")
     layout = jp.compose(lambda rngs: Decoder(model.settings, rngs=rngs), parallel)
-    state = start(layout, optax.adam(1e-3), model.params)
+    state = start_from_params(layout, optax.adam(1e-3), model.params)
     for path, place in layout.placements.items():
         value = state.params
         for word in path.split("/"):
@@ -185,7 +185,9 @@ def test_parameters_of_another_model_do_not_begin_a_run():
     layout = jp.compose(
         lambda rngs: Decoder(replace(model.settings, hidden=32, tied=True), rngs=rngs), jp.Parallel(data=8)
     )
-    refused(lambda: start(layout, optax.adam(1e-3), model.params), "head", "blocks/mlp/up", "not [", problems=2)
+    refused(
+        lambda: start_from_params(layout, optax.adam(1e-3), model.params), "head", "blocks/mlp/up", "not [", problems=2
+    )
 
 
 STRETCHED = {

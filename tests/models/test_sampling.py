@@ -18,12 +18,12 @@ from tokenizing import llama3
 
 import jaxpar as jp
 from jaxpar.cli.main import main
-from jaxpar.data.tokenizers.chat import load_template as read_template
+from jaxpar.data.tokenizers.chat_template import load_template as read_template
 from jaxpar.data.tokenizers.encoders import load as load_tokenizer
 from jaxpar.data.tokenizers.tokenizer_facts import read_tokenizer
 from jaxpar.errors import JaxparError
 from jaxpar.job import run
-from jaxpar.job.api.chat import chat
+from jaxpar.job.chat import chat
 from jaxpar.job.file.parse import loads
 from jaxpar.job.sample import SamplingRequest, TextModel, _text_job, sample
 from jaxpar.models.decoder import Decoder
@@ -265,7 +265,7 @@ def test_a_chat_is_rendered_by_the_template_and_each_turn_sees_those_before(tmp_
     made = TextModel(
         text=SimpleNamespace(bpe=load_tokenizer(read_tokenizer(kept))), generator=None, ends=(), tokenizer=str(kept)
     )
-    monkeypatch.setattr("jaxpar.job.api.chat.load_text_model", lambda *_, **__: made)
+    monkeypatch.setattr("jaxpar.job.chat.load_text_model", lambda *_, **__: made)
     answers = []
     said = chat(tmp_path, ["2 + 2?\n", " ", "sure?"], answers.append, SamplingRequest())
     assert answers == ["answer 1", "answer 2"]

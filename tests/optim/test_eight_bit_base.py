@@ -17,6 +17,7 @@ from jaxpar.checkpoint import Checkpoints, reading, start_from
 from jaxpar.errors import JaxparError
 from jaxpar.inspector.compiled import compile_program
 from jaxpar.jaxprs.low_rank_path import separate_low_rank
+from jaxpar.job import pretrained
 from jaxpar.job.check import check
 from jaxpar.job.checkpoint import _numbers, _on_one_device
 from jaxpar.job.parts.models import resolve_loss, resolve_model
@@ -28,7 +29,6 @@ from jaxpar.models.low_rank import low_rank_sum
 from jaxpar.parallel.layout import per_device
 from jaxpar.sharding.adapters import quantize
 from jaxpar.sharding.names import by_path, nest
-from jaxpar.train import pretrained
 
 MORE = [pytest.param("bare", marks=pytest.mark.slow), pytest.param("linen", marks=pytest.mark.slow)]
 
@@ -54,7 +54,11 @@ def reference(name, layout, begun, steps=3):
     """Returns losses and parameters of plain adapters beside the floats that a base in 8 bits stands for."""
     plain = jp.compose(adapted(name, "float"), jp.Parallel(), jax.devices()[:1])
     given = {path: np.asarray(value) for path, value in by_path(in_floats(layout, jax.device_get(begun))).items()}
-    state, step, losses = pretrained.start(plain, ONLY, given, seed=1), jp.train_step(plain, token_loss, ONLY), []
+    state, step, losses = (
+        pretrained.start_from_params(plain, ONLY, given, seed=1),
+        jp.train_step(plain, token_loss, ONLY),
+        [],
+    )
     for batch in batches(steps):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
@@ -81,7 +85,7 @@ def test_the_bytes_of_a_base_are_one_for_each_entry_and_four_for_each_output(nam
     matrices = {path: layout.placements[path] for path in layout.blueprint.adapters}
     outputs = sum(layout.placements[f"scales/{path}"].leaf.size for path in matrices)
     assert {str(jnp.dtype(place.leaf.dtype)) for place in matrices.values()} == {"int8"}
-    saved = plain.per_device(plain.placements) - per_device(layout, layout.placements)
+    saved = per_device(plain, plain.placements) - per_device(layout, layout.placements)
     assert saved == 3 * sum(place.leaf.size for place in matrices.values()) - 4 * outputs
     assert layout.explain().count("frozen, in 8 bits") == len(matrices)
 

@@ -9,7 +9,7 @@ import pytest
 from supervised_runs import OWN_CHILD, rows, start, wait_until, write
 
 from jaxpar.cli import main as cli
-from jaxpar.cli.training import train
+from jaxpar.cli import train
 
 pytestmark = pytest.mark.xdist_group("supervisor")
 

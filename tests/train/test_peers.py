@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from jaxpar.errors import JaxparError
 from jaxpar.train.watchdog.beat import Heartbeat, read
+from jaxpar.train.watchdog.decisions import judge
 from jaxpar.train.watchdog.digest import merge
-from jaxpar.train.watchdog.judge import judge
 from jaxpar.train.watchdog.thread import LostPeer, SingleProcess, WatchdogThread
 
 LIMIT = 30.0

@@ -12,11 +12,10 @@ import jaxpar as jp
 from jaxpar.cli.main import main
 from jaxpar.job.file.dump import dumps
 from jaxpar.job.file.parse import loads
-from jaxpar.job.parts.candidate import candidate_of
 from jaxpar.job.parts.models import resolve_loss, resolve_model
+from jaxpar.job.parts.plan_traced import candidate_of
 from jaxpar.job.plan import apply_layout, question
-from jaxpar.job.report.page import render
-from jaxpar.job.report.prediction import predict
+from jaxpar.job.report.page import predict, render
 from jaxpar.job.report.read import kind_of, read
 from jaxpar.parallel.compose import compose
 from jaxpar.plan.search import search

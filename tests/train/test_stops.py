@@ -7,7 +7,7 @@ import sys
 import hooks
 import pytest
 
-from jaxpar.checkpoint import Checkpoints, manifest, processes, save_schedule
+from jaxpar.checkpoint import Checkpoints, manifest, processes, writing
 from jaxpar.job.file.parse import loads
 from jaxpar.launch.supervise import Attempt, Launch, ProcessExit, supervise
 
@@ -105,7 +105,7 @@ def test_a_checkpoint_is_written_every_30_minutes_by_default(tmp_path, monkeypat
     def later(index):
         minutes[0] += 11.0
 
-    monkeypatch.setattr(save_schedule, "seconds", lambda: minutes[0] * 60)
+    monkeypatch.setattr(writing, "seconds", lambda: minutes[0] * 60)
     job = loads(hooks.JOB)
     assert (job.checkpoint.every, job.checkpoint.minutes) == (0, 30.0)
     hooks.run(tmp_path / "timed", "checkpoint.keep_last=9", batch=later)
@@ -129,8 +129,8 @@ def test_all_processes_save_after_the_same_step_whatever_their_clocks_say(slow, 
             return next(told)
 
         monkeypatch.setattr(processes, "broadcast", tell)
-        monkeypatch.setattr(save_schedule, "seconds", lambda now=now: now[0])
-        clock, saves = save_schedule.SaveSchedule(Checkpoints(every=9000, minutes=10.0), start=0), []
+        monkeypatch.setattr(writing, "seconds", lambda now=now: now[0])
+        clock, saves = writing.SaveSchedule(Checkpoints(every=9000, minutes=10.0), start=0), []
         for step in range(1, 20_001):
             now[0] += slow * pace
             if clock.is_due(step):

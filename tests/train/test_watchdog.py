@@ -19,10 +19,10 @@ from simulated_processes import Training, dogs, turns
 import jaxpar as jp
 from jaxpar.job import run
 from jaxpar.job.file.schema import Job, RunTable
-from jaxpar.train.watchdog import tree
+from jaxpar.train.watchdog import watchdog as tree
 from jaxpar.train.watchdog.beat import Files, Heartbeat
+from jaxpar.train.watchdog.decisions import judge
 from jaxpar.train.watchdog.digest import NAMES, merge
-from jaxpar.train.watchdog.judge import judge
 from jaxpar.train.watchdog.thread import WatchdogThread
 from jaxpar.train.watchdog.watchdog import Watchdog
 

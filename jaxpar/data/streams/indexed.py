@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.data.examples import Examples
-from jaxpar.data.held_out import weighted_batches
+from jaxpar.data.examples import Examples, weighted_batches
 from jaxpar.data.iterables import PAIR, as_batch, describe_value
 from jaxpar.data.spec import Batch, Data, Rows, WeightedBatch
 from jaxpar.errors import refuse, user_code_errors

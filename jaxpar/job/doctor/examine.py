@@ -1,16 +1,117 @@
 """Runs all checks in turn while a child process probes the devices."""
 
+import json
 import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from jaxpar.errors import JaxparError, Problem
-from jaxpar.job.doctor import devices, machine, network, software
-from jaxpar.job.doctor.finding import Finding, with_time_limit
+from jaxpar.job.doctor import network, software, this_machine
+from jaxpar.job.doctor.this_machine import Finding, with_time_limit
 from jaxpar.job.file.parse import load_with_problems
 from jaxpar.job.file.schema import Job
+
+# Probes the devices in a child process, which may hang or crash without harm.
+
+PROBE = """
+import json, sys
+simulated = int(sys.argv[1])
+if simulated:
+    from jaxpar.mesh.devices import simulate
+    simulate(simulated)
+import jax
+from jaxpar.mesh.devices import visible_devices
+visible_devices()
+devices = jax.local_devices()
+jax.block_until_ready(jax.numpy.ones(8) + 1)
+limits = [stats["bytes_limit"] for d in devices if (stats := d.memory_stats()) and "bytes_limit" in stats]
+print(json.dumps({"count": len(devices), "kind": devices[0].device_kind, "platform": devices[0].platform,
+                  "bytes": min(limits, default=0)}))
+"""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A child process that probes the devices.
+
+    Attributes:
+      process: The process.
+      out: Its standard output.
+      err: Its standard error, with XLA's messages.
+      start_time: Start time by `time.monotonic`.
+      environment: Its environment variables.
+    """
+
+    process: subprocess.Popen
+    out: IO[str]
+    err: IO[str]
+    start_time: float
+    environment: Mapping[str, str]
+
+
+def start_probe(environment: Mapping[str, str], *, simulate: int, code: str = PROBE) -> Probe:
+    """Starts the probe, with as many simulated devices; 0 probes the real ones."""
+    out, err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # no pipes: a grandchild may keep them open
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(simulate)], stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+        env=dict(environment), start_new_session=True,
+    )  # fmt: skip
+    return Probe(process, out, err, time.monotonic(), environment)
+
+
+def finish_probe(probe: Probe, *, seconds: float) -> tuple[Finding, int]:
+    """Returns the probe's finding and the device count; kills it `seconds` after its start."""
+    with probe.out, probe.err:
+        return _finish_probe(probe, seconds)
+
+
+def _finish_probe(probe: Probe, seconds: float) -> tuple[Finding, int]:
+    try:
+        code = probe.process.wait(max(0.05, probe.start_time + seconds - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        os.killpg(probe.process.pid, signal.SIGKILL)
+        try:
+            probe.process.wait(1)
+        except subprocess.TimeoutExpired:  # stuck in the driver, out of reach of signals: the system reaps it later
+            pass
+        fix = "does nvidia-smi answer, where there are GPUs? Or a busy machine: try again"
+        return Finding("devices", "problem", f"no answer within {seconds:g} s", fix), 0
+    out, err = _read_output(probe.out), _read_output(probe.err)
+    if code == 0:
+        return _parse_report(json.loads(out.splitlines()[-1]))
+    unknown = re.search(r"Unknown flags? in XLA_FLAGS: (.*)", err)
+    flags = probe.environment.get("XLA_FLAGS", "")
+    if unknown or ("flag" in err.lower() and "XLA_FLAGS" in err):
+        flag = unknown[1].strip()[:200] if unknown else flags[:200]
+        return Finding("XLA_FLAGS", "problem", f"XLA ends the process: it does not know {flag}", "take it out of "
+            "XLA_FLAGS; flags come and go with the version of jaxlib"), 0  # fmt: skip
+    last = next((line.strip() for line in reversed(err.splitlines()) if line.strip()), f"status {code}")
+    fix = "what that line says; python -c 'import jax; jax.devices()' shows all of it"
+    return Finding("devices", "problem", f"JAX finds no devices: {last[:300]}", fix), 0
+
+
+def _read_output(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
+
+
+def _parse_report(found: dict[str, Any]) -> tuple[Finding, int]:
+    from jaxpar.units import show_bytes
+
+    simulated = " (simulated)" if found["platform"] == "cpu" and found["count"] > 1 else ""
+    memory = f", {show_bytes(found['bytes'])} each" if found["bytes"] else ""
+    return Finding("devices", "ok", f"{found['count']} x {found['kind']}{simulated}{memory}"), found["count"]
+
 
 DEVICES, MEETING = 10.0, 3.0  # seconds: together with the rest below 15
 SERVER = "a run.dir on a file server that answers"
@@ -31,7 +132,7 @@ def examine(
     simulate = job.mesh.simulate if job else 0
     cluster_findings, cluster = network.processes(environment)
     local_devices = max(1, simulate // cluster.processes) if cluster and simulate else simulate
-    probe = devices.start(environment, simulate=local_devices)
+    probe = start_probe(environment, simulate=local_devices)
     folder = Path(job.run.dir) if job and job.run.dir else Path()
     findings += [software.versions(), software.plugin(), software.toolkit()]
     findings += [*software.variables(environment, simulate=simulate), *cluster_findings]
@@ -43,11 +144,12 @@ def examine(
         findings += with_time_limit("coordinator", check, seconds=MEETING + 2, fix=fix)
     gpus = software.DRIVER.exists() and not simulate
     findings += [
-        *with_time_limit("run folder", lambda: [machine.folder_clock(folder)], seconds=2, fix=SERVER),
-        machine.shared_memory(gpus=gpus), machine.open_files(), machine.core_dumps(),
-        machine.cores(simulate=simulate), machine.threads(simulate=simulate), machine.huge_pages(simulate=simulate),
+        *with_time_limit("run folder", lambda: [this_machine.folder_clock(folder)], seconds=2, fix=SERVER),
+        this_machine.shared_memory(gpus=gpus), this_machine.open_files(), this_machine.core_dumps(),
+        this_machine.cores(simulate=simulate), this_machine.threads(simulate=simulate),
+        this_machine.huge_pages(simulate=simulate),
     ]  # fmt: skip
-    device_finding, count = devices.finish(probe, seconds=seconds)
+    device_finding, count = finish_probe(probe, seconds=seconds)
     findings.append(device_finding)
     total = count * (cluster.processes if cluster else 1)
     if job is None:
@@ -58,7 +160,9 @@ def examine(
 
 
 def _disk(folder: Path, *, state: int = 0, kept: int = 1) -> list[Finding]:
-    return with_time_limit("disk", lambda: [machine.disk(folder, state=state, checkpoints=kept)], seconds=2, fix=SERVER)
+    return with_time_limit(
+        "disk", lambda: [this_machine.disk(folder, state=state, checkpoints=kept)], seconds=2, fix=SERVER
+    )
 
 
 def _read(path: str, overrides: Sequence[str]) -> tuple[Job | None, list[Finding]]:

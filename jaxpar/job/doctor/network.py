@@ -16,9 +16,8 @@ from pathlib import Path
 
 from jaxpar.cluster.environment import Cluster, detect
 from jaxpar.errors import JaxparError
-from jaxpar.job.doctor.finding import Finding
-from jaxpar.job.doctor.machine import nearest_folder
-from jaxpar.train.watchdog.meeting import FIX
+from jaxpar.job.doctor.this_machine import Finding, nearest_folder
+from jaxpar.train.watchdog.beat import FIX
 from jaxpar.units import show_seconds
 
 HELLO = b"jaxpar doctor "

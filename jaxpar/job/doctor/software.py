@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from jaxpar.errors import JaxparError
-from jaxpar.job.doctor.finding import Finding
+from jaxpar.job.doctor.this_machine import Finding
 from jaxpar.mesh.memory_pool import NAME, OFF, OLD, OWN, PREALLOCATE, SHARE, pool_of_environment
 from jaxpar.mesh.target import missing_plugin
 

@@ -17,8 +17,8 @@ from jaxpar.errors import JaxparError, Problem, suggest
 from jaxpar.exchange.base import Exchange
 from jaxpar.files import write_text
 from jaxpar.job.file.dump import dumps, toml_value
+from jaxpar.job.file.run_folder import NAME, job_of
 from jaxpar.job.file.schema import Job
-from jaxpar.job.file.trained_job import NAME, job_of
 
 UNSAID = ("run.", "metrics.")
 EXCHANGE = "parallel.exchange"  # another exchange has other keys: it counts as one change

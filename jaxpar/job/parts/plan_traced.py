@@ -1,4 +1,4 @@
-"""The planner's model of a job without formulas: a trace, planned over data, fsdp and the axes of added techniques."""
+"""A job in the planner's terms: its traced model, and its layout as a candidate."""
 
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -20,6 +20,7 @@ from jaxpar.parallel.compose import as_blueprint, compose
 from jaxpar.parallel.declaration import DECLARED, Parallel
 from jaxpar.parallel.layout import Layout, other_arrays, per_device
 from jaxpar.parallel.read_parameter import read_parameter
+from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.choices import Choices
 from jaxpar.plan.model.dims import Dims
 from jaxpar.plan.model.state_bytes import Recipe
@@ -231,3 +232,24 @@ def _is_sum(forward: Callable, *args: Any) -> bool:
     except JaxparError:
         return False
     return True
+
+
+# The layout of a job as a planner candidate; a run records it, so that its report can show the prediction.
+
+
+def candidate_of(job: Job, layout: Layout) -> Candidate:
+    """Converts the layout of a job to a planner candidate.
+
+    Raises:
+      JaxparError: If the planner cannot model it: a custom pipeline schedule, or a remat without a cost model.
+    """
+    sizes, parallel, piped = layout.sizes, layout.parallel, layout.sizes["pipe"] > 1
+    microbatches = layout.microbatches if piped else job.train.accumulate
+    return Candidate(
+        **{axis: sizes[axis] for axis in DECLARED},
+        axes={axis: size for axis, size in sizes.items() if axis not in DECLARED},
+        zero=parallel.stage, sequence=bool(parallel.sequence), remat=job.train.remat,
+        schedule=layout.schedule.name if piped else Candidate.schedule, chunks=layout.schedule.chunks if piped else 1,
+        head=parallel.pipeline.head if piped else "last", microbatches=microbatches,
+        microbatch=max(1, job.train.global_batch // (layout.replicas * microbatches)),
+    )  # fmt: skip

@@ -11,8 +11,7 @@ from jaxpar.checkpoint import Checkpoints, start_from
 from jaxpar.checkpoint.manifest import Array
 from jaxpar.checkpoint.start_from import Origin
 from jaxpar.data.spec import OURS
-from jaxpar.data.tokenizers.files import NAME
-from jaxpar.data.tokenizers.tokenizer_facts import read_tokenizer
+from jaxpar.data.tokenizers.tokenizer_facts import NAME, read_tokenizer
 from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.names import settings_of

@@ -24,8 +24,8 @@ from typing import Any
 
 from jaxpar.buckets import Bucket, is_address, local_folder
 from jaxpar.checkpoint import Checkpoints, Store
-from jaxpar.checkpoint.one_model import replicas_of
 from jaxpar.checkpoint.processes import is_first, is_multiprocess
+from jaxpar.checkpoint.saved_replicas import replicas_of
 from jaxpar.checkpoint.start_from import start
 from jaxpar.data.spec import Data, Source
 from jaxpar.data.streams.sets import open_sets

@@ -20,14 +20,14 @@ from typing import NoReturn
 
 from jaxpar.errors import LOST, JaxparError, Problem, describe_exception
 from jaxpar.process_exit import exit_process
-from jaxpar.train.watchdog import facts, tree
+from jaxpar.train.watchdog import decisions, watchdog
 from jaxpar.train.watchdog.beat import Files, read, write
-from jaxpar.train.watchdog.judge import ON
+from jaxpar.train.watchdog.decisions import ON
 from jaxpar.train.watchdog.watchdog import Watchdog
 
 # seconds that a process waits before it ends: when its connections close, JAX aborts the others, and they should have
 # printed the same reason by then
-PAUSE = 3 * tree.EVERY
+PAUSE = 3 * watchdog.EVERY
 BROKEN = ("Gloo", "onnection", "heartbeat", "oordination", "NCCL", "UNAVAILABLE")  # words of a collective that failed
 
 
@@ -130,7 +130,7 @@ class WatchdogThread(SingleProcess):
         """
         text, before, begin = f"{what}\n{value}", self._watchdog.beat, time.monotonic()
         self._watchdog.files.state(self.process, text)
-        index = self._watchdog.state(what, facts.digest_of(text))
+        index = self._watchdog.state(what, decisions.digest_of(text))
 
         def differs() -> bool:
             stated = self._watchdog.known.stated(index)
@@ -140,7 +140,7 @@ class WatchdogThread(SingleProcess):
         self._wait(lambda: self._watchdog.first.agreed >= index or differs())
         if self._watchdog.first.agreed < index:
             time.sleep(PAUSE)  # until the others have found the same difference, and read this one's text
-            raise facts.disagreement(what, self._watchdog.known.stated(index), self._watchdog.files)
+            raise decisions.disagreement(what, self._watchdog.known.stated(index), self._watchdog.files)
         self.at(before.step, before.doing)
 
     def explain(self, error: Exception) -> Exception:
@@ -165,7 +165,7 @@ class WatchdogThread(SingleProcess):
         if not self._closed.is_set():
             self._closed.set()
             self._asked.set()
-            self._thread.join(timeout=4 * tree.EVERY)
+            self._thread.join(timeout=4 * watchdog.EVERY)
             self._watchdog.end(doing)
             if self._watchdog.beat.failed:
                 # process 0 waits longer: it hosts JAX's coordination service, and when that is gone the others are
@@ -200,7 +200,7 @@ class WatchdogThread(SingleProcess):
         if not hurried:
             return every
         waited = time.monotonic() - (self._waiting or time.monotonic())
-        return min(every, max(tree.shortest(self.count), every / 10, waited / 50))
+        return min(every, max(watchdog.shortest(self.count), every / 10, waited / 50))
 
     def _watch(self) -> None:
         away = Away(self.folder)

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 from jaxpar.errors import JaxparError
-from jaxpar.launch.lifeline import exit_with_supervisor
 from jaxpar.mesh.plugin import hush_plugin
+from jaxpar.process_exit import exit_with_supervisor
 
 from ..gpu.day import hardware_of
 from ..gpu.identity import Identity, identify

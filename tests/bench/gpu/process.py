@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxpar.launch.lifeline import VARIABLE, lifeline
+from jaxpar.process_exit import LIFELINE, lifeline
 
 PATIENCE = 5.0  # seconds for a killed process to be gone: one that is stuck in the driver may never be
 KEPT = 128 * 2**10  # bytes of a stage's output that go into the log, from its end
@@ -41,7 +41,7 @@ def run_limited(command: Sequence[str], *, limit: float, log: Path, environment:
     with lifeline() as end, output.open("wb") as file:
         process = subprocess.Popen(
             list(command), stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-            env={**environment, VARIABLE: f"{end}"}, pass_fds=(end,),
+            env={**environment, LIFELINE: f"{end}"}, pass_fds=(end,),
         )  # fmt: skip
         status: int | None = None
         try:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from jaxpar.data.tokenizers.chat import load_template as read_template
+from jaxpar.data.tokenizers.chat_template import load_template as read_template
 from jaxpar.data.tokenizers.tokenizer_facts import read_tokenizer
 from jaxpar.errors import user_code_errors
 from jaxpar.job.sample import SamplingRequest, TextModel, load_text_model

@@ -1,1 +1,0 @@
-"""`jaxpar new`: a starter folder with a job, and the model, loss, data and test that it names."""

@@ -1,1 +1,0 @@
-"""Held-out examples that do not fill a batch, each counted once."""
