@@ -48,7 +48,7 @@ from jaxpar.exchange import (
     programs,
     ring,
 )  # fmt: skip
-from jaxpar.parallel.traffic import replica_messages
+from jaxpar.parallel.layout_data import replica_messages
 from jaxpar.train import elastic_on_clock, on_clock, race
 
 # %% [markdown]

@@ -68,7 +68,7 @@ def run_check(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.models.settings.logits import record_logits
     from jaxpar.parallel.compose import compose
     from jaxpar.parallel.layout import with_note
-    from jaxpar.parallel.traffic import sync_note
+    from jaxpar.parallel.layout_data import sync_note
 
     if args.explain and job.mesh.simulate:
         simulate(job.mesh.simulate)

@@ -32,7 +32,7 @@ def add(verbs) -> None:
 
 def run_inspect(args: argparse.Namespace) -> tuple[Any, int]:
     """Compiles the job and prints memory, collectives and time; exit status 1 if it does not fit."""
-    from jaxpar.inspector.compare import compare
+    from jaxpar.inspector.budget import compare
     from jaxpar.job.file.parse import load
     from jaxpar.job.inspect import inspect
 

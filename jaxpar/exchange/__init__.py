@@ -35,7 +35,7 @@ _HOMES = {
     "algorithms": "collectives",
     "price": "collectives",
     "programs": "collectives",
-    "Link": "jaxpar.mesh.links",
+    "Link": "jaxpar.mesh.chips",
 }
 __all__ = [*_HOMES]  # for notebooks  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -14,12 +14,13 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.errors import Keywords, Problem, refuse, suggest
-from jaxpar.exchange.shard_shape import ShardShape
-from jaxpar.exchange.traffic import Traffic
+from jaxpar.exchange.collectives import algorithms
+from jaxpar.exchange.traffic import ShardShape, Traffic
 from jaxpar.units import show_bytes
 
 if TYPE_CHECKING:
     from jaxpar.exchange.replica_mesh import ReplicaMesh
+
 
 Tree = Any  # a nested dict of arrays, or of their stand-ins
 
@@ -203,3 +204,19 @@ class Exchange(Keywords, metaclass=_Named):
         )
         period = f" every {self.every} steps" if self.every > 1 else ""
         return f"{self.name}{period}" + (f" ({settings})" if settings else "")
+
+
+# What the settings of all exchanges share: their table in a job, and their ranges.
+
+SECTION = "parallel.exchange"
+STEPS = 2**31 - 1
+
+
+def check_algorithm(name: str) -> None:
+    """Refuses an unknown all-reduce; "" is XLA's own.
+
+    Raises:
+      JaxparError: If there is none of that name.
+    """
+    if name:
+        algorithms.check(name)

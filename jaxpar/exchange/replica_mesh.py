@@ -15,14 +15,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.exchange.collectives.algorithms import all_reduce_rounds
-from jaxpar.exchange.collectives.executor import permutes, run_rounds
-from jaxpar.exchange.collectives.messages import padded_size
-from jaxpar.exchange.collectives.replay import check_all_reduce
-from jaxpar.exchange.shard_shape import ShardShape
-from jaxpar.exchange.traffic import Traffic
+from jaxpar.exchange.collectives.executor import check_all_reduce, permutes, run_rounds
+from jaxpar.exchange.collectives.rooted import padded_size
+from jaxpar.exchange.traffic import ShardShape, Traffic
 from jaxpar.mesh.collective import Collective
-from jaxpar.sharding.names import Tree
-from jaxpar.sharding.shard_bytes import short_dtype
+from jaxpar.sharding.names import Tree, short_dtype
 
 AXIS = "data"
 

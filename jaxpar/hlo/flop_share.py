@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.hlo.attribution import users_frame
-from jaxpar.hlo.flop import hardware_flop, op_flop
-from jaxpar.hlo.matmuls import parse_matmuls
+from jaxpar.hlo.flop import hardware_flop, op_flop, parse_matmuls
 from jaxpar.hlo.text import Frame, Module, parse
 from jaxpar.hlo.traced_flop import traced_matmuls
 from jaxpar.hlo.trip_counts import walk

@@ -3,10 +3,12 @@
 A content security policy forbids scripts and external resources, in addition to the escaping of `tag`.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 
-from jaxpar.html.markup import Markup, badge, tag
+from jaxpar.html.markup import Markup, badge, percent, rect_with_tooltip, tag
+from jaxpar.units import show_bytes
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
@@ -41,3 +43,62 @@ def in_ascii(text: str) -> str:
 def style() -> str:
     """The style of all pages; it does not affect anything outside of them."""
     return files("jaxpar.html").joinpath("page.css").read_text("utf-8")
+
+
+# Stacked bars, as SVG without a script.
+
+_MAGNIFIED = 0.15  # share of the capacity: memory below it is also drawn magnified
+
+
+def bar(parts: Sequence[tuple[str, str, float]], scale: float, *, cls: str = "jx-bar") -> Markup:
+    """A stacked bar.
+
+    Args:
+      parts: (class, tooltip, size) from the left.
+      scale: Size of the whole width.
+      cls: Class of the drawing.
+    """
+    scale, offset, shapes = scale if scale > 0 else 1.0, 0.0, []
+    for colour, title, size in parts:
+        if size > 0:
+            shapes.append(
+                tag("rect", x=percent(offset / scale), width=percent(size / scale), height="100%", cls=colour)
+                if not title
+                else rect_with_tooltip(offset / scale, size / scale, colour, title)
+            )
+            offset += size
+    return tag("svg", *shapes, cls=cls, aria_hidden="true")
+
+
+def memory_bar(parts: Sequence[tuple[str, str, float]], total: float, capacity: float | None) -> Markup:
+    """Memory by cause against a capacity, and magnified if it is a small part of it.
+
+    Args:
+      parts: (class, tooltip, bytes).
+      total: Bytes needed.
+      capacity: Bytes available; None if unknown.
+    """
+    scale = max(total, capacity or 0, 1)
+    stacked = bar(parts, scale, cls="jx-stack")
+    if not capacity:
+        return tag("div", stacked, cls="jx-memory")
+    end = capacity / scale
+    body = [_caption(end, f"{show_bytes(capacity)} for a program"), tag("div", stacked, _limit(end), cls="jx-limited")]
+    if total < _MAGNIFIED * capacity:
+        x = percent(total / scale)
+        lines = [tag("line", x1="0", x2="0", y1="0", y2="100%"), tag("line", x1=x, x2="100%", y1="0", y2="100%")]
+        body += [tag("svg", *lines, cls="jx-zoom", aria_hidden="true"), bar(parts, total, cls="jx-stack"),
+                 _caption(1.0, f"{show_bytes(total)}, magnified")]  # fmt: skip
+    return tag("div", *body, cls="jx-memory")
+
+
+def _limit(share: float) -> Markup:
+    marks = [tag("line", x1=percent(share), x2=percent(share), y1="0", y2="100%", cls="jx-limit")]
+    if share < 1:
+        marks.insert(0, tag("rect", x=percent(share), width=percent(1 - share), y="0", height="100%", cls="jx-beyond"))
+    return tag("svg", *marks, cls="jx-stack jx-marks", aria_hidden="true")
+
+
+def _caption(share: float, words: str) -> Markup:
+    label = tag("text", words, x=percent(share), y="12", text_anchor="end" if share > 0.5 else "start")
+    return tag("svg", label, cls="jx-axis", aria_hidden="true")

@@ -22,11 +22,10 @@ from jaxpar.hlo.text import parse
 from jaxpar.inspector import memory
 from jaxpar.inspector.compiled import compile_program
 from jaxpar.inspector.facts import Facts
-from jaxpar.inspector.findings import find_flags
+from jaxpar.inspector.findings import find_flags, find_scores
 from jaxpar.inspector.ledger import collectives
 from jaxpar.inspector.pages import html as pages
 from jaxpar.inspector.pages import terminal
-from jaxpar.inspector.scores import find_scores
 from jaxpar.inspector.step_subject import step_subject
 from jaxpar.inspector.subject import Subject, from_function
 from jaxpar.inspector.timeline import LINE, replay

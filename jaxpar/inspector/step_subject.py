@@ -6,16 +6,15 @@ from typing import Any
 
 import jax
 
-from jaxpar.exchange.collectives import price
+from jaxpar.exchange.collectives import algorithms
 from jaxpar.hlo.attribution import Argument
 from jaxpar.inspector.subject import Subject, argument
 from jaxpar.mesh.chips import find_chip
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.layout_data import replica_messages, sync_note
 from jaxpar.parallel.pages.shard_cards import cards
-from jaxpar.parallel.traffic import replica_messages, sync_note
 from jaxpar.plan.machine.hardware import HARDWARE
-from jaxpar.sharding.names import path_of
-from jaxpar.sharding.shard_bytes import shard_shape
+from jaxpar.sharding.names import path_of, shard_shape
 from jaxpar.step.batch.shard_batch import check_dict
 from jaxpar.step.model_flop import model_flop
 from jaxpar.step.step import Step
@@ -107,7 +106,7 @@ def _agreement(layout: Layout) -> list[str]:
     if hardware is None:
         return [sync_note(layout)]
     local = layout.devices // layout.sizes["pipe"] <= hardware.per_node  # `data` is the outermost axis inside `pipe`
-    seconds = price.traffic_seconds(replica_messages(layout), hardware.inside if local else hardware.between)
+    seconds = algorithms.traffic_seconds(replica_messages(layout), hardware.inside if local else hardware.between)
     return [f"{sync_note(layout)}, which takes {show_seconds(seconds)} (modelled)"]
 
 

@@ -34,7 +34,7 @@ from jaxpar.mesh.axes import AXES, infer_sizes
 from jaxpar.mesh.devices import Simulated, is_simulated, visible_devices
 from jaxpar.mesh.memory_pool import pool_of_environment
 from jaxpar.mesh.target import parse_target
-from jaxpar.models.blocks.materialized_scores import record_sizes
+from jaxpar.models.blocks.attention import record_sizes
 from jaxpar.models.huggingface.folder import is_folder
 from jaxpar.models.settings.computing import model_policy
 from jaxpar.parallel.compose import compose
@@ -45,14 +45,12 @@ from jaxpar.parallel.specs import abstract_params
 from jaxpar.parallel.techniques.all_techniques import ModelUse, declaration_problems, tracing
 from jaxpar.parallel.techniques.attention_choice import AttentionCall, AttentionChoice
 from jaxpar.plan.techniques.auto_context import choose_form
-from jaxpar.sharding.names import Compute
+from jaxpar.sharding.names import Compute, shard_bytes
 from jaxpar.sharding.nnx.hooks import step_hooks
-from jaxpar.sharding.shard_bytes import shard_bytes
 from jaxpar.step import losses, state
 from jaxpar.step.block_inputs import offload_block_inputs
 from jaxpar.step.gradient_kinds import check_offload, gradients_of
-from jaxpar.step.measures.evaluation_loss import check_measures, check_names, compute_measures
-from jaxpar.step.measures.functions import evaluation_names
+from jaxpar.step.measures.evaluation_loss import check_measures, check_names, compute_measures, evaluation_names
 from jaxpar.step.numerics import DTYPES, Numerics
 from jaxpar.step.per_replica.part_norms import check_parts, num_parts
 from jaxpar.step.stochastic_loss.loss import traceable_loss

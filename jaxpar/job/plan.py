@@ -17,11 +17,10 @@ from jaxpar.job.parts.plan_model import planner_model
 from jaxpar.mesh.chips import CHIPS, Chip, find_chip
 from jaxpar.mesh.memory_pool import pool_of_environment
 from jaxpar.mesh.target import Target
-from jaxpar.models.settings.cudnn import HOPPER, why_no_part
+from jaxpar.models.settings.computing import HOPPER, why_no_part
 from jaxpar.parallel.declaration import DECLARED
 from jaxpar.pipeline.tables.library import LIBRARY
-from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.choices import Choices
+from jaxpar.plan.candidate import Candidate, Choices
 from jaxpar.plan.machine.hardware import HARDWARE, Hardware, known_machines
 from jaxpar.plan.machine.hardware_file import load_hardware
 from jaxpar.plan.machine.software import JAXPAR, JAXPAR_FUSED

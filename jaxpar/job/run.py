@@ -41,8 +41,7 @@ from jaxpar.job.parts.models import batch_spec
 from jaxpar.job.parts.names import COUNTED
 from jaxpar.job.parts.optimizers import best_of
 from jaxpar.job.parts.plan_traced import candidate_of
-from jaxpar.measure.record import versions
-from jaxpar.measure.where import where
+from jaxpar.measure.record import versions, where
 from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.devices import describe, is_simulated
 from jaxpar.models.huggingface.folder import is_folder

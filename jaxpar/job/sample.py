@@ -33,8 +33,7 @@ from jaxpar.parallel.specs import stored_specs
 from jaxpar.sharding.adapters import merge_adapters, without_adapters
 from jaxpar.sharding.names import Tree
 from jaxpar.step import state
-from jaxpar.step.sampling.draws import Sampling
-from jaxpar.step.sampling.generator import Generator
+from jaxpar.step.sampling.generator import Generator, Sampling
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxpar.measure.chip import Destination, today
 from jaxpar.measure.clock import measured_devices, once
-from jaxpar.measure.where import where
+from jaxpar.measure.record import where
 from jaxpar.mesh.devices import describe
 from jaxpar.plan.machine.fit import fit_gemm
 from jaxpar.units import show_seconds

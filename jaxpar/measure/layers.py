@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxpar.errors import refuse
 from jaxpar.jaxprs.dataflow import Traced
 from jaxpar.measure.pieces import Pieces
-from jaxpar.measure.where import where
+from jaxpar.measure.record import where
 from jaxpar.mesh.devices import is_simulated, visible_devices
 from jaxpar.partition.profile import Node, Profile
 from jaxpar.plan.model.work_depth import WorkDepth, work_depth

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.errors import refuse
 from jaxpar.measure.chip import Destination, today
 from jaxpar.measure.clock import measured_devices, once
-from jaxpar.measure.where import where
+from jaxpar.measure.record import where
 from jaxpar.mesh.collective import wire_bytes
 from jaxpar.mesh.devices import describe
 from jaxpar.plan.machine.fit import KINDS, LinkFit, Timing, fit_link

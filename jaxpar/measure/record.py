@@ -4,8 +4,10 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from typing import Any
 
 import jaxpar
+from jaxpar.mesh.devices import describe, visible_devices
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 COMMIT = "JAXPAR_COMMIT"  # the commit of a copy that has no history, such as one sent to another machine
@@ -45,3 +47,16 @@ def commit() -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return "" if head.returncode else head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
+
+
+# Records where a number was measured: devices, machine, versions and commit.
+
+
+def where() -> dict[str, Any]:
+    """Returns the devices, the machine, the versions and the commit of this process."""
+    return {
+        "devices": describe(visible_devices()),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
+        "versions": versions(),
+        "commit": commit(),
+    }

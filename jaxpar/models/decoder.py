@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.models.blocks.documents import Documents
 from jaxpar.models.blocks.lookup import COLUMNS, ROWS, look_up
+from jaxpar.models.blocks.masks import Documents
 from jaxpar.models.cache import KVCache
 from jaxpar.models.custom_gradients import logits
 from jaxpar.models.dim_names import constrain
-from jaxpar.models.layers import Block, BlockConfig, Norm, dropout, weight
-from jaxpar.models.rotary import Rope
+from jaxpar.models.layers import Block, BlockConfig, Norm, Rope, dropout, weight
 from jaxpar.models.settings.decoder import DecoderConfig
 from jaxpar.models.stack import run_cached, run_stack, stack
 

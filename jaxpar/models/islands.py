@@ -25,11 +25,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.errors import refuse
-from jaxpar.models.blocks.attention import blockwise
+from jaxpar.models.blocks.attention import attend, blockwise
 from jaxpar.models.blocks.attention_mask import AttentionMask
-from jaxpar.models.blocks.dispatch import LONG, fits_cudnn, head_fits, runs_blockwise, wants_cudnn
+from jaxpar.models.blocks.fused import LONG, fits_cudnn, head_fits, runs_blockwise, wants_cudnn
 from jaxpar.models.blocks.masks import check_masks, check_softcap
-from jaxpar.models.blocks.materialized_scores import attend
 from jaxpar.models.blocks.pairs import BLOCK
 from jaxpar.models.custom_gradients import float32_attention
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.models.blocks.documents import ONE, Documents, apply_layer, stream_of
+from jaxpar.models.blocks.masks import ONE, Documents, apply_layer, stream_of
 from jaxpar.models.cache import KVCache, LayerCache
 from jaxpar.models.remat import remat
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpar.sharding.shard_bytes import shard_counts
+from jaxpar.sharding.names import shard_counts
 
 constrained = jax.lax.with_sharding_constraint
 

@@ -4,10 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxpar.parallel.layout_data import LayoutData
-from jaxpar.parallel.placement import Placement
-from jaxpar.parallel.traffic import sync_note
-from jaxpar.parallel.unsplit_parameters import unsplit_note
+from jaxpar.parallel.layout_data import LayoutData, sync_note
+from jaxpar.parallel.placement import Placement, unsplit_note
 from jaxpar.units import show_bytes, show_count
 
 

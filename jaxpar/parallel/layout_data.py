@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.errors import refuse
-from jaxpar.exchange.traffic import Traffic
+from jaxpar.exchange.traffic import ShardShape, Traffic
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.placement import Placement
 from jaxpar.sharding.lists import Lists
-from jaxpar.sharding.names import Blueprint
+from jaxpar.sharding.names import Blueprint, shard_shape
 from jaxpar.sharding.rules import Axes
 
 MEMBERS = (None, "head_dim")  # names that jaxpar may infer for the dim of an ensemble's members
@@ -115,3 +115,32 @@ class LayoutData:
     def describe(self, path: str) -> str:
         """Returns `f32[embed/fsdp, mlp/tensor]` for one parameter or other array."""
         return {**self.other_state, **self.placements}[path].describe(self.sizes)
+
+
+# The messages of the replicas over `data`, as their exchange declares them.
+
+
+def replica_messages(layout: LayoutData) -> tuple[Traffic, ...]:
+    """Returns the messages of the replicas over `data`, by their exchange; empty for a single replica."""
+    replicas = layout.sizes["data"]
+    return (
+        (*layout.parallel.exchange.traffic(trained_shards(layout), replicas), *layout.opt_state_messages)
+        if replicas > 1
+        else ()
+    )
+
+
+def trained_shards(layout: LayoutData) -> dict[str, ShardShape]:
+    """Path of each trained parameter to the shard that a device stores between steps."""
+
+    def one(place: Placement) -> ShardShape:
+        shape = shard_shape(place.leaf.shape, place.stored, layout.sizes)
+        return ShardShape(shape, place.leaf.dtype, layers=place.names[:1] == ("layers",), total_size=place.leaf.size)
+
+    return {path: one(place) for path, place in layout.placements.items() if path not in layout.frozen}
+
+
+def sync_note(layout: LayoutData) -> str:
+    """How replicas with per-replica steps synchronize, as a sentence; "" where XLA sums their gradients."""
+    exchange = layout.parallel.exchange
+    return f"exchange: {exchange.explain(replica_messages(layout))}" if exchange.per_replica else ""

@@ -16,7 +16,7 @@ from math import inf
 import numpy as np
 
 from jaxpar.errors import check_ranges, refuse, suggest
-from jaxpar.mesh.links import Link
+from jaxpar.mesh.chips import Link
 
 COEFFICIENTS = {
     "ring": lambda m: 2 * (m - 1) / m,

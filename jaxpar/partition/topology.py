@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import isfinite, prod
 
 from jaxpar.errors import JaxparError, Problem, refuse
-from jaxpar.mesh.links import Link
+from jaxpar.mesh.chips import Link
 from jaxpar.units import parse_rate
 
 Topology = Sequence[tuple[int, Link | float]]

@@ -15,10 +15,8 @@ import numpy as np
 from jaxpar.errors import refuse
 from jaxpar.mesh.axes import batch_axes
 from jaxpar.parallel.declaration import DECLARED
-from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.choices import Choices
-from jaxpar.plan.model.dims import NamedDims
-from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.candidate import Candidate, Choices
+from jaxpar.plan.model.shape import NamedDims, Shape
 from jaxpar.plan.techniques.base import divisors
 from jaxpar.plan.techniques.table import TECHNIQUES
 

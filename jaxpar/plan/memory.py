@@ -22,7 +22,7 @@ from jaxpar.plan.model.peak_moments import moments
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.state_bytes import JAXPAR, Recipe
 from jaxpar.plan.techniques.pipe import in_flight
-from jaxpar.plan.techniques.sharding_bytes import gradient_bytes
+from jaxpar.plan.techniques.span import gradient_bytes
 from jaxpar.plan.techniques.totals import added_bytes
 
 

@@ -8,8 +8,7 @@ import numpy as np
 from jaxpar.mesh.collective import Collective
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.pipeline.tables.library import LIBRARY
-from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.choices import Choices
+from jaxpar.plan.candidate import Candidate, Choices
 from jaxpar.plan.enumeration import legal_layouts
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel

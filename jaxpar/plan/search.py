@@ -6,16 +6,14 @@ from typing import Any
 import numpy as np
 
 from jaxpar.errors import JaxparError, refuse
-from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.choices import Choices
+from jaxpar.plan.candidate import Candidate, Choices
 from jaxpar.plan.enumeration import select, select_one
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.memory import Memory
 from jaxpar.plan.model.layer_time import pcie_seconds
 from jaxpar.plan.model_protocol import Model
-from jaxpar.plan.pareto import Points, pareto
-from jaxpar.plan.sensitivity import changes
+from jaxpar.plan.sensitivity import Points, changes, pareto
 from jaxpar.plan.techniques.table import TECHNIQUES
 from jaxpar.plan.time import StepTime
 from jaxpar.units import show_bytes

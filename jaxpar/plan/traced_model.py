@@ -20,8 +20,7 @@ import numpy as np
 from jaxpar.errors import refuse
 from jaxpar.mesh.axes import batch_axes
 from jaxpar.mesh.collective import Collective
-from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.choices import Choices
+from jaxpar.plan.candidate import Candidate, Choices
 from jaxpar.plan.enumeration import all_layouts, select
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
@@ -29,7 +28,7 @@ from jaxpar.plan.memory import Memory, bytes_by_zero_stage
 from jaxpar.plan.model.state_bytes import Recipe
 from jaxpar.plan.model.tracing import Kind, Trace
 from jaxpar.plan.techniques.base import Work, divisors
-from jaxpar.plan.techniques.sharding_bytes import gathers_once, gradient_bytes
+from jaxpar.plan.techniques.span import gathers_once, gradient_bytes
 from jaxpar.plan.techniques.table import TECHNIQUES
 from jaxpar.plan.techniques.totals import added_bytes, collectives, overlapped_seconds, step_seconds, unused_axes
 from jaxpar.plan.time import StepTime, optimizer

@@ -21,11 +21,9 @@ from jaxpar.sharding.author.value_specs import Spec, recording_specs, value_spec
 from jaxpar.sharding.calls.compute_dtype import compute_linen
 from jaxpar.sharding.calls.norm_axes import without_unbound_axes
 from jaxpar.sharding.infer_names.trace_call import trace_program
-from jaxpar.sharding.linen.late_variables import check_variables, has_path, known_collections
 from jaxpar.sharding.linen.parameters import Parameters, to_dict
-from jaxpar.sharding.linen.sow import Path, recording_sows, split_sown
-from jaxpar.sharding.linen.streams import Streams, find_streams, with_rngs
-from jaxpar.sharding.linen.variables import Initializer, Variables, unbox
+from jaxpar.sharding.linen.streams import Path, Streams, find_streams, recording_sows, split_sown, with_rngs
+from jaxpar.sharding.linen.variables import Initializer, Variables, check_variables, has_path, known_collections, unbox
 from jaxpar.sharding.names import Blueprint, Compute, Program, Tree, Use, path_of
 
 

@@ -21,10 +21,10 @@ from jaxpar.models.remat import is_policy
 from jaxpar.sharding.author.explicit import author_rules, no_mesh, sharding_translation
 from jaxpar.sharding.author.value_specs import Spec, recording_specs, value_specs
 from jaxpar.sharding.calls.compute_dtype import compute_nnx
-from jaxpar.sharding.flat_names import fitted, flat_dims
 from jaxpar.sharding.names import OVERWRITE, Blueprint, Compute, Leaf, Tree, Use, nest, path_of, pick
 from jaxpar.sharding.nnx.attributes import check_module, check_shapes, mark_arrays
 from jaxpar.sharding.nnx.hooks import ASSIGNING, assignment_error, has_use, hook, with_use
+from jaxpar.sharding.rules import fitted, flat_dims
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -29,7 +29,7 @@ from jaxpar.parallel.techniques.attention_choice import Choose, refuse_choice
 from jaxpar.sharding.infer_names.trace_call import zeros_like_input
 from jaxpar.sharding.tracing import paused_gc
 from jaxpar.step.checks import precision
-from jaxpar.step.checks.dims import check_dims
+from jaxpar.step.checks.updates import check_dims
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.state import State
 from jaxpar.step.stochastic_loss.loss import traceable_loss

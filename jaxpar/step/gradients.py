@@ -23,8 +23,8 @@ from jaxpar.parallel.specs import update_specs
 from jaxpar.sharding.names import Tree
 from jaxpar.step.checks.updates import CHAIN, TRACED, check_update
 from jaxpar.step.losses import Sums
-from jaxpar.step.norm.reuse import with_norm
 from jaxpar.step.norm.sharded import norm as norm_of
+from jaxpar.step.norm.sharded import with_norm
 from jaxpar.step.state import State
 
 Batch = Mapping[str, jax.Array]

@@ -16,8 +16,7 @@ from jaxpar.models.output_dtype import keep_output_dtype
 from jaxpar.models.settings.logits import LARGEST, Logits, add_logits
 from jaxpar.step.head.chunks import Chunks, sum_of_losses
 from jaxpar.step.head.model_protocol import Head, has_head, read_head, vocab_size
-from jaxpar.step.head.token_sharding import TokenSharding, token_sharding
-from jaxpar.step.head.vocab_shards import num_vocab_shards, sharded_logsumexp
+from jaxpar.step.head.token_sharding import TokenSharding, num_vocab_shards, sharded_logsumexp, token_sharding
 
 Sums = dict[str, tuple[jax.Array, jax.Array]]
 

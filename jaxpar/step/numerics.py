@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, get_args
 
+import jax
 import jax.numpy as jnp
 
 from jaxpar.errors import refuse, suggest
@@ -73,3 +74,8 @@ class Numerics:
                 fix=suggest(str(self.collectives), presets),
             )
         _ = self.matmuls  # refuses an invalid precision
+
+
+def are_finite(params: Any) -> jax.Array:
+    """Whether all numbers of all arrays are finite. Shape [], bool."""
+    return jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(params)]).all()

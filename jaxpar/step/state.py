@@ -14,15 +14,13 @@ from jax.sharding import PartitionSpec
 from jaxpar.errors import refuse, user_code_errors
 from jaxpar.exchange.base import Replicas
 from jaxpar.exchange.replica_mesh import piece_spec
-from jaxpar.exchange.shard_shape import ShardShape, piece_dim
-from jaxpar.exchange.traffic import Traffic
+from jaxpar.exchange.traffic import ShardShape, Traffic, piece_dim
 from jaxpar.optim.eval_params import eval_arrays, eval_params
 from jaxpar.optim.injected import explain_static_arguments
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.layout_data import trained_shards
 from jaxpar.parallel.specs import model_state_specs, optimizer_specs, owner_path, stored_specs
-from jaxpar.parallel.traffic import trained_shards
-from jaxpar.sharding.names import Tree, path_of
-from jaxpar.sharding.shard_bytes import shard_shape
+from jaxpar.sharding.names import Tree, path_of, shard_shape
 from jaxpar.sharding.tracing import paused_gc
 from jaxpar.step.parameters.frozen import drop_paths, frozen_paths
 

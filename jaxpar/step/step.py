@@ -25,9 +25,7 @@ from jaxpar.sharding.names import Tree
 from jaxpar.step import state as states
 from jaxpar.step.batch.shard_batch import BatchPlacement
 from jaxpar.step.checks.eight_bits import check_eight_bits
-from jaxpar.step.checks.eval_params import check_eval_params
-from jaxpar.step.checks.input_state import check_matches_step, check_not_donated
-from jaxpar.step.checks.user_scalars import place_scalars
+from jaxpar.step.checks.input_state import check_eval_params, check_matches_step, check_not_donated, place_scalars
 from jaxpar.step.compiler import Compiler
 from jaxpar.step.gradient_kinds import gradients_of
 from jaxpar.step.losses import Sums

@@ -20,8 +20,8 @@ from jaxpar.errors import refuse
 from jaxpar.jaxprs.dataflow import Traced
 from jaxpar.jaxprs.dead_code import PrunedJaxpr
 from jaxpar.jaxprs.gradient_sums.hoist import hoist_gradient_sums
+from jaxpar.jaxprs.lookups import demote_matmuls
 from jaxpar.jaxprs.low_rank_path import separate_low_rank
-from jaxpar.jaxprs.mixed_matmuls import demote_matmuls
 from jaxpar.models.remat import remat
 from jaxpar.models.settings.computing import model_policy
 from jaxpar.parallel.layout import Layout
@@ -33,19 +33,20 @@ from jaxpar.step.checks.input_state import cast_to_initial
 from jaxpar.step.gradients import Gradients, apply_gradients, constrain_tree
 from jaxpar.step.losses import Sums, as_sums, nonzero_count
 from jaxpar.step.numerics import Numerics
-from jaxpar.step.parameters.accumulators import (
+from jaxpar.step.parameters.frozen import count_reads, drop_paths, fill_missing, gather_params, zero_frozen
+from jaxpar.step.parameters.overwritten import (
     accumulator_dtype,
     computes_in,
     divide_by_count,
+    fill_minus_infinity,
     is_short,
+    maximum_at_paths,
     multiply_by_count,
+    replace_paths,
+    select_paths,
 )
-from jaxpar.step.parameters.frozen import drop_paths, fill_missing, zero_frozen
-from jaxpar.step.parameters.gathering import count_reads, gather_params
-from jaxpar.step.parameters.overwritten import fill_minus_infinity, maximum_at_paths, replace_paths, select_paths
 from jaxpar.step.state import State
-from jaxpar.step.stochastic_loss.draws import split_over_examples
-from jaxpar.step.stochastic_loss.loss import StochasticLoss
+from jaxpar.step.stochastic_loss.loss import StochasticLoss, split_over_examples
 
 
 @dataclass(frozen=True, eq=False)

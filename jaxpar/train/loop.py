@@ -21,7 +21,7 @@ import jax
 from jaxpar.checkpoint import processes
 from jaxpar.checkpoint.writing import SaveSchedule
 from jaxpar.errors import JaxparError
-from jaxpar.step.measures.functions import derive_measures, evaluation_names
+from jaxpar.step.measures.evaluation_loss import derive_measures, evaluation_names
 from jaxpar.step.state import State
 from jaxpar.step.stochastic_loss.loss import key_parameter
 from jaxpar.train.faults import learns_nothing

@@ -18,10 +18,9 @@ from jaxpar.job.compare.methods import Method
 from jaxpar.job.compare.training import train
 from jaxpar.job.file.parse import load
 from jaxpar.job.file.schema import Job
-from jaxpar.measure.record import commit
-from jaxpar.measure.where import where
+from jaxpar.measure.record import commit, where
+from jaxpar.mesh.chips import Link
 from jaxpar.mesh.devices import simulate
-from jaxpar.mesh.links import Link
 
 from .rows import keep, kept
 

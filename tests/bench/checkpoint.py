@@ -20,7 +20,7 @@ import numpy as np
 import jaxpar as jp
 from jaxpar.checkpoint import Checkpoints, Store
 from jaxpar.errors import JaxparError
-from jaxpar.measure.where import where
+from jaxpar.measure.record import where
 from jaxpar.mesh.devices import describe
 
 SIZES = (8, 256)  # MiB of a state

@@ -16,15 +16,14 @@ from jaxpar.exchange.averaging.diloco import DiLoCo
 from jaxpar.exchange.averaging.streaming import Streaming
 from jaxpar.exchange.base import Exchange
 from jaxpar.exchange.clock.delays import Constant, Times
-from jaxpar.exchange.compressed.sign import Sign
+from jaxpar.exchange.compressed.ternary import Sign
 from jaxpar.exchange.compressed.topk import TopK
 from jaxpar.job.compare.methods import Method
 from jaxpar.job.compare.training import check_all, train
 from jaxpar.job.file.parse import load
-from jaxpar.measure.record import commit
-from jaxpar.measure.where import where
+from jaxpar.measure.record import commit, where
+from jaxpar.mesh.chips import Link
 from jaxpar.mesh.devices import simulate
-from jaxpar.mesh.links import Link
 from jaxpar.units import show_bytes
 
 from .rows import keep, kept

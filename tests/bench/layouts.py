@@ -6,8 +6,7 @@ from jaxpar.job.file.schema import Job
 from jaxpar.job.plan import question
 from jaxpar.job.verify import verify
 from jaxpar.measure.record import commit, versions
-from jaxpar.plan.random_layouts import sample
-from jaxpar.plan.validation import agreement, summary
+from jaxpar.plan.validation import agreement, sample, summary
 
 BOUND = 0.9  # least rank correlation of predicted seconds and those of the compiled program, replayed
 ENDLESS = 2**44  # bytes: what XLA makes of a layout that does not fit is another program, which computes much again

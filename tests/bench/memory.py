@@ -25,8 +25,8 @@ from jaxpar.mesh.absent_gpus import target_devices
 from jaxpar.mesh.target import Target
 from jaxpar.models.islands import in_place_of_cudnn
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.random_layouts import sample
 from jaxpar.plan.search import Question, Ranked, describe
+from jaxpar.plan.validation import sample
 from jaxpar.units import show_bytes
 
 MEAN, WITHIN, SHARE, WORST = 0.05, 0.1, 0.9, 0.15  # of the errors: their mean, a share of them within, the worst

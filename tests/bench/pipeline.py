@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 import jaxpar as jp
-from jaxpar.measure.where import where
+from jaxpar.measure.record import where
 from jaxpar.pipeline.run.execute import Gradients
 from jaxpar.pipeline.run.stage import Keep
 from jaxpar.pipeline.tables.library import schedule

@@ -32,8 +32,8 @@ from jaxpar.inspector.step_subject import step_subject
 from jaxpar.inspector.timeline import price_kernels, replay
 from jaxpar.mesh.absent_gpus import target_devices
 from jaxpar.mesh.target import missing_plugin
-from jaxpar.plan.machine.gemm import Gemm
 from jaxpar.plan.machine.hardware import HARDWARE
+from jaxpar.plan.machine.kernels import Gemm
 
 H100 = Identity("NVIDIA H100 80GB HBM3", "580.1", {"jax": "0.11.2", "jaxlib": "0.11.2"}, "abc")
 

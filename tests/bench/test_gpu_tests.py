@@ -45,7 +45,7 @@ def test_a_record_is_made_where_jaxpar_is_on_the_path_and_not_installed(tmp_path
         "    if name == 'jaxpar': raise m.PackageNotFoundError(name)\n"
         "    return real(name)\n"
         "m.version = version\n"
-        "from jaxpar.measure.where import where; print(where()['versions']['jaxpar'], where()['commit'])"
+        "from jaxpar.measure.record import where; print(where()['versions']['jaxpar'], where()['commit'])"
     )
     done = ran(sys.executable, "-c", code, folder=tmp_path, PYTHONPATH=str(tmp_path), JAXPAR_COMMIT="abc1234")
     assert done.stdout.split() == ["0.1.0", "abc1234"], done.stderr

@@ -10,8 +10,8 @@ import pytest
 from lockstep import evaluated, messages, traced
 
 from jaxpar.cli.main import main
-from jaxpar.exchange.collectives import algorithms, price, rooted
-from jaxpar.exchange.collectives.messages import cut, padded_size
+from jaxpar.exchange.collectives import algorithms, rooted
+from jaxpar.exchange.collectives.executor import deliver
 from jaxpar.exchange.collectives.programs import (
     OWN,
     PROGRAMS,
@@ -24,9 +24,9 @@ from jaxpar.exchange.collectives.programs import (
     scatter,  # fmt: skip
     send,
 )
-from jaxpar.exchange.collectives.replay import deliver
+from jaxpar.exchange.collectives.rooted import cut, padded_size
+from jaxpar.mesh.chips import Link
 from jaxpar.mesh.collective import wire_bytes
-from jaxpar.mesh.links import Link
 
 SLOW = pytest.mark.slow, pytest.mark.full  # odd and even, powers of two and not, in every run and in CI
 GROUPS = [pytest.param(group, marks=() if group in (3, 8) else SLOW[group not in (2, 6)]) for group in range(2, 10)]
@@ -179,4 +179,4 @@ def test_the_root_of_data_parallel_sends_r_times_what_a_device_of_ddp_does(group
     assert root / ring[0] == pytest.approx(group / 2 * (1 + logits / weights))
     # whoever waits for the root waits for all of it, one message after the other
     link = Link(latency=0.0, bandwidth=1.0)
-    assert price.seconds(rounds, link) == 2 * root
+    assert algorithms.seconds(rounds, link) == 2 * root

@@ -15,8 +15,8 @@ from tiny import assert_same_arrays
 import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.exchange.low_rank.matrices import Matrix, matrix
-from jaxpar.exchange.shard_shape import ShardShape
-from jaxpar.parallel.traffic import replica_messages
+from jaxpar.exchange.traffic import ShardShape
+from jaxpar.parallel.layout_data import replica_messages
 
 ALONE, WHOLE, EVERY = {"data": 4}, {"data": 4, "fsdp": 2}, {"data": 2, "fsdp": 2, "tensor": 2}
 

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.errors import JaxparError
-from jaxpar.exchange.collectives import algorithms, price
+from jaxpar.exchange.collectives import algorithms
 from jaxpar.exchange.collectives.algorithms import ALL_REDUCE
-from jaxpar.exchange.collectives.executor import permutes, run_rounds
-from jaxpar.exchange.collectives.messages import Message, cut, padded_size
-from jaxpar.exchange.collectives.replay import check_all_reduce, deliver
+from jaxpar.exchange.collectives.executor import check_all_reduce, deliver, permutes, run_rounds
+from jaxpar.exchange.collectives.rooted import Message, cut, padded_size
+from jaxpar.mesh.chips import Link
 from jaxpar.mesh.collective import wire_bytes
-from jaxpar.mesh.links import Link
 
 PLAIN = Link(latency=5e-6, bandwidth=12e9)  # of the published figures
 LINKS = st.builds(  # powers of two, so that a float holds every sum of them exactly
@@ -48,7 +47,7 @@ def test_every_all_reduce_is_one_and_its_price_is_its_formula(name, link, group,
     elements = times * padded_size(1, group)
     rounds, data = algorithms.all_reduce_rounds(name, group, elements), numbers(group, elements)
     assert (deliver(rounds, data) == data.sum(0)).all()
-    assert price.seconds(rounds, link, item=4) == closed_forms.ALL_REDUCE[name](link, 4 * elements, group)
+    assert algorithms.seconds(rounds, link, item=4) == closed_forms.ALL_REDUCE[name](link, 4 * elements, group)
     if name == "ring" or (name == "halving" and group & (group - 1) == 0):
         assert (sent(rounds, group, 4) == wire_bytes("all-reduce", 4 * elements, group)).all()
 
@@ -60,7 +59,7 @@ def test_the_parts_of_a_ring_and_an_all_to_all_cost_what_their_formulas_say(link
     whole, size = (0, elements), 4 * elements
     for kind in ("reduce_scatter", "all_gather", "all_to_all"):
         rounds = getattr(algorithms, kind)(range(group), whole)
-        assert price.seconds(rounds, link, item=4) == getattr(closed_forms, kind)(link, size, group)
+        assert algorithms.seconds(rounds, link, item=4) == getattr(closed_forms, kind)(link, size, group)
         assert (sent(rounds, group, 4) == wire_bytes(kind.replace("_", "-"), size, group)).all()
 
 
@@ -134,7 +133,7 @@ REAL = st.builds(
 @settings(deadline=None)
 def test_the_cheapest_is_that_of_the_closed_forms_and_not_below_the_bound(link, size, group):
     each = {name: form(link, size, group) for name, form in closed_forms.ALL_REDUCE.items()}
-    _, seconds = price.cheapest(link, size, group)
+    _, seconds = algorithms.cheapest(link, size, group)
     assert seconds == pytest.approx(min(each.values()))
     assert seconds >= closed_forms.lower_bound(link, size, group) * (1 - 1e-9)
 
@@ -143,7 +142,7 @@ def test_the_published_example():
     """100 MB at 64 devices, 5 us and 12 GB/s."""
     size = padded_size(1, 64)
     milliseconds = {
-        name: round(1e3 * price.seconds(algorithms.all_reduce_rounds(name, 64, size), PLAIN, item=1e8 / size), 1)
+        name: round(1e3 * algorithms.seconds(algorithms.all_reduce_rounds(name, 64, size), PLAIN, item=1e8 / size), 1)
         for name in ALL_REDUCE
     }
     assert milliseconds == {"tree": 100.1, "butterfly": 50.0, "ring": 17.0, "halving": 16.5, "two_levels": 16.5}
@@ -154,5 +153,5 @@ def test_the_published_example():
 def test_a_butterfly_is_faster_below_the_published_size(group, kilobytes):
     size = closed_forms.crossover(PLAIN, group)
     assert round(size / 1e3) == kilobytes
-    assert price.cheapest(PLAIN, 0.99 * size, group)[0] == "butterfly"
-    assert price.cheapest(PLAIN, 1.01 * size, group)[0] == "halving"
+    assert algorithms.cheapest(PLAIN, 0.99 * size, group)[0] == "butterfly"
+    assert algorithms.cheapest(PLAIN, 1.01 * size, group)[0] == "halving"

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.exchange.base import flatten_by_path
-from jaxpar.exchange.clock import barriers
+from jaxpar.exchange.clock import delays
 from jaxpar.exchange.clock.delays import Constant, Exponential, Lognormal, Pareto, Times, Trace, parse
 from jaxpar.exchange.clock.elastic import AsynchronousEasgd
 from jaxpar.exchange.clock.events import mean_staleness
@@ -25,8 +25,8 @@ from jaxpar.exchange.clock.sharded import Downpour
 from jaxpar.exchange.clock.stale import Backup, Stale
 from jaxpar.exchange.clock.two_levels import TwoLevels
 from jaxpar.exchange.traffic import Traffic
+from jaxpar.mesh.chips import Link
 from jaxpar.mesh.collective import Collective
-from jaxpar.mesh.links import Link
 from jaxpar.train import elastic_on_clock, on_clock
 
 EXPONENTIAL = Times(law=Exponential())
@@ -146,12 +146,12 @@ def test_replicas_that_meet_seldom_wait_seldom():
     sent = Collective(kind="all-reduce", axes=("data",), dtype="f32", group=4, times=1, payload=4_000_000)
     link = Link(latency=0.0, bandwidth=1e9)
     each = {
-        every: barriers.seconds([Traffic(collective=sent, every=every)], 4, 40, EXPONENTIAL, link) for every in (1, 20)
+        every: delays.seconds([Traffic(collective=sent, every=every)], 4, 40, EXPONENTIAL, link) for every in (1, 20)
     }
     travel, matrix = 6e-3, EXPONENTIAL.matrix(4, 40)
     np.testing.assert_allclose(each[1], matrix.max(1).cumsum() + travel * np.arange(1, 41))
     assert each[20][-1] == pytest.approx(sum(matrix[i : i + 20].sum(0).max() for i in (0, 20)) + 2 * travel)
-    assert barriers.seconds([], 4, 40, EXPONENTIAL, link)[-1] == pytest.approx(matrix.sum(0).max())
+    assert delays.seconds([], 4, 40, EXPONENTIAL, link)[-1] == pytest.approx(matrix.sum(0).max())
 
 
 @pytest.mark.parametrize("tau", [1, 2, 4, 8])

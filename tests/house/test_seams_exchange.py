@@ -23,8 +23,8 @@ from jaxpar.errors import JaxparError
 from jaxpar.exchange.all_reduce import AllReduce
 from jaxpar.exchange.base import Exchange
 from jaxpar.exchange.collectives import algorithms
-from jaxpar.exchange.collectives.messages import padded_size
-from jaxpar.exchange.collectives.price import seconds, traffic_seconds
+from jaxpar.exchange.collectives.algorithms import seconds, traffic_seconds
+from jaxpar.exchange.collectives.rooted import padded_size
 from jaxpar.exchange.replica_mesh import mean_traffic
 from jaxpar.exchange.table import added
 from jaxpar.job.check import check
@@ -34,8 +34,8 @@ from jaxpar.job.plan import apply_layout, question
 from jaxpar.job.pretrained import start_from_params
 from jaxpar.job.run import train
 from jaxpar.job.shrink import fit_processes
-from jaxpar.mesh.links import Link
-from jaxpar.parallel.traffic import replica_messages
+from jaxpar.mesh.chips import Link
+from jaxpar.parallel.layout_data import replica_messages
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.software import JAXPAR_FUSED
 from jaxpar.plan.search import predict

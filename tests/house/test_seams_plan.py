@@ -21,8 +21,7 @@ from jaxpar.job.plan import question as asked_of
 from jaxpar.mesh import axes
 from jaxpar.mesh.target import missing_plugin
 from jaxpar.parallel.techniques import table
-from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.choices import Choices
+from jaxpar.plan.candidate import Candidate, Choices
 from jaxpar.plan.enumeration import legal_layouts
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.search import complexity, describe, predict, search
@@ -78,7 +77,7 @@ def test_its_bytes_and_seconds_have_causes_and_add_up():
 
 
 def _bytes(layout):
-    from jaxpar.sharding.shard_bytes import shard_bytes
+    from jaxpar.sharding.names import shard_bytes
 
     return sum(shard_bytes(place.leaf, place.stored, layout.sizes) for place in layout.placements.values())
 

@@ -16,9 +16,8 @@ from flax import nnx
 from vocabularies import SEQ, Careless, batch, step_of
 
 import jaxpar as jp
-from jaxpar.hlo.flop import hardware_flop
+from jaxpar.hlo.flop import hardware_flop, parse_matmuls
 from jaxpar.hlo.flop_share import FlopShare, find_excess, flop_share
-from jaxpar.hlo.matmuls import parse_matmuls
 from jaxpar.hlo.text import parse
 from jaxpar.job.file.parse import loads
 from jaxpar.job.inspect import matmul_summary

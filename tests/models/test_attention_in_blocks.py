@@ -17,7 +17,7 @@ from jaxpar.errors import JaxparError
 from jaxpar.hlo.text import parse
 from jaxpar.models import islands
 from jaxpar.models.blocks import attention as in_blocks
-from jaxpar.models.blocks import dispatch
+from jaxpar.models.blocks import fused
 from jaxpar.models.blocks.attention import blockwise
 from jaxpar.models.blocks.attention_mask import AttentionMask
 from jaxpar.models.blocks.pairs import Blocks, pairs
@@ -166,7 +166,7 @@ def test_long_rows_run_by_blocks_and_it_is_noted(masks, monkeypatch):
     with islands.implemented({}) as called:
         short = both(run, given, weight)
     assert called == {"attention"}
-    monkeypatch.setattr(dispatch, "LONG", 32)
+    monkeypatch.setattr(fused, "LONG", 32)
     with islands.implemented({}) as called:
         long = both(run, given, weight)
     assert called == {"attention", islands.BY_BLOCKS}
@@ -176,7 +176,7 @@ def test_long_rows_run_by_blocks_and_it_is_noted(masks, monkeypatch):
 
 def test_queries_that_devices_share_do_not_run_by_blocks(monkeypatch):
     """A walk takes one pair of blocks after the other: every device would make all of them."""
-    monkeypatch.setattr(dispatch, "LONG", 8)
+    monkeypatch.setattr(fused, "LONG", 8)
     shape = jp.DecoderConfig(vocab=16, seq=16, layers=1, dim=8, heads=2, hidden=8)
     tokens = jax.ShapeDtypeStruct((8, 16), jnp.int32)
     for sizes, forms in (({"data": 8}, (islands.BY_BLOCKS,)), ({"data": 2, "context": 4}, ())):

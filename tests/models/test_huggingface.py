@@ -26,7 +26,7 @@ from jaxpar.models.huggingface.export import export
 from jaxpar.models.huggingface.load import load
 from jaxpar.models.huggingface.param_mapping import param_mappings
 from jaxpar.models.huggingface.safetensors import DTYPES, TensorSource, entries, write
-from jaxpar.models.rotary import Rope
+from jaxpar.models.layers import Rope
 from jaxpar.models.settings.decoder import DecoderConfig
 
 SAVED = Path(__file__).parents[1] / "models" / "huggingface"

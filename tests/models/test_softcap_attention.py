@@ -21,7 +21,8 @@ from tiny import VOCAB, assert_same_arrays, train
 import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.models import islands
-from jaxpar.models.blocks import dispatch, fused
+from jaxpar.models.blocks import fused
+from jaxpar.models.blocks import fused as dispatch
 from jaxpar.parallel.techniques.attention_gather import in_16_bits
 from jaxpar.parallel.techniques.ring_attention import attention
 from jaxpar.plan.techniques.auto_context import choose_form

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxpar.errors import JaxparError
-from jaxpar.mesh.links import Link
+from jaxpar.mesh.chips import Link
 from jaxpar.partition.chain import Chain, linearise
 from jaxpar.partition.objective import COEFFICIENTS, Objective
 from jaxpar.partition.partitioner import partition

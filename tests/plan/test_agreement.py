@@ -29,9 +29,8 @@ from jaxpar.plan.memory import static
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.state_bytes import JAXPAR as BYTES
 from jaxpar.plan.model_protocol import Transformer
-from jaxpar.plan.random_layouts import sample
 from jaxpar.plan.search import Question, describe, predict, search
-from jaxpar.plan.validation import CompiledLayout, agreement, comparison, proposal, rank_correlation, ranks
+from jaxpar.plan.validation import CompiledLayout, agreement, comparison, proposal, rank_correlation, ranks, sample
 
 MODEL = jp.DecoderConfig(vocab=64, seq=16, layers=8, dim=64, heads=8, hidden=128, gated=True)
 ROWS = 32

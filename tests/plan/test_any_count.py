@@ -17,8 +17,7 @@ from jaxpar.errors import JaxparError
 from jaxpar.job.file.parse import load
 from jaxpar.job.plan import apply_layout, command
 from jaxpar.mesh.target import missing_plugin
-from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.choices import Choices
+from jaxpar.plan.candidate import Candidate, Choices
 from jaxpar.plan.enumeration import select_one
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model_protocol import Transformer

@@ -22,8 +22,7 @@ from jaxpar.models.settings.logits import Logits
 from jaxpar.parallel.layout import per_device
 from jaxpar.parallel.techniques.attention_choice import AttentionCall
 from jaxpar.parallel.techniques.context import training_bytes
-from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.choices import Choices
+from jaxpar.plan.candidate import Candidate, Choices
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.kernels import CUDNN
 from jaxpar.plan.machine.software import JAXPAR, JAXPAR_FUSED, TORCHTITAN

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpar.errors import JaxparError
-from jaxpar.mesh.links import Link
+from jaxpar.mesh.chips import Link
 from jaxpar.plan.machine.fit import KINDS, Timing, fit_gemm, fit_link
 from jaxpar.plan.machine.hardware import HARDWARE
 

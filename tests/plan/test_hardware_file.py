@@ -11,8 +11,7 @@ from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.measure.links import table_of
 from jaxpar.mesh.chip_file import load_chip
-from jaxpar.mesh.chips import find_chip
-from jaxpar.mesh.links import Link
+from jaxpar.mesh.chips import Link, find_chip
 from jaxpar.plan.machine import hardware_file
 from jaxpar.plan.machine.fit import LinkFit
 from jaxpar.plan.machine.hardware import HARDWARE

@@ -20,8 +20,7 @@ from jaxpar.hlo.trip_counts import walk
 from jaxpar.inspector.compiled import compile_program
 from jaxpar.inspector.timeline import replay
 from jaxpar.mesh.target import missing_plugin
-from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.choices import Choices
+from jaxpar.plan.candidate import Candidate, Choices
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.software import JAXPAR, JAXPAR_FUSED, MEGATRON_2022
 from jaxpar.plan.model.shape import Shape

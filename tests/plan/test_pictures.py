@@ -26,8 +26,8 @@ from jaxpar.plan.pages.html import write
 from jaxpar.plan.pages.pareto_svg import Frame, kinds, memory_ticks, thinned, time_ticks
 from jaxpar.plan.pages.style import BYTES, styles
 from jaxpar.plan.pages.text import page, smaller_layouts
-from jaxpar.plan.pareto import pareto
 from jaxpar.plan.search import Question, describe, search
+from jaxpar.plan.sensitivity import pareto
 from jaxpar.plan.validation import CompiledLayout
 from jaxpar.units import show_bytes, show_seconds
 

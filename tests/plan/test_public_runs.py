@@ -23,8 +23,7 @@ from bench.published.read import Run, load
 from compiled_public_runs import needed, record
 
 from jaxpar.mesh.target import missing_plugin
-from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.choices import Choices
+from jaxpar.plan.candidate import Candidate, Choices
 from jaxpar.plan.enumeration import select
 from jaxpar.plan.machine.software import TORCHTITAN, SoftwareModel
 from jaxpar.plan.measurements.error_estimate import ErrorEstimate, HeldOutRun, estimate, load_published

@@ -18,8 +18,7 @@ from jaxpar.job.plan import apply_layout, overrides
 from jaxpar.job.plan import question as asked_of
 from jaxpar.parallel.declaration import DECLARED
 from jaxpar.pipeline.tables.library import LIBRARY, schedule
-from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.choices import Choices
+from jaxpar.plan.candidate import Candidate, Choices
 from jaxpar.plan.enumeration import legal_layouts, select_one
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.software import JAXPAR as UNFUSED

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpar.errors import JaxparError
-from jaxpar.mesh.links import Link
+from jaxpar.mesh.chips import Link
 from jaxpar.pipeline.tables.library import LIBRARY, schedule
 from jaxpar.pipeline.tables.price import Times, price
 from jaxpar.plan.candidate import Candidate

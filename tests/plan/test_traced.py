@@ -16,8 +16,7 @@ from jaxpar.errors import JaxparError
 from jaxpar.job.file.parse import loads
 from jaxpar.job.plan import apply_layout
 from jaxpar.job.plan import question as asked_of
-from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.choices import Choices
+from jaxpar.plan.candidate import Candidate, Choices
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.software import JAXPAR
 from jaxpar.plan.model.tracing import Matmul, trace
@@ -110,7 +109,7 @@ def test_static_bytes_are_those_of_the_layout(text):
     """To the byte, what no axis divides included."""
     import jaxpar as jp
     from jaxpar.job.parts.models import resolve_loss, resolve_model
-    from jaxpar.sharding.shard_bytes import shard_bytes
+    from jaxpar.sharding.names import shard_bytes
 
     job, asked = loads(text), question(text)
     for fsdp in (2, 8):

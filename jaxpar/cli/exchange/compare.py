@@ -45,7 +45,7 @@ def run_comparison(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.exchange.clock.delays import Times, parse
     from jaxpar.job.compare import methods
     from jaxpar.job.file.parse import load
-    from jaxpar.mesh.links import Link
+    from jaxpar.mesh.chips import Link
     from jaxpar.units import parse_rate, show_seconds
 
     check_file("--html", args.html, "exchange.html")

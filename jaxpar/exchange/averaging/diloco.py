@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.errors import check_ranges, refuse
-from jaxpar.exchange.base import Exchange, Replicas, Tree
-from jaxpar.exchange.settings import SECTION, STEPS, check_algorithm
+from jaxpar.exchange.base import SECTION, STEPS, Exchange, Replicas, Tree, check_algorithm
 from jaxpar.exchange.traffic import Traffic
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.errors import check_ranges
-from jaxpar.exchange.base import Exchange, Replicas, Tree
-from jaxpar.exchange.settings import SECTION, STEPS
+from jaxpar.exchange.base import SECTION, STEPS, Exchange, Replicas, Tree
 from jaxpar.exchange.traffic import Traffic
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxpar.errors import refuse
-from jaxpar.exchange.shard_shape import ShardShape
+from jaxpar.exchange.traffic import ShardShape
 
 Fragment = Mapping[str, slice]  # path of a parameter to its layers in the fragment, all of dim 0 where it is no stack
 ALL = slice(None)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpar.errors import Problem, check_ranges
 from jaxpar.exchange.averaging import graphs
-from jaxpar.exchange.base import Exchange, Replicas
-from jaxpar.exchange.settings import SECTION, STEPS
+from jaxpar.exchange.base import SECTION, STEPS, Exchange, Replicas
 from jaxpar.exchange.traffic import Traffic
 
 if TYPE_CHECKING:

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxpar.errors import check_ranges
-from jaxpar.exchange.base import Exchange, Replicas
-from jaxpar.exchange.settings import SECTION, STEPS, check_algorithm
-from jaxpar.exchange.shard_shape import ShardShape
-from jaxpar.exchange.traffic import Traffic
+from jaxpar.exchange.base import NO_MODEL, SECTION, STEPS, Exchange, Replicas, check_algorithm
+from jaxpar.exchange.traffic import ShardShape, Traffic
 
 if TYPE_CHECKING:
     from jaxpar.exchange.replica_mesh import ReplicaMesh
+
 
 _HELD = "optimizer/"  # prefix of the cause of an optimizer's traffic
 
@@ -76,3 +75,22 @@ class Local(Exchange):
         sent = tuple(sent)
         complete = self.optimizer == "kept" or any(traffic.collective.cause.startswith(_HELD) for traffic in sent)
         return super().explain(sent) + ("" if complete else ", and the optimizer's averages on top")
+
+
+# An ensemble: replicas never synchronize, and evaluation averages their predictions.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ensemble(Exchange):
+    """Models that train in parallel, each on different examples, from the same parameters and with different dropout.
+
+    `evaluate` shows all examples to all of them, and the loss gets the mean of their outputs.
+
+    Attributes:
+      name: ensemble (replicas never synchronize; evaluation averages their predictions).
+    """
+
+    name: str = "ensemble"
+    replicas_differ = True
+    averages_predictions = True
+    global_model = NO_MODEL

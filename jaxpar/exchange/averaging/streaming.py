@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from jaxpar.errors import check_ranges, refuse, suggest
 from jaxpar.exchange.averaging.diloco import OuterOptimizer, outer_step
 from jaxpar.exchange.averaging.fragments import ALL, Fragment, fragments, put, share, take
-from jaxpar.exchange.base import Replicas, Tree, flatten_by_path
+from jaxpar.exchange.base import SECTION, STEPS, Replicas, Tree, flatten_by_path
 from jaxpar.exchange.compressed.base import Compressed
 from jaxpar.exchange.compressed.bfloat16 import BFloat16
 from jaxpar.exchange.compressed.qsgd import Qsgd
-from jaxpar.exchange.settings import SECTION, STEPS
 from jaxpar.exchange.traffic import Traffic
 
 if TYPE_CHECKING:

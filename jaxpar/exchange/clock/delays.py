@@ -5,7 +5,7 @@ A worker's times depend only on the seed and its number, so methods are compared
 
 import csv
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, repeat
 from pathlib import Path
@@ -14,6 +14,9 @@ from typing import Protocol
 import numpy as np
 
 from jaxpar.errors import JaxparError, check_ranges, refuse, suggest
+from jaxpar.exchange.collectives.algorithms import traffic_seconds
+from jaxpar.exchange.traffic import Traffic
+from jaxpar.mesh.chips import Link
 
 BLOCK = 1024  # times drawn at once
 
@@ -170,3 +173,36 @@ class Times:
         """Returns the seconds of each step of each worker. Shape [steps, workers]."""
         streams = [self.stream(worker) for worker in range(workers)]
         return np.array([[next(stream) for stream in streams] for _ in range(steps)]).reshape(steps, workers)
+
+
+# The virtual clock of real replicas: each computes at its own pace, and a sync round waits for the last.
+#
+# replica 0  ▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆      |
+# replica 1  ▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆| sync round ...
+
+
+def seconds(sent: Sequence[Traffic], replicas: int, steps: int, times: Times, link: Link) -> np.ndarray:
+    """Returns the time at which the last replica ends each step. Shape [steps].
+
+    Args:
+      sent: The traffic between replicas; empty if they never synchronize.
+      replicas: Number of replicas.
+      steps: Of each.
+      times: Of each replica's steps.
+      link: Between replicas.
+    """
+    kinds = len({row.sync_round for row in sent})
+    every = min((row.every for row in sent), default=0) // max(kinds, 1)
+    meeting = traffic_seconds(sent, link) / kinds if sent else 0.0
+    clocks, ends = np.zeros(replicas), []
+    for step, row in enumerate(times.matrix(replicas, steps), 1):
+        clocks = clocks + row
+        if every and step % every == 0:
+            clocks = np.full(replicas, clocks.max() + meeting)
+        ends.append(clocks.max())
+    return np.array(ends)
+
+
+def sent_bytes(sent: Sequence[Traffic]) -> float:
+    """Returns the mean bytes that a device sends in a step."""
+    return sum(item.collective.step_wire / item.every for item in sent)

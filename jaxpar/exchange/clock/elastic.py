@@ -11,8 +11,8 @@ import heapq
 from dataclasses import dataclass
 
 from jaxpar.errors import check_ranges
+from jaxpar.exchange.base import STEPS
 from jaxpar.exchange.clock.delays import Times
-from jaxpar.exchange.settings import STEPS
 
 
 @dataclass(frozen=True, slots=True)

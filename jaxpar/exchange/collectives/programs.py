@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxpar.exchange.collectives import algorithms, rooted
 from jaxpar.exchange.collectives.executor import run_rounds
-from jaxpar.exchange.collectives.messages import Part, Round, padded_size
+from jaxpar.exchange.collectives.rooted import Part, Round, padded_size
 
 Table = Callable[[Sequence[int], Part], list[Round]]
 TABLES: dict[str, Table] = {

@@ -8,8 +8,8 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.errors import refuse, suggest
-from jaxpar.exchange.collectives.messages import Round, padded_size
 from jaxpar.exchange.collectives.programs import OWN, PROGRAMS, ROWS, TABLES
+from jaxpar.exchange.collectives.rooted import Round, padded_size
 
 _WIDE = 12  # numbers shown of a device
 

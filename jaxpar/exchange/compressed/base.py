@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxpar.errors import check_ranges, refuse
-from jaxpar.exchange.base import Tree, flatten_by_path
+from jaxpar.exchange.base import SECTION, STEPS, Tree, flatten_by_path
 from jaxpar.exchange.compressed.selective import CAUSE, SelectiveExchange
-from jaxpar.exchange.settings import SECTION, STEPS
-from jaxpar.exchange.shard_shape import ShardShape, piece_dim, round_up
-from jaxpar.exchange.traffic import Traffic
+from jaxpar.exchange.traffic import ShardShape, Traffic, piece_dim, round_up
 
 if TYPE_CHECKING:
     import jax

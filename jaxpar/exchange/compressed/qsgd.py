@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from jaxpar.errors import refuse
+from jaxpar.exchange.base import SECTION
 from jaxpar.exchange.compressed.base import CodeArray, Compressed
-from jaxpar.exchange.settings import SECTION
 
 if TYPE_CHECKING:
     import jax

@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from jaxpar.errors import Problem, check_ranges
-from jaxpar.exchange.base import Exchange
-from jaxpar.exchange.settings import SECTION, STEPS
-from jaxpar.exchange.shard_shape import ShardShape
-from jaxpar.exchange.traffic import Traffic
+from jaxpar.exchange.base import SECTION, STEPS, Exchange
+from jaxpar.exchange.traffic import ShardShape, Traffic
 
 CAUSE = "gradients"  # cause of the traffic of compressed gradients
 

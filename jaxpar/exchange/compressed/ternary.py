@@ -7,6 +7,7 @@ from jaxpar.exchange.compressed.base import CodeArray, Compressed
 
 if TYPE_CHECKING:
     import jax
+    import numpy as np
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,3 +56,49 @@ class Ternary(Compressed):
     def code_arrays(self, elements: int) -> tuple[CodeArray, ...]:
         """Bytes of four digits, and a scale for each block."""
         return CodeArray(elements // 4, "u8", 1), CodeArray(elements // self.block, "f32", 4)
+
+
+# One bit an element: its sign, with a scale for each block.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sign(Compressed):
+    """1-bit gradients with error feedback (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847, algorithm 1).
+
+    An element becomes its sign times the mean magnitude of its block. Without feedback small elements are lost.
+
+    Attributes:
+      name: sign (gradients are sent as one bit an element, with error feedback).
+      smallest: Parameters of fewer elements are not compressed.
+      whole: Patterns of paths that are not compressed either: norms and biases.
+      block: Elements that share a scale.
+      feedback: Whether the error of a code is added to the next step's gradient.
+    """
+
+    name: str = "sign"
+
+    def encode(self, rows: "jax.Array", key: "jax.Array") -> dict[str, "jax.Array"]:
+        """Returns bits [rows, elements / 8] and scales [rows, blocks]."""
+        import jax.numpy as jnp
+
+        from jaxpar.exchange.compressed.codes import pack_bits
+
+        scale = jnp.mean(jnp.abs(rows.reshape(len(rows), -1, self.block)), axis=-1)
+        return {"bits": pack_bits(rows >= 0, 1), "scale": scale}
+
+    def without_padding(self, code: dict[str, "jax.Array"], counts: "np.ndarray") -> dict[str, "jax.Array"]:
+        """Corrects the mean magnitudes, which `encode` took over whole blocks, padding included."""
+        return code | {"scale": code["scale"] * (self.block / counts).astype("float32")}
+
+    def decode(self, code: dict[str, "jax.Array"]) -> "jax.Array":
+        """Returns the elements [rows, elements]."""
+        import jax.numpy as jnp
+
+        from jaxpar.exchange.compressed.codes import unpack_bits
+
+        signs = unpack_bits(code["bits"], 1).astype(jnp.float32) * 2 - 1
+        return (signs.reshape(*code["scale"].shape, self.block) * code["scale"][..., None]).reshape(len(signs), -1)
+
+    def code_arrays(self, elements: int) -> tuple[CodeArray, ...]:
+        """Bytes of eight signs, and a scale for each block."""
+        return CodeArray(elements // 8, "u8", 1), CodeArray(elements // self.block, "f32", 4)

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jaxpar.errors import check_ranges
+from jaxpar.exchange.base import SECTION
 from jaxpar.exchange.compressed.base import CodeArray, Compressed
-from jaxpar.exchange.settings import SECTION
 
 if TYPE_CHECKING:
     import jax

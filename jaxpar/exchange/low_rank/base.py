@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.errors import Problem, check_ranges
-from jaxpar.exchange.base import Tree, flatten_by_path
+from jaxpar.exchange.base import SECTION, Tree, flatten_by_path
 from jaxpar.exchange.compressed.selective import CAUSE, SelectiveExchange
-from jaxpar.exchange.settings import SECTION
-from jaxpar.exchange.shard_shape import ShardShape
-from jaxpar.exchange.traffic import Traffic
+from jaxpar.exchange.traffic import ShardShape, Traffic
 
 if TYPE_CHECKING:
     import jax

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from jaxpar.errors import Problem
 from jaxpar.exchange.low_rank.base import LowRank
-from jaxpar.exchange.shard_shape import ShardShape
+from jaxpar.exchange.traffic import ShardShape
 
 if TYPE_CHECKING:
     import jax

@@ -18,8 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpar.exchange.replica_mesh import AXIS
 from jaxpar.exchange.traffic import Traffic
 from jaxpar.mesh.collective import Collective
-from jaxpar.sharding.names import Tree
-from jaxpar.sharding.shard_bytes import short_dtype
+from jaxpar.sharding.names import Tree, short_dtype
 
 
 def copy_members(tree: Tree, source: jax.Array, mesh: Mesh) -> Tree:

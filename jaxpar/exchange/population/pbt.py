@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.errors import check_ranges, refuse
-from jaxpar.exchange.base import Replicas, Tree
+from jaxpar.exchange.base import STEPS, Replicas, Tree
 from jaxpar.exchange.population.population import Population
-from jaxpar.exchange.settings import STEPS
 from jaxpar.exchange.traffic import Traffic
 
 if TYPE_CHECKING:

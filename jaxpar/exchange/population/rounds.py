@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from jaxpar.errors import check_ranges
-from jaxpar.exchange.base import Replicas, Tree
+from jaxpar.exchange.base import STEPS, Replicas, Tree
 from jaxpar.exchange.population.population import Population
-from jaxpar.exchange.settings import STEPS
 
 if TYPE_CHECKING:
     import jax

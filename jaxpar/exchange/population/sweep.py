@@ -6,12 +6,12 @@ from functools import cached_property
 from typing import Any, Literal
 
 from jaxpar.errors import JaxparError, Problem, check_ranges, refuse, suggest
+from jaxpar.exchange.base import STEPS
 from jaxpar.exchange.population import draws
 from jaxpar.exchange.population.evolution import Evolution
 from jaxpar.exchange.population.pbt import Pbt, check_factors
 from jaxpar.exchange.population.population import Population
 from jaxpar.exchange.population.swarm import Swarm
-from jaxpar.exchange.settings import STEPS
 from jaxpar.optim.optimizer import SWEPT, Optimizer
 
 ROOM = "optimizer."  # prefix of the settings that may differ

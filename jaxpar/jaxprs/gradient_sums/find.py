@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.jaxprs.dataflow import REMAT, Scan, consts_of, jaxpr_of, shapes, variables
 from jaxpar.models.dim_names import axes_of
-from jaxpar.sharding.shard_bytes import shard_counts
+from jaxpar.sharding.names import shard_counts
 
 FREE = PartitionSpec.UNCONSTRAINED
 SMALL = 2**23  # bytes of a layer's gradients: some 50 us over NVLink, little more than the launch of a sum

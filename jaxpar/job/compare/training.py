@@ -13,7 +13,7 @@ from jaxpar.data.spec import Source, select_rows
 from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.exchange.all_reduce import AllReduce
 from jaxpar.exchange.base import Exchange
-from jaxpar.exchange.clock import barriers
+from jaxpar.exchange.clock import delays
 from jaxpar.exchange.clock.delays import Times
 from jaxpar.exchange.clock.elastic import AsynchronousEasgd
 from jaxpar.exchange.clock.events import Simulated, mean_staleness
@@ -24,9 +24,9 @@ from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import open_data
 from jaxpar.job.parts.models import resolve_loss
 from jaxpar.mesh.axes import infer_sizes
-from jaxpar.mesh.links import Link
+from jaxpar.mesh.chips import Link
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.traffic import replica_messages, trained_shards
+from jaxpar.parallel.layout_data import replica_messages, trained_shards
 from jaxpar.step.state import State, init_state
 from jaxpar.step.step import Step
 from jaxpar.step.stochastic_loss.loss import key_parameter
@@ -155,8 +155,8 @@ def _train_exchange(job: Job, method: Method, exchange: Exchange, times: Times, 
     return Curve(
         method=method,
         samples=number * job.train.global_batch,
-        bytes=number * barriers.sent_bytes(traffic),
-        seconds=barriers.seconds(traffic, step.layout.sizes["data"], len(number), times, link),
+        bytes=number * delays.sent_bytes(traffic),
+        seconds=delays.seconds(traffic, step.layout.sizes["data"], len(number), times, link),
         loss=np.array(jax.device_get(losses), np.float64),
         eval_loss=evaluate(job, step, source, state),
     )

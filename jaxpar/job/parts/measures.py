@@ -7,7 +7,7 @@ from typing import Any
 from jaxpar.errors import refuse, suggest, user_code_errors
 from jaxpar.job.file.import_object import import_object
 from jaxpar.job.file.schema import Job
-from jaxpar.step.measures.functions import DERIVED, MEASURES
+from jaxpar.step.measures.evaluation_loss import DERIVED, MEASURES
 
 KEY = "metrics.evaluate"
 

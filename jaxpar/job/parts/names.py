@@ -11,7 +11,7 @@ from jaxpar.job.file.import_object import import_object
 from jaxpar.job.file.model_folder import unknown_model_problem
 from jaxpar.job.file.parse import validate
 from jaxpar.job.file.schema import Job
-from jaxpar.models.settings.table import MODELS
+from jaxpar.models.settings.vit import MODELS
 
 COUNTED = {"next_token": "tokens", "classify": "examples"}  # jaxpar's losses, and the unit that each counts
 

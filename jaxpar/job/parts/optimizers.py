@@ -23,7 +23,7 @@ from jaxpar.parallel.compose import as_blueprint
 from jaxpar.parallel.layout import Layout, with_note
 from jaxpar.sharding.names import Blueprint
 from jaxpar.sharding.rules import name_stacks
-from jaxpar.step.checks.eval_params import check_eval_params
+from jaxpar.step.checks.input_state import check_eval_params
 from jaxpar.train.best import Best
 
 

@@ -20,19 +20,17 @@ from jaxpar.parallel.compose import as_blueprint, compose
 from jaxpar.parallel.declaration import DECLARED, Parallel
 from jaxpar.parallel.layout import Layout, other_arrays, per_device
 from jaxpar.parallel.read_parameter import read_parameter
-from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.choices import Choices
-from jaxpar.plan.model.dims import Dims
+from jaxpar.plan.candidate import Candidate, Choices
+from jaxpar.plan.model.shape import Dims
 from jaxpar.plan.model.state_bytes import Recipe
 from jaxpar.plan.model.tracing import trace
 from jaxpar.plan.techniques.base import divisors
 from jaxpar.plan.techniques.table import TECHNIQUES
 from jaxpar.plan.traced_model import TracedModel
 from jaxpar.sharding.author.explicit import sharding_translation
-from jaxpar.sharding.names import Blueprint, Compute, nest
+from jaxpar.sharding.names import Blueprint, Compute, nest, shard_bytes
 from jaxpar.sharding.nnx.hooks import step_hooks
 from jaxpar.sharding.rules import name_stacks
-from jaxpar.sharding.shard_bytes import shard_bytes
 from jaxpar.step.losses import as_sums
 from jaxpar.step.numerics import DTYPES
 from jaxpar.step.stochastic_loss.loss import traceable_loss

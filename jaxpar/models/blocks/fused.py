@@ -25,6 +25,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxpar.models.settings import computing
+
 FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
 _VERSION = 2  # of XLA's custom-call interface under which these targets are registered
 _AS_BSHK = (0, 2, 1, 3)  # XLA's name for the result is [b, h, s, k]; it lies in memory as [b, s, h, k]
@@ -181,3 +183,45 @@ def _dot_dimensions(over: tuple[int, int], left: tuple[int, int], right: tuple[i
         "lhs_batch_dimensions": [str(i) for i in left],
         "rhs_batch_dimensions": [str(i) for i in right],
     }
+
+
+# Chooses attention on one device: blockwise above LONG keys, unless a fused kernel runs it.
+#
+#                       up to LONG keys       more
+# cuDNN supports it     cuDNN's kernel        cuDNN's kernel    (stores no scores; on GPUs, in 16 bits, without
+# segments) cuDNN does not        jax.nn's matmuls      blockwise
+#
+# Head sizes must fit cuDNN's kernel too: a multiple of 8, at most 256 from Hopper on and 128 before it, as in JAX's own
+# check.
+#
+# jax.nn's matmuls store the scores of a layer: at LONG keys 256 MiB per head and sequence in float32. Below LONG they
+# are faster than a loop over blocks: one large matmul instead of many small ones.
+
+LONG = 8192
+
+
+def fits_cudnn(q: jax.Array, *, causal: bool, window: int | None = None, segments: jax.Array | None = None) -> bool:
+    """Whether cuDNN's kernel runs attention here: GPUs, 16 bits, a head size it supports, no segments, and a window
+    only if causal.
+    """
+    return wants_cudnn(q) and head_fits(q.shape[-1]) and segments is None and (window is None or causal)
+
+
+def wants_cudnn(q: jax.Array) -> bool:
+    """Whether queries are on GPUs and in the 16 bits that cuDNN's kernel computes in."""
+    return str(q.dtype) in computing.DTYPES and jax.default_backend() == "gpu"
+
+
+def head_fits(head_dim: int) -> bool:
+    """Whether cuDNN's kernel supports this head size on the local GPUs."""
+    return computing.head_fits(head_dim, capability())
+
+
+def capability() -> float:
+    """Compute capability of the local GPUs; Hopper's if the devices state none (absent or simulated GPUs)."""
+    return float(getattr(jax.local_devices()[0], "compute_capability", computing.HOPPER))
+
+
+def runs_blockwise(k: jax.Array, *, fused: bool) -> bool:
+    """Whether attention to these keys runs blockwise."""
+    return k.shape[1] > LONG and not fused

@@ -1,9 +1,12 @@
 """The settings of a vision transformer."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxpar.errors import Keywords, check_ranges, nearest_divisor, refuse
-from jaxpar.models.settings.heads import check_heads
+from jaxpar.models.settings.decoder import DecoderConfig, check_heads
+from jaxpar.models.settings.mlp import MLPConfig
+from jaxpar.models.settings.resnet import ResNetConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,3 +53,13 @@ class ViTConfig(Keywords):
                 fix=f"patch = {nearest_divisor(self.size, self.patch) or self.size}",
             )
         check_heads(self.dim, self.heads)
+
+
+# The models that a job may name, and the settings of each.
+
+MODELS: Mapping[str, type] = {
+    "decoder": DecoderConfig,
+    "vit": ViTConfig,
+    "resnet": ResNetConfig,
+    "mlp": MLPConfig,
+}

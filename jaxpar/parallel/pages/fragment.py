@@ -14,7 +14,7 @@ from jaxpar.mesh.axes import AXES, coordinates, nodes_of_axes
 from jaxpar.mesh.chips import Chip, find_chip
 from jaxpar.parallel.pages.shard_cards import cards, parameter_table, split_axes
 from jaxpar.parallel.placement import Placement
-from jaxpar.sharding.shard_bytes import shard_bytes
+from jaxpar.sharding.names import shard_bytes
 from jaxpar.units import show_bytes, show_count
 
 NODES = 4  # most nodes that are drawn

@@ -16,7 +16,7 @@ from jaxpar.html.markup import Markup, table, tag
 from jaxpar.html.shard_drawing import Card, Shard
 from jaxpar.mesh.axes import coordinates
 from jaxpar.parallel.placement import Placement
-from jaxpar.sharding.shard_bytes import shard_counts
+from jaxpar.sharding.names import shard_counts
 from jaxpar.units import show_bytes
 
 DRAWN, FEW = 8, 4  # shards drawn side by side: up to eight, or four if there are more or each is wide

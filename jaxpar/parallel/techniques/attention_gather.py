@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxpar.models.blocks.attention import add_size
 from jaxpar.models.blocks.attention_mask import AttentionMask
-from jaxpar.models.blocks.materialized_scores import add_size
 from jaxpar.models.dim_names import constrain_to, spec_of
 from jaxpar.models.islands import KEYS, QUERIES, single_device_attention
 

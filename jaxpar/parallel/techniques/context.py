@@ -27,7 +27,7 @@ from jaxpar.parallel.techniques.attention_choice import KERNELS, AttentionCall
 from jaxpar.parallel.techniques.attention_gather import gather
 from jaxpar.parallel.techniques.base import Compose, Technique, TracedStep
 from jaxpar.sharding.lists import longest_list
-from jaxpar.sharding.shard_bytes import shard_bytes
+from jaxpar.sharding.names import shard_bytes
 
 
 def ring(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:

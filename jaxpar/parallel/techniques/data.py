@@ -5,8 +5,8 @@ from jaxpar.exchange.all_reduce import AllReduce
 from jaxpar.exchange.base import Exchange
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.layout_data import trained_shards
 from jaxpar.parallel.techniques.base import Technique
-from jaxpar.parallel.traffic import trained_shards
 
 GATHER = "gather"  # the form of context parallelism in which XLA, not a shard_map, moves keys and values
 

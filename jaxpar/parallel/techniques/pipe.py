@@ -1,14 +1,12 @@
 """Pipeline parallelism: stages of consecutive layers, run by the table of a schedule."""
 
 from jaxpar.errors import JaxparError, Problem, refuse
-from jaxpar.parallel.as_stacks import as_stacks
 from jaxpar.parallel.declaration import Axes, Parallel
-from jaxpar.parallel.default_schedule import choose_schedule
-from jaxpar.parallel.head_placement import place_head
+from jaxpar.parallel.head_placement import as_stacks, choose_schedule, place_head
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.pipeline_options import Pipeline
 from jaxpar.parallel.techniques.base import Compose, Technique
-from jaxpar.sharding.shard_bytes import shard_bytes
+from jaxpar.sharding.names import shard_bytes
 from jaxpar.units import show_bytes
 
 

@@ -6,7 +6,7 @@ from jaxpar.errors import Problem, suggest
 from jaxpar.parallel.declaration import ZERO_OVER, ZERO_SHARDS, Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques.base import Technique, unsplit_axis_problems
-from jaxpar.sharding.shard_bytes import shard_bytes
+from jaxpar.sharding.names import shard_bytes
 from jaxpar.units import show_bytes
 
 

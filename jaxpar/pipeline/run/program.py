@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpar.pipeline.tables.forwards import forwards
 from jaxpar.pipeline.tables.schedule import Schedule
+from jaxpar.pipeline.tables.synchronous import forwards
 
 COLUMNS = (
     "op", "microbatch", "chunk", "part", "x", "g", "kept", "stash", "right", "left", "self_send", "version", "update",

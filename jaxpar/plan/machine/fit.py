@@ -17,8 +17,8 @@ from itertools import combinations
 import numpy as np
 
 from jaxpar.errors import refuse
+from jaxpar.mesh.chips import Link
 from jaxpar.mesh.collective import wire_bytes
-from jaxpar.mesh.links import Link
 from jaxpar.plan.machine.hardware import Gemm
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute")

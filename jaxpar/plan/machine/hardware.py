@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 
 from jaxpar.errors import check_ranges, refuse
-from jaxpar.mesh.chips import CHIPS, Chip
-from jaxpar.mesh.links import Link
-from jaxpar.plan.machine.gemm import Gemm
+from jaxpar.mesh.chips import CHIPS, Chip, Link
+from jaxpar.plan.machine.kernels import Gemm
 
 # a collective over both levels takes the slower level's time and this share of the faster one's: all-gathers of
 # nccl-tests reach 324 GB/s on 4 x 8 H100s, the single levels 368 and 369

@@ -33,10 +33,9 @@ from typing import Any
 
 from jaxpar.errors import JaxparError, Problem, refuse, suggest
 from jaxpar.mesh.chip_file import KEYS, load_chip, read_chip_tables
-from jaxpar.mesh.chips import Chip
-from jaxpar.mesh.links import Link
-from jaxpar.plan.machine.gemm import RANGES, Gemm
+from jaxpar.mesh.chips import Chip, Link
 from jaxpar.plan.machine.hardware import FAR, JITTER, STREAMING, Hardware
+from jaxpar.plan.machine.kernels import RANGES, Gemm
 
 _LINK = {"latency": (0.0, 1.0, "3e-6"), "bandwidth": (1e6, 1e17, "80e9")}
 _NUMBERS: Mapping[str, Mapping[str, tuple[float, float, str]]] = {  # lowest, highest, and an example

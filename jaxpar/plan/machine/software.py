@@ -14,8 +14,7 @@ from jaxpar.errors import check_ranges, refuse
 from jaxpar.exchange.all_reduce import AllReduce
 from jaxpar.exchange.base import Exchange
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.machine.kernels import CUDNN, FLASH_2, Kernel, RingKernel
-from jaxpar.plan.machine.pair_cost import PairCost
+from jaxpar.plan.machine.kernels import CUDNN, FLASH_2, Kernel, PairCost, RingKernel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

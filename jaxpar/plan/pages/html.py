@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from jaxpar.html.bars import bar
-from jaxpar.html.frame import document, in_ascii, style, tile
+from jaxpar.html.frame import bar, document, in_ascii, style, tile
 from jaxpar.html.markup import HOW, Markup, badge, join, percent, swatch, table, tag
 from jaxpar.plan.measurements.error_estimate import expected_error
 from jaxpar.plan.pages.pareto_svg import scatter

@@ -11,8 +11,8 @@ import numpy as np
 from jaxpar.html.markup import Markup, join, percent, swatch, tag
 from jaxpar.mesh.axes import AXES
 from jaxpar.plan.enumeration import select_one
-from jaxpar.plan.pareto import Points
 from jaxpar.plan.search import Plan, describe
+from jaxpar.plan.sensitivity import Points
 from jaxpar.plan.techniques.table import TECHNIQUES
 from jaxpar.units import show_bytes, show_seconds
 

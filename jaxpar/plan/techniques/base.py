@@ -23,13 +23,11 @@ import numpy as np
 
 from jaxpar.mesh.axes import AXES
 from jaxpar.mesh.collective import Collective
-from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.candidate import Candidate, Choices
 from jaxpar.plan.causes import Style
-from jaxpar.plan.choices import Choices
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
-from jaxpar.plan.model.dims import NamedDims
-from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.model.shape import NamedDims, Shape
 from jaxpar.plan.model.state_bytes import Recipe
 
 LOCAL = ("collective-permute", "all-to-all")  # kinds priced by the distance of their messages

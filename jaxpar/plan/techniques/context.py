@@ -17,15 +17,13 @@ from typing import Any
 import numpy as np
 
 from jaxpar.mesh.collective import Collective
-from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.candidate import Candidate, Choices
 from jaxpar.plan.causes import Style
-from jaxpar.plan.choices import Choices
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model import ring_attention
-from jaxpar.plan.model.dims import NamedDims
 from jaxpar.plan.model.layer_time import attention, scores
-from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.model.shape import NamedDims, Shape
 from jaxpar.plan.techniques.base import BYTES, SentCollective, Settings, Technique
 from jaxpar.plan.techniques.context_forms import moved_share
 

@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.exchange.shard_shape import ShardShape
+from jaxpar.exchange.traffic import ShardShape
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.causes import Style
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
-from jaxpar.plan.model.dims import CountedModel
 from jaxpar.plan.model.layer_bytes import stage_parameters
-from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.model.shape import CountedModel, Shape
 from jaxpar.plan.model.state_bytes import Recipe
 from jaxpar.plan.techniques.base import Technique, Work
 

@@ -13,16 +13,14 @@ from typing import Any
 import numpy as np
 
 from jaxpar.pipeline.tables.library import LIBRARY
-from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.candidate import Candidate, Choices
 from jaxpar.plan.causes import PALE, Style
-from jaxpar.plan.choices import Choices
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
-from jaxpar.plan.model.dims import NamedDims
 from jaxpar.plan.model.layer_time import tokens
-from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.model.shape import NamedDims, Shape
 from jaxpar.plan.techniques.base import BYTES, Settings, Technique
-from jaxpar.plan.techniques.heads import auto_head
+from jaxpar.plan.techniques.span import auto_head
 
 
 def sizes(shape: Shape, rows: int, choices: Choices) -> range:

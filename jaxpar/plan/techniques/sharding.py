@@ -21,11 +21,10 @@ from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.causes import Style
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
-from jaxpar.plan.model.dims import NamedDims
-from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.model.shape import NamedDims, Shape
 from jaxpar.plan.model.state_bytes import Recipe
 from jaxpar.plan.techniques.base import Technique, Work
-from jaxpar.plan.techniques.sharding_bytes import gathered_bytes
+from jaxpar.plan.techniques.span import gathered_bytes
 
 SUMMED = 4  # bytes of a gradient that one program on all stages has accumulated over its table: float32
 ENDS = 3  # exposed gathers: embedding and first layer in the forward pass, last layer in the backward pass

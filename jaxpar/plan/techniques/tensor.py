@@ -10,13 +10,11 @@ from typing import Any
 import numpy as np
 
 from jaxpar.mesh.collective import Collective
-from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.candidate import Candidate, Choices
 from jaxpar.plan.causes import Style
-from jaxpar.plan.choices import Choices
 from jaxpar.plan.machine.software import SoftwareModel
-from jaxpar.plan.model.dims import NamedDims
 from jaxpar.plan.model.layer_time import tokens
-from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.model.shape import NamedDims, Shape
 from jaxpar.plan.techniques.base import BYTES, SentCollective, Settings, Technique, divisors, up_to
 
 

@@ -11,8 +11,7 @@ from jaxpar.mesh.collective import Collective
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
-from jaxpar.plan.model.dims import NamedDims
-from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.model.shape import NamedDims, Shape
 from jaxpar.plan.model.state_bytes import Recipe
 from jaxpar.plan.techniques.base import SentCollective, Work, exposed_seconds
 from jaxpar.plan.techniques.table import TECHNIQUES

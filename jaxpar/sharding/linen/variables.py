@@ -1,6 +1,8 @@
 """The variables of a Linen module: as its initializer makes them, and in jaxpar's form."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -10,19 +12,20 @@ import jax
 from flax import linen as nn
 from flax import nnx
 from flax.core import meta
+from flax.errors import ModifyScopeVariableError, ScopeCollectionNotFound
 from flax.linen.partitioning import AxisMetadata
 from flax.linen.spmd import logical_to_mesh_axes
 from jax.sharding import PartitionSpec
 
-from jaxpar.errors import refuse
+from jaxpar.errors import JaxparError, refuse
 from jaxpar.sharding.author.explicit import author_rules
 from jaxpar.sharding.author.value_specs import Spec
 from jaxpar.sharding.calls.norm_axes import without_unbound_axes
-from jaxpar.sharding.flat_names import fitted, flat_dims
 from jaxpar.sharding.linen.parameters import Parameters
-from jaxpar.sharding.linen.sow import Path, recording_sows, split_sown
+from jaxpar.sharding.linen.streams import Path, recording_sows, split_sown
 from jaxpar.sharding.names import OVERWRITE, Leaf, Tree, Use, nest, path_of, pick
 from jaxpar.sharding.nnx_model import axes_in, names_in
+from jaxpar.sharding.rules import fitted, flat_dims
 
 HIDDEN = ("params", "intermediates")  # collections that are not part of the model's state
 NONE: Mapping[str, tuple] = MappingProxyType({})
@@ -232,3 +235,59 @@ def _leaves(
                 )
             leaves[path] = Leaf(tuple(value.shape), value.dtype, dim_names, axes=axes)
     return leaves
+
+
+# Refuses variables that a Linen module makes in a call, and not in its init: a compiled step cannot grow its state.
+
+
+@contextmanager
+def known_collections(module: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
+    """Refuses a variable of a collection that init does not make: Flax has no place for it in a call."""
+    try:
+        yield
+    except (ScopeCollectionNotFound, ModifyScopeVariableError) as error:
+        collection = re.search(r'collection "(\w+)"', str(error))
+        if collection is None or collection[1] in ("params", *state):
+            raise
+        raise _made_late(module, f"a variable of the collection {collection[1]}") from error
+
+
+def check_variables(module: nn.Module, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Refuses variables that a call made.
+
+    Args:
+      module: The module.
+      before: Its collections before the call.
+      after: Its collections after the call.
+
+    Raises:
+      JaxparError: With the first such variable.
+    """
+    if late := next(_late(before, after), ""):
+        raise _made_late(module, f"the variable {late}")
+
+
+def has_path(tree: Any, path: Path) -> bool:
+    """Whether a nested dict has a value at a path."""
+    for name in path:
+        if not isinstance(tree, dict) or name not in tree:
+            return False
+        tree = tree[name]
+    return True
+
+
+def _late(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in after.items():
+        if name not in before:
+            yield prefix + name
+        elif isinstance(value, dict) and isinstance(before[name], dict):
+            yield from _late(before[name], value, f"{prefix}{name}/")
+
+
+def _made_late(module: nn.Module, variable: str) -> JaxparError:
+    return refuse(
+        f"{type(module).__name__} makes {variable} while it is called, and not in its init",
+        rule="state that lasts is there from the start: a compiled step cannot grow it",
+        fix="self.variable(...) in init too, not behind `if not self.is_initializing()`; self.sow(...) for what only "
+        "this call needs",
+    )

@@ -18,8 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.models.dim_names import constrain
-from jaxpar.step.head.token_sharding import TokenSharding
-from jaxpar.step.head.vocab_shards import label_mask, num_vocab_shards, sharded_logsumexp
+from jaxpar.step.head.token_sharding import TokenSharding, label_mask, num_vocab_shards, sharded_logsumexp
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from jaxpar.exchange.population.population import Population
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import Tree
 from jaxpar.step.gradients import Batch, Gradients, metrics
-from jaxpar.step.guard import are_finite
 from jaxpar.step.losses import Sums
+from jaxpar.step.numerics import are_finite
 from jaxpar.step.per_replica.replicas import PerReplica
 from jaxpar.step.state import State
 from jaxpar.step.unpipelined import Unpipelined

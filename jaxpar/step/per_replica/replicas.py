@@ -22,8 +22,8 @@ from jaxpar.exchange.base import NO_MODEL, Replicas
 from jaxpar.exchange.global_model import global_params, merge_replicas
 from jaxpar.exchange.replica_mesh import AXIS, ReplicaMesh
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.layout_data import trained_shards
 from jaxpar.parallel.specs import optimizer_specs, stored_specs, update_specs
-from jaxpar.parallel.traffic import trained_shards
 from jaxpar.sharding.constrain import activation_names
 from jaxpar.sharding.names import Tree
 from jaxpar.step.gradients import Batch, Gradients, constrain_tree, metrics, update_params

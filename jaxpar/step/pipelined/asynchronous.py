@@ -23,9 +23,9 @@ from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, nest, path_of, pick
 from jaxpar.step.gradients import Batch, metrics
 from jaxpar.step.losses import Sums
 from jaxpar.step.numerics import Numerics
-from jaxpar.step.pipelined.counts import loss_counts
 from jaxpar.step.pipelined.equal_layers import layers_of
 from jaxpar.step.pipelined.model_state import salt_by_replica
+from jaxpar.step.pipelined.split_model import loss_counts
 from jaxpar.step.pipelined.synchronous import Pipelined
 from jaxpar.step.state import State
 

@@ -20,7 +20,7 @@ from jaxpar.models.stack import SequentialLayers, call_at_layers
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.lists import modules_of
 from jaxpar.sharding.names import Tree, path_of, pick
-from jaxpar.step.pipelined.layer_keys import makes_keys
+from jaxpar.step.pipelined.layer_state import makes_keys
 
 
 def check_equal(layout: Layout, run: Callable, params: Tree, model_state: Tree, batch: Tree, call: tuple) -> None:

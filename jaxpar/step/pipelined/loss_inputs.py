@@ -19,7 +19,7 @@ from jaxpar.errors import JaxparError, refuse
 from jaxpar.hlo.attribution import equation_frame
 from jaxpar.jaxprs.dataflow import needed_equations, shapes
 from jaxpar.sharding.names import Tree
-from jaxpar.step.pipelined.layer_keys import makes_keys
+from jaxpar.step.pipelined.layer_state import makes_keys
 
 BEFORE, AFTER = "pipelined: x before the layers", "pipelined: x after the layers"
 

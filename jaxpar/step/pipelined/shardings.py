@@ -8,6 +8,7 @@ sharded over `fsdp` there: each is gathered where it runs, and its gradient redu
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,7 +25,7 @@ from jaxpar.pipeline.run.gathers import Gather, gather_parameter
 from jaxpar.pipeline.run.redistribute import padded_layers, redistribute_layers
 from jaxpar.pipeline.run.sum_shards import Shards
 from jaxpar.sharding.constrain import activation_names
-from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, pick
+from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, by_path, nest, pick
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,3 +231,40 @@ def _without(spec: PartitionSpec, left_out: tuple[str, ...]) -> PartitionSpec:
 
 def _axes_of(spec: PartitionSpec) -> list[tuple[str, ...]]:
     return [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
+
+
+# Stacks lists of equal layers at the start of a step, and unstacks their gradients at its end.
+
+
+def stack_layers(layout: Layout, params: Tree) -> Tree:
+    """Replaces lists of layers in the parameters by stacks."""
+    if not layout.lists:
+        return params
+    flat = by_path(params)
+    stacks = {stack: [flat.pop(path) for path in members] for stack, members in layout.lists.items()}
+    flat |= {stack: _on(layout, stack, jnp.stack(layers), "stored") for stack, layers in stacks.items()}
+    return _nested(flat)
+
+
+def unstack_layers(layout: Layout, gradients: Tree) -> Tree:
+    """Replaces stacks in the gradients by lists of layers."""
+    if not layout.lists:
+        return gradients
+    flat = by_path(gradients)
+    for stack, members in layout.lists.items():
+        stacked_gradient = _on(layout, stack, flat.pop(stack), "updated")
+        flat |= {path: stacked_gradient[i] for i, path in enumerate(members)}
+    return _nested(flat)
+
+
+def _on(layout: Layout, stack: str, value: jax.Array, which: str) -> jax.Array:
+    """Shards a stack like its layers between steps, without splitting the dim of layers."""
+    member = layout.lists[stack][0]
+    spec = (
+        pick(update_specs(layout), tuple(member.split("/"))) if which == "updated" else layout.placements[member].stored
+    )
+    return jax.lax.with_sharding_constraint(value, layout.sharding(PartitionSpec(None, *spec)))
+
+
+def _nested(flat: Mapping[str, Any]) -> Tree:
+    return nest({tuple(path.split("/")): value for path, value in flat.items()})

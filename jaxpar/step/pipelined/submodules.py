@@ -19,7 +19,8 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.pipeline.run.gathers import regather_in_backward
 from jaxpar.sharding.names import SCOPE, Blueprint, Compute, Tree, nest
 from jaxpar.step.losses import as_sums
-from jaxpar.step.pipelined import layer_keys, layer_state
+from jaxpar.step.pipelined import layer_state
+from jaxpar.step.pipelined import layer_state as layer_keys
 from jaxpar.step.pipelined.shardings import Shardings
 from jaxpar.step.state import fold_in_number
 

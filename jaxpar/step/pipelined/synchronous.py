@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.errors import refuse
 from jaxpar.jaxprs.dataflow import Traced
-from jaxpar.parallel.as_stacks import as_stacks
+from jaxpar.parallel.head_placement import as_stacks
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.specs import abstract_params
 from jaxpar.pipeline.run.execute import execute
@@ -36,14 +36,12 @@ from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, nest, pick
 from jaxpar.step.gradients import Gradients, apply_gradients
 from jaxpar.step.losses import Sums
 from jaxpar.step.numerics import Numerics
-from jaxpar.step.parameters.accumulators import divide_by_count
 from jaxpar.step.parameters.frozen import zero_frozen
-from jaxpar.step.parameters.overwritten import check_overwritten
-from jaxpar.step.pipelined import lists
-from jaxpar.step.pipelined.counts import loss_counts, with_scaled_gradient
+from jaxpar.step.parameters.overwritten import check_overwritten, divide_by_count
+from jaxpar.step.pipelined import shardings as lists
 from jaxpar.step.pipelined.model_state import ModelStates, salt_by_replica
 from jaxpar.step.pipelined.shardings import Shardings
-from jaxpar.step.pipelined.split_model import SplitModel
+from jaxpar.step.pipelined.split_model import SplitModel, loss_counts, with_scaled_gradient
 from jaxpar.step.state import State
 
 

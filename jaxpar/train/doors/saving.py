@@ -6,8 +6,7 @@ from jaxpar.checkpoint import Checkpoints, Store
 from jaxpar.checkpoint.listing import LEFT, checkpoint_folder, set_aside, steps
 from jaxpar.checkpoint.processes import broadcast, is_first
 from jaxpar.errors import refuse
-from jaxpar.step.checks.input_state import check_not_donated
-from jaxpar.step.checks.user_scalars import scalars_to_arrays
+from jaxpar.step.checks.input_state import check_not_donated, scalars_to_arrays
 from jaxpar.step.state import State
 from jaxpar.step.step import Step
 

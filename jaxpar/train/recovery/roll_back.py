@@ -8,7 +8,7 @@ import jax
 
 from jaxpar.checkpoint import processes
 from jaxpar.errors import JaxparError, Problem, refuse
-from jaxpar.step.guard import are_finite
+from jaxpar.step.numerics import are_finite
 from jaxpar.step.state import State
 from jaxpar.train.faults import LOWER_RATE, BadStep
 from jaxpar.train.run import Run

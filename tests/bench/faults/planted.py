@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.errors import STOPPED, refuse
-from jaxpar.measure.where import where
+from jaxpar.measure.record import where
 from jaxpar.mesh.devices import simulate
 
 from ..faults.run import LATEST, PROCESSES, Processes, started

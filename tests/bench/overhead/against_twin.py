@@ -19,7 +19,7 @@ import jax
 
 import jaxpar as jp
 from jaxpar.errors import refuse
-from jaxpar.measure.where import where
+from jaxpar.measure.record import where
 from jaxpar.mesh.devices import describe
 
 from .. import twin

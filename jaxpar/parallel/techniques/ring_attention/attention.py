@@ -20,15 +20,19 @@ from jaxpar.models.blocks.fused import FusedKernel
 from jaxpar.models.blocks.pairs import Blocks, max_block_sizes
 from jaxpar.models.dim_names import spec_of
 from jaxpar.models.islands import QUERIES, note
-from jaxpar.parallel.techniques.ring_attention import zigzag
+from jaxpar.parallel.techniques.ring_attention import ring as zigzag
 from jaxpar.parallel.techniques.ring_attention.block_tables import BlockTables
-from jaxpar.parallel.techniques.ring_attention.checks import check
-from jaxpar.parallel.techniques.ring_attention.choice import AttentionSharding, choose
-from jaxpar.parallel.techniques.ring_attention.heads import repeated_kv_heads, to_heads, to_tokens
+from jaxpar.parallel.techniques.ring_attention.choice import AttentionSharding, check, choose
 from jaxpar.parallel.techniques.ring_attention.kernel_attention import KernelAttention
 from jaxpar.parallel.techniques.ring_attention.plain_block_attention import PlainBlockAttention
 from jaxpar.parallel.techniques.ring_attention.ring import BlockAttention, Ring
-from jaxpar.parallel.techniques.ring_attention.ring_devices import AXIS, RingDevices
+from jaxpar.parallel.techniques.ring_attention.ring_devices import (
+    AXIS,
+    RingDevices,
+    repeated_kv_heads,
+    to_heads,
+    to_tokens,
+)
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ import numpy as np
 
 from jaxpar.models.blocks.attention_mask import AttentionMask
 from jaxpar.models.blocks.kernel import Table
-from jaxpar.models.blocks.pairs import Blocks, all_pairs, pairs
-from jaxpar.models.blocks.splitting import split_positions, split_segments
-from jaxpar.parallel.techniques.ring_attention.zigzag import chunks_of
+from jaxpar.models.blocks.pairs import Blocks, all_pairs, pairs, split_positions, split_segments
+from jaxpar.parallel.techniques.ring_attention.ring import chunks_of
 
 
 @dataclass(frozen=True)

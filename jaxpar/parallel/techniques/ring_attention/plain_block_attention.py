@@ -20,7 +20,7 @@ from jaxpar.models.blocks.kernel import (
     tie,
     zero_grads,
 )
-from jaxpar.models.blocks.splitting import join_heads, join_keys, split_heads, split_keys
+from jaxpar.models.blocks.pairs import join_heads, join_keys, split_heads, split_keys
 from jaxpar.parallel.techniques.ring_attention.block_tables import BlockTables
 from jaxpar.parallel.techniques.ring_attention.ring_devices import RingDevices
 
