@@ -51,7 +51,7 @@ class Card:
     less: str
 
     @classmethod
-    def of(cls, record: dict[str, Any]) -> "Card":
+    def from_record(cls, record: dict[str, Any]) -> "Card":
         """Restores a card from `dataclasses.asdict`.
 
         Raises:

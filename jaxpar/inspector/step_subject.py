@@ -48,7 +48,9 @@ def step_subject(step: Step, batch: Mapping[str, Any], *, sync_round: int = 0) -
                 "attention is compiled as XLA's own: on a GPU, jaxpar's models take cuDNN's fused kernel in 16 bits, "
                 "which keeps no [seq, seq] scores and is faster"
             )
-        elif layout.parallel.ways.get("context", "gather") == "gather":  # other implementations add notes of their own
+        elif (
+            layout.parallel.implementations.get("context", "gather") == "gather"
+        ):  # other implementations add notes of their own
             notes.append(
                 "attention is XLA's own: cuDNN's kernel does not take pieces of a sequence, so scores are kept"
             )

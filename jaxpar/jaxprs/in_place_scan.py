@@ -50,7 +50,9 @@ class BufferEntry:
 
     def read_layer(self, buffer: jax.Array, number: Any) -> jax.Array:
         """Reads one layer of the entry from the current `buffer`."""
-        layer = jax.lax.dynamic_slice(buffer, self._at(number), (1, 1, *buffer.shape[2:])).reshape(buffer.shape[2:])
+        layer = jax.lax.dynamic_slice(buffer, self._start_indices(number), (1, 1, *buffer.shape[2:])).reshape(
+            buffer.shape[2:]
+        )
         return _row_major(layer)
 
     def write_layer(self, buffer: jax.Array, number: Any, new: jax.Array) -> jax.Array:
@@ -58,9 +60,9 @@ class BufferEntry:
         old = self.read_layer(buffer, number)
         # selects on one layer: a `where` over the whole buffer would rewrite it in every iteration
         joined = _row_major(jnp.where(self.enabled, self.join(old, new), old))
-        return jax.lax.dynamic_update_slice(buffer, joined[None, None], self._at(number))
+        return jax.lax.dynamic_update_slice(buffer, joined[None, None], self._start_indices(number))
 
-    def _at(self, number: Any) -> tuple:
+    def _start_indices(self, number: Any) -> tuple:
         zero = jnp.zeros((), jnp.int32)
         return (jnp.maximum(jnp.asarray(self.entry, jnp.int32), 0), number, *(zero,) * (self.buffer.ndim - 2))
 
@@ -122,8 +124,8 @@ def _scan(
     eqn, body = scan.eqn, scan.body
     inputs = list(zip(eqn.invars, body.invars, strict=True))
     first = scan.consts + scan.carry
-    placed = [(place, inner) for outer, inner in inputs[first:] if (place := _of(outer, read))]
-    plain_inputs = [(outer, inner) for outer, inner in inputs[first:] if not _of(outer, read)]
+    placed = [(place, inner) for outer, inner in inputs[first:] if (place := _entry_of(outer, read))]
+    plain_inputs = [(outer, inner) for outer, inner in inputs[first:] if not _entry_of(outer, read)]
     outs = list(zip(eqn.outvars, body.outvars, strict=True))[scan.carry :]
     stacked_outputs = [(outer, inner) for outer, inner in outs if outer not in into]
     targets = [(into[outer], inner, outer) for outer, inner in outs if outer in into]
@@ -154,6 +156,6 @@ def _scan(
     return dict(zip([outer for _, _, outer in targets], buffers, strict=True))
 
 
-def _of(item: Any, places: Mapping[Var, BufferEntry]) -> BufferEntry | None:
+def _entry_of(item: Any, places: Mapping[Var, BufferEntry]) -> BufferEntry | None:
     """Returns the place of a variable; None for a literal, which is in no buffer."""
     return None if isinstance(item, Literal) else places.get(item)

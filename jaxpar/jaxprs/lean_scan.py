@@ -96,7 +96,7 @@ def _pair(forward: JaxprEqn, backward: JaxprEqn, stacks: dict[Var, Var], of_x: C
         return None
     inner = list(zip(forward.invars, fwd.body.invars, strict=True))
     first = fwd.consts, fwd.consts + fwd.carry
-    free = {var for n, (outer, var) in enumerate(inner) if not (_of(outer, of_x) or first[0] <= n < first[1])}
+    free = {var for n, (outer, var) in enumerate(inner) if not (_is_in(outer, of_x) or first[0] <= n < first[1])}
     free |= set(fwd.body.constvars)
     saved, recomputed = smallest_residuals(fwd.body.eqns, free, stacks.values())
     # a value that depends on x and is the same for all layers has no stack to be saved in
@@ -109,7 +109,7 @@ def _pair(forward: JaxprEqn, backward: JaxprEqn, stacks: dict[Var, Var], of_x: C
     return ScanPair(forward=forward, backward=backward, dropped=dropped, saved=saved, recomputed=recomputed)
 
 
-def _of(item: Any, some: Collection[Var]) -> bool:
+def _is_in(item: Any, some: Collection[Var]) -> bool:
     """Whether a variable is in a collection; a literal is not, and is not hashable."""
     return not isinstance(item, Literal) and item in some
 
@@ -123,7 +123,7 @@ def _run_forward(pair: ScanPair, env: Env) -> list:
     scan = Scan(pair.forward)
     consts, first, xs = split_groups([env[var] for var in pair.forward.invars], [scan.consts, scan.carry, scan.xs])
     outs = list(zip(pair.forward.outvars, scan.body.outvars, strict=True))[scan.carry :]
-    plain_outs = [(outer, inner) for outer, inner in outs if not _of(inner, pair.dropped)]
+    plain_outs = [(outer, inner) for outer, inner in outs if not _is_in(inner, pair.dropped)]
 
     def step(carry, xs):
         body_env = _inside(scan, [*consts, *carry, *xs])

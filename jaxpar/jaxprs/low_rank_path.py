@@ -145,7 +145,7 @@ def _product(
 ) -> jax.Array:
     """Computes the matmul of x and W + A B, over the inputs or the outputs of W."""
     (contract, _) = eqn.params["dimension_numbers"]
-    multiply = partial(_with, eqn=eqn, at=at, over=over, dtype=dtype)
+    multiply = partial(_matmul, eqn=eqn, at=at, over=over, dtype=dtype)
     out = with_int8_residuals(multiply, x, base, *scales) if scales else multiply(x, base)
     params = {key: eqn.params[key] for key in ("precision", "preferred_element_type")}
     inputs = first.ndim - 1
@@ -162,7 +162,7 @@ def _product(
     return out + delta.astype(out.dtype)
 
 
-def _with(x: jax.Array, base: jax.Array, *scales: jax.Array, eqn, at, over, dtype) -> jax.Array:
+def _matmul(x: jax.Array, base: jax.Array, *scales: jax.Array, eqn, at, over, dtype) -> jax.Array:
     """Computes the matmul of x and W; scales of an 8-bit W multiply the operand or result that has W's outputs."""
     (contract, _) = eqn.params["dimension_numbers"]
     if scales and over == "outputs":

@@ -48,7 +48,7 @@ def plan_step(step: Any, batches: Sequence[Any], *, top: int, devices: int, **as
     )  # fmt: skip
     result = search(question, top=top)
     command = _command(result.best[0].candidate, step)
-    return DisplayedPlan.of(result, title=f"{step.layout.blueprint.name}: a plan", command=command)
+    return DisplayedPlan.from_plan(result, title=f"{step.layout.blueprint.name}: a plan", command=command)
 
 
 def _batch(batches: Sequence[Any]) -> Mapping[str, Any]:
@@ -162,7 +162,7 @@ def plan(
     result = search(request, top=top)
     name = "JOB" if isinstance(job, Job) else str(job)
     best_job = apply_layout(loaded, result.best[0].candidate, request.model.layers, request.hardware)
-    return DisplayedPlan.of(
+    return DisplayedPlan.from_plan(
         result,
         title="a plan" if isinstance(job, Job) else f"{Path(job).stem}: a plan",
         command=command(name, overrides, loaded, best_job),

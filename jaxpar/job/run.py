@@ -169,7 +169,7 @@ def _train(
     store.say, store.replicas = progress.say, replicas_of(built.layout)
     with progress:
         progress.waits("restoring the state" if steps else "making the state")
-        watchdog.at(0, "restoring" if steps else "starting")
+        watchdog.begin_activity(0, "restoring" if steps else "starting")
         start, at = store.restore(built.step.abstract()) if steps else (_first_state(built, progress), 0)
         changes.check(changed, job, at)  # after `restore`, whose mismatches `run.changed` cannot allow
         lost_notes = lost_files(folder) if steps else []
@@ -210,7 +210,7 @@ def _train(
             end = int(outcome.state.step)
             progress.say(f"stopped by {outcome.stopped_by}, saved step {end}; the same command goes on from there")
         parts, size = built.layout.replicas * job.train.accumulate, batch * job.train.growth.factor(job.train.steps - 1)
-        if noise_note := run.noise.said(size, parts):
+        if noise_note := run.noise.describe(size, parts):
             progress.say(noise_note)
     return {
         "run": str(folder),

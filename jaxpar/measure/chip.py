@@ -29,7 +29,7 @@ class Destination:
     kind: str
 
     @classmethod
-    def of(cls, write: str, devices: Sequence[Any]) -> "Destination":
+    def for_devices(cls, write: str, devices: Sequence[Any]) -> "Destination":
         """Returns the destination for these devices.
 
         Raises:
@@ -53,10 +53,10 @@ class Destination:
         if path.suffix != ".toml" or not path.absolute().parent.is_dir():
             raise refuse(f"--write {write}", rule="a .toml file, in a folder that exists", fix="--write mine.toml")
         found = cls(path, chip, kind)
-        found.known()
+        found.known_chip()
         return found
 
-    def known(self) -> Chip:
+    def known_chip(self) -> Chip:
         """Returns the chip.
 
         Raises:
@@ -73,7 +73,7 @@ class Destination:
     def write(self, name: str, table: Mapping[str, Any]) -> None:
         """Writes a table into the file, if there is to be one, from the first of several processes."""
         if self.path is not None and jax.process_index() == 0:
-            write_table(self.path, name, table, chip=self.known())
+            write_table(self.path, name, table, chip=self.known_chip())
             print(f"[{name}]: {self.path}")
 
 

@@ -70,8 +70,8 @@ def gemm(*, write: str = "", rounds: int = 20, sides: Sequence[int] = SIDES) -> 
       JaxparError: If the devices are simulated, the chip's peak is not known, or no curve fits the times.
     """
     devices = measured_devices("gemm")
-    destination = Destination.of(write, devices)
-    chip, device = destination.known(), jax.local_devices()[0]
+    destination = Destination.for_devices(write, devices)
+    chip, device = destination.known_chip(), jax.local_devices()[0]
     print(
         f"one {device.device_kind}, jax {jax.__version__}, {chip.bf16_flops / 1e12:.4g} TFLOP/s on its sheet; measured"
     )

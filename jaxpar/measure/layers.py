@@ -81,7 +81,7 @@ def measure(model: Any, loss: Callable, batch: Mapping[str, Any], numerics: Nume
     Raises:
       JaxparError: If the model has no stack of equal layers, or does not say where it is.
     """
-    pieces = Pieces.of(model, loss, numerics)
+    pieces = Pieces.from_model(model, loss, numerics)
     zeros = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in batch.items()}
     known = (jax.jit(lambda key: pieces.blueprint.init(key)[1])(jax.random.key(0)), zeros)
     shared, one = pieces.arrays()
@@ -102,7 +102,7 @@ def measure(model: Any, loss: Callable, batch: Mapping[str, Any], numerics: Nume
 
 def counted(model: Any, loss: Callable, batch: Mapping[str, Any], numerics: Numerics) -> list[WorkDepth]:
     """Returns what each layer does in a forward pass, in the order of `measure`; nothing is run."""
-    pieces = Pieces.of(model, loss, numerics)
+    pieces = Pieces.from_model(model, loss, numerics)
     before, block, head = _functions(pieces)
     known = (jax.eval_shape(lambda key: pieces.blueprint.init(key)[1], jax.random.key(0)), dict(batch))
     shared, one = jax.eval_shape(pieces.arrays)

@@ -153,7 +153,7 @@ def links(*, write: str = "", per_node: int = 0, rounds: int = 20, sizes: Sequen
     devices = measured_devices("links")
     size = per_node or jax.local_device_count()
     found = tiers(devices, size)
-    destination = Destination.of(write, devices)
+    destination = Destination.for_devices(write, devices)
     say = print if jax.process_index() == 0 else lambda *_, **__: None
     say(f"{describe(devices)}, {len(devices) // size} machines of {size}, jax {jax.__version__}; measured")
     timings: dict[str, list[Timing]] = {}
@@ -166,7 +166,7 @@ def links(*, write: str = "", per_node: int = 0, rounds: int = 20, sizes: Sequen
         return {"holds": True, "where": where()}
     fits = fit(timings)
     for name, one in fits.items():
-        print(said(name, one))
+        print(describe_fit(name, one))
     source = f"jaxpar measure links on {describe(devices)}, {today()}, jax {jax.__version__}"
     table = table_of(fits, size, source)
     destination.write("links", table)
@@ -206,7 +206,7 @@ def line(name: str, timings: Sequence[Timing]) -> str:
     )
 
 
-def said(name: str, fit: LinkFit) -> str:
+def describe_fit(name: str, fit: LinkFit) -> str:
     """Returns a fit in a line."""
     return (
         f"{name}: {fit.link.bandwidth / 1e9:.4g} GB/s, {fit.link.latency * 1e6:.3g} us a hop, "

@@ -43,7 +43,7 @@ class Pieces:
     stacked: frozenset[str]
 
     @staticmethod
-    def of(model: Any, loss: Callable, numerics: Numerics) -> "Pieces":
+    def from_model(model: Any, loss: Callable, numerics: Numerics) -> "Pieces":
         """Returns the pieces of a model, given as for `compose`.
 
         Raises:

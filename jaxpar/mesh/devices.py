@@ -29,7 +29,7 @@ def visible_devices() -> list[Any]:
     the user's environment variables set another one.
     """
     hush_plugin()
-    with _told(pool_variables(os.environ)):
+    with _environment(pool_variables(os.environ)):
         return jax.devices()
 
 
@@ -41,7 +41,7 @@ def allocated_bytes(device: Any) -> int | None:
 
 
 @contextmanager
-def _told(variables: Mapping[str, str]) -> Iterator[None]:
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Sets environment variables while JAX creates its devices, and restores them for other programs."""
     old_values = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
@@ -104,7 +104,7 @@ def _make_devices(count: int) -> None:
     aborts the process after 40 seconds. The size of the pool is read from NPROC when it is made.
     """
     nproc = os.environ.get("NPROC")
-    with _told({"NPROC": str(max(THREADS * count, int(nproc) if nproc and nproc.isdecimal() else 0))}):
+    with _environment({"NPROC": str(max(THREADS * count, int(nproc) if nproc and nproc.isdecimal() else 0))}):
         jax.devices()
 
 

@@ -92,10 +92,10 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) ->
 
     @nnx.split_rngs(splits=count)
     @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
-    def made(rngs):
+    def build(rngs):
         return make(rngs)
 
-    return made(rngs)
+    return build(rngs)
 
 
 def run_cached(blocks: nnx.Module, x: jax.Array, cache: KVCache, positions: jax.Array) -> tuple[jax.Array, KVCache]:

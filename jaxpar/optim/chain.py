@@ -84,13 +84,13 @@ def build(
         return _build(spec, steps, user_functions, names)
 
     # optax reads the names of the settings from the signature
-    def made(learning_rate=None, final=None, weight_decay=None, beta1=None, beta2=None, clip=None):
+    def build_with(learning_rate=None, final=None, weight_decay=None, beta1=None, beta2=None, clip=None):
         settings = dict(zip(SWEPT, (learning_rate, final, weight_decay, beta1, beta2, clip), strict=True))
         return _build(
             spec, steps, user_functions, names, **{name: value for name, value in settings.items() if value is not None}
         )
 
-    return optax.inject_hyperparams(made)(**{name: float(getattr(spec, name)) for name in swept})
+    return optax.inject_hyperparams(build_with)(**{name: float(getattr(spec, name)) for name in swept})
 
 
 def _build(

@@ -137,13 +137,13 @@ def eval_arrays_reader(optimizer: Any) -> Callable[[Any], dict[str, Any]]:
     numbers = {path: number for number, path in enumerate(names) if path in needed_paths}
     tree = jax.tree.structure(optimizer)
 
-    def held(state: Any) -> dict[str, Any]:
+    def read_arrays(state: Any) -> dict[str, Any]:
         leaves, structure = jax.tree.flatten(state)
         if structure != tree:  # of another chain: its user reports that
             return eval_arrays(state)
         return {path: leaves[number] for path, number in numbers.items()}
 
-    return held
+    return read_arrays
 
 
 def eval_params(optimizer: Any, params: Tree) -> Tree:

@@ -58,7 +58,7 @@ def from_linen(module: Any, *args: Any, **kwargs: Any) -> Blueprint:
             fix=f"jp.from_linen({type(module).__name__}(...), jnp.zeros([1, ...]))",
         )
 
-    return linen_model.blueprint(module, _with(args, kwargs), name=type(module).__name__)
+    return linen_model.blueprint(module, _example_call(args, kwargs), name=type(module).__name__)
 
 
 def from_nnx(factory: Callable, *args: Any, **kwargs: Any) -> Blueprint:
@@ -72,7 +72,7 @@ def from_nnx(factory: Callable, *args: Any, **kwargs: Any) -> Blueprint:
       *args: Example inputs of the model: arrays, or anything with shape and dtype.
       **kwargs: Likewise; other values are passed unchanged.
     """
-    blueprint, call = as_blueprint(factory), _with(args, kwargs)
+    blueprint, call = as_blueprint(factory), _example_call(args, kwargs)
 
     def called(model: Any) -> None:
         with user_code_errors(
@@ -111,7 +111,7 @@ def merge_lora(layout: Layout, params: Tree) -> Tree:
     return merged_params(layout.blueprint, params)
 
 
-def _with(args: Any, kwargs: Any) -> Callable[[Any], Any]:
+def _example_call(args: Any, kwargs: Any) -> Callable[[Any], Any]:
     """Returns a function that calls a model with zeros of these shapes and dtypes."""
     return lambda model: model(*jax.tree.map(zeros_like_input, args), **jax.tree.map(zeros_like_input, kwargs))
 

@@ -100,7 +100,7 @@ class Parallel(Keywords):
         return replace(self, **fields, axes={axis: size for axis, size in sizes.items() if axis not in DECLARED})
 
     @property
-    def ways(self) -> dict[str, str]:
+    def implementations(self) -> dict[str, str]:
         """Axis to the implementation that its technique uses, for axes whose implementation the user chose."""
         return ({"context": self.context_by} if self.context_by != "gather" else {}) | dict(self.how)
 

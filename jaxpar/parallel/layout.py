@@ -43,7 +43,7 @@ class Layout(LayoutData):
         count = sum(leaf.size for leaf in leaves)
         updates = self.parallel.pipeline.updates(self.schedule) if self.sizes["pipe"] > 1 else 1
         many_updates = f", {updates} updates a step" if updates > 1 else ""
-        methods = "".join(f", {axis} by {way}" for axis, way in self.parallel.ways.items())
+        methods = "".join(f", {axis} by {way}" for axis, way in self.parallel.implementations.items())
         methods += f" x ulysses {self.parallel.ulysses}" if self.parallel.ulysses > 1 else ""
         exchange = f", {self.parallel.exchange}" if self.parallel.exchange.per_replica else ""
         sequence = ", sequence" if self.parallel.sequence else ""

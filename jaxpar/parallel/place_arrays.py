@@ -61,11 +61,13 @@ def place_arrays(parallel: Parallel, blueprint: Blueprint, mesh: Any) -> tuple[L
     for path, (base, dims) in bases.items():
         choice = adapter_choice(trained[base][1], base, dims)
         trained[path] = (_place(path, leaves[path], parallel, choice, cut=True), choice, [])
-    state = {path: _held(path, others[path], parallel, find, reads.get(path)) for path in blueprint.other_leaves}
+    state = {
+        path: _place_other_state(path, others[path], parallel, find, reads.get(path)) for path in blueprint.other_leaves
+    }
     layout = Layout(
         parallel=parallel,
         blueprint=blueprint,
-        placements={path: _told(blueprint, path, trained[path][0]) for path in blueprint.leaves},
+        placements={path: _note_eight_bits(blueprint, path, trained[path][0]) for path in blueprint.leaves},
         other_state={path: placement for path, (placement, _) in state.items()},
         names=names,
         lists=lists,
@@ -101,7 +103,7 @@ def _names_without_rule(
     return notes
 
 
-def _told(blueprint: Blueprint, path: str, place: Placement) -> Placement:
+def _note_eight_bits(blueprint: Blueprint, path: str, place: Placement) -> Placement:
     """Appends to the reason of a frozen 8-bit matrix that it is stored in 8 bits."""
     if path not in blueprint.adapters or blueprint.adapters[path].float_dtype is None:
         return place
@@ -162,7 +164,7 @@ def _trained(
     return _place(path, leaf, parallel, choice, cut=True), choice, wrong
 
 
-def _held(
+def _place_other_state(
     path: str, leaf: Leaf, parallel: Parallel, find: Callable, read: InferredDims | None
 ) -> tuple[Placement, list[Problem]]:
     """Returns the placement of an array that is no parameter, and its problems."""

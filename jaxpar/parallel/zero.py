@@ -44,7 +44,7 @@ def add_axes(
     axes = tuple(axis for axis in axes if sizes.get(axis, 1) > 1 and not any(axis in on for on in choice.axes))
     if not axes:
         return choice.axes  # no such axis, or the model itself says which dim it is
-    ways = {dim: _ways((*axes, *on), sizes) for dim, on in enumerate(choice.axes)}
+    ways = {dim: _num_shards((*axes, *on), sizes) for dim, on in enumerate(choice.axes)}
     fitting = [
         dim for dim, size in enumerate(leaf.shape) if size and size % ways[dim] == 0 and choice.names[dim] != "layers"
     ]
@@ -77,9 +77,11 @@ def state_spec(
         return PartitionSpec()
     spec: list[tuple[str, ...]] = [()] * len(leaf.shape)
     for axes in (zero_axes, *((axis,) for axis in param_axes if large and axis not in zero_axes)):
-        fitting = [dim for dim, size in enumerate(leaf.shape) if size and size % _ways((*spec[dim], *axes), sizes) == 0]
-        if fitting and _ways(axes, sizes) > 1:
-            best = max(fitting, key=lambda dim: leaf.shape[dim] // _ways(spec[dim], sizes))
+        fitting = [
+            dim for dim, size in enumerate(leaf.shape) if size and size % _num_shards((*spec[dim], *axes), sizes) == 0
+        ]
+        if fitting and _num_shards(axes, sizes) > 1:
+            best = max(fitting, key=lambda dim: leaf.shape[dim] // _num_shards(spec[dim], sizes))
             spec[best] = (*axes, *spec[best])
     return spec_of(tuple(spec))
 
@@ -112,7 +114,7 @@ def remove_axis(choice: AxisChoice, axis: str = "fsdp") -> tuple[tuple[str, ...]
     return tuple(tuple(name for name in on if name != axis) for on in choice.axes)
 
 
-def _ways(axes, sizes) -> int:
+def _num_shards(axes, sizes) -> int:
     ways = 1
     for axis in axes:
         ways *= sizes[axis]

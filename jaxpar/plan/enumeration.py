@@ -94,12 +94,12 @@ def _meshes(model: NamedDims, devices: int, rows: int, choices: Choices) -> Tabl
     for axis, technique in TECHNIQUES.items():
         sizes = technique.allowed_sizes(model, rows, choices)
 
-        def ways(left: int, axis=axis, sizes=sizes, technique=technique) -> list[dict[str, Any]]:
+        def axis_options(left: int, axis=axis, sizes=sizes, technique=technique) -> list[dict[str, Any]]:
             tried_sizes = [left] if axis == last else divisors(left)
             fits = [size for size in tried_sizes if size in sizes]
             return [{axis: size, "left": left // size, **extra} for size in fits for extra in technique.variants(size)]
 
-        table = _expand(table, ("left",), ways)
+        table = _expand(table, ("left",), axis_options)
     replicas = np.prod([table[axis] for axis in batch_axes() if axis in table], axis=0, dtype=int)
     divides = rows % replicas == 0
     return {name: column[divides] for name, column in table.items()} | {"left": rows // replicas[divides]}

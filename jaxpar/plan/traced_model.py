@@ -150,7 +150,10 @@ class TracedModel:
         ]
         extra_state = {"state": np.where(np.equal(candidate.zero, 0), *state)} if any(self.other_state.values()) else {}
         parameters, gradients, moments = bytes_by_zero_stage(unsharded_parameters, shard, candidate, self.recipe)
-        residuals, all_residuals = self._kept(candidate), candidate.microbatch * self.trace.residual_bytes["none"]
+        residuals, all_residuals = (
+            self._residual_bytes(candidate),
+            candidate.microbatch * self.trace.residual_bytes["none"],
+        )
         piece = 2.0 * np.equal(candidate.zero, 3) * self.largest_array
         whole_gathered = gathers_once(candidate, self.recipe) | model_software.keeps_gathered(candidate)
         gathered = self.itemsize * np.where(whole_gathered, unsharded_parameters, piece)
@@ -173,7 +176,7 @@ class TracedModel:
         forward = {kind: self._seconds(kind, rows, hardware) for kind in AGAIN["full"]}
         forward_seconds, residuals = sum(forward.values()), rows * self.trace.residual_bytes["none"]
         extra_matmuls = self._by_remat(candidate, lambda name: sum(forward[kind] for kind in AGAIN[name]))
-        extra_traffic = hardware.stream(FORWARD * (residuals - self._kept(candidate)))
+        extra_traffic = hardware.stream(FORWARD * (residuals - self._residual_bytes(candidate)))
         elementwise = hardware.stream((FORWARD + BACKWARD) * residuals)
         parameters = self._stored(candidate, whole=True)
         accumulation = np.where(np.greater(count, 1), hardware.stream(software.accumulate * parameters), 0.0)
@@ -233,7 +236,7 @@ class TracedModel:
         matmuls = [matmul for matmul in self.trace.matmuls if matmul.kind == kind]
         return sum((hardware.matmuls(rows * matmul.flop, matmul.times) for matmul in matmuls), 0.0 * rows) / peak
 
-    def _kept(self, candidate: Candidate) -> Any:
+    def _residual_bytes(self, candidate: Candidate) -> Any:
         return candidate.microbatch * self._by_remat(candidate, lambda name: self.trace.residual_bytes[name])
 
     def _by_remat(self, candidate: Candidate, value: Callable[[str], Any]) -> Any:

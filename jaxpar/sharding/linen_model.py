@@ -157,7 +157,7 @@ def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Bl
 
     # jit, to be traced once; inline, so that a program that calls it is the same as without jit
     @partial(jax.jit, inline=True)
-    def made(key: jax.Array) -> dict[str, Any]:
+    def init_variables(key: jax.Array) -> dict[str, Any]:
         model = Initializer(module, key)
         with sharding_translation():
             call(model)
@@ -172,15 +172,17 @@ def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Bl
     ):
         with no_mesh():
             with recording_specs() as noted:
-                boxed = jax.eval_shape(made, jax.random.key(0))
+                boxed = jax.eval_shape(init_variables, jax.random.key(0))
         if not boxed:
             raise refuse(
                 f"the loss did not call {name}, or it has no variables",
                 rule="a model is called by its loss, and has parameters",
                 fix='model(batch["inputs"]) in the loss',
             )
-        variables = Variables.from_boxed(boxed, name, flat, sown, _written_specs(made, boxed) if noted else {})
-        called = _CallableModule(module=module, call=call, make_variables=made, variables=variables)
+        variables = Variables.from_boxed(
+            boxed, name, flat, sown, _written_specs(init_variables, boxed) if noted else {}
+        )
+        called = _CallableModule(module=module, call=call, make_variables=init_variables, variables=variables)
         streams, program = find_streams(called.traced, name)
     return Blueprint(
         name=name,

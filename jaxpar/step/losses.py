@@ -153,10 +153,10 @@ def _cross_entropy_slope(primals: tuple, tangents: tuple) -> tuple[jax.Array, ja
         # bitwise the exponentials of the forward pass, but in another form: in the same form XLA would compute them
         # once, and keep them in float32 besides the logits
         powers = jnp.exp(-(highest - logits.astype(jnp.float32)))
-        at_label = jnp.sum(jnp.where(_at(labels, logits), slopes, 0.0), axis=-1)
+        at_label = jnp.sum(jnp.where(_one_hot(labels, logits), slopes, 0.0), axis=-1)
         return jnp.sum(powers * slopes, axis=-1) / total - at_label
 
-    return losses, jnp.where(_known(labels, logits), along(logits, highest, total, slopes), 0.0)
+    return losses, jnp.where(_is_in_vocab(labels, logits), along(logits, highest, total, slopes), 0.0)
 
 
 def _losses(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -168,20 +168,20 @@ def _losses(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array,
     wide = logits.astype(jnp.float32)
     if (ways := num_vocab_shards(logits.shape[-1])) > 1:
         total, at_label = sharded_logsumexp(wide, labels, ways)
-        losses = jnp.where(_known(labels, logits), total - at_label, jnp.nan)
+        losses = jnp.where(_is_in_vocab(labels, logits), total - at_label, jnp.nan)
         return losses, total[..., None], jnp.ones_like(total)
     highest = jax.lax.stop_gradient(jnp.max(wide, axis=-1, keepdims=True))
     total = jnp.sum(jnp.exp(wide - highest), axis=-1)
-    at_label = jnp.sum(jnp.where(_at(labels, logits), wide, 0.0), axis=-1, keepdims=True)
+    at_label = jnp.sum(jnp.where(_one_hot(labels, logits), wide, 0.0), axis=-1, keepdims=True)
     losses = jnp.log(total) - jnp.squeeze(at_label - highest, axis=-1)
-    return jnp.where(_known(labels, logits), losses, jnp.nan), highest, total
+    return jnp.where(_is_in_vocab(labels, logits), losses, jnp.nan), highest, total
 
 
-def _at(labels: jax.Array, logits: jax.Array) -> jax.Array:
+def _one_hot(labels: jax.Array, logits: jax.Array) -> jax.Array:
     return jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1) == labels[..., None]
 
 
-def _known(labels: jax.Array, logits: jax.Array) -> jax.Array:
+def _is_in_vocab(labels: jax.Array, logits: jax.Array) -> jax.Array:
     return (labels >= 0) & (labels < logits.shape[-1])
 
 

@@ -221,7 +221,7 @@ def specs(layout: Layout, state: State) -> State:
 def _exchange_specs(layout: Layout, own: Tree) -> Tree:
     """Specs of an exchange's state: like the optimizer's, with per-replica arrays also split over `data`."""
 
-    def each(keys, leaf) -> bool:
+    def is_per_replica(keys, leaf) -> bool:
         if path_of(keys[:1]) == "each":
             return True
         owner = owner_path(layout, keys)
@@ -234,7 +234,7 @@ def _exchange_specs(layout: Layout, own: Tree) -> Tree:
         dim = piece_dim(trained_shards(layout)[owner].shape, layout.sizes["data"])
         return spec if dim is None else piece_spec(spec, dim, leaf.ndim)
 
-    flags = jax.tree_util.tree_map_with_path(each, own)
+    flags = jax.tree_util.tree_map_with_path(is_per_replica, own)
     single = jax.tree.map(lambda leaf, flag: replica_shapes(leaf) if flag else leaf, own, flags)
     specs = jax.tree.map(lambda flag, spec: _over_data(spec) if flag else spec, flags, optimizer_specs(layout, single))
     return jax.tree_util.tree_map_with_path(pieces, own, specs)

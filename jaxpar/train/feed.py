@@ -71,16 +71,16 @@ class Feed:
         self.growth = growth or Growth()
         self.rows: Rows = rows_here(layout, size) if jax.process_count() > 1 else None
         self._one = threading.Lock()  # batches may be read ahead by a thread, and no source need know of two
-        self._beside: dict[str, Feed] = {}
+        self._evaluation_feeds: dict[str, Feed] = {}
         self._bad_out: list[int] = []  # held-out batches that are corrupt, in their order
         self.incomplete = Incomplete()
 
-    def beside(self, name: str, held: EvaluationSet) -> "Feed":
+    def evaluation_feed(self, name: str, held: EvaluationSet) -> "Feed":
         """Returns the feed of an evaluation set, which goes to the same layout in batches of the same size."""
-        if name not in self._beside:
-            made = self._beside[name] = copy(self)
+        if name not in self._evaluation_feeds:
+            made = self._evaluation_feeds[name] = copy(self)
             made.source, made._bad_out, made.incomplete = held, [], Incomplete(name)
-        return self._beside[name]
+        return self._evaluation_feeds[name]
 
     def batch(self, step: int) -> Mapping[str, Any]:
         """Returns the training batch of a step: in one process as it is, in several on the devices.
@@ -109,8 +109,8 @@ class Feed:
         while True:
             index = draw if self.skipped is None else self.skipped.batch_of(draw)
             try:
-                batch = self.source.batch(index, self.size, *self._asked)
-                return self._own(self._checked(batch, partial(self._where, index)))
+                batch = self.source.batch(index, self.size, *self._wanted_rows)
+                return self._select_rows(self._checked(batch, partial(self._where, index)))
             except CorruptBatch as error:
                 skipped = self._pass(f"the batch of step {step + 1}", error, passed)
                 skipped.pass_over(draw, error.problems[0].got)
@@ -142,10 +142,12 @@ class Feed:
             for bad in self._bad_out:
                 at += bad <= at
             try:
-                batches = self.source.evaluation(at, self.size, *self._asked) or []  # users write None, too, for none
+                batches = (
+                    self.source.evaluation(at, self.size, *self._wanted_rows) or []
+                )  # users write None, too, for none
                 for each in batches:
                     self._checked(each.batch, lambda _, at=at: f"held-out batch {at}")
-                return [replace(each, batch=self._own(each.batch)) for each in batches]
+                return [replace(each, batch=self._select_rows(each.batch)) for each in batches]
             except CorruptBatch as error:
                 self._pass("a held-out batch", error, passed)
                 self._bad_out = sorted([*self._bad_out, at])
@@ -160,11 +162,11 @@ class Feed:
         return None if self._skips else self.rows
 
     @property
-    def _asked(self) -> tuple[Rows, ...]:
+    def _wanted_rows(self) -> tuple[Rows, ...]:
         """The same as an argument where they are not all: a source of one process need not know of rows."""
         return () if self._wanted is None else (self._wanted,)
 
-    def _own(self, batch: Batch) -> Batch:
+    def _select_rows(self, batch: Batch) -> Batch:
         return select_rows(batch, self.rows) if self._skips else batch
 
     def _checked(self, batch: Batch, lies: Callable[[int], str]) -> Batch:
@@ -224,7 +226,7 @@ class Reader:
     def __init__(self, feed: Feed, *, ahead: int, last: int):
         self.feed, self.ahead, self.last = feed, ahead, last
         self._pool = ThreadPoolExecutor(1, "batches") if ahead else None
-        self._asked: dict[int, Future] = {}
+        self._wanted_rows: dict[int, Future] = {}
 
     def __enter__(self) -> "Reader":
         return self
@@ -259,9 +261,9 @@ class Reader:
         if self._pool is None:
             return self.feed.read(step)
         for each in range(step, min(step + 1 + self.ahead, self.last)):
-            if each not in self._asked:
-                self._asked[each] = self._pool.submit(self.feed.read, each)
-        return self._asked.pop(step).result()
+            if each not in self._wanted_rows:
+                self._wanted_rows[each] = self._pool.submit(self.feed.read, each)
+        return self._wanted_rows.pop(step).result()
 
 
 def rows_here(layout: Layout, size: int) -> np.ndarray:

@@ -154,7 +154,7 @@ class Lock:
                 except FileNotFoundError:
                     return
             why = f"which has given no sign of life for {max(quiet, STALE):.0f} s"
-        aside = self._beside()
+        aside = self._temporary_path()
         try:
             self.path.replace(aside)
         except FileNotFoundError:  # another one was quicker
@@ -169,7 +169,7 @@ class Lock:
 
     def _now(self) -> float:
         """Returns the time by the clock of the file system."""
-        probe = self._beside()
+        probe = self._temporary_path()
         try:
             probe.touch()
             return probe.stat().st_mtime
@@ -179,7 +179,7 @@ class Lock:
             with suppress(OSError):
                 probe.unlink(missing_ok=True)
 
-    def _beside(self) -> Path:
+    def _temporary_path(self) -> Path:
         return self.path.with_name(f"lock.{uuid.uuid4().hex}")
 
     def _refused(self, held: Holder | None) -> JaxparError:

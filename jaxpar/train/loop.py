@@ -95,9 +95,9 @@ def _stretch(job: Run, state: State, feed: Feed, reader: Reader, stop: Stop) -> 
     with saves_before_errors(rescue):
         for index in range(start, job.steps):
             done = index + 1
-            _at(job, done, "reading the batch", first=index == start)
+            _report_activity(job, done, "reading the batch", first=index == start)
             batch, waited = reader.batch(index, flying[-1][1] if flying else None)
-            _at(job, done, "training", first=index == start)
+            _report_activity(job, done, "training", first=index == start)
             step, measured = job.step_at(index), {}
             if step is not job.step_at(max(index - 1, start)):  # the batch has grown: this step compiles
                 while flying:
@@ -144,9 +144,9 @@ def _stretch(job: Run, state: State, feed: Feed, reader: Reader, stop: Stop) -> 
     return Outcome(state=state, last=row, stopped_by=stopped)
 
 
-def _at(job: Run, step: int, what: str, *, first: bool) -> None:
+def _report_activity(job: Run, step: int, what: str, *, first: bool) -> None:
     """Says what is done now: to the watchdog, and before the first step to whoever waits for it."""
-    job.watchdog.at(step, what)
+    job.watchdog.begin_activity(step, what)
     if first and job.progress:
         job.progress.waits({"training": "compiling the step"}.get(what, what))
 
@@ -170,7 +170,7 @@ def _is_best(job: Run, step: int) -> bool:
 def _save(job: Run, state: State, step: int, row: dict[str, Any], *, last: bool) -> None:
     """Starts to save the state; of the last step it is on the disk afterwards, whatever comes then."""
     if job.store:
-        job.watchdog.at(step, "saving")
+        job.watchdog.begin_activity(step, "saving")
         check_before_save(step, state.params)
         job.store.save(step, state, _scores(job, row))
         if last:
@@ -183,7 +183,7 @@ def _evaluate(job: Run, state: State, feed: Feed, row: dict[str, Any], stop: Sto
     Returns the signal that broke it off, or None.
     """
     step = row["step"]
-    job.watchdog.at(step, "evaluating")
+    job.watchdog.begin_activity(step, "evaluating")
     found = evaluate(job, state, feed, stop)
     if found:
         job.best.check(found, keeps=job.checkpoints.keep_best)
@@ -216,7 +216,7 @@ def evaluate(job: Run, state: State, feed: Feed, stop: Stop | None = None) -> di
     A signal breaks it off, and nothing is returned: that of process 0, as all must leave after the same batch.
     """
     found: dict[str, float] = {}
-    for name, each in {"": feed, **{name: feed.beside(name, held) for name, held in job.sets.items()}}.items():
+    for name, each in {"": feed, **{name: feed.evaluation_feed(name, held) for name, held in job.sets.items()}}.items():
         means = _means(job, state, each, stop)
         if means is None:
             return None

@@ -66,7 +66,7 @@ class Noise:
             return None
         return max(1, round(self.smoothed.scale / ways)) * ways
 
-    def said(self, batch: int, ways: int) -> str:
+    def describe(self, batch: int, ways: int) -> str:
         """Returns the batch that follows from the noise, in words; "" where nothing was measured.
 
         Args:

@@ -75,7 +75,7 @@ def test_a_layer_stores_its_parameters_its_activations_and_a_gradient_of_each(pr
     for node in profile.nodes[2:-1]:
         assert node.storage == 2 * 4 * shape.layer_parameters + 2 * flowing
     assert profile.nodes[1].storage == 2 * 4 * shape.embedding_parameters + 2 * flowing
-    pieces = Pieces.of(partial(jp.Decoder, SETTINGS), jp.next_token_loss, Numerics(precision=precision))
+    pieces = Pieces.from_model(partial(jp.Decoder, SETTINGS), jp.next_token_loss, Numerics(precision=precision))
     shared, one = jax.eval_shape(pieces.arrays)
     known = (jax.eval_shape(lambda key: pieces.blueprint.init(key)[1], jax.random.key(0)), BATCH)
     x, each = jax.eval_shape(pieces.embed, shared, known)
@@ -108,7 +108,7 @@ def test_times_are_of_what_runs(profile):
 
 
 def test_pieces_one_after_the_other_are_the_model():
-    pieces = Pieces.of(partial(jp.Decoder, SETTINGS), jp.next_token_loss, Numerics())
+    pieces = Pieces.from_model(partial(jp.Decoder, SETTINGS), jp.next_token_loss, Numerics())
     params, model_state = jax.jit(pieces.blueprint.init)(jax.random.key(0))
     flat = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in
             jax.tree_util.tree_leaves_with_path(params)}  # fmt: skip

@@ -129,14 +129,14 @@ def fake(kind, count=2):
 
 def test_a_measurement_goes_into_the_file_of_its_chip(tmp_path):
     path = tmp_path / "mine.toml"
-    found = Destination.of(str(path), fake("NVIDIA H100 80GB HBM3"))
+    found = Destination.for_devices(str(path), fake("NVIDIA H100 80GB HBM3"))
     found.write("gemm", {"top": 0.7, "half": 1e9, "source": "here"})
     assert load_chip(path).name == "NVIDIA H100 SXM"
     with pytest.raises(JaxparError, match="NVIDIA H100 SXM, on NVIDIA B200"):
-        Destination.of(str(path), fake("NVIDIA B200"))
-    assert Destination.of(str(path), fake("NVIDIA H100 80GB HBM3")).known() == load_chip(path)
-    assert Destination.of("", fake("Acme One")).chip is None
-    Destination.of("", fake("Acme One")).write("gemm", {})
+        Destination.for_devices(str(path), fake("NVIDIA B200"))
+    assert Destination.for_devices(str(path), fake("NVIDIA H100 80GB HBM3")).known_chip() == load_chip(path)
+    assert Destination.for_devices("", fake("Acme One")).chip is None
+    Destination.for_devices("", fake("Acme One")).write("gemm", {})
 
 
 @pytest.mark.parametrize(("name", "said"), [("mine.toml", "not in jaxpar's table"), ("no/mine.toml", "folder"),
@@ -145,7 +145,7 @@ def test_a_chip_that_is_not_known_and_a_file_that_cannot_be_are_refused_before_a
     name, said, tmp_path
 ):
     with pytest.raises(JaxparError, match=said):
-        Destination.of(str(tmp_path / name), fake("Acme One"))
+        Destination.for_devices(str(tmp_path / name), fake("Acme One"))
 
 
 def synthetic(kind, devices, size, rounds):

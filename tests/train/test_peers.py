@@ -187,7 +187,7 @@ def test_on_a_full_disk_a_process_still_says_that_it_lives(tmp_path, monkeypatch
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("pathlib.Path.write_text", full)
-    watchdog.at(123, "training")
+    watchdog.begin_activity(123, "training")
     watchdog._watchdog.turn()
     after = read(watchdog.folder, 0)
     assert (after.step, after.doing) == (123, "training")
@@ -209,7 +209,7 @@ def test_alone_there_is_nothing_to_agree_on():
 
 def test_a_broken_collective_is_explained(tmp_path):
     first, second = meet(tmp_path, 2, end=lambda problem: None)
-    second.at(7, "training")
+    second.begin_activity(7, "training")
     second.close("failed: the loss is nan")
     lost = first.explain(ValueError("UNKNOWN: Gloo all-reduce failed: Connection reset by peer"))
     assert isinstance(lost, LostPeer)

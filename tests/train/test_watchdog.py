@@ -93,8 +93,8 @@ def test_a_step_opens_no_file(tmp_path, opens):
     opens.clear()
     for step in range(1, 200):
         for each in watchdog:
-            each.at(step, "reading the batch")
-            each.at(step, "training")
+            each.begin_activity(step, "reading the batch")
+            each.begin_activity(step, "training")
             assert each.stopping(None, step) is None
     mine = [file for thread, file in opens if thread == threading.get_ident()]
     for each in watchdog:
@@ -148,11 +148,11 @@ def test_a_silent_one_of_300_is_named_by_all_in_time(tmp_path, lost):
 def compile_for(watch, clock, seconds, *, late, by):
     """Lets all processes compile, one of them for longer; returns what is found until it is through."""
     for dog in watch:
-        dog.at(1, "compiling")
+        dog.begin_activity(1, "compiling")
     found = turns(watch, clock, seconds)
     for dog in watch:
         if dog.process != late:
-            dog.at(1, "training")
+            dog.begin_activity(1, "training")
     found |= {process: problem or found[process] for process, problem in turns(watch, clock, by).items()}
     return {problem.got for problem in found.values() if problem}
 
@@ -173,13 +173,13 @@ def test_a_compilation_that_does_not_end_is_found(tmp_path):
 def test_a_slow_batch_is_no_hang_where_the_first_was_slow_everywhere(tmp_path):
     watch, clock = dogs(tmp_path, 3)
     for dog in watch:
-        dog.at(1, "reading the batch")
+        dog.begin_activity(1, "reading the batch")
     turns(watch, clock, 14.0)
     for dog in watch:
-        dog.at(1, "training")
-        dog.at(2, "reading the batch")
+        dog.begin_activity(1, "training")
+        dog.begin_activity(2, "reading the batch")
     for dog in watch[1:]:
-        dog.at(2, "training")
+        dog.begin_activity(2, "training")
     assert set(turns(watch, clock, 50.0).values()) == {None}
     assert "process 0 " in turns(watch, clock, 15.0)[1].got  # that is longer than anyone has ever needed
 
@@ -189,10 +189,10 @@ def test_a_hang_in_a_step_is_found_in_time_whatever_was_compiled(tmp_path):
     compile_for(watch, clock, 900, late=1, by=3)
     for step in range(1, 20):
         for dog in watch:
-            dog.at(step, "training")
+            dog.begin_activity(step, "training")
         turns(watch, clock, 0.5)
     for dog in watch[1:]:
-        dog.at(20, "training")
+        dog.begin_activity(20, "training")
     assert set(turns(watch, clock, 29.0).values()) == {None}
     assert "process 0 " in turns(watch, clock, 3.0)[2].got
 
@@ -204,7 +204,7 @@ def test_a_step_says_when_it_compiles(tmp_path):
     watchdog = WatchdogThread(tmp_path, "a", process=0, count=1, limit=30.0)
     step.compiler.compile_context = lambda: said.append("compiling") or watchdog.compiling()
     step.compiler.compare_programs = lambda what, _: said.append(f"{watchdog._watchdog.beat.doing}: {what}")
-    watchdog.at(1, "training")
+    watchdog.begin_activity(1, "training")
     state = jp.init_state(layout, chain, seed=1)
     for batch in batches:
         state, _ = step(state, batch)

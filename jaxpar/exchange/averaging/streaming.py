@@ -103,11 +103,11 @@ class Streaming(OuterOptimizer):
     def sync_round(self, step: int) -> int:
         """Returns a step's place in the period, from 1, if it sends or applies a fragment, else 0; larger at first."""
         place = (step - 1) % self.every
-        arrival = self._at(place - self.delay)
+        arrival = self._fragment_at(place - self.delay)
         if arrival is not None and step <= self.delay:  # nothing was sent yet
             arrival = None
             place += self.every
-        return place + 1 if self._at(place % self.every) is not None or arrival is not None else 0
+        return place + 1 if self._fragment_at(place % self.every) is not None or arrival is not None else 0
 
     def synchronize(self, replicas: Replicas, between: "ReplicaMesh") -> Replicas:
         """Sends a fragment, applies one, or both."""
@@ -116,11 +116,11 @@ class Streaming(OuterOptimizer):
         state = dict(replicas.exchange_state)
         all_fragments = fragments(between.parts, self.fragments, self.order)
         warmup, place = divmod(between.sync_round - 1, self.every)
-        if (number := self._at(place)) is not None:
+        if (number := self._fragment_at(place)) is not None:
             fragment = all_fragments[number]
             mean, state["code"] = self._mean(fragment, params, state, _only(between, fragment))
             state["sent"] = put(state["sent"], fragment, mean)
-        if not warmup and (number := self._at(place - self.delay)) is not None:
+        if not warmup and (number := self._fragment_at(place - self.delay)) is not None:
             params, state = self._apply(number, all_fragments[number], params, state, between)
         return replace(replicas, params=structure.unflatten(params.values()), exchange_state=state)
 
@@ -165,7 +165,7 @@ class Streaming(OuterOptimizer):
         """Returns parameters by path, number and layers of the fragment sent at a sync round, and `between` by path."""
         flat, structure = flatten_by_path(replicas.params)
         between = between.with_specs(dict(zip(flat, structure.flatten_up_to(between.specs), strict=True)))
-        number = self._at((meeting - 1) % self.every)
+        number = self._fragment_at((meeting - 1) % self.every)
         if number is None:
             rule = "a fragment departs in a sync round that sends one"
             raise refuse(f"sync round {meeting} of {self}", rule=rule, fix="the number of a sync round that sends one")
@@ -203,7 +203,7 @@ class Streaming(OuterOptimizer):
             **own, "anchor": put(own["anchor"], fragment, anchor), "outer": outer,
         }  # fmt: skip
 
-    def _at(self, place: int) -> int | None:
+    def _fragment_at(self, place: int) -> int | None:
         """Returns the number of the fragment sent at a place of the period, from 0."""
         distance = self.every // self.fragments
         number, remainder = divmod(place % self.every + 1, distance)

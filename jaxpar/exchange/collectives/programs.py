@@ -57,7 +57,7 @@ def gather(x: jax.Array, axis: str, *, root: int = 0) -> jax.Array:
 def scatter(x: jax.Array, axis: str, *, root: int = 0) -> jax.Array:
     """Returns the root's x[i] on the i-th device. x: [devices, ...]."""
     entries = _run(rooted.scatter(_from(root, axis), (0, x.size)), jnp.roll(x, -root, axis=0), axis)
-    return _own(entries, axis, first=root)
+    return _entry_of_this_device(entries, axis, first=root)
 
 
 def all_gather(x: jax.Array, axis: str) -> jax.Array:
@@ -68,12 +68,12 @@ def all_gather(x: jax.Array, axis: str) -> jax.Array:
 
 def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
     """Returns the sum of every x[i] on the i-th device. x: [devices, ...]."""
-    return _own(_run(algorithms.reduce_scatter(_from(0, axis), (0, x.size)), x, axis), axis)
+    return _entry_of_this_device(_run(algorithms.reduce_scatter(_from(0, axis), (0, x.size)), x, axis), axis)
 
 
 def all_to_all(x: jax.Array, axis: str) -> jax.Array:
     """Returns on the i-th device the i-th of every device's entries. x: [devices, ...]."""
-    received = _placed(_own(x, axis), axis)  # this device's own entry is not sent
+    received = _placed(_entry_of_this_device(x, axis), axis)  # this device's own entry is not sent
     buffers = _run(algorithms.all_to_all(_from(0, axis), (0, x.size)), jnp.stack([x, received]), axis)
     return buffers[1]
 
@@ -135,6 +135,6 @@ def _placed(x: jax.Array, axis: str, *, first: int = 0) -> jax.Array:
     return jnp.where(is_local.reshape(-1, *(1,) * x.ndim), x, jnp.zeros_like(x))
 
 
-def _own(x: jax.Array, axis: str, *, first: int = 0) -> jax.Array:
+def _entry_of_this_device(x: jax.Array, axis: str, *, first: int = 0) -> jax.Array:
     """Returns this device's entry of an array [devices, ...]."""
     return jax.lax.dynamic_index_in_dim(x, _place(axis, first), keepdims=False)

@@ -78,7 +78,7 @@ def exchange_codes(
         key = key if codec.shared_key else jax.random.fold_in(key, jax.lax.axis_index(AXIS))
         encode_key, mean_key = jax.random.split(key)
         row = _Rows({path: x.shape[1:] for path, x in local.items()}, dims, between.replicas, codec.block)
-        rows = row.of({path: x[0] + lost[path][0] if lost else x[0] for path, x in local.items()})
+        rows = row.to_rows({path: x[0] + lost[path][0] if lost else x[0] for path, x in local.items()})
         code = codec.without_padding(codec.encode(rows, encode_key), row.filled)
         row_error = rows - codec.decode(code) if lost else None  # the padding's error is dropped
         received = {name: jax.lax.all_to_all(x, AXIS, 0, 0) for name, x in code.items()}
@@ -87,10 +87,10 @@ def exchange_codes(
         code = codec.without_padding(codec.encode_mean(mean, mean_key, between.replicas, received), row.filled)
         mean_error = mean - codec.decode(code) if lost else None
         gathered = {name: jax.lax.all_gather(x, AXIS, axis=0, tiled=True) for name, x in code.items()}
-        means = row.apart(codec.decode(gathered))
+        means = row.from_rows(codec.decode(gathered))
         if row_error is None or mean_error is None:
             return means, {}, {}
-        return means, {path: x[None] for path, x in row.apart(row_error).items()}, row.piece_apart(mean_error)
+        return means, {path: x[None] for path, x in row.from_rows(row_error).items()}, row.piece_apart(mean_error)
 
     error_specs = (replica_specs, piece_specs) if lost else ({}, {})
     program = jax.shard_map(
@@ -118,7 +118,7 @@ class _Rows:
         self.real = np.concatenate(masks)  # which elements of a row belong to an array, not to padding
         self.filled = np.maximum(self.real.reshape(-1, block).sum(axis=1), 1)  # number of such elements in each block
 
-    def of(self, arrays: Arrays) -> jax.Array:
+    def to_rows(self, arrays: Arrays) -> jax.Array:
         """Lays arrays into rows. Shape [replicas, elements], float32."""
         return self._row({
             path: jnp.moveaxis(x.reshape(self._cut(path)), self.dims[path], 0).reshape(self.replicas, -1)
@@ -129,7 +129,7 @@ class _Rows:
         """Lays the pieces of one replica into its row. Shape [1, elements], float32."""
         return self._row({path: x.reshape(1, -1) for path, x in arrays.items()})
 
-    def apart(self, rows: jax.Array) -> dict[str, jax.Array]:
+    def from_rows(self, rows: jax.Array) -> dict[str, jax.Array]:
         """Returns the arrays in rows."""
         arrays = {}
         for path, pieces in self._pieces(rows).items():

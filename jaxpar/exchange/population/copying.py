@@ -38,7 +38,9 @@ def copy_members(tree: Tree, source: jax.Array, mesh: Mesh) -> Tree:
         device, count = jax.lax.axis_index(AXIS), parts[0].shape[0]
         sources = jax.lax.dynamic_slice(source, (device * count,), (count,))
 
-        def kept(shift: Any, passing: tuple[jax.Array, ...], copies: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def choose_copies(
+            shift: Any, passing: tuple[jax.Array, ...], copies: tuple[jax.Array, ...]
+        ) -> tuple[jax.Array, ...]:
             is_passing = sources // count == (device - shift) % devices
             shaped = lambda x: is_passing.reshape(count, *(1,) * (x.ndim - 1))  # noqa: E731
             return tuple(jnp.where(shaped(x), x[sources % count], y) for x, y in zip(passing, copies, strict=True))
@@ -46,9 +48,9 @@ def copy_members(tree: Tree, source: jax.Array, mesh: Mesh) -> Tree:
         def turn(shift: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
             ring = [(i, (i + 1) % devices) for i in range(devices)]
             passing = tuple(jax.lax.ppermute(x, AXIS, ring) for x in carry[0])
-            return passing, kept(shift, passing, carry[1])
+            return passing, choose_copies(shift, passing, carry[1])
 
-        return jax.lax.fori_loop(1, devices, turn, (parts, kept(0, parts, parts)))[1]
+        return jax.lax.fori_loop(1, devices, turn, (parts, choose_copies(0, parts, parts)))[1]
 
     spec = PartitionSpec(AXIS)
     outputs = jax.shard_map(

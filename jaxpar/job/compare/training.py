@@ -174,14 +174,14 @@ def _simulate(job: Job, method: Method, algorithm: Simulated, times: Times, link
     rows: list[tuple[float, float, float, float]] = []
     gradients = 0
 
-    def told(update, loss: float) -> None:
+    def record_update(update, loss: float) -> None:
         nonlocal gradients
         if update.shard == 0:
             gradients += len(update.pushes)
             rows.append((gradients * size, 2 * device_bytes * gradients / workers, update.seconds, loss))
 
     examples = _shares(source, job.train.global_batch, size)
-    state = on_clock.run(step, updates, examples, told, seed=job.train.seed)
+    state = on_clock.run(step, updates, examples, record_update, seed=job.train.seed)
     samples, traffic, seconds, losses = np.array(rows).T
     return Curve(
         method=method, samples=samples, bytes=traffic, seconds=seconds, loss=losses,

@@ -154,12 +154,12 @@ def _of_either_flax(job: Job, factory: Callable, loss: Callable) -> Callable:
     from flax import linen as nn
 
     @wraps(factory)
-    def made(*args: Any, **kwargs: Any) -> Any:
+    def build(*args: Any, **kwargs: Any) -> Any:
         model = factory(*args, **kwargs)
         return _linen(job, model, loss) if isinstance(model, nn.Module) else model
 
-    made.__name__ = job.model["name"]
-    return made
+    build.__name__ = job.model["name"]
+    return build
 
 
 def _is_complete(target: Callable, settings: Mapping[str, Any]) -> bool:

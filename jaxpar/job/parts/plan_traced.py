@@ -134,13 +134,15 @@ def trace_model(
     params, model_state = jax.eval_shape(blueprint.init, jax.random.key(0))
 
     def forward(remat: str, *, accumulate: int = 1) -> Callable:
-        def run(params, known):
-            model = blueprint.bind(params, known[0], partial(read_parameter, layout), Compute(dtype=dtype, remat=remat))
-            return as_sums(traceable_loss(loss)(model, known[1]), accumulate=accumulate)["loss"][0]
+        def run(params, inputs):
+            model_state, batch = inputs
+            compute = Compute(dtype=dtype, remat=remat)
+            model = blueprint.bind(params, model_state, partial(read_parameter, layout), compute)
+            return as_sums(traceable_loss(loss)(model, batch), accumulate=accumulate)["loss"][0]
 
         return run
 
-    def known(rows: int) -> Any:
+    def abstract_inputs(rows: int) -> Any:
         return model_state, {
             key: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) for key, leaf in batch.items()
         }
@@ -148,10 +150,10 @@ def trace_model(
     with (
         sharding_translation(),
         step_hooks(),
-        batch_errors(known(2)[1]),
+        batch_errors(abstract_inputs(2)[1]),
     ):  # shardings that the model itself names have no effect outside of a step
-        model_trace = trace(forward, params, known, takes_remat=blueprint.takes_remat, name=blueprint.name)
-        sums = _is_sum(forward("none", accumulate=2), params, known(2))
+        model_trace = trace(forward, params, abstract_inputs, takes_remat=blueprint.takes_remat, name=blueprint.name)
+        sums = _is_sum(forward("none", accumulate=2), params, abstract_inputs(2))
     named_dims = _dims(layout)
     axes = {
         axis: technique.allowed_sizes(named_dims, rows, Choices())

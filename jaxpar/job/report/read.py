@@ -142,7 +142,7 @@ class RunContents:
             rule=RECORDED,
             fix="jaxpar train JOB, which goes on with the run and writes it anew",
         ):
-            return [Card.of(card) for card in self._layout.get("cards", ())]
+            return [Card.from_record(card) for card in self._layout.get("cards", ())]
 
     @property
     def axes(self) -> list[list[str]]:

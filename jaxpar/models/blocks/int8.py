@@ -57,18 +57,18 @@ def with_int8_residuals(run: Callable, x: jax.Array, held: jax.Array, scales: ja
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
 
     @jax.custom_vjp
-    def kept(x, held, scales):
+    def frozen_matmul(x, held, scales):
         return run(x, held, scales)
 
     def forward(x, held, scales):
         return run(x, held, scales), (held, scales)
 
-    def backward(kept, gradient):
-        (back,) = jax.linear_transpose(lambda x: run(x, *kept), like)(gradient)
+    def backward(residuals, gradient):
+        (back,) = jax.linear_transpose(lambda x: run(x, *residuals), like)(gradient)
         return back, None, None
 
-    kept.defvjp(forward, backward)
-    return kept(x, held, scales)
+    frozen_matmul.defvjp(forward, backward)
+    return frozen_matmul(x, held, scales)
 
 
 @dataclass(frozen=True, eq=False)

@@ -111,9 +111,9 @@ def to_dict(shown: LayoutPage) -> dict[str, Any]:
 
 def _tiles(shown: LayoutPage) -> Markup:
     leaves = [place.leaf for place in shown.placements.values()]
-    whole, each = sum(leaf.bytes for leaf in leaves), _each(shown.placements, shown.sizes)
+    whole, each = sum(leaf.bytes for leaf in leaves), _bytes_per_device(shown.placements, shown.sizes)
     share = f"{each / whole:.1%} of them" if whole else ""
-    if other := _each(shown.others, shown.sizes):
+    if other := _bytes_per_device(shown.others, shown.sizes):
         share += f"; {show_bytes(other)} of other state besides"
     devices = "simulated" if shown.simulated else shown.chip.name if shown.chip else "not there" * (shown.mesh is None)
     tiles = [
@@ -124,7 +124,7 @@ def _tiles(shown: LayoutPage) -> Markup:
     return tag("div", *[tile(*each) for each in tiles], cls="jx-tiles")
 
 
-def _each(places: Mapping[str, Placement], sizes: Mapping[str, int]) -> int:
+def _bytes_per_device(places: Mapping[str, Placement], sizes: Mapping[str, int]) -> int:
     return sum(place.per_device(sizes) for place in places.values())
 
 

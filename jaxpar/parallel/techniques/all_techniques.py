@@ -73,7 +73,9 @@ def islands(layout: Layout, step: TracedStep) -> dict[str, Callable]:
     parallel = layout.parallel
     for axis, technique in TECHNIQUES.items():
         if technique.how:
-            functions = technique.bind(layout, technique.how[parallel.ways.get(axis, next(iter(technique.how)))], step)
+            functions = technique.bind(
+                layout, technique.how[parallel.implementations.get(axis, next(iter(technique.how)))], step
+            )
             # an active axis decides; an axis of size 1 only fills in islands that no other implements
             result = {**result, **functions} if parallel.sizes.get(axis, 1) > 1 else {**functions, **result}
     return result
@@ -128,7 +130,7 @@ def check(layout: Layout, model_use: ModelUse, lowered: Any) -> None:
     for axis, technique in TECHNIQUES.items():
         if layout.sizes.get(axis, 1) > 1:
             technique.check(layout, model_use.names, lowered)
-    for axis, way in layout.parallel.ways.items():
+    for axis, way in layout.parallel.implementations.items():
         if not model_use.islands & (calls := TECHNIQUES[axis].how[way].keys()):
             raise refuse(
                 f"how={{{axis!r}: {way!r}}}, but {layout.blueprint.name} never calls {_functions(calls)}",

@@ -149,7 +149,7 @@ def bind(layout: Layout, functions: Mapping[str, Callable], step: TracedStep) ->
 
 def resolve(layout: Layout, compose: Compose) -> Layout:
     """Adds notes on how attention brings sequence shards together, and why."""
-    by, ulysses = layout.parallel.ways.get("context", "gather"), layout.parallel.ulysses
+    by, ulysses = layout.parallel.implementations.get("context", "gather"), layout.parallel.ulysses
     groups = f"; {ulysses} devices at a time exchange heads, {layout.sizes['context'] // ulysses} such groups rotate"
     reason = WHY.get(by, "as it was added to jaxpar")
     layout = with_note(layout, f"context by {by}: {reason}{groups if ulysses > 1 else ''}")
@@ -160,7 +160,7 @@ def resolve(layout: Layout, compose: Compose) -> Layout:
 
 def compiler_options(layout: Layout) -> list[Option]:
     """Lets XLA run two permutes at once, where keys rotate."""
-    return [_AT_ONCE] if layout.parallel.ways.get("context") in ("ring", "auto") else []
+    return [_AT_ONCE] if layout.parallel.implementations.get("context") in ("ring", "auto") else []
 
 
 def splits_tables(layout: Layout) -> bool:

@@ -78,7 +78,7 @@ def regather_in_backward(stage: Callable) -> Callable:
         jaxpr = traced.flat.jaxpr
         scans = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan" and _gathers(eqn.params)]
         if not scans:
-            return jax.checkpoint(traced, policy=_kept)(*args)
+            return jax.checkpoint(traced, policy=_is_saved)(*args)
         env = Env(jaxpr, traced.flat.consts, zip(jaxpr.invars, jax.tree.leaves(args), strict=True))
         for eqn in jaxpr.eqns:
             if any(eqn is scan for scan in scans):
@@ -97,7 +97,7 @@ def _one_by_one(scan: Scan, values: Sequence[jax.Array]) -> list[jax.Array]:
     body = jaxpr_as_fun(ClosedJaxpr(scan.body, scan.body_consts))
 
     # inside a scan XLA cannot merge forward and recomputation, so barriers of `prevent_cse` would only hinder fusion
-    @partial(jax.checkpoint, policy=_kept, prevent_cse=False)
+    @partial(jax.checkpoint, policy=_is_saved, prevent_cse=False)
     def step(carry, xs):
         out = body(*fixed, *carry, *xs)
         return out[: scan.carry], out[scan.carry :]
@@ -110,7 +110,7 @@ def _one_by_one(scan: Scan, values: Sequence[jax.Array]) -> list[jax.Array]:
 _MOVES = ("reshape", "squeeze", "transpose")
 
 
-def _kept(primitive: Any, *_: Any, **params: Any) -> bool:
+def _is_saved(primitive: Any, *_: Any, **params: Any) -> bool:
     """The checkpoint policy: saves every result but those of `gathered`, which is a call, and reshaped ones."""
     return primitive.name not in _MOVES and not _gathers(params)
 

@@ -3,7 +3,7 @@
     unsharded    sum += gradient                               reduced once, after the last tick
     shards       sum += this device's shard of the gradients   scattered in every tick with gradients, in float32
 
-It trades traffic for memory: a sum takes 1 / ways of the bytes, but gradients travel in every tick that computes some,
+It trades traffic for memory: a sum takes 1 / num_shards of the bytes, but gradients travel in every tick that has some,
 not once per step. A table that mixes ops scatters in every tick, outside of `lax.switch`, where all devices meet.
 """
 
@@ -25,7 +25,7 @@ class Shards:
 
     Attributes:
       axis: A mesh axis that is manual inside the table, and whose devices have different examples.
-      ways: Its size.
+      num_shards: Its size.
       dims: Path of a parameter to its sharded dim. Other parameters stay unsharded until after the table.
       other_axes: Axes that XLA handles inside the table and that split gradients too.
       specs: Path of a parameter to its spec over `other_axes`; without parameters whose sharded dim `other_axes`
@@ -33,7 +33,7 @@ class Shards:
     """
 
     axis: str
-    ways: int
+    num_shards: int
     dims: Mapping[str, int]
     other_axes: tuple[str, ...]
     specs: Mapping[str, PartitionSpec]
@@ -45,7 +45,7 @@ class Shards:
         shapes = {}
         for path, leaf in sum_shapes(params).items():
             sharded_dim = self.dims[path] + leading_dims if path in self.dims else None
-            shape = [size // self.ways if dim == sharded_dim else size for dim, size in enumerate(leaf.shape)]
+            shape = [size // self.num_shards if dim == sharded_dim else size for dim, size in enumerate(leaf.shape)]
             shapes[path] = jax.ShapeDtypeStruct(shape, leaf.dtype)
         return shapes
 

@@ -22,7 +22,7 @@ class DisplayedPlan(Plan):
     command: str = ""
 
     @classmethod
-    def of(cls, plan: Plan, *, title: str, command: str) -> "DisplayedPlan":
+    def from_plan(cls, plan: Plan, *, title: str, command: str) -> "DisplayedPlan":
         """Adds title and command to a plan."""
         values = {entry.name: getattr(plan, entry.name) for entry in fields(Plan)}
         return cls(**values, title=title, command=command)

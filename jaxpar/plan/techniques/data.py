@@ -40,7 +40,9 @@ def overlapped_seconds(
             total += (source.times or 1) * float(time) / send.every
         return total
 
-    return {"exchange": _each(seconds, work.parameters / candidate.fsdp, candidate.data, candidate.stride("data"))}
+    return {
+        "exchange": _price_each(seconds, work.parameters / candidate.fsdp, candidate.data, candidate.stride("data"))
+    }
 
 
 def exchange_state(
@@ -60,7 +62,7 @@ def exchange_state(
         per_replica = (replicas, *part["parameters"].shape)
         return sum(leaf.size * leaf.dtype.itemsize / (replicas if leaf.shape == per_replica else 1) for leaf in leaves)
 
-    return {"exchange": _each(size, count / candidate.fsdp, candidate.data)}
+    return {"exchange": _price_each(size, count / candidate.fsdp, candidate.data)}
 
 
 def _part(parameters: float) -> dict[str, ShardShape]:
@@ -69,7 +71,7 @@ def _part(parameters: float) -> dict[str, ShardShape]:
     return {"parameters": ShardShape((count,), np.dtype("float32"), total_size=count)}
 
 
-def _each(price: Callable[..., float], *numbers: Any) -> Any:
+def _price_each(price: Callable[..., float], *numbers: Any) -> Any:
     """Evaluates a price for each of many layouts, once per distinct set of numbers."""
     columns = np.broadcast_arrays(*numbers)
     distinct, indices = np.unique(np.stack([np.ravel(column) for column in columns]), axis=1, return_inverse=True)

@@ -25,7 +25,7 @@ def compute_linen(module: nn.Module, dtype: Any) -> None:
     Also of an NNX module that it wraps (`nnx.bridge.to_linen`) and makes anew in every call.
     """
     if isinstance(module, nnx.bridge.ToLinen):
-        _set(module, "nnx_class", partial(_made, module.nnx_class, dtype))
+        _set(module, "nnx_class", partial(_build_module, module.nnx_class, dtype))
     # a field that is no argument is set in setup(), which runs later
     for field in (candidate for candidate in dataclasses.fields(module) if candidate.init):
         value: Any = getattr(module, field.name)
@@ -55,7 +55,7 @@ def compute_nnx(model: nnx.Module, dtype: Any) -> None:
             setattr(layer, name, _opened(config, dtype))
 
 
-def _made(kind: Callable[..., nnx.Module], dtype: Any, *args: Any, **kwargs: Any) -> nnx.Module:
+def _build_module(kind: Callable[..., nnx.Module], dtype: Any, *args: Any, **kwargs: Any) -> nnx.Module:
     module = kind(*args, **kwargs)
     compute_nnx(module, dtype)
     return module

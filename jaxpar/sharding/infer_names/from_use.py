@@ -77,7 +77,7 @@ def _read(path: str, dims: Sequence[Dim], pairs: Mapping[Piece, str]) -> Inferre
     return InferredDims(
         names=tuple(name for name, _ in rows),
         pieces=tuple(count for _, count in rows),
-        why="use: " + (_told(path, cut[0], pairs[cut[0]]) if cut else ", ".join(_plain(rows)) or "no dim to be cut"),
+        why="use: " + (_explain(path, cut[0], pairs[cut[0]]) if cut else ", ".join(_plain(rows)) or "no dim to be cut"),
         followed=not any("not followed" in piece.facts.mixed for dim in dims for piece in dim),
     )
 
@@ -109,7 +109,7 @@ def _row(path: str, index: int, dims: Sequence[Dim], pairs: Mapping[Piece, str])
     return "embed" if facts.produced_by or facts.contracted_by else None, size
 
 
-def _told(path: str, piece: Piece, name: str) -> str:
+def _explain(path: str, piece: Piece, name: str) -> str:
     made, taken = piece.facts.produced_by, piece.facts.contracted_by
     if path in made:
         return f"{name} are made here and contracted by {_short(taken)}"

@@ -47,7 +47,7 @@ def check_update(updates: Tree, new_state: Any, *, params: Tree, old_state: Any)
     before, after = _arrays(old_state), _arrays(new_state)
     for path in (*before, *(path for path in after if path not in before)):
         if before.get(path) != after.get(path):
-            old_text, new_text = (_said(arrays.get(path)) for arrays in (before, after))
+            old_text, new_text = (_describe(arrays.get(path)) for arrays in (before, after))
             raise refuse(
                 f"the optimizer's state{path} is {old_text} before an update and {new_text} after it",
                 rule="an optimizer's state keeps its arrays, their shapes and dtypes: a compiled step cannot grow it",
@@ -60,7 +60,7 @@ def _arrays(tree: Any) -> dict[str, tuple]:
     return {jax.tree_util.keystr(keys): (leaf.shape, leaf.dtype) for keys, leaf in leaves if hasattr(leaf, "shape")}
 
 
-def _said(array: tuple | None) -> str:
+def _describe(array: tuple | None) -> str:
     return "not there" if array is None else f"{array[1]}{list(array[0])}"
 
 

@@ -71,7 +71,7 @@ def _forward(how: Chunks, hidden: jax.Array, head: jax.Array, labels: jax.Array,
         x = cut.gather_inner(x)
         logits = _logits(how, x, head)
         losses, powers, total = _losses(logits, labels)
-        is_counted = (weights != 0) & _known(labels, logits)
+        is_counted = (weights != 0) & _is_in_vocab(labels, logits)
         slope = jnp.where(label_mask(labels, logits), powers / total - 1, powers / total)
         slope = jnp.where(is_counted[..., None], slope * weights[..., None], 0.0).astype(x.dtype)
         # computed once, in place of the logits: otherwise XLA recomputes it for each of the two matmuls that read it
@@ -128,19 +128,19 @@ def _losses(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array,
     wide = logits.astype(jnp.float32)
     if (ways := num_vocab_shards(logits.shape[-1])) > 1:
         total, at_label = sharded_logsumexp(wide, labels, ways)
-        losses = jnp.where(_known(labels, logits), total - at_label, jnp.nan)
+        losses = jnp.where(_is_in_vocab(labels, logits), total - at_label, jnp.nan)
         return losses, jnp.exp(wide - total[..., None]), jnp.ones_like(total)[..., None]
     highest = jnp.max(wide, axis=-1, keepdims=True)
     powers = jnp.exp(wide - highest)
     total = jnp.sum(powers, axis=-1, keepdims=True)
     at_label = jnp.sum(jnp.where(label_mask(labels, logits), wide, 0.0), axis=-1, keepdims=True)
     losses = jnp.squeeze(jnp.log(total) - (at_label - highest), axis=-1)
-    return jnp.where(_known(labels, logits), losses, jnp.nan), powers, total
+    return jnp.where(_is_in_vocab(labels, logits), losses, jnp.nan), powers, total
 
 
 def _summed(losses: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(weights == 0, 0.0, losses * weights))
 
 
-def _known(labels: jax.Array, logits: jax.Array) -> jax.Array:
+def _is_in_vocab(labels: jax.Array, logits: jax.Array) -> jax.Array:
     return (labels >= 0) & (labels < logits.shape[-1])

@@ -80,7 +80,7 @@ def read_head(model: Any, tokens: jax.Array, **documents: jax.Array) -> Head:
     param = _find(model)
     weight = param.read()
     if isinstance(param.value, nnx.Variable):
-        with _held(param.value, weight):
+        with _cached(param.value, weight):
             hidden = model.hidden(tokens, **documents)
     else:
         hidden = model(tokens, **documents, method="hidden")
@@ -159,7 +159,7 @@ def _is_table(weight: jax.Array, hidden: jax.Array, held: _Found) -> bool:
 
 
 @contextmanager
-def _held(variable: Any, value: jax.Array) -> Iterator[None]:
+def _cached(variable: Any, value: jax.Array) -> Iterator[None]:
     """Caches a value in a variable: reads within the context return it."""
     metadata = variable.get_metadata()
     if "at_use" not in metadata:  # outside of a step a second read moves nothing

@@ -139,13 +139,13 @@ def sharded_logsumexp(wide: jax.Array, labels: jax.Array, ways: int) -> tuple[ja
     shards = wide.reshape(shape)
     starts = jax.lax.broadcasted_iota(jnp.int32, shape[:-1], wide.ndim - 1) * shape[-1]
     offsets = labels[..., None].astype(jnp.int32) - starts
-    local = jax.nn.logsumexp(shards, axis=-1), _at(shards, offsets)
+    local = jax.nn.logsumexp(shards, axis=-1), _label_entry(shards, offsets)
     free = (PartitionSpec.UNCONSTRAINED,) * (wide.ndim - 1)
     gathered = constrain_to(jnp.stack(local, axis=-1), PartitionSpec(*free, None, None))
     return jax.nn.logsumexp(gathered[..., 0], axis=-1), jnp.sum(gathered[..., 1], axis=-1)
 
 
-def _at(cut: jax.Array, number: jax.Array) -> jax.Array:
+def _label_entry(cut: jax.Array, number: jax.Array) -> jax.Array:
     """Returns the label's entry in each shard of a row, and 0 in shards without the label."""
     if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
         # inside a pipeline the entry may be on another device: see `jaxpar.jaxprs.lookups`

@@ -45,13 +45,13 @@ def check_equal(layout: Layout, run: Callable, params: Tree, model_state: Tree, 
     def shape(leaf):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
-    def apart(params, model_state, batch, x, layer_args):
+    def apply_layers(params, model_state, batch, x, layer_args):
         return call_at_layers(
             run(params, model_state, batch), lambda layers, *_: [layer(x, *layer_args) for layer in layers.layers]
         )
 
     layer_args = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), per_layer)
-    traced = Traced(apart, params, model_state, batch, jax.tree.map(shape, x), layer_args)
+    traced = Traced(apply_layers, params, model_state, batch, jax.tree.map(shape, x), layer_args)
     span = count // num_callables
     if span * num_callables != count or not count:
         raise _other_layers(layout, num_callables, count, traced)
@@ -202,12 +202,15 @@ def _program(jaxpr, outs: list, members: range, paths: dict, names: dict, layout
     eqns.reverse()
     bound = {var for eqn in eqns for var in eqn.outvars}
     free = dict.fromkeys(var for eqn in eqns for var in eqn.invars if not isinstance(var, Literal) and var not in bound)
-    items = [None if is_key(var) else names[var] if var in names else _own(paths[var], members, layout) for var in free]
+    items = [
+        None if is_key(var) else names[var] if var in names else _without_layer_number(paths[var], members, layout)
+        for var in free
+    ]
     text = str(jaxpr.replace(constvars=(), invars=list(free), outvars=outs, eqns=eqns))
     return _Program(text, tuple(items))
 
 
-def _own(path: str, members: range, layout: Layout) -> str:
+def _without_layer_number(path: str, members: range, layout: Layout) -> str:
     """Replaces the layer number in a path: `0/blocks/3/w` becomes `0/blocks/*/w`.
 
     If one callable runs several layers, the second's becomes `0/blocks/*+1/w`.

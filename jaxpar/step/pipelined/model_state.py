@@ -124,10 +124,10 @@ class ModelStates:
     def _check_per_layer(self, run: Callable, params: Tree, model_state: Tree, batch: Tree, per_layer: Tree) -> None:
         """Refuses parameters among the per-layer values, which get no gradient."""
 
-        def each(*args):
+        def inputs_per_layer(*args):
             return call_at_layers(run(*args), lambda layers, x, per_layer: per_layer)
 
-        reads = Traced(each, params, model_state, batch).reads()[0] if jax.tree.leaves(per_layer) else {}
+        reads = Traced(inputs_per_layer, params, model_state, batch).reads()[0] if jax.tree.leaves(per_layer) else {}
         for path in self.layout.placements:
             if reads and pick(reads, tuple(path.split("/"))):
                 raise refuse(

@@ -84,8 +84,9 @@ class Shardings:
         if not self.dims:
             return None
         dims = {path: dim for path, dim in self.dims.items() if path in self.shared or not self.per_tick}
-        specs = {path: spec for path in dims if (spec := self._beside(path)) is not None}
-        return Shards(axis="fsdp", ways=self.layout.sizes["fsdp"], dims=dims, other_axes=self.xla_axes, specs=specs)
+        specs = {path: spec for path in dims if (spec := self._automatic_spec(path)) is not None}
+        count = self.layout.sizes["fsdp"]
+        return Shards(axis="fsdp", num_shards=count, dims=dims, other_axes=self.xla_axes, specs=specs)
 
     def manual_axes(self, path: str) -> tuple[str | None, ...]:
         """Returns the manual axis that splits each dim of a sum of gradients."""
@@ -130,7 +131,7 @@ class Shardings:
         if not self.per_tick or path not in self.dims:
             return self.cast(value)
         num_scanned = len(self.layout.placements[path].leaf.shape) - value.ndim  # dims that scans have removed
-        spec, read = self._beside(path), jax.eval_shape(self.cast, value)
+        spec, read = self._automatic_spec(path), jax.eval_shape(self.cast, value)
         gather = Gather(
             axis="fsdp",
             dim=self.dims[path] - num_scanned,
@@ -170,7 +171,7 @@ class Shardings:
 
     def shard_end_gradient(self, path: str, value: jax.Array) -> jax.Array:
         """Shards a gradient of the spread embedding or head over `pipe` and `tensor`, within a replica of the batch."""
-        return constrain_to(value, _without(self.layout.placements[path].used, self.batch_axes))
+        return constrain_to(value, _drop_axes(self.layout.placements[path].used, self.batch_axes))
 
     def sum_gradients(self, path: str, stacked: jax.Array, over) -> jax.Array:
         """Sums gradients [ways, ...] over an axis, sharded as the update reads them."""
@@ -206,11 +207,11 @@ class Shardings:
             return x
         return constrain_to(x, PartitionSpec(*(axes or None for axes in free)))
 
-    def _beside(self, path: str) -> PartitionSpec | None:
+    def _automatic_spec(self, path: str) -> PartitionSpec | None:
         """The spec of a parameter over XLA's axes, unless one of them splits the same dim as `fsdp`."""
         spec, dim = self._run_on(path, "used"), self.dims[path]
         is_separate = not any(set(axes).intersection(self.xla_axes) for axes in _axes_of(spec)[dim : dim + 1])
-        return _without(spec, self.manual) if is_separate else None
+        return _drop_axes(spec, self.manual) if is_separate else None
 
     def _run_on(self, path: str, which: str) -> PartitionSpec:
         """The spec of a parameter during the table, when layers are split over `pipe`."""
@@ -222,10 +223,10 @@ class Shardings:
         )
         if path not in self.stacked:
             return spec
-        return PartitionSpec("pipe", *_without(spec, ("pipe",))[1:])
+        return PartitionSpec("pipe", *_drop_axes(spec, ("pipe",))[1:])
 
 
-def _without(spec: PartitionSpec, left_out: tuple[str, ...]) -> PartitionSpec:
+def _drop_axes(spec: PartitionSpec, left_out: tuple[str, ...]) -> PartitionSpec:
     return PartitionSpec(*(tuple(a for a in axes if a not in left_out) or None for axes in _axes_of(spec)))
 
 

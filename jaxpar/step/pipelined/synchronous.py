@@ -174,13 +174,14 @@ class Pipelined(Gradients):
             place_head=lambda tree: {path: shardings.shard_end_gradient(path, value) for path, value in tree.items()},
         )
 
-        def known(replica, model_states, batch):
-            known = salt_by_replica(model_states, replica[0], shardings.replicas), self.split_model.microbatches(batch)
-            return (known, self._scales(unscaled, shared, known)) if model is not unscaled else known
+        def known_inputs(replica, model_states, batch):
+            salted = salt_by_replica(model_states, replica[0], shardings.replicas)
+            inputs = salted, self.split_model.microbatches(batch)
+            return (inputs, self._scales(unscaled, shared, inputs)) if model is not unscaled else inputs
 
         unscaled = self.split_model.model(train=train)
         model = with_scaled_gradient(unscaled) if self.scales_by_count and train else unscaled
-        stacked = around.replica_inputs(known)(jnp.arange(shardings.replicas), model_states, batch)
+        stacked = around.replica_inputs(known_inputs)(jnp.arange(shardings.replicas), model_states, batch)
         microbatch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), stacked)
         embed = Traced(model.embed, shared, microbatch)
         embed_reads = embed.reads()[0]

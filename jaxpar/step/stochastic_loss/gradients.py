@@ -63,7 +63,7 @@ class KeyedGradients(Gradients):
 
     def gradients(self, params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> tuple[Tree, Sums, Tree]:
         """Returns gradients, sums and the model state afterwards, with the evaluation key."""
-        keyed_state = self._with(model_state, jax.random.key(self.seed))
+        keyed_state = self._with_key(model_state, jax.random.key(self.seed))
         grads, sums, after = self.inner.gradients(params, keyed_state, batch)
         return grads, sums, after["model"]
 
@@ -72,7 +72,7 @@ class KeyedGradients(Gradients):
     ) -> tuple[State, dict[str, jax.Array]]:
         """Makes a step with the key of its step number."""
         key = jax.random.fold_in(jax.random.key(self.seed), state.step)
-        keyed_state = dataclasses.replace(state, model_state=self._with(state.model_state, key))
+        keyed_state = dataclasses.replace(state, model_state=self._with_key(state.model_state, key))
         new_state, metrics = self.inner.update(optimizer, keyed_state, batch, on_device)
         return dataclasses.replace(new_state, model_state=new_state.model_state["model"]), metrics
 
@@ -84,7 +84,7 @@ class KeyedGradients(Gradients):
         """Returns the sums of a batch, with the evaluation key."""
         key = jax.random.key(self.seed)
         per_replica = self.layout.parallel.exchange.global_model == NO_MODEL
-        keyed_state = self._with(model_state, key) if per_replica else {"model": model_state, "key": key}
+        keyed_state = self._with_key(model_state, key) if per_replica else {"model": model_state, "key": key}
         return self.inner.evaluate(params, keyed_state, batch)
 
     def sync_round(self, step: int) -> int:
@@ -107,7 +107,7 @@ class KeyedGradients(Gradients):
         """Returns the evaluation metrics."""
         return self.inner.evaluation_metrics(means)
 
-    def _with(self, model_state: Tree, key: jax.Array) -> Tree:
+    def _with_key(self, model_state: Tree, key: jax.Array) -> Tree:
         if self.layout.parallel.exchange.per_replica:
             key = replicate_model_state(self.layout, key)
         return {"model": model_state, "key": key}

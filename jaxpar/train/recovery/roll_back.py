@@ -44,7 +44,7 @@ def roll_back(job: Run, bad: JaxparError, start: int) -> State:
     if skipped.rollbacks >= faults.rollbacks:
         raise refuse(f"{bad.problems[0].got}, after {skipped.rollbacks} rollbacks", rule=f"a run goes back at most "
             f"faults.rollbacks = {faults.rollbacks} times", fix=bad.problems[0].fix) from bad  # fmt: skip
-    job.watchdog.at(bad.step, "restoring")
+    job.watchdog.begin_activity(bad.step, "restoring")
     if at_once and jax.process_index() == 0:
         left = ", ".join(job.store.set_aside_after(older[-1]))
         if job.progress:

@@ -42,7 +42,7 @@ class SingleProcess:
 
     count, process = 1, 0
 
-    def at(self, step: int, doing: str) -> None:
+    def begin_activity(self, step: int, doing: str) -> None:
         """Reports the activity that begins now."""
 
     @contextmanager
@@ -93,17 +93,17 @@ class WatchdogThread(SingleProcess):
         self._thread = threading.Thread(target=self._watch, name="jaxpar-peers", daemon=True)
         self._thread.start()
 
-    def at(self, step: int, doing: str) -> None:
+    def begin_activity(self, step: int, doing: str) -> None:
         """Reports the activity that begins now: all processes report the same ones in the same order."""
-        self._watchdog.at(step, doing)
+        self._watchdog.begin_activity(step, doing)
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
         """Reports that this process compiles, and afterwards the activity before."""
         before = self._watchdog.beat
-        self.at(before.step, "compiling")
+        self.begin_activity(before.step, "compiling")
         yield
-        self.at(before.step, before.doing)
+        self.begin_activity(before.step, before.doing)
 
     def stopping(self, wish: str | None, step: int) -> str | None:
         """Returns the signal that any process got, after the step that all agreed on.
@@ -141,7 +141,7 @@ class WatchdogThread(SingleProcess):
         if self._watchdog.first.agreed < index:
             time.sleep(PAUSE)  # until the others have found the same difference, and read this one's text
             raise decisions.disagreement(what, self._watchdog.known.stated(index), self._watchdog.files)
-        self.at(before.step, before.doing)
+        self.begin_activity(before.step, before.doing)
 
     def explain(self, error: Exception) -> Exception:
         """Returns the cause of a broken collective; waits a moment for a process that reports why it ended.

@@ -109,7 +109,7 @@ class Watchdog:
 
     # called by the training
 
-    def at(self, step: int, doing: str) -> None:
+    def begin_activity(self, step: int, doing: str) -> None:
         """Begins an activity: all processes begin the same ones in the same order."""
         with self._lock:
             self._begin(replace(self._beat, step=step, doing=doing))
