@@ -48,7 +48,6 @@ from jaxpar.exchange import (
     programs,
     ring,
 )  # fmt: skip
-from jaxpar.parallel.layout_data import replica_messages
 from jaxpar.train import elastic_on_clock, on_clock, race
 
 # %% [markdown]
@@ -184,7 +183,7 @@ digits = jp.open_data(jp.Data(source="digits", held_out=0.2))
 sgd = optax.sgd(0.3)
 
 # %% [markdown]
-# `replica_messages(layout)` says what the replicas send each other. We count the bytes that a device puts on the wire in a step, and how far apart the
+# `layout.replica_messages()` says what the replicas send each other. We count the bytes that a device puts on the wire in a step, and how far apart the
 # replicas are: the distance of their parameters from their mean.
 
 
@@ -203,7 +202,7 @@ def train(exchange, watch=False):
         state, metrics = step(state, digits.batch(i, BATCH))
         losses.append(float(metrics["loss"]))
         apart += [spread(state.params)] if watch else []
-    sent = sum(each.collective.step_wire / max(each.every, 1) for each in replica_messages(layout))
+    sent = sum(each.collective.step_wire / max(each.every, 1) for each in layout.replica_messages())
     return np.array(losses), sent, np.array(apart)
 
 

@@ -32,7 +32,7 @@ def gathered(model, candidate, software, recipe):
     return {"toy": np.where(used, software.wire[0] * model.parameters_by_dim.get("wide", 0), 0.0)}
 
 
-TWIN = plan.Technique(
+TWIN = plan.PlanTechnique(
     axis="toy", step=step, bytes=gathered, cause="toy",
     styles={"toy": Style(letter="Y", shade=160, light="#aa3377", dark="#dd77aa")},
 )  # fmt: skip

@@ -27,8 +27,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.checkpoint.blocks import SMALL, WORKERS, Block, Box, altered_line, cut_boxes, digest, read
-from jaxpar.checkpoint.manifest import Array, Manifest
+from jaxpar.checkpoint.blocks import SMALL, WORKERS, Box, SavedBlock, altered_line, cut_boxes, digest, read
+from jaxpar.checkpoint.manifest import Manifest, SavedArray
 from jaxpar.sharding.names import path_of
 
 Slices = tuple[slice, ...]
@@ -45,7 +45,7 @@ def region_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
     return tuple(first for first, _ in bounds), tuple(last - first for first, last in bounds)
 
 
-def overlap(block: Block, region: Box) -> tuple[Slices, Slices] | None:
+def overlap(block: SavedBlock, region: Box) -> tuple[Slices, Slices] | None:
     """Overlap of a block and a region, as indices into the block and into the region; None if they are disjoint."""
     block_slices, region_slices = [], []
     for start, size, first, count in zip(block.start, block.shape, *region, strict=True):
@@ -73,7 +73,7 @@ class BlockRead:
     """
 
     path: str
-    block: Block
+    block: SavedBlock
     targets: Sequence[tuple[np.ndarray, Slices]]
 
 
@@ -142,7 +142,7 @@ class _Files:
         return is_good
 
 
-def _groups(arrays: Mapping[str, Array], names: Mapping[str, Any]) -> Iterator[list[str]]:
+def _groups(arrays: Mapping[str, SavedArray], names: Mapping[str, Any]) -> Iterator[list[str]]:
     """Yields the names in groups of at most `AT_ONCE` bytes, or of one."""
     group: list[str] = []
     total = 0
@@ -155,7 +155,7 @@ def _groups(arrays: Mapping[str, Array], names: Mapping[str, Any]) -> Iterator[l
     yield group
 
 
-def _regions(array: Array, want: jax.ShapeDtypeStruct) -> dict[Box, np.ndarray]:
+def _regions(array: SavedArray, want: jax.ShapeDtypeStruct) -> dict[Box, np.ndarray]:
     """Allocates memory for each region of an array that devices of this process hold."""
     size = array.bytes // math.prod(array.shape) if array.bytes else want.dtype.itemsize
     kind = np.dtype(f"u{size}" if size in (1, 2, 4, 8) else f"V{size}")  # copies bytes, whatever their dtype
@@ -164,7 +164,7 @@ def _regions(array: Array, want: jax.ShapeDtypeStruct) -> dict[Box, np.ndarray]:
     return {box: np.empty(box[1], kind) for box in boxes}
 
 
-def _block_reads(path: str, blocks: Sequence[Block], regions: Mapping[Box, np.ndarray]) -> Iterator[BlockRead]:
+def _block_reads(path: str, blocks: Sequence[SavedBlock], regions: Mapping[Box, np.ndarray]) -> Iterator[BlockRead]:
     for block in blocks:
         shared = [(data, overlap(block, box)) for box, data in regions.items()]
         targets = [(data[(*common[1], ...)], common[0]) for data, common in shared if common is not None]
@@ -180,7 +180,7 @@ def _altered_lines(needed: Sequence[BlockRead], good: Sequence[bool]) -> list[st
     return [altered_line(file, paths) for file, paths in altered.items()]
 
 
-def _make_array(array: Array, want: jax.ShapeDtypeStruct, regions: Mapping[Box, np.ndarray]) -> jax.Array:
+def _make_array(array: SavedArray, want: jax.ShapeDtypeStruct, regions: Mapping[Box, np.ndarray]) -> jax.Array:
     def part(index: Slices) -> Any:
         data = regions[region_of(index, array.shape)]
         if is_key(want.dtype):
@@ -238,7 +238,7 @@ def copy_to_host(state: Mapping[str, jax.Array]) -> list[HostBlock]:
     return [block for path, region, data, boxes in parts for block in _cut(path, region, _on_host(data), boxes)]
 
 
-def write(file: Path, process: int, parts: Sequence[HostBlock]) -> dict[str, list[Block]]:
+def write(file: Path, process: int, parts: Sequence[HostBlock]) -> dict[str, list[SavedBlock]]:
     """Writes blocks contiguously to a file, with fsync, and returns them by path.
 
     Raises:
@@ -247,8 +247,8 @@ def write(file: Path, process: int, parts: Sequence[HostBlock]) -> dict[str, lis
     ends = [0, *itertools.accumulate(part.content.nbytes for part in parts)]
     handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
 
-    def put(part: HostBlock, offset: int) -> Block:
-        block = Block(process, offset, part.content.nbytes, part.start, part.shape, digest(part.content))
+    def put(part: HostBlock, offset: int) -> SavedBlock:
+        block = SavedBlock(process, offset, part.content.nbytes, part.start, part.shape, digest(part.content))
         total = 0
         while total < part.content.nbytes:
             total += os.pwrite(handle, part.content[total:], offset + total)
@@ -263,7 +263,7 @@ def write(file: Path, process: int, parts: Sequence[HostBlock]) -> dict[str, lis
         os.fsync(handle)
     finally:
         os.close(handle)
-    result: dict[str, list[Block]] = {}
+    result: dict[str, list[SavedBlock]] = {}
     for part, record in zip(parts, blocks, strict=True):
         result.setdefault(part.path, []).append(record)
     return result
@@ -316,9 +316,9 @@ def unflatten(like: Any, arrays: Mapping[str, Any]) -> Any:
     return jax.tree.unflatten(tree, [arrays[path_of(keys)] for keys, _ in leaves])
 
 
-def describe(state: Any) -> dict[str, Array]:
+def describe(state: Any) -> dict[str, SavedArray]:
     """Shape, dtype and bytes of every array of a state, which may be abstract, by path."""
     return {
-        path: Array(tuple(leaf.shape), str(leaf.dtype), leaf.size * leaf.dtype.itemsize)
+        path: SavedArray(tuple(leaf.shape), str(leaf.dtype), leaf.size * leaf.dtype.itemsize)
         for path, leaf in flatten(state).items()
     }

@@ -17,7 +17,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # start and shape within an array
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class SavedBlock:
     """A box of an array, stored contiguously in a file.
 
     Attributes:
@@ -78,7 +78,7 @@ def digest(content: bytes | memoryview) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def sizes(blocks: Mapping[str, Sequence[Block]]) -> dict[str, int]:
+def sizes(blocks: Mapping[str, Sequence[SavedBlock]]) -> dict[str, int]:
     """Path to size in bytes of the files that hold the blocks."""
     result: dict[str, int] = {}
     for block in _all(blocks):
@@ -86,7 +86,7 @@ def sizes(blocks: Mapping[str, Sequence[Block]]) -> dict[str, int]:
     return result
 
 
-def find_misfit(shapes: Mapping[str, tuple[tuple[int, ...], int]], blocks: Mapping[str, Sequence[Block]]) -> str:
+def find_misfit(shapes: Mapping[str, tuple[tuple[int, ...], int]], blocks: Mapping[str, Sequence[SavedBlock]]) -> str:
     """Checks that blocks fill their arrays, and their files without a gap; describes the first error, else "".
 
     Args:
@@ -110,7 +110,7 @@ def find_misfit(shapes: Mapping[str, tuple[tuple[int, ...], int]], blocks: Mappi
     return ""
 
 
-def read(handle: int, block: Block, into: memoryview) -> bool:
+def read(handle: int, block: SavedBlock, into: memoryview) -> bool:
     """Reads the bytes of a block into memory, and returns whether their hash is right.
 
     Raises:
@@ -125,7 +125,7 @@ def read(handle: int, block: Block, into: memoryview) -> bool:
     return digest(into) == block.hash
 
 
-def altered_files(folder: Path, blocks: Mapping[str, Sequence[Block]], files: Iterable[str]) -> list[str]:
+def altered_files(folder: Path, blocks: Mapping[str, Sequence[SavedBlock]], files: Iterable[str]) -> list[str]:
     """Returns a line for each of these files that has an altered block or cannot be read."""
     lines: dict[str, str] = {}
     for file in files:
@@ -146,10 +146,10 @@ def altered_line(file: str, paths: Sequence[str]) -> str:
     return f"{file} is altered: {paths[0]}{suffix}"
 
 
-def _altered_paths(path: Path, pairs: Sequence[tuple[str, Block]]) -> list[str]:
+def _altered_paths(path: Path, pairs: Sequence[tuple[str, SavedBlock]]) -> list[str]:
     handle = os.open(path, os.O_RDONLY)
 
-    def is_good(item: tuple[str, Block]) -> bool:
+    def is_good(item: tuple[str, SavedBlock]) -> bool:
         return read(handle, item[1], memoryview(bytearray(item[1].bytes)))
 
     try:
@@ -163,12 +163,12 @@ def _altered_paths(path: Path, pairs: Sequence[tuple[str, Block]]) -> list[str]:
     return [name for (name, _), is_good_block in zip(pairs, flags, strict=True) if not is_good_block]
 
 
-def _all(blocks: Mapping[str, Sequence[Block]]) -> Iterator[Block]:
+def _all(blocks: Mapping[str, Sequence[SavedBlock]]) -> Iterator[SavedBlock]:
     for array_blocks in blocks.values():
         yield from array_blocks
 
 
-def _is_within(block: Block, shape: tuple[int, ...]) -> bool:
+def _is_within(block: SavedBlock, shape: tuple[int, ...]) -> bool:
     if min((block.process, block.at, block.bytes, *block.start, *block.shape)) < 0:
         return False
     if not len(block.start) == len(block.shape) == len(shape):

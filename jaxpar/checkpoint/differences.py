@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxpar.checkpoint.manifest import Array
+from jaxpar.checkpoint.manifest import SavedArray
 from jaxpar.errors import Problem
 
 PARTS = {
@@ -32,8 +32,8 @@ class Difference:
 
     path: str
     kind: Literal["shape", "dtype", "missing", "unexpected"]
-    was: Array | None
-    now: Array | None
+    was: SavedArray | None
+    now: SavedArray | None
 
     @property
     def part(self) -> str:
@@ -55,7 +55,7 @@ class Difference:
         return f"{self.name} is {self.was.dtype} in {first}, {self.now.dtype} in {second}"
 
 
-def differences(saved: Mapping[str, Array], wanted: Mapping[str, Array]) -> list[Difference]:
+def differences(saved: Mapping[str, SavedArray], wanted: Mapping[str, SavedArray]) -> list[Difference]:
     """Returns every difference, parameters first, by path; arrays that can be read as the other are equal."""
     result = []
     for path in sorted(saved.keys() | wanted.keys(), key=lambda path: (not path.startswith("params/"), path)):
@@ -150,6 +150,6 @@ def _plural(word: str, count: int) -> str:
     return word if count == 1 else f"{head}s{separator}{tail}"
 
 
-def _is_old_key(was: Array, now: Array) -> bool:
+def _is_old_key(was: SavedArray, now: SavedArray) -> bool:
     """Whether a PRNG key was saved as its uint32 words, as Orbax does."""
     return now.dtype.startswith("key<") and was.dtype == "uint32" and was.shape[:-1] == now.shape

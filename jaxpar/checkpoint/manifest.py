@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pydantic
 
-from jaxpar.checkpoint.blocks import FOLDER, Block, altered_files, find_misfit, sizes
+from jaxpar.checkpoint.blocks import FOLDER, SavedBlock, altered_files, find_misfit, sizes
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.files import sync
 
@@ -32,7 +32,7 @@ LATEST = 253402300800.0  # seconds since 1970: the end of the year 9999
 
 
 @dataclass(frozen=True)
-class Array:
+class SavedArray:
     """An array of a checkpoint: shape, name of its dtype, total bytes."""
 
     shape: tuple[int, ...]
@@ -77,8 +77,8 @@ class Manifest:
     step: int
     written: float
     scores: dict[str, float]
-    arrays: dict[str, Array]
-    blocks: dict[str, tuple[Block, ...]] = field(default_factory=dict)
+    arrays: dict[str, SavedArray]
+    blocks: dict[str, tuple[SavedBlock, ...]] = field(default_factory=dict)
     format: int = FORMAT
     replicas: SavedReplicas | None = None
 
@@ -97,8 +97,8 @@ _READER = pydantic.TypeAdapter(Manifest)
 
 
 def write(
-    folder: Path, *, step: int, written: float, scores: Mapping[str, float], arrays: Mapping[str, Array],
-    blocks: Mapping[str, Sequence[Block]], replicas: SavedReplicas | None = None,
+    folder: Path, *, step: int, written: float, scores: Mapping[str, float], arrays: Mapping[str, SavedArray],
+    blocks: Mapping[str, Sequence[SavedBlock]], replicas: SavedReplicas | None = None,
 ) -> Manifest:  # fmt: skip
     """Writes the MANIFEST of the blocks that all processes wrote, with fsync, which makes the folder a checkpoint.
 

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.checkpoint import array_files, reading
 from jaxpar.checkpoint.differences import differences, problems
-from jaxpar.checkpoint.manifest import Array, Manifest, SavedReplicas
+from jaxpar.checkpoint.manifest import Manifest, SavedArray, SavedReplicas
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.exchange.base import MEAN, NO_MODEL
 from jaxpar.exchange.global_model import merge_replicas, several_models
@@ -35,7 +35,7 @@ def replicas_of(layout: Layout) -> SavedReplicas | None:
     return SavedReplicas(count=count, exchange=exchange.name, model=model)
 
 
-def describe_as_one(arrays: Mapping[str, Array], replicas: SavedReplicas | None) -> dict[str, Array]:
+def describe_as_one(arrays: Mapping[str, SavedArray], replicas: SavedReplicas | None) -> dict[str, SavedArray]:
     """Describes the arrays of one model: without the replica dim, and without the arrays of the exchange.
 
     Args:
@@ -101,7 +101,7 @@ def _merge(on: jax.sharding.Sharding):
     return jax.jit(merge_replicas, out_shardings=on)
 
 
-def _dtype(saved: Array, like: jax.ShapeDtypeStruct):
+def _dtype(saved: SavedArray, like: jax.ShapeDtypeStruct):
     """The dtype to read: of floats the saved one, so that the mean is rounded once."""
     return jnp.dtype(saved.dtype) if jnp.issubdtype(like.dtype, jnp.floating) else like.dtype
 
@@ -120,7 +120,7 @@ def _has_replicas(path: str, replicas: SavedReplicas) -> bool:
     return part == "model_state" or (part in ("params", "optimizer") and bool(replicas.model))
 
 
-def _drop_replica_dim(array: Array) -> Array:
+def _drop_replica_dim(array: SavedArray) -> SavedArray:
     return dataclasses.replace(array, shape=array.shape[1:], bytes=array.bytes // array.shape[0])
 
 
@@ -172,7 +172,7 @@ def read(path: Path, contents: Manifest, like: Any, *, how: str, run: str) -> tu
 
 
 def check_one_model(
-    contents: Manifest, replicas: SavedReplicas, listed: Mapping[str, Array], *, how: str, run: str
+    contents: Manifest, replicas: SavedReplicas, listed: Mapping[str, SavedArray], *, how: str, run: str
 ) -> None:
     """Checks that a job of one model can go on from replicas that differ.
 
@@ -198,7 +198,7 @@ def check_one_model(
         raise JaxparError(*faults)
 
 
-def describe_changed(saved: Mapping[str, Array], wanted: Wanted, how: str) -> dict[str, jax.ShapeDtypeStruct]:
+def describe_changed(saved: Mapping[str, SavedArray], wanted: Wanted, how: str) -> dict[str, jax.ShapeDtypeStruct]:
     """Describes the arrays that were saved for another number of replicas, to be read replicated over `data`.
 
     Args:

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpar.buckets import pull_folder
 from jaxpar.checkpoint import array_files, listing, reading, saved_replicas
 from jaxpar.checkpoint.differences import Difference, differences
-from jaxpar.checkpoint.manifest import Array, Manifest, SavedReplicas
+from jaxpar.checkpoint.manifest import Manifest, SavedArray, SavedReplicas
 from jaxpar.checkpoint.spec import Checkpoints
 from jaxpar.errors import JaxparError, Problem
 from jaxpar.exchange.base import NO_MODEL
@@ -193,7 +193,7 @@ def _resolve(spec: Checkpoints, state: State, layout: Layout) -> tuple[Path, Man
     return path, manifest, int8, dataclasses.replace(origin, evaluated=evaluated, replicas=manifest.replicas)
 
 
-def _in_floats(described: Mapping[str, Array], adapters: Mapping[str, Adapter]) -> dict[str, Array]:
+def _in_floats(described: Mapping[str, SavedArray], adapters: Mapping[str, Adapter]) -> dict[str, SavedArray]:
     """Descriptions of a job's arrays as an unquantized run has them: 8-bit matrices as floats, without scales."""
     floats = {
         path: dataclasses.replace(described[path], dtype=str(jnp.dtype(x.float_dtype))) for path, x in adapters.items()
@@ -202,7 +202,7 @@ def _in_floats(described: Mapping[str, Array], adapters: Mapping[str, Adapter]) 
     return {path: array for path, array in {**described, **floats}.items() if path not in scales}
 
 
-def plan(spec: Checkpoints, path: Path, saved: Mapping[str, Array], wanted: Mapping[str, Array]) -> Origin:
+def plan(spec: Checkpoints, path: Path, saved: Mapping[str, SavedArray], wanted: Mapping[str, SavedArray]) -> Origin:
     """Returns the origin of each array, before any is read.
 
     Args:
@@ -268,7 +268,7 @@ def _scaled(each: Difference) -> bool:
     return each.kind == "dtype" and "int8" in (each.was and each.was.dtype, each.now and each.now.dtype)
 
 
-def _takable(described: Mapping[str, Array]) -> dict[str, Array]:
+def _takable(described: Mapping[str, SavedArray]) -> dict[str, SavedArray]:
     """Parameters and statistics, by path without `params/` or `model_state/`."""
     return {
         path.partition("/")[2]: array
@@ -277,11 +277,11 @@ def _takable(described: Mapping[str, Array]) -> dict[str, Array]:
     }
 
 
-def _is_statistic(array: Array) -> bool:
+def _is_statistic(array: SavedArray) -> bool:
     return not array.dtype.startswith("key<") and jnp.issubdtype(jnp.dtype(array.dtype), jnp.inexact)
 
 
-def _full_path(name: str, among: Mapping[str, Array]) -> str:
+def _full_path(name: str, among: Mapping[str, SavedArray]) -> str:
     return next((f"{part}/{name}" for part in PARTS if f"{part}/{name}" in among), f"params/{name}")
 
 

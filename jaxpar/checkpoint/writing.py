@@ -19,11 +19,11 @@ import jax
 import pydantic
 
 from jaxpar.checkpoint import array_files, listing, manifest, processes
-from jaxpar.checkpoint.blocks import Block, file_of
+from jaxpar.checkpoint.blocks import SavedBlock, file_of
 from jaxpar.checkpoint.spec import Checkpoints
 from jaxpar.files import sync
 
-_BLOCKS = pydantic.TypeAdapter(dict[str, list[Block]])
+_BLOCKS = pydantic.TypeAdapter(dict[str, list[SavedBlock]])
 _COUNT = itertools.count()  # checkpoints that this process has begun: the same number on all processes
 
 
@@ -80,7 +80,7 @@ def _finish(parts: list[array_files.HostBlock], writing: Path, final: Path, numb
 
     texts = processes.gather_to_first(f"jaxpar/checkpoint/{number}", written)
     if processes.is_first():
-        blocks: dict[str, list[Block]] = {}
+        blocks: dict[str, list[SavedBlock]] = {}
         for text in texts:
             for path, new_blocks in _BLOCKS.validate_json(text).items():
                 blocks.setdefault(path, []).extend(new_blocks)

@@ -129,7 +129,7 @@ def _schedule(layout: "Layout", *, again: bool) -> tuple[dict[str, Any], str]:
     from jaxpar.pipeline.draw.svg import printable
     from jaxpar.pipeline.run.asynchronous import plan_versions
     from jaxpar.pipeline.run.program import program
-    from jaxpar.pipeline.tables.price import Times, price
+    from jaxpar.pipeline.tables.price import OpTimes, price
 
     schedule, keep, weights = layout.schedule, layout.parallel.pipeline.keep, layout.parallel.pipeline.weights
     versions = (
@@ -137,7 +137,7 @@ def _schedule(layout: "Layout", *, again: bool) -> tuple[dict[str, Any], str]:
         if weights == "flush"
         else f" and {count_noun(plan_versions(program(schedule), weights).versions, 'version')} of weights"
     )
-    cost = row(schedule, price(schedule, Times(backward=1.0 + again)))
+    cost = row(schedule, price(schedule, OpTimes(backward=1.0 + again)))
     ideal, barrier = (f"{cost['bubble'][run_check]:.1%}" for run_check in ("ideal", "barrier"))
     return cost, (
         f"{printable(schedule.name)}: {describe_cut(schedule)}, {count_noun(schedule.ticks, 'tick')}; "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jaxpar.cli.options import add_json, check_file, wants_colour
 
 if TYPE_CHECKING:
-    from jaxpar.pipeline.tables.price import Price, Times
+    from jaxpar.pipeline.tables.price import OpTimes, Price
     from jaxpar.pipeline.tables.schedule import Schedule
 
 EXAMPLE = """\
@@ -94,10 +94,10 @@ def run_schedule(args: argparse.Namespace) -> tuple[Any, int]:
     return result, 0
 
 
-def _times(text: str) -> "Times":
+def _times(text: str) -> "OpTimes":
     """Parses --times."""
     from jaxpar.errors import refuse
-    from jaxpar.pipeline.tables.price import Times
+    from jaxpar.pipeline.tables.price import OpTimes
 
     fix = "--times 1,1,1,0"
     try:
@@ -105,7 +105,7 @@ def _times(text: str) -> "Times":
     except ValueError:
         rule = "four numbers: forward, backward of inputs, backward of weights, message"
         raise refuse(f"--times {text}", rule=rule, fix=fix) from None
-    times = Times(forward=forward, backward=backward, weights=weights, send=send)
+    times = OpTimes(forward=forward, backward=backward, weights=weights, send=send)
     if not 0 < forward + backward + weights < 1e12:
         raise refuse(f"--times {text}", rule="at least one op takes some time, and all take less than 1e12", fix=fix)
     return times
@@ -161,7 +161,7 @@ def _check_numbers(args: argparse.Namespace, what: str) -> None:
         raise JaxparError(*problems)
 
 
-def _write_files(args: argparse.Namespace, schedule: "Schedule", times: "Times") -> None:
+def _write_files(args: argparse.Namespace, schedule: "Schedule", times: "OpTimes") -> None:
     """Writes the files of --csv and --svg."""
     from pathlib import Path
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jaxpar.data.documents.piece import START, Piece, Place
+from jaxpar.data.documents.piece import START, DocumentPiece, Place
 from jaxpar.data.documents.plain_text import TextFile, WrongBytes
 from jaxpar.errors import refuse
 
@@ -42,7 +42,7 @@ class Corpus:
         """Bytes of all files."""
         return sum(file.stat().st_size for file in self.files)
 
-    def pieces(self, place: Place = START, seam: Seam | None = None) -> Iterator[Piece]:
+    def pieces(self, place: Place = START, seam: Seam | None = None) -> Iterator[DocumentPiece]:
         """Yields the documents from a place on, in pieces.
 
         Args:
@@ -58,10 +58,10 @@ class Corpus:
             size, piece_begin = file.stat().st_size, begin
             for text, end in cut_pieces(file, begin, seam):
                 next_place = Place(number, end) if end < size else Place(number + 1)
-                yield Piece(text, end - piece_begin, next_place, first=not piece_begin, last=end >= size)
+                yield DocumentPiece(text, end - piece_begin, next_place, first=not piece_begin, last=end >= size)
                 piece_begin = end
             if not size:  # an empty document ends too
-                yield Piece("", 0, Place(number + 1))
+                yield DocumentPiece("", 0, Place(number + 1))
 
     def inspector(self, file: Path) -> Callable[..., None]:
         """Returns the check of a file, to be called with each of its blocks in order."""

@@ -19,8 +19,8 @@ import jax
 import jaxlib
 import optax
 
-from jaxpar.hlo.provenance import Trace
-from jaxpar.hlo.text import Array, Frame, Op
+from jaxpar.hlo.provenance import DataFlow
+from jaxpar.hlo.text import HloArray, Op, SourceFrame
 from jaxpar.optim import loss_argument
 from jaxpar.sharding.names import AGAIN, GRADIENT, MESSAGE, SCOPE
 
@@ -107,10 +107,10 @@ class Argument:
     @property
     def bytes(self) -> int:
         """Bytes on one device."""
-        return Array(self.dtype, self.shard).bytes
+        return HloArray(self.dtype, self.shard).bytes
 
 
-class Causes:
+class ArrayCauses:
     """Finds the argument or the line of code behind an array.
 
     Args:
@@ -172,7 +172,7 @@ class Causes:
         paths = [path for path, shapes in self._stacks.items() if tuple(dims) in shapes]
         return join_names(paths) if paths else None
 
-    def _moved(self, array: Array, kind: str, axes: set[str], label: str, *, summed: bool) -> list[str]:
+    def _moved(self, array: HloArray, kind: str, axes: set[str], label: str, *, summed: bool) -> list[str]:
         """Returns the parameters that a collective may move, by shape and by axes."""
         # a gather's result and a scatter's operand are unsharded: matching shards too would find wrong parameters
         shards = kind not in ("all-gather", "reduce-scatter")
@@ -183,7 +183,7 @@ class Causes:
             return [path for path in paths if axes <= set(self._by_path[path].axes)]
         return paths if summed or {axis.lstrip("~") for axis in axes} <= self._batch_axes else []
 
-    def is_loss(self, frame: Frame) -> bool:
+    def is_loss(self, frame: SourceFrame) -> bool:
         """Returns whether a line belongs to a loss function."""
         return frame.file == _LOSSES or any(
             frame.file == file and frame.function.split(".<locals>")[0] == function for file, function in self._loss
@@ -195,7 +195,7 @@ class Causes:
         return paths.pop().replace(".", "/") if len(paths) == 1 else None
 
     def cause_of(
-        self, trace: Trace, op: Op, operand: Op, arrays: Sequence[Array], *, kind: str, axes: Iterable[str]
+        self, trace: DataFlow, op: Op, operand: Op, arrays: Sequence[HloArray], *, kind: str, axes: Iterable[str]
     ) -> Cause:
         """Returns the cause of an instruction's operand.
 
@@ -269,7 +269,7 @@ def shorten(label: str) -> str:
     return parts[0] if len(parts) == 1 else f"{parts[0]} and {len(parts) - 1} more"
 
 
-def users_frame(stack: Sequence[Frame]) -> Frame | None:
+def users_frame(stack: Sequence[SourceFrame]) -> SourceFrame | None:
     """Returns the innermost line that is neither a library's nor the machinery of a step."""
     return next((frame for frame in stack if not _is_machinery(frame.file)), stack[0] if stack else None)
 
@@ -283,11 +283,11 @@ def _is_machinery(file: str) -> bool:
     return file.startswith(_PYTHON)
 
 
-def equation_frame(equation: Any) -> Frame | None:
+def equation_frame(equation: Any) -> SourceFrame | None:
     """Returns the innermost line of the user's code that made an equation of a jaxpr; None if unknown."""
     traceback = equation.source_info.traceback
     frames = traceback.frames if traceback else ()
-    return users_frame([Frame(frame.file_name, frame.line_num, frame.function_name) for frame in frames])
+    return users_frame([SourceFrame(frame.file_name, frame.line_num, frame.function_name) for frame in frames])
 
 
 def is_of_update(equation: Any) -> bool:

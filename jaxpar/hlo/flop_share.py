@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpar.hlo.attribution import users_frame
 from jaxpar.hlo.flop import hardware_flop, op_flop, parse_matmuls
-from jaxpar.hlo.text import Frame, Module, parse
+from jaxpar.hlo.text import Module, SourceFrame, parse
 from jaxpar.hlo.traced_flop import traced_matmuls
 from jaxpar.hlo.trip_counts import walk
 from jaxpar.units import show_count
@@ -56,7 +56,7 @@ class FlopShare:
         sums: dict[tuple[str, int], float] = defaultdict(float)
         for flop, traceback in self.matmuls:
             stack = traceback.frames if traceback else ()
-            frames = [Frame(frame.file_name, frame.line_num, frame.function_name) for frame in stack]
+            frames = [SourceFrame(frame.file_name, frame.line_num, frame.function_name) for frame in stack]
             sums[_line(frames)[0]] += flop / self.devices
         return sums
 
@@ -146,7 +146,7 @@ def _lines(module: Module, share: FlopShare) -> list[str]:
     return [f"{Path(line[0]).name}:{line[1]} in {functions[line]}" for line in top]
 
 
-def _line(stack: Iterable[Frame]) -> tuple[tuple[str, int], str]:
+def _line(stack: Iterable[SourceFrame]) -> tuple[tuple[str, int], str]:
     """Returns the line of the user's code in a stack, and its function."""
-    frame = users_frame(list(stack)) or Frame("", 0, "")
+    frame = users_frame(list(stack)) or SourceFrame("", 0, "")
     return (frame.file, frame.line), frame.function.split(".")[-1]

@@ -14,7 +14,7 @@ _STEPS = 40  # steps back from a value, at most; after that its maker is unknown
 Index = tuple[int, ...]
 
 
-class Trace:
+class DataFlow:
     """The provenance of a module's values."""
 
     def __init__(self, module: Module):

@@ -35,7 +35,7 @@ _CALLED = re.compile(r"\b(?:calls|to_apply|body|true_computation|false_computati
 
 
 @dataclass(frozen=True, slots=True)
-class Array:
+class HloArray:
     """Shape and dtype of one array, as HLO writes them."""
 
     dtype: str
@@ -73,7 +73,7 @@ class Op:
     """
 
     name: str
-    arrays: tuple[Array, ...]
+    arrays: tuple[HloArray, ...]
     opcode: str
     operands: tuple[str, ...]
     operand_text: str = field(repr=False)
@@ -130,7 +130,7 @@ class Op:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class SourceFrame:
     """A line of Python and the function it stands in, from the metadata that JAX gives to XLA."""
 
     file: str
@@ -156,7 +156,7 @@ class Module:
     entry: str
     computations: dict[str, list[Op]] = field(repr=False)
     scheduled: bool
-    frames: dict[int, tuple["Frame", int]] = field(repr=False)
+    frames: dict[int, tuple["SourceFrame", int]] = field(repr=False)
 
     def ops(self) -> Iterator[tuple[str, Op]]:
         """Yields (computation, instruction)."""
@@ -169,7 +169,7 @@ class Module:
         """Computation to name to instruction."""
         return {name: {op.name: op for op in ops} for name, ops in self.computations.items()}
 
-    def stack(self, op: Op) -> list["Frame"]:
+    def stack(self, op: Op) -> list["SourceFrame"]:
         """Returns the lines of Python that made an instruction, innermost first."""
         if match := re.search(r"stack_frame_id=(\d{1,18})", op.attributes):
             number, frames = int(match[1]), []
@@ -179,7 +179,7 @@ class Module:
             return frames
         # before stack frames XLA printed one line of the source with each instruction
         match = re.search(r'source_file="([^"]*)"(?:[^}]*?source_line=(\d{1,18}))?', op.attributes)
-        return [Frame(match[1], int(match[2] or 0), "")] if match else []
+        return [SourceFrame(match[1], int(match[2] or 0), "")] if match else []
 
 
 def parse(text: str) -> Module:
@@ -333,7 +333,7 @@ def _balanced(text: str, start: int) -> int:
     raise ValueError("unbalanced")
 
 
-def arrays(text: str) -> tuple[Array, ...]:
+def arrays(text: str) -> tuple[HloArray, ...]:
     """Returns the arrays of a type: `(f32[2]{0}, s32[])` has two.
 
     Raises:
@@ -345,11 +345,11 @@ def arrays(text: str) -> tuple[Array, ...]:
         if (dtype or token) not in BITS:
             raise refuse(f"dtype {dtype} in {text[:60]!r}", rule=f"one of {', '.join(BITS)}", fix="a newer jaxpar")
         sizes = [int(dim.lstrip("<=")) for dim in dims.split(",") if dim]  # a bounded dim counts as its bound
-        result.append(Array(dtype or token, tuple(sizes)))
+        result.append(HloArray(dtype or token, tuple(sizes)))
     return tuple(result)
 
 
-def _frames(text: str) -> dict[int, tuple[Frame, int]]:
+def _frames(text: str) -> dict[int, tuple[SourceFrame, int]]:
     """Reads the tables of files and stack frames that newer versions print before the computations."""
     tables: dict[str, dict[int, str]] = {}
     current = None
@@ -362,14 +362,14 @@ def _frames(text: str) -> dict[int, tuple[Frame, int]]:
             current[int(match[1])] = match[2]
     files, functions = tables.get("FileNames", {}), tables.get("FunctionNames", {})
     places = {
-        number: Frame(
+        number: SourceFrame(
             files.get(_number(entry, "file_name_id"), "").strip('"'),
             _number(entry, "line"),
             functions.get(_number(entry, "function_name_id"), "").strip('"'),
         )
         for number, entry in tables.get("FileLocations", {}).items()
     }
-    nowhere = Frame("", 0, "")
+    nowhere = SourceFrame("", 0, "")
     return {
         # XLA prints the caller's number plus one: the first frame of a stack names itself
         number: (places.get(_number(entry, "file_location_id"), nowhere), _number(entry, "parent_frame_id") - 1)

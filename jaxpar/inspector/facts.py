@@ -26,7 +26,7 @@ from jaxpar.units import show_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class ReportFacts:
     """The facts about one compiled program on one mesh.
 
     Attributes:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jaxpar.hlo.attribution import Argument, shorten
 from jaxpar.hlo.flop import Flop
 from jaxpar.hlo.flop_share import FIX, Excess, find_excess
-from jaxpar.hlo.provenance import Index, Trace
+from jaxpar.hlo.provenance import DataFlow, Index
 from jaxpar.hlo.text import BITS, Module, Op
 from jaxpar.inspector.subject import Subject
 from jaxpar.mesh.collective import Collective
@@ -266,7 +266,7 @@ def find_scores(module: Module, subject: Subject, ledger: Sequence[Collective]) 
     contracted dim, head_dim, each device has a part of every score: [batch, heads, queries, keys] is summed, which
     grows with the square of the sequence.
     """
-    trace = Trace(module)
+    trace = DataFlow(module)
     weights = {number for number, argument in enumerate(subject.arguments) if argument.role == "parameters"}
     sums = {
         (array.bytes, shorten(trace.label(op)))
@@ -292,7 +292,7 @@ def find_scores(module: Module, subject: Subject, ledger: Sequence[Collective]) 
     ]
 
 
-def _of_activations(trace: Trace, name: str, weights: set[int]) -> bool:
+def _of_activations(trace: DataFlow, name: str, weights: set[int]) -> bool:
     """Whether a value comes from a batched matmul, neither operand of which is a parameter."""
     index: Index = ()
     for _ in range(20):

@@ -3,17 +3,17 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from jaxpar.hlo.attribution import Causes
-from jaxpar.hlo.provenance import Trace
+from jaxpar.hlo.attribution import ArrayCauses
+from jaxpar.hlo.provenance import DataFlow
 from jaxpar.hlo.replica_groups import attribute_text, axes_of, axes_of_pairs, parse_groups, parse_pairs
-from jaxpar.hlo.text import Array, Module
+from jaxpar.hlo.text import HloArray, Module
 from jaxpar.hlo.trip_counts import Visit, walk
 from jaxpar.mesh.collective import KINDS, Collective
 from jaxpar.pipeline.tables.schedule import Schedule
 
 
 def collectives(
-    module: Module, sizes: Mapping[str, int], causes: Causes, schedule: Schedule | None = None
+    module: Module, sizes: Mapping[str, int], causes: ArrayCauses, schedule: Schedule | None = None
 ) -> list[Collective]:
     """All collectives of a step, the largest traffic first; equal ones are one entry.
 
@@ -26,7 +26,7 @@ def collectives(
       schedule: The schedule of its pipeline, if it has one.
     """
     result: dict[tuple, Collective] = {}
-    trace = Trace(module)
+    trace = DataFlow(module)
     for visit in walk(module, schedule):
         if visit.op.opcode.removesuffix("-start") in KINDS:
             for entry in entries(trace, visit, sizes, causes):
@@ -40,7 +40,7 @@ def collectives(
     return sorted(result.values(), key=lambda entry: -entry.step_wire)
 
 
-def entries(trace: Trace, visit: Visit, sizes: Mapping[str, int], causes: Causes) -> list[Collective]:
+def entries(trace: DataFlow, visit: Visit, sizes: Mapping[str, int], causes: ArrayCauses) -> list[Collective]:
     """One collective as entries, one per array that it sends."""
     op, module = visit.op, trace.module
     kind = op.opcode.removesuffix("-start")
@@ -87,11 +87,11 @@ def entries(trace: Trace, visit: Visit, sizes: Mapping[str, int], causes: Causes
     return result
 
 
-def _result(array: Array, kind: str, group: int) -> Sequence[Array]:
+def _result(array: HloArray, kind: str, group: int) -> Sequence[HloArray]:
     """The arrays whose shape may identify the parameter: operands of a reduction, results of a gather."""
     if kind == "all-gather":
         return [
-            Array(array.dtype, (*array.dims[:i], d * group, *array.dims[i + 1 :])) for i, d in enumerate(array.dims)
+            HloArray(array.dtype, (*array.dims[:i], d * group, *array.dims[i + 1 :])) for i, d in enumerate(array.dims)
         ]
     return [array]
 

@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxpar.errors import refuse
-from jaxpar.hlo.attribution import Causes, is_backward, is_recomputed, join_names, shorten, users_frame
-from jaxpar.hlo.provenance import Trace
-from jaxpar.hlo.text import Array, Module, Op, arrays
+from jaxpar.hlo.attribution import ArrayCauses, is_backward, is_recomputed, join_names, shorten, users_frame
+from jaxpar.hlo.provenance import DataFlow
+from jaxpar.hlo.text import HloArray, Module, Op, arrays
 from jaxpar.inspector.compiled import Compiled
 from jaxpar.sharding.names import GRADIENT, TABLE
 
@@ -63,7 +63,7 @@ class Buffer:
     index: tuple[int, ...]
     size: int
     offset: int
-    array: Array | None
+    array: HloArray | None
 
 
 def temporaries(compiled: Compiled) -> list[Buffer]:
@@ -137,7 +137,7 @@ def _merge_spans(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return result
 
 
-def by_cause(compiled: Compiled, module: Module, causes: Causes) -> list[Share]:
+def by_cause(compiled: Compiled, module: Module, causes: ArrayCauses) -> list[Share]:
     """Bytes by cause; they add up to `total(compiled)`.
 
     Bytes of the arguments beyond their shapes (padding) are a separate entry under everything else.
@@ -183,14 +183,14 @@ def total(compiled: Compiled) -> int:
 class _Reader:
     """Finds the cause of a temporary buffer from the instruction that fills it."""
 
-    def __init__(self, module: Module, causes: Causes):
+    def __init__(self, module: Module, causes: ArrayCauses):
         self.module, self.causes = module, causes
-        self.trace = Trace(module)
+        self.trace = DataFlow(module)
         self.logits = self._shapes_of_loss()
         # the buffer assignment does not use the names of instructions inside an asynchronous fusion: then any labelled
         # instruction of that shape stands in
-        self.like: dict[Array, tuple[Op, tuple[int, ...]]] = {}
-        self.ticking: dict[Array, Op] = {}  # instructions inside the tick table of a pipeline
+        self.like: dict[HloArray, tuple[Op, tuple[int, ...]]] = {}
+        self.ticking: dict[HloArray, Op] = {}  # instructions inside the tick table of a pipeline
         for _, op in module.ops():
             if op.label:
                 for number, array in enumerate(op.arrays):

@@ -15,13 +15,13 @@ from jax.sharding import Mesh
 
 from jaxpar.errors import refuse
 from jaxpar.files import write_page
-from jaxpar.hlo.attribution import Causes
+from jaxpar.hlo.attribution import ArrayCauses
 from jaxpar.hlo.branches import check_branches
 from jaxpar.hlo.flop import hardware_flop
 from jaxpar.hlo.text import parse
 from jaxpar.inspector import memory
 from jaxpar.inspector.compiled import compile_program
-from jaxpar.inspector.facts import Facts
+from jaxpar.inspector.facts import ReportFacts
 from jaxpar.inspector.findings import find_flags, find_scores
 from jaxpar.inspector.ledger import collectives
 from jaxpar.inspector.pages import html as pages
@@ -36,8 +36,8 @@ from jaxpar.step.step import Step
 from jaxpar.units import show_bytes, show_seconds
 
 
-class Report(Facts):
-    """The facts about one compiled program, and their pages; see `Facts` for the attributes."""
+class Report(ReportFacts):
+    """The facts about one compiled program, and their pages; see `ReportFacts` for the attributes."""
 
     def __str__(self) -> str:
         return terminal.page(self)
@@ -92,7 +92,7 @@ def build_report(subject: Subject, chip: Chip | None = None) -> Report:
     if subject.schedule:
         check_branches(module, sizes, subject.schedule)
     entry = module.computations[module.entry]
-    causes = Causes(
+    causes = ArrayCauses(
         subject.arguments,
         parameters=sum(op.opcode == "parameter" for op in entry),
         used=subject.used,

@@ -33,7 +33,7 @@ _MOST_EVENTS = 4000
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class TimelineEvent:
     """A kernel or a collective on the timeline.
 
     Attributes:
@@ -66,7 +66,7 @@ class Timeline:
     compute: float
     communication: dict[str, float]
     exposed: dict[str, float]
-    events: tuple[Event, ...]
+    events: tuple[TimelineEvent, ...]
     unknown: bool
 
 
@@ -115,7 +115,7 @@ class _Player:
         self.busy: dict[str, float] = defaultdict(float)
         self.exposed: dict[str, float] = defaultdict(float)
         self.ends: dict[tuple[str, str], tuple[str, float]] = {}
-        self.events: list[Event] = []
+        self.events: list[TimelineEvent] = []
         self.unknown = False
         self.prices: dict[str, float] = {}
 
@@ -160,7 +160,7 @@ class _Player:
 
     def _note(self, stream: str, start: float, end: float, name: str) -> None:
         if len(self.events) < _MOST_EVENTS:
-            self.events.append(Event(stream, start, end, name))
+            self.events.append(TimelineEvent(stream, start, end, name))
 
     def _loop(self, op: Op) -> None:
         """Replays three iterations; the others take as long as the third."""

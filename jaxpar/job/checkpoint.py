@@ -11,7 +11,7 @@ import numpy as np
 from jaxpar.buckets import is_address
 from jaxpar.checkpoint import array_files, listing, manifest, orbax, reading, report, saved_replicas, start_from
 from jaxpar.checkpoint.differences import Difference, differences, problems
-from jaxpar.checkpoint.manifest import Array, Manifest
+from jaxpar.checkpoint.manifest import Manifest, SavedArray
 from jaxpar.errors import JaxparError, Problem, refuse, suggest
 from jaxpar.job import pretrained
 from jaxpar.job.check import device_count
@@ -92,7 +92,7 @@ def diff(first: Path, second: Path, overrides: Sequence[str] = ()) -> tuple[list
     return changes, {} if changes else _values(path, second_path, first_manifest.arrays)
 
 
-def job_arrays(job: Path, overrides: Sequence[str] = ()) -> dict[str, Array]:
+def job_arrays(job: Path, overrides: Sequence[str] = ()) -> dict[str, SavedArray]:
     """Returns the arrays of a job's state as shapes; nothing is allocated or compiled.
 
     Raises:
@@ -110,7 +110,7 @@ def _listed(where: Path) -> tuple[Path, Manifest]:
     return path, manifest.read(path)
 
 
-def _values(first: Path, second: Path, listed: dict[str, Array]) -> dict[str, float]:
+def _values(first: Path, second: Path, listed: dict[str, SavedArray]) -> dict[str, float]:
     """Returns the largest absolute difference of each unequal array, by path; holds one array at a time."""
     lists = [(path, reading.read_manifest(path)) for path in (first, second)]
     result = {}
@@ -124,7 +124,7 @@ def _values(first: Path, second: Path, listed: dict[str, Array]) -> dict[str, fl
     return result
 
 
-def _on_one_device(arrays: Mapping[str, Array]) -> dict[str, jax.ShapeDtypeStruct]:
+def _on_one_device(arrays: Mapping[str, SavedArray]) -> dict[str, jax.ShapeDtypeStruct]:
     """Describes arrays for a restore onto a single device, unsharded."""
     sharding = jax.sharding.SingleDeviceSharding(visible_devices()[0])
     dtypes = {

@@ -153,7 +153,7 @@ def _train(
     store: Store,
     watchdog: SingleProcess,
     steps: list[int],
-    changed: list[changes.Change],
+    changed: list[changes.KeyChange],
     stream,
 ) -> dict[str, Any]:
     folder, is_writer = local_folder(job.run.dir), watchdog.process == 0
@@ -322,12 +322,12 @@ def _rewind(store: Store, steps: list[int], at: int, say: Callable[[str], None] 
     return [step for step in steps if step <= at]
 
 
-def _check_same_run(folder: Path, built: BuiltJob, steps: list[int]) -> list[changes.Change]:
+def _check_same_run(folder: Path, built: BuiltJob, steps: list[int]) -> list[changes.KeyChange]:
     """Refuses to continue on other data; returns the change of the schedule if other devices imply another one."""
     recorded = check_same_data(folder, built.source.fingerprint) if steps else {}
     old, new = recorded.get("schedule"), _schedule(built)
     is_open = built.job.parallel.pipeline.schedule == UNNAMED
-    return [changes.Change(SCHEDULE, old, new)] if is_open and old and new and old != new else []
+    return [changes.KeyChange(SCHEDULE, old, new)] if is_open and old and new and old != new else []
 
 
 def _schedule(built: BuiltJob) -> str:

@@ -105,12 +105,12 @@ class Attempt:
     children: dict[int, subprocess.Popen] = field(default_factory=dict)
     exits: list[ProcessExit] = field(default_factory=list)
 
-    def run(self, stop: "Stop") -> list[ProcessExit]:
+    def run(self, stop: "SupervisorStop") -> list[ProcessExit]:
         """Starts the processes and waits; returns their ends, the first failure first."""
         with lifeline() as end:
             return self._run(stop, end)
 
-    def _run(self, stop: "Stop", end: int) -> list[ProcessExit]:
+    def _run(self, stop: "SupervisorStop", end: int) -> list[ProcessExit]:
         begin = time.monotonic()
         coordinator = self.launch.coordinator or f"127.0.0.1:{free_port()}"
         first = self.launch.node * self.launch.processes
@@ -180,7 +180,7 @@ class Attempt:
 
 
 @dataclass
-class Stop:
+class SupervisorStop:
     """A signal to the supervisor, passed on to the processes once; they then agree on a last step."""
 
     name: str = ""
@@ -210,7 +210,7 @@ def supervise(launch: Launch, *, progress: Callable[[], int], log: Callable[[str
     Returns:
       `status` of the verb, and `attempts`: for each attempt, the ends of its processes.
     """
-    stop = Stop()
+    stop = SupervisorStop()
     handlers = {number: signal.signal(number, stop) for number in stop_signals()}
     attempts: list[list[ProcessExit]] = []
     retries, best_step, previous_step = launch.restarts, progress(), -1

@@ -23,7 +23,7 @@ SMALL = 8 * 2**20  # bytes: a gather takes some 30 us over NVLink, several times
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Option:
+class CompilerOption:
     """One option of XLA.
 
     Attributes:
@@ -38,12 +38,12 @@ class Option:
 
 
 OVERLAPPED = (
-    Option(
+    CompilerOption(
         name="xla_gpu_all_gather_combine_threshold_bytes",
         value=SMALL,
         why="a gather of few parameters ends before the first matmul that reads them; a large one is waited for",
     ),
-    Option(
+    CompilerOption(
         name="xla_gpu_reduce_scatter_combine_threshold_bytes",
         value=SMALL,
         why="the first gradients travel while the next are computed; combined, they wait for the last of them",
@@ -51,7 +51,7 @@ OVERLAPPED = (
 )
 
 
-def options(devices: Sequence[Any], preset: Preset, more: Iterable[Option] = ()) -> dict[str, Any]:
+def options(devices: Sequence[Any], preset: Preset, more: Iterable[CompilerOption] = ()) -> dict[str, Any]:
     """Returns the compiler options for these devices, and `more` of a layout; none for one device, CPUs or TPUs."""
     if preset == "plain" or len(devices) < 2 or devices[0].platform in ("cpu", "tpu"):
         return {}

@@ -15,7 +15,7 @@ from jaxpar.optim.muon import STACKS, VECTOR, Names
 from jaxpar.optim.optax_lookup import RATES, UserFunctions, call_checked, find_optimizer, find_schedule
 from jaxpar.optim.optimizer import SETTINGS, SWEPT, Optimizer
 from jaxpar.optim.per_layer import LAYERWISE, per_layer, without_stack_dims
-from jaxpar.optim.schedule import Schedule
+from jaxpar.optim.schedule import RateSchedule
 
 NONE = UserFunctions()
 MASKS = {"adamw": "mask", "lion": "mask", "lamb": "mask", "lars": "weight_decay_mask"}  # mask of decayed weights
@@ -51,7 +51,7 @@ def schedule(spec: Optimizer, steps: int, *, user_functions: UserFunctions = NON
     return lambda count: base(count) * drop_factor(count)
 
 
-def _named_schedule(spec: Schedule, highest: Any, decay_steps: int, user_functions: UserFunctions) -> Callable:
+def _named_schedule(spec: RateSchedule, highest: Any, decay_steps: int, user_functions: UserFunctions) -> Callable:
     """The schedule that the settings name, starting at its first step."""
     function, rate = find_schedule(spec.name, user_functions.schedule)
     provided = {rate: highest}

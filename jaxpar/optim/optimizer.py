@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from jaxpar.errors import check_ranges, refuse
 from jaxpar.optim.growth import check_phases
-from jaxpar.optim.schedule import Schedule
+from jaxpar.optim.schedule import RateSchedule
 
 SWEPT = ("learning_rate", "final", "weight_decay", "beta1", "beta2", "clip")  # settings that may be arrays
 # argument of an optimizer to the setting that provides it; optimizers not listed get only their `arguments`
@@ -67,7 +67,7 @@ class Optimizer:
     clip: float = 1.0
     reference_batch: int = 0
     scaling: Literal["linear", "sqrt"] = "linear"
-    schedule: Schedule = field(default_factory=Schedule)
+    schedule: RateSchedule = field(default_factory=RateSchedule)
 
     def __post_init__(self):
         float_max = 3.4e38  # float32

@@ -7,7 +7,7 @@ from jaxpar.errors import refuse
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class RateSchedule:
     """A learning-rate schedule after the warm-up, instead of `decay`.
 
     Attributes:

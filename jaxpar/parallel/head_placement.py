@@ -153,9 +153,9 @@ def choose_schedule(layout: Layout) -> Layout:
     elif needs := _needs_phased(layout):
         name, why = PHASED, f"{MIXED} would compute less on simulated devices, but {needs}"
     else:
-        from jaxpar.pipeline.tables.price import Times, price
+        from jaxpar.pipeline.tables.price import OpTimes, price
 
-        name, times = MIXED, price(layout.schedule, Times()).work_ratio  # the same for any times of its ops
+        name, times = MIXED, price(layout.schedule, OpTimes()).work_ratio  # the same for any times of its ops
         why = f"simulated devices share a processor, and {PHASED} computes {times:.2f} x its work, idle cells included"
     parallel = replace(layout.parallel, pipeline=replace(pipeline, schedule=name))
     return with_note(replace(layout, parallel=parallel), f"schedule: {name}: {why}")

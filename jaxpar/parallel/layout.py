@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxpar.parallel.layout_data import LayoutData, sync_note
+from jaxpar.exchange.traffic import Traffic
+from jaxpar.parallel.layout_data import LayoutData, replica_messages, sync_note
 from jaxpar.parallel.placement import Placement, unsplit_note
 from jaxpar.units import show_bytes, show_count
 
@@ -54,6 +55,10 @@ class Layout(LayoutData):
             f"{show_count(count)} parameters, {show_bytes(total)}, {show_bytes(param_share)} per device{state}"
             f"{unsplit_note(self.placements)}"
         )
+
+    def replica_messages(self) -> tuple[Traffic, ...]:
+        """Returns the messages of the replicas over `data`, by their exchange; empty for a single replica."""
+        return replica_messages(self)
 
     def _repr_html_(self) -> str:
         """The layout as a picture for notebooks: the devices, their links, and the shards that each device stores."""

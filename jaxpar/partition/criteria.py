@@ -13,7 +13,7 @@ from jaxpar.partition.topology import Level, devices
 
 
 @dataclass(frozen=True)
-class Sums:
+class CostSums:
     """Sums over layers that all criteria need."""
 
     chain: Chain
@@ -40,7 +40,7 @@ class Sums:
         return self.spans(self.chain.parameters)
 
 
-class Seconds(Sums):
+class Seconds(CostSums):
     """The time of a minibatch, infinite where memory does not suffice."""
 
     @property
@@ -63,7 +63,7 @@ class Seconds(Sums):
         return sends(np.array(self.chain.crossing), self.tree[level - 1].link)
 
 
-class Bytes(Sums):
+class Bytes(CostSums):
     """The memory of the fullest device."""
 
     @property

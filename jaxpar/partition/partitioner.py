@@ -15,7 +15,7 @@ from jaxpar.partition.criteria import Bytes, Seconds
 from jaxpar.partition.dynamic_program import CLOSE, Tables
 from jaxpar.partition.objective import Objective
 from jaxpar.partition.report import Partition
-from jaxpar.partition.stages import Segment, Stage, plan_name, price_stages
+from jaxpar.partition.stages import PartitionStage, Segment, plan_name, price_stages
 from jaxpar.partition.topology import Level, Topology, levels
 from jaxpar.units import show_bytes, show_seconds
 
@@ -73,7 +73,7 @@ class _Found:
     """The result of a search: the plan, and the least seconds on 1, 2, ... parts, and of 1, 2, ... stages."""
 
     parts: tuple[Segment, ...]
-    stages: tuple[Stage, ...]
+    stages: tuple[PartitionStage, ...]
     least: list[float]
     fewer: tuple[float, ...]
 
@@ -104,7 +104,7 @@ def _data_parallel(chain: Chain, tree: Sequence[Level]) -> Segment:
     return Segment(0, len(chain.names), tree[-1].size, inner)
 
 
-def _fullest(stages: Sequence[Stage], limit: float) -> tuple[Stage, str]:
+def _fullest(stages: Sequence[PartitionStage], limit: float) -> tuple[PartitionStage, str]:
     """Returns the stage that needs most memory, and a text with its deficit."""
     number = max(range(len(stages)), key=lambda index: stages[index].memory)
     stage = stages[number]

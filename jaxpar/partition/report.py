@@ -6,7 +6,7 @@ from math import inf, isfinite
 from typing import Any
 
 from jaxpar.partition.objective import Objective
-from jaxpar.partition.stages import Segment, Stage, plan_name
+from jaxpar.partition.stages import PartitionStage, Segment, plan_name
 from jaxpar.partition.topology import Level, devices
 from jaxpar.units import show_bytes, show_seconds
 
@@ -33,7 +33,7 @@ class Partition:
     """
 
     parts: tuple[Segment, ...]
-    stages: tuple[Stage, ...]
+    stages: tuple[PartitionStage, ...]
     tree: tuple[Level, ...]
     objective: Objective
     least_seconds: float
@@ -121,7 +121,7 @@ def _more(took: float, least: float) -> str:
     return f"{took / least - 1:.1%} more" if isfinite(took) else "more memory than there is"
 
 
-def _row(number: int, stage: Stage) -> tuple[str, ...]:
+def _row(number: int, stage: PartitionStage) -> tuple[str, ...]:
     names = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]}..{stage.layers[-1]}"
     agrees = " + ".join(show_seconds(seconds) for seconds in stage.agrees if seconds) or "-"
     return (

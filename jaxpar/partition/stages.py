@@ -45,7 +45,7 @@ def plan_name(parts: Sequence[Segment]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stage:
+class PartitionStage:
     """Consecutive layers, and the devices that run them. All seconds are per minibatch, modelled.
 
     Attributes:
@@ -100,7 +100,7 @@ class Stage:
 
 def price_stages(
     parts: Sequence[Segment], chain: Chain, tree: Sequence[Level], objective: Objective
-) -> tuple[Stage, ...]:
+) -> tuple[PartitionStage, ...]:
     """Returns the stages of a plan, in order, with their costs."""
     total, devices_before, stages = devices(tree), 0, []
     for part, shares, send_seconds in _leaves(parts, len(tree), (), (chain, tree, objective)):
@@ -108,7 +108,7 @@ def price_stages(
         versions = ceil((total - devices_before) / replicas)
         computes = sum(chain.seconds[layers])
         stages.append(
-            Stage(
+            PartitionStage(
                 layers=chain.names[layers],
                 first=part.first,
                 replicas=replicas,

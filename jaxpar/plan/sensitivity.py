@@ -28,7 +28,7 @@ _OVERLAPS = tuple(field.name for field in fields(SoftwareModel) if field.name.en
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
+class ModelChange:
     """One assumption, changed by its plausible error in one direction.
 
     Attributes:
@@ -54,7 +54,7 @@ class Change:
         return np.maximum(self.least_share * time.total, sum(time[cause] for cause in self.unchanged_causes))
 
 
-def changes(hardware: Hardware, software: SoftwareModel) -> Iterator[Change]:
+def changes(hardware: Hardware, software: SoftwareModel) -> Iterator[ModelChange]:
     """Yields each changed assumption, with the changed hardware and software."""
     for sign, word in ((1 + DOUBT, "more"), (1 - DOUBT, "less")):
         for change, part, rate, untouched in (
@@ -64,7 +64,7 @@ def changes(hardware: Hardware, software: SoftwareModel) -> Iterator[Change]:
         ):
             component = getattr(hardware, part)
             faster = replace(hardware, **{part: replace(component, **{rate: getattr(component, rate) * sign})})
-            yield Change(
+            yield ModelChange(
                 description=f"{DOUBT:.0%} {word} {change}", hardware=faster, software=software,
                 least_share=min(1.0, 1 / sign), unchanged_causes=untouched,
             )  # fmt: skip
@@ -76,7 +76,7 @@ def changes(hardware: Hardware, software: SoftwareModel) -> Iterator[Change]:
             ("the traffic that nothing hides", hardware, _exposed(software, factor), COMPUTING),
             ("the fixed cost of a matmul", gemm, software, ()),
         ):
-            yield Change(
+            yield ModelChange(
                 description=f"{word} {change}",
                 hardware=machines,
                 software=programs,

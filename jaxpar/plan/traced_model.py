@@ -26,7 +26,7 @@ from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.memory import Memory, bytes_by_zero_stage
 from jaxpar.plan.model.state_bytes import Recipe
-from jaxpar.plan.model.tracing import Kind, Trace
+from jaxpar.plan.model.tracing import Kind, ModelTrace
 from jaxpar.plan.techniques.base import Work, divisors
 from jaxpar.plan.techniques.span import gathers_once, gradient_bytes
 from jaxpar.plan.techniques.table import TECHNIQUES
@@ -68,7 +68,7 @@ class TracedModel:
     unsupported: Mapping[tuple[int, ...], str]
     largest_array: int
     recipe: Recipe
-    trace: Trace
+    trace: ModelTrace
     itemsize: int
     sum_loss: bool
     axes: tuple[str, ...] = ()

@@ -80,18 +80,18 @@ def update_programs(
     buffers of the state.
     """
 
-    def plain(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
+    def update(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         return gradients.update(optimizer, state, batch, load)
 
-    update = guard_update(plain, load, gradients.scalar_metrics) if guard else plain
+    whole_update = guard_update(update, load, gradients.scalar_metrics) if guard else update
 
     @cache
     def program(sync_round: int) -> Any:
         def synchronized(state: State, batch: Batch, *limit: jax.Array):
-            state, metrics = update(state, batch, *limit)
+            state, metrics = whole_update(state, batch, *limit)
             return gradients.synchronize(state, metrics, sync_round)
 
-        return jax.jit(synchronized if sync_round else update, donate_argnums=0, out_shardings=(shardings, None))
+        return jax.jit(synchronized if sync_round else whole_update, donate_argnums=0, out_shardings=(shardings, None))
 
     return program
 

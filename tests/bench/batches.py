@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxpar.errors import refuse
 from jaxpar.exchange.all_reduce import AllReduce
-from jaxpar.exchange.clock.delays import Constant, Times
+from jaxpar.exchange.clock.delays import Constant, WorkerTimes
 from jaxpar.job.compare.methods import Method
 from jaxpar.job.compare.training import train
 from jaxpar.job.file.parse import load
@@ -27,7 +27,7 @@ from .rows import keep, kept
 TIMES = (1, 2, 4, 8, 16)  # batches, of the job's own
 WAYS = ("one rate", "linear", "sqrt")
 KNEE, FLAT, UP_TO = 1.5, 1.2, 8  # one rate: at least, linear: at most so many times the loss of the job's own batch
-CLOCK, LINK = Times(law=Constant()), Link(latency=0.0, bandwidth=1e9)  # of a virtual time that is not looked at
+CLOCK, LINK = WorkerTimes(law=Constant()), Link(latency=0.0, bandwidth=1e9)  # of a virtual time that is not looked at
 
 
 def batches(job: str, overrides: Sequence[str] = (), *, seeds: int = 3, out: str = "") -> dict[str, Any]:

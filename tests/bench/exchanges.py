@@ -15,7 +15,7 @@ from jaxpar.exchange.all_reduce import AllReduce
 from jaxpar.exchange.averaging.diloco import DiLoCo
 from jaxpar.exchange.averaging.streaming import Streaming
 from jaxpar.exchange.base import Exchange
-from jaxpar.exchange.clock.delays import Constant, Times
+from jaxpar.exchange.clock.delays import Constant, WorkerTimes
 from jaxpar.exchange.compressed.ternary import Sign
 from jaxpar.exchange.compressed.topk import TopK
 from jaxpar.job.compare.methods import Method
@@ -39,7 +39,7 @@ METHODS: Mapping[str, Exchange] = {
 }
 AT_MOST = {name: 1.02 for name in ("diloco", "streaming", "sign", "topk")}  # of the loss of `sync`
 AT_LEAST = {name: 1.05 for name in ("sign without feedback", "topk without feedback")}
-CLOCK, LINK = Times(law=Constant()), Link(latency=0.0, bandwidth=1e9)  # of a virtual time that is not looked at
+CLOCK, LINK = WorkerTimes(law=Constant()), Link(latency=0.0, bandwidth=1e9)  # of a virtual time that is not looked at
 
 
 def exchanges(

@@ -118,7 +118,7 @@ def test_blocks_that_do_not_fill_an_array_are_refused(tmp_path):
     mine = made.blocks["float"]
     shapes = {name: (array.shape, array.bytes) for name, array in made.arrays.items()}
     assert blocks.find_misfit(shapes, made.blocks) == ""
-    short = blocks.Block(0, mine[0].at, mine[0].bytes - 4, mine[0].start, mine[0].shape, mine[0].hash)
+    short = blocks.SavedBlock(0, mine[0].at, mine[0].bytes - 4, mine[0].start, mine[0].shape, mine[0].hash)
     for wrong in ((), mine * 2, (short,)):
         assert "float" in blocks.find_misfit(shapes, made.blocks | {"float": wrong})
     manifest._write_manifest(folder / manifest.NAME, manifest.replace(made, blocks=made.blocks | {"one": ()}))

@@ -15,7 +15,7 @@ from flax import nnx
 import jaxpar as jp
 from jaxpar.checkpoint import Checkpoints, Store, manifest, start_from
 from jaxpar.checkpoint.differences import differences, problems
-from jaxpar.checkpoint.manifest import Array
+from jaxpar.checkpoint.manifest import SavedArray
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.job import run
@@ -24,7 +24,7 @@ from jaxpar.job.file.parse import loads
 
 
 def array(*shape, dtype="float32"):
-    return Array(shape, dtype, 4 * int(np.prod(shape)))
+    return SavedArray(shape, dtype, 4 * int(np.prod(shape)))
 
 
 SAVED = {
@@ -119,7 +119,7 @@ def test_the_keys_are_read_back_as_written():
 def test_another_model_is_a_few_lines_and_not_two_hundred():
     chains = [f"optimizer/1/0/{moment}/" for moment in ("mu", "nu")]
     saved = {part + name: each for part in ("params/", *chains) for name, each in SAVED.items()}
-    wider = {path: Array((*each.shape[:-1], 64), each.dtype, 0) for path, each in saved.items()}
+    wider = {path: SavedArray((*each.shape[:-1], 64), each.dtype, 0) for path, each in saved.items()}
     found = differences(saved, wider)
     assert len(found) == 15
     (problem,) = problems(found, "runs/a")

@@ -14,7 +14,7 @@ import jaxpar as jp
 from jaxpar.cli.main import main
 from jaxpar.data import corpus, packing
 from jaxpar.data.corpus import Corpus
-from jaxpar.data.documents.piece import START, Piece
+from jaxpar.data.documents.piece import START, DocumentPiece
 from jaxpar.data.tokenizers import encoders, flag_bits
 from jaxpar.data.tokenizers.chat_template import conversation, load_template
 from jaxpar.data.tokenizers.encoders import HuggingFaceEncoder, encode_documents
@@ -59,7 +59,10 @@ def ids(encoder, *pieces):
 def test_tokens_are_those_of_the_package_tokenizers(folders, kind):
     rng, found = random.Random(0), read_tokenizer(folders[kind])
     encoder, texts = HuggingFaceEncoder(found), [text(rng) for _ in range(1000)]
-    end, made = found.id_of("eos_token"), ids(HuggingFaceEncoder(found), *(Piece(each, 0, START) for each in texts))
+    end, made = (
+        found.id_of("eos_token"),
+        ids(HuggingFaceEncoder(found), *(DocumentPiece(each, 0, START) for each in texts)),
+    )
     bare = [each.ids for each in encoders.load(found).encode_batch(texts, add_special_tokens=False)]
     around = (len(encoder.before), len(encoder.after))
     for ours, theirs in zip(made, bare, strict=True):
@@ -79,7 +82,7 @@ def test_tokens_of_a_long_document_are_those_of_its_pieces(folders, kind, tmp_pa
     pieces = list(documents.pieces(START, encoder.seam))
     assert len(pieces) > 15
     made = np.concatenate([tokens for tokens, _ in encode_documents(documents, encoder, lambda _: None)])
-    assert [flag_bits.ids(made).tolist()] == ids(encoder, Piece(whole, 0, START))
+    assert [flag_bits.ids(made).tolist()] == ids(encoder, DocumentPiece(whole, 0, START))
     assert flag_bits.begins(made).nonzero()[0].tolist() == [0]
     for index in (1, 7, -1):  # from any place on the pieces are the same
         assert list(documents.pieces(pieces[index - 1].next, encoder.seam)) == pieces[index:] or index == 0
@@ -102,7 +105,9 @@ def test_answers_are_what_is_learned_whether_the_template_marks_them_or_not(fold
         assert (whole, answers) == by_marks.render_conversation(given(talk), "row 1")
         said = [each["content"].strip() + "<|eot|>" for each in talk if each["role"] == "assistant"]
         assert [whole[begin:end] for begin, end in answers] == said
-    made = encoder.encode([Piece(whole, 0, START, answers=answers, rendered=True) for whole, answers in rendered])
+    made = encoder.encode(
+        [DocumentPiece(whole, 0, START, answers=answers, rendered=True) for whole, answers in rendered]
+    )
     (eot,) = (found.ids[name] for name in ("<|eot|>",))
     for tokens, talk in zip(made, conversations, strict=True):
         learned = flag_bits.ids(tokens)[~flag_bits.unlearned(tokens)]
@@ -117,7 +122,7 @@ def test_tokens_and_templates_are_those_of_transformers(folders):
         rng, found = random.Random(0), read_tokenizer(folders[kind])
         encoder, texts = HuggingFaceEncoder(found), [text(rng) for _ in range(1000)]
         theirs, end = transformers.AutoTokenizer.from_pretrained(folders[kind]), found.id_of("eos_token")
-        made = ids(encoder, *(Piece(each, 0, START) for each in texts))
+        made = ids(encoder, *(DocumentPiece(each, 0, START) for each in texts))
         for ours, wanted in zip(made, theirs(texts)["input_ids"], strict=True):
             assert ours == (wanted if wanted[-1:] == [end] else [*wanted, end])
         assert found.size == len(theirs)
@@ -125,7 +130,7 @@ def test_tokens_and_templates_are_those_of_transformers(folders):
             continue
         for talk in talks(rng):
             whole, answers = load_template(found).render_conversation(given(talk), "row 1")
-            (tokens,) = encoder.encode([Piece(whole, 0, START, answers=answers, rendered=True)])
+            (tokens,) = encoder.encode([DocumentPiece(whole, 0, START, answers=answers, rendered=True)])
             assert flag_bits.ids(tokens).tolist() == theirs.apply_chat_template(talk)
 
 

@@ -80,7 +80,7 @@ def test_no_escape_of_a_job_or_an_array_reaches_the_terminal(tmp_path, capsys):
     assert main(["train", str(tmp_path / "job.toml")]) == 1
     folder = tmp_path / "checkpoints" / "000001"
     folder.mkdir(parents=True)
-    array = manifest.Array((1,), f"float32{ESCAPE}", 4)
+    array = manifest.SavedArray((1,), f"float32{ESCAPE}", 4)
     manifest.write(folder, step=1, written=1.0, scores={ESCAPE: 1.0}, arrays={f"params/{ESCAPE}": array}, blocks={})
     for words in (["ls"], ["show"], ["verify"]):
         main(["checkpoint", *words, str(tmp_path)])

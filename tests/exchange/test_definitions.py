@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jaxpar as jp
 from jaxpar.checkpoint.saved_replicas import convert
 from jaxpar.exchange.base import Replicas
-from jaxpar.exchange.clock.delays import Constant, Times
+from jaxpar.exchange.clock.delays import Constant, WorkerTimes
 from jaxpar.exchange.clock.stale import Stale
 from jaxpar.exchange.compressed.two_phases import exchange_codes
 from jaxpar.exchange.replica_mesh import ReplicaMesh
@@ -47,7 +47,7 @@ def replicas(count):
 
 
 def test_asynchronous_workers_pay_for_the_way_there_and_back():
-    made = Stale(bound=None).updates(1, 3, Times(law=Constant(), compute=1.0, travel=0.25))
+    made = Stale(bound=None).updates(1, 3, WorkerTimes(law=Constant(), compute=1.0, travel=0.25))
     assert [each.seconds for each in made] == [1.5, 3.0, 4.5]
 
 
@@ -55,7 +55,7 @@ def test_a_server_weighs_gradients_by_their_tokens():
     step = jp.train_step(jp.compose(Linear, jp.Parallel(), jax.devices()[:1]), loss, optax.sgd(1.0))
     x, masks = RNG.normal(size=(2, 4, 16)).astype(np.float32), np.float32([[1, 1, 1, 1], [1, 0, 0, 0]])
     share = lambda number: {"x": x[number], "mask": masks[number]}  # noqa: E731
-    state = on_clock.run(step, Stale(bound=0).updates(2, 1, Times(law=Constant())), share, lambda *_: None)
+    state = on_clock.run(step, Stale(bound=0).updates(2, 1, WorkerTimes(law=Constant())), share, lambda *_: None)
     mean = (x * masks[..., None]).sum((0, 1)) / masks.sum()
     np.testing.assert_allclose(state.params["w"], -mean, rtol=1e-5)
 

@@ -25,7 +25,7 @@ from flax import nnx
 
 import jaxpar as jp
 from jaxpar.exchange.averaging.streaming import CODES
-from jaxpar.exchange.clock.delays import Exponential, Times
+from jaxpar.exchange.clock.delays import Exponential, WorkerTimes
 from jaxpar.exchange.clock.sharded import Downpour
 from jaxpar.exchange.clock.stale import Backup, Stale
 from jaxpar.exchange.clock.two_levels import TwoLevels
@@ -653,11 +653,11 @@ class ShardDelays:
 
 
 CLOCKS = {
-    "async": (Stale(), asynchronous, Times(law=Exponential(), travel=0.1)),
-    "ssp": (Stale(bound=1), stale_synchronous, Times(law=Exponential(), travel=0.1)),
-    "backup": (Backup(extra=1), backup, Times(law=Exponential(), travel=0.1)),
-    "downpour": (Downpour(shards=2), downpour, Times(law=ShardDelays(), travel=1.0)),
-    "servers": (TwoLevels(servers=2), two_levels, Times(law=Exponential(), travel=0.1)),
+    "async": (Stale(), asynchronous, WorkerTimes(law=Exponential(), travel=0.1)),
+    "ssp": (Stale(bound=1), stale_synchronous, WorkerTimes(law=Exponential(), travel=0.1)),
+    "backup": (Backup(extra=1), backup, WorkerTimes(law=Exponential(), travel=0.1)),
+    "downpour": (Downpour(shards=2), downpour, WorkerTimes(law=ShardDelays(), travel=1.0)),
+    "servers": (TwoLevels(servers=2), two_levels, WorkerTimes(law=Exponential(), travel=0.1)),
 }
 
 

@@ -200,7 +200,7 @@ def flat(tree):
 def test_fragments_are_sent_in_turn_and_applied_later():
     """Beside its equations: two fragments of a period of four, applied three steps after they were sent."""
     one, other = {"down/kernel", "up/bias"}, {"up/kernel", "down/bias"}
-    assert [{*each} for each in fragments(composed(WHOLE).parts, 2, "strided")] == [one, other]
+    assert [{*each} for each in fragments(trained_shards(composed(WHOLE)), 2, "strided")] == [one, other]
     sends, applies = {2: one, 4: other, 6: one, 8: other}, {5: one, 7: other, 9: one}
     each, kept, losses = [born()] * 4, [CHAIN.init(born())] * 4, []
     anchor = flat(born())

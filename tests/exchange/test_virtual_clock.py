@@ -18,7 +18,7 @@ import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.exchange.base import flatten_by_path
 from jaxpar.exchange.clock import delays
-from jaxpar.exchange.clock.delays import Constant, Exponential, Lognormal, Pareto, Times, Trace, parse
+from jaxpar.exchange.clock.delays import Constant, Exponential, Lognormal, MeasuredDelays, Pareto, WorkerTimes, parse
 from jaxpar.exchange.clock.elastic import AsynchronousEasgd
 from jaxpar.exchange.clock.events import mean_staleness
 from jaxpar.exchange.clock.sharded import Downpour
@@ -29,7 +29,7 @@ from jaxpar.mesh.chips import Link
 from jaxpar.mesh.collective import Collective
 from jaxpar.train import elastic_on_clock, on_clock
 
-EXPONENTIAL = Times(law=Exponential())
+EXPONENTIAL = WorkerTimes(law=Exponential())
 
 
 # what comes when
@@ -37,11 +37,11 @@ EXPONENTIAL = Times(law=Exponential())
 
 @pytest.mark.parametrize(
     "law",
-    [Constant(), Exponential(), Lognormal(0.7), Pareto(3.0), Trace((1.0, 2.0, 9.0))],
+    [Constant(), Exponential(), Lognormal(0.7), Pareto(3.0), MeasuredDelays((1.0, 2.0, 9.0))],
     ids=lambda law: str(law)[:9],
 )
 def test_a_law_has_a_mean_of_one_and_a_worker_its_own_times(law):
-    times = Times(law=law, compute=0.5, seed=3)
+    times = WorkerTimes(law=law, compute=0.5, seed=3)
     found = times.matrix(2, 20_000)
     assert found.mean() == pytest.approx(0.5, rel=0.03)
     np.testing.assert_array_equal(times.matrix(3, 5)[:, :2], found[:5])
@@ -58,7 +58,7 @@ def test_without_a_lead_all_wait_for_the_slowest():
 @given(bound=st.integers(0, 6), workers=st.integers(1, 6), seed=st.integers(0, 99))
 @settings(max_examples=30, deadline=None)
 def test_the_fastest_leads_the_slowest_by_no_more_than_the_bound(bound, workers, seed):
-    updates = Stale(bound=bound).updates(workers, 12, Times(law=Pareto(1.5), seed=seed))
+    updates = Stale(bound=bound).updates(workers, 12, WorkerTimes(law=Pareto(1.5), seed=seed))
     pushes = [push for each in updates for push in each.pushes]
     assert sorted(push.share for push in pushes) == list(range(12 * workers))
     made = [0] * workers
@@ -101,7 +101,7 @@ def test_backup_workers_save_less_than_order_statistics_say_as_who_is_late_stays
 def test_a_worker_that_is_late_sends_its_gradient_in_vain_and_then_reads_again(tmp_path):
     """Three workers of 2, 4 and 5 seconds, of which two are waited for."""
 
-    class Fixed(Times):
+    class Fixed(WorkerTimes):
         def stream(self, worker):
             return repeat((2.0, 4.0, 5.0)[worker])
 
@@ -115,7 +115,7 @@ def test_a_worker_that_is_late_sends_its_gradient_in_vain_and_then_reads_again(t
 
 def test_one_shard_to_which_messages_take_no_time_is_asynchronous():
     assert Downpour(shards=1).updates(4, 50, EXPONENTIAL) == Stale().updates(4, 50, EXPONENTIAL)
-    split = Downpour(shards=3).updates(4, 50, Times(law=Exponential(), travel=0.3))
+    split = Downpour(shards=3).updates(4, 50, WorkerTimes(law=Exponential(), travel=0.3))
     assert [len([each for each in split if each.shard == shard]) for shard in range(3)] == [200] * 3
     assert any(len({*push.versions}) > 1 for each in split for push in each.pushes)  # copies of mixed versions
 
@@ -132,7 +132,7 @@ def test_a_server_in_two_levels_has_the_traffic_and_the_staleness_of_its_servers
         (server,) * under for server in range(servers)
     }
     assert mean_staleness(updates) == pytest.approx(servers - 1, rel=0.02)
-    even = TwoLevels(servers=servers).updates(workers, steps, Times(compute=1.0, travel=0.25))
+    even = TwoLevels(servers=servers).updates(workers, steps, WorkerTimes(compute=1.0, travel=0.25))
     assert {each.staleness[0] for each in even[servers:]} == {servers - 1}
     assert even[-1].seconds == pytest.approx(steps * (1.0 + 4 * 0.25))
 
@@ -157,7 +157,7 @@ def test_replicas_that_meet_seldom_wait_seldom():
 @pytest.mark.parametrize("tau", [1, 2, 4, 8])
 def test_a_constant_delay_is_stable_below_the_published_rate(tau):
     """Delayed gradient descent on w^2/2 is stable exactly below 2 sin(pi / (2 (2 tau + 1)))."""
-    updates = Stale().updates(tau + 1, 3000 // (tau + 1), Times())
+    updates = Stale().updates(tau + 1, 3000 // (tau + 1), WorkerTimes())
     assert {each.staleness[0] for each in updates[tau:]} == {tau}
 
     def grows(rate):
@@ -294,7 +294,7 @@ def test_shards_of_a_server_have_versions_of_their_own():
     split, found, _ = on_the_clock(Downpour(shards=3), 1, chain=chain)
     same(split.params, whole.params)
     assert [loss for loss in found[::3]] == pytest.approx(losses)
-    late, *_ = on_the_clock(Downpour(shards=3), 3, times=Times(law=Exponential(), travel=0.5), chain=chain)
+    late, *_ = on_the_clock(Downpour(shards=3), 3, times=WorkerTimes(law=Exponential(), travel=0.5), chain=chain)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(late.params))
 
 
@@ -311,7 +311,7 @@ def test_workers_meet_the_center_at_their_own_pace(every):
     for number, each in enumerate(meetings):
         before = [place for place, one in enumerate(meetings[:number]) if one.worker == each.worker]
         assert each.staleness == number - (before[-1] + 1 if before else 0)
-    late = AsynchronousEasgd(every=2).local_steps(1, 4, Times(law=Constant(), compute=1.0, travel=0.25))
+    late = AsynchronousEasgd(every=2).local_steps(1, 4, WorkerTimes(law=Constant(), compute=1.0, travel=0.25))
     assert [each.seconds for each in late] == [1.5, 2.5, 4.0, 5.0]  # two ways of a quarter at every other step
 
 
@@ -358,7 +358,7 @@ def test_asynchronous_elastic_averaging_is_algorithm_1_of_its_paper():
         (lambda: parse("lognormal:wide"), "delays 'lognormal:wide'"),
         (lambda: parse("constant:2"), "delays 'constant:2'"),
         (lambda: parse("missing.csv"), "delays 'missing.csv'"),
-        (lambda: Times(compute=0.0), "compute = 0.0"),
+        (lambda: WorkerTimes(compute=0.0), "compute = 0.0"),
         (lambda: Stale(bound=-1), "bound = -1"),
         (lambda: Backup(extra=2).shares(4), "2 backups of 4 workers"),
         (lambda: Downpour(shards=0), "shards = 0"),

@@ -20,10 +20,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
-from jaxpar.hlo.attribution import Causes
+from jaxpar.hlo.attribution import ArrayCauses
 from jaxpar.hlo.flop import hardware_flop
 from jaxpar.hlo.replica_groups import axes_of, axes_of_pairs, parse_groups, parse_pairs
-from jaxpar.hlo.text import BITS, Array, Frame, arrays, parse
+from jaxpar.hlo.text import BITS, HloArray, SourceFrame, arrays, parse
 from jaxpar.hlo.traced_flop import forward_flop
 from jaxpar.hlo.trip_counts import trip_count, walk
 from jaxpar.inspector.ledger import collectives
@@ -58,7 +58,7 @@ def only(line, **settings):
 
 
 def sent(text, sizes=SIZES):
-    return collectives(parse(text), sizes, Causes(()))
+    return collectives(parse(text), sizes, ArrayCauses(()))
 
 
 def members(groups):
@@ -115,14 +115,14 @@ def test_a_type_is_its_arrays_in_order(text, want):
 @pytest.mark.parametrize(
     ("array", "size"),
     [
-        (Array("bf16", (3, 5)), 30),
-        (Array("pred", (3, 5)), 15),
-        (Array("f8e4m3fn", (3, 5)), 15),
-        (Array("s4", (3, 5)), 8),
-        (Array("c64", (3, 5)), 120),
-        (Array("f64", ()), 8),
-        (Array("f32", (0, 5)), 0),
-        (Array("token", ()), 0),
+        (HloArray("bf16", (3, 5)), 30),
+        (HloArray("pred", (3, 5)), 15),
+        (HloArray("f8e4m3fn", (3, 5)), 15),
+        (HloArray("s4", (3, 5)), 8),
+        (HloArray("c64", (3, 5)), 120),
+        (HloArray("f64", ()), 8),
+        (HloArray("f32", (0, 5)), 0),
+        (HloArray("token", ()), 0),
     ],
 )
 def test_an_array_has_the_bytes_of_its_dtype(array, size):
@@ -206,9 +206,9 @@ def test_a_stack_goes_from_the_line_to_its_callers(release):
 @pytest.mark.parametrize(
     ("metadata", "want"),
     [
-        ('op_name="f" source_file="model.py" source_line=12', [Frame("model.py", 12, "")]),
-        ('op_name="f" source_file="model.py" source_end_line=9 source_line=7', [Frame("model.py", 7, "")]),
-        ('op_name="f" source_file="model.py"', [Frame("model.py", 0, "")]),
+        ('op_name="f" source_file="model.py" source_line=12', [SourceFrame("model.py", 12, "")]),
+        ('op_name="f" source_file="model.py" source_end_line=9 source_line=7', [SourceFrame("model.py", 7, "")]),
+        ('op_name="f" source_file="model.py"', [SourceFrame("model.py", 0, "")]),
         ('op_name="f" stack_frame_id=7', []),
         ('op_name="f"', []),
     ],
@@ -596,7 +596,7 @@ def test_a_damaged_text_is_read_or_refused(name, data):
     end = begin + data.draw(st.integers(0, 30))
     with suppress(JaxparError):
         module = parse(text[:begin] + data.draw(st.text('{}[](),=%" 019afx.\n', max_size=8)) + text[end:])
-        collectives(module, SIZES, Causes(()))
+        collectives(module, SIZES, ArrayCauses(()))
         hardware_flop(module)
 
 

@@ -37,7 +37,7 @@ from jaxpar.job.sample import SamplingRequest, sample
 from jaxpar.models.huggingface.load import load as load_pretrained
 from jaxpar.pipeline.draw.schedule import svg
 from jaxpar.pipeline.tables.library import schedule
-from jaxpar.pipeline.tables.price import Times
+from jaxpar.pipeline.tables.price import OpTimes
 
 ROOT = Path(jp.__file__).parent
 OWN = """
@@ -275,7 +275,7 @@ def test_a_page_shows_hostile_names_as_text(tmp_path):
 def test_a_drawing_shows_a_hostile_name_as_text():
     from dataclasses import replace
 
-    drawn = svg(replace(schedule("1f1b", stages=2, microbatches=2), name=HOSTILE), Times())
+    drawn = svg(replace(schedule("1f1b", stages=2, microbatches=2), name=HOSTILE), OpTimes())
     assert "<script" not in drawn
     assert "&lt;script&gt;" in drawn
 

@@ -14,10 +14,10 @@ import pytest
 import jaxpar
 from jaxpar.cli.main import main
 from jaxpar.hlo.attribution import users_frame
-from jaxpar.hlo.text import Frame
+from jaxpar.hlo.text import SourceFrame
 from jaxpar.pipeline.draw.schedule import svg
 from jaxpar.pipeline.tables.library import schedule
-from jaxpar.pipeline.tables.price import Times
+from jaxpar.pipeline.tables.price import OpTimes
 
 ROOT = Path(__file__).parents[2]
 TINY = ("model.layers=1", "model.dim=32", "model.heads=4", "train.steps=2", "train.global_batch=8")
@@ -123,13 +123,16 @@ class Net(nnx.Module):
 
 def test_lines_of_models_count_wherever_they_are_installed():
     site = "/usr/lib/python3.12/site-packages"
-    inner = [Frame(f"{site}/flax/nnx/nn/linear.py", 9, "__call__"), Frame(f"{site}/jax/_src/lax.py", 1, "dot")]
+    inner = [
+        SourceFrame(f"{site}/flax/nnx/nn/linear.py", 9, "__call__"),
+        SourceFrame(f"{site}/jax/_src/lax.py", 1, "dot"),
+    ]
     for file in (f"{site}/transformers/models/gpt2/modeling_flax_gpt2.py", "/opt/dist-packages/thirdnet/net.py"):
-        model = Frame(file, 7, "__call__")
-        assert users_frame([*inner, model, Frame("run.py", 1, "<module>")]) == model
+        model = SourceFrame(file, 7, "__call__")
+        assert users_frame([*inner, model, SourceFrame("run.py", 1, "<module>")]) == model
     home = str(Path(jaxpar.__file__).parent)
-    ours = Frame(f"{home}/models/blocks/layers.py", 7, "__call__")
-    assert users_frame([*inner, Frame(f"{home}/step/unpipelined.py", 3, "f"), ours]) == ours
+    ours = SourceFrame(f"{home}/models/blocks/layers.py", 7, "__call__")
+    assert users_frame([*inner, SourceFrame(f"{home}/step/unpipelined.py", 3, "f"), ours]) == ours
 
 
 def test_a_job_of_the_help_is_found_from_any_folder(tmp_path, monkeypatch, capsys):
@@ -154,7 +157,7 @@ def test_an_editable_install_puts_the_clone_on_the_path():
 
 @pytest.mark.parametrize("width", [1280, 375])
 def test_a_drawing_of_a_schedule_shrinks_to_the_page_of_a_stranger(browser, tmp_path, width):
-    drawn = svg(schedule("1f1b", stages=16, microbatches=64), Times(forward=1.0, backward=1.0, weights=1.0))
+    drawn = svg(schedule("1f1b", stages=16, microbatches=64), OpTimes(forward=1.0, backward=1.0, weights=1.0))
     page = tmp_path / "page.html"
     page.write_text(f"<!doctype html><html><meta name=viewport content=width=device-width><body>{drawn}</body></html>")
     browser.show(page, width=width, theme="light")

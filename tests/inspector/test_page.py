@@ -24,7 +24,7 @@ from jaxpar.inspector.memory import CAUSES, Share
 from jaxpar.inspector.pages.html import fragment, page
 from jaxpar.inspector.pages.timeline_svg import share_of, spans, stretches, ticks
 from jaxpar.inspector.report import Report
-from jaxpar.inspector.timeline import Event, Timeline
+from jaxpar.inspector.timeline import Timeline, TimelineEvent
 from jaxpar.mesh.axes import coordinates, nodes_of_axes
 from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.collective import KINDS, Collective
@@ -58,11 +58,11 @@ def argument(path="blocks/up", **changes):
 
 def made_timeline(unit=1e-3):
     """Two streams, three turns of a loop and nine more."""
-    events = [Event("compute", turn * unit, (turn + 0.9) * unit, "dot_general") for turn in range(3)]
-    events += [Event("compute", (turn + 0.9) * unit, (turn + 0.901) * unit, "add") for turn in range(3)]
-    events += [Event("fsdp", turn * unit, (turn + 0.5) * unit, "all-gather") for turn in range(3)]
-    events += [Event("compute", 3 * unit, 12 * unit, "9 more turns of the loop")]
-    events += [Event("data,fsdp", 12 * unit, 13 * unit, "all-reduce")]
+    events = [TimelineEvent("compute", turn * unit, (turn + 0.9) * unit, "dot_general") for turn in range(3)]
+    events += [TimelineEvent("compute", (turn + 0.9) * unit, (turn + 0.901) * unit, "add") for turn in range(3)]
+    events += [TimelineEvent("fsdp", turn * unit, (turn + 0.5) * unit, "all-gather") for turn in range(3)]
+    events += [TimelineEvent("compute", 3 * unit, 12 * unit, "9 more turns of the loop")]
+    events += [TimelineEvent("data,fsdp", 12 * unit, 13 * unit, "all-reduce")]
     return Timeline(
         seconds=13 * unit, compute=12 * unit, communication={"fsdp": 6 * unit, "data,fsdp": unit},
         exposed={"data,fsdp": unit}, events=tuple(events), unknown=False,
@@ -101,7 +101,9 @@ def on_many():
     """1024 GPUs and a program with much to say."""
     ledger = tuple(collective(cause=f"layer {index}", payload=2**20 - index) for index in range(200))
     arguments = tuple(argument(f"blocks/{index}/attention/query") for index in range(300))
-    events = tuple(Event("compute", index * 1e-3, (index + 0.7) * 1e-3, f"kernel {index}") for index in range(4000))
+    events = tuple(
+        TimelineEvent("compute", index * 1e-3, (index + 0.7) * 1e-3, f"kernel {index}") for index in range(4000)
+    )
     time = replace(made_timeline(), seconds=5.0, events=events)
     sizes = {"data": 16, "fsdp": 8, "tensor": 8}
     return report(sizes=sizes, devices="1024 x NVIDIA H100 SXM", ledger=ledger, arguments=arguments, timeline=time)
@@ -261,7 +263,7 @@ def hostile():
     """Every text is one that would do harm if it were markup."""
     evil = HOSTILE
     entry = collective(axes=(evil,), dtype=evil, cause=evil, source=evil, operation=evil, parameters=(evil,))
-    events = (Event(evil, 0.0, 0.01, evil), Event("compute", 0.0, 0.01, evil))
+    events = (TimelineEvent(evil, 0.0, 0.01, evil), TimelineEvent("compute", 0.0, 0.01, evil))
     return report(
         title=evil,
         devices=evil,
@@ -365,7 +367,7 @@ def test_a_timeline_squeezes_what_is_not_drawn_and_loses_nothing(unit):
 
 def test_thousands_of_events_become_hundreds_of_marks():
     time = on_many().timeline
-    many = tuple(Event("compute", index * 1e-6, (index + 0.9) * 1e-6, "k") for index in range(4000))
+    many = tuple(TimelineEvent("compute", index * 1e-6, (index + 0.9) * 1e-6, "k") for index in range(4000))
     assert len(spans(time.events, stretches(time))) <= 1200
     marks = spans(many, stretches(replace(time, seconds=4e-3, events=many)))
     assert len(marks) <= 300

@@ -22,7 +22,7 @@ from jaxpar.hlo.text import parse
 from jaxpar.job.file.parse import loads
 from jaxpar.job.inspect import matmul_summary
 from jaxpar.pipeline.draw.compare import compare
-from jaxpar.pipeline.tables.price import Times
+from jaxpar.pipeline.tables.price import OpTimes
 from jaxpar.step.model_flop import model_flop
 
 SGD = optax.sgd(0.1)
@@ -221,7 +221,7 @@ class Deep(nnx.Module):
 @pytest.mark.parametrize("name", ["gpipe", "interleaved_phased", "zb_h1"])
 def test_what_the_comparison_of_schedules_calls_work_is_what_the_program_computes(name):
     """FLOP of a device, as compiled, over its share of the model's; a mixed table computes in branches alone."""
-    (row,) = [each for each in compare(Times(), stages=4, microbatches=8) if each["name"] == name]
+    (row,) = [each for each in compare(OpTimes(), stages=4, microbatches=8) if each["name"] == name]
     cut = jp.Pipeline(schedule=name, microbatches=8, chunks=row["chunks"], keep="residuals")
     layout = jp.compose(Deep, jp.Parallel(pipe=4, data=2, pipeline=cut))
     squares = lambda model, batch: (jnp.sum(model(batch["x"]) ** 2), batch["x"].size)  # noqa: E731

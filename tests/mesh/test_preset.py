@@ -29,9 +29,9 @@ def step(devices, **numerics):
 @absent
 def test_several_gpus_are_told_and_one_key_turns_it_off():
     eight = jp.target_devices("h100:1x8")
-    assert step(eight).options == TOLD
-    assert step(eight, collectives="plain").options == {}
-    assert step(eight[:1]).options == {}
+    assert step(eight).compiler.options == TOLD
+    assert step(eight, collectives="plain").compiler.options == {}
+    assert step(eight[:1]).compiler.options == {}
 
 
 @absent
@@ -40,12 +40,12 @@ def test_a_ring_has_keys_and_gradients_under_way_at_once(by, more):
     settings = jp.DecoderConfig(seq=16, layers=1, dim=16, heads=8)
     parallel, devices = jp.Parallel(context=8, context_by=by), jp.target_devices("h100:1x8")
     layout = jp.compose(partial(jp.Decoder, settings), parallel, devices)
-    assert jp.train_step(layout, jp.next_token_loss, optax.sgd(0.1)).options == TOLD | more
-    assert jp.train_step(layout, jp.next_token_loss, optax.sgd(0.1), collectives="plain").options == {}
+    assert jp.train_step(layout, jp.next_token_loss, optax.sgd(0.1)).compiler.options == TOLD | more
+    assert jp.train_step(layout, jp.next_token_loss, optax.sgd(0.1), collectives="plain").compiler.options == {}
 
 
 def test_simulated_devices_are_told_nothing():
-    assert options(jax.devices(), "overlapped") == step(jax.devices()).options == {}
+    assert options(jax.devices(), "overlapped") == step(jax.devices()).compiler.options == {}
 
 
 def test_a_job_says_it_with_one_key():

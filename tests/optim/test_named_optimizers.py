@@ -23,7 +23,7 @@ from jaxpar.optim.loss_argument import rate_follows_steps
 from jaxpar.optim.optax_lookup import optimizers, schedules
 from jaxpar.optim.optimizer import SETTINGS, Optimizer
 from jaxpar.optim.probe import LOSS, needs_loss, update_with_loss
-from jaxpar.optim.schedule import Schedule
+from jaxpar.optim.schedule import RateSchedule
 from jaxpar.parallel.compose import as_blueprint, compose
 from jaxpar.sharding.names import by_path, nest
 from jaxpar.step.losses import next_token_loss
@@ -126,7 +126,7 @@ def test_a_schedule_of_optax_begins_after_the_warm_up_at_the_rate_that_follows_t
     ],
 )  # fmt: skip
 def test_the_learning_rate_is_the_highest_value_of_a_schedule(name, arguments, wanted):
-    made = Optimizer(name="sgd", learning_rate=3e-3, schedule=Schedule(name=name, arguments=arguments))
+    made = Optimizer(name="sgd", learning_rate=3e-3, schedule=RateSchedule(name=name, arguments=arguments))
     text = lambda rate: str(jax.make_jaxpr(lambda count: jnp.asarray(rate(count)))(0))  # noqa: E731
     assert text(chain.schedule(made, STEPS)) == text(wanted)
     assert name in schedules()

@@ -319,7 +319,7 @@ def test_metrics_are_those_of_the_whole_batch_and_the_last_update():
 
 def test_bf16_multiplies_in_bf16_and_updates_in_float32():
     losses, state = trained("stash", "pipe 4 x data 2", "inputs", "adamw", precision="bf16")
-    assert built("stash", "pipe 4 x data 2", "inputs", "adamw", precision="bf16")[0].matmuls.share == 1
+    assert built("stash", "pipe 4 x data 2", "inputs", "adamw", precision="bf16")[0].compiler.matmuls.share == 1
     np.testing.assert_allclose(losses, trained("stash", "pipe 4 x data 2", "inputs", "adamw")[0], rtol=5e-3)
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype("float32")}
 

@@ -26,11 +26,11 @@ from jaxpar.pipeline.draw.schedule import legend, saved_activations, svg, termin
 from jaxpar.pipeline.draw.svg import LEFT, LOOKS, SHADES, ink, shade
 from jaxpar.pipeline.tables.csv import from_csv
 from jaxpar.pipeline.tables.library import LIBRARY, schedule
-from jaxpar.pipeline.tables.price import Times, price
+from jaxpar.pipeline.tables.price import OpTimes, price
 from jaxpar.pipeline.tables.schedule import Cell, Schedule
 
 HOSTILE = """<script>alert(1)</script>"' onload='x' &amp; ]]> \x1b[31m \x00 </title></svg>"""
-EVEN, UNEVEN = Times(), Times(forward=1.0, backward=1.2, weights=0.8, send=0.1)
+EVEN, UNEVEN = OpTimes(), OpTimes(forward=1.0, backward=1.2, weights=0.8, send=0.1)
 SIZES = [
     ("gpipe", 4, 8),
     ("1f1b", 4, 8),
@@ -100,7 +100,7 @@ def bars(drawn, kind):
     return found
 
 
-@pytest.mark.parametrize("times", [EVEN, UNEVEN, Times(forward=0.0), Times(forward=1e-6)], ids=str)
+@pytest.mark.parametrize("times", [EVEN, UNEVEN, OpTimes(forward=0.0), OpTimes(forward=1e-6)], ids=str)
 @pytest.mark.parametrize(("name", "stages", "microbatches"), SIZES, ids=IDS)
 def test_every_bar_spans_its_time_to_scale(name, stages, microbatches, times):
     asked = made(name, stages, microbatches)
@@ -220,7 +220,7 @@ def test_the_style_of_a_page_has_no_colours_for_the_parts_of_a_drawing():
 
 
 def test_a_drawing_of_no_time_is_refused():
-    for times in (Times(0.0, 0.0, 0.0, 0.0), Times(0.0, 0.0, 0.0, 1.0)):
+    for times in (OpTimes(0.0, 0.0, 0.0, 0.0), OpTimes(0.0, 0.0, 0.0, 1.0)):
         with pytest.raises(JaxparError, match="one op takes time"):
             svg(schedule("1f1b", stages=2, microbatches=2), times)
 

@@ -8,7 +8,7 @@ import pytest
 
 from jaxpar.errors import JaxparError
 from jaxpar.pipeline.tables.library import LIBRARY, schedule
-from jaxpar.pipeline.tables.price import Times, price
+from jaxpar.pipeline.tables.price import OpTimes, price
 from jaxpar.pipeline.tables.schedule import Cell, from_orders
 
 
@@ -87,7 +87,7 @@ def test_bubble_is_the_published_one(name, chunks, bubble):
     for P, M in ((1, 4), (2, 8), (4, 8), (4, 32), (8, 32)):
         table = schedule(name, stages=P, microbatches=M, chunks=chunks)
         assert table.bubble == pytest.approx(bubble(P, M, chunks))
-        equal = Times(weights=float(table.split))  # every cell takes 1
+        equal = OpTimes(weights=float(table.split))  # every cell takes 1
         cost = price(table, equal)
         assert cost.barrier == cost.asynchronous == pytest.approx(table.ticks / chunks)
         assert cost.barrier_bubble == pytest.approx(table.bubble)
@@ -204,9 +204,9 @@ REFUSED = [
         "stops at tick 1: stage 0 waits with B0",
         "",
     ),
-    (lambda: price(schedule("gpipe", stages=2, microbatches=2), Times((1.0,))), "1 times for forward", "forward=1.0"),
-    (lambda: Times(float("nan")), "forward=nan", "forward=1.0"),
-    (lambda: Times(send=-1.0), "send=-1.0", "send=1.0"),
+    (lambda: price(schedule("gpipe", stages=2, microbatches=2), OpTimes((1.0,))), "1 times for forward", "forward=1.0"),
+    (lambda: OpTimes(float("nan")), "forward=nan", "forward=1.0"),
+    (lambda: OpTimes(send=-1.0), "send=-1.0", "send=1.0"),
 ]
 
 

@@ -11,12 +11,12 @@ from weight_versions import flushed, pipedream, steady, versions
 from jaxpar.errors import JaxparError
 from jaxpar.partition.profile import load
 from jaxpar.pipeline.tables.library import LIBRARY, schedule
-from jaxpar.pipeline.tables.price import Times, price
+from jaxpar.pipeline.tables.price import OpTimes, price
 
 GNMT = Path(__file__).parents[1] / "partition/pipedream/gnmt_large.graph.txt"
 
-COSTS = Times(1.0, 1.14, 0.86)  # of a transformer's stage, measured in dot FLOP
-REMAT = Times(1.0, 2.14, 0.86)  # the same where a backward computes the forward again
+COSTS = OpTimes(1.0, 1.14, 0.86)  # of a transformer's stage, measured in dot FLOP
+REMAT = OpTimes(1.0, 2.14, 0.86)  # the same where a backward computes the forward again
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_a_barrier_costs_what_mixed_ticks_wait(name, free, barrier, free_remat, 
 
 def test_unequal_halves_cost_the_published_bubbles():
     """Qi et al.: (P-1)(F+B-W) for ZB-H1, (P-1) max(F, F+B-2W) for ZB-H2."""
-    P, M, times = 8, 32, Times(1.0, 1.5, 0.5)
+    P, M, times = 8, 32, OpTimes(1.0, 1.5, 0.5)
     idle = {
         name: price(schedule(name, stages=P, microbatches=M), times).asynchronous - 3 * M
         for name in ("zb_h1", "zb_h2", "zb_v", "1f1b")
@@ -55,7 +55,7 @@ def test_uneven_stages_cost_a_flow_shop():
     rng = random.Random(2)
     for P, M in itertools.product((1, 2, 5), (1, 4, 9)):
         forward, backward = (tuple(rng.randint(1, 9) / 4 for _ in range(P)) for _ in range(2))
-        cost = price(schedule("gpipe", stages=P, microbatches=M), Times(forward, backward, 0.0))
+        cost = price(schedule("gpipe", stages=P, microbatches=M), OpTimes(forward, backward, 0.0))
         expected = sum(forward) + sum(backward) + (M - 1) * (max(forward) + max(backward))
         assert cost.asynchronous == pytest.approx(expected)
         assert cost.work == pytest.approx([M * (f + b) for f, b in zip(forward, backward, strict=True)])
@@ -63,10 +63,10 @@ def test_uneven_stages_cost_a_flow_shop():
 
 def test_messages_take_their_time():
     P, M, send = 4, 8, 0.25
-    cost = price(schedule("gpipe", stages=P, microbatches=M), Times(send=send))
+    cost = price(schedule("gpipe", stages=P, microbatches=M), OpTimes(send=send))
     assert cost.asynchronous == pytest.approx(3 * (M + P - 1) + 2 * (P - 1) * send)
     assert cost.barrier == pytest.approx(3 * (M + P - 1) + 2 * (M + P - 2) * send)  # all but the ends' last ticks send
-    alone = price(schedule("looped_bfs", stages=1, microbatches=M, chunks=3), Times(send=9.0))
+    alone = price(schedule("looped_bfs", stages=1, microbatches=M, chunks=3), OpTimes(send=9.0))
     assert alone.asynchronous == alone.barrier == pytest.approx(3 * M)
 
 
@@ -74,7 +74,7 @@ def test_no_run_is_shorter_than_its_work_nor_longer_than_tick_by_tick():
     rng = random.Random(3)
     for name, M in itertools.product(LIBRARY, (6, 12)):
         table = schedule(name, stages=3, microbatches=M)
-        times = Times(*(tuple(rng.random() for _ in range(table.parts)) for _ in range(3)), rng.random())
+        times = OpTimes(*(tuple(rng.random() for _ in range(table.parts)) for _ in range(3)), rng.random())
         cost = price(table, times)
         assert max(cost.work) <= cost.asynchronous + 1e-9
         assert cost.asynchronous <= cost.barrier + 1e-9
@@ -84,7 +84,7 @@ def test_no_run_is_shorter_than_its_work_nor_longer_than_tick_by_tick():
             start, end = cost.starts[tick, stage]
             assert start <= cost.ticks[tick] + 1e-9
             assert end <= cost.asynchronous
-    even = price(schedule("1f1b", stages=3, microbatches=4), Times(1.0, 0.5, 0.5))
+    even = price(schedule("1f1b", stages=3, microbatches=4), OpTimes(1.0, 0.5, 0.5))
     assert even.ticks == tuple(range(13))
 
 
@@ -106,7 +106,7 @@ def test_pipedream_is_as_fast_as_its_slowest_stage():
     for P in (1, 2, 5):
         forward, backward = (tuple(rng.random() for _ in range(P)) for _ in range(2))
         short, long = (
-            price(pipedream(P, n), Times(forward, backward, 0.0)).asynchronous for n in (10 * P, 10 * P + 100)
+            price(pipedream(P, n), OpTimes(forward, backward, 0.0)).asynchronous for n in (10 * P, 10 * P + 100)
         )
         assert (long - short) / 100 == pytest.approx(steady(forward, backward), rel=1e-6)
 
@@ -137,7 +137,7 @@ def test_gpipe_against_pipedream_on_gnmt():
     for m, slower, freely in ((16, 2.65, 2.10), (32, 2.02, 1.75), (64, 1.70, 1.58)):
         pace = steady(forward, backward)
         assert flushed(forward, backward, m) / pace == pytest.approx(slower, rel=0.03)
-        cost = price(schedule("gpipe", stages=16, microbatches=m), Times(forward, backward, 0.0))
+        cost = price(schedule("gpipe", stages=16, microbatches=m), OpTimes(forward, backward, 0.0))
         assert cost.asynchronous / m / pace == pytest.approx(freely, rel=0.005)
 
 

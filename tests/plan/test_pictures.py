@@ -23,7 +23,7 @@ from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model_protocol import Transformer
 from jaxpar.plan.pages.bars import bars, lengths
 from jaxpar.plan.pages.html import write
-from jaxpar.plan.pages.pareto_svg import Frame, kinds, memory_ticks, thinned, time_ticks
+from jaxpar.plan.pages.pareto_svg import PlotFrame, kinds, memory_ticks, thinned, time_ticks
 from jaxpar.plan.pages.style import BYTES, styles
 from jaxpar.plan.pages.text import page, smaller_layouts
 from jaxpar.plan.search import Question, describe, search
@@ -212,7 +212,7 @@ def test_a_hundred_thousand_layouts_are_still_a_page_to_send():
 @pytest.mark.parametrize("name", NAMES)
 def test_all_points_and_ticks_are_on_the_sheet_and_labels_apart(name):
     given = plan(name)
-    frame = Frame(given.points, given.question.memory_limit)
+    frame = PlotFrame(given.points, given.question.memory_limit)
     assert ((frame.x(given.points.seconds) > 0) & (frame.x(given.points.seconds) < 1)).all()
     assert ((frame.y(given.points.bytes) > 0) & (frame.y(given.points.bytes) <= 340)).all()
     places = [frame.x(each) for each in time_ticks(frame)]
@@ -224,7 +224,7 @@ def test_all_points_and_ticks_are_on_the_sheet_and_labels_apart(name):
 @given(st.floats(1e-6, 1e6), st.floats(1.0, 1e5))
 def test_any_times_have_ticks(low, ratio):
     points = replace(plan("one device").points, seconds=np.array([low, low * ratio]), bytes=np.ones(2))
-    assert 2 <= len(time_ticks(Frame(points, 1.0))) <= 8
+    assert 2 <= len(time_ticks(PlotFrame(points, 1.0))) <= 8
 
 
 @given(st.floats(1, 1e15))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jaxpar.errors import JaxparError
 from jaxpar.mesh.chips import Link
 from jaxpar.pipeline.tables.library import LIBRARY, schedule
-from jaxpar.pipeline.tables.price import Times, price
+from jaxpar.pipeline.tables.price import OpTimes, price
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import HARDWARE, TOGETHER, Gemm, cap
 from jaxpar.plan.machine.software import JAXPAR, MAXTEXT, MEGATRON_2022, TORCHTITAN
@@ -208,7 +208,9 @@ def test_the_span_from_small_tables_is_the_price_of_the_whole_table(name, run):
 def _times(parts, times):
     forward, backward, weights, head_f, head_b, send = times
     last = lambda time, more: (*(time,) * (parts - 1), time + more)  # noqa: E731
-    return Times(forward=last(forward, head_f), backward=last(backward, head_b), weights=(weights,) * parts, send=send)
+    return OpTimes(
+        forward=last(forward, head_f), backward=last(backward, head_b), weights=(weights,) * parts, send=send
+    )
 
 
 def test_microbatches_that_do_not_divide_by_stages():

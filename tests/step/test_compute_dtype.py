@@ -248,7 +248,7 @@ def test_a_loss_gets_in_float32_what_a_model_returns(model):
     steps = [step_of(model, loss) for loss in (mean, cast)]
     texts = [step.lower(step.abstract(), batch).as_text() for step in steps]
     assert texts[0] == texts[1]
-    assert steps[0].matmuls.share == 1
+    assert steps[0].compiler.matmuls.share == 1
 
 
 def example(name):

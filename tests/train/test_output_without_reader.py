@@ -92,7 +92,7 @@ def test_a_broken_pipe_of_the_user_s_own_is_no_reader_that_has_seen_enough(monke
     def broken(args):
         raise BrokenPipeError
 
-    monkeypatch.setattr(train, "run", broken)
+    monkeypatch.setattr(train, "run_train", broken)
     with pytest.raises(BrokenPipeError):
         cli.main(["train", "job.toml"])
 

@@ -42,7 +42,7 @@ def add(inner) -> None:
 
 def run_comparison(args: argparse.Namespace) -> tuple[Any, int]:
     """Trains the job with each method, prints a row per method and writes the page."""
-    from jaxpar.exchange.clock.delays import Times, parse
+    from jaxpar.exchange.clock.delays import WorkerTimes, parse
     from jaxpar.job.compare import methods
     from jaxpar.job.file.parse import load
     from jaxpar.mesh.chips import Link
@@ -51,7 +51,7 @@ def run_comparison(args: argparse.Namespace) -> tuple[Any, int]:
     check_file("--html", args.html, "exchange.html")
     link = Link(latency=5e-6, bandwidth=parse_rate(args.between))
     job = load(args.job, args.overrides, allow_import=args.allow_import)
-    times = Times(law=parse(args.delays), compute=args.compute, seed=job.train.seed)
+    times = WorkerTimes(law=parse(args.delays), compute=args.compute, seed=job.train.seed)
     selected_methods = methods.parse(args.methods, job)
 
     from jaxpar.job.compare import page, training

@@ -23,7 +23,7 @@ START = Place()
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class DocumentPiece:
     """A part of a document, or all of it.
 
     Attributes:

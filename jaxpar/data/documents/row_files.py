@@ -14,7 +14,7 @@ from typing import Any
 from jaxpar.data.corpus import Corpus
 from jaxpar.data.documents.piece import (
     START,
-    Piece,
+    DocumentPiece,
     Place,
     ReplacedCharacters,
     decode,
@@ -105,7 +105,9 @@ class RowCorpus(Corpus):
     answers: bool = True
     replaced: ReplacedCharacters = field(default_factory=ReplacedCharacters, compare=False)
 
-    def pieces(self, place: Place = START, seam: Callable[[str, str], int | None] | None = None) -> Iterator[Piece]:
+    def pieces(
+        self, place: Place = START, seam: Callable[[str, str], int | None] | None = None
+    ) -> Iterator[DocumentPiece]:
         """Yields the documents from a place on; `seam` is unused, since no row is cut.
 
         Raises:
@@ -125,7 +127,7 @@ class RowCorpus(Corpus):
         """Messages to the user about the rows that were read."""
         return [str(self.replaced)] if self.replaced.characters else []
 
-    def _piece(self, row: Mapping[str, Any], size: int, then: Place, where: str) -> Piece:
+    def _piece(self, row: Mapping[str, Any], size: int, then: Place, where: str) -> DocumentPiece:
         value = row[self.column]
         if self.chat is None:
             if not isinstance(value, str):
@@ -135,7 +137,7 @@ class RowCorpus(Corpus):
                     rule="data.column names a column of text",
                     fix=f"data.messages = {self.column!r}" if is_chat else "another data.column, or without this row",
                 )
-            return Piece(value, size, then)
+            return DocumentPiece(value, size, then)
         dialog = conversation(value, row.get(TOOLS), column=self.column, where=where)
         if not self.answers and any(
             not on for on, item in zip(dialog.learned, dialog.messages, strict=True) if item["role"] == "assistant"
@@ -146,7 +148,7 @@ class RowCorpus(Corpus):
                 fix='data.learn = "answers", or the file without weights',
             )
         text, answers = self.chat.render_conversation(dialog, where)
-        return Piece(text, size, then, answers=answers if self.answers else None, rendered=True)
+        return DocumentPiece(text, size, then, answers=answers if self.answers else None, rendered=True)
 
 
 def _reader(file: Path) -> Callable[[Path, str, Place], Iterator[Row]]:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxpar.data.corpus import Corpus
-from jaxpar.data.documents.piece import START, Piece, Place
+from jaxpar.data.documents.piece import START, DocumentPiece, Place
 from jaxpar.data.documents.row_files import RowCorpus
 from jaxpar.data.spec import Data
 from jaxpar.data.tokenizers.chat_template import load_template
@@ -30,7 +30,7 @@ class Encoder(Protocol):
 
     dtype: np.dtype
 
-    def encode(self, pieces: Sequence[Piece]) -> list[np.ndarray]:
+    def encode(self, pieces: Sequence[DocumentPiece]) -> list[np.ndarray]:
         """Returns the tokens of each piece, in `dtype`, with their flag bits (`marks`)."""
         ...
 
@@ -50,7 +50,7 @@ class BuiltinEncoder:
     def __init__(self, bpe: Any, size: int):
         self.bpe, self.dtype = bpe, dtype_of(size)
 
-    def encode(self, pieces: Sequence[Piece]) -> list[np.ndarray]:
+    def encode(self, pieces: Sequence[DocumentPiece]) -> list[np.ndarray]:
         """Returns the tokens of each piece with their flag bits."""
         if self.bpe is None:
             tokens = [
@@ -85,7 +85,7 @@ class HuggingFaceEncoder:
         self.before, self.after = tokens_around(saved, self.tokenizer)
         self.end = end_token(saved, end)
 
-    def encode(self, pieces: Sequence[Piece]) -> list[np.ndarray]:
+    def encode(self, pieces: Sequence[DocumentPiece]) -> list[np.ndarray]:
         """Returns the tokens of each piece with their flag bits."""
         texts = [piece.text for piece in pieces]
         if any(piece.answers is not None for piece in pieces):
@@ -94,7 +94,7 @@ class HuggingFaceEncoder:
             encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [self._marked(piece, encoding) for piece, encoding in zip(pieces, encodings, strict=True)]
 
-    def _marked(self, piece: Piece, found: Any) -> np.ndarray:
+    def _marked(self, piece: DocumentPiece, found: Any) -> np.ndarray:
         ids = found.ids
         if piece.answers is not None:
             learned = _in_answers(np.array(found.offsets, np.int64).reshape(-1, 2), piece.answers)
@@ -258,11 +258,11 @@ def encode_documents(
             read(sum(piece.size for piece in pending[0]))
 
 
-def _encode(encoder: Encoder, group: list[Piece]) -> np.ndarray:
+def _encode(encoder: Encoder, group: list[DocumentPiece]) -> np.ndarray:
     return np.concatenate(encoder.encode(group))
 
 
-def _groups(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+def _groups(pieces: Iterator[DocumentPiece]) -> Iterator[list[DocumentPiece]]:
     group, size = [], 0
     for piece in pieces:
         group.append(piece)

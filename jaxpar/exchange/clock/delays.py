@@ -89,7 +89,7 @@ class Pareto:
 
 
 @dataclass(frozen=True)
-class Trace:
+class MeasuredDelays:
     """Measured times, repeated; each worker begins at a random place.
 
     Attributes:
@@ -119,7 +119,7 @@ def parse(text: str) -> Law:
     """
     name, _, number = text.partition(":")
     if text.endswith((".csv", ".txt")):
-        return Trace(_read(Path(text)))
+        return MeasuredDelays(_read(Path(text)))
     if name not in LAWS:
         raise refuse(
             f"delays {text!r:.60}", rule=f"one of {', '.join(LAWS)}, or a .csv of seconds", fix=suggest(name, LAWS)
@@ -144,7 +144,7 @@ def _read(path: Path) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Times:
+class WorkerTimes:
     """The times of all workers.
 
     Attributes:
@@ -165,7 +165,7 @@ class Times:
     def stream(self, worker: int) -> Iterator[float]:
         """Yields the seconds of a worker's gradients, without end."""
         rng = np.random.default_rng((self.seed, worker))
-        if isinstance(self.law, Trace):
+        if isinstance(self.law, MeasuredDelays):
             return cycle((self.compute * self.law.draw(rng, len(self.law.seconds))).tolist())
         return chain.from_iterable((self.compute * self.law.draw(rng, count)).tolist() for count in repeat(BLOCK))
 
@@ -181,7 +181,7 @@ class Times:
 # replica 1  ▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆| sync round ...
 
 
-def seconds(sent: Sequence[Traffic], replicas: int, steps: int, times: Times, link: Link) -> np.ndarray:
+def seconds(sent: Sequence[Traffic], replicas: int, steps: int, times: WorkerTimes, link: Link) -> np.ndarray:
     """Returns the time at which the last replica ends each step. Shape [steps].
 
     Args:

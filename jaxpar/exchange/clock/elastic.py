@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from jaxpar.errors import check_ranges
 from jaxpar.exchange.base import STEPS
-from jaxpar.exchange.clock.delays import Times
+from jaxpar.exchange.clock.delays import WorkerTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class AsynchronousEasgd:
         """Returns the share of their difference by which a worker and the center move towards each other."""
         return self.beta / workers
 
-    def local_steps(self, workers: int, steps: int, times: Times) -> list[LocalStep]:
+    def local_steps(self, workers: int, steps: int, times: WorkerTimes) -> list[LocalStep]:
         """Returns the steps of all workers; those with a meeting are in the order of meetings.
 
         Args:

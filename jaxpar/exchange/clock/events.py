@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from jaxpar.exchange.clock.delays import Times
+from jaxpar.exchange.clock.delays import WorkerTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Simulated(Protocol):
     @property
     def shards(self) -> int: ...  # noqa: D102
 
-    def updates(self, workers: int, steps: int, times: Times) -> list[Update]:
+    def updates(self, workers: int, steps: int, times: WorkerTimes) -> list[Update]:
         """Returns all updates in the order of their times.
 
         Args:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpar.errors import check_ranges
-from jaxpar.exchange.clock.delays import Times
+from jaxpar.exchange.clock.delays import WorkerTimes
 from jaxpar.exchange.clock.events import Push, Update
 
 
@@ -37,7 +37,7 @@ class Downpour:
         """Returns the number of workers: each computes a share of a batch."""
         return workers
 
-    def updates(self, workers: int, steps: int, times: Times) -> list[Update]:
+    def updates(self, workers: int, steps: int, times: WorkerTimes) -> list[Update]:
         """Returns all updates in the order of their times."""
         begun = self._gradients(workers, steps * workers, times)
         reads = [[0] * self.shards for _ in begun]
@@ -61,7 +61,7 @@ class Downpour:
             for seconds, shard, version, worker, share in sorted(applied)
         ]
 
-    def _gradients(self, workers: int, total: int, times: Times) -> "list[_Gradient]":
+    def _gradients(self, workers: int, total: int, times: WorkerTimes) -> "list[_Gradient]":
         """Returns `total` gradients, in the order in which they begin."""
         rngs = [np.random.default_rng((times.seed, worker, 1)) for worker in range(workers)]
         seconds = [times.stream(worker) for worker in range(workers)]

@@ -14,7 +14,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from jaxpar.errors import check_ranges, refuse
-from jaxpar.exchange.clock.delays import Times
+from jaxpar.exchange.clock.delays import WorkerTimes
 from jaxpar.exchange.clock.events import Push, Update
 
 
@@ -41,7 +41,7 @@ class Stale:
         """Returns the number of workers: each computes a share of a batch."""
         return workers
 
-    def updates(self, workers: int, steps: int, times: Times) -> list[Update]:
+    def updates(self, workers: int, steps: int, times: WorkerTimes) -> list[Update]:
         """Returns all updates in the order of their times."""
         run = _Run(workers, steps * workers, times)
         run.release(0.0, self.bound)
@@ -55,7 +55,7 @@ class Stale:
 class _Run:
     workers: int
     total: int  # gradients of the whole run
-    times: Times
+    times: WorkerTimes
     now: float = 0.0
     begun: int = 0
     made: list[Update] = field(default_factory=list)
@@ -129,7 +129,7 @@ class Backup:
             )
         return workers - self.extra
 
-    def updates(self, workers: int, steps: int, times: Times) -> list[Update]:
+    def updates(self, workers: int, steps: int, times: WorkerTimes) -> list[Update]:
         """Returns all updates in the order of their times."""
         count, updates = self.shares(workers), []
         seconds = [times.stream(worker) for worker in range(workers)]

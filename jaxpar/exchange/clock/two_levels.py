@@ -18,7 +18,7 @@ import heapq
 from dataclasses import dataclass
 
 from jaxpar.errors import check_ranges, nearest_divisor, refuse
-from jaxpar.exchange.clock.delays import Times
+from jaxpar.exchange.clock.delays import WorkerTimes
 from jaxpar.exchange.clock.events import Push, Update
 
 
@@ -55,7 +55,7 @@ class TwoLevels:
             )
         return workers
 
-    def updates(self, workers: int, steps: int, times: Times) -> list[Update]:
+    def updates(self, workers: int, steps: int, times: WorkerTimes) -> list[Update]:
         """Returns all updates in the order of their times."""
         per_server = self.shares(workers) // self.servers
         seconds = [times.stream(worker) for worker in range(workers)]

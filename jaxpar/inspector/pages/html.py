@@ -7,7 +7,7 @@ from jaxpar.hlo.attribution import Argument
 from jaxpar.html.frame import bar, document, in_ascii, memory_bar, style, tile
 from jaxpar.html.markup import HOW, Markup, badge, heading, join, swatch, table, tag
 from jaxpar.html.shard_drawing import section as pieces
-from jaxpar.inspector.facts import Facts
+from jaxpar.inspector.facts import ReportFacts
 from jaxpar.inspector.findings import Flag
 from jaxpar.inspector.memory import CAUSES, Share
 from jaxpar.inspector.pages.mesh_svg import kind_class, labelled_axes, mesh, shaded_axes
@@ -23,7 +23,7 @@ from jaxpar.units import show_bytes, show_count, show_seconds
 _ROWS = 24  # rows of the ledger, before the smaller ones are folded
 
 
-def collectives(report: Facts) -> Markup:
+def collectives(report: ReportFacts) -> Markup:
     """Bytes on the wire by axis, and the ledger."""
     if not report.ledger:
         return tag(
@@ -42,7 +42,7 @@ def collectives(report: Facts) -> Markup:
     return join([*body, tag("p", words, cls="jx-small")])
 
 
-def _by_axis(report: Facts) -> Markup:
+def _by_axis(report: ReportFacts) -> Markup:
     totals = {axis: sum(kinds.values()) for axis, kinds in report.by_axis.items()}
     largest, rows = max([*totals.values(), 1]), []
     for axis in sorted(totals, key=lambda axis: -totals[axis]):
@@ -77,7 +77,7 @@ def _row(entry: Collective, most: float) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def fragment(report: Facts) -> str:
+def fragment(report: ReportFacts) -> str:
     """The report as HTML for a notebook: sections are folded, styles affect nothing else."""
     folded = [
         tag("details", tag("summary", title), body, cls="jx-section", open="" if title == "Memory" else None)
@@ -87,19 +87,19 @@ def fragment(report: Facts) -> str:
     return in_ascii(tag("div", tag("style", Markup(style())), *top, *folded, _legend(report), cls="jaxpar jx-fragment"))
 
 
-def page(report: Facts) -> str:
+def page(report: ReportFacts) -> str:
     """The report as a page."""
     sections = [tag("section", tag("h2", title), body) for title, body in _sections(report)]
     return document(report.title, *_top(report), *sections, _legend(report))
 
 
-def _top(report: Facts) -> list[Markup]:
+def _top(report: ReportFacts) -> list[Markup]:
     return [_where(report), _verdict(report), _numbers(report), *_flags(report.flags)]
 
 
-def _sections(report: Facts) -> list[tuple[str, Markup]]:
+def _sections(report: ReportFacts) -> list[tuple[str, Markup]]:
     """(title, body) of everything below the flags."""
-    builders: list[tuple[str, Callable[[Facts], Markup]]] = [
+    builders: list[tuple[str, Callable[[ReportFacts], Markup]]] = [
         ("Memory", _memory),
         ("Mesh", _mesh),
         ("Who holds what", lambda report: pieces(report.cards) if report.cards else Markup()),
@@ -112,7 +112,7 @@ def _sections(report: Facts) -> list[tuple[str, Markup]]:
     return [(title, body) for title, make in builders if (body := make(report))]
 
 
-def _where(report: Facts) -> Markup:
+def _where(report: ReportFacts) -> Markup:
     axes = " × ".join(f"{axis} {size}" for axis, size in report.sizes.items() if size > 1) or "one device"
     nodes = -(-report.count // report.per_node)
     words = [report.devices, axes]
@@ -123,7 +123,7 @@ def _where(report: Facts) -> Markup:
     return tag("p", " · ".join(words), cls="jx-where")
 
 
-def _verdict(report: Facts) -> Markup:
+def _verdict(report: ReportFacts) -> Markup:
     need = show_bytes(report.total)
     if report.capacity is None or report.chip is None:
         reason = "simulated devices have" if report.devices.endswith(" cpu") else "a chip outside of jaxpar's table has"
@@ -139,7 +139,7 @@ def _verdict(report: Facts) -> Markup:
     return tag("div", tag("strong", words), tag("span", detail), flags, cls=f"jx-verdict jx-{look}")
 
 
-def _numbers(report: Facts) -> Markup:
+def _numbers(report: ReportFacts) -> Markup:
     flop, wire = report.flop, sum(entry.step_wire for entry in report.ledger)
     at_least = "≥ " if any(entry.times is None for entry in report.ledger) else ""
     room = (
@@ -171,7 +171,7 @@ def _numbers(report: Facts) -> Markup:
     return tag("div", *[tile(*fields) for fields in tiles], cls="jx-tiles")
 
 
-def _time(report: Facts) -> Timeline | None:
+def _time(report: ReportFacts) -> Timeline | None:
     """The modelled step if it has a length."""
     time = report.timeline if report.chip else None
     return time if time and isfinite(time.seconds) and time.seconds > 0 else None
@@ -193,7 +193,7 @@ def _flags(flags: Sequence[Flag]) -> list[Markup]:
     return [tag("ul", *cards, cls="jx-flags", aria_label="Flags")]
 
 
-def _memory(report: Facts) -> Markup:
+def _memory(report: ReportFacts) -> Markup:
     parts, rows = [], []
     for share in report.memory:
         colour = f"jx-c{CAUSES.index(share.cause)}" if share.cause in CAUSES else "jx-other"
@@ -211,7 +211,7 @@ def _memory(report: Facts) -> Markup:
     )
 
 
-def _knobs(report: Facts) -> Markup:
+def _knobs(report: ReportFacts) -> Markup:
     if not report.knobs:
         return Markup()
     short = max(report.total - report.capacity, 0) if report.capacity else 0
@@ -229,7 +229,7 @@ def _largest(share: Share) -> Markup:
     return tag("details", tag("summary", lines[0], overflow_note), tag("ul", *[tag("li", line) for line in lines[1:]]))
 
 
-def _mesh(report: Facts) -> Markup:
+def _mesh(report: ReportFacts) -> Markup:
     named = report.chip is not None or report.count > report.per_node
     nodes = nodes_of_axes(report.sizes, report.per_node)
     looks = dict(zip(shaded_axes(report.sizes), ("shade of a cell", "bar below it"), strict=False))
@@ -243,7 +243,7 @@ def _mesh(report: Facts) -> Markup:
     return join([tag("ul", *axes, *key, cls="jx-key"), mesh(report.sizes, report.per_node, named=named)])
 
 
-def _timeline(report: Facts) -> Markup:
+def _timeline(report: ReportFacts) -> Markup:
     time = _time(report)
     if not time:
         return Markup()
@@ -261,7 +261,7 @@ def _timeline(report: Facts) -> Markup:
     return join([tag("p", words, badge("modelled")), legend, timeline(time)])
 
 
-def _arguments(report: Facts) -> Markup:
+def _arguments(report: ReportFacts) -> Markup:
     if not report.arguments:
         return Markup()
     head = ("path", "placed as", "shape", "on one device", "bytes", "role")
@@ -280,10 +280,10 @@ def _argument(argument: Argument) -> tuple[str, ...]:
     return (argument.path, argument.placed, *shapes, show_bytes(argument.bytes), role)
 
 
-def _notes(report: Facts) -> Markup:
+def _notes(report: ReportFacts) -> Markup:
     return tag("ul", *[tag("li", note) for note in report.notes]) if report.notes else Markup()
 
 
-def _legend(report: Facts) -> Markup:
+def _legend(report: ReportFacts) -> Markup:
     provenances = [how for how in HOW if how != "modelled" or _time(report)]
     return tag("ul", *[tag("li", badge(how), f" {HOW[how]}") for how in provenances], cls="jx-key jx-legend")

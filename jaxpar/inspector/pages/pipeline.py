@@ -8,7 +8,7 @@ from jaxpar.html.markup import Markup, badge, join, tag
 from jaxpar.mesh.collective import Collective
 from jaxpar.pipeline.draw.schedule import count_noun, describe_cut, svg
 from jaxpar.pipeline.draw.thumbnail import overview
-from jaxpar.pipeline.tables.price import Times, price
+from jaxpar.pipeline.tables.price import OpTimes, price
 from jaxpar.pipeline.tables.schedule import Schedule
 from jaxpar.units import show_bytes
 
@@ -35,7 +35,7 @@ def facts(schedule: Schedule, ledger: Sequence[Collective]) -> dict[str, Any]:
         "ticks": schedule.ticks,
         "phased": schedule.phased,
         "bubble": schedule.bubble,
-        "bubble_in_time": price(schedule, Times()).barrier_bubble,
+        "bubble_in_time": price(schedule, OpTimes()).barrier_bubble,
         "kept": list(schedule.peak),
         "messages": schedule.messages,
         "permutes": sum(entry.times or 0 for entry in permutes) if is_countable else None,
@@ -79,7 +79,7 @@ def section(schedule: Schedule, ledger: Sequence[Collective]) -> Markup:
 
 def picture(schedule: Schedule) -> Markup:
     """The tick table as SVG inside HTML, small enough to send whatever its size."""
-    image = svg(schedule, Times()) if _cells(schedule) <= _TOLD else overview(schedule, Times())
+    image = svg(schedule, OpTimes()) if _cells(schedule) <= _TOLD else overview(schedule, OpTimes())
     return Markup(image.replace(' xmlns="http://www.w3.org/2000/svg"', "", 1).strip())
 
 

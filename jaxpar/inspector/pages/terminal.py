@@ -1,7 +1,7 @@
 """The report as a page of text."""
 
 from jaxpar.columns import fold, table, terminal_width
-from jaxpar.inspector.facts import Facts
+from jaxpar.inspector.facts import ReportFacts
 from jaxpar.inspector.pages.pipeline import sentences
 from jaxpar.mesh.collective import Collective
 from jaxpar.units import show_bytes, show_count, show_seconds
@@ -10,7 +10,7 @@ _ROWS = 24
 _BAR = 28
 
 
-def page(report: Facts, *, width: int | None = None) -> str:
+def page(report: ReportFacts, *, width: int | None = None) -> str:
     """Renders the whole report.
 
     Args:
@@ -23,7 +23,7 @@ def page(report: Facts, *, width: int | None = None) -> str:
     return fold("\n\n".join(part for part in parts if part) + "\n", width)
 
 
-def _head(report: Facts) -> str:
+def _head(report: ReportFacts) -> str:
     axes = " x ".join(f"{axis} {size}" for axis, size in report.sizes.items() if size > 1) or "one device"
     nodes = -(-report.count // report.per_node)
     where = f"{report.devices}, {axes}" + (f", {nodes} nodes of {report.per_node}" if report.chip and nodes > 1 else "")
@@ -31,7 +31,7 @@ def _head(report: Facts) -> str:
     return f"{report.title}\n{where}; compiled in {show_seconds(report.seconds)} by {versions}"
 
 
-def _memory(report: Facts, width: int) -> str:
+def _memory(report: ReportFacts, width: int) -> str:
     room = "no capacity on simulated devices"
     if report.capacity is not None and report.chip is not None:
         room = f"{'fits' if report.fits else 'DOES NOT FIT'}: {report.room}"
@@ -57,14 +57,14 @@ def _memory(report: Facts, width: int) -> str:
     return "\n".join(lines)
 
 
-def _pipeline(report: Facts) -> str:
+def _pipeline(report: ReportFacts) -> str:
     if report.schedule is None:
         return ""
     first, *more_sentences = (f"{words} ({how})" for words, how in sentences(report.schedule, report.ledger))
     return "\n  ".join([f"Pipeline: {first}", *more_sentences])
 
 
-def _ledger(report: Facts, width: int) -> str:
+def _ledger(report: ReportFacts, width: int) -> str:
     if not report.ledger:
         return "Collectives: none"
     header = ("collective", "axes", "dtype", "group", "times", "payload", "wire/step", "", "because", "at")
@@ -89,7 +89,7 @@ def _row(entry: Collective) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _work(report: Facts) -> str:
+def _work(report: ReportFacts) -> str:
     flop = report.flop
     lines = [f"FLOP per device and step: {show_count(flop.total)} (compiled)"]
     if flop.recomputed:
@@ -112,7 +112,7 @@ def _work(report: Facts) -> str:
     return "\n".join(lines)
 
 
-def _flags(report: Facts) -> str:
+def _flags(report: ReportFacts) -> str:
     lines = [f"Flags: {len(report.flags)}" if report.flags else "Flags: none"]
     lines += [f"  {flag}" for flag in report.flags]
     lines += [f"note: {note}" for note in report.notes]

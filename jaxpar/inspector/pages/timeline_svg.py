@@ -10,7 +10,7 @@ from math import floor, log10
 
 from jaxpar.html.markup import Markup, join, percent, rect_with_tooltip, tag
 from jaxpar.inspector.pages.mesh_svg import kind_class
-from jaxpar.inspector.timeline import Event, Timeline
+from jaxpar.inspector.timeline import Timeline, TimelineEvent
 from jaxpar.units import show_seconds
 
 _PIXEL = 1 / 600  # share of a step: narrower events are drawn together with their neighbours
@@ -83,7 +83,7 @@ class Span:
         return max(self.busy, key=lambda name: self.busy[name])
 
 
-def spans(events: Iterable[Event], step: Sequence[Stretch]) -> list[Span]:
+def spans(events: Iterable[TimelineEvent], step: Sequence[Stretch]) -> list[Span]:
     """Groups the events of one stream: those narrower than a pixel join their neighbours."""
     result: list[Span] = []
     small = False

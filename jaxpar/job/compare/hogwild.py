@@ -22,7 +22,7 @@ LAST = 0.1  # share of the last updates whose loss is averaged
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class RaceRow:
     """The result for one number of threads.
 
     Attributes:
@@ -42,7 +42,7 @@ class Row:
     write_share: float
 
 
-def train(job: Job, workers: Sequence[int]) -> Iterator[Row]:
+def train(job: Job, workers: Sequence[int]) -> Iterator[RaceRow]:
     """Yields a row for each number of threads; each starts anew and makes `train.steps` updates.
 
     Args:
@@ -69,7 +69,7 @@ def train(job: Job, workers: Sequence[int]) -> Iterator[Row]:
             rate=lambda number: float(rates[number]), seed=job.train.seed,
         )  # fmt: skip
         tail = max(1, int(LAST * len(result.loss)))
-        yield Row(
+        yield RaceRow(
             workers=count,
             loss=float(np.mean(result.loss[-tail:])),
             eval_loss=evaluate(local_job, step, source, result.state),

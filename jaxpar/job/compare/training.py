@@ -14,7 +14,7 @@ from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.exchange.all_reduce import AllReduce
 from jaxpar.exchange.base import Exchange
 from jaxpar.exchange.clock import delays
-from jaxpar.exchange.clock.delays import Times
+from jaxpar.exchange.clock.delays import WorkerTimes
 from jaxpar.exchange.clock.elastic import AsynchronousEasgd
 from jaxpar.exchange.clock.events import Simulated, mean_staleness
 from jaxpar.job.build import assemble
@@ -65,7 +65,7 @@ class Curve:
         }  # fmt: skip
 
 
-def train(job: Job, method: Method, times: Times, link: Link) -> Curve:
+def train(job: Job, method: Method, times: WorkerTimes, link: Link) -> Curve:
     """Trains a job by a method, on as many examples as the job has.
 
     Args:
@@ -143,7 +143,7 @@ def replicas(job: Job) -> int:
     return infer_sizes(job.parallel.sizes, device_count(job))["data"]
 
 
-def _train_exchange(job: Job, method: Method, exchange: Exchange, times: Times, link: Link) -> Curve:
+def _train_exchange(job: Job, method: Method, exchange: Exchange, times: WorkerTimes, link: Link) -> Curve:
     job = _with_exchange(job, exchange)
     step, source = assemble(job, jax.devices()[: device_count(job)]), open_data(job)
     state, losses = init_state(step.layout, step.optimizer, seed=job.train.seed), []
@@ -162,7 +162,7 @@ def _train_exchange(job: Job, method: Method, exchange: Exchange, times: Times, 
     )
 
 
-def _simulate(job: Job, method: Method, algorithm: Simulated, times: Times, link: Link) -> Curve:
+def _simulate(job: Job, method: Method, algorithm: Simulated, times: WorkerTimes, link: Link) -> Curve:
     workers = replicas(job)
     size, source = _examples(job, algorithm, method.name), open_data(job)
     device_bytes = _parameter_bytes(
@@ -189,7 +189,7 @@ def _simulate(job: Job, method: Method, algorithm: Simulated, times: Times, link
     )  # fmt: skip
 
 
-def _elastic(job: Job, method: Method, algorithm: AsynchronousEasgd, times: Times, link: Link) -> Curve:
+def _elastic(job: Job, method: Method, algorithm: AsynchronousEasgd, times: WorkerTimes, link: Link) -> Curve:
     """Trains by asynchronous EASGD; the curve has an entry per local step, in order of completion."""
     workers = replicas(job)
     size, source = _examples(job, algorithm, method.name), open_data(job)

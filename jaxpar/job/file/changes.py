@@ -32,7 +32,7 @@ MISSING = "not set"
 
 
 @dataclass(frozen=True)
-class Change:
+class KeyChange:
     """A key of a job whose value has changed; both values as TOML writes them."""
 
     key: str
@@ -48,7 +48,7 @@ class Change:
         return f"leave {self.key} out" if self.old_value == MISSING else f"{self.key} = {self.old_value}"
 
 
-def compare(folder: Path, job: Job) -> list[Change]:
+def compare(folder: Path, job: Job) -> list[KeyChange]:
     """Compares a job with the one that a run folder was trained with.
 
     Raises:
@@ -59,17 +59,17 @@ def compare(folder: Path, job: Job) -> list[Change]:
     previous = job_of(folder)
     old, new = _keys(previous), _keys(job)
     result = [
-        Change(key, old.get(key, MISSING), new.get(key, MISSING))
+        KeyChange(key, old.get(key, MISSING), new.get(key, MISSING))
         for key in new | old
         if not key.startswith(UNSAID) and old.get(key, MISSING) != new.get(key, MISSING)
     ]
     if old[f"{EXCHANGE}.name"] == new[f"{EXCHANGE}.name"]:
         return result
-    exchange_change = Change(EXCHANGE, _settings(previous.parallel.exchange), _settings(job.parallel.exchange))
+    exchange_change = KeyChange(EXCHANGE, _settings(previous.parallel.exchange), _settings(job.parallel.exchange))
     return [exchange_change, *(change for change in result if not change.key.startswith(f"{EXCHANGE}."))]
 
 
-def check(differences: list[Change], job: Job, at: int) -> None:
+def check(differences: list[KeyChange], job: Job, at: int) -> None:
     """Refuses changes that alter the run's losses unless `run.changed` names them.
 
     Args:
@@ -115,7 +115,7 @@ def save_job(folder: Path, job: Job) -> None:
     write_text(file, text)
 
 
-def _binds(change: Change, job: Job, at: int) -> bool:
+def _binds(change: KeyChange, job: Job, at: int) -> bool:
     if change.key == "train.steps":  # an unfinished run would get other learning rates
         return job.optimizer.decay != "constant" and at < int(change.old_value)
     return change.key.startswith(BINDING) and change.key not in FREE

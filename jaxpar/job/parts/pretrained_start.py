@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxpar.checkpoint import Checkpoints, start_from
-from jaxpar.checkpoint.manifest import Array
+from jaxpar.checkpoint.manifest import SavedArray
 from jaxpar.checkpoint.start_from import Origin
 from jaxpar.data.spec import OURS
 from jaxpar.data.tokenizers.tokenizer_facts import NAME, read_tokenizer
@@ -43,9 +43,9 @@ def check_start(job: Job, layout: Layout) -> tuple[Pretrained, Origin]:
     problems = [*(_other_model(job, model) if is_default else ()), *_other_tokens(job, model)]
     if problems:
         raise JaxparError(*problems)
-    source_arrays = {path: Array(tensor.shape, str(tensor.dtype), 0) for path, tensor in model.params.items()}
+    source_arrays = {path: SavedArray(tensor.shape, str(tensor.dtype), 0) for path, tensor in model.params.items()}
     targets = {
-        path: Array(leaf.shape, str(jnp.dtype(leaf.dtype)), leaf.bytes)
+        path: SavedArray(leaf.shape, str(jnp.dtype(leaf.dtype)), leaf.bytes)
         for path, leaf in checkpoint_leaves(layout.blueprint).items()
     }
     return model, start_from.plan(spec, Path(spec.start_from), source_arrays, targets)

@@ -93,7 +93,7 @@ RECORDED = "run.json is what a run says of its machine and layout"
 
 
 @dataclass(frozen=True)
-class Event:
+class RunEvent:
     """An event of a run.
 
     Attributes:
@@ -164,15 +164,15 @@ class RunContents:
         return changes
 
     @cached_property
-    def events(self) -> list[Event]:
+    def events(self) -> list[RunEvent]:
         """Starts, faults, changes and messages about checkpoints, ordered by step."""
         result = [
-            Event(int(event.get("step") or 0), event.get("time"), kind_of(event["said"]), event["said"])
+            RunEvent(int(event.get("step") or 0), event.get("time"), kind_of(event["said"]), event["said"])
             for event in self.messages
         ]
         skip_steps = {int(number) for event in result for number in re.findall(r"^step (\d+) skipped", event.what)}
         result += [
-            Event(row["step"], None, "fault", f"step {row['step']} skipped: its update was not taken")
+            RunEvent(row["step"], None, "fault", f"step {row['step']} skipped: its update was not taken")
             for row in self.rows
             if row.get("skipped") and row["step"] not in skip_steps
         ]

@@ -38,7 +38,7 @@ class Keys(NamedTuple):
 Placed = TypeVar("Placed", Queries, Keys)
 
 
-class Sums(NamedTuple):
+class KernelSums(NamedTuple):
     """Running sums of queries over the keys they have met."""
 
     out: jax.Array  # [n, b, g, r, q, k]: sum of exp(score - top) v
@@ -68,11 +68,11 @@ def accumulator_dtype(x: jax.Array) -> jnp.dtype:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def initial_sums(q: jax.Array) -> Sums:
+def initial_sums(q: jax.Array) -> KernelSums:
     """Initial sums, before any key is met."""
     dtype = accumulator_dtype(q)
     lowest = jnp.full(q.shape[:-1], -0.5 * jnp.finfo(dtype).max, dtype)
-    return Sums(jnp.zeros(q.shape, dtype), jnp.zeros(q.shape[:-1], dtype), lowest)
+    return KernelSums(jnp.zeros(q.shape, dtype), jnp.zeros(q.shape[:-1], dtype), lowest)
 
 
 def zero_grads(kv: jax.Array) -> jax.Array:
@@ -80,16 +80,16 @@ def zero_grads(kv: jax.Array) -> jax.Array:
     return jnp.zeros(kv.shape, accumulator_dtype(kv))
 
 
-def finalize(sums: Sums, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+def finalize(sums: KernelSums, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """Output and logsumexp of queries that have met all keys; the output is 0 for a query that saw none of them."""
     total = jnp.where(sums.total == 0, 1, sums.total)
     return (sums.out / total[..., None]).astype(dtype), sums.top + jnp.log(total)
 
 
-def accumulate(sums: Sums, queries: Queries, keys: Keys, table: Table, rule: AttentionMask) -> Sums:
+def accumulate(sums: KernelSums, queries: Queries, keys: Keys, table: Table, rule: AttentionMask) -> KernelSums:
     """Adds to the sums of each row's block of queries (first entry) the keys of its block (second entry)."""
 
-    def step(sums: Sums, row: jax.Array) -> tuple[Sums, None]:
+    def step(sums: KernelSums, row: jax.Array) -> tuple[KernelSums, None]:
         i, j = row[0], row[1]
         scores, seen = _scores(queries, keys, i, j, rule)
         out, total, top = (_block_at(x, i) for x in sums)
@@ -98,8 +98,8 @@ def accumulate(sums: Sums, queries: Queries, keys: Keys, table: Table, rule: Att
         decay = jnp.exp(top - higher)
         v = _block_at(keys.kv, j)[1]
         added = jnp.einsum("bgrqc,bgck->bgrqk", shares.astype(v.dtype), v, preferred_element_type=out.dtype)
-        new = Sums(out * decay[..., None] + added, total * decay + jnp.sum(shares, axis=-1), higher)
-        return Sums(*(_put(x, y, i) for x, y in zip(sums, new, strict=True))), None
+        new = KernelSums(out * decay[..., None] + added, total * decay + jnp.sum(shares, axis=-1), higher)
+        return KernelSums(*(_put(x, y, i) for x, y in zip(sums, new, strict=True))), None
 
     return jax.lax.scan(step, sums, jnp.asarray(table))[0]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxpar.errors import Problem, refuse, suggest
 from jaxpar.mesh.axes import AXES
-from jaxpar.mesh.preset import Option
+from jaxpar.mesh.preset import CompilerOption
 from jaxpar.models.islands import implemented
 from jaxpar.parallel.declaration import Axes, Parallel
 from jaxpar.parallel.grouped_convolutions import split_convolutions
@@ -146,7 +146,7 @@ _LIMITS = {
 }
 
 
-def compiler_options(layout: Layout) -> list[Option]:
+def compiler_options(layout: Layout) -> list[CompilerOption]:
     """Returns the XLA options for the axes that are used."""
     techniques = [technique for axis, technique in TECHNIQUES.items() if layout.sizes.get(axis, 1) > 1]
     return [option for technique in techniques for option in technique.compiler_options(layout)]

@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxpar.errors import Problem
 from jaxpar.mesh.axes import AXES
-from jaxpar.mesh.preset import Option
+from jaxpar.mesh.preset import CompilerOption
 from jaxpar.parallel.declaration import Axes, Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques.attention_choice import Choose
@@ -63,7 +63,7 @@ class Technique:
     how: Mapping[str, Mapping[str, Callable]] = field(default_factory=dict)
     bind: Callable[[Layout, Mapping[str, Callable], TracedStep], Mapping[str, Callable]] = lambda _, how, __: how
     check: Callable[[Layout, set[str], Any], None] = lambda *_: None
-    compiler_options: Callable[[Layout], Iterable[Option]] = lambda _: ()
+    compiler_options: Callable[[Layout], Iterable[CompilerOption]] = lambda _: ()
 
 
 def unsplit_axis_problems(layout: Layout, axis: str, dims: str) -> list[Problem]:

@@ -18,7 +18,7 @@ import jax
 
 from jaxpar.errors import Problem, nearest_divisor, refuse, suggest
 from jaxpar.mesh.chips import find_chip
-from jaxpar.mesh.preset import Option
+from jaxpar.mesh.preset import CompilerOption
 from jaxpar.models.dim_names import spec_of
 from jaxpar.models.islands import QUERIES, note
 from jaxpar.parallel.declaration import Axes, Parallel
@@ -91,7 +91,7 @@ KERNEL = {
     "cudnn": "parts of attention are run by cuDNN's kernel, as asked",
     "plain": "parts of attention are run in blocks of plain JAX, as asked",
 }
-_AT_ONCE = Option(
+_AT_ONCE = CompilerOption(
     name="xla_gpu_experimental_parallel_collective_overlap_limit",
     value=2,
     why="a turn sends keys and gradients of keys; with one collective at a time, the step waits for one of the two",
@@ -158,7 +158,7 @@ def resolve(layout: Layout, compose: Compose) -> Layout:
     return with_note(layout, f"context: {KERNEL[kernel]}{addition}") if rotates else layout
 
 
-def compiler_options(layout: Layout) -> list[Option]:
+def compiler_options(layout: Layout) -> list[CompilerOption]:
     """Lets XLA run two permutes at once, where keys rotate."""
     return [_AT_ONCE] if layout.parallel.implementations.get("context") in ("ring", "auto") else []
 

@@ -6,7 +6,7 @@ from typing import Any
 from jaxpar.errors import JaxparError
 from jaxpar.pipeline.draw.svg import printable
 from jaxpar.pipeline.tables import library
-from jaxpar.pipeline.tables.price import Price, Times, price
+from jaxpar.pipeline.tables.price import OpTimes, Price, price
 from jaxpar.pipeline.tables.schedule import Schedule
 
 HEAD = ("schedule", "chunks", "ticks", "ideal", "barrier", "work", "slots", "kept", "stash", "messages")
@@ -35,7 +35,7 @@ def row(schedule: Schedule, cost: Price) -> dict[str, Any]:
     }
 
 
-def compare(times: Times, *, stages: int, microbatches: int, chunks: int | None = None) -> list[dict[str, Any]]:
+def compare(times: OpTimes, *, stages: int, microbatches: int, chunks: int | None = None) -> list[dict[str, Any]]:
     """Returns a row for every schedule of the library: its price, or the reason it cannot be built.
 
     Args:

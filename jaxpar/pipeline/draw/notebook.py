@@ -12,7 +12,7 @@ from jaxpar.pipeline.draw.schedule import count_noun, describe_cut, svg
 from jaxpar.pipeline.draw.thumbnail import overview
 from jaxpar.pipeline.tables import library
 from jaxpar.pipeline.tables.csv import from_csv, to_csv
-from jaxpar.pipeline.tables.price import Price, Times, price
+from jaxpar.pipeline.tables.price import OpTimes, Price, price
 from jaxpar.pipeline.tables.schedule import Schedule
 
 TOLD = 300  # cells: in larger tables bars have no tooltips, to keep the page small
@@ -40,7 +40,7 @@ class NotebookSchedule(Schedule):
 
     def _picture(self) -> Markup:
         small = self.ticks * self.stages - self.idle <= TOLD
-        picture = svg(self, Times()) if small else overview(self, Times())
+        picture = svg(self, OpTimes()) if small else overview(self, OpTimes())
         return Markup(picture.replace(' xmlns="http://www.w3.org/2000/svg"', "", 1).strip())
 
     def price(self, **times: float | tuple[float, ...]) -> Price:
@@ -109,8 +109,8 @@ def _shown(made: Schedule) -> NotebookSchedule:
     return NotebookSchedule(**{field.name: getattr(made, field.name) for field in fields(Schedule)})
 
 
-def _times(given: dict[str, float | tuple[float, ...]]) -> Times:
-    names = [field.name for field in fields(Times)]
+def _times(given: dict[str, float | tuple[float, ...]]) -> OpTimes:
+    names = [field.name for field in fields(OpTimes)]
     if unknown := [key for key in given if key not in names]:
         raise refuse(f"{unknown[0]}={given[unknown[0]]!r:.40}", rule=f"times are {', '.join(names)}", fix="forward=1.0")
-    return Times(**given)  # pyright: ignore[reportArgumentType]
+    return OpTimes(**given)  # pyright: ignore[reportArgumentType]

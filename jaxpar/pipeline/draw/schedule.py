@@ -26,7 +26,7 @@ from jaxpar.pipeline.draw.svg import (
     shade,
     text_width,
 )
-from jaxpar.pipeline.tables.price import Price, Times, price
+from jaxpar.pipeline.tables.price import OpTimes, Price, price
 from jaxpar.pipeline.tables.schedule import Cell, Schedule
 
 PALETTE = {"F": (25, 75, 117, 153), "B": (208, 215, 222, 230), "W": (29, 78, 115, 158)}  # of 256: by chunk
@@ -107,7 +107,7 @@ class TimedRun:
     bubble: float
 
 
-def svg(schedule: Schedule, times: Times) -> str:
+def svg(schedule: Schedule, times: OpTimes) -> str:
     """Returns an SVG file that shows both runs and the saved activations.
 
     Args:
@@ -195,7 +195,7 @@ def _head(schedule: Schedule, cost: Price, sheet: Sheet) -> str:
     return heading(name, describe_cut(schedule), 36, size=20) + label(20, 60, f"{words} · {counts}", size=13)
 
 
-def _legend(schedule: Schedule, cost: Price, times: Times) -> str:
+def _legend(schedule: Schedule, cost: Price, times: OpTimes) -> str:
     """Returns the legend of the colours, with each op's time."""
     lengths_of: dict[str, list[float]] = {op: [] for op in op_names(schedule)}
     for tick, stage, cell in schedule:

@@ -19,13 +19,13 @@ from jaxpar.pipeline.draw.svg import (
     shade,
     text_width,
 )
-from jaxpar.pipeline.tables.price import Price, Times, price
+from jaxpar.pipeline.tables.price import OpTimes, Price, price
 from jaxpar.pipeline.tables.schedule import Schedule
 
 MOST = 6000  # cells: about 200 kB
 
 
-def overview(schedule: Schedule, times: Times) -> str:
+def overview(schedule: Schedule, times: OpTimes) -> str:
     """Returns an SVG file that shows a table as one program runs it.
 
     Args:

@@ -30,7 +30,7 @@ from jaxpar.optim import loss_argument
 from jaxpar.pipeline.run.execute import run_table
 from jaxpar.pipeline.run.program import COLUMNS, Program, TickKind, program
 from jaxpar.pipeline.run.slots import load, store
-from jaxpar.pipeline.run.stage import Keep, Row, Stage
+from jaxpar.pipeline.run.stage import Keep, Stage, TableRow
 from jaxpar.pipeline.run.traced_model import Model
 from jaxpar.pipeline.tables.schedule import Schedule
 from jaxpar.sharding.names import SCOPE
@@ -205,13 +205,13 @@ class _UpdatingStage(Stage):
         super().__init__(how.plan.program, how.model, *params, inputs, keep=how.keep, place=how.place)
         self.plan, self.update, self.scales = how.plan, how.update, scales
 
-    def parameters(self, state: dict, row: Row) -> tuple[Tree, Tree]:
+    def parameters(self, state: dict, row: TableRow) -> tuple[Tree, Tree]:
         """Returns the version of the weights that this cell reads."""
         with jax.named_scope(_VERSIONS):
             shared, chunks = load(state["history"], row.version % self.plan.versions)
         return shared, jax.tree.map(lambda x: x[0], chunks)  # one chunk per stage, as `plan` has checked
 
-    def scale(self, row: Row) -> jax.Array:
+    def scale(self, row: TableRow) -> jax.Array:
         """Returns 1 / tokens of the update of this microbatch."""
         # divides at once: the update follows inside the table, not after the last tick
         return load(self.scales, row.microbatch)
@@ -219,7 +219,7 @@ class _UpdatingStage(Stage):
     def tick(self, kind: TickKind, state: dict, numbers: jax.Array) -> dict:
         """Runs one tick, then the update that follows it."""
         state = super().tick(kind, state, numbers)
-        row, versions = Row(*(numbers[i] for i in range(len(COLUMNS)))), self.plan.versions
+        row, versions = TableRow(*(numbers[i] for i in range(len(COLUMNS)))), self.plan.versions
         take = (row.update == 1) & (row.op > 0)
         # computes the update in every tick and drops most: stages update in different ticks, and XLA copies the buffers
         # that a conditional writes

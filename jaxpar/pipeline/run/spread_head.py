@@ -31,8 +31,8 @@ from jaxpar.jaxprs.dataflow import Traced
 from jaxpar.pipeline.run.execute import run_table
 from jaxpar.pipeline.run.program import COLUMNS, OP_NUMBER, Program, TickKind
 from jaxpar.pipeline.run.slots import load
-from jaxpar.pipeline.run.stage import Keep, Row, Stage, add
-from jaxpar.pipeline.run.traced_model import Model, TracedModel
+from jaxpar.pipeline.run.stage import Keep, Stage, TableRow, add
+from jaxpar.pipeline.run.traced_model import Model, PipelineModel
 
 Tree = Any
 
@@ -151,7 +151,7 @@ class SpreadTable:
         self.keep: Keep = keep
         self.layers, self.embedding, self.head, self.inputs = layers, embedding, head, inputs
         self.forward_only = not program.residual_slots
-        self.traced: TracedModel | None = None
+        self.traced: PipelineModel | None = None
         self.x: Tree = None
         self.first, _ = program.schedule.place(0)
         self.last, _ = program.schedule.place(program.schedule.parts - 1)
@@ -178,7 +178,7 @@ class SpreadTable:
         if kind.last and op == "F":
             return self._with_head(kind, state, rows, x)
 
-        def step(stage: Stage, row: Row, state: dict, *x: Tree):
+        def step(stage: Stage, row: TableRow, state: dict, *x: Tree):
             (stage.embedded,) = x or (None,)  # only ticks of the first part need the embedding
             ops = {"F": stage.forward, "B": stage.backward, "W": stage.weights}
             results = ops[op](kind, state, row, stage.masked_choice(row, op))
@@ -210,13 +210,13 @@ class SpreadTable:
 
         # `write` without `out` stores the residuals and sends nothing: the message of the last stage, dL/dy, is known
         # only after the head, so all stages send in `deliver`
-        def chunk(stage: Stage, row: Row, state: dict, *x: Tree):
+        def chunk(stage: Stage, row: TableRow, state: dict, *x: Tree):
             (stage.embedded,) = x or (None,)
             results = stage.forward(kind._replace(last=False), state, row, stage.masked_choice(row, "F"))
             return _changed(state, stage.write(kind, state, row, results._replace(out=None))), results.out
 
         # the last stage sends the gradient of its output to itself, all others send their output on
-        def deliver(stage: Stage, row: Row, state: dict, y: Tree, dy: Tree):
+        def deliver(stage: Stage, row: TableRow, state: dict, y: Tree, dy: Tree):
             last = (row.op == OP_NUMBER["F"]) & (row.part == self.program.schedule.parts - 1)
             out = jax.tree.map(lambda a, b: jnp.where(last, a, b), dy, y)
             return _changed(state, stage.send(kind, state, row, out))
@@ -248,7 +248,7 @@ class SpreadTable:
                 keep=self.keep, place=self.around.place, traced=self.traced,
             )  # fmt: skip
             self.traced, self.x = stage.traced, stage.traced.x
-            return function(stage, Row(*(numbers[i] for i in range(len(COLUMNS)))), *stacked)
+            return function(stage, TableRow(*(numbers[i] for i in range(len(COLUMNS)))), *stacked)
 
         island = self.around.on_stages(local)
         return lambda rows, *stacked: island(rows, self.layers, self.inputs, *stacked)

@@ -22,14 +22,14 @@ from jaxpar.pipeline.run.choice import BranchChoice, MaskedChoice
 from jaxpar.pipeline.run.program import COLUMNS, OP_NUMBER, Program, TickKind
 from jaxpar.pipeline.run.slots import load, store
 from jaxpar.pipeline.run.sum_shards import Shards, sum_shapes, zeros_like_shapes
-from jaxpar.pipeline.run.traced_model import Model, TracedModel, drop_leading_dim
+from jaxpar.pipeline.run.traced_model import Model, PipelineModel, drop_leading_dim
 from jaxpar.sharding.names import AGAIN, BACKWARD, CHOICE, GRADIENT, MESSAGE, SCOPE, TABLE
 
 Tree = Any
 Keep = Literal["inputs", "residuals"]
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """One stage's cell of a tick, as traced int32 scalars: see `program.COLUMNS`."""
 
     op: Any
@@ -68,7 +68,7 @@ class Stage:
 
     def __init__(
         self, program: Program, model: Model, shared, layers, inputs, *,
-        keep: Keep, place, traced: TracedModel | None = None, shards: Shards | None = None,
+        keep: Keep, place, traced: PipelineModel | None = None, shards: Shards | None = None,
     ):  # fmt: skip
         self.program, self.keep, self.place, self.shards = program, keep, place, shards
         self.schedule = program.schedule
@@ -78,7 +78,7 @@ class Stage:
         chunks = self.schedule.chunks
         # [chunks x layers, ...] -> [chunks, layers, ...], so that a chunk is one dynamic index on the leading dim
         self.chunks = jax.tree.map(lambda x: x.reshape(chunks, x.shape[0] // chunks, *x.shape[1:]), layers)
-        self.traced = traced or TracedModel(
+        self.traced = traced or PipelineModel(
             model, self.schedule, shared, self.chunks, inputs, forward_only=self.forward_only
         )
 
@@ -114,13 +114,13 @@ class Stage:
     @jax.named_scope(TABLE)
     def tick(self, kind: TickKind, state: dict, numbers: jax.Array) -> dict:
         """Runs one tick: the op of this stage, then its writes and its messages."""
-        return self.step(kind, state, Row(*(numbers[i] for i in range(len(COLUMNS)))))
+        return self.step(kind, state, TableRow(*(numbers[i] for i in range(len(COLUMNS)))))
 
-    def masked_choice(self, row: Row, op: str) -> MaskedChoice:
+    def masked_choice(self, row: TableRow, op: str) -> MaskedChoice:
         """Returns the choice for a tick in which all stages run this op, masked on idle stages."""
         return MaskedChoice(row.op == OP_NUMBER[op])
 
-    def step(self, kind: TickKind, state: dict, row: Row) -> dict:
+    def step(self, kind: TickKind, state: dict, row: TableRow) -> dict:
         """Runs one tick."""
         ops = {"F": self.forward, "B": self.backward, "W": self.weights}
         if len(kind.ops) == 1:
@@ -142,7 +142,7 @@ class Stage:
                 results = jax.lax.switch(jnp.asarray(numbered)[row.op], branches)
         return self.write(kind, state, row, results)
 
-    def _fill_missing(self, done: _OpResult, state: dict, row: Row) -> _OpResult:
+    def _fill_missing(self, done: _OpResult, state: dict, row: TableRow) -> _OpResult:
         """Fills missing results with zeros or old totals: branches must return the same structure."""
         return _OpResult(
             out=zeros_like_shapes(self.traced.x) if done.out is None else done.out,
@@ -155,7 +155,7 @@ class Stage:
             sums=state["sums"] if done.sums is None else done.sums,
         )
 
-    def parameters(self, state: dict, row: Row) -> tuple[Tree, Tree]:
+    def parameters(self, state: dict, row: TableRow) -> tuple[Tree, Tree]:
         """Returns the shared parameters, and those of the row's chunk."""
         with jax.named_scope(f"{SCOPE}layers of a chunk"):
             return self.shared, load(self.chunks, row.chunk)
@@ -167,11 +167,11 @@ class Stage:
             state["shared"] if self.shards is None or self.forward_only else zeros_like_shapes(sum_shapes(self.shared))
         )
 
-    def scale(self, row: Row) -> jax.Array:
+    def scale(self, row: TableRow) -> jax.Array:
         """Returns the cotangent of this microbatch's loss."""
         return self.unit_scale  # of the summed loss: the step divides by the count of the whole batch once, at its end
 
-    def _inputs(self, row: Row, shared: Tree):
+    def _inputs(self, row: TableRow, shared: Tree):
         inputs = load(self.inputs, row.microbatch)
         # every stage runs the embedding: it computes `per_layer`, and XLA removes the lookup of an unused x
         x, per_layer = self.traced.embed(shared, inputs)
@@ -191,7 +191,7 @@ class Stage:
 
         return inputs, (inputs, jax.tree.map(mine, per_layer), count, part), x
 
-    def _input(self, kind: TickKind, state: dict, row: Row, choose: MaskedChoice | BranchChoice):
+    def _input(self, kind: TickKind, state: dict, row: TableRow, choose: MaskedChoice | BranchChoice):
         """Returns an op's (known inputs, those of the layers, shared parameters, parameters of the chunk, x)."""
         shared, chunk = self.parameters(state, row)
         inputs, layer_args, embedded = self._inputs(row, shared)
@@ -200,7 +200,7 @@ class Stage:
             x = self.place("x", choose(row.part == 0, lambda: embedded, lambda: x))
         return inputs, layer_args, shared, chunk, x
 
-    def forward(self, kind: TickKind, state: dict, row: Row, choose: MaskedChoice | BranchChoice) -> _OpResult:
+    def forward(self, kind: TickKind, state: dict, row: TableRow, choose: MaskedChoice | BranchChoice) -> _OpResult:
         """Runs F: the chunk's forward, and on the last part the head and its gradient."""
         inputs, layer_args, params, chunk, x = self._input(kind, state, row, choose)
         residuals = slots = None
@@ -231,7 +231,7 @@ class Stage:
         """Whether ops read and write buffers in place: not inside a switch, which would copy them."""
         return len(kind.ops) == 1 and not self.schedule.split
 
-    def _read_in_place(self, chunk: Tree, row: Row) -> Tree:
+    def _read_in_place(self, chunk: Tree, row: TableRow) -> Tree:
         """Returns the chunk's parameters; with several chunks as places, which an op reads one layer at a time.
 
         Slicing out a chunk copies its parameters, and XLA hoists the copies of all ticks to the start of their loop.
@@ -239,10 +239,10 @@ class Stage:
         several_chunks = self.schedule.chunks > 1
         return jax.tree.map(lambda buffer: BufferEntry(buffer, row.chunk), self.chunks) if several_chunks else chunk
 
-    def _places(self, state: dict, row: Row, take: Any = True) -> list[BufferEntry]:
+    def _places(self, state: dict, row: TableRow, take: Any = True) -> list[BufferEntry]:
         return [BufferEntry(buffer, row.residuals, take) for buffer in state["kept"]]
 
-    def _sums(self, state: dict, row: Row) -> Tree:
+    def _sums(self, state: dict, row: TableRow) -> Tree:
         """Returns the places in which the layers' gradients are accumulated."""
 
         def one(path: tuple, buffer: jax.Array) -> BufferEntry:
@@ -259,7 +259,7 @@ class Stage:
 
         return jax.tree_util.tree_map_with_path(one, state["layers"])
 
-    def _residuals(self, state: dict, row: Row, layer_inputs, chunk, x) -> list:
+    def _residuals(self, state: dict, row: TableRow, layer_inputs, chunk, x) -> list:
         if self.keep == "residuals":
             return load(state["kept"], row.residuals)
         return self._recompute(layer_inputs, chunk, x)
@@ -268,7 +268,7 @@ class Stage:
         with jax.named_scope(AGAIN):  # the inspector counts it as recomputation
             return self.traced.halves.forward(chunk, layer_inputs, x)[1]
 
-    def backward(self, kind: TickKind, state: dict, row: Row, choose: MaskedChoice | BranchChoice) -> _OpResult:
+    def backward(self, kind: TickKind, state: dict, row: TableRow, choose: MaskedChoice | BranchChoice) -> _OpResult:
         """Runs B: the gradient of the input, and that of the weights if the table has no W."""
         inputs, layer_args, params, chunk, x = self._input(kind, state, row, choose)
         g, stash, layers, total = load(state["messages"], row.g), None, None, None
@@ -294,7 +294,7 @@ class Stage:
             shared = choose(choose.active & (row.part == 0), embedding, lambda: shared)
         return _OpResult(out=dx, stash=stash, layers=layers, total=total, shared=shared if kind.first else None)
 
-    def weights(self, kind: TickKind, state: dict, row: Row, choose: MaskedChoice | BranchChoice) -> _OpResult:
+    def weights(self, kind: TickKind, state: dict, row: TableRow, choose: MaskedChoice | BranchChoice) -> _OpResult:
         """Runs W: the gradient of the weights, from the stash of B."""
         assert self.traced.halves.weight_grad is not None  # a table with W is split
         shared, chunk = self.parameters(state, row)
@@ -303,7 +303,7 @@ class Stage:
             dchunk = self.traced.halves.weight_grad(chunk, layer_args, load(state["stash"], row.stash))
         return _OpResult(layers=dchunk)
 
-    def write(self, kind: TickKind, state: dict, row: Row, done: _OpResult) -> dict:
+    def write(self, kind: TickKind, state: dict, row: TableRow, done: _OpResult) -> dict:
         """Stores the results of an op, sends `out`, and stores the messages that arrive; returns the new state.
 
         Every write depends on the op of this stage's row: in a masked tick an idle stage has computed on stale slots,
@@ -350,7 +350,7 @@ class Stage:
             state |= results
         return self.send(kind, state, row, out)
 
-    def send(self, kind: TickKind, state: dict, row: Row, out: Tree) -> dict:
+    def send(self, kind: TickKind, state: dict, row: TableRow, out: Tree) -> dict:
         """Sends the result of every stage, and stores the messages that arrive; returns the new state."""
         state, out = dict(state), self.place("x", out)
         # a permute is a collective: all stages take part in every tick of this kind, and drop the message if their slot

@@ -42,7 +42,7 @@ class Model:
     layers: tuple[int, ...] = ()
 
 
-class TracedModel:
+class PipelineModel:
     """A model's functions, traced for the shapes of one stage.
 
     Attributes:

@@ -20,7 +20,7 @@ Time = float | tuple[float, ...]
 
 
 @dataclass(frozen=True)
-class Times:
+class OpTimes:
     """The time of each op, in any one unit.
 
     A number is the time of one stage's layers, of which each chunk takes 1/chunks; a tuple has one entry for every
@@ -50,7 +50,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Price:
-    """The price of a schedule, in the unit of its `Times`.
+    """The price of a schedule, in the unit of its `OpTimes`.
 
     Attributes:
       asynchronous: Time from the start of the first op to the end of the last, run asynchronously.
@@ -88,7 +88,7 @@ class Price:
         return 1 - sum(self.work) / len(self.work) / span if span else 0.0
 
 
-def price(schedule: Schedule, times: Times) -> Price:
+def price(schedule: Schedule, times: OpTimes) -> Price:
     """Returns the price of a schedule.
 
     Raises:
@@ -118,7 +118,7 @@ def price(schedule: Schedule, times: Times) -> Price:
     return Price(max(free), ticks[-1], tuple(work), computed, starts, tuple(ticks))
 
 
-def _costs(schedule: Schedule, times: Times) -> dict[str, tuple[float, ...]]:
+def _costs(schedule: Schedule, times: OpTimes) -> dict[str, tuple[float, ...]]:
     """Returns, for every op, its time on each part."""
     parts, problems = {}, []
     for key in ("forward", "backward", "weights"):

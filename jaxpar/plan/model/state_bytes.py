@@ -105,7 +105,7 @@ def recipe(optimizer: str, *, momentum: bool = True) -> Recipe:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class State:
+class StateBytes:
     """Bytes of training state on one device, and the recipe behind them.
 
     Attributes:
@@ -149,7 +149,7 @@ class State:
         return f"stage {self.stage}: {self.total / 1e9:.4g} GB = {self.formula} bytes per parameter, {self.recipe.name}"
 
 
-def state(parameters: float, *, stage: int, shards: int, recipe: Recipe = JAXPAR) -> State:
+def state(parameters: float, *, stage: int, shards: int, recipe: Recipe = JAXPAR) -> StateBytes:
     """Returns the bytes of a device's share of the training state.
 
     Args:
@@ -174,7 +174,7 @@ def state(parameters: float, *, stage: int, shards: int, recipe: Recipe = JAXPAR
     def share(size: float, since: int) -> float:
         return size * parameters / (shards if stage >= since else 1)
 
-    return State(
+    return StateBytes(
         recipe=recipe,
         stage=stage,
         shards=shards,
@@ -184,6 +184,6 @@ def state(parameters: float, *, stage: int, shards: int, recipe: Recipe = JAXPAR
     )
 
 
-def table(parameters: float, *, shards: int, recipe: Recipe = JAXPAR) -> tuple[State, ...]:
+def table(parameters: float, *, shards: int, recipe: Recipe = JAXPAR) -> tuple[StateBytes, ...]:
     """Returns the state of a device in each of the four ZeRO stages."""
     return tuple(state(parameters, stage=stage, shards=shards, recipe=recipe) for stage in STAGES)

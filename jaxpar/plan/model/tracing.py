@@ -31,7 +31,7 @@ class Matmul:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trace:
+class ModelTrace:
     """Matmuls and residuals of a forward pass.
 
     Attributes:
@@ -47,7 +47,7 @@ class Trace:
 
 def trace(
     forward: Callable[[str], Callable], params: Any, inputs: Callable[[int], Any], *, takes_remat: bool, name: str
-) -> Trace:
+) -> ModelTrace:
     """Traces a loss and its backward pass, without compiling and without arrays.
 
     Args:
@@ -75,7 +75,7 @@ def trace(
         )
     jaxpr = jax.make_jaxpr(forward("none"))(params, small).jaxpr
     remat_jaxpr = jax.make_jaxpr(forward("full"))(params, small).jaxpr if takes_remat else None
-    return Trace(
+    return ModelTrace(
         matmuls=tuple(Matmul(flop=flop / ROWS[0], times=times, kind=kind) for flop, times, kind in _matmuls(jaxpr)),
         residual_bytes=residuals,
         blocks=_blocks(remat_jaxpr) if remat_jaxpr is not None else 0,

@@ -26,7 +26,7 @@ _TIERS = (
 _APART = 0.13  # least distance of tick labels, as a share of the width
 
 
-class Frame:
+class PlotFrame:
     """The frame of the plot: maps seconds and bytes to coordinates; `room` is the limit of memory."""
 
     def __init__(self, points: Points, room: float):
@@ -45,7 +45,7 @@ class Frame:
 
 def scatter(plan: Plan) -> Markup:
     """Returns the plot with its axes, and a legend with the numbers of the marked layouts."""
-    frame = Frame(plan.points, plan.question.memory_limit)
+    frame = PlotFrame(plan.points, plan.question.memory_limit)
     sizes = memory_ticks(plan.question.memory_limit)
     side = [tag("text", show_bytes(size), x="100%", dx="-7", y=_n(frame.y(size) + 4), text_anchor="end")
             for size in sizes]  # fmt: skip
@@ -83,7 +83,7 @@ def memory_ticks(room: float) -> list[float]:
     return [float(size) * unit for size in range(0, int(room / unit) + 1, step)]
 
 
-def time_ticks(frame: Frame) -> list[float]:
+def time_ticks(frame: PlotFrame) -> list[float]:
     """Returns round seconds within the frame, far enough apart for their labels; rounder ones take precedence."""
     ticks: list[float] = []
     powers = range(int(frame.low / log(10)) - 2, int(frame.high / log(10)) + 2)
@@ -102,7 +102,7 @@ def show_tick(seconds: float) -> str:
     return f"{seconds:.5g} s" if seconds >= 1 else f"{seconds * 1000:.5g} ms"
 
 
-def _field(points: Points, frame: Frame, sizes: list[float]) -> Markup:
+def _field(points: Points, frame: PlotFrame, sizes: list[float]) -> Markup:
     """Returns dots, front and grid as paths that stretch with the width, with constant strokes."""
     x, y = WIDTH * frame.x(points.seconds), frame.y(points.bytes)
     grid = "".join(f"M0 {_n(frame.y(size))}H{WIDTH}" for size in sizes)
@@ -120,7 +120,7 @@ def _field(points: Points, frame: Frame, sizes: list[float]) -> Markup:
                aria_label="Memory against time of every layout that fits")  # fmt: skip
 
 
-def _marks(plan: Plan, frame: Frame) -> Markup:
+def _marks(plan: Plan, frame: PlotFrame) -> Markup:
     """Returns marks that do not stretch: dots of the front with titles, the chosen and the fastest layout."""
     points, elements = plan.points, []
     for i in points.fastest_below(np.linspace(0, 1, 33) * frame.top).tolist():

@@ -17,7 +17,7 @@ from jaxpar.units import show_bytes, show_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
-class Option:
+class AdviceOption:
     """A kind of layout that the rule names.
 
     Attributes:
@@ -45,7 +45,7 @@ class Advice:
     plan: Plan
     situation: Situation
     rule: Rule
-    options: tuple[Option, ...]
+    options: tuple[AdviceOption, ...]
 
     @property
     def recommended(self) -> Ranked | None:
@@ -141,7 +141,7 @@ def situation_of(question: Question) -> Situation:
     return make_situation(nodes=nodes, needs=needs, room=question.limit(Candidate()), bandwidth=link.bandwidth)
 
 
-def _options(question: Question, rule: Rule) -> Iterator[Option]:
+def _options(question: Question, rule: Rule) -> Iterator[AdviceOption]:
     candidates = question.legal()
     sizes, seconds = question.bytes(candidates).total, question.seconds(candidates).total
     for layouts in rule.layouts:
@@ -149,13 +149,15 @@ def _options(question: Question, rule: Rule) -> Iterator[Option]:
         fits = mask & (sizes <= question.limit(candidates))
         if fits.any():
             fastest = select_one(candidates, int(np.argmin(np.where(fits, seconds, np.inf))))
-            yield Option(layouts=layouts, best=predict(question, fastest))
+            yield AdviceOption(layouts=layouts, best=predict(question, fastest))
         elif mask.any():
             i = int(np.argmin(np.where(mask, sizes, np.inf)))
             reason = f"the leanest, {describe(select_one(candidates, i))}, needs {show_bytes(float(sizes[i]))}"
-            yield Option(layouts=layouts, best=None, why=f"does not fit: {reason}")
+            yield AdviceOption(layouts=layouts, best=None, why=f"does not fit: {reason}")
         else:
-            yield Option(layouts=layouts, best=None, why="is not possible with these devices, heads, layers and rows")
+            yield AdviceOption(
+                layouts=layouts, best=None, why="is not possible with these devices, heads, layers and rows"
+            )
 
 
 def _mesh(ranked: Ranked) -> tuple:

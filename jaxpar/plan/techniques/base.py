@@ -122,7 +122,7 @@ def no_seconds(*_: Any) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Technique:
+class PlanTechnique:
     """The options and costs of a technique in a plan.
 
     Attributes:

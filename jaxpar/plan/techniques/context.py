@@ -24,7 +24,7 @@ from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model import ring_attention
 from jaxpar.plan.model.layer_time import attention, scores
 from jaxpar.plan.model.shape import NamedDims, Shape
-from jaxpar.plan.techniques.base import BYTES, SentCollective, Settings, Technique
+from jaxpar.plan.techniques.base import BYTES, PlanTechnique, SentCollective, Settings
 from jaxpar.plan.techniques.context_forms import moved_share
 
 # tokens of a row from which a search tries Ulysses, and above which also rings; `crossover` has where they are faster
@@ -156,7 +156,7 @@ def allowed_forms(model: Shape, context: int, tensor: int) -> list[tuple[str, in
     return results
 
 
-CONTEXT = Technique(
+CONTEXT = PlanTechnique(
     axis="context",
     model_type=Shape,
     rule=" and divides the tokens of a row",

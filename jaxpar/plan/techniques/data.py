@@ -18,7 +18,7 @@ from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model.layer_bytes import stage_parameters
 from jaxpar.plan.model.shape import CountedModel, Shape
 from jaxpar.plan.model.state_bytes import Recipe
-from jaxpar.plan.techniques.base import Technique, Work
+from jaxpar.plan.techniques.base import PlanTechnique, Work
 
 
 def overlapped_seconds(
@@ -79,7 +79,7 @@ def _price_each(price: Callable[..., float], *numbers: Any) -> Any:
     return prices[np.ravel(indices)].reshape(columns[0].shape)
 
 
-DATA = Technique(
+DATA = PlanTechnique(
     axis="data",
     bytes=exchange_state,
     overlapped_seconds=overlapped_seconds,

@@ -19,7 +19,7 @@ from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model.layer_time import tokens
 from jaxpar.plan.model.shape import NamedDims, Shape
-from jaxpar.plan.techniques.base import BYTES, Settings, Technique
+from jaxpar.plan.techniques.base import BYTES, PlanTechnique, Settings
 from jaxpar.plan.techniques.span import auto_head
 
 
@@ -99,7 +99,7 @@ def spread_head_seconds(shape: Shape, candidate: Candidate, hardware: Hardware) 
     return 2 * all_reduce, 3 * all_reduce
 
 
-PIPE = Technique(
+PIPE = PlanTechnique(
     axis="pipe",
     in_schedule=True,
     model_type=Shape,

@@ -23,7 +23,7 @@ from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model.shape import NamedDims, Shape
 from jaxpar.plan.model.state_bytes import Recipe
-from jaxpar.plan.techniques.base import Technique, Work
+from jaxpar.plan.techniques.base import PlanTechnique, Work
 from jaxpar.plan.techniques.span import gathered_bytes
 
 SUMMED = 4  # bytes of a gradient that one program on all stages has accumulated over its table: float32
@@ -193,7 +193,7 @@ def working_bytes(model: NamedDims, candidate: Candidate, software: SoftwareMode
     return {"working": gathered_bytes(model, candidate, software, recipe)}
 
 
-SHARDING = Technique(
+SHARDING = PlanTechnique(
     axis="fsdp",
     variants=zero_stages,
     bytes=working_bytes,

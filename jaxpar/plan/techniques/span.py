@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxpar.parallel.pipeline_options import HELD, LEAST
 from jaxpar.pipeline.tables.library import LIBRARY, schedule
-from jaxpar.pipeline.tables.price import Times, price
+from jaxpar.pipeline.tables.price import OpTimes, price
 from jaxpar.pipeline.tables.schedule import Schedule
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.software import SoftwareModel
@@ -83,11 +83,11 @@ def slowest(table: Schedule, times: tuple[float, ...]) -> tuple[int, ...]:
     return tuple(counts.values())
 
 
-def _times(table: Schedule, times: tuple[float, ...]) -> Times:
+def _times(table: Schedule, times: tuple[float, ...]) -> OpTimes:
     """Returns the times of every part; the last part includes the head."""
     forward, backward, weights, head_f, head_b, send = times
     parts = lambda time, extra=0.0: (*(time,) * (table.parts - 1), time + extra)  # noqa: E731
-    return Times(forward=parts(forward, head_f), backward=parts(backward, head_b), weights=parts(weights), send=send)
+    return OpTimes(forward=parts(forward, head_f), backward=parts(backward, head_b), weights=parts(weights), send=send)
 
 
 def _count(counts: dict[str, int], table: Schedule, tick: int, stage: int, last: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from jaxpar.errors import refuse
-from jaxpar.plan.techniques.base import Technique
+from jaxpar.plan.techniques.base import PlanTechnique
 from jaxpar.plan.techniques.context import CONTEXT
 from jaxpar.plan.techniques.data import DATA
 from jaxpar.plan.techniques.pipe import PIPE
@@ -15,11 +15,13 @@ from jaxpar.plan.techniques.sharding import SHARDING
 from jaxpar.plan.techniques.tensor import TENSOR
 from jaxpar.tables import insert_row, replace_rows
 
-TECHNIQUES: dict[str, Technique] = {technique.axis: technique for technique in (PIPE, TENSOR, CONTEXT, SHARDING, DATA)}
+TECHNIQUES: dict[str, PlanTechnique] = {
+    technique.axis: technique for technique in (PIPE, TENSOR, CONTEXT, SHARDING, DATA)
+}
 
 
 @contextmanager
-def added(technique: Technique, *, before: str = "fsdp") -> Iterator[None]:
+def added(technique: PlanTechnique, *, before: str = "fsdp") -> Iterator[None]:
     """Context manager that adds a technique, in the order before the axis `before`.
 
     Raises:

@@ -15,7 +15,7 @@ from jaxpar.plan.causes import Style
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model.layer_time import tokens
 from jaxpar.plan.model.shape import NamedDims, Shape
-from jaxpar.plan.techniques.base import BYTES, SentCollective, Settings, Technique, divisors, up_to
+from jaxpar.plan.techniques.base import BYTES, PlanTechnique, SentCollective, Settings, divisors, up_to
 
 
 def sizes(shape: Shape, rows: int, choices: Choices) -> list[int]:
@@ -67,7 +67,7 @@ def block(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Iterat
     yield sent("reduce-scatter", repeated_sums * sharded, again=True)
 
 
-TENSOR = Technique(
+TENSOR = PlanTechnique(
     axis="tensor",
     model_type=Shape,
     sizes=sizes,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Facts:
+class DimFacts:
     """Use of a piece in the program.
 
     Attributes:
@@ -29,7 +29,7 @@ class Facts:
     mixed: set[str] = field(default_factory=set)
     scanned: bool = False
 
-    def add(self, other: "Facts") -> None:
+    def add(self, other: "DimFacts") -> None:
         """Adds the facts of another piece that turns out to be this one."""
         self.produced_by |= other.produced_by
         self.contracted_by |= other.contracted_by
@@ -40,7 +40,7 @@ class Facts:
 
 
 @dataclass(eq=False)
-class Piece:
+class DimPiece:
     """A piece of a dim.
 
     Attributes:
@@ -51,20 +51,20 @@ class Piece:
     """
 
     size: int
-    facts: Facts = field(default_factory=Facts)
-    parts: tuple["Piece", ...] = ()
-    same: "Piece | None" = None
+    facts: DimFacts = field(default_factory=DimFacts)
+    parts: tuple["DimPiece", ...] = ()
+    same: "DimPiece | None" = None
 
 
-Dim = tuple[Piece, ...]  # empty for a dim of size 1
+Dim = tuple[DimPiece, ...]  # empty for a dim of size 1
 
 
 def fresh(size: int) -> Dim:
     """Returns a new dim without facts."""
-    return (Piece(size),) if size != 1 else ()
+    return (DimPiece(size),) if size != 1 else ()
 
 
-def flat(dim: Iterable[Piece]) -> Iterator[Piece]:
+def flat(dim: Iterable[DimPiece]) -> Iterator[DimPiece]:
     """Yields the current pieces of a dim."""
     for piece in dim:
         while piece.same is not None:
@@ -105,7 +105,7 @@ def regroup(dims: Sequence[Dim], sizes: Sequence[int]) -> list[Dim]:
     pieces = [piece for dim in dims for piece in flat(dim)][::-1]
     dims_out: list[Dim] = []
     for index, size in enumerate(sizes):
-        dim: list[Piece] = []
+        dim: list[DimPiece] = []
         while (missing := size // math.prod(p.size for p in dim)) > 1:
             piece = pieces.pop()
             if missing % piece.size == 0:
@@ -121,14 +121,14 @@ def regroup(dims: Sequence[Dim], sizes: Sequence[int]) -> list[Dim]:
     return dims_out
 
 
-def mix(dim: Iterable[Piece], why: str) -> None:
+def mix(dim: Iterable[DimPiece], why: str) -> None:
     """Records that the entries of a dim depend on each other."""
     for piece in flat(dim):
         piece.facts.mixed.add(why)
 
 
-def _split(piece: Piece, first: int) -> tuple[Piece, Piece]:
-    parts = Piece(first), Piece(piece.size // first)
+def _split(piece: DimPiece, first: int) -> tuple[DimPiece, DimPiece]:
+    parts = DimPiece(first), DimPiece(piece.size // first)
     for part in parts:
         part.facts.add(piece.facts)
     piece.parts = parts

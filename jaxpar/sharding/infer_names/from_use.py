@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from jax.extend.core import Jaxpr
 
-from jaxpar.sharding.infer_names.dim_pieces import Dim, Piece, flat
+from jaxpar.sharding.infer_names.dim_pieces import Dim, DimPiece, flat
 from jaxpar.sharding.infer_names.program import follow_dims
 
 # A table with more rows than this, in multiples of its width, is split by rows even if no matmul produces them: that
@@ -39,7 +39,7 @@ def infer_by_use(jaxpr: Jaxpr, paths: Sequence[str]) -> dict[str, InferredDims]:
     return {path: _read(path, dims, names) for path, dims in params.items()}
 
 
-def _pairs(params: Mapping[str, Sequence[Dim]]) -> dict[Piece, str]:
+def _pairs(params: Mapping[str, Sequence[Dim]]) -> dict[DimPiece, str]:
     """Names the pieces that one parameter produces and another contracts; one piece for each parameter.
 
     Pieces where queries meet keys come first, then those of fewest parameters: otherwise the stream, which every layer
@@ -48,8 +48,8 @@ def _pairs(params: Mapping[str, Sequence[Dim]]) -> dict[Piece, str]:
     order = {piece: n for n, piece in enumerate(p for dims in params.values() for dim in dims for p in dim)}
     candidates = [piece for piece in order if _computed_apart(piece)]
     candidates.sort(key=lambda p: (-p.facts.batched_count, len(p.facts.produced_by | p.facts.contracted_by), order[p]))
-    chosen: dict[Piece, str] = {}
-    assigned: dict[str, Piece] = {}
+    chosen: dict[DimPiece, str] = {}
+    assigned: dict[str, DimPiece] = {}
     for piece in candidates:
         owners = [path for path in piece.facts.produced_by | piece.facts.contracted_by if path in params]
         if all(path not in assigned or _follows(params[path], assigned[path], piece) for path in owners):
@@ -58,20 +58,20 @@ def _pairs(params: Mapping[str, Sequence[Dim]]) -> dict[Piece, str]:
     return chosen
 
 
-def _computed_apart(piece: Piece) -> bool:
+def _computed_apart(piece: DimPiece) -> bool:
     facts = piece.facts
     used = facts.produced_by and facts.contracted_by and facts.produced_by.isdisjoint(facts.contracted_by)
     return bool(used) and not (facts.mixed or facts.looked_up or facts.scanned)
 
 
-def _follows(dims: Sequence[Dim], first: Piece, piece: Piece) -> bool:
+def _follows(dims: Sequence[Dim], first: DimPiece, piece: DimPiece) -> bool:
     """Whether a piece comes right after another in a dim, with the same use: heads in groups that share keys."""
     return first.facts.batched_count == piece.facts.batched_count and any(
         pair == (first, piece) for dim in dims for pair in pairwise(dim)
     )
 
 
-def _read(path: str, dims: Sequence[Dim], pairs: Mapping[Piece, str]) -> InferredDims:
+def _read(path: str, dims: Sequence[Dim], pairs: Mapping[DimPiece, str]) -> InferredDims:
     rows = [_row(path, index, dims, pairs) for index in range(len(dims))]
     cut = [piece for dim in dims for piece in dim if piece in pairs]
     return InferredDims(
@@ -82,7 +82,7 @@ def _read(path: str, dims: Sequence[Dim], pairs: Mapping[Piece, str]) -> Inferre
     )
 
 
-def _row(path: str, index: int, dims: Sequence[Dim], pairs: Mapping[Piece, str]) -> tuple[str | None, int]:
+def _row(path: str, index: int, dims: Sequence[Dim], pairs: Mapping[DimPiece, str]) -> tuple[str | None, int]:
     """Returns the name of a dim, and its largest number of shards."""
     dim = dims[index]
     size = math.prod(piece.size for piece in dim)
@@ -109,7 +109,7 @@ def _row(path: str, index: int, dims: Sequence[Dim], pairs: Mapping[Piece, str])
     return "embed" if facts.produced_by or facts.contracted_by else None, size
 
 
-def _explain(path: str, piece: Piece, name: str) -> str:
+def _explain(path: str, piece: DimPiece, name: str) -> str:
     made, taken = piece.facts.produced_by, piece.facts.contracted_by
     if path in made:
         return f"{name} are made here and contracted by {_short(taken)}"

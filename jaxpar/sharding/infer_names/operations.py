@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from jax.extend.core import JaxprEqn
 
-from jaxpar.sharding.infer_names.dim_pieces import Dim, Facts, flat, fresh, join, mix, regroup
+from jaxpar.sharding.infer_names.dim_pieces import Dim, DimFacts, flat, fresh, join, mix, regroup
 
 
 @dataclass(frozen=True, eq=False)
-class Array:
+class TracedArray:
     """An array of the program.
 
     Attributes:
@@ -21,11 +21,11 @@ class Array:
     source: frozenset[str] | None
 
 
-Rule = Callable[[JaxprEqn, list[Array]], list[Array]]
+Rule = Callable[[JaxprEqn, list[TracedArray]], list[TracedArray]]
 CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # parameters of equations that hold a called program
 
 
-def elementwise(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
+def elementwise(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
     """Treats an operation as elementwise: dims of equal size are joined. Dims that no result has are not followed."""
     source, shapes = _source(arrays), [_shape(var) for var in eqn.outvars]
     results = [[fresh(size) for size in shape] for shape in shapes]
@@ -36,7 +36,7 @@ def elementwise(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
                 mix(dim, "not followed")
             for dims in matches if dim else ():
                 join(dim, dims[axis])
-    return [Array(tuple(dims), source) for dims in results]
+    return [TracedArray(tuple(dims), source) for dims in results]
 
 
 def _broadcasts(given: tuple[int, ...], shape: tuple[int, ...]) -> bool:
@@ -47,17 +47,17 @@ def _shape(var) -> tuple[int, ...]:
     return tuple(getattr(var.aval, "shape", ()))
 
 
-def _reduce(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
+def _reduce(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
     axes = eqn.params["axes"]
     for array in arrays:
         # sums of parameters alone, as for a penalty or a norm of weights, are small
         for axis in axes if not array.source else ():
             mix(array.dims[axis], "reduced")
     dims = tuple(dim for axis, dim in enumerate(arrays[0].dims) if axis not in axes)
-    return [Array(dims, None if _source(arrays) != frozenset() else frozenset()) for _ in eqn.outvars]
+    return [TracedArray(dims, None if _source(arrays) != frozenset() else frozenset()) for _ in eqn.outvars]
 
 
-def _along(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
+def _along(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
     """Operations that sum or sort along an axis, and keep it."""
     axis = eqn.params.get("axis", eqn.params.get("dimension", -1))
     for array in arrays:
@@ -66,21 +66,21 @@ def _along(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
     return elementwise(eqn, arrays)
 
 
-def _transpose(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
-    return [Array(tuple(arrays[0].dims[axis] for axis in eqn.params["permutation"]), arrays[0].source)]
+def _transpose(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
+    return [TracedArray(tuple(arrays[0].dims[axis] for axis in eqn.params["permutation"]), arrays[0].source)]
 
 
-def _reshape(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
-    return [Array(tuple(regroup(arrays[0].dims, _shape(eqn.outvars[0]))), arrays[0].source)]
+def _reshape(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
+    return [TracedArray(tuple(regroup(arrays[0].dims, _shape(eqn.outvars[0]))), arrays[0].source)]
 
 
-def _broadcast(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
+def _broadcast(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
     shape, places = eqn.params["shape"], eqn.params["broadcast_dimensions"]
     dims = {dim: arrays[0].dims[axis] for axis, dim in enumerate(places) if _shape(eqn.invars[0])[axis] == shape[dim]}
-    return [Array(tuple(dims.get(axis, fresh(size)) for axis, size in enumerate(shape)), arrays[0].source)]
+    return [TracedArray(tuple(dims.get(axis, fresh(size)) for axis, size in enumerate(shape)), arrays[0].source)]
 
 
-def _slice(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
+def _slice(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
     """Slices: one of equal parts is a row of the dim reshaped to [parts, entries]."""
     shape, result = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
     starts = eqn.params.get("start_indices", (0,) * len(shape))
@@ -89,14 +89,14 @@ def _slice(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
     for dim, start, size, part in zip(arrays[0].dims, starts, shape, result, strict=True):
         equal = static and size % part == 0 and start % part == 0
         dims.append(dim if size == part else _part(dim, size, part, equal))
-    return [Array(tuple(dims), arrays[0].source)]
+    return [TracedArray(tuple(dims), arrays[0].source)]
 
 
-def _split(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
+def _split(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
     sizes, axis = eqn.params["sizes"], eqn.params["axis"]
     dims, equal = arrays[0].dims, len(set(sizes)) == 1
     parts = [_part(dims[axis], sum(sizes), size, equal) for size in sizes]
-    return [Array((*dims[:axis], part, *dims[axis + 1 :]), arrays[0].source) for part in parts]
+    return [TracedArray((*dims[:axis], part, *dims[axis + 1 :]), arrays[0].source) for part in parts]
 
 
 def _part(dim: Dim, size: int, length: int, equal: bool) -> Dim:
@@ -107,7 +107,7 @@ def _part(dim: Dim, size: int, length: int, equal: bool) -> Dim:
     return fresh(length)
 
 
-def _concatenate(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
+def _concatenate(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
     axis = eqn.params["dimension"]
     for operand in arrays[1:]:
         for dim_index, (first, dim) in enumerate(zip(arrays[0].dims, operand.dims, strict=True)):
@@ -123,19 +123,19 @@ def _concatenate(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
             mix(array.dims[axis], "not followed")
         joined = fresh(sum(sizes))
     dims = arrays[0].dims
-    return [Array((*dims[:axis], joined, *dims[axis + 1 :]), _source(arrays))]
+    return [TracedArray((*dims[:axis], joined, *dims[axis + 1 :]), _source(arrays))]
 
 
-def _update(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
+def _update(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
     """Writes a part of an array, as a cache does: dims of equal size are joined."""
     shapes = [_shape(var) for var in eqn.invars[:2]]
     for whole, dim, size, part in zip(arrays[0].dims, arrays[1].dims, *shapes, strict=True):
         if size == part:
             join(whole, dim)
-    return [Array(arrays[0].dims, _source(arrays[:2]))]
+    return [TracedArray(arrays[0].dims, _source(arrays[:2]))]
 
 
-def _gather(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
+def _gather(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
     """Looks rows up: the result keeps the dims that are not indexed."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     table, shape = arrays[0], _shape(eqn.invars[0])
@@ -154,10 +154,10 @@ def _gather(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
     for axis in numbers.start_index_map:
         for piece in flat(table.dims[axis]):
             piece.facts.looked_up |= table.source or frozenset()
-    return [Array(tuple(dims), None)]
+    return [TracedArray(tuple(dims), None)]
 
 
-def _dot(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
+def _dot(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
     (contracted, batch), (left, right) = eqn.params["dimension_numbers"], arrays
     for pairs in (contracted, batch):
         for left_axis, right_axis in zip(*pairs, strict=True):
@@ -175,30 +175,30 @@ def _dot(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
     elif any(weights):
         side, source = (0 if weights[0] else 1), None
         for path in weights[side]:
-            _note(contracted_dims, Facts(contracted_by={path}))
-            _note(free_dims[side], Facts(produced_by={path}))
-        _note(batch_dims, Facts(batched_count=1))  # batched: heads of a learned query and of the keys
+            _note(contracted_dims, DimFacts(contracted_by={path}))
+            _note(free_dims[side], DimFacts(produced_by={path}))
+        _note(batch_dims, DimFacts(batched_count=1))  # batched: heads of a learned query and of the keys
     else:
         source = None
-        _note(contracted_dims, Facts(mixed={"contracted between activations"}))
-        _note([*batch_dims, *free_dims[0], *free_dims[1]], Facts(batched_count=1))
-    return [Array((*batch_dims, *free_dims[0], *free_dims[1]), source)]
+        _note(contracted_dims, DimFacts(mixed={"contracted between activations"}))
+        _note([*batch_dims, *free_dims[0], *free_dims[1]], DimFacts(batched_count=1))
+    return [TracedArray((*batch_dims, *free_dims[0], *free_dims[1]), source)]
 
 
-def _convolve(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
+def _convolve(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
     for array in arrays:
         for dim in array.dims:
             mix(dim, "not followed")
-    return [Array(tuple(map(fresh, _shape(eqn.outvars[0]))), None)]
+    return [TracedArray(tuple(map(fresh, _shape(eqn.outvars[0]))), None)]
 
 
-def _note(dims: Sequence[Dim], facts: Facts) -> None:
+def _note(dims: Sequence[Dim], facts: DimFacts) -> None:
     for dim in dims:
         for piece in flat(dim):
             piece.facts.add(facts)
 
 
-def _source(arrays: Sequence[Array]) -> frozenset[str] | None:
+def _source(arrays: Sequence[TracedArray]) -> frozenset[str] | None:
     if any(array.source is None for array in arrays):
         return None
     return frozenset().union(*(array.source or () for array in arrays))

@@ -11,7 +11,7 @@ from jax.extend.core import (
 )
 
 from jaxpar.sharding.infer_names.dim_pieces import Dim, flat, fresh, join
-from jaxpar.sharding.infer_names.operations import CALLS, OPERATIONS, Array, elementwise
+from jaxpar.sharding.infer_names.operations import CALLS, OPERATIONS, TracedArray, elementwise
 
 
 def follow_dims(jaxpr: Jaxpr, paths: Sequence[str]) -> dict[str, tuple[Dim, ...]]:
@@ -23,21 +23,21 @@ def follow_dims(jaxpr: Jaxpr, paths: Sequence[str]) -> dict[str, tuple[Dim, ...]
     """
     inputs = [new_array(var, frozenset()) for var in jaxpr.invars]
     for index, path in enumerate(paths):
-        inputs[index] = Array(inputs[index].dims, frozenset({path}))
+        inputs[index] = TracedArray(inputs[index].dims, frozenset({path}))
     _run(jaxpr, inputs)
     return {path: array.dims for path, array in zip(paths, inputs, strict=False)}
 
 
-def new_array(var, source: frozenset[str] | None = None) -> Array:
+def new_array(var, source: frozenset[str] | None = None) -> TracedArray:
     """Returns an array with the shape of a variable, and without facts."""
-    return Array(tuple(fresh(size) for size in getattr(var.aval, "shape", ())), source)
+    return TracedArray(tuple(fresh(size) for size in getattr(var.aval, "shape", ())), source)
 
 
-def _run(jaxpr: Jaxpr, inputs: Sequence[Array]) -> list[Array]:
-    arrays: dict[Var, Array] = dict(zip(jaxpr.invars, inputs, strict=True))
+def _run(jaxpr: Jaxpr, inputs: Sequence[TracedArray]) -> list[TracedArray]:
+    arrays: dict[Var, TracedArray] = dict(zip(jaxpr.invars, inputs, strict=True))
     arrays |= {var: new_array(var, frozenset()) for var in jaxpr.constvars}
 
-    def read(var) -> Array:
+    def read(var) -> TracedArray:
         return new_array(var, frozenset()) if isinstance(var, Literal) else arrays[var]
 
     for eqn in jaxpr.eqns:
@@ -45,14 +45,14 @@ def _run(jaxpr: Jaxpr, inputs: Sequence[Array]) -> list[Array]:
     return [read(var) for var in jaxpr.outvars]
 
 
-def _equation(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
+def _equation(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
     name, params = eqn.primitive.name, eqn.params
     if name == "scan":
         return _scan(eqn, arrays)
     if name == "while":
         first = params["cond_nconsts"]
         body, consts = params["body_jaxpr"].jaxpr, params["body_nconsts"]
-        carry = [Array(array.dims, None) for array in arrays[first + consts :]]
+        carry = [TracedArray(array.dims, None) for array in arrays[first + consts :]]
         return _again(_run(body, [*arrays[first : first + consts], *carry]), carry)
     if name == "cond":
         results = [_run(branch.jaxpr, arrays[1:]) for branch in params["branches"]]
@@ -62,19 +62,19 @@ def _equation(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
     return OPERATIONS.get(name, elementwise)(eqn, arrays)
 
 
-def _scan(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
+def _scan(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
     # by ranks, as releases of JAX name the equation's parameters differently: a stacked array has one more dim
     body = _open(eqn.params["jaxpr"])
     scanned = sum(_stacked(*pair) for pair in zip(eqn.invars, body.invars, strict=True))
     carried = sum(not _stacked(*pair) for pair in zip(eqn.outvars, body.outvars, strict=True))
     consts = len(arrays) - scanned - carried
-    carry = [Array(array.dims, None) for array in arrays[consts : consts + carried]]
+    carry = [TracedArray(array.dims, None) for array in arrays[consts : consts + carried]]
     stacks = arrays[consts + carried :]
     for array in stacks:
         for piece in flat(array.dims[0]):
             piece.facts.scanned = True
-    out = _run(body, [*arrays[:consts], *carry, *(Array(array.dims[1:], array.source) for array in stacks)])
-    stacked = [Array((fresh(eqn.params["length"]), *array.dims), array.source) for array in out[carried:]]
+    out = _run(body, [*arrays[:consts], *carry, *(TracedArray(array.dims[1:], array.source) for array in stacks)])
+    stacked = [TracedArray((fresh(eqn.params["length"]), *array.dims), array.source) for array in out[carried:]]
     return [*_again(out[:carried], carry), *stacked]
 
 
@@ -82,12 +82,12 @@ def _stacked(outer, inner) -> bool:
     return len(outer.aval.shape) > len(inner.aval.shape)
 
 
-def _again(out: list[Array], carry: list[Array]) -> list[Array]:
+def _again(out: list[TracedArray], carry: list[TracedArray]) -> list[TracedArray]:
     """Joins the carry of a loop: the result of an iteration is the input of the next."""
     return [_one_of(pair) for pair in zip(carry, out, strict=True)]
 
 
-def _one_of(arrays: Sequence[Array]) -> Array:
+def _one_of(arrays: Sequence[TracedArray]) -> TracedArray:
     for array in arrays[1:]:
         for first, dim in zip(arrays[0].dims, array.dims, strict=True):
             join(first, dim)

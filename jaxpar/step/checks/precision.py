@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxpar.errors import refuse, suggest
 from jaxpar.hlo.attribution import equation_frame, is_of_update
-from jaxpar.hlo.text import Frame
+from jaxpar.hlo.text import SourceFrame
 from jaxpar.hlo.traced_flop import matmul_flop, traced_matmuls
 from jaxpar.models.settings.computing import Precision
 
@@ -157,7 +157,7 @@ def check_bf16(matmuls: Matmuls, precision: Precision) -> None:
 
 
 def _place(equation: Any) -> tuple[str, str]:
-    frame = equation_frame(equation) or Frame("", 0, "")
+    frame = equation_frame(equation) or SourceFrame("", 0, "")
     return frame.function.rpartition("<locals>.")[2], f"{Path(frame.file).name}:{frame.line}"
 
 

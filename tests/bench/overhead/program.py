@@ -5,8 +5,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxpar.hlo.attribution import Causes
-from jaxpar.hlo.provenance import Trace
+from jaxpar.hlo.attribution import ArrayCauses
+from jaxpar.hlo.provenance import DataFlow
 from jaxpar.hlo.text import parse
 from jaxpar.hlo.trip_counts import walk
 from jaxpar.inspector.compiled import compile_program
@@ -38,7 +38,7 @@ def compiled(lowered: Any, mesh: Mesh) -> Program:
     """
     made = compile_program(lowered, list(mesh.devices.flat))
     module, sizes = parse(made.text), {str(axis): size for axis, size in mesh.shape.items()}
-    trace, causes = Trace(module), Causes(())
+    trace, causes = DataFlow(module), ArrayCauses(())
     launches, wire = 0, 0.0
     for visit in walk(module):
         if visit.op.opcode.removesuffix("-start") in KINDS and (sent := entries(trace, visit, sizes, causes)):

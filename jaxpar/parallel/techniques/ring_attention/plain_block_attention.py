@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jaxpar.models.blocks.attention import final_statistics
 from jaxpar.models.blocks.kernel import (
     FinalStatistics,
+    KernelSums,
     Keys,
     Queries,
-    Sums,
     accumulate,
     accumulate_grads,
     accumulator_dtype,
@@ -53,17 +53,17 @@ class PlainBlockAttention:
         """Returns keys and values with the positions and segments of their group."""
         return tie(Keys(kv, *self.tables.positions(whose, self.segments, self.tables.keys)))
 
-    def attend_own(self, queries: Queries, kv: jax.Array) -> Sums:
+    def attend_own(self, queries: Queries, kv: jax.Array) -> KernelSums:
         """Returns the sums over the group's own keys."""
         keys = self._keys(kv, self.ways.group)
         return accumulate(initial_sums(queries.q), queries, keys, self.tables.own_table(), self.tables.rule)
 
-    def attend_other(self, sums: Sums, queries: Queries, kv: jax.Array, other: jax.Array) -> Sums:
+    def attend_other(self, sums: KernelSums, queries: Queries, kv: jax.Array, other: jax.Array) -> KernelSums:
         """Adds another group's keys to the sums."""
         table = self.tables.other_table(self.ways.group, other)
         return accumulate(sums, queries, self._keys(kv, other), table, self.tables.rule)
 
-    def finish(self, sums: Sums, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    def finish(self, sums: KernelSums, dtype: Any) -> tuple[jax.Array, jax.Array]:
         """Returns the output as a shard, and the logsumexp in blocks."""
         out, logsumexp = finalize(sums, dtype)
         return join_heads(out, self.tables.queries), logsumexp
