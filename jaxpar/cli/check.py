@@ -57,16 +57,13 @@ def run_check(args: argparse.Namespace) -> tuple[Any, int]:
         raise JaxparError(*problems)
 
     from jaxpar.data.sources import report_lengths
-    from jaxpar.job.check import check, devices_of
+    from jaxpar.job.check import resolve
     from jaxpar.job.checkpoint import check_run
     from jaxpar.job.inspect import matmul_summary
-    from jaxpar.job.parts.models import resolve_loss, resolve_model
     from jaxpar.job.parts.names import vocabulary
-    from jaxpar.job.parts.optimizers import note_optimizer
     from jaxpar.mesh.devices import simulate, use_cpu_only
     from jaxpar.models.islands import implemented
     from jaxpar.models.settings.logits import record_logits
-    from jaxpar.parallel.compose import compose
     from jaxpar.parallel.layout import with_note
     from jaxpar.parallel.layout_data import sync_note
 
@@ -77,14 +74,13 @@ def run_check(args: argparse.Namespace) -> tuple[Any, int]:
     # if these tables have problems, the axis sizes are unknown
     if not any(problem.got.startswith(("parallel.", "mesh.")) for problem in problems):
         with record_logits() as logits, implemented({}) as called:
-            problems += check(job, as_written=not problems) or vocabulary(job)
+            resolved = resolve(job, as_written=not problems)
+            problems += resolved.problems or vocabulary(job)
     else:
-        logits, called = [], set()
-    if problems:
+        resolved, logits, called = None, [], set()
+    if problems or resolved is None or resolved.layout is None:
         raise JaxparError(*problems)
-    layout = note_optimizer(
-        job, compose(resolve_model(job, resolve_loss(job)), job.effective_parallel, devices_of(job))
-    )
+    layout = resolved.layout
     if problems := check_run(job, layout):
         raise JaxparError(*problems)
     if layout.sizes["pipe"] > 1:

@@ -34,7 +34,7 @@ def program(weights: Any, repeats: int) -> Callable[[Any], Any]:
 
 
 def _accurate(dtype: Any) -> Any:
-    """Returns what a matmul gives: 8 bits are made of 16 again, as a training step does."""
+    """Multiplies two matrices; 8-bit ones are quantized from 16 bits first, as in a training step."""
     return jnp.bfloat16 if dtype.itemsize == 1 else dtype
 
 

@@ -101,7 +101,7 @@ def measure(model: Any, loss: Callable, batch: Mapping[str, Any], numerics: Nume
 
 
 def counted(model: Any, loss: Callable, batch: Mapping[str, Any], numerics: Numerics) -> list[WorkDepth]:
-    """Returns what each layer does in a forward pass, in the order of `measure`; nothing is run."""
+    """Returns the work and depth of each layer in a forward pass, in the order of `measure`; nothing is run."""
     pieces = Pieces.from_model(model, loss, numerics)
     before, block, head = _functions(pieces)
     known = (jax.eval_shape(lambda key: pieces.blueprint.init(key)[1], jax.random.key(0)), dict(batch))

@@ -116,7 +116,7 @@ def program(kind: str, devices: np.ndarray, repeats: int) -> Callable[[Any], Any
 
 
 def entries(kind: str, group: int, size: int) -> int:
-    """Returns how many numbers a device holds at first, for a collective of so many bytes: at least one each."""
+    """Returns the number of entries that a device holds before a collective of this many bytes; at least 1."""
     return max(1, size // _BYTES // group) * (1 if kind == "all-gather" else group)
 
 

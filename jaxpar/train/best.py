@@ -53,7 +53,7 @@ class Best:
         return score if self.lowest else -score
 
     def waited(self, rows: Sequence[Row]) -> tuple[int, Row | None]:
-        """Returns how many evaluations have passed since the best one, and its row.
+        """Returns the number of evaluations since the best one, and the row of the best one.
 
         Args:
           rows: Those with an evaluation, oldest first. A score that is no number is no better than any.

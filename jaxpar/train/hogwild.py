@@ -30,7 +30,7 @@ SPARSE = 0.25  # share of non-zero elements below which only they are written
 
 @dataclass(frozen=True, kw_only=True)
 class Race:
-    """What threads have done. Arrays have an entry for each update, in the order in which updates were written.
+    """The result of threads that trained one model. Arrays have an entry per update, in the order of the writes.
 
     Attributes:
       state: With the parameters at the end, and the model state of the first thread.

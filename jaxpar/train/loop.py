@@ -227,7 +227,7 @@ def evaluate(job: Run, state: State, feed: Feed, stop: Stop | None = None) -> di
 
 
 def _means(job: Run, state: State, feed: Feed, stop: Stop | None) -> dict[str, float] | None:
-    """Returns what the loss and measures say of one set: weighted sums over all batches, divided once."""
+    """Evaluates the loss and the measures on one set: weighted sums over all batches, divided once."""
     totals: Totals = {}
     index, first = 0, True
     say, draws = job.progress.say if job.progress else print, key_parameter(job.step.loss) is not None

@@ -38,7 +38,7 @@ class Noise:
         return self.every > 0 and step % self.every == 0
 
     def row(self, values: Mapping[str, float], *, rate: float | None, batch: int, parts: int) -> dict[str, float]:
-        """Returns what the row of a step that was measured says of its noise.
+        """Returns the noise entries of the row of a measured step.
 
         Args:
           values: The step's metrics.

@@ -16,7 +16,7 @@ import optax
 
 import jaxpar as jp
 from jaxpar.measure.record import where
-from jaxpar.pipeline.run.execute import Gradients
+from jaxpar.pipeline.run.execute import TableGradients
 from jaxpar.pipeline.run.stage import Keep
 from jaxpar.pipeline.tables.library import schedule
 from jaxpar.step.pipelined.synchronous import Pipelined
@@ -56,7 +56,7 @@ class Autodiff(Pipelined):
             return sums["loss"][0], sums
 
         (shared, layers), sums = jax.grad(objective, argnums=(0, 1), has_aux=True)(shared, layers)
-        return Gradients(sums=sums, shared=shared, layers=layers)
+        return TableGradients(sums=sums, shared=shared, layers=layers)
 
 
 def temporary(name: str, microbatches: int, devices: Any, *, keep: Keep = "inputs") -> int:

@@ -1,8 +1,10 @@
 """The house itself: no import cycles, and every big room says how to add one more."""
 
 import ast
+import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,37 @@ def test_a_big_room_says_what_it_is_for_and_how_to_add_one_more(room):
 
 def test_files_that_explain_no_instruction_are_there():
     assert [path for path in attribution.MACHINERY if path.startswith(str(HOUSE)) and not Path(path).exists()] == []
+
+
+WORDS = (  # participles, pronouns and prepositions name nothing
+    "apart around asked at beside each found held kept known made of other own said says told via ways with without"
+).split()
+HEADS = re.compile(r"(Returns (what|how|who|which)|What|Who|Those|That which)\b")
+
+
+def definitions(path):
+    """Returns the functions and classes of a file."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return [node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+
+
+def test_no_function_class_or_module_is_named_by_a_participle_a_pronoun_or_a_preposition():
+    names = [f"{module}.{node.name}" for module, path in FILES.items() for node in definitions(path)]
+    assert [name for name in [*FILES, *names] if name.rpartition(".")[2].strip("_") in WORDS] == []
+
+
+def test_a_docstring_says_who_does_what():
+    texts = [(module, ast.get_docstring(node) or "") for module, path in FILES.items() for node in definitions(path)]
+    assert [(module, text) for module, text in texts if HEADS.match(text)] == []
+
+
+def test_no_two_public_classes_have_one_name():
+    modules = defaultdict(list)
+    for module, path in FILES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                modules[node.name].append(module)
+    assert {name: files for name, files in modules.items() if len(files) > 1} == {}
 
 
 PLAIN_STEP = """

@@ -105,7 +105,7 @@ class GrainMap:
         return []
 
 
-class HeldOut:
+class HeldOutRows:
     """A user's map-style dataset of held-out examples."""
 
     def __init__(self, dataset: Any, name: str):

@@ -10,7 +10,7 @@ import numpy as np
 from jaxpar.data.examples import weighted_batches
 from jaxpar.data.iterables import UserSource, as_batch, held_out_count, parameters
 from jaxpar.data.spec import Batch, Data, Rows, Source, WeightedBatch, select_rows
-from jaxpar.data.streams.indexed import Columns, GrainMap, HeldOut, Indexed
+from jaxpar.data.streams.indexed import Columns, GrainMap, HeldOutRows, Indexed
 from jaxpar.data.streams.stateful import Stateful, check_loader
 from jaxpar.errors import refuse, user_code_errors
 
@@ -91,9 +91,9 @@ def open_held_out(named: Any, name: str) -> Any:
         with user_code_errors(name, rule=rule, fix="give its arguments defaults"):
             named = named()
     if isinstance(named, Mapping):
-        return HeldOut(Columns(named, name), name)
+        return HeldOutRows(Columns(named, name), name)
     if hasattr(named, "__getitem__") and hasattr(named, "__len__") and not isinstance(named, list | tuple):
-        return HeldOut(named, name)
+        return HeldOutRows(named, name)
     if (isinstance(named, Iterator) and make is named) or not isinstance(named, Iterable):
         raise refuse(
             f"{name} is a {type(named).__name__}",

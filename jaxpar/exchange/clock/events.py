@@ -44,7 +44,7 @@ class Update:
         return [self.version - push.versions[self.shard] for push in self.pushes]
 
 
-class Simulated(Protocol):
+class SimulatedRun(Protocol):
     """A method on the virtual clock.
 
     Attributes:

@@ -2,7 +2,7 @@
 
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.exchange.clock.elastic import AsynchronousEasgd
-from jaxpar.exchange.clock.events import Simulated
+from jaxpar.exchange.clock.events import SimulatedRun
 from jaxpar.exchange.clock.sharded import Downpour
 from jaxpar.exchange.clock.stale import Backup, Stale
 from jaxpar.exchange.clock.two_levels import TwoLevels
@@ -18,7 +18,7 @@ SIMULATED = {
 }
 
 
-def parse_method(name: str, number: str) -> Simulated | AsynchronousEasgd:
+def parse_method(name: str, number: str) -> SimulatedRun | AsynchronousEasgd:
     """Returns the method of a name and a number, such as `ssp` with 3.
 
     Raises:

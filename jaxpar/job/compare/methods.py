@@ -11,7 +11,7 @@ from jaxpar.errors import JaxparError, Problem, refuse, suggest
 from jaxpar.exchange.all_reduce import AllReduce
 from jaxpar.exchange.base import Exchange
 from jaxpar.exchange.clock.elastic import AsynchronousEasgd
-from jaxpar.exchange.clock.events import Simulated
+from jaxpar.exchange.clock.events import SimulatedRun
 from jaxpar.exchange.clock.table import SIMULATED, parse_method
 from jaxpar.exchange.table import EXCHANGES
 from jaxpar.job.file.schema import Job
@@ -29,7 +29,7 @@ class Method:
     """
 
     name: str
-    algorithm: Exchange | Simulated | AsynchronousEasgd
+    algorithm: Exchange | SimulatedRun | AsynchronousEasgd
 
     @property
     def runs(self) -> bool:
@@ -59,7 +59,7 @@ def parse(text: str, job: Job) -> list[Method]:
     return methods
 
 
-def _parse_method(text: str, job: Job) -> Exchange | Simulated | AsynchronousEasgd:
+def _parse_method(text: str, job: Job) -> Exchange | SimulatedRun | AsynchronousEasgd:
     name, _, number = text.partition(":")
     if name in SIMULATED:
         return parse_method(name, number)

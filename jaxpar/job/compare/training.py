@@ -16,7 +16,7 @@ from jaxpar.exchange.base import Exchange
 from jaxpar.exchange.clock import delays
 from jaxpar.exchange.clock.delays import WorkerTimes
 from jaxpar.exchange.clock.elastic import AsynchronousEasgd
-from jaxpar.exchange.clock.events import Simulated, mean_staleness
+from jaxpar.exchange.clock.events import SimulatedRun, mean_staleness
 from jaxpar.job.build import assemble
 from jaxpar.job.check import check, device_count
 from jaxpar.job.compare.methods import Method
@@ -115,7 +115,7 @@ def _with_exchange(job: Job, exchange: Exchange) -> Job:
     return replace(job, parallel=replace(job.parallel, exchange=exchange))
 
 
-def _examples(job: Job, algorithm: Simulated | AsynchronousEasgd, name: str) -> int:
+def _examples(job: Job, algorithm: SimulatedRun | AsynchronousEasgd, name: str) -> int:
     """Returns the examples per gradient of a simulated method.
 
     Raises:
@@ -162,7 +162,7 @@ def _train_exchange(job: Job, method: Method, exchange: Exchange, times: WorkerT
     )
 
 
-def _simulate(job: Job, method: Method, algorithm: Simulated, times: WorkerTimes, link: Link) -> Curve:
+def _simulate(job: Job, method: Method, algorithm: SimulatedRun, times: WorkerTimes, link: Link) -> Curve:
     workers = replicas(job)
     size, source = _examples(job, algorithm, method.name), open_data(job)
     device_bytes = _parameter_bytes(

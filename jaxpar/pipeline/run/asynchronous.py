@@ -31,7 +31,7 @@ from jaxpar.pipeline.run.execute import run_table
 from jaxpar.pipeline.run.program import COLUMNS, Program, TickKind, program
 from jaxpar.pipeline.run.slots import load, store
 from jaxpar.pipeline.run.stage import Keep, Stage, TableRow
-from jaxpar.pipeline.run.traced_model import Model
+from jaxpar.pipeline.run.traced_model import PipelineFunctions
 from jaxpar.pipeline.tables.schedule import Schedule
 from jaxpar.sharding.names import SCOPE
 
@@ -164,7 +164,7 @@ class AsynchronousTable:
     """
 
     plan: VersionPlan
-    model: Model
+    model: PipelineFunctions
     update: Callable[[Tree, Any, Tree], tuple[Tree, Any, jax.Array]]
     place: Callable[[str, Tree], Tree]
     keep: Keep = "inputs"

@@ -13,12 +13,12 @@ import jax
 from jaxpar.pipeline.run.program import Loop, Program, TickKind
 from jaxpar.pipeline.run.stage import Keep, Stage
 from jaxpar.pipeline.run.sum_shards import Shards
-from jaxpar.pipeline.run.traced_model import Model
+from jaxpar.pipeline.run.traced_model import PipelineFunctions
 
 Tree = Any
 
 
-class Gradients(NamedTuple):
+class TableGradients(NamedTuple):
     """The sums of one stage after the last tick, still to be summed over the stages that share them.
 
     Attributes:
@@ -34,7 +34,7 @@ class Gradients(NamedTuple):
 
 def execute(
     program: Program,
-    model: Model,
+    model: PipelineFunctions,
     rows: jax.Array,
     shared: Tree,
     layers: Tree,
@@ -44,7 +44,7 @@ def execute(
     place: Callable[[str, Tree], Tree] = lambda name, tree: tree,
     shards: Shards | None = None,
     fill: float = 0.0,
-) -> Gradients:
+) -> TableGradients:
     """Runs a table on this stage.
 
     Args:
@@ -70,7 +70,7 @@ def execute(
     merged = (
         None if not program.residual_slots else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), state["layers"])
     )
-    return Gradients(sums=state["sums"], shared=state["shared"], layers=merged)
+    return TableGradients(sums=state["sums"], shared=state["shared"], layers=merged)
 
 
 def run_table(program: Program, tick: Callable, state: dict, rows: jax.Array) -> dict:

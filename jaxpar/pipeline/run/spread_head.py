@@ -32,7 +32,7 @@ from jaxpar.pipeline.run.execute import run_table
 from jaxpar.pipeline.run.program import COLUMNS, OP_NUMBER, Program, TickKind
 from jaxpar.pipeline.run.slots import load
 from jaxpar.pipeline.run.stage import Keep, Stage, TableRow, add
-from jaxpar.pipeline.run.traced_model import Model, PipelineModel
+from jaxpar.pipeline.run.traced_model import PipelineFunctions, PipelineModel
 
 Tree = Any
 
@@ -145,7 +145,16 @@ class SpreadTable:
     """
 
     def __init__(
-        self, program: Program, model: Model, around: ShardMaps, layers, embedding, head, inputs, *, keep: Keep
+        self,
+        program: Program,
+        model: PipelineFunctions,
+        around: ShardMaps,
+        layers,
+        embedding,
+        head,
+        inputs,
+        *,
+        keep: Keep,
     ):
         self.program, self.model, self.around = program, model, around
         self.keep: Keep = keep

@@ -22,7 +22,7 @@ from jaxpar.pipeline.run.choice import BranchChoice, MaskedChoice
 from jaxpar.pipeline.run.program import COLUMNS, OP_NUMBER, Program, TickKind
 from jaxpar.pipeline.run.slots import load, store
 from jaxpar.pipeline.run.sum_shards import Shards, sum_shapes, zeros_like_shapes
-from jaxpar.pipeline.run.traced_model import Model, PipelineModel, drop_leading_dim
+from jaxpar.pipeline.run.traced_model import PipelineFunctions, PipelineModel, drop_leading_dim
 from jaxpar.sharding.names import AGAIN, BACKWARD, CHOICE, GRADIENT, MESSAGE, SCOPE, TABLE
 
 Tree = Any
@@ -67,7 +67,7 @@ class Stage:
     """One stage: its parameters, and its three ops as functions of a row."""
 
     def __init__(
-        self, program: Program, model: Model, shared, layers, inputs, *,
+        self, program: Program, model: PipelineFunctions, shared, layers, inputs, *,
         keep: Keep, place, traced: PipelineModel | None = None, shards: Shards | None = None,
     ):  # fmt: skip
         self.program, self.keep, self.place, self.shards = program, keep, place, shards

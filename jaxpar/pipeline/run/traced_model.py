@@ -23,7 +23,7 @@ Tree = Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class PipelineFunctions:
     """A model as the three pure functions that a pipeline runs at different times.
 
     Attributes:
@@ -59,7 +59,7 @@ class PipelineModel:
       sums: The (sum, count) pairs that `head` returns, as shapes.
     """
 
-    def __init__(self, model: Model, schedule: Schedule, shared, chunks, inputs, *, forward_only: bool):
+    def __init__(self, model: PipelineFunctions, schedule: Schedule, shared, chunks, inputs, *, forward_only: bool):
         # traced for one microbatch and one chunk: all others have the same shapes
         batch, chunk = drop_leading_dim(inputs), drop_leading_dim(chunks)
         self.depth = max(leaf.shape[0] for leaf in jax.tree.leaves(chunk))
@@ -106,7 +106,7 @@ class PipelineModel:
         self.sums = self.head.shapes[0]
 
 
-def _of_a_stage(model: Model, depth: int, fewest: int) -> Callable:
+def _of_a_stage(model: PipelineFunctions, depth: int, fewest: int) -> Callable:
     """Returns a function that runs the `fewest_stages` to `depth` layers of a stage.
 
     All stages run one program: a layer that only some stages have runs on all, and the others drop its result. A tick

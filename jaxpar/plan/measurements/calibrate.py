@@ -21,7 +21,7 @@ from jaxpar.plan.time import step_time
 BELIEF = 0.3
 
 
-class TimedRun(Protocol):
+class MeasuredRun(Protocol):
     """A timed run, such as `tests.bench.published.read.Run`."""
 
     @property
@@ -60,7 +60,7 @@ class TimedRun(Protocol):
         ...
 
 
-def calibrate(run: TimedRun, *, belief: float = BELIEF) -> Hardware:
+def calibrate(run: MeasuredRun, *, belief: float = BELIEF) -> Hardware:
     """Returns the machine of a run with the pace calibrated on it, and the run in its `source`.
 
     Args:

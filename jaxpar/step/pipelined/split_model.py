@@ -15,7 +15,7 @@ from jaxpar.jaxprs.dataflow import Traced, needed_equations, split_groups, subfu
 from jaxpar.jaxprs.lookups import demote_matmuls, replicate_lookups
 from jaxpar.jaxprs.low_rank_path import separate_low_rank
 from jaxpar.parallel.techniques.context import splits_tables
-from jaxpar.pipeline.run.traced_model import Model
+from jaxpar.pipeline.run.traced_model import PipelineFunctions
 from jaxpar.sharding.names import Compute, Tree
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.pipelined.shardings import Shardings
@@ -36,7 +36,7 @@ class SplitModel:
     loss: Callable
     numerics: Numerics
 
-    def model(self, *, train: bool) -> Model:
+    def model(self, *, train: bool) -> PipelineFunctions:
         """Returns the three parts, for training or evaluation."""
         shardings, layout = self.shardings, self.shardings.layout
         compute = Compute(train=train, dtype=shardings.dtype, remat=self.numerics.remat)
@@ -49,7 +49,7 @@ class SplitModel:
         if splits_tables(layout):
             gather = lambda x: shardings.constrain_in_table(x, ())  # noqa: E731
             parts = {name: replicate_lookups(part, gather) for name, part in parts.items()}
-        return Model(name=layout.blueprint.name, layers=shardings.layers_per_stage, **parts)
+        return PipelineFunctions(name=layout.blueprint.name, layers=shardings.layers_per_stage, **parts)
 
     def microbatches(self, batch: Mapping[str, jax.Array]) -> Tree:
         """Splits this device's rows to [microbatches, rows, ...]: rows i, i + count, ... are microbatch i."""
@@ -69,7 +69,7 @@ class SplitModel:
 # float16 gradients need this: the gradient of a sum of losses may exceed 65504 where that of the mean does not.
 
 
-def loss_counts(model: Model, shared: Tree, inputs: Tree) -> jax.Array | None:
+def loss_counts(model: PipelineFunctions, shared: Tree, inputs: Tree) -> jax.Array | None:
     """Returns the loss count of each microbatch of this device, or None if it depends on the model's output.
 
     Args:
@@ -90,7 +90,7 @@ def loss_counts(model: Model, shared: Tree, inputs: Tree) -> jax.Array | None:
     return jax.lax.map(lambda leaves: jnp.asarray(count(*leaves)[0]), jax.tree.leaves(inputs))
 
 
-def with_scaled_gradient(model: Model) -> Model:
+def with_scaled_gradient(model: PipelineFunctions) -> PipelineFunctions:
     """Replaces a model's input `known` by (known, scale), and multiplies its loss gradients by the scale."""
 
     def head(shared: Tree, known: tuple[Tree, jax.Array], y: Tree) -> dict[str, tuple[jax.Array, jax.Array]]:

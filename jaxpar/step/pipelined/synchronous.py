@@ -31,7 +31,7 @@ from jaxpar.pipeline.run.execute import execute
 from jaxpar.pipeline.run.program import Program, program
 from jaxpar.pipeline.run.spread_head import ShardMaps, SpreadTable
 from jaxpar.pipeline.run.stage import Keep
-from jaxpar.pipeline.run.traced_model import Model
+from jaxpar.pipeline.run.traced_model import PipelineFunctions
 from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, nest, pick
 from jaxpar.step.gradients import Gradients, apply_gradients
 from jaxpar.step.losses import Sums
@@ -206,7 +206,7 @@ class Pipelined(Gradients):
         """Whether each tick computes gradients of the mean loss: those of the sum may overflow float16."""
         return any(leaf.dtype == jnp.float16 for leaf in jax.tree.leaves(abstract_params(self.layout)))
 
-    def _scales(self, model: Model, shared: Mapping, known: Tree) -> jax.Array:
+    def _scales(self, model: PipelineFunctions, shared: Mapping, known: Tree) -> jax.Array:
         """Returns 1 / (count of all microbatches on all replicas), once per microbatch."""
         if (counts := loss_counts(model, shared, known)) is None:
             raise refuse(
@@ -218,7 +218,9 @@ class Pipelined(Gradients):
         total = jax.lax.psum(jnp.sum(counts), self.shardings.batch_axes)
         return jnp.broadcast_to(jnp.where(total == 0, 0.0, 1.0 / total), counts.shape)
 
-    def _execute(self, table: Program, model: Model, rows: jax.Array, shared: Tree, layers: Tree, known: Tree):
+    def _execute(
+        self, table: Program, model: PipelineFunctions, rows: jax.Array, shared: Tree, layers: Tree, known: Tree
+    ):
         keep, shardings = self.layout.parallel.pipeline.keep, self.shardings
         return execute(
             table, model, rows, shared, layers, known,

@@ -106,7 +106,7 @@ def _values(given: Mapping[str, Any]) -> list[Problem]:
 
 
 def _together(step: Step, given: Mapping[str, Any], run: Any, eval_every: int) -> list[Problem]:
-    """Returns what one argument asks for and another does not give."""
+    """Returns the problems of arguments that need each other."""
     saved, best, faults = given["checkpoints"], given["best"], given["faults"]
     problems = []
     said = (saved.best, saved.best_is)

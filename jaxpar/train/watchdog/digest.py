@@ -137,7 +137,7 @@ def _most(one: Mapping[str, float], other: Mapping[str, float]) -> Mapping[str, 
 
 
 def _added(one: Mapping, other: Mapping) -> Mapping[str, tuple[int, tuple[int, ...]]]:
-    """Returns who stated which value; beyond the most frequent values, the others are counted together."""
+    """Counts the processes per stated value; rare values are counted together."""
     # where every process states something else (a PRNG seed by mistake), a digest would grow with their number
     both = dict(one)
     for value, (count, first) in other.items():
