@@ -30,8 +30,10 @@ def children(process: int, count: int) -> list[int]:
 
     >>> children(0, 50)[12:]
     [13, 14, 15, 16, 32, 48]
-    >>> children(48, 50), children(7, 50)
-    ([49], [])
+    >>> children(48, 50)
+    [49]
+    >>> children(7, 50)
+    []
     """
     found: list[int] = []
     stride = 1
