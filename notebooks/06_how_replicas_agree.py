@@ -39,16 +39,15 @@ from jaxpar.exchange import (
     Exponential,
     Link,
     Stale,
-    Times,
     TwoLevels,
+    WorkerTimes,
     algorithms,
     contraction,
     mean_staleness,
-    price,
     programs,
     ring,
 )  # fmt: skip
-from jaxpar.train import elastic_on_clock, on_clock, race
+from jaxpar.train import elastic_virtual_clock, race, virtual_clock
 
 # %% [markdown]
 # ## 1. Ranks
@@ -149,7 +148,7 @@ sizes = np.geomspace(1e3, 1e9, 25)
 figure, ax = plt.subplots(figsize=(8, 3.4), dpi=110, layout="constrained")
 for name in algorithms.ALL_REDUCE:
     rounds = algorithms.all_reduce_rounds(name, 64, 64)
-    seconds = np.array([price.seconds(rounds, link, item=size / 64) for size in sizes])
+    seconds = np.array([algorithms.seconds(rounds, link, item=size / 64) for size in sizes])
     ax.loglog(sizes, seconds * 1e3, label=name)
 ax.set(title="All-reduce between 64 devices, modelled", xlabel="bytes", ylabel="milliseconds")
 ax.spines[["top", "right"]].set_visible(False)
@@ -394,7 +393,7 @@ plt.show()
 # fresher than it makes workers wait: with 0 all wait in every step, and nothing is stale.
 
 # %%
-times = Times(law=Exponential(), compute=1.0)
+times = WorkerTimes(law=Exponential(), compute=1.0)
 for name, bound in (("asynchronous", None), ("a lead of 3", 3), ("a lead of 0", 0)):
     updates = Stale(bound=bound).updates(8, 2000, times)
     print(
@@ -423,7 +422,7 @@ for name, bound in (("asynchronous", None), ("a lead of 3", 3), ("a lead of 0", 
 
 # %%
 alone = jp.compose(Net, jp.Parallel(), jax.devices()[:1])
-late = Times(law=Exponential(), compute=1.0, travel=0.1)
+late = WorkerTimes(law=Exponential(), compute=1.0, travel=0.1)
 
 
 def share(number):
@@ -437,9 +436,9 @@ def simulate(method, rate):
     points, worker = [], jp.train_step(alone, jp.classification_loss, optax.sgd(rate))
     told = lambda update, loss: points.append((update.seconds, loss))  # noqa: E731
     if isinstance(method, AsynchronousEasgd):
-        elastic_on_clock.run(worker, method.local_steps(8, 40, late), method.alpha(8), share, told)
+        elastic_virtual_clock.run(worker, method.local_steps(8, 40, late), method.alpha(8), share, told)
     else:
-        on_clock.run(worker, method.updates(8, 40, late), share, told)
+        virtual_clock.run(worker, method.updates(8, 40, late), share, told)
     return np.array(sorted(points)).T
 
 

@@ -214,7 +214,9 @@ for way in WAYS:
 
 # %%
 _, step, layout = made("ring x ulysses")
-print(*(line for line in layout.explain().splitlines() if "context by" in line), *step.compiler.implementations, sep="\n")
+print(
+    *(line for line in layout.explain().splitlines() if "context by" in line), *step.compiler.implementations, sep="\n"
+)
 
 # %% [markdown]
 # Two devices exchange heads, and the model has one head of keys: it had to be repeated.

@@ -25,7 +25,7 @@ from jaxpar.optim import chain
 from jaxpar.optim.loss_argument import rate_follows_steps
 from jaxpar.parallel.layout import Layout
 from jaxpar.step.step import Step
-from jaxpar.train.doors.train_step import train_step
+from jaxpar.train.api.train_step import train_step
 
 BLOCK = 4096  # learning rates computed at once
 

@@ -20,7 +20,7 @@ from jaxpar.exchange.compressed.two_phases import exchange_codes
 from jaxpar.exchange.replica_mesh import ReplicaMesh
 from jaxpar.optim.noise import GradientNoise
 from jaxpar.parallel.techniques.ring_attention.ring_devices import RingDevices, to_heads, to_tokens
-from jaxpar.train import on_clock
+from jaxpar.train import virtual_clock
 
 RNG = np.random.default_rng(0)
 
@@ -55,7 +55,7 @@ def test_a_server_weighs_gradients_by_their_tokens():
     step = jp.train_step(jp.compose(Linear, jp.Parallel(), jax.devices()[:1]), loss, optax.sgd(1.0))
     x, masks = RNG.normal(size=(2, 4, 16)).astype(np.float32), np.float32([[1, 1, 1, 1], [1, 0, 0, 0]])
     share = lambda number: {"x": x[number], "mask": masks[number]}  # noqa: E731
-    state = on_clock.run(step, Stale(bound=0).updates(2, 1, WorkerTimes(law=Constant())), share, lambda *_: None)
+    state = virtual_clock.run(step, Stale(bound=0).updates(2, 1, WorkerTimes(law=Constant())), share, lambda *_: None)
     mean = (x * masks[..., None]).sum((0, 1)) / masks.sum()
     np.testing.assert_allclose(state.params["w"], -mean, rtol=1e-5)
 

@@ -30,7 +30,7 @@ from jaxpar.exchange.clock.sharded import Downpour
 from jaxpar.exchange.clock.stale import Backup, Stale
 from jaxpar.exchange.clock.two_levels import TwoLevels
 from jaxpar.exchange.population.pbt import Pbt
-from jaxpar.train import on_clock
+from jaxpar.train import virtual_clock
 
 RATE, BLOCK, WORKERS = 0.1, 8, 4
 SPLIT = 16 * 8  # elements of the first matrix, and in a vector of parameters those of the second after them
@@ -663,17 +663,17 @@ CLOCKS = {
 
 def clock_differences(method, loop, times, monkeypatch):
     """Returns the relative difference to the paper after each update, of parameters and of its time."""
-    history, apply = [], on_clock._Server.update
+    history, apply = [], virtual_clock._Server.update
 
     def update(server, *args):
         apply(server, *args)
         history.append(device_copies(server.newest())[0])
 
-    monkeypatch.setattr(on_clock._Server, "update", update)
+    monkeypatch.setattr(virtual_clock._Server, "update", update)
     step = jp.train_step(jp.compose(lambda rngs: Net(rngs), jp.Parallel(), jax.devices()[:1]), loss, SGD)
     start = device_copies(jp.init_state(step.layout, SGD).params)[0]
     updates, batch = method.updates(WORKERS, STEPS, times), partial(make_batch, size=4)
-    on_clock.run(step, updates, batch, lambda *_: None)
+    virtual_clock.run(step, updates, batch, lambda *_: None)
     targets = islice(loop(start, lambda x, number: closed_gradient(x, batch(number)), times), STEPS)
     triples = zip(history[:STEPS], updates[:STEPS], targets, strict=True)
     return [max(difference(x, target), abs(update.seconds / now - 1)) for x, update, (now, target) in triples]

@@ -27,7 +27,7 @@ from jaxpar.exchange.clock.two_levels import TwoLevels
 from jaxpar.exchange.traffic import Traffic
 from jaxpar.mesh.chips import Link
 from jaxpar.mesh.collective import Collective
-from jaxpar.train import elastic_on_clock, on_clock
+from jaxpar.train import elastic_virtual_clock, virtual_clock
 
 EXPONENTIAL = WorkerTimes(law=Exponential())
 
@@ -212,7 +212,7 @@ def step_on(data=1, chain=CHAIN):
 def on_the_clock(method, workers, steps=6, times=EXPONENTIAL, chain=CHAIN):
     step, losses = step_on(chain=chain), []
     updates = method.updates(workers, steps, times)
-    state = on_clock.run(step, updates, share_of(workers), lambda _, loss: losses.append(loss))
+    state = virtual_clock.run(step, updates, share_of(workers), lambda _, loss: losses.append(loss))
     return state, losses, updates
 
 
@@ -255,7 +255,7 @@ def test_without_a_lead_and_with_as_many_examples_each_it_is_synchronous_to_the_
     share = lambda i: {key: x.reshape(workers, 4, -1)[i % workers].reshape(4, *x.shape[1:])  # noqa: E731
                        for key, x in every(i // workers).items()}  # fmt: skip
     step, together = step_on(), step_on(workers)
-    state = on_clock.run(step, Stale(bound=0).updates(workers, 4, EXPONENTIAL), share, lambda *_: None)
+    state = virtual_clock.run(step, Stale(bound=0).updates(workers, 4, EXPONENTIAL), share, lambda *_: None)
     begun = jp.init_state(step.layout, CHAIN)
     (params, structure), kept = flatten_by_path(begun.params), CHAIN.init(flatten_by_path(begun.params)[0])
 
@@ -319,7 +319,7 @@ def test_asynchronous_elastic_averaging_is_algorithm_1_of_its_paper():
     """Zhang, Choromanska, LeCun 2015: beside the lines of algorithm 1 in numpy, on least squares."""
     step, losses = step_on(chain=SGD), []
     table = AsynchronousEasgd(every=2, beta=0.6).local_steps(3, 5, EXPONENTIAL)
-    state = elastic_on_clock.run(step, table, 0.2, share_of(3), lambda _, loss: losses.append(loss))
+    state = elastic_virtual_clock.run(step, table, 0.2, share_of(3), lambda _, loss: losses.append(loss))
     begun = jp.init_state(step.layout, SGD)
     structure = jax.tree.structure(begun.params)
     flat = lambda tree: np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])  # noqa: E731

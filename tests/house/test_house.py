@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,13 @@ def test_no_two_public_classes_have_one_name():
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 modules[node.name].append(module)
     assert {name: files for name, files in modules.items() if len(files) > 1} == {}
+
+
+def test_every_name_that_a_room_lists_resolves():
+    for module, path in FILES.items():
+        if path.name == "__init__.py":
+            room = import_module(module)
+            assert [name for name in getattr(room, "__all__", ()) if not hasattr(room, name)] == [], module
 
 
 PLAIN_STEP = """

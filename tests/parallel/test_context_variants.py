@@ -29,7 +29,7 @@ from jaxpar.parallel.techniques.attention_choice import AttentionChoice
 from jaxpar.plan.techniques import auto_context
 from jaxpar.sharding.names import Compute
 from jaxpar.step.losses import cross_entropy
-from jaxpar.train.doors import train_step
+from jaxpar.train.api import train_step
 
 ROOT = Path(__file__).parents[2]
 VOCAB, SEQ, BATCH = 32, 16, 8

@@ -9,8 +9,8 @@
     barriers  the clock of real synchronous replicas: every N steps all wait for the slowest
     table     the methods that `jaxpar exchange compare` knows by name
 
-A method and the workers' times make a table of updates, without any numbers of a model. `train.on_clock` trains any
-model by it (`train.elastic_on_clock` where workers have their own parameters).
+A method and the workers' times make a table of updates, without any numbers of a model. `train.virtual_clock` trains a
+model by it (`train.elastic_virtual_clock` where workers have their own parameters).
 
 Nouns: a worker, a share (the examples of one gradient), a version (the number of updates so far), a push (one
 gradient), an update (the mean of some pushes), staleness (updates between a gradient's read and its own update).

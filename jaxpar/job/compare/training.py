@@ -30,7 +30,7 @@ from jaxpar.parallel.layout_data import replica_messages, trained_shards
 from jaxpar.step.state import State, init_state
 from jaxpar.step.step import Step
 from jaxpar.step.stochastic_loss.loss import key_parameter
-from jaxpar.train import elastic_on_clock, loop, on_clock
+from jaxpar.train import elastic_virtual_clock, loop, virtual_clock
 from jaxpar.train.feed import Feed
 
 
@@ -181,7 +181,7 @@ def _simulate(job: Job, method: Method, algorithm: SimulatedRun, times: WorkerTi
             rows.append((gradients * size, 2 * device_bytes * gradients / workers, update.seconds, loss))
 
     examples = _shares(source, job.train.global_batch, size)
-    state = on_clock.run(step, updates, examples, record_update, seed=job.train.seed)
+    state = virtual_clock.run(step, updates, examples, record_update, seed=job.train.seed)
     samples, traffic, seconds, losses = np.array(rows).T
     return Curve(
         method=method, samples=samples, bytes=traffic, seconds=seconds, loss=losses,
@@ -197,7 +197,7 @@ def _elastic(job: Job, method: Method, algorithm: AsynchronousEasgd, times: Work
     device_bytes = _parameter_bytes(step.layout)
     table = algorithm.local_steps(workers, job.train.steps, replace(times, travel=link.time(device_bytes)))
     rows: list[tuple[float, float, float]] = []
-    state = elastic_on_clock.run(
+    state = elastic_virtual_clock.run(
         step, table, algorithm.alpha(workers), _shares(source, job.train.global_batch, size),
         lambda local, loss: rows.append((local.seconds, 2 * device_bytes * local.meets / workers, loss)),
         seed=job.train.seed,
@@ -210,7 +210,7 @@ def _elastic(job: Job, method: Method, algorithm: AsynchronousEasgd, times: Work
     )  # fmt: skip
 
 
-def _shares(source: Source, global_batch: int, size: int) -> on_clock.Examples:
+def _shares(source: Source, global_batch: int, size: int) -> virtual_clock.Examples:
     """Returns a function from a share number to its `size` examples: consecutive shares of the global batches."""
     shares = global_batch // size
 

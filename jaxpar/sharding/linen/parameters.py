@@ -1,8 +1,8 @@
 """The parameters of a Linen module while a step is traced: each is gathered and cast where it is read.
 
-    self.param("kernel", ...)                         ─┐
-    self.variables["params"]["embed"]["embedding"]    ─┼─► values["kernel"] ─► use(path, stored) ─► read
-    nn.scan, nn.remat, nn.map_variables, jax.tree      ───► stored: a nested dict of plain arrays
+self.param("kernel", ...)                         ─┐
+self.variables["params"]["embed"]["embedding"]    ─┼─► values["kernel"] ─► use(path, stored) ─► read
+nn.scan, nn.remat, nn.map_variables, jax.tree      ───► stored: a nested dict of plain arrays
 """
 
 from collections.abc import Iterator

@@ -67,7 +67,7 @@ def digest_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def agreed(known: Digest, index: int, count: int) -> bool:
+def is_agreed(known: Digest, index: int, count: int) -> bool:
     """Whether all processes have stated this fact, with the same value."""
     stated = known.stated(index)
     return len(stated) == 1 and sum(n for n, _ in stated.values()) == count

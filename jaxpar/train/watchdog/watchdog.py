@@ -13,7 +13,7 @@ from dataclasses import replace
 from jaxpar.errors import Problem
 from jaxpar.train.watchdog import decisions as stop
 from jaxpar.train.watchdog.beat import Files, Heartbeat, unknown
-from jaxpar.train.watchdog.decisions import TOGETHER, agreed, judge
+from jaxpar.train.watchdog.decisions import TOGETHER, is_agreed, judge
 from jaxpar.train.watchdog.digest import Digest, merge
 
 # The tree of who reads whose heartbeat: a process opens a few files per turn, however many processes there are.
@@ -208,7 +208,7 @@ class Watchdog:
             self._beat = replace(self._beat, stuck=round(self._age() - self._began, 2))
             self.known = merge([self._beat.digest(), below])
             self._beat = stop.decide(self._beat, self.known, self.count)
-            if agreed(self.known, self._beat.agreed + 1, self.count):
+            if is_agreed(self.known, self._beat.agreed + 1, self.count):
                 self._beat = replace(self._beat, agreed=self._beat.agreed + 1)
 
     def _write(self, below: Digest | None = None) -> None:

@@ -21,7 +21,7 @@ VALUES = {
 }
 
 
-def agreed(
+def check_arguments(
     step: Any,
     numbers: Mapping[str, Any],
     run: Any,

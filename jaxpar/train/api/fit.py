@@ -36,9 +36,9 @@ from jaxpar.mesh.devices import describe
 from jaxpar.step.checks.input_state import check_not_donated
 from jaxpar.step.state import State, init_state
 from jaxpar.step.step import Step
+from jaxpar.train.api.fit_checks import check_arguments, check_evaluated
+from jaxpar.train.api.saving import FOLDER
 from jaxpar.train.best import Best
-from jaxpar.train.doors.agreed import agreed, check_evaluated
-from jaxpar.train.doors.saving import FOLDER
 from jaxpar.train.faults import Faults, Watch
 from jaxpar.train.lock import Lock
 from jaxpar.train.loop import run as train
@@ -95,7 +95,7 @@ def fit(
       JaxparError: If an argument is none, the folder is of other data, a state does not fit, or a step goes wrong.
     """
     asked = {"steps": steps, "batch": batch, "show_every": show_every}
-    saved, judged = agreed(step, asked, run, state, checkpoints, best, eval_every, faults)
+    saved, judged = check_arguments(step, asked, run, state, checkpoints, best, eval_every, faults)
     folder = None if run is None else local_folder(run)
     bucket = _bucket(run)
     with _locked(folder), bucket.synchronized() if bucket else nullcontext():
