@@ -12,7 +12,7 @@ from supervised_runs import rows, start, started_by, wait_until, write
 TIMEOUT = 5
 ENDINGS = {
     "lost": "from jaxpar.train.watchdog import thread; from jaxpar.errors import Problem; thread._end(Problem(*'abc'))",
-    "crash": "from jaxpar.cli.main import _crash; _crash(ValueError, ValueError('a'), None)",
+    "crash": "from jaxpar.cli.main import _exit_after_crash; _exit_after_crash(ValueError, ValueError('a'), None)",
 }
 
 pytestmark = [
