@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.data.examples import Examples
 from jaxpar.data.spec import Batch, Data
+from jaxpar.data.text import Examples
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.files import check_plain
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from jaxpar.data.arrays import to_32_bits
-from jaxpar.data.examples import weighted_batches
 from jaxpar.data.spec import Batch, Rows, WeightedBatch, select_rows
+from jaxpar.data.text import weighted_batches
 from jaxpar.data.validate import CorruptBatch
 from jaxpar.errors import JaxparError, refuse, user_code_errors
 from jaxpar.step.batch.shard_batch import check_lists

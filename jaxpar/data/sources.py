@@ -22,11 +22,10 @@ from jaxpar.data.arrays import Arrays, load_arrays, load_digits
 from jaxpar.data.corpus import blocks
 from jaxpar.data.document_rows import DocumentRows, length_note
 from jaxpar.data.documents.plain_text import TextFile, WrongBytes
-from jaxpar.data.examples import Examples, weighted_batches
 from jaxpar.data.packing import pack, print_to_stderr
 from jaxpar.data.spec import OURS, Batch, Data, Rows, Source, WeightedBatch, check_path, select_rows
 from jaxpar.data.streams.user_data import open_user_data
-from jaxpar.data.text import Tokens, check_length, stdlib_files, text_files
+from jaxpar.data.text import Examples, Tokens, check_length, stdlib_files, text_files, weighted_batches
 from jaxpar.data.token_stream import TokenStream, is_token_stream
 from jaxpar.data.tokenizers.encoders import HuggingFaceEncoder, end_token, open_corpus
 from jaxpar.data.tokenizers.tokenizer_facts import read_tokenizer

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from jaxpar.data.arrays import DAMAGED
-from jaxpar.data.examples import Examples
 from jaxpar.data.spec import Batch, Data
+from jaxpar.data.text import Examples
 from jaxpar.errors import refuse
 from jaxpar.files import check_plain
 

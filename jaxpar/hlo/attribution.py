@@ -34,7 +34,6 @@ MACHINERY = tuple(
         for file in (
             "step.py",
             "compiler.py",
-            "update.py",
             "model_flop.py",
             "gradients.py",
             "per_replica",

@@ -2,7 +2,6 @@
 
     batch/       places a global batch on the devices of a layout
     compiler     traces, checks and compiles the programs of a step
-    update       the jitted update and evaluation
     gradients    the protocol of gradients, and the update made from them
     gradient_kinds  chooses the kind of gradients for a layout
     unpipelined  gradients of an unpipelined step: every device has all layers
@@ -16,7 +15,7 @@
     stochastic_loss/  gradients of a loss that takes a random key
     norm/        the global gradient norm, with one sum over devices
     measures/    additional evaluation metrics
-    guard        skips the update if its numbers are not finite
+    step         the step, its jitted update, which may skip bad numbers, and its evaluation
     state        parameters, optimizer, model and exchange state, initialized sharded
 
 Nouns: `Step`, `State`, `Numerics` (precision, remat, accumulation), sums and counts of a loss.

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 import jaxpar as jp
 from jaxpar.data.arrays import Arrays, load_arrays
-from jaxpar.data.examples import order, split_held_out
 from jaxpar.data.iterables import Stream
-from jaxpar.data.text import stdlib_files
+from jaxpar.data.text import order, split_held_out, stdlib_files
 from jaxpar.data.tokens import RunTokenizer
 
 

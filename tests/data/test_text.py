@@ -14,7 +14,7 @@ import jaxpar as jp
 from jaxpar.data import corpus
 from jaxpar.data.arrays import load_arrays
 from jaxpar.data.corpus import Corpus
-from jaxpar.data.examples import permutation, split_held_out
+from jaxpar.data.text import permutation, split_held_out
 from jaxpar.data.tokens import bpe_tokens, train_bpe
 from jaxpar.errors import JaxparError
 

@@ -124,7 +124,7 @@ def test_a_loss_with_its_own_mask_is_evaluated_as_on_one_device(name):
 @given(count=st.integers(0, 64), size=st.integers(1, 64), ways=st.integers(1, 4), seed=st.integers(0, 9))
 @settings(max_examples=200, deadline=None)
 def test_weighted_sums_are_those_of_each_example_once(count, size, ways, seed):
-    from jaxpar.data.examples import weighted_batches
+    from jaxpar.data.text import weighted_batches
 
     count = min(count, size)
     values = np.random.default_rng(seed).random(count)

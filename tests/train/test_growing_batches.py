@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxpar as jp
-from jaxpar.data.examples import order
+from jaxpar.data.text import order
 from jaxpar.errors import JaxparError
 from jaxpar.job.build import rates
 from jaxpar.job.check import check

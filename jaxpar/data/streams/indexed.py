@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.data.examples import Examples, weighted_batches
 from jaxpar.data.iterables import PAIR, as_batch, describe_value
 from jaxpar.data.spec import Batch, Data, Rows, WeightedBatch
+from jaxpar.data.text import Examples, weighted_batches
 from jaxpar.errors import refuse, user_code_errors
 
 COLUMNS = "data that is a dict has arrays with a row for every example"

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxpar.data.examples import Examples, weighted_batches
 from jaxpar.data.iterables import UserSource
 from jaxpar.data.sources import open_data
 from jaxpar.data.spec import SET_NAME, Data, Rows, Source, WeightedBatch
 from jaxpar.data.streams.user_data import open_held_out
+from jaxpar.data.text import Examples, weighted_batches
 from jaxpar.errors import refuse
 
 

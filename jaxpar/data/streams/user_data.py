@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.data.examples import weighted_batches
 from jaxpar.data.iterables import UserSource, as_batch, held_out_count, parameters
 from jaxpar.data.spec import Batch, Data, Rows, Source, WeightedBatch, select_rows
 from jaxpar.data.streams.indexed import Columns, GrainMap, HeldOutRows, Indexed
 from jaxpar.data.streams.stateful import Stateful, check_loader
+from jaxpar.data.text import weighted_batches
 from jaxpar.errors import refuse, user_code_errors
 
 # Held-out examples of the user's own data: `evaluation()` of the same object, or another object.
