@@ -68,7 +68,7 @@ def program(seq, kernel="auto"):
     run, given, mesh = attention(seq=seq, kernel=kernel)
     devices = list(mesh.devices.flat)
     layout = jp.compose(partial(jp.Decoder, jp.DecoderConfig()), jp.Parallel(context=8, context_by="ring"), devices)
-    options = jp.train_step(layout, jp.next_token_loss, optax.sgd(0.1)).options
+    options = jp.train_step(layout, jp.next_token_loss, optax.sgd(0.1)).compiler.options
     with jax.set_mesh(mesh):
         return compile_program(run.lower(*given), devices, compiler_options=options)
 
