@@ -1,13 +1,13 @@
-"""The loop of a run: batches in; metrics, evaluations and checkpoints out; and the handling of faults.
+"""The training loop: it reads batches, runs steps, writes metrics, evaluations and checkpoints, and handles faults.
 
-Nouns: a `Run` and its `Outcome`, `Faults` (how to go on after bad numbers), a rollback, skipped batches, the lock of a
-run folder, metrics, `Noise` (of gradients and updates), and the watchdog by which processes notice each other's end.
-`api/` has the functions of Python: `jp.train_step`, `jp.fit`, `jp.save`, `jp.restore`. `progress` writes the status
-line on a terminal. `virtual_clock` trains by a table of late updates, simulated; `hogwild` trains by threads that race.
+Nouns: a `Run` and its `Outcome`, `Faults` (the reaction to NaN, infinity and loss spikes), a rollback, skipped batches,
+the lock of a run folder, metrics, `Noise` (of gradients and updates), and the watchdog, which detects lost processes.
+`api/` has the Python functions `jp.train_step`, `jp.fit`, `jp.save` and `jp.restore`. `progress` writes the status line
+of a terminal. `virtual_clock` simulates training with stale updates; `hogwild` trains with threads that race.
 
-To add a reaction to bad numbers: a value of `Faults.on_bad_step`, and its place in `loop.py` or in
-`recovery/roll_back.py`. To add a metric sink: a writer beside those in `metrics.py`. To add a fault that is detected: a
-judgement in `watchdog/decisions.py`, and the fault planted in `tests/bench/faults/planted.py`.
+To add a reaction to a bad step: add a value to `Faults.on_bad_step`, and implement it in `loop.py` or in
+`recovery/roll_back.py`. To add a metric sink: add a writer to `metrics.py`. To detect one more fault: add a check to
+`watchdog/decisions.py`, and inject the fault in `tests/bench/faults/planted.py`.
 """
 
 from importlib import import_module
@@ -18,8 +18,8 @@ _HOMES = {
     "virtual_clock": "",
     "Race": "hogwild",
     "race": "hogwild",
-}  # a name's module; "" for one
-__all__ = [*_HOMES]  # what a notebook imports  # pyright: ignore[reportUnsupportedDunderAll]
+}  # name to the module that defines it; "" if the name is a module itself
+__all__ = [*_HOMES]  # the names that notebooks import  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The best evaluation of a run so far, and whether the run has waited long enough for a better one."""
+"""The best evaluation of a run so far, and early stopping."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """How evaluations are compared, and how long a run waits for a better one.
+    """The comparison of evaluations, and the patience of early stopping.
 
-    All is read off the rows of the run's metrics, so that one that is resumed, or rolled back, waits as it would have.
+    All decisions depend on the rows of metrics only, so a resumed or rolled-back run decides like an uninterrupted one.
 
     Attributes:
-      metric: What is compared, such as eval_loss.
-      lowest: Whether the lowest is the best.
-      patience: Evaluations in a row that are no better than the best before them, after which the run ends; 0 for none.
+      metric: The metric by which evaluations are compared, such as eval_loss.
+      lowest: Whether the lowest value is the best.
+      patience: Evaluations in a row without a new best value, after which the run ends; 0 disables early stopping.
     """
 
     metric: str = "eval_loss"
@@ -26,20 +26,20 @@ class Best:
     patience: int = 0
 
     def check(self, found: Row, *, keeps: int) -> None:
-        """Refuses a metric that an evaluation does not have; the usual one only where evaluations are compared.
+        """Refuses a metric that evaluations do not have; the default only if something compares evaluations.
 
-        Without examples that are held out, sets by name have no `eval_loss` beside their own.
+        A run with named sets but without held-out examples of its source has no `eval_loss`.
 
         Args:
           found: The metrics of an evaluation.
-          keeps: How many checkpoints stay as the best.
+          keeps: Number of best checkpoints that are retained.
 
         Raises:
-          JaxparError: With those that it has.
+          JaxparError: If `found` lacks the metric; the error lists the metrics that it has.
         """
         if self.metric == Best.metric and not self.patience and not keeps:
             return
-        # without a loss there is nothing to compare: all members of a population may be lost
+        # an evaluation without any loss is no error: all members of a population may have failed
         losses = [name for name in found if name.endswith("_loss")]
         if self.metric not in found and losses:
             raise refuse(
@@ -49,14 +49,14 @@ class Best:
             )
 
     def order(self, score: float) -> float:
-        """Returns a number that is smaller for a better score."""
+        """Returns a sort key: the smaller, the better the score."""
         return score if self.lowest else -score
 
     def waited(self, rows: Sequence[Row]) -> tuple[int, Row | None]:
         """Returns the number of evaluations since the best one, and the row of the best one.
 
         Args:
-          rows: Those with an evaluation, oldest first. A score that is no number is no better than any.
+          rows: The rows with an evaluation, oldest first. A missing or null score is never the best.
         """
         best, since = None, 0
         for row in rows:
@@ -68,18 +68,18 @@ class Best:
         return since, best
 
     def is_among(self, count: int, rows: Sequence[Row], step: int) -> bool:
-        """Returns whether the evaluation of a step is one of the best so many; of equal ones the earlier is better.
+        """Returns whether the evaluation of a step is among the `count` best; of equal scores the earlier is better.
 
         Args:
-          count: How many are the best.
-          rows: Those with an evaluation, oldest first.
-          step: The step of one of them.
+          count: Number of best evaluations.
+          rows: The rows with an evaluation, oldest first.
+          step: The step of one of the rows.
         """
         scores = [(self.order(score), row["step"]) for row in rows if (score := row.get(self.metric)) is not None]
         return any(each == step for _, each in sorted(scores)[:count])
 
     def over(self, rows: Sequence[Row]) -> str:
-        """Returns why a run ends after these evaluations; "" where it goes on."""
+        """Returns the reason to end the run after these evaluations; "" if it goes on."""
         since, best = self.waited(rows)
         if not self.patience or since < self.patience:
             return ""

@@ -1,9 +1,9 @@
-"""Asynchronous elastic averaging on a virtual clock: local steps and meetings as a table says. *Simulated*.
+"""Asynchronous elastic averaging (EASGD) on a virtual clock: a table lists local steps and syncs. *Simulated*.
 
-    gradient at the worker's parameters ─► worker and center are drawn to each other, if they meet ─► update
+    gradient at the worker's parameters ─► if it syncs: worker and center move towards each other ─► update
 
-The numbers are those that such a run would have; the seconds are the table's. Each worker has parameters, optimizer
-state and model state of its own. They are computed one after the other on the devices of one worker.
+Losses and parameters are those of a real asynchronous run with this table; times come from the table. Each worker has
+its own parameters, optimizer state and model state. All run one after the other on the devices of one worker.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,18 +30,18 @@ def run(
     *,
     seed: int = 0,
 ) -> State:
-    """Returns the state after all steps: its parameters are the center, all else is that of the last worker.
+    """Returns the state after all steps: the center's parameters, and the rest of the last worker's state.
 
     Args:
-      step: Of one worker's layout: it differentiates.
+      step: A step with one worker's layout, which computes the gradients.
       table: Local steps in the order in which they begin.
-      alpha: How much of the way to the other a worker and the center go where they meet.
-      examples: The batch of a share.
+      alpha: Fraction of their difference by which the worker and the center each move at a sync.
+      examples: Share number to its batch.
       told: Called after every local step with its mean loss.
-      seed: Of the initial parameters.
+      seed: Seed of the initial parameters.
 
     Raises:
-      JaxparError: If the optimizer's state says what is evaluated.
+      JaxparError: If evaluation uses parameters from the optimizer's state, as with schedule_free.
     """
     state = init_state(step.layout, step.optimizer, seed=seed)
     if eval_arrays(state.optimizer):

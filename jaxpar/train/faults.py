@@ -1,11 +1,11 @@
-"""The reaction to a loss or gradient that is NaN or infinite, and to spikes of the loss.
+"""The reaction to NaN or infinity in losses and gradients, and to loss spikes.
 
-loss or gradients nan or inf,      stop       an error that names it; nothing is saved from then on
-or a loss far above those    ─►    skip       inside the compiled step: its update is not taken
-before it                          rollback   the newest checkpoint, and on past the batches since it
+loss or gradients nan or inf,      stop       raise an error that names the step; nothing is saved afterwards
+or a loss far above the      ─►    skip       the compiled step leaves the state unchanged
+recent losses                      rollback   restore the newest checkpoint and skip the batches since it
 
-With `stop` and `rollback` the compiled step is what it is without them: the host looks at its metrics. A batch in which
-nothing counts is no fault: its loss is 0/0, its gradient zero; the run says so and goes on.
+`stop` and `rollback` do not change the compiled step: the host checks its metrics. A batch without any counted example
+is no fault: its loss is 0/0 and its gradient zero. The run reports it and goes on.
 """
 
 import math
@@ -17,29 +17,29 @@ from typing import Any, Literal
 
 from jaxpar.errors import JaxparError, Problem, check_ranges, refuse
 
-WINDOW = 32  # losses whose median a spike is measured by
-FEWEST = 8  # losses without which nothing is a spike
-# a job that goes on with another rate than it had is refused without the second half
+WINDOW = 32  # number of losses in the median that spikes are compared with
+FEWEST = 8  # losses needed before any loss counts as a spike
+# the second half is needed because a job refuses to resume with another rate that run.changed does not name
 LOWER_RATE = (
     "go on from the last checkpoint with a lower optimizer.learning_rate or a longer optimizer.warmup, and (in a job) "
     'run.changed = ["optimizer.learning_rate", "optimizer.warmup"]'
 )
-LAG = 2  # the newest loss that a limit knows is of two steps before, on every layout and after every resume
+LAG = 2  # a limit uses losses up to two steps earlier: the same ones on every layout and after every resume
 
 
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """The policy for losses, gradients and batches that go wrong.
+    """The `[faults]` table: the reaction to bad losses, gradients and batches.
 
     Attributes:
-      on_bad_step: Where loss, gradients or parameters are nan or inf, or the loss is a spike: stop; skip (the update
-        is not taken, steps and data go on); or rollback (to the newest checkpoint, or to one before it if that fails
-        at once, and on past the batches since it).
-      on_bad_batch: Where a batch holds what cannot be, found before it is fed: stop, or skip (the next batch takes
-        its place, and all later ones move up).
-      spike: A loss above so many times the median of the last 32 good ones is bad; 0 looks for none.
-      skips: Steps or batches in a row that may be skipped, before the run stops.
-      rollbacks: How often a run may go back, before it stops.
+      on_bad_step: Reaction if loss, gradients or parameters are NaN or infinite, or the loss is a spike: stop; skip
+        (drop the update and go on with the next batch); or rollback (restore the newest checkpoint, or the one before
+        it if its first step is bad again, and skip the batches since it).
+      on_bad_batch: Reaction to invalid values in a batch, which are detected before the step: stop, or skip (the next
+        batch takes its place, and all later batches move up).
+      spike: A loss above `spike` times the median of the last 32 good losses is bad; 0 disables the check.
+      skips: Most steps or batches skipped in a row; one more stops the run.
+      rollbacks: Most rollbacks of a run; one more stops it.
     """
 
     on_bad_step: Literal["stop", "skip", "rollback"] = "stop"
@@ -59,7 +59,7 @@ class Faults:
 
 
 def learns_nothing(values: Mapping[str, Any]) -> bool:
-    """Returns whether nothing in the batch of a step counted: its loss is 0/0, nan, and its gradient is zero."""
+    """Returns whether the batch of a step has no counted example: its loss is 0/0 (NaN) and its gradient zero."""
     return values.get("tokens") == 0 and values["grad_norm"] == 0
 
 
@@ -67,7 +67,7 @@ class BadStep(JaxparError):
     """A step whose loss or gradients are not finite, or whose loss is a spike.
 
     Attributes:
-      step: Which one, from 1.
+      step: The number of the step, from 1.
     """
 
     def __init__(self, step: int, problem: Problem):
@@ -76,16 +76,16 @@ class BadStep(JaxparError):
 
 
 class Watch:
-    """Judges each step's numbers, and knows the limit that a spike is above.
+    """Checks the metrics of each step, and computes the limit above which a loss is a spike.
 
     Args:
       faults: The `[faults]` table.
       rows: The metrics of earlier steps of the run, in order.
-      span: Steps that a rollback may go back, over which the losses before are remembered.
-      skipped: Steps that were skipped before.
+      span: Most steps that a rollback goes back; losses from before them stay in memory.
+      skipped: Number of steps that were skipped before.
 
     Attributes:
-      skipped: Steps that were skipped until now: so much is the optimizer's own count behind.
+      skipped: Number of steps skipped so far; the optimizer's step count is behind by this number.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Watch:
         return self._in_a_row > 0
 
     def limit(self, step: int) -> float:
-        """Returns the loss above which a step is a spike; inf where none is, also where losses are not positive."""
+        """Returns the loss above which a step is a spike; inf if none is checked or the median loss is not positive."""
         if not self.faults.spike:
             return math.inf
         known = [loss for at, loss in self._good if at <= step - LAG][-WINDOW:]
@@ -115,10 +115,10 @@ class Watch:
         return self.faults.spike * usual if usual > 0 else math.inf
 
     def judge(self, step: int, values: Mapping[str, float]) -> bool:
-        """Returns whether a step was skipped.
+        """Checks the metrics of a step; returns whether it was skipped.
 
         Raises:
-          BadStep: If its numbers are bad and it was not skipped, or it was one too many.
+          BadStep: If its metrics are bad and it was not skipped, or more than `faults.skips` were skipped in a row.
         """
         if learns_nothing(values):
             self.skipped += (skipped := bool(values.get("skipped")))
@@ -137,13 +137,12 @@ class Watch:
         return True
 
     def rewind(self, step: int) -> None:
-        """Forgets the steps after this one."""
+        """Removes the losses of the steps after `step`."""
         while self._good and self._good[-1][0] > step:
             self._good.pop()
 
 
 def _bad(step: int, values: Mapping[str, float], limit: float, skipped: int) -> Problem:
-    """Returns the problem with a step's loss or gradients."""
     loss, norm = values["loss"], values["grad_norm"]
     rule = "training goes on while the loss is finite; nothing is saved after it is not"
     fix = LOWER_RATE

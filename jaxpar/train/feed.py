@@ -1,17 +1,17 @@
-"""Batches on their way to the step: past those that the run skips, checked, each process its own rows.
+"""The input pipeline: reads the batch of a step, checks it, skips bad batches, and places each process's rows.
 
-    step ─► draws ─► batch of the source ─► numbers that can be ─► rows that are held here ─► arrays over all processes
-                       ▲                          │ corrupt, and the job skips such ones
-                       └──────── the next ◄───────┘
+    step ─► draws ─► batch of the source ─► check values ─► rows of this process ─► global arrays
+                       ▲                          │ corrupt, and the job skips corrupt batches
+                       └───── next batch ◄────────┘
 
-Which batch a step takes is a pure function of the step and of RUN/skipped_batches.json, so that a run resumes anywhere.
-Batches are read while steps are computed, and what a step waited for its batch is measured:
+The batch of a step is a pure function of the step and of RUN/skipped_batches.json, so a run can resume at any step.
+The host reads batches while the devices compute, and measures how long each step waits for its batch:
 
-    data.ahead = 0   the batch of a step is read while devices compute the step before
+    data.ahead = 0   the host reads the batch of a step while the devices compute the step before
     data.ahead = 4   thread    read 5 | read 6 | read 7 (slow) ........... | read 8
-                     devices   step 3 | step 4 | step 5 | step 6           | step 7 waits only if all read is used
+                     devices   step 3 | step 4 | step 5 | step 6           | step 7 waits only if no batch is left
 
-When a batch is read does not change which it is, so a run that reads ahead is one that does not, bit for bit.
+Reading ahead changes when a batch is read, not which batch: losses are equal bit for bit with and without it.
 """
 
 import threading
@@ -40,17 +40,17 @@ from jaxpar.train.skipped_batches import SkippedBatches
 
 
 class Feed:
-    """The batches of a run as its step wants them.
+    """The batches of a run, checked and placed on the devices of a layout.
 
     Args:
-      source: Where batches come from.
-      layout: Where they go.
-      size: Examples per global batch; of the first phase, if it grows.
-      growth: How it grows.
-      good: What a good batch is; None looks at none.
-      skipped: The batches that the run skips; None where it can skip none.
-      faults: What is done about a corrupt batch.
-      say: Where it is told that a batch was passed over.
+      source: The source of the batches.
+      layout: The layout whose devices receive the batches.
+      size: Examples per global batch; in the first phase, if the batch grows.
+      growth: The phases of a growing batch.
+      good: The check that batches must pass; None checks none.
+      skipped: The batches that the run skips; None if it cannot skip any.
+      faults: The reaction to a corrupt batch.
+      say: Prints a line for the user, e.g. that a batch is skipped.
     """
 
     def __init__(
@@ -70,41 +70,41 @@ class Feed:
         self.good, self.skipped, self.faults, self.say = good, skipped, faults or Faults(), say
         self.growth = growth or Growth()
         self.rows: Rows = rows_here(layout, size) if jax.process_count() > 1 else None
-        self._one = threading.Lock()  # batches may be read ahead by a thread, and no source need know of two
+        self._one = threading.Lock()  # a thread may read ahead, and sources need not be thread-safe
         self._evaluation_feeds: dict[str, Feed] = {}
-        self._bad_out: list[int] = []  # held-out batches that are corrupt, in their order
+        self._bad_out: list[int] = []  # sorted indices of corrupt held-out batches
         self.incomplete = Incomplete()
 
     def evaluation_feed(self, name: str, held: EvaluationSet) -> "Feed":
-        """Returns the feed of an evaluation set, which goes to the same layout in batches of the same size."""
+        """Returns the feed of an evaluation set, with the same layout and batch size."""
         if name not in self._evaluation_feeds:
             made = self._evaluation_feeds[name] = copy(self)
             made.source, made._bad_out, made.incomplete = held, [], Incomplete(name)
         return self._evaluation_feeds[name]
 
     def batch(self, step: int) -> Mapping[str, Any]:
-        """Returns the training batch of a step: in one process as it is, in several on the devices.
+        """Returns the training batch of a step: host arrays in a single process, global `jax.Array`s in several.
 
         Raises:
-          JaxparError: If it is corrupt, and the job does not skip such ones; or too many are, one after the other.
+          JaxparError: If the batch is corrupt and the job does not skip corrupt batches, or too many follow in a row.
         """
         return self.placed(self.read(step))
 
     def evaluation(self, index: int) -> list[WeightedBatch]:
-        """Returns the index-th held-out examples that are not corrupt, with their weights; none after the last.
+        """Returns the index-th held-out batch, not counting corrupt ones, as weighted batches; empty after the last.
 
         Raises:
-          JaxparError: If one is, and the job does not skip such ones.
+          JaxparError: If the batch is corrupt and the job does not skip corrupt batches.
         """
         return [replace(each, batch=self.placed(each.batch)) for each in self.read_evaluation(index)]
 
     def read(self, step: int) -> Batch:
-        """Returns the rows that this process holds of the training batch of a step, on the host."""
+        """Returns this process's rows of the training batch of a step, on the host."""
         with self._one:
             return merged([self._draw(draw, step) for draw in self.growth.draws(step)])
 
     def _draw(self, draw: int, step: int) -> Batch:
-        """Returns the rows that this process holds of a draw, one of those that a step takes."""
+        """Returns this process's rows of one draw; a step of a grown batch takes several draws."""
         passed: list[CorruptBatch] = []
         while True:
             index = draw if self.skipped is None else self.skipped.batch_of(draw)
@@ -116,16 +116,16 @@ class Feed:
                 skipped.pass_over(draw, error.problems[0].got)
 
     def read_evaluation(self, index: int) -> list[WeightedBatch]:
-        """Returns the rows that this process holds of the index-th held-out examples, on the host."""
+        """Returns this process's rows of the index-th held-out batch, on the host."""
         with self._one:
             return self._read_evaluation(index)
 
     def rearranged(self, index: int, rows: np.ndarray) -> Mapping[str, Any]:
-        """Returns rows of the index-th held-out batch, which may be filled up, as a batch of so many: see `placed`.
+        """Returns the given rows of the index-th (padded) held-out batch as a batch of `len(rows)`, see `placed`.
 
         Args:
-          index: Of the batch.
-          rows: Those of all processes, in order; one may come several times.
+          index: Index of the batch.
+          rows: Global row numbers, in order; a row may occur several times.
         """
         if self.rows is None:
             return select_rows(self.read_evaluation(index)[0].batch, rows)
@@ -144,7 +144,7 @@ class Feed:
             try:
                 batches = (
                     self.source.evaluation(at, self.size, *self._wanted_rows) or []
-                )  # users write None, too, for none
+                )  # a user's source may return None instead of an empty list
                 for each in batches:
                     self._checked(each.batch, lambda _, at=at: f"held-out batch {at}")
                 return [replace(each, batch=self._select_rows(each.batch)) for each in batches]
@@ -158,12 +158,12 @@ class Feed:
 
     @property
     def _wanted(self) -> Rows:
-        """The rows that are read: where corrupt batches are skipped all of them, for all processes must skip alike."""
+        """The rows to read; None (all) if corrupt batches are skipped, as all processes must skip the same batches."""
         return None if self._skips else self.rows
 
     @property
     def _wanted_rows(self) -> tuple[Rows, ...]:
-        """The same as an argument where they are not all: a source of one process need not know of rows."""
+        """`_wanted` as an extra argument of the source, left out for all rows: simple sources need no such argument."""
         return () if self._wanted is None else (self._wanted,)
 
     def _select_rows(self, batch: Batch) -> Batch:
@@ -173,12 +173,12 @@ class Feed:
         return batch if self.good is None else self.good.check(batch, lies, self._wanted)
 
     def _where(self, index: int, row: int) -> str:
-        """Returns in words where a row of a training batch lies."""
+        """Describes the position of a row of a training batch in the data."""
         where = getattr(self.source, "where", None)
         return where(index, self.size, row) if where else f"batch {index} of {self.source.fingerprint}"
 
     def _pass(self, what: str, error: CorruptBatch, passed: list[CorruptBatch]) -> SkippedBatches:
-        """Says that a batch is passed over; raises if the job stops there, or too many were."""
+        """Reports a skipped batch; raises if the job stops at corrupt batches, or too many were skipped in a row."""
         problem = error.problems[0]
         got = f"{what} is corrupt: {problem.got}"
         if self.skipped is None or not self._skips:
@@ -195,11 +195,11 @@ class Feed:
         return self.skipped
 
     def placed(self, batch: Batch) -> dict[str, Any]:
-        """Returns the rows of all processes as one array each; of one process what it has, which the step places."""
+        """Assembles the rows of all processes into global arrays; in a single process, the step places the batch."""
         return batch if self.rows is None else {name: self._global(value) for name, value in batch.items()}
 
     def _global(self, value: np.ndarray) -> jax.Array:
-        """Returns the global array [size, ...] of which this process has some rows: of so many draws, as merged."""
+        """Returns the global array [size * draws, ...] from this process's rows of merged draws."""
         held: Any = self.rows
         times = len(value) // len(held)
         rows, size = (held[:, None] * times + np.arange(times)).ravel(), self.size * times
@@ -215,12 +215,12 @@ class Feed:
 
 
 class Reader:
-    """Reads the batches of steps, in their order.
+    """Reads the batches of consecutive steps, optionally ahead of time.
 
     Args:
-      feed: Reads and places them.
-      ahead: Batches that are read before they are wanted; with 0 there is no thread.
-      last: Steps of the run: no batch is read beyond.
+      feed: Reads and places the batches.
+      ahead: Number of batches that a thread reads ahead; 0 starts no thread.
+      last: The last step of the run; no batch beyond it is read.
     """
 
     def __init__(self, feed: Feed, *, ahead: int, last: int):
@@ -234,21 +234,21 @@ class Reader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._pool is not None:  # who goes back to a checkpoint reads again, and not beside what is still read
+        if self._pool is not None:  # after a rollback a new Reader reads: wait for reads in progress
             self._pool.shutdown(wait=kind is not None and issubclass(kind, JaxparError), cancel_futures=True)
 
     def batch(self, step: int, before: Mapping[str, Any] | None) -> tuple[Mapping[str, Any], float]:
-        """Returns the batch of a step on its way to the devices, and the seconds that the step waited for it.
+        """Returns the batch of a step, and the seconds that the devices waited for it.
 
-        These are the seconds that the host waited, if the step before is done by then; else 0. So they are an upper
-        bound: the step before may have been done in their midst.
+        The seconds are the host's waiting time if the step before has finished by then, otherwise 0. They are an upper
+        bound, as the step before may have finished during the wait.
 
         Args:
-          step: From 0, one more at each call.
+          step: The step from 0; each call passes the next one.
           before: The metrics of the step before, if that is still in flight.
 
         Raises:
-          JaxparError: What reading it raised.
+          JaxparError: If reading the batch raised it.
         """
         began = time.perf_counter()
         batch = self.feed.placed(self._read(step))
@@ -267,7 +267,7 @@ class Reader:
 
 
 def rows_here(layout: Layout, size: int) -> np.ndarray:
-    """Returns the rows of a global batch that this process's devices hold, in order."""
+    """Returns the sorted indices of the rows of a global batch that this process's devices hold."""
     sharding = batch_sharding(layout, (size,))
     indices = sharding.addressable_devices_indices_map((size,)).values()
     held = {index[0].indices(size)[:2] for index in indices if index is not None}
@@ -275,10 +275,10 @@ def rows_here(layout: Layout, size: int) -> np.ndarray:
 
 
 def merged(draws: Sequence[Batch]) -> dict[str, Any]:
-    """Returns draws as one batch: examples i of all draws one after the other, then examples i + 1.
+    """Interleaves draws into one batch: example i of every draw, then example i + 1 of every draw.
 
-    So a device's share of the whole is its share of each draw, on any mesh; and each microbatch of the whole, which
-    takes every so many-th example, is one of a draw.
+    On any mesh, a device's shard of the result consists of its shards of the draws. As microbatches take examples with
+    a stride, each microbatch of the result is a microbatch of one draw.
     """
     if len(draws) == 1:
         return dict(draws[0])

@@ -1,11 +1,11 @@
-"""Hogwild!: threads train one set of parameters in shared memory, without locks.
+"""Hogwild!: several threads update the same parameters in shared memory, without locks.
 
-    thread 0   read ─ gradient ─ write ─ read ─ gradient ─ write         the parameters are arrays of numpy,
-    thread 1      read ─ gradient ──── write ─ read ─ ...                 the same for all threads
+    thread 0   read ─ gradient ─ write ─ read ─ gradient ─ write         all threads share the parameters,
+    thread 1      read ─ gradient ──── write ─ read ─ ...                 which are numpy arrays
 
-It runs: the threads race. XLA computes gradients while other threads read and write. A thread may read parameters of
-which another has written half, and of two threads that write an element at once one may undo what the other wrote. The
-paper shows that SGD converges nevertheless where gradients are sparse, so that threads seldom write the same elements.
+This is a real run, not a simulation: XLA computes gradients while other threads read and write. A thread may read
+parameters that another thread has written only in part, and one of two simultaneous writes to an element may be lost.
+The paper shows that SGD still converges if gradients are sparse, because threads then rarely write the same elements.
 """
 
 import itertools
@@ -25,20 +25,20 @@ from jaxpar.exchange.base import flatten_by_path
 from jaxpar.step.state import State, fold_in_number, init_state
 from jaxpar.step.step import Step
 
-SPARSE = 0.25  # share of non-zero elements below which only they are written
+SPARSE = 0.25  # below this fraction of non-zero elements, only those are written
 
 
 @dataclass(frozen=True, kw_only=True)
 class Race:
-    """The result of threads that trained one model. Arrays have an entry per update, in the order of the writes.
+    """The result of a Hogwild! run. Arrays have shape [updates], in the order of the writes.
 
     Attributes:
-      state: With the parameters at the end, and the model state of the first thread.
+      state: The state with the final parameters, and the model state of the first thread.
       loss: Mean loss of the examples of each update.
-      staleness: Updates of other threads that were written between reading and writing.
-      worker: Which thread wrote it.
-      write_share: Share of the elements of the parameters that it wrote.
-      seconds: From the first reading to the last writing, by the clock, without compilation.
+      staleness: Number of updates by other threads between the read and the write of an update.
+      worker: Number of the thread that wrote the update.
+      write_share: Fraction of all parameter elements that the update wrote.
+      seconds: Wall-clock seconds from the first read to the last write, without compilation.
     """
 
     state: State
@@ -58,23 +58,23 @@ def race(
     rate: float | Callable[[int], float],
     seed: int = 0,
 ) -> Race:
-    """Trains by Hogwild! (Recht, Ré, Wright, Niu 2011, arXiv:1106.5730, algorithm 1) on this machine's processor.
+    """Trains with Hogwild! (Recht, Ré, Wright, Niu 2011, arXiv:1106.5730, algorithm 1) on the CPU of this machine.
 
-    Each thread repeats: read all parameters x, compute the gradient g of its examples, and write x_v - rate g_v for
-    each element v at which g is not zero. No thread waits for another. The paper's update is of one example; here it
-    is of whatever batch `examples` returns. Two runs differ, as threads race otherwise.
+    Each thread repeats: read all parameters x, compute the gradient g of its batch, and write x_v - rate g_v for each
+    element v with g_v != 0. No thread waits for another. An update in the paper uses one example; here it uses the
+    batch that `examples` returns. Results differ from run to run, as the order of reads and writes does.
 
     Args:
-      step: On one device of the processor. It differentiates; its optimizer is not used, as elements are written one
-        by one.
-      examples: Number of an update to its batch. Threads call it at the same time.
-      workers: Threads.
-      updates: Of all threads together.
-      rate: Learning rate, or number of an update to it.
-      seed: Of the initial parameters.
+      step: A step on one CPU device, which computes the gradients. Its optimizer is not used: plain SGD writes single
+        elements.
+      examples: Update number to its batch; several threads call it at the same time.
+      workers: Number of threads.
+      updates: Number of updates by all threads together.
+      rate: Learning rate, or a function of the update number.
+      seed: Seed of the initial parameters.
 
     Raises:
-      JaxparError: If the step's layout is not one processor device, or there is no worker or no update.
+      JaxparError: If the step's layout is not a single CPU device, or `workers` or `updates` is less than 1.
     """
     _check(step, workers, updates)
     state = init_state(step.layout, step.optimizer, seed=seed)
@@ -86,7 +86,7 @@ def race(
         fold_in_number(state.model_state, jnp.uint32(worker)) if workers > 1 else state.model_state
         for worker in range(workers)
     ]
-    numbers = itertools.count()  # `next` and `append` are single operations of the interpreter: no lock of ours
+    numbers = itertools.count()  # `next` and `append` are atomic in CPython: no lock needed
     log: list[tuple[float, int, int, float]] = []
     ends = threading.Event()
 
@@ -112,7 +112,7 @@ def race(
         try:
             wait(threads, return_when=FIRST_EXCEPTION)
         finally:
-            ends.set()  # after an exception in one of them, or in whoever waits, the others end too
+            ends.set()  # after an exception in a thread or in `wait`, the other threads end too
     seconds = time.perf_counter() - begin
     for thread in threads:
         thread.result()
@@ -128,12 +128,12 @@ def race(
 
 
 def _write(shared: np.ndarray, gradient: np.ndarray, rate: float) -> int:
-    """Subtracts a gradient in place, from the elements at which it is not zero; returns how many it wrote."""
+    """Subtracts rate * gradient in place where the gradient is not zero; returns the number of elements written."""
     places = np.flatnonzero(gradient)
     if len(places) < SPARSE * gradient.size:
         shared.reshape(-1)[places] -= (rate * gradient.reshape(-1)[places]).astype(shared.dtype)
         return len(places)
-    np.subtract(shared, (rate * gradient).astype(shared.dtype), out=shared)  # numpy lets other threads run meanwhile
+    np.subtract(shared, (rate * gradient).astype(shared.dtype), out=shared)  # numpy releases the GIL here
     return gradient.size
 
 

@@ -1,14 +1,14 @@
-"""HeldOut-out examples that are fewer than a batch, in an evaluation that counts each example once.
+"""Evaluation of an incomplete last batch of held-out examples, such that each example counts exactly once.
 
-    F  the examples, filled up to a batch with copies of one      A  some rows of F, and rows of C in place of others
-    C  a batch of nothing but that one                            B  the others, and rows of C in place of the first
+    F  the examples, padded to a full batch with copies of one    A  some rows of F; the other rows are copies from C
+    C  a batch of copies of that one example                      B  the other rows of F; the rest are copies from C
 
-    F + C == A + B    the loss adds up over examples: the copies are subtracted, and no other program is compiled
-    F + C != A + B    the loss of an example depends on the others (contrastive losses, rankings, counts of at least 1):
-                      the examples are a batch of their own size, of which those that the mesh does not divide are left
-                      out; the run says so
+    F + C == A + B    the loss is additive over examples: the sums of the copies are subtracted, no program is compiled
+    F + C != A + B    the loss of an example depends on the other examples (contrastive losses, rankings, counts clipped
+                      to at least 1): the examples are evaluated as a smaller batch. Examples beyond the largest
+                      multiple that the mesh divides are left out, which the run reports
 
-The first such batch of every evaluation is checked, and every other one once.
+Each evaluation checks its first incomplete batch again; every other incomplete batch is checked once per run.
 """
 
 import math
@@ -25,34 +25,34 @@ from jaxpar.parallel.layout import Layout
 Totals = dict[str, tuple[float, float]]
 Sums = Callable[[Mapping[str, Any]], Totals]
 Evaluate = Callable[[Mapping[str, Any]], Mapping[str, tuple[Any, Any]]]
-SAME = 1e-4  # of the largest of four sums: float32 sums of equal numbers in another order differ by far less
+SAME = 1e-4  # tolerance, relative to the largest of four sums; reordering a float32 sum changes it by far less
 
 
 class HeldOut(Protocol):
-    """The held-out batches of one set, as `Feed` has them."""
+    """The held-out batches of one set; `Feed` implements it."""
 
     layout: Layout
     size: int
 
     def evaluation(self, index: int) -> list[WeightedBatch]:
-        """Returns the index-th examples with their weights; none after the last."""
+        """Returns the index-th batch as weighted batches; an empty list after the last."""
         ...
 
     def rearranged(self, index: int, rows: np.ndarray) -> Mapping[str, Any]:
-        """Returns rows of the index-th batch as a batch of so many rows."""
+        """Returns the given rows of the index-th batch, as a batch of `len(rows)` examples."""
         ...
 
 
 @dataclass
 class Incomplete:
-    """How a run evaluates batches of one set that are not full.
+    """Evaluates the incomplete batches of one set.
 
     Attributes:
-      name: Of the set; "" for the examples that the source of a run holds out.
-      adds_up: Whether sums and counts add up over examples, as far as is known.
-      checked: Indices of the batches that were checked.
-      counts: Of each entry of the loss the counts of full batches, two at most: a mean counts 1 in all of them.
-      noted_sizes: Sizes of batches of which the run was told.
+      name: Name of the set; "" for the examples that the source holds out.
+      adds_up: Whether sums and counts are additive over examples, as far as the checks have shown.
+      checked: Indices of the checked batches.
+      counts: Loss entry to the distinct counts of full batches, at most two; a mean has count 1 in all of them.
+      noted_sizes: Sizes of the smaller batches that the run has reported.
     """
 
     name: str = ""
@@ -64,18 +64,18 @@ class Incomplete:
     def totals(
         self, feed: HeldOut, index: int, evaluate: Evaluate, *, first: bool, draws: bool, say: Callable[[str], None]
     ) -> tuple[Totals, bool] | None:
-        """Returns the sums and counts of the index-th examples, and whether they were an incomplete batch.
+        """Evaluates the index-th batch of held-out examples.
 
         Args:
           feed: The batches.
-          index: Of these examples.
-          evaluate: A batch to its sums and counts.
-          first: Whether no incomplete batch came before it in this evaluation.
-          draws: Whether the loss draws random numbers for each row.
-          say: Is told what becomes of examples that are not evaluated by copies.
+          index: Index of the batch.
+          evaluate: Batch to its sums and counts.
+          first: Whether no incomplete batch came earlier in this evaluation.
+          draws: Whether the loss draws random numbers per row.
+          say: Prints a line for the user if the examples are evaluated as a smaller batch or left out.
 
         Returns:
-          None after the last examples.
+          The sums and counts, and whether the batch was incomplete; None after the last batch.
         """
 
         def sums(batch: Mapping[str, Any]) -> Totals:
@@ -102,7 +102,7 @@ class Incomplete:
         return summed([(each.weight, part) for each, part in zip(batches, found, strict=True)]), bool(count)
 
     def _smaller(self, feed: HeldOut, index: int, count: int, sums: Sums, say: Callable) -> Totals:
-        """Returns the sums and counts of examples in a batch of their own size."""
+        """Evaluates the examples as a smaller batch without copies; returns its sums and counts."""
         ways = feed.layout.replicas * feed.layout.microbatches
         fit = count // ways * ways
         if count not in self.noted_sizes:
@@ -111,13 +111,13 @@ class Incomplete:
         if not fit:
             return {}
         found = sums(feed.rearranged(index, np.arange(fit)))
-        # a mean, whose count is that of a full batch, weighs as much as it has examples
+        # a mean has the same count in every batch: weight it by the examples that it averages
         share = {name: fit / feed.size if self.counts.get(name) == {each[1]} else 1.0 for name, each in found.items()}
         return {name: (share[name] * total, share[name] * number) for name, (total, number) in found.items()}
 
 
 def summed(parts: list[tuple[float, Totals]]) -> Totals:
-    """Returns sums and counts, each part multiplied by its weight."""
+    """Adds up sums and counts, each part multiplied by its weight."""
     made: Totals = {}
     for weight, part in parts:
         for name, (total, count) in part.items():
@@ -127,31 +127,31 @@ def summed(parts: list[tuple[float, Totals]]) -> Totals:
 
 
 def _adds_up(feed: HeldOut, index: int, count: int, sums: Sums, *, draws: bool) -> bool:
-    """Returns whether sums and counts add up over examples.
+    """Returns whether sums and counts are additive over examples.
 
     Args:
       feed: The batches.
-      index: Of one that is filled up.
-      count: Its examples.
-      sums: A batch to its sums and counts.
-      draws: Whether an example has another loss in another row.
+      index: Index of a padded batch.
+      count: Its examples without the copies.
+      sums: Batch to its sums and counts.
+      draws: Whether the loss of an example depends on its row, because it draws random numbers.
     """
     size = feed.size
-    if count == 1 and index:  # copies of one example tell nothing of others: those of the batch before do
+    if count == 1 and index:  # copies of a single example cannot show interactions: use the full batch before
         index, count = index - 1, size
     rows = np.arange(size)
     others = np.flatnonzero((rows < size // count * count) & (rows % count > 0))
     if len(others) < 2:
         return _is_proportional(feed, index, sums)
     first = np.isin(rows, others[::2])
-    order = rows if draws else np.random.default_rng(0).permutation(size)  # the capacity of experts is for early rows
+    order = rows if draws else np.random.default_rng(0).permutation(size)  # expert capacity favors early rows
     mixed = (np.where(first, rows, 0)[order], np.where(first, 0, rows)[order])
     filled, copies, a, b = (sums(feed.rearranged(index, which)) for which in (rows, np.zeros_like(rows), *mixed))
     return all(_same((filled[n][i], copies[n][i]), (a[n][i], b[n][i])) for n in filled for i in (0, 1))
 
 
 def _is_proportional(feed: HeldOut, index: int, sums: Sums) -> bool:
-    """Returns whether another number of copies of one example has the same mean: of another program."""
+    """Returns whether a batch of another size, of copies of one example, has the same mean loss."""
     ways = feed.layout.replicas * feed.layout.microbatches
     size, other = (
         sums(feed.rearranged(index, np.zeros(n, int))) for n in (feed.size, ways * (1 + (ways == feed.size)))
@@ -165,7 +165,7 @@ def _same(some: tuple[float, ...], others: tuple[float, ...]) -> bool:
 
 
 def _message(name: str, count: int, fit: int, ways: int) -> str:
-    """Returns in words how examples of a loss that does not add up are evaluated."""
+    """Returns the message for examples of a non-additive loss that are evaluated without copies."""
     of = f"held-out examples of {name}" if name else "held-out examples"
     why = "the loss does not add up over examples, so no copies are subtracted"
     if not fit:

@@ -1,11 +1,11 @@
 """The lock of a run folder: a second run in it would replace the metrics and delete checkpoints of the first.
 
-    RUN/lock    its holder: host, pid, since when; its modification time is the holder's last heartbeat
+    RUN/lock    its holder: host, pid, start time; its modification time is the holder's last heartbeat
 
-A lock names its holder, and counts as long as the holder lives. On the same machine the process is looked up. On
-another one its heartbeats count, by the clock of the file system that both share: the lock is watched until it
-is touched again, or has not been for `STALE` seconds. It is a plain file: a link may lead to the lock of another
-run, or nowhere.
+The lock names its holder and is valid while the holder is alive. On the same machine, the holder's pid is looked up.
+On another machine, its heartbeats count, by the clock of the shared file system: the new run watches the lock until
+the holder touches it, or until it is `STALE` seconds old. The lock must be a regular file: a symbolic link may point to
+the lock of another run, or nowhere.
 """
 
 import json
@@ -29,20 +29,20 @@ from jaxpar.process_exit import exit_process
 from jaxpar.units import show_seconds
 
 BEAT = 5.0  # seconds between two heartbeats
-STALE = 6 * BEAT  # seconds without one, after which a process on another machine is taken for dead
-MOST = 1 << 16  # bytes of a lock: a few names and numbers
+STALE = 6 * BEAT  # seconds without a heartbeat after which a process on another machine counts as dead
+MOST = 1 << 16  # bytes read from a lock at most; it holds a few names and numbers
 RULE, FIX = "one run at a time writes into a run folder", "let one of both go on"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """The holder of a lock.
+    """The process that holds a lock.
 
     Attributes:
       host, pid: Its host, and its process id there.
-      since: When it took the lock, in seconds since 1970.
-      machine: An id that differs between machines and containers of one host name; "" where there is none.
-      started: Start time of the process on its machine: another process may have its pid by now.
+      since: Time at which it took the lock, in seconds since 1970.
+      machine: Id that distinguishes machines and containers with the same host name; "" if the system has none.
+      started: Start time of the process, which distinguishes it from a later process with the same pid.
     """
 
     __pydantic_config__ = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -60,13 +60,13 @@ class Holder:
 
     @property
     def is_here(self) -> bool:
-        """Whether its pid can be looked up from here."""
+        """Whether the holder is on this machine, in the same pid namespace, so that its pid can be looked up."""
         ours = _machine()
         return bool(ours) and (self.host, self.machine) == (socket.gethostname(), ours)
 
     @property
     def lives(self) -> bool:
-        """Whether it still runs, if it is on this machine."""
+        """Whether the process still runs; only meaningful if `is_here`."""
         return bool(self.started) and _started(self.pid) == self.started
 
 
@@ -78,14 +78,14 @@ _KINDS = {
 
 
 class Lock:
-    """The lock of a run folder, held within a `with`.
+    """The lock of a run folder, a context manager.
 
     Args:
-      folder: The run folder; it is made.
-      say: Prints a line for the user: that a stale lock is broken.
+      folder: The run folder; it is created if it does not exist.
+      say: Prints a line for the user, e.g. that a stale lock is broken.
 
     Raises:
-      JaxparError: On entry, if another run holds it, RUN/lock is no plain file, or it cannot be written.
+      JaxparError: On entry, if another run holds the lock, RUN/lock is no regular file, or it cannot be written.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None]):
@@ -120,16 +120,16 @@ class Lock:
         try:
             with open(handle, "w", encoding="utf-8") as file:
                 json.dump(asdict(self.holder), file)
-        except OSError as error:  # a full disk has room for a name, and none for what is in it
+        except OSError as error:  # on a full disk a file can be created, but not written
             self.path.unlink()
             raise refuse(f"{self.path}: {error.strerror}", rule=RULE, fix="free some, or another run.dir") from error
         return True
 
     def _break(self) -> None:
-        """Takes a stale lock out of the way, or refuses."""
+        """Removes a stale lock; raises if its holder is alive."""
         try:
             status = self.path.lstat()
-        except FileNotFoundError:  # let go of meanwhile
+        except FileNotFoundError:  # released in the meantime
             return
         if not stat.S_ISREG(status.st_mode):
             got = f"{self.path} is {_KINDS.get(stat.S_IFMT(status.st_mode), 'no file')}"
@@ -157,23 +157,23 @@ class Lock:
         aside = self._temporary_path()
         try:
             self.path.replace(aside)
-        except FileNotFoundError:  # another one was quicker
+        except FileNotFoundError:  # another process removed it first
             return
-        except OSError as error:  # of another user, in a folder that is his
+        except OSError as error:  # the lock belongs to another user
             raise refuse(f"{self.path}: {error.strerror}", rule=RULE, fix="another run.dir") from error
-        if (found := read(aside)) != held:  # it had broken it, and this is its own
+        if (found := read(aside)) != held:  # another process has already broken the stale lock and put its own here
             aside.replace(self.path)
             raise self._refused(found)
         aside.unlink(missing_ok=True)
         self.say(f"{self.folder} was held by {_name(held)}, {why}: its lock is broken")
 
     def _now(self) -> float:
-        """Returns the time by the clock of the file system."""
+        """Returns the time by the clock of the file system: the modification time of a file touched now."""
         probe = self._temporary_path()
         try:
             probe.touch()
             return probe.stat().st_mtime
-        except OSError as error:  # the lock is there, and the folder can be read only
+        except OSError as error:  # the lock exists, but the folder is read-only
             raise refuse(f"{self.folder}: {error.strerror}", rule=RULE, fix="another run.dir") from error
         finally:
             with suppress(OSError):
@@ -191,7 +191,7 @@ class Lock:
         while not self._closed.wait(BEAT):
             try:
                 if (found := read(self.path)) not in (None, self.holder):
-                    # whatever it wrote from now on would destroy what the other one writes
+                    # anything that this run writes from now on would corrupt the files of the other run
                     exit_process(1, f"error: {Problem(f'{self.folder} was taken over by {_name(found)}', RULE, FIX)}")
                 os.utime(self.path)
             except OSError as error:
@@ -202,7 +202,7 @@ class Lock:
                 told = True
 
     def _take_again(self) -> bool:
-        """Takes the lock anew, in a run folder that was deleted and is made again; whether it is held."""
+        """Takes the lock again after the run folder was deleted and recreated. Returns whether that worked."""
         try:
             return self.folder.is_dir() and self._take()
         except JaxparError:
@@ -215,8 +215,8 @@ def read(path: Path) -> Holder | None:
         with path.open("rb") as file:
             text = file.read(MOST)
         holder = _HOLDER.validate_json(text)
-        return holder if json.loads(text).keys() == asdict(holder).keys() else None  # what is left out is not ours
-    except (OSError, ValueError):  # gone, being written, of another version, or not jaxpar's
+        return holder if json.loads(text).keys() == asdict(holder).keys() else None  # jaxpar writes all fields
+    except (OSError, ValueError):  # deleted, half written, by another version, or not by jaxpar
         return None
 
 
@@ -225,7 +225,7 @@ def _name(holder: Holder | None) -> str:
 
 
 def _machine() -> str:
-    """Returns the boot of this machine and its namespace of pids, or "" where the system does not tell."""
+    """Returns the boot id of this machine and its pid namespace, or "" on systems without /proc."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -233,7 +233,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """Returns when a process began, in ticks since its machine did; "" where there is none, or it is a zombie."""
+    """Returns the start time of a process in clock ticks since boot, or "" if it does not exist or is a zombie."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,12 +1,12 @@
-"""The loop: batches in, steps in flight bounded, metrics, evaluations and checkpoints out.
+"""The training loop: feeds batches to steps, keeps at most two steps in flight, writes metrics, evaluates and saves.
 
     batch(i) ─► step i ─► in flight (at most 2) ─► row i ─► metrics.jsonl, progress
-                                                     └─► every so often: save, evaluate; the scores go to both
+                                                     └─► at intervals: save, evaluate; scores go to row and checkpoint
 
-A signal: the step is finished and saved, and nothing is evaluated.
+After a stop signal, the loop finishes and saves the current step, without an evaluation.
 
-Two in flight keep a GPU busy, and metrics late by one step. (`Step` itself bounds them on simulated
-devices, where a loop of 40 unblocked steps aborted on jax 0.10.2.)
+With two steps in flight a GPU never waits for the host, and metrics arrive one step late. (On simulated devices `Step`
+itself limits the steps in flight: a loop of 40 unblocked steps aborted on jax 0.10.2.)
 """
 
 import collections
@@ -40,7 +40,7 @@ def run(job: Run, state: State) -> Outcome:
     """Trains from `state.step` to `job.steps`.
 
     Raises:
-      JaxparError: If a step or a batch is bad and the job stops there: nothing is saved from then on. If the last
+      JaxparError: If a step or a batch is bad and the job stops at it, after which nothing is saved; if the last
         state cannot be saved.
     """
     feed = Feed(
@@ -65,12 +65,12 @@ def run(job: Run, state: State) -> Outcome:
 
 
 def _stretch(job: Run, state: State, feed: Feed, reader: Reader, stop: Stop) -> Outcome:
-    """Trains until the end, or to a step that is bad."""
+    """Trains until the run ends; a bad step raises."""
     start = int(state.step)
     flying: collections.deque = collections.deque()
     clock = time.perf_counter()
     stopped: str | None = None
-    row: dict[str, Any] = {}  # the newest: a list of all would grow for as long as the run
+    row: dict[str, Any] = {}  # the newest row only: a list of all rows would grow without bound
     due, owed = SaveSchedule(job.checkpoints, start=start), False
 
     def land() -> dict[str, Any]:
@@ -99,12 +99,12 @@ def _stretch(job: Run, state: State, feed: Feed, reader: Reader, stop: Stop) -> 
             batch, waited = reader.batch(index, flying[-1][1] if flying else None)
             _report_activity(job, done, "training", first=index == start)
             step, measured = job.step_at(index), {}
-            if step is not job.step_at(max(index - 1, start)):  # the batch has grown: this step compiles
+            if step is not job.step_at(max(index - 1, start)):  # the batch grows here, so this step compiles
                 while flying:
                     row = land()
                 if not job.watch.is_skipping:
                     due.mark_saved(index)
-                    _save(job, state, index, row, last=False)  # is written meanwhile
+                    _save(job, state, index, row, last=False)  # written during the compilation
             if job.noise.is_due(done):
                 batch = step.put(batch)
                 measured = {SMALL: step.part_norm(state, batch)}
@@ -123,7 +123,7 @@ def _stretch(job: Run, state: State, feed: Feed, reader: Reader, stop: Stop) -> 
                 if job.progress and (flying or not evaluating):
                     job.progress.step(row)
             owed = due.is_due(done) or owed
-            saving = last or (owed and not job.watch.is_skipping)  # while steps are skipped, the state may be why
+            saving = last or (owed and not job.watch.is_skipping)  # no save: the state may cause the skips
             if saving:
                 owed = False
                 _save(job, state, done, row, last=last)
@@ -131,7 +131,7 @@ def _stretch(job: Run, state: State, feed: Feed, reader: Reader, stop: Stop) -> 
                 with stop.saving(partial(_save, job, state, done, row, last=True)):
                     stopped = _evaluate(job, state, feed, row, stop)
                 clock = time.perf_counter()
-            # an evaluation that a signal broke off is made when the run goes on from this very step
+            # if a signal interrupts an evaluation, the resumed run repeats it
             ends = last or bool(stopped) or (bool(evaluating) and _is_over(job))
             if ends or (evaluating and _is_best(job, done)):
                 if not saving:
@@ -145,14 +145,14 @@ def _stretch(job: Run, state: State, feed: Feed, reader: Reader, stop: Stop) -> 
 
 
 def _report_activity(job: Run, step: int, what: str, *, first: bool) -> None:
-    """Says what is done now: to the watchdog, and before the first step to whoever waits for it."""
+    """Reports the current activity to the watchdog, and at the first step also to the user."""
     job.watchdog.begin_activity(step, what)
     if first and job.progress:
         job.progress.waits({"training": "compiling the step"}.get(what, what))
 
 
 def _is_over(job: Run) -> bool:
-    """Returns whether the run ends before its last step, as no evaluation got better; says why."""
+    """Returns whether early stopping ends the run, and prints the reason."""
     said = job.best.over(job.log.evaluated) if job.log else ""
     if said and job.progress:
         job.progress.say(said)
@@ -160,7 +160,7 @@ def _is_over(job: Run) -> bool:
 
 
 def _is_best(job: Run, step: int) -> bool:
-    """Returns whether the evaluation of a step is one of the best so far, whose checkpoints are kept."""
+    """Returns whether the evaluation of a step is among the best so far, so that its checkpoint is retained."""
     count = job.checkpoints.keep_best
     if not count or job.store is None or job.log is None or job.watch.is_skipping:
         return False
@@ -168,7 +168,7 @@ def _is_best(job: Run, step: int) -> bool:
 
 
 def _save(job: Run, state: State, step: int, row: dict[str, Any], *, last: bool) -> None:
-    """Starts to save the state; of the last step it is on the disk afterwards, whatever comes then."""
+    """Starts an asynchronous save of the state; if `last`, waits until it is on disk."""
     if job.store:
         job.watchdog.begin_activity(step, "saving")
         check_before_save(step, state.params)
@@ -178,9 +178,9 @@ def _save(job: Run, state: State, step: int, row: dict[str, Any], *, last: bool)
 
 
 def _evaluate(job: Run, state: State, feed: Feed, row: dict[str, Any], stop: Stop) -> str | None:
-    """Adds the scores of the held-out examples to a row, and to the checkpoint of its step where there is one.
+    """Evaluates the held-out examples; adds the scores to the row, and to the checkpoint of its step if one exists.
 
-    Returns the signal that broke it off, or None.
+    Returns the signal that interrupted the evaluation, or None.
     """
     step = row["step"]
     job.watchdog.begin_activity(step, "evaluating")
@@ -198,7 +198,7 @@ def _evaluate(job: Run, state: State, feed: Feed, row: dict[str, Any], stop: Sto
 
 
 def _score_what_was_saved(job: Run, state: State, feed: Feed, stop: Stop) -> str | None:
-    """Evaluates the step that a run goes on from, if it was saved and the run was stopped or broke before its score."""
+    """Evaluates the step that a run resumes from if its checkpoint has no score, as the run ended before it."""
     step, store = int(state.step), job.store
     if store is None or not processes.broadcast(step in store.steps() and not is_evaluated(store.scores(step))):
         return None
@@ -211,9 +211,10 @@ def _score_what_was_saved(job: Run, state: State, feed: Feed, stop: Stop) -> str
 
 
 def evaluate(job: Run, state: State, feed: Feed, stop: Stop | None = None) -> dict[str, float] | None:
-    """Returns `eval_loss` and its kin over the held-out examples, and `eval_wiki_loss` and its kin of the set `wiki`.
+    """Returns `eval_loss` etc. of the held-out examples, and `eval_NAME_loss` etc. of each set, e.g. NAME = wiki.
 
-    A signal breaks it off, and nothing is returned: that of process 0, as all must leave after the same batch.
+    A stop signal interrupts the evaluation, which then returns None. Only the signal of process 0 counts, as all
+    processes must stop after the same batch.
     """
     found: dict[str, float] = {}
     for name, each in {"": feed, **{name: feed.evaluation_feed(name, held) for name, held in job.sets.items()}}.items():
@@ -227,7 +228,7 @@ def evaluate(job: Run, state: State, feed: Feed, stop: Stop | None = None) -> di
 
 
 def _means(job: Run, state: State, feed: Feed, stop: Stop | None) -> dict[str, float] | None:
-    """Evaluates the loss and the measures on one set: weighted sums over all batches, divided once."""
+    """Evaluates loss and measures on one set: total sum / total count; None after a stop signal."""
     totals: Totals = {}
     index, first = 0, True
     say, draws = job.progress.say if job.progress else print, key_parameter(job.step.loss) is not None
@@ -245,7 +246,7 @@ def _means(job: Run, state: State, feed: Feed, stop: Stop | None) -> dict[str, f
 
 
 def _row(job: Run, step: int, values: dict[str, float], seconds: float) -> dict[str, Any]:
-    update = step - 1 - job.watch.skipped  # by the optimizer's count
+    update = step - 1 - job.watch.skipped  # in the optimizer's step count, which skipped steps do not advance
     skipped = job.watch.judge(step, values)
     values = {name: value for name, value in values.items() if name != "skipped"}
     if learns_nothing(values) and job.progress:

@@ -1,4 +1,4 @@
-"""Metrics of a run: a line of JSON per step, and optionally TensorBoard."""
+"""Metrics of a run: one JSON line per step, and optionally TensorBoard and loggers."""
 
 import json
 import math
@@ -13,22 +13,22 @@ from typing import Any
 from jaxpar.errors import JaxparError, check_ranges, file_errors, refuse, user_code_errors
 from jaxpar.files import FULL, write_text
 
-RECENT = 1024  # rows of an earlier run that are remembered
+RECENT = 1024  # rows that a resumed run keeps in memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """Settings of the metrics: how often they are shown, and where else they are written.
+    """The `[metrics]` table: which metrics a run computes, how often it prints them, and where it writes them.
 
     Attributes:
-      evaluate: What evaluations say beside the loss: accuracy, perplexity, bits_per_byte, or "package.module:function"
-        of (model, batch) to (sum, count). accuracy makes all logits, and functions run the model once more.
+      evaluate: Evaluation metrics besides the loss: accuracy, perplexity, bits_per_byte, or "package.module:function"
+        of (model, batch) to (sum, count). accuracy computes all logits; each function runs the model once more.
       show_every: Steps between two lines on the terminal.
-      noise_every: Steps between two measurements of the noise of gradients and updates, which end in a suggested
-        batch; 0 measures none. Each takes a forward and a backward pass; losses stay the same.
-      tensorboard: Whether metrics also go to RUN/tensorboard.
-      loggers: Where they go besides: "package.module:object" each, with a method `log(step, values)`, and `close()` if
-        it is to know the end; or a class or function that makes one.
+      noise_every: Steps between two measurements of the noise of gradients and updates, from which the run suggests a
+        batch size; 0 measures none. Each costs a forward and a backward pass and does not change the losses.
+      tensorboard: Whether metrics are also written to RUN/tensorboard.
+      loggers: Further destinations, as "package.module:object": an object with a method `log(step, values)` and
+        optionally `close()`, or a class or function that returns one.
     """
 
     evaluate: tuple[str, ...] = ()
@@ -51,18 +51,18 @@ class Log:
     Args:
       folder: The run folder.
       spec: The `[metrics]` table.
-      start: The step the run starts from; later lines of an earlier run are dropped.
-      writes: Whether this process is the one that writes.
-      loggers: Objects with `log(step, values)`, which are given what is written. One that raises is said, and training
-        goes on: a server that is away is no reason to lose a run.
-      say: Takes a line for the user: the first failure of a logger, and how many there were.
+      start: The step that the run starts from; later rows in the file are deleted.
+      writes: Whether this process writes the file.
+      loggers: Objects with `log(step, values)`, called with each row. If one raises, the run reports it and goes on:
+        an unreachable logging server must not end a run.
+      say: Prints a line for the user: the first failure of a logger, and at the end the number of its failures.
 
     Attributes:
-      recent: The last rows of the earlier run.
-      skipped: How many of all its steps were skipped.
-      measured: The last row in which the noise of gradients was, or none.
+      recent: The newest rows up to `start`, at most `RECENT`.
+      skipped: Number of skipped steps up to `start`.
+      measured: The last row with a measurement of the gradient noise; empty if there is none.
       evaluated: The rows of all evaluations.
-      missing: The first step up to the start that has no row, and how many have none; or None.
+      missing: The first step up to `start` without a row, and the number of such steps; None if there is none.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Log:
             )
 
     def rewind(self, step: int) -> None:
-        """Removes the rows after a step; loggers stay open, and are given the steps after it again."""
+        """Removes the rows after a step. Loggers stay open; they receive the steps after it a second time."""
         self._shut()
         self._open(step)
 
@@ -104,14 +104,14 @@ class Log:
         self.missing = None if first is None else (first, sum(step not in there for step in range(1, start + 1)))
         self._file: Any = None
         self._board: Any = None
-        self._rows: list[str] = []  # that are not written yet: while the disk is full
-        self._row: dict[str, Any] = rows[-1][1] if rows else {}  # the last one
+        self._rows: list[str] = []  # not written yet, because the disk is full
+        self._row: dict[str, Any] = rows[-1][1] if rows else {}  # the last row
         if not self._writes:
             return
         write_text(self.path, "".join(line + "\n" for line, _ in rows))
         self._file = self.path.open("r+b", buffering=0)
         self._end = self._file.seek(0, os.SEEK_END)
-        self._begin = self._end - (len(rows[-1][0].encode()) + 1 if rows else 0)  # where that row is
+        self._begin = self._end - (len(rows[-1][0].encode()) + 1 if rows else 0)  # the file offset of the last row
         if self._spec.tensorboard:
             try:
                 from tensorboardX import SummaryWriter
@@ -124,9 +124,9 @@ class Log:
             self._board = SummaryWriter(str(self.path.parent / "tensorboard"), purge_step=start + 1)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Writes one row; `step` is one of its keys. Numbers that are not finite are null, as JSON has no NaN.
+        """Writes one row; `step` is one of its keys. NaN and infinity become null, as JSON has neither.
 
-        While the disk is full, rows wait for the next one.
+        While the disk is full, rows stay in memory, and the next call tries again.
         """
         if self._file is None:
             return
@@ -136,8 +136,8 @@ class Log:
         self._draw(self._row)
 
     def amend(self, more: Mapping[str, Any], *, step: int) -> None:
-        """Adds metrics to the last row, which is of this step, with one write over it: a kill leaves a whole row."""
-        if is_evaluated(more):  # a step that is evaluated again, as it was not scored, has waited once
+        """Adds metrics to the last row, that of `step`. One write replaces the row, so that a kill leaves it whole."""
+        if is_evaluated(more):  # a step evaluated a second time after a resume counts once for train.patience
             before = [row for row in self.evaluated if row["step"] != step]
             self.evaluated = [*before, {"step": step, **_plain(more)}]
         if self._file is None or not more or not self._row:
@@ -152,7 +152,7 @@ class Log:
         self._draw(more)
 
     def close(self) -> None:
-        """Flushes and closes the files, and the loggers; warns of rows that a full disk kept from the files."""
+        """Writes pending rows and closes files and loggers; warns if the full disk left rows unwritten."""
         self._shut()
         for i, each in enumerate(self._loggers):
             if hasattr(each, "close"):
@@ -171,7 +171,7 @@ class Log:
             self._board.close()
 
     def _write(self) -> None:
-        """Writes the rows that wait, all of them or none: half a line would spoil the file for the next start."""
+        """Writes all pending rows or none: after a partial line, the next start could not parse the file."""
         lines = [line.encode() for line in self._rows]
         text = b"".join(lines)
         self._file.seek(self._end)
@@ -198,7 +198,7 @@ class Log:
                     self._board.add_scalar(key, value, self._row["step"])
 
     def _call(self, logger: int, what: str, call: Callable[[], Any]) -> None:
-        """Calls a method of a logger; says its first failure."""
+        """Calls a method of a logger and reports its first failure."""
         try:
             with user_code_errors(
                 f"{type(self._loggers[logger]).__name__}.{what}",
@@ -212,7 +212,7 @@ class Log:
                 self._say(f"{error.problems[0].got}; training goes on, {self.path} has all rows")
 
     def _lines(self) -> list[str]:
-        """Returns the whole lines that are there; a line cut off by a crash is none."""
+        """Returns the complete lines of the file, without a last line that a crash truncated."""
         if not self.path.exists():
             return []
         text = self.path.read_text()
@@ -220,7 +220,7 @@ class Log:
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a row with null for numbers that are not finite, as JSON has no NaN."""
+    """Replaces NaN and infinity by None (null in JSON)."""
     return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
 
 
@@ -229,5 +229,5 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def is_evaluated(row: Mapping[str, Any]) -> bool:
-    """Returns whether the row of a step has an evaluation."""
+    """Returns whether a row contains evaluation metrics."""
     return any(name.startswith("eval_") for name in row)

@@ -1,9 +1,9 @@
-"""The noise of a run's gradients and updates: measured every so many steps, said in its rows and at its end.
+"""Measures the noise of gradients and updates every `noise_every` steps, for the rows and a suggested batch size.
 
-    state, batch ─► norms of parts' gradients ┐
-                    └► the step ─► grad_norm ─┴► estimates ─► smoothed ─► row, suggested batch
+    state, batch ─► norms of the gradients of batch parts ┐
+                    └► the step ─► grad_norm ─────────────┴► estimates ─► smoothed ─► row, suggested batch
 
-The program that trains is not changed, so its losses are the same bits with and without.
+The compiled step does not change, so losses are equal bit for bit with and without measurements.
 """
 
 import math
@@ -12,16 +12,16 @@ from typing import Any
 
 from jaxpar.optim.noise import GradientNoise, estimate, temperature
 
-SMALL = "part_grad_norm"  # the metric of a step that is measured; see `Step.part_norm`
+SMALL = "part_grad_norm"  # metric of a measured step; see `Step.part_norm`
 
 
 class Noise:
-    """The noise of a run, as far as it is measured.
+    """The smoothed noise estimates of a run.
 
     Args:
-      every: Steps from one measurement to the next; 0 for none.
-      momentum: Of the optimizer; see `jaxpar.optim.noise.temperature`.
-      examples: To train on, or None where nobody knows.
+      every: Steps between two measurements; 0 measures none.
+      momentum: The optimizer's momentum; see `jaxpar.optim.noise.temperature`.
+      examples: Number of training examples, or None if unknown.
     """
 
     def __init__(self, every: int = 0, *, momentum: float = 0.0, examples: int | None = None):
@@ -29,12 +29,12 @@ class Noise:
         self.smoothed: GradientNoise | None = None
 
     def resume(self, row: Mapping[str, Any]) -> None:
-        """Goes on from the row of the last measurement, or from none."""
+        """Restores the estimates from the row of the last measurement; resets them if the row has none."""
         known = row.get("noise_signal") is not None and row.get("noise_trace") is not None
         self.smoothed = GradientNoise(signal=row["noise_signal"], trace=row["noise_trace"]) if known else None
 
     def is_due(self, step: int) -> bool:
-        """Returns whether a step, from 1, is measured."""
+        """Returns whether the noise is measured at a step, from 1."""
         return self.every > 0 and step % self.every == 0
 
     def row(self, values: Mapping[str, float], *, rate: float | None, batch: int, parts: int) -> dict[str, float]:
@@ -42,9 +42,9 @@ class Noise:
 
         Args:
           values: The step's metrics.
-          rate: Its learning rate, or None if that is not known.
-          batch: Its examples.
-          parts: Into how many parts they fell.
+          rate: Its learning rate, or None if unknown.
+          batch: Examples of its batch.
+          parts: Number of parts into which the batch was split.
         """
         found = estimate(values[SMALL], values["grad_norm"], batch=batch, parts=parts)
         if found.is_finite:
@@ -61,17 +61,17 @@ class Noise:
         return said
 
     def suggested(self, ways: int) -> int | None:
-        """Returns the multiple of `ways` nearest to the noise scale of gradients; None where that is unknown."""
+        """Returns the multiple of `ways` nearest to the gradient noise scale; None if that is unknown or infinite."""
         if self.smoothed is None or not math.isfinite(self.smoothed.scale):
             return None
         return max(1, round(self.smoothed.scale / ways)) * ways
 
     def describe(self, batch: int, ways: int) -> str:
-        """Returns the batch that follows from the noise, in words; "" where nothing was measured.
+        """Returns a message with the suggested batch size; "" if nothing was measured.
 
         Args:
           batch: Examples per step.
-          ways: What the batch of this job is a multiple of.
+          ways: The batch size must be a multiple of this number.
         """
         if self.smoothed is None:
             return ""

@@ -1,4 +1,4 @@
-"""The status line on the terminal, from the first second on."""
+"""The status line and the log lines of a run; a terminal shows from the first second on what the run waits for."""
 
 import io
 import json
@@ -14,14 +14,14 @@ from typing import Any
 from jaxpar.train.metrics import is_evaluated
 from jaxpar.units import show_count, show_seconds
 
-# What is waited for, and for how long: a line on a terminal that goes when something else is shown.
+# A transient terminal line: the current wait, and how long it has lasted.
 
 
 class Waiting:
-    """Words with the time since they were said, which `rich` asks for at each refresh.
+    """A text followed by the time since its creation; `rich` renders it anew at each refresh.
 
     Attributes:
-      what: Is waited for.
+      what: The activity that the run waits for.
     """
 
     def __init__(self, what: str):
@@ -35,7 +35,7 @@ class Waiting:
 
 @contextmanager
 def waiting(what: str, stream: Any) -> Iterator[None]:
-    """Shows what is waited for until it is there; nothing where the stream is no terminal."""
+    """Shows an activity and its duration while the block runs; shows nothing if the stream is not a terminal."""
     if not stream.isatty():
         yield
         return
@@ -47,17 +47,17 @@ def waiting(what: str, stream: Any) -> Iterator[None]:
 
 
 class Progress:
-    """Shows how a run goes.
+    """Prints the progress of a run: a status line on a terminal, plain lines elsewhere.
 
     Args:
       total: Steps of the whole run.
       every: Steps between two plain lines.
       unit: The unit that the loss counts: tokens, examples, or loss terms if unknown.
-      flops: FLOP per step of the model, for MFU, or 0; of the first phase, where the batch grows.
+      flops: The model's FLOP per step, for MFU; in the first phase, if the batch grows. 0 shows no MFU.
       batch: Examples per step of the first phase.
-      peak: FLOP per second of all devices, or 0 where they are simulated or unknown: no MFU then.
-      stream: Where to.
-      events: A file that keeps what is said, a line of JSON each, with the time and the last step; None keeps nothing.
+      peak: Peak FLOP per second of all devices; 0 if they are simulated or unknown, which shows no MFU.
+      stream: Output stream; None is stdout.
+      events: File to which `say` appends a JSON line with time, step and text; None writes no file.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Progress:
     ):
         self.total, self.every, self.unit, self.flops, self.peak = total, every, unit, flops, peak
         self.batch = batch
-        self.stream = stream or sys.stdout or io.StringIO()  # a daemon's Python may have no stdout
+        self.stream = stream or sys.stdout or io.StringIO()  # in a daemon, sys.stdout may be None
         self._events, self._last = events, 0
         self._live: Any = None
         self._eval = ""
@@ -97,14 +97,14 @@ class Progress:
             self._live.stop()
 
     def waits(self, what: str) -> None:
-        """Shows on a terminal what is waited for, and for how long, until the next step."""
+        """Shows an activity and its duration on a terminal, until the next step."""
         if self._live:
             self._live.update(Waiting(what))
 
     def say(self, text: str) -> None:
-        """Prints a line that stays, and keeps it among the events of the run."""
+        """Prints a permanent line and appends it to the events file."""
         if self._events:
-            with suppress(OSError):  # training is worth more than what is said of it
+            with suppress(OSError):  # a failed log entry must not stop the training
                 line = json.dumps({"time": time.time(), "step": self._last, "said": text})
                 with self._events.open("a", encoding="utf-8") as file:
                     file.write(line + "\n")
@@ -120,7 +120,7 @@ class Progress:
             self._eval = _evaluated(row)
         self._recent = [*self._recent[-19:], row["seconds"]]
         line = self._line(row)
-        if self._live and not self.stream.isatty():  # the terminal is gone, and the output goes on in a file
+        if self._live and not self.stream.isatty():  # the terminal is closed, and the output now goes to a file
             self._live.stop()
             self._live = None
         if self._live:
@@ -145,7 +145,7 @@ class Progress:
 
 
 def _evaluated(row: dict[str, Any]) -> str:
-    """Returns the losses of an evaluation in words: of what is held out, and of each set by its name."""
+    """Formats the losses of an evaluation: of the held-out examples, and of each set by its name."""
     accuracy = f" ({row['eval_accuracy']:.2%})" if "eval_accuracy" in row else ""
     held = [f"eval {row['eval_loss']:.4f}{accuracy}"] if "eval_loss" in row else []
     named = [(re.fullmatch("eval_([a-z0-9]+)_loss", name), value) for name, value in row.items()]

@@ -1,4 +1,4 @@
-"""The parts of a run and its outcome, as the loop, the rollback and the job know them."""
+"""`Run`, the parts of a run that the loop, the rollback and the job share, and its `Outcome`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -26,27 +26,27 @@ class Run:
 
     Attributes:
       step: The compiled step.
-      source: Where batches come from.
+      source: The source of the batches.
       steps: Updates of the whole run.
-      global_batch: Examples per step, over all devices; of the first phase, if the batch grows.
+      global_batch: Examples per step, over all devices; in the first phase, if the batch grows.
       eval_every: Steps between evaluations; 0 evaluates at the end only.
-      eval_batches: Most batches per evaluation and set; 0 takes all that are held out.
-      ahead: Batches that a thread reads ahead; with 0 one is read while devices compute the step before.
-      sets: Evaluation sets by name, beside the examples that the source holds out.
-      checkpoints: When they are written.
-      store: Where they are written, or None.
-      log: Where rows go, or None.
-      progress: What the user sees, or None.
-      learning_rate: Step to learning rate, for the rows.
-      watchdog: The other processes of the run.
-      watch: Judges each step's numbers.
-      good: What a good batch is, or None where none is looked at.
-      skipped: Batches that are passed over, or None where none can be.
+      eval_batches: Most batches per evaluation and set; 0 evaluates all held-out batches.
+      ahead: Batches that a thread reads ahead; with 0 the host reads one while the devices compute the step before.
+      sets: Evaluation sets by name, besides the examples that the source holds out.
+      checkpoints: When checkpoints are written, and which are retained.
+      store: Writes the checkpoints; None writes none.
+      log: Writes the rows of metrics; None writes none.
+      progress: Prints the progress; None prints nothing.
+      learning_rate: Number of the optimizer's update, from 0, to its learning rate, for the rows.
+      watchdog: Watches the other processes of the run.
+      watch: Checks the metrics of each step.
+      good: The check that batches must pass; None checks none.
+      skipped: The batches that the run skips; None if it cannot skip any.
       noise: Measures the noise of gradients and updates.
-      growth: How the batch grows.
-      derived: What evaluations say that follows from their loss: names of `DERIVED`.
-      best: How evaluations are compared, and how long the run waits for a better one.
-      larger: The compiled steps of its later phases, by the times that their batches are of the first.
+      growth: The phases of a growing batch.
+      derived: Evaluation metrics that are computed from the mean loss: names of `DERIVED`.
+      best: The comparison of evaluations, and the patience of early stopping.
+      larger: The compiled steps of later phases, by the factor by which their batch is larger than the first.
     """
 
     step: Step
@@ -73,7 +73,7 @@ class Run:
     larger: Mapping[int, Step] = field(default_factory=dict)
 
     def step_at(self, step: int) -> Step:
-        """Returns the compiled step that makes a step, from 0."""
+        """Returns the compiled step for the step number `step`, from 0."""
         factor = self.growth.factor(step)
         return self.step if factor == 1 else self.larger[factor]
 
@@ -84,8 +84,8 @@ class Outcome:
 
     Attributes:
       state: The last state.
-      last: The row of the last step that this process made; nothing if it made none.
-      stopped_by: Name of the signal that ended it early, or None.
+      last: The row of metrics of the last step that this process trained; empty if it trained none.
+      stopped_by: Name of the signal that ended the run early, or None.
     """
 
     state: State

@@ -1,11 +1,11 @@
-"""Maps a step to its batch, where some have been skipped: still a pure function of the step.
+"""Maps a step to the index of its batch when batches have been skipped: a pure function of the step.
 
 step   0 1 2 3 4 5 6 ...         step 3 skips 2 batches
 batch  0 1 2 5 6 7 8 ...
 
-Of a batch that grows, "step" is a draw: as many as the first phase would have steps (`jaxpar.optim.growth`).
+If the batch grows, "step" means a draw: one batch of the first phase's size (`jaxpar.optim.growth`).
 
-RUN/skipped_batches.json remembers them, so that a run that is resumed passes over the same.
+RUN/skipped_batches.json records the skipped batches, so that a resumed run skips the same ones.
 """
 
 import json
@@ -20,12 +20,12 @@ from jaxpar.files import make_folder, write_json
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """Batches that were passed over.
+    """Consecutive batches that the run skips.
 
     Attributes:
       at: The first step, from 0, that takes a later batch.
-      past: How many batches later.
-      why: What was wrong.
+      past: Number of skipped batches.
+      why: The reason.
     """
 
     at: int
@@ -38,7 +38,7 @@ class SkippedBatches:
 
     Args:
       folder: The run folder.
-      fresh: Whether the run starts anew, so that what is written there is of another.
+      fresh: Whether the run starts from scratch: a file of an earlier run is then deleted.
 
     Raises:
       JaxparError: If the file is damaged.
@@ -60,15 +60,15 @@ class SkippedBatches:
                 self.all = [Skip(int(each["at"]), int(each["past"]), str(each["why"])) for each in found["skipped"]]
 
     def batch_of(self, step: int) -> int:
-        """Returns the batch that a step takes, both from 0."""
+        """Returns the index of a step's batch, both from 0."""
         return step + sum(skip.past for skip in self.all if skip.at <= step)
 
     def pass_over(self, step: int, why: str) -> None:
-        """Makes a step, from 0, and all after it take the batch after the one that it would have taken."""
+        """Skips the batch of a step, from 0: this step and all later ones take the next batch."""
         self._write([*self.all, Skip(step, 1, why)])
 
     def go_back(self, bad: int, *, to: int, why: str) -> None:
-        """Makes the step after `to` take the batch after that of step `bad`, both from 1."""
+        """Records a rollback to step `to`: the step after it takes the batch after that of step `bad`; both from 1."""
         past = self.batch_of(bad - 1) + 1 - self.batch_of(to)
         self.rollbacks += 1
         self._write([*(skip for skip in self.all if skip.at <= to), Skip(to, past, why)])

@@ -1,9 +1,10 @@
-"""Training on a virtual clock: gradients are computed and applied as a table of updates says. *Simulated*.
+"""Asynchronous training on a virtual clock: a table says which gradients each update applies. *Simulated*.
 
-    update ─► its gradients, each of the versions that its worker has read ─► weighted mean ─► optimizer ─► next version
+    update ─► its gradients, each at the parameter versions that its worker read ─► weighted mean ─► optimizer ─► next
 
-The numbers are those that such a run would have; the seconds are the table's. All workers' gradients are computed one
-after the other on the devices of one, and versions of the parameters are kept for as long as some gradient reads them.
+Losses and parameters are those of a real asynchronous run with this table; times come from the table. The gradients of
+all workers are computed one after the other on the devices of one worker. A version of the parameters stays in memory
+until the last gradient that reads it is computed.
 """
 
 from collections import Counter
@@ -29,17 +30,18 @@ Examples = Callable[[int], Mapping[str, Any]]
 def run(
     step: Step, updates: Sequence[Update], examples: Examples, told: Callable[[Update, float], None], *, seed: int = 0
 ) -> State:
-    """Returns the state after all updates; its `optimizer` is as it was born, for shards have their own.
+    """Returns the state after all updates; its `optimizer` is the initial one, as each shard has its own.
 
     Args:
-      step: Of one worker's layout: it differentiates.
-      updates: In the order of their times.
-      examples: The batch of a share.
+      step: A step with one worker's layout, which computes the gradients.
+      updates: The updates, ordered by time.
+      examples: Share number to its batch.
       told: Called after every update with the mean loss of its gradients.
-      seed: Of the initial parameters.
+      seed: Seed of the initial parameters.
 
     Raises:
-      JaxparError: If there are more shards than parameters, or the optimizer's state says what is evaluated.
+      JaxparError: If there are more shards than parameter arrays, or evaluation uses parameters from the optimizer's
+        state, as with schedule_free.
     """
     state = init_state(step.layout, step.optimizer, seed=seed)
     if eval_arrays(state.optimizer):
@@ -75,7 +77,7 @@ def run(
 
 @dataclass
 class _Gradient:
-    """A gradient on its way: the sums of its loss, and how many shards have not applied it yet."""
+    """A computed gradient, the sum and count of its loss, and the number of shards that have not applied it yet."""
 
     of: Flat
     loss: float
@@ -84,7 +86,7 @@ class _Gradient:
 
 
 class _Server:
-    """The parameters in shards, each with its own optimizer state, and the versions that are still to be read."""
+    """The sharded parameters, an optimizer state per shard, and the older versions that gradients still need."""
 
     def __init__(self, optimizer: optax.GradientTransformation, params: Flat, updates: Sequence[Update]):
         self.shards = max((update.shard for update in updates), default=0) + 1
@@ -110,7 +112,7 @@ class _Server:
         self._apply = apply
 
     def read(self, push: Push) -> list[jax.Array]:
-        """Returns the parameters that a worker has read, each shard's of its version, in their order."""
+        """Returns the parameters at the versions that a worker read, one version per shard, in the model's order."""
         found: Flat = {}
         for shard, version in enumerate(push.versions):
             found |= self._held[shard, version]
@@ -119,7 +121,7 @@ class _Server:
         return [found[path] for path in self.order]
 
     def update(self, update: Update, gradients: Sequence[_Gradient]) -> None:
-        """Makes an update of one shard, by the mean of gradients, each weighed by its tokens."""
+        """Updates one shard with the mean of gradients, weighted by their token counts."""
         shard, paths = update.shard, self.paths[update.shard]
         tokens = sum(each.count for each in gradients)
         shares = [jnp.float32(each.count / tokens if tokens else 0.0) for each in gradients]
@@ -130,7 +132,7 @@ class _Server:
         self._forget(shard, before)
 
     def newest(self) -> list[jax.Array]:
-        """Returns the parameters after all updates, in their order."""
+        """Returns the newest parameters of all shards, in the model's order."""
         found: Flat = {}
         for shard, version in enumerate(self._newest):
             found |= self._held[shard, version]
@@ -142,7 +144,7 @@ class _Server:
 
 
 def divided(sizes: Mapping[str, int], shards: int) -> list[list[str]]:
-    """Returns the paths of each shard: the largest first, each where least is so far.
+    """Returns the paths of each shard: each parameter, largest first, goes to the shard with the fewest elements.
 
     >>> divided({"a": 5, "b": 3, "c": 2}, 2)
     [['a'], ['b', 'c']]
@@ -167,7 +169,7 @@ def _added(share: jax.Array, gradient: Flat, total: Flat) -> Flat:
 
 
 def _weighted(shares: Sequence[jax.Array], gradients: Sequence[Flat]) -> Flat:
-    """Returns a weighted sum, one after the other: any number of gradients takes two programs."""
+    """Returns a weighted sum, added up one by one, so that two compiled programs serve any number of gradients."""
     total = _scaled(shares[0], gradients[0])
     for share, gradient in zip(shares[1:], gradients[1:], strict=True):
         total = _added(share, gradient, total)

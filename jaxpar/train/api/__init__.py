@@ -1,1 +1,1 @@
-"""A job as Python functions: `jp.train_step`, `jp.fit`, which saves, resumes and evaluates, `jp.save`, `jp.restore`."""
+"""Training from Python: `jp.train_step`, `jp.fit` (which saves, resumes and evaluates), `jp.save`, `jp.restore`."""

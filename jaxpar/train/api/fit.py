@@ -1,16 +1,16 @@
-"""Training in one call: the loop of a job for whoever writes Python.
+"""`jp.fit`: the training loop of a job as one Python call.
 
     from jaxpar.checkpoint import Checkpoints
     from jaxpar.train.best import Best
 
-    wiki = jp.Data(source="text", path="wiki.txt", tokenizer="my-llama")  # the tokenizer of what is trained on
+    wiki = jp.Data(source="text", path="wiki.txt", tokenizer="my-llama")  # tokenizer of the training data
     jp.fit(step, data, steps=200, batch=16, run="runs/mine", eval_every=50, sets={"wiki": wiki},
            checkpoints=Checkpoints(every=50, keep_best=1), best=Best(metric="eval_wiki_loss", patience=3))
 
 RUN/metrics.jsonl   a line per step       RUN/checkpoints/    the state
-RUN/events.jsonl    what was said         RUN/run.json        devices, mesh, layout
+RUN/events.jsonl    printed messages      RUN/run.json        devices, mesh, layout
 
-The same call goes on from the newest checkpoint of its folder, bit for bit under the same layout.
+The same call continues from the newest checkpoint of its folder, bit for bit under the same layout.
 """
 
 import io
@@ -68,31 +68,32 @@ def fit(
     loggers: Sequence[Any] = (),
     show_every: int = 20,
 ) -> Outcome:
-    """Trains to a step; saves, resumes, evaluates on the way. Ctrl-C and SIGTERM end it after a step, which is saved.
+    """Trains until step `steps`, with checkpoints, resumption and evaluations. Ctrl-C and SIGTERM save and end it.
 
     Args:
-      step: As `jp.train_step` returns it.
-      data: What `jp.open_data` returns, a dict of arrays, an object with `batch(step, size)`, or an iterable of
-        batches. Examples that it holds out are evaluated.
+      step: The result of `jp.train_step`.
+      data: The result of `jp.open_data`, a dict of arrays, an object with `batch(step, size)`, or an iterable of
+        batches. Its held-out examples are evaluated.
       steps: The last step of the whole run.
-      batch: Examples of a step, over all devices.
-      run: The folder of the run, in which it saves itself at its end and goes on; None keeps nothing.
-      state: What a new run begins with, which is given up; None makes it of `seed`.
-      seed: Of the parameters of a new run.
-      checkpoints: When they are written, which stay, and what a new run begins with: [checkpoint] of a job.
-      eval_every: Steps between two evaluations; 0 evaluates at the end.
-      sets: Further examples by name, evaluated as eval_NAME_loss: all of a `jp.Data`, an object with
-        `evaluation(index, size)`, a dataset by number, a dict of arrays, or an iterable of batches.
-      best: How evaluations are compared, and how many without a better one end it; None is as `checkpoints` has it.
-      faults: What is done about losses that are NaN, infinite or a spike; None stops.
+      batch: Examples per step, over all devices.
+      run: The run folder, to which the run is saved and from which it resumes; None writes nothing.
+      state: The initial state of a new run, whose arrays are donated; None initializes one from `seed`.
+      seed: Seed of the initial parameters of a new run.
+      checkpoints: When checkpoints are written, which are retained, and which one a new run starts from: the
+        [checkpoint] table of a job.
+      eval_every: Steps between two evaluations; 0 evaluates at the end only.
+      sets: Evaluation sets by name, evaluated as eval_NAME_loss: a `jp.Data` (all of it), an object with
+        `evaluation(index, size)`, a dataset indexed by number, a dict of arrays, or an iterable of batches.
+      best: The comparison of evaluations, and the patience of early stopping; None compares as `checkpoints` does.
+      faults: The reaction to losses that are NaN, infinite or a spike; None stops.
       loggers: Objects with `log(step, values)`.
-      show_every: Steps between two lines.
+      show_every: Steps between two printed lines.
 
     Returns:
       The last `state`, the row of metrics of the `last` step, and the signal that it was `stopped_by`, or None.
 
     Raises:
-      JaxparError: If an argument is none, the folder is of other data, a state does not fit, or a step goes wrong.
+      JaxparError: If an argument is invalid, the folder belongs to other data, a state does not fit, or a step is bad.
     """
     asked = {"steps": steps, "batch": batch, "show_every": show_every}
     saved, judged = check_arguments(step, asked, run, state, checkpoints, best, eval_every, faults)
@@ -116,10 +117,10 @@ def fit(
 
 
 def _bucket(run: str | Path | None) -> Bucket | None:
-    """Returns the bucket of a run, if its folder is the address of one.
+    """Returns the bucket of a run, or None if `run` is not a bucket address.
 
     Raises:
-      JaxparError: If several processes would write it.
+      JaxparError: If several processes would write to the bucket.
     """
     if run is None or not is_address(run):
         return None
@@ -134,7 +135,7 @@ def _bucket(run: str | Path | None) -> Bucket | None:
 
 @contextmanager
 def _locked(folder: Path | None) -> Iterator[None]:
-    """Makes the folder of a run, and keeps others from it."""
+    """Creates and locks the run folder."""
     if folder:
         make_folder(folder)
     with Lock(folder, print) if folder and is_first() else nullcontext():
@@ -144,7 +145,7 @@ def _locked(folder: Path | None) -> Iterator[None]:
 def _store(
     folder: Path | None, saved: Checkpoints, source: Source, *, step: Step, steps: int, every: int
 ) -> tuple[Store | None, Progress]:
-    """Returns where checkpoints are, or None, and what the user sees, once the folder is known to be of this data."""
+    """Returns the checkpoint store (or None) and the progress; refuses a folder that belongs to other data."""
     store = Store(folder / FOLDER, saved) if folder else None
     there = store.steps() if store else []
     progress = _progress(step, folder, steps, there=bool(there), every=every)
@@ -157,7 +158,7 @@ def _store(
 def _log(
     folder: Path | None, at: int, loggers: Sequence[Any], *, step: Step, source: Source, say: Callable[[str], None]
 ) -> Log | None:
-    """Returns where rows go, beside the facts of the run."""
+    """Returns the log of metrics, and writes run.json."""
     if not folder:
         return None
     first = is_first()
@@ -170,7 +171,7 @@ def _log(
 def _begin(
     step: Step, store: Store | None, state: State | None, saved: Checkpoints, *, seed: int, say: Callable[[str], None]
 ) -> tuple[State, int]:
-    """Returns the state to go on from and its step: of the newest checkpoint, or of a new run."""
+    """Returns the initial state and its step: from the newest checkpoint, or for a new run."""
     if store and store.steps():
         return store.restore(step.abstract())
     if state is None:
@@ -197,7 +198,7 @@ def _train(run: Run, progress: Progress, state: State, at: int) -> Outcome:
 
 
 def facts(step: Step, source: Source) -> dict[str, Any]:
-    """Returns the facts of a run about its machine and layout, as `jaxpar report` reads them."""
+    """Returns the contents of run.json: devices, versions, data and layout, which `jaxpar report` reads."""
     layout = step.layout
     return {
         "devices": describe(list(layout.device_mesh.devices.flat)),

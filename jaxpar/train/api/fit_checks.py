@@ -1,4 +1,4 @@
-"""The arguments of `jp.fit`, held to each other before anything is made."""
+"""Checks the arguments of `jp.fit`, alone and against each other, before the run starts."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -31,20 +31,20 @@ def check_arguments(
     eval_every: Any,
     faults: Faults | None,
 ) -> tuple[Checkpoints, Best]:
-    """Returns when a run is saved and how its evaluations are compared, by the same metric.
+    """Checks the arguments of `jp.fit`; returns `checkpoints` and `best`, both with the same metric.
 
     Args:
-      step: Of the run.
-      numbers: Arguments that are positive whole numbers, by name.
-      run: Its folder, or None.
-      state: What it begins with, or None.
-      checkpoints: As the user has them.
-      best: As the user has it, or None.
+      step: The step.
+      numbers: Arguments that must be positive integers, by name.
+      run: The run folder, or None.
+      state: The initial state, or None.
+      checkpoints: The argument `checkpoints`.
+      best: The argument `best`, or None.
       eval_every: Steps between two evaluations.
-      faults: As the user has them, or None.
+      faults: The argument `faults`, or None.
 
     Raises:
-      JaxparError: With each argument that is none, or does not go with another.
+      JaxparError: With a problem for each argument that is invalid or contradicts another.
     """
     given = {"checkpoints": checkpoints, "best": best, "faults": faults}
     problems = [*_steps(step, numbers, eval_every), *_values(given)]
@@ -61,10 +61,11 @@ def check_arguments(
 def check_evaluated(
     source: Source, sets: Mapping[str, EvaluationSet], size: int, eval_every: int, saved: Checkpoints, best: Best
 ) -> None:
-    """Refuses evaluations that are asked for where there is no example to evaluate.
+    """Refuses settings that need an evaluation if there are no examples for it.
 
     Raises:
-      JaxparError: If neither the source nor a set holds one; if `eval_loss` is compared, and only sets do.
+      JaxparError: If neither the source nor a set has held-out examples; if evaluations are compared by `eval_loss`,
+        and only sets have examples.
     """
     asked = {"eval_every": eval_every, "checkpoints.keep_best": saved.keep_best}
     said = [f"{key}={value}" for key, value in asked.items() if value]
@@ -106,7 +107,7 @@ def _values(given: Mapping[str, Any]) -> list[Problem]:
 
 
 def _together(step: Step, given: Mapping[str, Any], run: Any, eval_every: int) -> list[Problem]:
-    """Returns the problems of arguments that need each other."""
+    """Returns the problems of arguments that contradict or require each other."""
     saved, best, faults = given["checkpoints"], given["best"], given["faults"]
     problems = []
     said = (saved.best, saved.best_is)
@@ -133,7 +134,7 @@ def _together(step: Step, given: Mapping[str, Any], run: Any, eval_every: int) -
 
 
 def _of_start(saved: Checkpoints) -> Checkpoints:
-    """Returns the same that says only what a new run begins with."""
+    """Returns a copy with only the fields that choose the checkpoint that a new run starts from."""
     return Checkpoints(start_from=saved.start_from, take=saved.take, rename=saved.rename, cast=saved.cast)
 
 

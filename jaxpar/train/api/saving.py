@@ -1,4 +1,4 @@
-"""A state in a folder: saved with the hash of every block, restored under any layout."""
+"""`jp.save` and `jp.restore`: a state in a folder, with a hash of every block, restored under any layout."""
 
 from pathlib import Path
 
@@ -10,23 +10,23 @@ from jaxpar.step.checks.input_state import check_not_donated, scalars_to_arrays
 from jaxpar.step.state import State
 from jaxpar.step.step import Step
 
-FOLDER = "checkpoints"  # of a run
+FOLDER = "checkpoints"  # inside the run folder
 ALL = Checkpoints(keep_last=2**31 - 1)
 
 
 def save(path: str | Path, state: State, *, replace: bool = False) -> Path:
-    """Saves a state, and returns its folder, `PATH/checkpoints/000200`, when all of it is on the disk.
+    """Saves a state; returns its folder, `PATH/checkpoints/000200`, once all of it is on disk.
 
-    `jaxpar checkpoint ls PATH` lists what is there. Nothing in the folder is deleted. With several processes all of
-    them call it, and each writes what its devices hold.
+    `jaxpar checkpoint ls PATH` lists the checkpoints. `save` deletes none of them. With several processes, all must
+    call it, and each writes the shards of its own devices.
 
     Args:
-      path: A folder, which is made; that of a run too.
-      state: As a step returns it.
-      replace: Whether it takes the place of a checkpoint of the same step, which is set aside as `000200.left`.
+      path: A folder, created if needed; it may be a run folder.
+      state: A state as a step returns it.
+      replace: Whether to replace a checkpoint of the same step, which is renamed to `000200.left`.
 
     Raises:
-      JaxparError: If there is a checkpoint of that step, it cannot be written, or a step has taken the state over.
+      JaxparError: If a checkpoint of that step exists, the folder cannot be written, or a step has donated the state.
     """
     check_not_donated(state)
     state = scalars_to_arrays(state)
@@ -46,17 +46,17 @@ def save(path: str | Path, state: State, *, replace: bool = False) -> Path:
 
 
 def restore(path: str | Path, step: Step, *, at: int | None = None) -> State:
-    """Returns a saved state, every array read by the devices that keep it.
+    """Restores a saved state; each device reads its own shards.
 
-    The layout of the step may be another than that of the save, on another number of devices.
+    The layout of the step may differ from the layout at the save, also in the number of devices.
 
     Args:
       path: A folder that `save` or a run has written, or one checkpoint in it.
-      step: The step that goes on with it: its layout and optimizer say what the state is, and where.
-      at: Which step's checkpoint; None is the newest good one.
+      step: The step that will train the state; its layout and optimizer define the arrays and their shardings.
+      at: The step number of the checkpoint; None takes the newest intact one.
 
     Raises:
-      JaxparError: If there is none, it is damaged, or it does not fit: every difference by path.
+      JaxparError: If there is no checkpoint, it is damaged, or it does not fit; the error lists differences by path.
     """
     if not isinstance(step, Step):
         raise refuse(

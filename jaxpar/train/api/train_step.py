@@ -1,4 +1,4 @@
-"""`jp.train_step`: the step of a layout, with jaxpar's planner for the choices that a declaration leaves open."""
+"""`jp.train_step`: builds the step of a layout; the planner chooses the attention method if `context_by="auto"`."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -28,12 +28,12 @@ def train_step(
 
     Args:
       layout: From `compose`.
-      loss: (model, batch), or (model, batch, key), to (sum, count), or to a dict of them with the entry `loss`. The
-        random key differs between steps and microbatches, and is equal on every layout; all evaluations share one.
+      loss: Function of (model, batch[, key]) that returns (sum, count), or a dict of such pairs with an entry `loss`.
+        The random key depends on step and microbatch, not on the layout; all evaluations share one key.
       optimizer: The optax chain passed to `init_state`.
-      guard: Skip the update if the loss or the gradients are not finite, or the loss is above a limit.
+      guard: Whether to skip the update if the loss or the gradients are not finite, or the loss is above a limit.
       seed: Seed of the loss's random keys.
-      measures: Name to a function of (model, batch) to (sum, count): additional evaluation metrics.
+      measures: Additional evaluation metrics by name: functions of (model, batch) that return (sum, count).
       **numerics: `accumulate`, `precision`, `remat`, `offload`, `collectives`: see `Numerics`.
 
     Raises:
@@ -65,7 +65,7 @@ def train_step(
 
 
 def choose_attention(call: AttentionCall) -> AttentionChoice:
-    """Answers `context_by="auto"` with the planner, which is imported only then: most steps do not need it."""
+    """Resolves `context_by="auto"` with the planner. The import is here because most steps do not need the planner."""
     from jaxpar.plan.techniques.auto_context import choose_form
 
     return choose_form(call)

@@ -1,1 +1,1 @@
-"""Recovery: back to a checkpoint after a bad step, and a checkpoint before an error of the user's code."""
+"""Recovery: a rollback to a checkpoint after a bad step, and a save before an error of user code ends the run."""

@@ -1,4 +1,4 @@
-"""A bad step: kept out of checkpoints, undone by a rollback, and saved around an error of the user's code."""
+"""Rollbacks after bad steps, the check of parameters before a save, and a save before an error of user code."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,21 +15,22 @@ from jaxpar.train.run import Run
 
 
 def roll_back(job: Run, bad: JaxparError, start: int) -> State:
-    """Returns the state of the newest checkpoint, after which the batches since it are passed over.
+    """Restores the newest checkpoint, and makes the run skip the batches since it. Returns the restored state.
 
-    Where the first step after a checkpoint is bad, the checkpoint may be: it is set aside, and the one before it taken.
+    If the first step after a checkpoint is bad, the checkpoint itself may be bad: it is renamed, and the one before it
+    restored.
 
     Args:
       job: The run.
-      bad: The error that ended the run so far: a bad step, or another, which is raised again.
-      start: The step whose state this training began with.
+      bad: The error that ended the training. Only a `BadStep` is handled; any other error is raised again.
+      start: The step at which this training began.
 
     Raises:
-      JaxparError: `bad` itself, after the last checkpoint was committed, if the job does not want this; if there is
-        no checkpoint to go back to, or the run went back too often.
+      JaxparError: `bad` itself, after pending saves have finished, if `faults.on_bad_step` is not "rollback"; if there
+        is no checkpoint to restore; if the run has used up its rollbacks.
     """
     faults, skipped = job.watch.faults, job.skipped
-    if job.store and (isinstance(bad, BadStep) or jax.process_count() == 1):  # else the others may never come to it
+    if job.store and (isinstance(bad, BadStep) or jax.process_count() == 1):  # else others may never join the save
         job.store.wait()
     if not isinstance(bad, BadStep):
         raise bad
@@ -62,61 +63,61 @@ def roll_back(job: Run, bad: JaxparError, start: int) -> State:
 
 
 def _with_older(bad: BadStep, step: int) -> BadStep:
-    """Returns the error of a first step after a checkpoint, which may be to blame, with the way to an older one."""
+    """Adds to the error the command that continues from an older checkpoint, as the newest one may be bad."""
     problem = bad.problems[0]
     return BadStep(bad.step, Problem(problem.got, problem.rule, f"{problem.fix}; or jaxpar train JOB --from {step}"))
 
 
-# A look at parameters before they are saved.
+# Checks the parameters before a save.
 
 _are_finite = jax.jit(are_finite)
 
 
 def check_before_save(step: int, params: Any) -> None:
-    """Looks at parameters before they are saved: an update can spoil them while its loss and gradients are fine.
+    """Checks the parameters before a save: an update may overflow although its loss and gradients are finite.
 
     Raises:
-      BadStep: If a number is nan or inf.
+      BadStep: If a parameter is NaN or infinite.
     """
     if not _are_finite(params):
         got = f"the parameters of step {step} are not finite, though its loss and gradients are"
         raise BadStep(step, Problem(got, "a checkpoint is saved only while all parameters are finite", LOWER_RATE))
 
 
-# Saves the state when code of the user's raises between two steps: data that end, a batch of odd size, an evaluation.
+# Saves the state when user code raises between two steps: data that end, a wrong batch size, an evaluation.
 
-WAIT = 10.0  # seconds for the other processes to meet the same error
+WAIT = 10.0  # seconds to wait for the other processes to raise the same error
 
 
 @contextmanager
 def saves_before_errors(save: Callable[[], None]) -> Iterator[None]:
-    """Calls `save` before an error is raised again; not before a bad step, whose state is what is wrong."""
+    """Calls `save` before an error is raised again, except a `BadStep`, whose state must not be saved."""
     try:
         yield
     except BadStep:
         raise
     except Exception:
-        # everything, because a user's data, loggers and measures may raise anything; nothing is swallowed
+        # all exceptions, because user code (data, loggers, measures) may raise any; each is raised again
         save()
         raise
 
 
 def can_save(run: Run, state: State, start: int) -> bool:
-    """Returns whether a state holds steps that no checkpoint has, and all processes have come here to save it.
+    """Returns whether the state is newer than the start, and all processes have reached this point to save it.
 
     Args:
       run: The run.
-      state: After the newest step.
-      start: The step that this training began with.
+      state: The state after the newest step.
+      start: The step at which this training began.
     """
     if run.store is None or run.watch.is_skipping or any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
-        return False  # an error inside of a step has taken the state that the step was given
+        return False  # an error inside the step: it has already donated its input state
     step = int(state.step)
     return step > start and processes.barrier(f"rescue/{step}", WAIT)
 
 
 def say_saved(run: Run, step: int, save: Callable[[], None]) -> None:
-    """Saves a step, and says so; where that fails too, it is said, as the first error is the one to be raised."""
+    """Saves a step and prints the result; a failed save is printed, not raised, as the first error is raised later."""
     say = run.progress.say if run.progress else print
     try:
         save()

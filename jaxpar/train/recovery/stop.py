@@ -1,9 +1,9 @@
-"""Stop signals: a wish to stop after this step, heard at once, also while XLA compiles.
+"""Stop signals: they end the run after the current step, and are answered at once even while XLA compiles.
 
-    signal ─► Python's handler     runs between two bytecodes of the main thread: after the compilation
-         └──► a byte in a pipe ─► thread: says that it was heard, and saves the state if no step is in flight
+    signal ─► Python's handler     runs between two bytecodes of the main thread: only after the compilation
+         └──► a byte in a pipe ─► thread: prints that the signal arrived, and saves the state if no step is in flight
 
-A compilation may take longer than the time that a queue gives a job to end (30 s in SLURM and Kubernetes).
+The thread is needed because a compilation may outlast the grace period of a cluster (30 s in SLURM and Kubernetes).
 """
 
 import os
@@ -16,17 +16,17 @@ from jaxpar.checkpoint import processes
 from jaxpar.errors import JaxparError
 from jaxpar.process_exit import stop_signals
 
-PATIENCE = 0.5  # seconds after which a signal that the main thread has not seen is said by the thread
+PATIENCE = 0.5  # seconds that the thread leaves the main thread to handle a signal
 
 
 class Stop:
-    """The signal that asked a run to stop, if any.
+    """Receives the signal that asks the run to stop.
 
     Args:
-      say: Takes a line for the user.
+      say: Prints a line for the user.
 
     Attributes:
-      name: The name of the signal, or None.
+      name: Name of the signal, or None if none has arrived.
     """
 
     def __init__(self, say: Callable[[str], None] = print):
@@ -36,29 +36,29 @@ class Stop:
 
     @property
     def number(self) -> int:
-        """The number of the signal, 0 for none."""
+        """The number of the signal; 0 if none has arrived."""
         return signal.Signals[self.name] if self.name else 0
 
     @contextmanager
     def saving(self, save: Callable[[], None]) -> Iterator[None]:
-        """Saves the state if a signal comes while the main thread is in this block, which may compile.
+        """Saves the state if a signal arrives while the main thread compiles inside this block.
 
         Args:
-          save: Saves the state, which nothing in the block gives up.
+          save: Saves the state. Nothing in the block may donate its arrays.
         """
         self._save = save
         try:
             yield
         finally:
-            with self._lock:  # what the thread is saving is saved first
+            with self._lock:  # waits until a save by the thread has finished
                 self._save = None
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Takes the signals of this process; a second Ctrl-C stops at once, without a save."""
+        """Handles the stop signals of this process inside the block; a second Ctrl-C stops at once, without a save."""
         try:
             before = {number: signal.signal(number, self._wish) for number in stop_signals()}
-        except ValueError:  # not the main thread (a notebook's worker): signals are not ours to take
+        except ValueError:  # only the main thread may set handlers; this is another one, such as a notebook's
             yield
             return
         reading, writing = os.pipe()
@@ -82,22 +82,22 @@ class Stop:
         if self.name is not None:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
-            return  # a cluster may say it twice: what is being saved is saved
+            return  # a cluster may send the signal twice: the save in progress continues
         self.name = signal.Signals(number).name
 
     def _listen(self, reading: int, ours: frozenset[int], others: int) -> None:
         while heard := os.read(reading, 1):
-            if others >= 0:  # an event loop of the user's, as a notebook has, which listens too
+            if others >= 0:  # an event loop, as in a notebook, also waits for signals
                 with suppress(OSError):
                     os.write(others, heard)
             if heard[0] in ours and not self._seen.wait(PATIENCE):
                 self._meanwhile(signal.Signals(heard[0]).name)
 
     def _meanwhile(self, name: str) -> None:
-        """Says that a signal was heard, and saves, as the main thread is busy: XLA compiles."""
-        with self._lock, suppress(OSError, ValueError):  # nobody may be there to read what is said
+        """Prints that a signal arrived, and saves the state while the main thread compiles."""
+        with self._lock, suppress(OSError, ValueError):  # stdout may be closed
             save = self._save
-            if save is None or processes.is_multiprocess():  # several must agree on what they save
+            if save is None or processes.is_multiprocess():  # several processes must agree on the step that they save
                 self._say(f"{name} heard: the run stops when XLA has compiled")
                 return
             self._say(f"{name} heard while XLA compiles: saving meanwhile")

@@ -1,17 +1,18 @@
-"""Processes that watch each other's heartbeats in files, so that none waits in a collective for ever.
+"""Processes watch each other's heartbeat files, so that none waits forever in a collective.
 
-    RUN/processes/ATTEMPT/3.json   heartbeat of process 3, with a digest of those below it
+    RUN/processes/ATTEMPT/3.json   heartbeat of process 3, with a digest of the processes below it in the tree
 
-      1.json .. 15.json                          ─► process 0 ─► 0.json, which all read
+      1.json .. 15.json                          ─► process 0 ─► 0.json, which all processes read
       17.json .. 31.json ─► process 16 ─► 16.json ─┘
 
-Each process writes one file, its parent in a tree reads it, and all read that of process 0: three files are opened per
-process and turn, however many processes there are. A `Digest` travels up the tree, whose size does not grow with the
-number of processes; all judge the same one. Files, not sockets: a run has a shared folder anyway, and a process that
-hangs or is stopped needs no connection to be noticed.
+In each turn, every process writes its own file, its parent in the tree reads that file, and all processes read the file
+of process 0: three opened files per process, whatever the number of processes. The files carry a `Digest` of fixed size
+up the tree, and all processes decide on the same digest. Files are used instead of sockets because a run has a shared
+folder anyway, and a hanging or stopped process is noticed without a connection to it.
 
-    beat      the heartbeat of a process            digest   the state of many processes, and how two digests add up
-    tree      who reads whose file, how often       judge    from a digest to the process at fault
-    stop      how all stop after the same step      facts    values that must be equal on all processes
-    watchdog  the part of one process in all this, without a thread; `jaxpar.train.watchdog.thread` gives it one
+    beat       the heartbeat of a process and its file
+    digest     the state of many processes in a fixed size, and the sum of two digests
+    decisions  the process at fault, values that must be equal on all processes, the step after which all stop
+    watchdog   the tree, and the turns of one process, without a thread
+    thread     runs the turns of a `Watchdog` in a thread; the training loop uses it
 """

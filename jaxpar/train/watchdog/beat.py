@@ -1,4 +1,4 @@
-"""Heartbeats: the state that a process reports, and the file it reports it in."""
+"""Heartbeats: the state that a process reports, and the file that it writes it to."""
 
 import dataclasses
 import json
@@ -15,8 +15,8 @@ from jaxpar.errors import Problem
 from jaxpar.files import FULL
 from jaxpar.train.watchdog.digest import Digest, ProcessGroup
 
-ROOM = 2048  # spare bytes in a file: on a full disk a heartbeat is overwritten in place, and may grow by so many
-MOST = 1 << 20  # bytes of a beat: a few names and numbers
+ROOM = 2048  # padding in bytes: on a full disk a heartbeat is overwritten in place, and may grow by this much
+MOST = 1 << 20  # bytes read from a heartbeat file at most; it holds a few names and numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,19 +24,19 @@ class Heartbeat:
     """The heartbeat of a process.
 
     Attributes:
-      process: Its number.
+      process: Number of the process.
       host, pid: Its host and its process id there.
-      count: Number of this heartbeat: it no longer grows when the process is stopped.
-      place: Number of activities it has begun; all processes begin the same ones in the same order.
-      step: The step it is in.
-      doing: Its activity in words; `done` or `failed: ...` at its end.
-      stuck: Seconds since it began that activity, by its own clock, without time in which it was stopped itself.
-      longest: Activity to the most seconds that it took.
+      count: Number of this heartbeat; it stops growing if the process is stopped.
+      place: Number of activities that it has begun; all processes begin the same activities in the same order.
+      step: The step that it is in.
+      doing: The name of its activity; `done` or `failed: ...` at its end.
+      stuck: Seconds since that activity began, by its own clock, without time during which the process was stopped.
+      longest: Activity to the longest time it has taken, in seconds.
       fact: Number of facts that it has stated, and the hash of the last one.
-      agreed: Number of facts that all agree on; set by process 0 alone.
-      stop: The signal that asked it to stop, or ""; in process 0, the signal that all are asked to stop for.
+      agreed: Number of facts that all processes agree on; only process 0 sets it.
+      stop: The signal that asked it to stop, or ""; in process 0, the signal for which all stop.
       hold: The step after which it waits until it knows the last step, or 0.
-      stop_at: The step after which all stop, or 0; set by process 0 alone.
+      stop_at: The step after which all stop, or 0; only process 0 sets it.
       below: Digest of the processes below it in the tree, or None.
     """
 
@@ -68,16 +68,16 @@ class Heartbeat:
 
     @property
     def ended(self) -> bool:
-        """Whether this is its last heartbeat."""
+        """Whether this is the last heartbeat of the process."""
         return self.doing == "done" or self.failed
 
     @property
     def failed(self) -> bool:
-        """Whether it ended before the run did."""
+        """Whether the process ended before the run did."""
         return self.doing.startswith("failed: ")
 
     def digest(self, silent: float = 0.0) -> Digest:
-        """Returns the digest of this process alone, whose heartbeat has not changed for `silent` seconds."""
+        """Returns the digest of this process alone; its heartbeat has not changed for `silent` seconds."""
         alone = ProcessGroup(
             place=self.place, count=1, stuck=self.stuck, names=(self.name,), doing=self.doing, activity=self.activity
         )
@@ -85,7 +85,7 @@ class Heartbeat:
         reason = f"{self.name} ended: {self.doing.removeprefix('failed: ')}"
         return Digest(
             failed=(self.process, reason) if self.failed else None,
-            # a process that has ended is neither silent nor late: it has nothing more to do
+            # a process that has ended has nothing more to do, so it is neither silent nor late
             silent=None if self.ended else (silent, self.name, self.activity),
             late=None if self.ended else alone,
             longest=self.longest,
@@ -97,15 +97,15 @@ class Heartbeat:
 
 
 def unknown(process: int) -> Heartbeat:
-    """Returns the heartbeat that stands for a process from which none has come yet."""
+    """Returns a placeholder for a process whose first heartbeat has not arrived."""
     return Heartbeat(process=process, host="unknown", pid=0)
 
 
 class Files:
-    """The folder in which processes find each other's heartbeats.
+    """The folder with the heartbeat files of all processes.
 
     Args:
-      folder: Of one attempt of a run; shared by all its processes.
+      folder: The folder of one attempt of a run, shared by all its processes.
     """
 
     def __init__(self, folder: Path):
@@ -118,7 +118,7 @@ class Files:
         return read(self.folder, process)
 
     def write(self, beat: Heartbeat) -> None:
-        """Writes the heartbeat of a process; in a folder made anew, if somebody has deleted it."""
+        """Writes the heartbeat of a process; recreates the folder if it was deleted."""
         try:
             write(self.folder, beat)
         except FileNotFoundError:
@@ -126,7 +126,7 @@ class Files:
             write(self.folder, beat)
 
     def state(self, process: int, text: str) -> None:
-        """Writes the text of a fact, which is read only if its hash differs; on a full disk it is left out."""
+        """Writes the text of a fact, which others read only if its hash differs; writes nothing on a full disk."""
         file = self.folder / f"{process}.fact.txt"
         try:
             file.write_text(text, encoding="utf-8")
@@ -136,19 +136,19 @@ class Files:
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            file.unlink(missing_ok=True)  # the hash is compared all the same: a text that is old would mislead
+            file.unlink(missing_ok=True)  # an outdated text would mislead; hashes are still compared
 
     def _make_anew(self) -> None:
-        """Makes a folder that was deleted again; the caller handles the error of one that is gone with its file system.
+        """Recreates the deleted folder, unless its file system is unmounted: then the caller's write fails again.
 
-        A run folder is deleted by mistake, and its state is worth more than before: it is the only one that is left.
-        So the run goes on, and its processes watch each other as they did.
+        A run folder is usually deleted by mistake, and the state in memory is then the only copy left. So the run goes
+        on, and its processes still watch each other.
         """
         there = next(path for path in self.folder.absolute().parents if path.exists())
-        if there.stat().st_dev != self._device:  # not mounted any more: what is made below would be on another disk
+        if there.stat().st_dev != self._device:  # unmounted: a new folder would be on another disk
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        with suppress(OSError, ValueError):  # a stream that is closed must not end the watchdog
+        with suppress(OSError, ValueError):  # a closed stderr must not end the watchdog
             print(
                 f"warning: {self.folder} was deleted, and is made anew: training goes on, and saves there when it is "
                 "due; if all of the run folder was deleted, its checkpoints and metrics are lost",
@@ -156,28 +156,28 @@ class Files:
             )  # fmt: skip
 
     def stated(self, process: int) -> str:
-        """Returns the text of the last fact that a process stated; "" where it does not show in the folder yet."""
+        """Returns the text of the last fact that a process stated; "" if its file is not visible yet."""
         file = self.folder / f"{process}.fact.txt"
         return file.read_text(encoding="utf-8") if file.exists() else ""
 
 
 def read(folder: Path, process: int) -> Heartbeat | None:
     """Returns the last heartbeat of a process, or None if it has written none yet."""
-    # tried again: only a heartbeat that was overwritten in place, on a full disk, can be met half written
+    # retries, as a heartbeat that is overwritten in place (on a full disk) may be half written
     for _ in range(3):
         try:
             said = json.loads(_bytes(f"{folder}/{process}.json"))
             below = said.pop("below")
             return Heartbeat(**said, below=None if below is None else Digest.parse(below))
         except (OSError, TypeError, KeyError):
-            return None  # not written yet, or by another version of jaxpar: its silence will show
+            return None  # not written yet, or by another jaxpar version: the process will count as silent
         except ValueError:
             time.sleep(0.002)
     return None
 
 
 def _bytes(path: str) -> bytes:
-    """Returns the bytes of a small file, by system calls: `Path.read_bytes` takes as long as the rest of a turn."""
+    """Reads a small file by system calls: `Path.read_bytes` takes as long as the rest of a turn."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(handle, MOST)
@@ -186,14 +186,14 @@ def _bytes(path: str) -> bytes:
 
 
 def write(folder: Path, beat: Heartbeat) -> None:
-    """Writes a heartbeat, by an atomic rename; on a full disk over the one before, in place.
+    """Writes a heartbeat by an atomic rename; on a full disk, overwrites the previous one in place.
 
-    Without that a full disk would silence all processes at once, and each would end the run because of another.
+    Otherwise a full disk would silence all processes at once, and each would end the run because of the others.
     """
     text, file = json.dumps(dataclasses.asdict(beat)), folder / f"{beat.process}.json"
     part = folder / f".{beat.process}.{os.getpid()}.part"
     try:
-        part.write_text(text.ljust(len(text) + ROOM))  # blanks after JSON are ignored by its reader
+        part.write_text(text.ljust(len(text) + ROOM))  # JSON parsers ignore trailing blanks
         part.replace(file)
     except OSError as error:
         if error.errno not in FULL or not file.exists():
@@ -205,20 +205,20 @@ def write(folder: Path, beat: Heartbeat) -> None:
                 there.write(text.ljust(size).encode())
 
 
-# Makes a run's processes agree on the name of the attempt, and checks that they share a run folder.
+# All processes of a run agree on the name of the attempt, and check that they share the run folder.
 #
-#     process 0   makes RUN/processes/ATTEMPT, with a name that no attempt had before, and sends the name
-#     the others  look for that folder: one that does not see it has another run folder, on a disk of its own
+#     process 0        creates RUN/processes/ATTEMPT, with a new unique name, and sends the name to the others
+#     other processes  look for that folder; a process that does not see it has a different run folder
 #
-# So a supervisor that was restarted joins the attempt that the others begin, however many it has counted
-# itself; and no process takes the files of an earlier attempt for heartbeats.
+# So a restarted supervisor joins the attempt of the others, whatever its own count of attempts, and no process
+# mistakes the files of an earlier attempt for heartbeats.
 
-SEEN = 10.0  # seconds within which a new folder shows on all hosts, where a file server is slow
+SEEN = 10.0  # seconds until a new folder is visible on all hosts, even on a slow file server
 FIX = "run.dir = a folder on a file system that all hosts share, at the same path: NFS, Lustre, a mounted bucket"
 
 
 def begin_attempt(run: Path) -> str:
-    """Makes the folder of a new attempt, and returns its name."""
+    """Creates the folder of a new attempt, and returns its name."""
     host = socket.gethostname()
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{host}-{os.getpid()}-{time.monotonic_ns()}"
     (run / "processes" / name).mkdir(parents=True)
@@ -226,7 +226,7 @@ def begin_attempt(run: Path) -> str:
 
 
 def find_attempt(run: Path, attempt: str, *, process: int, seconds: float = SEEN) -> Problem | None:
-    """Returns a problem if this process does not see the run folder of process 0; looks for `seconds`."""
+    """Returns a problem if this process does not see the attempt's folder within `seconds`."""
     until = time.monotonic() + seconds
     while not (run / "processes" / attempt).is_dir():
         if time.monotonic() > until:

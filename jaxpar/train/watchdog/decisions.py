@@ -1,4 +1,4 @@
-"""What follows from the digest of all processes: who is at fault, which facts differ, after which step all stop."""
+"""Decisions from the digest of all processes: the process at fault, differing facts, the step after which all stop."""
 
 import difflib
 import hashlib
@@ -9,24 +9,24 @@ from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.train.watchdog.beat import Files, Heartbeat, unknown
 from jaxpar.train.watchdog.digest import Digest
 
-SLOW = 10  # times the limit for activities that may take long on one host and be quick on another
+SLOW = 10  # factor on the limit for activities that may be slow on one host and quick on another
 PATIENT = ("compiling", "evaluating", "saving", "restoring", "starting")
-TOGETHER = ("training",)  # processes wait for each other in it, so its duration says nothing about one of them
+TOGETHER = ("training",)  # all processes wait for each other here, so the duration blames none of them
 ON = "the same command goes on from the newest checkpoint; jaxpar launch does so by itself"
 
 
 def judge(me: int, known: Digest, *, limit: float) -> Problem | None:
     """Returns the problem with a process of the run, or None.
 
-    A process is lost once it has been silent for `limit`. It is late once all that are ahead of it have waited for
-    `limit`, and it has itself taken longer than `allowed`.
+    A process is lost if it has been silent for more than `limit`. It is late if all processes ahead of it have waited
+    for more than `limit`, and its own activity has taken longer than `allowed`.
 
     Args:
-      me: The process that asks: it is not told of its own failure.
+      me: The calling process, whose own failure is not reported.
       known: The digest of all processes.
       limit: Seconds.
     """
-    # in this order: a process that failed has a reason of its own, and its silence and lateness follow from it
+    # failures first: they have a reason, and silence and lateness are their consequences
     if known.failed and known.failed[0] != me:
         return Problem(known.failed[1], "all processes of a run train until its end", ON)
     if known.silent and known.silent[0] > limit:
@@ -37,8 +37,8 @@ def judge(me: int, known: Digest, *, limit: float) -> Problem | None:
             ON,
         )
     late, ahead = known.late, known.ahead
-    # both must hold: others have waited for the limit, and the late one has been at it longer than it may. A process
-    # whose compilation takes an hour is not late while the others compile too
+    # late needs both: the others have waited for the limit, and the process takes longer than allowed. A process
+    # that compiles for an hour is not late while the others compile too
     if late is None or ahead is None or ahead.stuck <= limit or late.stuck <= allowed(late.doing, known, limit=limit):
         return None
     return Problem(
@@ -52,36 +52,36 @@ def judge(me: int, known: Digest, *, limit: float) -> Problem | None:
 def allowed(doing: str, known: Digest, *, limit: float) -> float:
     """Returns the seconds that a process may take for an activity while others wait for it.
 
-    That is `limit`, or ten times that for an activity that may be quick on one host and slow on another (a compilation
-    that the others had in their cache), plus twice the longest time that it has taken any process so far.
+    These are `limit`, or ten times `limit` for an activity that may be slow on one host only (e.g. a compilation that
+    the other hosts have in their cache), plus twice the longest time that any process has needed for it so far.
     """
     needed = 0.0 if doing in TOGETHER else known.longest.get(doing, 0.0)
     return limit * (SLOW if doing in PATIENT else 1) + 2 * needed
 
 
-# Facts: values that must be equal on all processes, and where they differ if they are not.
+# Facts: values that must be equal on all processes. If they are not, an error shows the difference.
 
 
 def digest_of(text: str) -> str:
-    """Returns the hash by which a fact is compared: its text may be long, and is read only if hashes differ."""
+    """Hashes a fact for comparison; processes read its text, which may be long, only if hashes differ."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def is_agreed(known: Digest, index: int, count: int) -> bool:
-    """Whether all processes have stated this fact, with the same value."""
+    """Returns whether all processes have stated this fact, with the same value."""
     stated = known.stated(index)
     return len(stated) == 1 and sum(n for n, _ in stated.values()) == count
 
 
 def disagreement(what: str, stated: Mapping[str, tuple[int, tuple[int, ...]]], files: Files) -> JaxparError:
-    """Returns the error that names the processes that differ, and the first lines in which they do.
+    """Returns an error with the processes whose value differs, and the first differing lines.
 
     Args:
       what: The name of the fact.
-      stated: Its values by their hash: how many stated each, and the first of them.
-      files: Where their texts lie.
+      stated: Hash of each value to the number of processes that stated it, and the first of these processes.
+      files: The folder with the texts.
     """
-    # the value of most processes is taken for the right one; where two are as frequent, that of the lowest process
+    # the most frequent value counts as right; at a tie, the value of the lowest process
     common = max(stated, key=lambda value: (stated[value][0], -min(stated[value][1])))
     odd = [process for value, (_, first) in stated.items() if value != common for process in first]
     number = sum(count for value, (count, _) in stated.items() if value != common)
@@ -102,54 +102,54 @@ def disagreement(what: str, stated: Mapping[str, tuple[int, tuple[int, ...]]], f
     )
 
 
-# Stops all processes after the same step, however late they read each other's heartbeats.
+# Stops all processes after the same step, even if they read outdated heartbeats of each other.
 #
-#     one gets a signal        reports it                                          stop
-#     process 0 reads that     asks all to hold                                    stop
-#     each process             promises not to pass the step after the next
-#                              until process 0 names the last one                  hold
-#     process 0, once all have promised
-#                              names the highest of these steps                    stop_at
+#     event                                    reaction                                            field
+#     a process gets a signal                  it reports the signal                               stop
+#     process 0 reads that                     it asks all processes to hold                       stop
+#     each process reads that                  it promises not to pass the step that it is in
+#                                              until process 0 names the last step                 hold
+#     process 0 has read all promises          it names the highest promised step                  stop_at
 #
 # A process that reaches its own `hold` before it knows `stop_at` waits there. No `hold` is above `stop_at`, so no
-# process can pass that step without knowing it: a shared folder that shows old files makes the stop late, not wrong.
-# Promises are made by the watchdog's thread, which goes on while the training waits in a collective: so they always
-# come.
+# process can pass `stop_at` without knowing it: outdated files in a shared folder delay the stop, but keep it correct.
+# The watchdog's thread makes the promises. It also runs while the training waits in a collective, so all promises
+# arrive.
 
 
 def promise(mine: Heartbeat, first: Heartbeat, reached: int) -> Heartbeat:
-    """Returns a process's heartbeat with the step that it will not pass, once process 0 asks for it.
+    """Returns this process's heartbeat, with the step that it promises not to pass once process 0 asks to hold.
 
     Args:
-      mine: Its heartbeat.
+      mine: The heartbeat of this process.
       first: The heartbeat of process 0.
-      reached: The last step after which it has asked whether to stop.
+      reached: The last step after which this process has checked for a stop.
     """
-    # the next step, not this one: the training is already in it, and cannot be held before it ends
+    # not `reached` itself: the training is already in the step after it, which it cannot leave before its end
     return replace(mine, hold=reached + 1) if first.stop and not mine.hold else mine
 
 
 def decide(first: Heartbeat, known: Digest, count: int) -> Heartbeat:
-    """Returns the heartbeat of process 0 with the signal that any process got, and the last step once all hold.
+    """Returns the heartbeat of process 0, with a signal that any process got, and the last step once all hold.
 
     Args:
-      first: Its heartbeat.
-      known: The digest of all processes, itself among them.
+      first: The heartbeat of process 0.
+      known: The digest of all processes, including process 0.
       count: Number of processes.
     """
     if known.stop and not first.stop:
         return replace(first, stop=known.stop)
-    # the highest promise: no process has passed its own, and all can still reach this one
+    # the highest promise: no process has passed its own promise, so all can still stop here
     if first.stop and not first.stop_at and known.holding == count:
         return replace(first, stop_at=known.hold)
     return first
 
 
 def holds(mine: Heartbeat, first: Heartbeat, step: int) -> bool:
-    """Whether a process waits after this step for process 0 to name the last one."""
+    """Returns whether a process must wait after this step until process 0 names the last step."""
     return 0 < mine.hold <= step and not first.stop_at and not first.ended
 
 
 def stops(first: Heartbeat, step: int) -> str | None:
-    """Returns the signal for which all stop after this step, or None."""
+    """Returns the signal for which all processes stop after this step, or None."""
     return first.stop if 0 < first.stop_at <= step else None

@@ -1,10 +1,10 @@
-"""Digests: the state of many processes, in a size that does not grow with their number.
+"""Digests: the state of many processes, in a fixed size that does not grow with their number.
 
     digest of one process      digest of another
-              └──────── merge ────────┘           in any order, any grouping: a tree of processes adds them up
+              └──────── merge ────────┘           in any order and grouping, so a tree of processes can add them up
 
-The judgement needs the most silent process, the processes at the lowest place, and how many are ahead of them: each of
-these is a minimum, a maximum or a sum, with a few names.
+`judge` needs the most silent process, the processes at the lowest place, and the number of processes ahead of them.
+Each of these is a minimum, a maximum or a sum, with a few names.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,22 +12,22 @@ from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
-# both bound the size of a digest, which is what lets a tree of thousands of processes add digests up
-NAMES = 4  # processes that a message names; the others are counted
-VALUES = 4  # values of one fact that are kept apart; the others are counted together
+# both limits keep digests small, so that a tree of thousands of processes can add them up
+NAMES = 4  # processes named in a message; the others are only counted
+VALUES = 4  # distinct values per fact; the processes with other values are counted together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessGroup:
-    """Some processes: those at the lowest place, or all that are ahead of them.
+    """A group of processes: either those at the lowest place, or those ahead of them.
 
     Attributes:
-      place: The lowest number of activities that one of them has begun.
+      place: The lowest number of activities that a process of the group has begun.
       count: Number of processes.
-      stuck: Seconds since the last of them began its activity.
-      names: Names of the first few.
-      doing: Activity of the first.
-      activity: The same with its step.
+      stuck: Seconds since the last process of the group began its activity.
+      names: Names of the first few processes.
+      doing: Activity of the first process.
+      activity: `doing` with the step.
     """
 
     place: int
@@ -38,7 +38,7 @@ class ProcessGroup:
     activity: str
 
     def __add__(self, other: "ProcessGroup") -> "ProcessGroup":
-        # `stuck` is the least: all of them have waited for so long, which is what the judgement asks of a group
+        # the minimum of `stuck`, because `judge` needs the time that all processes of the group have waited
         return ProcessGroup(
             place=min(self.place, other.place), count=self.count + other.count, stuck=min(self.stuck, other.stuck),
             names=(self.names + other.names)[:NAMES], doing=self.doing, activity=self.activity,
@@ -51,18 +51,18 @@ class ProcessGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Digest:
-    """The state of some processes. The default is that of none.
+    """The state of several processes. The defaults describe an empty set of processes.
 
     Attributes:
       failed: The lowest process that failed, and its reason; or None.
-      silent: The longest silence: seconds, name and activity; or None where all have ended.
-      late: The processes at the lowest place, without those that have ended.
-      ahead: All others, without those that have ended.
-      longest: Activity to the most seconds that it took one of them.
-      facts: `COUNT:HASH` of the last fact stated, to the number of processes that stated it and the first of them.
-      stop: A signal that one of them got, or "".
-      holding: How many have promised not to pass `hold`; those that have ended count.
-      hold: The highest step after which one of them waits.
+      silent: Seconds, name and activity of the process with the longest silence; None if all have ended.
+      late: The running processes at the lowest place.
+      ahead: All other running processes.
+      longest: Activity to the longest time that a process has taken for it, in seconds.
+      facts: `COUNT:HASH` of the last stated fact to the number of processes that stated it, and the first of them.
+      stop: A signal that one of the processes got, or "".
+      holding: Number of processes that have promised a `hold` or have ended.
+      hold: The highest step that one of the processes has promised not to pass.
     """
 
     failed: tuple[int, str] | None = None
@@ -77,7 +77,7 @@ class Digest:
 
     @classmethod
     def parse(cls, said: Mapping[str, Any]) -> "Digest":
-        """Returns the digest in a decoded JSON object."""
+        """Builds a digest from a decoded JSON object."""
         groups = {
             name: None if said[name] is None else ProcessGroup(**said[name] | {"names": tuple(said[name]["names"])})
             for name in ("late", "ahead")
@@ -88,7 +88,7 @@ class Digest:
 
     def __add__(self, other: "Digest") -> "Digest":
         late, ahead = _ordered(self, other)
-        # associative and commutative up to the choice of names: however the tree groups processes, all get one verdict
+        # associative and commutative except for the choice of names: decisions do not depend on the shape of the tree
         return Digest(
             failed=_least(self.failed, other.failed),
             silent=self.silent if self.silent and not (other.silent and other.silent > self.silent) else other.silent,
@@ -102,18 +102,18 @@ class Digest:
         )
 
     def stated(self, index: int) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Returns the values of a fact: hash to the number of processes that stated it, and the first of them."""
+        """Maps the hash of each value of a fact to the number of processes that stated it, and the first of them."""
         return {value.partition(":")[2]: found for value, found in self.facts.items() if value.startswith(f"{index}:")}
 
 
 def merge(digests: Iterable[Digest]) -> Digest:
-    """Returns the digest of all."""
+    """Returns the sum of digests."""
     each = iter(digests)
     return reduce(Digest.__add__, each, next(each, Digest()))
 
 
 def _ordered(one: Digest, other: Digest) -> tuple[ProcessGroup | None, ProcessGroup | None]:
-    """Returns the processes of both at the lowest place, and all others."""
+    """Returns the processes of both digests that are at the lowest place, and the processes ahead of them."""
     if one.late is None or other.late is None:
         known = other if one.late is None else one
         return known.late, known.ahead
@@ -138,7 +138,7 @@ def _most(one: Mapping[str, float], other: Mapping[str, float]) -> Mapping[str, 
 
 def _added(one: Mapping, other: Mapping) -> Mapping[str, tuple[int, tuple[int, ...]]]:
     """Counts the processes per stated value; rare values are counted together."""
-    # where every process states something else (a PRNG seed by mistake), a digest would grow with their number
+    # if every process stated its own value (by mistake, e.g. a PRNG seed), digests would grow with the process count
     both = dict(one)
     for value, (count, first) in other.items():
         before = both.get(value, (0, ()))

@@ -1,9 +1,9 @@
-"""The watchdog in a thread, as the training loop uses it: it reports activities, and learns when all stop.
+"""The watchdog thread: the training loop reports activities to it, and asks it after which step all processes stop.
 
-A collective waits for ever for a process that is gone, stopped, late or runs another program. So a thread in every
-process writes and reads heartbeats, as `jaxpar.train.watchdog` describes, and ends the process with an error that names
-the one at fault. The heartbeats are in the run folder, which all hosts share for its checkpoints. Calls of the training
-loop only change values in memory: a step never waits for the file system.
+A collective waits forever for a process that is gone, stopped, late or runs another program. So a thread in every
+process writes and reads heartbeats (see `jaxpar.train.watchdog`). If a process is lost, the thread ends its own process
+with an error that names the lost one. The heartbeats are in the run folder, which all hosts share for checkpoints. The
+training loop's calls change only values in memory: a step never waits for the file system.
 """
 
 import dataclasses
@@ -25,10 +25,10 @@ from jaxpar.train.watchdog.beat import Files, read, write
 from jaxpar.train.watchdog.decisions import ON
 from jaxpar.train.watchdog.watchdog import Watchdog
 
-# seconds that a process waits before it ends: when its connections close, JAX aborts the others, and they should have
-# printed the same reason by then
+# seconds that a process waits before it ends: closing its connections makes JAX abort the other processes, which
+# should have printed the same reason by then
 PAUSE = 3 * watchdog.EVERY
-BROKEN = ("Gloo", "onnection", "heartbeat", "oordination", "NCCL", "UNAVAILABLE")  # words of a collective that failed
+BROKEN = ("Gloo", "onnection", "heartbeat", "oordination", "NCCL", "UNAVAILABLE")  # in errors of failed collectives
 
 
 class LostPeer(JaxparError):
@@ -38,27 +38,27 @@ class LostPeer(JaxparError):
 
 
 class SingleProcess:
-    """The watchdog of a run with one process, which does nothing: the interface of `WatchdogThread`."""
+    """The watchdog of a run with a single process: it does nothing, and has the interface of `WatchdogThread`."""
 
     count, process = 1, 0
 
     def begin_activity(self, step: int, doing: str) -> None:
-        """Reports the activity that begins now."""
+        """Reports that an activity begins now."""
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Reports that this process compiles, and afterwards the activity before."""
+        """Reports that this process compiles inside the block, and afterwards the previous activity."""
         yield
 
     def stopping(self, wish: str | None, step: int) -> str | None:
-        """Returns the signal for which all stop after this step, or None."""
+        """Returns the signal for which all processes stop after this step, or None."""
         return wish
 
     def agree(self, what: str, value: str) -> None:
-        """Waits until all processes have stated this value, and raises if one states another."""
+        """Waits until all processes have stated this value; raises if one states a different value."""
 
     def explain(self, error: Exception) -> Exception:
-        """Returns the cause of a collective's error."""
+        """Returns the cause of an error in a collective."""
         return error
 
     def close(self, doing: str = "done") -> None:
@@ -70,11 +70,11 @@ class WatchdogThread(SingleProcess):
 
     Args:
       folder: The run folder.
-      attempt: Name of this start of the run; the same for all processes.
+      attempt: Name of this start of the run, equal on all processes.
       process: Number of this process.
       count: Number of processes.
-      limit: Seconds without a heartbeat, or of keeping others waiting, after which a process is lost.
-      end: Function that ends this process when another is lost, with a problem.
+      limit: Seconds without a heartbeat, or of keeping others waiting, after which a process counts as lost.
+      end: Function of a `Problem` that ends this process when another process is lost.
     """
 
     def __init__(
@@ -88,31 +88,31 @@ class WatchdogThread(SingleProcess):
         self._closed = threading.Event()
         self._asked = threading.Event()  # set to make the thread take its next turn at once
         self._turned = threading.Condition()  # notified after each turn, for a main thread that waits
-        self._waiting: float | None = None  # since when the main thread waits for the others
-        self._watchdog.turn()  # the first turn in the main thread: a folder that cannot be written is an error at once
+        self._waiting: float | None = None  # time at which the main thread began to wait for the others
+        self._watchdog.turn()  # first turn in the main thread, so that an unwritable folder raises at once
         self._thread = threading.Thread(target=self._watch, name="jaxpar-peers", daemon=True)
         self._thread.start()
 
     def begin_activity(self, step: int, doing: str) -> None:
-        """Reports the activity that begins now: all processes report the same ones in the same order."""
+        """Reports that an activity begins now; all processes must report the same activities in the same order."""
         self._watchdog.begin_activity(step, doing)
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Reports that this process compiles, and afterwards the activity before."""
+        """Reports that this process compiles inside the block, and afterwards the previous activity."""
         before = self._watchdog.beat
         self.begin_activity(before.step, "compiling")
         yield
         self.begin_activity(before.step, before.doing)
 
     def stopping(self, wish: str | None, step: int) -> str | None:
-        """Returns the signal that any process got, after the step that all agreed on.
+        """Returns the signal that any process got if this is the step after which all stop, otherwise None.
 
-        Once a process wants to stop, each waits after the next step that it finishes until it knows which one is the
-        last: a second or two, or as long as the shared folder shows old files.
+        Once a process wants to stop, every process waits after its next finished step until it knows the last step:
+        a second or two, or longer if the shared folder shows outdated files.
 
         Raises:
-          LostPeer: If another process is lost meanwhile.
+          LostPeer: If another process is lost during the wait.
         """
         if wish and not self._watchdog.beat.stop:
             self._watchdog.wish(wish)
@@ -122,11 +122,11 @@ class WatchdogThread(SingleProcess):
         return self._watchdog.stops(step)
 
     def agree(self, what: str, value: str) -> None:
-        """Waits until all processes have stated this value; the watchdog's thread finds one that does not come.
+        """Waits until all processes have stated this value. The thread detects a process that never states one.
 
         Raises:
-          JaxparError: If one states another value: which process, and where the texts differ.
-          LostPeer: If one is lost, or too late.
+          JaxparError: If a process states a different value; the error names it and shows the differing lines.
+          LostPeer: If a process is lost or late.
         """
         text, before, begin = f"{what}\n{value}", self._watchdog.beat, time.monotonic()
         self._watchdog.files.state(self.process, text)
@@ -139,18 +139,19 @@ class WatchdogThread(SingleProcess):
 
         self._wait(lambda: self._watchdog.first.agreed >= index or differs())
         if self._watchdog.first.agreed < index:
-            time.sleep(PAUSE)  # until the others have found the same difference, and read this one's text
+            time.sleep(PAUSE)  # until the others have found the difference and read this text
             raise decisions.disagreement(what, self._watchdog.known.stated(index), self._watchdog.files)
         self.begin_activity(before.step, before.doing)
 
     def explain(self, error: Exception) -> Exception:
-        """Returns the cause of a broken collective; waits a moment for a process that reports why it ended.
+        """Returns the cause of a broken collective; waits a moment for the failed process to report it.
 
-        A connection breaks within milliseconds, its reason comes with the heartbeat of the process that failed.
+        The wait is needed because a connection breaks within milliseconds, while the reason arrives with the next
+        heartbeat of the failed process.
         """
         if not any(word in str(error) for word in BROKEN):
             return error
-        # not watched: this process ends anyway, and should name the one that failed rather than a silence that follows
+        # not watched: this process ends anyway, and should name the failed process, not one that is silent as a result
         begin, quiet = time.monotonic(), 2 * self._watchdog.interval
         self._wait(lambda: self._failed() is not None or time.monotonic() - begin > 2 * quiet, watched=False)
         if failed := self._failed():
@@ -168,8 +169,8 @@ class WatchdogThread(SingleProcess):
             self._thread.join(timeout=4 * watchdog.EVERY)
             self._watchdog.end(doing)
             if self._watchdog.beat.failed:
-                # process 0 waits longer: it hosts JAX's coordination service, and when that is gone the others are
-                # aborted, whatever they were about to report
+                # process 0 waits longer: it hosts JAX's coordination service, and the others are aborted when that
+                # ends, even before they can report
                 time.sleep(PAUSE * (1 if self.process else 2))
 
     def _failed(self) -> str | None:
@@ -177,10 +178,10 @@ class WatchdogThread(SingleProcess):
         return failed[1] if failed and failed[0] != self.process else None
 
     def _wait(self, done: Callable[[], bool], *, watched: bool = True) -> None:
-        """Waits until a condition on the others holds; the thread takes its turns faster meanwhile.
+        """Waits until `done()` holds; in the meantime the thread takes its turns more often.
 
         Raises:
-          LostPeer: If one is lost meanwhile, and this one is watched.
+          LostPeer: If `watched`, and another process is lost during the wait.
         """
         self._waiting = time.monotonic()
         self._asked.set()
@@ -194,7 +195,7 @@ class WatchdogThread(SingleProcess):
             self._waiting = None
 
     def _pause(self) -> float:
-        """Returns the seconds until the next turn: a tenth while the main thread waits, and more again as it does."""
+        """Returns the seconds until the next turn: a tenth if the main thread waits, rising during the wait."""
         every = self._watchdog.interval
         hurried = self._waiting is not None or (self._watchdog.first.stop and not self._watchdog.first.stop_at)
         if not hurried:
@@ -211,14 +212,14 @@ class WatchdogThread(SingleProcess):
                 return
             try:
                 problem = self._watchdog.turn()
-            except OSError as error:  # a file server that is away for a moment must not end the run
+            except OSError as error:  # a brief outage of the file server must not end the run
                 away.note(error)
                 time.sleep(self._watchdog.interval)
                 continue
             away.end()
             if problem and not self._closed.is_set():
-                # with many processes turns are rare: the others should have found the same before this one is gone,
-                # else they would name this one
+                # with many processes turns are rare: the others should find the same problem before this process
+                # ends, or they would name this one
                 time.sleep(max(0.0, 2 * self._watchdog.interval - PAUSE))
                 self._lost = problem
                 self._end(problem)
@@ -227,20 +228,20 @@ class WatchdogThread(SingleProcess):
 
 
 class Away:
-    """Says that a folder cannot be written: at once, whenever that has lasted twice as long, and at its end.
+    """Warns that a folder cannot be written: at once, each time the outage has doubled, and at its end.
 
     Args:
       folder: The folder.
-      clock: Returns seconds.
+      clock: A monotonic clock, in seconds.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic):
         self._folder, self._clock = folder, clock
         self._since: float | None = None
-        self._next = 0.0  # seconds of absence at which it is said again
+        self._next = 0.0  # duration of the outage at which the next warning is due
 
     def note(self, error: OSError) -> None:
-        """Notes a write that failed."""
+        """Records a failed write."""
         now = self._clock()
         if self._since is None:
             self._since, self._next = now, 1.0
@@ -250,18 +251,18 @@ class Away:
             self._say(f"{error.strerror}, for {now - self._since:.0f} s")
 
     def end(self) -> None:
-        """Notes a write that did not fail."""
+        """Records a successful write."""
         if self._since is not None:
             self._say(f"can be written again, after {self._clock() - self._since:.0f} s")
             self._since = None
 
     def _say(self, text: str) -> None:
-        with suppress(OSError, ValueError):  # a stream that is closed must not end the thread
+        with suppress(OSError, ValueError):  # a closed stderr must not end the thread
             print(f"warning: {self._folder}: {text}", file=sys.stderr, flush=True)
 
 
 def report(run: Path, process: int, pid: int, how: str) -> None:
-    """Reports for a process of this host that it failed, where it could not do so itself, as after SIGKILL."""
+    """Reports the failure of a process of this host that could not do so itself, e.g. after SIGKILL."""
     for file in (run / "processes").glob(f"*/{process}.json"):
         beat = read(file.parent, process)
         if beat and (beat.host, beat.pid) == (socket.gethostname(), pid) and not beat.ended:
@@ -269,17 +270,17 @@ def report(run: Path, process: int, pid: int, how: str) -> None:
 
 
 def name_of(attempt: str) -> str:
-    """Returns an attempt as the name of a folder."""
+    """Converts the name of an attempt to a valid folder name."""
     return re.sub(r"[^\w.]+", "-", attempt).strip(".-")
 
 
 def _end(problem: Problem) -> NoReturn:
-    """Ends this process from a thread: its main thread may wait in a collective for ever."""
+    """Ends this process from a thread, as its main thread may wait in a collective forever."""
     exit_process(LOST, f"error: {problem}", pause=PAUSE)
 
 
 def forget(folder: Path, keep: int = 3) -> None:
-    """Deletes the folders of earlier starts of a run, except the latest ones."""
+    """Deletes the heartbeat folders of earlier starts of a run, except the newest `keep`."""
     folder = folder / "processes"
     if folder.is_dir():
         old = sorted(folder.iterdir(), key=lambda path: -path.stat().st_mtime)

@@ -1,8 +1,9 @@
-"""The watchdog of one process: the training sets its heartbeat in memory; a turn writes it, reads others' and judges.
+"""The watchdog of one process: training updates a heartbeat in memory; a turn writes it, reads others', and decides.
 
-    at, wish, state ─► heartbeat ─► turn: children's files ─► digest ─► own file;  file of process 0 ─► digest of all
+    begin_activity, wish, state ─► heartbeat ─┐
+    files of the children ─► digest ──────────┴► own file          file of process 0 ─► digest of all ─► judge
 
-Nothing here waits, and only a turn opens files: `jaxpar.train.watchdog.thread` takes one every so often, in a thread.
+Nothing here waits, and only `turn` opens files: `jaxpar.train.watchdog.thread` calls it regularly in a thread.
 """
 
 import threading
@@ -16,17 +17,17 @@ from jaxpar.train.watchdog.beat import Files, Heartbeat, unknown
 from jaxpar.train.watchdog.decisions import TOGETHER, is_agreed, judge
 from jaxpar.train.watchdog.digest import Digest, merge
 
-# The tree of who reads whose heartbeat: a process opens a few files per turn, however many processes there are.
+# Processes read heartbeats along a tree: each opens a few files per turn, whatever the number of processes.
 
-WIDTH = 16  # files that a process reads per level of the tree, at most
-EVERY = 0.5  # seconds between two heartbeats, where processes are few
-OPENED = 3  # files per process and turn: its own, by its parent, and that of process 0
-MOST = 15_000  # files that all processes open per second: a shared file system answers 100,000, and has other users
-TURNS = 5  # turns of silence that may happen to a healthy process
+WIDTH = 16  # most files that a process reads per level of the tree
+EVERY = 0.5  # seconds between two heartbeats of a run with few processes
+OPENED = 3  # files opened per process and turn: its own, its own again by its parent, and that of process 0
+MOST = 15_000  # most files that all processes open per second; a shared file system serves 100,000, to several users
+TURNS = 5  # turns without a heartbeat that may happen in a healthy process
 
 
 def children(process: int, count: int) -> list[int]:
-    """Returns the processes whose heartbeats a process reads, in order.
+    """Returns the children of a process in the tree, in order; it reads their heartbeats.
 
     >>> children(0, 50)[12:]
     [13, 14, 15, 16, 32, 48]
@@ -44,7 +45,7 @@ def children(process: int, count: int) -> list[int]:
 
 
 def shortest(count: int) -> float:
-    """Returns the least seconds between turns of `count` processes, so that they open no more than `MOST` files."""
+    """Returns the minimum seconds between turns at which `count` processes open at most `MOST` files per second."""
     return count * OPENED / MOST
 
 
@@ -53,7 +54,7 @@ def interval(count: int, limit: float) -> float:
 
     Args:
       count: Number of processes.
-      limit: Seconds within which a silent one is to be found.
+      limit: Seconds within which a silent process must be detected.
 
     >>> interval(3, 30.0), round(interval(4096, 30.0), 2)
     (0.5, 0.82)
@@ -62,11 +63,11 @@ def interval(count: int, limit: float) -> float:
 
 
 def patience(count: int, limit: float) -> float:
-    """Returns the seconds of silence after which a process counts as lost: `limit`, or longer where turns are rare."""
+    """Returns the seconds of silence after which a process counts as lost: `limit`, or more if turns are rare."""
     return max(limit, TURNS * interval(count, limit))
 
 
-AGREEING = "agreeing on the"  # the activity of a process that waits for others to state a fact begins so
+AGREEING = "agreeing on the"  # prefix of the activity of a process that waits for others to state a fact
 
 
 class Watchdog:
@@ -76,11 +77,11 @@ class Watchdog:
       files: The folder of the heartbeats.
       process: Number of this process.
       count: Number of processes.
-      limit: Seconds without a heartbeat, or of keeping others waiting, after which a process is lost.
+      limit: Seconds without a heartbeat, or of keeping others waiting, after which a process counts as lost.
       clock: A monotonic clock, in seconds.
 
     Attributes:
-      known: The digest of all processes, as of the last turn.
+      known: The digest of all processes at the last turn.
     """
 
     def __init__(
@@ -92,8 +93,8 @@ class Watchdog:
         self._lock = threading.Lock()
         self._beat = Heartbeat(process=process)
         self._reached = 0
-        # process to its last (pid, count), and when that was first read: silence is measured by this process's own
-        # clock, as clocks of hosts differ
+        # process to its last (pid, count), and the time at which this process first read it: silence is measured by
+        # this process's own clock, as the clocks of hosts differ
         self._heard: dict[int, tuple[tuple[int, int], float]] = {}
         self._before, self._awake, self._began = clock(), 0.0, 0.0
         self._said = unknown(0)
@@ -106,39 +107,39 @@ class Watchdog:
 
     @property
     def first(self) -> Heartbeat:
-        """The heartbeat of process 0, as far as this one knows."""
+        """The last heartbeat of process 0 that this process has read."""
         return self._said if self.process else self._beat
 
-    # called by the training
+    # called by the training loop
 
     def begin_activity(self, step: int, doing: str) -> None:
-        """Begins an activity: all processes begin the same ones in the same order."""
+        """Begins an activity; all processes must begin the same activities in the same order."""
         with self._lock:
             self._begin(replace(self._beat, step=step, doing=doing))
 
     def state(self, what: str, value: str) -> int:
-        """States a fact by its hash, and returns its number; this process waits for the others from then on."""
+        """States a fact by its hash and returns its number; from now on this process waits for the others."""
         with self._lock:
             index = self._beat.fact[0] + 1
             self._begin(replace(self._beat, fact=(index, value), doing=f"{AGREEING} {what}"))
             return index
 
     def wish(self, name: str) -> None:
-        """Reports that this process got a signal to stop."""
+        """Reports that this process got a stop signal."""
         with self._lock:
             if not self._beat.stop:
                 self._beat = replace(self._beat, stop=name)
 
     def holds(self, step: int) -> bool:
-        """Whether this process waits after a step until process 0 names the last one."""
+        """Returns whether this process must wait after a step until process 0 names the last step."""
         with self._lock:
             self._reached = max(self._reached, step)
             if held := stop.holds(self._beat, self.first, step):
-                self._began = self._age()  # waiting for the decision makes nobody late
+                self._began = self._age()  # a wait for the decision does not count as lateness
             return held
 
     def stops(self, step: int) -> str | None:
-        """Returns the signal for which all stop after this step, or None."""
+        """Returns the signal for which all processes stop after this step, or None."""
         return stop.stops(self.first, step)
 
     def end(self, doing: str) -> None:
@@ -147,10 +148,10 @@ class Watchdog:
             self._beat = replace(self._beat, doing=doing)
         self._write()
 
-    # a turn
+    # called by the thread
 
     def turn(self) -> Problem | None:
-        """Writes this process's heartbeat and reads others'; returns the problem with a process of the run, if any.
+        """Writes this process's heartbeat and reads others'; returns the problem with a process of the run, or None.
 
         Raises:
           OSError: If the folder cannot be written.
@@ -158,8 +159,8 @@ class Watchdog:
         now = self.clock()
         with self._lock:
             if now - self._before > 4 * self.interval:
-                # this process itself was stopped, by a signal or a paused machine: by its clock all others seem silent
-                # since then, so they are timed anew
+                # this process itself was stopped (by a signal, or its machine was paused), so all others seem silent
+                # by its clock: measure their silence from now on
                 self._heard.clear()
             self._awake, self._before = self._age(now), now
         below = merge(self._hear(child, now) for child in self._children)
@@ -173,7 +174,7 @@ class Watchdog:
         return judge(self.process, self.known, limit=self.limit)
 
     def _begin(self, beat: Heartbeat) -> None:
-        """Begins the next activity, and records how long the one before it took; the lock is held."""
+        """Begins the next activity and records the duration of the last one; the caller holds the lock."""
         now, before = self._age(), self._beat
         longest = before.longest
         if before.doing not in TOGETHER and not before.doing.startswith(AGREEING):
@@ -183,27 +184,27 @@ class Watchdog:
         self._began = now
 
     def _age(self, now: float | None = None) -> float:
-        """Returns the seconds that this process has been running, without those in which it was stopped."""
+        """Returns the seconds that this process has been running, without time during which it was stopped."""
         return self._awake + min((self.clock() if now is None else now) - self._before, 4 * self.interval)
 
     def _hear(self, process: int, now: float) -> Digest:
-        """Returns the digest of a process and of those below it."""
+        """Reads the heartbeat of a process; returns the digest of it and of the processes below it."""
         beat = self.files.read(process) or unknown(process)
         if process == 0:
-            # a decision of process 0 stays, even if a shared file system shows an older file, or for a moment none
+            # keep the newest heartbeat of process 0: a shared file system may briefly show an older file, or none
             self._said = beat = max(self._said, beat, key=lambda each: each.count)
         alone = beat.digest(self._silence(beat, now))
         return alone if beat.below is None else alone + beat.below
 
     def _silence(self, beat: Heartbeat, now: float) -> float:
-        """Returns for how many seconds the heartbeat of a process has not changed, by this one's clock."""
+        """Returns the seconds since the heartbeat of a process last changed, by this process's clock."""
         life = (beat.pid, beat.count)
         if beat.process not in self._heard or self._heard[beat.process][0] != life:
             self._heard[beat.process] = (life, now)
         return round(now - self._heard[beat.process][1], 2)
 
     def _lead(self, below: Digest) -> None:
-        """Decides, as process 0, where all stop and on which facts they agree."""
+        """Decides, in process 0, the step after which all stop, and which facts all agree on."""
         with self._lock:
             self._beat = replace(self._beat, stuck=round(self._age() - self._began, 2))
             self.known = merge([self._beat.digest(), below])
@@ -219,9 +220,9 @@ class Watchdog:
                 stuck=round(self._age() - self._began, 2),
                 below=self._beat.below if below is None else below if self._children else None,
             )
-        # outside of the lock: a slow file system must not hold up the training, which takes it in every step
+        # outside the lock, which the training takes in every step: a slow file system must not delay the training
         try:
             self.files.write(beat)
-        except OSError:  # of a file server that is away nobody is heard, and the first that is back would blame others
+        except OSError:  # in an outage all seem silent: measure anew, or the first one back blames others
             self._heard.clear()
             raise
