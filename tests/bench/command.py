@@ -73,7 +73,7 @@ def _planner_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--by", default="group", metavar="COLUMN", help="groups: group, system, gpu, source or model")
     parser.add_argument("--leave-out", metavar="COLUMN", help="with --runs: each group by constants fitted without it")
     parser.add_argument("--html", default="", metavar="FILE", help="with --runs: write a page of the errors")
-    parser.add_argument("--write", default="", metavar="FILE.csv", help="with --leave-out: write the errors")
+    parser.add_argument("--write", default="", metavar="FILE.csv", help="with --runs: write the errors")
     add_json(parser)
 
 
@@ -199,7 +199,7 @@ def planner(args: argparse.Namespace) -> tuple[Any, int]:
     table = None if args.runs == "package" else args.runs
     if args.leave_out:
         return left_out(table, by=by, html=args.html, to=args.write), 0
-    return runs(table, by=by, html=args.html), 0
+    return runs(table, by=by, html=args.html, to=args.write), 0
 
 
 def layouts(args: argparse.Namespace) -> tuple[Any, int]:

@@ -5,9 +5,10 @@
     apart              typical difference between errors of two runs of one group (the same machine and software)
 
 Similar runs have the same chip, with or without a pipeline and a tensor axis, and about as many devices. Their errors
-are in `without_system.csv`, written by `python -m tests.bench.planner --runs package --leave-out system --write FILE`.
-A system is a training program, such as Megatron-LM, in all versions and on all chips; jaxpar is none of them. All runs
-are tuned runs of decoders; none of other models are published.
+are in `without_system.csv`, written by `python -m tests.bench.planner --runs package --leave-out system --write FILE`,
+and in `unseen_systems.csv`, written by `python -m tests.bench.planner --runs tests/bench/unseen_runs.csv --write FILE`:
+runs of nine more systems, collected when the constants stood. A system is a training program, such as Megatron-LM, in
+all versions and on all chips; jaxpar is none of them. All runs are of decoders; none of other models are published.
 """
 
 import csv
@@ -88,9 +89,8 @@ class ErrorEstimate:
         absent = ["of this software"] * (not self.stack) + ["on this chip"] * (not self.chip)
         missing_note = f", none {' or '.join(absent)}" if absent else ""
         return (
-            f"{self.mean:.0%} on average, nine of ten within {self.interval:.0%}, as {self.runs} tuned runs of "
-            f"others most "
-            f"like it{missing_note}; layouts within {self.resolution:.1%} are equal"
+            f"{self.mean:.0%} on average, nine of ten within {self.interval:.0%}, as {self.runs} runs of others "
+            f"most like it{missing_note}; layouts within {self.resolution:.1%} are equal"
         )
 
 
@@ -102,6 +102,17 @@ def load_published(without: str = "system") -> tuple[HeldOutRun, ...]:
       without: The runs left out of the fit: of the same "system", or of the same "group".
     """
     text = files("jaxpar.plan.measurements").joinpath(f"without_{without}.csv").read_text(encoding="utf-8")
+    return _parse(text)
+
+
+@cache
+def load_stated() -> tuple[HeldOutRun, ...]:
+    """Loads the runs behind a stated error: all whose system no constant that predicts them was fitted on."""
+    text = files("jaxpar.plan.measurements").joinpath("unseen_systems.csv").read_text(encoding="utf-8")
+    return load_published("system") + _parse(text)
+
+
+def _parse(text: str) -> tuple[HeldOutRun, ...]:
     return tuple(
         HeldOutRun(
             system=row["system"], group=row["group"], stack=row["stack"], chip=row["chip"], devices=int(row["devices"]),
@@ -148,7 +159,7 @@ def estimate_for(question: Question, ranked: Ranked) -> ErrorEstimate:
         system="", group="", stack="JAXPAR", chip=question.hardware.chip.key, devices=question.devices,
         pipe=layout.pipe, tensor=layout.tensor, error=0.0,
     )  # fmt: skip
-    return estimate(run, load_published())
+    return estimate(run, load_stated())
 
 
 def coverage(runs: Sequence[HeldOutRun]) -> float:

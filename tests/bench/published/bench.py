@@ -7,32 +7,38 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.measure.record import commit, versions
-from jaxpar.plan.measurements.error_estimate import HeldOutRun
+from jaxpar.plan.measurements.error_estimate import HeldOutRun, load_published
 
 from ..published.first import first
 from ..published.held_out import HeldOut, held_out, residual
 from ..published.judged import BY, Judged, grouped, judge_all, score
 from ..published.page import write
 from ..published.read import load
-from ..published.show import after, by_group, constants, interval, lines
+from ..published.show import after, by_group, constants, interval, lines, package_interval
 
 SHIPPED = "Predictions are modelled, by the package's constants; seconds were measured and published by others."
 
 
-def runs(path: str | None, *, by: str = "group", html: str = "") -> dict[str, Any]:
+def runs(path: str | None, *, by: str = "group", html: str = "", to: str = "") -> dict[str, Any]:
     """Prints every run of a table beside its prediction by the package's constants, and how good they are by group.
 
     Args:
       path: The table; None is that of the package.
       by: What groups are made of, one of `judged.BY`.
       html: Where to write a page of the errors; "" writes none.
+      to: Where to write the errors of systems without a run in the package, as a plan reads them; "" writes none.
 
     Raises:
       JaxparError: With all lines of the table that lack something or contradict themselves.
     """
     judged = judge_all(load(path))
     _print(judged, by)
+    if path is not None:  # the package's own runs gave the interval
+        print(package_interval(judged))
     _page(judged, html, by, SHIPPED)
+    if to:
+        fitted = {run.system.split()[-1] for run in load_published()}  # "JAX-Toolbox Pax" is "Pax"
+        _write([run for run in judged if residual(run).system.split()[0] not in fitted], to)
     return _told(judged)
 
 

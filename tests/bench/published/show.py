@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxpar.plan.measurements.error_estimate import coverage
+from jaxpar.plan.measurements.error_estimate import coverage, estimate, load_published
 
 from ..published.constants import CONSTANTS
 from ..published.held_out import HeldOut, after_one, residual
@@ -72,3 +72,9 @@ def interval(judged: Sequence[Judged]) -> str:
     """Returns the share of runs inside their stated error interval, which runs of other systems give, as a line."""
     share = coverage([residual(each) for each in judged])
     return f"stated interval of 90 %, from runs of other systems: holds {share:.1%} of {len(judged)} runs"
+
+
+def package_interval(judged: Sequence[Judged]) -> str:
+    """Returns the share of runs inside the interval that a plan states, from the errors in the package, as a line."""
+    inside = [abs(run.error) <= estimate(run, load_published()).interval for run in map(residual, judged)]
+    return f"stated interval of 90 %, as a plan states it: holds {sum(inside) / len(inside):.1%} of {len(inside)} runs"
