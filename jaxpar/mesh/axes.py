@@ -44,6 +44,8 @@ AXES: dict[str, Axis] = {
         Axis(name="data", meaning="replicas of the parameters", splits_batch=True, manual=True),
         Axis(name="fsdp", meaning="shards of the training state", splits_batch=True, shards_state=True, manual=True),
         Axis(name="expert", meaning="experts of a mixture"),
+        Axis(name="height", meaning="pieces of an image or a volume, along its first dim", splits=("height",)),
+        Axis(name="width", meaning="pieces of an image or a volume, along its second dim", splits=("width",)),
         Axis(name="context", meaning="pieces of a long sequence", splits=("seq",)),
         # names in Flax, MaxText and T5X for the dims of Megatron-LM's column and row pairs (Shoeybi et al. 2019,
         # arXiv:1909.08053); `model` is the mesh axis of Flax's guides

@@ -8,6 +8,8 @@ from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
 
 from jaxpar.errors import refuse
 
+SPATIAL = ("height", "width")  # names of the first spatial dims of an image or a volume, which axes split
+
 # sharding rules of the step being traced, even if the model opens its own context of rules; empty outside of a step
 step_rules: ContextVar[Sequence] = ContextVar("step_rules", default=())
 
@@ -36,15 +38,22 @@ def spec_of(names: tuple[str | None, ...]) -> PartitionSpec | None:
     """The spec of an activation with these dim names; None outside of a step.
 
     Unlike `constrain`, this does not count as a use of the names: a step records the names that `constrain` looks up in
-    its rules, and refuses an axis that shards none of them. A copy of the rules records nothing.
+    its rules, and refuses an axis that shards none of them. This function looks them up in a copy of the rules.
     """
     return _spec(names, tuple(step_rules.get()))
 
 
-def constrain_to(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Constrains `x` to a spec on the axes of the step's own mesh.
+def record_use(name: str) -> None:
+    """Records that the model uses a name, as `constrain` does for its arguments."""
+    names: set[str] | None = getattr(step_rules.get(), "seen", None)  # None outside of a step
+    if names is not None:
+        names.add(name)
 
-    A bare spec would be taken for one by the model's author: see `sharding/author/explicit.py`.
+
+def constrain_to(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Constrains `x` to a spec in axes of the step's mesh.
+
+    It passes a NamedSharding, because jaxpar translates a spec without a mesh: see `sharding/author/explicit.py`.
     """
     return jax.lax.with_sharding_constraint(x, NamedSharding(get_abstract_mesh(), spec))
 

@@ -1,50 +1,61 @@
-"""Grouped convolutions, each device computing its own examples.
+"""Convolutions of a traced step, over axes that XLA splits wrongly or not at all. No model is edited.
 
-    conv(x, kernel, groups)    by XLA: every device gathers the whole batch, and convolves all of it
-                               here: each convolves its own examples, and over `tensor` its own groups
+    images in pieces         each device convolves its own rows, after an exchange with its neighbours
+    grouped convolutions     each device convolves its own examples, and over `tensor` its own groups
 
-XLA (as of JAX 0.11) splits a grouped convolution only if each channel is a group with one output channel. Others
-(ResNeXt's; the patches of an unshared convolution) and their gradients it runs unsharded, whatever constraints say. So
-these run in `jax.shard_map`, over all axes that split their batch or divide their groups. No model is edited: as in
-`jaxpar.sharding.author.explicit`, the primitive is replaced while a step is traced.
+As in `jaxpar.sharding.author.explicit`, the primitive is replaced while a step is traced: its forward and backward
+passes call this one.
+
+* XLA splits the spatial dims of a convolution by itself, but (as of JAX 0.11) the values are wrong where batch, height
+  and output channels are split at once, as on `data 2 x height 2 x tensor 2`. So a piece is convolved in
+  `jax.shard_map`, and the rows that it needs of its neighbours (its halo) arrive by `ppermute`. Zeros arrive at the
+  borders of the image, as in padding with zeros. Backward, gradients of these rows go back to their owner.
+* XLA splits a grouped convolution only if each channel is a group with one output channel. Others (ResNeXt's; the
+  patches of an unshared convolution) and their gradients it runs unsharded, whatever constraints say.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax import lax
 from jax.sharding import PartitionSpec, get_abstract_mesh
 
 from jaxpar.mesh.axes import batch_axes
+from jaxpar.models.dim_names import SPATIAL, axes_of, constrain_to, spec_of
+
+if TYPE_CHECKING:
+    from jaxpar.parallel.image_pieces import Piece
 
 CONVOLUTION: Any = lax.conv_general_dilated_p
 
 
 @contextmanager
 def split_convolutions() -> Iterator[None]:
-    """Splits grouped convolutions over the mesh of a step that is traced in this context."""
+    """Splits convolutions over the mesh of a step that is traced in this context."""
     if "bind" in vars(CONVOLUTION):
         yield
         return
     bind = CONVOLUTION.bind
 
     def run(images, kernel, **params):
-        batch, groups = _axes(images.shape, kernel.shape, params)
-        if not batch and not groups:
+        pieces: dict[int, Piece] = {}
+        if split := image_axes(params):
+            from jaxpar.parallel.image_pieces import piece_of  # no part of a step that splits no images
+
+            shapes = images.shape, kernel.shape
+            pieces = {dim: piece for dim, axes in split.items() if (piece := piece_of(dim, axes, *shapes, params))}
+        if len(pieces) < len(split):  # XLA would split a dim that stays whole as its operands are split
+            whole = [dim for dim in split if dim not in pieces]
+            images = constrain_to(images, _whole(images.ndim, params["dimension_numbers"].lhs_spec, whole))
+        grouped = not get_abstract_mesh().empty and is_grouped(images.shape, kernel.shape, params)
+        groups = group_axes(params["feature_group_count"]) if grouped else ()
+        batch = example_axes(images.shape[params["dimension_numbers"].lhs_spec[0]]) if grouped or pieces else ()
+        if not pieces and not batch and not groups:
             return bind(images, kernel, **params)
-        dims = params["dimension_numbers"]
-        ways = math.prod(get_abstract_mesh().shape[axis] for axis in groups)
-        local_params = {**params, "feature_group_count": params["feature_group_count"] // ways}
-        return jax.shard_map(
-            lambda images, kernel: bind(images, kernel, **local_params),
-            in_specs=(_spec(dims.lhs_spec, (batch, groups)), _spec(dims.rhs_spec, (groups,))),
-            out_specs=_spec(dims.out_spec, (batch, groups)),
-            axis_names={*batch, *groups},
-            check_vma=False,
-        )(images, kernel)
+        return _run_split(bind, images, kernel, params, pieces, batch, groups)
 
     CONVOLUTION.bind = run
     try:
@@ -53,17 +64,84 @@ def split_convolutions() -> Iterator[None]:
         del CONVOLUTION.bind
 
 
-def _axes(images: tuple[int, ...], kernel: tuple[int, ...], params: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the axes that split the batch, and those that split the groups; none leave the convolution to XLA."""
-    dims, count, mesh = params["dimension_numbers"], params["feature_group_count"], get_abstract_mesh()
-    depthwise = count == images[dims.lhs_spec[1]] == kernel[dims.rhs_spec[0]]
-    if count == 1 or depthwise or mesh.empty:
-        return (), ()
+def _run_split(
+    bind: Any,
+    images: jax.Array,
+    kernel: jax.Array,
+    params: Any,
+    pieces: "Mapping[int, Piece]",
+    batch: tuple[str, ...],
+    groups: tuple[str, ...],
+) -> jax.Array:
+    """Convolves on every device its examples, its groups of channels and its pieces of the images."""
+    dims, ways = params["dimension_numbers"], math.prod(get_abstract_mesh().shape[axis] for axis in groups)
+    padding = list(params["padding"])
+    for dim, piece in pieces.items():
+        images = piece.fill_up(images, dims.lhs_spec[2 + dim])
+        padding[dim] = piece.padding
+    local = {**params, "feature_group_count": params["feature_group_count"] // ways, "padding": tuple(padding)}
+
+    def convolve(images: jax.Array, kernel: jax.Array) -> jax.Array:
+        for dim, piece in pieces.items():
+            images = piece.exchange(images, dims.lhs_spec[2 + dim])
+        return bind(images, kernel, **local)
+
+    spatial = tuple(pieces[dim].axes if dim in pieces else () for dim in range(images.ndim - 2))
+    result = jax.shard_map(
+        convolve,
+        in_specs=(_spec(dims.lhs_spec, (batch, groups, *spatial)), _spec(dims.rhs_spec, (groups,))),
+        out_specs=_spec(dims.out_spec, (batch, groups, *spatial)),
+        axis_names={*batch, *groups, *(axis for axes in spatial for axis in axes)},
+        check_vma=False,
+    )(images, kernel)
+    for dim, piece in pieces.items():
+        result = lax.slice_in_dim(result, 0, piece.window.result, axis=dims.out_spec[2 + dim])
+    return result
+
+
+def example_axes(examples: int) -> tuple[str, ...]:
+    """Returns the axes that split a batch of so many examples in `jax.shard_map`."""
+    mesh = get_abstract_mesh()
     ways = {axis: size for axis, size in mesh.shape.items() if size > 1 and axis not in mesh.manual_axes}
     batch = tuple(axis for axis in batch_axes(ways) if axis in ways)
-    if images[dims.lhs_spec[0]] % math.prod(ways[axis] for axis in batch):
-        batch = ()
-    return batch, ("tensor",) if "tensor" in ways and count % ways["tensor"] == 0 else ()
+    return () if examples % math.prod(ways[axis] for axis in batch) else batch
+
+
+def image_axes(params: Any) -> dict[int, tuple[str, ...]]:
+    """Returns the mesh axes that the traced step gives the spatial dims of a convolution, counted from 0.
+
+    None for the gradient of a kernel, where batch and features have changed places: its result has the kernel's dims.
+    """
+    mesh, lhs = get_abstract_mesh(), params["dimension_numbers"].lhs_spec
+    spec = spec_of(SPATIAL[: len(lhs) - 2])
+    if spec is None or mesh.empty or lhs[0] > lhs[1]:
+        return {}
+    axes = {
+        dim: tuple(axis for axis in axes_of(entry) if axis not in mesh.manual_axes) for dim, entry in enumerate(spec)
+    }
+    return {dim: names for dim, names in axes.items() if math.prod(mesh.shape[axis] for axis in names) > 1}
+
+
+def _whole(rank: int, dims: tuple[int, ...], whole: list[int]) -> PartitionSpec:
+    """Returns a spec in which these spatial dims are whole, and all others as XLA chooses."""
+    places = {dims[2 + dim] for dim in whole}
+    return PartitionSpec(*(None if dim in places else PartitionSpec.UNCONSTRAINED for dim in range(rank)))
+
+
+# Grouped convolutions.
+
+
+def is_grouped(images: tuple[int, ...], kernel: tuple[int, ...], params: Any) -> bool:
+    """Whether a convolution has groups of several channels, which XLA does not split."""
+    dims, count = params["dimension_numbers"], params["feature_group_count"]
+    return count > 1 and not count == images[dims.lhs_spec[1]] == kernel[dims.rhs_spec[0]]
+
+
+def group_axes(groups: int) -> tuple[str, ...]:
+    """Returns the axes that split so many groups of channels in `jax.shard_map`."""
+    mesh = get_abstract_mesh()
+    ways = mesh.shape.get("tensor", 1)
+    return ("tensor",) if ways > 1 and "tensor" not in mesh.manual_axes and groups % ways == 0 else ()
 
 
 def _spec(dims: tuple[int, ...], axes: tuple[tuple[str, ...], ...]) -> PartitionSpec:

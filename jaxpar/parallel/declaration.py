@@ -10,7 +10,8 @@ from jaxpar.mesh.axes import AXES, batch_axes
 from jaxpar.parallel.pipeline_options import Pipeline
 
 Axes = str | tuple[str, ...] | None
-DECLARED = ("pipe", "data", "fsdp", "context", "tensor")  # axes with a field of their own
+DECLARED = ("pipe", "data", "fsdp", "context", "tensor")  # axes of every mesh, each with a field
+IMAGE = ("height", "width")  # axes with a field, of a mesh only where their size is not 1
 
 ZERO_OVER = ("fsdp", "fsdp x context")
 
@@ -42,6 +43,10 @@ class Parallel(Keywords):
         reports say which, and why. cudnn: the kernel, or an error; context_by="auto" then chooses a form that has it.
         plain: blocks of plain JAX.
       tensor: Devices that share every large matrix (Megatron tensor parallelism).
+      height: Devices that share every image, each with a piece of its rows (spatial parallelism; Dryden et al. 2019,
+        arXiv:1903.06681). Convolutions exchange the rows at the borders of the pieces with the neighbours. Of a volume
+        this is the first dim after the batch.
+      width: As `height`, for columns: the second dim after the batch.
       zero: What `fsdp` shards: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters (ZeRO, Rajbhandari et
         al. 2020, arXiv:1910.02054). None means 3 where fsdp is not 1. With 1 and 2 parameters are also sharded between
         steps, and gathered once a step, in the compute dtype. In a pipeline 1 and 3 add up the gradients of a step
@@ -70,6 +75,8 @@ class Parallel(Keywords):
     fsdp: int = 1
     context: int = 1
     tensor: int = 1
+    height: int = 1
+    width: int = 1
     context_by: str = "gather"
     ulysses: int = 1
     context_kernel: str = "auto"
@@ -92,12 +99,13 @@ class Parallel(Keywords):
     def sizes(self) -> dict[str, int]:
         """Mesh axis to size, as declared, outermost first."""
         declared = {axis: getattr(self, axis) for axis in DECLARED} | dict(self.axes)
+        declared |= {axis: size for axis in IMAGE if (size := getattr(self, axis)) != 1}
         return {axis: declared.pop(axis) for axis in AXES if axis in declared} | declared
 
     def sized(self, sizes: Mapping[str, int]) -> "Parallel":
         """Returns the declaration with these sizes."""
-        fields = {axis: size for axis, size in sizes.items() if axis in DECLARED}
-        return replace(self, **fields, axes={axis: size for axis, size in sizes.items() if axis not in DECLARED})
+        fields = {axis: size for axis, size in sizes.items() if axis in (*DECLARED, *IMAGE)}
+        return replace(self, **fields, axes={axis: size for axis, size in sizes.items() if axis not in fields})
 
     @property
     def implementations(self) -> dict[str, str]:
@@ -124,14 +132,15 @@ class Parallel(Keywords):
 
     def problems(self) -> list[Problem]:
         """Returns the problems of sizes, rules and paths; each technique checks its own settings."""
+        with_field = (*DECLARED, *IMAGE)
         problems = [
             Problem(
                 f"axes={{{name!r}: {size!r}}}",
-                f"axes has whole numbers for {', '.join(axis for axis in AXES if axis not in DECLARED)}",
-                f"{name}={size!r}" if name in DECLARED else suggest(str(name), AXES),
+                f"axes has whole numbers for {', '.join(axis for axis in AXES if axis not in with_field)}",
+                f"{name}={size!r}" if name in with_field else suggest(str(name), AXES),
             )
             for name, size in self.axes.items()
-            if name not in AXES or name in DECLARED or type(size) is not int
+            if name not in AXES or name in with_field or type(size) is not int
         ]
         for key, example in (("rules", '{"mlp": "tensor"}'), ("paths", '{"up/kernel": ("embed", "mlp")}')):
             problems += _shape_problems(key, getattr(self, key), example)

@@ -1,10 +1,10 @@
 """Techniques of parallelism, one file each: everything that the declaration, the layout and the step need of them.
 
-    declared   problems, names        asked.declared, asked.names_of
-    composed   idle                   asked.idle: refuses an axis that does nothing
-    traced     how                    asked.traced: implements the islands that a model calls, such as jp.attention; the
-                                      step hands in the answer to choices that are left to a plan (open_choice)
-    lowered    check                  asked.check: checks the program for the technique's requirements of the model
+    when       hooks of a technique   who calls them, in all_techniques.py
+    declared   problems, names        declaration_problems, all_dim_names
+    composed   idle, resolve          idle_problems refuses an axis that does nothing; resolve
+    traced     how, bind              islands implements the functions that a model calls, such as jp.attention
+    lowered    check                  check verifies the technique's requirements of the model in the program
 
 Nouns: a `Technique` and the axis that it communicates over, its implementations (`how`), a model's `ModelUse` names.
 

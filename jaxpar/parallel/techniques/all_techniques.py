@@ -9,8 +9,8 @@ from jaxpar.errors import Problem, refuse, suggest
 from jaxpar.mesh.axes import AXES
 from jaxpar.mesh.preset import CompilerOption
 from jaxpar.models.islands import implemented
+from jaxpar.parallel.convolutions import split_convolutions
 from jaxpar.parallel.declaration import Axes, Parallel
-from jaxpar.parallel.grouped_convolutions import split_convolutions
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques.attention_choice import Choose, refuse_choice
 from jaxpar.parallel.techniques.base import Compose, TracedStep

@@ -1,0 +1,136 @@
+"""The pieces of an image: the rows that each device convolves, and those that it receives of others (its halo)."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import get_abstract_mesh
+
+from jaxpar.models.dim_names import SPATIAL, record_use
+from jaxpar.models.islands import note
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The window of a convolution along one dim, in the words of `lax.conv_general_dilated`.
+
+    Attributes:
+      size: Rows of the image.
+      result: Rows of the result.
+      span: Rows of the kernel, with those that its dilation adds.
+      stride: Rows from one window to the next.
+      low: Rows of padding before the image.
+      base: Dilation of the image: above 1 in a transposed convolution.
+    """
+
+    size: int
+    result: int
+    span: int
+    stride: int
+    low: int
+    base: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One device's piece of an image along one dim.
+
+    Device i convolves `count` rows from row `i * rows + offsets[i]` of the image. With s the stride, b the dilation of
+    the image and r the rows of a device's result, these begin at floor((i r s - low) / b).
+
+    Attributes:
+      window: The window of the whole convolution.
+      axes: Mesh axes of the pieces.
+      ways: Number of pieces.
+      rows: Rows of a piece; the last pieces are filled up with zeros.
+      offsets: Per device, the first row that it convolves, counted from its own first row.
+      count: Number of rows that a device convolves.
+      padding: Padding of a device's convolution along this dim, before and after.
+    """
+
+    window: Window
+    axes: tuple[str, ...]
+    ways: int
+    rows: int
+    offsets: tuple[int, ...]
+    count: int
+    padding: tuple[int, int]
+
+    @property
+    def halo(self) -> tuple[int, int]:
+        """Rows that a device receives of the one before it, and of the one after it."""
+        return max(0, -min(self.offsets)), max(0, max(self.offsets) + self.count - self.rows)
+
+    def fill_up(self, images: jax.Array, dim: int) -> jax.Array:
+        """Returns whole images with zeros at the end, so that all pieces have the same rows."""
+        zeros = _zeros(images, dim, self.rows * self.ways - images.shape[dim])
+        return lax.concatenate([images, zeros], dim) if zeros.shape[dim] else images
+
+    def exchange(self, images: jax.Array, dim: int) -> jax.Array:
+        """Returns the rows that a device convolves, of its own and its neighbours'; in `jax.shard_map`."""
+        before, after = self.halo
+        reach = (self.ways - 1) * self.rows  # beyond it are zeros alone
+        parts = [images]
+        for hop in range(1, self.ways):  # pieces of fewer rows than the halo: also from devices beyond the neighbours
+            if (missing := min(self.rows, before - (hop - 1) * self.rows)) > 0:
+                last = lax.slice_in_dim(images, self.rows - missing, self.rows, axis=dim)
+                parts.insert(0, lax.ppermute(last, self.axes, [(i, i + hop) for i in range(self.ways - hop)]))
+            if (missing := min(self.rows, after - (hop - 1) * self.rows)) > 0:
+                first = lax.slice_in_dim(images, 0, missing, axis=dim)
+                parts.append(lax.ppermute(first, self.axes, [(i + hop, i) for i in range(self.ways - hop)]))
+        parts = [_zeros(images, dim, max(0, before - reach)), *parts, _zeros(images, dim, max(0, after - reach))]
+        parts = [part for part in parts if part.shape[dim]]
+        rows = lax.concatenate(parts, dim) if len(parts) > 1 else images
+        starts = [before + offset for offset in self.offsets]
+        if len({*starts}) == 1:
+            return lax.slice_in_dim(rows, starts[0], starts[0] + self.count, axis=dim)
+        return lax.dynamic_slice_in_dim(rows, jnp.asarray(starts)[lax.axis_index(self.axes)], self.count, axis=dim)
+
+
+def piece_of(
+    dim: int, axes: tuple[str, ...], images: tuple[int, ...], kernel: tuple[int, ...], params: Any
+) -> Piece | None:
+    """Returns the pieces along a dim, or None with a note if there are fewer rows than devices."""
+    ways = math.prod(get_abstract_mesh().shape[axis] for axis in axes)
+    window = window_of(dim, images, kernel, params)
+    if min(window.result, window.size) < ways:
+        note(
+            f"a convolution from {window.size} to {window.result} rows of {SPATIAL[dim]} runs whole on each of {ways} "
+            "devices: there are fewer rows than devices"
+        )
+        return None
+    record_use(SPATIAL[dim])
+    return split_window(window, axes, ways)
+
+
+def window_of(dim: int, images: tuple[int, ...], kernel: tuple[int, ...], params: Any) -> Window:
+    """Returns the window along a spatial dim, counted from 0."""
+    dims, (low, high) = params["dimension_numbers"], params["padding"][dim]
+    size, stride, base = images[dims.lhs_spec[2 + dim]], params["window_strides"][dim], params["lhs_dilation"][dim]
+    span = (kernel[dims.rhs_spec[2 + dim]] - 1) * params["rhs_dilation"][dim] + 1
+    result = ((size - 1) * base + 1 + low + high - span) // stride + 1
+    return Window(size=size, result=result, span=span, stride=stride, low=low, base=base)
+
+
+def split_window(window: Window, axes: tuple[str, ...], ways: int) -> Piece:
+    """Returns one device's piece of an image under a window, on so many devices.
+
+    >>> piece = split_window(Window(size=32, result=32, span=3, stride=1, low=1, base=1), ("height",), 4)
+    >>> piece.rows, piece.halo, piece.count
+    (8, (1, 1), 10)
+    """
+    rows, results = -(-window.size // ways), -(-window.result // ways)
+    results += -results * window.stride % window.base  # so that all devices begin at one phase of a dilated image
+    firsts = [device * results * window.stride - window.low for device in range(ways)]
+    phase = firsts[0] % window.base
+    count = ((results - 1) * window.stride + window.span - 1 + phase) // window.base + 1
+    end = (results - 1) * window.stride + window.span - (count - 1) * window.base - 1 + phase
+    offsets = tuple(first // window.base - device * rows for device, first in enumerate(firsts))
+    return Piece(window, axes, ways, rows, offsets, count, (-phase, end))
+
+
+def _zeros(images: jax.Array, dim: int, rows: int) -> jax.Array:
+    return jnp.zeros((*images.shape[:dim], rows, *images.shape[dim + 1 :]), images.dtype)

@@ -1,0 +1,54 @@
+"""Spatial parallelism: devices share every image or volume, each with a piece of it (Dryden et al. 2019,
+arXiv:1903.06681).
+
+The step constrains the images and the results of convolutions (`jaxpar.parallel.convolutions`), and XLA propagates the
+pieces through everything between them: pooling, norms whose statistics are of the whole image, and losses.
+"""
+
+from functools import partial
+from typing import Any
+
+from jaxpar.errors import Problem, refuse
+from jaxpar.parallel.declaration import Parallel
+from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.techniques.base import Technique
+
+
+def problems(parallel: Parallel, axis: str) -> list[Problem]:
+    """Returns the problem of an axis of images inside of a pipeline."""
+    size = parallel.sizes.get(axis, 1)
+    if size == 1 or parallel.pipe == 1:
+        return []
+    return [
+        Problem(
+            f"{axis}={size} with pipe={parallel.pipe}",
+            "the stages of a pipeline are layers of one shape, and images are split where there is no pipeline",
+            f"pipe=1, or {axis}=1",
+        )
+    ]
+
+
+def check(layout: Layout, named: set[str], _: Any, axis: str) -> None:
+    """Refuses an axis that splits no image.
+
+    Raises:
+      JaxparError: If the model has no convolution whose image the axis splits.
+    """
+    splits = {
+        name for name, axes in layout.names.items() if axes and axis in ((axes,) if isinstance(axes, str) else axes)
+    }
+    if splits & named:
+        return
+    size = layout.sizes[axis]
+    raise refuse(
+        f"{axis}={size} splits no image of {layout.blueprint.name}",
+        rule=f"`{axis}` splits the images of convolutions that have at least {size} rows, before and after",
+        fix=f"a smaller {axis}, larger images, or {axis}=1 for a model without convolutions",
+    )
+
+
+def _technique(axis: str) -> Technique:
+    return Technique(axis=axis, problems=partial(problems, axis=axis), check=partial(check, axis=axis))
+
+
+HEIGHT, WIDTH = _technique("height"), _technique("width")
