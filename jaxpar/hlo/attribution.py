@@ -1,8 +1,8 @@
-"""Attributes bytes: traces an instruction of XLA's back to a parameter, or to a line of the user's code.
+"""Attributes the bytes of an XLA instruction to a parameter or to a line of the user's code.
 
-There are four clues. The value may be a copy, slice or cast of an argument. A parameter that a step reads has its path
-in the named scope of everything computed from it (`param:blocks.mlp.up`, see `Layout.use`). Every instruction has the
-stack of Python lines that made it. And an array may have the shape of an argument, or of a shard of it.
+There are four clues. The value may be a copy, slice or cast of an argument. Operations that gather and cast a parameter
+have its path in their named scope (`param:blocks.mlp.up`, see `Layout.use`). Every instruction has the stack of Python
+lines that traced it. And an array may have the shape of an argument, or of a shard of it.
 """
 
 import re
@@ -22,7 +22,7 @@ import optax
 from jaxpar.hlo.provenance import DataFlow
 from jaxpar.hlo.text import HloArray, Op, SourceFrame
 from jaxpar.optim import loss_argument
-from jaxpar.sharding.names import AGAIN, GRADIENT, MESSAGE, SCOPE
+from jaxpar.sharding.names import AGAIN, GRADIENT, HALO, MESSAGE, SCOPE
 
 _HOME = Path(__file__).parent.parent
 # files whose lines do not explain an instruction: jaxpar's own step, Python, and libraries of layers, transformations
@@ -53,6 +53,7 @@ _LIBRARIES = frozenset(
 _LOSSES = str(_HOME / "step" / "losses.py")
 _UPDATE = str(Path(loss_argument.__file__ or ""))  # the one place that asks an optimizer for its updates
 _EXCHANGES = str(_HOME / "exchange") + "/"
+_HALO = re.compile(rf"{HALO}\w+")
 _SCOPED = re.compile(rf"{SCOPE}([^/()]+)")
 _WRAPPERS = ("jit(", "while", "body", "eval_jaxpr", "checkpoint", "rematted", "closed_call", "pipeline:")
 STAGE_TO_STAGE = "from stage to stage"
@@ -64,10 +65,10 @@ class Cause:
 
     Attributes:
       name: The path of a parameter, or the function and operation of an activation.
-      source: `file.py:12`, the innermost line of the user's or a model's code.
+      source: The innermost line of the user's or a model's code, `file.py:12`.
       operation: The end of the instruction's label, `bsd,dv->bsv/dot_general`.
       backward: Whether it belongs to the backward pass.
-      parameters: Paths of the parameter that it is, or is the gradient of; several where shapes are equal.
+      parameters: Path of the parameter that the array is or is the gradient of; several paths if shapes are equal.
     """
 
     name: str
@@ -79,18 +80,18 @@ class Cause:
 
 @dataclass(frozen=True)
 class Argument:
-    """One array that a program takes.
+    """An array argument of a program.
 
     Attributes:
-      path: The user's name for it.
-      role: Its cause in a table of memory: parameters, optimizer state, batch.
-      dtype: As HLO writes it.
+      path: The user's name of the array.
+      role: Its row in the table of memory: parameters, optimizer state, batch.
+      dtype: Its dtype in HLO's notation.
       shape: Shape of the whole array.
       shard: Shape of the shard on one device.
-      placed: The array with names and axes, `f32[embed/fsdp, mlp/tensor]`.
+      placed: The array with names of dims and axes, `f32[embed/fsdp, mlp/tensor]`.
       axes: The mesh axes that split it.
-      host: Whether it lives in host memory.
-      stacked: Whether its first dim counts layers.
+      host: Whether it is in host memory.
+      stacked: Whether dim 0 is layers.
     """
 
     path: str
@@ -105,21 +106,21 @@ class Argument:
 
     @property
     def bytes(self) -> int:
-        """Bytes on one device."""
+        """Bytes of the shard on one device."""
         return HloArray(self.dtype, self.shard).bytes
 
 
 class ArrayCauses:
-    """Finds the argument or the line of code behind an array.
+    """Finds the argument or the line of code that an array comes from.
 
     Args:
-      arguments: Every array that the program takes.
-      parameters: How many arguments the compiled program has; fewer, if nothing reads some of them.
-      used: Path of a parameter to the shape that one device computes with, if this is neither unsharded nor the stored
-        shard.
-      loss: (file, function) of functions that compute the loss, besides jaxpar's own.
+      arguments: Every array argument of the program.
+      parameters: Number of arguments of the compiled program; XLA drops arguments that nothing reads.
+      used: Path of a parameter to the shape that one device computes with, if this is neither the unsharded shape nor
+        that of the stored shard.
+      loss: (file, function) of the functions that compute the loss, other than jaxpar's own.
       batch_axes: Mesh axes that split examples.
-      chunks: Chunks in which a stage of a pipeline holds its layers.
+      chunks: Number of chunks of layers on each stage of a pipeline.
     """
 
     def __init__(
@@ -160,19 +161,20 @@ class ArrayCauses:
                         paths_by_shape[key].append(argument.path)
 
     def parameters_like(self, dims: Sequence[int], *, shards: bool = True) -> list[str]:
-        """Returns the parameters with these dims: unsharded or one layer of a stack, else as shards.
+        """Returns the parameters of this shape: unsharded parameters or layers of a stack, else shards.
 
-        Order and dims of 1 are ignored, and neighbours may be merged, as XLA often does.
+        It ignores the order of dims and dims of 1, and allows merged neighbouring dims, because XLA often changes
+        these.
         """
         return self._whole.get(_key(dims)) or (self._shards.get(_key(dims), []) if shards else [])
 
     def stack_like(self, dims: Sequence[int]) -> str | None:
-        """Returns the names of parameters that are stacks of exactly these dims, unsharded or as used, or None."""
+        """Returns the names of stacked parameters of exactly this shape, unsharded or as used, or None."""
         paths = [path for path, shapes in self._stacks.items() if tuple(dims) in shapes]
         return join_names(paths) if paths else None
 
     def _moved(self, array: HloArray, kind: str, axes: set[str], label: str, *, summed: bool) -> list[str]:
-        """Returns the parameters that a collective may move, by shape and by axes."""
+        """Returns the parameters that a collective may send, judging by its shape and axes."""
         # a gather's result and a scatter's operand are unsharded: matching shards too would find wrong parameters
         shards = kind not in ("all-gather", "reduce-scatter")
         paths = self.parameters_like(array.dims, shards=shards)
@@ -183,32 +185,32 @@ class ArrayCauses:
         return paths if summed or {axis.lstrip("~") for axis in axes} <= self._batch_axes else []
 
     def is_loss(self, frame: SourceFrame) -> bool:
-        """Returns whether a line belongs to a loss function."""
+        """Whether a line of Python belongs to a loss function."""
         return frame.file == _LOSSES or any(
             frame.file == file and frame.function.split(".<locals>")[0] == function for file, function in self._loss
         )
 
     def scope(self, label: str) -> str | None:
-        """Returns the path of the parameter in whose scope an operation stands, or None."""
+        """Returns the path of the parameter in an operation's named scope, or None."""
         paths = set(_SCOPED.findall(label))
         return paths.pop().replace(".", "/") if len(paths) == 1 else None
 
     def cause_of(
         self, trace: DataFlow, op: Op, operand: Op, arrays: Sequence[HloArray], *, kind: str, axes: Iterable[str]
     ) -> Cause:
-        """Returns the cause of an instruction's operand.
+        """Finds the cause of an instruction's operand.
 
-        The clues are tried from the surest to the weakest: a message between stages, an argument, a scope, a shape, and
-        at last the line of code.
+        It tries the clues in order of certainty: a message between stages or a halo, an argument, a scope, a shape, and finally
+        the line of code.
 
         Args:
-          trace: Of the program.
+          trace: The data flow of the program.
           op: The instruction.
           operand: One of its operands.
           arrays: Shapes by which a parameter may be recognised.
-          kind: Of the collective.
+          kind: Kind of the collective.
           axes: Axes of the collective. A parameter is gathered over the axes that split it; its gradient is summed over
-            those that split examples.
+            the axes that split examples.
         """
         maker = trace.maker(operand.name) or op
         label = trace.label(op)
@@ -220,6 +222,8 @@ class ArrayCauses:
             sender = users_frame(trace.module.stack(op))
             location = f"{Path(sender.file).name}:{sender.line}" if sender else ""
             return Cause(STAGE_TO_STAGE, location, shorten(label), False, ())
+        if halo := _HALO.search(label):
+            return Cause(halo[0], source, operation, backward, ())
         number = trace.argument_number(operand.name)
         if number is not None and self.numbered and (kind == "all-gather" or not backward):
             argument = self.arguments[number]
@@ -241,22 +245,22 @@ class ArrayCauses:
 
 
 def join_names(names: Sequence[str]) -> str:
-    """Joins names: `a or b or 3 more`."""
+    """Joins names of alternatives: `a or b or 3 more`."""
     return " or ".join(names[:2]) + (f" or {len(names) - 2} more" if len(names) > 2 else "")
 
 
 def is_backward(label: str) -> bool:
-    """Returns whether an operation belongs to the backward pass or adds up gradients; recomputation does not count."""
+    """Whether an operation belongs to the backward pass or adds up gradients; false for recomputation."""
     return ("transpose(" in label or GRADIENT in label) and AGAIN not in label
 
 
 def is_recomputed(label: str) -> bool:
-    """Returns whether an operation of the forward pass is recomputed in the backward pass."""
+    """Whether an operation is a recomputation of the forward pass in the backward pass."""
     return AGAIN in label
 
 
 def shorten(label: str) -> str:
-    """Returns the end of a label, without the wrappers that JAX puts around everything.
+    """Returns the end of a label, without the names of JAX's transformations and loops.
 
     >>> shorten("jit(f)/while/body/transpose(jvp(Block))/bsd,df->bsf/dot_general")
     'bsd,df->bsf/dot_general'
@@ -269,7 +273,7 @@ def shorten(label: str) -> str:
 
 
 def users_frame(stack: Sequence[SourceFrame]) -> SourceFrame | None:
-    """Returns the innermost line that is neither a library's nor the machinery of a step."""
+    """Returns the innermost line of Python outside of libraries and of jaxpar's code that runs a step."""
     return next((frame for frame in stack if not _is_machinery(frame.file)), stack[0] if stack else None)
 
 
@@ -283,14 +287,14 @@ def _is_machinery(file: str) -> bool:
 
 
 def equation_frame(equation: Any) -> SourceFrame | None:
-    """Returns the innermost line of the user's code that made an equation of a jaxpr; None if unknown."""
+    """Returns the innermost line of the user's code that traced an equation of a jaxpr; None if unknown."""
     traceback = equation.source_info.traceback
     frames = traceback.frames if traceback else ()
     return users_frame([SourceFrame(frame.file_name, frame.line_num, frame.function_name) for frame in frames])
 
 
 def is_of_update(equation: Any) -> bool:
-    """Returns whether an equation of a step's jaxpr belongs to its optimizer or exchange, not to the model."""
+    """Whether an equation of a step's jaxpr belongs to the optimizer or the exchange, not to the model."""
     traceback = equation.source_info.traceback
     return any(
         (frame.file_name == _UPDATE and frame.function_name == "update") or frame.file_name.startswith(_EXCHANGES)
@@ -299,7 +303,7 @@ def is_of_update(equation: Any) -> bool:
 
 
 def _merged(shape: Sequence[int]) -> list[tuple[int, ...]]:
-    """Returns a shape with every choice of neighbouring dims merged."""
+    """Returns all shapes that result from merging neighbouring dims of a shape."""
     if len(shape) < 2 or len(shape) > 6:  # 2^(n-1) choices: more dims are left unmerged
         return [tuple(shape)]
     tails = _merged(shape[1:])

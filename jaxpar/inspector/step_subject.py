@@ -1,4 +1,4 @@
-"""A training step as a subject of an inspection: every array gets the name that the model gives it."""
+"""Makes a training step the subject of an inspection: names every array of the step as the model does."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -10,6 +10,7 @@ from jaxpar.exchange.collectives import algorithms
 from jaxpar.hlo.attribution import Argument
 from jaxpar.inspector.subject import Subject, argument
 from jaxpar.mesh.chips import find_chip
+from jaxpar.parallel.declaration import IMAGE
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.layout_data import replica_messages, sync_note
 from jaxpar.parallel.pages.shard_cards import cards
@@ -34,7 +35,7 @@ def step_subject(step: Step, batch: Mapping[str, Any], *, sync_round: int = 0) -
       sync_round: The number of the sync round that ends the step, from 1; 0 for none.
 
     Raises:
-      JaxparError: If the batch is no dict of arrays or shapes, or the step refuses it.
+      JaxparError: If the batch is not a dict of arrays or shapes, or the step refuses it.
     """
     check_dict(batch)
     layout, state = step.layout, step.abstract()
@@ -79,7 +80,7 @@ def step_subject(step: Step, batch: Mapping[str, Any], *, sync_round: int = 0) -
         model_flop=model_flop(step, batch),
         share=step.compiler.share,
         precision=step.numerics.matmuls.compute,
-        batch_axes=layout.parallel.batch_axes,
+        batch_axes=(*layout.parallel.batch_axes, *(axis for axis in IMAGE if axis in layout.sizes)),
         unsharded_gradient_axes=layout.parallel.zero_axes if layout.parallel.stage == 1 else (),
         axes_without_traffic=step.gradients.axes_without_traffic(
             sync_round=sync_round or step.gradients.sync_round(1) * (step.gradients.sync_every == 1)

@@ -30,16 +30,16 @@ class Subject:
       used: Path of a parameter to the shape with which one device computes.
       loss: (file, function) of functions that compute the loss.
       model_flop: FLOP of a step over all devices, without recomputation; None if unknown.
-      share: Its matmuls as traced, of which each device should compute an equal part; None if unknown.
+      share: The matmuls of the traced program, of which each device should compute an equal part; None if unknown.
       precision: `bf16` if matmuls should run in 16 bits.
-      batch_axes: Mesh axes that split examples.
-      unsharded_gradient_axes: Those of them over which gradients are declared unsharded, even of parameters that they
-        split.
-      axes_without_traffic: Mesh axes over which this program is declared to send nothing.
+      batch_axes: Mesh axes that split examples, or images.
+      unsharded_gradient_axes: The axes among `batch_axes` over which all gradients are meant to be unsharded, even
+        those of parameters that these axes split.
+      axes_without_traffic: Mesh axes over which this program is meant to send nothing.
       microbatches: Number of microbatches in a step.
       updates: Number of weight updates in a step.
       schedule: The schedule of its pipeline; None without one.
-      cards: How its parameters are sharded, and which devices hold the shards.
+      cards: The shards of its parameters, and the devices that hold them.
       notes: Remarks for the reader of a report.
       cacheable: Whether jaxpar jitted it, without compiler options; a user's `jit` may have some, and its text hides
         them.

@@ -11,6 +11,7 @@ from jax.sharding import get_abstract_mesh
 
 from jaxpar.models.dim_names import SPATIAL, record_use
 from jaxpar.models.islands import note
+from jaxpar.sharding.names import HALO
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class Piece:
 
     Attributes:
       window: The window of the whole convolution.
+      name: Name of the dim.
       axes: Mesh axes of the pieces.
       ways: Number of pieces.
       rows: Rows of a piece; the last pieces are filled up with zeros.
@@ -52,6 +54,7 @@ class Piece:
     """
 
     window: Window
+    name: str
     axes: tuple[str, ...]
     ways: int
     rows: int
@@ -74,13 +77,14 @@ class Piece:
         before, after = self.halo
         reach = (self.ways - 1) * self.rows  # beyond it are zeros alone
         parts = [images]
-        for hop in range(1, self.ways):  # pieces of fewer rows than the halo: also from devices beyond the neighbours
-            if (missing := min(self.rows, before - (hop - 1) * self.rows)) > 0:
-                last = lax.slice_in_dim(images, self.rows - missing, self.rows, axis=dim)
-                parts.insert(0, lax.ppermute(last, self.axes, [(i, i + hop) for i in range(self.ways - hop)]))
-            if (missing := min(self.rows, after - (hop - 1) * self.rows)) > 0:
-                first = lax.slice_in_dim(images, 0, missing, axis=dim)
-                parts.append(lax.ppermute(first, self.axes, [(i + hop, i) for i in range(self.ways - hop)]))
+        with jax.named_scope(HALO + self.name):
+            for hop in range(1, self.ways):  # a halo of more rows than a piece also comes from beyond the neighbours
+                if (missing := min(self.rows, before - (hop - 1) * self.rows)) > 0:
+                    last = lax.slice_in_dim(images, self.rows - missing, self.rows, axis=dim)
+                    parts.insert(0, lax.ppermute(last, self.axes, [(i, i + hop) for i in range(self.ways - hop)]))
+                if (missing := min(self.rows, after - (hop - 1) * self.rows)) > 0:
+                    first = lax.slice_in_dim(images, 0, missing, axis=dim)
+                    parts.append(lax.ppermute(first, self.axes, [(i + hop, i) for i in range(self.ways - hop)]))
         parts = [_zeros(images, dim, max(0, before - reach)), *parts, _zeros(images, dim, max(0, after - reach))]
         parts = [part for part in parts if part.shape[dim]]
         rows = lax.concatenate(parts, dim) if len(parts) > 1 else images
@@ -103,7 +107,7 @@ def piece_of(
         )
         return None
     record_use(SPATIAL[dim])
-    return split_window(window, axes, ways)
+    return split_window(window, SPATIAL[dim], axes, ways)
 
 
 def window_of(dim: int, images: tuple[int, ...], kernel: tuple[int, ...], params: Any) -> Window:
@@ -115,10 +119,10 @@ def window_of(dim: int, images: tuple[int, ...], kernel: tuple[int, ...], params
     return Window(size=size, result=result, span=span, stride=stride, low=low, base=base)
 
 
-def split_window(window: Window, axes: tuple[str, ...], ways: int) -> Piece:
+def split_window(window: Window, name: str, axes: tuple[str, ...], ways: int) -> Piece:
     """Returns one device's piece of an image under a window, on so many devices.
 
-    >>> piece = split_window(Window(size=32, result=32, span=3, stride=1, low=1, base=1), ("height",), 4)
+    >>> piece = split_window(Window(size=32, result=32, span=3, stride=1, low=1, base=1), "height", ("height",), 4)
     >>> piece.rows, piece.halo, piece.count
     (8, (1, 1), 10)
     """
@@ -129,7 +133,7 @@ def split_window(window: Window, axes: tuple[str, ...], ways: int) -> Piece:
     count = ((results - 1) * window.stride + window.span - 1 + phase) // window.base + 1
     end = (results - 1) * window.stride + window.span - (count - 1) * window.base - 1 + phase
     offsets = tuple(first // window.base - device * rows for device, first in enumerate(firsts))
-    return Piece(window, axes, ways, rows, offsets, count, (-phase, end))
+    return Piece(window, name, axes, ways, rows, offsets, count, (-phase, end))
 
 
 def _zeros(images: jax.Array, dim: int, rows: int) -> jax.Array:

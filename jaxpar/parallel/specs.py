@@ -1,10 +1,11 @@
-"""Specs of the arrays of a training state: parameters, gradients, the optimizer's state and the model's other state.
+"""Specs of the arrays of a training state: parameters, gradients, optimizer state and the model's other state.
 
-parameters        stored between steps, gathered where the model reads them
-gradients         sharded from ZeRO stage 2 on, the optimizer's work from stage 1 on
-optimizer state   as the parameter that an array belongs to; in blocks or factors, by the axes of ZeRO
+parameters        stored between steps, gathered when the model reads them
+gradients         sharded from ZeRO stage 2 on; the optimizer computes on shards from stage 1 on
+optimizer state   the spec of the array's parameter; for codes in blocks or factors, the axes of ZeRO
 """
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -13,7 +14,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.errors import refuse
-from jaxpar.models.dim_names import axes_of
+from jaxpar.models.dim_names import SPATIAL, axes_of
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.zero import state_spec
 from jaxpar.sharding.names import Tree, nest, path_of, pick
@@ -30,17 +31,17 @@ def stored_specs(layout: Layout) -> Tree:
 
 
 def gradient_specs(layout: Layout) -> Tree:
-    """Returns the specs of the gradients and their accumulator: sharded from stage 2 on."""
+    """Returns the specs of the gradients and their accumulator, which are sharded from stage 2 on."""
     return _zero_specs(layout, layout.parallel.stage >= 2)
 
 
 def update_specs(layout: Layout) -> Tree:
-    """Returns the specs in which the optimizer works: sharded from stage 1 on."""
+    """Returns the specs in which the optimizer computes, which are sharded from stage 1 on."""
     return _zero_specs(layout, layout.parallel.stage >= 1)
 
 
 def model_state_specs(layout: Layout, state: Tree) -> Tree:
-    """Returns a spec for every array of the model's state that is no parameter."""
+    """Returns a spec for every array of the model's state that is not a parameter."""
 
     def spec(keys, _) -> PartitionSpec:
         if (path := path_of(keys)) not in layout.other_state:
@@ -56,9 +57,9 @@ def model_state_specs(layout: Layout, state: Tree) -> Tree:
 
 
 def owner_path(layout: Layout, keys) -> str | None:
-    """Returns the path of the parameter that an array belongs to: the one that ends the array's own path.
+    """Returns the path of the parameter that an optimizer's array belongs to: the path that ends the array's path.
 
-    If none does, one inside of that path: an optimizer may keep several arrays for a parameter, in a tuple.
+    If none ends it, a path inside of it, because an optimizer may hold several arrays per parameter in a tuple.
     """
     words = path_of(keys).split("/")
     spans = ((begin, end) for end in range(len(words), 0, -1) for begin in range(end))
@@ -68,9 +69,10 @@ def owner_path(layout: Layout, keys) -> str | None:
 def optimizer_specs(layout: Layout, state: Tree) -> Tree:
     """Returns a spec for every array of any optax state.
 
-    A leaf belongs to the parameter whose path is in its own path: see `owner_path`. With the parameter's shape it takes
-    the parameter's spec; with another shape (Adafactor's row and column statistics, 8-bit codes in blocks) it takes
-    the axes of ZeRO and of its parameter on dims that divide: see `cut_of`. Scalars stay whole.
+    A leaf belongs to the parameter whose path is in the leaf's path: see `owner_path`. If it has the parameter's shape,
+    it gets the parameter's spec. If it has another shape (Adafactor's row and column statistics, 8-bit codes in
+    blocks), it gets the axes of ZeRO and of the parameter, on dims that they divide: see `zero.state_spec`. Scalars are
+    replicated.
     """
     axes = tuple(axis for axis in layout.parallel.zero_axes if layout.sizes[axis] > 1)
     axes = axes if layout.parallel.stage >= 1 else ()
@@ -86,8 +88,22 @@ def optimizer_specs(layout: Layout, state: Tree) -> Tree:
 
 
 def batch_sharding(layout: Layout, shape: tuple[int, ...]) -> NamedSharding:
-    """Returns the sharding of a batch array: examples over all axes whose devices see different examples."""
-    return layout.sharding(PartitionSpec(layout.parallel.batch_axes) if shape else PartitionSpec())
+    """Returns the sharding of a batch array: examples over all axes whose devices see different examples.
+
+    If an axis splits images, it also splits dim 1 (height) and dim 2 (width) of arrays of three and more dims, images,
+    volumes or their labels, where it divides them; elsewhere its devices receive whole images.
+    """
+    if not shape:
+        return layout.sharding(PartitionSpec())
+    spatial = [_spatial_axes(layout, name, size) for name, size in zip(SPATIAL, shape[1:], strict=False)]
+    spec = (layout.parallel.batch_axes, *spatial) if len(shape) > 2 and any(spatial) else (layout.parallel.batch_axes,)
+    return layout.sharding(PartitionSpec(*spec))
+
+
+def _spatial_axes(layout: Layout, name: str, size: int) -> tuple[str, ...] | None:
+    entry = layout.names.get(name)
+    axes = tuple(axis for axis in axes_of(entry) if layout.sizes.get(axis, 1) > 1)
+    return axes if axes and size % math.prod(layout.sizes[axis] for axis in axes) == 0 else None
 
 
 @lru_cache(maxsize=32)  # a step asks several times

@@ -1,12 +1,12 @@
-"""The blueprint of a model: everything that jaxpar needs of it, whichever Flax API it uses.
+"""The blueprint of a model: everything that jaxpar needs to know of a model of any Flax API.
 
     factory or module ──► Blueprint ──► params (shape, dtype, names of dims)
                                    ├──► init(key)  -> params, rest        inside jit
                                    ├──► bind(params, rest) -> model       inside jit
                                    └──► collect(model) -> rest            inside jit
 
-Parameters and the rest of the state (BatchNorm statistics, dropout keys) are nested dicts with string keys: the core of
-jaxpar is pytrees, Flax is at the edge.
+Parameters and the rest of the state (BatchNorm statistics, dropout keys) are nested dicts with string keys: jaxpar
+works on pytrees, and only `linen_model.py`, `nnx_model.py` and the files beside them know Flax's modules.
 """
 
 import math
@@ -32,7 +32,7 @@ def shard_bytes(array: Any, spec: PartitionSpec, sizes) -> int:
 
 
 def itemsize(dtype: Any) -> int:
-    """Returns the bytes of one entry; the dtype may be that of random keys.
+    """Returns the bytes of one element; the dtype may also be that of random keys.
 
     >>> itemsize("float32"), itemsize(jax.random.key(0).dtype)
     (4, 8)
@@ -41,7 +41,7 @@ def itemsize(dtype: Any) -> int:
 
 
 def shard_shape(shape: Sequence[int], spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the shape of one device's shard of an array; of the first shard, if XLA pads the last.
+    """Returns the shape of one device's shard of an array; if XLA pads the last shard, that of the first.
 
     >>> shard_shape((8, 6), PartitionSpec("fsdp"), {"fsdp": 4})
     (2, 6)
@@ -61,7 +61,7 @@ def shard_counts(spec: PartitionSpec, rank: int, sizes: Mapping[str, int]) -> tu
 
 
 def short_dtype(dtype: Any) -> str:
-    """Returns the name of a dtype in HLO.
+    """Returns HLO's name of a dtype.
 
     >>> short_dtype("bfloat16")
     'bf16'
@@ -77,6 +77,7 @@ Use = Callable[[str, jax.Array], jax.Array]  # applied to a parameter where the 
 SCOPE = "param:"  # begins the scope in which a parameter is read
 TABLE = "pipeline:table"  # the ticks of a pipeline
 CHOICE = "pipeline:choice"  # the choice of a stage's op in a tick
+HALO = "halo along "  # the rows of an image that neighbours exchange; a scope ends with the name of their dim
 MESSAGE = "pipeline:message"  # the messages between stages
 GRADIENT = "pipeline:gradient"  # sums of gradients over microbatches, stages and replicas
 BACKWARD = "transpose(pipeline)"  # the backward pass, in JAX's own words
@@ -92,15 +93,15 @@ LARGE = 64 * 2**10
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One parameter, or other array of a model's state, as the model declares it.
+    """A parameter or another array of a model's state, as the model declares it.
 
     Attributes:
       shape: Global shape.
-      dtype: As stored, usually float32.
+      dtype: Stored dtype, usually float32.
       names: The name of each dim, or None if the model gives none.
-      constant: Whether it is an attribute, not a variable, such as a table of positions that the model always makes.
-      axes: For each dim the meaning of its name by the author's own rules: an axis of the author's mesh, several, or
-        None; the name itself if they have none for it. None if the author gives no rules.
+      constant: Whether the module holds it as an attribute instead of a variable, such as a table of positions.
+      axes: For each dim, the axis or axes of the author's mesh that the author's rules map its name to, or None; the
+        name itself if they have no rule for it. The whole field is None if the author gives no rules.
     """
 
     shape: tuple[int, ...]
@@ -124,16 +125,16 @@ class Leaf:
 
     @property
     def large(self) -> bool:
-        """Whether other state of this size is worth sharding, at the price of a collective where it is read."""
+        """Whether state of this size is worth sharding, although every read of it then needs a collective."""
         return self.bytes >= LARGE
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """How a model computes: dtype, remat, and whether it trains.
+    """The settings of a model's computation: dtype, remat, and whether it trains.
 
     Attributes:
-      train: Whether dropout drops and BatchNorm uses the batch.
+      train: Whether dropout is active and BatchNorm uses statistics of the batch.
       dtype: Dtype of matmuls, or None for the model's own.
       remat: Name of the policy for the residuals of the backward pass (`POLICIES` in `models/settings/computing.py`).
     """
@@ -150,19 +151,19 @@ class Blueprint:
     Attributes:
       name: The user's name of the model, for messages.
       leaves: Every parameter by its path, such as `blocks/attention/query`.
-      init: Key to (params, rest); pure, traced inside jit.
-      bind: (params, rest, use, compute) to the callable that a loss function gets; `use` is applied to a parameter, or
-        to a large array of the rest, where the model reads it.
-      collect: A bound model to its `model_state` after the call.
+      init: Maps a key to (params, rest); pure, traced inside jit.
+      bind: Maps (params, rest, use, compute) to the model that a loss function calls; the model applies `use` to each
+        parameter, and to each large array of the rest, where it reads them.
+      collect: Maps a bound model to its `model_state` after the call.
       takes_remat: Whether the model places rematerialization itself.
-      other_leaves: Every array of the rest by its path: state that is no parameter.
+      other_leaves: Every array of the rest by its path: state other than parameters.
       overwritten: Paths of arrays of the rest whose gradient is their new value, such as the scales of fp8 matmuls.
       counts_layers: Whether its scans give the number of their layers, as Linen's `nn.scan(Block, length=12)` does.
       program: Traces a call of the model; None if its inputs are unknown.
       adapters: Path of each adapted matrix to its low-rank adapter; see `adapters.py`.
       base: The model without adapters.
       rules: Flax rules in force where the model was made, as (name, axes of the author's mesh) each.
-      assigned: A bound model, after a call, to the parameters that it assigned, by path; None if it assigns none.
+      assigned: Maps a bound model, after a call, to the parameters that it assigned, by path; None if it assigns none.
     """
 
     name: str
@@ -182,7 +183,7 @@ class Blueprint:
 
     @property
     def constants(self) -> frozenset[str]:
-        """Paths of arrays of the rest that no run changes, and that no run takes from another."""
+        """Paths of arrays of the rest that training never changes and that are not loaded from another run."""
         return frozenset(path for path, leaf in self.other_leaves.items() if leaf.constant)
 
 
@@ -203,7 +204,7 @@ def nest(flat: Mapping[tuple[str, ...], Any]) -> Tree:
 
 
 def by_path(tree: Tree) -> dict[str, Any]:
-    """Flattens a nested dict to leaves by path (`a/b`): the inverse of `nest`, whose paths are tuples of words."""
+    """Flattens a nested dict to leaves by path (`a/b`): the inverse of `nest`, which takes paths as tuples of words."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {path_of(keys): leaf for keys, leaf in leaves}
 

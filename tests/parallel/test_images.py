@@ -190,7 +190,7 @@ def test_pieces_convolved_apart_are_the_whole_convolution(size, taps, stride, di
     image, kernel = np.arange(1.0, size + 1), np.arange(1.0, taps + 1)
     options = {"stride": stride, "base": base, "dilation": dilation}
     piece = split_window(
-        Window(size=size, result=result, span=span, stride=stride, low=low, base=base), ("height",), ways
+        Window(size=size, result=result, span=span, stride=stride, low=low, base=base), "height", ("height",), ways
     )
     parts = [
         convolve(rows_of(piece, device, image), kernel, padding=piece.padding, **options) for device in range(ways)
@@ -205,7 +205,7 @@ def test_pieces_convolved_apart_are_the_whole_convolution(size, taps, stride, di
 def test_a_halo_is_what_a_kernel_reaches_beyond_a_piece(taps, stride, halo):
     total = max(0, taps - stride)  # SAME, of a size that the stride divides
     window = Window(size=32, result=32 // stride, span=taps, stride=stride, low=total // 2, base=1)
-    assert split_window(window, ("height",), 4).halo == halo
+    assert split_window(window, "height", ("height",), 4).halo == halo
 
 
 # Traffic.

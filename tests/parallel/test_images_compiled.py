@@ -1,0 +1,68 @@
+"""Images in pieces as compiled for GPUs that are absent: traffic as by theory, memory and FLOP of a device's share."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import jaxpar as jp
+
+pytest.importorskip("jax_plugins.xla_cuda13", reason="no compiler for absent GPUs: jax-cuda13-pjrt")
+HALO = "halo along height"
+
+
+class Chain(nnx.Module):
+    """Convolutions one after another, at full resolution."""
+
+    def __init__(self, kernels, channels, *, rngs):
+        pairs = zip(channels, channels[1:], kernels, strict=False)
+        self.layers = nnx.List([nnx.Conv(i, o, (k,) * 2, rngs=rngs) for i, o, k in pairs])
+
+    def __call__(self, images):
+        for layer in self.layers:
+            images = nnx.relu(layer(images))
+        return images
+
+
+def loss(model, batch):
+    losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["images"]), batch["labels"])
+    return losses.sum(), losses.size
+
+
+def report(model, parallel, batch=4, size=256, channels=3, dims=2):
+    layout = jp.compose(model, parallel, jp.target_devices("h100:1x8"))
+    shape = (batch, *(size,) * dims)
+    arrays = {
+        "images": jax.ShapeDtypeStruct((*shape, channels), jnp.float32),
+        "labels": jax.ShapeDtypeStruct(shape, jnp.int32),
+    }
+    return jp.inspect(jp.train_step(layout, loss, optax.sgd(0.1)), arrays)
+
+
+def test_halos_are_the_rows_that_kernels_reach_and_no_image_is_gathered():
+    kernels, channels, batch, size = (5, 3, 1, 7), (3, 8, 16, 16, 4), 4, 256
+    ledger = report(partial(Chain, kernels, channels), jp.Parallel(height=8)).ledger
+    halos = [entry for entry in ledger if entry.cause == HALO]
+    sent = {
+        backward: sum(entry.payload * entry.times for entry in halos if entry.backward is backward)
+        for backward in (False, True)
+    }
+    row = [2 * (kernel // 2) * size * width * batch * 4 for kernel, width in zip(kernels, channels, strict=False)]
+    assert sent[False] == sum(row)
+    assert sent[True] == sum(row[1:])  # the first images have no gradient
+    assert {entry.axes for entry in halos} == {("height",)}
+    others = {entry.kind for entry in ledger if entry not in halos}
+    assert others == {"all-reduce"}
+    gradients = [entry for entry in ledger if entry.kind == "all-reduce" and "kernel" in entry.cause]
+    assert len(gradients) == len(kernels)
+
+
+def test_a_device_computes_and_stores_its_piece():
+    model = partial(Chain, (3,) * 8, (16, *(32,) * 8))
+    one = report(model, jp.Parallel(data=8), batch=8, size=512, channels=16)
+    cut = report(model, jp.Parallel(height=8), batch=8, size=512, channels=16)
+    assert cut.flop.forward + cut.flop.backward <= 1.02 * (one.flop.forward + one.flop.backward)
+    assert cut.total <= 1.05 * one.total + 8 * 2 * 512 * 32 * 8 * 4  # and halos: two rows for each layer
