@@ -1,4 +1,4 @@
-"""How a process ends: alone, or with its supervisor."""
+"""Ends a process, alone or together with its supervisor."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""Checkpoints: written asynchronously and atomically, and verified byte by byte when they are loaded.
+"""Writes checkpoints asynchronously and atomically, and verifies every byte when it loads them.
 
     RUN/checkpoints/000200.writing/   each process writes its file of arrays/; the MANIFEST comes last
     RUN/checkpoints/000200/           complete: MANIFEST lists every block of every array with its hash

@@ -1,12 +1,12 @@
-"""The files of a checkpoint's arrays: one per process, of blocks that are hashed while they are in memory.
+"""The files of a checkpoint's arrays: one per process, of blocks that are hashed in memory.
 
 params/w, fsdp 2          process 0 writes arrays/00000       process 1 writes arrays/00001
     rows 0..31, rows 32..63   rows 0..15, rows 16..31, ...        rows 32..47, rows 48..63, ...
 
-A block is a box of an array, of up to 16 MiB, in C order and uncompressed. It is hashed between the copy from the
-device and the write, and again between the read and the copy to the device: no byte is read twice to be checked. The
-sharding alone assigns blocks to writing processes, without communication; replicas of an array share its blocks.
-A process that restores reads the blocks that overlap with its shards, under whichever layout they were written.
+A block is a box of an array, of up to 16 MiB, in C order and uncompressed. jaxpar hashes it between the copy from the
+device and the write, and again between the read and the copy to the device, so that no byte is read twice. The sharding
+alone determines the process that writes a block, without communication; devices with copies of an array divide its
+blocks. A process that restores reads the blocks that overlap with its shards, for any layout at the time of the save.
 
 `blocks` cuts and checks, without JAX. To add a storage format: a file like this one, a new format number in
 `checkpoint/manifest.py`, and its reader in `checkpoint/reading.py`.
@@ -89,7 +89,7 @@ def load(
 
     Returns:
       Path to array; not to be used if a file is damaged.
-      A line for each file of which bytes that this process needs are altered or cannot be read.
+      A line per file in which bytes that this process needs are altered or cannot be read.
     """
     arrays: dict[str, jax.Array] = {}
     faults: list[str] = []
@@ -143,7 +143,7 @@ class _Files:
 
 
 def _groups(arrays: Mapping[str, SavedArray], names: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Yields the names in groups of at most `AT_ONCE` bytes, or of one."""
+    """Yields groups of names with at most `AT_ONCE` bytes in total, or with a single name."""
     group: list[str] = []
     total = 0
     for name in names:

@@ -1,7 +1,7 @@
-"""Compares the arrays of a checkpoint with those that a job needs, by path, before anything is read.
+"""Compares the arrays of a checkpoint with those that a job needs, by path, before any array is read.
 
-A difference has one kind (shape, dtype, missing or unexpected) and a part of the state. `problems` groups them: a model
-of another width differs in every array, and a user reads one line about it.
+A difference has a kind (shape, dtype, missing or unexpected) and a part of the state. `problems` groups differences, so
+that a user reads one line about a model of another width, although every array differs.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ class Difference:
 
     @property
     def part(self) -> str:
-        """The part of the state it belongs to: params, optimizer, model_state, exchange or step."""
+        """The part of the state that it belongs to: params, optimizer, model_state, exchange or step."""
         return self.path.partition("/")[0]
 
     @property
@@ -56,7 +56,7 @@ class Difference:
 
 
 def differences(saved: Mapping[str, SavedArray], wanted: Mapping[str, SavedArray]) -> list[Difference]:
-    """Returns every difference, parameters first, by path; arrays that can be read as the other are equal."""
+    """Returns every difference by path, parameters first; arrays that can be converted to each other are equal."""
     result = []
     for path in sorted(saved.keys() | wanted.keys(), key=lambda path: (not path.startswith("params/"), path)):
         was, now = saved.get(path), wanted.get(path)
@@ -74,7 +74,7 @@ def problems(found: list[Difference], run: str) -> list[Problem]:
 
     Args:
       found: The differences between a checkpoint and a job.
-      run: The name of the checkpoint on the command line.
+      run: The user's name of the checkpoint, for messages.
     """
     if replicas := _replicas(found):
         return [replicas]
@@ -100,7 +100,7 @@ def problems(found: list[Difference], run: str) -> list[Problem]:
 
 
 def _replicas(found: list[Difference]) -> Problem | None:
-    """One problem if the parameters have another number of differing replicas."""
+    """Returns a problem if the parameters have another number of differing replicas."""
     pairs = [(item.was.shape, item.now.shape) for item in found if item.part == "params" and item.was and item.now]
     counts = {(_extra_dim(was, now), _extra_dim(now, was)) for was, now in pairs}
     if len(counts) != 1 or counts == {(0, 0)}:
@@ -115,7 +115,7 @@ def _replicas(found: list[Difference]) -> Problem | None:
 
 
 def _extra_dim(shape: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """Size of the first dim of a shape that is another shape plus this dim; else 0."""
+    """Returns the size of dim 0 of a shape if its other dims are another shape; else 0."""
     has_dim = len(shape) > len(other) and shape[1:] == other
     return shape[0] if has_dim else 0
 
@@ -130,7 +130,7 @@ def _problem(part: str, kind: str, some: list[Difference], run: str) -> Problem:
 
 
 def _optimizer(some: list[Difference], run: str) -> Problem:
-    """One problem for another optimizer: its state is another tree, so most of its arrays differ."""
+    """Returns one problem for another optimizer, whose state is another tree, so that most of its arrays differ."""
     in_checkpoint = [item for item in some if item.was is not None]
     in_job = [item for item in some if item.now is not None]
     summary = " and ".join(

@@ -1,6 +1,6 @@
-"""Coordinates the processes that write and read one checkpoint: the first inspects the files and tells the others.
+"""Coordinates the processes that write and read a checkpoint: the first inspects the files and informs the others.
 
-All processes must call each of these functions at the same point. With one process nothing is sent.
+All processes must call each of these functions at the same point. A single process sends nothing.
 """
 
 from collections.abc import Callable
@@ -61,7 +61,7 @@ def gather_lines(lines: list[str]) -> list[str]:
 
 
 def gather_to_first(name: str, make: Callable[[], str]) -> list[str]:
-    """Gathers the texts of all processes on the first, which waits for them; returns [] on the others.
+    """Gathers the texts of all processes on the first process, which waits for them; returns [] on the others.
 
     It may be called in a thread while the devices compute: texts go through JAX's coordinator, not through devices.
 
@@ -70,7 +70,7 @@ def gather_to_first(name: str, make: Callable[[], str]) -> list[str]:
       make: Returns the text of this process.
 
     Raises:
-      OSError: If `make` raises it; on the first process also if that of another process does.
+      OSError: If `make` raises it; on the first process also if `make` of another process raises it.
     """
     if not is_multiprocess():
         return [make()]

@@ -1,7 +1,7 @@
-"""Reads arrays of one checkpoint and verifies every byte that it reads; all processes reach the same verdict.
+"""Reads arrays of a checkpoint and verifies every byte that it reads; all processes get the same result.
 
-First the MANIFEST, names and sizes of the files are checked, and all processes agree that none is missing. Then each
-process reads and hashes the blocks that it needs, and all agree that none is altered.
+First it checks the MANIFEST, and the names and sizes of files; all processes learn whether a file is missing. Then each
+process reads and hashes the blocks that it needs; all processes learn whether a block is altered.
 """
 
 from collections.abc import Mapping
@@ -68,7 +68,7 @@ def read_arrays(path: Path, contents: Manifest, wanted: Mapping[str, jax.ShapeDt
 
 
 def read_evaluated(path: Path, contents: Manifest, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Like `arrays`, but with parameters in the form that a run evaluates: see `jaxpar.optim.eval_params`.
+    """Like `read_arrays`, but returns the parameters to evaluate: see `jaxpar.optim.eval_params`.
 
     Raises:
       Damaged: If a byte that any process reads is not as it was written.
@@ -109,13 +109,13 @@ def _compute_evaluated(
     held: Mapping[str, jax.Array],
     trained: Mapping[str, jax.Array],
 ) -> dict[str, jax.Array]:
-    """Computes the parameters to evaluate, all in one program: compiling one for each takes seconds."""
+    """Computes the parameters to evaluate in one program, because compiling one per parameter takes seconds."""
     sources = {**copied, **held}
     return {name: copy.evaluate(sources, trained[name]).astype(likes[name].dtype) for name, copy in found.items()}
 
 
 def evaluation_copies(contents: Manifest) -> dict[str, EvalSource]:
-    """Path of each parameter whose evaluated form differs from the trained one, to the arrays it is computed from."""
+    """Maps the path of each parameter that is evaluated differently to the arrays that it is computed from."""
     return eval_sources(name for name in contents.arrays if name.startswith("optimizer/"))
 
 

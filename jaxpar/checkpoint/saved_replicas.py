@@ -1,4 +1,4 @@
-"""A checkpoint of replicas with separate steps, read as one model or under another number of replicas.
+"""Reads a checkpoint of replicas with separate steps as one model, or for another number of replicas.
 
 saved                                         one model
 params/w [replica, ...]                  ──►  params/w: their mean (local SGD, gossip)
@@ -27,7 +27,7 @@ from jaxpar.parallel.layout import Layout
 
 
 def replicas_of(layout: Layout) -> SavedReplicas | None:
-    """The replicas of a layout's checkpoints; None if all make the same step."""
+    """Returns the replicas in a layout's checkpoints; None if all replicas make the same step."""
     exchange = layout.parallel.exchange
     if not exchange.per_replica:
         return None
@@ -52,7 +52,7 @@ def describe_as_one(arrays: Mapping[str, SavedArray], replicas: SavedReplicas | 
 
 
 def read_as_one(path: Path, contents: Manifest, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Loads arrays of one model, with parameters in the form that the run evaluates.
+    """Loads the arrays of the global model, with the parameters to evaluate.
 
     Args:
       path: The checkpoint.
@@ -67,7 +67,7 @@ def read_as_one(path: Path, contents: Manifest, wanted: Mapping[str, jax.ShapeDt
 
 
 def read_to_train(path: Path, contents: Manifest, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Like `read`, with parameters in the form that the run trains."""
+    """Loads the arrays of the global model, with the trained parameters."""
     return _read(path, contents, wanted, reading.read_arrays)
 
 
@@ -102,7 +102,7 @@ def _merge(on: jax.sharding.Sharding):
 
 
 def _dtype(saved: SavedArray, like: jax.ShapeDtypeStruct):
-    """The dtype to read: of floats the saved one, so that the mean is rounded once."""
+    """Returns the dtype to read: for floats the saved one, so that the mean is rounded only once."""
     return jnp.dtype(saved.dtype) if jnp.issubdtype(like.dtype, jnp.floating) else like.dtype
 
 
@@ -154,7 +154,7 @@ def read(path: Path, contents: Manifest, like: Any, *, how: str, run: str) -> tu
 
     Raises:
       Damaged: If a byte is not as it was written.
-      JaxparError: If it does not fit: every difference by path, before anything is read.
+      JaxparError: If it does not fit, before any array is read; the message has every difference by path.
     """
     wanted = array_files.flatten(like)
     if contents.replicas and contents.replicas.model and not _have_replicas(wanted):
@@ -174,7 +174,7 @@ def read(path: Path, contents: Manifest, like: Any, *, how: str, run: str) -> tu
 def check_one_model(
     contents: Manifest, replicas: SavedReplicas, listed: Mapping[str, SavedArray], *, how: str, run: str
 ) -> None:
-    """Checks that a job of one model can go on from replicas that differ.
+    """Checks that a job with one model can resume from replicas that differ.
 
     Args:
       contents: The manifest of the checkpoint.
@@ -199,7 +199,7 @@ def check_one_model(
 
 
 def describe_changed(saved: Mapping[str, SavedArray], wanted: Wanted, how: str) -> dict[str, jax.ShapeDtypeStruct]:
-    """Describes the arrays that were saved for another number of replicas, to be read replicated over `data`.
+    """Returns the arrays that were saved for another number of replicas, described as replicated over `data`.
 
     Args:
       saved: Arrays of the checkpoint.
@@ -207,7 +207,7 @@ def describe_changed(saved: Mapping[str, SavedArray], wanted: Wanted, how: str) 
       how: same, mean or broadcast.
 
     Raises:
-      JaxparError: If there are some, and `how` is same.
+      JaxparError: If there are such arrays, and `how` is same.
     """
     differ = _have_replicas(wanted)
     result = {

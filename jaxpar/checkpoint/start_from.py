@@ -4,7 +4,7 @@
     encoder/blocks/mlp ─► encoder/blocks = blocks ─► blocks/* ─► blocks/mlp     taken, renamed
     head                                             not taken    head          new
 
-Parameters, in the form that the other run evaluates, and floating-point statistics (BatchNorm's) are taken; the step,
+The new run takes the parameters that the other run evaluates, and floating-point statistics (BatchNorm's); the step,
 the optimizer and the dropout keys begin anew.
 """
 
@@ -73,8 +73,8 @@ def start(
 ) -> tuple[State, Origin]:
     """Returns a new run's state with parameters of another run, and the origin of each.
 
-    Float matrices are rounded if the model stores them in 8 bits; constants of the model are not taken. Replicas that
-    differ all begin with the taken parameters.
+    It rounds float matrices if the model stores them in 8 bits, and does not take constants of the model. If replicas
+    differ, all begin with the taken parameters.
 
     Args:
       spec: `start_from`, `take`, `rename` and `cast`.
@@ -134,7 +134,7 @@ def _begin_replicas(
 ) -> State:
     """Returns the state of replicas with separate steps, all initialized with the taken arrays.
 
-    Random keys stay those of the state, as each replica has its own.
+    The random keys are those of the state, because they differ between replicas.
     """
 
     def begin(state: State, taken: Mapping[str, jax.Array]) -> State:
@@ -194,7 +194,7 @@ def _resolve(spec: Checkpoints, state: State, layout: Layout) -> tuple[Path, Man
 
 
 def _in_floats(described: Mapping[str, SavedArray], adapters: Mapping[str, Adapter]) -> dict[str, SavedArray]:
-    """Descriptions of a job's arrays as an unquantized run has them: 8-bit matrices as floats, without scales."""
+    """Describes a job's arrays without quantization: 8-bit matrices as floats, without scales."""
     floats = {
         path: dataclasses.replace(described[path], dtype=str(jnp.dtype(x.float_dtype))) for path, x in adapters.items()
     }
@@ -264,12 +264,12 @@ def _misfit_problems(found: list[Difference], good: list[str]) -> list[Problem]:
 
 
 def _scaled(each: Difference) -> bool:
-    """Whether dtypes differ and one of the two is int8, so that no cast converts it."""
+    """Whether one of two different dtypes is int8, so that a cast cannot convert them."""
     return each.kind == "dtype" and "int8" in (each.was and each.was.dtype, each.now and each.now.dtype)
 
 
 def _takable(described: Mapping[str, SavedArray]) -> dict[str, SavedArray]:
-    """Parameters and statistics, by path without `params/` or `model_state/`."""
+    """Selects parameters and statistics, by path without `params/` or `model_state/`."""
     return {
         path.partition("/")[2]: array
         for path, array in described.items()
@@ -286,7 +286,7 @@ def _full_path(name: str, among: Mapping[str, SavedArray]) -> str:
 
 
 def _renamed(name: str, rename: Mapping[str, str]) -> str:
-    """Path in the job of a path in the checkpoint: the longest matching prefix is replaced."""
+    """Maps a path in the checkpoint to one in the job: replaces the longest matching prefix."""
     prefixes = [prefix for prefix in rename if has_prefix(name, prefix)]
     if not prefixes:
         return name

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: saves asynchronously, verifies what it loads, and finds the newest good checkpoint.
+"""The checkpoints of one run: saves them asynchronously, verifies them on loading, and finds the newest good one.
 
     save ──► arrays copied to the host ──► training goes on
                        └─► thread: hashed and written to a temporary folder, MANIFEST, rename: committed
@@ -40,14 +40,14 @@ class HalfWritten(JaxparError):
 class Store:
     """The checkpoints of one run.
 
-    With several processes each has a store of the same folder, and all call the same methods at the same point
-    (except `close`): each writes and reads its part of the arrays, the first lists, renames and deletes.
+    With several processes, each has a store of the same folder, and all call the same methods at the same point (except
+    `close`). Each process writes and reads its part of the arrays; the first also lists, renames and deletes.
 
     Attributes:
       folder: The folder of the checkpoints.
       spec: The `[checkpoint]` table: how many and which are retained.
       say: Takes a line for the user: a damaged checkpoint, a full disk. A warning by default.
-      is_owner: Whether a run writes here: then damaged checkpoints are renamed.
+      is_owner: Whether a run writes to the folder; only then are damaged checkpoints renamed.
       on_commit: Called on the writing thread after each checkpoint, or None.
       replicas: The replicas of the saved states, if they make separate steps.
     """
@@ -66,13 +66,13 @@ class Store:
         return listing.steps(self.folder)
 
     def save(self, step: int, state: Any, scores: dict[str, float]) -> None:
-        """Starts writing the state; returns as soon as its arrays are copied. Waits for the write before it.
+        """Starts writing the state; waits for the previous write, and returns when the arrays are copied.
 
-        If the first of several processes sees too little free space, none writes: with a replicated state it alone
-        would meet the full disk. A disk that fills up while they write ends the run, see `wait`.
+        If the first of several processes finds too little free space, no process writes, because for a replicated state
+        only the first would fail. If the disk becomes full during the write, the run ends: see `wait`.
 
         Raises:
-          JaxparError: If the write before it failed, except for a full disk: that is reported, and training goes on.
+          JaxparError: If the previous write failed, except for a full disk, which is only reported.
         """
         self.wait()
         self._sweep()
@@ -111,8 +111,8 @@ class Store:
         """Waits until the last write is committed, then deletes checkpoints that are not retained.
 
         Raises:
-          JaxparError: If it failed, except for a full disk. With several processes for any reason, on the process that
-            failed: the others wait for it in a barrier, and end when the watchdog finds it gone.
+          JaxparError: If it failed, except for a full disk. With several processes, if it failed for any reason, on the
+            process that failed; the others wait for it in a barrier, until the watchdog ends them.
         """
         if self._pending is None:
             return
@@ -137,16 +137,16 @@ class Store:
         """Waits for the last write of a run.
 
         Raises:
-          JaxparError: If it failed, for any reason: the last steps are not saved.
+          JaxparError: If it failed for any reason, since the last steps are then not saved.
         """
         self.wait()
         if self._unsaved is not None:
             raise self._unsaved
 
     def close(self) -> None:
-        """Waits for a write under way, on this process alone, so that a run that ends by an error keeps its checkpoint.
+        """Waits for a current write, only on this process, so that a run that fails still has the checkpoint.
 
-        It raises nothing: it is called while an error is handled, and must not hide it.
+        It raises no error, because it is called while another error is handled, which it must not hide.
         """
         if self._pending is not None:
             write, self._pending = self._pending, None
@@ -164,7 +164,8 @@ class Store:
           step: The step to load; default: the newest good one. Newer ones that are damaged are reported and set aside.
 
         Raises:
-          JaxparError: If there is no good one, with the damage of each, or it does not fit: every difference by path.
+          JaxparError: If there is no good checkpoint, or it does not fit; the message has the damage of each
+            checkpoint, or every difference by path.
         """
         damaged = {}
         for candidate in self._candidates(step):
@@ -191,7 +192,7 @@ class Store:
     def set_aside_after(self, step: int) -> list[str]:
         """Sets aside the checkpoints after the step from which training goes on; returns their new names.
 
-        Called by the first process alone, as a rename must happen once; the others compute the same list of steps.
+        Only the first process renames; the others compute the same list of steps.
         """
         return [listing.set_aside(self.path(later), listing.LEFT).name for later in self.steps() if later > step]
 
@@ -207,7 +208,7 @@ class Store:
             return {}
 
     def _candidates(self, step: int | None) -> Iterator[int]:
-        """Yields the steps to try, newest first, as the first process lists them: its view of the folder is current."""
+        """Yields the steps to try, newest first, from the first process, whose view of the folder is up to date."""
         available = self.steps()
         candidates = available[::-1] if step is None else [step] if step in available else []
         for index in range(processes.broadcast(len(candidates))):

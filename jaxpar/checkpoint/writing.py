@@ -47,7 +47,7 @@ class PendingWrite:
 def begin(
     folder: Path, step: int, state: Any, scores: Mapping[str, float], replicas: manifest.SavedReplicas | None = None
 ) -> PendingWrite:
-    """Starts writing a checkpoint; returns as soon as its arrays are copied."""
+    """Starts writing a checkpoint; returns when its arrays are copied to the host."""
     arrays = array_files.describe(state)
     final = folder.resolve() / listing.name_of(step)
     writing = final.with_name(final.name + listing.WRITING)

@@ -10,8 +10,8 @@ A verb that only prints text does not import JAX. These verbs import it:
                                     shapes (adafactor, muon) or is unknown until it is traced (other optax optimizers,
                                     or arguments); for a user's loss function
 
-Nothing else does: --help, --print-defaults, errors in a job's file, `schedule`, `partition`, `plan` of a decoder,
-`checkpoint ls`, `show` and `verify` work without JAX.
+All other verbs work without JAX: --help, --print-defaults, errors in a job's file, `schedule`, `partition`, `plan` of a
+decoder, `checkpoint ls`, `show` and `verify`.
 
 To add a flag, add an argument in the verb's file and implement its effect in the package that the verb calls.
 """

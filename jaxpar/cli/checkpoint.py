@@ -113,7 +113,7 @@ def diff(args: argparse.Namespace) -> tuple[Any, int]:
 
 
 def export(args: argparse.Namespace) -> tuple[Any, int]:
-    """Copies a checkpoint to a folder, in the format asked for."""
+    """Copies a checkpoint to a folder, in the requested format."""
     from jaxpar.units import show_bytes
 
     if args.format == "jaxpar":  # imports no jax

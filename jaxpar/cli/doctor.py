@@ -1,4 +1,4 @@
-"""`jaxpar doctor [JOB]`: finds what would stop or slow a run on this machine, and names the fix."""
+"""`jaxpar doctor [JOB]`: finds problems that would stop or slow a run on this machine, with a fix for each."""
 
 import argparse
 import dataclasses

@@ -22,7 +22,7 @@ def add_job(verb: argparse.ArgumentParser) -> None:
 def job_file(name: str) -> str:
     """Returns the path of a job file; a missing `configs/NAME.toml` is replaced by the file that jaxpar ships.
 
-    The commands in the help texts thus run in any folder. A replacement is printed on stderr.
+    So the commands in the help texts run in any folder. A message on stderr reports the replacement.
     """
     path = Path(name)
     if not name or path.exists() or path.parent != Path("configs") or not (SHIPPED / path.name).is_file():

@@ -1,4 +1,4 @@
-"""A run continues when the reader of its output goes away: the output then goes to its folder.
+"""Lets a run continue when the reader of its output goes away: redirects the output to the run folder.
 
     stdout ──► head, less, a terminal, a tee on a full disk
        └─────► RUN/output.log        from the first write that stdout does not take
@@ -9,8 +9,8 @@ its first page, a stopped terminal), a write waits for `PATIENCE` only: a proces
 no signal. The same holds for `train` alone and for `launch`.
 
 A daemon or `ssh` may start a command with closed descriptors (`<&-`, `>&-`). They are opened on /dev/null; otherwise
-the next file that the process opens, such as its metrics, gets descriptor 1, and prints go into it. The output of a
-run without a stdout is in its folder from the first line.
+the next file that the process opens, such as its metrics, would get descriptor 1, and prints would go into it. The
+output of a run without a stdout goes to its folder from the first line.
 """
 
 import errno
@@ -33,7 +33,7 @@ class ClosedStream(io.TextIOWrapper):
 def open_closed_streams() -> None:
     """Opens closed descriptors among 0, 1 and 2 on /dev/null, and creates the missing streams of `sys`.
 
-    `exec` closes them again, so a process that restarts itself finds them as it did at first.
+    `exec` closes them again, so a process that restarts itself finds the original descriptors.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -85,7 +85,7 @@ class _RedirectedOutput(io.FileIO):
             return self.write(data)
 
     def _writable_part(self, data: memoryview) -> memoryview:
-        """Returns the part of the data that a pipe takes without waiting for its reader."""
+        """Returns the part of the data that a pipe accepts without waiting for its reader."""
         if self._began_closed and not self._moved:
             raise OSError(errno.EBADF, "it was closed when the run began")
         ready = select.poll()

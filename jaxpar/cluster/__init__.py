@@ -1,4 +1,4 @@
-"""Finds the processes of a run: which launcher started them, where process 0 is, and whether all have connected.
+"""Finds the processes of a run: their launcher and the address of process 0; and connects them.
 
 Nouns: a `Launcher`'s variables, a host list, the rendezvous before JAX connects, and the `Peers` that join it.
 Imports JAX only in `connect`, the last step.

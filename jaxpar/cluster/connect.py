@@ -17,23 +17,23 @@ def connect(
     cluster: Cluster, *, timeout: float = 300, heartbeat: int = HEARTBEAT, fingerprint: str = "", word: str = "",
     check: Callable[[str], Problem | None] = lambda word: None,
 ) -> str:  # fmt: skip
-    """Connects this process to the others of its cluster; returns the word of process 0 once all are there.
+    """Connects this process to the others of its cluster; returns the word of process 0 when all have joined.
 
-    Call it before the first use of a device. Process 0 listens only on the coordinator's address, or on
-    `JAX_COORDINATOR_BIND_ADDRESS`, if its name resolves to another address inside than outside.
+    Call it before the first use of a device. Process 0 listens only on the coordinator's address. If that name resolves
+    to another address on its own machine, set `JAX_COORDINATOR_BIND_ADDRESS` to the address to listen on.
 
     Args:
       cluster: Result of `detect`.
-      timeout: Seconds until all processes must be there.
+      timeout: Seconds within which all processes must join.
       heartbeat: Seconds without a heartbeat after which a process counts as lost, and JAX ends the others.
       fingerprint: Text that must be equal in all processes: `job 3fa9, jaxpar 0.1.0`. "" in all compares nothing.
-      word: Text that process 0 sends to the others, such as the name of the attempt.
-      check: Returns the problem that this process has with the word, if any; called in all processes but process 0.
+      word: Text that process 0 sends to all others, such as the name of the attempt.
+      check: Checks the word and returns a problem, if any; called in all processes except process 0.
 
     Raises:
-      JaxparError: If process 0 cannot listen or is not found; if other processes are missing at the timeout, do not fit
-        (another count, a number used twice, another job) or have a problem with the word; if this process is already
-        connected, or JAX has already created its devices.
+      JaxparError: If process 0 cannot listen or is not found; if other processes are missing at the timeout, belong to
+        another run (another count, job, or the same number twice) or their `check` of the word fails; if this process
+        is already connected, or JAX has already created its devices.
     """
     if jax.distributed.is_initialized():
         raise refuse(

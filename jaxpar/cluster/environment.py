@@ -32,9 +32,9 @@ class Cluster:
       processes: Number of processes, at least two.
       process: Number of this process, from 0.
       local_process: Number of this process on its machine, from 0, or None if the launcher does not set it.
-      devices: Indices of this process's accelerators on its machine, or None for all that it sees.
+      devices: Indices of this process's accelerators on its machine, or None for all visible ones.
       source: Launchers whose variables were read; joined with a `+` if several.
-      ignored_launchers: Launchers whose variables are set too, and were not read.
+      ignored_launchers: Launchers whose variables are also set, but are not read.
     """
 
     coordinator: str
@@ -61,13 +61,13 @@ class Cluster:
 
 
 def detect(environment: Mapping[str, str]) -> Cluster | None:
-    """The cluster that the environment describes, or None if this process is alone.
+    """Reads the cluster from the environment; returns None if there is only this process.
 
     Args:
       environment: Environment variables, such as `os.environ`.
 
     Raises:
-      JaxparError: Lists every variable that is missing, or has an impossible value.
+      JaxparError: If variables are missing or have impossible values; the message lists all of them.
     """
     settings = {key: environment[name] for key, name in OWN.items() if environment.get(name)}
     launchers = [name for name, launcher in LAUNCHERS.items() if launcher.started(environment)]

@@ -1,4 +1,4 @@
-"""Reads the environment variables of each launcher: the number of processes, and the address of the first.
+"""Reads the environment variables of each launcher: the number of processes, and the address of process 0.
 
 A reader returns a dict with some of coordinator, processes, process, local and devices, and adds problems to a list.
 """
@@ -14,7 +14,7 @@ from jaxpar.errors import JaxparError, Problem, refuse
 
 
 def hosts(text: str) -> Iterator[str]:
-    """Yields the hosts of a node list in order, lazily: a list may name millions.
+    """Yields the hosts of a node list in order; it is a generator, because a short list may stand for millions.
 
     >>> list(hosts("node[01-03,07],gpu5"))
     ['node01', 'node02', 'node03', 'node07', 'gpu5']
@@ -74,7 +74,7 @@ class Launcher:
     Attributes:
       marks: Variables; any of them shows that this launcher may have started the process.
       reader: Function of (environment, JAXPAR_* that are set, list for problems) that returns the values.
-      required_groups: Groups of variables: at least one of each group is set if the launcher did start the process.
+      required_groups: Groups of variables; the launcher sets at least one of each group in a process that it starts.
     """
 
     marks: tuple[str, ...]
@@ -86,18 +86,18 @@ class Launcher:
         return any(environment.get(mark) for mark in self.marks)
 
     def is_complete(self, environment: Environment) -> bool:
-        """Whether the variables suffice to exclude a leftover from a script or an image."""
+        """Whether enough variables are set that they cannot be left over from a script or an image."""
         return self.started(environment) and all(any(map(environment.get, group)) for group in self.required_groups)
 
     def read(self, environment: Environment, jaxpar_variables: Mapping[str, str]) -> tuple[Said, list[Problem]]:
-        """The values that the launcher sets, and the problems with its variables."""
+        """Reads the launcher's variables; returns their values, and problems with them."""
         problems: list[Problem] = []
         values = self.reader(environment, jaxpar_variables, problems)
         return {key: value for key, value in values.items() if value is not None}, problems
 
 
 def read_number(environment: Environment, name: str, rule: str, problems: list[Problem], *, low: int = 0) -> int | None:
-    """The whole number that a variable must hold, or None after adding a problem."""
+    """Reads a whole number from a variable; adds a problem and returns None if it is none."""
     text = environment.get(name, "")
     if re.fullmatch(r"\d{1,9}", text, re.ASCII) and int(text) >= low:
         return int(text)
@@ -107,16 +107,16 @@ def read_number(environment: Environment, name: str, rule: str, problems: list[P
 
 
 def _world(environment: Environment, names: tuple[str, str], launcher: str, problems: list[Problem]) -> Said:
-    """The number of processes and of this process, from the variables of these names."""
+    """Reads the number of processes and the number of this process, from two variables."""
     processes = read_number(environment, names[0], f"{launcher} sets it: how many processes there are", problems, low=1)
     process = read_number(environment, names[1], f"{launcher} sets it: which process this is, from 0", problems)
     return {"processes": processes, "process": process}
 
 
 def _check_ranks(environment: Environment, own: Mapping[str, str], problems: list[Problem]) -> None:
-    """Adds a problem if RANK, set by a script, differs from the number of srun's task.
+    """Adds a problem if RANK, which a script may set, differs from the number of the task in srun.
 
-    Under a torchrun that srun started they may differ: it numbers its own processes, and sets TORCHELASTIC_RUN_ID.
+    They may differ if srun starts torchrun, which numbers its own processes, and sets TORCHELASTIC_RUN_ID.
     """
     rank, task, world = (environment.get(name, "") for name in ("RANK", "SLURM_PROCID", "WORLD_SIZE"))
     tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "")
@@ -135,7 +135,7 @@ def _optional(environment: Environment, name: str) -> int | None:
 
 
 def _own_device(environment: Environment, local: int | None, several: bool) -> tuple[int, ...] | None:
-    """The accelerator of a process that shares its machine with others, or None for all that it sees."""
+    """Returns the accelerator of a process that shares its machine with others, or None for all visible ones."""
     # a launcher that restricts each process to one GPU shows it as number 0: the local rank would be no device
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if local is None or not several or (visible is not None and len(visible.split(",")) == 1):
@@ -192,8 +192,8 @@ def _open_mpi(environment: Environment, own: Mapping[str, str], problems: list[P
 def _slurm(environment: Environment, own: Mapping[str, str], problems: list[Problem]) -> Said:
     """Reads SLURM's variables for a process that `srun` started.
 
-    The batch script itself has the job's variables too, but is not one of its tasks: as process 0 it would wait for
-    others that nobody starts, so that is a problem.
+    The batch script itself also has the job's variables, but is not a task. As process 0 it would wait for processes
+    that nobody starts, so this is a problem.
     """
     step = next((environment[name] for name in ("SLURM_STEP_ID", "SLURM_STEPID") if environment.get(name)), None)
     nodes = next((environment[name] for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
@@ -229,7 +229,7 @@ def _digits(text: str | None) -> int:
 
 
 def _kubernetes(environment: Environment, own: Mapping[str, str], problems: list[Problem]) -> Said:
-    """Reads the index of a pod of an indexed job; the job itself must set the count and the headless service.
+    """Reads the index of a pod of an indexed job; the job's manifest must set the count and the headless service.
 
     A `JAXPAR_COORDINATOR` of one word is that service: pod 0 of the job JOB is JOB-0.SERVICE, and this pod is named
     JOB-INDEX.

@@ -1,7 +1,7 @@
-"""The processes that have joined the rendezvous, as process 0 sees them: one non-blocking connection each.
+"""Process 0's side of the rendezvous: one non-blocking connection per process that has joined.
 
-Process 0 waits for all of them with one selector, and each connection has a deadline: a slow process, a port scanner or
-a health check delays nobody.
+Process 0 waits for all connections with one selector, and each connection has a deadline, so that a slow process, a
+port scanner or a health check does not delay the others.
 """
 
 import json
@@ -28,7 +28,7 @@ class Peer:
 
     Attributes:
       socket: The socket, non-blocking in process 0.
-      until: Deadline for its line, by `time.monotonic`.
+      until: Deadline for its next line, by `time.monotonic`.
       text: The part of the line received so far.
     """
 
@@ -37,10 +37,10 @@ class Peer:
     text: bytes = b""
 
     def receive(self) -> dict[str, Any] | None:
-        """Receives; returns the line, or None while it is incomplete.
+        """Receives data; returns the line, or None while it is incomplete.
 
         Raises:
-          ValueError: If the other side hung up, or sent something else.
+          ValueError: If the other side has closed the connection, or sent data that is not a line.
           OSError: If the connection is broken.
         """
         chunk = self.socket.recv(MOST)
@@ -50,7 +50,7 @@ class Peer:
         return _parse(self.text) if self.text.endswith(b"\n") else None
 
     def send(self, message: dict[str, Any], *, until: float = 0.0) -> None:
-        """Sends a line, and expects another one in return before `until`."""
+        """Sends a line, and sets the deadline for the answer to `until`."""
         self.text, self.until = b"", until
         try:
             self.socket.sendall(_line(message))
@@ -65,10 +65,10 @@ class Peers:
     Attributes:
       cluster: The cluster as process 0 sees it.
       same: Text that must be equal in all processes.
-      strangers: Connections that have not yet said which process they are.
-      waiting: Process to its connection.
-      hosts: Process to its host.
-      refused: Connections of processes that do not fit.
+      strangers: Connections that have not yet sent their process number.
+      waiting: Number of a process to its connection.
+      hosts: Number of a process to its host.
+      refused: Connections of processes that do not belong to the run.
     """
 
     cluster: Cluster
@@ -83,7 +83,7 @@ class Peers:
         return [number for number in range(1, self.cluster.processes) if number not in self.waiting]
 
     def gather(self, server: socket.socket, until: float) -> Problem | None:
-        """Waits until all have joined; returns a problem if they do not, or one does not fit."""
+        """Waits until all have joined; returns a problem if some do not, or one does not belong to the run."""
         with selectors.DefaultSelector() as selector:
             selector.register(server, selectors.EVENT_READ)
             for peer in self.strangers:
@@ -118,7 +118,7 @@ class Peers:
         selector.register(connection, selectors.EVENT_READ, peer)
 
     def add_peer(self, peer: Peer, message: dict[str, Any]) -> Problem | None:
-        """Adds a peer; returns a problem if it does not fit. Closes a connection of another program."""
+        """Adds a peer; returns a problem if it does not belong to the run. Closes connections of other programs."""
         introduction = _introduction(message)
         if introduction is None:
             peer.socket.close()
@@ -142,9 +142,9 @@ class Peers:
         return None
 
     def send_word(self, word: str) -> Problem | None:
-        """Sends the word to all and waits for their answers; returns the first problem reported.
+        """Sends the word to all and waits for their answers; returns the first problem in an answer.
 
-        A process that is lost meanwhile counts as missing again, so that `gather` waits for its restart.
+        If a process is lost meanwhile, it counts as missing again, and `gather` waits for its restart.
         """
         until = time.monotonic() + ANSWER
         pending = set(self.waiting)
@@ -175,7 +175,7 @@ class Peers:
 
 
 def _receive(peer: Peer) -> dict[str, Any] | None:
-    """The line of a peer, None while it is incomplete; {} if it is gone, or is no process of a run."""
+    """Receives a peer's line; None while it is incomplete, {} if the peer is gone or is another program."""
     try:
         return peer.receive()
     except (OSError, ValueError, RecursionError):
@@ -183,14 +183,14 @@ def _receive(peer: Peer) -> dict[str, Any] | None:
 
 
 def _introduction(message: dict[str, Any]) -> tuple[int, int, str, str] | None:
-    """(process, count, host, same) of an introduction; None if it is another program's, or a probe."""
+    """Parses a process's first line to (process, count, host, same); None if it comes from another program."""
     number, count, host, same = (message.get(key) for key in ("process", "processes", "host", "same"))
     types = ((number, int), (count, int), (host, str), (same, str))
     return (number, count, host, same) if all(isinstance(value, cls) for value, cls in types) else None  # pyright: ignore[reportReturnType]
 
 
 def _is_connected(peer: socket.socket) -> bool:
-    """Whether a peer is still connected, without blocking."""
+    """Whether a peer is still connected; does not block."""
     # a peer sends nothing until it is asked: readable here means the end of the connection
     try:
         return peer.recv(1) != b""
@@ -208,7 +208,7 @@ def _parse(text: bytes) -> dict[str, Any]:
     """Parses the object in a line of JSON.
 
     Raises:
-      ValueError: If it is none.
+      ValueError: If the line is not a JSON object.
     """
     message = json.loads(text)
     if not isinstance(message, dict):
@@ -217,7 +217,7 @@ def _parse(text: bytes) -> dict[str, Any]:
 
 
 def problem_of(message: Any) -> Problem:
-    """The problem that the other side of a connection sent."""
+    """Returns the problem in a message from the other side of a connection."""
     message = message if isinstance(message, dict) else {}
     return Problem(*(str(message.get(key, "")) for key in ("got", "rule", "fix")))
 

@@ -1,13 +1,13 @@
-"""Waits for all processes before JAX connects them: JAX would end them without naming the missing one.
+"""Waits for all processes before JAX connects them, because JAX would end them without naming the missing ones.
 
     others ──{process, processes, host, same}──► process 0, which waits for all of them
-           ◄──────────── {word} ───────────────  once all have joined: a text for all, such as the attempt's name
+           ◄──────────── {word} ───────────────  when all have joined: a text for all, such as the attempt's name
            ──────── {problem or none} ─────────► a problem with it, such as a folder that this host does not see
            ◄─────── {problem or none} ─────────  all continue; or the reason why not, the same for all of them
 
-It uses the coordinator's own address, which process 0 then releases for JAX. There is no authentication, as in JAX's
-own service, which comes next: whoever reaches that address and claims to be process 1 is taken for it, so the address
-must be in a private network. A silent or slow connection delays nobody: each has a deadline.
+It uses the coordinator's address, which process 0 then releases for JAX. As in JAX's own service, there is no
+authentication: any program that reaches the address can claim to be process 1, so the address must be in a private
+network. Each connection has a deadline, so that a silent or slow one does not delay the others.
 """
 
 import socket
@@ -22,18 +22,18 @@ from jaxpar.errors import JaxparError, Problem, refuse
 
 
 def host_rendezvous(cluster: Cluster, *, bind: str, until: float, fingerprint: str, word: str = "") -> None:
-    """Waits, as process 0, until all other processes have joined.
+    """Process 0's side: waits until all other processes have joined.
 
     Args:
       cluster: The cluster as process 0 sees it.
       bind: Address to listen on, host:port.
       until: Deadline, by `time.monotonic`.
-      fingerprint: Text that must be equal in all, such as the hash of the job.
-      word: Text that is sent to all; each answers whether it has a problem with it.
+      fingerprint: Text that must be equal in all processes, such as the hash of the job.
+      word: Text that process 0 sends to all; each process checks it and answers with a problem or none.
 
     Raises:
-      JaxparError: If it cannot listen, some are missing, one does not fit or has a problem with the word; the others
-        get the same error.
+      JaxparError: If it cannot listen, processes are missing, one belongs to another run, or a check of the word fails;
+        all processes get the same error.
     """
     with _listen_socket(cluster, bind) as server:
         peers, problem = Peers(cluster, fingerprint), None
@@ -71,16 +71,16 @@ def _listen_socket(cluster: Cluster, bind: str) -> socket.socket:
 def join_rendezvous(
     cluster: Cluster, *, until: float, fingerprint: str, check: Callable[[str], Problem | None] = lambda word: None
 ) -> str:
-    """Connects to process 0 and waits until all have joined; returns the word of process 0.
+    """The side of all other processes: connects to process 0 and waits until all have joined; returns its word.
 
     Args:
       cluster: The cluster as this process sees it.
       until: Deadline, by `time.monotonic`.
-      fingerprint: Text that must be equal in all.
-      check: Returns the problem that this process has with the word, if any.
+      fingerprint: Text that must be equal in all processes.
+      check: Checks the word and returns a problem, if any.
 
     Raises:
-      JaxparError: If process 0 is not found in time, or reports that a process is missing or does not fit.
+      JaxparError: If process 0 is not found in time, or reports an error of the rendezvous.
     """
     hello = {
         "process": cluster.process,
@@ -112,11 +112,11 @@ def join_rendezvous(
 def _listen(
     server: socket.socket, introduction: dict[str, Any], *, until: float, check: Callable[[str], Problem | None]
 ) -> tuple[str, Problem | None]:
-    """The word of process 0, and the problem that ended the rendezvous, if any.
+    """Waits for the messages of process 0; returns its word, and the problem that ended the rendezvous, if any.
 
     Raises:
-      ValueError: If the other side hangs up, or is not process 0.
-      OSError: If it is gone, or silent.
+      ValueError: If the other side closes the connection, or is not process 0.
+      OSError: If the connection breaks, or times out.
     """
     # `until` is later than the deadline of process 0, so that process 0 gives up first and can say why
     word, process_0 = "", Peer(server, until)

@@ -9,8 +9,8 @@ share held out), a `DocumentPiece` and the `Place` after it, an `Encoder` from p
 with a hash manifest, `BatchSpec` (the checks of a batch), and `WeightedBatch` batches, which count a held-out example
 once.
 
-Rooms: `documents` (files, JSONL, Parquet), `tokenizers` (Hugging Face's, chat templates, flag bits of tokens), `rows`
-(one or several documents per row, mixtures), `streams` (the user's own data).
+Rooms: `documents` (files, JSONL, Parquet), `tokenizers` (Hugging Face's, chat templates, flag bits of tokens),
+`document_rows` (one or several documents per row, mixtures), `streams` (the user's own data).
 
 To add a source: a class that implements `spec.Source` (`examples.Examples` does most of it for indexed examples) and a
 line in `sources.open_data`. Each process requests only its own rows, and the source reads no others.

@@ -48,7 +48,7 @@ class Arrays(Examples):
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the arrays, which reads all of them.
+        """Hashes all arrays.
 
         Raises:
           JaxparError: If an integer does not fit into 32 bits.
@@ -69,7 +69,7 @@ class Arrays(Examples):
 
 
 def blocks(value: np.ndarray) -> Iterator[np.ndarray]:
-    """Yields an array in C order, block by block; a mapped array is read from its file."""
+    """Yields the blocks of an array in C order; reads a mapped array from its file."""
     if isinstance(value, np.memmap) and value.flags.c_contiguous and value.filename is not None:
         with open(value.filename, "rb", buffering=0) as stream:  # pages of the memory map would count as memory
             stream.seek(value.offset)
@@ -119,7 +119,7 @@ def load_arrays(path: Path, *, check_all: bool = False) -> dict[str, np.ndarray]
       check_all: Whether to check that every integer fits into 32 bits, in mapped arrays too.
 
     Raises:
-      JaxparError: If it is missing, is no such file, or holds Python objects or integers beyond 32 bits.
+      JaxparError: If it is missing, has another format, or contains Python objects or integers beyond 32 bits.
     """
     try:
         path = path.expanduser()

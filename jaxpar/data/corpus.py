@@ -1,4 +1,4 @@
-"""The text of a run: files that are read block by block, never whole.
+"""The text of a run: reads files block by block, so that memory never holds a whole file.
 
 files ─► blocks of bytes ─► digest     identifies the text: the fingerprint of a run
                        └──► pieces     parts of a document that are tokenized independently
@@ -43,10 +43,10 @@ class Corpus:
         return sum(file.stat().st_size for file in self.files)
 
     def pieces(self, place: Place = START, seam: Seam | None = None) -> Iterator[DocumentPiece]:
-        """Yields the documents from a place on, in pieces.
+        """Yields the pieces of all documents from a place on.
 
         Args:
-          place: Where the next piece begins.
+          place: The place where the next piece begins.
           seam: `Encoder.seam`: the characters to drop at a cut, None if a cut changes the tokens.
 
         Raises:
@@ -68,11 +68,11 @@ class Corpus:
         return TextFile(file, self.wrong_bytes).check
 
     def notes(self) -> list[str]:
-        """Messages to the user about the text that was read."""
+        """Returns messages to the user about the text that was read."""
         return [str(self.wrong_bytes)] if self.wrong_bytes.first else []
 
     def mark(self) -> str:
-        """Hash of names, sizes and modification times; "" if a file is so new that it may change and keep its time."""
+        """Hash of names, sizes and modification times; "" if a file is so new that a change may not alter its time."""
         digest, newest = hashlib.blake2b(digest_size=32), 0.0
         for file in self.files:
             status = file.stat()
@@ -87,7 +87,7 @@ class Corpus:
           read: Called with the number of bytes after each block.
 
         Raises:
-          JaxparError: If a file cannot be read, changes meanwhile or is no text, or if all are empty.
+          JaxparError: If a file cannot be read, changes meanwhile or is not text, or if all files are empty.
         """
         digest, total = hashlib.sha256(), 0
         for file in self.files:
@@ -138,9 +138,10 @@ def pieces(file: Path) -> Iterator[str]:
 def cut_pieces(file: Path, begin: int = 0, seam: Seam | None = None) -> Iterator[tuple[str, int]]:
     """Yields the text of a file in pieces, each with the byte where the next begins.
 
-    A piece ends before a space or newline that follows another character: there a byte-level BPE starts a new word
-    anyway; other tokenizers are tested by `seam`. A million bytes without such a place are cut anyway, or refused if
-    there is a `seam`. The end of a piece depends only on its beginning, so a restart at a place gives the same pieces.
+    A piece ends before a space or newline that follows another character. A byte-level BPE always starts a new word
+    there; for other tokenizers, `seam` tests the cut. A million bytes without such a place are cut in any case, or
+    refused if there is a `seam`. The end of a piece depends only on its beginning, so a restart at a place gives the
+    same pieces.
     """
     buffer, offset = b"", begin
     for block in blocks(file, begin):
@@ -185,6 +186,6 @@ def _end(held: bytes, start: int, seam: Seam | None, *, file: Path, ended: bool)
 
 
 def _sides(held: bytes, start: int, place: int) -> tuple[str, str]:
-    """The text around a candidate cut, `SEAM` bytes on each side at most."""
+    """Returns the text around a possible cut, at most `SEAM` bytes on each side."""
     left = held[max(start, place - SEAM) : place].decode("utf-8", "ignore")
     return left, held[place : place + SEAM].decode("utf-8", "ignore")

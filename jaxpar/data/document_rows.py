@@ -8,8 +8,8 @@
     positions   0  1  2  0  1  0 |  0  1  2  3  4  5 |
     mask        1  1  0  1  0  0 |  1  1  1  1  1  0 |          the last token of a document predicts nothing
 
-A row is a range of the file, so an array of row starts describes all rows. Rows are filled in the order of documents; a
-document longer than a row is cut into rows, and each part but the last predicts the first token of the next part.
+A row is a range of the file, so an array of row starts describes all rows. Rows contain the documents in order. A
+document longer than a row is cut into rows, and each part except the last predicts the first token of the next part.
 """
 
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ class DocumentRows(Tokens):
         return f"from token {self.bounds[self.learned_rows[self._chosen(step, size)[row]]]} of {self.file}"
 
     def _document_ends(self) -> Iterator[np.ndarray]:
-        """Yields the ends of documents, block by block; of marked tokens without that of the last."""
+        """Yields the ends of documents, block by block; if tokens are marked, without the end of the last document."""
         for begin in range(0, len(self.tokens), BLOCK):
             block = self._read(begin, min(BLOCK, len(self.tokens) - begin))
             if self.marked:
@@ -57,10 +57,10 @@ class DocumentRows(Tokens):
                 yield np.flatnonzero(block == END) + begin + 1
 
     def _find_learned_rows(self) -> np.ndarray:
-        """Indices of the rows with at least one learned token: a batch of other rows alone would have no loss.
+        """Returns the indices of rows with at least one learned token, since a batch without any has no loss.
 
         Raises:
-          JaxparError: If there are none.
+          JaxparError: If there are no such rows.
         """
         learned = np.zeros(len(self.bounds) - 1, np.int64)
         for begin in range(0, len(self.tokens), BLOCK):
@@ -99,7 +99,7 @@ class DocumentRows(Tokens):
         return batch
 
     def _split_flags(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns ids, beginnings of documents (without flag bits never at the first token), and learned tokens."""
+        """Splits tokens into ids, document starts (without flag bits, not at the first token), and learned tokens."""
         if self.marked:
             return flag_bits.ids(tokens), flag_bits.begins(tokens), ~flag_bits.unlearned(tokens)
         first = np.concatenate([[False], tokens[:-1] == END])
@@ -130,10 +130,10 @@ def row_bounds(ends: Iterator[np.ndarray], total: int, seq: int, *, apart: bool)
     """Returns the starts of all rows and the end of the last. Shape [rows + 1], int64.
 
     Args:
-      ends: Ends of documents in order, block by block; that of the last may be left out.
+      ends: Ends of documents in order, block by block; the end of the last may be omitted.
       total: Number of tokens.
-      seq: Tokens of a row.
-      apart: Whether a row takes as many whole documents as fit; else one.
+      seq: Tokens per row.
+      apart: Whether a row contains as many whole documents as fit, or only one.
     """
     bounds, begin, last = [0], 0, 0
     for block in chain(ends, [np.array([total])]):

@@ -18,7 +18,7 @@ PAIR = "{'inputs': x, 'labels': y}"
 
 
 class Stream:
-    """Batches of a user's iterable. To reach a step, the batches before it are drawn and dropped."""
+    """Batches of a user's iterable. To reach a step, it draws and drops the batches before it."""
 
     def __init__(self, iterable: Iterable, name: str):
         self.iterable, self.fingerprint, self.examples = iterable, name, None
@@ -122,7 +122,9 @@ def parameters(function: Any) -> Collection[str]:
 
 
 def held_out_count(batch: Any, size: int) -> int:
-    """Common number of rows of the arrays of a user's held-out batch, if below `size`; else `size`."""
+    """Returns the number of rows of a user's held-out batch, if all arrays have the same and it is below `size`; else
+    `size`.
+    """
     counts = {row_count(value) for value in batch.values()} if isinstance(batch, Mapping) else set()
     return min(counts) if len(counts) == 1 and 0 < min(counts) < size else size
 
@@ -135,7 +137,7 @@ def row_count(value: Any) -> int:
 
 
 def describe_value(found: Any) -> str:
-    """Describes a value in place of a dict for an error: an array by its shape, a short list by its items."""
+    """Describes a value that should be a dict, for an error: an array by its shape, a short list by its items."""
     if isinstance(found, list | tuple) and 0 < len(found) <= 8:
         return f"a {type(found).__name__} of {', '.join(map(describe_value, found))}"
     shape = getattr(found, "shape", None)
@@ -146,7 +148,7 @@ def as_batch(batch: Any, size: int, name: str) -> Batch:
     """Converts a user's batch to arrays of numbers in 32 bits.
 
     Raises:
-      CorruptBatch: If it is no dict of arrays with `size` rows each.
+      CorruptBatch: If it is not a dict of arrays with `size` rows each.
     """
     try:
         return _as_batch(batch, size, name)

@@ -1,4 +1,4 @@
-"""Tokenizes a text once: by one of the processes that share a folder, while the others wait for it.
+"""Tokenizes a text once: of the processes that share a folder, one tokenizes it, and the others wait.
 
 is the file there, with every byte as written? ──yes──► train
           │ no: take the lock, on which the others wait
@@ -156,8 +156,8 @@ def pack(corpus: Corpus, spec: Data, folder: Path, say: Say = print_to_stderr) -
       say: Takes lines about progress and altered files.
 
     Raises:
-      JaxparError: If the text cannot be read or the file cannot be written; or if a file was altered, and packing
-        again gives other tokens.
+      JaxparError: If the text cannot be read or the file cannot be written; or if a file was altered, and packing the
+        text again results in other tokens.
     """
     make_folder(folder)
     kind, settings = f"tokens-{spec.tokenizer if spec.tokenizer in OURS else 'hf'}-{spec.tokens}-", token_settings(spec)
@@ -185,12 +185,12 @@ def pack(corpus: Corpus, spec: Data, folder: Path, say: Say = print_to_stderr) -
 
 
 def _salt(digest: str, settings: str, digits: int) -> str:
-    """Digest of a text's digest and the settings that decide its tokens; "" stays ""."""
+    """Returns a digest of a text's digest and the settings that determine its tokens; "" for ""."""
     return hashlib.sha256(f"{digest}\n{settings}".encode()).hexdigest()[:digits] if digest and settings else digest
 
 
 def _check_packed(file: Path, spec: Data, say: Say) -> tuple[Any, str]:
-    """Returns the manifest of a file of tokens, or None, and what is wrong: "" if every byte is as written."""
+    """Checks a file of tokens; returns its manifest or None, and a description of the damage, "" if there is none."""
     try:
         entry = packed.read_manifest(packed.manifest_path(file))
     except JaxparError as error:
@@ -262,7 +262,7 @@ def _update_mark(file: Path, found: Packed, mark: str) -> Packed:
 
 @contextmanager
 def _lock(folder: Path, say: Say) -> Iterator[bool]:
-    """Takes the lock of a folder; yields False if its file system has no locks: other processes may pack too."""
+    """Takes the lock of a folder; yields False if its file system has no locks (other processes may then pack too)."""
     with (folder / "packing.lock").open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

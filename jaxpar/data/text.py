@@ -38,8 +38,8 @@ from jaxpar.errors import refuse
 def weighted_batches(count: int, size: int, rows: Rows, read: Callable[[np.ndarray], Batch]) -> list[WeightedBatch]:
     """Returns batches of `size` rows whose weighted loss sums count each of `count` examples once.
 
-    If the examples fit several times, all are repeated as often, so fewer than half of the rows are padding: the
-    subtracted sum is smaller than the other, and float32 sums keep their digits.
+    If the examples fit several times, all are repeated equally often, so fewer than half of the rows are padding. The
+    subtracted sum is then smaller than the other, so that the difference of float32 sums is accurate.
 
     Args:
       count: Number of examples, at most `size`; 0 gives no batch.
@@ -140,11 +140,11 @@ def _shuffled_indices(positions: np.ndarray, examples: int, *, seed: int, shuffl
 
 @dataclass(frozen=True)
 class TrainIndices:
-    """Indices of the training examples, computed rather than stored: the windows of a text would fill memory.
+    """Indices of the training examples, computed on demand, because those of a text's windows would fill memory.
 
     Attributes:
       examples: Number of all examples.
-      stride: The held-out ones are `every - 1`, `2 every - 1`, ...; 0 holds out none.
+      stride: Examples `stride - 1`, `2 stride - 1`, ... are held out; 0 holds out none.
     """
 
     examples: int
@@ -203,7 +203,7 @@ class Tokens(Examples):
         return batch | ({"mask": (~flag_bits.unlearned(window[:, 1:])).astype(np.int32)} if self.spec.has_mask else {})
 
     def _read(self, begin: int, count: int) -> np.ndarray:
-        """Reads tokens with pread: pages of a memory map, of up to 2 MiB per row, would count as memory."""
+        """Reads tokens with pread, because pages of a memory map, up to 2 MiB per row, would count as used memory."""
         itemsize = self.tokens.dtype.itemsize
         content = os.pread(self._handle, count * itemsize, begin * itemsize)
         if len(content) < count * itemsize:
@@ -301,7 +301,7 @@ def text_files(spec: Data, say: Callable[[str], None] = lambda _: None) -> list[
 
 
 def _is_hidden(path: Path, pattern: str) -> bool:
-    """Whether a file or a folder above it begins with a dot that the pattern does not write itself."""
+    """Whether the name of a file or a folder above it begins with a dot that is not in the user's pattern."""
     pattern_parts = Path(pattern).parts
     if any(part.startswith(".") and set(part) & set("*?[") for part in pattern_parts):
         return False

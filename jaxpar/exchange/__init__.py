@@ -1,14 +1,14 @@
-"""How replicas of a model synchronize, and the collectives that do it, as tables of messages.
+"""Synchronizes replicas of a model, by XLA's collectives or by tables of messages.
 
-    base         the protocol of an exchange: what it does to gradients and to parameters, and what it sends
+    base         the protocol of an exchange: functions of gradients and of parameters, and the traffic of both
     replica_mesh means over the mesh axis of the replicas, by XLA or by a table of messages
     all_reduce   the default: gradients are summed in every step
     averaging/   replicas that differ and synchronize every N steps
     population/  members that see the same examples with different optimizer settings
     compressed/  gradients sent as codes
     low_rank/    gradients sent as products of thin matrices
-    clock/       stale gradients, simulated: a virtual clock decides when each gradient is applied
-    collectives/ collectives as rounds of messages: replayed on numbers, run on devices, priced
+    clock/       simulates stale gradients: a virtual clock decides when each gradient is applied
+    collectives/ collectives as rounds of messages, which run on devices and have a price in seconds
     table        the exchanges that a job may name
 
 Nouns: `Exchange` (a frozen value), `Replicas` (their state at a sync round), `ReplicaMesh` (the mesh axis of the

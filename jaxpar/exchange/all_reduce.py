@@ -23,9 +23,9 @@ class AllReduce(Exchange):
     per_replica = False
 
     def traffic(self, shards: Mapping[str, Any], replicas: int) -> tuple[Traffic, ...]:
-        """Returns one all-reduce per gradient, of the shard that a device stores of its parameter.
+        """Returns one all-reduce per parameter, of the gradient of the shard that a device stores.
 
-        With `fsdp`, XLA sums small gradients such as biases unsharded over both axes at once.
+        With `fsdp`, XLA sums small gradients, such as those of biases, unsharded over both axes at once.
         """
         from jaxpar.exchange.replica_mesh import mean_traffic
 

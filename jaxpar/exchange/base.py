@@ -1,10 +1,10 @@
-"""The protocol of an exchange: how replicas of a model, each with different examples, synchronize.
+"""The protocol of an exchange, which synchronizes replicas of a model that train on different examples.
 
     every step                 gradients of each replica ─► gradients(...) ─► its update
-    every N steps more                                                            └─► agree(...) ─► next step
+    also every N steps                                                            └─► synchronize(...) ─► next step
 
-Trees of replicas have a leading dim `replica`, split over the mesh axis `data`: each replica holds its own entry, and
-sums over that dim are the traffic. These trees leave out parameters that the optimizer freezes.
+Trees of replicas have a leading dim `replica`, sharded over the mesh axis `data`: each replica holds its own entry, and
+only sums over that dim communicate. These trees omit parameters that the optimizer freezes.
 """
 
 from abc import ABCMeta
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jaxpar.exchange.replica_mesh import ReplicaMesh
 
 
-Tree = Any  # a nested dict of arrays, or of their stand-ins
+Tree = Any  # a nested dict of arrays, or of abstract arrays
 
 
 def flatten_by_path(tree: Tree) -> tuple[dict[str, Any], Any]:
@@ -40,10 +40,10 @@ class Replicas:
     """The state of all replicas at a sync round.
 
     Attributes:
-      params: Their parameters, [replica, ...] each where replicas differ.
-      opt_state: Their optimizer states, likewise.
-      exchange_state: The state of the exchange, as `Exchange.init` made it.
-      model_state: Their other state, such as averages of BatchNorm: [replica, ...].
+      params: Parameters; [replica, ...] if replicas differ.
+      opt_state: Optimizer states, likewise.
+      exchange_state: The state of the exchange, of the structure that `Exchange.init` returns.
+      model_state: Other state of the model, such as averages of BatchNorm. [replica, ...].
     """
 
     params: Tree
@@ -52,12 +52,12 @@ class Replicas:
     model_state: Tree = ()
 
 
-MEAN, NO_MODEL = "mean", "none"  # values of `Exchange.global_model` that are not keys of `own`
+MEAN, NO_MODEL = "mean", "none"  # values of `Exchange.global_model` that are not keys of the exchange's state
 EXCHANGES: dict[str, type["Exchange"]] = {}  # by name in a job; `table` fills it
 
 
 class _Named(ABCMeta):
-    """The metaclass of exchanges: `Exchange("diloco", every=20)` makes a `DiLoCo`."""
+    """The metaclass of exchanges: it makes `Exchange("diloco", every=20)` construct a `DiLoCo`."""
 
     def __call__(cls, *args: Any, **settings: Any) -> Any:
         if cls is not Exchange:
@@ -72,9 +72,9 @@ class _Named(ABCMeta):
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange(Keywords, metaclass=_Named):
-    """How replicas synchronize; its fields are the keys of `[parallel.exchange]` in a job.
+    """A method that synchronizes replicas; its fields are the keys of `[parallel.exchange]` in a job.
 
-    `Exchange("diloco", every=20)` makes the subclass of that name. A subclass declares its kind by `replicas_differ`,
+    `Exchange("diloco", every=20)` constructs the subclass of that name. A subclass sets its kind by `replicas_differ`,
     `per_replica` and `every`, which may be fields, and implements the methods below.
 
     Attributes:
@@ -82,16 +82,14 @@ class Exchange(Keywords, metaclass=_Named):
     """
 
     name: str
-    every = 0  # steps from one `agree` to the next; 0: never
+    every = 0  # number of steps between two `synchronize`; 0 for never
     replicas_differ = False  # whether parameters and optimizer states of replicas may differ
-    averages_predictions = False  # whether evaluation shows all examples to all replicas and averages their outputs
+    averages_predictions = False  # whether evaluation runs all replicas on all examples and averages their outputs
     depends_on_shapes = (
         False  # whether its traffic depends on the shapes of parameters, not just on their number of elements
     )
-    same_examples = False  # whether all replicas see the same examples and draw the same random numbers
-    global_model = (
-        MEAN  # where replicas differ: "mean", the key of `own` with the parameters, or "none"; see `global_model`
-    )
+    same_examples = False  # whether all replicas train on the same examples and draw the same random numbers
+    global_model = MEAN  # if replicas differ: "mean", a key of the exchange's state, or "none"; see `global_model.py`
     per_replica = (
         True  # whether each replica computes its own gradients; else XLA sums them over `data` like over any axis
     )
@@ -104,10 +102,10 @@ class Exchange(Keywords, metaclass=_Named):
     def init(self, params: Tree, replicas: int) -> Tree:
         """Returns the exchange's state at step 0; () for none.
 
-        An array of a parameter's shape is shared by the replicas and placed like the optimizer's. One with a dim of
-        `replicas` in front of that has an entry on each replica, as has one under the key "each"; one under the key
-        "pieces" has a piece on each (`piece_dim`). All others are replicated. The path of an array of a parameter must
-        end with the parameter's, as in {"anchor": params}.
+        An array with the shape of a parameter is equal on all replicas and sharded like the optimizer's. An array with
+        an additional dim 0 of size `replicas`, or under the key "each", has one entry per replica; an array under the
+        key "pieces" is split over the replicas (`piece_dim`). Any other array is replicated. The path of a parameter's
+        array must end with the path of the parameter, as in {"anchor": params}.
 
         Args:
           params: The parameters with which all replicas begin.
@@ -120,29 +118,29 @@ class Exchange(Keywords, metaclass=_Named):
         return places
 
     def begin(self, replicas: Replicas) -> Replicas:
-        """Returns the replicas at step 0; the given ones are equal."""
+        """Returns the replicas at step 0, given equal ones."""
         return replicas
 
     def gradients(self, local: Tree, state: Tree, between: "ReplicaMesh") -> tuple[Tree, Tree]:
         """Returns the gradients for the optimizer's update, and the new state of the exchange.
 
         Args:
-          local: Each replica's gradient [replica, ...]. Where replicas differ it is that of the mean loss of their own
-            examples; else the mean over replicas is the gradient of the whole batch.
+          local: Each replica's gradient [replica, ...]. If replicas differ, it is the gradient of the mean loss of the
+            replica's examples; else the mean over replicas is the gradient of the whole batch.
           state: The state of the exchange.
           between: The mesh and the specs of the gradients.
 
         Returns:
-          Gradients [replica, ...] where replicas differ, else without that dim.
+          Gradients [replica, ...] if replicas differ, else without that dim.
         """
         return (local if self.replicas_differ else between.mean(local)), state
 
     def problems(self, replicas: int) -> list[Problem]:
-        """Returns the errors of its settings for so many replicas."""
+        """Returns the problems of the settings with this number of replicas."""
         return []
 
     def idle(self, parts: Mapping[str, ShardShape], replicas: int) -> list[Problem]:
-        """Returns a problem if the exchange does nothing for a model.
+        """Returns a problem if the exchange has no effect on a model.
 
         Args:
           parts: Path of each parameter to the part that a device holds.
@@ -151,18 +149,18 @@ class Exchange(Keywords, metaclass=_Named):
         return []
 
     def sync_round(self, step: int) -> int:
-        """Returns the number of the sync round that ends a step, from 1; 0 for none. Each number has its own program.
+        """Returns the number, from 1, of the sync round after a step; 0 for none. Each number is compiled separately.
 
         Args:
-          step: Its number, from 1.
+          step: Number of the step, from 1.
         """
         return int(bool(self.every) and step % self.every == 0)
 
     def synchronize(self, replicas: Replicas, between: "ReplicaMesh") -> Replicas:
-        """Returns the synchronized replicas.
+        """Synchronizes the replicas after a step.
 
         Args:
-          replicas: After the step's own update.
+          replicas: The replicas after the step's update.
           between: The mesh, the specs of the parameters, and the number of the sync round.
         """
         return replicas
@@ -186,7 +184,7 @@ class Exchange(Keywords, metaclass=_Named):
         return ()
 
     def explain(self, sent: Iterable[Traffic]) -> str:
-        """Returns a sentence about how replicas synchronize and how many bytes they send."""
+        """Describes in a sentence how replicas synchronize and how many bytes they send."""
         bytes_of: dict[int, float] = defaultdict(float)
         for traffic in sent:
             bytes_of[traffic.every] += traffic.collective.step_wire
@@ -206,17 +204,17 @@ class Exchange(Keywords, metaclass=_Named):
         return f"{self.name}{period}" + (f" ({settings})" if settings else "")
 
 
-# What the settings of all exchanges share: their table in a job, and their ranges.
+# Shared by the settings of all exchanges: their table in a job, and their ranges.
 
 SECTION = "parallel.exchange"
 STEPS = 2**31 - 1
 
 
 def check_algorithm(name: str) -> None:
-    """Refuses an unknown all-reduce; "" is XLA's own.
+    """Refuses an unknown all-reduce algorithm; "" is XLA's all-reduce.
 
     Raises:
-      JaxparError: If there is none of that name.
+      JaxparError: If no algorithm has that name.
     """
     if name:
         algorithms.check(name)

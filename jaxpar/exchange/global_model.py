@@ -1,4 +1,4 @@
-"""The one model trained by replicas that differ: the model to evaluate, sample, export and start from.
+"""Computes the global model of replicas that differ: the one to evaluate, sample, export and start from.
 
 exchange               global model
 diloco, streaming      the anchor, which the outer optimizer updates
@@ -15,9 +15,9 @@ from jaxpar.exchange.base import MEAN, NO_MODEL, Exchange, Tree, flatten_by_path
 
 
 def merge_replicas(x: jax.Array) -> jax.Array:
-    """Merges an array [replica, ...]: the mean of floating-point numbers, else the first entry.
+    """Merges an array [replica, ...]: returns the mean of floating-point numbers, else the first entry.
 
-    Other dtypes, such as counts, are equal on all replicas; of random keys any one will do.
+    Arrays of other dtypes, such as counts, are equal on all replicas; for random keys, any entry will do.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x[0]
@@ -28,12 +28,12 @@ def global_params(exchange: Exchange, params: Tree, exchange_state: Tree) -> Tre
     """Returns the parameters of the global model.
 
     Args:
-      exchange: How the replicas synchronize.
-      params: Their parameters: [replica, ...] each where replicas differ.
-      exchange_state: The state of the exchange. It lacks frozen parameters, which are equal on all replicas.
+      exchange: The exchange of the replicas.
+      params: The replicas' parameters; [replica, ...] if replicas differ.
+      exchange_state: The state of the exchange. It omits frozen parameters, which are equal on all replicas.
 
     Raises:
-      JaxparError: If replicas are several models.
+      JaxparError: If the replicas are several models.
     """
     if not exchange.replicas_differ:
         return params
@@ -45,10 +45,10 @@ def global_params(exchange: Exchange, params: Tree, exchange_state: Tree) -> Tre
 
 
 def several_models(name: str) -> JaxparError:
-    """Returns the error for taking one model of several.
+    """Returns the error for an exchange whose replicas are several models.
 
     Args:
-      name: Of the exchange.
+      name: Name of the exchange.
     """
     return refuse(
         f"replicas of exchange {name!r}, which are several models",

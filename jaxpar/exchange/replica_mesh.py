@@ -1,4 +1,4 @@
-"""Means over replicas: trees [replica, ...] are averaged over the mesh axis `data`, and broadcast again.
+"""Means over replicas: averages trees [replica, ...] over the mesh axis `data`, and broadcasts the result.
 
 x [replica, ...] over data ─► mean ─► [...] on every replica ─► spread ─► [replica, ...], all entries equal
                            └► mixed ─► [replica, ...], each a weighted mean of its own entry and some others
@@ -29,10 +29,10 @@ class ReplicaMesh:
     """The mesh of the replicas, and the specs of one replica's arrays.
 
     Attributes:
-      mesh: With an axis `data`, whose devices are the replicas.
-      specs: Spec of every array of a tree of one replica.
-      optimizer: Likewise of an optimizer's state.
-      sync_round: The number of the exchange's sync round, from 1.
+      mesh: A mesh with an axis `data`, whose entries are the replicas.
+      specs: Tree with the spec of every array of one replica.
+      optimizer: Likewise for one replica's optimizer state.
+      sync_round: Number of the exchange's sync round, from 1.
       parts: Path of each parameter to the part that a device holds.
     """
 
@@ -51,8 +51,8 @@ class ReplicaMesh:
         """Returns the mean over replicas of a tree [replica, ...], without that dim, on every replica.
 
         Args:
-          tree: Arrays with `specs`.
-          algorithm: One of `algorithms.ALL_REDUCE`, whose messages are sent; "" for XLA's all-reduce.
+          tree: Arrays sharded by `specs`.
+          algorithm: One of `algorithms.ALL_REDUCE`, which sends the messages of its table; "" for XLA's all-reduce.
 
         Raises:
           JaxparError: If there is no such algorithm.
@@ -76,11 +76,11 @@ class ReplicaMesh:
 
     @property
     def for_optimizer(self) -> "ReplicaMesh":
-        """The same replicas, for trees that are optimizer states."""
+        """Returns this mesh with the specs of optimizer states."""
         return self.with_specs(self.optimizer)
 
     def with_specs(self, specs: Tree) -> "ReplicaMesh":
-        """Returns the same replicas, for trees with other specs."""
+        """Returns this mesh with other specs."""
         return replace(self, specs=specs)
 
     def average(self, tree: Tree) -> Tree:
@@ -96,11 +96,11 @@ class ReplicaMesh:
     def mix(self, tree: Tree, weights: np.ndarray) -> Tree:
         """Returns a tree [replica, ...] with the entry sum_j weights[i, j] x[j] on replica i.
 
-        A replica sends its entry only to the replicas that give it a weight.
+        A replica sends its entry only to replicas with a nonzero weight for it.
 
         Args:
-          tree: Arrays with `specs`.
-          weights: Shape [replicas, replicas].
+          tree: Arrays sharded by `specs`.
+          weights: Weights of the sums. Shape [replicas, replicas].
         """
         leaves, structure = jax.tree.flatten(tree)
         specs = tuple(PartitionSpec(AXIS, *spec) for spec in structure.flatten_up_to(self.specs))
@@ -120,7 +120,7 @@ class ReplicaMesh:
         return jax.tree.unflatten(structure, outputs)
 
     def _summed(self, parts: list[jax.Array], algorithm: str) -> list[jax.Array]:
-        """Returns this device's parts, summed over replicas: the parts of a dtype are sent as one vector."""
+        """Returns this device's parts, summed over replicas; sends all parts of a dtype as one vector."""
         for dtype in dict.fromkeys(part.dtype for part in parts):
             places = [i for i, part in enumerate(parts) if part.dtype == dtype]
             flat = jnp.concatenate([parts[i].reshape(-1) for i in places])
@@ -135,7 +135,7 @@ class ReplicaMesh:
         return parts
 
     def spread(self, tree: Tree) -> Tree:
-        """Returns a tree as [replica, ...] with equal entries; it sends nothing, as every replica has the tree."""
+        """Returns a tree as [replica, ...] with equal entries; sends nothing, because every replica has the tree."""
         return jax.tree.map(self._spread, tree, self.specs)
 
     def _spread(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -148,7 +148,7 @@ class ReplicaMesh:
 def mean_traffic(
     shards: Mapping[str, Any], replicas: int, *, every: int = 1, algorithm: str = ""
 ) -> tuple[Traffic, ...]:
-    """Returns the traffic of `Between.mean` for these shards: an all-reduce of each, or permutes of all at once."""
+    """Returns the traffic of `ReplicaMesh.mean`: an all-reduce per shard, or an algorithm's permutes of all shards."""
     if algorithm:
         return tuple(
             Traffic(collective=collective, every=every) for collective in _permuted(shards, replicas, algorithm)
@@ -166,7 +166,7 @@ def mean_traffic(
 
 
 def piece_spec(spec: PartitionSpec, dim: int, dims: int) -> PartitionSpec:
-    """Returns a spec of `dims` dims, where dim `dim` is also split over the replicas."""
+    """Returns a spec of `dims` dims in which dim `dim` is also split over the replicas."""
     entries = [*spec, *(None,) * (dims - len(spec))]
     names = entries[dim]
     entries[dim] = (*((names,) if isinstance(names, str) else names or ()), AXIS)
@@ -174,14 +174,14 @@ def piece_spec(spec: PartitionSpec, dim: int, dims: int) -> PartitionSpec:
 
 
 def shifts(weights: np.ndarray) -> list[list[tuple[int, int]]]:
-    """Returns few permutes, (source, target) pairs: in the k-th, replica i sends to i + k if that gives it a weight."""
+    """Returns the pairs (source, target) of each permute: in the k-th, i sends to i + k if the weight is nonzero."""
     count = len(weights)
     permutes = ([(i, (i + k) % count) for i in range(count) if weights[(i + k) % count, i]] for k in range(1, count))
     return [pairs for pairs in permutes if pairs]
 
 
 def mix_traffic(shards: Mapping[str, Any], weights: np.ndarray, *, every: int = 1) -> tuple[Traffic, ...]:
-    """Returns the traffic of `Between.mix` for these shards: a permute of each for every shift."""
+    """Returns the traffic of `ReplicaMesh.mix`: a permute per shard and shift."""
     return tuple(
         Traffic(
             every=every,
@@ -197,7 +197,7 @@ def mix_traffic(shards: Mapping[str, Any], weights: np.ndarray, *, every: int = 
 
 
 def _permuted(shards: Mapping[str, Any], replicas: int, algorithm: str) -> list[Collective]:
-    """Returns the permutes of an algorithm's table; equal ones are counted in `times`."""
+    """Returns the permutes of an algorithm's table; `times` counts equal ones."""
     sizes: Counter = Counter()
     for shard in shards.values():
         sizes[jnp.dtype(shard.dtype)] += shard.size

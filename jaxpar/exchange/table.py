@@ -32,7 +32,7 @@ def added(name: str, exchange: type[Exchange]) -> Iterator[None]:
     """Adds an exchange until the context ends.
 
     Raises:
-      JaxparError: If there is one of that name.
+      JaxparError: If the name is taken.
     """
     if name in EXCHANGES:
         raise refuse(

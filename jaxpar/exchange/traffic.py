@@ -12,9 +12,9 @@ class Traffic:
     """A collective between replicas, and how often it runs.
 
     Attributes:
-      collective: The collective of one step that sends it.
-      every: Steps from one such step to the next.
-      sync_round: Number of the exchange's sync round that sends it, from 1.
+      collective: The collective, as it runs in one step.
+      every: Number of steps from one run to the next.
+      sync_round: Number of the exchange's sync round that runs it, from 1.
     """
 
     collective: Collective
@@ -30,10 +30,10 @@ class ShardShape:
     """The part of a parameter that one device holds.
 
     Attributes:
-      shape: Its shape.
-      dtype: As stored.
+      shape: Shape of the part.
+      dtype: Stored dtype.
       layers: Whether dim 0 is the layers of a stack.
-      total_size: Elements of the parameter, on all devices.
+      total_size: Number of elements of the parameter, on all devices together.
     """
 
     shape: tuple[int, ...]
@@ -48,11 +48,11 @@ class ShardShape:
 
 
 def piece_dim(shape: tuple[int, ...], replicas: int) -> int | None:
-    """Returns the dim along which each replica has a piece of a device's part: the largest that divides; or None."""
+    """Returns the dim along which replicas divide a device's part: the largest that they divide evenly, or None."""
     candidates = [dim for dim, size in enumerate(shape) if size and size % replicas == 0]
     return max(candidates, key=lambda dim: shape[dim], default=None)
 
 
 def round_up(elements: int, block: int) -> int:
-    """Rounds a number of elements up to whole blocks."""
+    """Rounds a number of elements up to a multiple of the block."""
     return -(-elements // block) * block

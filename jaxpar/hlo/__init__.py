@@ -6,15 +6,15 @@
     provenance       the origin of a value
     attribution      the parameter, or line of the user's code, to which bytes belong
     bytes_accessed   bytes that a kernel reads and writes
-    flop             FLOP of matmuls, as compiled
-    traced_flop      FLOP of matmuls, as traced
-    matmuls          parses only the parts of a text that lead to its matmuls
-    own_share        matmuls that a device computes beyond its share, and the lines that cause them
-    branches         refuses collectives that devices in different branches would wait for
+    flop             FLOP of matmuls in the compiled program
+    traced_flop      FLOP of matmuls in the traced program
+    flop_share       matmuls that a device computes beyond its share, and the lines that cause them
+    branches         refuses collectives in branches that different devices may take: they would wait for each other
 
-Nouns: a module, a computation, an `Op`, a replica group, a cause. Knows no layout and no job: any compiled JAX
-program can be read.
+Nouns: a module, a computation, an `Op`, a replica group, a cause. This code reads any compiled JAX program, and knows
+neither layouts nor jobs.
 
 To read a new form of XLA's text: its pattern next to the others of its file (`text` for instructions, `replica_groups`
-for groups), and the text itself under `tests/hlo`. To recognise one more kind of value: a clue in `attribution.of`.
+for groups), and the text itself under `tests/hlo`. To recognise one more kind of value: a clue in
+`attribution.ArrayCauses.cause_of`.
 """

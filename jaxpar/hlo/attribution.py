@@ -200,8 +200,8 @@ class ArrayCauses:
     ) -> Cause:
         """Finds the cause of an instruction's operand.
 
-        It tries the clues in order of certainty: a message between stages or a halo, an argument, a scope, a shape, and finally
-        the line of code.
+        It tries the clues in order of certainty: a message between stages or a halo, an argument, a scope, a shape, and
+        finally the line of code.
 
         Args:
           trace: The data flow of the program.

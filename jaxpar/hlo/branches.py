@@ -1,11 +1,11 @@
-"""Refuses collectives in branches that only some stages take and that wait for devices of other stages: a deadlock.
+"""Refuses collectives that would deadlock: in a branch that only some stages take, with devices of other stages.
 
-    a tick of 1f1b     stage 0  forward    all-reduce over tensor: its members are all of stage 0        ends
-                       stage 1  backward   collective-permute over tensor: XLA lets all devices meet     never ends
+    a tick of 1f1b     stage 0  forward    all-reduce over tensor: all its members are in stage 0        ends
+                       stage 1  backward   collective-permute over tensor: XLA includes all devices      never ends
 
-A table that mixes kinds of ops chooses one for each stage and tick; a collective inside this choice may join only
-devices of one stage. XLA's partitioner places collectives there, so the compiled program is read. A phased table has no
-such choice: in each of its ticks all stages run the same kind of op.
+If a table mixes kinds of ops, a conditional chooses the op of each stage and tick. A collective inside this conditional
+may include only devices of one stage. XLA's partitioner inserts such collectives, so they are only visible in the
+compiled program. A phased table has no conditional: all stages run the same kind of op in a tick.
 """
 
 from collections.abc import Mapping
@@ -26,15 +26,15 @@ _ALL_MEET = ("collective-permute", "send", "recv")  # all devices take part, not
 
 
 def check_branches(program: str | Module, sizes: Mapping[str, int], schedule: "Schedule") -> None:
-    """Refuses a table whose program has a branch of only some stages with a collective that joins other stages.
+    """Refuses a table whose program has, in a branch for some stages, a collective with devices of other stages.
 
     Args:
-      program: As compiled, or its text.
+      program: The compiled program, or its text.
       sizes: Mesh axis to size, outermost first; partition i is the i-th device of the mesh.
-      schedule: The table that it runs.
+      schedule: The table that the program runs.
 
     Raises:
-      JaxparError: With the first such collective, and the phased schedule that has none.
+      JaxparError: If there is such a collective; the message has the first, and a phased schedule without conditionals.
     """
     if schedule.phased or (isinstance(program, str) and "conditional(" not in program):
         return
@@ -46,7 +46,7 @@ def check_branches(program: str | Module, sizes: Mapping[str, int], schedule: "S
 
 
 def _chosen(module: Module) -> list[str]:
-    """Returns the computations in the branches of the executor's conditional, and those that they call."""
+    """Returns the computations in the branches of the executor's conditional, and all computations that these call."""
     names: dict[str, None] = {}
     # XLA may have made a conditional without a label from the executor's: better to count it than to miss it
     choices = (op for _, op in module.ops() if op.opcode == "conditional" and (CHOICE in op.label or not op.label))

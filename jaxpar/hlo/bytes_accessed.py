@@ -1,7 +1,7 @@
-"""Bytes accessed by a kernel; of an array that it slices or updates in place, only the slice counts.
+"""Counts the bytes that a kernel accesses; for an array that it slices or updates in place, only the slice counts.
 
-XLA's cost model has them for most kernels. For asynchronous ones (`fusion-start`: the copies into and out of a loop's
-residuals) it states no time, and their operands are the loop's whole arrays.
+XLA's cost model has the bytes of most kernels. It has no time for asynchronous kernels (`fusion-start`, which copies
+slices into and out of a loop's residuals), whose operands are the loop's complete arrays.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ def bytes_accessed(module: Module, computation: str, op: Op) -> int:
 
 
 def _read(array: Op, body: Sequence[Op]) -> int:
-    """Returns the bytes read of an array, by any of its names."""
+    """Returns the bytes that a kernel reads of an array, which may have several names."""
     names = {array.name}
     for alias in body:
         if alias.opcode == _ALIAS and set(alias.operands) <= names:
@@ -53,7 +53,7 @@ def _read(array: Op, body: Sequence[Op]) -> int:
 
 
 def _written(result: Op, named: dict[str, Op]) -> int:
-    """Returns the bytes written of a result: of an update in place, those of the update."""
+    """Returns the bytes that a kernel writes of a result; for an update in place, those of the update."""
     while result.opcode == _ALIAS and result.operands[0] in named:
         result = named[result.operands[0]]
     if result.opcode != _UPDATE:

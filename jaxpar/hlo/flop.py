@@ -1,7 +1,7 @@
-"""FLOP of the hardware, counted in the compiled program, each loop by its trip count.
+"""Counts the FLOP of the hardware in the compiled program, with the trip count of each loop.
 
-Two for every multiplication and addition of a matrix product or a convolution; elementwise operations do not count.
-`traced_flop` counts those of the model before it is compiled.
+A multiplication and an addition of a matrix product or a convolution count as two FLOP, elementwise operations as none.
+`traced_flop` counts the FLOP of the model before compilation.
 """
 
 import json
@@ -25,15 +25,15 @@ _GEMM = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
 
 @dataclass(frozen=True, slots=True)
 class Flop:
-    """FLOP of one device in one step, as compiled.
+    """FLOP of one device in one step of the compiled program.
 
     Attributes:
-      forward: Of the forward pass, and of everything outside both passes.
-      backward: Of the backward pass, without recomputation.
-      recomputed: Of recomputation: of the forward pass in the backward pass, or by XLA.
-      by_dtype: Operands' dtype to FLOP.
-      unknown: Whether some are in a loop of unknown trip count, and count once.
-      squeezed: Those of `recomputed` that XLA itself recomputes, to save memory.
+      forward: FLOP of the forward pass, and of operations outside of both passes.
+      backward: FLOP of the backward pass, without recomputation.
+      recomputed: FLOP of recomputation, in the backward pass or by XLA.
+      by_dtype: Dtype of the operands to FLOP.
+      unknown: Whether a loop has an unknown trip count, and its FLOP count once.
+      squeezed: The part of `recomputed` that XLA chose to recompute, to save memory.
     """
 
     forward: int
@@ -75,10 +75,10 @@ def operand_dtype(module: Module, computation: str, op: Op) -> str:
 
 
 def op_flop(module: Module, computation: str, op: Op) -> int:
-    """Returns the FLOP of one run of one instruction: of a matmul or a convolution, else 0.
+    """Returns the FLOP of one run of an instruction, which are 0 unless it is a matmul or a convolution.
 
     Raises:
-      JaxparError: If its dims are not its operands'.
+      JaxparError: If its dims do not match those of its operands.
     """
     try:
         return _op_flop(module, computation, op)
@@ -107,7 +107,7 @@ def _op_flop(module: Module, computation: str, op: Op) -> int:
 
 
 def _convolution(op: Op, here: dict[str, Op]) -> int:
-    """Returns 2 x outputs x the kernel's entries per output; a gradient has the FLOP of its forward pass."""
+    """Returns 2 x outputs x kernel entries per output; for a gradient, the FLOP of the forward convolution."""
     labels = op.attribute("dim_labels")
     if not labels:
         return 0
@@ -116,7 +116,7 @@ def _convolution(op: Op, here: dict[str, Op]) -> int:
         outputs, kernel = kernel, outputs
     elif "__cudnn$convBackwardInput" in op.attributes:
         outputs = here[op.operands[0]].arrays[0]
-    spread = re.search(r"lhs_dilate=([\dx]+)", op.attribute("window") or "")  # zeros between the inputs: not multiplied
+    spread = re.search(r"lhs_dilate=([\dx]+)", op.attribute("window") or "")  # skips zeros between inputs
     zeros = math.prod(int(step) for step in spread[1].split("x")) if spread else 1
     features = kernel.dims[re.split("_|->", labels)[1].index("o")]
     return 2 * outputs.size * kernel.size // features // zeros
@@ -136,17 +136,17 @@ _CALL = re.compile(
 
 
 def parse_matmuls(text: str) -> Module:
-    """Returns the module of a text's matmuls, convolutions, their operands, and their callers; see `text.parse`.
+    """Parses only matmuls, convolutions, their operands and their callers from a text; see `text.parse`.
 
     Args:
-      text: As XLA printed it just now: damage is not looked for.
+      text: Text that XLA has just printed; it is not checked for damage.
     """
     heads = list(_HEAD.finditer(text))
     starts, names = [head.start() for head in heads], [head[2] for head in heads]
     selected: dict[str, dict[int, Op]] = {name: {} for name in names}
 
     def keep(position: int) -> Op:
-        """Parses and keeps the instruction on the line of a position."""
+        """Parses the instruction on the line of a position, and adds it to the module."""
         begin, end = text.rfind("\n", 0, position) + 1, text.find("\n", position)
         by_start = selected[names[bisect_right(starts, position) - 1]]
         return by_start.get(begin) or by_start.setdefault(begin, instruction(text[begin:end].strip(), 0))

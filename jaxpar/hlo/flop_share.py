@@ -1,10 +1,10 @@
 """Compares a device's FLOP in a step with its share of the traced step.
 
-    traced step    FLOP of matmuls over all devices, remat and idle ticks among them  ──/ devices──► its share
+    traced step    FLOP of matmuls over all devices, including remat and idle ticks   ──/ devices──► its share
     compiled step  FLOP of matmuls on each device
 
-If it computes more, devices repeat each other's work: some array is replicated that should be sharded. Its values are
-right, so nothing else would show it. XLA's own recomputation, to save memory, does not count.
+If a device computes more than its share, devices repeat each other's work: some array is replicated that should be
+sharded. The results are correct, so nothing else would show it. XLA's recomputation to save memory does not count.
 """
 
 from collections import defaultdict
@@ -34,10 +34,10 @@ class FlopShare:
 
     Attributes:
       devices: Number of devices.
-      schedule: The table of its pipeline; None without one.
-      matmuls: (FLOP over all devices, Python lines of the matmul) of each matmul.
-      zeros: FLOP of one device that multiply zeros, where XLA makes dense convolutions of the gradients of depthwise
-        kernels: on CPUs, not on GPUs. They belong to no share, and are not repeated work.
+      schedule: The table of the pipeline; None without a pipeline.
+      matmuls: (FLOP over all devices, Python lines) of each matmul.
+      zeros: FLOP of one device that multiply zeros, because on CPUs, not GPUs, XLA computes gradients of depthwise
+        kernels by dense convolutions. They belong to no share, and are not repeated work.
     """
 
     devices: int
@@ -52,7 +52,7 @@ class FlopShare:
 
     @cached_property
     def by_line(self) -> dict[tuple[str, int], float]:
-        """(file, line) of the user's code to FLOP of one device."""
+        """(file, line) of the user's code to its FLOP on one device."""
         sums: dict[tuple[str, int], float] = defaultdict(float)
         for flop, traceback in self.matmuls:
             stack = traceback.frames if traceback else ()
@@ -66,9 +66,9 @@ class Excess:
     """The matmuls that a device computes beyond its share.
 
     Attributes:
-      computed_flop: FLOP of one device, as compiled.
-      share_flop: FLOP of its share.
-      lines: Where most of it is, `net.py:12 in __call__`, most first.
+      computed_flop: FLOP of one device in the compiled program.
+      share_flop: FLOP of a device's share.
+      lines: Lines of code with the largest excess, `net.py:12 in __call__`, largest first.
     """
 
     computed_flop: float
@@ -93,7 +93,7 @@ FIX = (
 
 
 def flop_share(jaxpr: Any, devices: int, schedule: "Schedule | None") -> FlopShare | None:
-    """Returns the share of each device in a traced step; None if a trip count depends on the data."""
+    """Computes each device's share of a traced step; None if a trip count depends on the data."""
     matmuls = tuple(traced_matmuls(jaxpr, schedule))
     if any(flop is None for _, flop in matmuls):
         return None
@@ -103,7 +103,7 @@ def flop_share(jaxpr: Any, devices: int, schedule: "Schedule | None") -> FlopSha
 
 
 def _depthwise(equation: Any) -> bool:
-    """Returns whether this is the gradient of a kernel with a group for every output channel."""
+    """Whether a convolution is the gradient of a depthwise kernel, with one group per output channel."""
     if equation.primitive.name != "conv_general_dilated":
         return False
     features = equation.params["dimension_numbers"].out_spec[1]
@@ -114,8 +114,8 @@ def find_excess(program: str | Module, share: FlopShare | None) -> Excess | None
     """Returns a device's excess over its share, if it is more than 5 %.
 
     Args:
-      program: As compiled, or its text.
-      share: Of the same step as it was traced.
+      program: The compiled program, or its text.
+      share: The device's share of the same traced step.
     """
     if share is None or share.devices == 1 or not share.flop:
         return None
@@ -129,7 +129,7 @@ def find_excess(program: str | Module, share: FlopShare | None) -> Excess | None
 
 
 def _multiplies_zeros(module: Module) -> bool:
-    """Returns whether convolutions are XLA's own: on GPUs they are cuDNN's, which has a kernel for groups."""
+    """Whether XLA itself runs convolutions; on GPUs cuDNN does, which has a kernel for groups."""
     return any(op.opcode == "convolution" for ops in module.computations.values() for op in ops)
 
 
@@ -147,6 +147,6 @@ def _lines(module: Module, share: FlopShare) -> list[str]:
 
 
 def _line(stack: Iterable[SourceFrame]) -> tuple[tuple[str, int], str]:
-    """Returns the line of the user's code in a stack, and its function."""
+    """Returns the line and function of the user's code in a stack."""
     frame = users_frame(list(stack)) or SourceFrame("", 0, "")
     return (frame.file, frame.line), frame.function.split(".")[-1]

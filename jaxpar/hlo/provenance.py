@@ -1,4 +1,4 @@
-"""Provenance of values: back through tuples, loops, calls and copies, to the op or argument they come from."""
+"""Traces a value back through tuples, loops, calls and copies to the op or argument that it comes from."""
 
 from functools import cached_property
 
@@ -15,19 +15,19 @@ Index = tuple[int, ...]
 
 
 class DataFlow:
-    """The provenance of a module's values."""
+    """The data flow of a module, through which values are traced back."""
 
     def __init__(self, module: Module):
         self.module = module
 
     @cached_property
     def places(self) -> dict[str, tuple[str, Op]]:
-        """Instruction to (computation, instruction)."""
+        """Name of an instruction to (computation, instruction)."""
         return {op.name: (computation, op) for computation, op in self.module.ops()}
 
     @cached_property
     def callers(self) -> dict[str, tuple[str, Op]]:
-        """Computation to (computation, instruction) that calls it."""
+        """Name of a computation to the (computation, instruction) that calls it."""
         return {
             name: (computation, op)
             for computation, op in self.module.ops()
@@ -36,12 +36,12 @@ class DataFlow:
         }
 
     def source(self, name: str, index: Index, *, through_loops: bool) -> tuple[str, Index] | None:
-        """Returns the value of which a value is an unchanged copy, one step back, or None if it is computed here.
+        """Goes one step back to the value that a value copies unchanged; None if an op computes the value.
 
         Args:
-          name: Of an instruction.
+          name: Name of an instruction.
           index: Entry of its result.
-          through_loops: Follow a loop's carry to its initial value; else to the result of its body.
+          through_loops: Whether to trace a loop's carry to its initial value, or to the result of the body.
         """
         if name not in self.places:
             return None
@@ -101,7 +101,7 @@ class DataFlow:
         return [self._unflattened(node, siblings) for node in operands]
 
     def _outside(self, op: Op) -> Op:
-        """Returns the operand of a fusion for which a parameter inside it stands."""
+        """Returns the operand of the fusion that a parameter inside of it refers to."""
         computation = self.places[op.name][0]
         while op.opcode == "parameter" and computation in self.callers:
             caller_computation, caller = self.callers[computation]
@@ -114,7 +114,7 @@ class DataFlow:
         return op
 
     def _unflattened(self, op: Op, here: dict[str, Op]) -> Op:
-        """Returns the value before reshapes, which do not change its bytes."""
+        """Returns the value before reshapes, which do not change bytes."""
         is_call = op.opcode == "fusion" and len(op.callees) == 1
         if is_call:
             root = next(node for node in self.module.computations[op.callees[0]] if node.root)
@@ -130,7 +130,7 @@ class DataFlow:
         return op
 
     def label(self, op: Op) -> str:
-        """Returns the label of an instruction; if XLA lost it, as for combined reductions, that of its reducer."""
+        """Returns the label of an instruction, or of its reducer if XLA drops it, as for combined reductions."""
         if op.label or "to_apply=" not in op.unquoted:
             return op.label
         return next((node.label for node in self.module.computations[op.callees[0]] if node.root), "")
@@ -150,7 +150,7 @@ class DataFlow:
         return None
 
     def argument_number(self, name: str, index: Index = ()) -> int | None:
-        """Returns the number of the program's argument of which a value is a copy, a slice or a cast, or None."""
+        """Returns the number of the argument that a value copies, slices or casts, or None."""
         visited = set()
         while name in self.places and (name, index) not in visited and len(visited) < _STEPS:
             visited.add((name, index))

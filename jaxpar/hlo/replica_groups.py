@@ -1,4 +1,4 @@
-"""Replica groups: the devices that take part in a collective, and the mesh axes along which they lie.
+"""Parses replica groups, the devices of a collective, and finds the mesh axes that they form.
 
 XLA prints groups in three forms:
 
@@ -29,7 +29,7 @@ def parse_groups(text: str, devices: int) -> np.ndarray:
 
     Args:
       text: The text after `replica_groups=`.
-      devices: Of the program; `{}` means all of them in one group.
+      devices: Number of devices of the program; `{}` is one group of all devices.
 
     Raises:
       JaxparError: If the text has none of the three forms, or its ids do not fit the devices.
@@ -128,7 +128,7 @@ def axes_of(groups: np.ndarray, sizes: Mapping[str, int]) -> tuple[str, ...]:
       sizes: Mesh axis to size, outermost first.
 
     Returns:
-      Names of axes; `~name` where the groups take only a part of an axis, or mix several unevenly.
+      Names of axes; `~name` if the groups contain only a part of an axis, or mix several axes unevenly.
 
     Raises:
       JaxparError: If the program runs on more devices than the mesh has.
@@ -157,10 +157,10 @@ def _check_mesh(ids: np.ndarray, sizes: Mapping[str, int]) -> None:
 
 
 def parse_pairs(text: str, devices: int) -> np.ndarray:
-    """Returns the (source, target) pairs of a permute; none where a pipeline has one stage. Shape [pairs, 2].
+    """Returns the (source, target) pairs of a permute; none if a pipeline has one stage. Shape [pairs, 2].
 
     Raises:
-      JaxparError: If the text is no list of pairs, or names devices that the program does not have.
+      JaxparError: If the text is not a list of pairs, or has devices that the program does not have.
     """
     ids = [int(x) for x in re.findall(r"\d+", text)] if _PAIRS.fullmatch(text) else [devices]
     if max(ids, default=0) >= devices:
@@ -173,7 +173,7 @@ def parse_pairs(text: str, devices: int) -> np.ndarray:
 
 
 def axes_of_pairs(pairs: np.ndarray, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the mesh axes along which a permute moves data.
+    """Returns the mesh axes along which a permute sends.
 
     Raises:
       JaxparError: If the program runs on more devices than the mesh has.
@@ -187,12 +187,12 @@ def axes_of_pairs(pairs: np.ndarray, sizes: Mapping[str, int]) -> tuple[str, ...
 
 
 def most_nodes(groups: np.ndarray, per_node: int) -> int:
-    """Returns the number of nodes of the group that spans most nodes; at least 1.
+    """Returns the number of nodes of the group that spans the most nodes; at least 1.
 
     Args:
       groups: Device ids, numbered node by node: the groups of a collective, or the pairs of a permute. Shape [groups,
         size].
-      per_node: Devices of a node.
+      per_node: Number of devices per node.
 
     >>> most_nodes(np.array([[0, 4], [4, 8]]), per_node=8)
     2
@@ -202,7 +202,7 @@ def most_nodes(groups: np.ndarray, per_node: int) -> int:
 
 
 def attribute_text(attributes: str, key: str) -> str:
-    """Returns the text after `key=` up to the next comma outside all brackets; a mesh form includes `, device_ids=`."""
+    """Returns the text after `key=`, up to the next comma outside of brackets, except that of `, device_ids=`."""
     start = attributes.find(f"{key}=")
     if start < 0:
         return "{}"

@@ -3,8 +3,8 @@
     %all-gather-start.1 = (f32[2]{0}, f32[16]{0}) all-gather-start(%p), replica_groups=[1,8]<=[8], metadata={...}
      name                 result                  opcode           operands  attributes
 
-Result arrays and operands are parsed at once, attributes on demand. The text is XLA's `HloModule::ToString`: no release
-of jaxlib ships the classes of its protocol buffers.
+Result arrays and operands are parsed immediately, attributes on demand. The text is that of XLA's
+`HloModule::ToString`, because no release of jaxlib has the classes of its protocol buffers.
 """
 
 import json
@@ -43,7 +43,7 @@ class HloArray:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         count = 1
         for dim in self.dims:
             count *= dim
@@ -64,7 +64,7 @@ class Op:
 
     Attributes:
       name: Its name, unique in the module.
-      arrays: The arrays of its result, tuples flattened.
+      arrays: The arrays of its result; tuples are flattened.
       opcode: The operation, such as `dot`, `while` or `all-gather-start`.
       operands: Names of instructions of the same computation.
       operand_text: The text between the operands' parentheses; for a parameter its number, for a constant its value.
@@ -87,18 +87,18 @@ class Op:
 
     @cached_property
     def label(self) -> str:
-        """The path of JAX operations and scopes that made it: `jit(step)/jvp(Decoder)/dot_general`."""
+        """The path of JAX scopes and the operation that it comes from: `jit(step)/jvp(Decoder)/dot_general`."""
         match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return re.sub(r"\\([\"'\\])", r"\1", match[1]) if match else ""
 
     @cached_property
     def unquoted(self) -> str:
-        """The attributes without quoted text: a user may name a scope `body=x`."""
+        """The attributes without quoted text, because a user may name a scope `body=x`."""
         return _QUOTED.sub('""', self.attributes)
 
     @cached_property
     def callees(self) -> tuple[str, ...]:
-        """Computations that it calls, without the condition of a loop."""
+        """Computations that it calls, except the condition of a loop."""
         names = _CALLED.findall(self.unquoted)
         if branches := re.search(r"branch_computations=\{([^}]*)\}", self.unquoted):
             names += [name.strip().lstrip("%") for name in branches[1].split(",")]
@@ -117,7 +117,7 @@ class Op:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """`backend_config`, where it is JSON: XLA's cost model, trip counts, whether a collective is synchronous."""
+        """`backend_config`, if it is JSON: XLA's cost model, trip counts, whether a collective is synchronous."""
         start = self.attributes.find("backend_config=")
         if start < 0:
             return {}
@@ -131,7 +131,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class SourceFrame:
-    """A line of Python and the function it stands in, from the metadata that JAX gives to XLA."""
+    """A line of Python and its function, from the metadata that JAX gives to XLA."""
 
     file: str
     line: int
@@ -144,9 +144,9 @@ class Module:
 
     Attributes:
       name: Name of the compiled function.
-      partitions: Devices it runs on.
-      entry: The computation that runs.
-      computations: Name to instructions; in a scheduled module, in the order they are started.
+      partitions: Number of devices that it runs on.
+      entry: Name of the computation that runs first.
+      computations: Name to instructions; in a scheduled module, in the order in which they start.
       scheduled: Whether that order is the order of execution.
       frames: Number of a stack frame to (its frame, number of its caller).
     """
@@ -170,7 +170,7 @@ class Module:
         return {name: {op.name: op for op in ops} for name, ops in self.computations.items()}
 
     def stack(self, op: Op) -> list["SourceFrame"]:
-        """Returns the lines of Python that made an instruction, innermost first."""
+        """Returns the stack of Python lines that traced an instruction, innermost first."""
         if match := re.search(r"stack_frame_id=(\d{1,18})", op.attributes):
             number, frames = int(match[1]), []
             while number in self.frames and len(frames) < 200:  # a damaged text may hold a cycle
@@ -186,7 +186,7 @@ def parse(text: str) -> Module:
     """Parses a text into a module.
 
     Raises:
-      JaxparError: If it is not HLO, or is truncated.
+      JaxparError: If the text is not HLO, or is truncated.
     """
     lines = text.splitlines()
     if not lines or not lines[0].startswith("HloModule"):
@@ -271,7 +271,7 @@ def _header(head: str, key: str) -> int:
 
 
 def instruction(line: str, number: int) -> Op:
-    """Parses the instruction on a stripped line; `number` is the line's, for messages."""
+    """Parses the instruction on a stripped line; `number` is the line number, for messages."""
     head = _LEFT.match(line)
     try:
         if not head:
@@ -334,7 +334,7 @@ def _balanced(text: str, start: int) -> int:
 
 
 def arrays(text: str) -> tuple[HloArray, ...]:
-    """Returns the arrays of a type: `(f32[2]{0}, s32[])` has two.
+    """Parses the arrays of a type: `(f32[2]{0}, s32[])` has two.
 
     Raises:
       JaxparError: If a dtype is unknown.
@@ -350,7 +350,7 @@ def arrays(text: str) -> tuple[HloArray, ...]:
 
 
 def _frames(text: str) -> dict[int, tuple[SourceFrame, int]]:
-    """Reads the tables of files and stack frames that newer versions print before the computations."""
+    """Parses the tables of files and stack frames that newer versions of XLA print before the computations."""
     tables: dict[str, dict[int, str]] = {}
     current = None
     for line in text.splitlines()[1:]:

@@ -1,4 +1,4 @@
-"""FLOP of the model, counted in a jaxpr before it is compiled or sharded: of matmuls and convolutions alone.
+"""Counts the FLOP of matmuls and convolutions in a jaxpr, before compilation and sharding.
 
 `forward_flop` excludes recomputation, as in MFU (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
 `traced_matmuls` has all matmuls of a step: with the user's rematerialization, and the idle ticks of a pipeline.
@@ -17,10 +17,10 @@ if TYPE_CHECKING:  # a plain step loads no pipeline
 
 
 def forward_flop(function: Callable, *args: Any) -> int:
-    """Returns the FLOP of one evaluation, of matmuls and convolutions only.
+    """Counts the FLOP of one evaluation, of matmuls and convolutions only.
 
     Args:
-      function: Traced, not run.
+      function: A function, which is traced but not run.
       *args: Arrays or `jax.ShapeDtypeStruct`s.
     """
     return _count(jax.make_jaxpr(function)(*args).jaxpr)
@@ -39,10 +39,10 @@ def traced_matmuls(
     `hardware_flop`.
 
     Args:
-      jaxpr: From `jax.jit(...).trace(...)`.
-      schedule: The table that it runs, if it is a pipeline's.
+      jaxpr: The jaxpr of `jax.jit(...).trace(...)`.
+      schedule: The table that it runs, if it has a pipeline.
       times: Number of runs of the jaxpr.
-      skip: Whether to leave out an equation, with all that it calls.
+      skip: Returns whether to omit an equation and its inner jaxprs.
     """
     for equation in jaxpr.eqns:
         if skip(equation):
@@ -67,7 +67,7 @@ def traced_matmuls(
 
 
 def matmul_flop(equation: Any) -> int:
-    """Returns the FLOP of one matmul or convolution; 0 of any other equation."""
+    """Returns the FLOP of one matmul or convolution; 0 for any other equation."""
     name = equation.primitive.name
     if name == "dot_general":
         (contract, _), _ = equation.params["dimension_numbers"]
@@ -76,7 +76,7 @@ def matmul_flop(equation: Any) -> int:
     if name == "conv_general_dilated":
         kernel = equation.invars[1].aval.shape
         feature_dim = equation.params["dimension_numbers"].rhs_spec[0]
-        zeros = math.prod(equation.params["lhs_dilation"])  # between the inputs: not multiplied
+        zeros = math.prod(equation.params["lhs_dilation"])  # zeros between the inputs are not multiplied
         return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) // kernel[feature_dim] // zeros
     return 0
 

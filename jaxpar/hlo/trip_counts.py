@@ -1,7 +1,7 @@
-"""Counts the runs of each instruction of a program in one step: loops multiply, all branches count as taken.
+"""Counts the runs of each instruction in a step: trip counts of nested loops multiply, and all branches count.
 
-A pipeline whose table mixes forwards and backwards is a loop with a conditional in it. The runs of its branches are
-known: a stage runs each of its ops once for every microbatch and chunk.
+A pipeline whose table mixes forwards and backwards is a loop with a conditional in it. The number of runs of each
+branch is known: a stage runs each op once per microbatch and chunk.
 """
 
 import re
@@ -15,7 +15,7 @@ from jaxpar.sharding.names import CHOICE
 if TYPE_CHECKING:  # a plain step loads no pipeline
     from jaxpar.pipeline.tables.schedule import Schedule
 
-# these call a scalar computation for every element, whose instructions belong to the kernel and are not visited
+# these call a scalar computation per element; its instructions belong to the kernel, and are not visited
 _REDUCERS = ("reduce", "all-reduce", "all-reduce-start", "reduce-scatter", "reduce-window", "scatter", "sort",
              "select-and-scatter", "map", "reduce-scatter-start")  # fmt: skip
 _AGAIN = re.compile(r"\.remat\d*(_uncompressed|_compressed)?$")  # names of copies by XLA's HloRematerialization
@@ -23,16 +23,16 @@ _AGAIN = re.compile(r"\.remat\d*(_uncompressed|_compressed)?$")  # names of copi
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """An instruction in its place.
+    """An instruction, and the loops and branches around it.
 
     Attributes:
       op: The instruction.
       computation: Name of its computation.
       loop: Trip counts of the loops around it, outermost first; None where unknown.
-      branch: Whether it stands in a branch of a conditional, which counts as taken.
-      fused: Whether it stands inside a fusion, of which only the result is an array in memory.
-      asynchronous: Whether it runs asynchronously: started here, waited for later.
-      squeezed: Whether XLA itself decided to compute it a second time, to save memory (HloRematerialization).
+      branch: Whether it is in a branch of a conditional, which counts as taken.
+      fused: Whether it is inside a fusion, whose result is the only array in memory.
+      asynchronous: Whether it only starts here, and a later instruction waits for it.
+      squeezed: Whether XLA decided to recompute it to save memory (HloRematerialization).
     """
 
     op: Op
@@ -45,7 +45,7 @@ class Visit:
 
     @property
     def times(self) -> int | None:
-        """Runs in a step, or None if unknown."""
+        """Number of runs in a step, or None if unknown."""
         product = 1
         for turns in self.loop:
             if turns is None:
@@ -55,18 +55,18 @@ class Visit:
 
 
 def trip_count(op: Op) -> int | None:
-    """Returns the trip count of a `while` as XLA states it; None where it depends on the data."""
+    """Returns the trip count in XLA's config of a `while`; None if it depends on the data."""
     config = op.config.get("known_trip_count")
     count = str(config.get("n")) if isinstance(config, dict) else ""
     return int(count) if count.isdecimal() else None
 
 
 def walk(module: Module, schedule: "Schedule | None" = None) -> Iterator[Visit]:
-    """Yields every instruction that a step runs, in order, inside its callers.
+    """Yields every instruction that a step runs, in order, with the loops and branches around it.
 
     Args:
       module: The compiled program.
-      schedule: The table that it runs, if it is a pipeline's.
+      schedule: The table that the program runs, if it has a pipeline.
     """
     yield from _walk(module, schedule, module.entry, (), False, False, False, False)
 
@@ -101,5 +101,5 @@ def _walk(
 
 
 def is_sync(op: Op) -> bool:
-    """Returns whether a collective is synchronous although it is written as a start and a done."""
+    """Whether a collective is synchronous although the text has a start and a done instruction."""
     return bool(op.config.get("collective_backend_config", {}).get("is_sync"))

@@ -1,4 +1,4 @@
-"""A page as one HTML file: no network, no script; for a screen, a phone, paper, and a notebook.
+"""Builds a page as one HTML file, without network access or scripts, for screens, phones, paper and notebooks.
 
 A content security policy forbids scripts and external resources, in addition to the escaping of `tag`.
 """
@@ -35,13 +35,13 @@ def tile(name: str, number: str, note: str, provenance: str) -> Markup:
 
 
 def in_ascii(text: str) -> str:
-    """HTML that survives any encoding, even if a file's name holds bytes that are no characters."""
+    """Encodes HTML as ASCII, so that any encoding preserves it, even file names with invalid characters."""
     return text.encode("ascii", "xmlcharrefreplace").decode("ascii")
 
 
 @cache
 def style() -> str:
-    """The style of all pages; it does not affect anything outside of them."""
+    """Returns the style of all pages; it applies only to these pages."""
     return files("jaxpar.html").joinpath("page.css").read_text("utf-8")
 
 
@@ -55,7 +55,7 @@ def bar(parts: Sequence[tuple[str, str, float]], scale: float, *, cls: str = "jx
 
     Args:
       parts: (class, tooltip, size) from the left.
-      scale: Size of the whole width.
+      scale: Size that corresponds to the full width.
       cls: Class of the drawing.
     """
     scale, offset, shapes = scale if scale > 0 else 1.0, 0.0, []
@@ -71,7 +71,7 @@ def bar(parts: Sequence[tuple[str, str, float]], scale: float, *, cls: str = "jx
 
 
 def memory_bar(parts: Sequence[tuple[str, str, float]], total: float, capacity: float | None) -> Markup:
-    """Memory by cause against a capacity, and magnified if it is a small part of it.
+    """Draws memory by cause against a capacity; magnifies it if it is a small part of the capacity.
 
     Args:
       parts: (class, tooltip, bytes).

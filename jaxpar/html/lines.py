@@ -18,7 +18,7 @@ class Line:
     Attributes:
       name: Name in the legend.
       x: Shape [points].
-      y: Shape [points]; values that are not finite are left out.
+      y: Shape [points]; values that are not finite are omitted.
       css_class: CSS class that has a colour.
       dashed: Whether the line is dashed.
     """
@@ -80,7 +80,7 @@ def chart(lines: Sequence[Line], *, x: str, y: str, show_x) -> Markup:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Round numbers within a range, at most `_TICKS` + 1.
+    """Returns round numbers within a range, at most `_TICKS` + 1.
 
     >>> ticks(0, 9)
     [0.0, 2.0, 4.0, 6.0, 8.0]

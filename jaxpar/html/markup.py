@@ -1,4 +1,4 @@
-"""Builds HTML: everything goes through `tag`, which escapes all text that is not `Markup` already."""
+"""Builds HTML with `tag`, which escapes all text except `Markup`."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -12,7 +12,7 @@ HOW = {
 
 
 class Markup(str):
-    """HTML in which everything is escaped."""
+    """HTML in which all text is escaped."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Draws sharded arrays as cards, with the devices that hold each shard. Imports no jax: a run records the cards.
+"""Draws sharded arrays as cards, with the devices that hold each shard. Needs no JAX, because a run records the cards.
 
 A card is one array; a box in it is a shard, at its place in the array.
 """
@@ -37,9 +37,9 @@ class Card:
       more: Number of further arrays with the same sharding.
       placed: Dims and their axes, `f32[embed/fsdp, mlp/tensor]`.
       shape: `128×512`.
-      kept: Its bytes, in total and per device, as text.
+      kept: Bytes of the array, in total and per device, as text.
       rows: The drawn shards, row by row.
-      less: Text that says how many there are, if not all are drawn; else "".
+      less: Text with the number of shards, if not all are drawn; else "".
     """
 
     name: str

@@ -5,6 +5,5 @@ with its pages), a `Flag` (a warning), a budget for a user's own tests. `pages/`
 nothing.
 
 To add a finding: a function in `findings.py`, its call in `find_flags`, and a program in
-`tests/inspector/test_inspect.py` that triggers it. A finding that reads the program itself has its own file, such as
-`scores.py`.
+`tests/inspector/test_inspect.py` that triggers it.
 """

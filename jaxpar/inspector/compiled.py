@@ -1,7 +1,7 @@
 """Compiles a program for inspection: its text, its buffers, and XLA's log of the compilation.
 
-Buffers and their lifetimes come from files that XLA dumps on request; the objects that JAX returns have only their
-sums.
+Buffers and their lifetimes come from files that XLA dumps on request, because the objects that JAX returns have only
+total sizes.
 """
 
 import os
@@ -56,7 +56,7 @@ class Compiled:
       platform: `cpu` or `gpu`.
       seconds: Compilation time.
       said: Lines of XLA's log about resharding.
-      warned: The other lines of its log.
+      warned: All other lines of the log.
     """
 
     text: str = field(repr=False)
@@ -163,7 +163,7 @@ def _compile(lowered: Any, options: dict[str, Any]) -> tuple[Any, list[str]]:
     """Compiles; if XLA cannot support a helpful option, compiles again without it.
 
     Returns:
-      The program, and XLA's log, without noise.
+      The program, and XLA's log without irrelevant lines.
     """
     missing: list[str] = []
     while True:

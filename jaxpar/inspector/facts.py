@@ -39,14 +39,14 @@ class ReportFacts:
       memory: Bytes of one device by cause; they add up to `total`.
       total: Bytes that one device needs.
       ledger: Every collective of a step, the largest traffic first.
-      flop: FLOP of one device, as compiled.
+      flop: FLOP of one device in the compiled program.
       model_flop: FLOP of a step over all devices, without recomputation; None if unknown.
       timeline: The modelled step; None on simulated devices.
       flags: Warnings.
       arguments: Every array argument of the program.
       schedule: The schedule of its pipeline; None without one.
-      cards: How its parameters are sharded, and which devices hold the shards.
-      host: Bytes of temporary arrays in host memory, per device, as compiled.
+      cards: The shards of its parameters, and the devices that hold them.
+      host: Bytes of temporary arrays in host memory, per device, in the compiled program.
       notes: Remarks for the reader.
       seconds: Compilation time.
       versions: Versions of jax and jaxlib.
@@ -90,7 +90,7 @@ class ReportFacts:
 
     @property
     def room(self) -> str:
-        """The memory that a program may use, in words: its size, and why it is not all of it."""
+        """The memory that a program may use, in words: its size, and the reason why it is not the whole memory."""
         if self.capacity is None or self.chip is None:
             return ""
         amount = f"{show_bytes(self.capacity)} of the {self.chip.name}'s {show_bytes(self.chip.visible_memory)}"
@@ -98,7 +98,7 @@ class ReportFacts:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits; None on simulated devices."""
+        """Whether the program fits in memory; None on simulated devices."""
         return None if self.capacity is None else self.total <= self.capacity
 
     @property
@@ -110,7 +110,7 @@ class ReportFacts:
 
     @cached_property
     def by_axis(self) -> dict[str, dict[str, float]]:
-        """Axes to kind to bytes that one device sends in a step."""
+        """Bytes that one device sends in a step: {axes: {kind of collective: bytes}}."""
         totals: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for entry in self.ledger:
             totals[entry.axis][entry.kind] += entry.step_wire

@@ -15,7 +15,7 @@ from jaxpar.mesh.collective import Collective
 from jaxpar.units import show_bytes, show_count
 
 REPEATED = "repeated work"
-NOTABLE = 0.01  # share of a step's wire bytes below which one collective is not worth a flag
+NOTABLE = 0.01  # share of a step's wire bytes below which a collective gets no flag
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def _per_microbatch(
     *,
     reductions_needed: int,
 ) -> list[Flag]:
-    """Compares the elements reduced per parameter and step with the size of its gradient, `reductions_needed` times."""
+    """Flags parameters whose gradients are reduced more often per step than needed, by numbers of elements."""
     reductions: dict[tuple, list[Collective]] = defaultdict(list)
     for entry in ledger:
         if (
@@ -167,7 +167,7 @@ def _per_microbatch(
 
 
 def _reductions(subject: Subject) -> int:
-    """Reductions of a gradient that a step needs: one; one per tick if weights change between ticks."""
+    """Returns the number of reductions of a gradient that a step needs: one, or one per tick with several updates."""
     return subject.schedule.ticks if subject.schedule and subject.updates > 1 else 1
 
 
@@ -262,9 +262,9 @@ _SUM = ("all-reduce", "all-reduce-start")
 def find_scores(module: Module, subject: Subject, ledger: Sequence[Collective]) -> list[Flag]:
     """Flags each all-reduce over `tensor` of a matmul of two activations.
 
-    Queries meet keys in a matmul with batch dims, of which neither operand is a parameter. If `tensor` shards the
-    contracted dim, head_dim, each device has a part of every score: [batch, heads, queries, keys] is summed, which
-    grows with the square of the sequence.
+    Attention scores are a matmul with batch dims whose operands are both activations. If `tensor` shards the contracted
+    dim, head_dim, each device has a partial sum of every score, and XLA all-reduces [batch, heads, queries, keys],
+    whose size grows with the square of the sequence.
     """
     trace = DataFlow(module)
     weights = {number for number, argument in enumerate(subject.arguments) if argument.role == "parameters"}

@@ -2,9 +2,9 @@
 
     total = arguments + outputs that do not reuse a donated argument + temporary memory
 
-XLA lays out all temporary buffers in one block. At the moment when most of it is in use, every byte of the block is
-attributed to the buffer that covers it; bytes that no buffer covers at that moment are packing overhead. So the
-causes add up to the total, to the byte.
+XLA places all temporary buffers in one block. This module finds the moment of the step at which the largest part of the
+block is in use, and attributes every byte to the buffer that covers it at that moment; bytes that no buffer covers are
+packing overhead. So the causes add up exactly to the total.
 """
 
 import math
@@ -67,7 +67,7 @@ class Buffer:
 
 
 def temporaries(compiled: Compiled) -> list[Buffer]:
-    """The values that are live when most of the temporary memory is in use.
+    """Returns the values that are live when the use of temporary memory is largest.
 
     Raises:
       JaxparError: If XLA's files have an unknown format.
@@ -94,7 +94,7 @@ def temporaries(compiled: Compiled) -> list[Buffer]:
 
 
 def _live_at_peak(block: dict[tuple[str, tuple[int, ...]], Buffer], lifetimes: str) -> list[Buffer]:
-    """The buffers that are live at the moment when most of the block is in use.
+    """Returns the buffers that are live when the use of the block is largest.
 
     This differs from the peak that XLA itself reports, which also counts arguments and aliases.
     """
@@ -114,7 +114,7 @@ def _live_at_peak(block: dict[tuple[str, tuple[int, ...]], Buffer], lifetimes: s
 
 
 def cover(buffers: Iterable[Buffer]) -> list[tuple[Buffer, int]]:
-    """Bytes of the block that each value covers; where values overlap, the largest counts."""
+    """Returns the bytes of the block that each value covers; if values overlap, the largest counts."""
     occupied: list[tuple[int, int]] = []
     result = []
     for buffer in sorted(buffers, key=lambda buffer: (-buffer.size, buffer.offset)):
@@ -245,7 +245,7 @@ class _Reader:
         return "everything else", f"{array} {place}".rstrip()
 
     def _parameter(self, buffer: Buffer, label: str) -> str | None:
-        """The path of the parameter that a buffer is a gathered, cast or copied form of, if it is one."""
+        """Returns the path of the parameter that a buffer is a gathered, cast or copied version of, or None."""
         name, index, like = buffer.name, buffer.index, self.like.get(buffer.array) if buffer.array else None
         if name not in self.trace.places and like is not None:
             name, index = like[0].name, like[1]

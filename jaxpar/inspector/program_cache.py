@@ -1,9 +1,9 @@
-"""Compiled programs on disk: the same program is compiled for inspection once, and read from then on.
+"""Caches compiled programs on disk, so that the same program is compiled for inspection only once.
 
     StableHLO, devices, options, versions ──SHA-256──► FOLDER/inspected/KEY ──► fields of a `Compiled`
 
 `FOLDER` is that of JAX's own compilation cache (`JAX_COMPILATION_CACHE_DIR`); without it, nothing is stored.
-JAX's entries are executables, which do not contain the buffers and their lifetimes.
+JAX's own cache entries cannot be used: they are executables, which contain neither buffers nor their lifetimes.
 """
 
 import hashlib
@@ -70,7 +70,7 @@ def read(file: Path) -> dict[str, Any] | None:
 
 
 def write(file: Path, fields: dict[str, Any]) -> None:
-    """Writes a file atomically; only warns if it cannot, as the program is available anyway."""
+    """Writes a file atomically; if it cannot, it only warns, because the program is in memory."""
     body = zlib.compress(json.dumps(fields).encode(), level=1)
     part = partial_path(file)
     try:

@@ -62,7 +62,7 @@ def inspect(program: Any, *args: Any, roles: Sequence[str] = (), mesh: Mesh | No
       roles: For a jitted function, the role of each of its arguments: `parameters`, `optimizer state`, `other state`,
         `batch` or `arguments`.
       mesh: For a jitted function whose arguments have no mesh.
-      **kwargs: Passed on to the jitted function. For a `Step`, `sync_round=1` inspects the step with a sync round,
+      **kwargs: Passed to the jitted function. For a `Step`, `sync_round=1` inspects the step with a sync round,
         if the replicas do not synchronize in every step (2, 3, ... if there are several kinds of sync rounds).
 
     Raises:
@@ -155,7 +155,7 @@ def _on_host(size: int, microbatches: int, chip: Chip | None) -> str:
 
 
 def _pool(device: Any, chip: Chip | None) -> Pool:
-    """The memory pool that this process took of a real GPU, or that a run would take with the same variables."""
+    """Returns the memory pool that this process has allocated on a real GPU, or that a run here would allocate."""
     pool_bytes = allocated_bytes(device) if chip else None
     if pool_bytes is None or chip is None:
         return pool_of_environment(os.environ)

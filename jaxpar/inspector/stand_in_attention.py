@@ -1,14 +1,15 @@
-"""Attention for programs that are compiled and never run: what cuDNN's kernel reads and writes, and nothing inside.
+"""Attention for programs that are compiled and never run: an empty kernel with the operands of cuDNN's kernel.
 
-On a GPU a step in bfloat16 calls cuDNN, which keeps no scores. Without a GPU there is no cuDNN, and XLA's own attention
-would be compiled instead: another program, with scores in memory. An empty kernel with the same operands and results
-stands in, so that buffers, fusions and order of everything around it are those of the program that runs:
+On a GPU a step in bfloat16 calls cuDNN, which does not store scores. Without a GPU there is no cuDNN, and XLA would
+compile another program, with scores in memory. An empty kernel with the same operands and results replaces cuDNN's, so
+that buffers, fusions and the order of all other instructions are those of the program that runs on GPUs:
 
     forward     q, k, v                      ->  y, one float32 number for each query and head
     backward    q, k, v, those numbers, y, gradient of y   ->  gradients of q, k and v
 
-On many devices each runs it on the rows and heads that it has, as cuDNN's is run: XLA knows nothing of a foreign
-kernel, and would gather all of them. cuDNN's workspace is not in it, nor its time: `timeline` knows neither.
+On several devices each runs it on its own rows and heads, like cuDNN's kernel, because XLA cannot partition a custom
+kernel and would gather its operands. The empty kernel has neither cuDNN's workspace nor its time, so `timeline` lacks
+both.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from jaxpar.models.dim_names import spec_of
 from jaxpar.models.islands import KEYS, QUERIES
 
 NAME = "stand_in_attention"
-_TARGET = "__gpu$xla.gpu.triton"  # compiled in place by XLA itself: needs no library that is not there
+_TARGET = "__gpu$xla.gpu.triton"  # XLA itself compiles it, without a library that may be missing
 _TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
@@ -33,7 +34,7 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.
       q: Shape [batch, seq, heads, head_dim].
       k: Shape [batch, seq, kv_heads, head_dim].
       v: Shape of `k`.
-      causal: Whichever: no score is computed.
+      causal: Ignored, because no score is computed.
     """
     cut = spec_of(QUERIES), spec_of(KEYS), spec_of(KEYS)
     entries = [entry for spec in cut for entry in spec or () if entry]
@@ -69,7 +70,7 @@ def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def _empty_kernel(way: str, given: Sequence[Any], made: Sequence[jax.ShapeDtypeStruct]) -> Any:
-    """Returns the results of a kernel that writes nothing: XLA allocates them, and runs nothing else for them."""
+    """Returns the results of an empty kernel: XLA allocates them, but nothing computes them."""
     pointers = ", ".join(f"%a{i}: !tt.ptr<{_TYPES[str(x.dtype)]}>" for i, x in enumerate((*given, *made)))
     one = np.int32(1)
     return jax.ffi.ffi_call(_TARGET, tuple(made))(

@@ -1,7 +1,7 @@
-"""Replays a compiled step on two kinds of streams: one of computation, one of communication per set of mesh axes.
+"""Models the time of a compiled step, on one stream of computation and one of communication per set of mesh axes.
 
-XLA fixed the order in which instructions start, so replaying it with a price for each gives a time. Everything here is
-modelled, nothing is measured:
+XLA has fixed the order in which instructions start, so replaying them with a modelled duration each gives the time of
+the step. No number is measured:
 
 * matmuls run at `MATMULS` of the chip's peak, or as fast as memory allows;
 * other kernels take as long as XLA's cost model states, at most the time of their memory traffic, at least `KERNEL`;
@@ -198,7 +198,7 @@ class _Player:
             self.__dict__.update(best.__dict__)
 
     def kernel(self, computation: str, op: Op) -> float:
-        """The seconds of one kernel."""
+        """Returns the seconds of one kernel."""
         key = f"{computation}/{op.name}"
         if key not in self.prices:
             self.prices[key] = self._price(computation, op)
@@ -222,7 +222,7 @@ class _Player:
         return max(seconds, KERNEL)
 
     def collective(self, computation: str, op: Op) -> tuple[str, float, str] | None:
-        """(stream, seconds, name) if an instruction is a collective, or wraps one."""
+        """Returns (stream, seconds, name) if an instruction is a collective or wraps one."""
         kind = op.opcode.removesuffix("-start")
         if kind in KINDS:
             return self._collective_price(computation, op, kind)

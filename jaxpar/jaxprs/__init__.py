@@ -2,9 +2,9 @@
 
     split, split_backward, min_cut    a backward pass in two halves with the fewest residuals
     lean_scan, in_place_scan          scans over layers that save less, or write their results in place
-    gradient_sums                     sums over replicas that are taken once, after the scan that makes their terms
-    lookups, mixed_matmuls            lookups in sharded tables, and matmuls in the dtypes of the precision
-    dataflow, dead_code               the walks that the others share
+    gradient_sums                     sums over replicas once, after the scan that computes the terms
+    lookups                           lookups in sharded tables; bfloat16 for matmuls with promoted operands
+    dataflow, dead_code               dependencies between equations, which the other modules use
 
 Nouns: a jaxpr, an equation, a variable, residuals (values that the forward pass saves for the backward pass).
 

@@ -21,7 +21,7 @@ CALLS = ("jit", "pjit", "closed_call", *REMAT)  # equations whose inner jaxpr ca
 
 
 class Traced:
-    """A function of pytrees as a jaxpr: traced once, then called any number of times."""
+    """A function of pytrees that is traced once to a jaxpr, and then called any number of times."""
 
     def __init__(self, function: Callable, *args: Any):
         flat, self.inputs = jax.tree.flatten(args)
@@ -40,7 +40,7 @@ class Traced:
     def __call__(self, *args: Any) -> Any:
         """Calls the function."""
         leaves, tree = jax.tree.flatten(args)
-        # a bug of the caller, not of the user: leaves in another order would silently give wrong numbers
+        # a bug in the calling code, not of the user: leaves in another order would silently give wrong numbers
         if tree != self.inputs:
             raise TypeError(f"traced for {self.inputs}, called with {tree}")
         return jax.tree.unflatten(self.outputs, self._run(*leaves))
@@ -52,18 +52,18 @@ class Traced:
 
     @cached_property
     def flat(self) -> ClosedJaxpr:
-        """The jaxpr with all calls inlined, so that dependencies are per operation."""
+        """The jaxpr with all calls inlined, so that dependencies are known per operation."""
         return inline_calls(self._run, self.closed.in_avals)
 
     def reads(self) -> Any:
-        """Returns, in the structure of the arguments, a bool per leaf: whether the result depends on it."""
+        """Returns a bool per leaf of the arguments, in their structure: whether the result depends on the leaf."""
         jaxpr = self.flat.jaxpr
         _, reads = needed_equations(jaxpr.eqns, jaxpr.outvars)
         return jax.tree.unflatten(self.inputs, [var in reads for var in jaxpr.invars])
 
 
 def rewrite(function: Callable, change: Callable[[Jaxpr], Jaxpr]) -> Callable:
-    """Returns a function of pytrees of arrays that applies `change` to its jaxpr at every call."""
+    """Wraps a function of pytrees of arrays: a call traces it, applies `change` to the jaxpr, and runs the result."""
 
     def run(*args: Any) -> Any:
         traced = Traced(function, *args)
@@ -104,7 +104,7 @@ def primitives(eqns: Sequence[JaxprEqn]) -> set[str]:
 
 
 def after(eqns: Sequence[JaxprEqn], inputs: Iterable) -> set[Var]:
-    """Returns the variables that depend on these inputs, and the inputs."""
+    """Returns these inputs and all variables that depend on them."""
     dependents = variables(inputs)
     for eqn in eqns:
         if dependents.intersection(variables(eqn.invars)):
@@ -201,8 +201,8 @@ def _inline_scan(scan: "Scan", values: list) -> list:
 class Scan:
     """A scan equation, with its numbers of constants, carries and stacked inputs (xs).
 
-    They follow from the shapes, as releases of JAX name the equation's parameters differently: a stacked input or
-    output has one dim more than that of the body.
+    This class derives the numbers from shapes, because releases of JAX name the equation's parameters differently: a
+    stacked input or output has one dim more than in the body.
     """
 
     def __init__(self, eqn: JaxprEqn):
@@ -233,5 +233,5 @@ def jaxpr_of(inner: Any) -> Jaxpr:
 
 
 def consts_of(inner: Any) -> Sequence:
-    """Returns the constants of a closed jaxpr; none of one that is not closed."""
+    """Returns the constants of a closed jaxpr, or () for a jaxpr that is not closed."""
     return getattr(inner, "consts", ())

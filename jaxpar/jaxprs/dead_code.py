@@ -2,8 +2,8 @@
 
     scan: x, count ──► layer ──► x', count + 1        count + 1 alone: a scan that carries no x
 
-`dataflow.needed_equations` keeps all outputs of a scan. Here a scan runs with the needed carries, inputs and outputs
-only, so that a mere counter is separated from state that depends on the layers' results.
+`dataflow.needed_equations` keeps all outputs of a scan. This module reduces a scan to the needed carries, inputs and
+outputs, so that a counter can be computed without state that depends on the layers' results.
 """
 
 from collections.abc import Iterable, Sequence
@@ -48,7 +48,7 @@ class _PrunedScan:
         inputs = scan.body.invars
         while True:
             self.body = PrunedJaxpr(scan.body, [scan.body.outvars[i] for i in sorted(outs)])
-            # a carry that is read is needed too, and so are its inputs
+            # a carry that the body reads is also needed, and so are its inputs
             carried = {i for i in range(scan.carry) if inputs[scan.consts + i] in self.body.reads}
             if carried <= outs:
                 break

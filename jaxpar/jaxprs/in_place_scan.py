@@ -3,8 +3,8 @@
     a scan                   slot ──copy──► stack ──► layers ──► stack of gradients ──► sum + stack
     the same, in place       buffer[slot, layer] ──► layer ──► sum[chunk, layer] += gradient
 
-This avoids two copies: a stack of a stage's gradients is as large as its parameters, a copied slot as the residuals of
-a microbatch. A buffer has two leading dims, and the scan runs along the second.
+This avoids two copies: a stack of a stage's gradients, as large as its parameters, and a copy of a slot, as large as
+the residuals of a microbatch. A buffer has the leading dims [entries, layers], and the scan runs along layers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,13 +23,13 @@ MANY = 4  # dims of a layer's array up to which XLA was observed to use one layo
 
 @dataclass(frozen=True)
 class BufferEntry:
-    """One entry of a buffer's leading dim.
+    """A reference to one entry along dim 0 of a buffer.
 
     Attributes:
       buffer: Shape [entries, layers, ...].
-      entry: Index of the entry, an int32 scalar; -1 stands for 0, for a result that is dropped.
+      entry: Index of the entry, an int32 scalar; -1 is read as 0, for a result that is dropped.
       enabled: Whether writes have an effect, a bool scalar.
-      join: (old, new) to the written value, of one layer.
+      join: Maps (old, new) value of a layer to the value to write.
     """
 
     buffer: jax.Array
@@ -39,11 +39,11 @@ class BufferEntry:
 
     @property
     def stack(self) -> jax.Array:
-        """The entry. Shape [layers, ...]."""
+        """Reads the entry. Shape [layers, ...]."""
         return jax.lax.dynamic_index_in_dim(self.buffer, jnp.maximum(self.entry, 0), 0, keepdims=False)
 
     def write(self, stack: jax.Array) -> jax.Array:
-        """Returns the buffer with a whole stack written."""
+        """Writes a stack of all layers to the entry; returns the buffer."""
         old = self.stack
         new = jnp.where(self.enabled, self.join(old, stack), old)
         return jax.lax.dynamic_update_index_in_dim(self.buffer, new, jnp.maximum(self.entry, 0), 0)
@@ -56,7 +56,7 @@ class BufferEntry:
         return _row_major(layer)
 
     def write_layer(self, buffer: jax.Array, number: Any, new: jax.Array) -> jax.Array:
-        """Returns the current `buffer` with one layer of the entry written."""
+        """Writes one layer of the entry to the current `buffer`; returns the buffer."""
         old = self.read_layer(buffer, number)
         # selects on one layer: a `where` over the whole buffer would rewrite it in every iteration
         joined = _row_major(jnp.where(self.enabled, self.join(old, new), old))
@@ -68,7 +68,7 @@ class BufferEntry:
 
 
 def _row_major(one: jax.Array) -> jax.Array:
-    """Constrains an array of many dims to row-major layout, so that all readers and writers of the buffer agree.
+    """Constrains an array of many dims to row-major layout, so that all readers and writers use the same layout.
 
     Otherwise XLA chooses one layout for scores of grouped queries, [batch, kv_heads, group, queries, keys], where a
     forward writes them, another where backward-only ticks read them, and copies all slots in between.
@@ -88,10 +88,10 @@ def run_in_place(
     """Runs equations whose inputs or results are entries of buffers; returns the written buffers.
 
     Args:
-      env: The other inputs; afterwards also all results that are in no buffer.
-      eqns: In order. Scans read and write their buffers one layer at a time, all other equations a whole entry.
-      read: Variables that are not in `env`, to their places.
-      write: Variables to the places of their values.
+      env: The values of all other inputs; afterwards also all results that are not in buffers.
+      eqns: Equations in order. Scans read and write buffers one layer at a time, other equations a complete entry.
+      read: Variables that are in buffers instead of `env`, to their entries.
+      write: Variables whose values go to buffers, to their entries.
       outs: Variables that the caller reads from `env` afterwards.
     """
     readers: dict[Var, int] = {}
@@ -157,5 +157,5 @@ def _scan(
 
 
 def _entry_of(item: Any, places: Mapping[Var, BufferEntry]) -> BufferEntry | None:
-    """Returns the place of a variable; None for a literal, which is in no buffer."""
+    """Returns the buffer entry of a variable; None for a literal."""
     return None if isinstance(item, Literal) else places.get(item)

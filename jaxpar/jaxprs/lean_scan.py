@@ -3,8 +3,8 @@
     as JAX differentiates them   forward scan ──► a stack of every residual ──► backward scan
     lean                         forward scan ──► stacks of the fewest bytes ──► backward scan that recomputes the rest
 
-A stage of a pipeline saves these stacks for every microbatch in flight. The recomputed values equal JAX's residuals to
-the bit. A scan with `jax.checkpoint` inside has a policy of its own, and is left as it is.
+A stage of a pipeline saves these stacks for every microbatch in flight. The recomputed values equal JAX's residuals bit
+for bit. A scan with `jax.checkpoint` inside has its own policy, and is unchanged.
 """
 
 from collections.abc import Collection, Sequence
@@ -26,9 +26,9 @@ class ScanPair:
     Attributes:
       forward: The equation of the forward scan.
       backward: The equation of the backward scan.
-      dropped: Variables of the forward's body that are no longer stacked, to their variables in the backward's body.
-      saved: Variables of the forward's body that are stacked instead.
-      recomputed: Equations of the forward's body that the backward runs, to compute the dropped from the kept.
+      dropped: Variables of the forward's body that are no longer saved, to their variables in the backward's body.
+      saved: Variables of the forward's body that are saved instead.
+      recomputed: Equations of the forward's body that the backward runs to compute the dropped from the saved values.
     """
 
     forward: JaxprEqn
@@ -39,10 +39,10 @@ class ScanPair:
 
 
 def lean_scans(closed: ClosedJaxpr, x: Collection[Var]) -> ClosedJaxpr:
-    """Rewrites a jaxpr of a forward with its backward so that its scans save fewer bytes.
+    """Rewrites a joint jaxpr of forward and backward so that its scans save fewer bytes.
 
     Args:
-      closed: The jaxpr of both; scans are top-level equations.
+      closed: The joint jaxpr, in which scans are top-level equations.
       x: Inputs that residuals may depend on; values independent of them need not be saved.
     """
     jaxpr = closed.jaxpr
@@ -110,7 +110,7 @@ def _pair(forward: JaxprEqn, backward: JaxprEqn, stacks: dict[Var, Var], of_x: C
 
 
 def _is_in(item: Any, some: Collection[Var]) -> bool:
-    """Whether a variable is in a collection; a literal is not, and is not hashable."""
+    """Whether a variable is in a collection; False for a literal, which is not hashable."""
     return not isinstance(item, Literal) and item in some
 
 
@@ -119,7 +119,7 @@ def _less(kept: Collection[Var], before: Collection[Var]) -> bool:
 
 
 def _run_forward(pair: ScanPair, env: Env) -> list:
-    """Runs the forward scan; returns the stacks of the kept variables."""
+    """Runs the forward scan; returns the stacks of the saved variables."""
     scan = Scan(pair.forward)
     consts, first, xs = split_groups([env[var] for var in pair.forward.invars], [scan.consts, scan.carry, scan.xs])
     outs = list(zip(pair.forward.outvars, scan.body.outvars, strict=True))[scan.carry :]

@@ -4,9 +4,9 @@
         gather ids ─► each device looks up its shard ─► sum over tensor ─► [batch, seq, embed] ─► seq / context
 
 XLA (jaxlib 0.10 to 0.12) aborts the process when it partitions a gather whose table is split over one axis and whose
-indices are split over another, while a third, `pipe`, is manual. So the indices and results of each gather and scatter
-in the model are replicated, and the table stays sharded. JAX differentiates these constraints with the lookup: the
-gradient of a gather, a scatter, is between the same two constraints.
+indices are split over another, while a third, `pipe`, is manual. So this module replicates the indices and results of
+each gather and scatter in the model, and leaves the table sharded. JAX differentiates these constraints together with
+the lookup, so the gradient of a gather, a scatter, also has replicated indices and updates.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,7 @@ Whole = Callable[[jax.Array], jax.Array]
 
 
 def replicate_lookups(function: Callable, replicate: Whole) -> Callable:
-    """Returns the function with `replicate` applied to the indices and results of all lookups.
+    """Rewrites a function to apply `replicate` to the indices and results of all lookups.
 
     Args:
       function: A function of pytrees of arrays.
@@ -52,7 +52,7 @@ def _run(jaxpr: Jaxpr, consts: Sequence, args: Sequence, whole: Whole) -> list:
     env = Env(jaxpr, consts, zip(jaxpr.invars, args, strict=True))
     for eqn in jaxpr.eqns:
         if _looks_up(eqn.primitive.name):
-            _, *indices = eqn.invars  # all but the table: the indices, and the updates of a scatter
+            _, *indices = eqn.invars  # all operands except the table: the indices, and the updates of a scatter
             originals = {var: env[var] for var in indices if not isinstance(var, Literal)}
             env.update({var: whole(value) for var, value in originals.items()})
             env.run(eqn)
@@ -103,7 +103,7 @@ _OWN = ("custom_", "shard_map")  # custom gradients and shard_map bodies are not
 
 
 def demote_matmuls(function: Callable) -> Callable:
-    """Returns the function with matmuls of a float32 and a bfloat16 operand computed in bfloat16.
+    """Rewrites a function to compute matmuls of a float32 and a bfloat16 operand in bfloat16.
 
     Args:
       function: A function of pytrees of arrays.
@@ -118,7 +118,7 @@ def _changed(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _equations(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
-    """Yields the replacement of an equation: itself, unless it is or contains a promoted matmul."""
+    """Yields the equations that replace an equation; itself, unless it is or contains a promoted matmul."""
     if _is_promoted(eqn):
         yield from _short(eqn)
     elif eqn.primitive.name.startswith(_OWN):

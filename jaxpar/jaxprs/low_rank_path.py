@@ -4,7 +4,7 @@
     x @ W + (x @ A) @ B          in a step: gradients of A and B only, which are small to reduce
 
 With W in 8 bits, x @ W is (x @ W as floats) * scales, and the backward pass saves the 8-bit W.
-The sum stays where the matrix is not an operand of a matmul (a lookup, a transpose, a custom gradient).
+If the matrix is not an operand of a matmul (in a lookup, a transpose, a custom gradient), the sum is computed.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ _OWN = ("custom_", "shard_map")  # custom gradients and shard_map bodies are not
 
 
 def separate_low_rank(function: Callable) -> Callable:
-    """Returns the function with matmuls by W + A B rewritten to matmuls by W, A and B.
+    """Rewrites the matmuls by W + A B in a function to matmuls by W, A and B.
 
     Args:
       function: A function of pytrees of arrays.
@@ -42,12 +42,12 @@ class _Sum:
 
 
 class _Rewriting:
-    """Rewrites the equations of a jaxpr one after the other.
+    """Rewrites the equations of a jaxpr in order.
 
     Attributes:
       eqns: The rewritten equations so far.
       sums: The variables that are sums.
-      known: Substitutes of the variables of inlined calls.
+      known: Variables of inlined calls to the values that replace them.
     """
 
     def __init__(self):
@@ -78,7 +78,7 @@ class _Rewriting:
         return None if isinstance(var, Literal) else self.sums.get(var)
 
     def _multiplied(self, eqn: JaxprEqn, given: Sequence[_Sum | None]) -> bool:
-        """Rewrites a matmul by a sum that contracts all inputs or all outputs of W; returns whether it did."""
+        """Rewrites a matmul by a sum if it contracts all inputs or all outputs of W; returns whether it does."""
         side = 0 if given[0] else 1
         low_rank = given[0] or given[1]
         if low_rank is None:
@@ -95,7 +95,7 @@ class _Rewriting:
         return self._spliced(jaxpr_as_fun(eqn.params["jaxpr"]), eqn, eqn.invars)
 
     def _spliced(self, function: Callable, eqn: JaxprEqn, ins: Sequence[Any]) -> bool:
-        """Replaces an equation by those of a function of `ins`, with its line and scope; returns whether it did."""
+        """Replaces an equation by those of a function of `ins`, with its line and scope; returns True if it can."""
         closed = jax.make_jaxpr(function)(*(var.aval for var in ins))
         if closed.consts:
             return False
@@ -108,7 +108,7 @@ class _Rewriting:
         return True
 
     def needed(self, outs: Sequence[Any]) -> list[JaxprEqn]:
-        """Returns the equations without sums that nothing reads any more."""
+        """Returns the equations, except for sums that no equation reads any more."""
         needed_eqns, reads = [], variables(outs)
         for eqn in reversed(self.eqns):
             if reads.intersection(eqn.outvars) or not self.sums.keys() & set(eqn.outvars):
@@ -128,7 +128,7 @@ def _changed(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _is_sum(eqn: JaxprEqn) -> bool:
-    """Whether an equation is W + A B of a single matrix, not of a batch of them, as under `jax.vmap`."""
+    """Whether an equation is W + A B of a single matrix, not of a batch of matrices as under `jax.vmap`."""
     if eqn.primitive.name not in _JIT or eqn.params["name"] != NAME:
         return False
     operands: list[Any] = [*eqn.invars]

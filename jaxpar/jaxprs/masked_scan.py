@@ -1,10 +1,10 @@
-"""Stages with different numbers of layers: one scan, as long as the fullest stage, that masks surplus layers.
+"""Runs stages with different numbers of layers: one scan, with the largest number of layers, masks surplus layers.
 
     scan, length 8   x ──► layer 0 ──► ... ──► layer 6 ──► layer 7 ──► y    on a stage of 8 layers
                      x ──► layer 0 ──► ... ──► layer 6 ─────(x)──────► y    on one of 7: the last iteration is masked
 
-The alternative, a scan over the fewest layers and then the others one by one, would slice parameters, residuals and
-gradients: these are copies, where a scan reads and writes in place.
+The alternative, a scan over the smallest number of layers and then the others one by one, would copy slices of
+parameters, residuals and gradients, which a scan reads and writes in place.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,16 +29,16 @@ from jaxpar.jaxprs.shorter_scan import KEEP_LAYERS
 
 
 def masked_layers(layers: Callable, params: Any, *args: Any) -> Callable | None:
-    """Returns a function (count, params, *args) to y that runs the first `count` layers of a stack.
+    """Builds a function that maps (count, params, *args) to y through the first `count` layers of a stack.
 
     Args:
-      layers: (params, *args) to y. Runs all layers of a stack.
-      params: The stack: arrays or shapes, with a leading dim of layers.
-      args: Its other arguments.
+      layers: Maps (params, *args) to y through all layers of a stack.
+      params: The stack: arrays or shapes, whose dim 0 is layers.
+      args: The other arguments.
 
     Returns:
-      None if the layers are not a single scan over the stack of which only the carry is read: stacked results would
-      contain those of the masked layers.
+      The function; None if the layers are not a single scan over the stack, or if stacked results of the scan are read,
+      which would contain results of masked layers.
     """
     traced = Traced(layers, params, *args)
     leaves = len(jax.tree.leaves(params))
@@ -70,7 +70,7 @@ class _Evaluation:
         self.count, self.scans = count, 0
 
     def run(self, jaxpr: Jaxpr, consts: Sequence, args: Sequence, stack: Sequence[bool], outs: Sequence) -> list:
-        """Returns the values of `outs`; `stack` marks the arguments that are stacked parameters."""
+        """Computes the values of `outs`; `stack` marks the arguments that are stacked parameters."""
         env = Env(jaxpr, consts, zip(jaxpr.invars, args, strict=True))
         stacks = {var for var, flag in zip(jaxpr.invars, stack, strict=True) if flag}
         eqns, reads = needed_equations(jaxpr.eqns, outs)
@@ -92,7 +92,7 @@ class _Evaluation:
         return [env[var] for var in outs]
 
     def _call(self, env: Env, eqn: JaxprEqn, which: list[bool], read: set) -> None:
-        """Runs a call that reads a stack; a checkpointed call stays checkpointed."""
+        """Runs a call that reads a stack; checkpoints it if it is checkpointed."""
         inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
         jaxpr, consts = jaxpr_of(inner), consts_of(inner)
         outs = [(outer, var) for outer, var in zip(eqn.outvars, jaxpr.outvars, strict=True) if outer in read]
@@ -121,7 +121,7 @@ class _Evaluation:
 
         def step(carry, item):
             number, xs = item
-            # all stages run all iterations: a tick takes as long as on the fullest stage anyway
+            # all stages run all iterations, because a tick takes as long as the stage with the most layers in any case
             results = body(*fixed, *carry, *xs)[: scan.carry]
             return [jnp.where(number < self.count, a, b) for a, b in zip(results, carry, strict=True)], None
 

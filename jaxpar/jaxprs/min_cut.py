@@ -3,9 +3,9 @@
     results of other ops ──► elementwise ops ──► values that the backward reads
                           └── the cut: saved; everything behind it is recomputed
 
-A value of n bytes is an edge of capacity n; free values (parameters, and values computed from them alone) have no edge.
-The minimum cut is the set to save, and the maximum flow finds it. Matmuls, reductions, kernels and collectives are
-never recomputed, so no FLOP that counts for utilization is spent twice.
+A value of n bytes is an edge of capacity n; free values (parameters, and values computed only from them) have no edge.
+The values to save are the minimum cut, which the maximum flow finds. Matmuls, reductions, kernels and collectives are
+never recomputed, so FLOP that count for utilization run only once.
 
 Sources: the idea is that of functorch's min-cut partitioner (PyTorch, `torch/_functorch/partitioners.py`); the flow is
 Edmonds and Karp's (1972), Theoretical improvements in algorithmic efficiency for network flow problems.
@@ -35,15 +35,15 @@ _SOURCE, _SINK, _ENDLESS = "source", "sink", 1 << 62
 def smallest_residuals(
     eqns: Sequence[JaxprEqn], free: Collection[Var], wanted: Iterable[Var]
 ) -> tuple[list[Var], list[JaxprEqn]]:
-    """Returns the variables to save, and the equations that recompute the other wanted variables from them.
+    """Finds the variables to save, and the equations that recompute the other wanted variables from them.
 
     Args:
       eqns: Equations of the forward.
-      free: Variables that need no saving.
+      free: Variables that need not be saved.
       wanted: Variables that the backward reads.
     """
     makes = {var: eqn for eqn in eqns for var in eqn.outvars if _elementwise(eqn)}
-    free_set = set(free)  # with the values that elementwise ops compute from free values alone
+    free_set = set(free)  # with the values that elementwise ops compute only from free values
     for eqn in eqns:
         if _elementwise(eqn) and variables(eqn.invars) <= free_set:
             free_set.update(eqn.outvars)
@@ -70,12 +70,12 @@ def smallest_residuals(
 
 
 def bytes_of(var: Any) -> int:
-    """Returns the bytes of a variable, summed over the devices that XLA splits it over."""
+    """Returns the bytes of a variable, on all devices that XLA splits it over together."""
     return max(1, var.aval.size * (8 if is_key(var) else var.aval.dtype.itemsize))
 
 
 def _unique(items: Iterable) -> list[Var]:
-    """Returns the variables among the items in order: the saved variables have the same order in every trace."""
+    """Returns the distinct variables among the items, in order, so that every trace saves them in the same order."""
     return list(dict.fromkeys(item for item in items if not isinstance(item, Literal)))
 
 

@@ -3,8 +3,8 @@
     traced for all layers   scan, length 12, over parameters [12, ...] and dropout keys [12]
     run on a stage          scan, length 3,  over parameters [3, ...]  and the first three keys
 
-Linen's `nn.scan(Block, length=12)` fixes the number of layers in the model's code. So the layers are traced at full
-length, as on one device, and the scan over the stack then runs with fewer.
+Linen's `nn.scan(Block, length=12)` fixes the number of layers in the model's code. So jaxpar traces all layers, as on
+one device, and then runs the scan over the stack with fewer layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,15 +22,15 @@ KEEP_LAYERS = ("convert_element_type", "sharding_constraint", "copy")  # leave d
 
 
 def shorten_scan(layers: Callable, count: int, name: str) -> Callable:
-    """Returns a function that runs as many of the layers as its parameters have.
+    """Wraps a function of all layers so that it runs only the layers whose parameters it gets.
 
     Args:
-      layers: (params, x) to y. Runs all layers of a stack, in one scan.
+      layers: Maps (params, x) to y through all layers of a stack, in one scan.
       count: Number of layers in the stack, the length of the scan.
       name: Name of the model, for messages.
 
     Raises:
-      JaxparError: At a call, if anything else than a single scan over all layers reads the stack.
+      JaxparError: At a call, if any equation other than a single scan over all layers reads the stack.
     """
 
     def run(params: Any, x: Any) -> Any:
@@ -54,7 +54,7 @@ class _Evaluation:
         self.count, self.depth, self.name, self.scans = count, depth, name, 0
 
     def run(self, jaxpr: Jaxpr, consts: Sequence, args: Sequence, short: set[Var]) -> tuple[list, list[bool]]:
-        """Returns the results, and for each whether its dim 0 is short."""
+        """Computes the results; also returns for each whether its dim 0 is shorter than traced."""
         env = Env(jaxpr, consts, zip(jaxpr.invars, args, strict=True))
         eqns, _ = needed_equations(jaxpr.eqns, jaxpr.outvars)  # drops the rest of the embedding
         for eqn in eqns:
@@ -93,7 +93,7 @@ class _Evaluation:
         return set(eqn.outvars[scan.carry :])
 
     def _keys(self, value: jax.Array) -> jax.Array:
-        """Returns PRNG keys for `depth` layers: each stage has its own keys, so any of them will do."""
+        """Returns PRNG keys for `depth` layers; any keys will do, because each stage has different ones."""
         if not jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             raise refuse(
                 f"the layers of {self.name} scan over {value.dtype}{list(value.shape)}, which is no parameter",

@@ -1,9 +1,9 @@
 """Splits a jaxpr into two halves: the equations that the first outputs need, and all others.
 
     B   the equations that the gradient of the input needs
-    W   the others; the values of B that they read cross from B to W
+    W   all other equations; the values of B that they read cross from B to W
 
-Nothing is computed twice: B and W together have the matmuls of the full backward. A scan over layers becomes two scans,
+No equation runs twice: B and W together have the matmuls of the full backward. A scan over layers becomes two scans,
 and its crossing values are stacked. An equation that both halves need belongs to B.
 
 Source of the split: Qi et al. 2023, arXiv:2401.10241, section 2.
@@ -60,7 +60,7 @@ class SplitJaxpr:
         Args:
           closed: The jaxpr.
           first: Indices of the outputs that the first half computes.
-          again: Number of leading inputs that both halves receive, so that they need not cross.
+          again: Number of leading inputs that both halves receive, and that therefore do not cross.
         """
         jaxpr, outs = closed.jaxpr, list(first)
         # in reverse from the early outputs: an equation that computes a needed variable is early, and needs its inputs
@@ -120,7 +120,7 @@ class SplitJaxpr:
         return [env[jaxpr.outvars[i]] for i in self.outs], [env[var] for var in self.crossing] + stacks
 
     def second(self, args: Sequence, stash: Sequence) -> list:
-        """Computes the other outputs."""
+        """Computes the other outputs from the crossing values."""
         jaxpr = self.closed.jaxpr
         # `args` are the first `again` inputs; the stash is the crossing values, then the stacks of each scan in order
         env = Env(jaxpr, self.closed.consts, zip(jaxpr.invars, args, strict=False))
@@ -144,7 +144,7 @@ class _Scan(Scan):
         return self.body.invars[self.consts + n]
 
     def first_half(self, wanted: set[int]) -> tuple[SplitScan, list]:
-        """Returns the first half, which computes the wanted outputs, and the outer variables that it reads."""
+        """Builds the first half, which computes the wanted outputs; also returns the outer variables that it reads."""
         carries = {n for n in wanted if n < self.carry}
         # a carry that one iteration reads is computed in the previous one: repeats until no more carries are needed
         while True:

@@ -2,8 +2,8 @@
 
     one trace of  y, vjp = jax.vjp(stage);  dparams, dx = vjp(g)
 
-    does not need g                   ──► forward       y, kept           in an F
-    needs g, and dx needs it          ──► input_grad    dx, stash         in a B
+    equations that do not need g      ──► forward       y, kept           in an F
+    need g, and dx needs them         ──► input_grad    dx, stash         in a B
     all other equations               ──► weight_grad   dparams           in a W
 
 `kept` holds the residuals: values of the forward that the backward reads. Three kinds are not saved per microbatch:
@@ -40,8 +40,8 @@ class Halves:
     """A stage's forward and backward as separate functions.
 
     Attributes:
-      forward: (params, known, x) to (y, kept).
-      backward: (params, known, x, kept, g) to (dparams, dx).
+      forward: Maps (params, known, x) to (y, kept).
+      backward: Maps (params, known, x, kept, g) to (dparams, dx).
       forward_in_place: (params or their places, known, x, places of the residuals) to (y, buffers of the residuals);
         None if the backward is split.
       backward_in_place: (params or their places, known, x, residuals or their places, g, places of the gradient sums)
@@ -63,13 +63,13 @@ class Halves:
 
 
 def halves(stage: Callable, params: Any, inputs: Any, x: Any, *, split: bool) -> Halves:
-    """Returns the forward and the backward of a stage.
+    """Builds the forward and the backward functions of a stage.
 
     Args:
-      stage: (params, known, x) to y, of the structure and shapes of x.
+      stage: Maps (params, known, x) to y, which has the structure and shapes of x.
       params: The parameters, as arrays or shapes.
-      inputs: Inputs that are not trained.
-      x: The input.
+      inputs: The inputs `known`, which are not trained.
+      x: The input of the stage.
       split: Whether to split the backward into `input_grad` and `weight_grad`.
     """
     joint = _JointJaxpr(stage, params, inputs, x, least=not split)
@@ -111,7 +111,8 @@ def halves(stage: Callable, params: Any, inputs: Any, x: Any, *, split: bool) ->
 class _JointJaxpr:
     """A stage's forward and backward in one jaxpr, split by dataflow.
 
-    VJP objects of `jax.vjp` save all residuals, parameters included, and their fields change between releases.
+    The VJP objects of `jax.vjp` would save all residuals, including parameters, and their fields change between
+    releases.
     """
 
     def __init__(self, stage: Callable, params: Any, known: Any, x: Any, *, least: bool):
@@ -155,7 +156,7 @@ class _JointJaxpr:
         return jax.tree.unflatten(self.params_tree, dparams), jax.tree.unflatten(self.x_tree, dx)
 
     def _split_places(self, given: Iterable[tuple[Var, Any]]) -> tuple[Env, dict[Var, BufferEntry]]:
-        """Separates values from places, the entries of buffers."""
+        """Separates values from references to entries of buffers."""
         values = dict(given)
         places = {var: value for var, value in values.items() if isinstance(value, BufferEntry)}
         return Env(self.jaxpr, self.consts, [item for item in values.items() if item[0] not in places]), places

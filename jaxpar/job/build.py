@@ -105,7 +105,7 @@ def _has_known_rates(job: Job, step: Step) -> bool:
 
 
 def rates(spec: chain.Optimizer, steps: int, *, own: chain.UserFunctions = chain.NONE) -> Callable[[int], float]:
-    """Returns a function from step (from 0) to learning rate, computed in cached blocks of `BLOCK` steps."""
+    """Returns a function that maps a step (from 0) to its learning rate, computed in cached blocks of `BLOCK` steps."""
     schedule = jax.vmap(chain.schedule(spec, steps, user_functions=own))
 
     @lru_cache(maxsize=2)
@@ -152,7 +152,7 @@ def _resolved(job: Job, devices: Sequence[Any]) -> ResolvedJob:
 
 
 def _step(resolved: ResolvedJob, times: int = 1) -> Step:
-    """Returns the step for batches `times` those of the first phase, with `times` as many microbatches."""
+    """Builds the step for batches `times` as large as in the first phase, with `times` as many microbatches."""
     job, layout, loss, optimizer = resolved.job, resolved.layout, resolved.loss, resolved.optimizer
     if layout is None or loss is None or optimizer is None:
         raise TypeError(f"a job with problems has no step: {resolved.problems}")

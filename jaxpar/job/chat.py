@@ -1,7 +1,7 @@
 """Chats with the model of a run: one answer per input line.
 
 If the tokenizer has a chat template, lines and answers are messages; otherwise they are one continued text. The model
-sees the newest part of the conversation that fits its window.
+gets the newest part of the conversation that fits its window.
 """
 
 from collections.abc import Callable, Iterable
@@ -51,7 +51,7 @@ def chat(
 
 
 def _tokens(model: TextModel) -> Tokens:
-    """Returns the function from a conversation to the tokens of the prompt for its next answer."""
+    """Returns the function that maps a conversation to the prompt's tokens for the next answer."""
     tokenizer = read_tokenizer(model.tokenizer) if model.tokenizer else None
     bpe = model.text.bpe
     if tokenizer is None or bpe is None or not tokenizer.template:

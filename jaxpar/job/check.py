@@ -87,8 +87,8 @@ def resolve(job: Job, devices: Sequence[Any] | None = None, *, as_written: bool 
     Args:
       job: The job.
       devices: The devices of its mesh, present or not; without them the layout cannot hold arrays.
-      as_written: Whether every key has its written value. False if defaults replace invalid keys: model, loss and
-        data then need not fit together, so that is not checked.
+      as_written: Whether every key has its value from the file. If defaults replace invalid keys, model, loss and data
+        may not fit together, so this is not checked.
     """
     problems: list[Problem] = []
 
@@ -210,7 +210,7 @@ def _check_faults(job: Job) -> None:
 
 
 def _check_evaluation(job: Job) -> None:
-    """Refuses evaluations without held-out examples; for text, decides without packing it."""
+    """Refuses evaluations without held-out examples; does not pack text for this."""
     if not job.data.is_text:
         check_evaluated(job, open_data(job))
     elif not job.data.held_out:
@@ -283,7 +283,7 @@ def _check_batch(job: Job, sizes: dict[str, int], parallel: Parallel) -> list[Pr
 def _check_memory(job: Job, layout: Layout, optimizer: optax.GradientTransformation, scores: int) -> None:
     """Refuses a training state larger than the memory pool of the target GPUs, even without activations.
 
-    `scores`: bytes of one layer's materialised attention scores, which count as well.
+    `scores`: bytes of one layer's materialised attention scores, which are added.
     """
     if not job.mesh.target or job.mesh.simulate:
         return
@@ -323,9 +323,9 @@ def _leaf_bytes(layout: Layout, leaf: Any, spec: Any) -> int:
 
 
 def _trace(job: Job, layout: Layout, loss: Callable, optimizer: optax.GradientTransformation) -> int:
-    """Traces model and loss on shapes: errors of the first step appear here, with one message each.
+    """Traces model and loss on shapes, so that errors of the first step appear here, with one message each.
 
-    Returns the bytes of attention scores that one layer materialises for a microbatch, or 0.
+    It returns the bytes of attention scores that one layer materialises for a microbatch, or 0.
     """
     blueprint = layout.blueprint
     batch = abstract_batch(job)
@@ -369,7 +369,7 @@ def _trace(job: Job, layout: Layout, loss: Callable, optimizer: optax.GradientTr
 
 
 def _choose_as_in_step(job: Job, microbatches: int, call: AttentionCall) -> AttentionChoice:
-    """Chooses an implementation as a step would: for a microbatch in the compute dtype, not all traced rows."""
+    """Chooses an implementation as in a step: for a microbatch in the compute dtype instead of all traced rows."""
     dtype = DTYPES[job.train.precision.compute]
     name = call.dtype if dtype is None else jax.numpy.dtype(dtype).name
     rows = max(1, call.sequences // (job.train.accumulate * microbatches))

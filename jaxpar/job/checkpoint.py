@@ -80,7 +80,7 @@ def diff(first: Path, second: Path, overrides: Sequence[str] = ()) -> tuple[list
       absolute difference of each array with unequal values, by path.
 
     Raises:
-      JaxparError: If either is no checkpoint, or damaged.
+      JaxparError: If either is not a checkpoint, or is damaged.
     """
     path, first_manifest = _listed(first)
     if second.is_file():
@@ -148,7 +148,7 @@ def _numbers(array: jax.Array) -> np.ndarray:
 def check_run(job: Job, layout: Layout) -> list[Problem]:
     """Returns the problems of the run folder and the first state that `train` would report before its first step.
 
-    Text is not packed here, so only `train` detects that the text has changed.
+    It does not pack text, so only `train` detects that the text has changed.
 
     Args:
       job: A job without other problems.
@@ -176,7 +176,7 @@ def _check_goes_on(job: Job, layout: Layout, folder: Path, steps: list[int]) -> 
     """Returns the step of the newest intact checkpoint, judged by names and sizes of its files.
 
     Raises:
-      JaxparError: If none is intact, or it does not fit the job.
+      JaxparError: If no checkpoint is intact, or it does not fit the job.
     """
     damaged: list[Problem] = []
     for step in reversed(steps):

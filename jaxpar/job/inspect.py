@@ -23,7 +23,7 @@ CPU = "cpu"
 
 
 def inspect(job: Job, target: str = "") -> Report:
-    """Reports on the compiled step of a job; if it does not fit in memory, also the changes that free some.
+    """Reports on the compiled step of a job; if it does not fit in memory, also lists changes that free memory.
 
     Args:
       job: The job.
@@ -31,7 +31,7 @@ def inspect(job: Job, target: str = "") -> Report:
         `mesh.target`, then to `cpu` if the job simulates its devices.
 
     Raises:
-      JaxparError: With all problems of the job, or of the target.
+      JaxparError: If the job or the target has problems; the message has all of them.
     """
     target = target or job.mesh.target or (CPU if job.mesh.simulate else "")
     if not target:
@@ -94,7 +94,7 @@ def _declared(job: Job) -> int:
 
 
 def _knobs(job: Job, target: str, total: int) -> list[tuple[str, int]]:
-    """Compiles single changes of a job; returns (change, freed bytes) of those that free memory, most first."""
+    """Compiles single changes of a job; returns (change, freed bytes) of changes that free memory, largest first."""
     train, parallel = job.train, job.parallel
     changes = [
         ("train.remat = 'full'", {"train": dataclasses.replace(train, remat="full")}, train.remat != "full"),

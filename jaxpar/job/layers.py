@@ -1,4 +1,4 @@
-"""A job's model, measured layer by layer on the device that is there."""
+"""Measures a job's model layer by layer on the local device."""
 
 import dataclasses
 from pathlib import Path
@@ -15,16 +15,16 @@ from jaxpar.step.numerics import Numerics
 
 
 def measured(job: Job, write: str | None = None) -> dict[str, Any]:
-    """Returns the layers of a job's model as JSON has them, with where they were measured; prints them.
+    """Measures and prints the layers of a job's model; returns them as JSON values, with the device and versions.
 
-    The minibatch is the job's global batch, on one device; its mesh and layout do not count.
+    The minibatch is the job's global batch, on one device; the job's mesh and layout are ignored.
 
     Args:
       job: Model, loss, data, batch, precision and remat.
-      write: File for the profile, as PipeDream writes it; an existing one is replaced.
+      write: File for the profile in PipeDream's format; an existing file is replaced.
 
     Raises:
-      JaxparError: With everything that is wrong with the job.
+      JaxparError: If the job has problems; the message has all of them.
     """
     train = dataclasses.replace(job.train, accumulate=1)
     alone = dataclasses.replace(job, mesh=MeshTable(devices=1), parallel=type(job.parallel)(), train=train)

@@ -68,7 +68,7 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, options
 
 
 def _in_blocks(job: Job, shape: Shape, chip: Chip) -> str:
-    """Says why ring attention's chunks run in plain JAX blocks; "" if cuDNN's kernel runs them.
+    """Explains why ring attention runs in blocks of plain JAX; "" if cuDNN's kernel runs it.
 
     Raises:
       JaxparError: If the job requires the kernel and it does not support the chunks.
@@ -110,7 +110,7 @@ def model_question(
       exchange: The exchange between replicas.
       remat: The job's remat; "offload" adds offloading to the choices.
       steps: Steps of the whole run; 0 if unknown.
-      devices: As in `question`, like `chip`, `per_node` and `options`.
+      devices: As in `question`; so are `chip`, `per_node` and `options`.
 
     Raises:
       JaxparError: As `question` does.
@@ -248,7 +248,7 @@ def overrides(candidate: Candidate, layers: int) -> list[str]:
 def apply_layout(job: Job, candidate: Candidate, layers: int, hardware: Hardware | None = None) -> Job:
     """Returns the job with a planned layout and its number of devices.
 
-    The exchange, the sharding rules and paths, `replicate_above` and `context_kernel` stay.
+    It keeps the job's exchange, sharding rules and paths, `replicate_above` and `context_kernel`.
 
     Args:
       job: The job.

@@ -1,4 +1,4 @@
-"""`jp.plan`, of a job or of a step."""
+"""Implements `jp.plan`, for a job or a step."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,14 +24,14 @@ def plan_step(step: Any, batches: Sequence[Any], *, top: int, devices: int, **as
     """Predicts the fastest layouts of a step's model, loss and optimizer.
 
     Args:
-      step: A step of `jp.train_step`; of its own layout only the exchange matters.
+      step: A step of `jp.train_step`; only the exchange of its layout matters.
       batches: Exactly one global batch: name to anything with a shape and a dtype.
       top: Number of layouts to return.
       devices: Number of GPUs.
       **asked: `chip`, `per_node` and `options` of `jaxpar.job.plan.question`.
 
     Raises:
-      JaxparError: If `step` is no step, the batch does not fit it, no layout is legal, or none fits.
+      JaxparError: If `step` is not a step, the batch does not fit it, or no layout is legal and fits in memory.
     """
     module = sys.modules.get("jaxpar.step.step")  # not imported: `step` is no step, and JAX is not needed
     if module is None or not isinstance(step, module.Step):

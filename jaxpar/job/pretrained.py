@@ -51,19 +51,19 @@ def start_from_params(
     seed: int = 0,
     offload: bool = False,
 ) -> State:
-    """Returns the state at step 0 with these parameters.
+    """Builds the state at step 0 from these parameters.
 
     Args:
-      layout: Where arrays go.
+      layout: The sharding of all arrays.
       optimizer: Any optax chain.
-      params: Path to parameter: what has `shape` and is indexed by slices, such as `Pretrained.params`. In floats; what
-        is kept in 8 bits is read and rounded layer by layer.
-      fresh: Paths of parameters that begin anew, as `init_state` makes them.
-      seed: Of these, and of dropout.
-      offload: Keep the optimizer state in host memory.
+      params: Path to parameter, such as `Pretrained.params`: an object with `shape` that is indexed by slices and holds
+        floats. If the job stores a matrix in 8 bits, it is read and rounded layer by layer.
+      fresh: Paths of parameters to initialize as `init_state` does.
+      seed: Seed of these parameters, and of dropout.
+      offload: Whether to place the optimizer state in host memory.
 
     Raises:
-      JaxparError: With every parameter that is missing, unexpected or of another shape.
+      JaxparError: If parameters are missing, unexpected or of another shape; the message has all of them.
     """
     like = abstract(layout, optimizer)
     if problems := _differences(layout, params, fresh):
@@ -86,7 +86,7 @@ def start_from_params(
 
 
 def _parts(layout: Layout, path: str, value: Any) -> Iterator[tuple[str, Callable]]:
-    """Yields what a parameter becomes, each with what reads a part of it: of a matrix in 8 bits its scales too."""
+    """Yields the arrays of a parameter (in 8 bits also its scales), each with a function that reads a part of it."""
     each = layout.blueprint.adapters.get(path)
     if each is None or each.float_dtype is None:
         yield path, value.__getitem__
@@ -97,7 +97,7 @@ def _parts(layout: Layout, path: str, value: Any) -> Iterator[tuple[str, Callabl
 
 
 def _born(read: Callable, leaf: Leaf, on: Any) -> jax.Array:
-    """Returns a parameter on its devices; a part that several devices keep is read once."""
+    """Places a parameter on its devices; reads a part only once if several devices hold it."""
     parts: dict[str, np.ndarray] = {}
 
     def part(index):

@@ -1,4 +1,4 @@
-"""Trains a job, from its latest checkpoint, in its run folder.
+"""Trains a job in its run folder, from the latest checkpoint if there is one.
 
 RUN/job.toml        the resolved job; earlier ones as job.0001.toml, ...
 RUN/metrics.jsonl   a line per step
@@ -223,7 +223,7 @@ def _train(
 
 
 def _noise_note(built: BuiltJob) -> str:
-    """Says why the requested noise temperature is not written; "" if it is, or is not requested."""
+    """Explains why a requested noise temperature is not written; "" if it is, or is not requested."""
     if not built.job.metrics.noise_every or built.source.examples is not None:
         return ""
     source = built.job.data.source
@@ -284,7 +284,7 @@ def _candidate(built: BuiltJob) -> dict[str, Any]:
 
 
 def peak_memory(step: Step, devices: list[Any]) -> dict[str, Any]:
-    """Returns the peak bytes per device: as compiled by XLA, and as measured on the local devices (None if unknown)."""
+    """Returns the peak bytes per device: by XLA's compiler, and measured on the local devices (None if unknown)."""
     host_devices = [device for device in devices if device.process_index == jax.process_index()]
     readings = [stats for device in host_devices if (stats := device.memory_stats()) and "peak_bytes_in_use" in stats]
     measured = max([stats["peak_bytes_in_use"] for stats in readings], default=None)
@@ -308,7 +308,7 @@ def _loop(built: BuiltJob, store: Store, log: Log, progress: Progress, watchdog:
 
 
 def _rewind(store: Store, steps: list[int], at: int, say: Callable[[str], None] | None) -> list[int]:
-    """Returns the steps up to `at`; the process that gets `say` renames later checkpoints."""
+    """Returns the checkpoint steps up to `at`; the process that gets `say` renames later checkpoints."""
     if at not in steps:
         raise refuse(
             f"no checkpoint of step {at} in {store.folder}",
@@ -323,7 +323,7 @@ def _rewind(store: Store, steps: list[int], at: int, say: Callable[[str], None] 
 
 
 def _check_same_run(folder: Path, built: BuiltJob, steps: list[int]) -> list[changes.KeyChange]:
-    """Refuses to continue on other data; returns the change of the schedule if other devices imply another one."""
+    """Refuses to continue on other data; returns a note if other devices imply another pipeline schedule."""
     recorded = check_same_data(folder, built.source.fingerprint) if steps else {}
     old, new = recorded.get("schedule"), _schedule(built)
     is_open = built.job.parallel.pipeline.schedule == UNNAMED

@@ -42,7 +42,7 @@ class SamplingRequest(Keywords):
 
     Attributes:
       tokens: Maximal number of new tokens per prompt.
-      sampling: Temperature and the like.
+      sampling: Temperature, top_k, top_p and seed.
       stop: Strings, or special tokens such as <|eot_id|>; the text ends before the first of them.
       overrides: Overrides of `parallel` and `mesh`, e.g. `parallel.tensor=2`, `mesh.simulate=8`; one device by default.
       cached: Whether to use a KV cache; None uses one if the model supports it.
@@ -177,7 +177,7 @@ def load_text_model(folder: str | Path, request: SamplingRequest, *, allow_impor
 
 
 def check_prompt(prompt: str, where: str) -> None:
-    """Refuses lone surrogates in a prompt, except those by which Python escapes non-utf-8 bytes of a command line.
+    """Refuses lone surrogates in a prompt, except Python's escapes of non-UTF-8 bytes in a command line.
 
     Raises:
       JaxparError: If there is a lone surrogate.
@@ -194,7 +194,7 @@ def read_prompts(file: Path) -> list[str]:
     """Reads prompts: the `prompt` of each line of a .jsonl file, or each non-empty line of any other file.
 
     Raises:
-      JaxparError: If the file cannot be read or is empty, or, with its number, if a line is no prompt.
+      JaxparError: If the file cannot be read or is empty, or a line is not a prompt; the message has its number.
     """
     rule, fix = "a file of prompts has one a line, or in .jsonl tables with `prompt`", '{"prompt": "Once upon"}'
     try:

@@ -1,4 +1,4 @@
-"""Continues a job on fewer processes: which axis sizes stay, and which shrink.
+"""Fits a job to fewer processes: shrinks some axis sizes and keeps the others.
 
 pipe, expert, context, tensor   stay: they shard the model
 data, then fsdp                 shrink: they replicate the model or shard its state; data only if replicas are equal
@@ -18,15 +18,15 @@ SHRUNK = ("data", "fsdp")  # axes that replicate the model or shard its state
 
 
 def fit_processes(job: Job, *, processes: int, most: int) -> tuple[int, list[str]]:
-    """Returns the largest number of processes, at most `most`, on which a job can continue, and the overrides for it.
+    """Finds the largest number of processes, at most `most`, on which a job can continue; also returns the overrides.
 
     Args:
-      job: The job as it ran on `processes` processes with equally many devices each.
+      job: The job that ran on `processes` processes, with the same number of devices each.
       processes: Number of processes so far.
       most: Number of processes left.
 
     Raises:
-      JaxparError: If no number works; with the reason for each.
+      JaxparError: If no number works; the message has the reason for each.
     """
     key = "simulate" if job.mesh.simulate else "devices"
     devices = getattr(job.mesh, key)

@@ -52,7 +52,7 @@ def best_rounds(rows: Sequence[Mapping[str, Any]], sweep: Sweep) -> list[str]:
 
 
 def lineage(rows: Iterable[Mapping[str, Any]], values: Mapping[str, tuple[float, ...]]) -> Iterator[dict[str, Any]]:
-    """Yields an entry for each time a member became a copy of another.
+    """Yields an entry for each copy of a member to another.
 
     Args:
       rows: Rows of metrics, from the first step on.

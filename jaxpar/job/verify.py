@@ -1,7 +1,7 @@
 """Checks planned layouts by compiling them for their GPUs: XLA's memory use, and the step time of its program.
 
-XLA cannot compile cuDNN's kernels without a GPU. A stand-in with the same operands and results and no work takes their
-place, so that the memory around it is that of the real program; its time is the plan's, without remat's repetitions.
+XLA cannot compile cuDNN's kernels without a GPU. An empty kernel with the same operands and results replaces them, so
+that all other memory is that of the real program; their time is taken from the plan, without repetitions by remat.
 """
 
 import dataclasses
@@ -28,13 +28,13 @@ from jaxpar.plan.validation import CompiledLayout
 
 
 def verify(job: Job, question: Question, layouts: Iterable[Ranked], *, memory: int = 0) -> Iterator[CompiledLayout]:
-    """Compiles layouts for the plan's GPUs and yields their memory, and their step time replayed over the GPUs' links.
+    """Compiles layouts for the plan's GPUs; yields their memory, and their step time modelled from the program.
 
     Args:
       job: The job.
       question: The plan's question, which names the GPUs.
       layouts: The layouts to check.
-      memory: Memory limit for XLA in bytes, which rematerializes to fit it; 0 means the plan's.
+      memory: Memory limit in bytes, which XLA meets by rematerialization; 0 means the plan's.
 
     Raises:
       JaxparError: If XLA can't compile for these GPUs.
@@ -45,9 +45,9 @@ def verify(job: Job, question: Question, layouts: Iterable[Ranked], *, memory: i
 
 
 def _target_chip(question: Question, memory: int) -> Chip:
-    """Returns the chip with the given program memory, and its links scaled as the plan's differ from its usual ones.
+    """Returns the chip with the given program memory, and with links scaled by the plan's ratio to the usual links.
 
-    The inspector derates data-sheet bandwidths by itself; scaling keeps the plan's proportions.
+    The inspector reduces data-sheet bandwidths itself, so only the ratio matters.
     """
     chip = compiled_chip(question.hardware)
     usual_hardware, hardware = HARDWARE[chip.key], question.hardware

@@ -1,4 +1,4 @@
-"""The supervisor: starts the processes of a job, reports which one failed first and how, and restarts them.
+"""The supervisor starts the processes of a job, reports the first that fails, and restarts them.
 
     start n ─► all end with 0 ─► done
        ▲        one refuses its input (status 1) ─► all end: another attempt would end the same way
@@ -6,7 +6,7 @@
                                                   without a process that failed twice before a new checkpoint
 
 It does not train and holds no device. The processes find each other through `JAXPAR_COORDINATOR`, `JAXPAR_PROCESSES`
-and `JAXPAR_PROCESS`; they end with it, whatever ends it (`lifeline.py`).
+and `JAXPAR_PROCESS`. They end when the supervisor ends, even if it is killed (`process_exit.py`).
 """
 
 import dataclasses
@@ -38,12 +38,12 @@ class Launch:
       command: Arguments of `jaxpar`, such as `train job.toml`.
       options: Further arguments, after all others.
       processes: Number of processes on this machine.
-      restarts: Maximum number of attempts in a row, after the first, without progress.
-      nodes: Number of machines, each of which starts as many processes.
+      restarts: Maximum number of restarts in a row without a new checkpoint.
+      nodes: Number of machines, each of which starts the same number of processes.
       node: Number of this machine.
       coordinator: `host:port` of process 0; on one machine a free port by default.
-      on_failure: Called with the end of a process of this machine that failed, to report it to the others.
-      shrink: Maps a command and its number of processes to a smaller number that works, and further arguments.
+      on_failure: Called with the `ProcessExit` of a failed process of this machine, to report it to the other machines.
+      shrink: Maps a command and its number of processes to a smaller number that the job supports, and more arguments.
     """
 
     command: Sequence[str]
@@ -88,7 +88,7 @@ class ProcessExit:
 
     @property
     def how(self) -> str:
-        """How it ended, e.g. `was killed by SIGKILL`."""
+        """Description of the end, e.g. `was killed by SIGKILL`."""
         return f"was killed by {signal.Signals(-self.status).name}" if self.status < 0 else f"ended with {self.status}"
 
     def __str__(self) -> str:
@@ -106,7 +106,7 @@ class Attempt:
     exits: list[ProcessExit] = field(default_factory=list)
 
     def run(self, stop: "SupervisorStop") -> list[ProcessExit]:
-        """Starts the processes and waits; returns their ends, the first failure first."""
+        """Starts the processes and waits for all of them; returns their exits, the first failure first."""
         with lifeline() as end:
             return self._run(stop, end)
 
@@ -181,7 +181,7 @@ class Attempt:
 
 @dataclass
 class SupervisorStop:
-    """A signal to the supervisor, passed on to the processes once; they then agree on a last step."""
+    """Passes a signal to the supervisor on to the processes, once; they then agree on a last step."""
 
     name: str = ""
     forwarded: bool = False
@@ -208,7 +208,7 @@ def supervise(launch: Launch, *, progress: Callable[[], int], log: Callable[[str
       log: Prints a line for the user.
 
     Returns:
-      `status` of the verb, and `attempts`: for each attempt, the ends of its processes.
+      `status`, the exit status of the command, and `attempts`: for each attempt, the exits of its processes.
     """
     stop = SupervisorStop()
     handlers = {number: signal.signal(number, stop) for number in stop_signals()}
@@ -249,7 +249,7 @@ def _culprit(ended: list[ProcessExit]) -> int | None:
 
 
 def _without_one(launch: Launch, say: Callable[[str], None]) -> Launch:
-    """The launch with fewer processes, or unchanged if the job cannot run with fewer."""
+    """Returns the launch with fewer processes, or unchanged if the job cannot run with fewer."""
     try:
         count, arguments = launch.shrink(launch.command, launch.processes)  # pyright: ignore[reportOptionalCall]
     except JaxparError as error:
@@ -265,7 +265,7 @@ def _outcome(status: int, attempts: list[list[ProcessExit]]) -> dict[str, Any]:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """Returns a port of this machine that no program listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

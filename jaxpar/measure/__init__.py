@@ -3,6 +3,6 @@
     gemm, links  ─► tables of a chip's file (chip.py), for `jaxpar plan --chip FILE`
     layers       ─► a profile of a model, for `jaxpar partition`
 
-Nouns: a *destination* is the chip's file that a measurement goes into; a *record* names the devices, versions and
+Nouns: a *destination* is the chip file that a measurement is written to; a *record* names the devices, versions and
 commit of a number. To add a measurement: a module with a function that returns a table, and a row of `cli/measure.py`.
 """

@@ -1,4 +1,4 @@
-"""The file of a chip that a measurement goes into, looked at before anything is measured."""
+"""The chip file that a measurement is written to; it is checked before anything is measured."""
 
 import datetime
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ class Destination:
     Attributes:
       path: The chip's file; None where nothing is written.
       chip: The chip of that file, or of the devices; None where neither is known, and nothing is written.
-      kind: The name that JAX has for the devices.
+      kind: JAX's name of the devices, `device_kind`.
     """
 
     path: Path | None
@@ -33,7 +33,8 @@ class Destination:
         """Returns the destination for these devices.
 
         Raises:
-          JaxparError: If the file is another chip's or cannot be, or is not there and the table has no such chip.
+          JaxparError: If the file describes another chip or its path cannot be written, or if there is no file and
+            jaxpar's table has no such chip.
         """
         kind = devices[0].device_kind
         chip = find_chip(kind)
@@ -71,12 +72,12 @@ class Destination:
         return self.chip
 
     def write(self, name: str, table: Mapping[str, Any]) -> None:
-        """Writes a table into the file, if there is to be one, from the first of several processes."""
+        """Writes a table into the file, if there is a path; of several processes, only the first writes."""
         if self.path is not None and jax.process_index() == 0:
             write_table(self.path, name, table, chip=self.known_chip())
             print(f"[{name}]: {self.path}")
 
 
 def today() -> str:
-    """Returns the date as `source` has it."""
+    """Returns today's date in the format of `source`."""
     return datetime.date.today().isoformat()

@@ -1,4 +1,4 @@
-"""Seconds of one operation inside a program, and the machine that it may be measured on."""
+"""Times one operation inside a program, and checks that the devices are real ones."""
 
 import os
 import statistics
@@ -15,15 +15,16 @@ REPEATS = (2, 12)  # of the operation, in the shorter and in the longer program
 
 
 def once(build: Callable[[int], Callable[[Any], Any]], x: Any, *, rounds: int) -> float:
-    """Returns the seconds that one more repeat takes: the difference of two programs, in which calling them cancels.
+    """Times one repeat of an operation: the difference of two programs, so that the time of a call cancels.
 
     Args:
-      build: Number of repeats to a program that runs so many, each of which depends on the one before.
-      x: Input of the program, which returns the same shape; it is donated.
-      rounds: Pairs of programs; the median counts. At least one.
+      build: Maps a number of repeats to a program that runs the operation so often; each repeat needs the last one's
+        result.
+      x: Input of the program, which returns an array of the same shape; it is donated.
+      rounds: How often the pair of programs is timed, at least once; the result is the median.
 
     Returns:
-      Seconds; not above 0 where the clock sees no difference.
+      Seconds; 0 or less if the operation is too short for the clock.
     """
     programs = [build(repeats) for repeats in REPEATS]
     for program in programs:
@@ -39,10 +40,10 @@ def once(build: Callable[[int], Callable[[Any], Any]], x: Any, *, rounds: int) -
 
 
 def measured_devices(what: str) -> list[Any]:
-    """Returns the devices of all processes, connected if a launcher says that there are several.
+    """Returns the devices of all processes; connects the processes first if a launcher started several.
 
     Raises:
-      JaxparError: If they are the processor's or simulated: their speed says nothing about hardware.
+      JaxparError: If the devices are a CPU or simulated: their speed says nothing about GPUs.
     """
     from jaxpar.cluster.connect import connect
     from jaxpar.cluster.environment import detect

@@ -1,7 +1,8 @@
 """Measures the share of its peak that this device reaches in bfloat16 matmuls, by their size.
 
-Square products of random numbers, each the next one's left side: a chip that multiplies zeros runs faster. What is
-fitted is in `plan/machine/fit.py`. Not run on a GPU yet: compiled for H100s, and its parts tested on simulated devices.
+Each product of square matrices is the left factor of the next. The numbers are random, because a chip multiplies zeros
+faster. `plan/machine/fit.py` has the formula that is fitted. Not yet run on a GPU, only compiled for H100s; its parts
+are tested on simulated devices.
 """
 
 import math
@@ -22,7 +23,7 @@ SIDES = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288)  # 0.27 GFLO
 
 
 def program(weights: Any, repeats: int) -> Callable[[Any], Any]:
-    """Returns the program of so many matmuls with the same weights, one after another. Shapes [side, side]."""
+    """Returns a program of `repeats` matmuls in sequence with the same weights. All shapes are [side, side]."""
 
     def body(x, weights):
         for _ in range(repeats):
@@ -41,14 +42,14 @@ def _accurate(dtype: Any) -> Any:
 def time_product(
     side: int, device: Any, *, rounds: int = 20, dtype: Any = jnp.bfloat16, once: Callable[..., float] = once
 ) -> float:
-    """Returns the seconds of a matmul of two [side, side] matrices.
+    """Times a matmul of two [side, side] matrices, in seconds.
 
     Args:
-      side: Of both.
-      device: Where.
+      side: Number of rows and of columns.
+      device: The device that computes it.
       rounds: As in `clock.once`.
-      dtype: Of both; float32 as JAX multiplies it by default, on GPUs in TF32.
-      once: The clock.
+      dtype: Dtype of both matrices; JAX multiplies float32 at its default precision, which is TF32 on GPUs.
+      once: The clock, `clock.once` or a substitute in tests.
     """
     with jax.default_device(device):
         x, weights = jax.random.normal(jax.random.key(0), (2, side, side))
@@ -61,10 +62,10 @@ def gemm(*, write: str = "", rounds: int = 20, sides: Sequence[int] = SIDES) -> 
     """Times matmuls on one device, prints the share of the peak by size, and returns it.
 
     Args:
-      write: The TOML file of the chip that gets the table [gemm], or "". Its [chip] says what the peak is; without a
-        file, the table of chips does.
+      write: The chip's TOML file, which gets the table [gemm], or "". The peak FLOP/s is that of its [chip], or of
+        jaxpar's table of chips if there is no file.
       rounds: As in `clock.once`.
-      sides: Of the matrices.
+      sides: Sides of the square matrices.
 
     Raises:
       JaxparError: If the devices are simulated, the chip's peak is not known, or no curve fits the times.

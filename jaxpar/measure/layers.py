@@ -1,12 +1,13 @@
 """The layers of a model, measured one by one on one device, as a profile that `jaxpar partition` reads.
 
 input ──► embedding ──► block 0, 1, ... ──► head and loss
-                        `jp.pipelined(layers, x)` says where they are; one of these equal blocks is measured
+                        the model marks its blocks with `jp.pipelined(layers, x)`; one of these equal blocks is measured
 
-Bytes are exact: of what a piece hands on, and of the parameters that it reads; a tied table counts in both that read
-it. Times are measured: the median of some runs of a compiled piece, forward alone, and with its backward less that.
-Work and depth are counted in a forward pass's jaxpr: see `jaxpar.plan.model.work_depth`.
-The format has one number for what a layer hands on and what it keeps, so a plan's memory is that of remat = full.
+Bytes are exact: those of a layer's output, and of the parameters that it reads; a tied embedding table counts in both
+layers that read it. Times are measured: forward is the median of several runs of the compiled layer, backward is the
+median of forward and backward together, less forward. Work and depth are counted in the jaxpr of a forward pass: see
+`jaxpar.plan.model.work_depth`.
+The format has one number for a layer's output and its residuals, so a plan's memory is that of remat = full.
 """
 
 import statistics
@@ -34,16 +35,16 @@ LEAST, LONGEST = 5, 0.5  # runs of a piece; seconds that more of them may take
 
 
 def layers(model: Any, loss: Callable, batch: Mapping[str, Any], numerics: Numerics) -> dict[str, Any]:
-    """Measures a model, prints its layers, and returns them with where they were measured.
+    """Measures a model, prints its layers, and returns them with the devices and versions of the measurement.
 
     Args:
       model: As `compose` takes it.
       loss: (model, batch) to (sum, count), or to a dict of them with the entry `loss`.
-      batch: Shapes of the minibatch that one device takes.
-      numerics: How it computes.
+      batch: Shapes of the minibatch of one device.
+      numerics: Precision and remat of the model.
 
     Raises:
-      JaxparError: If the devices are simulated ones, or the model does not say where its layers are.
+      JaxparError: If the devices are simulated, or the model does not mark its layers.
     """
     devices = visible_devices()
     if len(devices) > 1 and is_simulated(devices):
@@ -76,10 +77,10 @@ def layers(model: Any, loss: Callable, batch: Mapping[str, Any], numerics: Numer
 
 
 def measure(model: Any, loss: Callable, batch: Mapping[str, Any], numerics: Numerics, *, said: str = "") -> Profile:
-    """Returns the profile of a model; `said` goes into the line of its input.
+    """Measures a model and returns its profile; `said` is a note on the line of the input.
 
     Raises:
-      JaxparError: If the model has no stack of equal layers, or does not say where it is.
+      JaxparError: If the model has no stack of equal layers, or does not mark it with `jp.pipelined`.
     """
     pieces = Pieces.from_model(model, loss, numerics)
     zeros = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in batch.items()}
@@ -113,7 +114,7 @@ def counted(model: Any, loss: Callable, batch: Mapping[str, Any], numerics: Nume
 
 
 def _functions(pieces: Pieces) -> tuple[Callable, Callable, Callable]:
-    """Returns embedding, block and head with what is differentiated first."""
+    """Returns the functions embedding, block and head; the arguments to differentiate come first."""
     return (
         lambda shared, known: pieces.embed(shared, known)[0],
         lambda one, x, known, mine: pieces.block(one, known, mine, x),
@@ -122,7 +123,7 @@ def _functions(pieces: Pieces) -> tuple[Callable, Callable, Callable]:
 
 
 def _times(function: Callable, count: int, *args: Any) -> tuple[float, float]:
-    """Returns milliseconds forward, and backward to the first `count` arguments."""
+    """Times a function in milliseconds: forward, and backward with gradients of the first `count` arguments."""
 
     def both(*args):
         y, pull = jax.vjp(lambda *own: function(*own, *args[count:]), *args[:count])
@@ -143,7 +144,7 @@ def _milliseconds(run: Callable, args: tuple) -> float:
 
 
 def _read(function: Callable, params: dict[str, jax.Array], *args: Any) -> float:
-    """Returns the bytes of the parameters, its first argument, that a function reads."""
+    """Returns the bytes of the parameters (the first argument) that a function reads."""
     reads = Traced(function, params, *args).reads()[0]
     return float(sum(leaf.nbytes for path, leaf in params.items() if reads[path]))
 

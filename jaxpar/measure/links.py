@@ -1,11 +1,11 @@
-"""Measures the links of this machine as the planner sees them: the latency and bandwidth that collectives reach.
+"""Measures the latency and bandwidth that collectives reach on this machine, in the planner's model of links.
 
     inside      groups of 2, 4, ... and all devices of a machine; neighbours are neighbours
-    between     groups of 2, 4, ... and all machines, one device of each; all devices take part at once
+    between     groups of 2, 4, ... and all machines, one device of each machine; all devices take part at once
 
 All groups of a size run at the same time, as on a mesh axis. `plan/machine/fit.py` has the formulas that are fitted.
-A repeat is a collective and a kernel that takes one element on to the next: what a kernel takes to start is in
-`launch`. Not run on GPUs yet: compiled for H100s, and its parts tested on simulated devices.
+A repeat is a collective and a kernel that passes one element to the next collective, so the time to start a kernel is
+part of `launch`. Not yet run on GPUs, only compiled for H100s; its parts are tested on simulated devices.
 """
 
 import statistics
@@ -37,8 +37,8 @@ class Tier:
     """Groups of one size over one kind of link.
 
     Attributes:
-      name: inside or between.
-      devices: Each row is a group, its neighbours side by side. Shape [groups, group].
+      name: `inside` a machine or `between` machines.
+      devices: The devices of each group, in the order of the links. Shape [groups, group size].
     """
 
     name: str
@@ -46,14 +46,14 @@ class Tier:
 
 
 def tiers(devices: Sequence[Any], per_node: int) -> list[Tier]:
-    """Returns the groups to measure.
+    """Returns the groups to measure, from the smallest to the largest of each tier.
 
     Args:
-      devices: Machine by machine.
-      per_node: How many a machine has.
+      devices: All devices, ordered by machine.
+      per_node: Number of devices per machine.
 
     Raises:
-      JaxparError: If machines do not divide the devices, or there is one device alone.
+      JaxparError: If `per_node` does not divide the number of devices, or there is only one device.
     """
     if per_node < 1 or len(devices) % per_node:
         raise refuse(
@@ -76,7 +76,7 @@ def tiers(devices: Sequence[Any], per_node: int) -> list[Tier]:
 
 
 def groups(count: int) -> list[int]:
-    """Returns the powers of two that divide a number of devices, and that number.
+    """Returns the group sizes to measure: the powers of two that divide a number of devices, and that number.
 
     >>> groups(8), groups(6), groups(1)
     ([2, 4, 8], [2, 6], [])
@@ -85,16 +85,16 @@ def groups(count: int) -> list[int]:
 
 
 def program(kind: str, devices: np.ndarray, repeats: int) -> Callable[[Any], Any]:
-    """Returns the program of so many collectives, each of which waits for the one before.
+    """Returns a program of `repeats` collectives, each of which waits for the one before.
 
     Args:
-      kind: One of `KINDS`; a collective-permute sends to the next in the ring.
+      kind: One of `KINDS`; a collective-permute sends to the next device in the ring.
       devices: As in `Tier`.
-      repeats: How many.
+      repeats: Number of collectives.
 
     Returns:
-      A function of a flat array, a part on each device, which it takes in place. An all-reduce is followed by another
-      value on each device: XLA makes a multiplication of a sum over equal values.
+      A function that updates a flat array in place; the array is sharded over the devices. Between two all-reduces the
+      devices' values are made unequal, because XLA replaces a sum of equal values by a multiplication.
     """
     mesh = Mesh(devices, ("rest", "ring"), axis_types=(AxisType.Auto,) * 2)
     ring = [(i, (i + 1) % devices.shape[1]) for i in range(devices.shape[1])]
@@ -121,12 +121,12 @@ def entries(kind: str, group: int, size: int) -> int:
 
 
 def time_collective(kind: str, devices: np.ndarray, size: int, *, rounds: int = 20) -> Timing:
-    """Returns the seconds of one collective of about `size` bytes, as `Timing` counts them.
+    """Times one collective of about `size` bytes, as `Timing` counts bytes; returns seconds.
 
     Args:
       kind: One of `KINDS`.
       devices: As in `Tier`.
-      size: Bytes; rounded down to what divides over the group.
+      size: Bytes; rounded down to a number that the group divides.
       rounds: As in `clock.once`.
     """
     group = devices.shape[1]
@@ -143,12 +143,12 @@ def links(*, write: str = "", per_node: int = 0, rounds: int = 20, sizes: Sequen
 
     Args:
       write: The TOML file of the chip that gets the table [links], or "".
-      per_node: Devices of a machine; 0 takes a process for a machine.
+      per_node: Number of devices per machine; 0 counts each process as a machine.
       rounds: As in `clock.once`.
-      sizes: Bytes.
+      sizes: Sizes of the collectives, in bytes.
 
     Raises:
-      JaxparError: If the devices are simulated, or there is one alone; if no link fits the times.
+      JaxparError: If the devices are simulated, there is only one, or no link model fits the times.
     """
     devices = measured_devices("links")
     size = per_node or jax.local_device_count()
@@ -178,7 +178,7 @@ def links(*, write: str = "", per_node: int = 0, rounds: int = 20, sizes: Sequen
 
 
 def fit(timings: dict[str, list[Timing]]) -> dict[str, LinkFit]:
-    """Returns the link of each tier; what a launch takes is the machine's, so `between` has that of `inside`."""
+    """Fits the link of each tier; the time of a launch belongs to the machine, so `between` uses that of `inside`."""
     fits: dict[str, LinkFit] = {}
     for name in sorted(timings, reverse=True):  # inside first
         fits[name] = fit_link(timings[name], launch=fits["inside"].launch if "inside" in fits else None)
@@ -186,7 +186,7 @@ def fit(timings: dict[str, list[Timing]]) -> dict[str, LinkFit]:
 
 
 def table_of(fits: dict[str, LinkFit], per_node: int, source: str) -> dict[str, Any]:
-    """Returns the table [links] of a chip's file; where machines have one device, `between` stands for inside."""
+    """Returns the table [links] of a chip file; if machines have one device, `between` also fills `inside`."""
     first = fits.get("inside") or fits["between"]
     link = {name: {"latency": one.link.latency, "bandwidth": one.link.bandwidth} for name, one in fits.items()}
     if not first.separable:
@@ -196,7 +196,7 @@ def table_of(fits: dict[str, LinkFit], per_node: int, source: str) -> dict[str, 
 
 
 def line(name: str, timings: Sequence[Timing]) -> str:
-    """Returns the times of one collective: the smallest size, the largest, and what the wire carried there."""
+    """Formats the times of one collective: the smallest size, the largest, and the bandwidth at the largest."""
     small, large = timings[0], timings[-1]
     seconds = statistics.median(timing.seconds / timing.size for timing in timings[-3:]) * large.size
     rate = wire_bytes(large.kind, large.size, large.group) / seconds if seconds > 0 else float("nan")
@@ -207,7 +207,7 @@ def line(name: str, timings: Sequence[Timing]) -> str:
 
 
 def describe_fit(name: str, fit: LinkFit) -> str:
-    """Returns a fit in a line."""
+    """Formats a fit as one line."""
     return (
         f"{name}: {fit.link.bandwidth / 1e9:.4g} GB/s, {fit.link.latency * 1e6:.3g} us a hop, "
         f"{fit.launch * 1e6:.3g} us to launch; off by {fit.error:.0%} in the median, {fit.worst:.0%} at most"

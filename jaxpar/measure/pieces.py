@@ -1,8 +1,8 @@
-"""A model on one device in the pieces that a pipeline cuts it into, each of which can be run alone.
+"""Splits a model on one device into the parts that a pipeline splits it into; each part can run alone.
 
-embed ──► block, of which one stands for all ──► head and loss
+embed ──► block: one of the equal layers ──► head and loss
 
-`train.cutting` makes the same cut for stages on a mesh.
+`step/pipelined/split_model.py` splits the model likewise for the stages of a mesh.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,13 +26,13 @@ from jaxpar.step.stochastic_loss.loss import traceable_loss
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """A model and its loss in pieces; `known` is (rest of the model's state, batch).
+    """A model and its loss in three parts; `known` is (model state other than parameters, batch).
 
     Attributes:
       blueprint: The model.
       loss: (model, batch) to (sum, count), or to a dict of them with the entry `loss`.
-      compute: How it computes.
-      count: Layers of its stack.
+      compute: Dtype and remat of the model.
+      count: Number of layers in its stack.
       stacked: Paths of the parameters with a leading dim of layers.
     """
 
@@ -44,7 +44,7 @@ class Pieces:
 
     @staticmethod
     def from_model(model: Any, loss: Callable, numerics: Numerics) -> "Pieces":
-        """Returns the pieces of a model, given as for `compose`.
+        """Splits a model, which has any form that `compose` takes.
 
         Raises:
           JaxparError: If it has no stack of equal layers, or several.
@@ -63,7 +63,7 @@ class Pieces:
         return Pieces(blueprint, traceable_loss(loss), compute, counts.pop(), frozenset(stacked))
 
     def arrays(self) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-        """Returns parameters outside of the stack, and those of one layer: numbers of a usual size, as time has it."""
+        """Returns the parameters outside of the stack, and those of one layer, all filled with 0.02."""
         found = {path: jnp.full(self._shape(path), 0.02, leaf.dtype) for path, leaf in self.blueprint.leaves.items()}
         shared = {path: value for path, value in found.items() if path not in self.stacked}
         return shared, {path: found[path] for path in self.stacked}
@@ -89,7 +89,7 @@ class Pieces:
 
     @step_hooks()
     def embed(self, shared: Tree, known: Tree) -> tuple[Any, tuple]:
-        """Returns the input of the first layer, and inputs that differ by layer."""
+        """Returns the input of the first layer, and the inputs that differ by layer."""
         found = call_at_layers(self._called(shared, known), lambda layers, x, per_layer: (x, per_layer))
         if found is None:
             raise refuse(
@@ -101,7 +101,7 @@ class Pieces:
 
     @step_hooks()
     def block(self, one: Tree, known: Tree, mine: tuple, x: Any) -> Any:
-        """Returns the output of one layer for x."""
+        """Applies one layer to x."""
 
         def run(one, x):
             return call_at_layers(self._called(one, known), lambda layers, _, __: layers(x, *mine))

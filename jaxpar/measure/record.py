@@ -1,4 +1,4 @@
-"""Records of which code and versions a number is; on which devices, too, says `where.py`. Imports no JAX."""
+"""Records the devices, package versions and commit that a measured number belongs to."""
 
 import importlib.metadata
 import os
@@ -14,16 +14,17 @@ COMMIT = "JAXPAR_COMMIT"  # the commit of a copy that has no history, such as on
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of what computes; makes no device.
+    """Returns the versions of Python, jaxpar and the packages that compute; does not initialize any device.
 
-    jaxpar's own is that of its code: it may be on the path and not installed. A package that is missing is "missing".
+    The version of jaxpar comes from its code, since it may be on the path without being installed. The version of a
+    package that is not installed is "missing".
     """
     found = {"jaxpar": jaxpar.__version__} | {name: installed(name) for name in PACKAGES}
     return found | {"python": platform.python_version()}
 
 
 def installed(name: str) -> str:
-    """Returns the version of a package that is installed, or "missing"."""
+    """Returns the version of an installed package, or "missing"."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -33,7 +34,7 @@ def installed(name: str) -> str:
 def commit() -> str:
     """Returns the commit of the working directory, `+` for uncommitted changes, or "" outside of git.
 
-    The variable JAXPAR_COMMIT, where it is set, is believed instead.
+    The environment variable JAXPAR_COMMIT overrides it.
     """
     if given := os.environ.get(COMMIT):
         return given

@@ -1,4 +1,4 @@
-"""Chips and their peak rates, each number with its data sheet.
+"""Chips and their peak rates, with the data sheet that each number comes from.
 
     h200, h100, a100                        for the planner, and for compilation without the GPU
     b200, b300, gb200, gb300, gh200, mi300x for the planner
@@ -40,7 +40,7 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chip:
-    """An accelerator, in the machine that its vendor sells.
+    """An accelerator, and its links in the vendor's standard machine.
 
     Attributes:
       key: Its name in a target.

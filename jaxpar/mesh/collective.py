@@ -25,9 +25,9 @@ class Collective:
 
     Attributes:
       kind: One of `KINDS`.
-      axes: The mesh axes it runs over; `~data` is a part of an axis.
-      dtype: HLO's name of the dtype that travels.
-      group: Number of devices that take part together.
+      axes: The mesh axes that it runs over; `~data` is a part of an axis.
+      dtype: HLO's name of the dtype that devices send.
+      group: Number of devices per group.
       times: Number of executions in a step; None if a loop's trip count is unknown.
       payload: Bytes per device and execution: of the full array in an all-reduce, all-gather or reduce-scatter, of the
         sent array in an all-to-all or a permute.
@@ -35,10 +35,10 @@ class Collective:
       asynchronous: Whether other work may overlap with it.
       operation: The JAX operation that caused it.
       source: The user's line that caused it, `file.py:12`.
-      cause: The parameter or activation that travels, if known.
+      cause: The parameter or activation that devices send, if known.
       loop: Trip counts of the loops around it, outermost first.
       backward: Whether it belongs to the backward pass.
-      parameters: The paths of the parameters that travel, or whose gradients do; several if their shapes are equal.
+      parameters: Paths of the parameters whose values or gradients devices send; several if their shapes are equal.
       count: Number of arrays that the compiler combined in it.
     """
 

@@ -1,4 +1,4 @@
-"""Devices of the machine, or simulated ones on its CPU."""
+"""Finds the devices of the machine, or creates simulated devices on its CPU."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ class Simulated:
 
 
 def visible_devices() -> list[Any]:
-    """Returns the devices that JAX sees, those of all processes.
+    """Returns the devices of all processes that JAX finds.
 
     If this call initializes JAX's GPUs, it preallocates the share of memory that `jaxpar.mesh.memory_pool` sets, unless
     the user's environment variables set another one.
@@ -68,7 +68,7 @@ def simulate(count: int, *, processes: int = 1) -> None:
 
     Args:
       count: Number of devices, of all processes together.
-      processes: Number of processes, already connected; each gets equally many devices.
+      processes: Number of connected processes; each gets the same number of devices.
 
     Raises:
       JaxparError: If `count` is not positive or no multiple of `processes`, or if JAX already has other devices.
@@ -100,8 +100,8 @@ def _make_devices(count: int) -> None:
 
     XLA gives all simulated devices one pool of as many threads as there are devices. A device may have several
     collectives open at once, each of which blocks a thread until its peers arrive; eight threads on eight devices
-    were seen to end up waiting for each other (all-gathers over one axis, all-reduces over another), until XLA
-    aborts the process after 40 seconds. The size of the pool is read from NPROC when it is made.
+    have been observed to wait for each other (all-gathers over one axis, all-reduces over another), until XLA aborts
+    the process after 40 seconds. XLA reads the size of the pool from the variable NPROC when it creates the pool.
     """
     nproc = os.environ.get("NPROC")
     with _environment({"NPROC": str(max(THREADS * count, int(nproc) if nproc and nproc.isdecimal() else 0))}):

@@ -39,7 +39,7 @@ class Pool:
         return int(max(pool - WORKSPACE, pool * _LEAST))
 
     def memory_for(self, room: int) -> float:
-        """Returns the memory size at which a program has so many bytes: the inverse of `room`."""
+        """Returns the memory size at which a program has this number of bytes: the inverse of `program_bytes`."""
         return min(room + WORKSPACE, room / _LEAST) / self.share
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ def pool_of_environment(environment: Mapping[str, str]) -> Pool:
 
 
 def pool_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables to set before JAX creates its devices: none if the user's own set the memory pool."""
+    """Returns the variables to set before JAX creates its devices; none if the user has set the memory pool."""
     set_by_user = any(environment.get(name) for name in (NAME, OLD)) or environment.get(PREALLOCATE) in OFF
     return {} if set_by_user else {NAME: f"{SHARE}"}
 

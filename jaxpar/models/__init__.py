@@ -1,11 +1,11 @@
-"""Reference models, and the functions through which any model talks to the training step: dim names, no mesh.
+"""Reference models, and functions that any model calls and the training step implements; models know no mesh.
 
     constrain(x, "batch", "seq", "embed")   names the dims of an activation              dim_names.py
     attention(q, k, v, causal=True)         runs as the layout of the step says          islands.py
                                             long sequences on one device: blockwise      blocks/
-    segments=, positions= of a call         documents packed into one row                blocks/documents.py
+    segments=, positions= of a call         documents packed into one row                blocks/masks.py
     pipelined(layers, x)                    marks where a pipeline splits the model      stack.py
-    remat = "none" as an attribute          what the backward pass saves of each layer   remat.py
+    remat = "none" as an attribute          the residuals of each layer                  remat.py
     hidden, head_name of a model            a loss that never holds all logits           ../step/head/model_protocol.py
     cache, decode                           generates token by token with a KV cache     cache.py
     low_rank_sum(w, a, b)                   a matrix plus its LoRA adapter               low_rank.py
@@ -13,7 +13,7 @@
     swiglu(gate, up), logits(x, head)       backward passes that need less memory        custom_gradients.py
 
 Nouns: the settings of a model (a frozen dataclass: the `[model]` table of a job), dim names, a stack of equal
-layers, an island.
+layers, an island (a function that the step implements).
 
 To add a model: its settings in `settings/`, a file with its module, parameters named by `layers.weight`, and, if jobs
 may name it, a row in `job/parts/names.MODELS` and one in `job/parts/models.MADE`. To add an island: see `islands.py`.

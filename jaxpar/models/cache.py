@@ -1,10 +1,10 @@
-"""A KV cache, so that a further token costs as much after 2,000 tokens as after 100.
+"""A KV cache of fixed size, so that the next token costs as much after 2,000 tokens as after 100.
 
     prefill   tokens [batch, seq] of all prompts at once, from position 0
     step      one token per row, each at its own position
 
-Its size is fixed, [layers, batch, positions, kv_heads, head_dim], so each step is the same program. It is sharded like
-activations: `batch` over the axes that see other examples, `kv_heads` over `tensor`.
+Its shape is [layers, batch, positions, kv_heads, head_dim], so each step is the same program. It is sharded like
+activations: `batch` over the axes that split examples, `kv_heads` over `tensor`.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class KVCache:
     Attributes:
       keys: Shape [layers, batch, positions, kv_heads, head_dim].
       values: Likewise.
-      length: Tokens in each row so far, which is the position of its next one. Shape [batch], int32.
+      length: Number of tokens in each row so far, which is the position of its next token. Shape [batch], int32.
     """
 
     keys: jax.Array
@@ -40,7 +40,7 @@ class KVCache:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's keys and values while tokens go through it.
+    """The keys and values of one layer during a call.
 
     Attributes:
       keys: Shape [batch, positions, kv_heads, head_dim].
@@ -53,7 +53,7 @@ class LayerCache:
     positions: jax.Array
 
     def attend(self, q_bshk: jax.Array, k_bsgk: jax.Array, v_bsgk: jax.Array) -> tuple[jax.Array, "LayerCache"]:
-        """Attention of tokens to all earlier ones and to themselves. Returns the output and the updated layer.
+        """Attention of tokens to all earlier tokens and themselves. Returns the output and the updated layer.
 
         Several tokens are a prompt, from position 0; a single token has any position.
         """
@@ -74,4 +74,4 @@ class LayerCache:
         return constrain(jnp.where(position_mask, new.astype(cached.dtype), cached), *KEYS_KEPT)
 
 
-KEYS_KEPT = (KEYS[0], None, *KEYS[2:])  # positions are not sharded: a query meets all of them
+KEYS_KEPT = (KEYS[0], None, *KEYS[2:])  # positions are not sharded, because a query attends to all of them

@@ -1,12 +1,12 @@
-"""Functions with their own backward pass, where the one that JAX derives takes more memory.
+"""Functions with a custom backward pass, which needs less memory than the one that JAX derives.
 
     normalized(x, ...)   saves its input and one number per token; JAX would save the input, the normalized values in
                          float32, and those again in the dtype of `x`
     swiglu(gate, up)     saves its two inputs; JAX would also save the sigmoid and silu(gate)
-    another(x)           keeps apart two matmuls that read x: XLA merges small ones and saves copies of weights for it
+    unmerged_input(x)    keeps XLA from merging two matmuls that read x, for which it saves copies of weights
     logits(x, head)      computes the head's gradient in the head's layout; JAX would transpose the gradient of the
                          logits and then the head's, each a copy of its size
-    attended(q, k, v)    saves the attention weights softmax(q k), the largest arrays of a layer; XLA would save the
+    float32_attention    saves the attention weights softmax(q k), the largest arrays of a layer; XLA would save the
                          scores and recompute the weights from them
 
 The forward pass computes the plain function, bitwise equal in all but the last. All but the last are `custom_vjp` and
@@ -75,7 +75,7 @@ def _normalized_backward(eps: float, centered: bool, looped: bool, residuals: tu
 
 
 def _sequences_are_unsharded() -> bool:
-    """Whether the traced step keeps all tokens of a sequence on the same devices."""
+    """Whether the traced step leaves sequences unsharded."""
     _, seq, _ = spec_of(("batch", "seq", "embed")) or (None,) * 3
     return not axes_of(seq)
 
@@ -84,12 +84,12 @@ normalize.defvjp(_normalized_forward, _normalized_backward)
 
 
 def unmerged_input(x: jax.Array) -> jax.Array:
-    """Identity on `x` that keeps XLA from merging this matmul (with columns `mlp`) with another that reads `x`.
+    """Identity on `x` that keeps XLA from merging this matmul (with columns `mlp`) with another matmul of `x`.
 
     To merge small matmuls, XLA copies each layer's slice of a stack of weights, and holds it for the backward pass. If
     the step shards the columns, one gather of `x` serves both matmuls, and `x` is returned unchanged. Without remat,
-    this copy is saved in addition to `x`: a matmul with its own backward pass would save only `x`, but policies of
-    remat, adapters and casts would not find it in there.
+    the copy of `x` that this function returns is a residual in addition to `x`. A matmul with a custom backward pass
+    would save only `x`, but remat policies, adapters and casts would then not recognize the matmul.
     """
     (entry,) = spec_of(("mlp",)) or (None,)
     sizes = jax.sharding.get_abstract_mesh().shape
@@ -106,7 +106,7 @@ _unmerged_input.defvjp(lambda x: (_unmerged_input(x), None), lambda _, grad: (gr
 
 @jax.custom_vjp
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """silu(gate) * up (arXiv:2002.05202), in their shape."""
+    """Computes silu(gate) * up (arXiv:2002.05202), elementwise."""
     return jax.nn.silu(gate) * up
 
 
@@ -157,14 +157,14 @@ _logits.defvjp(lambda x_bsd, head_dv, at_once: (_logits(x_bsd, head_dv, at_once)
 
 @dataclass(frozen=True)
 class _DeviceBytes:
-    """Bytes of a device's logits, and bytes it sends for the head's gradient by ring algorithms."""
+    """Bytes of a device's logits, and bytes that it sends for the head's gradient by ring algorithms."""
 
     logits: float
     sent_bytes: float
 
     @staticmethod
     def for_logits(tokens: int, head_dv: jax.Array) -> "_DeviceBytes":
-        """For logits of so many tokens, sharded as in the traced step; unsharded outside of a step."""
+        """Computes both for logits that are sharded as in the traced step; outside of a step they are unsharded."""
         sizes, width = jax.sharding.get_abstract_mesh().shape, head_dv.dtype.itemsize
         batch, seq, vocab = map(axes_of, spec_of(("batch", "seq", "vocab")) or (None,) * 3)
         size = lambda axes: math.prod(sizes[axis] for axis in axes)  # noqa: E731
@@ -175,13 +175,13 @@ class _DeviceBytes:
 
 
 def float32_attention(q_bshk: jax.Array, k_btgk: jax.Array, v_btgk: jax.Array, *, causal: bool) -> jax.Array:
-    """Attention in the dtype of its arguments: for float32, for which no kernel keeps the scores on the chip.
+    """Attention in the dtype of its arguments, for float32, for which no fused kernel exists.
 
     Args:
       q_bshk: Queries. Shape [batch, queries, heads, head_dim].
       k_btgk: Keys. Shape [batch, keys, kv_heads, head_dim].
       v_btgk: Values. Shape of the keys.
-      causal: Whether query i sees only the keys 0..i.
+      causal: Whether query i attends only to the keys 0..i.
 
     Returns:
       Shape of the queries.

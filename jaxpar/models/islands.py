@@ -1,7 +1,7 @@
 """Islands: functions that any Flax model calls, and that the traced step implements.
 
     model ──► jp.attention(q, k, v) ──► outside of a step: softmax(q k) v, on unsharded sequences
-                                    └─► in a step: as a technique of its layout runs it (gather, ring, ...)
+                                    └─► in a step: by a technique of the layout (gather, ring, ...)
 
 As with `jp.constrain`, the model knows no mesh, and outside of a step an island is a plain function. An implementation
 takes the island's own arguments, as arrays of global shape, sharded as the model named their dims: it may constrain
@@ -55,20 +55,20 @@ def attention(
     segments: jax.Array | None = None,
     softcap: float | None = None,
 ) -> jax.Array:
-    """softmax(q k / sqrt(head_dim)) v, as the step that is being traced runs it.
+    """Computes softmax(q k / sqrt(head_dim)) v, in a step by the implementation that its layout chooses.
 
     Name the dims of the model's stream, `jp.constrain(x, "batch", "seq", "embed")`, and context parallelism shards the
     sequence: this function then brings queries and keys together. Masks are functions of positions and segments, never
     arrays of queries x keys. For more than 8,192 keys it runs blockwise unless cuDNN's kernel runs it
-    (`models/blocks/dispatch.py`): then no scores are stored, and `jp.inspect` says so.
+    (`models/blocks/fused.py`): then no scores are stored, and `jp.inspect` reports it.
 
     Args:
       q: Queries. Shape [batch, queries, heads, head_dim].
       k: Keys. Shape [batch, keys, kv_heads, head_dim]; kv_heads divides heads (grouped-query attention).
       v: Values. Shape of `k`.
-      causal: Whether query i sees only the keys 0..i; needs as many keys as queries.
-      window: If given, query i sees only keys less than `window` tokens away: i - window + 1 to i where causal.
-      segments: Index of each token's document: a query sees only keys of its own document. Shape [batch, seq],
+      causal: Whether query i attends only to the keys 0..i; needs as many keys as queries.
+      window: If given, query i attends only to keys less than `window` tokens away, if causal to i - window + 1 ... i.
+      segments: Index of each token's document; a query attends only to keys of its document. Shape [batch, seq],
         ascending.
       softcap: Scores x become softcap * tanh(x / softcap) before the mask, as in Gemma 2. A Python number above 0, the
         same for all heads. cuDNN's kernel does not support it: plain JAX runs such attention.
@@ -141,8 +141,8 @@ def single_device_attention(
 
 @contextmanager
 def in_place_of_cudnn(kernel: Attention) -> Iterator[None]:
-    """Runs `kernel` wherever a GPU would run cuDNN's, while the context lasts: for programs that are compiled for
-    absent GPUs, and never run.
+    """Context in which `kernel` replaces cuDNN's kernel on GPUs: for programs that are compiled for absent GPUs, and
+    never run.
     """
     token = _kernel.set(kernel)
     try:
@@ -153,7 +153,7 @@ def in_place_of_cudnn(kernel: Attention) -> Iterator[None]:
 
 @contextmanager
 def implemented(islands: Mapping[str, Callable]) -> Iterator[set[str]]:
-    """Runs these islands, by name, as the given functions, while the context lasts. The innermost context wins.
+    """Context in which calls of these islands, by name, run the given functions. The innermost context wins.
 
     Yields:
       The names of the islands that were called and the notes that they made, also within inner contexts; complete when
@@ -170,14 +170,14 @@ def implemented(islands: Mapping[str, Callable]) -> Iterator[set[str]]:
 
 
 def note(form: str) -> None:
-    """Notes for a report how an island runs: a sentence without its full stop."""
+    """Records a sentence for a report about the implementation of an island, without its full stop."""
     record = _called.get()
     if record is not None:
         record.add(form)
 
 
 def _keywords(run: Callable) -> set[str]:
-    """Parameter names of a function; with **kwargs, those of the masks too."""
+    """Returns the parameter names of a function; if it takes **kwargs, the names of masks too."""
     parameters = inspect.signature(run).parameters.values()
     masks = {"window", "segments", "softcap"} if any(param.kind is param.VAR_KEYWORD for param in parameters) else set()
     return {param.name for param in parameters} | masks

@@ -27,7 +27,7 @@ class Rope:
     Attributes:
       base: Pair i of n rotates by base ** (-i / n) radians per position.
       stretch: (factor, low, high, seq): pairs that turn less than `low` times within seq positions rotate `factor`
-        times slower, those that turn more than `high` times are unchanged, the others are interpolated. () changes
+        times slower, pairs that turn more than `high` times are unchanged, other pairs are interpolated. () changes
         nothing. Llama 3.1 (arXiv:2407.21783) has (8, 1, 4, 8192).
     """
 
@@ -51,7 +51,7 @@ def rotate(x_bshk: jax.Array, rope: Rope, positions_bs: jax.Array | None = None)
 
     Args:
       x_bshk: Queries or keys.
-      rope: The frequencies.
+      rope: The rotary embedding.
       positions_bs: Positions of the tokens; 0, 1, 2, ... along a row by default.
     """
     frequency = rope.frequencies(x_bshk.shape[-1] // 2)
@@ -73,7 +73,7 @@ def bias(use: bool, shape: tuple[int, ...], names: tuple[str, ...]) -> nnx.Param
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Drops entries of `x` at that rate and scales up the others; the identity without a key."""
+    """Sets entries of `x` to 0 with probability `rate` and scales up the others; the identity without a key."""
     if key is None or rate == 0.0:
         return x
     keep = jax.random.bernoulli(key, 1 - rate, x.shape)
@@ -89,7 +89,7 @@ class Norm(nnx.Module):
         self.bias = bias(kind == "layer", (dim,), ("embed",))
 
     def __call__(self, x: jax.Array, *, looped: bool = False) -> jax.Array:
-        """Normalizes x [..., dim] over its last dim; `looped` says that `x` comes from a loop."""
+        """Normalizes x [..., dim] over its last dim; `looped`: whether `x` is computed in a loop."""
         y: Any = normalize(x, self.scale[...], self.eps, self.kind == "layer", looped)
         return y if self.bias is None else y + self.bias[...]
 
@@ -107,9 +107,9 @@ class BlockConfig:
       gated: SwiGLU in the feed-forward, else GELU.
       use_bias: Biases on every matrix.
       rope: Rotary positions, or None.
-      causal: Whether a token sees only those before it.
+      causal: Whether a token attends only to itself and earlier tokens.
       dropout: Dropout rate, if a key is given.
-      out_scale: Initial scale of the matrices that write to the stream, 1 / sqrt(2 layers) in GPT-2.
+      out_scale: Factor of the initial values of matrices that write to the stream, 1 / sqrt(2 layers) in GPT-2.
       norm_eps: Epsilon that the norms add to the mean square.
     """
 
@@ -143,7 +143,7 @@ class Attention(nnx.Module):
         self.out_bias = bias(s.use_bias, (s.dim,), ("embed",))
 
     def __call__(self, x_bsd: jax.Array, documents: Documents = ONE) -> jax.Array:
-        """Attention output [batch, seq, dim]; a token sees only those of its own document."""
+        """Attention output [batch, seq, dim]; a token attends only to tokens of its document."""
         projected = self._project(x_bsd, documents.positions)
         y = attention(*projected, causal=self.settings.causal, segments=documents.segments)
         return self._project_out(y)

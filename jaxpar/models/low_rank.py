@@ -1,8 +1,8 @@
-"""A matrix plus a low-rank correction (LoRA): one array to the model that reads it.
+"""Adds a low-rank correction to a matrix (LoRA); the model reads the sum as one array.
 
-Materialized, W + A B is as large as W, and so is its gradient. Hence it is a jitted call of this name, which a step
-finds in the traced model and, where it is an operand of a matmul, replaces by products with W, A and B: see
-`jaxprs/low_rank_path.py`. Any other use, such as a lookup, reads the sum.
+A materialized W + A B is as large as W, and so is its gradient. Hence the sum is a jitted call with a fixed name, which
+a step finds in the traced model. If the sum is an operand of a matmul, the step replaces it by products with W, A and
+B: see `jaxprs/low_rank_path.py`. Any other use, such as a lookup, reads the sum.
 """
 
 import jax
@@ -14,14 +14,14 @@ NAME = "low_rank_sum"
 
 
 def low_rank_sum(base: jax.Array, first: jax.Array, second: jax.Array, *scales: jax.Array, lead: int = 0) -> jax.Array:
-    """W + A B; for a stack that is read before it is sliced, the materialized sum of each layer.
+    """Computes W + A B; for a stack that the model reads before slicing it, the materialized sum of each layer.
 
     Args:
       base: W. Shape [*inputs, *outputs]; int8 with scales.
       first: A. Shape [*inputs, rank].
       second: B, scaled. Shape [rank, *outputs].
-      *scales: One array that multiplies W's outputs if W is stored in 8 bits. Shape [*outputs], float32.
-      lead: Number of leading dims that all three share, of a stack.
+      *scales: If W is stored in 8 bits, one array of the scales of W's outputs. Shape [*outputs], float32.
+      lead: Number of leading dims of a stack, which all arrays share.
     """
     add = _called if lead == 0 else _low_rank_sum
     for _ in range(lead):

@@ -1,7 +1,7 @@
-"""Casts a model's output to float32 for its loss, whatever the model computes in.
+"""Casts a model's output to float32 for the loss, also if the model computes in 16 bits.
 
-A loss is a sum over many tokens, and in 16 bits 3001 rounds to 3008. A loss that casts to float32 itself, where it
-sums, asks for the uncast output: else the gradient of all logits would exist in float32 and in 16 bits.
+A loss is a sum over many tokens, and bfloat16 rounds 3001 to 3008. A loss that itself casts to float32 before its sums
+requests the uncast output; else the gradient of all logits would exist both in float32 and in 16 bits.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,13 +17,13 @@ _as_computed: ContextVar[bool] = ContextVar("as_computed", default=False)
 
 
 def cast_output(out: Any) -> Any:
-    """A model's output as its loss receives it: 16-bit floating-point arrays as float32."""
+    """Casts 16-bit floating-point arrays of a model's output to float32, for its loss."""
     return out if _as_computed.get() else jax.tree.map(lambda x: x.astype(jnp.float32) if _is_short(x) else x, out)
 
 
 @contextmanager
 def keep_output_dtype() -> Iterator[None]:
-    """Leaves the outputs of models in the dtype that they compute in, while the context lasts."""
+    """Context in which outputs of models are not cast."""
     token = _as_computed.set(True)
     try:
         yield
@@ -35,8 +35,8 @@ def call_in_float32(call: Callable, of_loss: Callable[[Any], bool]) -> Callable:
     """Wraps the `__call__` of a module class so that a loss receives its output in float32, see `cast_output`.
 
     Args:
-      call: The method of the class.
-      of_loss: Whether a module is the model that a loss calls.
+      call: The `__call__` of the class.
+      of_loss: Returns whether a module is the model that a loss calls, not a submodule.
     """
 
     @wraps(call)
@@ -48,9 +48,9 @@ def call_in_float32(call: Callable, of_loss: Callable[[Any], bool]) -> Callable:
 
 
 def belongs_to_call(kind: type, *members: str) -> bool:
-    """Whether these members of a model belong to its `__call__`.
+    """Whether these attributes of a model describe the computation of its `__call__`.
 
-    Not if a subclass inherits them and overrides `__call__`, which may compute something else.
+    False if a subclass inherits them but overrides `__call__`, which may compute something else.
     """
     for base in kind.__mro__:
         if {*members} & vars(base).keys():

@@ -1,4 +1,4 @@
-"""Rematerialization by policy name: what the backward pass saves; the rest it recomputes.
+"""Rematerialization by policy name: the policy selects the residuals to save; the backward pass recomputes the rest.
 
 If a module's attribute (NNX) or field (Linen) `remat` is the name of a policy, the step sets it to another name and the
 module applies it around each layer; around any other model the step applies the policy as a whole. A `remat` of
@@ -20,7 +20,7 @@ def is_policy(value: Any) -> bool:
 
 
 def remat(function: Callable, name: str, *, prevent_cse: bool = True) -> Callable:
-    """Applies a policy to a function: what its backward pass saves.
+    """Applies a policy to a function: its backward pass saves only the residuals that the policy selects.
 
     Args:
       function: A pure function of arrays.

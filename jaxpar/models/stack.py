@@ -1,4 +1,4 @@
-"""Equal layers: stacked, run one after the other, and split where a pipeline splits them.
+"""Equal layers, which a model stacks and runs in sequence, and a pipeline splits into stages.
 
 embed ──► layers 0 1 2 ... ──► head and loss
           `pipelined(layers, x)` marks the middle: a pipeline runs the three on different devices
@@ -24,7 +24,7 @@ _at_cut: ContextVar[Callable | None] = ContextVar("at_cut", default=None)
 
 @dataclass(frozen=True)
 class SequentialLayers:
-    """Equal layers, called one after the other as (x, *per_layer)."""
+    """Equal layers in sequence, each called with (x, *per_layer)."""
 
     layers: tuple[Callable[..., Any], ...]
 
@@ -36,16 +36,16 @@ class SequentialLayers:
 
 
 def pipelined(layers: Layers | Sequence[Callable[..., Any]], x: Any, *per_layer: Any) -> Any:
-    """Applies all layers to x: the call that a pipeline splits into stages.
+    """Applies all layers to x; a pipeline splits this call into stages.
 
-    A model makes it once, around its equal layers. Everything before it runs on the first stage, everything after it on
-    the last. In a pipeline the parameters that `layers` reads are those of one stage.
+    A model makes this call once, around its equal layers. Operations before it run on the first stage, operations after
+    it on the last. In a pipeline, `layers` reads the parameters of one stage.
 
     Args:
       layers: Equal layers: a function that runs all layers of a stack on x, or a list of layers that are called with x
         one after the other. Their result has the structure, shapes and dtypes of x. Layers of several kinds that
         alternate, such as local and global attention, are equal group by group: a list of callables, one per group.
-      x: Input of the layers: an array, or any tree of floating-point arrays (an auxiliary loss travels along).
+      x: Input of the layers: an array, or any tree of floating-point arrays, e.g. with an auxiliary loss.
       *per_layer: Inputs of each layer other than parameters, such as a dropout key. Leading dim: layers.
     """
     at_cut = _at_cut.get()
@@ -55,7 +55,7 @@ def pipelined(layers: Layers | Sequence[Callable[..., Any]], x: Any, *per_layer:
 
 @contextmanager
 def intercept_layers(handler: Callable[[Layers, Any, tuple], Any]) -> Iterator[None]:
-    """Passes the call of `pipelined` to `at_cut(layers, x, per_layer)` while the context lasts."""
+    """Context in which a call of `pipelined` runs `at_cut(layers, x, per_layer)` instead."""
     token = _at_cut.set(handler)
     try:
         yield
@@ -64,17 +64,17 @@ def intercept_layers(handler: Callable[[Layers, Any, tuple], Any]) -> Iterator[N
 
 
 def is_intercepted() -> bool:
-    """Whether the model is being traced in parts, for a pipeline."""
+    """Whether the model is being traced in parts, as a pipeline does."""
     return _at_cut.get() is not None
 
 
-class _StopTrace(BaseException):  # no error: stops the trace of the model at its layers
+class _StopTrace(BaseException):  # not an error: stops the trace of the model at its layers
     def __init__(self, value: Any):
         self.value = value
 
 
 def call_at_layers(run: Callable[[], Any], handler: Callable[[Layers, Any, tuple], Any]) -> Any:
-    """Runs `run()` up to its `pipelined` call; returns `take(layers, x, per_layer)`, or None without such a call."""
+    """Runs `run()` until it calls `pipelined`; returns `take(layers, x, per_layer)`, or None without such a call."""
 
     def stop(layers, x, per_layer):
         raise _StopTrace(handler(layers, x, per_layer))
@@ -102,7 +102,7 @@ def run_cached(blocks: nnx.Module, x: jax.Array, cache: KVCache, positions: jax.
     """Applies all blocks of a stack with a KV cache. Returns the output and the updated cache.
 
     Args:
-      blocks: From `stack`; each has `cached(x, layer)`.
+      blocks: The result of `stack`; a block has a method `cached(x, layer)`.
       x: Shape [batch, seq, embed].
       cache: Cache with as many layers.
       positions: Positions of the tokens. Shape [batch, seq], int32.
@@ -139,10 +139,10 @@ def run_stack(
     """Applies all blocks of a stack to `x`.
 
     Args:
-      blocks: From `stack`.
+      blocks: The result of `stack`.
       x: Shape [batch, seq, embed].
       keys: One dropout key per block, or None.
-      policy: Remat policy: what the backward pass saves of each block.
+      policy: Remat policy, which selects the residuals of each block.
       scan: Compile one body for all blocks; or one copy per block, which compiles longer and lets XLA fuse across them.
       documents: Documents packed into one row.
     """

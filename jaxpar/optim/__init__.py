@@ -7,7 +7,7 @@ are matrices.
 
 `named` looks up other optimizers and schedules of optax, and `probe` tries them on shapes.
 
-Nouns: `Optimizer` (settings, from which `chain` builds the optax chain), `calibration` (schedules count steps),
+Nouns: `Optimizer` (settings, from which `chain` builds the optax chain), `schedule_steps` (schedules count steps),
 `Growth` (batches that grow), `noise` (temperature of the updates, noise scale of the gradients).
 """
 

@@ -24,13 +24,13 @@ OR_NONE = {"sgd": "momentum", "adafactor": "weight_decay_rate"}  # optax needs N
 
 
 def schedule(spec: Optimizer, steps: int, *, user_functions: UserFunctions = NONE, **given: Any) -> Callable:
-    """The learning rate as a function of the step.
+    """Builds the learning rate as a function of the step.
 
     Args:
       spec: Optimizer settings.
       steps: Number of steps in the run.
       user_functions: The user's own functions that the settings name.
-      **given: `learning_rate` and `final`, if they are arrays.
+      **given: Values of `learning_rate` and `final` that are arrays.
     """
     decay_steps = max(1, steps - spec.warmup)
     highest, final = given.get("learning_rate", spec.learning_rate), given.get("final", spec.final)
@@ -52,7 +52,7 @@ def schedule(spec: Optimizer, steps: int, *, user_functions: UserFunctions = NON
 
 
 def _named_schedule(spec: RateSchedule, highest: Any, decay_steps: int, user_functions: UserFunctions) -> Callable:
-    """The schedule that the settings name, starting at its first step."""
+    """Builds the schedule that the settings name; it starts at its step 0."""
     function, rate = find_schedule(spec.name, user_functions.schedule)
     provided = {rate: highest}
     if user_functions.schedule and "steps" in signature(user_functions.schedule).parameters:
@@ -75,7 +75,7 @@ def build(
       steps: Number of steps in the run.
       swept: Settings from `SWEPT` that are arrays in the optimizer's state instead of constants of the program.
       user_functions: The user's own functions that the settings name.
-      names: Function that returns the dim names of each parameter, to recognize stacked layers; called only if needed.
+      names: Function that returns path to dim names, to recognize stacked layers; called only if needed.
 
     Raises:
       JaxparError: If there is no optimizer or schedule of this name, or it does not accept the arguments.
@@ -96,7 +96,7 @@ def build(
 def _build(
     spec: Optimizer, steps: int, user_functions: UserFunctions, names: Callable[[], Names], **given: Any
 ) -> optax.GradientTransformation:
-    """Builds the chain, with arrays for some settings; an array is used whatever its value."""
+    """Builds the chain, with arrays for some settings; an array is used even if its value has no effect."""
     rate: Any = schedule(spec, steps, user_functions=user_functions, **given)
     if (
         spec.name not in SETTINGS and not user_functions.optimizer and spec.is_constant
@@ -136,12 +136,12 @@ def _build(
 
 
 def decay_mask(names: Callable[[], Names]) -> Callable[[Any], Any]:
-    """Builds a mask function of the parameters to decay: matrices; a stacked parameter counts like one layer of it.
+    """Builds the function that masks parameters for weight decay: it selects matrices, and stacks of matrices.
 
-    Biases and scales are vectors, whatever their dims: those of attention have dims for heads and head_dim.
+    Biases and scales count as vectors even if they have several dims, such as heads and head_dim in attention.
 
     Args:
-      names: Function that returns the dim names of each parameter by path, or None if it has none.
+      names: Function that returns path to dim names, or to None for a parameter without names.
     """
 
     def mask(params: Any) -> Any:

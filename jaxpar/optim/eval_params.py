@@ -1,4 +1,4 @@
-"""The parameters to evaluate a run with, if they are not the trained ones: the optimizer's state defines them.
+"""Computes the parameters to evaluate from the optimizer's state, if that defines others than the trained ones.
 
     state of the chain        parameter             is evaluated, sampled and exported as
     ScheduleFreeState         y                     (y - (1 - b1) z) / b1     z of the state
@@ -6,7 +6,7 @@
     any other                 w                     w
 
 A state is recognized by the names of its fields, anywhere in a chain, so that the same rule applies to a checkpoint,
-which holds arrays by path. Parameters that a mask excludes from it are evaluated as they are.
+which holds arrays by path. A parameter that a mask excludes from this state is evaluated unchanged.
 
 To add one: a row of `KINDS`.
 """
@@ -37,9 +37,9 @@ class StateKind:
     """A kind of optimizer state that defines the parameters to evaluate.
 
     Attributes:
-      fields: Its scalar fields; together with `copy` they identify the kind.
-      copy: The field that holds one array per parameter.
-      evaluate: Function of (fields, parameter, its array) that returns the parameter to evaluate.
+      fields: Names of its scalar fields; together with `copy` they identify the kind.
+      copy: Name of the field that holds one array per parameter.
+      evaluate: Maps (scalar fields, trained parameter, its array in `copy`) to the parameter to evaluate.
     """
 
     fields: tuple[str, ...]
@@ -65,7 +65,7 @@ class EvalSource:
     Attributes:
       kind: Kind of the state.
       path: Path of the parameter's array in the optimizer's state.
-      fields: Field of the state to the path of its number.
+      fields: Name of each scalar field to its path in the optimizer's state.
     """
 
     kind: StateKind
@@ -73,11 +73,11 @@ class EvalSource:
     fields: Mapping[str, str]
 
     def evaluate(self, opt_state_arrays: Mapping[str, Any], trained: Any) -> Any:
-        """The parameter to evaluate, in the dtype of the trained one.
+        """Computes the parameter to evaluate, in the dtype of the trained one.
 
         Args:
-          opt_state_arrays: Arrays of the optimizer's state by path. If replicas differ, numbers are [replica], and
-            every array has that dim first.
+          opt_state_arrays: Arrays of the optimizer's state by path. If replicas differ, scalars are [replica], and
+            every other array has dim 0 for replicas.
           trained: The trained parameter.
         """
         numbers = {name: opt_state_arrays[path] for name, path in self.fields.items()}
@@ -111,7 +111,7 @@ def eval_sources(names: Iterable[str]) -> dict[str, EvalSource]:
 
 
 def _copy(name: str, paths: frozenset[str]) -> tuple[str, EvalSource] | None:
-    """The path of the parameter that belongs to an array of the state, and its `EvalSource`; None for other arrays."""
+    """Maps the path of an array in the state to (path of its parameter, `EvalSource`), or None if it defines none."""
     words = name.split("/")
     for depth, word in enumerate(words[:-1]):
         for kind in (kind for kind in KINDS if word == kind.copy):
@@ -122,12 +122,12 @@ def _copy(name: str, paths: frozenset[str]) -> tuple[str, EvalSource] | None:
 
 
 def eval_arrays(optimizer: Any) -> dict[str, Any]:
-    """The arrays of an optimizer's state that define the parameters to evaluate, by path; empty for most optimizers."""
+    """Selects the arrays of an optimizer's state that define the parameters to evaluate; most optimizers have none."""
     return eval_arrays_reader(optimizer)(optimizer)
 
 
 def eval_arrays_reader(optimizer: Any) -> Callable[[Any], dict[str, Any]]:
-    """Builds `eval_arrays` for one structure of state: it reads the paths once, not at each batch of an evaluation.
+    """Builds a faster `eval_arrays` for one structure of state: it looks for the paths only once.
 
     Args:
       optimizer: A state of the chain, or its shapes.
@@ -147,11 +147,11 @@ def eval_arrays_reader(optimizer: Any) -> Callable[[Any], dict[str, Any]]:
 
 
 def eval_params(optimizer: Any, params: Tree) -> Tree:
-    """The parameters to evaluate, sample and export a run with.
+    """Computes the parameters to evaluate, sample and export.
 
     Args:
       optimizer: The state of its optax chain, or the result of `eval_arrays` on it.
-      params: The trained parameters; returned as they are unless the chain defines others.
+      params: The trained parameters; returned unchanged unless the chain defines others.
     """
     arrays = _by_path(optimizer)
     copies_by_path = eval_sources(arrays)
@@ -164,16 +164,16 @@ def eval_params(optimizer: Any, params: Tree) -> Tree:
 
 
 def ema_params(decay: float) -> optax.GradientTransformation:
-    """A transformation that leaves updates unchanged and keeps an average of the parameters, to be evaluated.
+    """A transformation that leaves updates unchanged and averages the parameters; the average is evaluated.
 
     It goes last in a chain: `optax.chain(optax.adamw(3e-4), ema_params(0.999))`.
 
     Args:
-      decay: Share of the average that remains at each update. Like `optax.ema`, it averages over the updates so far,
-        without the initial parameters. Stored in float32, or wider.
+      decay: Weight of the old average at each update. As in `optax.ema` with debiasing, the initial parameters have no
+        weight. The average is stored in float32 or wider.
 
     Raises:
-      JaxparError: If the decay is no number in [0, 1).
+      JaxparError: If the decay is not a number in [0, 1).
     """
     if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
         rule = "a decay is a number from 0 to below 1"

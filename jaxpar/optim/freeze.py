@@ -19,12 +19,12 @@ from jaxpar.optim.patterns import matching, unmatched
 def freeze(
     optimizer: optax.GradientTransformation, paths: Iterable[str], *, but: Iterable[str] = ()
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer to train all parameters but these; it clips the norm of the trained ones.
+    """Wraps an optimizer to train all parameters except some; a clipped norm is that of the trained parameters.
 
     Args:
       optimizer: Any optax chain.
       paths: Patterns of frozen paths, such as `embed` or `blocks/0*`.
-      but: Patterns of paths that are trained nevertheless.
+      but: Patterns of paths to train although `paths` match them.
 
     Raises:
       JaxparError: When its state is initialized, if a pattern matches no parameter or no parameter is trained.
@@ -60,7 +60,7 @@ def label_params(params, frozen: tuple[str, ...], trained: tuple[str, ...]):
 
 
 def no_update() -> optax.GradientTransformation:
-    """A transformation whose updates change no bit: x + (-0.0) is x, while -0.0 + 0.0 is 0.0."""
+    """A transformation whose updates are -0.0, which change no bit: x + (-0.0) is x, while -0.0 + 0.0 is 0.0."""
 
     def update(updates, state, params=None):
         return jax.tree.map(lambda leaf: jnp.full(leaf.shape, -0.0, leaf.dtype), updates), state

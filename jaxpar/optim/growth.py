@@ -1,12 +1,12 @@
-"""Batches that grow instead of a falling learning rate: phases, each a multiple of the batch before.
+"""Grows the batch in phases, instead of decreasing the learning rate.
 
     step      0  1  2   3        4        5 6 7 8     grow = [[3, 2], [5, 2]]
     draws     0  1  2   3 4      5 6      7 8 9 10 ...
     batch     B  B  B   2 B      2 B      4 B
 
-A batch of a later phase is several draws, each a batch of the first phase: no example is skipped or repeated, and data
-sources need not know. A step runs more microbatches of the same size: memory stays as it is, and each phase compiles
-one more program.
+A batch of a later phase consists of several draws; each draw is a batch of the size of the first phase. So no example
+is skipped or repeated, and data sources do not depend on the phase. A step runs more microbatches of the same size: it
+needs no more memory, and each phase compiles one more program.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class Growth:
     """Phases of a growing batch.
 
     Attributes:
-      phases: (step, factor) pairs, steps rising: after so many steps the batch becomes factor times larger.
+      phases: Pairs (step, factor), in order of steps: after `step` steps the batch becomes `factor` times larger.
 
     Source: Smith, Kindermans, Ying, Le (2018), arXiv:1711.00489: dividing the rate by a factor, or multiplying the
     batch by it, gives updates the same temperature; see `noise`.
@@ -30,18 +30,18 @@ class Growth:
 
     @property
     def factors(self) -> tuple[int, ...]:
-        """Draws per step of each phase, starting with the first phase's 1."""
+        """Number of draws per step, for each phase; 1 for the first phase."""
         result = [1]
         for _, factor in self.phases:
             result.append(result[-1] * factor)
         return tuple(result)
 
     def factor(self, step: int) -> int:
-        """Draws that a step, counted from 0, takes."""
+        """Number of draws in a step, which is counted from 0."""
         return self.factors[sum(begin <= step for begin, _ in self.phases)]
 
     def total_draws(self, steps: int) -> int:
-        """Total draws of the first `steps` steps."""
+        """Total number of draws in the first `steps` steps."""
         begins = [0, *(begin for begin, _ in self.phases)]
         ends = [*begins[1:], steps]
         return sum(
@@ -50,7 +50,7 @@ class Growth:
         )
 
     def draws(self, step: int) -> range:
-        """The draws that a step, counted from 0, takes."""
+        """Range of the numbers of the draws in a step; steps are counted from 0."""
         return range(self.total_draws(step), self.total_draws(step + 1))
 
     def describe(self, batch: int) -> str:
@@ -63,7 +63,7 @@ class Growth:
 
 
 def check_phases(phases: Sequence[tuple[int, float]], key: str, steps: int = 2**31) -> None:
-    """Refuses phases that are not in order, or change nothing.
+    """Refuses phases that are not in order or have no effect.
 
     Args:
       phases: (step, factor) pairs.
@@ -71,7 +71,7 @@ def check_phases(phases: Sequence[tuple[int, float]], key: str, steps: int = 2**
       steps: Number of steps in the run.
 
     Raises:
-      JaxparError: With the first phase that is wrong.
+      JaxparError: If a phase is invalid; the message names the first.
     """
     before = 0
     for begin, factor in phases:

@@ -1,6 +1,6 @@
-"""Optimizer settings that are arrays in its state, so that one compiled program runs any value of them.
+"""Optimizer settings as arrays in the optimizer's state, so that one compiled program runs with any value of them.
 
-They are optax's: `optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)` has its learning rate in the state.
+Optax stores them: the state of `optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)` has the learning rate.
 """
 
 import linecache
@@ -55,10 +55,10 @@ TRACED = (
 
 @contextmanager
 def explain_static_arguments() -> Iterator[None]:
-    """Refuses settings in the state of a chain that the optimizer's Python code needs as numbers.
+    """Explains an error of tracing: the optimizer's Python code needs some of these settings as static numbers.
 
     Raises:
-      JaxparError: Names the arguments of `optax.inject_hyperparams` that must be static.
+      JaxparError: The message names the arguments of `optax.inject_hyperparams` that must be static.
     """
     try:
         yield
@@ -80,7 +80,7 @@ def explain_static_arguments() -> Iterator[None]:
 
 
 def _names_in(names: Iterable[str], frame: traceback.FrameSummary) -> list[str]:
-    """The names that occur as words in the expression of a frame."""
+    """Finds the names that occur as words in the source expression of a stack frame."""
     line = linecache.getline(frame.filename, frame.lineno or 0)
     if frame.lineno == frame.end_lineno and frame.end_colno:
         line = line.encode()[frame.colno : frame.end_colno].decode(errors="replace")

@@ -1,10 +1,10 @@
-"""Passes the loss of the batch to optimizers that need it besides gradients, state and parameters.
+"""Passes the loss of the batch to optimizers that need it, in addition to gradients, state and parameters.
 
     optax.contrib.reduce_on_plateau, momo, polyak_sgd      update(gradients, state, params, value=loss)
     optax.contrib.sam                                      update(gradients, state, params), no `value`
 
-A chain that takes extra arguments receives it, unless a member of it rejects the argument. A chain that does not read
-it compiles to the same program. No chain receives a function of the loss or per-example gradients.
+A chain that takes extra arguments receives the loss, unless a transformation in it rejects the argument. A chain that
+does not read it compiles to the same program. No chain receives a loss function or per-example gradients.
 """
 
 import re
@@ -26,7 +26,7 @@ MISSING = re.compile(r"grad_fn must be provided|missing \d+ required keyword-onl
 def update(
     optimizer: optax.GradientTransformation, gradients: Any, state: Any, params: Any, loss: jax.Array | None
 ) -> tuple[Any, Any]:
-    """Calls the chain's update, with the loss if it takes it; returns updates and the new state.
+    """Calls the chain's update, with the loss if the chain takes it; returns updates and the new state.
 
     Args:
       optimizer: The chain.
@@ -70,7 +70,7 @@ def explain_missing_arguments() -> Iterator[None]:
 
 
 def rate_follows_steps(state: Any) -> bool:
-    """Whether the learning rate of a chain depends on the step alone.
+    """Whether the learning rate of a chain depends only on the step.
 
     Args:
       state: The state of the chain, or its shapes.

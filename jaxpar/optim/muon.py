@@ -1,13 +1,13 @@
-"""Which parameters muon orthogonalizes, from their dim names: optax treats every array of two dims as a matrix.
+"""Selects the parameters that muon orthogonalizes, by dim names; optax alone selects every array of two dims.
 
-    blocks/attention/query  [layers, embed, heads, head_dim]    each layer's, as embed x (heads, head_dim)
-    blocks/attention/out    [layers, heads, head_dim, embed]    each layer's, as (heads, head_dim) x embed
-    blocks/norm/scale       [layers, embed]                     a vector of each layer: AdamW's
-    embed, head             [vocab, embed], [embed, vocab]      AdamW's, as is everything else
+    blocks/attention/query  [layers, embed, heads, head_dim]    muon, per layer: embed x (heads, head_dim)
+    blocks/attention/out    [layers, heads, head_dim, embed]    muon, per layer: (heads, head_dim) x embed
+    blocks/norm/scale       [layers, embed]                     AdamW: one vector per layer
+    embed, head             [vocab, embed], [embed, vocab]      AdamW, as for all other parameters
 
 By the number of dims alone, the stacked scales of all layers would be a matrix, and stacked matrices would not. Without
-names, two-dim parameters are matrices, as in optax; with more dims, such as convolutions, `share` reports the
-ambiguity.
+names, two-dim parameters are matrices, as in optax; parameters with more dims, such as those of convolutions, are
+ambiguous, and `muon_coverage` lists them.
 
 Source: Jordan et al. (2024), https://kellerjordan.github.io/posts/muon: for hidden layers; embedding and head by AdamW.
 """
@@ -33,8 +33,8 @@ def matrix_dims(names: Callable[[], Names]) -> Callable[[Any], Any]:
     """Builds the argument `DIMS` of optax's muon: a function of parameters to their matrix dims, or None.
 
     Args:
-      names: Function that returns the dim names of each parameter by path, or None if it has none: then those with two
-        dims are matrices, as in optax.
+      names: Function that returns path to dim names, or to None for a parameter without names, which is then a matrix
+        if it has two dims, as in optax.
     """
 
     def dims(params: Any) -> Any:
@@ -51,13 +51,13 @@ def matrix_dims(names: Callable[[], Names]) -> Callable[[Any], Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class MuonCoverage:
-    """Which parameters of a model muon orthogonalizes.
+    """The parameters of a model that muon orthogonalizes.
 
     Attributes:
       all: Number of trained parameters.
-      orthogonal: Paths of the orthogonalized ones.
-      unnamed: Of these, those that are matrices only because they have two dims, without names.
-      ambiguous: Paths of those with more dims, whose names do not say which dims form a matrix.
+      orthogonal: Paths of the orthogonalized parameters.
+      unnamed: Paths among `orthogonal` of parameters without names, which are matrices because they have two dims.
+      ambiguous: Paths of parameters with more dims, whose names do not determine the two sides of a matrix.
     """
 
     all: int
@@ -76,14 +76,14 @@ class MuonCoverage:
 
 
 def muon_coverage(shapes: Mapping[str, Sequence[int]], names: Names) -> MuonCoverage:
-    """Reports which parameters muon orthogonalizes.
+    """Lists the parameters that muon orthogonalizes.
 
     Args:
       shapes: Shapes of the trained parameters, by path.
-      names: Dim names by path, as in `matrices`.
+      names: As in `matrix_dims`.
 
     Raises:
-      JaxparError: If there are none: muon would be AdamW.
+      JaxparError: If there are none, since muon would then be AdamW.
     """
     dims_by_path = {path: names.get(path) or (None,) * len(shape) for path, shape in shapes.items()}
     orthogonal = [path for path, dims in dims_by_path.items() if _matrix_dims(path, dims)]
@@ -105,7 +105,7 @@ def _some(paths: Sequence[str]) -> str:
 
 
 def _is_open(path: str, names: tuple[str | None, ...]) -> bool:
-    """Whether a parameter that is no matrix is neither a vector, by name or dims, nor a table or a head."""
+    """Whether a parameter that is not a matrix is ambiguous: neither a vector, by name or dims, nor a table or head."""
     inner_names = [name for name in names if name not in STACKS]
     return len(inner_names) > 1 and not VECTOR.search(path) and set(names).isdisjoint(TABLES)
 
@@ -115,9 +115,9 @@ def _matrix_dims(path: str, names: tuple[str | None, ...]) -> MuonDimensionNumbe
 
 
 def matrix(names: tuple[str | None, ...]) -> MuonDimensionNumbers | None:
-    """Which dims of a parameter a matmul contracts, and which are its outputs.
+    """Splits the dims of a parameter into those that a matmul contracts and those that it outputs.
 
-    With more than two dims, `embed` must be the first or the last, and the others form the opposite side; else None.
+    Of more than two dims, `embed` must be the first or the last; the other dims form the other side. Else None.
     """
     inner_dims = tuple(dim for dim, name in enumerate(names) if name not in STACKS)
     if len(inner_dims) < 2 or not set(names).isdisjoint(TABLES):

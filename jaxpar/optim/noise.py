@@ -1,11 +1,11 @@
-"""Two noise scales: the temperature of updates, from settings alone; and the noise scale of gradients, measured.
+"""Two noise scales: the temperature of updates, computed from settings, and the measured noise scale of gradients.
 
     temperature     eps / (1 - m) (N / B - 1)                  Smith and Le
     scale           B_simple = tr(Sigma) / |G|^2, in examples  McCandlish et al.
 
-The first measures the random motion of the updates: dividing the rate or multiplying the batch by k reduces it alike
-while B << N. The second says up to which batch size more examples pay off: at B_simple, reaching a loss takes twice the
-minimum number of steps and twice the minimum number of examples.
+The temperature measures the random motion of the updates: while B << N, dividing the rate by k reduces it as much as
+multiplying the batch by k. B_simple is the batch size up to which more examples per step pay off: with batches of
+B_simple, reaching a loss takes twice the minimum number of steps and twice the minimum number of examples.
 """
 
 import math
@@ -18,10 +18,10 @@ def temperature(rate: float, *, momentum: float, examples: int, batch: int) -> f
     """The temperature of SGD, in units of the learning rate; 0 if a batch contains all examples.
 
     Args:
-      rate: The learning rate of the step, eps.
-      momentum: Share of the previous update that is added to the next one, m; 0 for optimizers that average gradients.
-      examples: Number of training examples, N.
-      batch: Examples per step, B.
+      rate: The learning rate eps of the step.
+      momentum: Share m of the previous update that is added to the next one; 0 for optimizers that average gradients.
+      examples: Number N of training examples.
+      batch: Number B of examples per step.
 
     Source: Smith, Le (2018), arXiv:1710.06451, g = eps (N/B - 1); with momentum Smith, Kindermans, Ying, Le (2018),
     arXiv:1711.00489. Both derive it for SGD: for Adam and similar optimizers it only compares runs of the same
@@ -32,11 +32,11 @@ def temperature(rate: float, *, momentum: float, examples: int, batch: int) -> f
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientNoise:
-    """Estimates of the mean gradient's norm and of the examples' variance around it.
+    """Estimates of the norm of the true gradient, and of the variance of the examples' gradients around it.
 
     Attributes:
-      signal: |G|^2, the square of the norm of the true gradient. An estimate may be negative.
-      trace: tr(Sigma), the sum of the variances of one example's gradient. Likewise.
+      signal: |G|^2, the squared norm of the true gradient; its estimate may be negative.
+      trace: tr(Sigma), the sum of the variances of one example's gradient; its estimate may be negative.
     """
 
     signal: float
@@ -44,18 +44,18 @@ class GradientNoise:
 
     @property
     def scale(self) -> float:
-        """B_simple in examples; inf if the gradient is indistinguishable from noise."""
+        """B_simple, in examples; inf if the gradient is indistinguishable from noise."""
         if self.trace <= 0:
             return 0.0
         return self.trace / self.signal if self.signal > 0 else math.inf
 
     @property
     def is_finite(self) -> bool:
-        """Whether both are finite."""
+        """Whether both estimates are finite."""
         return math.isfinite(self.signal) and math.isfinite(self.trace)
 
     def smoothed_with(self, previous: "GradientNoise | None") -> "GradientNoise":
-        """Smooths it with earlier estimates: averaging the ratio would be biased, the ratio of averages is less so."""
+        """Averages both estimates with earlier ones; the ratio of averages is less biased than an average of ratios."""
         if previous is None:
             return self
         old, new = SMOOTHING, 1 - SMOOTHING
@@ -68,7 +68,7 @@ def estimate(small: float, big: float, *, batch: int, parts: int) -> GradientNoi
     """Unbiased estimates from one batch.
 
     Args:
-      small: Root mean square of the gradient norms of its parts.
+      small: Root mean square of the gradient norms of the batch's parts.
       big: Gradient norm of the whole batch.
       batch: Examples in the batch.
       parts: Number of equal parts, at least 2.

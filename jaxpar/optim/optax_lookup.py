@@ -53,7 +53,7 @@ def optimizers() -> dict[str, Callable]:
 
 @cache
 def schedules() -> dict[str, Callable]:
-    """Schedules of optax with a highest rate; the others combine schedules."""
+    """Lists optax's schedules that take a highest rate; optax's other schedules combine schedules."""
     return {name: function for name, function in _functions(vars(optax.schedules)).items() if _highest(function)}
 
 
@@ -64,7 +64,7 @@ def _functions(namespace: Mapping[str, Any]) -> dict[str, Callable]:
 
 
 def _highest(function: Callable) -> str:
-    """The argument of a schedule that receives the learning rate."""
+    """Returns the argument of a schedule that receives the learning rate."""
     return next((name for name in HIGHEST if name in inspect.signature(function).parameters), "")
 
 
@@ -72,7 +72,7 @@ def find_optimizer(name: str, user_function: Callable | None) -> Callable:
     """Looks up an optimizer's function.
 
     Raises:
-      JaxparError: If there is none, or it needs more than a step provides.
+      JaxparError: If no optimizer has that name, or it needs arguments that a step does not have.
     """
     if user_function is not None:
         return _check_takes_rate(name, user_function, "optimizer.name")
@@ -145,7 +145,7 @@ def call_checked(
       key: Job key of the arguments, such as `optimizer.arguments`.
 
     Raises:
-      JaxparError: Lists unknown arguments, missing ones, and ones already set by another key.
+      JaxparError: If arguments are unknown, missing, or already set by another key; the message lists them.
     """
     parameters = inspect.signature(function).parameters.values()
     names = [arg.name for arg in parameters if arg.kind in (arg.POSITIONAL_OR_KEYWORD, arg.KEYWORD_ONLY)]
@@ -174,6 +174,6 @@ def call_checked(
 
 
 def _step_keys(value: Any) -> Any:
-    """A table whose keys are all steps, with the keys as integers: TOML keys are text."""
+    """Converts the keys of a table to integers if all of them are steps, because TOML keys are text."""
     steps = isinstance(value, Mapping) and value and all(str(key).isdigit() for key in value)
     return {int(key): entry for key, entry in value.items()} if steps else value

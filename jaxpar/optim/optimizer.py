@@ -114,7 +114,7 @@ class Optimizer:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is one of jaxpar's own with the usual arguments and decay: checking its settings suffices."""
+        """Whether these are only jaxpar's own settings, so that no chain has to be built in order to check them."""
         return self.name in SETTINGS and not self.arguments and not self.schedule.name
 
     @property

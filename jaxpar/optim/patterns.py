@@ -1,4 +1,4 @@
-"""Patterns of parameter paths.
+"""Matches patterns with paths of parameters.
 
 embed        the parameter `embed`, or all parameters whose paths begin with `embed/`
 blocks/0*    as in a shell; `*` crosses "/" too
@@ -16,12 +16,12 @@ def matches(path: str, pattern: str) -> bool:
 
 
 def has_prefix(path: str, prefix: str) -> bool:
-    """Whether a path is this prefix, or begins with it and a "/"."""
+    """Whether a path equals this prefix, or begins with it and a "/"."""
     return path == prefix.strip("/") or path.startswith(prefix.strip("/") + "/")
 
 
 def matching(paths: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    """The paths that at least one pattern matches."""
+    """Returns the paths that at least one pattern matches."""
     patterns = list(patterns)
     return [path for path in paths if any(matches(path, pattern) for pattern in patterns)]
 
@@ -33,7 +33,7 @@ def unmatched(key: str, patterns: Iterable[str], paths: Sequence[str], *, noun: 
       key: The setting of the patterns, such as `train.freeze`.
       patterns: The patterns.
       paths: All paths.
-      noun: Noun for a path, for the message.
+      noun: Word for a path in the message.
     """
     rule = f"each pattern matches at least one {noun}"
     return [
@@ -44,7 +44,7 @@ def unmatched(key: str, patterns: Iterable[str], paths: Sequence[str], *, noun: 
 
 
 def nearest_path(pattern: str, paths: Iterable[str]) -> str:
-    """The path, or prefix of one, that was probably meant."""
+    """Returns the path, or prefix of a path, that is most similar to a pattern."""
     paths = list(paths)
     beginnings = {"/".join(path.split("/")[:depth]) for path in paths for depth in range(1, path.count("/") + 2)}
     words = beginnings if "/" in pattern.strip("/*") else {path.split("/")[0] for path in paths}

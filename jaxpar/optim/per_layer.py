@@ -1,10 +1,11 @@
-"""Applies optimizers whose rule uses a parameter as a whole to each layer of a stack separately.
+"""Applies an optimizer to each layer of a stack separately, if its rule uses norms or other functions of a parameter.
 
     blocks/w  [layers, embed, mlp]    lamb: one trust ratio per layer         jax.vmap of the optimizer over dim 0
     embed     [vocab, embed]          lamb: one trust ratio                   the optimizer
 
-Optax treats an array as one parameter: norms of a stack would be taken over all layers together. Optimizers that treat
-each number separately, such as Adam, or all parameters as one, such as D-Adaptation, are the same either way.
+Optax treats an array as one parameter, so it would take one norm of all layers of a stack together. This makes no
+difference for optimizers that treat each element separately, such as Adam, or all parameters as one, such as
+D-Adaptation.
 
 Sources: You et al. (2017), arXiv:1708.03888, algorithm 1; You et al. (2019), arXiv:1904.00962, algorithm 2.
 """
@@ -24,13 +25,13 @@ LAYERWISE = ("adafactor", "fromage", "galore", "lamb", "lars", "novograd", "sm3"
 
 
 def stack_dims(names: Names) -> dict[str, int]:
-    """Number of leading dims that stack layers or experts, by path; only parameters that have any."""
+    """Maps the path of each stacked parameter to its number of leading dims that stack layers or experts."""
     counts = {path: sum(1 for _ in takewhile(lambda name: name in STACKS, dims or ())) for path, dims in names.items()}
     return {path: count for path, count in counts.items() if count}
 
 
 def without_stack_dims(names: Callable[[], Names]) -> Callable[[], Names]:
-    """Wraps `names` to leave out the dims of stacks."""
+    """Wraps `names` to omit the dims of stacks."""
 
     def inner() -> Names:
         dim_names = names()
@@ -48,8 +49,8 @@ def per_layer(
     The state has the optimizer's structure with the dims of the stack first, including counts: one per layer.
 
     Args:
-      optimizer: Optimizer of one layer. Its masks see parameters without the dims of their stacks.
-      names: Function that returns the dim names of each parameter by path: leading ones in `STACKS` are stacks.
+      optimizer: Optimizer of one layer. Its masks get parameters without the dims of their stacks.
+      names: Function that returns path to dim names; leading names in `STACKS` are dims of stacks.
     """
     inner = optax.with_extra_args_support(optimizer)
 
@@ -84,7 +85,7 @@ def _vmap(function: Callable, depth: int) -> Callable:
 
 
 def _labels(tree: Any, names: Callable[[], Names]) -> Any:
-    """Labels each array with the sizes of its stacks ("one" without any); arrays of one label are mapped together."""
+    """Labels each array with the sizes of its stacks, or "one"; one `vmap` updates all arrays with the same label."""
     counts = stack_dims(names())
 
     def label(keys: Any, leaf: Any) -> str:
@@ -95,7 +96,7 @@ def _labels(tree: Any, names: Callable[[], Names]) -> Any:
 
 
 def _groups(tree: Any, names: Callable[[], Names]) -> list[tuple[str, int, Any]]:
-    """For each label: (label, number of stack dims, the tree with only the arrays of that label)."""
+    """Returns (label, number of stack dims, tree of the arrays with this label) for each label."""
     labels = _labels(tree, names)
     groups = []
     for label in sorted(set(jax.tree.leaves(labels))):
@@ -105,7 +106,7 @@ def _groups(tree: Any, names: Callable[[], Names]) -> list[tuple[str, int, Any]]
 
 
 def _join(tree: Any, parts: Mapping[str, Any], names: Callable[[], Names]) -> Any:
-    """A tree like `tree`, each array from the part of its label."""
+    """Returns a tree like `tree` that takes each array from the tree of its label."""
     labels, structure = jax.tree.flatten(_labels(tree, names))
     leaves = {label: iter(jax.tree.leaves(part)) for label, part in parts.items()}
     return jax.tree.unflatten(structure, [next(leaves[label]) for label in labels])

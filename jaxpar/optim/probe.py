@@ -1,4 +1,4 @@
-"""Tries an optimizer or schedule from outside of jaxpar on shapes, to refuse it before a step would fail."""
+"""Traces an optimizer or schedule of optax or the user on abstract arrays, to refuse it before a step fails."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +19,7 @@ SMALL = {"matrix": jax.ShapeDtypeStruct((3, 4), jnp.float32), "vector": jax.Shap
 
 
 def check_chain(optimizer: optax.GradientTransformation, spec: Optimizer, params: Any) -> Any:
-    """Traces a chain, which must need only gradients, parameters and the loss; returns its state as shapes.
+    """Traces a chain with gradients, parameters and the loss; returns its state as shapes.
 
     Args:
       optimizer: The chain.
@@ -27,7 +27,7 @@ def check_chain(optimizer: optax.GradientTransformation, spec: Optimizer, params
       params: A tree of parameters as shapes, such as `SMALL`.
 
     Raises:
-      JaxparError: If its update cannot be traced, or two of its parts define one parameter's evaluation.
+      JaxparError: If its update cannot be traced, or two transformations define one parameter to evaluate.
     """
     subject = f'optimizer.name = "{spec.name}"'
     arguments_text = f" with {spec.arguments!r:.200}" if spec.arguments else ""
@@ -43,7 +43,7 @@ def check_chain(optimizer: optax.GradientTransformation, spec: Optimizer, params
 def update_with_loss(
     optimizer: optax.GradientTransformation, gradients: Any, state: Any, params: Any, loss: Any
 ) -> tuple[Any, Any]:
-    """Updates and new state of a chain, which receives the loss if it takes it."""
+    """Calls a chain's update, with the loss if the chain takes it; returns updates and state."""
     return update(optimizer, gradients, state, params, loss)
 
 
@@ -56,7 +56,7 @@ def needs_loss(optimizer: optax.GradientTransformation, params: Any = SMALL) -> 
 
 
 def check_rate(schedule: Callable, *, name: str) -> None:
-    """Refuses a schedule that is no function of the step, or whose rate is no number.
+    """Refuses a schedule that is not a function of the step, or whose rate is not a number.
 
     Raises:
       JaxparError: If it cannot be traced, or returns anything else.

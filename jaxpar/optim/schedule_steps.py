@@ -1,13 +1,13 @@
-"""Schedules count steps, even if a step makes several updates.
+"""Makes schedules count steps, even if a step makes several updates.
 
     step      0                     1
     updates   0  1  2  ...  U - 1   U  U + 1  ...
     rate      that of step 0        that of step 1
 
-Optax counts the calls of a chain. With asynchronous updates (no pipeline flush) these come after every microbatch or
-two, so that a warm-up or decay would be over after 1/U of a run. So schedules are paused during a step and advance by
-one at its end: the run has the rates of one with a flush, and its state can continue with one. Other counts, such as
-Adam's bias correction, count updates.
+Optax counts the calls of a chain. Asynchronous updates (without a pipeline flush) call it after every microbatch or
+two, so a warm-up or decay would end after 1/U of a run. Instead, schedules are paused during a step and advance by one
+at its end. So the learning rates are the same as with a flush, and a run can continue with one. Other counts, such as
+that of Adam's bias correction, still count updates.
 """
 
 from collections.abc import Callable
@@ -22,10 +22,10 @@ _COUNTS = (optax.ScaleByScheduleState, InjectStatefulHyperparamsState, optax.con
 
 
 def pause_schedules(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Pauses the schedules of a chain: each call leaves them as they were.
+    """Wraps a chain so that its updates do not advance its schedules.
 
-    These are optax's `scale_by_schedule`, which `learning_rate=schedule` becomes in its optimizers,
-    `inject_hyperparams`, and the count by which `schedule_free` weighs its average.
+    It pauses the counts of optax's `scale_by_schedule` (which optax's optimizers use for `learning_rate=schedule`),
+    of `inject_hyperparams`, and of `schedule_free`, whose count weights its average.
     """
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -51,7 +51,7 @@ def has_schedules(state: Any) -> bool:
 
 
 def _map_counts(change: Callable, *states: Any) -> Any:
-    """Applies `change` to the schedule counts of the first state, with those of the other states as more arguments."""
+    """Applies `change` to each schedule count of the first state, and the same counts of the other states."""
 
     def one(*nodes: Any) -> Any:
         first = nodes[0]

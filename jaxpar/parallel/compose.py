@@ -62,10 +62,10 @@ def from_linen(module: Any, *args: Any, **kwargs: Any) -> Blueprint:
 
 
 def from_nnx(factory: Callable, *args: Any, **kwargs: Any) -> Blueprint:
-    """Wraps a Flax NNX model, with an example of its inputs, as a model for `compose`.
+    """Wraps a Flax NNX model and example inputs as a model for `compose`.
 
-    With inputs jaxpar can trace how the model uses its parameters, which decides how `tensor` splits those without
-    annotations. A factory alone is a model too; its parameters are then identified by their paths and shapes.
+    With inputs, jaxpar traces the use of the model's parameters, which decides how `tensor` splits parameters without
+    annotations. A factory alone is also a model; jaxpar then infers dims from paths and shapes of its parameters.
 
     Args:
       factory: A function of `rngs` that returns the module.
@@ -88,7 +88,7 @@ def from_nnx(factory: Callable, *args: Any, **kwargs: Any) -> Blueprint:
 def add_lora(model: Callable | Blueprint, **adapters: Any) -> Blueprint:
     """Adds low-rank adapters (LoRA) to some of a model's matrices; returns a model for `compose`.
 
-    The base model is trained too, unless the optimizer leaves it alone: `jp.freeze(chain, ["*"], but=["adapters"])`.
+    The base model is also trained, unless the optimizer freezes it: `jp.freeze(chain, ["*"], but=["adapters"])`.
 
     Args:
       model: As for `compose`.
@@ -105,7 +105,7 @@ def merge_lora(layout: Layout, params: Tree) -> Tree:
     """Merges adapters into the base model: returns its parameters, W + alpha / rank A B for each adapted matrix W.
 
     Args:
-      layout: Of the model with adapters.
+      layout: Layout of the model with adapters.
       params: Its parameters, as in a state.
     """
     return merged_params(layout.blueprint, params)
@@ -120,7 +120,7 @@ def as_blueprint(model: Any) -> Blueprint:
     """Converts any supported model (a factory, or `jp.from_linen(...)`, `jp.from_nnx(...)`) to a blueprint.
 
     Raises:
-      JaxparError: If it is an instance where a factory is needed, or no model at all.
+      JaxparError: If it is an instance instead of a factory, or not a model.
     """
     if isinstance(model, Blueprint):
         return model
@@ -156,18 +156,18 @@ def as_blueprint(model: Any) -> Blueprint:
 def compose(
     model: Callable | Blueprint, parallel: Parallel, devices: Sequence[Any] | Mesh | Simulated | int | None = None
 ) -> Layout:
-    """Composes a model, a declaration and devices into a `Layout`: the placement of every array of a training job.
+    """Composes a model, a declaration and devices into a `Layout`, which has the sharding of every array of a job.
 
     Args:
       model: A function of `rngs` that returns an `nnx.Module` or a `jp.from_linen(...)`; or `jp.from_linen(module,
         inputs)`, or `jp.from_nnx(function, inputs)`.
       parallel: The declaration.
-      devices: Devices to use, or a mesh of them; all visible devices by default. A number stands for that many GPUs,
-        and `Simulated` for simulated devices, that are not present: such a layout can be explained but not trained.
+      devices: Devices, or a mesh of them; all visible devices by default. A number stands for that many GPUs, and
+        `Simulated` for simulated devices, which need not be present: such a layout can be explained but not trained.
 
     Raises:
-      JaxparError: With every problem at once: sizes that do not multiply to the devices, dims that do not divide, paths
-        that match nothing, axes that nothing uses, parameters left whole.
+      JaxparError: If there are problems; the message has all of them: sizes whose product is not the number of devices,
+        dims that do not divide, paths that match nothing, unused axes, large unsharded parameters.
     """
     if not isinstance(parallel, Parallel):
         raise JaxparError(Problem(f"parallel={parallel!r}", "the declaration is a Parallel", "jp.Parallel(data=8)"))
@@ -210,7 +210,7 @@ def compose(
 
 
 def _grouped(problems: list[Problem]) -> list[Problem]:
-    """Merges problems with the same rule and fix into one, such as those of every layer of a model."""
+    """Merges problems with the same rule and fix, such as a problem of every layer of a model."""
     groups: dict[tuple[str, str], list[Problem]] = {}
     for problem in problems:
         groups.setdefault((problem.rule, problem.fix), []).append(problem)

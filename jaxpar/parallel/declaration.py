@@ -11,7 +11,7 @@ from jaxpar.parallel.pipeline_options import Pipeline
 
 Axes = str | tuple[str, ...] | None
 DECLARED = ("pipe", "data", "fsdp", "context", "tensor")  # axes of every mesh, each with a field
-IMAGE = ("height", "width")  # axes with a field, of a mesh only where their size is not 1
+IMAGE = ("height", "width")  # axes with a field, which a mesh has only if their size is not 1
 
 ZERO_OVER = ("fsdp", "fsdp x context")
 
@@ -28,21 +28,21 @@ class Parallel(Keywords):
     """The parallelism of a training job. Sizes multiply to the number of devices.
 
     Attributes:
-      pipe: Stages of a pipeline, each with consecutive layers of the model's stack.
-      data: Replicas of the training state, each with other examples (DDP; with `fsdp`, HSDP).
-      fsdp: Devices that share one training state, each with other examples.
-      context: Devices that share every sequence, each with a piece of its tokens (context parallelism).
-      context_by: How attention brings queries and keys of all sequence shards together. gather: every device gathers
+      pipe: Number of stages of a pipeline; each stage has consecutive layers of the model's stack.
+      data: Number of replicas of the training state, which train on different examples (DDP; with `fsdp`, HSDP).
+      fsdp: Number of devices that shard one training state, and train on different examples.
+      context: Number of devices that split every sequence (context parallelism).
+      context_by: Implementation of attention between sequence shards. gather: every device gathers
         all keys and values (Llama 3, arXiv:2407.21783, section 3.3.2): one collective, but in 16 bits the scores [seq /
         context, seq] are saved; for short sequences. ring: keys and values rotate (arXiv:2310.01889), no scores are
         saved. ulysses: devices exchange heads for tokens (arXiv:2309.14509). auto: the fastest by a plan's formulas of
         those whose scores of one layer fit the chip, chosen and noted as a step is traced.
-      ulysses: Devices of a ring that exchange heads; groups of them rotate keys (arXiv:2405.07719).
+      ulysses: Number of neighbouring devices that exchange heads, in groups that rotate keys (arXiv:2405.07719).
       context_kernel: Implementation of a device's part of attention with ring or ulysses. auto: cuDNN's fused kernel on
         GPUs in 16 bits where it supports the heads and masks, else blocks of plain JAX; `Step.implementations` and
         reports say which, and why. cudnn: the kernel, or an error; context_by="auto" then chooses a form that has it.
         plain: blocks of plain JAX.
-      tensor: Devices that share every large matrix (Megatron tensor parallelism).
+      tensor: Number of devices that split every large matrix (Megatron tensor parallelism).
       height: Devices that share every image, each with a piece of its rows (spatial parallelism; Dryden et al. 2019,
         arXiv:1903.06681). Convolutions exchange the rows at the borders of the pieces with the neighbours. Of a volume
         this is the first dim after the batch.
@@ -58,9 +58,9 @@ class Parallel(Keywords):
       sequence: Whether the activations between the matrices are split along `seq` over `tensor` (Korthikanti et al.
         2022, arXiv:2205.05198).
       pipeline: The schedule and options of the pipeline.
-      how: Axis to the implementation that its technique uses, if it has several: {"context": "gather"}.
-      exchange: How the replicas over `data` synchronize; None means an all-reduce of gradients in every step.
-      axes: Sizes of further axes, of techniques that are added to jaxpar's own: {"toy": 2}.
+      how: Axis to the implementation of its technique, if there are several: {"context": "gather"}.
+      exchange: Method that synchronizes the replicas over `data`; None all-reduces gradients in every step.
+      axes: Sizes of further axes, for techniques that a user adds: {"toy": 2}.
       rules: Name of a dim, of parameters or activations, to mesh axis (or axes, or None), before jaxpar's own names. A
         name that the model does not use is refused once its step is traced.
       paths: End of a parameter's path (regular expression) to the names of its trailing dims.
@@ -109,25 +109,25 @@ class Parallel(Keywords):
 
     @property
     def implementations(self) -> dict[str, str]:
-        """Axis to the implementation that its technique uses, for axes whose implementation the user chose."""
+        """Axis to the implementation of its technique, for axes whose implementation the user chose."""
         return ({"context": self.context_by} if self.context_by != "gather" else {}) | dict(self.how)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """Axes whose devices see different examples; without `data` where all its replicas see the same examples."""
+        """Axes that split examples; without `data` if all its replicas train on the same examples."""
         axes = batch_axes(self.sizes)
         return tuple(axis for axis in axes if axis != "data") if self.exchange.same_examples else axes
 
     @property
     def stage(self) -> int:
-        """The ZeRO stage over the axes of `zero_over`; 0 if these have one device."""
+        """The ZeRO stage over the axes in `zero_over`; 0 if their size is 1."""
         if all(self.sizes[axis] == 1 for axis in self.zero_axes):
             return 0
         return 3 if self.zero is None else self.zero
 
     @property
     def zero_axes(self) -> tuple[str, ...]:
-        """Axes whose devices share the training state as `zero` says."""
+        """Axes that shard the training state by the stage `zero`."""
         return ("fsdp", "context") if self.zero_over == "fsdp x context" else ("fsdp",)
 
     def problems(self) -> list[Problem]:

@@ -1,4 +1,4 @@
-"""Collectives where the model reads a parameter: a gather, or a move to another dim than the stored one."""
+"""Gathers a parameter when the model reads it, or moves its shards to another dim."""
 
 from functools import partial
 
@@ -14,14 +14,13 @@ constrained = jax.lax.with_sharding_constraint
 def reshard_padded(value: jax.Array, used: NamedSharding, whole: NamedSharding) -> jax.Array:
     """Reshards an array to the spec that the model reads, padded inside of the program if its shards are not equal.
 
-    XLA would pad such shards by itself, but if `fsdp` splits the array too, every device would first gather the whole
-    array. Padded first, each device sends every other one its shard (an all-to-all), and the slice that removes the
-    padding moves nothing.
+    XLA would pad such shards itself, but if `fsdp` also splits the array, every device would first gather the whole
+    array. If the array is padded first, XLA uses an all-to-all, and the slice that removes the padding sends nothing.
 
     Args:
-      value: The array, as stored.
-      used: Sharding where the model reads it.
-      whole: Sharding as stored, but gathered over `fsdp`.
+      value: The stored array.
+      used: Sharding in which the model reads it.
+      whole: The stored sharding without `fsdp`.
     """
     pad_widths = padding(value.shape, used)
     if not any(pad_widths):
@@ -31,7 +30,7 @@ def reshard_padded(value: jax.Array, used: NamedSharding, whole: NamedSharding) 
 
 
 def padding(shape: tuple[int, ...], used: NamedSharding) -> tuple[int, ...]:
-    """Returns the number of entries that each dim lacks to be split into equal shards."""
+    """Returns the number of entries to add to each dim, so that its shards are equal."""
     ways = shard_counts(used.spec, len(shape), used.mesh.shape)
     return tuple(-size % n for size, n in zip(shape, ways, strict=True))
 
@@ -40,13 +39,15 @@ def padding(shape: tuple[int, ...], used: NamedSharding) -> tuple[int, ...]:
 def gather(value: jax.Array, used: NamedSharding, stored: NamedSharding) -> jax.Array:
     """Gathers a stored parameter for use; the gradient is constrained to the stored sharding directly.
 
-    For HSDP, and with `context`. By default JAX constrains the gradient to `used` first. XLA then all-reduces it over
-    all axes together, where a reduce-scatter over `fsdp` and an all-reduce of the shard over the rest would do. With
-    `fsdp` alone it makes the reduce-scatter either way. The gradient of a table that is looked up by rows is left
-    alone: XLA would reshard the activations for it, by replicating them (`models/blocks/lookup.py` has one by columns).
+    This matters for HSDP and with `context`. By default JAX constrains the gradient to `used` first, so XLA all-reduces
+    it over all axes together, instead of a reduce-scatter over `fsdp` and an all-reduce of the shard over the other
+    axes. With `fsdp` alone XLA uses a reduce-scatter in both cases. The gradient of a table that is looked up by rows
+    is not constrained, because XLA would replicate the activations for it (`models/blocks/lookup.py` looks up by
+    columns).
 
-    A matrix is constrained to its stored sharding first. Otherwise, of a slice of a stack, XLA gathers a dim of length
-    one too, for which it copies and keeps the whole stack in another dim order. Small vectors may be gathered already.
+    A matrix is first constrained to its stored sharding. Otherwise XLA gathers a slice of a stack with a dim of length
+    one, for which it copies the whole stack to another dim order and holds the copy. Small vectors may already be
+    gathered.
     """
     return _gathered(value, used, stored)
 
@@ -68,11 +69,11 @@ gather.defvjp(_gather_forward, _gather_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def gather_combined(value: jax.Array, used: NamedSharding, stored: NamedSharding, axis: str) -> jax.Array:
-    """`gather` of an array that `axis` does not split, combined by XLA with gathers of arrays that it splits.
+    """Gathers an array that `axis` does not split so that XLA combines it with gathers of arrays that `axis` splits.
 
-    XLA writes the device groups of a gather in the order of the axes that split the array: those of a matrix over
-    `fsdp` and `tensor` in another order than those of a vector over `fsdp`, and it combines only gathers with the same
-    groups. So each device along the axis gets a copy of its own, as a shard of an extra dim that the axis splits.
+    XLA combines only gathers with the same device groups, and orders the groups by the axes that split the array. This
+    order differs between a matrix over `fsdp` and `tensor` and a vector over `fsdp`. So this function makes a copy for
+    each device along the axis, as a shard of an additional dim that the axis splits.
     """
     copies = jnp.broadcast_to(value[..., None], (*value.shape, used.mesh.shape[axis]))
     for sharding in (stored, used):

@@ -1,11 +1,11 @@
-"""Where a pipeline runs both ends of a model, embedding and head: on its first and last stage, or on all of them.
+"""Chooses the stages on which a pipeline runs embedding and head: the first and the last stage, or all stages.
 
     last      every stage holds both ends whole, since one program runs on all of them
     spread    every stage holds its shard of `vocab`; the input and the output of the layers go over `pipe` for every
               microbatch, and so do their gradients
 
-While the table runs, a parameter of an end takes `HELD` bytes on a device. `auto` compares these bytes, and takes
-`spread` where it frees at least `LEAST` of them and all its requirements are met.
+While the table runs, a parameter of embedding or head takes `HELD` bytes on a device. `auto` chooses `spread` if it
+frees at least `LEAST` bytes and all its requirements are met.
 """
 
 from collections.abc import Callable
@@ -29,10 +29,10 @@ Compose = Callable[[Parallel], tuple[Layout | None, list[Problem]]]
 
 
 def place_head(layout: Layout, compose: Compose) -> Layout:
-    """Decides where the ends of the model run, and says why in `Layout.notes`.
+    """Chooses the stages that run embedding and head, and adds the reason to `Layout.notes`.
 
     Args:
-      layout: As declared. `auto` is placed as `last` is.
+      layout: The declared layout, in which `auto` is placed like `last`.
       compose: Composes the same model and devices under another declaration; returns the layout, or its problems.
     """
     if layout.parallel.pipeline.head != "auto":
@@ -56,14 +56,14 @@ def place_head(layout: Layout, compose: Compose) -> Layout:
 
 
 def head_bytes(layout: Layout) -> int:
-    """Bytes of embedding and head (parameters with a dim `vocab`) on a device while the table runs."""
+    """Returns the bytes of embedding and head (parameters with a dim `vocab`) on a device while the table runs."""
     ends = (place for path, place in layout.placements.items() if path not in layout.stacked_paths)
     places = (place for place in ends if {"vocab", "vocab_table"} & {*place.names})
     return sum(HELD * shard_bytes(p.leaf, p.used, layout.sizes) // np.dtype(p.leaf.dtype).itemsize for p in places)
 
 
 def splits_lookups(layout: Layout) -> bool:
-    """Whether only a spread head would split sequences and lookup tables: see `techniques.context.tables_in_pieces`."""
+    """Whether only a spread head would split sequences and lookup tables: see `context.splits_tables`."""
     return layout.sizes["context"] > 1 and layout.sizes["tensor"] == 1
 
 
@@ -102,7 +102,7 @@ def as_stacks(layout: Layout) -> Layout:
 def _stacked(layout: Layout, paths: tuple[str, ...]) -> Placement:
     place = layout.placements[paths[0]]
     leaf = replace(place.leaf, shape=(len(paths), *place.leaf.shape), names=None)
-    pipe_axis = None if layout.parallel.pipeline.layers else "pipe"  # stages that differ cannot store equal pieces
+    pipe_axis = None if layout.parallel.pipeline.layers else "pipe"  # uneven stages cannot store equal shards
 
     def spec(layer_spec: PartitionSpec) -> PartitionSpec:
         axes = [(entry,) if isinstance(entry, str) else entry or () for entry in layer_spec]
@@ -113,7 +113,7 @@ def _stacked(layout: Layout, paths: tuple[str, ...]) -> Placement:
 
 
 def _bind(blueprint: Blueprint, lists: Lists, params: Tree, state: Tree, use: Use, compute: Compute) -> Any:
-    """Binds the model to the layers of its stacks; if a stack has fewer, its last layer stands for the missing ones."""
+    """Binds the model to the layers of its stacks; if a stack has too few, its last layer replaces the missing ones."""
     flat, names = by_path(params), {}
     for stack, members in lists.items():
         value = flat.pop(stack)
@@ -139,10 +139,10 @@ MIXED = "1f1b"
 
 
 def choose_schedule(layout: Layout) -> Layout:
-    """Sets the schedule of a layout whose pipeline names none, and says why in `Layout.notes`.
+    """Sets the schedule of a layout whose pipeline names none, and adds the reason to `Layout.notes`.
 
     Args:
-      layout: Its head is placed already: if the head is spread over the stages, the table is phased.
+      layout: A layout with a placed head; if the head is spread over the stages, the table must be phased.
     """
     pipeline = layout.parallel.pipeline
     if pipeline.schedule != UNNAMED:
@@ -162,7 +162,7 @@ def choose_schedule(layout: Layout) -> Layout:
 
 
 def _needs_phased(layout: Layout) -> str:
-    """Returns why all stages must run the same kind of op in a tick; "" if they need not."""
+    """Explains why all stages must run the same kind of op in a tick; "" if they need not."""
     pipeline = layout.parallel.pipeline
     if pipeline.head == "spread":
         return "all stages come to a head that is spread in the same tick"

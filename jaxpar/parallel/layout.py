@@ -1,4 +1,4 @@
-"""A layout is a value: where every array of a training job lives, and why."""
+"""A layout: the sharding of every array of a training job, and the rules that chose it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,13 +12,13 @@ from jaxpar.units import show_bytes, show_count
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layout(LayoutData):
-    """The layout of a training job, as data and as text; see `LayoutData` for the attributes."""
+    """The layout of a training job, with methods that describe it; see `LayoutData` for the attributes."""
 
     def explain(self) -> str:
         """Returns a table of every array of the model: its spec, shape, bytes per device, and the rule that placed it.
 
-        Random keys and other scalars of non-parameter state are left out. Above the table stand the summary, the
-        techniques' choices, and how per-replica steps are synchronized.
+        It omits random keys and other scalars of non-parameter state. Above the table are the summary, the techniques'
+        choices, and the method that synchronizes per-replica steps.
         """
         rows = [("parameter", "placed as", "shape", "per device", "because")]
         for path, place in {**self.placements, **other_arrays(self)}.items():
@@ -30,9 +30,9 @@ class Layout(LayoutData):
         return "\n".join([self.summary(), *self.notes, *[sync_note(self)] * bool(sync_note(self)), "", *lines])
 
     def summary(self) -> str:
-        """Returns one line: the mesh, the stage, and the size of parameters and other state, whole and per device.
+        """Returns one line: the mesh, the ZeRO stage, and the bytes of parameters and state, in total and per device.
 
-        It names large parameters that no axis splits, though others are split, with the reason.
+        If some parameters are split, it lists large ones that no axis splits, with the reason.
         """
         leaves = [place.leaf for place in self.placements.values()]
         param_share, other_share = per_device(self, self.placements), per_device(self, other_arrays(self))
@@ -57,17 +57,17 @@ class Layout(LayoutData):
         )
 
     def replica_messages(self) -> tuple[Traffic, ...]:
-        """Returns the messages of the replicas over `data`, by their exchange; empty for a single replica."""
+        """Returns the traffic of the exchange between replicas over `data`; empty for a single replica."""
         return replica_messages(self)
 
     def _repr_html_(self) -> str:
-        """The layout as a picture for notebooks: the devices, their links, and the shards that each device stores."""
+        """Draws the layout for notebooks: the devices, their links, and the shards on each device."""
         from jaxpar.parallel.pages.fragment import fragment  # pages are loaded only where they are shown
 
         return fragment(self._page_data)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the picture of `_repr_html_` as JSON data, for the record of a run."""
+        """Returns the content of `_repr_html_` as JSON data, for the record of a run."""
         from jaxpar.parallel.pages.fragment import to_dict
 
         return to_dict(self._page_data)
@@ -85,12 +85,12 @@ class Layout(LayoutData):
 
 
 def other_arrays(layout: LayoutData) -> dict[str, Placement]:
-    """Returns other state that has dims: neither random keys nor counts."""
+    """Returns the placements of other state that has dims, which excludes random keys and counts."""
     return {path: place for path, place in layout.other_state.items() if place.leaf.shape}
 
 
 def per_device(layout: LayoutData, places: Mapping[str, Placement]) -> int:
-    """Returns the bytes on each device of the arrays at these places."""
+    """Returns the bytes per device of arrays with these placements."""
     return sum(place.per_device(layout.sizes) for place in places.values())
 
 

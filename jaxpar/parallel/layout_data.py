@@ -28,19 +28,19 @@ class LayoutData:
     """The placement of every array of a training job, from a `Parallel`, a model and a mesh.
 
     Attributes:
-      parallel: The declaration, its sizes inferred.
+      parallel: The declaration, with inferred sizes.
       blueprint: The model.
       placements: Path of a parameter to its placement.
       other_state: Path of every other array of the model's state to its placement.
       names: Names of activation dims to mesh axes, earlier first.
       mesh: The mesh, or None without devices (`jaxpar check` on a laptop).
-      simulated: Whether the devices are simulated on the processor, present or not.
-      target: The chip that the job is meant for, if its devices do not tell: a key of `jaxpar.mesh.chips`.
-      lists: Path of a stack's parameter to the layers' parameters, for lists of layers that a pipeline stacks.
-      notes: Choices of techniques that the declaration left open, with the reason, a sentence each.
-      frozen: Paths of parameters that the optimizer leaves alone, so that replicas never exchange them. Empty until a
-        step is built, for a layout is composed without an optimizer; likewise `opt_state_messages`.
-      opt_state_messages: Optimizer state that replicas send each other.
+      simulated: Whether the devices are simulated, present or not.
+      target: The chip that the job is for, if the devices do not determine it: a key of `jaxpar.mesh.chips`.
+      lists: Path of a stacked parameter to the paths of the layers' parameters, for lists that a pipeline stacks.
+      notes: A sentence per choice that a technique made because the declaration left it open, with the reason.
+      frozen: Paths of parameters that the optimizer freezes, so that replicas never exchange them. Empty until a step
+        is built, because `compose` does not know the optimizer; likewise `opt_state_messages`.
+      opt_state_messages: Traffic of optimizer states between replicas.
     """
 
     parallel: Parallel
@@ -73,7 +73,7 @@ class LayoutData:
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of a batch in a pipeline; 1 without one."""
+        """Number of microbatches in a pipeline; 1 without a pipeline."""
         return self.schedule.microbatches if self.sizes["pipe"] > 1 else 1
 
     @cached_property
@@ -121,7 +121,7 @@ class LayoutData:
 
 
 def replica_messages(layout: LayoutData) -> tuple[Traffic, ...]:
-    """Returns the messages of the replicas over `data`, by their exchange; empty for a single replica."""
+    """Returns the traffic of the exchange between replicas over `data`; empty for a single replica."""
     replicas = layout.sizes["data"]
     return (
         (*layout.parallel.exchange.traffic(trained_shards(layout), replicas), *layout.opt_state_messages)
@@ -131,7 +131,7 @@ def replica_messages(layout: LayoutData) -> tuple[Traffic, ...]:
 
 
 def trained_shards(layout: LayoutData) -> dict[str, ShardShape]:
-    """Path of each trained parameter to the shard that a device stores between steps."""
+    """Maps the path of each trained parameter to the shard that a device stores between steps."""
 
     def one(place: Placement) -> ShardShape:
         shape = shard_shape(place.leaf.shape, place.stored, layout.sizes)
@@ -141,6 +141,6 @@ def trained_shards(layout: LayoutData) -> dict[str, ShardShape]:
 
 
 def sync_note(layout: LayoutData) -> str:
-    """How replicas with per-replica steps synchronize, as a sentence; "" where XLA sums their gradients."""
+    """Describes in a sentence how per-replica steps synchronize; "" if XLA sums their gradients."""
     exchange = layout.parallel.exchange
     return f"exchange: {exchange.explain(replica_messages(layout))}" if exchange.per_replica else ""

@@ -1,7 +1,7 @@
-"""The axis `pipe`: consecutive layers on different devices, microbatches one after the other.
+"""The options of the axis `pipe`, which puts consecutive layers on different devices.
 
-Between steps a stage stores a contiguous piece of the layers, in their natural order, so that a checkpoint knows
-neither the schedule nor the depth of the pipeline.
+Between steps a stage stores a contiguous range of layers, so that a checkpoint depends neither on the schedule nor on
+the depth of the pipeline.
 """
 
 from dataclasses import dataclass
@@ -38,12 +38,12 @@ class Pipeline(Keywords):
         of ops in a tick is refused once it is compiled, if the layers would wait there for other stages. auto:
         1f1b_phased; on simulated devices 1f1b where possible, as it computes less there; `Layout.notes` and `check` say
         which and why. Both make the same updates, up to rounding.
-      microbatches: Slices of the batch that go through the stages one after the other; 0 means twice the stages.
-      chunks: Model chunks on each stage, for interleaved schedules; 0 means the fewest that the schedule takes.
+      microbatches: Number of parts of the batch, which pass the stages in sequence; 0 means twice the stages.
+      chunks: Model chunks on each stage, for interleaved schedules; 0 means the fewest that the schedule supports.
       layers: Layers of each stage, if stages have different numbers: (16, 16, 16, 15). Every tick takes as long as the
-        fullest stage, and while the table runs every stage holds as many layers as that stage.
+        stage with the most layers, and while the table runs every stage holds as many layers as that stage.
       stack: Start of the paths of the layers' parameters, "text/blocks", for a model with several stacks or lists whose
-        dims have no names; "" takes the stack or list with most bytes.
+        dims have no names; "" selects the stack or list with the most bytes.
       keep: What a forward saves for its backward: inputs (the input of each stage, which is recomputed from it) or
         residuals (what the backward reads, chosen by train.remat; elementwise ops are recomputed).
       gather: When `zero=3` gathers a layer over `fsdp`. step: once per step, and its gradient is reduced once; a stage
@@ -108,12 +108,12 @@ class Pipeline(Keywords):
         return table
 
     def updates(self, schedule: "Schedule") -> int:
-        """Returns the optimizer updates in a step: one with a flush, else one per microbatch (2bw: per P of them)."""
+        """Returns the number of updates in a step: one with a flush, else one per microbatch (2bw: per P of them)."""
         per_update = {"flush": schedule.microbatches, "2bw": schedule.stages}.get(self.weights, 1)
         return schedule.microbatches // per_update
 
     def problems(self, stages: int) -> list[Problem]:
-        """Returns the problems of these settings, whatever the model and devices."""
+        """Returns the problems of these settings that do not depend on model and devices."""
         problems = []
         if stages == 1 and self != Pipeline():
             problems.append(

@@ -29,7 +29,7 @@ NO_MATRIX = ("pipe", *batch_axes())  # axes that split no matrix: with these alo
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """The layers that a pipeline finds in a model that names none.
+    """The layers that a pipeline finds in a model without a dim named `layers`.
 
     Attributes:
       stack: Paths of parameters that hold all layers.
@@ -43,7 +43,7 @@ class Layers:
 
 
 def place_arrays(parallel: Parallel, blueprint: Blueprint, mesh: Any) -> tuple[Layout, list[Problem]]:
-    """Returns the layout of a model, and the problems of its placements."""
+    """Places all arrays of a model; returns the layout, and the problems of its placements."""
     names, unknown = with_author_rules(all_dim_names(parallel), blueprint.rules, parallel.rules, parallel.sizes)
     # a parameter and other state may have the same path: a weight and a random key may both be called `key`
     leaves = name_stacks({**blueprint.other_leaves, **blueprint.leaves})
@@ -86,7 +86,7 @@ def place_arrays(parallel: Parallel, blueprint: Blueprint, mesh: Any) -> tuple[L
 def _names_without_rule(
     blueprint: Blueprint, parallel: Parallel, names: Mapping[str, Axes], unknown: Sequence[str]
 ) -> list[str]:
-    """Returns notes on dim names, and on axes in the author's rules, that match no axis of the mesh."""
+    """Returns notes on dim names without a rule, and on axes in the author's rules that the mesh lacks."""
     if all(size == 1 for axis, size in parallel.sizes.items() if axis not in NO_MATRIX):
         return []
     used = [name for leaf in blueprint.leaves.values() for name in leaf.names or () if isinstance(name, str)]
@@ -133,7 +133,7 @@ def _beside_a_list(blueprint: Blueprint) -> Problem:
 
 
 def _in_eight_bits(layout: Layout) -> list[Problem]:
-    """Returns the settings that prevent a base in 8 bits from being read as it is stored."""
+    """Returns the settings that do not support a base model in 8 bits."""
     if not any(matrix.float_dtype for matrix in layout.blueprint.adapters.values()):
         return []
     faults, exchange = [], layout.parallel.exchange
@@ -150,7 +150,7 @@ def _in_eight_bits(layout: Layout) -> list[Problem]:
 def _trained(
     path: str, leaf: Leaf, parallel: Parallel, layers: Layers, find: Callable, read: InferredDims | None
 ) -> tuple[Placement, AxisChoice, list[Problem]]:
-    """Returns a parameter's placement, choice and problems; a stack without names is placed as its layers are."""
+    """Returns a parameter's placement, choice and problems; places a stack without names as its layers."""
     sizes, stacked, listed = parallel.sizes, path in layers.stack, any(path in paths for paths in layers.lists.values())
     choice, wrong = find(path, one_layer(leaf) if stacked else leaf, read=read)
     if layers.stack or layers.lists:
@@ -167,7 +167,7 @@ def _trained(
 def _place_other_state(
     path: str, leaf: Leaf, parallel: Parallel, find: Callable, read: InferredDims | None
 ) -> tuple[Placement, list[Problem]]:
-    """Returns the placement of an array that is no parameter, and its problems."""
+    """Returns the placement of an array that is not a parameter, and its problems."""
     if leaf.names is None and not leaf.large:
         return _whole(leaf), []
     choice, wrong = find(path, leaf, read=read)
@@ -179,7 +179,7 @@ def _place_other_state(
 
 
 def _place(path: str, leaf: Leaf, parallel: Parallel, choice: AxisChoice, *, cut: bool) -> Placement:
-    """Returns the placement of an array by its choice; `cut` says whether ZeRO may shard it."""
+    """Returns the placement of an array by its choice of axes; `cut`: whether ZeRO may shard it."""
     stored_choice = choice
     # XLA cannot see a parameter's readers in pipeline stages or per-replica steps: there it is stored as it is used
     if choice.read_and_stored_axes and parallel.pipe == 1 and not parallel.exchange.per_replica:

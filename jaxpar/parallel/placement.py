@@ -1,4 +1,4 @@
-"""Placement of one array of a model, between steps and where the model reads it."""
+"""The placement of one array of a model: its specs between steps and when the model reads it."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,10 +18,11 @@ class Placement:
       leaf: Its shape, dtype and the names of its dims.
       names: Names of the dims, as annotated or inferred.
       stored: Spec of the array between steps.
-      used: Spec where the model reads it.
-      whole: Spec as stored, without the `fsdp` axis; other than `used` where `tensor` stores it along another dim.
-      sharded: Spec with the `fsdp` axis, which gradients and optimizer state take by stage.
-      why: The rule that placed it.
+      used: Spec of the array when the model reads it.
+      whole: The stored spec without the `fsdp` axis; differs from `used` if `tensor` splits another dim of it in
+        storage.
+      sharded: Spec with the `fsdp` axis, for gradients and optimizer state in the ZeRO stages that shard them.
+      why: The rule that chose the specs.
     """
 
     leaf: Leaf
@@ -33,7 +34,7 @@ class Placement:
     why: str
 
     def per_device(self, sizes: Mapping[str, int]) -> int:
-        """Returns the bytes of its shard on each device between steps."""
+        """Returns the bytes of the array's shard on a device between steps."""
         return shard_bytes(self.leaf, self.stored, sizes)
 
     def describe(self, sizes: Mapping[str, int]) -> str:
@@ -46,10 +47,10 @@ class Placement:
         return f"{short_dtype(self.leaf.dtype)}[{', '.join(dims)}]"
 
     def slice_specs(self, shape: tuple[int, ...]) -> tuple[PartitionSpec, ...]:
-        """Returns the specs (stored, whole, used) of the value that the model reads: all dims, or one layer of a stack.
+        """Returns the specs (stored, whole, used) of the value that the model reads: the array, or a layer of a stack.
 
         Args:
-          shape: Of the value that the model reads.
+          shape: Shape of the value that the model reads.
         """
         dims, sliced = range(len(self.leaf.shape)), self.sliced_dims(shape)
         remaining = [dim for dim in dims if dim not in sliced]
@@ -57,9 +58,9 @@ class Placement:
         return tuple(PartitionSpec(*(spec[dim] for dim in remaining)) for spec in padded)
 
     def sliced_dims(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the dims that a value of this shape lacks: a scan or a `vmap` removed them.
+        """Returns the dims that a value of this shape lacks because a scan or a `vmap` removed them.
 
-        If several would fit, the first ones; dims named `layers` before others.
+        If several choices fit, it returns the first dims, and prefers dims named `layers`.
         """
         dims = range(len(self.leaf.shape))
         missing = len(dims) - len(shape)
@@ -74,7 +75,7 @@ class Placement:
         return next(fitting, tuple(dims[:missing]))
 
     def is_split(self, dims: Iterable[int]) -> bool:
-        """Returns whether an axis splits one of these dims between steps."""
+        """Whether an axis splits one of these dims between steps."""
         return any(dim < len(self.stored) and self.stored[dim] is not None for dim in dims)
 
 
@@ -127,7 +128,7 @@ def _reason(place: Placement, axes: str) -> str:
 
 
 def _splitting(placements: Mapping[str, Placement]) -> list[str]:
-    """Returns the axes that split some parameter, other than the stages of a pipeline."""
+    """Returns the axes that split at least one parameter, except `pipe`."""
     entries = [entry for place in placements.values() for entry in place.stored if entry is not None]
     axes = {axis for entry in entries for axis in ((entry,) if isinstance(entry, str) else entry)}
     return sorted(axes - {"pipe"})

@@ -1,4 +1,4 @@
-"""Parameters as the model reads them: cast, then gathered over the axes of ZeRO.
+"""Casts parameters when the model reads them, and gathers them over the axes of ZeRO.
 
 stored shards ─► cast to the compute dtype ─► gathered ─► read by a layer
 """
@@ -20,7 +20,7 @@ MEMBERS = (None, "head_dim")  # names that jaxpar may infer for the dim of an en
 
 
 def read_parameter(layout: Layout, path: str, value: jax.Array, dtype=None) -> jax.Array:
-    """Returns a parameter as the model reads it: cast to `dtype`, then gathered over the axes of ZeRO.
+    """Casts a parameter to `dtype` for the model, then gathers it over the axes of ZeRO.
 
     Casting first halves the bytes of a bfloat16 gather. Inside a scan over stacked layers the value is one layer's
     slice. Other state is gathered in every ZeRO stage, and never cast: it may be an average, or a table of angles.
@@ -47,11 +47,11 @@ def read_parameter(layout: Layout, path: str, value: jax.Array, dtype=None) -> j
 
 
 def gather_small_stacks(layout: Layout, params: Tree, dtype=None, as_stored: Set[str] = frozenset()) -> Tree:
-    """Gathers small vectors over `fsdp`, those of stacked layers for all layers at once; returns all parameters.
+    """Gathers small vectors over `fsdp`, in a stack for all layers at once; returns all parameters.
 
-    In a loop each iteration would gather its own vector. With `data` or `tensor`, XLA would not combine that gather
-    with those of matrices, as it writes their device groups differently; `gather_combined` makes them equal with
-    `tensor`. Gradients travel as before. Paths in `as_stored` are skipped: the model also reads them uncast.
+    In a loop each iteration would gather its vector. With `data` or `tensor`, XLA would not combine that gather with
+    gathers of matrices, because their device groups differ; with `tensor`, `gather_combined` makes the groups equal.
+    Gradients are reduced as before. Paths in `as_stored` are skipped, because the model also reads them uncast.
     """
     if layout.parallel.stage != 3 or layout.sizes["pipe"] > 1 or layout.mesh is None:
         return params
@@ -78,7 +78,7 @@ def gather_small_stacks(layout: Layout, params: Tree, dtype=None, as_stored: Set
 
 
 def _is_cast(layout: Layout, path: str, value: jax.Array) -> bool:
-    """Whether the step's dtype applies to a parameter: not to 8-bit integers, nor to their scales."""
+    """Whether the step's dtype applies to a parameter; not to 8-bit integers and their scales."""
     return jnp.issubdtype(value.dtype, jnp.floating) and not is_scales(layout.blueprint, path)
 
 
@@ -93,10 +93,10 @@ def _read_other(layout: Layout, path: str, value: jax.Array) -> jax.Array:
 
 
 def _check_sliced(layout: Layout, path: str, shape: tuple[int, ...]) -> None:
-    """Refuses a large stack that is split over the dim that the model slices; a small one is gathered before.
+    """Refuses a large stack whose sharded dim the model slices; a small stack is gathered before.
 
     Raises:
-      JaxparError: With a rule for each large parameter of the same module that is split the same way.
+      JaxparError: If there is one; the message has a rule for each large parameter of the module with this problem.
     """
     places = {**layout.other_state, **layout.placements}
     sliced = places[path].sliced_dims(shape)

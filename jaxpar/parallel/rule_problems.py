@@ -1,7 +1,7 @@
-"""Problems of a user's rules: of the declaration alone, and with the dim names of the model.
+"""Checks a user's rules: in the declaration alone, and against the dim names of the model.
 
-A rule may be for a dim of a parameter, which a blueprint names, or of an activation, which is named while a step is
-traced.
+A rule may be for a dim of a parameter, whose name is in the blueprint, or of an activation, whose name is known when a
+step is traced.
 """
 
 import re
@@ -80,7 +80,7 @@ def rule_problems(parallel: Parallel, blueprint: Blueprint) -> list[Problem]:
 
 
 def _as_expression(pattern: str, paths: Iterable[str]) -> str:
-    """Translates a glob to a regular expression that matches a path; "" if the pattern is no glob or matches none."""
+    """Translates a glob to a regular expression that matches a path; "" if it is not a glob or matches no path."""
     expression = re.sub(r"(?<![.)\]])[*]", ".*", pattern)
     if expression == pattern or not any(re.search(rf"(^|/)(?:{expression})$", path) for path in paths):
         return ""
@@ -91,12 +91,12 @@ def check_rules(parallel: Parallel, blueprint: Blueprint, activation_dims: set[s
     """Refuses rules for names that neither a parameter nor an activation has.
 
     Args:
-      parallel: The declaration, its sizes inferred.
+      parallel: The declaration, with inferred sizes.
       blueprint: The model.
       activation_dims: Names of dims of activations, collected while a step was traced.
 
     Raises:
-      JaxparError: With every such rule, and the nearest name that exists.
+      JaxparError: If there are such rules; the message has all of them, with the most similar names that exist.
     """
     leaves = [*blueprint.other_leaves.values(), *blueprint.leaves.values()]
     dim_names = _names(leaves) | {name for names in parallel.paths.values() for name in names if name}
@@ -119,6 +119,6 @@ def _names(leaves: Iterable[Leaf]) -> set[str]:
 
 
 def _axes(leaf: Leaf) -> Iterable[str | None]:
-    """Yields the axes of the author's mesh that the author's rules give the dims of a leaf."""
+    """Yields the axes of the author's mesh that the author's rules give to dims of a leaf."""
     entries = (entry if isinstance(entry, tuple) else (entry,) for entry in leaf.axes or ())
     return (axis for entry in entries for axis in entry)

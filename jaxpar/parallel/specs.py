@@ -57,9 +57,10 @@ def model_state_specs(layout: Layout, state: Tree) -> Tree:
 
 
 def owner_path(layout: Layout, keys) -> str | None:
-    """Returns the path of the parameter that an optimizer's array belongs to: the path that ends the array's path.
+    """Returns the path of an optimizer array's parameter, which is the last part of the array's own path.
 
-    If none ends it, a path inside of it, because an optimizer may hold several arrays per parameter in a tuple.
+    If no parameter's path is the last part, the parameter's path is inside of the array's path, because an optimizer
+    may hold several arrays per parameter in a tuple.
     """
     words = path_of(keys).split("/")
     spans = ((begin, end) for end in range(len(words), 0, -1) for begin in range(end))
@@ -69,9 +70,9 @@ def owner_path(layout: Layout, keys) -> str | None:
 def optimizer_specs(layout: Layout, state: Tree) -> Tree:
     """Returns a spec for every array of any optax state.
 
-    A leaf belongs to the parameter whose path is in the leaf's path: see `owner_path`. If it has the parameter's shape,
-    it gets the parameter's spec. If it has another shape (Adafactor's row and column statistics, 8-bit codes in
-    blocks), it gets the axes of ZeRO and of the parameter, on dims that they divide: see `zero.state_spec`. Scalars are
+    A leaf belongs to the parameter whose path is in the leaf's path: see `owner_path`. A leaf with the shape of its
+    parameter gets the parameter's spec. A leaf of another shape (Adafactor's row and column statistics, 8-bit codes in
+    blocks) gets the axes of ZeRO and of the parameter, on dims that they divide: see `zero.state_spec`. Scalars are
     replicated.
     """
     axes = tuple(axis for axis in layout.parallel.zero_axes if layout.sizes[axis] > 1)

@@ -1,4 +1,4 @@
-"""ZeRO: which copy of the training state carries the axis `fsdp`, and `context` where `Parallel.zero_over` names it.
+"""ZeRO shards the training state over the axis `fsdp`, and over `context` if `Parallel.zero_over` names it.
 
     stage         parameters    as layers read them    gradients     optimizer state
     0  DDP        whole         whole                  whole         whole
@@ -7,8 +7,8 @@
     3  FSDP       / fsdp        gathered by layer      / fsdp        / fsdp
 
 From stage 1 on, non-parameter state of 64 KiB or more (a frozen base, an average of the weights, a cache) is sharded by
-the same rules: gathered where the model reads it, sharded again where the model writes it. So is optimizer state of any
-dtype whose shape differs from its parameter's (8-bit codes in blocks): see `cut_of`.
+the same rules: it is gathered when the model reads it, and sharded again when the model writes it. So is optimizer
+state of any dtype whose shape differs from its parameter's (8-bit codes in blocks): see `state_spec`.
 
 In stages 1 and 2 the float32 parameters are also sharded between steps, as in the distributed optimizers of Megatron-LM
 and DeepSpeed: the whole copy has the compute dtype and is gathered at the beginning of a step. Stage 3 gathers a layer
@@ -35,11 +35,11 @@ from jaxpar.sharding.rules import AxisChoice, own_dims, spec_of
 def add_axes(
     path: str, choice: AxisChoice, leaf: Leaf, sizes: Mapping[str, int], axes: tuple[str, ...] = ("fsdp",)
 ) -> tuple[tuple[str, ...], ...]:
-    """Adds `axes` to one dim of the per-dim axes; returns them unchanged if no dim divides by all of the axes.
+    """Adds `axes` to the axes of one dim; returns the per-dim axes unchanged if the axes divide no dim.
 
-    It picks the largest dim that still divides, and prefers dims that nothing splits yet to those that `tensor` splits.
-    It never picks a dim named `layers`, and for parameters without names it picks a leading dim, which may be a stack,
-    only if no other dim divides.
+    It chooses the largest dim that they still divide, and prefers unsplit dims to dims that `tensor` splits. It never
+    chooses a dim named `layers`; for parameters without names, it chooses a leading dim, which may be a stack, only if
+    they divide no other dim.
     """
     axes = tuple(axis for axis in axes if sizes.get(axis, 1) > 1 and not any(axis in on for on in choice.axes))
     if not axes:
@@ -58,17 +58,17 @@ def add_axes(
 def state_spec(
     leaf: jax.ShapeDtypeStruct, sizes: Mapping[str, int], zero_axes: tuple[str, ...], param_axes: tuple[str, ...] = ()
 ) -> PartitionSpec:
-    """Spec of an array of the optimizer's state whose shape differs from its parameter's.
+    """Returns the spec of an array of the optimizer's state whose shape differs from its parameter's.
 
-    Arrays of 64 KiB and more are sharded by the axes of ZeRO and by those that split the parameter, each on the largest
-    dim that still divides; smaller floating-point arrays, such as Adafactor's row and column statistics, by the axes of
-    ZeRO alone; other small arrays are whole.
+    Arrays of 64 KiB and more are sharded over the axes of ZeRO and over those that split the parameter, each on the
+    largest dim that it still divides. Smaller floating-point arrays, such as Adafactor's row and column statistics, are
+    sharded only over the axes of ZeRO. Other small arrays are replicated.
 
     Args:
       leaf: Shape and dtype of the array.
       sizes: Mesh axis to size.
-      zero_axes: Axes that shard the array together, on one dim; none in stage 0.
-      param_axes: Further axes that split its parameter.
+      zero_axes: The axes of ZeRO, which shard one dim together; none in stage 0.
+      param_axes: Further axes that split the parameter.
     """
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return PartitionSpec()
@@ -94,10 +94,10 @@ def add_zero_and_axes(
     zero_axes: tuple[str, ...],
     axes: tuple[str, ...],
 ) -> tuple[tuple[str, ...], ...]:
-    """Adds ZeRO's axes to one dim and `axes` to another dim; without such a dim, adds `axes` alone.
+    """Adds ZeRO's axes to one dim and `axes` to another dim; adds only `axes` if there is no such dim.
 
-    A pipeline sums the gradients of layers without `axes`: they are then sharded as if `axes` were on the dim of
-    layers. On a dim that `tensor` also splits, a tick could scatter the gradients only after a gather over `tensor`.
+    Inside of a pipeline's table gradients of layers are not split by `axes`, and are sharded as if `axes` were on the
+    dim of layers. On a dim that `tensor` also splits, a tick would have to gather gradients over `tensor` first.
     """
     zero = replace(choice, axes=add_axes(path, choice, leaf, sizes, zero_axes))
     final = add_axes(path, zero, leaf, sizes, axes)
@@ -110,7 +110,7 @@ def add_zero_and_axes(
 
 
 def remove_axis(choice: AxisChoice, axis: str = "fsdp") -> tuple[tuple[str, ...], ...]:
-    """Removes `axis` from the per-dim axes, for a model that names the axis itself."""
+    """Removes `axis` from the per-dim axes, for a model that names this axis itself."""
     return tuple(tuple(name for name in on if name != axis) for on in choice.axes)
 
 

@@ -1,10 +1,10 @@
-"""A profile as a chain: layers in an order in which they can run, and the bytes that cross each cut between them.
+"""Converts a profile to a chain: layers in an executable order, and the bytes that cross each cut between them.
 
     conv ──► relu ──► pool ──► add          cut after relu: relu's output, and conv's, which add needs
       └──────────────────────►
 
 PipeDream's authors enumerate antichains for graphs, which takes 1,495 states for GNMT-16; a chain takes 96.
-A cut of the chain is a cut of the graph; not every cut of the graph is one of the chain.
+Every cut of the chain is a cut of the graph, but not vice versa.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ from jaxpar.partition.profile import Profile
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Layers one after the other, for one minibatch on one device.
+    """Layers in sequence, for one minibatch on one device.
 
     Attributes:
       names: Names of the layers.
-      seconds: Forward and backward of each. Shape [layers], as all that follow.
-      parameters: Bytes.
-      activations: Bytes of each layer's outputs, saved for its backward.
-      crossing: Bytes of outputs up to each layer that later ones need; 0 after the last.
+      seconds: Seconds of forward and backward of each layer. Shape [layers], as for the next three.
+      parameters: Bytes of each layer's parameters.
+      activations: Bytes of each layer's outputs, which are saved for the backward.
+      crossing: Bytes of the outputs of a layer and earlier layers that later layers need; 0 for the last layer.
 
     Raises:
       JaxparError: If there is no layer, a number is missing, negative or not finite, or all times are 0.
@@ -53,7 +53,7 @@ class Chain:
             )
 
     def scale_batch(self, factor: float) -> "Chain":
-        """Returns the chain for a scaled minibatch, if time and activations are proportional to it (modelled).
+        """Scales the minibatch, assuming that times and activations are proportional to it.
 
         Raises:
           JaxparError: If the factor is not positive, or not finite.
@@ -69,10 +69,10 @@ class Chain:
 
 
 def linearise(profile: Profile) -> Chain:
-    """Returns the layers of a profile in its order; a cut sends each output that some later layer needs, once.
+    """Converts a profile to a chain, in its order; across a cut, each output that later layers need is sent once.
 
     Raises:
-      JaxparError: If the profile is empty, or an edge goes against its order.
+      JaxparError: If the profile is empty, or an edge points to an earlier layer.
     """
     nodes, index_of = profile.nodes, {node.name: index for index, node in enumerate(profile.nodes)}
     last_use = list(range(len(nodes)))  # the last layer that needs each output
@@ -92,7 +92,7 @@ def linearise(profile: Profile) -> Chain:
 
 
 def _crossing(sizes: Sequence[float], last: Sequence[int]) -> tuple[float, ...]:
-    """Returns the bytes that cross a cut after each place; each output is needed up to its index in `last`."""
+    """Returns the bytes that cross the cut after each layer; `last` has the index of the last reader of each output."""
     return tuple(
         float(sum(size for size, user in zip(sizes[: place + 1], last, strict=False) if user > place))
         for place in range(len(sizes))

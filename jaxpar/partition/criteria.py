@@ -1,4 +1,4 @@
-"""Criteria that the dynamic program minimises: the seconds of a minibatch, or the memory of the fullest device."""
+"""Costs that the dynamic program can minimise: the seconds of a minibatch, or the largest memory of any device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from jaxpar.partition.topology import Level, devices
 
 @dataclass(frozen=True)
 class CostSums:
-    """Sums over layers that all criteria need."""
+    """Sums over layers that all costs need."""
 
     chain: Chain
     tree: Sequence[Level]
     objective: Objective
 
     def spans(self, numbers: Sequence[float] | np.ndarray) -> np.ndarray:
-        """Returns the sums over layers i to j. Shape [layers, layers]; 0 where j < i."""
+        """Returns sums over layers i to j, for all i and j. Shape [layers, layers]; 0 if j < i."""
         return np.cumsum(np.triu(np.tile(numbers, (len(numbers), 1))), axis=1) * self.mask
 
     @cached_property
@@ -41,15 +41,15 @@ class CostSums:
 
 
 class Seconds(CostSums):
-    """The time of a minibatch, infinite where memory does not suffice."""
+    """The seconds of a minibatch; infinite if memory does not suffice."""
 
     @property
     def behind_matters(self) -> bool:
-        """Whether any stage could exceed the memory limit."""
+        """Whether a stage could exceed the memory limit: its versions depend on the devices of later stages."""
         return devices(self.tree) * self.version_bytes[0, -1] > self.objective.memory
 
     def device(self, behind: int) -> np.ndarray:
-        """Returns the seconds of layers i to j; inf if their versions do not fit."""
+        """Returns the seconds of layers i to j on one device; inf if their versions do not fit in memory."""
         fits = (1 + behind) * self.version_bytes <= self.objective.memory
         return np.where(self.mask & fits, self.spans(self.chain.seconds), inf)
 
@@ -59,7 +59,7 @@ class Seconds(CostSums):
         return self.objective.overlapped_seconds(inner, agree) / replicas
 
     def sent(self, level: int) -> np.ndarray:
-        """Returns the seconds to send activations on and gradients back."""
+        """Returns the seconds to send activations forward and gradients back."""
         return sends(np.array(self.chain.crossing), self.tree[level - 1].link)
 
 
@@ -68,17 +68,17 @@ class Bytes(CostSums):
 
     @property
     def behind_matters(self) -> bool:
-        """True: more devices behind a stage mean more versions on it."""
+        """True, because a device stores more versions if later stages have more devices."""
         return True
 
     def device(self, behind: int) -> np.ndarray:
-        """Returns the bytes of layers i to j."""
+        """Returns the bytes of layers i to j on one device."""
         return np.where(self.mask, (1 + behind) * self.version_bytes, inf)
 
     def replicated(self, inner: np.ndarray, level: int, replicas: int) -> np.ndarray:
-        """Returns `inner`: each replica needs as much."""
+        """Returns `inner`, because each replica needs this memory."""
         return inner
 
     def sent(self, level: int) -> np.ndarray:
-        """Returns 0 for each cut."""
+        """Returns 0 for each cut, because sending needs no memory."""
         return np.zeros(len(self.chain.names))

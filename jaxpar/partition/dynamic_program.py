@@ -1,13 +1,14 @@
-"""PipeDream's dynamic program: the cheapest way to cut a chain into stages with replicas, on a tree of devices.
+"""PipeDream's dynamic program finds the cheapest division of a chain into replicated stages on a tree of devices.
 
     A0(i..j)     the cost of layers i to j on one device
-    Tk(i..j, m)  their cost on m replicas, which are parts of level k with all their devices: A(k-1)(i..j)
+    Tk(i..j, m)  their cost on m replicas; a replica is a part of level k with all its devices, at A(k-1)(i..j)
     Ak(i..j, m)  = min( Tk(i..j, m),
                         min over s, m' < m of max( Tk(i..s, m'),  the traffic after s,  Ak(s+1..j, m - m') ) )
 
-Two differences from the published recurrence. It takes off the first stage, not the last: both give the same minimum,
-but this way the devices behind a stage are known, and with them its minibatches in flight and its exact memory. And
-each table is also made for plans of exactly n stages, to find the fewest stages that are nearly as good.
+The recurrence differs from the published one in two ways. It splits off the first stage instead of the last. Both give
+the same minimum, but the number of devices in later stages ("behind") is then known, and hence the number of
+minibatches in flight and the exact memory. Also, each table is computed for plans of exactly n stages, in order to find
+the plan with the fewest stages that is nearly as good as the best.
 
 Source: Narayanan et al. (2019), section 3.1; msr-fiddle/pipedream.
 """
@@ -30,11 +31,11 @@ class Costs(Protocol):
 
     @property
     def behind_matters(self) -> bool:
-        """Whether a device's cost depends on how many devices are behind it."""
+        """Whether a device's cost depends on the number of devices in later stages ("behind" it)."""
         ...
 
     def device(self, behind: int) -> np.ndarray:
-        """Returns A0, with so many devices behind each of the stage's. Shape [layers, layers], inf where j < i."""
+        """Returns A0, with `behind` devices behind each device of the stage. Shape [layers, layers], inf if j < i."""
         ...
 
     def replicated(self, inner: np.ndarray, level: int, replicas: int) -> np.ndarray:
@@ -42,17 +43,17 @@ class Costs(Protocol):
         ...
 
     def sent(self, level: int) -> np.ndarray:
-        """Returns the cost of a cut after each layer, over a link of that level. Shape [layers]."""
+        """Returns the cost of a cut after each layer, over a link of the level. Shape [layers]."""
         ...
 
 
 class Tables:
-    """The tables of one chain on one topology, made on demand.
+    """The tables of one chain on one topology, computed on demand.
 
     Args:
       costs: The costs to minimise.
       layers: Number of layers of the chain.
-      tree: Levels, innermost first.
+      tree: Levels of the topology, innermost first.
     """
 
     def __init__(self, costs: Costs, layers: int, tree: Sequence[Level]):
@@ -65,10 +66,10 @@ class Tables:
         return [float(best[m][0, -1]) for m in sorted(best)]
 
     def fewest_stages(self, limit: float) -> tuple[tuple[Segment, ...], list[float]]:
-        """Returns the plan of fewest stages that costs at most `limit`, and the least cost for 1, 2, ... stages.
+        """Finds the plan with the fewest stages that costs at most `limit`; also returns the least cost per number.
 
-        Ties go to the plan with most replicas in its first stage, which has fewest minibatches in flight, then to the
-        earliest cut.
+        Ties go to the plan with the most replicas in its first stage, which has the fewest minibatches in flight, then
+        to the plan with the earliest cut.
         """
         top, costs = len(self.tree), []
         for stages in range(1, min(self.layers, devices(self.tree)) + 1):
@@ -79,11 +80,11 @@ class Tables:
         return tuple(self._parts(top, len(costs), 0, self.tree[-1].size, 0, self.layers - 1)), costs
 
     def _columns(self, level: int) -> range:
-        """Returns the last layers to compute: at the outermost level, only the last of all."""
+        """Returns the values of j to compute; at the outermost level, only the last layer."""
         return range(self.layers - 1, self.layers) if level == len(self.tree) else range(self.layers)
 
     def _best(self, level: int, stages: int, behind: int) -> dict[int, np.ndarray]:
-        """Returns Ak for each m, of plans of so many stages. Shape of each [layers, columns]."""
+        """Returns Ak for each m, over plans with this number of stages. Shape [layers, columns] each."""
         key = ("best", level, stages, behind)
         if key not in self.cache:
             columns, best = self._columns(level), {}
@@ -106,7 +107,7 @@ class Tables:
         return costs
 
     def _alike(self, level: int, stages: int, replicas: int, behind: int) -> np.ndarray:
-        """Returns Tk for plans of so many stages inside. Shape [layers, layers]; inf where there are fewer devices."""
+        """Returns Tk over inner plans with this number of stages. Shape [layers, layers]; inf for too few devices."""
         if stages > devices(self.tree[: level - 1]):
             return np.full((self.layers, self.layers), np.inf)
         key = ("alike", level, stages if level > 1 else 1, replicas, behind)
@@ -117,16 +118,17 @@ class Tables:
         return self.cache[key]
 
     def _behind(self, level: int, parts: int, first: int, behind: int) -> int:
-        """Returns the devices behind each of the first stage's `first` of `parts` parts; `behind` are behind all.
+        """Returns the devices behind each device of a stage on `first` of `parts` parts; `behind` are behind all parts.
 
-        Rounded up: the versions of a device are a ceil of it, and ceil((n + x) / m) = ceil((n + ceil(x)) / m).
+        The result is rounded up. This changes no plan, because the number of versions is itself rounded up, and
+        ceil((n + x) / m) = ceil((n + ceil(x)) / m).
         """
         if not self.costs.behind_matters:
             return 0
         return -(-(devices(self.tree[: level - 1]) * (parts - first) + behind) // first)
 
     def _shares(self, level: int, stages: int, parts: int) -> Iterator[tuple[int, int, int]]:
-        """Yields (parts, stages, stages of the tail) that the first stage of a cut may have, most parts first."""
+        """Yields the possible (parts and stages of the first segment, stages of the rest), most parts first."""
         size = devices(self.tree[: level - 1])
         for first in range(parts - 1, 0, -1):
             if stages == ANY:
@@ -136,7 +138,7 @@ class Tables:
                 yield first, head_stages, stages - head_stages
 
     def _parts(self, level: int, stages: int, behind: int, m: int, i: int, j: int) -> Iterator[Segment]:
-        """Yields the parts of the best plan of so many stages for layers i to j."""
+        """Yields the segments of the best plan with this number of stages for layers i to j."""
         column = self._columns(level).index(j)
         limit = self._best(level, stages, behind)[m][i, column] * CLOSE
         if self._alike(level, stages, m, self._behind(level, m, m, behind))[i, j] <= limit:

@@ -1,13 +1,13 @@
-"""The objective of PipeDream's partitioner, stated: published versions differ, and so do their plans.
+"""The objective of PipeDream's partitioner, as parameters, because published versions differ, and so do their plans.
 
     coefficient   c(m) x weights / bandwidth          source                                      16 GPUs
-    ring          2 (m-1) / m   each over its own link ring all-reduce                             1.875
+    ring          2 (m-1) / m   one link per replica   ring all-reduce                             1.875
     shared        2 (m-1)       all over one link      Narayanan et al. (2019), SOSP, section 3.1  30
     released      4 (m-1) / m                          msr-fiddle/pipedream, optimizer             3.75
-    ftpipe        8 (m-1)                              FTPipe's correction of the released one     120
+    ftpipe        8 (m-1)                              FTPipe's correction of the released code    120
 
-VGG-16 on 16 GPUs becomes 15-1 with `ring` at 10 Gb/s, cut before its dense layers, as published; with `shared` and
-full overlap it is cut amid the convolutions, and at 1 GB/s becomes 7-8-1.
+For VGG-16 on 16 GPUs at 10 Gb/s, `ring` gives the published plan 15-1 (15 replicas of the convolutions, and one of the
+dense layers). With `shared` and full overlap the cut is between convolutions, and at 1 GB/s the plan is 7-8-1.
 """
 
 from dataclasses import dataclass
@@ -31,12 +31,12 @@ class Objective:
     """The objective of a partition.
 
     Attributes:
-      coefficient: How often a stage's weights cross a link when m replicas all-reduce them: ring, shared, released or
-        ftpipe.
+      coefficient: Formula c(m) of how often a stage's weights cross a link when m replicas all-reduce them: ring,
+        shared, released or ftpipe.
       overlap: Share of the all-reduce that overlaps with computing: 1 takes the longer of both (max form), 0 their sum
-        (additive form). Published texts have the one, published code the other. At 0.5 every published split comes out,
-        at any margin from 0 to 0.05: tests/partition/test_partition.py.
-      margin: How much faster a plan with more stages must be to be preferred: 0.05 for 5 %.
+        (additive form). The papers use the max form, the published code the additive form. With 0.5 and any margin from
+        0 to 0.05, jaxpar finds every published plan: tests/partition/test_partition.py.
+      margin: Relative speedup that a plan with more stages must have to be preferred: 0.05 for 5 %.
       memory: Bytes of a device for the weights and activations of all minibatches in flight.
 
     Raises:
@@ -66,19 +66,19 @@ class Objective:
         return COEFFICIENTS[self.coefficient](replicas)
 
     def all_reduce_seconds(self, weights: np.ndarray | float, replicas: int, link: Link) -> np.ndarray:
-        """Returns the seconds in which replicas all-reduce so many bytes of weights.
+        """Returns the seconds of an all-reduce of a stage's weights between its replicas.
 
-        Latency and adding are those of a ring with any coefficient: 2 (m-1) messages, (m-1)/m additions.
+        Latency and additions are those of a ring for any coefficient: 2 (m-1) messages, (m-1)/m additions.
         """
         steps = 2 * (replicas - 1) * link.latency * (np.asarray(weights) > 0)
         adds = (replicas - 1) / replicas * link.combine
         return steps + np.asarray(weights) * (self.crossings(replicas) / link.bandwidth + adds)
 
     def overlapped_seconds(self, compute: np.ndarray | float, agree: np.ndarray | float) -> np.ndarray:
-        """Returns the seconds of computing and the all-reduce, partly overlapped."""
+        """Returns the seconds of computing and an all-reduce that partly overlap."""
         return np.maximum(compute, agree) + (1 - self.overlap) * np.minimum(compute, agree)
 
 
 def sends(size: np.ndarray | float, link: Link) -> np.ndarray:
-    """Returns the seconds to send activations of so many bytes to the next stage, and their gradients back."""
+    """Returns the seconds to send activations to the next stage, and gradients of the same size back."""
     return 2 * (link.latency * (np.asarray(size) > 0) + np.asarray(size) / link.bandwidth)

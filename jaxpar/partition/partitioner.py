@@ -1,4 +1,4 @@
-"""PipeDream's partitioner: a profile and a topology become stages with replicas, by a stated objective.
+"""PipeDream's partitioner: splits a profile into replicated stages for a topology, by a chosen objective.
 
     partition(linearise(load("vgg16.graph.txt")), ((16, 1.25e9),))      15-1
 
@@ -23,7 +23,7 @@ LARGEST = 20_000  # layers x parts of a level, at most: a search takes seconds a
 
 
 def partition(chain: Chain, topology: Topology, objective: Objective | None = None) -> Partition:
-    """Returns the plan of fewest stages that is, within the objective's margin, as fast as the fastest.
+    """Finds the plan with the fewest stages that is within the objective's margin of the fastest.
 
     Args:
       chain: The layers, from `linearise`.
@@ -31,9 +31,9 @@ def partition(chain: Chain, topology: Topology, objective: Objective | None = No
       objective: The objective to minimise.
 
     Raises:
-      JaxparError: If the topology is not symmetric or has a link without bandwidth; if fewer parts of its outermost
-        level are faster than all; if no plan fits in memory (with the stage, its deficit, and a fix); if the search
-        would be too large.
+      JaxparError: If the topology is not symmetric or has a link without bandwidth; if a plan on fewer parts of the
+        outermost level is faster than on all; if no plan fits in memory (the message has the stage, its deficit, and a
+        fix); if the search would be too large.
     """
     tree, objective = levels(topology), objective or Objective()
     for number, level in enumerate(tree, 1):
@@ -78,7 +78,9 @@ class _Found:
     fewer: tuple[float, ...]
 
     def useful(self, objective: Objective) -> int:
-        """Returns the number of parts of the outermost level to use: all, unless fewer are faster by the margin."""
+        """Returns the number of parts of the outermost level to use: all, unless fewer are faster by more than the
+        margin.
+        """
         slower = self.least[-1] > min(self.least) * (1 + objective.margin) * CLOSE
         return self.least.index(min(self.least)) + 1 if slower else len(self.least)
 
@@ -99,13 +101,13 @@ def _searched(chain: Chain, tree: Sequence[Level], objective: Objective) -> _Fou
 
 
 def _data_parallel(chain: Chain, tree: Sequence[Level]) -> Segment:
-    """Pure data parallelism: every device has all layers."""
+    """Returns the plan of pure data parallelism, in which every device has all layers."""
     inner = (_data_parallel(chain, tree[:-1]),) if len(tree) > 1 else ()
     return Segment(0, len(chain.names), tree[-1].size, inner)
 
 
 def _fullest(stages: Sequence[PartitionStage], limit: float) -> tuple[PartitionStage, str]:
-    """Returns the stage that needs most memory, and a text with its deficit."""
+    """Returns the stage that needs the most memory, and a text with its deficit."""
     number = max(range(len(stages)), key=lambda index: stages[index].memory)
     stage = stages[number]
     deficit = f"{stage.memory - limit:,.0f} B ({show_bytes(stage.memory - limit)}) over {show_bytes(limit)}"
@@ -114,7 +116,7 @@ def _fullest(stages: Sequence[PartitionStage], limit: float) -> tuple[PartitionS
 
 
 def _too_little_memory(chain: Chain, tree: Sequence[Level], objective: Objective) -> JaxparError:
-    """Returns the error: the plan that needs least memory, its deficit, and a fix."""
+    """Returns the error for too little memory: the plan that needs the least, its deficit, and a fix."""
     tables = Tables(Bytes(chain, tree, objective), len(chain.names), tree)
     parts, _ = tables.fewest_stages(tables.least_costs[-1])
     stages, limit = price_stages(parts, chain, tree, objective), objective.memory

@@ -1,9 +1,9 @@
-"""Layer profiles as PipeDream writes them, and the cut of a chain of layers into parts that cost the same.
+"""Reads and writes layer profiles in PipeDream's format.
 
     node10 -- Dropout(p=0.2) -- forward_compute_time=0.124, backward_compute_time=0.159, activation_size=13107200.0, ...
     <tab>node9 -- node10
 
-One line for each layer, then one line, which begins with a tab, for each edge. Where a layer has several outputs,
+A file has one line per layer, then one line per edge, which begins with a tab. If a layer has several outputs,
 activation_size is a list such as [13107200.0; 524288.0].
 
 Format: github.com/msr-fiddle/pipedream; the profiler of Narayanan et al. (2019), arXiv:1806.03377.
@@ -31,10 +31,11 @@ class Node:
     Attributes:
       name: Its name in edges.
       layer: The layer, as the profiler printed it.
-      forward: Milliseconds for a minibatch; 0 for inputs, where the profiler wrote the time to load data.
-      backward: The same. The profiler books some layers' time to a neighbour: only sums are reliable.
+      forward: Milliseconds of the forward of a minibatch; 0 for inputs, for which a file has the time to load data.
+      backward: Milliseconds of the backward. The profiler adds some layers' time to a neighbour: only sums are
+        reliable.
       activations: Bytes of all outputs, for a minibatch.
-      parameters: Bytes.
+      parameters: Bytes of the parameters.
     """
 
     name: str
@@ -52,11 +53,11 @@ class Node:
 
 @dataclass(frozen=True)
 class Profile:
-    """A model.
+    """The profile of a model.
 
     Attributes:
-      nodes: Its layers, each after all that it needs, otherwise in the file's order.
-      edges: (from, to), by name.
+      nodes: The layers, in the file's order as far as each layer can come after all layers that it needs.
+      edges: Pairs (from, to) of names of layers.
     """
 
     nodes: tuple[Node, ...]
@@ -67,7 +68,7 @@ def load(path: str | Path) -> Profile:
     """Reads the profile in a file.
 
     Raises:
-      JaxparError: With the unreadable line, or if the layers' dependencies have a cycle.
+      JaxparError: If a line cannot be parsed, or the layers' dependencies have a cycle.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -93,7 +94,7 @@ def load(path: str | Path) -> Profile:
 
 
 def dumps(profile: Profile) -> str:
-    """Returns a profile as text for `load`: times to a nanosecond, bytes exactly.
+    """Formats a profile as text that `load` reads: times to a nanosecond, bytes exactly.
 
     Raises:
       JaxparError: If a layer's name contains the separator ` -- ` or a line break.
@@ -118,7 +119,7 @@ def _node(name: str, layer: str, costs: re.Match) -> Node:
 
 
 def _in_order(names: list[str], edges: Sequence[tuple[str, str]], path: str | Path) -> list[str]:
-    """Returns the names in topological order, the first ready one first."""
+    """Returns the names in topological order; of several possible names, the first in the file comes next."""
     needs = {name: {source for source, target in edges if target == name} for name in names}
     ordered: list[str] = []
     while needs:

@@ -1,4 +1,4 @@
-"""The partitioner's report: the plan, its bottleneck, and why no simpler plan was taken."""
+"""The partitioner's report: the plan, its bottleneck, and the reason why a simpler plan is worse."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,18 +18,18 @@ HEADINGS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partition:
-    """A plan. All seconds are per minibatch, modelled.
+    """A plan. All seconds are modelled, per minibatch.
 
     Attributes:
-      parts: Its tree.
-      stages: In their order.
+      parts: The tree of segments.
+      stages: The stages, in order.
       tree: The levels of the topology, innermost first.
       objective: The objective that it minimises.
       least_seconds: Seconds of the fastest plan with any number of stages.
-      seconds_by_stages: Seconds of the fastest plan of 1, 2, ... stages, up to as many as this one has; inf where
-        none fits in memory.
-      data_parallel: Seconds of pure data parallelism, whether it fits in memory or not.
-      ruled_out: The plan that would be taken without the memory limit, and its deficit; "" if it is this one.
+      seconds_by_stages: Seconds of the fastest plan with 1, 2, ... stages, up to the number of this plan; inf if no
+        plan fits in memory.
+      data_parallel: Seconds of pure data parallelism, even if it does not fit in memory.
+      ruled_out: The best plan without the memory limit, and its deficit; "" if it is this plan.
     """
 
     parts: tuple[Segment, ...]
@@ -73,7 +73,7 @@ class Partition:
 
     @property
     def why(self) -> str:
-        """The reason for its number of stages."""
+        """The reason for the plan's number of stages."""
         total = len(self.stages)
         simpler = [
             f"{count} would take {_more(self.seconds_by_stages[count - 1], self.least_seconds)}"
@@ -87,7 +87,7 @@ class Partition:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns it as for JSON; seconds per minibatch, and bytes."""
+        """Returns the plan as JSON values; seconds are per minibatch."""
         stages = [
             asdict(stage) | {"takes": stage.total_seconds, "limit": stage.limit, "memory": stage.memory}
             for stage in self.stages

@@ -1,8 +1,8 @@
-"""A plan of stages with replicas, as a tree of parts, and the time and memory of each stage.
+"""A plan of replicated stages as a tree of segments, and the time and memory of each stage.
 
-    3(4)-1(2-1-1)    3 servers whose 4 GPUs do the same, and 1 server in which 2 GPUs, 1 and 1 are three more stages
+    3(4)-1(2-1-1)    the first stage on 3 servers with 4 GPUs each; three more stages on 2, 1 and 1 GPUs of one server
 
-Time of a minibatch, once all stages are full: that of the slowest stage, or of the slowest link between two.
+Once all stages are busy, the time of a minibatch is that of the slowest stage, or of the slowest link between stages.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,13 +16,13 @@ from jaxpar.partition.topology import Level, devices
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive layers on parts of a level that all do the same.
+    """Consecutive layers on replicated parts of a level.
 
     Attributes:
       first: Index of the first layer.
-      stop: Index after the last one.
-      replicas: Parts of the level.
-      inner: The cut of the layers among each part's own parts; empty for single devices.
+      stop: Index after the last layer.
+      replicas: Number of parts of the level, which are replicas.
+      inner: The segments inside each part; empty if a part is a device.
     """
 
     first: int
@@ -32,7 +32,7 @@ class Segment:
 
     @property
     def leaves(self) -> int:
-        """The number of stages in it."""
+        """The number of stages in the segment."""
         return sum(part.leaves for part in self.inner) or 1
 
     def __str__(self) -> str:
@@ -46,20 +46,20 @@ def plan_name(parts: Sequence[Segment]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartitionStage:
-    """Consecutive layers, and the devices that run them. All seconds are per minibatch, modelled.
+    """Consecutive layers, and the devices that run them. All seconds are modelled, per minibatch.
 
     Attributes:
-      layers: Names of its layers.
-      first: Index of the first of them.
-      replicas: Devices that run it, each on another minibatch.
-      computes: Seconds of forward and backward, divided among the replicas.
-      agrees: Seconds of the all-reduce of its weights, at each level, innermost first.
-      sends: Seconds to send activations to the next stage and to get their gradients back; 0 for the last.
+      layers: Names of the layers.
+      first: Index of the first layer.
+      replicas: Number of devices that run the stage, each on other minibatches.
+      computes: Seconds of forward and backward, divided by the number of replicas.
+      agrees: Seconds of the all-reduces of the weights, at each level, innermost first.
+      sends: Seconds to send activations to the next stage and gradients back; 0 for the last stage.
       seconds: Seconds of computing and all-reduces, partly overlapped, without sending.
       depth: Forwards that a replica runs before its first backward, as warm-up.
-      versions: Versions of the weights that a replica stashes, the newest included: depth + 1.
-      parameters: Bytes of its weights.
-      activations: Bytes of its layers' outputs for one minibatch.
+      versions: Number of versions of the weights that a replica stashes, including the newest: depth + 1.
+      parameters: Bytes of the weights.
+      activations: Bytes of the layers' outputs for one minibatch.
     """
 
     layers: tuple[str, ...]
@@ -81,7 +81,7 @@ class PartitionStage:
 
     @property
     def terms(self) -> dict[str, float]:
-        """Seconds by cause, without sending."""
+        """Seconds by cause, except for sending."""
         suffixes = ["" if len(self.agrees) == 1 else f" over level {level}" for level in range(1, len(self.agrees) + 1)]
         return {"computes": self.computes} | {
             f"agrees on its weights{suffix}": seconds for suffix, seconds in zip(suffixes, self.agrees, strict=True)
@@ -89,19 +89,19 @@ class PartitionStage:
 
     @property
     def total_seconds(self) -> float:
-        """Seconds of a minibatch: the longer of its own work and sending, which overlap."""
+        """Seconds of a minibatch: the maximum of the stage's work and its sending, which overlap."""
         return max(self.seconds, self.sends)
 
     @property
     def limit(self) -> str:
-        """Its bottleneck: sends, or a key of `terms`."""
+        """Name of the stage's bottleneck: "sends", or a key of `terms`."""
         return "sends" if self.sends > self.seconds else max(self.terms, key=lambda term: self.terms[term])
 
 
 def price_stages(
     parts: Sequence[Segment], chain: Chain, tree: Sequence[Level], objective: Objective
 ) -> tuple[PartitionStage, ...]:
-    """Returns the stages of a plan, in order, with their costs."""
+    """Computes the stages of a plan, in order, with their seconds and bytes."""
     total, devices_before, stages = devices(tree), 0, []
     for part, shares, send_seconds in _leaves(parts, len(tree), (), (chain, tree, objective)):
         layers, replicas = slice(part.first, part.stop), prod(count for count, _ in shares)
@@ -132,7 +132,7 @@ Shares = tuple[tuple[int, float], ...]  # replicas and all-reduce seconds, at a 
 def _leaves(
     parts: Sequence[Segment], level: int, outer: Shares, given: tuple[Chain, Sequence[Level], Objective]
 ) -> Iterator[tuple[Segment, Shares, float]]:
-    """Yields each stage with its shares and the seconds it sends."""
+    """Yields each stage with its segments from the outermost level on, and its seconds of sending."""
     chain, tree, objective = given
     for part in parts:
         weights = sum(chain.parameters[part.first : part.stop])
@@ -148,7 +148,7 @@ def _leaves(
 
 
 def _folded(seconds: float, shares: Shares, objective: Objective) -> float:
-    """Returns the seconds per minibatch of a task that each replica does for its own minibatch."""
+    """Returns the seconds per minibatch of a task that each replica does for other minibatches."""
     for replicas, agree in shares:
         seconds = float(objective.overlapped_seconds(seconds, agree)) / replicas
     return seconds

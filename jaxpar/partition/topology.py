@@ -1,4 +1,4 @@
-"""Devices as a symmetric tree: GPUs in a server, servers in a cluster, innermost level first.
+"""A topology: devices as a symmetric tree of levels, such as GPUs in a server and servers in a cluster.
 
 ((8, 12e9), (4, Link(latency=2e-5, bandwidth=1.25e9)))      4 servers, each of 8 GPUs
 """
@@ -20,8 +20,8 @@ class Level:
     """One level of the tree.
 
     Attributes:
-      size: Number of parts: GPUs of a server, servers of a cluster.
-      link: Between any two of the parts, one way, for each of them.
+      size: Number of parts: GPUs per server, servers per cluster.
+      link: The link between any two parts, in one direction; each part has its own.
     """
 
     size: int
@@ -29,10 +29,10 @@ class Level:
 
 
 def levels(topology: Topology) -> tuple[Level, ...]:
-    """Returns the levels of a topology, innermost first, each with a Link; a plain bandwidth has no latency.
+    """Converts a topology to levels, innermost first; a plain number is the bandwidth of a link without latency.
 
     Raises:
-      JaxparError: With all faults: a level whose parts differ, a bandwidth that is no positive number.
+      JaxparError: If parts of a level differ, or a bandwidth is not a positive number; the message lists all faults.
     """
     if not isinstance(topology, tuple | list) or not topology:
         raise refuse(f"topology {topology!r}", rule="a level is (size, bandwidth), one at least", fix=EXAMPLE)
@@ -55,7 +55,7 @@ def parse(words: Iterable[str]) -> Topology:
     """Parses words such as `4@12GB/s`, innermost level first, to a topology.
 
     Raises:
-      JaxparError: With every invalid word.
+      JaxparError: If a word is invalid; the message lists all of them.
 
     >>> parse(["8@12GB/s", "4@10Gb/s"])
     ((8, 12000000000.0), (4, 1250000000.0))

@@ -1,6 +1,6 @@
-"""Pipelines: schedules as tables, and the one executor that runs any of them.
+"""Pipelines: schedules as tables, and one executor that runs any table.
 
-    tables/   a schedule is a table of cells (op, microbatch, chunk): the library, its closed forms, its price
+    tables/   schedules as tables of cells (op, microbatch, chunk), by name; closed forms and prices
     draw/     draws tables in terminals and as SVG
     run/      compiles a table to a program of ticks, which every stage runs
 

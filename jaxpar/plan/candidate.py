@@ -46,7 +46,7 @@ class Candidate:
       schedule: One of `jaxpar.pipeline.tables.library.LIBRARY`.
       chunks: Parts of the model on each stage.
       microbatch: Rows of one microbatch on one replica.
-      microbatches: Microbatches of a step.
+      microbatches: Number of microbatches per step.
       remat: Recomputation: none, all_dots, dots, full, offload as in jaxpar.models.remat; selective: attention
         between its projections (Korthikanti et al. 2022, arXiv:2205.05198, section 5); op: every other matmul with
         weights, and elementwise ops (torchtitan's selective checkpointing by operation).
@@ -149,7 +149,7 @@ class Candidate:
         return self.microbatch * self.microbatches * self.replicas
 
     def layers(self, count: int) -> Any:
-        """Returns the layers of the fullest part of a model with `count` layers."""
+        """Returns the number of layers of the largest part of a model with `count` layers."""
         return -(-count // (self.pipe * self.chunks))
 
     @cached_property
@@ -181,9 +181,9 @@ class Candidate:
 
     @cached_property
     def recompute_shares(self) -> tuple[Any, ...]:
-        """The five shares of `RECOMPUTES` for `remat`, corrected for context parallelism.
+        """The five shares in `RECOMPUTES` for `remat`, corrected for context parallelism.
 
-        Over gathered keys no remat policy sees attention's first matmul, so all_dots recomputes it.
+        With gathered keys no remat policy can save the result of attention's first matmul, so all_dots recomputes it.
         """
         remat = np.asarray(self.remat)
         masks = [remat == name for name in RECOMPUTES]

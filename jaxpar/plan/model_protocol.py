@@ -64,7 +64,7 @@ class Model(Protocol):
         ...
 
     def storable(self, candidate: Candidate) -> Any:
-        """Returns whether jaxpar's program can store the parameters in equal shards."""
+        """Whether jaxpar's program can store the parameters in equal shards."""
         ...
 
     def memory(self, candidate: Candidate, software: SoftwareModel) -> Memory:
@@ -166,7 +166,7 @@ class Transformer:
         return legal_layouts(self.shape, devices=devices, rows=rows, choices=choices)
 
     def storable(self, candidate: Candidate) -> Any:
-        """Returns whether stages and shards of the training state divide a dim of each large parameter.
+        """Whether stages and shards of the training state divide a dim of each large parameter.
 
         Stages must divide the layers, or else the model dim. Shards must divide a dim other than the layers', together
         with `tensor` on dims that it splits: JAX stores no unequal shards, and `compose` refuses to replicate large

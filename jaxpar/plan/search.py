@@ -74,7 +74,7 @@ class Question:
         return self.margin / nodes**0.5
 
     def limit(self, candidate: Candidate) -> Any:
-        """Returns the largest predicted bytes with which a layout is taken to fit; some pipelines leave more free."""
+        """Returns the largest predicted bytes of a layout that counts as fitting; some pipelines leave more free."""
         pipeline = self.software.spmd & np.greater(candidate.pipe, 1)
         return self.memory_limit * (
             1 - self.spare - CHUNKED * (pipeline & (np.greater(candidate.chunks, 1) | candidate.split))
@@ -317,7 +317,7 @@ def _one_of_each(fitting: Candidate, order: np.ndarray) -> list[int]:
 
 
 def _doubted(question: Question, fitting: Candidate, time: StepTime, needed: np.ndarray) -> dict[str, Ranked]:
-    """Returns the layout that would be first under each changed assumption.
+    """Returns the layout that each changed assumption would put first.
 
     Evaluates the fast layouts under the change, and then all that the change may make as fast. The first layout takes
     at most two margins longer than the fastest: one for layouts inside nodes, and one for simplicity.

@@ -45,7 +45,7 @@ AGAIN: Mapping[str, tuple[Kind, ...]] = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TracedModel:
-    """A model that is planned from its trace alone.
+    """A model that is planned only from its trace.
 
     Attributes:
       name: The user's name of the model.
@@ -104,7 +104,7 @@ class TracedModel:
         return 0.0
 
     def attention(self, software: SoftwareModel) -> str:
-        """Returns that attention is priced as traced, or "" without batched matmuls."""
+        """Returns a note that attention is priced by its traced matmuls; "" if there are no batched matmuls."""
         return "as traced, without a GPU's fused kernel" if any(p.kind == "batched" for p in self.trace.matmuls) else ""
 
     def exclusions(self, choices: Choices) -> tuple[str, ...]:
@@ -118,7 +118,7 @@ class TracedModel:
         )
 
     def storable(self, candidate: Candidate) -> Any:
-        """Returns whether a layout has no pipeline: a traced model has no stages."""
+        """Whether a layout has no pipeline: a traced model has no stages."""
         return np.equal(candidate.pipe, 1)
 
     def legal(self, *, devices: int, rows: int, choices: Choices) -> Candidate:
@@ -221,7 +221,7 @@ class TracedModel:
     def _stored(
         self, candidate: Candidate, *, whole: bool, amounts_by_size: Mapping[tuple[int, ...], int] | None = None
     ) -> Any:
-        """Returns the parameters on a device, or the bytes of other state if `amounts_by_size` is `beside`.
+        """Returns the parameters on a device, or the bytes of other state, by the sizes in `amounts_by_size`.
 
         `whole`: before fsdp shards them. Sizes that are not in the table get an even share.
         """

@@ -37,10 +37,10 @@ class Adapter:
     """The dims and the scale of one adapter.
 
     Attributes:
-      lead: Leading dims of the matrix before its own: the layers of a stack.
-      inputs: Dims of its own that a matmul with activations contracts.
+      lead: Number of leading dims that stack the matrices of several layers.
+      inputs: Number of the remaining dims that a matmul with activations contracts.
       scale: alpha / rank.
-      float_dtype: The model's dtype of the matrix, if it is stored in 8 bits; else None.
+      float_dtype: The dtype that the model declares for the matrix, if it is stored in 8 bits; else None.
     """
 
     lead: int
@@ -59,7 +59,7 @@ class Adapter:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AdaptedMatrix:
-    """A matrix with its A and B, and its scales if it has any, as one value until the model reads it."""
+    """A matrix with its A, its B and any scales, passed as one value until the model reads it."""
 
     base: Any
     first: Any
@@ -73,7 +73,7 @@ def with_adapters(blueprint: Blueprint, adapters: Adapters) -> Blueprint:
     A starts as in the paper's code, uniform within 1 / sqrt(inputs), and B with zeros: at first the model is unchanged.
 
     Raises:
-      JaxparError: If a pattern matches no matrix, or the model has adapters, or other parameters of that name, already.
+      JaxparError: If a pattern matches no matrix, or the model already has adapters or other parameters of that name.
     """
     if not adapters.rank:
         return blueprint
@@ -125,7 +125,7 @@ def without_adapters(blueprint: Blueprint) -> Blueprint:
 
 
 def base_of(blueprint: Blueprint, path: str) -> tuple[str, tuple[int | None, ...]] | None:
-    """Returns the matrix that a parameter adapts, and the matching dim of each dim; None for any other parameter."""
+    """Returns the path of the matrix that an A or B adapts, and the matrix dim for each of its dims; else None."""
     words = path.split("/")
     if is_scales(blueprint, path):
         base, part = "/".join(words[1:]), SCALES
@@ -143,7 +143,7 @@ def is_scales(blueprint: Blueprint, path: str) -> bool:
 
 
 def checkpoint_leaves(blueprint: Blueprint) -> dict[str, Leaf]:
-    """Returns the parameters as another run or folder stores them: no scales, 8-bit matrices in the model's dtype."""
+    """Returns the parameters in the form of a checkpoint without quantization: no scales, all matrices in float."""
     model_dtypes = {path: adapter.float_dtype for path, adapter in blueprint.adapters.items() if adapter.float_dtype}
     return {
         path: replace(leaf, dtype=model_dtypes.get(path, leaf.dtype))
@@ -153,7 +153,7 @@ def checkpoint_leaves(blueprint: Blueprint) -> dict[str, Leaf]:
 
 
 def adapter_choice(choice: AxisChoice, base: str, dims: tuple[int | None, ...]) -> AxisChoice:
-    """Places an adapter: each dim as the matching dim of its matrix."""
+    """Shards each dim of an adapter like the matching dim of its matrix."""
     return AxisChoice(
         names=tuple(None if dim is None else choice.names[dim] for dim in dims),
         axes=tuple(() if dim is None else choice.axes[dim] for dim in dims),
@@ -199,7 +199,7 @@ def _merge(adapter: Adapter, base: jax.Array, first: jax.Array, second: jax.Arra
 def _bind(
     blueprint: Blueprint, adapters: Mapping[str, Adapter], values: Tree, rest: Tree, use: Use, compute: Compute
 ) -> Any:
-    """Binds the model to values in which reading a matrix adds its adapter."""
+    """Binds the model to its parameters; where the model reads a matrix, it gets the sum of matrix and adapter."""
     flat = dict(by_path(values))
     for path, adapter in adapters.items():
         names = [f"{ROOM}/{path}/first", f"{ROOM}/{path}/second", *[f"{SCALES}/{path}"] * bool(adapter.float_dtype)]
@@ -218,7 +218,7 @@ def _bind(
 
 
 def _own_rank(path: str, leaf: Leaf) -> int:
-    """Returns the number of a parameter's own dims, without those of a stack."""
+    """Returns the number of a parameter's dims in one layer, without the leading dims of a stack."""
     if leaf.names is not None:
         return len(leaf.shape) - (leaf.names[:1] == ("layers",))
     return own_dims(path, leaf)
@@ -245,7 +245,7 @@ def _part(leaf: Leaf, dims: tuple[int | None, ...], rank: int) -> Leaf:
 
 
 def _initial_value(path: str, leaf: Leaf, adapters: Mapping[str, Adapter], key: jax.Array) -> jax.Array:
-    """Returns the initial value of an A or a B; it depends on the path and the key alone."""
+    """Initializes an A or a B; the value depends only on the path and the key."""
     base, part = "/".join(path.split("/")[1:-1]), path.split("/")[-1]
     if part == "second":
         return jnp.zeros(leaf.shape, leaf.dtype)
@@ -256,7 +256,7 @@ def _initial_value(path: str, leaf: Leaf, adapters: Mapping[str, Adapter], key: 
 
 
 def _trained_twice(adapters: Adapters, matrices: list[str]) -> list[Problem]:
-    """Returns a problem for each matrix that would have an adapter and be trained itself."""
+    """Returns a problem for each matrix that has an adapter and is also trained directly."""
     return [
         Problem(f"{path} has an adapter and is trained itself", "what has an adapter is frozen", "paths or also")
         for path in matching(matrices, adapters.also)

@@ -1,8 +1,8 @@
-"""Resolves the names that a model gives the dims of activations, while its step is traced.
+"""Maps the names that a model gives to dims of activations to mesh axes, while a step is traced.
 
 A model calls Flax's own `nn.with_logical_constraint(x, ("batch", "seq", "embed"))`, or `jaxpar.constrain(x, "batch",
-"seq", "embed")`, and knows no mesh; outside of a step both do nothing. XLA chooses the sharding of a dim whose name has
-no rule, from the operands of the activation.
+"seq", "embed")`, and knows no mesh; outside of a step both do nothing. If a name has no rule, XLA chooses the sharding
+of its dim from the operands of the activation.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from jaxpar.sharding.rules import Axes
 
 
 class _NameRecorder:
-    """Takes the place of the first rule's name: equals nothing, and records the names that it is compared with."""
+    """Replaces the name in the first rule: it equals nothing, and records each name that it is compared with."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -30,12 +30,12 @@ class _NameRecorder:
 
 
 class RecordingRules(tuple):
-    """Flax rules, (name, axes) each, that end with one for every other name of the current activation.
+    """Flax rules, as (name, axes), followed by an UNCONSTRAINED rule for every other name of the current activation.
 
-    Flax treats a name without a rule as a dim that is whole on every device: a constraint on ("activation_batch", ...)
-    would gather the batch. Its only hook is that it reads all rules, in order, and checks for each whether its name is
-    among the activation's. So the name of the first rule records the activation's names from these comparisons, and the
-    last rules leave to XLA the dims without a rule.
+    Flax replicates a dim whose name has no rule: a constraint on ("activation_batch", ...) would gather the batch. Flax
+    has no hook to change this, but it compares the name of each rule, in order, with the names of the activation. So
+    the name of the first rule is an object that records the activation's names during these comparisons, and the last
+    rules leave the dims without a rule to XLA.
 
     Attributes:
       seen: The names of all activations so far.
@@ -56,12 +56,12 @@ class RecordingRules(tuple):
 
 @contextmanager
 def activation_names(names: Mapping[str, Axes], sizes: Mapping[str, int]) -> Iterator[set[str]]:
-    """Resolves names of activation dims by these rules, earlier rules first, until the context ends.
+    """Context in which these rules map names of activation dims to mesh axes; earlier rules take precedence.
 
-    If an earlier name took one of several axes of a name, the name gets its first axis alone.
+    If another dim of the activation already uses one of several axes of a name, the name gets only its first axis.
 
     Yields:
-      The names that the model used, complete when the context ends; also those of contexts inside of it.
+      The set of names that the model used, also in nested contexts; it is complete when the context ends.
     """
 
     def present(axes: Axes) -> Axes:
@@ -73,10 +73,10 @@ def activation_names(names: Mapping[str, Axes], sizes: Mapping[str, int]) -> Ite
         active = present(axes)
         rules.append((name, active))
         if isinstance(active, tuple):
-            # A rule is skipped as soon as one of its axes is taken. So it is repeated with its first axis alone:
+            # Flax skips a rule if one of its axes is taken. So each rule is repeated with only its first axis:
             # under sequence parallelism `seq` is (context, tensor) on the stream, and context where heads have tensor
             rules.append((name, active[0]))
-    # a pipeline opens this context again inside of a step's, with other sizes: names used there count for the step
+    # a pipeline nests this context inside of the step's, with other sizes: names used there also count for the step
     outer_rules = step_rules.get()
     resolved = RecordingRules(rules)
     resolved.seen = outer_rules.seen if isinstance(outer_rules, RecordingRules) else set()

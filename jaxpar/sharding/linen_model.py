@@ -1,4 +1,4 @@
-"""Flax Linen at the edge: a module and a way to call it become a `Blueprint`.
+"""Builds a `Blueprint` from a Flax Linen module and a function that calls it.
 
 A parameter is gathered and cast where the module reads it, also inside `nn.scan` and `nn.remat`: see `Parameters`. A
 large array of another collection is gathered too, but not cast.
@@ -31,9 +31,9 @@ class LinenModel:
     """A Linen module with its variables, as a loss function sees it: call it like the module.
 
     Attributes:
-      training: Whether this is a training step; pass it on if the module has an argument for it (`model(x,
-        train=model.training)`).
-      state: The collections that persist (BatchNorm's), updated by every call.
+      training: Whether this is a training step; pass it to the module if that has an argument for it, as in
+        `model(x, train=model.training)`.
+      state: The collections that persist, such as BatchNorm's; every call updates them.
       sown: Values that the last call sowed, by collection: `model.sown["intermediates"]`.
     """
 
@@ -85,7 +85,7 @@ class LinenModel:
 
 
 def _computing_in(dtype, manual, call, args, kwargs, context):
-    """Sets a step's decisions on every submodule: the dtype if its own is open, and the axes of its statistics."""
+    """Around each submodule's call: sets the step's dtype if its author chose none, and drops unbound norm axes."""
     module = context.module
     if dtype is not None:
         compute_linen(module, dtype)
@@ -95,13 +95,13 @@ def _computing_in(dtype, manual, call, args, kwargs, context):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _CallableModule:
-    """A Linen module and a way to call it.
+    """A Linen module and a function that calls it.
 
     Attributes:
       module: The module.
-      call: Calls a model once, as training will.
-      make_variables: Key to the module's variables in boxes, traced once.
-      variables: Their structure.
+      call: Calls a model once, in the way that the loss will.
+      make_variables: Maps a key to the module's boxed variables; traced once.
+      variables: The structure of these variables.
     """
 
     module: nn.Module
@@ -116,11 +116,11 @@ class _CallableModule:
         return "remat" in fields and is_policy(getattr(self.module, "remat", None))
 
     def init(self, key: jax.Array) -> tuple[Tree, Tree]:
-        """Returns the parameters and the rest."""
+        """Initializes the parameters and the rest of the state."""
         return self.variables.to_state(unbox(self.make_variables(key)), jax.random.fold_in(key, 2))
 
     def bind(self, values: Tree, state: Tree, use: Use, compute: Compute, *, streams: Streams) -> LinenModel:
-        """Binds the module to these values; it draws from these random streams."""
+        """Binds the module to parameters and state; it draws from these random streams."""
 
         def reads(path: str, value: jax.Array) -> jax.Array:
             return use(path, value) if self.variables.others[path].large else value
@@ -138,18 +138,18 @@ class _CallableModule:
         )
 
     def traced(self, streams: Streams) -> Program:
-        """Returns the program of a call with these random streams."""
+        """Traces a call with these random streams."""
         return trace_program(self.init, partial(self.bind, streams=streams), self.call)
 
 
 def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Blueprint:
     """Builds the blueprint of a Linen module.
 
-    Its initializer is traced once, even if it runs later, and so is its call.
+    The initializer and the call are each traced once; the initializer may run later.
 
     Args:
       module: The module.
-      call: A function of the model that calls it once as training will, on real or zero inputs.
+      call: A function that calls the model once, in the way that the loss will, on real or zero inputs.
       name: The user's name of the module.
     """
     flat: dict[str, tuple[int, ...]] = {}

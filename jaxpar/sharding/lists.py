@@ -1,14 +1,14 @@
-"""Lists of equal layers, found by the names and shapes of their parameters.
+"""Finds lists of equal layers by the names and shapes of their parameters.
 
     blocks/0/attn/kernel   [64, 64]
     blocks/1/attn/kernel   [64, 64]      equal neighbours: a list of layers, whose stack is called
     blocks/2/attn/kernel   [64, 64]      blocks/*/attn/kernel [3, 64, 64]
 
-`h_0`, `h_1`, ... of Linen likewise: `h_*`; and any other word that ends with a number, `block1` or `blocks.0`. A
-pipeline runs a list as a stack; each parameter keeps its own name, so that checkpoints do not change.
+Linen's `h_0`, `h_1`, ... become `h_*`, and likewise any other word that ends with a number, `block1` or `blocks.0`. A
+pipeline runs a list as a stack; each parameter keeps its name, so that checkpoints do not change.
 
-Layers of several kinds that repeat in the same order are a list of groups of neighbours, one layer of each kind: for
-recurrent, recurrent, attention, recurrent, ...
+If layers of several kinds repeat in the same order, each repetition is one group, with one layer of each kind. For
+recurrent, recurrent, attention, recurrent, ... the list is
 
     blocks/0/rnn/kernel, blocks/3/rnn/kernel, ...      blocks/*/rnn/kernel
     blocks/1/rnn/kernel, blocks/4/rnn/kernel, ...      blocks/*+1/rnn/kernel
@@ -25,11 +25,11 @@ Lists = dict[str, tuple[str, ...]]  # path of a stack's parameter to the layers'
 
 
 def longest_list(leaves: Mapping[str, Leaf], parts: int) -> Lists:
-    """Returns the list of equal layers with the most parameters, as a stack; empty if there is none.
+    """Finds the list of equal layers with the most parameters, and returns it as a stack; empty if there is none.
 
     Args:
       leaves: All parameters of a model, by path.
-      parts: Divides the number of layers, or of groups of layers of several kinds.
+      parts: A number that divides the number of layers, or of groups of layers of several kinds.
     """
     lists = (run for layers in _numbered(leaves).values() for run in _runs(layers, leaves) if len(run) % parts == 0)
     best = max(lists, key=lambda run: size_of(leaves, (path for group in run for path in group.values())), default=[])
@@ -44,7 +44,7 @@ def size_of(leaves: Mapping[str, Leaf], paths: Iterable[str]) -> int:
 
 
 def modules_of(lists: Lists) -> list[tuple[str, ...]]:
-    """Returns, for each kind of layer in the order of a group, its paths in all groups.
+    """Returns, for each layer of a group in order, the paths of its modules in all groups.
 
     >>> modules_of({"h_*/w": ("h_0/w", "h_2/w"), "h_*+1/u": ("h_1/u", "h_3/u"), "h_*+1/v": ("h_1/v", "h_3/v")})
     [('h_0', 'h_2'), ('h_1', 'h_3')]
@@ -60,7 +60,7 @@ def modules_of(lists: Lists) -> list[tuple[str, ...]]:
 
 
 def _numbered(leaves: Mapping[str, Leaf]) -> dict[str, dict[int, dict[str, str]]]:
-    """Groups parameters by the path before a number: path to number to path with "*" for the number to parameter."""
+    """Groups parameters by the part of the path before a number; a group is {number: {path with "*": path}}."""
     layers: dict[str, dict[int, dict[str, str]]] = {}
     for path in leaves:
         for number in re.finditer(r"(?<!\d)\d+(?=/)", path):
@@ -73,7 +73,7 @@ def _numbered(leaves: Mapping[str, Leaf]) -> dict[str, dict[int, dict[str, str]]
 
 
 def _runs(layers: dict[int, dict[str, str]], leaves: Mapping[str, Leaf]) -> list[list[dict[str, str]]]:
-    """Returns runs of at least two neighbouring groups with the same parameters; runs of smaller groups come first."""
+    """Returns runs of two or more consecutive groups with equal parameters; runs of smaller groups come first."""
     kinds = {number: {stack: leaves[path] for stack, path in layers[number].items()} for number in layers}
     runs = []
     for period in range(1, len(layers) // 2 + 1):
@@ -102,7 +102,7 @@ def _periodic(kinds: Mapping[int, Any], period: int) -> list[tuple[int, int]]:
 
 
 def _merged(layers: list[dict[str, str]]) -> dict[str, str]:
-    """Merges the parameters of a group of layers: those of its second layer as `h_*+1/w`."""
+    """Merges the parameters of a group's layers into one dict; the name of its second layer becomes `h_*+1`."""
     return {
         stack if place == 0 else stack.replace("*", f"*+{place}", 1): path
         for place, layer in enumerate(layers)

@@ -73,20 +73,20 @@ def short_dtype(dtype: Any) -> str:
 Tree = Any  # a nested dict of arrays, or of abstract arrays, specs and the like
 Program = tuple[ClosedJaxpr, tuple[str, ...]]  # a traced call, and the paths of its first arguments
 Use = Callable[[str, jax.Array], jax.Array]  # applied to a parameter where the model reads it: cast and gather
-# names of scopes, by which the ops of a compiled program are attributed
+# names of scopes, which attribute the ops of a compiled program
 SCOPE = "param:"  # begins the scope in which a parameter is read
 TABLE = "pipeline:table"  # the ticks of a pipeline
 CHOICE = "pipeline:choice"  # the choice of a stage's op in a tick
 HALO = "halo along "  # the rows of an image that neighbours exchange; a scope ends with the name of their dim
 MESSAGE = "pipeline:message"  # the messages between stages
 GRADIENT = "pipeline:gradient"  # sums of gradients over microbatches, stages and replicas
-BACKWARD = "transpose(pipeline)"  # the backward pass, in JAX's own words
+BACKWARD = "transpose(pipeline)"  # JAX's name of the scope of the backward pass
 AGAIN = "rematted_computation"  # JAX's own name of the scope of recomputation in the backward pass
 
 # Flax's name of the collection, or the type, of state whose gradient is its new value: see `flax.linen.fp8_ops`
 OVERWRITE = "_overwrite_with_gradient"
 
-# Least bytes of an array of other state that is sharded. A smaller collective takes as long as an empty one; of the
+# Minimum bytes of an array of other state to be sharded. A smaller collective takes as long as an empty one; of the
 # statistics of ResNet-50's 53 BatchNorms the largest are 8 KiB each, and all of them together 208 KiB.
 LARGE = 64 * 2**10
 

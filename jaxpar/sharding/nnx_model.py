@@ -1,8 +1,7 @@
-"""Flax NNX at the edge: a factory of modules becomes a `Blueprint`.
+"""Builds a `Blueprint` from a factory of Flax NNX modules.
 
-A parameter is gathered and cast where the model reads it: while a step is traced, `get_value` of each Param does that
-(`nnx/hooks.py`), inside the user's own scan and remat, without editing the module. Each large variable of another kind
-is gathered too, but not cast.
+While a step is traced, `get_value` of each Param gathers and casts it (`nnx/hooks.py`), also inside of the user's scan
+and remat, without editing the module. Large variables of other kinds are gathered too, but not cast.
 """
 
 import inspect
@@ -29,16 +28,16 @@ from jaxpar.sharding.rules import fitted, flat_dims
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Parts:
-    """A module taken apart: the parts that are the same in every step, and the structure of its variables.
+    """The parts of a module: its graph, which is the same in every step, and the structure of its variables.
 
     Attributes:
       name: The user's name of the model.
       graph: The module without its variables.
       params: Its parameters, as shapes, with their metadata.
-      rest: Its other variables likewise, or arrays that are attributes themselves.
-      others: Every array of the rest by its path.
-      bridges: Paths of Linen modules inside. These pass their variables on by exact type, all at once, so they are
-        gathered before the call.
+      rest: Its other variables likewise, and arrays that are plain attributes.
+      others: Path to `Leaf` for every array of the rest.
+      bridges: Paths of the Linen modules in it. They take all their variables at once and check exact types, so these
+        are gathered before the call.
     """
 
     name: str
@@ -49,7 +48,7 @@ class _Parts:
     bridges: tuple[tuple[str, ...], ...]
 
     def bind(self, values: Tree, state: Tree, use: Use, compute: Compute) -> nnx.Module:
-        """Binds the module to these values."""
+        """Binds the module to parameters and state."""
         model = nnx.merge(
             self.graph,
             nnx.map_state(partial(self._read, values, use), self.params),
@@ -59,7 +58,7 @@ class _Parts:
         return _configure(model, compute)
 
     def _read(self, values: Tree, use: Use, path, variable: nnx.Variable) -> nnx.Variable:
-        """Returns a variable whose value passes through `use` where it is read."""
+        """Returns a variable that applies `use` to its value where the model reads it."""
         words = _words(path)
         at_use, value = partial(use, "/".join(words)), pick(values, words)
         if self._is_bridged(words):
@@ -70,7 +69,7 @@ class _Parts:
         return any(words[: len(bridge)] == bridge for bridge in self.bridges)
 
     def _fill_state(self, state: Tree, use: Use, path, variable: Any) -> Any:
-        """Returns other state with its value; its updates are kept as the model writes them."""
+        """Returns a variable of the rest with its value; the model may update it."""
         words = _words(path)
         if not isinstance(variable, nnx.Variable):
             return pick(state, words)  # an array that is an attribute
@@ -79,7 +78,7 @@ class _Parts:
         return self._read(state, use, path, variable) if large else variable.replace(pick(state, words))
 
     def collect(self, model: nnx.Module) -> Tree:
-        """Returns the variables that the model was made with; variables that it sowed during the call are dropped."""
+        """Returns the rest of the state after a call; drops variables that the model sowed during the call."""
         params, rest_paths = (
             {_words(path) for path, _ in nnx.to_flat_state(variables)} for variables in (self.params, self.rest)
         )
@@ -96,7 +95,7 @@ class _Parts:
         return nest({path: _array(path, flat[path]) for path in sorted(rest_paths)})
 
     def assigned(self, model: nnx.Module) -> dict[str, Any]:
-        """Returns the parameters that Flax's own layers assign, with their values after a call."""
+        """Returns path to value, after a call, of the parameters that Flax's own layers assign."""
         layers = [path for path, module in nnx.iter_modules(model) if isinstance(module, ASSIGNING)]
         flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
         within = lambda path: any(path[: len(layer) + 1] == (*layer, "layer_instance") for layer in layers)  # noqa: E731
@@ -158,13 +157,13 @@ def blueprint(factory: Callable[..., Any], *, name: str) -> Blueprint:
 
 
 def _overwritten(rest: nnx.State) -> frozenset[str]:
-    """Returns the paths of variables whose gradient is their new value: those of Linen in `nnx.bridge.ToNNX`."""
+    """Returns the paths of variables whose gradient is their new value: Linen's, wrapped in `nnx.bridge.ToNNX`."""
     flat = nnx.to_flat_state(rest)
     return frozenset("/".join(map(str, path)) for path, variable in flat if type(variable).__name__ == OVERWRITE)
 
 
 def _abstract(build: Callable[[jax.Array], Any], name: str) -> nnx.Module | Blueprint:
-    """Returns the module with shapes in its variables, and no arrays elsewhere; or the factory's blueprint."""
+    """Calls the factory abstractly: returns a module whose variables hold shapes, or the blueprint that it returns."""
     blueprints: list[Blueprint] = []
 
     def checked() -> Any:
@@ -194,7 +193,7 @@ def _abstract(build: Callable[[jax.Array], Any], name: str) -> nnx.Module | Blue
 
 
 def _flat_dims(model: nnx.Module) -> dict[tuple, tuple[int, ...]]:
-    """Returns the parameters whose initializers are called with flat dims: see `flat_names`."""
+    """Finds the parameters whose initializers are called with flat dims: see `flat_dims`."""
     flat: dict[tuple, tuple[int, ...]] = {}
     for path, module in nnx.iter_modules(model):
         if isinstance(module, nnx.LinearGeneral):
@@ -228,7 +227,7 @@ def _call(factory: Callable[..., nnx.Module], rngs: nnx.Rngs, name: str) -> nnx.
 
 
 def _parameters(factory) -> Mapping[str, inspect.Parameter]:
-    """Returns the arguments that are still open: NNX classes hide theirs behind a metaclass."""
+    """Returns a factory's unbound arguments, also of an NNX class, whose metaclass hides them."""
     bound = factory if isinstance(factory, partial) else partial(factory)
     if inspect.isclass(bound.func):
         bound = partial(bound.func.__init__, None, *bound.args, **bound.keywords)
@@ -237,7 +236,7 @@ def _parameters(factory) -> Mapping[str, inspect.Parameter]:
 
 
 def _configure(model: nnx.Module, compute: Compute) -> nnx.Module:
-    """Sets the train mode, remat and dtype of the computation on every submodule."""
+    """Sets train mode, remat and dtype on every submodule."""
     model.train() if compute.train else model.eval()
     module: Any
     for _, module in nnx.iter_modules(model):
@@ -249,7 +248,7 @@ def _configure(model: nnx.Module, compute: Compute) -> nnx.Module:
 
 
 def _words(path) -> tuple[str, ...]:
-    """Splits a path into words; a key with a "/", as `nnx.Dict` allows, becomes several."""
+    """Splits a path into words; a key with a "/", as in an `nnx.Dict`, becomes several words."""
     return tuple(word for key in path for word in str(key).split("/"))
 
 
@@ -271,7 +270,7 @@ def _array(path, variable):
 def _leaves(
     state: nnx.State, name: str, flat: Mapping[tuple, tuple[int, ...]], specs: Mapping[str, Spec | None]
 ) -> dict[str, Leaf]:
-    """Returns every array of a state by its path; `specs` are those written on its values, if any."""
+    """Returns path to `Leaf` for every array of a state; `specs` are the ones that the author gave to values."""
     leaves: dict[str, Leaf] = {}
     for keys, variable in nnx.to_flat_state(state):
         path = "/".join(_words(keys))
@@ -308,7 +307,7 @@ def names_in(path: str, metadata: Mapping[str, Any]) -> tuple | None:
     """Returns the names of a parameter's dims in the metadata of an NNX variable; None if it has none.
 
     Raises:
-      JaxparError: If the metadata gives its optimizer state other names.
+      JaxparError: If the metadata names the dims of its optimizer state differently.
     """
     annotations = {key: tuple(_spec(names)) for key in _NAMES if (names := metadata.get(key))}
     param_names = annotations.get("out_sharding")
@@ -323,13 +322,13 @@ def names_in(path: str, metadata: Mapping[str, Any]) -> tuple | None:
 
 
 def axes_in(names: Sequence, metadata: Mapping[str, Any]) -> tuple | None:
-    """Returns the mesh axes of an NNX variable's dims by the author's rules for it; None without rules."""
+    """Maps an NNX variable's names of dims to mesh axes by the author's rules; None without rules."""
     rules = metadata.get("sharding_rules")
     return tuple(spmd.from_sharding_rules(tuple(names), rules)) if rules else None
 
 
 def _spec(names: Any) -> Any:
-    """Returns the names in a NamedSharding, a Format, a PartitionSpec or a tuple."""
+    """Returns the entries of a NamedSharding, a Format, a PartitionSpec or a tuple, as names."""
     return getattr(getattr(names, "sharding", names), "spec", names)
 
 

@@ -1,8 +1,8 @@
-"""Maps names of dims to mesh axes; infers names for parameters without any, from their use and their path.
+"""Maps names of dims to mesh axes; a parameter without names gets inferred ones, from its use or its path.
 
     ("embed", "mlp")  ──rules────►  P(None, "tensor")
-    no names          ──reading──►  names by the parameter's use in the model, or by the usual layer names
-                      ──else─────►  the largest dim that the axis divides; the features of a table
+    no names          ──infer────►  names by the parameter's use in the model, or by the usual layer names
+                      ──else─────►  the largest dim that the axis divides; for a lookup table, its features
 
 Every choice carries a sentence with its reason, which `explain` shows.
 """
@@ -27,7 +27,7 @@ Axes = str | tuple[str, ...] | None
 # than its memory is worth.
 SMALL = 2**19
 
-ANNOTATION = "annotation"  # reason of a placement: the model names the dims
+ANNOTATION = "annotation"  # reason of a placement: the model itself names the dims
 NO_RULES: Mapping[str, Axes] = MappingProxyType({})
 
 # Names that no axis splits by default. keys: the sequence that every query attends to
@@ -35,10 +35,10 @@ WHOLE = ("keys", "embed", "vocab_table", "head_dim", "kernel", "classes", "norm"
 
 
 def names_of_dims(sizes: Mapping[str, int]) -> dict[str, Axes]:
-    """Returns names of dims to the axes of a mesh that split them, as in `jaxpar.mesh.axes.AXES`.
+    """Maps each name of a dim to the mesh axes that split it, by `jaxpar.mesh.axes.AXES`.
 
-    The name of a dim decides the axes that split it: Megatron-LM's column and row pairs (Shoeybi et al. 2019,
-    arXiv:1909.08053) in the names that Flax, MaxText and T5X use for dims.
+    The rules are Megatron-LM's pairs of column-split and row-split matrices (Shoeybi et al. 2019, arXiv:1909.08053),
+    in the names that Flax, MaxText and T5X use for dims.
     """
     # Inner axes first: if two dims want one axis, the name that comes first gets it. Under sequence parallelism `seq`
     # wants `tensor` too, and must leave it to the heads or the mlp of an activation that has both.
@@ -55,8 +55,8 @@ class AxisChoice:
       names: The names of the dims, annotated or inferred.
       axes: Per dim, the mesh axes that split it, outermost first.
       why: The rule that chose them.
-      read_and_stored_axes: (axes where the model reads it, axes in which it is stored), if these differ: for a dim
-        that an axis should split and does not divide, and for a parameter with no dim that an axis should split.
+      read_and_stored_axes: (axes of the parameter when the model reads it, axes when it is stored), if they differ: if
+        an axis does not divide the dim that it should split, or if the parameter has no dim that it should split.
     """
 
     names: tuple[str | None, ...]
@@ -88,12 +88,12 @@ def choose_axes(
     The user's rules come first, then those of the model's author, then jaxpar's own names.
 
     Args:
-      path: Such as `blocks/attention/query/kernel`.
-      leaf: Shape, and the names that the model gives its dims.
+      path: Its path, such as `blocks/attention/query/kernel`.
+      leaf: Its shape, and the names that the model gives its dims.
       sizes: Mesh axis to size.
-      names: Dim name to mesh axes, first come first served within a parameter.
-      paths: The user's own patterns (end of path) to names of the trailing dims.
-      rules: The user's own rules, which are among `names`.
+      names: Dim name to mesh axes; of two dims with the same axis, the first gets it.
+      paths: The user's patterns for the ends of paths, to names of the trailing dims.
+      rules: The user's rules; `names` includes them.
       read: Inferred dims, for a parameter that the model does not name.
     """
     dim_names, why = _named(path, leaf, paths)
@@ -194,7 +194,7 @@ def _named(path: str, leaf: Leaf, paths: Mapping[str, Sequence[str]]):
 def _inferred(
     path: str, leaf: Leaf, sizes: Mapping[str, int], names: Mapping[str, Axes], read: InferredDims
 ) -> AxisChoice:
-    """Returns the axes of inferred dims. None is binding: if an axis does not divide its dim, it stores another dim."""
+    """Maps inferred dims to axes; if an axis does not divide its dim, the parameter is stored split along another."""
     rank = len(leaf.shape)
     dim_names, pieces, why = read.names[-rank:] if rank else (), read.pieces[-rank:] if rank else (), read.why
     axes: list[tuple[str, ...]] = []
@@ -217,13 +217,13 @@ def _inferred(
 
 
 def _store_over_tensor(leaf: Leaf, choice: AxisChoice, ways: int, padded: int | None) -> AxisChoice:
-    """Stores a parameter over `tensor` along its largest dim that divides.
+    """Shards the stored parameter over `tensor`, along its largest dim that the axis divides.
 
-    The model reads it gathered; a vocabulary is instead read in shards that are padded inside of the program, so that
-    neither logits nor their matmuls are computed more than once. The state keeps the model's own shapes. For two layers
-    of GPT-2 medium and 4,096 tokens, compiled for `tensor` over eight H100s, that sends 99 MiB more than a table that
-    is whole (367 for 268: 0.2 ms of NVLink) and computes 5.6 times less (239 GFLOP for 1,345: 2 ms of bf16). It pays
-    from a few hundred tokens of a replica on.
+    The model reads it gathered. Of a vocabulary it instead reads shards, padded inside of the program, so that no two
+    devices compute the same logits. The state keeps the model's shapes. For two layers of GPT-2 medium and 4,096
+    tokens, compiled for `tensor` over eight H100s, this sends 99 MiB more than an unsharded table does (367 instead of
+    268: 0.2 ms of NVLink) and computes 5.6 times less (239 GFLOP instead of 1,345: 2 ms of bf16). It pays off from a
+    few hundred tokens per replica on.
     """
     fitting = [dim for dim, size in enumerate(leaf.shape) if size % ways == 0 and choice.names[dim] != "layers"]
     if not fitting or leaf.bytes < SMALL:
@@ -239,12 +239,12 @@ def _store_over_tensor(leaf: Leaf, choice: AxisChoice, ways: int, padded: int | 
 
 
 def _largest(path: str, leaf: Leaf, sizes: Mapping[str, int]) -> AxisChoice:
-    """Puts `tensor` on the largest dim that it divides, on the features of a lookup table; vectors stay whole."""
+    """Splits the largest dim that `tensor` divides, or the features of a lookup table; vectors stay unsharded."""
     axes: list[tuple[str, ...]] = [()] * len(leaf.shape)
     ways, own_rank = sizes.get("tensor", 1), own_dims(path, leaf)
     fitting = [dim for dim, size in enumerate(leaf.shape) if size % ways == 0 and size >= ways]
     why = "no names"
-    if leaf.shape[:1] == (1,):  # broadcast over examples: it is added to the stream, which is not split
+    if leaf.shape[:1] == (1,):  # broadcast over examples, as in a bias: it is added to the stream, which is not split
         whole = AxisChoice((None,) * len(leaf.shape), tuple(axes), why)
         return whole if ways == 1 or own_rank < 2 else _store_over_tensor(leaf, whole, ways, None)
     # a vector is cheap to store whole; split, it would need a collective around every elementwise op that adds it
@@ -259,7 +259,7 @@ def _largest(path: str, leaf: Leaf, sizes: Mapping[str, int]) -> AxisChoice:
 
 
 def own_dims(path: str, leaf: Leaf) -> int:
-    """Guesses the number of trailing dims that are an unnamed parameter's own; dims before them may be stacks."""
+    """Guesses how many trailing dims of an unnamed parameter belong to one layer; earlier dims may be stacks."""
     vector = re.search(r"(^|[/_])(bias|scale|beta|gamma)$", path)
     return min(len(leaf.shape), 1 if vector else 2)
 
@@ -290,10 +290,10 @@ def fitted(names: Sequence[Any], rank: int, flat: Sequence[int] = ()) -> Names:
     """Returns one name, or None, for each dim of a parameter.
 
     Args:
-      names: As annotated. If there are fewer names than dims, the last dims have none, as in a `PartitionSpec`.
+      names: The annotated names. If they are fewer than the dims, the last dims have none, as in a `PartitionSpec`.
       rank: The number of dims.
-      flat: Number of dims of each of the last names, if an initializer was called with flat dims; dims before them,
-        such as stacked layers, have a name each.
+      flat: For an initializer that was called with flat dims, the number of dims that each of the last names stands
+        for; each dim before them, such as that of stacked layers, has its own name.
 
     >>> fitted(("embed", "kv"), 3, (1, 2)), fitted(("kv", "embed"), 3, (2, 1)), fitted(("embed",), 2)
     (('embed', 'kv', None), ('kv', None, 'embed'), ('embed', None))
@@ -306,11 +306,11 @@ def fitted(names: Sequence[Any], rank: int, flat: Sequence[int] = ()) -> Names:
 
 
 def flat_dims(inputs: int, outputs: int, batch: int) -> dict[str, tuple[int, ...]]:
-    """Returns, for each flat dim of a dense layer's parameters, the number of dims that it stands for.
+    """Returns, for kernel and bias of a dense layer, the number of dims that each of their flat dims stands for.
 
     Args:
-      inputs: Dims that the kernel contracts.
-      outputs: Dims that the kernel produces.
-      batch: Dims that inputs and outputs share, each with its own kernel.
+      inputs: Number of dims that the kernel contracts.
+      outputs: Number of dims that the kernel produces.
+      batch: Number of batch dims of the kernel.
     """
     return {"kernel": (batch + inputs, outputs), "bias": (batch + outputs,)}

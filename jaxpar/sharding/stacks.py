@@ -1,12 +1,12 @@
-"""Stacks of equal layers without annotations, found by the shapes of their parameters.
+"""Finds stacks of equal layers without annotations by the shapes of their parameters.
 
     blocks/attn/key/kernel   [12, 64, 4, 16]
     blocks/attn/key/bias     [12, 4, 16]        all have the same dim 0: twelve layers
     blocks/ln_1/scale        [12, 64]
     wte/embedding            [512, 64]          another number: outside of the stack
 
-A pipeline looks for a stack if no dim of the model is named `layers`. That the layers read these parameters and no
-others is checked later, when the step is traced.
+A pipeline looks for a stack if no dim of the model is named `layers`. When the step is traced, jaxpar checks that the
+layers read these parameters and no others.
 """
 
 import re
@@ -21,7 +21,7 @@ from jaxpar.sharding.rules import Axes, AxisChoice
 def unnamed_layers(
     leaves: Mapping[str, Leaf], parts: int, patterns: Mapping[str, Iterable]
 ) -> tuple[frozenset[str], Lists]:
-    """Returns the layers of a model that names none: a stack, or a list, whichever has more parameters.
+    """Finds the layers of a model that names no dim `layers`: its largest stack or list, whichever is larger.
 
     Args:
       leaves: All parameters of a model, by path.
@@ -37,10 +37,10 @@ def unnamed_layers(
 
 
 def unnamed_stack(leaves: Mapping[str, Leaf], parts: int, patterns: Mapping[str, Iterable]) -> frozenset[str]:
-    """Returns the paths of the largest module whose parameters all have one more dim, the same number of layers.
+    """Returns the parameters of the largest module in which all parameters have the same dim 0, the number of layers.
 
-    A single parameter is a matrix, not a stack. Parameters side by side in a module that has others too are a stack
-    only if a layer has a vector as well: with matrices alone, a projection [embed, heads, head_dim] could be one.
+    A single parameter is a matrix, not a stack. Some of a module's direct parameters are a stack only if there is a
+    vector per layer among them: without one, a projection [embed, heads, head_dim] would look like a stack.
 
     Args:
       leaves: All parameters of a model, by path.
@@ -61,7 +61,7 @@ def unnamed_stack(leaves: Mapping[str, Leaf], parts: int, patterns: Mapping[str,
 
 
 def one_layer(leaf: Leaf) -> Leaf:
-    """Slices one layer off the declaration of a stack's parameter."""
+    """Returns the declaration of one layer's parameter, from that of the stack."""
     names, axes = (
         words[-len(leaf.shape) + 1 :] if words and len(leaf.shape) > 1 else None for words in (leaf.names, leaf.axes)
     )
@@ -69,25 +69,25 @@ def one_layer(leaf: Leaf) -> Leaf:
 
 
 def stack_choice(choice: AxisChoice, layers: Axes) -> AxisChoice:
-    """Extends the choice for one layer to the whole stack, with dim 0 over these axes."""
+    """Extends the choice of axes for one layer to the stack, whose dim 0 these axes split."""
     axes = (layers,) if isinstance(layers, str) else tuple(layers or ())
     return AxisChoice(("layers", *choice.names), (axes, *choice.axes), f"stack of layers, by its shapes; {choice.why}")
 
 
 def unstack_choice(choice: AxisChoice) -> AxisChoice:
-    """Unsplits dim 0 of a parameter that only its path makes a stack: the pipeline runs another stack."""
+    """Leaves dim 0 unsplit for a parameter in another stack than the one that the pipeline runs."""
     if choice.names[:1] != ("layers",):
         return choice
     return AxisChoice((None, *choice.names[1:]), ((), *choice.axes[1:]), f"{choice.why}, but not of the largest stack")
 
 
 def _is_stack(ranks: set[int], count: int, *, side_by_side: bool) -> bool:
-    """Whether parameters of these ranks, with the same dim 0, may be those of a stack."""
+    """Whether parameters of these ranks, all with the same dim 0, may form a stack."""
     return max(ranks) > 2 and (min(ranks) == 2 if side_by_side else count > 1)
 
 
 def _roots(leaves: Mapping[str, Leaf]) -> dict[str, str]:
-    """Returns, for each parameter, the outermost module around it whose parameters all have the same dim 0."""
+    """Maps each parameter to the outermost module around it whose parameters all have the same dim 0."""
     sizes: dict[str, set[int]] = {}
     for path, leaf in leaves.items():
         for module in _modules(path):
@@ -109,7 +109,7 @@ def _modules(path: str) -> list[str]:
 
 
 def _may_be_stacked(path: str, leaf: Leaf, patterns: Mapping[str, Iterable]) -> bool:
-    """Whether neither the model nor the user names dim 0."""
+    """Whether neither the model nor the user names dim 0 of a parameter."""
     rules = (tuple(names) for pattern, names in patterns.items() if re.search(rf"(^|/)(?:{pattern})$", path))
     if rule := next(rules, ()):
         return len(rule) < len(leaf.shape)

@@ -1,8 +1,8 @@
-"""Dim names of other code bases, each with jaxpar's own name for the same dim.
+"""Maps dim names of other code bases to jaxpar's names for the same dims.
 
-Such a name is split as jaxpar's own is, also by a user's rule for that; but a rule for the name itself comes first. A
-name is here only if jaxpar has one with the same meaning. Any other name has no rule: the dim of a parameter stays
-whole, that of an activation is left to XLA.
+A dim with such a name is split like one with jaxpar's name, also if a user's rule is for jaxpar's name; a rule for the
+foreign name itself takes precedence. A name is listed only if jaxpar has one with the same meaning. Any other name has
+no rule: the dim of a parameter stays unsharded, and XLA decides about the dim of an activation.
 
 To add one: a row under its code base.
 """
@@ -72,7 +72,7 @@ MEANINGS: dict[str, str] = {
 
 
 def with_vocabularies(names: Mapping[str, Axes]) -> dict[str, Axes]:
-    """Adds, after each name of a dim, its names in other code bases with the same mesh axes."""
+    """Adds to the rules, after each name of a dim, the names of that dim in other code bases, with the same axes."""
     extended: dict[str, Axes] = {}
     for name, axes in names.items():
         extended[name] = axes
@@ -81,5 +81,5 @@ def with_vocabularies(names: Mapping[str, Axes]) -> dict[str, Axes]:
 
 
 def with_meanings(names: set[str]) -> set[str]:
-    """Adds to names of dims the jaxpar names of those that come from other code bases."""
+    """Adds, for each name that comes from another code base, jaxpar's name of the same dim."""
     return names | {MEANINGS[name] for name in names if name in MEANINGS}

@@ -2,7 +2,7 @@
 
     batch/       places a global batch on the devices of a layout
     compiler     traces, checks and compiles the programs of a step
-    gradients    the protocol of gradients, and the update made from them
+    gradients    the protocol of gradients, and the update from them
     gradient_kinds  chooses the kind of gradients for a layout
     unpipelined  gradients of an unpipelined step: every device has all layers
     per_replica/ replicas that compute separately until an exchange synchronizes them
@@ -15,7 +15,7 @@
     stochastic_loss/  gradients of a loss that takes a random key
     norm/        the global gradient norm, with one sum over devices
     measures/    additional evaluation metrics
-    step         the step, its jitted update, which may skip bad numbers, and its evaluation
+    step         the step: its jitted update, which may skip values that are not finite, and its evaluation
     state        parameters, optimizer, model and exchange state, initialized sharded
 
 Nouns: `Step`, `State`, `Numerics` (precision, remat, accumulation), sums and counts of a loss.

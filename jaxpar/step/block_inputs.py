@@ -1,12 +1,12 @@
-"""Layer inputs in host memory: `remat = "offload"`.
+"""Offloads layer inputs to host memory, for `remat = "offload"`.
 
     forward     x ─► layer ─► x ─► layer ─► ...      like "full", which keeps each x on the device
                  └─► host      └─► host              copied to pinned host memory during compute
     backward    x is copied back, the layer recomputed and differentiated
 
-Models stay unchanged: in the jaxpr of the forward pass the body of every scan over stacked parameters (`jp.Decoder`,
-`nnx.scan`, `nn.scan`) is checkpointed, and its carry offloaded. XLA's CPU backend has one memory and ignores memory
-kinds: simulated devices compute the same numbers and free nothing.
+Models need no change: in the jaxpr of the forward pass, this file checkpoints the body of every scan over stacked
+parameters (`jp.Decoder`, `nnx.scan`, `nn.scan`), and offloads its carry. XLA's CPU backend has one memory and ignores
+memory kinds, so simulated devices compute the same numbers and save no memory.
 """
 
 from collections.abc import Callable, Iterable
@@ -76,7 +76,7 @@ def _changed(jaxpr: Jaxpr, stacks: set) -> tuple[Jaxpr, int]:
 
 
 def _walk(jaxpr: Jaxpr, stacks: set) -> Iterable[tuple[JaxprEqn, set]]:
-    """Yields each equation with the set of variables that are stacks of parameters."""
+    """Yields each equation, and the set of variables that are stacks of parameters."""
     stack_vars = set(stacks)
     for eqn in jaxpr.eqns:
         yield eqn, stack_vars

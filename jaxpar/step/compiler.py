@@ -3,7 +3,7 @@
     function ─► traced under the layout ─► lowered ─► checked ─► agreed on by all processes ─► compiled
                 names, islands, mesh                 rules, techniques, dtypes
 
-The compiler records what the traces show: the names and islands that the model used, the dtypes of its matmuls, and
+The compiler records facts from the traces: the names and islands that the model uses, the dtypes of its matmuls, and
 the FLOP that each device should compute.
 """
 
@@ -42,22 +42,22 @@ class Compiler:
     """Traces, checks and compiles the programs of one step.
 
     Attributes:
-      layout: Where arrays live. After the first lowering its notes say how the loss computes its logits.
-      matmuls: After the first lowering with bf16, the dtypes in which the matmuls really run.
-      share: The matmuls that each device should run, of the update lowered last; None if a loop's trip count depends
-        on the data.
-      compare_programs: With several processes, called with (program name, hash) before a program is compiled.
-      compile_context: With several processes, a context entered while a program is traced, compared and compiled.
+      layout: The sharding of all arrays. After the first lowering, its notes describe how the loss computes its logits.
+      matmuls: After the first lowering with bf16, the actual dtypes of the matmuls.
+      share: The matmuls that each device should run in the last lowered update; None if a trip count depends on the
+        data.
+      compare_programs: With several processes, a function that gets (program name, hash) before compilation.
+      compile_context: With several processes, a context around tracing, comparing and compiling a program.
     """
 
     def __init__(self, layout: Layout, loss: Callable, numerics: Numerics, choose: Choose = refuse_choice):
         """Sets the layout and the numerics of all programs.
 
         Args:
-          layout: Where arrays live.
-          loss: The loss function, for the check of dim names that were guessed.
+          layout: The sharding of all arrays.
+          loss: The loss function, in order to check guessed dim names.
           numerics: Precision, remat and accumulation.
-          choose: Chooses the form of attention where `context_by="auto"` leaves it open.
+          choose: Chooses the implementation of attention if `context_by="auto"`.
         """
         self.layout, self._loss, self._numerics, self._choose = layout, loss, numerics, choose
         self.matmuls: precision.Matmuls | None = None
@@ -75,12 +75,12 @@ class Compiler:
 
     @property
     def implementations(self) -> tuple[str, ...]:
-        """One sentence per island about the implementation that was chosen by the shapes lowered so far."""
+        """One sentence per island about its implementation for the shapes that were lowered so far."""
         return tuple(sorted(self._use.forms))
 
     @contextmanager
     def trace_context(self):
-        """A context to trace functions of the step's arrays in: sets its mesh and dim names."""
+        """Context for tracing functions of the step's arrays: sets the step's mesh and dim names."""
         saves = self._numerics.remat == "none"
         with (
             jax.set_mesh(self.layout.device_mesh),
@@ -91,7 +91,7 @@ class Compiler:
 
     @contextmanager
     def user_code(self, batch: Batch):
-        """A trace context in which errors of the model, the loss or the optimizer name the batch."""
+        """Like `trace_context`; errors of the model, the loss or the optimizer also describe the batch."""
         shapes = ", ".join(f"{name} {value.dtype}{list(value.shape)}" for name, value in batch.items())
         with (
             user_code_errors(
@@ -104,7 +104,7 @@ class Compiler:
             yield
 
     def lower(self, program: Any, batch: Batch, *arguments: Any) -> Any:
-        """Lowers a program that updates nothing.
+        """Lowers a program without an update.
 
         Args:
           program: A jitted function.
@@ -120,7 +120,7 @@ class Compiler:
         """Lowers an update, and checks its use of rules, names and dtypes.
 
         Args:
-          program: A jitted function of (state, batch), and of a limit of the loss if it is guarded.
+          program: A jitted function of (state, batch); if guarded, also of a limit of the loss.
           state: Arrays or shapes.
           batch: Shapes with shardings.
           guard: Whether the update is guarded.
@@ -146,9 +146,9 @@ class Compiler:
         return lowered
 
     def compile(self, name: str, lowered: Any, *, is_update: bool) -> Any:
-        """Compiles a program after all processes agreed on it, and checks that pipeline stages cannot deadlock.
+        """Compares a program between processes, compiles it, and checks that pipeline stages cannot deadlock.
 
-        Warns if the devices of an update repeat each other's work.
+        Warns if devices repeat each other's work in an update.
         """
         if self.compare_programs is not None:
             digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()

@@ -1,6 +1,6 @@
 """Chooses the kind of gradients for a layout; no other file distinguishes the kinds.
 
-Pipelines and replicas are imported only for layouts that have them: a plain step loads neither.
+This file imports the code of pipelines and replicas only for layouts that need it.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def gradients_of(
     """Returns the `Gradients` of a layout.
 
     Args:
-      layout: Where arrays live.
+      layout: The sharding of all arrays.
       loss: (model, batch), or (model, batch, key), to (sum, count), or to a dict of them with the entry `loss`.
       numerics: Precision, remat and accumulation.
         frozen: Paths of parameters whose gradients the optimizer does not read.

@@ -1,8 +1,8 @@
-"""The protocol of gradients: a step's interface to the code that differentiates its model.
+"""The protocol `Gradients`: a step's interface to the code that differentiates its model.
 
-    whole         unpipelined: every device has all layers
+    unpipelined   every device has all layers
     pipelined/    layers spread over stages; one update per step, or asynchronous updates during it
-    keyed/        wraps any of them, for a loss that takes a random key
+    stochastic_loss/  wraps any of them, for a loss that takes a random key
 
 To add a kind: implement `Gradients`, and choose it for its layouts in `gradient_kinds.py`. A kind with one update per
 batch passes its gradients to `apply_gradients`.
@@ -34,10 +34,10 @@ class Gradients(Protocol):
     """Differentiates a model and its loss on the devices of a layout. Every method is traced.
 
     Attributes:
-      layout: Where arrays live.
+      layout: The sharding of all arrays.
       updates: Number of weight updates per step.
-      sync_every: Minimum number of steps between sync rounds (`agree`); 0 for none.
-      notes: Notes for the reader of an inspection.
+      sync_every: Minimum number of steps between sync rounds (`synchronize`); 0 for none.
+      notes: Sentences for a report.
     """
 
     layout: Layout
@@ -46,11 +46,11 @@ class Gradients(Protocol):
     notes: tuple[str, ...] = ()
 
     def gradients(self, params: Tree, model_state: Tree, batch: Batch) -> tuple[Tree, Sums, Tree]:
-        """Returns gradients of the mean loss of a batch, the sums of its loss, and the model state afterwards."""
+        """Returns the gradients of a batch's mean loss, the sums of its loss, and the new model state."""
         ...
 
     def global_model(self, params: Tree, model_state: Tree, exchange_state: Tree) -> tuple[Tree, Tree]:
-        """Returns the parameters and model state to evaluate: those of the global model that the replicas train.
+        """Returns parameters and model state of the global model, which is the one to evaluate.
 
         Args:
           params: The evaluation parameters, after the optimizer's transformation.
@@ -60,19 +60,19 @@ class Gradients(Protocol):
         return params, model_state
 
     def evaluate(self, params: Tree, model_state: Tree, batch: Batch) -> Sums:
-        """Returns the loss sums of a batch for the results of `global_model`: forward only, without dropout."""
+        """Returns a batch's loss sums for the results of `global_model`: forward only, without dropout."""
         ...
 
     def update(
         self, optimizer: optax.GradientTransformation, state: State, batch: Batch, on_device: Callable[[Any], Any]
     ) -> tuple[State, dict[str, jax.Array]]:
-        """Makes a step: one update from the gradients of the whole batch (`apply_gradients`), or several.
+        """Runs a step: one update by the gradients of the whole batch (`apply_gradients`), or several updates.
 
         Args:
           optimizer: The optax chain.
           state: The state before the step.
-          batch: Name to array, dim 0 the examples.
-          on_device: Moves an optimizer state from host memory, if it is there, to device memory.
+          batch: Name to array; dim 0 is examples.
+          on_device: Moves an offloaded optimizer state to device memory.
 
         Returns:
           The state after the step, and its metrics.
@@ -84,19 +84,19 @@ class Gradients(Protocol):
         return 0
 
     def synchronize(self, state: State, step_metrics: dict[str, Any], sync_round: int) -> tuple[State, dict[str, Any]]:
-        """Synchronizes the replicas of a state; returns it and the metrics of its step."""
+        """Synchronizes the replicas of a state; returns the state and the step's metrics."""
         return state, step_metrics
 
     def axes_without_traffic(self, *, sync_round: int) -> tuple[str, ...]:
-        """Returns the mesh axes without traffic in a step that ends with this sync round; 0 for none."""
+        """Returns the mesh axes without traffic in a step that ends with this sync round (0: with none)."""
         return ()
 
     def scalar_metrics(self, raw_metrics: dict[str, Any]) -> dict[str, jax.Array]:
-        """Returns the metrics of an update as scalars. Called outside of the compiled step, unless it is guarded."""
+        """Converts the metrics of an update to scalars. Called outside of the compiled step, unless that is guarded."""
         return raw_metrics
 
     def evaluation_metrics(self, means: dict[str, float]) -> dict[str, float]:
-        """Returns the evaluation metrics, given the means over all examples."""
+        """Computes the evaluation metrics from the means over all examples."""
         return means
 
 
@@ -125,10 +125,10 @@ def update_params(
     *,
     loss: jax.Array,
 ) -> tuple[Tree, Any, jax.Array]:
-    """Returns parameters and optimizer state after an update, and the gradient norm.
+    """Updates the parameters; returns them, the optimizer state, and the gradient norm.
 
     Args:
-      layout: Where arrays live.
+      layout: The sharding of all arrays.
       optimizer: The optax chain.
       gradients: The gradients of all parameters.
       read_opt_state: Returns the optimizer state in device memory.
@@ -159,7 +159,7 @@ def update_params(
 def metrics(sums: Sums, norm: jax.Array) -> dict[str, jax.Array]:
     """Returns the metrics of a step: each sum divided by its count, the number of tokens, the gradient norm.
 
-    If nothing counts, the loss is nan (0/0), `tokens` is 0, and the update used zero gradients.
+    If no token counts, the loss is nan (0/0), `tokens` is 0, and gradients are zero.
     """
     means = {name: total / count for name, (total, count) in sums.items()}
     return means | {"tokens": sums["loss"][1], "grad_norm": norm}

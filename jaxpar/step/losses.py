@@ -1,7 +1,7 @@
-"""Losses are sums and counts, divided once.
+"""Losses as sums and counts, which the step divides once.
 
-A loss function takes (model, batch) and returns name -> (sum, count); the entry `loss` is minimized. Means of means
-would depend on masks, accumulation and layout; a sum and a count do not.
+A loss function takes (model, batch) and returns {name: (sum, count)}; the entry `loss` is minimized. A mean of means
+would depend on masks, accumulation and layout; sums and counts do not.
 """
 
 from collections.abc import Mapping
@@ -24,18 +24,17 @@ Sums = dict[str, tuple[jax.Array, jax.Array]]
 def next_token_loss(model: Any, batch: Mapping[str, jax.Array], *, largest: int = LARGEST) -> Sums:
     """Cross entropy of the next token, in nats.
 
-    For a model that exposes its hidden state and head (`jaxpar.step.head.model_protocol`), as `jp.Decoder`, large
-    logits are computed, with their gradients, one chunk of tokens at a time. Sums and counts are the same; the chunked
+    If a model exposes its hidden state and head (`jaxpar.step.head.model_protocol`), as `jp.Decoder` does, this loss
+    computes large logits and their gradients one chunk of tokens at a time. Sums and counts are the same; the chunked
     loss has a gradient, but no second derivative and no forward mode. After tracing, `explain` of the step's layout,
-    `jaxpar check` and `inspect` say which implementation runs.
+    `jaxpar check` and `inspect` name the implementation that runs.
 
     Args:
-      model: Tokens [batch, seq] to logits [batch, seq, vocab]; for packed rows it also takes `segments` and
+      model: Maps tokens [batch, seq] to logits [batch, seq, vocab]; for packed rows it also takes `segments` and
         `positions`.
       batch: `inputs` and `targets` [batch, seq], int32; optionally `mask` [batch, seq], 1 if the target counts; and
         `segments` (a token's document in its row) with `positions` (its place in the document) [batch, seq], int32.
-      largest: Largest size in bytes of float32 logits per device that are computed without chunks, if the model leaves
-        the choice.
+      largest: Maximum bytes of float32 logits per device that are computed without chunks, if the model allows chunks.
     """
     tokens, targets = batch["inputs"], batch["targets"]
     documents = {name: batch[name] for name in ("segments", "positions") if name in batch}
@@ -58,7 +57,7 @@ def next_token_loss(model: Any, batch: Mapping[str, jax.Array], *, largest: int 
 def _in_chunks(
     head: Head, cut: TokenSharding, logits: Logits, batch: Mapping[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the sum of the losses that count, and their number, like `counted`."""
+    """Returns the sum of the losses that count, and their number, like `masked_sum`."""
     labels = _whole_numbers(batch["targets"], (*head.hidden.shape[:2], head.vocab))
     how = Chunks(cut, logits.chunks, head.table)
     weights = _weights(batch, labels.shape)
@@ -71,7 +70,7 @@ def classification_loss(model: Any, batch: Mapping[str, jax.Array]) -> Sums:
     """Cross entropy in nats, and accuracy, of a classifier.
 
     Args:
-      model: Inputs [batch, ...] to logits [batch, classes].
+      model: Maps inputs [batch, ...] to logits [batch, classes].
       batch: `inputs` [batch, ...] and `labels` [batch], int32; optionally `mask` [batch].
     """
     logits = model(batch["inputs"])
@@ -103,13 +102,13 @@ def _weights(batch: Mapping[str, jax.Array], shape: tuple[int, ...]) -> jax.Arra
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """Returns -log softmax(logits)[label], in float32.
 
-    The label's logit is summed out rather than gathered, so that vocab-sharded logits stay sharded (Megatron-LM's
-    vocab-parallel loss, arXiv:1909.08053 section 3). The residuals are the logits, and per row their maximum and the
-    sum of exponentials. Both modes of differentiation, and second derivatives, work.
+    It selects the label's logit by a masked sum instead of a gather, so that logits stay sharded over the vocabulary
+    (Megatron-LM's vocab-parallel loss, arXiv:1909.08053 section 3). The residuals are the logits, and per row their
+    maximum and the sum of exponentials. Both modes of differentiation, and second derivatives, work.
 
     Args:
       logits: Shape [..., vocab].
-      labels: Shape [...], integers. A label outside of the vocabulary gives `nan`, not a number that looks like a loss.
+      labels: Shape [...], integers. The loss of a label outside of the vocabulary is `nan`.
 
     Raises:
       JaxparError: If the shapes do not match.
@@ -118,7 +117,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def _whole_numbers(labels: jax.Array, logits: tuple[int, ...]) -> jax.Array:
-    """Returns labels as int32: 8-bit labels (bytes) cannot be compared with 256 and more."""
+    """Casts labels to int32, because 8-bit labels (bytes) cannot be compared with numbers from 256 on."""
     if labels.shape != logits[:-1] or not jnp.issubdtype(labels.dtype, jnp.integer):
         raise refuse(
             f"labels {labels.dtype}{list(labels.shape)} for logits {list(logits)}",
@@ -137,9 +136,9 @@ def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 def _cross_entropy_slope(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
     """Returns the losses and their tangents, for both modes of differentiation.
 
-    JAX by itself would save the float32 exponentials of the forward pass besides the logits. This checkpoint recomputes
-    them: the backward pass reads the logits in their dtype, and two numbers per row. The sums equal JAX's own, in the
-    same order.
+    JAX alone would save the float32 exponentials of the forward pass in addition to the logits. Here the backward pass
+    recomputes them from the logits in their dtype and two numbers per row. The sums are those of JAX, in the same
+    order.
     """
     (logits, labels), (slopes, _) = primals, tangents
     losses, highest, total = _losses(logits, labels)
@@ -162,8 +161,8 @@ def _cross_entropy_slope(primals: tuple, tangents: tuple) -> tuple[jax.Array, ja
 def _losses(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the losses, and per row an offset and the sum of exp(logits - offset).
 
-    The offset is the maximum, or with a sharded vocabulary the logsumexp: then devices exchange two numbers per row
-    once, while a maximum would need an exchange of its own before the sums.
+    The offset is the maximum, or the logsumexp if the vocabulary is sharded: then devices exchange two numbers per row
+    once, while a maximum would need another exchange before the sums.
     """
     wide = logits.astype(jnp.float32)
     if (ways := num_vocab_shards(logits.shape[-1])) > 1:
@@ -198,7 +197,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _instead(value: Any) -> str:
-    """Suggests a return value for a loss function that does not return sums and counts."""
+    """Suggests a correct return value for a loss function that does not return sums and counts."""
     has_aux = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict)  # (loss, metrics)
     entries = value[1] if has_aux else value if isinstance(value, dict) and "loss" in value else {}
     extras = [f', "{name}": (sum, count)' for name in entries if name != "loss"]
@@ -207,7 +206,7 @@ def _instead(value: Any) -> str:
 
 
 def nonzero_count(count: jax.Array) -> jax.Array:
-    """Returns the count, or 1 if nothing counts: gradients are then 0, not nan."""
+    """Returns the count, or 1 if it is 0, so that gradients are 0 instead of nan."""
     return jnp.where(count == 0, 1.0, count)
 
 

@@ -1,4 +1,4 @@
-"""Settings that change the speed and memory of a step, and not its meaning."""
+"""Settings that change the speed and memory of a step, but not the function that it computes."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,13 +16,13 @@ DTYPES = {"fp32": None, "bf16": jnp.bfloat16}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """Settings that change the speed and memory of a step, and not its meaning.
+    """Settings that change the speed and memory of a step, but not the function that it computes.
 
     Attributes:
-      accumulate: Microbatches per step; their gradients are summed before the update.
+      accumulate: Number of microbatches per step, whose gradients are summed before the update.
       precision: `fp32`, `bf16`, or a table as in a job, {"compute": "bf16", "allow": ["Router.*"]}: see `Precision`.
       remat: Rematerialization policy, one of `jaxpar.models.settings.computing.POLICIES`.
-      offload: Keep the optimizer state in host memory between steps.
+      offload: Whether the optimizer state is in host memory between steps.
       collectives: `overlapped` sets the XLA options of `jaxpar.mesh.preset` on several GPUs, which overlap more
         communication with compute; `plain` sets none.
     """

@@ -1,4 +1,4 @@
-"""The training state, initialized sharded: no device and no host buffer ever holds all of it."""
+"""The training state, which is initialized sharded: no device and no host buffer ever holds all of it."""
 
 import dataclasses
 from contextlib import nullcontext
@@ -33,14 +33,14 @@ class State:
     """Everything that training changes.
 
     Attributes:
-      step: Steps so far; one update each, except in asynchronous pipelines. Shape [], int32.
+      step: Number of steps so far; a step is one update, except in asynchronous pipelines. Shape [], int32.
       params: The parameters, float32 unless the model chooses another dtype.
       optimizer: The state of the optax chain.
-      model_state: BatchNorm statistics, dropout keys and the like.
+      model_state: BatchNorm statistics, dropout keys and similar state.
       exchange: The state of the exchange between replicas; () if it has none.
 
-    If replicas step separately, `model_state` has a leading dim `replica`, split over `data`; if their parameters
-    differ, `params` and `optimizer` have it too.
+    If replicas compute separately, dim 0 of `model_state` is `replica`, sharded over `data`; if their parameters
+    differ, also that of `params` and `optimizer`.
     """
 
     step: jax.Array
@@ -51,7 +51,7 @@ class State:
 
     @property
     def eval_params(self) -> Tree:
-        """The parameters used for evaluation, sampling and export: `params`, unless the optimizer derives others.
+        """The parameters for evaluation, sampling and export: `params`, unless the optimizer's state defines others.
 
         `optax.contrib.schedule_free` does; see `jaxpar.optim.eval_params`.
         """
@@ -68,7 +68,7 @@ def _on_device(x: jax.Array) -> jax.Array:
 def init_state(
     layout: Layout, optimizer: optax.GradientTransformation, *, seed: int = 0, offload: bool = False
 ) -> State:
-    """Returns the state at step 0, each array initialized on the devices that store it.
+    """Initializes the state at step 0, each array on the devices that store it.
 
     The values depend only on the seed, never on the layout.
 
@@ -76,7 +76,7 @@ def init_state(
       layout: Where arrays go.
       optimizer: Any optax chain.
       seed: Seed of the initial parameters and of dropout.
-      offload: Keep the optimizer state in host memory.
+      offload: Whether to place the optimizer state in host memory.
 
     Raises:
       JaxparError: If the layout has no devices, or offload is set on a backend without host memory.
@@ -96,7 +96,7 @@ def check_seed(seed: int) -> int:
     """Returns a valid seed unchanged.
 
     Raises:
-      JaxparError: If it is not a whole number of 32 bits.
+      JaxparError: If it is not an integer of 32 bits.
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise refuse(f"seed={seed!r}", rule="a seed is a whole number of 32 bits", fix="seed=0")
@@ -104,14 +104,14 @@ def check_seed(seed: int) -> int:
 
 
 def _quickly(layout: Layout) -> dict[str, str] | None:
-    """Compiler options for a program that runs once: less optimization on CPU, where compiling dominates the start."""
+    """Returns compiler options for a program that runs once: on CPUs, where compiling is slowest, less optimization."""
     if layout.device_mesh.devices.flat[0].platform != "cpu" or jax.config.values["jax_disable_most_optimizations"]:
         return None
     return {"xla_backend_optimization_level": "1"}
 
 
 def initializer(layout: Layout, optimizer: optax.GradientTransformation):
-    """Returns a pure function from a random key to the initial state."""
+    """Returns a pure function that maps a random key to the initial state."""
     if not isinstance(optimizer, optax.GradientTransformation):
         raise refuse(f"optimizer={optimizer!r:.80}", rule="an optimizer is an optax chain", fix="optax.adamw(3e-4)")
 
@@ -125,7 +125,7 @@ def initializer(layout: Layout, optimizer: optax.GradientTransformation):
 def state_from_params(
     layout: Layout, optimizer: optax.GradientTransformation, params: Tree, model_state: Tree
 ) -> State:
-    """Returns the state at step 0 with these parameters; all replicas start from them, each with its own random keys.
+    """Builds the state at step 0 from parameters; all replicas start from them, with different random keys.
 
     Args:
       layout: Where arrays go.
@@ -155,9 +155,9 @@ def state_from_params(
 
 
 def replicate_model_state(layout: Layout, model_state: Tree) -> Tree:
-    """Returns the model state with a leading dim of replicas, whose random keys differ.
+    """Copies the model state for each replica, along a new dim 0, and makes the replicas' random keys differ.
 
-    Replicas that see the same examples keep equal keys: each draws what it would draw alone.
+    Replicas that train on the same examples get equal keys, so that each draws the numbers that it would draw alone.
     """
     exchange = layout.parallel.exchange
     salt = (lambda _: model_state) if exchange.same_examples else (lambda replica: fold_in_number(model_state, replica))
@@ -219,7 +219,7 @@ def specs(layout: Layout, state: State) -> State:
 
 
 def _exchange_specs(layout: Layout, own: Tree) -> Tree:
-    """Specs of an exchange's state: like the optimizer's, with per-replica arrays also split over `data`."""
+    """Returns specs of an exchange's state: those of the optimizer's arrays; `data` also splits per-replica arrays."""
 
     def is_per_replica(keys, leaf) -> bool:
         if path_of(keys[:1]) == "each":
@@ -241,12 +241,12 @@ def _exchange_specs(layout: Layout, own: Tree) -> Tree:
 
 
 def replica_shapes(tree: Tree) -> Tree:
-    """Returns the shapes without the leading dim of replicas."""
+    """Returns the shapes without dim 0, the replicas."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree)
 
 
 def optimizer_traffic(layout: Layout, state: State) -> tuple[Traffic, ...]:
-    """Returns the optimizer-state transfers of an exchange between replicas that differ."""
+    """Returns the traffic of optimizer states in an exchange between replicas that differ."""
     exchange, replicas = layout.parallel.exchange, layout.sizes["data"]
     if not exchange.replicas_differ or replicas == 1:
         return ()

@@ -3,7 +3,7 @@
     batch ─► microbatches ─► loss sums, gradients ─► accumulated ─► divided once ─► optimizer ─► state
                  └──────────────── scan ─────────────────┘
 
-The layout's specs say how each array is sharded; XLA inserts the collectives.
+The layout has a spec for each array; XLA inserts the collectives.
 """
 
 import math
@@ -42,9 +42,9 @@ from jaxpar.step.state import State
 
 
 def guard_update(update: Callable, on_device: Callable, scalar_metrics: Callable) -> Callable:
-    """Returns an update that is skipped if the loss, the gradients or the new parameters are not finite.
+    """Guards an update: skips it if the loss, the gradients or the new parameters are not finite.
 
-    It is also skipped if the loss is above the limit. Devices exchange one bool about their shards of the parameters.
+    It also skips an update if the loss is above the limit. Devices all-reduce one bool about their parameter shards.
 
     Args:
       update: (state, batch) to (state, metrics).
@@ -52,8 +52,8 @@ def guard_update(update: Callable, on_device: Callable, scalar_metrics: Callable
       scalar_metrics: Converts the metrics of `update` to scalars.
 
     Returns:
-      (state, batch, limit) to (state, metrics). If the bool `skipped` in the metrics is true, all but the step count is
-      unchanged, bit for bit.
+      A function that maps (state, batch, limit) to (state, metrics). If the bool `skipped` in the metrics is true, the
+      state is unchanged bit for bit, except for the step count.
     """
 
     def _update(state: State, batch: Mapping, limit: jax.Array):
@@ -94,7 +94,7 @@ def update_programs(
     *,
     guard: bool,
 ) -> Callable[[int], Any]:
-    """Returns a function from a sync round (0 for none) to the jitted update whose step ends with it.
+    """Returns a function that maps a sync round (0 for none) to the jitted update whose step ends with it.
 
     An update is a function of (state, batch), or of (state, batch, limit of the loss) if it is guarded. It reuses the
     buffers of the state.
@@ -119,8 +119,8 @@ def update_programs(
 def evaluation_program(gradients: Gradients, shardings: State, load: Callable[..., Any]) -> Any:
     """Returns the jitted evaluation of a batch, without dropout or an update.
 
-    It is a function of (params, model state, batch, arrays of the optimizer that the evaluated parameters are computed
-    from or None, state of the exchange).
+    Its arguments are params, model state, batch, the optimizer's arrays that define the parameters to evaluate (or
+    None), and the state of the exchange.
     """
 
     def measure(params: Tree, model_state: Tree, batch: Batch, averages: Any = None, exchange: Tree = ()) -> Sums:
@@ -141,13 +141,13 @@ NONE: Mapping[str, Callable] = MappingProxyType({})
 class Step:
     """A compiled training step: `state, metrics = step(state, batch)`.
 
-    Compiled once per batch shape, at the first call. The input state is donated.
+    It is compiled once per batch shape, at the first call, and donates the input state.
 
     Attributes:
       compiler: Traces, checks and compiles the programs of the step, and records what their traces show.
-      gradients: Differentiates the model and makes its updates.
-      shardings: Of every array of the state.
-      programs: The compiled programs, by their names and batch shapes.
+      gradients: Differentiates the model and computes its updates.
+      shardings: The sharding of every array of the state.
+      programs: The compiled programs, by name and batch shape.
       placement: Shards batches of updates.
       evaluation: The jitted program of `evaluate`.
     """
@@ -192,14 +192,14 @@ class Step:
 
     @property
     def layout(self) -> Layout:
-        """Where arrays live. After the first call its notes say how the loss computes its logits."""
+        """The sharding of all arrays. After the first call, its notes describe how the loss computes its logits."""
         return self.compiler.layout
 
     def __call__(self, state: State, batch: Batch, *, limit: float = math.inf) -> tuple[State, dict[str, jax.Array]]:
-        """Makes one update.
+        """Runs one training step.
 
         Args:
-          state: From `init_state` or the previous step; its buffers are reused.
+          state: The result of `init_state` or of the previous step; its buffers are donated.
           batch: Name to array; dim 0 of every array is the global batch.
           limit: The loss above which a guarded step makes no update; other steps ignore it.
 

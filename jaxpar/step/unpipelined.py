@@ -1,9 +1,9 @@
-"""Gradients of an unpipelined step, whose layers are all on every device: one microbatch, or a sum over several.
+"""Gradients of an unpipelined step, in which every device has all layers: of one microbatch, or summed over several.
 
     batch ─► microbatches ─► loss sums, gradients ─► accumulated ─► divided once
                  └──────────────── scan ─────────────────┘
 
-The layout's specs say how arrays are sharded. `pipelined` does the same for layers spread over stages.
+The layout has the specs of all arrays. `pipelined` computes the same if the layers are on several stages.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ class Unpipelined(Gradients):
     """An unpipelined model and its loss.
 
     Attributes:
-      layout: Where arrays live.
+      layout: The sharding of all arrays.
       loss: (model, batch) to (sum, count), or to a dict of them with the entry `loss`.
       numerics: Precision, remat and accumulation.
         frozen: Paths of parameters whose gradients the optimizer does not read: these gradients are zero.
@@ -66,12 +66,12 @@ class Unpipelined(Gradients):
     frozen: frozenset[str] = frozenset()
 
     def gradients(self, params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> tuple[Tree, Sums, Tree]:
-        """Returns gradients of the mean loss over all microbatches, the loss sums, and the model state afterwards."""
+        """Returns the gradients of the mean loss over all microbatches, the loss sums, and the new model state."""
         gradients, sums, after = self._trained(params, model_state, batch)
         return zero_frozen(self.frozen, self.layout, gradients), sums, after
 
     def _trained(self, params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> tuple[Tree, Sums, Tree]:
-        """Like `gradients`, with None for frozen parameters."""
+        """Returns the same as `gradients`, with None for frozen parameters."""
         specs = drop_paths(self.frozen, gradient_specs(self.layout))
         count = self.numerics.accumulate
         if count == 1:
@@ -117,13 +117,13 @@ class Unpipelined(Gradients):
 
     @property
     def _overwritten(self) -> frozenset[str]:
-        """Paths of model state whose new value is the gradient of the mean loss by it, as in plain Flax."""
+        """Paths of model state whose new value is the mean loss's gradient by it, as in plain Flax."""
         return self.layout.blueprint.overwritten
 
     def update(
         self, optimizer: optax.GradientTransformation, state: State, batch: Mapping[str, Any], on_device: Callable
     ) -> tuple[State, dict[str, jax.Array]]:
-        """Makes one update from the gradients of the batch."""
+        """Updates the parameters once, by the gradients of the batch."""
         results = self.gradients(state.params, state.model_state, batch)
         if (assigned := self.layout.blueprint.assigned) is not None:
             state = dataclasses.replace(
@@ -132,9 +132,9 @@ class Unpipelined(Gradients):
         return apply_gradients(self.layout, optimizer, state, results, on_device)
 
     def _params_after_call(self, assigned: Callable, params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> Tree:
-        """Returns the stored parameters after a forward pass that assigns some of them.
+        """Returns the stored parameters after a forward pass, which assigns some of them.
 
-        Only the equations of the assigned values run.
+        It runs only the equations of the assigned values.
         """
         blueprint, flat = self.layout.blueprint, by_path(params)
 
@@ -162,12 +162,14 @@ class Unpipelined(Gradients):
 
     @property
     def _summed_over(self) -> str:
-        """The axis whose sum of layer gradients is moved out of the scan, or "": see `hoist_gradient_sums`."""
+        """The axis over which layer gradients are summed after the scan instead of in it, or "": see
+        `hoist_gradient_sums`.
+        """
         return "data" if self.layout.sizes["data"] > 1 else "fsdp" if self._cut_by_fsdp else ""
 
     @property
     def _cut_by_fsdp(self) -> bool:
-        """Whether gradients are reduce-scattered over `fsdp`, and otherwise summed only over `data`."""
+        """Whether gradients are reduce-scattered over `fsdp` and summed over no other axis than `data`."""
         # sums over other axes that split the batch would be sent unsharded before the reduce-scatter
         sizes, stage = self.layout.sizes, self.layout.parallel.stage
         only_data_and_fsdp = self.layout.replicas == sizes["data"] * sizes["fsdp"] and sizes["context"] == 1
@@ -181,7 +183,7 @@ class Unpipelined(Gradients):
         return gather_params(self.layout, params, forward, model_state, batch, dtype=self.numerics.dtype)
 
     def _uncast(self, params: Tree, model_state: Tree, batch: Mapping[str, Any], train: bool) -> Set[str]:
-        """Paths that the loss also reads uncast, e.g. for a penalty; stage 3 would gather them cast."""
+        """Paths of parameters that the loss also reads uncast, e.g. for a penalty; ZeRO-3 would gather them cast."""
         if self.numerics.dtype is None or self.layout.parallel.stage != 3:
             return frozenset()
         forward = partial(self._forward, train=train, together=False)

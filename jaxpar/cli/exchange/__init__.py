@@ -1,4 +1,4 @@
-"""`jaxpar exchange compare|collective|hogwild`: compares how replicas synchronize; one file per subcommand."""
+"""`jaxpar exchange compare|collective|hogwild`: compares methods of synchronization; one file per subcommand."""
 
 import argparse
 

@@ -4,7 +4,7 @@
     files ─► jsonl      a line is a document: a column of text,        ├─► Piece ─► encoder ─► tokens
     files ─► parquet    a row likewise; or of messages, by a template  ┘
 
-A piece holds the place where the next begins, so packing resumes there after a kill.
+A piece has the place where the next piece begins, so that packing can resume there after a kill.
 
 To add a format: a function from a file and a place to rows, and a line in `rows._reader`.
 """

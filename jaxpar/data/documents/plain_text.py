@@ -22,7 +22,7 @@ MAGIC = {
 
 
 def kind_of(head: bytes) -> str:
-    """Format of a file with these first bytes, if it is a known one that is no text; else ""."""
+    """Returns the format of a file with these first bytes if it is a known format other than text; else ""."""
     return next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), "")
 
 
@@ -114,7 +114,7 @@ class WrongBytes:
     """Counts the invalid bytes in the files of a corpus.
 
     Attributes:
-      bytes: Number of bytes that are no UTF-8.
+      bytes: Number of bytes that are not valid UTF-8.
       zeros: Number of zero bytes.
       files: Number of files with either.
       first: File and byte of the first.
@@ -153,7 +153,7 @@ class TextFile:
         """Counts the invalid bytes of the next block; an empty block ends the file.
 
         Raises:
-          JaxparError: If the file is no text.
+          JaxparError: If the file is not text.
         """
         if block and not self.begin and (kind := kind_of(block[:16])):
             raise refuse(f"{self.file} is {kind}, and no text", rule=RULE, fix=FIX)

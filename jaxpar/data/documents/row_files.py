@@ -1,4 +1,4 @@
-"""Rows of JSONL and Parquet as documents: a column of text, or of messages that a chat template renders.
+"""Reads rows of JSONL and Parquet as documents: a column of text, or of messages that a chat template renders.
 
 Each row is a document, read whole. An invalid row is refused with its file and its number, counted from 1.
 """
@@ -61,7 +61,7 @@ def row_values(batch: Any) -> Iterator[tuple[dict[str, Any], int, int]]:
 
 
 def _value(scalar: Any) -> tuple[Any, int]:
-    """Value of an Arrow scalar, and its number of replaced characters (see `unicode`)."""
+    """Returns the value of an Arrow scalar, and its number of replaced characters (see `piece.ReplacedCharacters`)."""
     import pyarrow
 
     if not scalar.is_valid:
@@ -97,7 +97,7 @@ class RowCorpus(Corpus):
       column: The column of text or messages.
       chat: Renders messages; None if the column is text.
       answers: Whether only answers are learned.
-      replaced: Counts replaced characters (see `unicode`).
+      replaced: Counts replaced characters.
     """
 
     column: str = "text"
@@ -120,7 +120,7 @@ class RowCorpus(Corpus):
                 yield self._piece(row, size, end, where)
 
     def inspector(self, file: Path) -> Callable[..., None]:
-        """A check that does nothing: rows are checked when they are read."""
+        """Returns a check that does nothing, because rows are checked when they are read."""
         return lambda block: None
 
     def notes(self) -> list[str]:

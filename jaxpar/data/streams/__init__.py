@@ -5,5 +5,5 @@
     evaluation() of either, or data.evaluation           ─► evaluated
     data.sets, of any kind of source                     ─► sets
 
-To add a kind: a class that implements `spec.Source`, and its line in `streams.opening.open_own`.
+To add a kind: a class that implements `spec.Source`, and its line in `streams.user_data.open_user_data`.
 """

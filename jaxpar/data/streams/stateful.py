@@ -3,8 +3,8 @@
 def data():                    every process draws global batches, and takes its rows of them
 def data(shard, shards):       a process draws its rows alone; processes with the same rows draw the same shard
 
-An iterator with a state, such as grain's or torchdata's, is restored to it when a run resumes; for others the batches
-before the step are drawn and dropped, with a message if there are many.
+If an iterator has a state, as grain's and torchdata's have, it is restored when a run resumes. For other iterators the
+batches before the step are drawn and dropped, with a message if there are many.
 """
 
 import base64
@@ -55,7 +55,7 @@ class SavedStates:
     def latest_before(self, step: int) -> tuple[int, Any, str] | None:
         """Returns the newest state at or before a step as (next batch, state, hash of that batch).
 
-        The next `note` deletes states after that step: they may be of an abandoned run.
+        The next `append` deletes states after that step, because they may come from an abandoned run.
         """
         self._from = step
         candidates = [record for record in self._lines() if record["next"] <= step]

@@ -35,7 +35,7 @@ class Encoder(Protocol):
         ...
 
     def seam(self, left: str, right: str) -> int | None:
-        """Characters to drop at the start of `right` if a document is cut here; None if a cut changes its tokens."""
+        """Returns the length to drop from `right` if a document is cut here; None if the tokens change."""
         ...
 
 
@@ -65,7 +65,7 @@ class BuiltinEncoder:
         return [set_flags(ids, self.dtype, first=item.first) for ids, item in zip(ended, pieces, strict=True)]
 
     def seam(self, left: str, right: str) -> int:
-        """Always 0: a byte-level BPE starts a new word at a space that follows something else."""
+        """Returns 0, because a byte-level BPE always starts a new word at a space after another character."""
         return 0
 
 
@@ -106,9 +106,9 @@ class HuggingFaceEncoder:
         return set_flags(np.array(ids, np.uint32), self.dtype, first=piece.first)
 
     def seam(self, left: str, right: str) -> int | None:
-        """Encodes both sides alone and compares: returns the characters to drop at the cut, None if the tokens change.
+        """Encodes both sides of a cut separately; returns the characters to drop there, None if the tokens change.
 
-        A tokenizer that puts a space before every text replaces the space at the cut by that one.
+        If a tokenizer adds a space before every text, the space at the cut is dropped instead.
         """
         expected = self._ids(left + right)
         for drop in (0, 1):
@@ -183,7 +183,7 @@ def load(saved: TokenizerFacts) -> Any:
 
 
 def tokens_around(saved: TokenizerFacts, tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Ids of the special tokens before and after a text: by the config for the classes `saved.ADDED`, else by trial."""
+    """Finds the ids of special tokens before and after a text: in the config if it decides, else by encoding one."""
     if saved.adds_bos_eos is not None:
         return tuple(
             [token] if is_added and (token := saved.id_of(key)) is not None else []
@@ -216,7 +216,7 @@ MOST = 4096  # pieces per batch
 
 
 def open_corpus(spec: Data, files: Iterable[Path]) -> Corpus:
-    """The documents of these files, read as the `[data]` table says."""
+    """Opens the documents in these files, by the settings of the `[data]` table."""
     if not spec.has_rows:
         return Corpus(tuple(files))
     template = load_template(read_tokenizer(spec.tokenizer)) if spec.messages else None
@@ -224,7 +224,7 @@ def open_corpus(spec: Data, files: Iterable[Path]) -> Corpus:
 
 
 def token_settings(spec: Data) -> str:
-    """Settings that decide the tokens of given files, as text to hash; "" for plain text in bytes or a trained BPE."""
+    """Returns the settings that determine the tokens of files, as text; "" for plain text in bytes or trained BPE."""
     if not spec.is_marked:
         return ""
     settings = [
@@ -275,5 +275,5 @@ def _groups(pieces: Iterator[DocumentPiece]) -> Iterator[list[DocumentPiece]]:
 
 
 def encode_from(corpus: Corpus, encoder: Encoder, read: Callable[[int], None]):
-    """The function from a place to the tokens from there on, which `journal.write_tokens` calls."""
+    """Returns the function that maps a place to the tokens from there on, for `packing.write_tokens`."""
     return partial(encode_documents, corpus, encoder, read)

@@ -1,14 +1,15 @@
-"""Replicas that differ: each steps by gradients of its own examples alone, and they synchronize every N steps.
+"""Replicas that differ: each trains on its own examples, and all synchronize every N steps.
 
-    local      they take the mean of their parameters (model averaging, local SGD)
+    local      replicas take the mean of their parameters (model averaging, local SGD)
     diloco     the mean parameter change since the last sync round is the outer optimizer's gradient
     streaming  diloco of one fragment of the model at a time (`fragments`)
-    easgd      each is drawn to a center, and the center to their mean
-    gossip     each takes a weighted mean of its own parameters and its neighbours' (`graphs`)
-    ensemble   they never synchronize: evaluation averages their predictions
+    easgd      each replica moves towards a center, and the center towards the replicas' mean
+    gossip     each replica takes a weighted mean of its own parameters and its neighbours' (`graphs`)
+    ensemble   replicas never synchronize: evaluation averages their predictions (in `local`)
 
 Nouns: a replica, a sync round, the anchor (the parameters after the last sync round), a graph of which replica hears
 which.
 
-To add one: a file with a frozen dataclass that is an `Exchange` with `differ = True`, and a row of `exchange.table`.
+To add one: a file with a frozen dataclass that is an `Exchange` with `replicas_differ = True`, and a row of
+`exchange.table`.
 """

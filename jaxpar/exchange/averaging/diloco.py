@@ -24,9 +24,9 @@ class OuterOptimizer(Exchange):
 
     Attributes:
       lr: The outer optimizer's learning rate.
-      momentum: Its momentum; 0 for none.
-      nesterov: Whether its momentum is Nesterov's.
-      outer: In Python, any optax chain instead of these three.
+      momentum: The outer momentum; 0 for none.
+      nesterov: Whether the outer momentum is Nesterov's.
+      outer: In Python, an optax chain that replaces these three settings.
     """
 
     lr: float = 0.7
@@ -57,10 +57,10 @@ class OuterOptimizer(Exchange):
 
 
 def outer_step(chain: "optax.GradientTransformation", anchor: Tree, mean: Tree, state: Tree) -> tuple[Tree, Tree]:
-    """Returns the anchor and the outer optimizer's state after a step whose gradient is anchor - mean.
+    """Applies the outer optimizer to the gradient anchor - mean; returns the new anchor and optimizer state.
 
-    The new anchor is the mean plus the difference between the update and a step to the mean: with a rate of 1 and no
-    momentum the anchor is the mean to the bit.
+    It computes the new anchor as mean + (update + gradient), so that with a rate of 1 and no momentum the anchor equals
+    the mean bit for bit.
     """
     import jax
     import jax.numpy as jnp
@@ -80,11 +80,11 @@ class DiLoCo(OuterOptimizer):
 
     Attributes:
       name: diloco (every N steps the replicas' mean is a gradient for an outer optimizer).
-      every: Steps from one sync round to the next.
+      every: Number of steps from one sync round to the next.
       lr: The outer optimizer's learning rate.
-      momentum: Its momentum; 0 for none.
-      nesterov: Whether its momentum is Nesterov's.
-      outer: In Python, any optax chain instead of these three.
+      momentum: The outer momentum; 0 for none.
+      nesterov: Whether the outer momentum is Nesterov's.
+      outer: In Python, an optax chain that replaces these three settings.
       algorithm: The all-reduce: ring, halving, butterfly, tree or two_levels; "" is XLA's.
     """
 
@@ -113,7 +113,7 @@ class DiLoCo(OuterOptimizer):
         return dataclasses.replace(replicas, params=params, exchange_state={"anchor": anchor, "outer": state})
 
     def traffic(self, shards: Mapping[str, Any], replicas: int) -> tuple[Traffic, ...]:
-        """Returns the all-reduce of parameters."""
+        """Returns one all-reduce of the parameters per sync round."""
         from jaxpar.exchange.replica_mesh import mean_traffic
 
         return mean_traffic(shards, replicas, every=self.every, algorithm=self.algorithm)

@@ -1,4 +1,4 @@
-"""Elastic averaging: each replica is drawn to a center, and the center to the replicas' mean."""
+"""Elastic averaging: each replica moves towards a center, and the center towards the replicas' mean."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 class Easgd(Exchange):
     """Elastic averaging SGD (Zhang, Choromanska, LeCun 2015, arXiv:1412.6651, equations 5 and 6).
 
-    A sync round sets each replica w to w - alpha (w - center), and the center to (1 - beta) center + beta mean(w) of
-    the replicas before it. The paper's beta is alpha times the number of replicas, and its alpha the learning rate
-    times rho; here alpha does not follow the rate. A sync round is after the replicas' own updates; the paper's
-    algorithm 1 has it before the gradient step. With alpha 0 the replicas are independent.
+    A sync round sets each replica w to w - alpha (w - center), and the center to (1 - beta) center + beta mean(w), with
+    the replicas' old w. In the paper, beta is alpha times the number of replicas and alpha is the learning rate times
+    rho; here alpha does not depend on the rate. Here a sync round follows the replicas' updates; in the paper's
+    algorithm 1 it precedes the gradient step. With alpha 0 the replicas are independent.
 
     Attributes:
       name: easgd (every N steps each replica is drawn to a center, and the center to their mean).
-      every: Steps from one sync round to the next.
-      alpha: Share of its distance to the center that a replica moves.
-      beta: Share of its distance to the replicas' mean that the center moves.
+      every: Number of steps from one sync round to the next.
+      alpha: Fraction of its distance to the center by which a replica moves.
+      beta: Fraction of its distance to the replicas' mean by which the center moves.
     """
 
     name: str = "easgd"
@@ -54,7 +54,7 @@ class Easgd(Exchange):
         return dataclasses.replace(replicas, params=params, exchange_state={"center": center})
 
     def traffic(self, shards: Mapping[str, Any], replicas: int) -> tuple[Traffic, ...]:
-        """Returns the all-reduce of parameters."""
+        """Returns one all-reduce of the parameters per sync round."""
         from jaxpar.exchange.replica_mesh import mean_traffic
 
         return mean_traffic(shards, replicas, every=self.every)

@@ -3,7 +3,8 @@
     depth    layers in a row: 0 1 2 | 3 4 5
     strided  every n-th layer: 0 3 | 1 4 | 2 5
 
-Parameters outside of layers, such as embeddings, go to the smallest fragment so far, the largest parameter first.
+Each parameter outside of the layers, such as an embedding, goes to the fragment that is smallest so far, in order of
+decreasing size.
 """
 
 import re
@@ -13,12 +14,12 @@ from typing import Any
 from jaxpar.errors import refuse
 from jaxpar.exchange.traffic import ShardShape
 
-Fragment = Mapping[str, slice]  # path of a parameter to its layers in the fragment, all of dim 0 where it is no stack
+Fragment = Mapping[str, slice]  # path of a parameter to its layers in the fragment; all of dim 0 if it is not a stack
 ALL = slice(None)
 
 
 def fragments(parts: Mapping[str, ShardShape], count: int, order: str) -> Sequence[Fragment]:
-    """Divides a model into fragments; together they have every parameter once.
+    """Divides a model into fragments, so that every parameter is in exactly one fragment.
 
     Args:
       parts: Path to shape.
@@ -26,7 +27,7 @@ def fragments(parts: Mapping[str, ShardShape], count: int, order: str) -> Sequen
       order: depth, or strided.
 
     Raises:
-      JaxparError: If one of them would be empty.
+      JaxparError: If a fragment would be empty.
     """
     layer = {path: int(number[1]) for path in parts if (number := re.search(r"(?:^|/)(\d+)(?:/|$)", path))}
     listed = max(layer.values(), default=-1) + 1
@@ -64,7 +65,7 @@ def _layers(layers: int, number: int, count: int, order: str) -> slice:
 
 
 def share(part: ShardShape, layers: slice) -> ShardShape:
-    """Returns the part of a parameter that a fragment's layers are."""
+    """Returns the shape of a fragment's layers of a stacked parameter."""
     if layers == ALL:
         return part
     return ShardShape(
@@ -73,12 +74,12 @@ def share(part: ShardShape, layers: slice) -> ShardShape:
 
 
 def take(flat: Mapping[str, Any], fragment: Fragment, *, dim: int = 0) -> dict[str, Any]:
-    """Takes a fragment's layers from arrays by path.
+    """Slices a fragment's layers from arrays.
 
     Args:
       flat: Path to array.
       fragment: Path to its layers.
-      dim: The dim of layers: 1 behind a dim of replicas.
+      dim: The dim of layers: 1 if dim 0 is the replicas, else 0.
     """
     return {path: flat[path][(ALL,) * dim + (layers,)] if layers != ALL else flat[path]
             for path, layers in fragment.items()}  # fmt: skip

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Gossip(Exchange):
-    """Gossip SGD (Lian et al. 2017, arXiv:1705.09056), in the form that adapts, then combines.
+    """Gossip SGD (Lian et al. 2017, arXiv:1705.09056), which here updates first, then averages.
 
     After its own update a replica takes the weighted mean of its neighbours' new parameters: w_i = sum_j M_ij w_j. The
-    mean over replicas is unchanged, and their differences shrink by the second singular value of M. With equal weights
-    for all it is `local`.
+    mean over replicas is unchanged, and their differences shrink by the second largest singular value of M. If all
+    weights are equal, it is `local`.
 
     Attributes:
       name: gossip (every N steps each replica takes a mean of its own parameters and its neighbours').
-      every: Steps from one sync round to the next.
+      every: Number of steps from one sync round to the next.
       graph: ring, torus, exponential, or the rows of a doubly stochastic matrix: row r has the weights of replica r.
     """
 
@@ -40,7 +40,7 @@ class Gossip(Exchange):
         graphs.check(self.graph)
 
     def problems(self, replicas: int) -> list[Problem]:
-        """Returns a problem if its matrix is for another number of replicas."""
+        """Returns a problem if the given matrix has another number of replicas."""
         if isinstance(self.graph, str) or len(self.graph) == replicas:
             return []
         return [
@@ -52,12 +52,12 @@ class Gossip(Exchange):
         ]
 
     def synchronize(self, replicas: Replicas, between: "ReplicaMesh") -> Replicas:
-        """Mixes each replica with its neighbours."""
+        """Replaces each replica's parameters by the weighted mean of its own and its neighbours'."""
         weights = graphs.matrix(self.graph, between.replicas)
         return dataclasses.replace(replicas, params=between.mix(replicas.params, weights))
 
     def traffic(self, shards: Mapping[str, Any], replicas: int) -> tuple[Traffic, ...]:
-        """Returns a permute of every parameter for each neighbour."""
+        """Returns one collective-permute per parameter and neighbour."""
         from jaxpar.exchange.replica_mesh import mix_traffic
 
         return mix_traffic(shards, graphs.matrix(self.graph, replicas), every=self.every)

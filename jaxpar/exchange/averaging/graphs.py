@@ -1,4 +1,4 @@
-"""Graphs of gossip: doubly stochastic matrices, whose row r has replica r's weights of the replicas it hears."""
+"""Graphs of gossip as doubly stochastic matrices: row r has the weights of the mean that replica r takes."""
 
 import math
 
@@ -10,17 +10,21 @@ _CLOSE = 1e-6  # tolerance of the sums of rows and columns
 
 
 def ring(count: int) -> np.ndarray:
-    """Replica i hears i - 1, itself and i + 1, with equal weights. Shape [count, count]."""
+    """Weights of a ring: replica i averages i - 1, i and i + 1, with equal weights. Shape [count, count]."""
     return _circulant(count, (-1, 0, 1))
 
 
 def exponential(count: int) -> np.ndarray:
-    """Replica i hears i - 1, i - 2, i - 4, ... (Assran et al. 2019, arXiv:1811.10792). Shape [count, count]."""
+    """Weights of an exponential graph: replica i averages i, i - 1, i - 2, i - 4, ... (Assran et al. 2019,
+    arXiv:1811.10792). Shape [count, count].
+    """
     return _circulant(count, (0, *(1 << power for power in range((count - 1).bit_length()))))
 
 
 def torus(count: int) -> np.ndarray:
-    """Each replica hears its four neighbours on a torus, as square as possible. Shape [count, count]."""
+    """Weights of a torus, as square as possible: a replica averages itself and its four neighbours. Shape [count,
+    count].
+    """
     rows = max(side for side in range(1, math.isqrt(count) + 1) if count % side == 0)
     columns = count // rows
     weights = np.zeros((count, count))

@@ -3,8 +3,8 @@
     parts [replica, ...] ─► one vector ─► all-reduce ─────────────────────────► mean of each part
                                           (steps that do not read it) ─► after ─┘
 
-XLA starts a collective when its operands are ready, waits for it before its result is read, and may move both. The
-read of the vector here also depends on `after`, so XLA cannot move it in front of the ops that make `after`.
+XLA starts a collective when its operands are ready, waits for it before its result is read, and may move both. Here
+the read of the vector also depends on `after`, so XLA cannot move it before the ops that compute `after`.
 """
 
 import math
@@ -20,10 +20,10 @@ from jaxpar.exchange.traffic import ShardShape
 
 
 def depart(tree: Mapping[str, jax.Array], between: ReplicaMesh) -> dict[str, jax.Array]:
-    """Returns the sum over replicas of arrays [replica, ...], as one vector of each dtype: one collective each.
+    """Sums arrays [replica, ...] over replicas; returns one vector per dtype, each from one collective.
 
     Args:
-      tree: Path to array, with `between.specs`.
+      tree: Path to array, sharded by `between.specs`.
       between: The mesh and the specs of the arrays.
     """
 
@@ -44,14 +44,14 @@ def depart(tree: Mapping[str, jax.Array], between: ReplicaMesh) -> dict[str, jax
 def arrive(
     vectors: Mapping[str, jax.Array], parts: Mapping[str, ShardShape], between: ReplicaMesh, after: jax.Array
 ) -> dict[str, jax.Array]:
-    """Returns the means over replicas of the departed arrays, without the dim of replicas.
+    """Returns the means over replicas of the arrays that `depart` sent, without the dim of replicas.
 
     Args:
-      vectors: As `depart` returned them.
+      vectors: The result of `depart`.
       parts: Path of each array to the part that a device holds.
       between: The mesh and the specs of the arrays.
-      after: Floats [replica, ...]: the vectors are read only after it is computed. If its first number on a device is
-        nan, so are the means there.
+      after: Floats [replica, ...]; the vectors are read only after it is computed. If its first element on a device is
+        nan, the means on that device are nan.
     """
 
     def inside(vectors: Mapping[str, jax.Array], after: jax.Array) -> tuple[jax.Array, ...]:
@@ -79,5 +79,5 @@ def _by_dtype(tree: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def _vector(between: ReplicaMesh) -> PartitionSpec:
-    """Spec of a vector that differs between the devices of a replica and is equal on all replicas."""
+    """Returns the spec of a vector that is sharded over the devices of a replica and replicated over replicas."""
     return PartitionSpec(tuple(axis for axis in between.mesh.axis_names if axis != AXIS))

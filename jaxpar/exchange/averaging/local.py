@@ -20,12 +20,13 @@ _HELD = "optimizer/"  # prefix of the cause of an optimizer's traffic
 class Local(Exchange):
     """Local SGD, also called model averaging (Stich 2019, arXiv:1805.09767; Lin et al. 2020, arXiv:1808.07217).
 
-    With `every=1`, plain SGD and equally many tokens on each replica, a step is a synchronous one.
+    With `every=1`, plain SGD and equally many tokens on each replica, it equals synchronous SGD.
 
     Attributes:
       name: local (every N steps replicas take the mean of their parameters).
-      every: Steps from one sync round to the next.
-      optimizer: Whether an optimizer's averages, such as momentum, are "kept" by each replica or "averaged" too.
+      every: Number of steps from one sync round to the next.
+      optimizer: "kept" if each replica keeps its optimizer's averages, such as momentum; "averaged" if replicas take
+        the mean of these too.
       algorithm: The all-reduce: ring, halving, butterfly, tree or two_levels; "" is XLA's.
     """
 
@@ -52,13 +53,13 @@ class Local(Exchange):
         return dataclasses.replace(averaged, opt_state=between.for_optimizer.average(replicas.opt_state))
 
     def traffic(self, shards: Mapping[str, Any], replicas: int) -> tuple[Traffic, ...]:
-        """Returns the all-reduce of parameters."""
+        """Returns one all-reduce of the parameters per sync round."""
         from jaxpar.exchange.replica_mesh import mean_traffic
 
         return mean_traffic(shards, replicas, every=self.every, algorithm=self.algorithm)
 
     def optimizer_traffic(self, opt_state: Mapping[str, ShardShape], replicas: int) -> tuple[Traffic, ...]:
-        """Returns the all-reduce of an optimizer's averages, if they are averaged; counts are not."""
+        """Returns one all-reduce of the optimizer's averages, if they are averaged; its counts are not sent."""
         import jax.numpy as jnp
 
         from jaxpar.exchange.replica_mesh import mean_traffic
@@ -71,7 +72,7 @@ class Local(Exchange):
         return mean_traffic(floats, replicas, every=self.every)
 
     def explain(self, sent: Iterable[Traffic]) -> str:
-        """Returns a sentence about how replicas synchronize, and the traffic as far as the optimizer's is known."""
+        """Describes in a sentence how replicas synchronize, and their traffic as far as the optimizer's is known."""
         sent = tuple(sent)
         complete = self.optimizer == "kept" or any(traffic.collective.cause.startswith(_HELD) for traffic in sent)
         return super().explain(sent) + ("" if complete else ", and the optimizer's averages on top")
@@ -82,9 +83,9 @@ class Local(Exchange):
 
 @dataclass(frozen=True, kw_only=True)
 class Ensemble(Exchange):
-    """Models that train in parallel, each on different examples, from the same parameters and with different dropout.
+    """Models that train in parallel from the same parameters, each on other examples and with other dropout masks.
 
-    `evaluate` shows all examples to all of them, and the loss gets the mean of their outputs.
+    `evaluate` runs all models on all examples, and computes the loss of the mean of their outputs.
 
     Attributes:
       name: ensemble (replicas never synchronize; evaluation averages their predictions).

@@ -1,12 +1,12 @@
-"""Streaming DiLoCo: a fragment of the model at a time, applied some steps after it was sent.
+"""Streaming DiLoCo: synchronizes one fragment of the model at a time, and applies it some steps after sending it.
 
     step      1 2 3 4 5 6 7 8 9      every 6, fragments 3, delay 1
     sends       0   1   2   0
     applies       0   1   2   0      so a step sends one fragment only
 
-A replica sends its parameter change since the fragment's last sync round, in fp32 or as a code of fewer bits. Where
-one program makes one step, the delay is in the numbers, not in time: a step waits for its own traffic. With `depart`
-and `arrive` the steps between them are one program, in which nothing waits (`step.apart.rounds`).
+A replica sends its parameter change since the fragment's last sync round, in fp32 or as a code of fewer bits. If each
+step is a program, the delay changes the results but hides no traffic: a step waits for its own collectives. With
+`depart` and `arrive` several steps are one program, and the all-reduce overlaps with them (`step/per_replica/rounds`).
 """
 
 from collections.abc import Callable, Mapping
@@ -37,17 +37,17 @@ class Streaming(OuterOptimizer):
     Attributes:
       name: streaming (DiLoCo of one fragment of the model at a time, applied some steps after it was sent).
       every: Steps from one sync round of a fragment to its next.
-      fragments: Number of fragments, which synchronize one after the other. Divides `every`.
-      order: depth (layers in a row are a fragment), or strided (every n-th layer).
-      delay: Steps between taking a fragment's mean and applying it.
-      blend: Share of its own parameters that a replica keeps when the fragment's are applied.
+      fragments: Number of fragments, which synchronize one after the other; it divides `every`.
+      order: depth (a fragment is a range of layers) or strided (a fragment is every n-th layer).
+      delay: Steps between the mean of a fragment and its application.
+      blend: Weight of a replica's own parameters when a fragment is applied; 0 replaces them.
       wire: Format of a replica's parameter change on the wire: fp32, bf16, int8 or int4; the last two are rounded at
         random, in blocks with a scale, as by `qsgd` (the paper's 4 bits are floats, E3M0). Norms, biases and parameters
         of fewer than 4,096 elements are sent in fp32.
       lr: The outer optimizer's learning rate.
-      momentum: Its momentum; 0 for none.
-      nesterov: Whether its momentum is Nesterov's.
-      outer: In Python, any optax chain instead of these three.
+      momentum: The outer momentum; 0 for none.
+      nesterov: Whether the outer momentum is Nesterov's.
+      outer: In Python, an optax chain that replaces these three settings.
     """
 
     name: str = "streaming"
@@ -88,8 +88,8 @@ class Streaming(OuterOptimizer):
     def init(self, params: Tree, replicas: int) -> Tree:
         """Returns the anchor, the outer optimizer's state, and the fragments that are sent but not yet applied.
 
-        State of the outer optimizer in another shape than the parameters', such as a step count, is kept once for each
-        fragment. Shape [fragments, ...].
+        Arrays of the outer optimizer that are not per parameter, such as a step count, get one entry per fragment.
+        Shape [fragments, ...].
         """
         import jax
         import jax.numpy as jnp
@@ -101,7 +101,10 @@ class Streaming(OuterOptimizer):
         return {"anchor": flat, "outer": outer, "sent": flat, "code": code}
 
     def sync_round(self, step: int) -> int:
-        """Returns a step's place in the period, from 1, if it sends or applies a fragment, else 0; larger at first."""
+        """Returns the step's position in the period, from 1, if it sends or applies a fragment, else 0.
+
+        Before the first fragment arrives, `every` is added to it: these steps only send.
+        """
         place = (step - 1) % self.every
         arrival = self._fragment_at(place - self.delay)
         if arrival is not None and step <= self.delay:  # nothing was sent yet
@@ -110,7 +113,7 @@ class Streaming(OuterOptimizer):
         return place + 1 if self._fragment_at(place % self.every) is not None or arrival is not None else 0
 
     def synchronize(self, replicas: Replicas, between: "ReplicaMesh") -> Replicas:
-        """Sends a fragment, applies one, or both."""
+        """Sends a fragment, applies an earlier one, or both."""
         params, structure = flatten_by_path(replicas.params)
         between = between.with_specs(dict(zip(params, structure.flatten_up_to(between.specs), strict=True)))
         state = dict(replicas.exchange_state)
@@ -125,14 +128,14 @@ class Streaming(OuterOptimizer):
         return replace(replicas, params=structure.unflatten(params.values()), exchange_state=state)
 
     def depart(self, replicas: Replicas, between: "ReplicaMesh") -> Tree:
-        """Starts the all-reduce of the fragment sent at a sync round: see `in_flight`. Only in fp32."""
+        """Starts the all-reduce of a sync round's fragment, in fp32 only: see `in_flight`."""
         from jaxpar.exchange.averaging import in_flight
 
         flat, _, fragment, between = self._sent(replicas, between, between.sync_round)
         return in_flight.depart(take(flat, fragment, dim=1), _only(between, fragment))
 
     def arrive(self, vectors: Tree, replicas: Replicas, between: "ReplicaMesh") -> Replicas:
-        """Applies a departed fragment, at the sync round `delay` steps later."""
+        """Applies the fragment that departed `delay` steps before."""
         from jaxpar.exchange.averaging import in_flight
 
         flat, number, fragment, between = self._sent(replicas, between, between.sync_round - self.delay)
@@ -145,11 +148,11 @@ class Streaming(OuterOptimizer):
         return replace(replicas, params=structure.unflatten(flat.values()), exchange_state=state)
 
     def traffic(self, shards: Mapping[str, Any], replicas: int) -> tuple[Traffic, ...]:
-        """Returns the all-reduce of each fragment, or the traffic of its code."""
+        """Returns one all-reduce per fragment, or the traffic of its code."""
         from jaxpar.exchange.replica_mesh import mean_traffic
 
         traffic_of = CODES[self.wire].traffic if self.wire in CODES else mean_traffic
-        several = len(shards) > 1  # a plan asks about all parameters as one array
+        several = len(shards) > 1  # a plan passes all parameters as one array
         all_fragments = fragments(shards, self.fragments, self.order) if several else [dict.fromkeys(shards, ALL)]
         traffic = []
         for number, fragment in enumerate(all_fragments):
@@ -162,7 +165,7 @@ class Streaming(OuterOptimizer):
     def _sent(
         self, replicas: Replicas, between: "ReplicaMesh", meeting: int
     ) -> tuple[Tree, int, Fragment, "ReplicaMesh"]:
-        """Returns parameters by path, number and layers of the fragment sent at a sync round, and `between` by path."""
+        """Returns parameters by path, the number and layers of a sync round's fragment, and `between` by path."""
         flat, structure = flatten_by_path(replicas.params)
         between = between.with_specs(dict(zip(flat, structure.flatten_up_to(between.specs), strict=True)))
         number = self._fragment_at((meeting - 1) % self.every)
@@ -172,7 +175,7 @@ class Streaming(OuterOptimizer):
         return flat, number, fragments(between.parts, self.fragments, self.order)[number], between
 
     def _mean(self, fragment: Fragment, params: Tree, own: Tree, between: "ReplicaMesh") -> tuple[Tree, Tree]:
-        """Returns the replicas' mean of a fragment after decoding, and the state of its code."""
+        """Returns the decoded mean of a fragment over replicas, and the new state of the code."""
         import jax
         import jax.numpy as jnp
 
@@ -187,7 +190,7 @@ class Streaming(OuterOptimizer):
     def _apply(
         self, number: int, fragment: Fragment, params: Tree, own: Tree, between: "ReplicaMesh"
     ) -> tuple[Tree, Tree]:
-        """Returns parameters and state after the outer optimizer's step on a fragment."""
+        """Applies the outer optimizer's step on a fragment; returns the parameters and the exchange's state."""
         import jax
 
         covers = _is_of(own["anchor"])
@@ -204,14 +207,14 @@ class Streaming(OuterOptimizer):
         }  # fmt: skip
 
     def _fragment_at(self, place: int) -> int | None:
-        """Returns the number of the fragment sent at a place of the period, from 0."""
+        """Returns the number of the fragment that step `place` of the period (from 0) sends, or None."""
         distance = self.every // self.fragments
         number, remainder = divmod(place % self.every + 1, distance)
         return None if remainder else number - 1
 
 
 def _is_of(flat: Tree) -> Callable[[Any], bool]:
-    """Returns a predicate on trees: whether one has an array for each parameter."""
+    """Returns a predicate: whether a tree is a dict with exactly one array per parameter."""
     paths = flat.keys()
     return lambda tree: isinstance(tree, dict) and tree.keys() == paths
 

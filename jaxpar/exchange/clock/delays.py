@@ -1,4 +1,4 @@
-"""Workers' compute times: distributions of mean 1, times the seconds of a step.
+"""Workers' compute times: a draw from a distribution of mean 1, times the seconds of a step.
 
 A worker's times depend only on the seed and its number, so methods are compared on the same stragglers.
 """
@@ -18,7 +18,7 @@ from jaxpar.exchange.collectives.algorithms import traffic_seconds
 from jaxpar.exchange.traffic import Traffic
 from jaxpar.mesh.chips import Link
 
-BLOCK = 1024  # times drawn at once
+BLOCK = 1024  # number of times drawn per call
 
 
 class Law(Protocol):
@@ -40,7 +40,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Exponential:
-    """Exponential times, which have no memory."""
+    """Exponentially distributed times."""
 
     def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
         """Draws `count` times."""
@@ -49,7 +49,7 @@ class Exponential:
 
 @dataclass(frozen=True)
 class Lognormal:
-    """Products of many small delays.
+    """Lognormal times: products of many small delays.
 
     Attributes:
       sigma: Standard deviation of the logarithm.
@@ -67,7 +67,7 @@ class Lognormal:
 
 @dataclass(frozen=True)
 class Pareto:
-    """A heavy tail: few times are very long.
+    """Pareto-distributed times, with a heavy tail: a few are very long.
 
     Attributes:
       shape: How fast the tail falls; the mean is finite above 1.
@@ -90,10 +90,10 @@ class Pareto:
 
 @dataclass(frozen=True)
 class MeasuredDelays:
-    """Measured times, repeated; each worker begins at a random place.
+    """Measured times in a loop; each worker begins at a random position.
 
     Attributes:
-      seconds: As measured; they are scaled to a mean of 1.
+      seconds: The measured times; they are scaled to a mean of 1.
     """
 
     seconds: tuple[float, ...]
@@ -109,7 +109,7 @@ LAWS = {"constant": Constant, "exponential": Exponential, "lognormal": Lognormal
 
 
 def parse(text: str) -> Law:
-    """Parses a law: its name, and after a colon its number; or a file of seconds, one a line.
+    """Parses a distribution: a name, a colon and a number; or the path of a file with a number of seconds per line.
 
     >>> parse("lognormal:0.3")
     Lognormal(sigma=0.3)
@@ -151,7 +151,7 @@ class WorkerTimes:
       law: Distribution of the time of a gradient.
       compute: Mean seconds of one gradient.
       travel: Seconds that parameters take from the server to a worker, and gradients back.
-      seed: Of the draws.
+      seed: Seed of the random draws.
     """
 
     law: Law = Constant()
@@ -163,7 +163,7 @@ class WorkerTimes:
         check_ranges(self, "", {"compute": (1e-12, 1e9), "travel": (0.0, 1e9)})
 
     def stream(self, worker: int) -> Iterator[float]:
-        """Yields the seconds of a worker's gradients, without end."""
+        """Yields the seconds of a worker's gradients, endlessly."""
         rng = np.random.default_rng((self.seed, worker))
         if isinstance(self.law, MeasuredDelays):
             return cycle((self.compute * self.law.draw(rng, len(self.law.seconds))).tolist())
@@ -175,21 +175,21 @@ class WorkerTimes:
         return np.array([[next(stream) for stream in streams] for _ in range(steps)]).reshape(steps, workers)
 
 
-# The virtual clock of real replicas: each computes at its own pace, and a sync round waits for the last.
+# The virtual clock of real replicas: each has its own compute times, and a sync round waits for the last.
 #
 # replica 0  ▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆      |
 # replica 1  ▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆| sync round ...
 
 
 def seconds(sent: Sequence[Traffic], replicas: int, steps: int, times: WorkerTimes, link: Link) -> np.ndarray:
-    """Returns the time at which the last replica ends each step. Shape [steps].
+    """Computes the time at which the last replica ends each step. Shape [steps].
 
     Args:
       sent: The traffic between replicas; empty if they never synchronize.
       replicas: Number of replicas.
-      steps: Of each.
-      times: Of each replica's steps.
-      link: Between replicas.
+      steps: Number of steps of each replica.
+      times: Times of the replicas' steps.
+      link: The link between replicas.
     """
     kinds = len({row.sync_round for row in sent})
     every = min((row.every for row in sent), default=0) // max(kinds, 1)

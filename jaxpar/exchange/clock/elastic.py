@@ -1,10 +1,11 @@
-"""Asynchronous elastic averaging on a virtual clock: workers train their own copies, and meet a center one by one.
+"""Asynchronous elastic averaging on a virtual clock: workers train their own copies, and one by one meet a center.
 
     worker 0   meet ─ step ─ step ─ meet ─ step ─ step ─ meet         every = 2
     worker 1   meet ── step ──── step ── meet ── step ── ...
     center       └ moves at each meeting, in the order in which workers come
 
-No worker waits for another. A worker's staleness is the number of the center's moves since its last meeting.
+At a meeting, a worker's parameters and the center move towards each other. No worker waits for another. A worker's
+staleness is the number of times that the center has moved since the worker's last meeting.
 """
 
 import heapq
@@ -22,8 +23,8 @@ class LocalStep:
     Attributes:
       seconds: End of the step, on the virtual clock.
       worker: Number of the worker.
-      share: Its examples, as in `Push`.
-      meets: Whether the worker and the center are drawn to each other first.
+      share: Index of its examples, as in `Push`.
+      meets: Whether the worker and the center move towards each other before the step.
       staleness: Meetings of other workers with the center since this worker's last one; 0 without a meeting.
     """
 
@@ -38,9 +39,9 @@ class LocalStep:
 class AsynchronousEasgd:
     """Asynchronous EASGD (Zhang, Choromanska, LeCun 2015, arXiv:1412.6651, algorithm 1).
 
-    Every `every` steps of its own a worker x and the center c move by alpha (x - c) towards each other; alpha is beta
-    over the number of workers. The gradient of that step is taken at x before the move. The paper's step is SGD
-    (algorithm 2 has momentum); here it is the job's optimizer, with a state for each worker.
+    After every `every` steps of a worker, its parameters x and the center c move by alpha (x - c) towards each other;
+    alpha is beta over the number of workers. The step's gradient is computed at x before the move. The paper's step is
+    SGD (algorithm 2 has momentum); here it is the job's optimizer, with a state for each worker.
 
     Attributes:
       every: Steps of a worker from one meeting to its next, the paper's communication period tau.
@@ -57,20 +58,20 @@ class AsynchronousEasgd:
         check_ranges(self, "", {"every": (1, STEPS), "beta": (0.0, 1.0)})
 
     def shares(self, workers: int) -> int:
-        """Returns the number of workers: each computes a share of a batch."""
+        """Returns the number of shares of a batch: one per worker."""
         return workers
 
     def alpha(self, workers: int) -> float:
-        """Returns the share of their difference by which a worker and the center move towards each other."""
+        """Returns the fraction of their difference by which a worker and the center move towards each other."""
         return self.beta / workers
 
     def local_steps(self, workers: int, steps: int, times: WorkerTimes) -> list[LocalStep]:
-        """Returns the steps of all workers; those with a meeting are in the order of meetings.
+        """Returns the steps of all workers; the steps with a meeting are in the order of the meetings.
 
         Args:
           workers: Number of workers.
-          steps: Steps per worker, in the mean.
-          times: Of the workers; a meeting takes the way to the center and back.
+          steps: Mean number of steps per worker.
+          times: Times of the workers; a meeting adds the travel time to the center and back.
         """
         seconds = [times.stream(worker) for worker in range(workers)]
         count, last_meeting = [0] * workers, [0] * workers  # each worker's begun steps; meetings up to its last one

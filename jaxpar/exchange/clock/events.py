@@ -1,4 +1,4 @@
-"""Events on a virtual clock: gradients at some version of the parameters, applied at some time."""
+"""Events on a virtual clock: gradients, each computed at a version of the parameters and applied at a time."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from jaxpar.exchange.clock.delays import WorkerTimes
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """A gradient.
+    """A gradient that a worker pushes.
 
     Attributes:
       worker: The worker that computed it.
-      share: Its examples: the share-th part of the stream of batches; a batch has a share for each worker that counts.
-      versions: The version of each shard of the parameters that it was computed from, by number of updates.
+      share: Index of its examples in the stream of batches; each batch is divided into `SimulatedRun.shares` shares.
+      versions: For each shard of the parameters, the number of updates before the gradient was computed.
     """
 
     worker: int
@@ -29,8 +29,8 @@ class Update:
     Attributes:
       seconds: Time on the virtual clock.
       pushes: The gradients.
-      version: Updates of the shard before this one.
-      shard: Of the parameters.
+      version: Number of updates of the shard before this one.
+      shard: Number of the shard of the parameters.
     """
 
     seconds: float
@@ -40,12 +40,12 @@ class Update:
 
     @property
     def staleness(self) -> list[int]:
-        """The number of updates between the version that each gradient read and this one."""
+        """For each gradient, the number of updates since the version that it read."""
         return [self.version - push.versions[self.shard] for push in self.pushes]
 
 
 class SimulatedRun(Protocol):
-    """A method on the virtual clock.
+    """A training method that is simulated on the virtual clock.
 
     Attributes:
       name: Name of the method.
@@ -63,8 +63,8 @@ class SimulatedRun(Protocol):
 
         Args:
           workers: Number of workers.
-          steps: Batches used up, each of as many shares as there are workers that count.
-          times: Of the workers.
+          steps: Number of batches, each divided into `shares` shares.
+          times: Times of the workers.
         """
         ...
 

@@ -1,7 +1,7 @@
 """A parameter server in several shards on a virtual clock, as in DistBelief's Downpour SGD.
 
-Each shard has some of the parameters and counts its own updates. Each message to and from a shard has its own time, so
-a worker's copy may mix versions, and shards apply gradients in different orders. Workers never wait.
+Each shard has some of the parameters and counts its own updates. Messages to and from different shards take different
+times, so a worker's copy may mix versions, and shards apply gradients in different orders. Workers never wait.
 """
 
 import heapq
@@ -19,8 +19,8 @@ from jaxpar.exchange.clock.events import Push, Update
 class Downpour:
     """Downpour SGD (Dean et al. 2012), which fetches parameters and pushes a gradient in every step.
 
-    With one shard, and messages that take no time, it is asynchronous SGD. Dean et al. use Adagrad; here each shard has
-    its own state of the job's optimizer.
+    With one shard and messages that take no time, it is asynchronous SGD. Dean et al. use Adagrad; here each shard has
+    a state of the job's optimizer.
 
     Attributes:
       shards: Number of parts of the parameters.
@@ -34,7 +34,7 @@ class Downpour:
         check_ranges(self, "", {"shards": (1, 2**16)})
 
     def shares(self, workers: int) -> int:
-        """Returns the number of workers: each computes a share of a batch."""
+        """Returns the number of shares of a batch: one per worker."""
         return workers
 
     def updates(self, workers: int, steps: int, times: WorkerTimes) -> list[Update]:
@@ -76,7 +76,7 @@ class Downpour:
 
 
 class _Gradient(NamedTuple):
-    """A gradient: the times at which its worker has each shard's parameters, and each shard has its part."""
+    """A gradient: for each shard, the times at which its parameters reach the worker and the gradient the shard."""
 
     worker: int
     fetched: list[float]

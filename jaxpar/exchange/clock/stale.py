@@ -1,12 +1,12 @@
-"""Workers on a virtual clock that need not wait for each other: asynchronous, stale-synchronous, and with backups.
+"""Simulates asynchronous, stale-synchronous and backup workers on a virtual clock.
 
     worker 0  read v0 ──────► push ─► read v1 ───────► push
     worker 1  read v0 ───────────────────► push ─► read v2 ...
                               └ v1                └ v2
 
-A worker reads, computes, pushes, and reads again. The server makes an update when a worker reads: by the mean of the
-gradients pushed since its last update (Ho et al. take their sum, which needs a rate smaller by their number). Without
-waiting that is one gradient; if all wait for all, it is the mean of all, a synchronous step.
+A worker reads, computes, pushes, and reads again. When a worker reads, the server first updates the parameters by the
+mean of the gradients pushed since its last update (Ho et al. take their sum, which needs a learning rate smaller by
+their number). If no worker waits, this is one gradient; if all wait for all, it is the mean of all: a synchronous step.
 """
 
 import heapq
@@ -22,10 +22,10 @@ from jaxpar.exchange.clock.events import Push, Update
 class Stale:
     """Stale-synchronous parallel (Ho et al. 2013): the fastest worker leads the slowest by at most `bound` steps.
 
-    With 0 it is synchronous SGD; with None asynchronous SGD, whose mean staleness is the number of the other workers.
+    A bound of 0 is synchronous SGD. None is asynchronous SGD, whose mean staleness is the number of workers minus 1.
 
     Attributes:
-      bound: Steps; None for no bound.
+      bound: Number of steps; None for no bound.
       name: Name of the method.
     """
 
@@ -38,7 +38,7 @@ class Stale:
             raise refuse(f"bound = {self.bound}", rule="a lead is of no step, or of some", fix="bound = 0, or None")
 
     def shares(self, workers: int) -> int:
-        """Returns the number of workers: each computes a share of a batch."""
+        """Returns the number of shares of a batch: one per worker."""
         return workers
 
     def updates(self, workers: int, steps: int, times: WorkerTimes) -> list[Update]:
@@ -68,7 +68,7 @@ class _Run:
         self.seconds = [self.times.stream(worker) for worker in range(self.workers)]
 
     def release(self, now: float, bound: int | None) -> None:
-        """Lets workers read that do not lead the slowest by more than the bound."""
+        """Lets the waiting workers read that are at most `bound` steps ahead of the slowest."""
         slowest = min(self.clocks)
         ready = [worker for worker in self.waiting if bound is None or self.clocks[worker] - slowest <= bound]
         self.waiting = [worker for worker in self.waiting if worker not in ready]
@@ -81,7 +81,7 @@ class _Run:
             heapq.heappush(self.flying, (now + next(self.seconds[worker]) + 2 * self.times.travel, worker, push))
 
     def land(self, bound: int | None) -> None:
-        """Takes the next finished gradient."""
+        """Advances the clock to the next finished gradient, and pushes it."""
         self.now, worker, push = heapq.heappop(self.flying)
         self.clocks[worker] += 1
         self.pending.append(push)
@@ -89,7 +89,7 @@ class _Run:
         self.release(self.now, bound)
 
     def flush(self, now: float) -> None:
-        """Makes an update of the pending gradients."""
+        """Updates the parameters by the pending gradients."""
         if self.pending:
             pushes = tuple(sorted(self.pending, key=lambda push: push.share))
             self.made.append(Update(now, pushes, len(self.made)))
@@ -100,11 +100,11 @@ class _Run:
 class Backup:
     """Synchronous SGD with backup workers (Chen et al. 2016, arXiv:1604.00981): the slowest of each step are dropped.
 
-    The first N gradients of the newest version, of N + b workers, make an update. The server drops a late gradient,
-    with its examples; its worker then reads again, and is late for the next update too or takes no part in it.
+    Of N + b workers, the first N gradients at the newest version are one update. The server drops a later gradient and
+    its examples; its worker then reads again, late for the next update.
 
     Attributes:
-      extra: Number of workers that are not waited for, b.
+      extra: Number b of backup workers.
       name: Name of the method.
     """
 
@@ -116,10 +116,10 @@ class Backup:
         check_ranges(self, "", {"extra": (0, 2**31 - 1)})
 
     def shares(self, workers: int) -> int:
-        """Returns the number of workers that are waited for.
+        """Returns the number of shares of a batch: one per worker that an update waits for.
 
         Raises:
-          JaxparError: If backups are not fewer than these.
+          JaxparError: If there are not fewer backup workers than others.
         """
         if self.extra >= workers / 2:
             raise refuse(

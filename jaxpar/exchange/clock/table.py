@@ -1,4 +1,4 @@
-"""The simulated methods by name, and the setting that a number after a colon sets."""
+"""The simulated methods by name, each with the setting that a number after a colon sets: `ssp:3`."""
 
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.exchange.clock.elastic import AsynchronousEasgd
@@ -19,10 +19,10 @@ SIMULATED = {
 
 
 def parse_method(name: str, number: str) -> SimulatedRun | AsynchronousEasgd:
-    """Returns the method of a name and a number, such as `ssp` with 3.
+    """Constructs the method with this name and number, such as `ssp` and 3.
 
     Raises:
-      JaxparError: If the number is none, or out of its range.
+      JaxparError: If the number cannot be parsed, or is out of its range.
     """
     kind, key = SIMULATED[name]
     example = f"{name}:3" if key else name

@@ -1,7 +1,7 @@
-"""A parameter server in two levels on a virtual clock: workers have servers of their own, and these have a root.
+"""Simulates a parameter server in two levels on a virtual clock: groups of workers have servers, and these have a root.
 
     root      v0 ───► v1 ────────► v2                 an update is one server's mean
-    servers    └ mean of m ┘└ mean of m ┘             each waits for its m workers, and for no other server
+    servers    └ mean of m ┘└ mean of m ┘             a server waits for its m workers, and for no other server
     workers      m to each
 
 Of N workers under g servers, with w bytes of parameters, a step of all workers sends
@@ -11,7 +11,7 @@ Of N workers under g servers, with w bytes of parameters, a step of all workers 
     server                                   2 (m + 1) w
     worker        2 w                        2 w
 
-Half of it goes each way: parameters down, gradients up.
+Half of these bytes are parameters sent down, half are gradients sent up.
 """
 
 import heapq
@@ -26,11 +26,11 @@ from jaxpar.exchange.clock.events import Push, Update
 class TwoLevels:
     """Synchronous under each server, asynchronous between them (Gupta, Zhang, Wang 2016, arXiv:1509.04210).
 
-    With one server it is synchronous SGD; with as many as workers asynchronous SGD, whose messages pass two links.
-    In Gupta et al. servers of a tree pass on partial sums; here a server waits for all its workers.
+    With one server it is synchronous SGD; with one server per worker it is asynchronous SGD with messages over two
+    links. In Gupta et al. the servers of a tree forward partial sums; here a server waits for all its workers.
 
     Attributes:
-      servers: Number of servers below the root; it divides the workers.
+      servers: Number of servers below the root; it divides the number of workers.
       name: Name of the method.
     """
 
@@ -42,10 +42,10 @@ class TwoLevels:
         check_ranges(self, "", {"servers": (1, 2**16)})
 
     def shares(self, workers: int) -> int:
-        """Returns the number of workers: each computes a share of a batch.
+        """Returns the number of shares of a batch: one per worker.
 
         Raises:
-          JaxparError: If the servers do not divide the workers.
+          JaxparError: If the number of servers does not divide the number of workers.
         """
         if workers % self.servers:
             raise refuse(

@@ -1,14 +1,11 @@
-"""Collectives as tables of messages: replayed on numbers, run on devices, priced.
+"""Collectives as tables of messages, which run on devices and have a price in seconds.
 
-    messages    the nouns: a message, a round of them, and parts of an array
-    rooted      send, broadcast, reduce, gather, scatter: one device gives to all, or gets from all
-    algorithms  among equals: all-gather, reduce-scatter, all-to-all, and all-reduces by ring, halving, butterfly, tree
-                and in two levels
-    replay      the effect of a table on numbers
-    run         runs a table on devices: every round is a `ppermute`
-    programs    all of them by name, for arrays of any shape inside `shard_map`
-    price       seconds of a table
-    shown       a table and its effect, as text
+    rooted      messages, and collectives with a root: send, broadcast, reduce, gather, scatter
+    algorithms  collectives without a root: all-gather, reduce-scatter, all-to-all, and all-reduces by ring, halving,
+                butterfly, tree and in two levels; seconds of a table
+    executor    runs a table on devices: every round is a `ppermute`
+    programs    all collectives by name, for arrays of any shape inside `shard_map`
+    transcript  prints a table and its effect on devices
 
 Nouns: `Message`, `Round`, `Part`, a table (rounds), a program (runs a table on devices).
 

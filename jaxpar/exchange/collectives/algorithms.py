@@ -1,7 +1,7 @@
-"""Collectives among equals, as tables of messages: all-reduces above all.
+"""Collectives without a root, as tables of messages: above all, all-reduces.
 
-Each is a function of the participating devices, in order, and of the part of the array. `replay` plays a table on
-numbers, `run` on devices, and `price` computes its seconds.
+Each function takes the participating devices, in order, and the part of the array, and returns a table. `deliver` in
+`executor.py` applies a table to arrays on the host, `run_rounds` runs it on devices, and `seconds` computes its time.
 
 To add an all-reduce: its function here and a row of `ALL_REDUCE`.
 """
@@ -16,12 +16,12 @@ from jaxpar.mesh.chips import Link
 
 
 def all_reduce_rounds(name: str, group: int, elements: int) -> list[Round]:
-    """Returns the rounds of an all-reduce between so many devices.
+    """Returns the rounds of an all-reduce between `group` devices.
 
     Args:
       name: One of `ALL_REDUCE`.
       group: Number of devices, numbered from 0.
-      elements: Of the array; `padded` gives a number that is cut into equal pieces.
+      elements: Number of elements of the array; see `padded_size` for a number that divides into equal pieces.
 
     Raises:
       JaxparError: If there is no such algorithm.
@@ -45,7 +45,7 @@ def check(name: str) -> None:
 
 
 def reduce_scatter(ranks: Sequence[int], part: Part) -> list[Round]:
-    """By a ring: the i-th device ends with the sum of the i-th piece."""
+    """Reduce-scatter by a ring: the i-th device ends with the sum of the i-th piece."""
     count, pieces = len(ranks), cut(part, len(ranks))
     return [
         [Message(ranks[i], ranks[(i + 1) % count], pieces[(i - step - 1) % count], add=True) for i in range(count)]
@@ -54,7 +54,7 @@ def reduce_scatter(ranks: Sequence[int], part: Part) -> list[Round]:
 
 
 def all_gather(ranks: Sequence[int], part: Part) -> list[Round]:
-    """By a ring: the i-th device begins with the i-th piece."""
+    """All-gather by a ring: the i-th device begins with the i-th piece."""
     count, pieces = len(ranks), cut(part, len(ranks))
     return [
         [Message(ranks[i], ranks[(i + 1) % count], pieces[(i - step) % count]) for i in range(count)]
@@ -63,17 +63,17 @@ def all_gather(ranks: Sequence[int], part: Part) -> list[Round]:
 
 
 def ring(ranks: Sequence[int], part: Part) -> list[Round]:
-    """An all-reduce: reduce-scatter, then all-gather."""
+    """All-reduce by a ring: reduce-scatter, then all-gather."""
     return reduce_scatter(ranks, part) + all_gather(ranks, part)
 
 
 def tree(ranks: Sequence[int], part: Part) -> list[Round]:
-    """An all-reduce: by a binomial tree to the first device, and back."""
+    """All-reduce by a binomial tree: reduces to the first device, then broadcasts."""
     return reduce(ranks, part) + broadcast(ranks, part)
 
 
 def butterfly(ranks: Sequence[int], part: Part) -> list[Round]:
-    """An all-reduce: partners at distances 1, 2, 4, ... exchange their full partial sums."""
+    """All-reduce by a butterfly: partners at distances 1, 2, 4, ... exchange their full partial sums."""
 
     def core(ranks: Sequence[int]) -> list[Round]:
         spans = [1 << level for level in range(len(ranks).bit_length() - 1)]
@@ -83,32 +83,33 @@ def butterfly(ranks: Sequence[int], part: Part) -> list[Round]:
 
 
 def halving(ranks: Sequence[int], part: Part) -> list[Round]:
-    """Rabenseifner's all-reduce: halves are exchanged with ever nearer partners, then gathered back."""
+    """Rabenseifner's all-reduce: a reduce-scatter by halves, with ever nearer partners, then an all-gather."""
 
     def core(ranks: Sequence[int]) -> list[Round]:
         local_pieces, reduce_rounds, gather_rounds = [part] * len(ranks), [], []
         spans = [1 << level for level in range(len(ranks).bit_length() - 1)]
         for span in reversed(spans):
-            # both partners cut their pieces at the same place; the bit of the span decides which half a device keeps
+            # both partners divide their pieces at the same place; the bit of the span selects the half to keep
             halves = [cut(piece, 2) for piece in local_pieces]
             outgoing = [halves[i][0 if i & span else 1] for i in range(len(ranks))]
             local_pieces = [halves[i][1 if i & span else 0] for i in range(len(ranks))]
             reduce_rounds.append([Message(ranks[i], ranks[i ^ span], outgoing[i], add=True) for i in range(len(ranks))])
             gather_rounds.append([Message(ranks[i], ranks[i ^ span], local_pieces[i]) for i in range(len(ranks))])
-        return reduce_rounds + gather_rounds[::-1]  # gathered in reverse order: the smallest pieces came last
+        return reduce_rounds + gather_rounds[::-1]  # gathers in reverse order, from the smallest pieces on
 
     return _folded(ranks, part, core)
 
 
 def two_levels(ranks: Sequence[int], part: Part, *, inside: int | None = None) -> list[Round]:
-    """An all-reduce: reduce-scatter inside each node, an all-reduce of each piece between nodes, all-gather inside.
+    """All-reduce in two levels: reduce-scatter inside each node, all-reduce of each piece between nodes, all-gather.
 
     All devices of a node send to other nodes at once, each a different piece.
 
     Args:
-      ranks: Devices, those of a node in a row.
-      part: Of the array.
-      inside: Devices of a node; a divisor of their number. By default the smallest that is not below its root.
+      ranks: Devices, ordered by node.
+      part: The part of the array.
+      inside: Number of devices per node; divides the number of devices. By default the smallest divisor that is at
+        least the square root of the number of devices.
     """
     count = len(ranks)
     inside = inside or next(size for size in range(math.isqrt(count - 1) + 1, count + 1) if count % size == 0)
@@ -122,7 +123,7 @@ def two_levels(ranks: Sequence[int], part: Part, *, inside: int | None = None) -
 
 
 def all_to_all(ranks: Sequence[int], part: Part) -> list[Round]:
-    """The i-th device sends its j-th piece to the j-th; received pieces lie past the part, in order of senders."""
+    """The i-th device sends its j-th piece to the j-th device, which stores it after the part, in order of senders."""
     count, pieces = len(ranks), cut(part, len(ranks))
     offset = part[1] - part[0]
     return [
@@ -144,12 +145,14 @@ ALL_REDUCE: dict[str, Callable[[Sequence[int], Part], list[Round]]] = {
 
 
 def _at_once(tables: Iterable[list[Round]]) -> list[Round]:
-    """Merges tables of disjoint devices, round by round."""
+    """Merges tables for disjoint sets of devices, round by round."""
     return [[message for messages in rounds for message in messages] for rounds in zip(*tables, strict=True)]
 
 
 def _folded(ranks: Sequence[int], part: Part, core) -> list[Round]:
-    """Extends an all-reduce to any number of devices: extra devices add to a partner first, and get the sum last."""
+    """Extends an all-reduce to any number of devices: an extra device first sends to a partner, which sends the sum
+    back at the end.
+    """
     count = 1 << (len(ranks).bit_length() - 1)
     pairs = [(ranks[i], ranks[i - count]) for i in range(count, len(ranks))]
     fold = [[Message(extra, partner, part, add=True) for extra, partner in pairs]] * bool(pairs)
@@ -164,12 +167,12 @@ def _folded(ranks: Sequence[int], part: Part, core) -> list[Round]:
 
 
 def seconds(rounds: Iterable[Round], link: Link, *, item: float = 1.0) -> float:
-    """Returns the seconds of a table on one kind of link.
+    """Computes the seconds of a table on one kind of link.
 
     Args:
-      rounds: Messages.
-      link: Between any two devices.
-      item: Bytes of an element.
+      rounds: The messages of each round.
+      link: The link between any two devices.
+      item: Bytes per element.
     """
 
     def one(messages: Round) -> float:
@@ -179,7 +182,7 @@ def seconds(rounds: Iterable[Round], link: Link, *, item: float = 1.0) -> float:
 
 
 def cheapest(link: Link, size: float, group: int) -> tuple[str, float]:
-    """Returns the fastest all-reduce of `size` bytes, and its seconds.
+    """Finds the fastest all-reduce of `size` bytes; returns its name and its seconds.
 
     >>> cheapest(Link(latency=5e-6, bandwidth=12e9), 80_000, 64)[0]
     'butterfly'
@@ -192,7 +195,7 @@ def cheapest(link: Link, size: float, group: int) -> tuple[str, float]:
 
 
 def traffic_seconds(sent: Iterable[Traffic], link: Link) -> float:
-    """Returns the seconds of a sync round's traffic: permutes one by one, the rest as one `cheapest` all-reduce."""
+    """Computes the seconds of a sync round: its permutes in sequence, plus all else as one `cheapest` all-reduce."""
     collectives = [item.collective for item in sent]
     permuted = sum((c.times or 1) * link.time(c.payload) for c in collectives if c.kind == "collective-permute")
     reduced = sum(c.step_payload for c in collectives if c.kind != "collective-permute")

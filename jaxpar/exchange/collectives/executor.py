@@ -1,8 +1,8 @@
 """Runs a table of messages: every round is a `ppermute`, inside `shard_map`.
 
-    round ─► messages of one length, of which a device sends at most one and receives at most one ─► ppermute each
+    round ─► groups of messages of one length, in which a device sends and receives at most one ─► a ppermute per group
 
-Every device runs the same program, so a device looks up its offsets in an array by its number.
+Every device runs the same program, so a device looks up its offsets in an array, by its index on the axis.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ Permute = list[Message]
 
 
 def permutes(messages: Round) -> list[Permute]:
-    """Splits the messages of a round into few permutes: one length each, no source twice and no target twice."""
+    """Groups the messages of a round into few permutes: of one length, with distinct sources and distinct targets."""
     result: list[Permute] = []
     # `ppermute` moves arrays of one shape and has each device at most once as source, and as target: a message that
     # breaks this rule begins another permute
@@ -35,10 +35,10 @@ def permutes(messages: Round) -> list[Permute]:
 
 
 def run_rounds(rounds: Sequence[Round], x: jax.Array, axis: str) -> jax.Array:
-    """Returns this device's array after all rounds. Called inside `shard_map`, where `axis` is manual.
+    """Runs all rounds on this device's array and returns it. Called inside `shard_map`, where `axis` is manual.
 
     Args:
-      rounds: Messages between the devices of the axis, by their numbers along it.
+      rounds: Messages between the devices of the axis, by their indices on it.
       x: This device's array. Shape [elements].
       axis: A mesh axis.
     """
@@ -56,7 +56,7 @@ def _permute(messages: Permute, before: jax.Array, x: jax.Array, axis: str) -> j
         begins[message.source] = message.part[0]
         offsets[message.target] = message.part[0] if message.into is None else message.into
         receives[message.target] = True
-    # offsets are data, not code: each device looks up its own, so one program serves all
+    # offsets are data, not code: each device looks up its own, so that all run the same program
     piece = jax.lax.dynamic_slice(before, (jnp.asarray(begins)[device],), (size,))
     received = jax.lax.ppermute(piece, axis, [(message.source, message.target) for message in messages])
     offset = jnp.asarray(offsets)[device]
@@ -66,15 +66,15 @@ def _permute(messages: Permute, before: jax.Array, x: jax.Array, axis: str) -> j
     return jax.lax.dynamic_update_slice(x, new, (offset,))
 
 
-# Replays a table of messages on numbers, with the contents of each message.
+# Applies a table of messages to arrays on the host.
 
 
 def deliver(rounds: Iterable[Round], data: np.ndarray) -> np.ndarray:
-    """Returns every device's array after all messages. Messages of a round carry the values from before it.
+    """Applies a table to arrays on the host; messages of a round carry the values from before the round.
 
     Args:
-      rounds: Messages.
-      data: Of every device. Shape [devices, elements].
+      rounds: The messages of each round.
+      data: Every device's array. Shape [devices, elements].
     """
     data = data.copy()
     for messages in rounds:
@@ -87,15 +87,15 @@ def deliver(rounds: Iterable[Round], data: np.ndarray) -> np.ndarray:
 
 
 def check_all_reduce(rounds: Sequence[Round], group: int, name: str) -> None:
-    """Refuses a table that leaves some device without the sum of all.
+    """Refuses a table after which some device lacks the sum over all devices.
 
     Args:
       rounds: The table.
       group: Number of devices.
-      name: Of the table, for the message.
+      name: Name of the table, for the message.
 
     Raises:
-      JaxparError: If it is no all-reduce.
+      JaxparError: If the table is not an all-reduce.
     """
     elements = max((message.part[1] for messages in rounds for message in messages), default=1)
     data = np.arange(group)[:, None] + np.ones((1, elements), np.int64)

@@ -1,10 +1,10 @@
-"""Collectives by name, for arrays of any shape, made of `lax.ppermute` alone.
+"""Collectives by name, for arrays of any shape, that use only `lax.ppermute`.
 
-Called inside `shard_map` or a `vmap` with an axis name, like the collectives of `jax.lax`, over any manual axis:
+Call them inside `shard_map` or a `vmap` with an axis name, like the collectives of `jax.lax`, over any manual axis:
 
     jax.shard_map(lambda x: all_reduce(x, "data", algorithm="tree"), mesh=mesh, in_specs=P("data"), out_specs=P())
 
-Each flattens its array, runs a table of messages on it, and reshapes the result.
+Each function flattens its array, runs a table of messages on it, and reshapes the result.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ TABLES: dict[str, Table] = {
 
 
 def send(x: jax.Array, axis: str, *, source: int = 0, target: int = -1) -> jax.Array:
-    """Returns the source's x on the target; the other devices keep theirs. A target of -1 is the last."""
+    """Returns the source's x on the target; x is unchanged on other devices. A target of -1 is the last device."""
     count = jax.lax.axis_size(axis)
     return _run(rooted.send([source % count, target % count], (0, x.size)), x, axis)
 
@@ -43,12 +43,12 @@ def broadcast(x: jax.Array, axis: str, *, root: int = 0) -> jax.Array:
 
 
 def reduce(x: jax.Array, axis: str, *, root: int = 0) -> jax.Array:
-    """Returns the sum of every x on the root; the other devices keep theirs."""
+    """Returns the sum of x over devices on the root; x is unchanged on other devices."""
     return _on(root, _run(rooted.reduce(_from(root, axis), (0, x.size)), x, axis), x, axis)
 
 
 def gather(x: jax.Array, axis: str, *, root: int = 0) -> jax.Array:
-    """Returns every x on the root, zeros on the others. Shape [devices, ...]."""
+    """Returns all devices' x on the root, zeros on other devices. Shape [devices, ...]."""
     ranks = _from(root, axis)
     entries = _run(rooted.gather(ranks, (0, len(ranks) * x.size)), _placed(x, axis, first=root), axis)
     return _on(root, jnp.roll(entries, root, axis=0), jnp.zeros_like(entries), axis)
@@ -61,28 +61,28 @@ def scatter(x: jax.Array, axis: str, *, root: int = 0) -> jax.Array:
 
 
 def all_gather(x: jax.Array, axis: str) -> jax.Array:
-    """Returns every x on every device. Shape [devices, ...]."""
+    """Returns all devices' x on every device. Shape [devices, ...]."""
     ranks = _from(0, axis)
     return _run(algorithms.all_gather(ranks, (0, len(ranks) * x.size)), _placed(x, axis), axis)
 
 
 def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
-    """Returns the sum of every x[i] on the i-th device. x: [devices, ...]."""
+    """Returns the sum of x[i] over devices on the i-th device. x: [devices, ...]."""
     return _entry_of_this_device(_run(algorithms.reduce_scatter(_from(0, axis), (0, x.size)), x, axis), axis)
 
 
 def all_to_all(x: jax.Array, axis: str) -> jax.Array:
-    """Returns on the i-th device the i-th of every device's entries. x: [devices, ...]."""
+    """Returns all devices' x[i] on the i-th device. x: [devices, ...]."""
     received = _placed(_entry_of_this_device(x, axis), axis)  # this device's own entry is not sent
     buffers = _run(algorithms.all_to_all(_from(0, axis), (0, x.size)), jnp.stack([x, received]), axis)
     return buffers[1]
 
 
 def all_reduce(x: jax.Array, axis: str, *, algorithm: str = "ring") -> jax.Array:
-    """Returns the sum of every x on every device.
+    """Returns the sum of x over devices on every device.
 
     Args:
-      x: Of any shape.
+      x: An array of any shape.
       axis: A manual axis.
       algorithm: One of `algorithms.ALL_REDUCE`.
 
@@ -106,7 +106,7 @@ PROGRAMS: dict[str, Callable[[jax.Array, str], jax.Array]] = {
     "all_to_all": all_to_all,
     **{name: partial(all_reduce, algorithm=name) for name in algorithms.ALL_REDUCE},
 }
-ROWS = ("scatter", "reduce_scatter", "all_to_all")  # take an array with an entry for each device
+ROWS = ("scatter", "reduce_scatter", "all_to_all")  # take an array with one entry per device
 OWN = ("gather", "all_gather")  # take one device's entry
 
 
@@ -115,7 +115,7 @@ def _run(rounds: list[Round], x: jax.Array, axis: str) -> jax.Array:
 
 
 def _from(root: int, axis: str) -> list[int]:
-    """Returns the devices, root first."""
+    """Returns the devices of an axis, with the root first."""
     count = jax.lax.axis_size(axis)
     return [(root + place) % count for place in range(count)]
 
@@ -125,12 +125,12 @@ def _on(root: int, there: jax.Array, elsewhere: jax.Array, axis: str) -> jax.Arr
 
 
 def _place(axis: str, first: int) -> jax.Array:
-    """Returns this device's index, counted from `first`."""
+    """Returns this device's index, counted from the device `first`."""
     return (jax.lax.axis_index(axis) - first) % jax.lax.axis_size(axis)
 
 
 def _placed(x: jax.Array, axis: str, *, first: int = 0) -> jax.Array:
-    """Returns an array [devices, ...] with x at this device's entry, zeros elsewhere."""
+    """Returns zeros [devices, ...] with x as this device's entry."""
     is_local = jnp.arange(jax.lax.axis_size(axis)) == _place(axis, first)
     return jnp.where(is_local.reshape(-1, *(1,) * x.ndim), x, jnp.zeros_like(x))
 

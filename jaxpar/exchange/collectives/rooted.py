@@ -1,4 +1,4 @@
-"""Collectives with a root, the first of the devices: it gives to all, or gets from all, by a binomial tree.
+"""Collectives with a root, the first device, which sends to all or receives from all by a binomial tree.
 
     broadcast, 6 devices    0 ─► 4 | 0 ─► 2 | 0 ─► 1, 2 ─► 3, 4 ─► 5
     reduce                  the same messages reversed, last first, and added
@@ -19,13 +19,13 @@ Part = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Elements of one device's array that are sent to another's.
+    """Elements of one device's array that are sent to another device.
 
     Attributes:
       source: The device that sends.
       target: The device that receives.
-      part: First element, and the one past the last.
-      add: Whether the target adds them to its own.
+      part: Range of the elements: the first, and one past the last.
+      add: Whether the target adds them to its elements instead of replacing these.
       into: First element at the target; by default the same as at the source.
     """
 
@@ -45,35 +45,35 @@ Round = list[Message]
 
 
 def padded_size(elements: int, group: int) -> int:
-    """Rounds a number of elements up to one that every algorithm cuts into equal pieces."""
+    """Rounds a number of elements up to one that every algorithm divides into equal pieces."""
     divisor = math.lcm(group, 1 << (group.bit_length() - 1))
     return -(-elements // divisor) * divisor
 
 
 def cut(part: Part, pieces: int) -> list[Part]:
-    """Cuts a part into so many pieces, as equal as possible."""
+    """Divides a part into a number of pieces, as equal as possible."""
     start, stop = part
     bounds = [start + (stop - start) * i // pieces for i in range(pieces + 1)]
     return list(pairwise(bounds))
 
 
 def send(ranks: Sequence[int], part: Part) -> list[Round]:
-    """The first sends the part to the last."""
+    """The first device sends the part to the last."""
     return [[Message(ranks[0], ranks[-1], part)]] if len(ranks) > 1 else []
 
 
 def broadcast(ranks: Sequence[int], part: Part) -> list[Round]:
-    """All get the first device's part."""
+    """All devices get the first device's part."""
     return [[Message(ranks[a], ranks[b], part) for a, b, _ in level] for level in reversed(_levels(len(ranks)))]
 
 
 def reduce(ranks: Sequence[int], part: Part) -> list[Round]:
-    """The first gets the sum of all; the other devices are left with partial sums."""
+    """The first device gets the sum over all devices; the other devices end with partial sums."""
     return [[Message(ranks[b], ranks[a], part, add=True) for a, b, _ in level] for level in _levels(len(ranks))]
 
 
 def gather(ranks: Sequence[int], part: Part) -> list[Round]:
-    """The first gets the i-th piece of the i-th device."""
+    """The first device gets the i-th piece from the i-th device."""
     pieces = cut(part, len(ranks))
     return [
         [Message(ranks[b], ranks[a], (pieces[b][0], pieces[stop][1])) for a, b, stop in level]
@@ -82,7 +82,7 @@ def gather(ranks: Sequence[int], part: Part) -> list[Round]:
 
 
 def scatter(ranks: Sequence[int], part: Part) -> list[Round]:
-    """The i-th device gets the i-th piece of the first's."""
+    """The i-th device gets the i-th piece of the first device's part."""
     pieces = cut(part, len(ranks))
     return [
         [Message(ranks[a], ranks[b], (pieces[b][0], pieces[stop][1])) for a, b, stop in level]
@@ -91,16 +91,17 @@ def scatter(ranks: Sequence[int], part: Part) -> list[Round]:
 
 
 def data_parallel(ranks: Sequence[int], parameters: Part, logits: Part) -> list[Round]:
-    """A step of PyTorch's `nn.DataParallel`, whose traffic all passes through the first device, one message at a time.
+    """A step of PyTorch's `nn.DataParallel`, whose messages all pass through the first device, one at a time.
 
-    The root sends its parameters to all, receives the logits of all, sends back their gradients, and receives those of
-    the parameters, which it adds to the elements past the logits. It sends (R - 1) (w + l) and receives as much, of w
-    parameters and l logits of each of R devices; in an all-reduce by ring (DDP) each sends 2 (R - 1) / R w.
+    The root sends its parameters to all devices, receives their logits, sends back the gradients of the logits, and
+    receives the gradients of the parameters, which it adds to the elements past the logits. With R devices, w
+    parameters and l logits per device, it sends and receives (R - 1) (w + l) elements each; in an all-reduce by ring
+    (DDP) every device sends 2 (R - 1) / R w.
 
     Args:
       ranks: Devices, the root first.
-      parameters: Their range in the array.
-      logits: Range of the logits of all devices, a piece for each.
+      parameters: Range of the parameters in the array.
+      logits: Range of the logits of all devices, one piece per device.
     """
     root, workers, pieces = ranks[0], ranks[1:], cut(logits, len(ranks))[1:]
     gradients = (logits[1], logits[1] + parameters[1] - parameters[0])
@@ -113,7 +114,7 @@ def data_parallel(ranks: Sequence[int], parameters: Part, logits: Part) -> list[
 
 
 def _levels(count: int) -> list[list[tuple[int, int, int]]]:
-    """Returns the pairs of a binomial tree, leaves first: (nearer the root, farther, last device below the farther)."""
+    """Returns the edges of a binomial tree, leaves first: (parent, child, last device in the child's subtree)."""
     # each level halves the number of devices that hold a part of the sum; unless their number is a power of two, the
     # last pair of a level may lack its second device, and is left out
     spans = [1 << level for level in range((count - 1).bit_length())]

@@ -11,18 +11,18 @@ from jaxpar.errors import refuse, suggest
 from jaxpar.exchange.collectives.programs import OWN, PROGRAMS, ROWS, TABLES
 from jaxpar.exchange.collectives.rooted import Round, padded_size
 
-_WIDE = 12  # numbers shown of a device
+_WIDE = 12  # maximum elements shown per device
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transcript:
-    """A collective between so many devices.
+    """A run of a collective: its messages, and the arrays before and after.
 
     Attributes:
       name: One of `PROGRAMS`.
-      rounds: Its messages.
+      rounds: The messages of each round.
       before: The devices' arrays at the start. Shape [devices, ...].
-      after: Their arrays after the program ran on as many devices. Shape [devices, ...].
+      after: Their arrays after the program has run. Shape [devices, ...].
     """
 
     name: str
@@ -51,7 +51,7 @@ class Transcript:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns it as for JSON."""
+        """Returns the run as JSON values."""
         rounds = [[asdict(message) for message in messages] for messages in self.rounds]
         return {"name": self.name, "rounds": rounds, "before": self.before.tolist(), "after": self.after.tolist()}
 
@@ -67,14 +67,14 @@ def check(name: str) -> None:
 
 
 def show(name: str, devices: list[Any]) -> Transcript:
-    """Runs a collective on these devices; the r-th begins with 10r, 10r + 1, ...
+    """Runs a collective on these devices; the array of device r begins as 10r, 10r + 1, ...
 
     Args:
       name: One of `PROGRAMS`.
-      devices: Real or simulated ones.
+      devices: Real or simulated devices.
 
     Raises:
-      JaxparError: If there is no such collective.
+      JaxparError: If the collective is unknown.
     """
     check(name)
     count = len(devices)

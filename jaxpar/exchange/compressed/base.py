@@ -1,12 +1,12 @@
-"""The base of compressed gradients: which are compressed, error feedback, and the traffic.
+"""The base class of compressed gradients: blocks, error feedback, and the traffic.
 
-    gradient + error ─► rows, one for each replica ─► encode ─► all-to-all ─► decode, mean (+ error) ─► encode
+    gradient + error ─► rows, one per replica ─► encode ─► all-to-all ─► decode, mean (+ error) ─► encode
                                                                 all replicas ◄─ decode ◄─ all-gather ◄─┘
 
-The encoder adds the error of its code to the next step's gradient (error feedback: Seide et al. 2014; Karimireddy et
-al. 2019, arXiv:1901.09847): each replica for its own gradients, and for its piece of the mean. Errors are stored in
-units of gradients; the papers store those of updates, which include the learning rate: the same while the rate is
-constant. The optimizer's chain, including clipping by a norm, sees the decoded mean.
+A replica adds the error of a code to the input of the next step's encoding (error feedback: Seide et al. 2014;
+Karimireddy et al. 2019, arXiv:1901.09847), both for its own gradients and for its piece of the mean. Errors are stored
+in units of gradients; the papers store errors of updates, which include the learning rate, so both agree while the rate
+is constant. The optimizer's chain, including clipping by a norm, gets the decoded mean.
 """
 
 from abc import abstractmethod
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class CodeArray(NamedTuple):
-    """An array of a code: number of elements, dtype as HLO writes it, and size."""
+    """An array of a code: its number of elements, its dtype in HLO's notation, and its size."""
 
     elements: int
     dtype: str
@@ -39,10 +39,10 @@ class Compressed(SelectiveExchange):
     """Gradients sent as a code.
 
     Attributes:
-      smallest: Parameters of fewer elements are not compressed.
-      whole: Patterns of paths that are not compressed either: norms and biases.
+      smallest: Parameters with fewer elements than this are not compressed.
+      whole: Patterns of the paths of further uncompressed parameters, by default norms and biases.
       feedback: Whether the error of a code is added to the next step's gradient.
-      block: Elements that share a scale.
+      block: Number of elements that share a scale.
     """
 
     block: int = 1024
@@ -60,19 +60,19 @@ class Compressed(SelectiveExchange):
 
     @abstractmethod
     def encode(self, rows: "jax.Array", key: "jax.Array") -> dict[str, "jax.Array"]:
-        """Encodes rows [rows, blocks * block] of elements. Returns arrays with the same dim 0."""
+        """Encodes elements [rows, blocks * block] as arrays with the same dim 0."""
 
     def without_padding(self, code: dict[str, "jax.Array"], counts: "np.ndarray") -> dict[str, "jax.Array"]:
-        """Returns the code of rows whose blocks end in padding. counts: elements before the padding, [blocks]."""
+        """Corrects a code for padding at the ends of blocks. counts: elements before the padding, [blocks]."""
         return code
 
     @abstractmethod
     def decode(self, code: dict[str, "jax.Array"]) -> "jax.Array":
-        """Decodes the elements. Shape [rows, blocks * block], float32."""
+        """Decodes a code to elements. Shape [rows, blocks * block], float32."""
 
     @abstractmethod
     def code_arrays(self, elements: int) -> tuple[CodeArray, ...]:
-        """Returns the arrays of the code of a row of so many elements."""
+        """Returns the arrays in the code of a row, from its number of elements."""
 
     def encode_mean(
         self, rows: "jax.Array", key: "jax.Array", replicas: int, codes: "dict[str, jax.Array] | None" = None
@@ -81,18 +81,18 @@ class Compressed(SelectiveExchange):
 
         Args:
           rows: The mean. Shape [1, blocks * block].
-          key: For random draws.
+          key: PRNG key of the encoding.
           replicas: Number of replicas.
-          codes: The codes that `rows` is the mean of, [replicas, ...] each.
+          codes: The arrays of the replicas' codes, whose decoded mean is `rows`. [replicas, ...] each.
         """
         return self.encode(rows, key)
 
     def mean_code_arrays(self, elements: int, replicas: int) -> tuple[CodeArray, ...]:
-        """Returns the arrays of the code of the mean of a row."""
+        """Returns the arrays in the code of a row of the mean."""
         return self.code_arrays(elements)
 
     def init(self, params: Tree, replicas: int) -> Tree:
-        """Returns the step count and, with feedback, the errors of gradients and of pieces of the mean, all zero."""
+        """Returns a step count of 0 and, with feedback, zero errors of the gradients and of the pieces of the mean."""
         import jax.numpy as jnp
 
         state = {"step": jnp.zeros((), jnp.int32)}
@@ -128,7 +128,7 @@ class Compressed(SelectiveExchange):
         return structure.unflatten([mean[path].astype(flat[path].dtype) for path in flat]), state
 
     def traffic(self, shards: Mapping[str, Any], replicas: int) -> tuple[Traffic, ...]:
-        """Returns two collectives for each array of a code, and an all-reduce of each uncompressed gradient."""
+        """Returns two collectives per array of the code, and an all-reduce per uncompressed gradient."""
         from jaxpar.exchange.replica_mesh import AXIS, mean_traffic
         from jaxpar.mesh.collective import Collective
 
@@ -149,7 +149,7 @@ class Compressed(SelectiveExchange):
         return (*(Traffic(collective=collective) for collective in collectives), *mean_traffic(uncompressed, replicas))
 
     def _dims(self, parts: Mapping[str, ShardShape], replicas: int) -> dict[str, int]:
-        """Returns the compressed parameters, each with the dim along which it is cut into pieces."""
+        """Maps each compressed parameter to the dim along which it is divided into the replicas' pieces."""
         dims = {path: piece_dim(part.shape, replicas) for path, part in parts.items()
                  if self.compresses(path, part.total_size)}  # fmt: skip
         return {path: dim for path, dim in dims.items() if dim is not None}

@@ -15,9 +15,9 @@ class BFloat16(Compressed):
 
     Attributes:
       name: bf16 (gradients are sent in bfloat16 and summed in float32).
-      smallest: Parameters of fewer elements are not compressed.
-      whole: Patterns of paths that are not compressed either: norms and biases.
-      block: Rows are padded to a multiple of so many elements.
+      smallest: Parameters with fewer elements than this are not compressed.
+      whole: Patterns of the paths of further uncompressed parameters, by default norms and biases.
+      block: Rows are padded to a multiple of this number of elements.
       feedback: Whether the error of a code is added to the next step's gradient.
     """
 
@@ -33,5 +33,5 @@ class BFloat16(Compressed):
         return code["rounded"].astype("float32")
 
     def code_arrays(self, elements: int) -> tuple[CodeArray, ...]:
-        """Two bytes an element."""
+        """One array of two bytes per element."""
         return (CodeArray(elements, "bf16", 2),)

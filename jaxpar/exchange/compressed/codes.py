@@ -1,15 +1,15 @@
-"""Small integers packed in bytes: several in one, the first in its lowest bits."""
+"""Packs several small integers into each byte, the first in the lowest bits."""
 
 import jax
 import jax.numpy as jnp
 
 
 def pack_bits(values: jax.Array, bits: int) -> jax.Array:
-    """Packs integers below 2^bits in bytes. Shape [..., n] to [..., n * bits / 8], uint8.
+    """Packs integers below 2^bits into bytes. Shape [..., n] to [..., n * bits / 8], uint8.
 
     Args:
-      values: Integers, a whole number of bytes of them.
-      bits: Of each integer: 1, 2, 4 or 8.
+      values: Integers; n * bits is a multiple of 8.
+      bits: Bits per integer: 1, 2, 4 or 8.
     """
     per_byte = 8 // bits
     values = values.astype(jnp.uint8).reshape(*values.shape[:-1], -1, per_byte)

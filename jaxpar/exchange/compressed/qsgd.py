@@ -1,4 +1,4 @@
-"""8 or 4 bits an element, rounded at random without bias."""
+"""Gradients in 8 or 4 bits per element, rounded at random without bias."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -19,10 +19,10 @@ class Qsgd(Compressed):
 
     Attributes:
       name: qsgd (gradients are sent in 8 or 4 bits an element, rounded at random).
-      bits: Of each element: 8 or 4.
-      smallest: Parameters of fewer elements are not compressed.
-      whole: Patterns of paths that are not compressed either: norms and biases.
-      block: Elements that share a scale.
+      bits: Bits per element: 8 or 4.
+      smallest: Parameters with fewer elements than this are not compressed.
+      whole: Patterns of the paths of further uncompressed parameters, by default norms and biases.
+      block: Number of elements that share a scale.
       feedback: Whether the error of a code is added to the next step's gradient.
     """
 
@@ -60,5 +60,5 @@ class Qsgd(Compressed):
         return (level.reshape(*code["scale"].shape, self.block) * code["scale"][..., None]).reshape(len(level), -1)
 
     def code_arrays(self, elements: int) -> tuple[CodeArray, ...]:
-        """Bytes of one or two levels, and a scale for each block."""
+        """One array of bytes, with one or two levels each, and one array with a scale per block."""
         return CodeArray(elements * self.bits // 8, "u8", 1), CodeArray(elements // self.block, "f32", 4)

@@ -1,4 +1,4 @@
-"""Elements of each block drawn at random by a seed, which is sent in place of their indices."""
+"""Sends some elements of each block, drawn at random by a seed, which is sent instead of their indices."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,15 +15,15 @@ class RandomK(SparseCode):
     """Random-k sparsification (Stich, Cordonnier, Jaggi 2018, arXiv:1809.07599): new elements in every step.
 
     Without feedback the values are scaled up by block / kept, so that the expectation is the gradient. All replicas
-    draw the same places, so the mean of their codes has these places too, and its code is exact: with a share of 0.1
-    the noise of the mean is 9 times its square; if each replica drew its own places, and once more for the mean, it
-    would be 9 + 90 / replicas times.
+    draw the same places, so the code of the mean has these places too, and is exact. With a share of 0.1 the variance
+    of the mean is 9 times its square; if each replica drew other places, and again for the mean, it would be
+    9 + 90 / replicas times.
 
     Attributes:
       name: randomk (of each block of gradients some elements are sent, new ones in every step).
-      share: Share of a block's elements that is sent; at least one is.
-      smallest: Parameters of fewer elements are not compressed.
-      whole: Patterns of paths that are not compressed either: norms and biases.
+      share: Share of each block's elements that is sent, at least one element.
+      smallest: Parameters with fewer elements than this are not compressed.
+      whole: Patterns of the paths of further uncompressed parameters, by default norms and biases.
       block: Elements from which the sent ones are drawn.
       feedback: Whether the error of a code is added to the next step's gradient.
     """
@@ -34,7 +34,7 @@ class RandomK(SparseCode):
     def encode_mean(
         self, rows: "jax.Array", key: "jax.Array", replicas: int, codes: "dict[str, jax.Array] | None" = None
     ) -> dict[str, "jax.Array"]:
-        """Returns the mean at the places that all replicas have drawn."""
+        """Returns the elements of the mean at the places that all replicas draw."""
         import jax.numpy as jnp
 
         if codes is None:
@@ -43,7 +43,7 @@ class RandomK(SparseCode):
         return {"values": jnp.take_along_axis(blocks, self._places(seeds, blocks.shape[1]), axis=-1), "seed": seeds}
 
     def encode(self, rows: "jax.Array", key: "jax.Array") -> dict[str, "jax.Array"]:
-        """Returns values [rows, blocks, kept], and a seed of each row."""
+        """Returns values [rows, blocks, kept], and a seed per row."""
         import jax
         import jax.numpy as jnp
 
@@ -53,16 +53,16 @@ class RandomK(SparseCode):
         return {"values": values if self.feedback else values * (self.block / self.sent_per_block), "seed": seeds}
 
     def decode(self, code: dict[str, "jax.Array"]) -> "jax.Array":
-        """Returns the elements [rows, elements], zero where none was sent."""
+        """Returns the elements [rows, elements], with zeros at the places that were not sent."""
         places = self._places(code["seed"], code["values"].shape[1])
         return scatter_elements({"values": code["values"], "places": places}, self.block)
 
     def code_arrays(self, elements: int) -> tuple[CodeArray, ...]:
-        """The values, and a seed."""
+        """One array of values, and one with the seed."""
         return CodeArray(elements // self.block * self.sent_per_block, "f32", 4), CodeArray(1, "u32", 4)
 
     def _places(self, seeds: "jax.Array", blocks: int) -> "jax.Array":
-        """Draws the places of a seed. Shape [rows, 1] to [rows, blocks, kept]."""
+        """Draws places from seeds. Shape [rows, 1] to [rows, blocks, kept]."""
         import jax
 
         def one(seed: "jax.Array") -> "jax.Array":

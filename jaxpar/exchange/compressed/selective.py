@@ -1,4 +1,4 @@
-"""Which gradients are compressed: a rule over paths and sizes."""
+"""Selects the gradients that are compressed, by path and size."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ class SelectiveExchange(Exchange):
     """An exchange that compresses the gradients of some parameters and sums the others uncompressed.
 
     Attributes:
-      smallest: Parameters of fewer elements are not compressed.
-      whole: Patterns of paths that are not compressed either: norms and biases.
+      smallest: Parameters with fewer elements than this are not compressed.
+      whole: Patterns of the paths of further uncompressed parameters, by default norms and biases.
       feedback: Whether the compression error is added to the next step's gradient.
     """
 
@@ -32,8 +32,8 @@ class SelectiveExchange(Exchange):
         """Returns whether a parameter's gradient is compressed.
 
         Args:
-          path: Of the parameter.
-          size: Its elements, on all devices.
+          path: Path of the parameter.
+          size: Number of its elements, on all devices together.
         """
         return size >= self.smallest and not any(fnmatchcase(path.lower(), pattern) for pattern in self.whole)
 
@@ -51,7 +51,7 @@ class SelectiveExchange(Exchange):
         ]
 
     def explain(self, sent: Iterable[Traffic]) -> str:
-        """Returns a sentence about how replicas synchronize, the traffic, and which parameters are compressed."""
+        """Describes in a sentence how replicas synchronize, the traffic, and which parameters are compressed."""
         sent = tuple(sent)
         coded = {path for item in sent if item.collective.cause == CAUSE for path in item.collective.parameters}
         plain = {path for item in sent if item.collective.cause != CAUSE for path in item.collective.parameters}

@@ -1,4 +1,4 @@
-"""Sparse sums: each replica sends its largest elements, and their sum stays sparse while that is smaller."""
+"""Sparse sums: each replica sends its largest elements; their sum is sent sparse, unless dense is smaller."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 class Sparse(TopK):
     """A sparse all-reduce (SparCML: Renggli et al. 2019, arXiv:1802.08021).
 
-    Replicas send the same as with `topk`. Their sum may have as many times more elements as there are replicas: it is
-    sent with places while places and values take fewer bytes than all values, and dense beyond. The sum is exact.
+    Replicas send the same as with `topk`. Their sum may have `replicas` times as many nonzero elements. It is sent as
+    values and places if these take fewer bytes than all values, else dense. The sum is exact.
 
     Attributes:
       name: sparse (as topk, and the sum of the sent elements is exact).
-      share: Share of a block's elements that is sent; at least one is.
-      smallest: Parameters of fewer elements are not compressed.
-      whole: Patterns of paths that are not compressed either: norms and biases.
+      share: Share of each block's elements that is sent, at least one element.
+      smallest: Parameters with fewer elements than this are not compressed.
+      whole: Patterns of the paths of further uncompressed parameters, by default norms and biases.
       block: Elements of which the largest are sent, with their places in two bytes.
       feedback: Whether the error of a code is added to the next step's gradient.
     """
@@ -41,7 +41,7 @@ class Sparse(TopK):
         return code["all"] if "all" in code else super().decode(code)
 
     def mean_code_arrays(self, elements: int, replicas: int) -> tuple[CodeArray, ...]:
-        """The values of a sum and their places, or all values."""
+        """The values of the sum and their places, or all values."""
         if self._dense(replicas):
             return (CodeArray(elements, "f32", 4),)
         count = elements // self.block * self.sent_per_block * replicas

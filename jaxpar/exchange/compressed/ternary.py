@@ -1,4 +1,4 @@
-"""Two bits an element: -1, 0 or 1 times a scale, at random."""
+"""Gradients in two bits per element (-1, 0 or 1 times a scale, at random), or in one (the sign)."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 class Ternary(Compressed):
     """TernGrad (Wen et al. 2017, arXiv:1705.07878, equations 1 to 4), with a scale for each block.
 
-    An element becomes its sign times the block's largest magnitude, with probability |element| / that magnitude, else
-    0: the expectation is the gradient. Three differences from the paper: its server sends the sum of the workers' codes
-    in more bits, where here the mean is encoded again: for normal gradients on 8 replicas its noise is 1.8 times its
+    An element becomes its sign times the block's largest magnitude m, with probability |element| / m, else 0: the
+    expectation is the gradient. Three differences from the paper: its server sends the sum of the workers' codes
+    in more bits, while here the mean is encoded again; for normal gradients on 8 replicas its variance is 1.8 times its
     square, not 0.22 times (`pytest tests/exchange/test_definitions.py -k ternary`). The paper clips gradients at
-    2.5 standard deviations before it encodes them; this class does not. And its workers share the largest of their
-    scales; here each has its own.
+    2.5 standard deviations before it encodes them; this class does not. The paper's workers share the largest of their
+    scales; here each replica has its own.
 
     Attributes:
       name: ternary (gradients are sent as -1, 0 or 1 times a scale, drawn at random).
-      smallest: Parameters of fewer elements are not compressed.
-      whole: Patterns of paths that are not compressed either: norms and biases.
-      block: Elements that share a scale.
+      smallest: Parameters with fewer elements than this are not compressed.
+      whole: Patterns of the paths of further uncompressed parameters, by default norms and biases.
+      block: Number of elements that share a scale.
       feedback: Whether the error of a code is added to the next step's gradient.
     """
 
@@ -54,7 +54,7 @@ class Ternary(Compressed):
         return (digit.reshape(*code["scale"].shape, self.block) * code["scale"][..., None]).reshape(len(digit), -1)
 
     def code_arrays(self, elements: int) -> tuple[CodeArray, ...]:
-        """Bytes of four digits, and a scale for each block."""
+        """One array of bytes, with four digits each, and one array with a scale per block."""
         return CodeArray(elements // 4, "u8", 1), CodeArray(elements // self.block, "f32", 4)
 
 
@@ -69,9 +69,9 @@ class Sign(Compressed):
 
     Attributes:
       name: sign (gradients are sent as one bit an element, with error feedback).
-      smallest: Parameters of fewer elements are not compressed.
-      whole: Patterns of paths that are not compressed either: norms and biases.
-      block: Elements that share a scale.
+      smallest: Parameters with fewer elements than this are not compressed.
+      whole: Patterns of the paths of further uncompressed parameters, by default norms and biases.
+      block: Number of elements that share a scale.
       feedback: Whether the error of a code is added to the next step's gradient.
     """
 
@@ -87,7 +87,7 @@ class Sign(Compressed):
         return {"bits": pack_bits(rows >= 0, 1), "scale": scale}
 
     def without_padding(self, code: dict[str, "jax.Array"], counts: "np.ndarray") -> dict[str, "jax.Array"]:
-        """Corrects the mean magnitudes, which `encode` took over whole blocks, padding included."""
+        """Corrects the mean magnitudes, for which `encode` also counts the padding of a block."""
         return code | {"scale": code["scale"] * (self.block / counts).astype("float32")}
 
     def decode(self, code: dict[str, "jax.Array"]) -> "jax.Array":
@@ -100,5 +100,5 @@ class Sign(Compressed):
         return (signs.reshape(*code["scale"].shape, self.block) * code["scale"][..., None]).reshape(len(signs), -1)
 
     def code_arrays(self, elements: int) -> tuple[CodeArray, ...]:
-        """Bytes of eight signs, and a scale for each block."""
+        """One array of bytes, with eight signs each, and one array with a scale per block."""
         return CodeArray(elements // 8, "u8", 1), CodeArray(elements // self.block, "f32", 4)

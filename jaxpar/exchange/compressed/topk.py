@@ -1,4 +1,4 @@
-"""The largest elements of each block, with their places."""
+"""Sends the largest elements of each block, with their places."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SparseCode(Compressed):
-    """Settings of codes that send some elements of each block.
+    """The base of codes that send some elements of each block.
 
     Attributes:
-      share: Share of a block's elements that is sent; at least one is.
+      share: Share of each block's elements that is sent, at least one element.
     """
 
     share: float = 0.01
@@ -27,7 +27,7 @@ class SparseCode(Compressed):
 
     @property
     def sent_per_block(self) -> int:
-        """Elements of a block that are sent."""
+        """Number of elements of a block that are sent."""
         return max(round(self.share * self.block), 1)
 
 
@@ -37,9 +37,9 @@ class TopK(SparseCode):
 
     Attributes:
       name: topk (of each block of gradients the largest elements are sent, with error feedback).
-      share: Share of a block's elements that is sent; at least one is.
-      smallest: Parameters of fewer elements are not compressed.
-      whole: Patterns of paths that are not compressed either: norms and biases.
+      share: Share of each block's elements that is sent, at least one element.
+      smallest: Parameters with fewer elements than this are not compressed.
+      whole: Patterns of the paths of further uncompressed parameters, by default norms and biases.
       block: Elements of which the largest are sent, with their places in two bytes.
       feedback: Whether the error of a code is added to the next step's gradient.
     """
@@ -47,21 +47,21 @@ class TopK(SparseCode):
     name: str = "topk"
 
     def encode(self, rows: "jax.Array", key: "jax.Array") -> dict[str, "jax.Array"]:
-        """Returns values and places [rows, blocks, kept]."""
+        """Returns values and places, [rows, blocks, kept] each."""
         return largest_elements(rows.reshape(len(rows), -1, self.block), self.sent_per_block)
 
     def decode(self, code: dict[str, "jax.Array"]) -> "jax.Array":
-        """Returns the elements [rows, elements], zero where none was sent."""
+        """Returns the elements [rows, elements], with zeros at the places that were not sent."""
         return scatter_elements(code, self.block)
 
     def code_arrays(self, elements: int) -> tuple[CodeArray, ...]:
-        """The values and their places."""
+        """One array of values, and one of their places."""
         count = elements // self.block * self.sent_per_block
         return CodeArray(count, "f32", 4), CodeArray(count, "u16", 2)
 
 
 def largest_elements(blocks: "jax.Array", count: int) -> dict[str, "jax.Array"]:
-    """Returns the largest elements of blocks [..., block], and their places. Shape [..., count]."""
+    """Returns the `count` largest elements of each block [..., block], and their places. Shape [..., count]."""
     import jax
     import jax.numpy as jnp
 
@@ -70,7 +70,7 @@ def largest_elements(blocks: "jax.Array", count: int) -> dict[str, "jax.Array"]:
 
 
 def scatter_elements(code: dict[str, "jax.Array"], block: int) -> "jax.Array":
-    """Puts elements at their places. Shape [rows, blocks, count] to [rows, blocks * block]."""
+    """Puts elements at their places in zeros. Shape [rows, blocks, count] to [rows, blocks * block]."""
     import jax.numpy as jnp
 
     values, places = code["values"], code["places"].astype(jnp.int32)

@@ -1,8 +1,8 @@
-"""How codes are sent: each replica receives its piece of every gradient, and sends the mean of that to all.
+"""Sends codes in two phases: each replica receives its piece of every gradient, then sends the mean of it to all.
 
-It runs inside `shard_map`, so that the wire carries only the code: otherwise XLA would sum the decoded gradients. The
-shards of all parameters are laid into one row for each replica, so a step has two collectives for each array of a
-code, however many parameters there are.
+It runs inside `shard_map`, so that only codes are sent: otherwise XLA would sum the decoded gradients. The pieces of
+all parameters for one replica are concatenated into one row, so a step has two collectives per array of the code, for
+any number of parameters.
 """
 
 import math
@@ -21,7 +21,7 @@ Arrays = Mapping[str, jax.Array]
 
 
 class Codec(Protocol):
-    """An encoder and decoder: see `Compressed`."""
+    """The protocol of an encoder and decoder: see `Compressed`."""
 
     @property
     def block(self) -> int:
@@ -34,37 +34,37 @@ class Codec(Protocol):
 
     @property
     def shared_key(self) -> bool:
-        """Whether replicas draw the same random numbers."""
+        """Whether all replicas draw the same random numbers."""
         ...
 
     def encode_mean(
         self, rows: jax.Array, key: jax.Array, replicas: int, codes: dict[str, jax.Array] | None = None
     ) -> dict[str, jax.Array]:
-        """Encodes a mean of the codes `came`."""
+        """Encodes the mean over replicas; see `Compressed.encode_mean`."""
         ...
 
     def without_padding(self, code: dict[str, jax.Array], counts: np.ndarray) -> dict[str, jax.Array]:
-        """Returns the code of blocks that end in padding."""
+        """Corrects a code for padding at the ends of blocks."""
         ...
 
     def decode(self, code: dict[str, jax.Array]) -> jax.Array:
-        """Decodes the elements."""
+        """Decodes a code to elements."""
         ...
 
 
 def exchange_codes(
     codec: Codec, local: Arrays, lost: Arrays, pieces: Arrays, dims: Mapping[str, int], between: ReplicaMesh, step
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array], dict[str, jax.Array]]:
-    """Returns mean gradients, the errors of each replica's codes, and those of the code of its piece of the mean.
+    """Exchanges codes; returns mean gradients, the errors of each replica's codes, and the errors of its mean's code.
 
     Args:
       codec: The encoder and decoder.
       local: Gradients [replica, ...] by path.
-      lost: Errors of the last step, likewise; empty without feedback.
-      pieces: Errors of means [...], each replica with its piece; likewise.
-      dims: The dim along which a parameter is cut into pieces.
+      lost: Errors of the replicas' codes in the last step, likewise; empty without feedback.
+      pieces: Errors of the codes of means [...], split into the replicas' pieces; empty without feedback.
+      dims: For each parameter, the dim along which it is divided into the replicas' pieces.
       between: The mesh and the specs of the gradients.
-      step: A number that no other step has.
+      step: A number that is unique to the step.
     """
     if not local:
         return {}, {}, {}
@@ -104,10 +104,10 @@ def exchange_codes(
 
 
 class _Rows:
-    """The arrays of one device as rows, one for each replica: a row has that replica's piece of every array.
+    """Converts the arrays of one device to rows, one per replica: row r has replica r's piece of every array.
 
-    Each piece begins a block, so no block has elements of two arrays: a scale shared by an unsharded array and a shard
-    of another would differ between the devices of a replica.
+    Each piece begins a new block, so no block has elements of two arrays. Otherwise an unsharded array could share a
+    scale with a shard of another array, and this scale would differ between the devices of a replica.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], dims: Mapping[str, int], replicas: int, block: int):
@@ -119,18 +119,18 @@ class _Rows:
         self.filled = np.maximum(self.real.reshape(-1, block).sum(axis=1), 1)  # number of such elements in each block
 
     def to_rows(self, arrays: Arrays) -> jax.Array:
-        """Lays arrays into rows. Shape [replicas, elements], float32."""
+        """Concatenates the pieces of arrays into rows. Shape [replicas, elements], float32."""
         return self._row({
             path: jnp.moveaxis(x.reshape(self._cut(path)), self.dims[path], 0).reshape(self.replicas, -1)
             for path, x in arrays.items()
         })  # fmt: skip
 
     def of_piece(self, arrays: Arrays) -> jax.Array:
-        """Lays the pieces of one replica into its row. Shape [1, elements], float32."""
+        """Concatenates the pieces of one replica into its row. Shape [1, elements], float32."""
         return self._row({path: x.reshape(1, -1) for path, x in arrays.items()})
 
     def from_rows(self, rows: jax.Array) -> dict[str, jax.Array]:
-        """Returns the arrays in rows."""
+        """Converts rows to arrays."""
         arrays = {}
         for path, pieces in self._pieces(rows).items():
             dim, shape = self.dims[path], self._cut(path)
@@ -139,7 +139,7 @@ class _Rows:
         return arrays
 
     def piece_apart(self, row: jax.Array) -> dict[str, jax.Array]:
-        """Returns the pieces in a replica's row."""
+        """Splits a replica's row into the pieces of arrays."""
         pieces = {}
         for path, piece in self._pieces(row).items():
             dim, shape = self.dims[path], self._cut(path)
@@ -154,7 +154,7 @@ class _Rows:
         return pieces
 
     def _cut(self, path: str) -> tuple[int, ...]:
-        """Returns an array's shape with its cut dim as two: replicas, and the size of a piece."""
+        """Returns an array's shape with the divided dim as two dims: replicas, and the size of a piece."""
         shape, dim = self.shapes[path], self.dims[path]
         return (*shape[:dim], self.replicas, shape[dim] // self.replicas, *shape[dim + 1 :])
 

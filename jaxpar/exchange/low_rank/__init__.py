@@ -1,10 +1,10 @@
 """Gradients sent as products of two thin matrices: replicas stay equal.
 
-    base      what all of them share: which parameters, error feedback, shard_map
-    matrices  gradients as matrices
+    base      the base class: selects parameters, adds error feedback, enters shard_map
+    matrices  reshapes gradients to matrices
     powersgd  the dominant columns and rows of the mean, by a step of the power method
-    factors   as many columns and rows as a replica has examples: all of a dense layer's gradient
+    factors   one column and row per example of a replica, which determine a dense layer's gradient
 
-To add one: a file with a frozen dataclass that is a `LowRank`, with `agreed` and `travels`, and a row of
+To add one: a file with a frozen dataclass that is a `LowRank`, with `low_rank_mean` and `payloads`, and a row of
 `exchange.table`.
 """

@@ -1,4 +1,4 @@
-"""The base of low-rank gradients: which parameters, error feedback, and the `shard_map` around the algorithm."""
+"""The base class of low-rank gradients: selects parameters, adds error feedback, and enters `shard_map`."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -22,9 +22,9 @@ class LowRank(SelectiveExchange):
     """Gradients sent as products of two thin matrices.
 
     Attributes:
-      rank: Columns of one, and rows of the other.
-      smallest: Parameters of fewer elements are not compressed.
-      whole: Patterns of paths that are not compressed either: norms and biases.
+      rank: Number of columns of the first matrix, and of rows of the second.
+      smallest: Parameters with fewer elements than this are not compressed.
+      whole: Patterns of the paths of further uncompressed parameters, by default norms and biases.
       feedback: Whether the compression error is added to the next step's gradient.
     """
 
@@ -44,18 +44,18 @@ class LowRank(SelectiveExchange):
         Called inside `shard_map`. All arrays are [layers, rows, columns] in float32.
 
         Args:
-          given: This replica's matrices by path.
-          last: The mean of the step before, at first zeros; empty unless `warm`.
+          given: This replica's gradient matrices, by path.
+          last: The last step's mean, at first zeros; empty unless `warm`.
         """
 
     @abstractmethod
     def payloads(self, matrix: "Matrix", replicas: int) -> dict[str, int]:
-        """Returns the collectives of a gradient: kind to payload, in float32 elements."""
+        """Maps each kind of collective that a gradient needs to its payload, in float32 elements."""
 
     warm_start = False  # whether the last mean is kept
 
     def pays_off(self, matrix: "Matrix", replicas: int) -> bool:
-        """Returns whether a gradient of this shape is compressed."""
+        """Whether a gradient of this shape is compressed."""
         return True
 
     def idle(self, parts: Mapping[str, ShardShape], replicas: int) -> list[Problem]:
@@ -71,7 +71,7 @@ class LowRank(SelectiveExchange):
         ]
 
     def init(self, params: Tree, replicas: int) -> Tree:
-        """Returns each replica's compression errors, and the last mean, all zero."""
+        """Returns zero compression errors of each replica, and a zero last mean."""
         import jax.numpy as jnp
 
         flat = {
@@ -122,7 +122,7 @@ class LowRank(SelectiveExchange):
         return structure.unflatten([mean[path].astype(flat[path].dtype) for path in flat]), state
 
     def traffic(self, shards: Mapping[str, Any], replicas: int) -> tuple[Traffic, ...]:
-        """Returns the collectives of the products, and an all-reduce of each uncompressed gradient."""
+        """Returns the collectives of the low-rank factors, and an all-reduce per uncompressed gradient."""
         from jaxpar.exchange.replica_mesh import AXIS, mean_traffic
         from jaxpar.mesh.collective import Collective
 
@@ -142,7 +142,7 @@ class LowRank(SelectiveExchange):
         return (*(Traffic(collective=item) for item in collectives), *mean_traffic(uncompressed, replicas))
 
     def _matrices(self, parts: Mapping[str, ShardShape], replicas: int) -> "dict[str, Matrix]":
-        """Returns the compressed parameters, each as matrices of a device's part."""
+        """Returns, for each compressed parameter, a device's part of it as matrices."""
         from jaxpar.exchange.low_rank.matrices import matrix
 
         shapes = {path: matrix(part) for path, part in parts.items() if self.compresses(path, part.total_size)}

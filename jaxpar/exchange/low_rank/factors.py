@@ -1,4 +1,4 @@
-"""Factors: a dense layer's gradient is a sum of outer products over examples, and replicas send their vectors."""
+"""Factors: a dense layer's gradient is a sum of outer products over examples; replicas send the vectors of these."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ class Factors(LowRank):
 
     Attributes:
       name: factors (gradients of dense layers are sent as factors, as many as a replica has examples).
-      rank: Examples of a replica.
-      smallest: Parameters of fewer elements are not compressed.
-      whole: Patterns of paths that are not compressed either: norms and biases.
+      rank: Number of examples of a replica.
+      smallest: Parameters with fewer elements than this are not compressed.
+      whole: Patterns of the paths of further uncompressed parameters, by default norms and biases.
       feedback: Whether the compression error is added to the next step's gradient.
     """
 
@@ -34,7 +34,7 @@ class Factors(LowRank):
     feedback: bool = False
 
     def pays_off(self, matrix: "Matrix", replicas: int) -> bool:
-        """Returns whether the factors of all replicas are smaller than an all-reduce's traffic."""
+        """Whether the factors of all replicas are smaller than an all-reduce's traffic."""
         return self.rank < matrix.rank and replicas * self.rank * (matrix.rows + matrix.columns) < 2 * (
             matrix.rows * matrix.columns
         )
@@ -42,7 +42,7 @@ class Factors(LowRank):
     def low_rank_mean(
         self, given: "Mapping[str, jax.Array]", last: "Mapping[str, jax.Array]"
     ) -> "tuple[dict[str, jax.Array], dict[str, jax.Array]]":
-        """Returns the mean of all products, and this replica's error."""
+        """Returns the mean over replicas of the products of factors, and this replica's error."""
         import jax
         import jax.numpy as jnp
 
@@ -60,6 +60,6 @@ class Factors(LowRank):
         return mean, {path: x - left[path] @ right[path] for path, x in given.items()}
 
     def payloads(self, matrix: "Matrix", replicas: int) -> dict[str, int]:
-        """Returns the all-gathers of both factors."""
+        """Returns the payload of the all-gathers of both factors."""
         vectors = replicas * self.rank
         return {"all-gather left": vectors * matrix.rows, "all-gather right": vectors * matrix.columns}

@@ -1,7 +1,7 @@
-"""Gradients as matrices, and the traffic of many small arrays as one vector.
+"""Reshapes gradients to matrices, and sends many small arrays as one vector.
 
-A parameter of more than two dims is cut between two of them, where the matrix is most square; the layers of a stack are
-one matrix each. Of a parameter that is split over devices, each device's part is a matrix.
+A parameter of more than two dims becomes the most nearly square matrix whose rows are the leading dims and whose
+columns are the other dims; in a stack, each layer is a matrix. For a sharded parameter, each shard is a matrix.
 """
 
 import math
@@ -17,7 +17,7 @@ Arrays = dict[str, jax.Array]
 
 
 class Matrix(NamedTuple):
-    """The shape of a gradient as matrices."""
+    """The shape of a gradient as matrices, one per layer."""
 
     layers: int
     rows: int
@@ -30,7 +30,7 @@ class Matrix(NamedTuple):
 
 
 def matrix(part: ShardShape) -> Matrix | None:
-    """Returns the shape of a parameter's part as matrices; None for a vector.
+    """Returns the shape of a parameter's shard as matrices; None for a vector.
 
     >>> matrix(ShardShape((512, 8, 64), "float32"))
     Matrix(layers=1, rows=512, columns=512)
@@ -42,10 +42,10 @@ def matrix(part: ShardShape) -> Matrix | None:
 
 
 def orthonormal(x: jax.Array) -> jax.Array:
-    """Returns an orthonormal basis whose span has the columns of x. Shape [..., rows, columns].
+    """Returns an orthonormal basis whose span contains the columns of x. Shape [..., rows, columns].
 
-    Gram-Schmidt, each column twice, which is as good as Householder's in float32 (Giraud et al. 2005). The residual of
-    a column that the others span is rounding error, and a random column replaces it.
+    It applies Gram-Schmidt twice to each column, which is as accurate as Householder's method in float32 (Giraud et al.
+    2005). If earlier columns span a column, its residual is only rounding error, and a random column replaces it.
     """
     noise = jax.random.normal(jax.random.key(0), x.shape)
     tolerance = 1e-6 * jnp.linalg.norm(x, axis=(-2, -1))[..., None]
@@ -67,11 +67,11 @@ def orthonormal(x: jax.Array) -> jax.Array:
 
 
 def as_one_vector(arrays: Arrays, travel: Callable[[jax.Array], jax.Array]) -> Arrays:
-    """Sends arrays as one vector.
+    """Applies a collective to several arrays as one vector.
 
     Args:
-      arrays: By path.
-      travel: The collective: a vector [elements] to [..., elements].
+      arrays: Path to array.
+      travel: The collective, from a vector [elements] to [..., elements].
     """
     received = travel(jnp.concatenate([x.reshape(-1) for x in arrays.values()]))
     result, offset = {}, 0

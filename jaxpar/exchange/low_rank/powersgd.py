@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 class PowerSgd(LowRank):
     """PowerSGD (Vogels, Karimireddy, Jaggi 2019, arXiv:1905.13727, Algorithm 1), with error feedback and a warm start.
 
-    M is a gradient as a matrix, and Q starts from the rows of the last step's mean: P = mean(M Q), made orthonormal,
-    then Q = mean(M^T P); the gradient is P Q^T, exact if `rank` is the rank of the matrix. A replica's error is
-    M - P (M^T P)^T. The warm start is stored as the last mean, so that it can be restored in any layout.
+    M is a gradient as a matrix, and Q starts as a basis of the rows of the last step's mean. A step computes
+    P = mean(M Q), orthonormalizes it, and computes Q = mean(M^T P). The gradient is P Q^T, exact if M has at most rank
+    `rank`. A replica's error is M - P (M^T P)^T. The state holds the last mean, which can be restored in any layout.
 
     Attributes:
       name: powersgd (gradients are sent as products of two thin matrices, found by the power method).
-      rank: Columns of P and Q.
-      smallest: Parameters of fewer elements are not compressed.
-      whole: Patterns of paths that are not compressed either: norms and biases.
+      rank: Number of columns of P and of Q.
+      smallest: Parameters with fewer elements than this are not compressed.
+      whole: Patterns of the paths of further uncompressed parameters, by default norms and biases.
       feedback: Whether the compression error is added to the next step's gradient.
     """
 
@@ -70,13 +70,13 @@ class PowerSgd(LowRank):
         return product(q), {path: x - local_product[path] for path, x in given.items()}
 
     def payloads(self, matrix: "Matrix", replicas: int) -> dict[str, int]:
-        """Returns the all-reduces of P and of Q."""
+        """Returns the payload of the all-reduces of P and of Q."""
         return {"all-reduce P": self.rank * matrix.rows, "all-reduce Q": self.rank * matrix.columns}
 
     def _start(self, last: "jax.Array", key: "jax.Array") -> "jax.Array":
-        """Returns an orthonormal Q [layers, columns, rank] that spans the rows of the last mean; random at first.
+        """Returns an orthonormal Q [layers, columns, rank] that spans the rows of the last mean; at first a random one.
 
-        The last mean times a random matrix spans its rows, of which at most `rank` are independent.
+        At most `rank` rows of the last mean are independent, so its transpose times a random matrix spans all rows.
         """
         import jax
         import jax.numpy as jnp

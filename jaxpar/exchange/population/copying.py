@@ -1,11 +1,11 @@
-"""Members become copies of others: the state of all members goes around the mesh axis once.
+"""Copies members to other members: the state of all members rotates once around the mesh axis.
 
-    device 0: a   device 1: b   device 2: c      a member keeps its source's state when that comes by
+    device 0: a   device 1: b   device 2: c      a member takes its source's state when it arrives
               c             a             b
               b             c             a
 
-The sources are known only at run time, so only a full round is sure to pass every source. A device holds its own state
-and one more.
+The sources are known only at run time, so only a full rotation is sure to pass every source. A device holds its own
+state and one more.
 """
 
 from collections.abc import Mapping
@@ -25,9 +25,9 @@ def copy_members(tree: Tree, source: jax.Array, mesh: Mesh) -> Tree:
     """Returns a tree whose entry i is entry source[i] of `tree`, bit for bit.
 
     Args:
-      tree: Arrays [member, ...], dim 0 over `data`; random keys too.
+      tree: Arrays [member, ...], also random keys, with dim 0 sharded over `data`.
       source: Shape [member], the same on all devices.
-      mesh: With an axis `data` whose size divides the members.
+      mesh: A mesh with an axis `data` whose size divides the number of members.
     """
     leaves, structure = jax.tree.flatten(tree)
     keys = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
@@ -72,13 +72,13 @@ def replicate(x: jax.Array, mesh: Mesh) -> jax.Array:
 def rotation_traffic(
     shards: Mapping[str, Any], replicas: int, local_members: int, *, every: int
 ) -> tuple[Traffic, ...]:
-    """Returns the traffic of `copied` for these shards.
+    """Returns the traffic of `copy_members` for these shards.
 
     Args:
       shards: Path to a device's shard of one member's array.
-      replicas: Devices along `data`.
-      local_members: Members on each device.
-      every: Steps from one such step to the next.
+      replicas: Number of devices along `data`.
+      local_members: Number of members per device.
+      every: Number of steps from one copy to the next.
     """
     return tuple(
         Traffic(

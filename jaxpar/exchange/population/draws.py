@@ -1,9 +1,9 @@
-"""The members' initial settings: every combination of lists, or draws from ranges.
+"""Chooses the members' initial settings: every combination of lists, or draws from ranges.
 
-    [1e-3, 3e-3]                      in a grid, each of them; else one, drawn at random
-    { choice = [1e-3, 3e-3] }         one of them
-    { uniform = [0.8, 0.99] }         between them
-    { log_uniform = [1e-4, 1e-2] }    between them, uniform in the logarithm
+    [1e-3, 3e-3]                      in a grid, every value; else one value, drawn at random
+    { choice = [1e-3, 3e-3] }         one of the values, drawn at random
+    { uniform = [0.8, 0.99] }         drawn between the two
+    { log_uniform = [1e-4, 1e-2] }    drawn between the two, uniformly in the logarithm
 
 A draw depends only on the seed, the setting and the member.
 """
@@ -33,14 +33,14 @@ def flatten(over: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def check(over: Mapping[str, Any], method: str) -> None:
-    """Refuses values that are neither a list of numbers nor a range, or not for this method.
+    """Refuses values that are neither a list of numbers nor a range, or that the method does not support.
 
     Args:
       over: Dotted name of a setting to its values.
       method: grid, random, pbt, evolution or swarm.
 
     Raises:
-      JaxparError: With all of them.
+      JaxparError: If there are such values; the message has all of them.
     """
     problems = [Problem(f"sweep.over.{name} = {_shown(value)}", *fault)
                 for name, value in over.items() if (fault := _wrong(value, method))]  # fmt: skip
@@ -89,7 +89,7 @@ def _draw(value: Any, source: random.Random) -> float:
 
 
 def _wrong(value: Any, method: str) -> tuple[str, str] | None:
-    """Returns the broken rule and a fix, or None."""
+    """Returns the rule that a value breaks, and a fix; None if it breaks no rule."""
     if isinstance(value, Mapping):
         if len(value) != 1 or (kind := next(iter(value))) not in KINDS:
             return f"a draw is one of {', '.join(KINDS)}", suggest(str(next(iter(value), "")), KINDS)

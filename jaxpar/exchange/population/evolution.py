@@ -1,4 +1,4 @@
-"""A genetic algorithm: the best settings survive, all others are replaced by children of two parents."""
+"""A genetic algorithm: the best settings survive, and children of two parents replace all others."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,15 +13,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Evolution(Rounds):
-    """A genetic algorithm over settings, as Young et al. (2015, doi:10.1145/2834892.2834896) tune networks.
+    """A genetic algorithm over settings, following Young et al. 2015, doi:10.1145/2834892.2834896.
 
-    After each round the best `share` of the members keep their settings (elitism), and train again. Each of the others
-    becomes a child of two parents, each the better of two members drawn at random (tournament): it takes each setting
-    from one of them (uniform crossover), and adds a normal number times `spread` (mutation), clipped to the range.
+    After each round the best `share` of the members keep their settings (elitism), and train again. Every other member
+    becomes a child of two parents; a parent is the better of two members drawn at random (tournament). The child takes
+    each setting from either parent (uniform crossover), and adds a normal number times `spread` (mutation), clipped to
+    the range.
 
     Attributes:
       name: evolution (the best settings survive, others become children of the better ones).
-      share: Share of the members that survive; at least one does.
+      share: Share of the members that survive, at least one member.
       spread: Standard deviation of a mutation, as a share of the range.
     """
 
@@ -45,7 +46,7 @@ class Evolution(Rounds):
     def propose(
         self, places: "jax.Array", scores: "jax.Array", memory: Tree, key: "jax.Array"
     ) -> "tuple[jax.Array, Tree]":
-        """Returns the survivors, and children in place of the other members; see `Rounds.propose`."""
+        """Returns the settings of the survivors, and of children in place of the others; see `Rounds.propose`."""
         import jax
         import jax.numpy as jnp
 

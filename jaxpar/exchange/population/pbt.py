@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 class Pbt(Population):
     """Population based training (Jaderberg et al. 2017, arXiv:1711.09846), an evolutionary search.
 
-    Exploit is the paper's truncation selection: a member among the worst `share` copies parameters, optimizer state,
-    other state and settings of one drawn among the best `share`. Explore multiplies each of its settings by one of
-    `factors`, drawn at random. A member's score is the mean of its training losses since the last sync round, which
-    compare because all see the same examples; the paper takes any score, such as one of held-out examples.
+    Exploit is the paper's truncation selection: each member among the worst `share` copies parameters, optimizer state,
+    other state and settings of a member drawn from the best `share`. Explore multiplies each copied setting by one of
+    `factors`, drawn at random. A member's score is the mean of its training losses since the last sync round; scores
+    are comparable because all members see the same examples. The paper allows any score, such as a held-out loss.
 
     Draws depend on `seed`, the number of the sync round and the member: a resumed run repeats them.
 
     Attributes:
       name: pbt (the worst members copy the best and continue with changed settings).
       values: Setting to each member's initial value.
-      every: Steps from one sync round to the next.
-      share: Share of the members that copy, and of those that may be copied; at least one each.
-      factors: A copy's settings are multiplied by one of these.
+      every: Number of steps from one sync round to the next.
+      share: Share of the members that copy, and of the members that may be copied, at least one each.
+      factors: Factors, one of which multiplies each setting of a copy.
       within: Setting to its lowest and highest value.
-      seed: Of the draws.
+      seed: Seed of the random draws.
     """
 
     name: str = "pbt"
@@ -53,11 +53,11 @@ class Pbt(Population):
 
     @property
     def selection_size(self) -> int:
-        """The number of members that copy, and that may be copied."""
+        """The number of members that copy, which is also the number that may be copied."""
         return max(1, int(self.share * self.members))
 
     def init(self, params: Tree, replicas: int) -> Tree:
-        """Returns the sums of losses of a window, the source of each member's copy, and the count of sync rounds."""
+        """Returns the members' sums of losses in a window, the source of each copy, and the count of sync rounds."""
         import jax.numpy as jnp
 
         per_member = {"losses": jnp.zeros(replicas), "from": jnp.arange(replicas)}
@@ -88,11 +88,11 @@ class Pbt(Population):
         return replace(replicas, params=params, opt_state=optimizer, model_state=model_state, exchange_state=state)
 
     def exploit(self, losses: "jax.Array", key: "jax.Array") -> "tuple[jax.Array, jax.Array]":
-        """Returns each member's source, its own number unless it copies, and which members copy; [member] each.
+        """Returns the member that each member copies (its own number for none), and whether it copies; [member] each.
 
         Args:
-          losses: Of each; a loss that is not finite is the worst.
-          key: For the draws among the best.
+          losses: Loss of each member; a loss that is not finite is the worst.
+          key: PRNG key of the draws from the best members.
         """
         import jax
         import jax.numpy as jnp
@@ -105,12 +105,12 @@ class Pbt(Population):
     def explore(
         self, settings: "Mapping[str, jax.Array]", copies: "jax.Array", key: "jax.Array"
     ) -> "dict[str, jax.Array]":
-        """Returns the settings of all members; those of copies are multiplied by a factor each.
+        """Returns the settings of all members; multiplies each setting of a copy by a factor.
 
         Args:
           settings: Name to its values, [member] each.
           copies: Whether a member is a copy. Shape [member].
-          key: For the draws among the factors.
+          key: PRNG key of the draws of factors.
         """
         import jax
         import jax.numpy as jnp
@@ -127,7 +127,7 @@ class Pbt(Population):
         return {"from": state["each"]["from"]}
 
     def traffic(self, shards: Mapping[str, Any], replicas: int) -> tuple[Traffic, ...]:
-        """Returns the permutes of parameters; those of optimizer states and other state are not included."""
+        """Returns the permutes of parameters, without the permutes of optimizer states and other state."""
         from jaxpar.exchange.population.copying import rotation_traffic
 
         return rotation_traffic(shards, replicas, self.members // replicas, every=self.every)
@@ -140,7 +140,7 @@ def check_factors(factors: tuple[float, ...]) -> None:
     """Refuses factors that cannot multiply a setting.
 
     Raises:
-      JaxparError: If there are none, or one is not positive.
+      JaxparError: If there are no factors, or a factor is not positive.
     """
     if not factors or not all(0 < factor < float("inf") for factor in factors):
         raise refuse(

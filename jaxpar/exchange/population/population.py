@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 class Population(Exchange):
     """Members with the same initial parameters, examples and random numbers, and different settings.
 
-    Each trains as it would alone. A member whose numbers are no longer finite stops changing.
+    Each member trains as it would alone. A member whose loss or parameters are not finite is no longer updated.
 
     Attributes:
       name: population (members with different optimizer settings, which never synchronize).
-      values: Setting to its value for each member. The optimizer's state has it as `optax.inject_hyperparams` does.
+      values: Setting to its value for each member. It is part of the optimizer's state, as `optax.inject_hyperparams`
+        stores it.
     """
 
     name: str = "population"
@@ -52,7 +53,7 @@ class Population(Exchange):
         return self.members
 
     def problems(self, replicas: int) -> list[Problem]:
-        """Returns a problem if the members do not divide among the devices."""
+        """Returns a problem if the number of devices does not divide the number of members."""
         if self.members % replicas == 0:
             return []
         return [
@@ -84,13 +85,13 @@ class Population(Exchange):
         """Returns the exchange's state after a step.
 
         Args:
-          state: The state before it.
-          losses: Of each member, on the step's examples. Shape [member].
+          state: The state before the step.
+          losses: Loss of each member on the step's examples. Shape [member].
         """
         return state
 
     def round_metrics(self, state: Tree) -> "dict[str, jax.Array]":
-        """Returns the metrics that a sync round adds to those of its step, [member] each."""
+        """Returns the metrics that a sync round adds to the step's metrics, [member] each."""
         return {}
 
     def __str__(self) -> str:

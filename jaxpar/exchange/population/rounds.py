@@ -1,10 +1,10 @@
-"""Searches in rounds: members train anew in each round, with settings proposed from the scores of earlier rounds.
+"""Searches in rounds: members restart training in each round, with settings proposed from earlier scores.
 
     round 0: every steps ─► scores ─► propose ─► round 1, from the initial parameters ─► scores ─► propose ─► ...
 
-A member's score is its mean training loss over the last part of a round; scores compare because all see the same
-examples. The next round starts at the end of its own first step, which reads the scores and whose update is discarded.
-So a run ends with the trained models of its last round, which can be evaluated and saved.
+A member's score is its mean training loss over the last part of a round; scores are comparable because all members see
+the same examples. The sync round comes after the first step of the next round: it reads the scores, discards that
+step's update, and resets the members. So a run ends with the trained models of its last round, to evaluate and save.
 """
 
 from abc import abstractmethod
@@ -34,10 +34,10 @@ class Rounds(Population):
     Attributes:
       name: rounds.
       values: Setting to each member's initial value.
-      every: Steps of a round.
-      within: Setting to its lowest and highest value. All of `values` have one.
+      every: Number of steps of a round.
+      within: Setting to its lowest and highest value, for all settings in `values`.
       logarithmic: Settings whose ranges are logarithmic.
-      seed: Of the draws.
+      seed: Seed of the random draws.
     """
 
     name: str = "rounds"
@@ -52,7 +52,7 @@ class Rounds(Population):
 
     @abstractmethod
     def remember(self, places: "jax.Array") -> Tree:
-        """Returns the initial state of the search, carried between rounds: arrays [member] or [member, setting].
+        """Returns the initial state of the search, which rounds pass on: arrays [member] or [member, setting].
 
         Args:
           places: Coordinates of the members' settings. Shape [member, setting].
@@ -66,17 +66,17 @@ class Rounds(Population):
 
         Args:
           places: Coordinates of the finished round. Shape [member, setting].
-          scores: Of its members; less is better, infinity where losses were not finite. Shape [member].
+          scores: Scores of its members; lower is better, infinity if a loss was not finite. Shape [member].
           memory: The search's state, from `remember` or the round before.
-          key: For random draws.
+          key: PRNG key.
         """
 
     def sync_round(self, step: int) -> int:
-        """Returns 1 for the first step of each round but the first."""
+        """Returns 1 for the first step of each round except round 0, else 0."""
         return int(step > 1 and step % self.every == 1)
 
     def init(self, params: Tree, replicas: int) -> Tree:
-        """Returns sums of losses, step and round counts, the search's state, and the initial parameters."""
+        """Returns the sums of losses, the counts of steps and rounds, the search's state, and initial parameters."""
         import jax.numpy as jnp
 
         places = self.coordinates({name: jnp.asarray(values, jnp.float32) for name, values in self.values.items()})
@@ -111,7 +111,7 @@ class Rounds(Population):
         return max(1, int(SCORED * self.every))
 
     def synchronize(self, replicas: Replicas, between: "ReplicaMesh") -> Replicas:
-        """Starts the members' next round, after its first step, which is discarded."""
+        """Starts the members' next round, and discards the update of its first step."""
         import jax
         import jax.numpy as jnp
 
@@ -153,11 +153,11 @@ class Rounds(Population):
         return jnp.stack(columns, axis=1)
 
     def settings_at(self, places: "jax.Array", settings: "Mapping[str, jax.Array]") -> "dict[str, jax.Array]":
-        """Returns the values at coordinates, [member] each.
+        """Returns the values of settings at coordinates, [member] each.
 
         Args:
           places: Coordinates. Shape [member, setting].
-          settings: The previous values, by name, whose dtypes are used.
+          settings: The previous values, by name; the new values get their dtypes.
         """
         import jax.numpy as jnp
 

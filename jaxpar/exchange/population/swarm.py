@@ -1,4 +1,4 @@
-"""Particle swarm: each member's settings move towards its own best, and the best of all members."""
+"""Particle swarm: each member's settings move towards the best that it has had, and the best of all members."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,8 +24,8 @@ class Swarm(Rounds):
 
     Attributes:
       name: swarm (settings move towards each member's best, and the best of all).
-      inertia: Share of the velocity that is kept.
-      pull: Weight of either best position.
+      inertia: Factor of the old velocity.
+      pull: Weight of each of the two best positions.
     """
 
     name: str = "swarm"

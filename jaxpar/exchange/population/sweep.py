@@ -1,4 +1,4 @@
-"""A job's `[sweep]`: the optimizer settings that differ between members, and how they are searched."""
+"""A job's `[sweep]`: the optimizer settings that differ between members, and the search method."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -90,7 +90,7 @@ class Sweep:
 
     @cached_property
     def values(self) -> dict[str, tuple[float, ...]]:
-        """Setting of the optimizer to each member's initial value."""
+        """Optimizer setting to each member's initial value."""
         settings = {name.removeprefix(ROOM): value for name, value in draws.flatten(self.over).items()}
         return draws.grid(settings) if self.method == "grid" else draws.draw(settings, self.members, self.seed)
 
@@ -103,7 +103,7 @@ class Sweep:
         """Refuses settings that the optimizer lacks, that change the program, or that are out of their range.
 
         Raises:
-          JaxparError: With all faults.
+          JaxparError: If there are such settings; the message has all of them.
         """
         names = [ROOM + name for name in SWEPT]
         problems = [
@@ -136,7 +136,7 @@ class Sweep:
             raise JaxparError(*problems)
 
     def population(self) -> Population:
-        """Returns the exchange for the step: members as replicas that differ."""
+        """Returns the exchange of the step, whose replicas are the members."""
         if self.method not in draws.MOVING:
             return Population(values=self.values)
         settings = {name.removeprefix(ROOM): value for name, value in draws.flatten(self.over).items()}
@@ -151,5 +151,5 @@ class Sweep:
         return Evolution(**options, share=self.share, spread=self.spread)
 
     def steps(self, steps: int) -> int:
-        """Returns the steps of a member's training, of `steps` in the run: one round's, if the method has rounds."""
+        """Returns the number of steps that a member trains for: one round if the method has rounds, else `steps`."""
         return self.every if self.over and self.method in IN_ROUNDS else steps

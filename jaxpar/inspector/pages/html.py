@@ -78,7 +78,7 @@ def _row(entry: Collective, most: float) -> tuple[str, ...]:
 
 
 def fragment(report: ReportFacts) -> str:
-    """The report as HTML for a notebook: sections are folded, styles affect nothing else."""
+    """Renders the report as HTML for a notebook, with folded sections; its styles apply only to this HTML."""
     folded = [
         tag("details", tag("summary", title), body, cls="jx-section", open="" if title == "Memory" else None)
         for title, body in _sections(report)

@@ -1,4 +1,4 @@
-"""The pipeline of a report: its tick table, which is exact, and its messages, as compiled."""
+"""The pipeline in a report: its tick table, which is exact, and its messages in the compiled program."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,9 +23,10 @@ def messages(ledger: Sequence[Collective]) -> list[Collective]:
 def facts(schedule: Schedule, ledger: Sequence[Collective]) -> dict[str, Any]:
     """The facts about a pipeline, as values for JSON.
 
-    `bubble` is the share of idle cells, `bubble_in_time` the share of idle time if a backward takes two forwards and a
-    barrier follows every tick; `kept` counts (microbatch, chunk) pairs on each stage; `permutes` is their number in a
-    step, each of at most `largest` bytes, and a device sends `wire` bytes in all of them.
+    `bubble` is the share of idle cells; `bubble_in_time` is the share of idle time if a backward takes twice as long as
+    a forward, and a barrier follows every tick; `kept` is the number of saved (microbatch, chunk) pairs on each stage;
+    `permutes` is the number of permutes in a step, of at most `largest` bytes each; `wire` is the number of bytes that
+    a device sends in all of them.
     """
     permutes = messages(ledger)
     is_countable = all(entry.times is not None for entry in permutes)
@@ -45,7 +46,7 @@ def facts(schedule: Schedule, ledger: Sequence[Collective]) -> dict[str, Any]:
 
 
 def sentences(schedule: Schedule, ledger: Sequence[Collective]) -> list[tuple[str, str]]:
-    """(sentence, provenance) about the tick table, the activations it stores and the messages it sends."""
+    """Returns (sentence, provenance) pairs about the tick table, its saved activations and its messages."""
     values = facts(schedule, ledger)
     table = (
         f"{schedule.name}, {describe_cut(schedule)}: {count_noun(schedule.ticks, 'tick')}, "
@@ -78,11 +79,11 @@ def section(schedule: Schedule, ledger: Sequence[Collective]) -> Markup:
 
 
 def picture(schedule: Schedule) -> Markup:
-    """The tick table as SVG inside HTML, small enough to send whatever its size."""
+    """Draws the tick table as SVG inside HTML, which is small even for a large table."""
     image = svg(schedule, OpTimes()) if _cells(schedule) <= _TOLD else overview(schedule, OpTimes())
     return Markup(image.replace(' xmlns="http://www.w3.org/2000/svg"', "", 1).strip())
 
 
 def _cells(schedule: Schedule) -> int:
-    """Number of ops."""
+    """Returns the number of ops in the tick table."""
     return schedule.ticks * schedule.stages - schedule.idle

@@ -1,6 +1,6 @@
 """The drawing of a modelled step: a lane for computation, one per stream of collectives.
 
-Periods without events, such as the fourth to last iteration of a loop, are squeezed into a small part of the width.
+Periods without events, such as all iterations of a loop from the fourth on, get only a small part of the width.
 """
 
 import re
@@ -84,7 +84,7 @@ class Span:
 
 
 def spans(events: Iterable[TimelineEvent], step: Sequence[Stretch]) -> list[Span]:
-    """Groups the events of one stream: those narrower than a pixel join their neighbours."""
+    """Groups the events of one stream: merges events narrower than a pixel with their neighbours."""
     result: list[Span] = []
     small = False
     for event in sorted(events, key=lambda event: event.start):
@@ -141,7 +141,7 @@ def _span(span: Span, stream: str) -> Markup:
 
 
 def ticks(step: Sequence[Stretch]) -> list[float]:
-    """The times to label: the starts of drawn stretches, and round times; none too near to the one before.
+    """Returns the times to label: starts of drawn stretches, and round times, without those too close to another.
 
     >>> ticks([Stretch(0.0, 1.7, 0.0, 1.0, True)])
     [0.0, 0.5, 1.0, 1.5]

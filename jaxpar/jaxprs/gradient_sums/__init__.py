@@ -1,1 +1,1 @@
-"""Moves sums of layers' gradients over devices out of scans: `sums` finds them, `once` rewrites the scans."""
+"""Moves sums of layers' gradients over devices out of scans: `find` finds the sums, `hoist` rewrites the scans."""

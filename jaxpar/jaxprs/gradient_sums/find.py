@@ -1,4 +1,4 @@
-"""Finds gradients of layers that are sums over examples, and the equations that shard them over an axis."""
+"""Finds gradients of layers that are sums over examples, and the equations that shard these over an axis."""
 
 import math
 from collections import Counter
@@ -22,22 +22,22 @@ class ExampleSum:
     """A gradient of a layer: a sum over examples, and the equations after it.
 
     Attributes:
-      eqn: The equation that sums over dim 0 of its operands, among others.
-      later_equations: Equations with a single input that lead from the sum to the gradient.
+      eqn: The equation that sums over dim 0 of its operands, and possibly over other dims.
+      later_equations: The equations, with a single input each, that compute the gradient from the sum.
     """
 
     eqn: JaxprEqn
     later_equations: tuple[JaxprEqn, ...]
 
     def scatter_index(self, axis: str) -> int | None:
-        """Returns the index in `after` of the equation that splits the gradient over an axis; None if none does."""
+        """Returns the index in `later_equations` of the equation that shards the gradient over an axis, or None."""
         return next((i for i, eqn in enumerate(self.later_equations) if axis in constraint_axes(eqn)), None)
 
     def can_wait(self, axis: str) -> bool:
-        """Whether the gradient can stay [replica, ...] until a single reduce-scatter over the axis, or to the end.
+        """Whether the gradient can be [replica, ...] until a single reduce-scatter over the axis, or until the end.
 
-        It cannot if the axis shares a dim with another axis or does not divide it, nor if the gradient is cast first:
-        devices send the dtype of the sum.
+        It cannot if the axis shares a dim with another axis or does not divide it, or if the gradient is cast before,
+        because devices send the dtype of the sum.
         """
         index = self.scatter_index(axis)
         if any(map(is_cast, self.later_equations[:index])):
@@ -45,12 +45,12 @@ class ExampleSum:
         return index is None or split_dim(self.later_equations[index], axis) is not None
 
     def remaining_equations(self, axis: str) -> tuple[JaxprEqn, ...]:
-        """Returns the equations from the one that splits the gradient over an axis."""
+        """Returns `later_equations` from the equation that shards the gradient over an axis."""
         index = self.scatter_index(axis)
         return () if index is None else self.later_equations[index:]
 
     def extra_bytes(self, axis: str) -> float:
-        """Returns the bytes per device by which the gradient is larger before an axis splits it."""
+        """Returns the additional bytes per device of the gradient before the axis shards it."""
         if not (remaining := self.remaining_equations(axis)):
             return 0
         sharding, gradient = remaining[0].params["sharding"], shapes(remaining[0].outvars)[0]
@@ -114,7 +114,7 @@ def _of_examples(shape: tuple[int, ...], rows: int) -> bool:
 
 
 def split_dim(eqn: JaxprEqn, axis: str) -> int | None:
-    """Returns the dim that an equation's constraint splits over this axis alone; None if there is no such dim.
+    """Returns the dim that an equation's constraint splits over only this axis; None if there is no such dim.
 
     None also if shards are unequal or a dim is left to XLA, for which there is no reduce-scatter.
     """

@@ -5,13 +5,14 @@
     scattered       backward scan: each device's gradient of a layer ─► explicit reduce-scatter ─► stack
     both at the end backward scan: each device's gradient of a layer ─► stack ─► reduce-scatter ─► sum over `data`
 
-The sum over examples that ends a gradient, of a matmul or of an elementwise op, is split: over the examples of each
-replica, then over replicas. The model's own computation is unchanged, even if its layers see the whole batch.
+The last operation of a gradient, of a matmul or an elementwise op, is a sum over examples. It is split into a sum over
+the examples of each replica, and a sum over replicas. All other computation is unchanged, even if layers read the whole
+batch.
 
-A sum per layer overlaps with the next layer's computation, so this is for layers whose sum takes little longer than its
-launch. If replicas shard the gradient, its reduce-scatter stays in the scan but becomes explicit: XLA moves an explicit
-one into the next iteration, unlike its own; the gathers of the first iteration then go with those of the forward pass.
-With `data` too, the reduce-scatter also leaves the scan, if the unreduced gradients of all layers take little memory.
+A sum per layer overlaps with the next layer's computation, so this rewrite is for layers whose all-reduce takes little
+longer than its launch. If replicas shard the gradient, its reduce-scatter stays in the scan but becomes explicit,
+because XLA overlaps an explicit reduce-scatter with the next iteration, unlike one that it inserts itself. With `data`
+too, the reduce-scatter also leaves the scan, if the unreduced gradients of all layers take little memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,13 +39,13 @@ Axes = str | tuple[str, ...]
 def hoist_gradient_sums(
     function: Callable, axis: str, ways: int, *, rows: int, shards: tuple[str, int] | None = None
 ) -> Callable:
-    """Returns the function with sums over an axis moved from its scans over layers to after them.
+    """Rewrites a function so that sums over an axis come after its scans over layers instead of inside of them.
 
     Args:
       function: Computes gradients of pytrees of arrays, by scans that are top-level equations. A gradient that it
         constrains to be split over the axis is scattered in the scan.
       axis: The outermost mesh axis that splits dim 0 of activations.
-      ways: Its size.
+      ways: Size of the axis.
       rows: Number of examples: the length of dim 0 of activations, or a divisor of it if tokens are rows of a matrix.
         Sums over another dim 0, such as the sequence of a sequence-first model, are left to XLA: split there,
         activations would travel.
@@ -78,7 +79,7 @@ def _changed_scan(eqn: JaxprEqn, axis: str, ways: int, rows: int, shards: tuple[
 
 
 def _take_little_memory(sums: dict[int, ExampleSum], axis: str, layers: int) -> bool:
-    """Whether gradients of all layers can await their reduce-scatter over an axis in little memory."""
+    """Whether the gradients of all layers take little memory before their reduce-scatter over an axis."""
     fit = all(gradient.can_wait(axis) for gradient in sums.values())
     return fit and layers * sum(gradient.extra_bytes(axis) for gradient in sums.values()) <= WAITING
 
@@ -115,7 +116,7 @@ def _run(
 
 
 def _replica_gradient(one: ExampleSum, env: Env, axes: Axes, ways: int) -> jax.Array:
-    """Returns the gradient per replica, shape [replica, ...]; if it is scattered in the scan, the sum over replicas."""
+    """Returns the gradient per replica, shape [replica, ...]; if the scan scatters it, the sum over replicas."""
     if not isinstance(axes, str):
         return _device_gradient(one, env, axes, ways)
     x, scattered = (
@@ -135,7 +136,7 @@ def _replica_gradient(one: ExampleSum, env: Env, axes: Axes, ways: int) -> jax.A
 
 
 def _device_gradient(one: ExampleSum, env: Env, axes: tuple[str, ...], ways: int) -> jax.Array:
-    """Returns the gradient per device, shape [device, ...], with its final sharding but for the last axis."""
+    """Returns the gradient per device, shape [device, ...], with its final sharding except for the last axis."""
     x = _with_source_info(one.eqn, partial(_summed, one.eqn, axes, ways), *(env[var] for var in one.eqn.invars))
     remaining = one.remaining_equations(axes[-1])
     for eqn in one.later_equations[: len(one.later_equations) - len(remaining)]:
@@ -200,7 +201,7 @@ def _apply_to_replicas(eqn: JaxprEqn, axes: Axes, x: jax.Array) -> jax.Array:
 
 
 def _with_source_info(eqn: JaxprEqn, function: Callable, *args: jax.Array) -> jax.Array:
-    """Runs a function under the scope and source line of an equation, which the inspector reports."""
+    """Runs a function with the named scope and source line of an equation, which the inspector reports."""
     closed = jax.make_jaxpr(function)(*args)
     eqns = [new_eqn.replace(source_info=eqn.source_info) for new_eqn in closed.jaxpr.eqns]
     (out,) = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr.replace(eqns=eqns), closed.consts))(*args)

@@ -33,7 +33,7 @@ class Method:
 
     @property
     def runs(self) -> bool:
-        """Whether it runs; otherwise it is simulated."""
+        """Whether the method runs on the devices; otherwise it is simulated on a virtual clock."""
         return isinstance(self.algorithm, Exchange)
 
 
@@ -41,7 +41,7 @@ def parse(text: str, job: Job) -> list[Method]:
     """Parses a comma-separated list of methods.
 
     Raises:
-      JaxparError: With every unknown, malformed or repeated method.
+      JaxparError: If methods are unknown, malformed or repeated; the message has all of them.
     """
     methods, problems = [], []
     names = [name.strip() for name in text.split(",")]

@@ -1,4 +1,4 @@
-"""Trains a job by a method: its loss against samples, bytes and virtual seconds."""
+"""Trains a job by a method, and records its loss against samples, bytes and virtual seconds."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -116,7 +116,7 @@ def _with_exchange(job: Job, exchange: Exchange) -> Job:
 
 
 def _examples(job: Job, algorithm: SimulatedRun | AsynchronousEasgd, name: str) -> int:
-    """Returns the examples per gradient of a simulated method.
+    """Returns the number of examples per gradient of a simulated method.
 
     Raises:
       JaxparError: If the global batch is not divisible among the workers, or the loss takes a random key.
@@ -211,7 +211,7 @@ def _elastic(job: Job, method: Method, algorithm: AsynchronousEasgd, times: Work
 
 
 def _shares(source: Source, global_batch: int, size: int) -> virtual_clock.Examples:
-    """Returns a function from a share number to its `size` examples: consecutive shares of the global batches."""
+    """Returns a function that maps a number to its share of `size` examples, in order of the global batches."""
     shares = global_batch // size
 
     @lru_cache(maxsize=8)

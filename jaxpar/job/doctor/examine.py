@@ -60,7 +60,7 @@ class Probe:
 
 
 def start_probe(environment: Mapping[str, str], *, simulate: int, code: str = PROBE) -> Probe:
-    """Starts the probe, with as many simulated devices; 0 probes the real ones."""
+    """Starts the probe with this number of simulated devices; 0 probes the real devices."""
     out, err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # no pipes: a grandchild may keep them open
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(simulate)], stdin=subprocess.DEVNULL, stdout=out, stderr=err,

@@ -1,9 +1,9 @@
-"""Checks of the other processes: their discovery, the way to process 0, clocks and the shared run folder.
+"""Checks of the other processes: their discovery, the connection to process 0, clocks and the shared run folder.
 
 process 0                 listens at the coordinator's address; sends its time and the name of a file in the run folder
 other processes           connect to it, compare clocks, and check that they see the file
 
-Run it on all processes at once, as the run itself will be: `srun jaxpar doctor JOB`.
+Run it on all processes at once, like the run itself: `srun jaxpar doctor JOB`.
 """
 
 import os
@@ -66,7 +66,7 @@ def check_connection(cluster: Cluster, *, seconds: float, folder: Path | None = 
 
 @contextmanager
 def _sign(folder: Path | None) -> Iterator[str]:
-    """Keeps a file in a folder during the check and yields its name; "" if the folder is not writable."""
+    """Context with a temporary file in a folder; yields the file's name, "" if the folder is not writable."""
     if folder is None or not os.access(folder, os.W_OK):  # another check reports that it is not writable
         yield ""
         return
@@ -131,7 +131,7 @@ def _ask(cluster: Cluster, seconds: float, folder: Path | None) -> Iterator[Find
 
 
 def _receive_greeting(server: socket.socket) -> bytes:
-    """Receives the greeting of the server; b"" if it sends none: then a run listens there, not a doctor."""
+    """Receives the greeting of the server; b"" if it sends none, because a run listens there instead of a doctor."""
     server.settimeout(1.0)
     try:
         return server.recv(256)
@@ -140,7 +140,7 @@ def _receive_greeting(server: socket.socket) -> bytes:
 
 
 def _shared(folder: Path, name: str) -> Finding:
-    """Checks that process 0's file is visible here; its name is new, so no stale cache can hide it."""
+    """Checks that process 0's file is visible here; its name is new, so that no stale cache can hide it."""
     if "/" not in name and (folder / name).exists():
         return Finding("shared", "ok", f"what process 0 writes into {folder} is seen here")
     got = f"what process 0 writes is not seen in {folder}: all processes of a run share its folder"

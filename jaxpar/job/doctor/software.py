@@ -113,7 +113,7 @@ def toolkit(driver: Path = DRIVER) -> Finding:
 
 
 def variables(environment: Mapping[str, str], *, simulate: int) -> Iterator[Finding]:
-    """Checks the variables that change where and how JAX runs; the device probe tries XLA_FLAGS.
+    """Checks the environment variables that affect JAX; the device probe tries XLA_FLAGS.
 
     Args:
       environment: Environment variables, such as `os.environ`.

@@ -1,4 +1,4 @@
-"""The finding of a check, with its time limit, and checks of this machine: disk, memory, process limits, file clock."""
+"""Runs checks with a time limit, and checks this machine: disk, memory, process limits, file clock."""
 
 import os
 import resource
@@ -35,7 +35,7 @@ class Finding:
 
 
 def with_time_limit(what: str, check: Callable[[], Iterable[Finding]], *, seconds: float, fix: str) -> list[Finding]:
-    """Runs a check with a time limit; if it hangs, that is the finding.
+    """Runs a check with a time limit; returns a finding about the hang if it hangs.
 
     Args:
       what: The subject of that finding.

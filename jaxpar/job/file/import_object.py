@@ -94,7 +94,7 @@ def _not_allowed(got: str) -> JaxparError:
 
 
 def _outside_origin(module: str) -> str | None:
-    """Says where a module's package lies if outside of the working directory, without importing it; else None."""
+    """Returns the place of a module's package outside of the working directory, without importing it; else None."""
     top = module.split(".")[0]
     try:
         spec = find_spec(top)

@@ -68,7 +68,7 @@ def check_user_files(folder: Path) -> None:
 
 
 def lost_files(folder: Path) -> list[str]:
-    """Reports each missing file of a resumed run, and what is unknown without it."""
+    """Reports each missing file of a resumed run, and the facts that are unknown without it."""
     return [f"{folder / name} is not there: {effect}" for name, effect in LOST.items() if not (folder / name).exists()]
 
 
@@ -149,7 +149,7 @@ def check_writable(folder: Path) -> None:
 
 
 def check_same_data(folder: Path, fingerprint: str | None) -> dict[str, Any]:
-    """Returns the RUN/run.json of a resumed run, {} if it is missing; refuses other data than it was trained on.
+    """Reads RUN/run.json of a resumed run, {} if it is missing; refuses data that differs from that of the run.
 
     Args:
       folder: The run folder.

@@ -1,4 +1,4 @@
-"""The batches of a job: their source, their shapes without reading any, and the tokens that end documents."""
+"""The batches of a job: their source, their shapes without reading data, and the tokens that end documents."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ def open_data(job: Job) -> Source:
 
 
 def with_saved_tokenizer(job: Job, folder: Path) -> Job:
-    """Points a run's job to the tokenizer saved in its folder: the one it names may be gone or changed.
+    """Makes a run's job use the tokenizer saved in its folder, because the original one may be gone or changed.
 
     Args:
       job: The job of the run folder.
@@ -58,7 +58,7 @@ def open_sets(job: Job) -> dict[str, EvaluationSet]:
 
 
 def check_evaluated(job: Job, source: Source | None) -> None:
-    """Refuses a job that asks for evaluations while its source (None: no source) has no held-out examples."""
+    """Refuses a job with evaluations whose source has no held-out examples, or that has no source (None)."""
     keys = {"train.eval_every": job.train.eval_every, "checkpoint.keep_best": job.checkpoint.keep_best}
     requests = [f"{key} = {value}" for key, value in keys.items() if value]
     if not requests or job.data.sets or (source is not None and source.evaluation(0, job.train.global_batch)):
@@ -130,7 +130,8 @@ def end_tokens(job: Job, folder: Path, origin: Path) -> tuple[int, ...]:
 def _answer_ends(kept: TokenizerFacts) -> tuple[int, ...]:
     """Returns the first special token that the chat template writes after an answer, if any.
 
-    Also () if the template rejects a chat without, say, a system message: then only `data.end` or eos ends an answer.
+    It returns () also if the template rejects the chat, for example without a system message; then only `data.end` or
+    eos ends an answer.
     """
     messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": ANSWER}]
     subject = "a question and an answer"

@@ -1,4 +1,4 @@
-"""Builds the model and the loss that a job names: jaxpar's own or user objects."""
+"""Builds the model and the loss that a job names, which are jaxpar's or the user's objects."""
 
 import dataclasses
 import inspect
@@ -150,7 +150,7 @@ def _build_model(job: Job, loss: Callable) -> Blueprint | Callable:
 
 
 def _of_either_flax(job: Job, factory: Callable, loss: Callable) -> Callable:
-    """Wraps a factory that takes `rngs`: a Linen module that it returns is bound to the job's loss and batch shapes."""
+    """Wraps a factory that takes `rngs`; a Linen module that it returns gets the job's loss and batch shapes."""
     from flax import linen as nn
 
     @wraps(factory)

@@ -1,4 +1,4 @@
-"""The model of a job for the planner: formulas for a decoder, a JAX trace for other models or optimizer states.
+"""Chooses the planner's model of a job: formulas for a decoder, a JAX trace for other models or optimizer states.
 
 decoder, adamw, adam, lamb, sgd, lion or lars    arithmetic: JAX is not imported
 decoder with another optimizer, optimizer arguments or frozen parameters

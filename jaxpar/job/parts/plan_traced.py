@@ -1,4 +1,4 @@
-"""A job in the planner's terms: its traced model, and its layout as a candidate."""
+"""Converts a job for the planner: traces its model, and makes its layout a candidate."""
 
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -119,13 +119,13 @@ def trace_model(
 
     Args:
       blueprint: The model.
-      loss: Of (model, batch), or of (model, batch, key).
+      loss: A function of (model, batch), or of (model, batch, key).
       recipe: Bytes per parameter of the training state.
       batch: Name to shape and dtype, such as an array; the first dim is that of examples.
       rows: Examples per step.
       devices: Number of devices to plan for.
       compute: The dtype of matmuls, fp32 or bf16.
-      batch_errors: From a batch to a context that turns exceptions of the user's model and loss into a `JaxparError`.
+      batch_errors: Maps a batch to a context that turns exceptions of the user's model and loss into a `JaxparError`.
 
     Raises:
       JaxparError: If the model cannot be traced.
@@ -215,7 +215,7 @@ def _shards(
 
 
 def _largest_gather(blueprint: Blueprint) -> int:
-    """Returns the most parameters gathered at once: the largest single parameter, or one layer of a stack."""
+    """Returns the largest number of elements that are gathered at once: of a parameter, or of a layer of a stack."""
     layer, singles = 0, [0]
     for leaf in name_stacks(blueprint.leaves).values():
         if leaf.names and leaf.names[0] == "layers":

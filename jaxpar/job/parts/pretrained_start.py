@@ -83,7 +83,7 @@ def _other_model(job: Job, found: Pretrained) -> list[Problem]:
 
 
 def _differs(mine: DecoderConfig, theirs: DecoderConfig) -> dict[str, Any]:
-    """Returns the settings that differ in effect; a 0 equals the default number that it stands for."""
+    """Returns the settings that differ in effect; 0 is replaced by the default number that it stands for."""
     config = config_of(mine, "float32")
     candidates = {
         field.name: getattr(theirs, field.name)

@@ -28,7 +28,7 @@ from jaxpar.units import show_bytes, show_count, show_seconds
 
 
 def predict(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Predicts `seconds` per step and `bytes` of the fullest device; or returns `why` there is no prediction.
+    """Predicts `seconds` per step and `bytes` of the fullest device; or returns the reason `why` it cannot.
 
     Simulated devices have none: their timings say nothing about GPUs, and their memory is not that of a GPU.
 
@@ -159,7 +159,7 @@ def _throughput(run: RunContents) -> Markup:
 
 
 def _wait_note(run: RunContents) -> Markup:
-    """Says how long steps waited for their batches; nothing on simulated devices."""
+    """Describes the time for which steps waited for their batches; "" on simulated devices."""
     rows = [row for row in run.rows[FIRST:] if row.get("input_wait_seconds") is not None and row.get("seconds")]
     if not run.is_timed or not rows:
         return Markup("")
@@ -206,7 +206,7 @@ def _configuration(run: RunContents) -> Markup:
 
 
 def _comparison(run: RunContents) -> Markup:
-    """Compares memory and step time as modelled, compiled and measured; no times on simulated devices."""
+    """Compares modelled, compiled and measured memory and step time; without times on simulated devices."""
     peak, prediction = run.facts.get("peak") or {}, predict(run.folder, run.facts)
     if not peak and "bytes" not in prediction:
         return Markup("")

@@ -1,7 +1,7 @@
-"""Blockwise attention on one device, with its own backward pass.
+"""Blockwise attention on one device, with a custom backward pass.
 
-It saves q, k, v, the output and a logsumexp per query: memory grows linearly with the sequence, not quadratically. The
-logsumexp of JAX's `return_residual` does not do: it has no gradient and is rounded to the inputs' dtype.
+It saves q, k, v, the output and a logsumexp per query: memory grows linearly with the sequence, not quadratically. It
+cannot use the logsumexp of JAX's `return_residual`, which has no gradient and is rounded to the inputs' dtype.
 """
 
 import math
@@ -48,7 +48,7 @@ def blockwise(
     segments_bs: jax.Array | None = None,
     block: int | None = None,
 ) -> jax.Array:
-    """Computes softmax(q k / sqrt(head_dim)) v block by block, over the keys that `rule` and segments let a query see.
+    """Computes softmax(q k / sqrt(head_dim)) v block by block, over the keys that `rule` and segments do not mask.
 
     Args:
       q_bshk: Queries. Shape [batch, queries, heads, head_dim].
@@ -56,10 +56,10 @@ def blockwise(
       v_btgk: Values. Shape of `k`.
       rule: Causal or not, a window, and a softcap.
       segments_bs: Segment of every token; needs as many keys as queries. Shape [batch, queries].
-      block: Maximum tokens per block; None lets `most` decide.
+      block: Maximum tokens per block; None uses `max_block_sizes`.
 
     Returns:
-      Shape and dtype of `q`; zeros for a query that sees no key.
+      An array with shape and dtype of `q`; zeros for a query whose keys are all masked.
     """
     return _blockwise(q_bshk, k_btgk, v_btgk, segments_bs, rule, block)
 
@@ -95,7 +95,7 @@ _blockwise.defvjp(_forward, _backward)
 
 
 def final_statistics(grad: jax.Array, out: jax.Array, logsumexp: jax.Array) -> FinalStatistics:
-    """Statistics of queries for the backward pass, from their gradient and output in blocks."""
+    """Computes the statistics of queries for the backward pass, from their output and its gradient in blocks."""
     dtype = accumulator_dtype(out)
     return FinalStatistics(grad, jnp.sum(grad.astype(dtype) * out.astype(dtype), axis=-1), logsumexp)
 
@@ -112,17 +112,17 @@ def _cut(q, k, v, segments, q_blocks: Blocks, k_blocks: Blocks) -> tuple[Queries
     return tie(queries), tie(Keys(split_keys(k, v, k_blocks), k_positions, block_segments[1]))
 
 
-# Attention that materializes all scores; `noted` records their size while a job is traced.
+# Attention that materializes all scores; `record_sizes` records their size while a job is traced.
 
 _noting: ContextVar[list[int] | None] = ContextVar("noting", default=None)
 
 
 @contextmanager
 def record_sizes() -> Iterator[list[int]]:
-    """Records the sizes of materialized scores, while the context lasts.
+    """Context that records the sizes of materialized scores.
 
     Yields:
-      Bytes per device in float32, for each traced call of attention. Complete when the context ends.
+      A list with the bytes per device in float32 of each traced call of attention; complete when the context ends.
     """
     sizes: list[int] = []
     token = _noting.set(sizes)
@@ -142,7 +142,7 @@ def add_size(size: int) -> None:
 def attend(
     q_bshk: jax.Array, k_btgk: jax.Array, v_btgk: jax.Array, *, rule: AttentionMask, segments_bs: jax.Array | None
 ) -> jax.Array:
-    """Attention under any mask or softcap, with XLA's matmuls and float32 scores: what `jax.nn` has no arguments for.
+    """Attention with XLA's matmuls and float32 scores, for masks and softcaps that `jax.nn` has no arguments for.
 
     Args:
       q_bshk: Queries. Shape [batch, queries, heads, head_dim].

@@ -1,11 +1,11 @@
-"""The cap of attention scores, and the mask: which keys a query sees, from positions and segments."""
+"""The softcap of attention scores, and the mask: the keys that a query attends to, by positions and segments."""
 
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-NOWHERE = -1  # the position of padding: no query sees it
+NOWHERE = -1  # the position of padding, to which no query attends
 
 
 @dataclass(frozen=True)
@@ -13,8 +13,9 @@ class AttentionMask:
     """The mask and the softcap of attention.
 
     Attributes:
-      causal: The query at position i sees no key after i.
-      window: It sees only keys less than `window` positions away: i - window + 1 to i where causal. None is no bound.
+      causal: Whether the query at position i attends to no key after i.
+      window: A query attends only to keys less than `window` positions away, if causal to i - window + 1 ... i. None is
+        no bound.
       softcap: A score x becomes softcap * tanh(x / softcap) before the mask (arXiv:2408.00118). None is no cap.
     """
 
@@ -23,11 +24,11 @@ class AttentionMask:
     softcap: float | None = None
 
     def cap(self, scores: jax.Array) -> jax.Array:
-        """Scores between -softcap and softcap."""
+        """Caps scores to between -softcap and softcap."""
         return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
 
     def cap_gradient(self, gradient: jax.Array, scores: jax.Array) -> jax.Array:
-        """Gradient of the scores from the gradient of the capped scores.
+        """Computes the gradient of the scores from the gradient of the capped scores.
 
         Args:
           gradient: Gradient of the loss by capped scores; zero where a key is masked.
@@ -45,16 +46,16 @@ class AttentionMask:
         segments_bq: jax.Array | None,
         segments_bc: jax.Array | None,
     ) -> jax.Array:
-        """Mask of the keys in one block that each query of another block sees.
+        """Computes the mask of a block of queries and a block of keys.
 
         Args:
           positions_q: Positions of the queries. Shape [q].
           positions_c: Positions of the keys; `NOWHERE` for padding. Shape [c].
-          segments_bq: Segments of the queries: a query sees only keys of its own. None: one segment.
+          segments_bq: Segments of the queries; a query attends only to keys of its segment. None is one segment.
           segments_bc: Segments of the keys.
 
         Returns:
-          Booleans [b or 1, 1, 1, q, c], as scores are [b, g, r, q, c].
+          Booleans [b or 1, 1, 1, q, c], to broadcast with scores [b, g, r, q, c].
         """
         distance = positions_q[:, None] - positions_c
         mask = jnp.broadcast_to(positions_c > NOWHERE, distance.shape)
@@ -68,7 +69,7 @@ class AttentionMask:
         return mask[:, None, None]
 
     def reaches(self, queries: tuple[int, int], keys: tuple[int, int]) -> bool:
-        """Whether any query in a range of positions [first, last] sees any key in another range, within one segment."""
+        """Whether any query in a range of positions [first, last] attends to any key in another, in one segment."""
         (first_q, last_q), (first_c, last_c) = queries, keys
         if self.causal and first_c > last_q:
             return False

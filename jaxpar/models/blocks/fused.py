@@ -4,13 +4,12 @@
     backward    q, k, v, y, logsumexp, gradient of y       ──►  gradients of q, k and v
 
 `jax.nn.dot_product_attention` runs the same two calls, but exposes neither: its logsumexp is rounded to the dtype of
-`q` and has no gradient. Given the *final* logsumexp and output of queries that meet keys in parts, the second call
-returns the part of the gradients that is due to these keys (FlashAttention, arXiv:2205.14135, appendix): so the parts
-add up, if all of the exchange is wrapped in one custom backward pass.
+`q` and has no gradient. If queries attend to parts of the keys in turn, the second call gets the *final* logsumexp and
+output, and returns the gradients' terms for its part of the keys (FlashAttention, arXiv:2205.14135, appendix). These
+terms add up to the gradients, so one custom backward pass has to contain all parts.
 
-Targets, operands and settings are those that JAX itself uses (`jax/_src/cudnn`, the same text in 0.10.2 to 0.12): a
-test compares the two as lowered. XLA does not know how to partition the calls: use them where every device has its own
-arrays, inside `jax.shard_map`.
+Targets, operands and settings are those that JAX itself uses (`jax/_src/cudnn`, the same text in 0.10.2 to 0.12); a
+test compares both lowered programs. XLA cannot partition the calls, so use them inside `jax.shard_map`.
 
 Suffixes of arrays: b batch, s queries, t keys, h heads, g heads of keys and values, k head_dim.
 """
@@ -33,11 +32,11 @@ _AS_BSHK = (0, 2, 1, 3)  # XLA's name for the result is [b, h, s, k]; it lies in
 
 
 class FusedKernel(NamedTuple):
-    """A fused attention kernel: its forward and backward call on one device's arrays.
+    """A fused attention kernel, as a forward and a backward call on one device's arrays.
 
     Attributes:
       forward: Takes q [b, s, h, k], k and v [b, t, g, k], and the keywords causal (then s = t) and window. Returns the
-        output [b, s, h, k], and the logsumexp of the scores that each query sees [b, h, s], in float32.
+        output [b, s, h, k], and the logsumexp of the unmasked scores of each query [b, h, s], in float32.
       backward: Takes q, k, v, the output, logsumexp and gradient of the output, and the same keywords. Returns the
         gradients of q, k and v, in their shapes.
     """
@@ -86,15 +85,15 @@ _instead: ContextVar[FusedKernel | None] = ContextVar("instead", default=None)
 
 
 def kernel_override() -> FusedKernel | None:
-    """The kernel that replaces cuDNN's in this context, if any."""
+    """Returns the kernel that replaces cuDNN's in this context, or None."""
     return _instead.get()
 
 
 @contextmanager
 def in_place_of_cudnn(kernel: FusedKernel) -> Iterator[None]:
-    """Runs `kernel` for parts of attention in 16 bits, wherever a GPU would run cuDNN's, while the context lasts.
+    """Context in which `kernel` replaces cuDNN's kernel for 16-bit attention over parts of the keys.
 
-    For programs compiled for absent GPUs, and for tests of code that combines the parts.
+    Used for programs compiled for absent GPUs, and for tests of code that combines the parts.
     """
     token = _instead.set(kernel)
     try:
@@ -104,7 +103,7 @@ def in_place_of_cudnn(kernel: FusedKernel) -> Iterator[None]:
 
 
 def merge(sums: tuple[jax.Array, jax.Array], update: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Merges output and logsumexp over two sets of keys: the running sums, in float32, and the result of one call."""
+    """Merges (output, logsumexp) over two sets of keys: the float32 running sums, and the result of one call."""
     (out, running), (added, logsumexp) = sums, update
     total = jnp.logaddexp(running, logsumexp)
     weights = (jnp.exp(term - total).swapaxes(1, 2)[..., None] for term in (running, logsumexp))
@@ -134,7 +133,7 @@ _TYPES = {"bfloat16": "BF16", "float16": "F16"}
 
 
 def _settings(q: jax.Array, k: jax.Array, causal: bool, window: int | None, matmuls: dict) -> str:
-    """The backend config of a call: JSON of XLA's message `GpuBackendConfig`."""
+    """Builds the backend config of a call: XLA's message `GpuBackendConfig` as JSON."""
     b, s, h, size = q.shape
     scores = {
         "element_type": _TYPES[str(q.dtype)],
@@ -218,10 +217,10 @@ def head_fits(head_dim: int) -> bool:
 
 
 def capability() -> float:
-    """Compute capability of the local GPUs; Hopper's if the devices state none (absent or simulated GPUs)."""
+    """Compute capability of the local GPUs; Hopper's if the devices have none (absent or simulated GPUs)."""
     return float(getattr(jax.local_devices()[0], "compute_capability", computing.HOPPER))
 
 
 def runs_blockwise(k: jax.Array, *, fused: bool) -> bool:
-    """Whether attention to these keys runs blockwise."""
+    """Whether attention to this number of keys runs block by block instead of materializing all scores."""
     return k.shape[1] > LONG and not fused

@@ -1,4 +1,4 @@
-"""A frozen matrix in 8 bits: integers from -127 to 127, and a scale per output.
+"""Stores a frozen matrix in 8 bits: integers from -127 to 127, and a scale per output.
 
     W  [*inputs, *outputs]  ≈  held  [*inputs, *outputs]  int8   x   scales  [*outputs]  float32
     x @ W                   ≈  (x @ held) * scales
@@ -27,7 +27,7 @@ Index = tuple[slice, ...]
 
 
 def rounded(matrix: jax.Array, *, lead: int, inputs: int) -> tuple[jax.Array, jax.Array]:
-    """Quantizes a matrix to int8 values and scales; the largest entry of each output becomes 127.
+    """Quantizes a matrix to int8 values and scales; the largest entry of each output becomes 127 in magnitude.
 
     Args:
       matrix: Shape [*lead, *inputs, *outputs], floating point.
@@ -35,7 +35,7 @@ def rounded(matrix: jax.Array, *, lead: int, inputs: int) -> tuple[jax.Array, ja
       inputs: Number of dims that the matmul contracts.
 
     Returns:
-      held: Same shape, int8. Times the scales, each entry is within half of its output's scale of the original.
+      held: Integers of the same shape. Times the scales, each entry differs from the original by at most half a scale.
       scales: Shape [*lead, *outputs], float32; 1 where all entries of an output are zero.
     """
     floats, axes = matrix.astype(jnp.float32), tuple(range(lead, lead + inputs))
@@ -52,7 +52,7 @@ def dequantize(held: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
 def with_int8_residuals(run: Callable, x: jax.Array, held: jax.Array, scales: jax.Array) -> jax.Array:
     """Computes `run(x, held, scales)`, linear in x, and saves only `held` and `scales` for the backward pass.
 
-    Without this JAX saves `held` converted to floats: for a scan over layers, all of the unquantized base.
+    JAX alone would save `held` converted to floats, which in a scan over layers is the whole unquantized base.
     """
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
 
@@ -73,7 +73,7 @@ def with_int8_residuals(run: Callable, x: jax.Array, held: jax.Array, scales: ja
 
 @dataclass(frozen=True, eq=False)
 class QuantizedMatrix:
-    """A matrix in files, quantized when it is indexed: one layer of a stack is read at a time.
+    """A matrix in files that is quantized when it is indexed, one layer of a stack at a time.
 
     Attributes:
       path: Name of the matrix, for messages.
@@ -90,7 +90,7 @@ class QuantizedMatrix:
     scale_cache: dict[str, np.ndarray] = field(default_factory=dict)
 
     def int8_values(self, index: Index) -> np.ndarray:
-        """A part of the integers, int8."""
+        """Reads and quantizes a part of the matrix; returns its int8 values."""
         ranges = [range(*dim.indices(size)) for dim, size in zip(index, self.value.shape, strict=True)]
         result = np.empty([len(dim) for dim in ranges], np.int8)
         for position in product(*map(enumerate, ranges[: self.lead])):
@@ -101,7 +101,7 @@ class QuantizedMatrix:
         return result
 
     def scales(self, index: Index) -> np.ndarray:
-        """A part of the scales, float32; `index` has their dims."""
+        """Computes a part of the scales, float32; `index` has the dims of the scales."""
         ranges = [range(*dim.indices(size)) for dim, size in zip(index, self.value.shape, strict=False)][: self.lead]
         layers = [tuple(slice(i, i + 1) for i in position) for position in product(*ranges)]
         axes = tuple(range(self.lead, self.lead + self.inputs))
@@ -110,7 +110,7 @@ class QuantizedMatrix:
         return np.stack(layer_scales).reshape(*map(len, ranges), *outputs)
 
     def _scales(self, layer: Index, outputs: Index) -> np.ndarray:
-        """Scales of some outputs of one layer; the dims of the stack and the inputs have size 1."""
+        """Computes the scales of some outputs of one layer; the dims of the stack and the inputs have size 1."""
         key = str((layer, outputs))
         if key not in self.scale_cache:
             values = np.asarray(self.value[(*layer, *(slice(None),) * self.inputs, *outputs)], np.float32)

@@ -1,6 +1,6 @@
-"""Scans a table of pairs of blocks: online softmax forward, and backward from its final statistics.
+"""Scans a table of pairs of blocks: online softmax forward, and the backward pass from the final statistics.
 
-    forward    top, total, sum  of each query, over the keys seen so far    (Milakov, Gimelshein 2018, arXiv:1805.02867)
+    forward    top, total, sum  of each query, over the keys so far         (Milakov, Gimelshein 2018, arXiv:1805.02867)
     backward   exp(score - logsumexp) again, pair by pair                   (FlashAttention, arXiv:2205.14135, appendix)
 
 Statistics and sums are float32 (float64 for float64 inputs), matmuls run in the dtype of their inputs. The backward
@@ -39,7 +39,7 @@ Placed = TypeVar("Placed", Queries, Keys)
 
 
 class KernelSums(NamedTuple):
-    """Running sums of queries over the keys they have met."""
+    """Running sums of queries over the keys that they have attended to so far."""
 
     out: jax.Array  # [n, b, g, r, q, k]: sum of exp(score - top) v
     total: jax.Array  # [n, b, g, r, q]: sum of exp(score - top)
@@ -47,7 +47,7 @@ class KernelSums(NamedTuple):
 
 
 class FinalStatistics(NamedTuple):
-    """Statistics of queries for the backward pass, after they have met all keys."""
+    """Statistics of queries over all keys, for the backward pass."""
 
     grad: jax.Array  # [n, b, g, r, q, k]: the gradient of the output
     delta: jax.Array  # [n, b, g, r, q]: sum of gradient times output
@@ -57,8 +57,8 @@ class FinalStatistics(NamedTuple):
 def tie(blocks: Placed) -> Placed:
     """Ties queries or keys in blocks to their positions with an optimization barrier.
 
-    JAX hoists out of a scan over layers, and saves, whatever is the same in every layer. Computed from positions alone
-    that would be the masks of all pairs of blocks, as many entries as there are scores.
+    JAX hoists out of a scan over layers, and saves, all values that are equal in every layer. Without the barrier these
+    would include the masks of all pairs of blocks, which depend only on positions and are as large as the scores.
     """
     return type(blocks)(*jax.lax.optimization_barrier(tuple(blocks)))
 
@@ -69,7 +69,7 @@ def accumulator_dtype(x: jax.Array) -> jnp.dtype:
 
 
 def initial_sums(q: jax.Array) -> KernelSums:
-    """Initial sums, before any key is met."""
+    """Running sums over no keys."""
     dtype = accumulator_dtype(q)
     lowest = jnp.full(q.shape[:-1], -0.5 * jnp.finfo(dtype).max, dtype)
     return KernelSums(jnp.zeros(q.shape, dtype), jnp.zeros(q.shape[:-1], dtype), lowest)
@@ -81,13 +81,13 @@ def zero_grads(kv: jax.Array) -> jax.Array:
 
 
 def finalize(sums: KernelSums, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """Output and logsumexp of queries that have met all keys; the output is 0 for a query that saw none of them."""
+    """Computes output and logsumexp from sums over all keys; the output is 0 if all keys of a query are masked."""
     total = jnp.where(sums.total == 0, 1, sums.total)
     return (sums.out / total[..., None]).astype(dtype), sums.top + jnp.log(total)
 
 
 def accumulate(sums: KernelSums, queries: Queries, keys: Keys, table: Table, rule: AttentionMask) -> KernelSums:
-    """Adds to the sums of each row's block of queries (first entry) the keys of its block (second entry)."""
+    """For each row (queries, keys) of the table, adds this block of keys to the sums of this block of queries."""
 
     def step(sums: KernelSums, row: jax.Array) -> tuple[KernelSums, None]:
         i, j = row[0], row[1]
@@ -111,7 +111,7 @@ def accumulate_grads(
     end: FinalStatistics,
     table_and_rule: tuple[Table, AttentionMask],
 ) -> tuple[jax.Array, jax.Array]:
-    """Adds the gradients of every pair in the table to those of queries, and of keys and values."""
+    """For each pair in the table, adds its gradients to those of the queries, and of the keys and values."""
     table, rule = table_and_rule
     low = queries.q.dtype
     scale = 1 / math.sqrt(queries.q.shape[-1])
@@ -136,7 +136,7 @@ def accumulate_grads(
 def _scores(
     queries: Queries, keys: Keys, i: jax.Array, j: jax.Array, rule: AttentionMask
 ) -> tuple[jax.Array, jax.Array]:
-    """Scores of a pair [b, g, r, q, c], lowest where a key is masked, and the mask of visible keys."""
+    """Computes the scores of a pair [b, g, r, q, c], the lowest number if a key is masked, and the mask."""
     q, k = _block_at(queries.q, i), _block_at(keys.kv, j)[0]
     scores = jnp.einsum("bgrqk,bgck->bgrqc", q, k, preferred_element_type=accumulator_dtype(q)) / math.sqrt(q.shape[-1])
     scores = rule.cap(scores)

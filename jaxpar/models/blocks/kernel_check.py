@@ -1,8 +1,8 @@
 """Checks the fused kernel on the local device before a step uses it for parts of attention.
 
-If its logsumexp means something else, or its gradients ignore the final statistics, training silently goes wrong. So
-once per process, dtype and kind of heads, a small attention in two parts, as a ring runs it, is compared with blockwise
-attention of plain JAX in float32, values and gradients.
+If the kernel defines logsumexp differently, or its gradients ignore the final statistics, training silently goes wrong.
+So once per process, dtype and kind of heads, jaxpar computes a small attention over two parts of the keys, as a ring
+does, and compares values and gradients with blockwise attention in plain JAX and float32.
 """
 
 from collections.abc import Mapping
@@ -31,13 +31,13 @@ def check_kernel(kernel: FusedKernel, dtype: str, head_dim: int, shared: int, wi
 
     Args:
       kernel: The kernel.
-      dtype: Of queries: bfloat16 or float16.
+      dtype: Dtype of the queries, bfloat16 or float16.
       head_dim: Size of a head.
       shared: Query heads per head of keys and values.
-      window: As in `Rule`, with all tokens as one part; None for two parts.
+      window: As in `AttentionMask`, for one part with all tokens; None for two parts.
 
     Raises:
-      JaxparError: If they differ by more than `BAND`, or if the kernel does not run.
+      JaxparError: If the results differ by more than `BAND`, or the kernel does not run.
     """
     subject = f"cuDNN's kernel for {dtype} heads of {head_dim} on {jax.local_devices()[0].device_kind}"
     # in its own thread, which does not share the caller's trace, mesh or settings
@@ -64,13 +64,13 @@ def check_kernel(kernel: FusedKernel, dtype: str, head_dim: int, shared: int, wi
 def relative_errors(
     kernel: FusedKernel, dtype: str, *, head_dim: int, shared: int, window: int | None = None
 ) -> Mapping[str, float]:
-    """Relative errors of the output and the gradients of q, k and v, in the norm."""
-    window = None if window is None else min(window, TOKENS // 2)  # a longer one would hide no key here
+    """Computes the relative errors of the output and the gradients of q, k and v: |difference| / |expected|."""
+    window = None if window is None else min(window, TOKENS // 2)  # a longer window would mask no key here
     rng = np.random.default_rng(0)
     sizes = (GROUPS * shared, GROUPS, GROUPS, GROUPS * shared)
     q, k, v, grad = (jnp.asarray(rng.normal(size=(1, TOKENS, heads, head_dim)), dtype) for heads in sizes)
     if window is None:
-        grad = grad.at[:, : TOKENS // 2].set(0)  # of the early half of queries, which the parts do not compute
+        grad = grad.at[:, : TOKENS // 2].set(0)  # results for the early half of queries, which the parts do not compute
     with jax.default_matmul_precision("highest"):
         exact = partial(blockwise, rule=AttentionMask(True, window))
         expected = jax.jit(partial(_forward_and_backward, exact))(*(x.astype(jnp.float32) for x in (q, k, v, grad)))
@@ -97,7 +97,7 @@ def _in_one(kernel: FusedKernel, window: int | None, q, k, v, grad):
 
 
 def _in_two(kernel: FusedKernel, window: None, q, k, v, grad):
-    """Attention of the late half of queries to its own keys, and to the early ones as if they came from elsewhere."""
+    """Attention of the late half of queries, first to the late keys, then to the early keys as in a ring."""
     half = TOKENS // 2
     q, grad = q[:, half:], grad[:, half:]
     parts = [(True, k[:, half:], v[:, half:]), (False, k[:, :half], v[:, :half])]

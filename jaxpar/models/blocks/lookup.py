@@ -1,11 +1,11 @@
-"""An embedding table sharded by columns: each device looks all of its tokens up in its own columns.
+"""Looks tokens up in an embedding table that is sharded by columns: each device uses its columns for all its tokens.
 
-    forward     each device's columns of the result, gathered where the stream is unsharded over embed
+    forward     each device computes its columns of the result; they are gathered if the stream is unsharded over embed
     backward    each device adds up the gradient rows of its tokens in its columns; then one sum over devices
 
-Sharded by rows, the result would be a sum over `tensor`: twice the bytes of a gather. Left to itself, XLA all-reduces
-the whole gradient over all axes of the batch. Written as a sum over a dim sharded over these axes, it becomes a
-reduce-scatter over `fsdp` and an all-reduce of the shard over the rest, as for any matrix.
+With a table sharded by rows, the result would be a sum over `tensor`, with twice the bytes of a gather. For a plain
+lookup, XLA all-reduces the whole gradient over all axes of the batch. Here the gradient is a sum over a dim that is
+sharded over these axes, which XLA turns into a reduce-scatter over `fsdp` and an all-reduce of the shard over the rest.
 """
 
 import math
@@ -31,7 +31,7 @@ def look_up(table_vd: jax.Array, tokens_bs: jax.Array) -> jax.Array:
 
 
 def _result_spec(table_vd: jax.Array, tokens_bs: jax.Array) -> PartitionSpec | None:
-    """How the step shards the result; None leaves it to XLA: outside of a step, if shards are not equal, and in a
+    """The step's spec of the result; None leaves it to XLA: outside of a step, if shards are not equal, and in a
     pipeline, which shards the table by rows.
     """
     spec, mesh = spec_of(("batch", "seq", COLUMNS)), jax.sharding.get_abstract_mesh()

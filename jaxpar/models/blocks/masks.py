@@ -17,7 +17,7 @@ def check_masks(q: Any, k: Any, window: Any, segments: Any) -> None:
     """Checks the masks of `jp.attention` other than `causal`.
 
     Raises:
-      JaxparError: If the window is no whole number from 1 on; if there is a window or segments and not as many keys as
+      JaxparError: If the window is not a positive integer; if there is a window or segments but not as many keys as
         queries; if segments are not integers of [batch, seq]; or if they descend along a row (outside of `jax.jit`).
     """
     if window is not None and (type(window) is not int or window < 1):
@@ -59,7 +59,7 @@ def check_softcap(softcap: Any) -> float | None:
     """Checks and returns the cap of scores.
 
     Raises:
-      JaxparError: If it is no finite Python number above 0.
+      JaxparError: If it is not a finite Python number above 0.
     """
     if softcap is None:
         return None
@@ -76,8 +76,8 @@ def check_softcap(softcap: Any) -> float | None:
 #
 #     x [batch, seq, embed]  ──►  {"x": x, "segments": [batch, seq], "positions": [batch, seq]}  ──►  layers
 #
-# They travel with the stream, so that a pipeline hands each stage those of its microbatch; as float32, because whatever
-# flows through the layers has a gradient (theirs is zero). Whole numbers below 2^24 are exact.
+# They are part of the stream, so that a pipeline passes each stage those of its microbatch. They are float32, because
+# every array that passes through the layers has a gradient (theirs is zero). Whole numbers below 2^24 are exact.
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,14 @@ class Documents:
 
     Attributes:
       segments: Index of each token's document in its row, ascending. Shape [batch, seq].
-      positions: Position of each token in its document. Shape [batch, seq]. None counts along the row.
+      positions: Position of each token in its document. Shape [batch, seq]. None counts from the start of the row.
     """
 
     segments: jax.Array | None = None
     positions: jax.Array | None = None
 
     def attach(self, x: jax.Array) -> Any:
-        """The stream with these arrays attached; `x` itself if there are none."""
+        """Attaches these arrays to the stream `x`; returns `x` itself if there are none."""
         arrays = {name: value for name, value in vars(self).items() if value is not None}
         return {"x": x, **{name: value.astype(jnp.float32) for name, value in arrays.items()}} if arrays else x
 

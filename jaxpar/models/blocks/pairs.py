@@ -1,4 +1,4 @@
-"""Table of the blocks of queries and blocks of keys that meet: one pair per row, scanned from the top.
+"""Table of the pairs (block of queries, block of keys) that a mask does not exclude: one pair per row.
 
     causal, 4 blocks            causal, window of one block
     q0  x                       x
@@ -9,9 +9,9 @@
 A pair without a row costs nothing: causal attention of n blocks runs n (n + 1) / 2 of n^2 pairs. Segments are known
 only at run time, so pairs of different segments are computed and masked.
 
-The scan holds the scores of one pair at a time, heads x queries x keys, next to arrays of all tokens. At one block size
-for all lengths they are a constant: a quarter of the memory at 4,096 tokens and a twelfth at 16,384. If the area of a
-block grows with the tokens, they are the same share of both, and memory doubles when tokens do.
+The scan holds the scores of one pair at a time, heads x queries x keys, and arrays of all tokens. With one block size
+for all lengths the scores would be a quarter of the memory at 4,096 tokens and a twelfth at 16,384. Here the area of a
+block grows with the tokens, so the scores are a constant share, and memory doubles when the tokens double.
 """
 
 import math
@@ -29,9 +29,9 @@ SHARE = 8  # entries of all queries per score of a pair
 
 
 def max_block_sizes(tokens: int, head_dim: int) -> tuple[int, int]:
-    """Maximum tokens per block of queries and per block of keys, on a device that has so many tokens.
+    """Maximum tokens per block of queries and per block of keys, for a number of tokens on a device.
 
-    Blocks of keys are larger: a pair's queries are read and their sums written once for all of its keys.
+    Blocks of keys are larger, because the kernel reads queries and writes their sums once per pair.
 
     >>> max_block_sizes(4096, 128), max_block_sizes(8192, 128), max_block_sizes(16384, 128), max_block_sizes(2**20, 128)
     ((256, 256), (256, 512), (512, 512), (512, 512))
@@ -57,7 +57,7 @@ class Blocks:
 
     @staticmethod
     def split(tokens: int, max_tokens: int = BLOCK) -> "Blocks":
-        """The fewest equal blocks of at most `max_tokens` tokens."""
+        """Returns the fewest equal blocks of at most `max_tokens` tokens."""
         count = -(-tokens // max_tokens)
         return Blocks(tokens, count, -(-tokens // count))
 
@@ -67,7 +67,7 @@ class Blocks:
 
 
 def pairs(rule: AttentionMask, queries: Blocks, keys: Blocks) -> np.ndarray:
-    """Pairs of blocks in which a query may see a key. Shape [pairs, 2]: block of queries, block of keys."""
+    """Returns the pairs of blocks in which a query may attend to a key. Shape [pairs, 2]: (queries, keys)."""
     rows = [
         (i, j) for i in range(queries.count) for j in range(keys.count) if rule.reaches(queries.range(i), keys.range(j))
     ]

@@ -1,7 +1,7 @@
 """Converts a config.json of Hugging Face into the settings of a decoder, and back.
 
-Every key is listed: it is a setting, it has only values that the decoder supports, or it changes no logit. Any other
-key is refused by name: the model that is read is the model that was written.
+The table below lists every key: as a setting, with the values that the decoder supports, or as one that changes no
+logit. Any other key is refused by name, so that the loaded model always computes what the original does.
 
 Keys and their defaults: LlamaConfig and GPT2Config of transformers, 4.0 to 5.23.
 """
@@ -45,10 +45,10 @@ class Family:
 
     Attributes:
       architecture: The name of its class in transformers.
-      fixed: Settings that make a decoder this kind.
+      fixed: Settings that all decoders of this kind share.
       keys: jaxpar's setting to Hugging Face's key; keys without a default are required.
-      defaults: Hugging Face's key to its value if it is left out.
-      only: Hugging Face's key to the values that the decoder supports; the first is written.
+      defaults: Hugging Face's key to its value if it is missing.
+      only: Hugging Face's key to the values that the decoder supports; `config_of` writes the first.
     """
 
     architecture: str
@@ -94,7 +94,7 @@ def settings_of(config: Mapping[str, Any]) -> tuple[str, DecoderConfig]:
     """Reads the family and the settings from a config.json.
 
     Raises:
-      JaxparError: Lists every key that the decoder does not know or support.
+      JaxparError: If the decoder does not know or support a key; the message lists all of them.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
@@ -143,14 +143,14 @@ def _contradictions(kind: str, config: Mapping[str, Any], settings: DecoderConfi
 
 
 def config_of(settings: DecoderConfig, dtype: str) -> tuple[str, dict[str, Any]]:
-    """The family of a decoder and its config.json.
+    """Returns the family of a decoder and its config.json.
 
     Args:
       settings: Settings of the decoder.
       dtype: Dtype of its tensors, such as float32.
 
     Raises:
-      JaxparError: If it belongs to no family, with the settings that differ from the nearest one.
+      JaxparError: If it belongs to no family; the message has the settings that differ from the nearest one.
     """
     mismatches = {
         kind: [key for key, value in family.fixed.items() if getattr(settings, key) != value]
@@ -209,7 +209,7 @@ def _flat_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stretch(scaling: Any) -> tuple[float, ...]:
-    """The settings of Llama 3.1's rotary frequencies, the only kind of scaling that the decoder supports."""
+    """Returns the settings of Llama 3.1's rotary frequencies, the only scaling that the decoder supports."""
     rope = dict(scaling) if isinstance(scaling, Mapping) else {}
     if rope.pop("rope_type", None) != "llama3" or rope.keys() != set(STRETCH):
         raise refuse(

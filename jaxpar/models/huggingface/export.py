@@ -34,10 +34,10 @@ def export(
       params: The parameters, nested or by path: anything with `shape`, `dtype` and `[...]`, on devices or off.
       settings: Settings of the decoder.
       folder: Output folder; must contain no model.
-      dtype: Dtype of the written tensors: float32, bfloat16 or float16; unchanged by default.
+      dtype: Dtype of the written tensors: float32, bfloat16 or float16; by default that of the parameters.
       max_file_bytes: Maximum bytes per file; a larger model is written as several files with an index.
-      origin: A Hugging Face folder that the decoder came from: its tokenizer, special ids and generation config are
-        copied too.
+      origin: The Hugging Face folder that the decoder was loaded from; its tokenizer, special ids and generation config
+        are copied too.
 
     Returns:
       The written files.
@@ -93,7 +93,7 @@ def _float(dtype: Any) -> np.dtype:
 
 
 def _fetch(group: list[ParamMapping], flat: Mapping[str, Any], layer: int) -> np.ndarray:
-    """One tensor in Hugging Face's layout; only one layer of a stack is copied off the devices at a time."""
+    """Copies a tensor to the host in Hugging Face's layout, one layer of a stack at a time."""
     parts = [
         rule.to_tensor(np.asarray(flat[rule.path][layer] if rule.stacked else flat[rule.path][...])) for rule in group
     ]

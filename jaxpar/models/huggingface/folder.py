@@ -1,4 +1,4 @@
-"""Config, tokenizer and generation settings of a Hugging Face folder.
+"""Reads config, tokenizer and generation settings of a Hugging Face folder.
 
 These small files are copied into a run that starts from the folder, and into its exports.
 """
@@ -53,13 +53,13 @@ def read_config(file: Path) -> dict[str, Any]:
 
 
 def special_ids(folder: Path) -> dict[str, Any]:
-    """The special token ids that a folder's config sets."""
+    """Returns the special token ids in a folder's config."""
     config = read_config(folder / CONFIG) if is_folder(folder) else {}
     return {key: config[key] for key in SPECIAL if config.get(key) is not None}
 
 
 def end_ids(folder: Path) -> tuple[int, ...]:
-    """The tokens that end a text: those in generation_config.json, as in transformers, else those in config.json.
+    """Returns the tokens that end a text, from generation_config.json, as in transformers, else from config.json.
 
     Chat models end a turn and a text with different tokens, and list both only in generation_config.json.
     """
@@ -94,5 +94,5 @@ def copy_small_files(source: Path, to: Path, *, names: tuple[str, ...] = ALONG) 
 
 
 def model_table(settings: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The `[model]` table of a decoder with these settings, and with the job's own overrides."""
+    """Builds the `[model]` table of a decoder with these settings, which the job's own keys override."""
     return {"name": "decoder", **settings, **{key: value for key, value in overrides.items() if key != "name"}}

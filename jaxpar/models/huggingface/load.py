@@ -1,6 +1,6 @@
-"""Reads a Hugging Face model: the settings in its config.json, and each parameter when and where it is placed.
+"""Reads a Hugging Face model: the settings in its config.json, and each parameter when it is placed on devices.
 
-Values are read only when a parameter is indexed, and only one device's shard of it: no host buffer holds the model.
+Indexing a parameter reads only that part of the files, such as one device's shard: no host buffer holds the model.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ class Tensor:
     Attributes:
       rule: Mapping to Hugging Face's tensors.
       entries: The tensors, one per layer of a stack.
-      dtype: Dtype in which it is read.
+      dtype: Dtype that the values are converted to.
     """
 
     rule: ParamMapping
@@ -43,7 +43,7 @@ class Tensor:
         return (len(self.entries), *self.rule.shape) if self.rule.stacked else self.rule.shape
 
     def __getitem__(self, index) -> np.ndarray:
-        """Reads a part, allocating only that: for `jax.make_array_from_callback`."""
+        """Reads a part and allocates only this part, for `jax.make_array_from_callback`."""
         index = index if isinstance(index, tuple) else (index,)
         views = [self.rule.to_param(entry.view()) for entry in self.entries]
         if not self.rule.stacked:
@@ -64,7 +64,7 @@ class Pretrained:
 
     Attributes:
       kind: llama or gpt2.
-      settings: Settings of the decoder that computes the same.
+      settings: Settings of the decoder that computes the same function.
       params: Path to parameter, with `shape` and `dtype`; indexing with `[...]` reads it.
     """
 
@@ -78,11 +78,11 @@ def load(folder: str | Path, *, dtype: Any = np.float32) -> Pretrained:
 
     Args:
       folder: Folder with config.json and model.safetensors, or with an index and its files.
-      dtype: Dtype in which parameters are read; the files have 16 or 32 bits.
+      dtype: Dtype that the parameters are converted to; the files have 16 or 32 bits.
 
     Raises:
-      JaxparError: Lists every key of the config that the decoder does not know or support, or every tensor that is
-        missing, unexpected, of another shape or no float; or names the damaged file.
+      JaxparError: If the decoder does not know or support a key of the config, a tensor is missing, unexpected, of
+        another shape or not a float, or a file is damaged; the message lists all such keys or tensors.
     """
     folder = Path(folder).expanduser()
     kind, settings = settings_of(read_config(folder / CONFIG))
@@ -100,7 +100,7 @@ def load(folder: str | Path, *, dtype: Any = np.float32) -> Pretrained:
 
 
 def _prefixed(tensors: Mapping[str, Entry], prefix: str) -> dict[str, Entry]:
-    """Tensors by full name: a model saved without its head leaves out the prefix, e.g. `model.`."""
+    """Adds the prefix, e.g. `model.`, to the names of a model that was saved without its head."""
     is_unprefixed = not any(name.startswith(prefix) for name in tensors)
     return {
         prefix + name if is_unprefixed and name != HEAD else name: entry
@@ -110,7 +110,7 @@ def _prefixed(tensors: Mapping[str, Entry], prefix: str) -> dict[str, Entry]:
 
 
 def _differences(tensors: Mapping[str, Entry], table: list[ParamMapping], settings: DecoderConfig) -> list[Problem]:
-    """Reports tensors that are missing, unexpected, of another shape, or no floats, by name."""
+    """Reports the names of tensors that are missing, unexpected, of another shape, or not floats."""
     if settings.layers > len(tensors):
         return [
             Problem(f"{settings.layers} layers, {len(tensors)} tensors", "each layer has its tensors", "fetch it again")

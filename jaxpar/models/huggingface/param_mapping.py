@@ -3,8 +3,8 @@
     ours                       dims     theirs                                    dims
     blocks/attention/query     d h k    model.layers.{}.self_attn.q_proj.weight   hk d
 
-Letters are dims, `hk` is h and k as one dim, and a tensor named by several rules concatenates their parameters. Both
-rotate pairs (i, i + head_dim / 2), so rotary weights need no permutation.
+Letters are dims, and `hk` is h and k as one dim. A tensor that several rules name concatenates their parameters. Both
+codes rotate pairs (i, i + head_dim / 2), so rotary weights need no permutation.
 """
 
 import math
@@ -71,8 +71,8 @@ class ParamMapping:
       path: Path of the parameter.
       dims: Its dims in one layer, by letter.
       tensor_name: Name of the tensor, `{}` for the layer.
-      tensor_dims: The tensor's dims, some of several letters; of the last one only `columns`.
-      columns: The part of the tensor's last dim that stores this parameter.
+      tensor_dims: The tensor's dims, each of one or more letters.
+      columns: The range of the tensor's last dim that stores this parameter.
       sizes: Letter to size.
     """
 
@@ -94,13 +94,13 @@ class ParamMapping:
         return tuple(self.sizes[letter] for letter in self.dims)
 
     def to_param(self, tensor: np.ndarray) -> np.ndarray:
-        """The parameter as a view of a tensor."""
+        """Returns the parameter as a view of a tensor."""
         letters = "".join(self.tensor_dims)
         unflattened = tensor[..., self.columns].reshape([self.sizes[letter] for letter in letters])
         return unflattened.transpose([letters.index(letter) for letter in self.dims])
 
     def to_tensor(self, value: np.ndarray) -> np.ndarray:
-        """The parameter in the layout of its columns of the tensor."""
+        """Reshapes the parameter to its columns of the tensor."""
         transposed = value.transpose([self.dims.index(letter) for letter in "".join(self.tensor_dims)])
         return transposed.reshape([_product(self.sizes, letters) for letters in self.tensor_dims])
 

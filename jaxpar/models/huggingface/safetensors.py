@@ -1,9 +1,9 @@
-"""safetensors files: a JSON header, then the tensors' bytes, one after the other. No code, no pickle.
+"""Reads and writes safetensors files: a JSON header, then the tensors' bytes in sequence. No code, no pickle.
 
     8 bytes: n   n bytes: {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}   data
 
-Parts of tensors are read through a memory map, and files are written tensor by tensor, so a host needs far less memory
-than the model.
+jaxpar reads parts of tensors through a memory map and writes files tensor by tensor, so a host needs far less memory
+than the size of the model.
 
 Format: github.com/huggingface/safetensors. Large models are several files and an index of tensor to file.
 """
@@ -52,7 +52,7 @@ class Entry:
     start: int
 
     def view(self) -> np.ndarray:
-        """The tensor as a memory map: bytes are read on use."""
+        """Returns the tensor as a memory map, which reads bytes on use."""
         if not math.prod(self.shape):
             return np.empty(self.shape, self.dtype)
         return np.memmap(self.file, self.dtype, mode="r", offset=self.start, shape=self.shape)
@@ -134,11 +134,11 @@ def folder_entries(folder: Path) -> dict[str, Entry]:
 
 
 def write(folder: Path, tensors: Sequence[TensorSource], *, max_file_bytes: int) -> list[Path]:
-    """Writes tensors to a folder, in several files where one would be too large.
+    """Writes tensors to a folder, in several files if one would be too large.
 
     Args:
       folder: Output folder; must exist.
-      tensors: In the order of writing.
+      tensors: The tensors, in the order of writing.
       max_file_bytes: Maximum bytes of data per file; a single tensor may be larger.
 
     Returns:
@@ -199,7 +199,7 @@ def _check_gapless(entries: Mapping[str, Entry], data: int, size: int) -> None:
 
 
 def _index(file: Path) -> dict[str, str]:
-    """Reads tensor to file name from an index; a name that leads out of the folder is refused."""
+    """Parses an index, which maps tensors to file names; refuses a file name outside of the folder."""
     check_plain(file, rule="an index maps each tensor to the file that holds it", fix=FIX)
     try:
         names = json.loads(file.read_bytes(), object_pairs_hook=_unique_keys)

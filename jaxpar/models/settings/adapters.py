@@ -64,5 +64,5 @@ class Adapters(Keywords):
 
     @property
     def trained_patterns(self) -> tuple[str, ...]:
-        """Patterns of all trained parameters."""
+        """Patterns of the paths of all trained parameters: adapters and `also`."""
         return ("adapters", *self.also)

@@ -1,4 +1,4 @@
-"""How any model computes, by name: the dtype of its matmuls, and what its backward pass saves.
+"""Names of dtypes for a model's matmuls, and of policies for the residuals of its backward pass.
 
 `step/numerics.py` implements the dtypes, `models/remat.py` the policies.
 """
@@ -19,7 +19,7 @@ POLICIES = {
 
 
 def model_policy(remat: str) -> str:
-    """The policy that a model applies itself: none for `offload`, which the step applies to any model."""
+    """Returns the policy that a model applies itself: none for `offload`, which the step applies to any model."""
     return "none" if remat == "offload" else remat
 
 
@@ -62,7 +62,7 @@ DTYPES = ("bfloat16", "float16")
 
 
 def head_fits(head_dim: int, capability: float = HOPPER) -> bool:
-    """Whether the kernel supports heads of this width on GPUs of a compute capability."""
+    """Whether cuDNN's fused kernel supports heads of this width on GPUs of a compute capability."""
     return head_dim % 8 == 0 and head_dim <= (256 if capability >= HOPPER else 128)
 
 
@@ -77,14 +77,14 @@ def why_no_part(
     ring: int,
     capability: float = HOPPER,
 ) -> str | None:
-    """Says why the kernel cannot run attention over a part of the keys, as a ring does; None if it can.
+    """Explains why the kernel cannot run attention over a part of the keys, as in a ring; None if it can.
 
     Args:
       dtype: Dtype of the queries.
       head_dim: Width of a head.
       causal: Whether the mask is causal.
       window: Tokens of the window; None if unbounded.
-      segments: Whether documents share a row and do not see each other.
+      segments: Whether documents share a row and do not attend to each other.
       softcap: Whether scores are capped.
       ring: Number of groups in the ring, between which keys rotate.
       capability: Compute capability of the GPUs.

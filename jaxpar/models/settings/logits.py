@@ -1,9 +1,9 @@
-"""Logits of a loss: their size on a device, and whether the loss computes all of them or chunks of tokens.
+"""Decides from the size of logits on a device whether a loss computes all logits at once or in chunks of tokens.
 
     whole     one matmul, one softmax, the logits saved for the backward pass: fewest programs, most memory
     chunks    the same matmuls chunk by chunk; at most one chunk of logits exists at a time
 
-The size alone decides; `noted` records the decision.
+`record_logits` records the decision.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from jaxpar.units import show_bytes
 
-LARGEST = 4 * 2**30  # maximum bytes of float32 logits that a device computes whole
+LARGEST = 4 * 2**30  # maximum bytes of float32 logits that a device computes at once
 CHUNK = 2**30  # maximum bytes per chunk: with 128,256 entries 2,093 tokens, a matmul that keeps a GPU busy
 
 
@@ -24,7 +24,7 @@ class Logits:
     Attributes:
       tokens: Tokens on the device.
       vocab: Vocabulary entries on the device.
-      largest: Maximum bytes in float32 for which they are computed whole.
+      largest: Maximum bytes of logits in float32 that are computed at once.
     """
 
     tokens: int
@@ -33,17 +33,17 @@ class Logits:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all logits in float32, in which a loss computes."""
+        """Bytes of all logits in float32, the dtype of a loss."""
         return 4 * self.tokens * self.vocab
 
     @property
     def in_chunks(self) -> bool:
-        """Whether the loss computes them in chunks."""
+        """Whether the loss computes the logits in chunks of tokens."""
         return self.bytes > self.largest
 
     @property
     def chunks(self) -> int:
-        """Number of chunks of a device's tokens; 1 if its logits are computed whole."""
+        """Number of chunks of a device's tokens; 1 if all logits are computed at once."""
         if not self.in_chunks:
             return 1
         minimum = min(self.tokens, -(-self.bytes // min(CHUNK, max(self.largest, 1))))
@@ -55,7 +55,7 @@ class Logits:
         return replace(self, tokens=max(1, self.tokens // parts))
 
     def __str__(self) -> str:
-        """Whether the logits are whole or in chunks, and why."""
+        """Describes whether the logits are computed at once or in chunks, and why."""
         size = f"a device's {self.tokens:,} x {self.vocab:,} in float32 would be {show_bytes(self.bytes)}"
         if not self.in_chunks:
             return f"logits: whole; {size}, not more than {show_bytes(self.largest)}"
@@ -68,10 +68,10 @@ _noting: ContextVar[list[Logits] | None] = ContextVar("noting", default=None)
 
 @contextmanager
 def record_logits() -> Iterator[list[Logits]]:
-    """Records the logits of each loss that is traced while the context lasts, without duplicates.
+    """Context that records the logits of each traced loss, without duplicates.
 
     Yields:
-      A list, complete when the context ends. Empty if a loss takes logits from the model's own `__call__`.
+      A list, complete when the context ends; empty if the loss takes logits from the model's `__call__`.
     """
     records: list[Logits] = []
     token = _noting.set(records)

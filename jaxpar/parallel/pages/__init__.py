@@ -1,1 +1,1 @@
-"""A layout as a picture: the devices of a mesh, the links between them, and the shards that each device stores."""
+"""Draws a layout: the devices of a mesh, the links between them, and the shards on each device."""

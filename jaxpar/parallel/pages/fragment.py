@@ -1,4 +1,4 @@
-"""A layout as HTML for a notebook: its bytes, its devices and their links, and the shards of each device."""
+"""Renders a layout as HTML for a notebook: its bytes, its devices and their links, and the shards on each device."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -42,8 +42,8 @@ class LayoutPage:
       mesh: The mesh, or None without devices.
       simulated: Whether the devices are simulated.
       notes: Notes on choices, and on parameters that no axis splits.
-      sync_note: How replicas with per-replica steps synchronize; "" where gradients are summed.
-      frozen: Paths of parameters that have no gradients.
+      sync_note: A sentence about the synchronization of per-replica steps; "" if XLA sums gradients.
+      frozen: Paths of parameters without gradients.
     """
 
     name: str
@@ -76,7 +76,7 @@ class LayoutPage:
 
     @property
     def per_node(self) -> int:
-        """Devices of a node; all devices if they are simulated or absent."""
+        """Number of devices per node; all devices if they are simulated or absent."""
         if self.mesh is None or self.simulated:
             return self.count
         nodes: dict[Any, int] = {}
@@ -86,7 +86,7 @@ class LayoutPage:
 
 
 def fragment(shown: LayoutPage) -> str:
-    """Renders the layout as HTML for a notebook; its styles affect nothing else on the page."""
+    """Renders the layout as HTML for a notebook; its styles apply only to this HTML."""
     axes = " × ".join(f"{axis} {size}" for axis, size in shown.sizes.items() if size > 1) or "one device"
     stage = f", ZeRO-{shown.stage}" if shown.sizes["fsdp"] > 1 else ""
     paragraphs = [tag("p", sentence, cls="jx-small") for sentence in shown.notes]
@@ -105,7 +105,7 @@ def fragment(shown: LayoutPage) -> str:
 
 
 def to_dict(shown: LayoutPage) -> dict[str, Any]:
-    """Returns the picture of a layout as JSON data: its cards, and a row for each axis."""
+    """Returns the content of the HTML as JSON data: its cards, and a row per axis."""
     return {"cards": [asdict(card) for card in cards(shown.placements, shown.sizes)], "axes": links(shown)}
 
 
@@ -154,7 +154,7 @@ def _node(shown: LayoutPage, node: int, *, named: bool) -> Markup:
 
 
 def links(shown: LayoutPage) -> list[tuple[str, ...]]:
-    """Returns a row for each axis: name and size, meaning, a group of devices along it, their link, their traffic."""
+    """Returns a row per axis: name and size, meaning, a group of devices along it, their link, their traffic."""
     over = nodes_of_axes(shown.sizes, shown.per_node)
     return [
         (f"{axis} {size}", AXES[axis].meaning, _group(shown.sizes, axis), _link(shown, over[axis]), _sent(shown, axis))
@@ -164,7 +164,7 @@ def links(shown: LayoutPage) -> list[tuple[str, ...]]:
 
 
 def _group(sizes: Mapping[str, int], axis: str) -> str:
-    """Returns the first devices that differ along one axis alone."""
+    """Returns the group of devices along one axis that contains the first device."""
     stride = prod([*sizes.values()][[*sizes].index(axis) + 1 :])
     numbers = [str(index * stride) for index in range(sizes[axis])]
     return ", ".join(numbers if len(numbers) <= 8 else [*numbers[:4], "...", numbers[-1]])
@@ -179,7 +179,7 @@ def _link(shown: LayoutPage, nodes: int) -> str:
 
 
 def _sent(shown: LayoutPage, axis: str) -> str:
-    """Describes the traffic along an axis: state, whose bytes the layout knows, or activations."""
+    """Describes the arrays that devices send along an axis: state, with its bytes, or activations."""
     info, sizes = AXES[axis], shown.sizes
     if not info.splits_batch:
         dim_names = {name for place in shown.placements.values() for name in place.names}

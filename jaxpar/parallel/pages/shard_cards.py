@@ -1,6 +1,6 @@
-"""The shards of each device of a mesh: for each way in which parameters are placed, one of them, cut into its shards.
+"""Draws the shards on each device of a mesh: for each placement, one parameter with that placement, cut into shards.
 
-    position of a device ──► its coordinate on each axis ──► the shard of each dim that those axes split
+    position of a device ──► its coordinate on each axis ──► its index along each dim that these axes split
 
 A shard is drawn at its place in the array, with the numbers of the devices that hold it.
 """
@@ -28,7 +28,7 @@ class Group:
     """Parameters with the same placement.
 
     Attributes:
-      places: Path of each parameter to its placement, the largest first.
+      places: Path of each parameter to its placement, largest parameter first.
     """
 
     places: Mapping[str, Placement]
@@ -40,7 +40,7 @@ class Group:
 
 
 def groups(places: Mapping[str, Placement], sizes: Mapping[str, int]) -> list[Group]:
-    """Groups parameters by the axes that split their dims in turn, those with most bytes first."""
+    """Groups parameters by the axes that split their dims, in order of dims; the group with the most bytes is first."""
     table: dict[tuple, dict[str, Placement]] = {}
     for path, place in places.items():
         table.setdefault(tuple(split_axes(place, sizes)[0]), {})[path] = place
@@ -49,7 +49,7 @@ def groups(places: Mapping[str, Placement], sizes: Mapping[str, int]) -> list[Gr
 
 
 def split_axes(place: Placement, sizes: Mapping[str, int]) -> tuple[list[tuple[str, ...]], list[int]]:
-    """Returns the axes of each dim that is split, outermost first, and the indices of these dims."""
+    """Returns the axes of each split dim, outermost first, and the indices of these dims."""
     axes, dims = [], []
     for dim, entry in enumerate(place.stored):
         dim_axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
@@ -81,12 +81,12 @@ def shard_devices(spec: PartitionSpec, rank: int, sizes: Mapping[str, int]) -> d
 
 
 def cards(places: Mapping[str, Placement], sizes: Mapping[str, int]) -> list[Card]:
-    """Returns a card for each way of placing, showing the largest of its parameters."""
+    """Returns a card per group, which shows its largest parameter."""
     return [_card(group, sizes) for group in groups(places, sizes)]
 
 
 def parameter_table(places: Mapping[str, Placement], sizes: Mapping[str, int]) -> Markup:
-    """Returns a table of all parameters: placement, bytes on a device, and the rule that placed each."""
+    """Returns a table of all parameters: placement, bytes per device, and the rule that chose the placement."""
     rows = [
         (path, place.describe(sizes), " × ".join(map(str, place.leaf.shape)) or "scalar",
          show_bytes(place.per_device(sizes)), place.why)
@@ -111,9 +111,9 @@ def _card(group: Group, sizes: Mapping[str, int]) -> Card:
 
 
 def _rows(place: Placement, sizes: Mapping[str, int]) -> tuple[list[list[Shard]], str]:
-    """Returns the shards that are drawn, and a note if not all of them are.
+    """Returns the shards to draw, and a note if these are not all shards.
 
-    The last dim that is split runs to the right, those before it downwards.
+    The last split dim runs to the right, earlier split dims run downwards.
     """
     rank = len(place.leaf.shape)
     counts, holders_of = shard_counts(place.stored, rank, sizes), shard_devices(place.stored, rank, sizes)

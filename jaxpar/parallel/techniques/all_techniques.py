@@ -1,4 +1,4 @@
-"""Calls all techniques together: on a declaration, on a layout, and while its step is traced."""
+"""Calls the hooks of all techniques: on a declaration, on a layout, and while a step is traced."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,13 +24,13 @@ from jaxpar.sharding.vocabularies import with_meanings, with_vocabularies
 
 
 def declaration_problems(parallel: Parallel) -> list[Problem]:
-    """Returns the problems of a declaration, before any model or device."""
+    """Returns the problems of a declaration that do not depend on model and devices."""
     problems = [problem for technique in TECHNIQUES.values() for problem in technique.problems(parallel)]
     return problems + parallel.problems() + _how_problems(parallel)
 
 
 def all_dim_names(parallel: Parallel) -> dict[str, Axes]:
-    """Returns names of dims to mesh axes, the user's first, each followed by its names in other code bases."""
+    """Maps names of dims to mesh axes: the user's names first, each name followed by its names in other code bases."""
     names = names_of_dims(parallel.sizes)
     for technique in TECHNIQUES.values():
         names |= technique.names(parallel)
@@ -41,7 +41,7 @@ def all_dim_names(parallel: Parallel) -> dict[str, Axes]:
 
 
 def idle_problems(layout: Layout) -> list[Problem]:
-    """Returns why axes do nothing for a model: from their techniques, and for axes that no technique uses."""
+    """Returns a problem for each axis that has no effect on a model, or that no technique uses."""
     techniques = [technique for axis, technique in TECHNIQUES.items() if axis in layout.sizes]
     problems = [problem for technique in techniques for problem in technique.idle(layout)]
     return problems + [
@@ -56,7 +56,7 @@ def idle_problems(layout: Layout) -> list[Problem]:
 
 
 def resolve(layout: Layout, compose: Compose) -> Layout:
-    """Returns a layout in which each technique has made the choices that the declaration left open."""
+    """Lets each technique make the choices that the declaration left open; returns the new layout."""
     for axis, technique in TECHNIQUES.items():
         if layout.sizes.get(axis, 1) > 1:
             layout = technique.resolve(layout, compose)
@@ -64,7 +64,7 @@ def resolve(layout: Layout, compose: Compose) -> Layout:
 
 
 def islands(layout: Layout, step: TracedStep) -> dict[str, Callable]:
-    """Returns the implementations of a model's islands in a step, by the names of the islands.
+    """Maps the names of islands to their implementations in a step.
 
     An axis of size 1 still provides its default implementation for islands that no active axis implements; e.g.
     `gather` also serves user rules, or sequence parallelism over `tensor`, without `context`.
@@ -83,12 +83,12 @@ def islands(layout: Layout, step: TracedStep) -> dict[str, Callable]:
 
 @dataclass
 class ModelUse:
-    """Names and islands that a model used in all traces of a step; kept, as JAX does not trace a second lowering again.
+    """Names and islands that a model used in all traces of a step, since JAX traces a program only once.
 
     Attributes:
-      names: Names of dims of activations, in the model's words and in jaxpar's.
-      islands: Names of islands that were called.
-      forms: Sentences on the variants in which they ran, if these were chosen as the step was traced.
+      names: Names of dims of activations, both the model's names and jaxpar's.
+      islands: Names of the islands that the model called.
+      forms: Sentences on the implementations that were chosen during tracing.
     """
 
     names: set[str] = field(default_factory=set)
@@ -100,12 +100,12 @@ class ModelUse:
 def tracing(
     layout: Layout, model_use: ModelUse, choose: Choose = refuse_choice, *, saves_activations: bool = False
 ) -> Iterator[None]:
-    """Gives dim names and islands their meaning in a layout while a step of it is traced, and records their use.
+    """Context for tracing a step: maps dim names to axes, implements islands, and records the use of both.
 
     Args:
-      layout: Of the step.
-      model_use: Records the use.
-      choose: Chooses the form of attention where the declaration leaves it to a planner.
+      layout: Layout of the step.
+      model_use: Record of the use.
+      choose: Chooses the implementation of attention if the declaration leaves it to a planner.
       saves_activations: Whether layers save activations for the backward pass.
     """
     check_rules_in_force(layout.blueprint)
@@ -121,11 +121,11 @@ def tracing(
 
 
 def check(layout: Layout, model_use: ModelUse, lowered: Any) -> None:
-    """Lets each technique whose axis is used check the names that a model used in a step, and the lowered program.
+    """Calls `check` of each technique in use, on the names that a model used in a step and the lowered program.
 
     Raises:
-      JaxparError: If a technique cannot do its work; if the declaration chose the implementation of an island that the
-        model never called.
+      JaxparError: If a technique does not support the model; if the declaration chose the implementation of an island
+        that the model never called.
     """
     for axis, technique in TECHNIQUES.items():
         if layout.sizes.get(axis, 1) > 1:
@@ -147,7 +147,7 @@ _LIMITS = {
 
 
 def compiler_options(layout: Layout) -> list[CompilerOption]:
-    """Returns the XLA options for the axes that are used."""
+    """Returns the XLA options for the axes in use."""
     techniques = [technique for axis, technique in TECHNIQUES.items() if layout.sizes.get(axis, 1) > 1]
     return [option for technique in techniques for option in technique.compiler_options(layout)]
 

@@ -1,10 +1,10 @@
-"""The choice that `context_by="auto"` leaves open, as a question about one call of attention, and the answer.
+"""The question and the answer of `context_by="auto"`: which implementation runs a call of attention.
 
-    parallel  asks        Call ──► choose ──► Choice
+    parallel  asks        AttentionCall ──► choose ──► AttentionChoice
     plan      answers     `jaxpar.plan.techniques.auto_context.choose_form`
     train, job hand it in `jaxpar.train_step`, and `all_techniques.tracing(layout, use, choose)`
 
-A plan reads layouts, so `plan` imports this package, which knows of a plan only these types.
+A plan reads layouts, so `plan` imports this package, and this package knows only these types of a plan.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class AttentionCall:
       head_dim: Width of a head.
       causal: Whether the mask is causal.
       window: As in `jaxpar.attention`.
-      segments: Whether several documents share a sequence and do not see each other.
+      segments: Whether several documents share a sequence and do not attend to each other.
       softcap: Whether scores are capped, which cuDNN's kernel does not do.
       dtype: Dtype of the queries.
       context: Devices that share a sequence.
@@ -58,9 +58,7 @@ class AttentionCall:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionChoice:
-    """A form of context parallelism: `context_by` and `ulysses` as in `jaxpar.Parallel`, and a sentence that says
-    why.
-    """
+    """An implementation of context parallelism (`context_by` and `ulysses` of `jaxpar.Parallel`), and the reason."""
 
     context_by: str
     ulysses: int
@@ -71,7 +69,7 @@ Choose = Callable[[AttentionCall], AttentionChoice]
 
 
 def refuse_choice(call: AttentionCall) -> AttentionChoice:
-    """Refuses to choose, in a program that was made without a planner.
+    """Refuses to choose in a program without a planner.
 
     Raises:
       JaxparError: Always.

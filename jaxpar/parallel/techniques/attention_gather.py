@@ -1,11 +1,11 @@
-"""Attention that gathers keys and values: each device has its queries of a sequence, and all keys (Llama 3, 3.3.2).
+"""Attention that gathers keys and values: each device has a shard of the queries, and all keys (Llama 3, 3.3.2).
 
     q  [b, s/context, h, k]  ─────────────────────────────►  scores [.., s/context, t]  ─►  out [b, s/context, h, k]
     k, v [b, t/context, g, k]  ──all-gather──►  [b, t, g, k]  ──┘
                                ◄─reduce-scatter─  gradients
 
-It reads the sharding of its arguments from the names of their dims, whichever axes split them: `context`, or `tensor`
-where sequence parallelism has fewer heads of keys than devices. If nothing splits a sequence, it is plain attention.
+It derives the sharding of its arguments from the names of their dims. The axis may be `context`, or `tensor` if
+sequence parallelism has fewer heads of keys than devices. If no axis splits a sequence, it is plain attention.
 
 Suffixes of arrays: b batch, s queries, t keys, h heads, g heads of keys and values, r query heads per head of keys, k
 head_dim.
@@ -32,7 +32,7 @@ def gather(q_bshk: jax.Array, k_btgk: jax.Array, v_btgk: jax.Array, *, causal: b
     """Attention of a device's queries to the keys of whole sequences.
 
     cuDNN's fused kernel cannot run on split sequences, so in 16 bits the scores are materialised in float32. A loop
-    over blocks does not help either: it runs the blocks in sequence, and every device would compute all of them.
+    over blocks would not help: it runs the blocks in sequence, and every device would compute all of them.
     """
     k_btgk, v_btgk = _gathered(k_btgk), _gathered(v_btgk)
     low, splits = q_bshk.dtype in (jnp.bfloat16, jnp.float16), _splits()
@@ -43,7 +43,7 @@ def gather(q_bshk: jax.Array, k_btgk: jax.Array, v_btgk: jax.Array, *, causal: b
 
 
 def _gathered(x_btgk: jax.Array) -> jax.Array:
-    """Keys or values of whole sequences: gathers them if devices split them."""
+    """Gathers keys or values of whole sequences, if an axis splits them."""
     local, full = spec_of(KEYS), spec_of(_WHOLE)
     return x_btgk if local == full else _move(x_btgk, full, local)
 
@@ -52,9 +52,10 @@ def _gathered(x_btgk: jax.Array) -> jax.Array:
 def _move(x: jax.Array, target: PartitionSpec, source: PartitionSpec) -> jax.Array:
     """Moves an array to the target spec, and its gradient back to the source spec.
 
-    By default JAX constrains the gradient as it constrains the value: XLA would all-reduce it whole, and split it
-    after. Constrained to the source spec, it is a reduce-scatter, of half the bytes. The value is first constrained to
-    that spec too: else XLA may gather the projection's inputs, and every device projects all keys.
+    By default JAX constrains the gradient to the target spec too, so XLA would all-reduce it and then split it. If the
+    gradient is constrained to the source spec, XLA uses a reduce-scatter, with half the bytes. The value is also first
+    constrained to the source spec; otherwise XLA may gather the projection's inputs, and every device projects all
+    keys.
     """
     return constrain_to(constrain_to(x, source), target)
 
@@ -77,9 +78,9 @@ def in_16_bits(
 ) -> jax.Array:
     """Attention with float32 scores whose matmuls, also in the backward pass, run in the dtype of `q`.
 
-    Queries and keys have the dim order of the scores, so matmuls write scores and their gradients in place, and
-    residuals are read in the layout of writing. With another order XLA stacks the residuals of all layers in another
-    layout.
+    Queries and keys have the dim order of the scores, so matmuls write scores and their gradients without a transpose,
+    and the backward pass reads residuals in the layout in which they are written. With another order XLA stacks the
+    residuals of all layers in another layout.
     """
     b, s, heads, head_dim = q_bshk.shape
     groups = k_btgk.shape[2]
@@ -111,11 +112,11 @@ _after.defvjp(
 def _attention_weights(
     rule: AttentionMask, dtype: jnp.dtype, spec: PartitionSpec | None, scores: jax.Array, segments: jax.Array | None
 ) -> jax.Array:
-    """Softmax of the visible scores, computed in float32, returned in 16 bits.
+    """Softmax of the unmasked scores, computed in float32, returned in 16 bits.
 
-    The backward pass reads these weights, the only residual of the scores: 2 bytes for each, as Megatron-LM's fused
-    softmax keeps it (arXiv:1909.08053). JAX would save them in float32 besides. They are constrained in both passes:
-    otherwise XLA splits the residuals of a stage over keys, while the ops split queries.
+    The weights are the only residual of the scores: 2 bytes per score, as in Megatron-LM's fused softmax
+    (arXiv:1909.08053). JAX would also save them in float32. They are constrained in both passes; otherwise XLA splits
+    the residuals of a stage over keys, although the ops split queries.
     """
     # the barrier ties the mask and its fill value to the scores: else XLA computes both before its loop over layers, at
     # the size of the scores, and keeps them
@@ -152,9 +153,10 @@ _attention_weights.defvjp(_shares_forward, _shares_backward)
 
 @jax.custom_vjp
 def _scores(q_bgrsk: jax.Array, k_bgtk: jax.Array) -> jax.Array:
-    """Scores q k in float32; their gradient is rounded before the matmuls that take it, as in fused kernels.
+    """Scores q k in float32, whose gradient is rounded to 16 bits before the next matmuls, as in fused kernels.
 
-    JAX's own gradient leaves them a float32 operand, which halves their speed and doubles the bytes of keys' gradients.
+    With JAX's gradient these matmuls have a float32 operand, which halves their speed and doubles the bytes of the
+    keys' gradients.
     """
     return jnp.einsum("bgrsk,bgtk->bgrst", q_bgrsk, k_bgtk, preferred_element_type=jnp.float32)
 
@@ -169,7 +171,7 @@ _scores.defvjp(lambda q, k: (_scores(q, k), (q, k)), _scores_backward)
 
 
 def _scores_of_a_device(shape: tuple[int, ...], keys: int) -> int:
-    """Bytes of a device's scores [batch, heads, queries, keys] in float32."""
+    """Returns the bytes of a device's scores [batch, heads, queries, keys] in float32."""
     sizes, ways = jax.sharding.get_abstract_mesh().shape, 1
     for entry in spec_of(QUERIES) or ():
         if entry is not None and entry is not PartitionSpec.UNCONSTRAINED:

@@ -1,12 +1,12 @@
 """The protocol of a technique: the functions that a declaration, a layout and a step call.
 
 declared    problems(parallel)           problems of the declaration alone
-composed    names(parallel)              names of dims to mesh axes, besides those that its axis splits
-            idle(layout)                 why its axis would do nothing, or could not do its work
-            settle(layout, compose)      its choices that the declaration left open, with a sentence on the reason
+composed    names(parallel)              names of dims to mesh axes, in addition to those of its axis
+            idle(layout)                 problems of an axis that has no effect or cannot work
+            resolve(layout, compose)     its choices that the declaration left open, with a sentence on the reason
 traced      how                          implementations of the islands that a model calls, such as jp.attention
 lowered     check(layout, named, text)   its requirements of the model, seen in the traced step
-compiled    told(layout)                 XLA options that let its collectives overlap, on several GPUs
+compiled    compiler_options(layout)     XLA options that let its collectives overlap, on several GPUs
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -25,10 +25,10 @@ Compose = Callable[[Parallel], tuple[Layout | None, list[Problem]]]
 
 @dataclass(frozen=True, kw_only=True)
 class TracedStep:
-    """Facts of the step that is traced.
+    """Facts about the step that is being traced.
 
     Attributes:
-      choose: Answers questions that the declaration left to a plan.
+      choose: Makes choices that the declaration leaves to a planner.
       saves_activations: Whether layers save activations for the backward pass.
     """
 
@@ -42,15 +42,15 @@ class Technique:
 
     Attributes:
       axis: Name of the axis.
-      problems: Returns the problems of a declaration, before any model or device.
-      names: Returns names of dims to mesh axes, besides or instead of those that the axis splits by itself.
-      idle: Returns why the axis does nothing for a model, or cannot do its work.
+      problems: Returns the problems of a declaration that do not depend on model and devices.
+      names: Maps names of dims to mesh axes, in addition to or instead of the dims of the axis.
+      idle: Returns problems of an axis that has no effect on a model, or does not support it.
       resolve: Returns a layout with the choices that the declaration left open, each with a sentence in `Layout.notes`.
         Its arguments are the layout, and a function that composes the same model under another declaration.
-      how: Implementations of the islands of a model, if it has any: name to functions, each by the name of its island.
+      how: Implementations of a model's islands, if any: name of the implementation to {name of the island: function}.
         The first is the default; `Parallel.how` chooses another.
-      bind: Returns those functions with further arguments from a layout, its declaration, and the traced step.
-      check: Refuses a step by the names of activation dims that its model used, and its lowered program.
+      bind: Returns these functions with further arguments bound, from a layout, its declaration, and the traced step.
+      check: Refuses a step, judging by the activation dims that the model named and by the lowered program.
       compiler_options: Returns XLA options for several GPUs, unless the job wants XLA's own choice
         (`collectives="plain"`).
     """
@@ -84,7 +84,7 @@ def unsplit_axis_problems(layout: Layout, axis: str, dims: str) -> list[Problem]
 
 
 def _as_paths(layout: Layout, axis: str) -> str:
-    """Returns the fix for a model whose dims have no names, so that no rule applies to them."""
+    """Returns the fix for a model whose dims have no names: path rules."""
     names, size = AXES[axis].splits, layout.sizes[axis]
     shapes = {path: place.leaf.shape for path, place in layout.placements.items() if not any(place.names)}
     path = next((path for path, shape in shapes.items() if len(shape) > 1 and shape[-1] % size == 0), None)

@@ -1,9 +1,9 @@
-"""Context parallelism: devices share every sequence, and attention brings its queries and keys together.
+"""Context parallelism: devices split every sequence, and attention communicates between its shards.
 
     gather     all keys and values on every device     attention_gather.py     short sequences, any number of tokens
-    ring       keys and values rotate                  exchanged/              long sequences, memory of one shard
-    ulysses    heads for tokens                        exchanged/              long sequences, as many devices as heads
-    auto       the fastest of them by a plan, of those that fit in memory
+    ring       keys and values rotate                  ring_attention/         long sequences, memory of one shard
+    ulysses    heads for tokens                        ring_attention/         long sequences, as many devices as heads
+    auto       of those that fit in memory, the fastest by the planner's formulas
 
 To add an implementation: a file beside `attention_gather.py` with a function of the arguments of `jp.attention`, and a
 row of `HOW`. `Parallel(context_by=name)` chooses it, or `Parallel(how={"context": name})` for one that a user adds.
@@ -31,7 +31,7 @@ from jaxpar.sharding.names import shard_bytes
 
 
 def ring(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
-    """Attention over sequence shards that travel; see `distributed_attention`, which is loaded at the first call."""
+    """Attention over rotating sequence shards; see `distributed_attention`, which is imported at the first call."""
     from jaxpar.parallel.techniques.ring_attention.attention import distributed_attention
 
     return distributed_attention(q, k, v, **options)
@@ -40,9 +40,9 @@ def ring(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
 def auto(
     q: jax.Array, k: jax.Array, v: jax.Array, *, layout: Layout, step: TracedStep, kernel: str = "auto", **masks: Any
 ) -> jax.Array:
-    """Attention in the form that a plan finds fastest; notes which form and why.
+    """Attention by the implementation that the planner finds fastest; notes the choice and its reason.
 
-    The choice is made as the step is traced, for the chip of the layout, whether the chip is present or not.
+    The choice is made during tracing, for the layout's chip, which need not be present.
     """
     spec, masked = spec_of(QUERIES), {name: mask for name, mask in masks.items() if mask is not None}
     cut = () if spec is None or spec[2] is None else (spec[2],) if isinstance(spec[2], str) else spec[2]
@@ -100,7 +100,7 @@ _PICKS = "operand_batching_dims"  # one lookup per row, as in take_along_axis
 
 
 def names(parallel: Parallel) -> dict[str, Axes]:
-    """Returns the axes of a sequence: also `tensor` with sequence parallelism, unless an earlier dim took that axis."""
+    """Returns the axes of a sequence; with sequence parallelism also `tensor`, unless an earlier dim uses that axis."""
     return {"seq": ("context", *["tensor"] * parallel.sequence)}
 
 
@@ -148,7 +148,7 @@ def bind(layout: Layout, functions: Mapping[str, Callable], step: TracedStep) ->
 
 
 def resolve(layout: Layout, compose: Compose) -> Layout:
-    """Adds notes on how attention brings sequence shards together, and why."""
+    """Adds notes on the implementation of attention, and the reason for it."""
     by, ulysses = layout.parallel.implementations.get("context", "gather"), layout.parallel.ulysses
     groups = f"; {ulysses} devices at a time exchange heads, {layout.sizes['context'] // ulysses} such groups rotate"
     reason = WHY.get(by, "as it was added to jaxpar")
@@ -159,21 +159,21 @@ def resolve(layout: Layout, compose: Compose) -> Layout:
 
 
 def compiler_options(layout: Layout) -> list[CompilerOption]:
-    """Lets XLA run two permutes at once, where keys rotate."""
+    """Lets XLA run two permutes at once, if keys rotate."""
     return [_AT_ONCE] if layout.parallel.implementations.get("context") in ("ring", "auto") else []
 
 
 def splits_tables(layout: Layout) -> bool:
-    """Whether a pipeline splits sequences over one axis, and the lookup tables of its loss over another."""
+    """Whether a pipeline splits sequences over one axis, and the lookup tables of its loss over another axis."""
     spread = layout.parallel.pipeline.head == "spread"  # the vocabulary is then split over `pipe`
     return layout.sizes["pipe"] > 1 < layout.sizes["context"] and (layout.sizes["tensor"] > 1 or spread)
 
 
 def check(layout: Layout, named: set[str], lowered: Any) -> None:
-    """Refuses a context axis that splits nothing, or a program that XLA cannot split.
+    """Refuses a context axis that splits no dim, or a program that XLA cannot partition.
 
     Raises:
-      JaxparError: If no dim is called seq, and no rule splits another; or if a pipeline that splits both sequences and
+      JaxparError: If no dim is named seq, and no rule splits another; or if a pipeline that splits both sequences and
         vocabulary looks up an entry per row, on which XLA 0.10 to 0.12 ends the process.
     """
     sizes, name = layout.sizes, layout.blueprint.name
@@ -221,7 +221,7 @@ CONTEXT = Technique(
 
 
 def training_bytes(layout: Layout) -> int:
-    """Returns the bytes per device of all parameters, and of gradients and two Adam moments of the trained ones."""
+    """Returns the bytes per device of all parameters, and of gradients and two Adam moments of trained parameters."""
     trained = [place for path, place in layout.placements.items() if path not in layout.frozen]
     whole = sum(shard_bytes(place.leaf, place.whole, layout.sizes) for place in trained)
     sharded = sum(shard_bytes(place.leaf, place.sharded, layout.sizes) for place in trained)
@@ -231,7 +231,7 @@ def training_bytes(layout: Layout) -> int:
 
 
 def depth(layout: Layout) -> int:
-    """Returns the layers of the model's deepest stack, in one array or in a list; 1 where there is none."""
+    """Returns the number of layers of the model's deepest stack or list; 1 if there is none."""
     stacks = [place.leaf.shape[0] for place in layout.placements.values() if place.names[:1] == ("layers",)]
     return max([*stacks, *map(len, longest_list(layout.blueprint.leaves, 1).values())], default=1)
 

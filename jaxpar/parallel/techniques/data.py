@@ -1,4 +1,4 @@
-"""Data parallelism: replicas of the parameters, each with other examples, that synchronize by an exchange."""
+"""Data parallelism: replicas of the parameters train on different examples and synchronize by an exchange."""
 
 from jaxpar.errors import Problem
 from jaxpar.exchange.all_reduce import AllReduce
@@ -52,7 +52,7 @@ def problems(parallel: Parallel) -> list[Problem]:
 
 
 def split_problems(layout: Layout) -> list[Problem]:
-    """Returns parameters that `data` splits by a rule though replicas step on their own, and unused exchanges."""
+    """Returns problems: parameters that a rule splits over `data` although replicas differ, and unused exchanges."""
     if not layout.parallel.exchange.per_replica:
         return []
     exchange = layout.parallel.exchange

@@ -44,7 +44,7 @@ def problems(parallel: Parallel) -> list[Problem]:
 def names(parallel: Parallel) -> dict[str, Axes]:
     """Returns the axes of stacked layers, and of a vocabulary that is spread over the stages.
 
-    In a pipeline a lookup table is split by its rows, as a head is: both ends may be spread.
+    In a pipeline a lookup table is split by rows, like a head, because both may be spread over the stages.
     """
     even = parallel.pipe > 1 and not parallel.pipeline.layers
     spread = parallel.pipe > 1 and parallel.pipeline.head == "spread"
@@ -54,7 +54,7 @@ def names(parallel: Parallel) -> dict[str, Axes]:
 
 
 def stack_problems(layout: Layout) -> list[Problem]:
-    """Returns why a model cannot be spread over `pipe` by its schedule."""
+    """Returns the problems that prevent a split of the model over `pipe` with its schedule."""
     stages = layout.sizes["pipe"]
     if stages == 1:
         return []
@@ -110,7 +110,7 @@ def stack_problems(layout: Layout) -> list[Problem]:
 def replication_problems(layout: Layout) -> list[Problem]:
     """Returns the large parameters of layers that would be replicated on every stage.
 
-    With uneven stages, or lists of layers, parameters are stored split along another dim than that of the layers.
+    With uneven stages, or lists of layers, stored parameters are split along another dim than layers.
     """
     ways, limit, errors = layout.sizes["pipe"], layout.parallel.replicate_above, []
     listed = {path for paths in layout.lists.values() for path in paths}
@@ -130,12 +130,12 @@ def replication_problems(layout: Layout) -> list[Problem]:
 
 
 def resolve(layout: Layout, compose: Compose) -> Layout:
-    """Decides where the ends of the model run, then the schedule: a spread head needs a phased one."""
+    """Chooses the stages of embedding and head, then the schedule, because a spread head needs a phased one."""
     return choose_schedule(place_head(layout, compose))
 
 
 def idle(layout: Layout) -> list[Problem]:
-    """Returns why a model cannot be spread over `pipe`, or the parts of it that would not be."""
+    """Returns the problems that prevent a split of the model over `pipe`, or large parts that would be replicated."""
     return stack_problems(layout) or replication_problems(layout)
 
 

@@ -1,4 +1,4 @@
-"""ZeRO and FSDP: `fsdp` shards the training state, and its devices see different examples; `context` may share it."""
+"""ZeRO and FSDP: `fsdp` shards the training state and splits examples; `context` may also shard the state."""
 
 import math
 
@@ -71,14 +71,14 @@ def _over(parallel: Parallel) -> list[Problem]:
 
 
 def idle(layout: Layout) -> list[Problem]:
-    """Returns a problem if nothing is sharded, and for each large parameter that is not."""
+    """Returns a problem if no array is sharded, and one for each large unsharded parameter."""
     shared = layout.parallel.stage and layout.sizes["fsdp"] > 1
     nothing = unsplit_axis_problems(layout, "fsdp", "that it divides") if shared else []
     return nothing + unsharded_problems(layout)
 
 
 def unsharded_problems(layout: Layout) -> list[Problem]:
-    """Returns the parameters and other state that should be sharded, are not, and exceed `replicate_above`."""
+    """Returns problems for parameters and other state above `replicate_above` that should be sharded but are not."""
     limit = layout.parallel.replicate_above
     problems = []
     for path, place in {**layout.placements, **layout.other_state}.items():

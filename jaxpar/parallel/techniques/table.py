@@ -21,8 +21,8 @@ TECHNIQUES: dict[str, Technique] = {
 def with_technique(technique: Technique) -> Iterator[None]:
     """Adds a technique, or replaces the one of its axis, until the context ends.
 
-    This also adds another implementation of a model's islands to a technique of jaxpar's: `added(replace(CONTEXT,
-    how={**CONTEXT.how, "mine": {"attention": mine}}))`.
+    This also adds an implementation of a model's islands to one of jaxpar's techniques:
+    `with_technique(replace(CONTEXT, how={**CONTEXT.how, "mine": {"attention": mine}}))`.
     """
     with replace_rows(TECHNIQUES, {**TECHNIQUES, technique.axis: technique}):
         yield

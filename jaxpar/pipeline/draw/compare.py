@@ -18,7 +18,7 @@ stash: inputs and output gradients of matmuls, which a B saves for its W; in add
 
 
 def row(schedule: Schedule, cost: Price) -> dict[str, Any]:
-    """Returns the compared numbers of a schedule, and its parameters."""
+    """Returns the numbers of a schedule to compare, and its parameters."""
     return {
         "name": schedule.name,
         "stages": schedule.stages,
@@ -42,7 +42,7 @@ def compare(times: OpTimes, *, stages: int, microbatches: int, chunks: int | Non
       times: The time of each op and each message, in any one unit.
       stages: Size of the axis `pipe`.
       microbatches: Number of parts of the batch, which go through the stages one after the other.
-      chunks: Parts of the model on each stage, where a schedule supports it; else, and with None, its default.
+      chunks: Parts of the model on each stage; a schedule that does not support it uses its default, as with None.
     """
     rows = []
     for name, family in library.LIBRARY.items():

@@ -47,11 +47,11 @@ class NotebookSchedule(Schedule):
         """Returns the time of a step, run asynchronously and with a barrier after every tick.
 
         Args:
-          **times: `forward`, `backward`, `weights`, `send`, in any one unit: 1, 1, 1 and 0 by default. A backward that
-            is not split takes `backward + weights`.
+          **times: `forward`, `backward`, `weights`, `send`, in any common unit: 1, 1, 1 and 0 by default. A backward
+            that is not split takes `backward + weights`.
 
         Raises:
-          JaxparError: If a time is no number, or has another name.
+          JaxparError: If a time is not a number, or has another name.
         """
         return price(self, _times(times))
 
@@ -89,7 +89,7 @@ def schedule(
     Args:
       name: The name of a schedule in the library, a CSV file, or a schedule such as `layout.schedule`.
       stages: Devices along `pipe`.
-      microbatches: Parts of the batch, one after the other.
+      microbatches: Number of parts of the batch, which pass the stages in sequence.
       chunks: Parts of the model on each stage; None is the schedule's default.
 
     Raises:

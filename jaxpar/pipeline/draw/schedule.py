@@ -1,8 +1,8 @@
 """Draws a schedule: coloured text for a terminal, and an SVG to scale.
 
     ideal      every op starts when its input has arrived       the least time that the order of the ops allows
-    as run     every tick ends when its slowest stage does      the time of one program on all stages
-    memory     activations that each stage saves, over time     of the run above
+    as run     every tick ends when its slowest stage ends      the time of one program on all stages
+    memory     activations that each stage saves, over time     in the run above it
 
 The drawing is one file without a script. It follows the reader's light or dark theme, and a notebook's own. The colours
 of F, B and W differ in lightness as well as in hue; the tooltip of a bar names its op, tick and time.
@@ -98,7 +98,7 @@ def op_names(schedule: Schedule) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class TimedRun:
-    """A run of a schedule: its name, the rule by which ops start, their times, the end, and the idle share."""
+    """A run of a schedule: its name, the rule for the start of ops, the times of ops, the end, and the idle share."""
 
     name: str
     rule: str
@@ -144,7 +144,7 @@ def svg(schedule: Schedule, times: OpTimes) -> str:
 
 
 def timed_runs(cost: Price) -> list[TimedRun]:
-    """Returns the ideal run and the one with barriers; a single one if they are equal."""
+    """Returns the ideal run and the run with barriers, or one of them if they are equal."""
     begin = cost.ticks
     spans = {cell: (begin[cell[0]], begin[cell[0]] + stop - start) for cell, (start, stop) in cost.starts.items()}
     if all(abs(spans[cell][0] - start) <= 1e-9 * cost.barrier for cell, (start, _) in cost.starts.items()):
@@ -234,7 +234,7 @@ def _rows(schedule: Schedule, run: TimedRun, sheet: Sheet, y: float) -> str:
 
 
 def _bar(cell: Cell, colour: str, where: str, span: tuple[float, float], sheet: Sheet, y: float) -> str:
-    """Returns an op's bar with its microbatch's number: upright if it fits, else rotated, else in the tooltip only."""
+    """Draws an op's bar with its microbatch's number: upright if it fits, else rotated, else only in the tooltip."""
     (start, stop), number, size = span, str(cell.microbatch), sheet.size
     room = (stop - start) * sheet.rate
     x, middle = sheet.x(start) + room / 2, y + BAR / 2
@@ -258,7 +258,7 @@ def _bar(cell: Cell, colour: str, where: str, span: tuple[float, float], sheet: 
 
 
 def _memory(schedule: Schedule, run: TimedRun, sheet: Sheet, y: float) -> str:
-    """Returns a curve per stage: its saved activations over time, in microbatches."""
+    """Draws a curve per stage: its saved activations over time, in microbatches."""
     max_peak = max(schedule.peak)
     worth = f"{max_peak / schedule.chunks:.3g} of {count_noun(schedule.microbatches, 'microbatch')}"
     drawn = [heading("activations kept", f"at most {worth}, on stage {schedule.peak.index(max_peak)}", y)]

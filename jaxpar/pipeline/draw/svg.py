@@ -1,7 +1,7 @@
 """The elements of a schedule's drawing: SVG without a script, in the reader's light or dark theme.
 
-Every colour is set twice, plainly for old viewers and with `light-dark()`, which follows the reader or the notebook.
-Bars have the same colours in both themes. All text passes `label`, `heading` or `printable`, and is escaped.
+Every colour is set twice: plainly for old viewers, and with `light-dark()`, which follows the theme of the reader or
+the notebook. Bars have the same colours in both themes. `label`, `heading` and `printable` escape all text.
 """
 
 from collections.abc import Iterable
@@ -35,10 +35,10 @@ class Sheet:
     """The scale of a drawing: from time to pixels, and the size of the numbers in the bars.
 
     Attributes:
-      rate: Pixels of one unit of time.
-      width: Pixels, margins included.
-      shortest: Pixels of the shortest bar.
-      size: Pixels of the numbers' font.
+      rate: Pixels per unit of time.
+      width: Width in pixels, including margins.
+      shortest: Width of the shortest bar, in pixels.
+      size: Size of the numbers' font, in pixels.
     """
 
     rate: float
@@ -48,7 +48,7 @@ class Sheet:
 
     @classmethod
     def fit(cls, end: float, shortest: float, digits: int) -> "Sheet":
-        """Returns the sheet on which the numbers fit into the shortest bar, unless it would be too wide."""
+        """Chooses the scale at which the numbers fit into the shortest bar, unless the drawing would be too wide."""
         along = end / shortest
         width = min(max(NARROWEST, min(36 * along, AT_EASE), (8 * LETTER * digits + 2.5) * along), WIDEST)
         size = min(13.0, max(8.0, (width / along - 2.5) / (LETTER * digits)))
@@ -60,7 +60,7 @@ class Sheet:
 
 
 def document(what: str, sheet: Sheet, height: float, drawn: Iterable[str]) -> str:
-    """Returns an SVG file: a title, a background, and elements on it."""
+    """Returns an SVG file with a title, a background, and these elements."""
     size = (
         f'width="{format_length(sheet.width)}" height="{format_length(height)}" viewBox="0 0 '
         f'{format_length(sheet.width)} {format_length(height)}"'
@@ -85,7 +85,7 @@ def document(what: str, sheet: Sheet, height: float, drawn: Iterable[str]) -> st
 
 
 def label(x: float, y: float, words: str, *, anchor: str = "", size: int = 0) -> str:
-    """Returns muted text."""
+    """Draws text in a muted colour."""
     attributes = f' text-anchor="{anchor}"' * bool(anchor) + f' font-size="{size}"' * bool(size)
     return (
         f'<text x="{format_length(x)}" y="{format_length(y)}"{attributes} '
@@ -94,7 +94,7 @@ def label(x: float, y: float, words: str, *, anchor: str = "", size: int = 0) ->
 
 
 def heading(name: str, words: str, y: float, *, size: int = 13) -> str:
-    """Returns a name in bold, and muted words after it."""
+    """Draws a name in bold, followed by words in a muted colour."""
     return (
         f'<text x="20" y="{format_length(y)}" font-size="{size}" font-weight="650" '
         f'class="jx-ink">{escape(printable(name))}'
@@ -117,14 +117,14 @@ def axis(end: float, sheet: Sheet, y: float) -> str:
 
 
 def shade(op: str, chunk: int, chunks: int) -> str:
-    """Returns a chunk's colour, interpolated between those of the first and the last chunk."""
+    """Returns a chunk's colour, interpolated between the colours of the first and the last chunk."""
     share = chunk / (chunks - 1) if chunks > 1 else 0.0
     first, last = (bytes.fromhex(colour[1:]) for colour in SHADES[op])
     return "#" + bytes(round(a + share * (b - a)) for a, b in zip(first, last, strict=True)).hex()
 
 
 def ink(colour: str) -> str:
-    """Returns black or white, whichever has more contrast with a colour, as WCAG 2.2 defines it.
+    """Returns the colour of text on a colour: black or white, whichever has more contrast by WCAG 2.2.
 
     >>> ink("#1c67a6"), ink("#dd6f1b")
     ('#ffffff', '#000000')

@@ -1,7 +1,7 @@
-"""Draws a table of thousands of cells as a picture that is small enough to send.
+"""Draws a table of thousands of cells as a small SVG file.
 
-`draw.svg` gives every bar a tooltip; here all bars of one colour on a stage are one path, and their numbers one text. A
-table that is still too large is cut after its first ticks.
+`draw.svg` gives every bar a tooltip; here all bars of one colour on a stage are one path, and their numbers are one
+text. Of a table that is still too large, only the first ticks are drawn.
 """
 
 from jaxpar.pipeline.draw.schedule import BAR, ROW, describe_cut, op_names
@@ -26,7 +26,7 @@ MOST = 6000  # cells: about 200 kB
 
 
 def overview(schedule: Schedule, times: OpTimes) -> str:
-    """Returns an SVG file that shows a table as one program runs it.
+    """Returns an SVG file that shows the run of a table with a barrier after every tick.
 
     Args:
       schedule: The schedule to draw.
@@ -52,7 +52,7 @@ def overview(schedule: Schedule, times: OpTimes) -> str:
 
 
 def _shown(schedule: Schedule, cost: Price, shortest: float) -> int:
-    """Returns the number of ticks to draw: all, or as many as leave room for their numbers."""
+    """Returns the number of ticks to draw: all, or as many as the width allows with readable numbers."""
     if schedule.ticks * schedule.stages - schedule.idle <= MOST:
         return schedule.ticks
     end = WIDEST / (text_width("0" * len(str(schedule.microbatches - 1)), 8) + 2.5) * shortest
@@ -76,7 +76,7 @@ def _legend(schedule: Schedule, y: float) -> str:
 
 
 def _row(schedule: Schedule, cost: Price, stage: int, ticks: int, sheet: Sheet, y: float) -> str:
-    """Returns the cells of a stage: one path per colour, one text per ink."""
+    """Draws the cells of a stage: one path per colour, one text per text colour."""
     end = cost.ticks[ticks]
     place = f'x="{LEFT}" y="{format_length(y)}" width="{format_length(end * sheet.rate)}" height="{BAR}"'
     drawn = [

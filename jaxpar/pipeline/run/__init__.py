@@ -1,1 +1,1 @@
-"""Runs a table inside one compiled program: ticks as loops, stages, and the messages between them."""
+"""Runs a table inside one compiled program, as loops over ticks in which stages compute and send messages."""

@@ -1,15 +1,15 @@
 """Asynchronous updates (PipeDream): a stage updates its weights inside the table, so microbatches read old weights.
 
-    weights      an F reads                          a B differentiates at        equals
+    weights      an F reads                          a B differentiates at        equivalent to
     stash        the newest of its stage             the weights of its F         a replay at the recorded weights
     vertical     the newest of stage 0 when the      the weights of its F         SGD with gradients P - 1 updates late
                  microbatch entered
     2bw          those of the batch before last      the weights of its F         SGD with gradients 1 update late
-    none         the newest of its stage             the newest of its stage      nothing: the gradient of no function
+    none         the newest of its stage             the newest of its stage      nothing: it is no function's gradient
 
-A version of the weights is numbered by its updates, and a stage stores the last few versions. The table has the
-version that each cell reads, and the cells after which an update follows; the executor does the rest. The optimizer is
-the user's optax chain on the parameters of one stage, so a global norm is the norm of a stage.
+The number of a version of the weights is its number of updates, and a stage stores the last few versions. The table
+gives the version that each cell reads, and the cells after which the stage updates. The optimizer is the user's optax
+chain on the parameters of one stage, so a global norm is the norm of a stage.
 
 Sources: PipeDream, Narayanan et al. 2019, arXiv:1806.03377, sections 3.2 and 3.3; PipeDream-2BW, Narayanan et al. 2021,
 arXiv:2006.09503, section 3.1, w(t+1) = w(t) - rate x gradient(w(t-1)), here with as many microbatches per update as
@@ -42,12 +42,12 @@ _VERSIONS = f"{SCOPE}versions of the weights"  # the scope by which the inspecto
 
 @dataclass(frozen=True, kw_only=True)
 class VersionPlan:
-    """The version of the weights that every cell of a table reads, and the cells after which an update follows.
+    """The version of the weights that each cell of a table reads, and the cells after which the stage updates.
 
     Attributes:
-      program: The table, with the columns `version` and `update` of its rows filled.
-      per_update: Microbatches per update.
-      versions: Number of versions that a stage stores at once, the newest included.
+      program: The table, whose rows have the columns `version` and `update`.
+      per_update: Number of microbatches per update.
+      versions: Number of versions that a stage stores at once, including the newest.
     """
 
     program: Program
@@ -61,10 +61,11 @@ def microbatches_per_update(weights: Weights, table: Schedule) -> int:
 
 
 def plan_versions(program: Program, weights: Weights) -> VersionPlan:
-    """Returns the plan of a table.
+    """Plans the versions of a table.
 
     Raises:
-      JaxparError: If backward is split, a stage has several chunks, or (2bw) microbatches are no multiple of stages.
+      JaxparError: If backward is split, a stage has several chunks, or (2bw) the number of stages does not divide the
+        number of microbatches.
     """
     table = program.schedule
     if table.split or table.chunks > 1:
@@ -138,9 +139,9 @@ class StageResult(NamedTuple):
     """The results of one stage after the last tick.
 
     Attributes:
-      sums: Name to (sum, count); zero on all stages but the last.
-      params: The newest (shared, layers).
-      optimizer: The optimizer's state for them.
+      sums: Name to (sum, count); zero on all stages except the last.
+      params: The newest parameters (shared, layers).
+      optimizer: The optimizer's state of these parameters.
       square: Sum of the squares of the last update's gradients.
     """
 
@@ -152,12 +153,12 @@ class StageResult(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AsynchronousTable:
-    """Runs a table with its updates on a stage.
+    """Runs a table on a stage, including updates of the weights.
 
     Attributes:
-      plan: Result of the function `plan`.
+      plan: Result of `plan_versions`.
       model: Its embedding, layers and head.
-      update: (gradients, optimizer state, params) to (params, optimizer state, sum of the gradients' squares).
+      update: Maps (gradients, optimizer state, params) to (params, optimizer state, sum of the gradients' squares).
       place: As for `execute`.
       keep: As for `execute`.
       fill: As for `execute`.
@@ -209,7 +210,7 @@ class _UpdatingStage(Stage):
         """Returns the version of the weights that this cell reads."""
         with jax.named_scope(_VERSIONS):
             shared, chunks = load(state["history"], row.version % self.plan.versions)
-        return shared, jax.tree.map(lambda x: x[0], chunks)  # one chunk per stage, as `plan` has checked
+        return shared, jax.tree.map(lambda x: x[0], chunks)  # one chunk per stage: `plan_versions` has checked this
 
     def scale(self, row: TableRow) -> jax.Array:
         """Returns 1 / tokens of the update of this microbatch."""
@@ -245,11 +246,11 @@ class _UpdatingStage(Stage):
 def stage_update(
     optimizer: optax.GradientTransformation, join: Callable, split: Callable, reduce: Callable
 ) -> Callable:
-    """Returns `update` of `AsynchronousTable`: applies the optimizer to the parameters of a stage.
+    """Builds `update` of `AsynchronousTable`, which applies the optimizer to the parameters of a stage.
 
     Args:
       optimizer: The user's optax chain.
-      join: (shared, chunks) to the tree of the optimizer's state.
+      join: Maps (shared, chunks) to a tree with the structure of the optimizer's parameters.
       split: The inverse of `join`.
       reduce: Sums gradients over the replicas of the stage.
     """

@@ -1,7 +1,7 @@
-"""Two ways to do something in a tick on some of the stages only.
+"""Two implementations of an operation that only some stages do in a tick.
 
-Masked   every stage computes both alternatives and selects one     phased tables: no conditional in the program
-Chosen   a stage computes one, inside its branch of `lax.switch`    tables that mix kinds of ops in a tick
+MaskedChoice   every stage computes both alternatives and selects one     phased tables: no conditional
+BranchChoice   a stage computes one, inside its branch of `lax.switch`    tables that mix kinds of ops in a tick
 """
 
 from collections.abc import Callable
@@ -14,10 +14,10 @@ Tree = Any
 
 
 class MaskedChoice:
-    """Computes both alternatives and selects one: the other has no effect, not even by NaN.
+    """Computes both alternatives and selects one; even NaNs in the other have no effect.
 
     Args:
-      active: Whether this stage does the op of the tick; an idle one computes on stale data.
+      active: Whether this stage runs the op of the tick; an idle stage computes on stale data.
     """
 
     def __init__(self, active: Any):
@@ -30,7 +30,7 @@ class MaskedChoice:
 
 
 class BranchChoice:
-    """Computes one of two alternatives; an idle stage is in another branch and never calls it."""
+    """Computes one of two alternatives; an idle stage takes another branch and never calls this."""
 
     active = True
 

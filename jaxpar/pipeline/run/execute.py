@@ -1,8 +1,9 @@
-"""The executor: runs the table of any schedule inside one compiled program.
+"""The executor runs the table of any schedule inside one compiled program.
 
-If all stages run the same op in a tick, all execute it, and idle stages are masked. That needs no conditional: no
-collective in a block can deadlock, and a GPU needs no round trip to its host. Tables that mix ops in a tick choose with
-`lax.switch`, once per tick and stage. Everything here runs inside `shard_map`, on one stage's local arrays.
+If the ops of a tick are of one kind, all stages execute it, and the results of idle stages are masked. So there is no
+conditional: no collective in a block can deadlock, and a GPU needs no round trip to its host. If a table mixes kinds of
+ops in a tick, a `lax.switch` per tick and stage chooses one. All code here runs inside `shard_map`, on one stage's
+arrays.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,12 +20,12 @@ Tree = Any
 
 
 class TableGradients(NamedTuple):
-    """The sums of one stage after the last tick, still to be summed over the stages that share them.
+    """The sums of one stage after the last tick; shared ones are not yet summed over stages.
 
     Attributes:
-      sums: Name to (sum, count) over the microbatches; zero on all stages but the last.
-      shared: Gradients of the summed loss for the parameters that all stages share; None after an evaluation.
-      layers: Likewise for this stage's layers.
+      sums: Name to (sum, count) over the microbatches; zero on all stages except the last.
+      shared: Gradients of the summed loss by the parameters that all stages share; None after an evaluation.
+      layers: Gradients by the parameters of this stage's layers; None after an evaluation.
     """
 
     sums: Mapping[str, tuple[jax.Array, jax.Array]]
@@ -48,20 +49,19 @@ def execute(
     """Runs a table on this stage.
 
     Args:
-      program: The table, as rows and loops; of the forwards only for an evaluation.
+      program: The table, as rows and loops; for an evaluation, with forwards only.
       model: Its embedding, layers and head.
       rows: This stage's rows of the table. Shape [ticks, columns], int32.
       shared: Parameters outside of the stack; every stage has all of them.
-      layers: Parameters of this stage's layers, leading dim chunks x layers of a chunk, its chunks in their order.
-      inputs: Inputs that are not trained, with a leading dim of microbatches: the batch, PRNG keys for dropout.
-      keep: The values that a forward saves for its backward: its input, from which the backward recomputes it, or the
-        residuals that the backward reads.
+      layers: Parameters of this stage's layers; dim 0 is chunks x layers per chunk, in order of chunks.
+      inputs: Inputs other than parameters, with dim 0 microbatches: the batch, PRNG keys for dropout.
+      keep: What a forward saves for its backward: its input, if the backward recomputes the forward, or residuals.
       place: Constrains a tree, named "x", "layers" or "shared", to its sharding over the axes that are not manual.
       shards: The sharding of the gradient sums, which are then dicts by path; None leaves them unsharded.
-      fill: Initial value of the buffers. The result does not depend on it, which tests check with NaN.
+      fill: Initial value of the buffers. The result does not depend on it; tests check this with NaN.
 
     Raises:
-      JaxparError: If the model cannot be cut into stages: a block changes the shape, or reads outside values.
+      JaxparError: If the model cannot be split into stages, because a block changes the shape or reads outside values.
     """
     # every device traces the same program; only its rows and its layers depend on the stage
     run = Stage(program, model, shared, layers, inputs, keep=keep, place=place, shards=shards)
@@ -74,7 +74,7 @@ def execute(
 
 
 def run_table(program: Program, tick: Callable, state: dict, rows: jax.Array) -> dict:
-    """Returns the state after all ticks."""
+    """Runs all ticks and returns the state."""
     for offset, loop in _offsets(program.loops):
         state = _loop(loop, tick, state, rows[offset : offset + loop.ticks])
     return state
@@ -89,7 +89,7 @@ def _offsets(body) -> list[tuple[int, Any]]:
 
 
 def _loop(loop: Loop, tick: Callable, state: dict, rows: jax.Array) -> dict:
-    """Runs a loop of ticks: a scan over the repeats of a body that is compiled once."""
+    """Runs a loop of ticks as a scan, whose body is compiled once."""
 
     def body(state, rows):
         for offset, item in _offsets(loop.body):

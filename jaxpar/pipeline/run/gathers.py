@@ -1,9 +1,9 @@
-"""ZeRO-3 inside a table: gathers sharded parameters where a layer reads them, and scatters their gradients at once.
+"""ZeRO-3 inside a table: gathers sharded parameters where a layer reads them, and reduce-scatters their gradients.
 
     shard ─► cast ─► all-gather ─► the layer ─► backward: float32 ─► reduce-scatter ─► gradient of the shard
                      in the dtype of matmuls                        in float32
 
-A device holds one unsharded layer at a time. The backward gathers its parameters again, whatever residuals are saved.
+A device holds one unsharded layer at a time. The backward gathers the parameters again, for any choice of residuals.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,11 +24,11 @@ class Gather:
     """The axis, dim and dtype with which one parameter is gathered.
 
     Attributes:
-      axis: A manual mesh axis, whose devices have different examples.
+      axis: A manual mesh axis that splits examples.
       dim: The dim of the parameter that the axis splits.
-      dtype: Of the gathered parameter.
+      dtype: Dtype of the gathered parameter.
       shard_dtype: Dtype of the shard, and of its gradient.
-      other_axes: Further axes that are manual during the gather, though automatic elsewhere; empty leaves them to XLA.
+      other_axes: Further axes that are manual only during the gather; XLA handles all others.
       spec: The dims that `other_axes` split.
     """
 
@@ -43,7 +43,7 @@ class Gather:
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def gather_parameter(shard: jax.Array, gather: Gather) -> jax.Array:
     """Gathers a parameter; its gradient is reduce-scattered over the axis in float32."""
-    # cast before the gather: in bfloat16 half of the bytes travel
+    # casts before the gather, so that bfloat16 halves the bytes to send
     all_gather = partial(jax.lax.all_gather, axis_name=gather.axis, axis=gather.dim, tiled=True)
     return with_manual_axes(all_gather, gather.other_axes, gather.spec)(shard.astype(gather.dtype))
 
@@ -62,11 +62,11 @@ gather_parameter.defvjp(_forward, _backward)
 
 
 def regather_in_backward(stage: Callable) -> Callable:
-    """Returns the function with a backward that gathers parameters again, and saves all other residuals.
+    """Wraps a function so that its backward gathers parameters again, and saves all other residuals.
 
-    In a scan over layers it gathers one layer at a time, else each parameter before it is read. A function that
-    contains `jax.checkpoint` is unchanged, as an inner policy has no effect inside of an outer one; its own policy
-    saves results of matmuls at most, hence no gathered parameter.
+    In a scan over layers the backward gathers one layer at a time, else each parameter before it is read. A function
+    that contains `jax.checkpoint` is unchanged, because an outer policy overrides an inner one; jaxpar's own policies
+    save at most results of matmuls, hence no gathered parameter.
     """
 
     def run(*args: Any) -> Any:
@@ -92,7 +92,7 @@ def regather_in_backward(stage: Callable) -> Callable:
 
 
 def _one_by_one(scan: Scan, values: Sequence[jax.Array]) -> list[jax.Array]:
-    """Runs a scan with a checkpointed body, which gathers its parameters again in the backward."""
+    """Runs a scan with a checkpointed body, so that the backward gathers the body's parameters again."""
     fixed, first, xs = split_groups(values, [scan.consts, scan.carry, scan.xs])
     body = jaxpr_as_fun(ClosedJaxpr(scan.body, scan.body_consts))
 
@@ -111,7 +111,7 @@ _MOVES = ("reshape", "squeeze", "transpose")
 
 
 def _is_saved(primitive: Any, *_: Any, **params: Any) -> bool:
-    """The checkpoint policy: saves every result but those of `gathered`, which is a call, and reshaped ones."""
+    """The checkpoint policy: saves all results except gathered parameters (a jitted call) and their reshapes."""
     return primitive.name not in _MOVES and not _gathers(params)
 
 

@@ -4,9 +4,9 @@
           ──► for every tick: its kind, the set of ops that the stages run in it
           ──► loops: (kind, kind, ...) x repeats, so that a kind is compiled once and not chosen at run time
 
-There are three pools of slots. `messages` holds arrays from another part: an input x until its backward, a gradient g
-until its backward. `kept` holds the residuals of a forward for its backward, `stash` those of a B for its W. Slots are
-assigned by interval colouring, so a pool has exactly as many slots as values that are alive at once.
+There are three pools of slots. `messages` holds arrays from another part, inputs x and gradients g, until the backward
+that reads them. `kept` holds the residuals of a forward for its backward, `stash` those of a B for its W. Interval
+colouring assigns the slots, so a pool has exactly as many slots as values that are alive at once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,10 +26,10 @@ OP_NUMBER = {None: 0, "F": 1, "B": 2, "W": 3}
 
 
 class TickKind(NamedTuple):
-    """The ops and messages of a tick over all stages. Two ticks of one kind run the same code.
+    """The ops and messages of a tick over all stages. Ticks of the same kind run the same code.
 
     Attributes:
-      ops: Those of F, B and W that some stage runs.
+      ops: The ops among F, B and W that at least one stage runs.
       first: Whether the first part runs an F or a B, which needs the embedding.
       last: Whether the last part runs an F, which needs the head and the loss.
       right: Whether a stage sends to the next one.
@@ -46,14 +46,14 @@ class TickKind(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """Consecutive ticks as a repeated body of tick kinds and inner loops."""
+    """Consecutive ticks as a repeated body, which consists of tick kinds and inner loops."""
 
     body: "tuple[TickKind | Loop, ...]"
     repeats: int
 
     @property
     def ticks(self) -> int:
-        """Number of ticks, repeats included."""
+        """Number of ticks, counting repeats."""
         return self.repeats * sum(1 if isinstance(item, TickKind) else item.ticks for item in self.body)
 
     @property
@@ -73,8 +73,8 @@ class Program:
       message_slots: Slots for inputs and gradients from other parts.
       residual_slots: Slots for the residuals of a forward; 0 for an evaluation.
       stash_slots: Slots for the residuals of a B; 0 if B and W are one op.
-      right: Pairs (from, to) of stages that send to the next one.
-      left: Pairs (from, to) of stages that send to the previous one.
+      right: Pairs (from, to) of a stage and the next one, if it sends to that.
+      left: Pairs (from, to) of a stage and the previous one, if it sends to that.
     """
 
     schedule: Schedule
@@ -89,7 +89,7 @@ class Program:
 
 @lru_cache(maxsize=64)
 def program(schedule: Schedule, *, forward_only: bool = False) -> Program:
-    """Compiles a table; with `forward_only` its forwards only, for an evaluation."""
+    """Compiles a table; with `forward_only`, only its forwards, for an evaluation."""
     ticks = forwards(schedule) if forward_only else schedule.cells
     # idle cells have op, microbatch, chunk and part 0: a masked stage computes on them, so they must exist
     rows = np.full((len(ticks), schedule.stages, len(COLUMNS)), -1, np.int32)
@@ -128,7 +128,7 @@ def _pairs(schedule: Schedule, at, way: str) -> tuple[tuple[int, int], ...]:
 
 
 def _target(schedule: Schedule, op: str, part: int, stage: int) -> tuple[str, int] | None:
-    """Returns (direction in which the result of an op travels, part that reads it), or None if no part does."""
+    """Returns (direction in which a stage sends the result of an op, part that reads it); None if no part reads it."""
     if op == "F" and part == schedule.parts - 1:
         return "self_send", part  # the loss gradient, for its own backward
     next_part = part + 1 if op == "F" else part - 1
@@ -163,7 +163,7 @@ def _kind(schedule: Schedule, row, *, forward_only: bool) -> TickKind:
 
 
 def _alike(kinds: Sequence[TickKind]) -> list[TickKind]:
-    """Makes ticks with the same ops send in the same directions: an unread message costs less than another body."""
+    """Makes ticks with the same ops send in the same directions, since an unread message costs less than a new body."""
     sends: dict[frozenset, list[bool]] = {}
     for kind in kinds:
         flags = sends.setdefault(kind.ops, [False] * 3)
@@ -215,7 +215,7 @@ def _colour(rows: np.ndarray, spans: Iterable[tuple[int, int, list[tuple[int, in
 
 
 def _nested(kinds: Sequence[TickKind]) -> tuple[Loop, ...]:
-    """Returns the kinds as nested loops with few bodies to compile: loops of ticks, then loops of loops."""
+    """Groups the kinds into nested loops with few bodies to compile: loops of ticks, then loops of loops."""
     loops = _loops(tuple(kinds), 8)
     while True:
         merged = _loops(loops, 16)
@@ -229,7 +229,7 @@ def _nested(kinds: Sequence[TickKind]) -> tuple[Loop, ...]:
 
 
 def _loops(symbols: tuple, longest: int) -> tuple[Loop, ...]:
-    """Returns the loops with the fewest bodies that expand to the symbols, by dynamic programming from the end."""
+    """Finds the loops with the fewest bodies that expand to these symbols, by dynamic programming from the end."""
     # patterns are tried up to `longest` symbols: a schedule's steady state repeats after a few ticks per chunk, and
     # trying all lengths would make the search quadratic in the table
     count = len(symbols)

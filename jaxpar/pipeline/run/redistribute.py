@@ -1,11 +1,11 @@
 """Moves layers from the stages that store them to the stages that run them, and gradients back.
 
-    stored   stage d holds layers  d L/P ... (d+1) L/P - 1       their natural order, whatever the schedule
-    dealt    stage d holds its chunks, one after the other
+    stored   stage d holds layers  d L/P ... (d+1) L/P - 1       in order of depth, for every schedule
+    running  stage d holds its chunks in sequence
 
-With one chunk both are the same. With v chunks each parameter travels once along `pipe` per step, in v permutes of 1/v
-of a stage each, and each gradient travels back: as edges from the storing to the running stage the parts form a
-bipartite graph of degree v, which splits into v permutations (König 1916).
+With one chunk both are the same. With v chunks each parameter is sent once along `pipe` per step, in v permutes of 1/v
+of a stage each, and each gradient is sent back. If each part is an edge from its storing to its running stage, the
+parts form a bipartite graph of degree v, which splits into v permutations (König 1916).
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from jaxpar.pipeline.tables.schedule import StageCut
 
 
 def permutation_rounds(cut: StageCut) -> list[list[int]]:
-    """Returns rounds of parts: in each round every stage sends one part and receives one.
+    """Splits the parts into rounds, in which every stage sends one part and receives one.
 
     A bipartite graph with v edges at every node splits into v perfect matchings; each is found by augmenting paths.
     """
@@ -51,9 +51,9 @@ def permutation_rounds(cut: StageCut) -> list[list[int]]:
 
 
 def padded_layers(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the layer in each place and the place of each layer, if stages have different numbers of layers.
+    """Pads stages with different numbers of layers; returns the layer at each place, and the place of each layer.
 
-    Arrays split over `pipe` need equally many places on all stages; spare places hold layer 0, which is not run.
+    Arrays sharded over `pipe` need the same number of places on all stages; spare places hold layer 0, unused.
 
     >>> padded_layers((2, 1))
     (array([0, 1, 2, 0]), array([0, 1, 2]))
@@ -68,10 +68,10 @@ def redistribute_layers(mesh: Mesh, cut: StageCut, layers: Any, *, reverse: bool
     """Moves layers from the stages that store them to the stages that run them.
 
     Args:
-      mesh: With an axis `pipe`.
+      mesh: A mesh with an axis `pipe`.
       cut: The parts of the model and their stages.
-      layers: Arrays with a leading dim of layers, split over `pipe`; other dims stay as they are.
-      reverse: Moves them from the running to the storing stages instead.
+      layers: Arrays whose dim 0 is layers, sharded over `pipe`; the sharding of other dims does not change.
+      reverse: Whether to move them from the running to the storing stages instead.
     """
     if all(cut.place(part) == divmod(part, cut.chunks) for part in range(cut.parts)):
         return layers  # every stage runs the parts that it stores

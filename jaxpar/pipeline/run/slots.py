@@ -1,4 +1,4 @@
-"""Slots: entries of the leading dim of a stage's buffers; a row of the table names those to read and to write."""
+"""Slots: entries of dim 0 of a stage's buffers; a row of the table has the numbers of slots to read and to write."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ Tree = Any
 
 
 def load(tree: Tree, index: Any) -> Tree:
-    """Reads one slot of each buffer; -1 reads slot 0, for an op whose result is dropped."""
+    """Reads one slot of each buffer; index -1 reads slot 0, for an op whose result is dropped."""
     return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, jnp.maximum(index, 0), 0, keepdims=False), tree)
 
 

@@ -1,20 +1,21 @@
-"""Runs embedding and head on all stages, instead of on the first and the last one.
+"""Runs embedding and head on all stages, instead of on the first and the last stage.
 
     a tick with the head     all stages      the chunk                          y stays on its stage
                              all devices     the head on the last stage's y     its matrix split over pipe x tensor
-                             all stages      write and send: dL/dy on the last  as without spreading
+                             all stages      write and send; dL/dy on the last stage
     with the embedding       all devices     look x up, forward and backward    its table split over pipe x tensor
                              all stages      the chunk, write and send          the first stage reads x
                              all devices     add dL/dx to the table's gradient  backward only
 
-With head and loss on the last stage, all stages wait for it in every tick that has them, and every stage holds
-embedding and head unsharded, with the sums of their gradients. Here XLA splits them over `pipe` too, by the names of
-their dims. It costs messages of [tokens, dim] over `pipe`, two per microbatch for the head and three for the embedding,
-and the sums of the loss; the time of the head is divided by the number of stages.
+If head and loss run on the last stage, all stages wait for it in every tick with a loss, and every stage holds
+embedding and head unsharded, with the sums of their gradients. Here XLA shards them over `pipe` too, by the names of
+their dims. This sends arrays of [tokens, dim] over `pipe`, two per microbatch for the head and three for the embedding,
+and the sums of the loss; it divides the time of the head by the number of stages.
 
-Tables must be phased: only then the ticks in which the last part runs forward are known at compile time. A tick is up
-to three programs in a row, with `pipe` manual for the stages and automatic for embedding and head (XLA cannot nest them
-in this order of axes), so buffers are global arrays here, with a leading dim for stages and one for batch replicas.
+Tables must be phased, so that the ticks in which the last part runs forward are known at compile time. A tick is up to
+three `shard_map`s in sequence, in which `pipe` is manual for the stages and automatic for embedding and head (XLA
+cannot nest them in this order), so buffers are global arrays here, with a dim for stages and a dim for batch replicas
+in front.
 """
 
 from collections.abc import Callable
@@ -39,11 +40,11 @@ Tree = Any
 
 @dataclass(frozen=True, kw_only=True)
 class ShardMaps:
-    """Runs functions of a tick per stage and replica, or per replica with `pipe` left to XLA.
+    """Runs functions of a tick per stage and replica, or per replica, where XLA handles `pipe`.
 
     Attributes:
-      mesh: With an axis `pipe`.
-      batch_axes: Manual axes whose devices have different examples.
+      mesh: A mesh with an axis `pipe`.
+      batch_axes: Manual axes that split examples.
       stages: Context manager around the trace of a stage.
       head: Context manager around the trace of embedding and head.
       place: As for `execute`, inside of a stage.
@@ -58,7 +59,7 @@ class ShardMaps:
     place_head: Callable[[Tree], Tree]
 
     def on_stages(self, function: Callable) -> Callable:
-        """Returns a function of (rows, layers, known, *stacked) that runs on every stage and replica.
+        """Wraps a function of (rows, layers, known, *stacked) to run on every stage and replica.
 
         Its results are stacked: [stages, replicas, ...].
         """
@@ -79,7 +80,7 @@ class ShardMaps:
         return run
 
     def on_replicas(self, function: Callable) -> Callable:
-        """Returns a function of (shared, *stacked) that runs on every replica of the batch, `pipe` left to XLA.
+        """Wraps a function of (shared, *stacked) to run on every replica of the batch, where XLA handles `pipe`.
 
         Its results are stacked: [replicas, ...].
         """
@@ -96,7 +97,7 @@ class ShardMaps:
         return run
 
     def replica_inputs(self, function: Callable) -> Callable:
-        """Returns a function of (replica, model states, batch) on every replica; its results are stacked."""
+        """Wraps a function of (replica, model states, batch) to run on every replica; its results are stacked."""
         spec = PartitionSpec(self.batch_axes)
 
         def local(*args):
@@ -105,7 +106,7 @@ class ShardMaps:
         return self._island(set(self.batch_axes), local, (spec, PartitionSpec(), spec), spec)
 
     def reduce_gradients(self, layers: Tree, ends: Tree) -> tuple[Tree, Tree]:
-        """Sums gradients over all batch axes but `data`, which becomes a leading dim.
+        """Sums gradients over all batch axes except `data`, which becomes dim 0.
 
         `layers` have shape [data, layers, ...], `ends` (embedding and head) [data, ...].
         """
@@ -135,13 +136,13 @@ class SpreadTable:
     """Runs a table whose embedding and head are spread over the stages.
 
     Args:
-      program: Of a phased table.
+      program: The program of a phased table.
       model: Its embedding, layers and head.
       around: Runs functions on the stages and on the replicas.
-      layers: Parameters of the stack, leading dim stages x chunks x layers of a chunk.
+      layers: Parameters of the stack; dim 0 is stages x chunks x layers per chunk.
       embedding: Shared parameters that `model.embed` reads, split over `pipe` and `tensor` by the names of their dims.
       head: Shared parameters that `model.head` reads, likewise.
-      inputs: As for `execute`, with a leading dim for the replicas of the batch.
+      inputs: As for `execute`, with a dim for the replicas of the batch in front.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class SpreadTable:
         self.last, _ = program.schedule.place(program.schedule.parts - 1)
 
     def run(self, fill: float) -> dict:
-        """Runs all ticks; returns the buffers of the `stages` and the sums of the `ends`, stacked over the devices."""
+        """Runs all ticks; returns the stages' buffers, and the sums of embedding and head, stacked over devices."""
         rows = jnp.asarray(self.program.rows)
         # the trace of the first island also sets `self.traced` and `self.x`, which later ticks reuse
         state = {"stages": self._on_stages(lambda stage, row: stage.start(fill, head=False))(rows[0])}
@@ -206,7 +207,7 @@ class SpreadTable:
         return {"stages": stages, "ends": ends}
 
     def _looked_up(self, rows: jax.Array) -> Tree:
-        """Returns the embedded input of the first stage in this tick, copied to every stage."""
+        """Embeds the first stage's input of this tick, and copies the result to every stage."""
 
         def embed(shared: Tree, inputs: Tree, microbatch: jax.Array) -> Tree:
             return self.model.embed(shared, load(inputs, microbatch))[0]
@@ -215,7 +216,7 @@ class SpreadTable:
         return self._on_every_stage(self.around.on_replicas(embed)(self.embedding, self.inputs, microbatch))
 
     def _with_head(self, kind: TickKind, state: dict, rows: jax.Array, x: tuple) -> dict:
-        """Runs a tick whose forward includes the head."""
+        """Runs a tick in which the last part runs forward, and so the head."""
 
         # `write` without `out` stores the residuals and sends nothing: the message of the last stage, dL/dy, is known
         # only after the head, so all stages send in `deliver`
@@ -247,7 +248,7 @@ class SpreadTable:
         return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.program.schedule.stages, *leaf.shape)), tree)
 
     def _on_stages(self, function: Callable) -> Callable:
-        """Returns a function of (rows, *stacked) that runs `function(stage, row, *stacked)` on every stage."""
+        """Wraps `function(stage, row, *stacked)` to a function of (rows, *stacked) that runs on every stage."""
 
         def local(numbers, layers, inputs, *stacked):
             # `shared` is empty: embedding and head run outside. Later ticks reuse the traced model, which every loop
@@ -263,7 +264,7 @@ class SpreadTable:
         return lambda rows, *stacked: island(rows, self.layers, self.inputs, *stacked)
 
     def _start(self, shared: Tree, known: Tree, y: Tree) -> dict:
-        # sums in float32 or more whatever the gradients: in bfloat16 a sum of many microbatches stops growing
+        # sums in float32 or more for any dtype of gradients: in bfloat16 a sum of many microbatches stops growing
         example = jax.tree.map(lambda leaf: leaf[0], known)
         sums = Traced(self.model.head, shared, example, y).shapes
         zeros = partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)))
@@ -293,7 +294,7 @@ class SpreadTable:
 
 
 def _changed(before: dict, after: dict) -> dict:
-    """Returns the entries that an op has changed: XLA copies the results of the stages, in every tick."""
+    """Returns only the entries that an op changes, because XLA copies the results of the stages in every tick."""
     return {key: value for key, value in after.items() if value is not before[key]}
 
 

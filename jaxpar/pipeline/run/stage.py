@@ -1,4 +1,4 @@
-"""One stage of a pipeline, and its work in a tick.
+"""One stage of a pipeline, and the operations that it runs in a tick.
 
     a tick   read the input x or the gradient g, and the residuals of the forward, from the slots in this stage's row
              F: embed if first, the chunk, the head and its gradient if last     out = y, or dL/dy
@@ -7,7 +7,7 @@
              write the slots; send `out` to the neighbours; write what arrives from them
 
 The head's gradient is part of the last stage's F, which sends dL/dy to itself, so that B is the same on every stage.
-Buffers are read inside a switch and written outside: XLA copies the buffers that a branch writes.
+Ops read buffers inside a switch, and the stage writes them outside, because XLA copies a buffer that a branch writes.
 """
 
 from functools import partial
@@ -43,14 +43,14 @@ class TableRow(NamedTuple):
     right: Any
     left: Any
     self_send: Any
-    version: Any  # this and the next are for updates in the middle of a table: see `unflushed`
+    version: Any  # this and the next are for updates in the middle of a table: see `asynchronous.py`
     update: Any
 
 
 class _OpResult(NamedTuple):
-    """The results of an op, None for no result: `layers` is a gradient, `shared` and `sums` are new totals.
+    """The results of an op, or None: `layers` is a gradient to add, `shared` and `sums` are new totals.
 
-    An op that works in place returns the new buffers: `slots` of the residuals, `total` of the layers' gradient sums.
+    An op that works in place returns new buffers: `slots` with the residuals, `total` with the layers' gradient sums.
     """
 
     out: Tree = None
@@ -74,7 +74,7 @@ class Stage:
         self.schedule = program.schedule
         self.forward_only = not program.residual_slots
         self.shared, self.inputs, self.unit_scale = shared, inputs, jnp.ones((), jnp.float32)
-        self.embedded: Tree = None  # the input of part 0, where `spread_head` looks it up between the stages
+        self.embedded: Tree = None  # the input of part 0, if `spread_head` embeds it outside of the stages
         chunks = self.schedule.chunks
         # [chunks x layers, ...] -> [chunks, layers, ...], so that a chunk is one dynamic index on the leading dim
         self.chunks = jax.tree.map(lambda x: x.reshape(chunks, x.shape[0] // chunks, *x.shape[1:]), layers)
@@ -84,7 +84,7 @@ class Stage:
 
     @jax.named_scope(TABLE)
     def start(self, fill: float, *, head: bool = True) -> dict:
-        """Returns the buffers and sums before the first tick; slots hold `fill`. `head=False` omits `sums`."""
+        """Returns the initial buffers and sums; slots hold `fill`. `head=False` omits `sums`."""
 
         def slots(count: int, trees: Tree) -> Tree:
             return jax.tree.map(lambda leaf: jnp.full((count, *leaf.shape), fill, leaf.dtype), trees)
@@ -113,11 +113,11 @@ class Stage:
 
     @jax.named_scope(TABLE)
     def tick(self, kind: TickKind, state: dict, numbers: jax.Array) -> dict:
-        """Runs one tick: the op of this stage, then its writes and its messages."""
+        """Runs one tick: this stage's op, then its writes and messages."""
         return self.step(kind, state, TableRow(*(numbers[i] for i in range(len(COLUMNS)))))
 
     def masked_choice(self, row: TableRow, op: str) -> MaskedChoice:
-        """Returns the choice for a tick in which all stages run this op, masked on idle stages."""
+        """Returns the choice for a tick in which all stages run this op, with idle stages masked."""
         return MaskedChoice(row.op == OP_NUMBER[op])
 
     def step(self, kind: TickKind, state: dict, row: TableRow) -> dict:
@@ -143,7 +143,7 @@ class Stage:
         return self.write(kind, state, row, results)
 
     def _fill_missing(self, done: _OpResult, state: dict, row: TableRow) -> _OpResult:
-        """Fills missing results with zeros or old totals: branches must return the same structure."""
+        """Fills missing results with zeros or old totals, because branches must return the same structure."""
         return _OpResult(
             out=zeros_like_shapes(self.traced.x) if done.out is None else done.out,
             residuals=[jnp.zeros(b.shape[1:], b.dtype) for b in state["kept"]]
@@ -161,7 +161,7 @@ class Stage:
             return self.shared, load(self.chunks, row.chunk)
 
     def _old_total(self, state: dict) -> Tree:
-        """Returns the total to which an op adds its gradients of `shared`: zeros if the total is sharded."""
+        """Returns the total that an op adds its gradients of `shared` to: zeros if the total is sharded."""
         # an op cannot add an unsharded gradient to a shard: `write` scatters the op's gradient and adds it
         return (
             state["shared"] if self.shards is None or self.forward_only else zeros_like_shapes(sum_shapes(self.shared))
@@ -192,7 +192,7 @@ class Stage:
         return inputs, (inputs, jax.tree.map(mine, per_layer), count, part), x
 
     def _input(self, kind: TickKind, state: dict, row: TableRow, choose: MaskedChoice | BranchChoice):
-        """Returns an op's (known inputs, those of the layers, shared parameters, parameters of the chunk, x)."""
+        """Returns an op's inputs: (batch and state, inputs per layer, shared parameters, chunk's parameters, x)."""
         shared, chunk = self.parameters(state, row)
         inputs, layer_args, embedded = self._inputs(row, shared)
         x = load(state["messages"], row.x)
@@ -201,14 +201,14 @@ class Stage:
         return inputs, layer_args, shared, chunk, x
 
     def forward(self, kind: TickKind, state: dict, row: TableRow, choose: MaskedChoice | BranchChoice) -> _OpResult:
-        """Runs F: the chunk's forward, and on the last part the head and its gradient."""
+        """Runs F: the chunk's forward, and in the last part also the head and its gradient."""
         inputs, layer_args, params, chunk, x = self._input(kind, state, row, choose)
         residuals = slots = None
         if self.forward_only or self.keep == "inputs":
             y = self.traced.stage(chunk, layer_args, x)
         elif self._in_place(kind):
             into_places = self.traced.halves.forward_in_place
-            assert into_places is not None  # a table that is not split has it
+            assert into_places is not None  # present if the backward is not split
             layers = self._read_in_place(chunk, row)
             y, slots = into_places(layers, layer_args, x, self._places(state, row, row.op == OP_NUMBER["F"]))
         else:
@@ -228,11 +228,11 @@ class Stage:
         return _OpResult(out=out, residuals=residuals, slots=slots, shared=shared, sums=sums)
 
     def _in_place(self, kind: TickKind) -> bool:
-        """Whether ops read and write buffers in place: not inside a switch, which would copy them."""
+        """Whether ops read and write buffers in place; false inside a switch, which would copy them."""
         return len(kind.ops) == 1 and not self.schedule.split
 
     def _read_in_place(self, chunk: Tree, row: TableRow) -> Tree:
-        """Returns the chunk's parameters; with several chunks as places, which an op reads one layer at a time.
+        """Returns the chunk's parameters; of several chunks, references from which an op reads a layer at a time.
 
         Slicing out a chunk copies its parameters, and XLA hoists the copies of all ticks to the start of their loop.
         """
@@ -243,7 +243,7 @@ class Stage:
         return [BufferEntry(buffer, row.residuals, take) for buffer in state["kept"]]
 
     def _sums(self, state: dict, row: TableRow) -> Tree:
-        """Returns the places in which the layers' gradients are accumulated."""
+        """Returns references to the buffers in which the layers' gradients are accumulated."""
 
         def one(path: tuple, buffer: jax.Array) -> BufferEntry:
             def join(old: jax.Array, new: jax.Array) -> jax.Array:  # gradients of a layer, or of all layers of a chunk
@@ -269,7 +269,7 @@ class Stage:
             return self.traced.halves.forward(chunk, layer_inputs, x)[1]
 
     def backward(self, kind: TickKind, state: dict, row: TableRow, choose: MaskedChoice | BranchChoice) -> _OpResult:
-        """Runs B: the gradient of the input, and that of the weights if the table has no W."""
+        """Runs B: computes the gradient of the input, and that of the weights if the table has no W."""
         inputs, layer_args, params, chunk, x = self._input(kind, state, row, choose)
         g, stash, layers, total = load(state["messages"], row.g), None, None, None
         from_places = self.traced.halves.backward_in_place if self._in_place(kind) else None
@@ -285,7 +285,7 @@ class Stage:
             else:
                 layers, dx = self.traced.halves.backward(chunk, layer_args, x, residuals, g)
         shared = self._old_total(state)
-        if kind.first and self.embedded is None:  # else `spread_head` computes the embedding's gradient
+        if kind.first and self.embedded is None:  # otherwise `spread_head` computes the embedding's gradient
 
             def embedding():
                 dshared = self.traced.embed_back(params, inputs, dx)
@@ -295,8 +295,8 @@ class Stage:
         return _OpResult(out=dx, stash=stash, layers=layers, total=total, shared=shared if kind.first else None)
 
     def weights(self, kind: TickKind, state: dict, row: TableRow, choose: MaskedChoice | BranchChoice) -> _OpResult:
-        """Runs W: the gradient of the weights, from the stash of B."""
-        assert self.traced.halves.weight_grad is not None  # a table with W is split
+        """Runs W: computes the gradient of the weights from the stash of B."""
+        assert self.traced.halves.weight_grad is not None  # a table with W has a split backward
         shared, chunk = self.parameters(state, row)
         _, layer_args, _ = self._inputs(row, shared)
         with jax.named_scope(BACKWARD):
@@ -306,8 +306,8 @@ class Stage:
     def write(self, kind: TickKind, state: dict, row: TableRow, done: _OpResult) -> dict:
         """Stores the results of an op, sends `out`, and stores the messages that arrive; returns the new state.
 
-        Every write depends on the op of this stage's row: in a masked tick an idle stage has computed on stale slots,
-        and its results must not be stored.
+        Every write depends on the op in this stage's row: in a masked tick, an idle stage computes on stale slots, and
+        must not store its results.
         """
         state = dict(state)
         if state["kept"] and done.residuals is not None:

@@ -1,10 +1,11 @@
-"""Sharded gradient accumulation: reduce-scatters the gradients of every tick, and adds up shards only.
+"""Sharded gradient accumulation: reduce-scatters the gradients of every tick, and accumulates only shards.
 
     unsharded    sum += gradient                               reduced once, after the last tick
     shards       sum += this device's shard of the gradients   scattered in every tick with gradients, in float32
 
-It trades traffic for memory: a sum takes 1 / num_shards of the bytes, but gradients travel in every tick that has some,
-not once per step. A table that mixes ops scatters in every tick, outside of `lax.switch`, where all devices meet.
+It trades traffic for memory: a sum takes 1 / num_shards of the bytes, but devices send gradients in every tick with
+gradients instead of once per step. In a table that mixes ops, all devices reduce-scatter in every tick, outside of
+`lax.switch`, because a collective needs all of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,12 +25,12 @@ class Shards:
     """The sharding of the gradient sums.
 
     Attributes:
-      axis: A mesh axis that is manual inside the table, and whose devices have different examples.
-      num_shards: Its size.
-      dims: Path of a parameter to its sharded dim. Other parameters stay unsharded until after the table.
-      other_axes: Axes that XLA handles inside the table and that split gradients too.
-      specs: Path of a parameter to its spec over `other_axes`; without parameters whose sharded dim `other_axes`
-        split too.
+      axis: A mesh axis that is manual inside the table and splits examples.
+      num_shards: Size of the axis.
+      dims: Path of a parameter to its sharded dim. Gradients of other parameters are unsharded inside the table.
+      other_axes: Axes that XLA handles inside the table and that also split gradients.
+      specs: Path of a parameter to its spec over `other_axes`; omits parameters whose sharded dim `other_axes` also
+        split.
     """
 
     axis: str
@@ -39,9 +40,7 @@ class Shards:
     specs: Mapping[str, PartitionSpec]
 
     def sum_shapes(self, params: Mapping[str, Any], *, leading_dims: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the shapes of the gradient sums, for arrays with `leading_dims` dims before those of the
-        parameters.
-        """
+        """Returns the shapes of the gradient sums, for arrays with `leading_dims` additional leading dims."""
         shapes = {}
         for path, leaf in sum_shapes(params).items():
             sharded_dim = self.dims[path] + leading_dims if path in self.dims else None
@@ -58,7 +57,7 @@ class Shards:
     def accumulate(
         self, sums: Mapping[str, jax.Array], gradients: Mapping[str, jax.Array], reads: Sequence[Mapping[str, bool]]
     ) -> dict[str, jax.Array]:
-        """Adds shards of new gradients to the sums, for parameters that some function reads (`reads`)."""
+        """Adds shards of new gradients to the sums, for the parameters in `reads`."""
         # other parameters have zero gradients: skipping them saves a reduce-scatter of the vocabulary in most ticks
         new = self.scatter(
             {path: gradients[path] for path in sums if any(function_reads[path] for function_reads in reads)}
@@ -66,7 +65,7 @@ class Shards:
         return {path: x + new[path].astype(x.dtype) if path in new else x for path, x in sums.items()}
 
     def scatter_one(self, path: str, gradient: jax.Array, *, missing_dims: int = 0) -> jax.Array:
-        """Returns this device's shard of a gradient that lacks the first `missing_dims` dims of its parameter."""
+        """Returns this device's shard of a gradient without the first `missing_dims` dims of its parameter."""
         if path not in self.dims:
             return gradient
         scatter = partial(reduce_scatter, axis=self.axis, dim=self.dims[path] - missing_dims)
@@ -78,15 +77,15 @@ class Shards:
 
 def reduce_scatter(whole: jax.Array, *, axis: str, dim: int) -> jax.Array:
     """Reduce-scatters an array over a manual axis, in float32 or more."""
-    # cast before, not after: the collective adds in the dtype of its operand
+    # casts before the collective, which adds in the dtype of its operand
     exact = whole.astype(jnp.promote_types(whole.dtype, jnp.float32))
     return jax.lax.psum_scatter(exact, axis, scatter_dimension=dim, tiled=True)
 
 
 def with_manual_axes(function: Callable, axes: Sequence[str], spec: PartitionSpec) -> Callable:
-    """Runs a function of one array with further axes manual, which split the array by a spec.
+    """Runs a function of one array inside a `shard_map` over further axes, which split the array by a spec.
 
-    XLA replicates operands of a manual collective over all automatic axes: it would first gather over these axes.
+    XLA replicates operands of a manual collective over all automatic axes, so it would gather over these axes first.
     """
     if not axes:
         return function

@@ -1,8 +1,8 @@
-"""A model as a pipeline runs it: embedding, layers and head, each traced once.
+"""Traces a model for a pipeline as embedding, layers and head.
 
     embed ──► layers of part 0, 1, ... ──► head and loss
 
-Forward and backward of the layers are separate functions, as they run in different ticks: see `split_backward`.
+Forward and backward of the layers are separate functions, because they run in different ticks: see `split_backward`.
 """
 
 from collections.abc import Callable
@@ -27,12 +27,12 @@ class PipelineFunctions:
     """A model as the three pure functions that a pipeline runs at different times.
 
     Attributes:
-      name: Used in messages.
-      layers: Number of layers of each stage, if they differ; all stages then hold as many as the fullest one.
-      embed: (shared, known) to (x, per_layer): the input of the first layer, and inputs that differ by layer.
-      stage: (layers, known, per_layer, x, salt) to y: consecutive layers. `layers` and `per_layer` have a leading dim
-        of layers; the salt, an int32, differs between calls, and is folded into the PRNG keys in `known`.
-      head: (shared, known, y) to name -> (sum, count); the entry `loss` is minimized.
+      name: Name of the model, for messages.
+      layers: Number of layers of each stage, if they differ; all stages then hold as many as the largest stage.
+      embed: Maps (shared, known) to (x, per_layer): the input of the first layer, and inputs that differ by layer.
+      stage: Maps (layers, known, per_layer, x, salt) to y through consecutive layers. Dim 0 of `layers` and `per_layer`
+        is layers. The salt is an int32 that differs between calls; it is folded into the PRNG keys in `known`.
+      head: Maps (shared, known, y) to {name: (sum, count)}; the entry `loss` is minimized.
     """
 
     name: str
@@ -46,16 +46,16 @@ class PipelineModel:
     """A model's functions, traced for the shapes of one stage.
 
     Attributes:
-      depth: Number of layers of a chunk, the largest one if they differ.
+      depth: Number of layers of a chunk, or the largest number if chunks differ.
       layers: Number of layers of each part.
       starts: First layer of each part.
-      x: The activations that flow from part to part, as shapes.
-      embed: (shared, known) to (x, per_layer).
-      stage: (chunk, (known, per_layer, number of layers, part), x) to y.
-      halves: Its forward and backward as separate functions; not set for an evaluation.
-      head: (shared, known, y, scale) to (sums, gradients of shared, of y), scale times those of the loss; no gradients
-        for an evaluation.
-      embed_back: (shared, known, g) to gradients of shared; not set for an evaluation.
+      x: Shapes of the activations that parts pass on.
+      embed: Maps (shared, known) to (x, per_layer).
+      stage: Maps (chunk, (known, per_layer, number of layers, part), x) to y.
+      halves: Forward and backward of `stage` as separate functions; not set for an evaluation.
+      head: Maps (shared, known, y, scale) to (sums, gradients of shared, gradient of y); the gradients are scale times
+        those of the loss, and omitted for an evaluation.
+      embed_back: Maps (shared, known, g) to gradients of shared; not set for an evaluation.
       sums: The (sum, count) pairs that `head` returns, as shapes.
     """
 
@@ -107,10 +107,10 @@ class PipelineModel:
 
 
 def _of_a_stage(model: PipelineFunctions, depth: int, fewest: int) -> Callable:
-    """Returns a function that runs the `fewest_stages` to `depth` layers of a stage.
+    """Builds the function that runs the layers of a chunk, if chunks have between `fewest` and `depth` layers.
 
     All stages run one program: a layer that only some stages have runs on all, and the others drop its result. A tick
-    takes as long as the fullest stage anyway.
+    takes as long as the stage with the most layers in any case.
     """
 
     def run(chunk, inputs, slices, x, count, salt):
@@ -133,7 +133,7 @@ def _of_a_stage(model: PipelineFunctions, depth: int, fewest: int) -> Callable:
 
 
 def drop_leading_dim(tree: Tree) -> Tree:
-    """Returns the shapes without their leading dim: of one chunk, or one microbatch."""
+    """Returns the shapes without dim 0, which is chunks or microbatches."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree)
 
 

@@ -1,1 +1,1 @@
-"""Schedules as tables: the op of each stage in each tick. Bubble, memory and messages are counted from the table."""
+"""Schedules as tables of ops per stage and tick; bubble, memory and messages are counted in the table."""

@@ -35,7 +35,7 @@ def from_csv(text: str) -> Schedule:
     """Parses a schedule.
 
     Raises:
-      JaxparError: With the line and cell that cannot be read, or the tick and stage of a cell that cannot run.
+      JaxparError: If a cell cannot be parsed or cannot run; the message has its line or its tick and stage.
     """
     lines = _lines(text)
     number, first = lines[0] if lines else (1, [])
@@ -73,7 +73,7 @@ def from_csv(text: str) -> Schedule:
 
 
 def _lines(text: str) -> list[tuple[int, list[str]]]:
-    """Returns (line number, cells) of the lines that are not empty."""
+    """Returns (line number, cells) of each line that is not empty."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         return [(reader.line_num, cells) for cells in reader if cells]

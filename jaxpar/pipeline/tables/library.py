@@ -1,9 +1,10 @@
-"""The named schedules: for each a short generator, its source and its closed forms.
+"""The named schedules, each with a generator, its source and its closed forms.
 
     schedule("interleaved_phased", stages=4, microbatches=8)      chunks=2 by default
 
-P stages, M microbatches, v chunks per stage, d the stage from 0. Closed forms count ticks: an F, a B or a W of one
-chunk takes one tick. With a barrier after every tick a phased table is best: no stage waits for another's longer op.
+P is the number of stages, M of microbatches, v of chunks per stage; d is the stage, from 0. Closed forms count ticks:
+an F, a B or a W of one chunk takes one tick. With a barrier after every tick, a phased table is best, because no stage
+waits for a longer op of another.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,13 +26,13 @@ class ScheduleFamily:
     Attributes:
       description: One line of description.
       source: The publication.
-      make: (stages, microbatches, chunks) to the table.
-      ticks: (stages, microbatches, chunks) to the rows of the table, as published (but see `dualpipe_v`).
-      peak: (stages, microbatches, chunks, stage) to `Schedule.peak[stage]`, as published.
-      stash: The same to `Schedule.stash[stage]`: 0 if a backward is one op.
+      make: Maps (stages, microbatches, chunks) to the table.
+      ticks: Maps (stages, microbatches, chunks) to the published number of rows of the table (but see `dualpipe_v`).
+      peak: Maps (stages, microbatches, chunks, stage) to the published `Schedule.peak[stage]`.
+      stash: Maps the same to `Schedule.stash[stage]`, which is 0 if a backward is one op.
       chunks: The supported numbers of chunks per stage.
-      fewest_microbatches: stages to the fewest microbatches that it supports.
-      multiple_of_stages: Whether the microbatches must be a multiple of the stages.
+      fewest_microbatches: Maps a number of stages to the fewest microbatches that it supports.
+      multiple_of_stages: Whether the number of microbatches must be a multiple of the number of stages.
     """
 
     description: str

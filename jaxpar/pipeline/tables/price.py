@@ -1,13 +1,13 @@
-"""Prices a table, given the times of its ops: run freely, and run tick by tick.
+"""Computes the time of a step from a table and the times of its ops, with and without a barrier after every tick.
 
-asynchronous   a stage starts its next op as soon as its inputs have arrived: one program per stage, with sends
-barrier        a tick lasts as long as its slowest op, and all wait for its messages: one program on all devices
+asynchronous   a stage starts its next op as soon as its inputs have arrived: one program per stage
+barrier        a tick lasts as long as its slowest op and its messages: one program on all devices
 
-If all ops take the same time, both prices are equal; otherwise, in a tick that mixes forwards and backwards, the
-forwards wait. Run asynchronously, messages overlap with computation, and no sender waits. The price of the barrier is
-an upper bound: a device waits for its neighbours on the ring only, which makes no difference for forwards and whole
-backwards, but does where ticks mix three ops (zb_h1: busy .888 of the time, not .857, with 4 stages, 32 microbatches,
-F = 1, B = 1.14, W = .86).
+If all ops take the same time, both times are equal; otherwise, in a tick that mixes forwards and backwards, the
+forwards wait. In an asynchronous run, messages overlap with computation, and no sender waits. The time with barriers is
+an upper bound, because a device really waits only for its neighbours on the ring. This makes no difference for forwards
+and whole backwards, but it does if ticks mix three ops (zb_h1: busy .888 of the time, not .857, with 4 stages,
+32 microbatches, F = 1, B = 1.14, W = .86).
 """
 
 from dataclasses import dataclass
@@ -21,16 +21,16 @@ Time = float | tuple[float, ...]
 
 @dataclass(frozen=True)
 class OpTimes:
-    """The time of each op, in any one unit.
+    """The time of each op, in any common unit.
 
-    A number is the time of one stage's layers, of which each chunk takes 1/chunks; a tuple has one entry for every
-    part of the model.
+    A number is the time of one stage's layers, and a chunk takes 1/chunks of it; a tuple has one time per part of the
+    model.
 
     Attributes:
-      forward: F.
-      backward: The input-gradient half of a backward.
-      weights: The weight-gradient half. If backward is not split, a B takes both times.
-      send: A message between two stages.
+      forward: Time of a forward.
+      backward: Time of the input-gradient half of a backward.
+      weights: Time of the weight-gradient half. If backward is not split, a B takes the sum of both.
+      send: Time of a message between two stages.
     """
 
     forward: Time = 1.0
@@ -50,15 +50,15 @@ class OpTimes:
 
 @dataclass(frozen=True)
 class Price:
-    """The price of a schedule, in the unit of its `OpTimes`.
+    """The time of a step with a schedule, in the unit of its `OpTimes`.
 
     Attributes:
-      asynchronous: Time from the start of the first op to the end of the last, run asynchronously.
-      barrier: The same, with barriers.
-      work: The time for which each stage computes.
-      compute_time: The time for which all stages compute, idle cells included if the executor computes in them: it
-        does in a phased table, whose ticks have no conditional, and in no other.
-      starts: (tick, stage) to (start, end) of that cell, run asynchronously.
+      asynchronous: Time from the start of the first op to the end of the last in an asynchronous run.
+      barrier: The same in a run with barriers.
+      work: Time for which each stage computes.
+      compute_time: Total time for which all stages compute. In a phased table this includes idle cells, because its
+        ticks have no conditional, and so the executor computes in idle cells too.
+      starts: (tick, stage) to (start, end) of that cell in the asynchronous run.
       ticks: The time at which each tick begins, with barriers, and at which the last one ends.
     """
 
@@ -71,17 +71,17 @@ class Price:
 
     @property
     def asynchronous_bubble(self) -> float:
-        """Share of the time in which stages idle, run asynchronously."""
+        """Share of the time for which stages idle in an asynchronous run."""
         return self._idle(self.asynchronous)
 
     @property
     def barrier_bubble(self) -> float:
-        """The same, with barriers."""
+        """Share of the time for which stages idle in a run with barriers."""
         return self._idle(self.barrier)
 
     @property
     def work_ratio(self) -> float:
-        """`compute_time` as a multiple of the work: time on devices that share one processor grows with it."""
+        """`compute_time` / total work; on simulated devices, which share a processor, time is proportional to it."""
         return self.compute_time / sum(self.work) if any(self.work) else 1.0
 
     def _idle(self, span: float) -> float:
@@ -89,7 +89,7 @@ class Price:
 
 
 def price(schedule: Schedule, times: OpTimes) -> Price:
-    """Returns the price of a schedule.
+    """Computes the time of a step with a schedule, asynchronously and with barriers.
 
     Raises:
       JaxparError: If a tuple of times does not have one entry for every part.
@@ -119,7 +119,7 @@ def price(schedule: Schedule, times: OpTimes) -> Price:
 
 
 def _costs(schedule: Schedule, times: OpTimes) -> dict[str, tuple[float, ...]]:
-    """Returns, for every op, its time on each part."""
+    """Returns the time of each op on each part."""
     parts, problems = {}, []
     for key in ("forward", "backward", "weights"):
         time = getattr(times, key)

@@ -5,9 +5,9 @@
     stage 1   . F0 F1  . B0 F2 B1 F3 B2  . B3  .
     stage 2   .  . F0 B0 F1 B1 F2 B2 F3 B3  .  .
 
-A stage is one place along the axis `pipe`. It holds one or more chunks of consecutive layers; part p of the model,
-counted from the embedding, is one chunk of one stage. A tick is a barrier: the next may read its results.
-A table is replayed when it is constructed: every `Schedule` object can be run.
+A stage is a position along the axis `pipe`. It holds one or more chunks of consecutive layers; part p of the model,
+counted from the embedding, is one chunk of one stage. Each tick ends with a barrier, so the next may read its results.
+The constructor replays the table, so every `Schedule` object can be run.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,12 +22,12 @@ OPS = ("F", "B", "W")
 
 
 class Cell(NamedTuple):
-    """One stage in one tick: an op on a microbatch.
+    """An op on a microbatch that a stage runs in a tick.
 
     Attributes:
-      op: F forward; B backward, or its input-gradient half where the table has W; W its weight-gradient half.
-      microbatch: From 0.
-      chunk: Which of the stage's chunks, from 0.
+      op: F, forward; B, backward, or its input-gradient half if the table has W; W, its weight-gradient half.
+      microbatch: Number of the microbatch, from 0.
+      chunk: Number of the chunk on its stage, from 0.
     """
 
     op: str
@@ -42,7 +42,7 @@ Row = tuple[Cell | None, ...]
 
 
 class StageCut(NamedTuple):
-    """The cut of a model into parts, and of a batch into microbatches: see `Schedule`."""
+    """The division of a model into parts, and of a batch into microbatches: see `Schedule`."""
 
     stages: int
     microbatches: int
@@ -71,13 +71,13 @@ class Schedule:
     """A table [tick, stage] of cells, None where a stage idles.
 
     Attributes:
-      name: Its name.
+      name: Name of the schedule.
       stages: Size of the axis `pipe`.
-      microbatches: Number of parts of the batch, which go through the stages one after the other.
-      cells: For every tick and stage, the op that it runs.
-      chunks: Parts of the model on each stage.
-      placement: The stage of part p. ring: chunk p // stages of stage p % stages (Megatron-LM's interleaving). v:
-        chunks is 2, and the second half of the parts comes back down the stages (Qi et al. 2024, arXiv:2405.15362).
+      microbatches: Number of parts of the batch, which pass the stages in sequence.
+      cells: For every tick and stage, the op that the stage runs.
+      chunks: Number of parts of the model on each stage.
+      placement: The stage of part p. ring: chunk p // stages of stage p % stages (Megatron-LM's interleaving). v: two
+        chunks, and the second half of the parts is in reverse order of stages (Qi et al. 2024, arXiv:2405.15362).
     """
 
     name: str
@@ -116,7 +116,7 @@ class Schedule:
 
     @cached_property
     def phased(self) -> bool:
-        """Whether every tick runs one kind of op on all stages, so that no stage waits for a slower kind."""
+        """Whether all ops of a tick are of one kind, in every tick, so that no stage waits for a slower kind."""
         return all(len({cell.op for cell in row if cell}) <= 1 for row in self.cells)
 
     @property
@@ -131,19 +131,19 @@ class Schedule:
 
     @cached_property
     def peak(self) -> tuple[int, ...]:
-        """The most activations that each stage saves at once: (microbatch, chunk) pairs from their F to their last op.
+        """The maximum number of activations that each stage saves at once, as (microbatch, chunk) pairs.
 
-        The last op is B, or W if backward is split. Each pair is 1/chunks of a stage's activations.
+        A pair is saved from its F to its B, or to its W if backward is split. It is 1/chunks of a stage's activations.
         """
         return self._most("F", "W" if self.split else "B")
 
     @cached_property
     def stash(self) -> tuple[int, ...]:
-        """The most stashes (residuals of a B for its W) that each stage saves at once; 0 if B and W are one op."""
+        """The maximum number of stashes (residuals of a B for its W) that each stage saves; 0 if B and W are one op."""
         return self._most("B", "W") if self.split else (0,) * self.stages
 
     def _most(self, begins: str, ends: str) -> tuple[int, ...]:
-        """Returns, per stage, the most (microbatch, chunk) pairs that are between two of their ops at once."""
+        """Returns, per stage, the maximum number of (microbatch, chunk) pairs that are between two ops at once."""
         peaks, current = [0] * self.stages, [0] * self.stages
         for _, stage, cell in self:
             current[stage] += (cell.op == begins) - (cell.op == ends)
@@ -152,7 +152,7 @@ class Schedule:
 
     @cached_property
     def messages(self) -> int:
-        """Activations and gradients that are sent from one stage to another, per step."""
+        """Number of activations and gradients that stages send to other stages, per step."""
         crossing = sum(self.place(part)[0] != self.place(part + 1)[0] for part in range(self.parts - 1))
         return 2 * crossing * self.microbatches
 
@@ -170,7 +170,7 @@ class Schedule:
         return self.cut.place(part)
 
     def __iter__(self) -> Iterator[tuple[int, int, Cell]]:
-        """Yields (tick, stage, cell) of all cells that are not idle, in the order of time."""
+        """Yields (tick, stage, cell) of all cells that are not idle, in order of ticks."""
         for tick, row in enumerate(self.cells):
             for stage, cell in enumerate(row):
                 if cell is not None:
@@ -189,11 +189,11 @@ class Schedule:
 
 
 def _replay(schedule: Schedule) -> None:
-    """Runs the table on symbols.
+    """Replays the table on symbols.
 
     Raises:
-      JaxparError: At the first cell whose input is not there yet, that repeats an op, or whose op does not exist; or at
-        the first op that is missing.
+      JaxparError: If the input of a cell is not there yet, or a cell repeats an op, has an unknown op, or is missing;
+        the message names the first such cell.
     """
     done: dict[tuple[str, int, int], int] = {}  # (op, microbatch, part) to its tick
     for tick, row in enumerate(schedule.cells):
@@ -259,17 +259,17 @@ def from_orders(
     chunks: int = 1,
     placement: Placement = "ring",
 ) -> Schedule:
-    """Returns the table in which every stage runs its ops in the given order, each as early as possible.
+    """Builds the table in which every stage runs its ops in the given order, each as early as possible.
 
     Args:
-      name: Its name.
-      orders: For every stage, its cells in order.
+      name: Name of the schedule.
+      orders: The cells of each stage, in order.
       microbatches: Number of microbatches.
-      chunks: Parts on each stage.
+      chunks: Number of parts on each stage.
       placement: The stage of part p.
 
     Raises:
-      JaxparError: If the orders wait for each other in a cycle, or make no valid table.
+      JaxparError: If the orders wait for each other in a cycle, or are not a valid table.
     """
     stages = len(orders)
     cut = StageCut(stages, microbatches, chunks, placement)

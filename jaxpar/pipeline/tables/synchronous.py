@@ -1,4 +1,4 @@
-"""Schedules with whole backwards: some forwards, then alternating backwards and forwards, then a flush.
+"""Schedules whose backwards are one op: some forwards, then alternating backwards and forwards, then a flush.
 
 They differ in the number of warm-up forwards, and in the order of microbatches and chunks.
 """
@@ -17,13 +17,13 @@ def stage_order(forwards: list[Cell], backwards: list[Cell], ahead: int) -> list
 
 
 def breadth_first(microbatches: int, chunks: int) -> tuple[list[Cell], list[Cell]]:
-    """Returns the forwards and backwards of a stage: all microbatches through one chunk, then through the next."""
+    """Returns the order of a stage's forwards and of its backwards: all microbatches of one chunk, then of the next."""
     forwards = [Cell("F", m, c) for c in range(chunks) for m in range(microbatches)]
     return forwards, [Cell("B", m, c) for c in reversed(range(chunks)) for m in range(microbatches)]
 
 
 def depth_first(stages: int, microbatches: int, chunks: int) -> tuple[list[Cell], list[Cell]]:
-    """Returns the forwards and backwards of a stage: `stages` microbatches at a time through all of its chunks.
+    """Returns the order of a stage's forwards and of its backwards: `stages` microbatches at a time in all chunks.
 
     Source: Narayanan et al. (2021), arXiv:2104.04473, section 2.2.
     """
@@ -33,17 +33,17 @@ def depth_first(stages: int, microbatches: int, chunks: int) -> tuple[list[Cell]
 
 
 def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Huang et al. (2018), arXiv:1811.06965."""
+    """GPipe: Huang et al. (2018), arXiv:1811.06965."""
     return _same_on_all("gpipe", stages, microbatches, 1)
 
 
 def looped_bfs(stages: int, microbatches: int, chunks: int) -> Schedule:
-    """Lamy-Poirier (2022), arXiv:2211.05953; with one chunk it is gpipe."""
+    """Looped breadth-first schedule: Lamy-Poirier (2022), arXiv:2211.05953; with one chunk it is gpipe."""
     return _same_on_all("looped_bfs", stages, microbatches, chunks)
 
 
 def _same_on_all(name: str, stages: int, microbatches: int, chunks: int) -> Schedule:
-    """All forwards, then all backwards."""
+    """Each stage runs all forwards, then all backwards."""
     cells = stage_order(*breadth_first(microbatches, chunks), microbatches * chunks)
     return from_orders(name, [cells] * stages, microbatches=microbatches, chunks=chunks)
 
@@ -56,7 +56,7 @@ def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
 
 
 def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
-    """Narayanan et al. (2021), arXiv:2104.04473, section 2.2.2."""
+    """Interleaved 1F1B: Narayanan et al. (2021), arXiv:2104.04473, section 2.2.2."""
     forwards, backwards = depth_first(stages, microbatches, chunks)
     orders = [stage_order(forwards, backwards, warmup_forwards(stages, chunks, d)) for d in range(stages)]
     return from_orders("interleaved", orders, microbatches=microbatches, chunks=chunks)
@@ -65,17 +65,17 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
 def warmup_forwards(stages: int, chunks: int, stage: int) -> int:
     """Returns the number of forwards before the first backward.
 
-    Megatron-LM's 2(P-1-d) + (v-1)P, plus the forward of the first pair; the phased tables have as many.
+    It is Megatron-LM's 2(P-1-d) + (v-1)P, plus the forward of the first pair; phased tables have the same number.
     """
     return 2 * (stages - 1 - stage) + (chunks - 1) * stages + 1
 
 
 def phased(name: str, stages: int, microbatches: int, chunks: int) -> Schedule:
-    """Forwards of all stages in one tick, backwards in the next; ticks without any op are left out.
+    """Alternates ticks with only forwards and ticks with only backwards; omits ticks without any op.
 
-    Forward k of stage d runs in phase k + d. The last stage's first backward runs in the phase of the forward it
-    needs, vP - 1, and backward k of stage d in phase vP - 1 + k + (P - 1 - d). No stage ever waits within its row of
-    forwards, nor within its row of backwards.
+    Forward k of stage d runs in phase k + d. The last stage's first backward runs in the phase of the forward that it
+    needs, vP - 1, and backward k of stage d in phase vP - 1 + k + (P - 1 - d). No stage waits between its forwards, nor
+    between its backwards.
     """
     forwards, backwards = breadth_first(microbatches, 1) if chunks == 1 else depth_first(stages, microbatches, chunks)
     offset, rows = chunks * stages - 1, []
@@ -99,7 +99,7 @@ def phased(name: str, stages: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def forwards(schedule: Schedule) -> tuple[Row, ...]:
-    """Returns the forwards on their stages, in the shortest of three orders; the table's own wins ties."""
+    """Returns the table of only the forwards, in the shortest of three orders; ties go to the table's own order."""
     rows = (tuple(cell if cell and cell.op == "F" else None for cell in row) for row in schedule.cells)
     unpacked = tuple(row for row in rows if any(row))
     return min((unpacked, *(_packed(schedule.cut, rule) for rule in (_deepest, _shallowest))), key=len)
@@ -114,7 +114,7 @@ def _shallowest(cell: Cell) -> tuple[int, int]:
 
 
 def _packed(cut: StageCut, rule: Callable[[Cell], tuple[int, int]]) -> tuple[Row, ...]:
-    """In every tick each stage runs the first cell, by `rule`, whose input has arrived."""
+    """Builds the table in which each stage runs, in every tick, the first cell by `rule` whose input has arrived."""
     arrived: list[list[Cell]] = [[] for _ in range(cut.stages)]
     arrived[cut.place(0)[0]] = [Cell("F", microbatch, 0) for microbatch in range(cut.microbatches)]
     rows: list[Row] = []

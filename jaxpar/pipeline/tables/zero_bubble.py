@@ -1,8 +1,8 @@
 """Schedules that fill their bubbles with the weight-gradient half of a backward.
 
-The preceding stage waits for B only, so W can run whenever the stage would idle. If F, B and W take one tick each, all
-tables here have (P-1) idle cells per stage. ZB-H2 and ZB-V have none between a stage's own first and last op, so that
-without waiting for the flush they have no bubble.
+The preceding stage waits only for B, so W can run when the stage would idle. If F, B and W take one tick each, all
+tables here have (P-1) idle cells per stage. In ZB-H2 and ZB-V none of these is between the first and the last op of a
+stage, so they have no bubble if a stage does not wait for the flush.
 """
 
 from jaxpar.pipeline.tables.schedule import Cell, Schedule, from_orders
@@ -17,7 +17,7 @@ def zb_h1(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
 
 
 def zb_h2(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """More warm-up forwards, as many as fill the bubble: Qi et al. (2023), arXiv:2401.10241."""
+    """1f1b with as many additional warm-up forwards as fill the bubble: Qi et al. (2023), arXiv:2401.10241."""
     orders = [_late("F" * (2 * (stages - d) - 1), microbatches, late=2 * d) for d in range(stages)]
     return from_orders("zb_h2", orders, microbatches=microbatches)
 
@@ -29,7 +29,7 @@ def _late(warm: str, microbatches: int, *, late: int) -> list[Cell]:
 
 
 def zb_v(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """The parts go down the stages and come back, so that the first and the last part share a stage.
+    """ZB-V: the parts go up the stages and back, so that the first and the last part share a stage.
 
     Source: Qi et al. (2024), arXiv:2405.15362; the order within a stage is the one that
     PyTorch's `ScheduleZBVZeroBubble` documents: warm-up in three steps, steady state, two steps down.
@@ -54,11 +54,11 @@ def zb_v(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
 
 
 def dualpipe_v(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """Forwards of one chunk overlap backwards of the other, in the eight steps of DeepSeek's DualPipeV.
+    """DualPipeV: forwards of one chunk alternate with backwards of the other, in eight steps.
 
-    In DualPipeV a forward and a whole backward of the main step run at once and hide each other's messages, at a bubble
-    of (P-1)(F&B + B - 3W). Here a cell is one op: the pair is F, B, W in three ticks, and since B is sent before W is
-    done, the bubble is P-1 ticks.
+    In DeepSeek's DualPipeV a forward and a whole backward of the main step run at once and hide each other's messages,
+    with a bubble of (P-1)(F&B + B - 3W). Here a cell is one op, so the pair is F, B, W in three ticks. A stage sends
+    the result of B before it runs W, so the bubble is P-1 ticks.
 
     Source: DeepSeek-AI (2024), arXiv:2412.19437, section 3.2.1, cut in half as in github.com/deepseek-ai/DualPipe.
     """
@@ -86,7 +86,7 @@ def dualpipe_v(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
 
 
 def parse_order(ops: str) -> list[Cell]:
-    """Parses a stage's order in letters (lower case for chunk 1); microbatches are counted per letter.
+    """Parses a stage's order in letters (lower case for chunk 1); the n-th use of a letter is microbatch n.
 
     >>> print(*parse_order("FFfbB"))
     F0 F1 F0'1 B0'1 B0

@@ -74,7 +74,7 @@ class Hardware:
         return self.gemm.seconds(m, k, n, peak=self.chip.bf16_flops)
 
     def straggler_share(self, devices: Any) -> Any:
-        """Returns the share of a step for which the others wait for the slowest of so many devices.
+        """Returns the share of a step for which devices wait for the slowest device.
 
         The largest of n normal draws lies sqrt(2 ln n) standard deviations above their mean, for large n. Source:
         Cramer (1946), Mathematical Methods of Statistics, section 28.6.

@@ -4,8 +4,9 @@
 
 All kernels have the same loss at short lengths and narrow heads: tiles of the softmax that are not full.
 
-A ring calls them per part: the device's own tokens under the causal mask, then unmasked squares of half as many tokens.
-A query sees equally many keys in each part on average, so all parts have the loss of rows with the device's tokens.
+A ring calls a kernel once per part: for the device's own tokens with the causal mask, then for unmasked squares of half
+as many tokens. On average a query attends to the same number of keys in each part, so the loss of every part is that of
+rows with the device's number of tokens.
 """
 
 from collections.abc import Mapping

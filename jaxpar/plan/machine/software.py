@@ -141,7 +141,7 @@ class SoftwareModel:
         return candidate.fsdp * np.where(shares_context, candidate.context, 1)
 
     def keeps_gathered(self, candidate: Candidate) -> Any:
-        """Returns whether ZeRO-3 saves gathered parameters for the backward pass, as JAX does with any residual."""
+        """Whether ZeRO-3 saves gathered parameters for the backward pass, as JAX does with any residual."""
         unpipelined = np.equal(candidate.pipe, 1) & np.greater(self.sharers(candidate), 1) & np.equal(candidate.zero, 3)
         return self.spmd & unpipelined & np.equal(candidate.remat, "none")
 

@@ -112,7 +112,7 @@ def logit_chunks(tokens: Any, vocab: Any, software: SoftwareModel) -> Any:
 
 
 def updates_in_place(candidate: Candidate, software: SoftwareModel) -> Any:
-    """Returns whether a stage updates its buffers in place: if each tick has one kind of op."""
+    """Whether a stage updates its buffers in place: if each tick has one kind of op."""
     return software.spmd & np.greater(candidate.pipe, 1) & candidate.phased
 
 

@@ -156,8 +156,8 @@ def elementwise(shape: Shape, candidate: Candidate, hardware: Hardware, software
     """Returns the seconds of a block's elementwise ops, forward, and backward with gradient accumulation.
 
     The tensor axis splits the widths inside a block; the activations between blocks only with sequence parallelism.
-    Residuals are copied into the stack of all layers and back; a second layout of the scores is written by their matmul
-    and needs no copy. Host stalls (`waits`) come on top.
+    Residuals are copied into the stack of all layers and back; a matmul writes a second layout of the scores without a
+    copy. Host stalls (`host_stalls`) are added.
     """
     count = 1.0 * tokens(shape, candidate)
     stream = count * shape.dim / np.where(candidate.sequence, candidate.tensor, 1)

@@ -33,12 +33,12 @@ SUM = 4  # bytes of sums over blocks: float32
 
 
 def uses_ring(candidate: Candidate) -> Any:
-    """Returns whether a layout uses a ring or Ulysses: context is above 1 and keys are not gathered."""
+    """Whether a layout uses a ring or Ulysses: context is above 1 and keys are not gathered."""
     return np.greater(candidate.context, 1) & np.not_equal(candidate.context_by, "gather")
 
 
 def uses_kernel(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Any:
-    """Returns whether a fused kernel computes the ring or Ulysses: `tensor` has to divide the kv heads."""
+    """Whether a fused kernel computes the ring or Ulysses: `tensor` has to divide the kv heads."""
     divisible = np.equal((shape.kv_heads or shape.heads) % candidate.tensor, 0)
     return uses_ring(candidate) & divisible & (software.ring_kernel is not None)
 
@@ -49,7 +49,7 @@ def groups(candidate: Candidate) -> Any:
 
 
 def sent_kv_heads(shape: Shape, candidate: Candidate) -> Any:
-    """Returns the kv heads that are sent, over all of `tensor`, with copies if there are fewer than Ulysses devices."""
+    """Returns the number of kv heads to send, on all devices of `tensor` together, copies for Ulysses included."""
     return copied_kv_heads(shape, candidate.tensor, candidate.ulysses)
 
 

@@ -209,8 +209,8 @@ class Dims:
     """The dims of a model other than jaxpar's decoder.
 
     Attributes:
-      dims: As in `Named`.
-      parameters_by_dim: As in `Named`.
+      dims: As in `NamedDims`.
+      parameters_by_dim: As in `NamedDims`.
     """
 
     dims: Mapping[str, int]

@@ -97,7 +97,7 @@ class Rule:
     layouts: tuple[LayoutKind, ...]
 
     def fires(self, situation: Situation) -> bool:
-        """Returns whether the rule holds for a situation."""
+        """Whether the rule holds for a situation."""
         return all(getattr(situation, key) in getattr(self, key) for key in ("nodes", "model", "links"))
 
 

@@ -1,14 +1,14 @@
 """The protocol of a technique in a plan: its options for the search, its bytes and its seconds.
 
-    search       lacks(model)                     the reason why the technique does not apply to a model
+    search       why_not(model)                   the reason why the technique does not apply to a model
                  sizes(model, rows, choices)      legal sizes of its axis
                  variants(size)                   settings that depend on the size, such as ZeRO's stages
                  settings                         settings that also depend on the batch, such as a pipeline's schedule
-                 follows(model, candidate)        settings that follow from others
+                 derived_settings(model, ...)     settings that follow from others
     memory       bytes(model, candidate, ...)     bytes by cause
     seconds      block(shape, candidate, ...)     collectives of a block, on the critical path of pipeline stages
                  step(model, candidate, ...)      collectives of a step, outside of the schedule
-                 around(work, candidate, ...)     exposed seconds of traffic that overlaps with computation
+                 overlapped_seconds(work, ...)    exposed seconds of traffic that overlaps with computation
 
 A collective is a `jaxpar.mesh.collective.Collective`, as in the ledger of a compiled program, so that both can be
 compared. Fields of a candidate may be arrays; all numbers are then arrays too.
@@ -167,7 +167,7 @@ class PlanTechnique:
 
     @property
     def has_price(self) -> bool:
-        """Whether anything says what its traffic costs; without a price a search would take it for free."""
+        """Whether the technique has a price for its traffic; without one, a search would treat the traffic as free."""
         return self.in_schedule or bool(self.cause) or self.overlapped_seconds is not no_seconds
 
     def why_not(self, model: NamedDims) -> str:

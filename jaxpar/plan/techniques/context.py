@@ -84,7 +84,7 @@ def _ring(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Iterat
 def _turn(
     shape: Shape, candidate: Candidate, software: SoftwareModel, way: int, share: int
 ) -> Callable[[Hardware], Any]:
-    """Returns a function to the seconds of an iteration's computation that overlap with one of its sends."""
+    """Returns a function of the hardware: the seconds of computation that overlap with one send of an iteration."""
 
     def seconds(hardware: Hardware) -> Any:
         costs = (cost(shape, candidate, hardware, software)[way] for cost in (attention, scores))

@@ -12,8 +12,8 @@ Seconds of one layer, with r recomputed forward passes, for rows of s tokens:
 A ring takes the longer of both cases, hidden and exposed hops, so it is faster above the larger root; never if a <= b.
 Blocks, and the time of a pair, grow with the tokens: b, d and m hold over a range of tokens, and a root counts if it is
 in its range. A fused kernel has no blocks and one range, except for the softmax in a: b is half of the square at the
-kernel's share of the peak, d its loss on short sequences and the ops around it. These formulas stand for `seconds`, the
-times of a plan; tests find where those cross.
+kernel's share of the peak, d its loss on short sequences and the ops around it. These formulas approximate
+`layer_seconds`, the times of a plan; tests compare their crossings.
 """
 
 import math

@@ -73,7 +73,7 @@ def fsdp_seconds(
 
     The parameters are those of `layers`, embedding and head. One program on all stages gathers before and reduces after
     its table, once; but ZeRO-2 scatters in every tick with gradients, also on idle stages. The gather of ZeRO-1 and 2
-    once a step is included unless it is exposed: see `updated`.
+    once a step is included unless it is exposed.
     """
     group, count = _over(candidate, software), collective_count(layers, candidate, software)
     in_table = software.spmd & np.greater(candidate.pipe, 1)
@@ -103,7 +103,7 @@ def data_seconds(
     """Returns the seconds of all-reduces of so many gradients over data and context: per microbatch, and per step.
 
     One all-reduce spans both axes, in as many pieces as fsdp's; it also spans fsdp if ZeRO-1 reduces each of several
-    microbatches, or sums whole gradients. It does not span a context axis that shares the training state. In a
+    microbatches, or sums whole gradients. It does not span `context` if that axis shards the training state. In a
     pipeline, the all-reduce over data comes once a step, after fsdp's; that over context in each tick, unsharded.
     """
     eager = _eager(candidate, software)
@@ -135,7 +135,7 @@ def _over(candidate: Candidate, software: SoftwareModel) -> tuple[Any, Any]:
 
 
 def _eager(candidate: Candidate, software: SoftwareModel) -> Any:
-    """Returns whether gradients are reduced for each of several microbatches."""
+    """Whether gradients are reduced for each of several microbatches."""
     return software.reduce_every_microbatch & np.equal(candidate.pipe, 1) & np.greater(candidate.microbatches, 1)
 
 

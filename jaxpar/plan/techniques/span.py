@@ -186,7 +186,7 @@ def auto_head(shape: Shape, candidate: Candidate) -> Any:
 
 
 def gathers_once(candidate: Candidate, recipe: Recipe) -> Any:
-    """Returns whether all parameters are shards between steps, and are gathered once per step."""
+    """Whether all parameters are shards between steps, and are gathered once per step."""
     sharded_parameters = np.greater_equal(candidate.zero, recipe.sharded_from) & np.less(candidate.zero, 3)
     return sharded_parameters & np.greater(candidate.shards, 1)
 

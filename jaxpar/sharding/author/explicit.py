@@ -12,18 +12,18 @@
     jax.shard_map(f, mesh=mesh, ...)                         on the step's mesh, where that has the author's axes
     outside of a step                                        recorded for an initializer, else ignored
 
-Why not a mesh with Explicit axes: sharding in the types of arrays binds everything that touches them, so that losses,
-optimizers and parts of a model that do not expect it stop working; and the names are those of the author's mesh, where
-one axis may be two of a layout (`fsdp` stands for all axes that split the batch). So the names are read as
-`jp.constrain` reads names of dims, and XLA places the rest.
+Why not a mesh with Explicit axes: they put the sharding into the type of every array, so losses, optimizers and parts
+of a model that do not expect it stop working. Also, the names are those of the author's mesh, where one axis may be two
+of a layout (`fsdp` stands for all axes that split the batch). So jaxpar treats the names as `jp.constrain` treats names
+of dims, and XLA shards all other arrays.
 
-JAX has no public hook for this. All of its functions read an `out_sharding` by one internal function, and pass it to a
-primitive; while a model is traced, these are replaced here, and nowhere else.
+JAX has no public hook for this. All of its functions parse an `out_sharding` with one internal function and pass it to
+a primitive; this file replaces both while a model is traced.
 
-A model may also keep the mesh that its author made it with. A dim that is split there is split on the step's mesh; a
-dim that is whole there is free, for that mesh may be one device alone. A spec without a mesh refers to one like the
-step's: its axes are read likewise, but a dim without an axis is whole. jaxpar's own code constrains to axes of the
-step's mesh with a NamedSharding on that mesh, which is used unchanged.
+A model may also keep a mesh of its author. A dim that is sharded there is sharded on the step's mesh; a dim that is
+unsharded there is left to XLA, because that mesh may have only one device. In a spec without a mesh, the axes are
+translated likewise, but a dim without an axis is unsharded. jaxpar's own code constrains arrays with a NamedSharding on
+the step's mesh, which is used unchanged.
 """
 
 import sys
@@ -47,7 +47,7 @@ from jaxpar.models.dim_names import constrain_to, step_rules
 from jaxpar.sharding.author.manual_mesh import axis_names_of, manual_mesh
 from jaxpar.sharding.author.value_specs import is_recording, record_spec
 
-# functions that the modules of JAX and of Flax import from each other
+# functions that modules of JAX and Flax import from each other
 _FUNCTIONS = (
     "canonicalize_sharding",
     "_get_new_mesh",
@@ -65,7 +65,7 @@ _translations: list[ExitStack] = []  # one, while a model is traced: it undoes t
 
 @contextmanager
 def sharding_translation() -> Iterator[None]:
-    """Turns the shardings that a model names into constraints until the context ends; models are traced in it."""
+    """Context in which models are traced: it turns the shardings that a model requests into constraints."""
     if _translations:
         yield
         return
@@ -81,8 +81,8 @@ def sharding_translation() -> Iterator[None]:
 
 @contextmanager
 def no_mesh() -> Iterator[None]:
-    """Unsets a mesh that a caller has set, while a model is made for the mesh of a layout."""
-    # without a mesh nothing is set: jax 0.10.2 would treat that as another context, and trace everything again
+    """Unsets the caller's mesh while a model is initialized for the mesh of a layout."""
+    # without a mesh, sets nothing: jax 0.10.2 would treat the empty mesh as another context, and trace everything again
     unset = get_abstract_mesh().empty
     with nullcontext() if unset else jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         yield
@@ -91,15 +91,15 @@ def no_mesh() -> Iterator[None]:
 def translate_spec(spec: PartitionSpec, sizes: Any) -> PartitionSpec:
     """Translates a spec of a model to the axes of a step's mesh.
 
-    The author's axis of examples may be several of a layout: it stands for all of these except those that the spec has
-    elsewhere.
+    The author's axis of examples stands for all axes of the layout that split examples, except those that the spec
+    names itself.
 
     Args:
-      spec: As the model has it.
+      spec: A spec in axes of the author's mesh.
       sizes: Axis of the step's mesh to size.
 
     Raises:
-      JaxparError: If it names an axis that no rule maps.
+      JaxparError: If the spec names an axis that the step's mesh lacks and no rule maps.
     """
     written = {name for entry in spec for name in axis_names_of(entry)}
     used_axes: set[str] = set()
@@ -114,7 +114,7 @@ def translate_spec(spec: PartitionSpec, sizes: Any) -> PartitionSpec:
 
 def _axes(name: str, spec: PartitionSpec, sizes: Any, written: set[str]) -> Sequence[str]:
     rules = step_rules.get()
-    # iterates to the end: a step's rules thus record the names of a model, and a rule for one is not refused as idle
+    # iterates to the end, so that a step's rules record the name, and a rule for it is not refused as idle
     ruled = [axes for ruled_name, axes in rules if ruled_name == name and axes is not PartitionSpec.UNCONSTRAINED]
     if ruled:
         return _tuple(ruled[0])
@@ -136,19 +136,19 @@ def _tuple(axes: Any) -> tuple[str, ...]:
 
 
 def _step_sharding(sharding: Any) -> NamedSharding | None:
-    """Returns a sharding of the model's on the mesh of the step, or on the author's outside of a step."""
+    """Translates a sharding in the model to the mesh of the step; outside of a step it stays on the author's mesh."""
     if sharding is None or (
         isinstance(sharding, NamedSharding) and (sharding.mesh == get_abstract_mesh() or _has_author_mesh(sharding))
     ):
         return sharding
     bare = [primitive for primitive in _primitives() if "bind" not in vars(primitive)]
-    for primitives in _translations:  # a model without shardings is traced by JAX's own
+    for primitives in _translations:  # only now: other models use JAX's own `bind`
         primitives.enter_context(_replaced_binds(bare, _bind_of_computation))
     return _on_mesh_of_step(sharding)
 
 
 def _on_mesh_of_step(sharding: NamedSharding | PartitionSpec) -> NamedSharding:
-    """Moves a sharding from the author's mesh to that of the step; outside of a step its spec stays as written."""
+    """Translates a sharding from the author's mesh to that of the step; outside of a step its spec is unchanged."""
     mesh, spec = get_abstract_mesh(), _written_spec(sharding)
     if mesh.empty or not step_rules.get():
         return _as_written(spec)
@@ -161,7 +161,7 @@ def _on_mesh_of_step(sharding: NamedSharding | PartitionSpec) -> NamedSharding:
 
 
 def _as_written(spec: PartitionSpec) -> NamedSharding:
-    """Returns a sharding with a spec in axes of the author's mesh, whose sizes are unknown."""
+    """Returns a sharding on a placeholder for the author's mesh, the sizes of whose axes are unknown."""
     names = dict.fromkeys(name for entry in spec for name in axis_names_of(entry))
     axes = (_NOWHERE, *names)
     return NamedSharding(AbstractMesh((1,) * len(axes), axes, axis_types=(AxisType.Auto,) * len(axes)), spec)
@@ -172,7 +172,7 @@ def _has_author_mesh(sharding: NamedSharding) -> bool:
 
 
 def _written_spec(sharding: NamedSharding | PartitionSpec) -> PartitionSpec:
-    """Returns the axes that split dims: on the author's mesh, an axis of one device splits nothing."""
+    """Returns a sharding's spec without axes of size 1 on the author's mesh, which split nothing."""
     if isinstance(sharding, PartitionSpec):
         return sharding
     if _has_author_mesh(sharding):
@@ -182,7 +182,7 @@ def _written_spec(sharding: NamedSharding | PartitionSpec) -> PartitionSpec:
 
 
 def _constrain(x: Any, sharding: NamedSharding, *, whole: bool = False) -> Any:
-    """Constrains arrays as the model says, in the dims that the axes divide; `whole` unsplits the dims without axes."""
+    """Constrains each dim that its axes divide; `whole` makes dims without axes unsharded, else XLA shards them."""
     if not all(hasattr(leaf, "ndim") for leaf in jax.tree.leaves(x)):
         return x  # a Python number, among the arguments of `auto_axes`
     if _has_author_mesh(sharding):
@@ -200,7 +200,7 @@ def _constrain(x: Any, sharding: NamedSharding, *, whole: bool = False) -> Any:
 
 
 def _whole_where_free(sharding: NamedSharding) -> NamedSharding:
-    """Makes the free dims of a sharding whole, for an argument or a result of `jit`, which leaves no dim open."""
+    """Replaces UNCONSTRAINED dims by unsharded ones, because `jit` takes no UNCONSTRAINED dims for its arguments."""
     dims = (None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in sharding.spec)
     return NamedSharding(sharding.mesh, PartitionSpec(*dims))
 
@@ -221,7 +221,7 @@ def _functions() -> dict[str, Callable]:
     def _get_new_mesh(axes: Any, axis_type: Any, name: str, shardings: Any = None, **others: Any) -> Any:
         if name != "auto_axes":
             return new_mesh(axes, axis_type, name, shardings=shardings, **others)
-        mesh = get_abstract_mesh()  # the same mesh; and an axis that it lacks, so that JAX reshards the result
+        mesh = get_abstract_mesh()  # the same mesh, and an axis that it lacks, so that JAX reshards the result
         return SimpleNamespace(prev=mesh, new=mesh, axes=(_NOWHERE,))
 
     resolve, create, check, remap, new_mesh = (
@@ -265,7 +265,7 @@ def _functions() -> dict[str, Callable]:
         rules = author_rules()
         if rules and metadata.get(
             "out_sharding"
-        ):  # as they are where the variable is made: Flax places it by them there
+        ):  # the names as they are when the variable is created, where Flax places it by them
             metadata["sharding_rules"] = spmd.composite_rules(rules, metadata.get("sharding_rules"))
 
     def shard_value(value: Any, *_: Any) -> Any:
@@ -284,7 +284,7 @@ def _functions() -> dict[str, Callable]:
 
 
 def author_rules() -> tuple[tuple[str, Any], ...]:
-    """Returns the Flax rules in force other than a step's own: those of the author, or of the user."""
+    """Returns the current Flax rules that an author or a user set; () if they are the step's own."""
     rules = spmd.get_logical_axis_rules()
     return () if rules is step_rules.get() else tuple((name, axes) for name, axes in rules)
 
@@ -295,7 +295,7 @@ def _primitives() -> list:
 
 
 def _pjit_primitive(primitive: str) -> list:
-    """Returns a primitive of `jit` in a list, which is empty if this JAX has none of that name."""
+    """Returns a list with JAX's internal primitive of that name; an empty list if this version of JAX has none."""
     return [value for value in [vars(sys.modules["jax._src.pjit"]).get(primitive)] if value is not None]
 
 
@@ -314,7 +314,7 @@ def _replacing(functions: dict[str, Callable]) -> Iterator[None]:
 
 
 def _bind_of_computation(bind: Callable) -> Callable:
-    """Returns `bind` of a primitive that computes, and then constrains the result as the model says."""
+    """Wraps `bind` of a primitive with an `out_sharding`: computes without it, then constrains the result."""
 
     def run(*args, **params):
         key = next((name for name in _SHARDING_PARAMETERS if isinstance(params.get(name), NamedSharding)), None)
@@ -327,7 +327,7 @@ def _bind_of_computation(bind: Callable) -> Callable:
 
 
 def _bind_of_constraint(bind: Callable) -> Callable:
-    """Returns `bind` of `with_sharding_constraint`, on the mesh of the step if the model has its own mesh."""
+    """Wraps `bind` of `with_sharding_constraint`: translates a sharding on the author's mesh to the step's mesh."""
 
     def run(x, *, sharding, **params):
         if not isinstance(sharding, NamedSharding) or sharding.mesh.shape_tuple == get_abstract_mesh().shape_tuple:
@@ -339,7 +339,7 @@ def _bind_of_constraint(bind: Callable) -> Callable:
 
 
 def _bind_of_device_put(bind: Callable) -> Callable:
-    """Returns `bind` of `jax.device_put`, which constrains or records arrays that go to a mesh of the author's."""
+    """Wraps `bind` of `jax.device_put`: constrains arrays that go to the author's mesh, or records their spec."""
 
     def run(*args, **params):
         mesh = get_abstract_mesh()
@@ -357,16 +357,16 @@ def _bind_of_device_put(bind: Callable) -> Callable:
 
 @contextmanager
 def _open_boxes() -> Iterator[None]:
-    """Skips the constraint of a Linen box when Flax unboxes it: the layout decides where parameters live.
+    """Makes Flax unbox Linen's boxes without constraining the values: the layout decides how parameters are sharded.
 
-    Flax unboxes in every call, to compare shapes, and `nn.DenseGeneral` does so while its kernel is still flat: of two
-    dims, where the box names three.
+    Flax unboxes in every call, to compare shapes. `nn.DenseGeneral` does so while its kernel is still flattened to two
+    dims, although the box names three.
     """
     before = {kind: kind.unbox for kind in (nn.Partitioned, nn.LogicallyPartitioned)}
 
     def open_box(unbox: Callable, self: Any) -> Any:
         if isinstance(self, nn.LogicallyPartitioned) and self.rules is None and (rules := author_rules()):
-            object.__setattr__(self, "rules", rules)  # Flax would place it by those in force where it is made
+            object.__setattr__(self, "rules", rules)  # Flax would place it by the rules at its creation
         return unbox(self, apply_constraint=False)
 
     for kind, unbox in before.items():

@@ -1,4 +1,4 @@
-"""`jax.shard_map` on a mesh of the author's own, inside of a step.
+"""Translates a `jax.shard_map` on the author's mesh to the mesh of the step.
 
 author   shard_map(f, mesh=Mesh(8, ("data",)), in_specs=P("data"))
 step     data=8                ──► on the mesh of the step, manual over `data`
@@ -15,10 +15,10 @@ from jaxpar.errors import refuse
 
 
 def manual_mesh(mesh: Any, axis_names: Any, specs: Any) -> tuple[Any, Any]:
-    """Returns the mesh that `shard_map` runs on and its manual axes: the step's mesh, if it has the author's axes.
+    """Returns the mesh for a model's `shard_map`, and its manual axes: the step's mesh if that has the author's axes.
 
     Raises:
-      JaxparError: If the step's mesh lacks them.
+      JaxparError: If the step's mesh lacks the author's axes.
     """
     step = get_abstract_mesh()
     leaves = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))

@@ -1,10 +1,10 @@
-"""Flax rules for names of dims that a model's author, or its user, put in force around it.
+"""Applies the Flax rules for names of dims that a model's author or its user sets in a context around the model.
 
     with nnx.logical_axis_rules([("embed", "model"), ("batch", "data")]):     or nn.logical_axis_rules
         layout = jp.compose(model, jp.Parallel(data=2, tensor=4))
 
-The axes are those of the author's mesh; on the layout's mesh they mean the same as in a spec of the model's. The user's
-own `Parallel(rules=...)` come before them, and jaxpar's names after.
+The axes are those of the author's mesh, and are translated to the layout's mesh like those of a spec in the model. The
+user's `Parallel(rules=...)` take precedence over these rules, and these over jaxpar's own names.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ Rule = tuple[str, Any]
 
 
 def with_rules_in_force(blueprint: Blueprint) -> Blueprint:
-    """Applies the Flax rules in force to a model's names, if it was made without them."""
+    """Applies the current Flax rules to the names of a model's dims, unless its blueprint already has them."""
     rules = author_rules()
     if not rules or rules == blueprint.rules:
         return blueprint
@@ -42,12 +42,12 @@ def with_rules_in_force(blueprint: Blueprint) -> Blueprint:
 def with_author_rules(
     names: Mapping[str, Axes], rules: Sequence[Rule], user: Mapping[str, Axes], sizes: Mapping[str, int]
 ) -> tuple[dict[str, Axes], list[str]]:
-    """Adds the author's rules to names of dims; returns them, and the author's axes that the mesh and rules lack.
+    """Merges the author's rules into the rules for names of dims; also returns the author's axes that nothing maps.
 
     Args:
-      names: By the user's rules and jaxpar's own names.
-      rules: The author's, the first of a name wins.
-      user: The user's own rules.
+      names: Name of a dim to mesh axes, by the user's rules and jaxpar's own.
+      rules: The author's rules; the first rule for a name counts.
+      user: The user's rules.
       sizes: Mesh axis to size.
     """
     written = {axis for _, axes in rules for axis in _tuple(axes)}
@@ -67,10 +67,10 @@ def with_author_rules(
 
 
 def check_rules_in_force(blueprint: Blueprint) -> None:
-    """Refuses rules around a step that were not in force when its layout was composed.
+    """Refuses Flax rules around a step that differ from those around the `compose` of its layout.
 
     Raises:
-      JaxparError: If there are such rules.
+      JaxparError: If the rules differ.
     """
     rules = author_rules()
     if rules and rules != blueprint.rules:

@@ -1,12 +1,12 @@
-"""Specs of parameters that the author wrote on values instead of variables, as JAX's explicit style does.
+"""Finds the specs that an author gives to values of parameters instead of variables, as in JAX's explicit style.
 
     nnx.Param(init(key, shape, out_sharding=P("model", None)))        an initializer's result
     self.param("w", partial(init, out_sharding=P("model", None)), ..) likewise
     nnx.Param(jax.device_put(x, NamedSharding(mesh, P("model"))))     a value that was placed
     jax.lax.with_sharding_constraint(x, P("model", None))             a value that was constrained
 
-JAX keeps such a spec in the type of the array. Here a model is made without a mesh, so its program records the spec as
-the name of an identity, and the spec is followed from there through elementwise operations to the parameter.
+JAX keeps such a spec in the type of the array. jaxpar initializes a model without a mesh, so it records the spec as the
+name of an identity in the program, and follows it from there through elementwise operations to the parameter.
 """
 
 import json
@@ -32,13 +32,13 @@ _ELEMENTWISE = frozenset(
     "mul add sub div neg abs sign exp log sqrt cos tanh erf_inv max min clamp select_n convert_element_type copy copy_p"
     " name optimization_barrier sharding_constraint".split()
 )
-_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # parameters of equations that hold a called program
+_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # parameters of equations that hold an inner jaxpr
 _noted: ContextVar[list[Spec] | None] = ContextVar("noted_specs", default=None)
 
 
 @contextmanager
 def recording_specs() -> Iterator[list[Spec]]:
-    """Records specs that are written on values until the context ends: a model is made in it, on shapes alone."""
+    """Context in which a model is initialized abstractly: it records the specs that are given to values."""
     noted: list[Spec] = []
     token = _noted.set(noted)
     try:
@@ -67,10 +67,10 @@ def is_recording() -> bool:
 
 
 def value_specs(function: Callable, *args: Any) -> list[Spec | None]:
-    """Returns the spec of each array that a function returns, in the order of its leaves; None without one.
+    """Returns the spec of each array that a function returns, in the order of leaves; None for an array without one.
 
     Args:
-      function: Makes a tree of arrays.
+      function: Returns a tree of arrays.
       *args: Arguments of the function.
     """
     with recording_specs():

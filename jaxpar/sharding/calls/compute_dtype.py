@@ -1,10 +1,10 @@
-"""Applies a step's compute dtype to modules whose author left it open.
+"""Sets a step's compute dtype on modules whose author chose none ("open").
 
     dtype=None                      open: Flax's own layers
     dtype=jnp.float32, the default  open: of a Linen class's field, of an NNX class's `__init__`, of a config's field
     anything else                   the author's choice, unchanged
 
-A submodule that was built with the float32 of such a default is as open as the module around it.
+A submodule is open too if it got its float32 from the default of the module around it.
 """
 
 import dataclasses
@@ -20,13 +20,13 @@ from flax import nnx
 
 
 def compute_linen(module: nn.Module, dtype: Any) -> None:
-    """Sets the dtype of a bound Linen module, and of its configs, where they are open.
+    """Sets the dtype of a bound Linen module and of its configs, unless their author chose one.
 
-    Also of an NNX module that it wraps (`nnx.bridge.to_linen`) and makes anew in every call.
+    Also sets that of a wrapped NNX module (`nnx.bridge.to_linen`), which is created anew in every call.
     """
     if isinstance(module, nnx.bridge.ToLinen):
         _set(module, "nnx_class", partial(_build_module, module.nnx_class, dtype))
-    # a field that is no argument is set in setup(), which runs later
+    # a field that is not an argument is set in setup(), which runs later
     for field in (candidate for candidate in dataclasses.fields(module) if candidate.init):
         value: Any = getattr(module, field.name)
         if field.name == "dtype" and (value is None or _is_default(field.default, value)):
@@ -36,9 +36,9 @@ def compute_linen(module: nn.Module, dtype: Any) -> None:
 
 
 def compute_nnx(model: nnx.Module, dtype: Any) -> None:
-    """Sets the dtype of every NNX module, and of its configs, where they are open."""
+    """Sets the dtype of every NNX module and of its configs, unless their author chose one."""
     opened: list[tuple] = []
-    # by length of path: a module comes before its submodules
+    # in order of path length, so that a module comes before its submodules
     for path, module in sorted(nnx.iter_modules(model), key=lambda item: len(item[0])):
         layer: Any = module
         configs = list(_open_configs(layer))
@@ -70,7 +70,7 @@ def _opened(config: Any, dtype: Any) -> Any:
 
 
 def _written_as(value: Any, dtype: Any) -> Any:
-    """Returns a dtype in the model's own notation: its name if that is a str, which `getattr(jnp, ...)` takes."""
+    """Returns a dtype in the model's notation: a str if the model writes its dtype as one, for `getattr(jnp, ...)`."""
     return np.dtype(dtype).name if isinstance(value, str) else dtype
 
 

@@ -1,6 +1,6 @@
 """Replaces methods of Flax's classes and of models while a model is traced, and restores them afterwards.
 
-The classes of a model and of its variables stay the same, so that code that checks for exact types works.
+Models and variables keep their classes, so that code that checks for exact types works.
 """
 
 import threading
@@ -15,7 +15,7 @@ _replaced: set[tuple[type, str, Callable]] = set()
 
 @contextmanager
 def replaced_methods() -> Iterator[None]:
-    """Lets methods be replaced until the context ends, and then restores them."""
+    """Context in which `replace_method` works; restores all replaced methods at its end."""
     global _traces
     with _lock:
         _traces += 1
@@ -32,12 +32,12 @@ def replaced_methods() -> Iterator[None]:
 
 
 def replace_method(kind: type, name: str, replacement: Callable[[Callable], Callable]) -> None:
-    """Replaces a method in the class that defines it, once; does nothing outside of `replaced_methods`.
+    """Replaces a method in the class that defines it, at most once; does nothing outside of `replaced_methods`.
 
     Args:
-      kind: The class, which may inherit the method.
-      name: The method.
-      replacement: Returns the replacement of a method.
+      kind: A class that defines or inherits the method.
+      name: Name of the method.
+      replacement: Maps the original method to the one that replaces it.
     """
     owner = next((ancestor for ancestor in kind.__mro__ if name in vars(ancestor)), None)
     with _lock:
@@ -50,5 +50,5 @@ def replace_method(kind: type, name: str, replacement: Callable[[Callable], Call
 
 
 def bind_method(method: Callable, instance: object) -> Callable:
-    """Binds a method, as stored in the dict of a class, to an instance."""
+    """Binds a method from the `__dict__` of a class to an instance."""
     return method.__get__(instance, type(instance)) if hasattr(method, "__get__") else method

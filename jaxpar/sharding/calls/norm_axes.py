@@ -1,7 +1,7 @@
-"""Named axes of a normalization layer, which its author meant for a `pmap` or a `vmap` of the model.
+"""Handles `axis_name` of a normalization layer, which its author meant for a `pmap` or a `vmap` of the model.
 
 axis_name="batch", under the model's own vmap(..., axis_name="batch")   the layer's mean is over that axis
-axis_name="batch", without an axis of that name                         omitted: a step has all its examples
+axis_name="batch", without an axis of that name                         dropped: a step has all examples
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -21,14 +21,14 @@ def names_axes(module: Any) -> bool:
 
 @contextmanager
 def without_unbound_axes(module: Any, manual: Collection[str] = ()) -> Iterator[None]:
-    """Removes from a layer's `axis_name`, until the context ends, the axes that nothing in the model binds.
+    """Drops from a layer's `axis_name`, until the context ends, the axes that no `vmap` or `shard_map` binds.
 
-    Statistics of a step are over all examples of the batch, so the layer does not need the axis of a `pmap`. Any other
-    module is unchanged.
+    A step computes statistics over all examples of the batch, so the layer does not need the axis of a `pmap`. A module
+    that is no such layer is unchanged.
 
     Args:
-      module: The layer, while it is called.
-      manual: Axes of the mesh that jaxpar has made manual around the model.
+      module: The module that is being called.
+      manual: Mesh axes that are manual because of jaxpar's own `shard_map` around the model.
 
     Raises:
       JaxparError: If the layer averages over groups of devices.

@@ -1,4 +1,4 @@
-"""The parameters of a Linen module while a step is traced: each is gathered and cast where it is read.
+"""Gathers and casts each parameter of a Linen module where the module reads it, while a step is traced.
 
 self.param("kernel", ...)                         ─┐
 self.variables["params"]["embed"]["embedding"]    ─┼─► values["kernel"] ─► use(path, stored) ─► read
@@ -15,7 +15,7 @@ from jaxpar.sharding.names import Use, path_of
 
 
 class Parameters(dict):
-    """A nested dict of stored parameters that applies `use` to those that are read by name.
+    """A nested dict of stored parameters that applies `use` to each parameter that is read by name.
 
     `jax.tree`, and so Flax's lifted transforms, see the leaves and paths of the plain nested dict: layers that a scan
     slices are gathered inside of its body, and values that a module computes from its own parameters (`nn.WeightNorm`)
@@ -27,8 +27,8 @@ class Parameters(dict):
 
         Args:
           stored: Name to array, or to a dict of them.
-          use: Applied to a parameter, with its path, where the module reads it.
-          inside: The path of `stored` itself, with a trailing "/"; "" for all parameters of a module.
+          use: Maps (path, stored parameter) to the value that the module reads.
+          inside: The path of `stored` with a trailing "/"; "" for all parameters of a module.
         """
         child = lambda name: f"{inside}{name}/"  # noqa: E731
         super().__init__({k: Parameters(v, use, child(k)) if type(v) is dict else v for k, v in stored.items()})

@@ -1,4 +1,4 @@
-"""Finds the random streams that a Linen module draws from, by retrying a call until none is missing."""
+"""Finds the random streams that a Linen module draws from: retries a call with each stream that it lacked."""
 
 import inspect
 import re
@@ -27,8 +27,8 @@ class Streams:
     """The random streams of a module.
 
     Attributes:
-      names: Streams that the example call draws from, in that order.
-      complete: Whether a call that draws from another stream is an error.
+      names: Streams that the example call draws from, in order of use.
+      complete: Whether it is an error if a call draws from another stream.
     """
 
     names: tuple[str, ...] = ("dropout",)
@@ -36,10 +36,10 @@ class Streams:
 
 
 def with_rngs(apply: Callable[..., Any], key: jax.Array, streams: Streams) -> Callable[..., Any]:
-    """Returns `apply` with a key for every random stream that the module draws from in this call.
+    """Wraps `apply` so that it passes a key for every random stream that the module draws from.
 
-    The example call may have been deterministic, and so draw from fewer streams: the call is retried with each missing
-    stream. A pipeline, which traces a model in pieces, needs all streams in the example call.
+    The example call may be deterministic and draw from fewer streams, so the wrapper retries the call with each missing
+    stream. A pipeline traces its stages separately, so it needs all streams in the example call.
 
     Args:
       apply: `apply` of a Linen module.
@@ -76,7 +76,7 @@ def _refused(apply: Callable[..., Any], stream: str) -> JaxparError:
 
 
 def find_streams(trace: Callable[[Streams], Program], name: str) -> tuple[Streams, Program]:
-    """Returns a module's random streams, and its call traced with them, retried until none is missing.
+    """Finds a module's random streams by tracing its call again until none is missing; returns them and the trace.
 
     Linen lets a missing stream fall back to `params`, which a scan may share between its steps; so each stream gets its
     own key, and `params` is not available as a fallback.
@@ -94,9 +94,9 @@ def find_streams(trace: Callable[[Streams], Program], name: str) -> tuple[Stream
             names = (*names, missing[1])
 
 
-# Values that a Linen module sows, separate from its state: told by the call of `sow`, whatever container holds either.
+# Separates the values that a Linen module sows from its state, by recording the calls of `sow`.
 #
-# self.sow("seen", "h", h)                                    a tuple that each call would lengthen: made anew
+# self.sow("seen", "h", h)                                    a tuple that each call would lengthen: created anew
 # self.sow("seen", "total", h, add, lambda: 0.0)              of constant shape: state, as any other variable
 # self.variable("seen", "carry", lambda: (zeros, zeros))      state
 
@@ -106,7 +106,7 @@ _record: ContextVar[Callable[[Path, bool], None] | None] = ContextVar("record", 
 
 @contextmanager
 def recording_sows(record: Callable[[Path, bool], None]) -> Iterator[None]:
-    """Calls `record` with the path of each value that is sown, and whether sowing again keeps its shapes."""
+    """Calls `record` with the path of each sown value, and whether its shapes stay the same if it is sown again."""
     token = _record.set(record)
     try:
         with replaced_methods():
@@ -120,9 +120,9 @@ def split_sown(tree: Any, sown: Collection[Path], prefix: Path) -> tuple[dict, d
     """Splits a nested dict of variables into (state, sown values).
 
     Args:
-      tree: The nested dict.
+      tree: The nested dict, or a subtree of it.
       sown: Paths of the sown values.
-      prefix: The path of the tree itself.
+      prefix: The path of `tree`.
     """
     state, sown_values = {}, {}
     for name, value in tree.items():

@@ -1,4 +1,4 @@
-"""The variables of a Linen module: as its initializer makes them, and in jaxpar's form."""
+"""Converts the variables of a Linen module from its initializer's boxed trees to jaxpar's nested dicts, and back."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,9 +35,9 @@ class Initializer:
     """Replaces the model in the call that creates its parameters.
 
     Attributes:
-      variables: The module's variables, in boxes.
-      flat: Path of each parameter whose initializer is called with flat dims, to these: see `flat_names`.
-      sown: Paths of sown values that every further call would lengthen.
+      variables: The module's variables, in Flax's boxes.
+      flat: Path to flat dims, for each parameter whose initializer is called with flat dims: see `flat_dims`.
+      sown: Paths of the sown tuples that each further call would lengthen.
     """
 
     training = True
@@ -70,16 +70,16 @@ class Initializer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Variables:
-    """The variables of a module: in Linen's own trees, and in those of jaxpar.
+    """The structure of a module's variables, in Linen's trees and in those of jaxpar.
 
     Attributes:
-      params: Structure of Linen's tree of parameters; a name in it may have a "/" (`nn.WeightNorm`), which in jaxpar's
-        tree becomes one more level.
-      leaves: Every parameter by its path, in the order of that tree.
-      others: Every other array of the state, by its path in jaxpar's tree.
+      params: Structure of Linen's tree of parameters. A name in it may contain "/" (`nn.WeightNorm`); jaxpar's tree has
+        one more level there.
+      leaves: Path to parameter, in the order of Linen's tree.
+      others: Path in jaxpar's tree to every other array of the state.
       state_collections: Collections of the state, such as BatchNorm's.
-      sown: Collections with sown values, which every call makes anew.
-      sown_paths: Paths of sown values; a call adds those that no initializer sows.
+      sown: Collections with sown values, which every call creates anew.
+      sown_paths: Paths of sown values; a call adds the ones that the initializer does not sow.
     """
 
     params: Any
@@ -98,14 +98,14 @@ class Variables:
         sown_paths: set[Path],
         specs: Mapping[str, Spec | None] = NONE,
     ) -> "Variables":
-        """Builds them from a module's variables, as shapes in boxes.
+        """Builds the structure from a module's boxed abstract variables.
 
         Args:
-          boxed: The variables of the module.
+          boxed: The variables of the module, as shapes in Flax's boxes.
           name: The user's name of the module.
           flat: The flat dims of its parameters.
           sown_paths: Paths of its sown values.
-          specs: Path of a parameter to the spec that is written on its value.
+          specs: Path of a parameter to the spec that the author gave its value.
         """
         annotations, annotated = _sown_annotations(boxed)
         collections = [collection for collection in boxed if collection not in (*HIDDEN, *annotated)]
@@ -125,23 +125,23 @@ class Variables:
 
     @cached_property
     def large_collections(self) -> list[str]:
-        """The collections that hold a large array."""
+        """Names of the collections with a large array."""
         return sorted({path.split("/")[1] for path, leaf in self.others.items() if leaf.large})
 
     @property
     def overwritten(self) -> frozenset[str]:
-        """Paths of `others` whose gradient is their new value."""
+        """Paths in `others` of arrays whose gradient is their new value, such as the scales of fp8 matmuls."""
         return frozenset(path for path in self.others if path.split("/")[1:2] == [OVERWRITE])
 
     def to_state(self, variables: Mapping[str, Any], key: jax.Array) -> tuple[Tree, Tree]:
-        """Returns (params, rest) in jaxpar's form, from the module's variables and the key of its calls."""
+        """Converts the module's variables and the key of its calls to jaxpar's (params, rest)."""
         values = self.params.flatten_up_to(variables.get("params", {}))
         params = nest(dict(zip(self._words, values, strict=True)))
         states = {name: split_sown(variables[name], self.sown_paths, (name,))[0] for name in self.state_collections}
         return params, {"collections": states, "key": key}
 
     def parameters(self, values: Tree, use: Use) -> Parameters:
-        """Returns Linen's own tree of parameters that apply `use` where they are read."""
+        """Converts parameters to Linen's tree, which applies `use` to each one where the module reads it."""
         return Parameters(jax.tree.unflatten(self.params, [pick(values, words) for words in self._words]), use)
 
     @cached_property
@@ -150,16 +150,16 @@ class Variables:
 
 
 def _names(path: str, box: Any) -> tuple | None:
-    """Returns the names that a box gives to dims: Linen's own, or those of an NNX variable inside of Linen."""
+    """Returns the names that a box gives to dims: a box of Linen, or of an NNX variable inside of a Linen module."""
     return getattr(box, "names", None) or names_in(path, getattr(box, "metadata", {}))
 
 
 def _axes(names: Sequence, box: Any, rules: Sequence) -> tuple | None:
-    """Returns the mesh axes of dims by the author's rules, those of the box or those in force; None without rules.
+    """Maps names of dims to mesh axes by the rules in the box, else by the current Flax rules; None without rules.
 
-    Names of `nn.with_partitioning` are axes of a mesh already, and no rules apply to them.
+    Names of `nn.with_partitioning` are mesh axes already, so no rules apply to them.
     """
-    if not meta.is_axis_metadata(box):  # sown by `flax.linen.partitioning`
+    if not meta.is_axis_metadata(box):  # `flax.linen.partitioning` sows it
         return _by_rules(names, rules)
     if isinstance(box, nn.LogicallyPartitioned):
         return _by_rules(names, box.rules or ())
@@ -181,10 +181,10 @@ def unbox(tree):
 
 
 def _sown_annotations(boxed: Mapping[str, Any]) -> tuple[dict[str, dict[str, tuple]], list[str]]:
-    """Returns {collection: {path: names of dims}} for names that `flax.linen.partitioning` sows separately.
+    """Collects the dim names that `flax.linen.partitioning` sows: {collection: {path: names}}, and their collections.
 
-    It sows the names of `params` into `params_axes`, as T5X's models do, and likewise for others. Such a collection has
-    no arrays, so it is no state; the second result lists these collections.
+    It sows the names of `params` into the collection `params_axes`, as in T5X's models, and likewise for others. Such a
+    collection has no arrays, so it is not part of the state.
     """
     annotations: dict[str, dict[str, tuple]] = {}
     for collection in (item for item in boxed if item.endswith("_axes")):
@@ -198,7 +198,7 @@ def _sown_annotations(boxed: Mapping[str, Any]) -> tuple[dict[str, dict[str, tup
 
 
 def _state_annotations(annotations: Mapping[str, Mapping[str, tuple]]) -> dict[str, tuple]:
-    """Returns names of dims by path in jaxpar's tree, for collections other than `params`."""
+    """Maps paths in jaxpar's tree to names of dims, for arrays in collections other than `params`."""
     return {
         f"collections/{collection}/{path}": names
         for collection, names_by_path in annotations.items()
@@ -214,9 +214,9 @@ def _leaves(
     annotations: Mapping[str, tuple] = NONE,
     specs: Mapping[str, Spec | None] = NONE,
 ) -> dict[str, Leaf]:
-    """Returns every array of a tree by its path.
+    """Returns path to `Leaf` for every array of a tree.
 
-    Names of its dims, or of its flat dims, come from a box, from a separate collection, or from a spec on its value.
+    The names of its dims come from a box, from an `_axes` collection, or from a spec that the author gave its value.
     """
     leaves, rules = {}, author_rules()
     for keys, box in jax.tree_util.tree_flatten_with_path(boxed, is_leaf=meta.is_axis_metadata)[0]:
@@ -237,12 +237,12 @@ def _leaves(
     return leaves
 
 
-# Refuses variables that a Linen module makes in a call, and not in its init: a compiled step cannot grow its state.
+# Refuses variables that a Linen module creates in a call but not in init: a compiled step cannot grow its state.
 
 
 @contextmanager
 def known_collections(module: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
-    """Refuses a variable of a collection that init does not make: Flax has no place for it in a call."""
+    """Refuses a variable in a collection that init does not create: Flax cannot return it from a call."""
     try:
         yield
     except (ScopeCollectionNotFound, ModifyScopeVariableError) as error:
@@ -253,15 +253,15 @@ def known_collections(module: nn.Module, state: Mapping[str, Any]) -> Iterator[N
 
 
 def check_variables(module: nn.Module, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Refuses variables that a call made.
+    """Refuses variables that a call created.
 
     Args:
       module: The module.
-      before: Its collections before the call.
-      after: Its collections after the call.
+      before: The module's collections before the call.
+      after: The module's collections after the call.
 
     Raises:
-      JaxparError: With the first such variable.
+      JaxparError: If there is such a variable; the message names the first.
     """
     if late := next(_late(before, after), ""):
         raise _made_late(module, f"the variable {late}")

@@ -1,4 +1,4 @@
-"""An NNX model's variables in a step: gathered where they are read, parameters changed by the optimizer alone.
+"""NNX variables in a step: the model gathers them where it reads them; only the optimizer changes parameters.
 
-To treat another kind of variable otherwise: in `hooks.with_use`.
+To treat another kind of variable differently, edit `hooks.with_use`.
 """

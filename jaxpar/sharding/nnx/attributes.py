@@ -1,4 +1,4 @@
-"""Arrays that an NNX module holds in attributes, without a variable around them: often tables of positions.
+"""Finds arrays that an NNX module holds in attributes instead of variables, often tables of positions.
 
 self.table = jnp.arange(8)            in a module that is a pytree    data, as Flax treats an array
 self.tables = (jnp.arange(8), ...)    likewise                        refused: Flax finds no array in it
@@ -18,7 +18,7 @@ from jaxpar.errors import refuse
 def mark_arrays(model: Any) -> Any:
     """Marks array attributes of a module as data, and returns the module.
 
-    Flax does so for arrays, but not for the tracers that replace them while a function is traced.
+    Flax marks arrays itself, but not the tracers that replace them while a function is traced.
     """
     if isinstance(model, nnx.Module):
         for _, module in nnx.iter_modules(model):
@@ -32,8 +32,8 @@ def check_module(model: nnx.Module, name: str) -> None:
     """Refuses a module with pytree=False that has an array in an attribute.
 
     Args:
-      model: The module as it is traced: as shapes alone, arrays and shape attributes could not be told apart.
-      name: The user's name of it.
+      model: The module with tracers; in an abstract module, arrays look like attributes that are shapes.
+      name: The user's name of the model.
 
     Raises:
       JaxparError: With the first such attribute.
@@ -49,10 +49,10 @@ def check_module(model: nnx.Module, name: str) -> None:
 
 
 def check_shapes(abstract: nnx.Module, name: str) -> None:
-    """Refuses a module, as shapes, that has an array in an attribute in which Flax finds none.
+    """Refuses an abstract module with an array inside of an attribute that Flax does not search, such as a tuple.
 
     Raises:
-      JaxparError: With the first such attribute.
+      JaxparError: If there is such an attribute; the message names the first.
     """
     for path, module in nnx.iter_modules(abstract):
         for key, value in vars(module).items():
@@ -69,5 +69,5 @@ def _where(path: tuple, key: str) -> str:
 
 
 def _is_own(value: Any) -> bool:
-    """Whether a value registers its own arrays: a variable, or a module within this one."""
+    """Whether a value registers its arrays with Flax itself: a variable or a submodule."""
     return isinstance(value, nnx.Variable | nnx.Module)

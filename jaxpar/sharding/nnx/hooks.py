@@ -1,9 +1,9 @@
-"""Methods of an NNX model that a step replaces while it is traced.
+"""Replaces methods of an NNX model while a step is traced.
 
 Variable.get_value   of a variable with `at_use`: applies it to the whole value, before any indexing
 Variable.set_value   of such a parameter: refused, except in a layer of ASSIGNING
 model.__call__       returns float32 to the loss: see `cast_output`
-norm.__call__        without the axes that nothing binds: see `norm_axes`
+norm.__call__        runs without the axes that no vmap or shard_map binds: see `norm_axes`
 """
 
 import weakref
@@ -21,8 +21,8 @@ from jaxpar.models.output_dtype import call_in_float32
 from jaxpar.sharding.calls.methods import bind_method, replace_method, replaced_methods
 from jaxpar.sharding.calls.norm_axes import names_axes, without_axes, without_unbound_axes
 
-# Flax's own layers that assign parameters of their inner layer when they are called, and leave them so: the optimizer
-# then updates the assigned values
+# Flax's layers that assign parameters of their inner layer in a call and do not restore them: the optimizer then
+# updates the assigned values
 ASSIGNING = (nnx.WeightNorm, nnx.SpectralNorm)
 
 _assigning: ContextVar[bool] = ContextVar("assigning", default=False)
@@ -32,7 +32,7 @@ _models: weakref.WeakSet[type] = weakref.WeakSet()  # classes of the models that
 
 @contextmanager
 def step_hooks() -> Iterator[None]:
-    """Installs the methods of a step on variables and modules until the context ends."""
+    """Context in which the methods of variables and modules are replaced for a step."""
     token = _hooked.set(True)
     try:
         with _replaced():
@@ -51,9 +51,7 @@ def _replaced() -> Iterator[None]:
 
 
 def hook(model: nnx.Module) -> None:
-    """Installs the methods of a step on a model and its norm layers: within `step_hooks`, or as long as the model
-    lives.
-    """
+    """Replaces methods of a model and its norm layers, until `step_hooks` ends or else the model is deleted."""
     if not _hooked.get():
         hooks = ExitStack()
         hooks.enter_context(_replaced())
@@ -71,18 +69,18 @@ def hook(model: nnx.Module) -> None:
 
 
 def with_use(variable: nnx.Variable, value: Any, at_use: Callable) -> nnx.Variable:
-    """Returns a variable whose value passes through `at_use` where it is read.
+    """Returns a variable that applies `at_use` to its value where the model reads it.
 
     Args:
-      variable: Source of class and metadata.
-      value: As stored.
-      at_use: A partial, whose first argument is the path of the variable.
+      variable: The variable whose class and metadata the new one gets.
+      value: The stored value.
+      at_use: A `partial` whose first argument is the path of the variable.
     """
     return type(variable).from_metadata(value, {**variable.get_metadata(), "at_use": at_use})
 
 
 def has_use(variable: Any) -> bool:
-    """Whether `used` made a variable."""
+    """Whether `with_use` created a variable."""
     return "at_use" in variable.get_metadata()
 
 
@@ -137,7 +135,7 @@ def _get_attribute(before: Callable) -> Callable:
 
 
 def _is_model(module: nnx.Module) -> bool:
-    """Whether a module is the model of a loss, or a copy of it, and not a module of the same class inside of it."""
+    """Whether a module is the model that a loss calls or a copy of it, not a submodule of the same class."""
     if type(module) not in _models:
         return False
     flat = nnx.to_flat_state(nnx.state(module))

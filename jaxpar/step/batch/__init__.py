@@ -1,1 +1,1 @@
-"""The batch of a step: from numbers of any kind to arrays on the devices of a layout."""
+"""Converts a batch of numbers of any kind to arrays on the devices of a layout."""

@@ -2,7 +2,7 @@
 
     numbers of any kind ─► check that rows divide ─► arrays over data x fsdp; each process provides its local shards
 
-The batch size is a multiple of replicas x microbatches, of a step or of a pipeline.
+The batch size must be a multiple of replicas x microbatches.
 """
 
 from collections.abc import Mapping
@@ -27,14 +27,14 @@ class BatchPlacement:
 
     Attributes:
       layout: The layout whose devices get the batch.
-      accumulate: Microbatches per step, run one after the other.
+      accumulate: Number of microbatches per step, which run in sequence.
     """
 
     layout: Layout
     accumulate: int = 1
 
     def put(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Returns the batch on its devices; arrays already on the layout's mesh are not moved.
+        """Places the batch on its devices; does not move arrays that are already on the layout's mesh.
 
         Raises:
           JaxparError: If an entry is not an array of numbers, or its first dim does not divide.
@@ -44,7 +44,7 @@ class BatchPlacement:
         return {name: self._put(name, value) for name, value in batch.items()}
 
     def shaped(self, name: str, value: Any) -> Any:
-        """Returns the shape of a batch array with the sharding that it will have.
+        """Returns the shape and the future sharding of a batch array.
 
         Raises:
           JaxparError: If its first dim does not divide.
@@ -85,7 +85,7 @@ class BatchPlacement:
         return len(devices) == self.layout.devices and devices == set(self.layout.device_mesh.devices.flat)
 
     def _check_placed(self, name: str, value: Any) -> None:
-        """Refuses an array that does not divide into microbatches; its sharding is the user's choice."""
+        """Refuses a placed array that does not divide into microbatches; accepts any sharding."""
         if self.accumulate * self.layout.microbatches > 1:
             self._check_rows(name, value)
 
@@ -190,7 +190,7 @@ def check_lists(batch: Mapping[str, Any]) -> None:
 
 
 def _is_of_all(value: list | tuple, counts: set[tuple[int, ...]]) -> bool:
-    """Whether each array in a list holds all examples; `counts` are the first dims of the other arrays."""
+    """Whether each array in a list holds all examples; `counts` are the sizes of dim 0 of the other arrays."""
     if not all(hasattr(array, "shape") and tuple(array.shape) for array in value):
         return False
     shapes = {tuple(array.shape) for array in value}

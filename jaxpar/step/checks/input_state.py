@@ -21,10 +21,10 @@ _FIX = "state = jp.init_state(layout, optimizer), then state, metrics = step(sta
 
 
 def check_not_donated(state: Any) -> None:
-    """Refuses a donated State (jax 0.10.2 kills the process if a program gets a deleted array), or another value.
+    """Refuses a donated State (a deleted array kills the process in jax 0.10.2), and any value that is not a State.
 
     Raises:
-      JaxparError: In both cases.
+      JaxparError: If it is donated, or not a State.
     """
     if not isinstance(state, State):
         raise refuse(
@@ -75,7 +75,7 @@ def check_matches_step(state: State, expected: State, placed: State) -> None:
 
 
 def cast_to_initial(name: str, before: Tree, after: Tree) -> Tree:
-    """Casts the state that a model wrote to the dtypes it was initialized with.
+    """Casts the model state after a call to its initial dtypes.
 
     Args:
       name: The name of the model.
@@ -112,7 +112,7 @@ def _as_made(name: str, path: str, written: Any, made: Any) -> Any:
 
 
 def _kind(dtype: Any) -> float:
-    """Ranks kinds of numbers: each kind contains those of lower rank. Other dtypes are inf."""
+    """Ranks kinds of numbers; a kind can represent those of lower rank. The rank of other dtypes is inf."""
     kinds = (jnp.bool_, jnp.unsignedinteger, jnp.signedinteger, jnp.floating, jnp.complexfloating)
     return next((rank for rank, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), math.inf)
 
@@ -167,14 +167,14 @@ def _check_leaf(path: str, leaf: Any, want: jax.ShapeDtypeStruct, place: jax.sha
 
 
 def check_eval_params(exchange: Exchange, optimizer: Any) -> None:
-    """Refuses an optimizer whose state determines the evaluated parameters, if sync rounds do not synchronize it.
+    """Refuses an optimizer whose state defines the parameters to evaluate, if sync rounds leave this state unchanged.
 
     Args:
       exchange: The exchange between replicas.
       optimizer: The state of the optimizer's chain, as shapes.
 
     Raises:
-      JaxparError: If a sync round moves the parameters but not the optimizer state.
+      JaxparError: If a sync round changes the parameters but not the optimizer state.
     """
     if not exchange.leaves_optimizers or not (opt_state := eval_arrays(optimizer)):
         return
@@ -196,7 +196,7 @@ def check_eval_params(exchange: Exchange, optimizer: Any) -> None:
 
 
 def place_scalars(state: State, expected: State, placed: State) -> State:
-    """Returns the state with every scalar in the step's dtype and on its devices; unchanged if all already are.
+    """Casts every scalar of the state to the step's dtype and places it on the step's devices, if needed.
 
     Args:
       state: The input state.

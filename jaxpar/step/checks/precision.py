@@ -1,7 +1,7 @@
 """Checks the dtypes of the matmuls in a traced step.
 
-With parameters cast to bfloat16, a matmul may still run in float32: because the model asks for it, or because both
-operands were promoted on the way (by position angles, or a mask). The check reads the jaxpr and names the source lines.
+With parameters in bfloat16, a matmul may still run in float32: because the model requests it, or because an operation
+with a float32 array (position angles, a mask) promoted both operands. The check reads the jaxpr and names the lines.
 """
 
 import math
@@ -36,9 +36,9 @@ class HighPrecisionLine:
       line: File and line, such as `moe.py:41`.
       operands: The operands of the largest matmul, such as `f32[8x32x64] * f32[64x128]`.
       share: Share of the FLOP of all matmuls.
-      mixed: The part of `share` with one bfloat16 operand. After `demote_matmuls` a forward pass has only those that
-        the author chose (a `precision` argument, a custom gradient, a `shard_map`); the others are gradients of
-        bfloat16 matmuls with a float32 result, such as attention scores, which the author cannot control.
+      mixed: The part of `share` with one bfloat16 operand. After `demote_matmuls`, the only such matmuls of a forward
+        pass are chosen by the author (a `precision` argument, a custom gradient, a `shard_map`); all others are
+        gradients of bfloat16 matmuls with a float32 result, such as attention scores, which the author cannot control.
     """
 
     function: str
@@ -60,11 +60,11 @@ class Matmuls:
     """The matmuls and convolutions of a traced step.
 
     Attributes:
-      total: Number of matmuls; those in a loop count once.
-      low: Number with two bfloat16 or narrower operands.
-      share: Share of FLOP in bfloat16 or narrower.
-      high_precision: The source lines of the others, largest first.
-      eight: Number of `low` with an 8-bit operand, such as Flax's fp8 matmuls.
+      total: Number of matmuls; a matmul in a loop counts once.
+      low: Number of matmuls with two operands of at most 16 bits.
+      share: Share of the FLOP in these matmuls.
+      high_precision: The source lines of the other matmuls, largest first.
+      eight: Number of matmuls among `low` with an 8-bit operand, such as Flax's fp8 matmuls.
     """
 
     total: int
@@ -91,10 +91,10 @@ def format_lines(lines: tuple[HighPrecisionLine, ...]) -> str:
 
 
 def count_matmuls(jaxpr: Any, schedule: "Schedule | None" = None) -> Matmuls:
-    """Returns the matmuls of a traced step, without those of optimizer and exchange, which compute in float32.
+    """Counts the matmuls of a traced step, except in optimizer and exchange, which compute in float32.
 
     Args:
-      jaxpr: From `jax.jit(...).trace(...)`.
+      jaxpr: The jaxpr of `jax.jit(...).trace(...)`.
       schedule: The schedule of a pipeline.
     """
     total = low = eight = 0

@@ -17,7 +17,7 @@ TRACED = "the line that this names; in a schedule jnp.where in the place of if, 
 
 
 def check_update(updates: Tree, new_state: Any, *, params: Tree, old_state: Any) -> None:
-    """Refuses updates that cannot be added to the parameters, and a state that the next step cannot take.
+    """Refuses updates that do not fit the parameters, and an optimizer state that does not fit the next step.
 
     Args:
       updates: The updates that the optimizer returned.
@@ -26,8 +26,8 @@ def check_update(updates: Tree, new_state: Any, *, params: Tree, old_state: Any)
       old_state: The state passed to it.
 
     Raises:
-      JaxparError: Names the first parameter whose update has another shape, or the first array of the state that is
-        new, missing, or has another shape or dtype.
+      JaxparError: If an update has another shape than its parameter, or an array of the state is new, missing, or has
+        another shape or dtype; the message names the first.
     """
     shapes, target = ({path: shape for path, (shape, _) in _arrays(tree).items()} for tree in (updates, params))
     if missing := [path for path in target if path not in shapes]:
@@ -71,13 +71,13 @@ def _describe(array: tuple | None) -> str:
 
 
 def check_dims(layout: Layout, call: Callable[[Any], Any]) -> None:
-    """Warns if the traced model would split large parameters differently.
+    """Warns if the model's use of large parameters contradicts the guessed names by which the layout shards them.
 
-    It does not warn if both split the same dims and only one gathers the parameter before its use: then a device sends
+    It does not warn if both shard the same dims but only one gathers the parameter before use: a device then sends
     either a sum of activations or the parameter, and either may be smaller (for the classifier of ViT-L: the sum).
 
     Args:
-      layout: The layout made from guesses.
+      layout: The layout with guessed names of dims.
       call: Calls a model as the step does: its loss, on a batch of zeros.
     """
     blueprint = layout.blueprint

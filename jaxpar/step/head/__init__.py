@@ -3,9 +3,9 @@
     hidden [batch, seq, dim] ─► chunks of tokens ─► logits [chunk, vocab] ─► losses, and gradients at once
                                      └──────────────── scan ────────────────┘
 
-    offered    the model's protocol: a method `hidden`, and the path of its head in `head_name`
-    cut        the sharding of tokens and vocabulary in a step, and the chunks for it
-    chunks     the sum of losses over chunks, with a custom backward pass
+    model_protocol    the model's protocol: a method `hidden`, and the path of its head in `head_name`
+    token_sharding    the sharding of tokens and vocabulary in a step, and the chunks for it
+    chunks            the sum of losses over chunks, with a custom backward pass
 
 `models/settings/logits.py` sets how many logits are too many; `losses.next_token_loss` combines these files.
 """

@@ -1,14 +1,14 @@
 """The sum of the losses of all tokens, chunk by chunk, with a custom backward pass.
 
-    forward     per chunk: logits, losses, and at once the gradients of the hidden state and the head
-    backward    both times the gradient of the sum, a scalar; then the head's is summed over devices, once
+    forward     per chunk: logits, losses, and the gradients of the hidden state and the head
+    backward    multiplies both by the gradient of the sum, a scalar; sums the head's gradient once over devices
 
-The gradient of a sum is a scalar, so the gradients of its terms are known up to a factor as soon as the logits exist:
-they are computed there, by the same three matmuls as a loss on all logits, and no logits are recomputed or saved. The
-residuals have the sizes of the hidden state and of the head, the latter in float32. Without a gradient, in evaluation,
-one matmul runs.
+The gradient of a sum is a scalar, so the gradients of its terms are known up to a factor when the logits exist. The
+forward pass computes them at that point, by the same three matmuls as a loss on all logits, and neither saves nor
+recomputes logits. The residuals have the shapes of the hidden state and of the head, the latter in float32. An
+evaluation, without gradients, runs one matmul.
 
-Dims in einsums: b batch, x and t shards of the sequence (see `cut`), n tokens of a chunk, d embed, v vocab.
+Dims in einsums: b batch, x and t shards of the sequence (see `token_sharding`), n tokens of a chunk, d embed, v vocab.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from jaxpar.step.head.token_sharding import TokenSharding, label_mask, num_vocab
 
 @dataclass(frozen=True)
 class Chunks:
-    """How the sum is computed.
+    """Settings of the sum of losses.
 
     Attributes:
       sharding: The sharding of tokens and vocabulary.
@@ -37,7 +37,7 @@ class Chunks:
 
     @property
     def head(self) -> str:
-        """Einsum dims of the head."""
+        """Dims of the head in einsums."""
         return "vd" if self.table else "dv"
 
 
@@ -46,7 +46,7 @@ def sum_of_losses(how: Chunks, hidden: jax.Array, head: jax.Array, labels: jax.A
     """Returns the sum of weight x -log softmax(hidden head)[label] over all tokens, in float32. Shape [].
 
     Args:
-      how: Sharding, number of chunks and orientation of the head.
+      how: Sharding, number of chunks and order of the head's dims.
       hidden: Shape [batch, seq, dim].
       head: Shape [dim, vocab] or [vocab, dim], in the dtype of `hidden`, which is the matmul dtype.
       labels: Shape [batch, seq], integers. A label outside of the vocabulary with a weight other than 0 makes the sum
@@ -120,10 +120,10 @@ def _products(how: Chunks, x: jax.Array, slope: jax.Array) -> jax.Array:
 
 
 def _losses(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the losses, exp(logits - maximum), and its sum per row, in float32.
+    """Returns the losses, exp(logits - maximum), and the sum of the latter per row, in float32.
 
-    The label's logit is summed out rather than gathered, as in `step.losses.cross_entropy`, so that vocab-sharded
-    logits stay sharded.
+    It selects the label's logit by a masked sum instead of a gather, as in `step.losses.cross_entropy`, so that logits
+    stay sharded over the vocabulary.
     """
     wide = logits.astype(jnp.float32)
     if (ways := num_vocab_shards(logits.shape[-1])) > 1:

@@ -1,4 +1,4 @@
-"""The protocol of models whose logits the loss computes itself.
+"""The protocol of models that let the loss compute the logits.
 
     class Net(nnx.Module):
         head_name = "lm_head/kernel"                  # the path of a parameter [dim, vocab], or [vocab, dim]
@@ -8,7 +8,7 @@
         def __call__(self, tokens):
             return self.hidden(tokens) @ self.lm_head.kernel[...]
 
-A tied model names its embedding. The logits must be a plain matmul: without bias, or a function of them.
+A tied model names its embedding. The logits must be a plain matmul, without a bias or another function after it.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ from jaxpar.sharding.adapters import AdaptedMatrix
 
 @dataclass(frozen=True)
 class Head:
-    """The head of a model, and the hidden state it is multiplied with.
+    """The head of a model, and the hidden state that it multiplies.
 
     Attributes:
       hidden: Shape [batch, seq, dim].
@@ -54,7 +54,7 @@ def has_head(model: Any) -> bool:
 
 
 def _module(model: Any) -> Any:
-    """The module of a bound model: Linen's is wrapped."""
+    """Returns the module of a bound model; unwraps Linen's."""
     return model if isinstance(model, nnx.Module) else getattr(model, "module", model)
 
 
@@ -69,13 +69,13 @@ def vocab_size(model: Any) -> int:
 
 
 def read_head(model: Any, tokens: jax.Array, **documents: jax.Array) -> Head:
-    """Returns the head of a model, and its hidden state for tokens [batch, seq].
+    """Runs a model on tokens [batch, seq]; returns its head and hidden state.
 
-    The head is read once, also if it is tied to the embedding that `hidden` reads: reading a parameter twice gathers it
-    twice. `documents` are `segments` and `positions` of packed rows, passed to `hidden`.
+    It reads the head only once, also if the head is tied to the embedding that `hidden` reads, because each read of a
+    parameter gathers it. `documents` are `segments` and `positions` of packed rows, passed to `hidden`.
 
     Raises:
-      JaxparError: If there is no such parameter, it has a bias, or its shape does not tell which dim is the vocabulary.
+      JaxparError: If there is no such parameter, it has a bias, or its shape does not determine the vocabulary's dim.
     """
     param = _find(model)
     weight = param.read()
@@ -91,7 +91,7 @@ def read_head(model: Any, tokens: jax.Array, **documents: jax.Array) -> Head:
 
 @dataclass(frozen=True)
 class _Found:
-    """The parameter that a model names: its description for messages, its stored value, and a function to read it."""
+    """The parameter that a model names as its head: its description, its stored value, and a function that reads it."""
 
     said: str
     value: Any
@@ -131,7 +131,7 @@ def _find(model: Any) -> _Found:
 
 
 def _stored(value: Any) -> Any:
-    """The stored array of a parameter; for one with an adapter, the base matrix."""
+    """Returns the stored array of a parameter; with an adapter, the base matrix."""
     raw = value.get_raw_value() if isinstance(value, nnx.Variable) else value
     return raw.base if isinstance(raw, AdaptedMatrix) else raw
 
@@ -141,7 +141,7 @@ def _names(value: Any) -> tuple:
 
 
 def _is_table(weight: jax.Array, hidden: jax.Array, held: _Found) -> bool:
-    """Whether the head is [vocab, dim], by its dim names or by the shape of the hidden state."""
+    """Whether the head is [vocab, dim], judging by its dim names or the shape of the hidden state."""
     shape, names, dim = weight.shape, _names(held.value), hidden.shape[-1]
     if hidden.ndim != 3 or dim not in shape:
         raise refuse(
@@ -160,7 +160,7 @@ def _is_table(weight: jax.Array, hidden: jax.Array, held: _Found) -> bool:
 
 @contextmanager
 def _cached(variable: Any, value: jax.Array) -> Iterator[None]:
-    """Caches a value in a variable: reads within the context return it."""
+    """Context in which reads of a variable return a cached value."""
     metadata = variable.get_metadata()
     if "at_use" not in metadata:  # outside of a step a second read moves nothing
         yield
@@ -174,5 +174,5 @@ def _cached(variable: Any, value: jax.Array) -> Iterator[None]:
 
 
 def _read(path: str, known: jax.Array, _: Any) -> jax.Array:
-    """Returns the cached value; `path` is for messages, see `nnx.hooks.used`."""
+    """Returns the cached value; takes a path as `at_use` in `nnx.hooks.with_use` does."""
     return known

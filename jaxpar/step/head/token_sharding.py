@@ -1,4 +1,4 @@
-"""The sharding of a loss's tokens and vocabulary in a step, and chunks of tokens for it.
+"""The sharding of a loss's tokens and vocabulary in a step, and the chunks of tokens under this sharding.
 
     hidden [batch, seq, dim]  ─►  [chunks, b, x, t, tokens, dim]   nothing moves: each device chunks its own tokens
                                            b  shards of the batch, over data and fsdp
@@ -6,8 +6,8 @@
                                            t  shards of x over tensor, under sequence parallelism: gathered
                                               chunk by chunk, as a token's logits are computed together
 
-Each sharded dim is separate here, so that each device keeps partial sums until the end: gradients of the head,
-[b, x, dim, vocab], are sent once.
+Each sharded dim is separate here, so that each device accumulates partial sums of the head's gradient,
+[b, x, dim, vocab], and sends them once at the end.
 """
 
 import math
@@ -32,7 +32,7 @@ class TokenSharding:
       seq: Axes of `x`.
       inner: Axes of `t`.
       vocab: Axes of the vocabulary.
-      num_shards: Number of shards b, x, t.
+      num_shards: Numbers of shards along b, x and t.
       in_step: Whether a step is being traced, so that sharding constraints apply.
     """
 
@@ -44,14 +44,14 @@ class TokenSharding:
     in_step: bool = False
 
     def logits(self, tokens: int, vocab: int, *, largest: int) -> Logits:
-        """Returns the number of logits per device, for this number of tokens over all devices."""
+        """Returns the number of logits per device, from the number of tokens on all devices."""
         ways = _pieces(self.vocab)
         return Logits(tokens // (self.num_shards[0] * self.num_shards[1]), -(-vocab // ways), largest)
 
     def split_chunks(self, x: jax.Array, chunks: int) -> jax.Array:
         """Reshapes [batch, seq, ...] to [chunks, b, x, t, tokens, ...]; zeros pad the last chunk.
 
-        The caller constrains the result's sharding, with `own` or `whole`.
+        The caller constrains the result's sharding, with `keep_local` or `gather_inner`.
         """
         (b, x_, t), tail = self.num_shards, x.shape[2:]
         x = x.reshape(b, x.shape[0] // b, x_, t, x.shape[1] // (x_ * t), *tail)
@@ -64,7 +64,7 @@ class TokenSharding:
         return jnp.moveaxis(x, 3, 0)
 
     def merge_chunks(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Reshapes [chunks, b, x, t, tokens, ...] to [batch, seq, ...], of this shape: the inverse of `dealt`."""
+        """Reshapes [chunks, b, x, t, tokens, ...] to [batch, seq, ...]: the inverse of `split_chunks`."""
         (b, x_, t), tail = self.num_shards, shape[2:]
         rows, seq = shape[0] // b, shape[1] // (x_ * t)
         x = jnp.moveaxis(x, 0, 3)
@@ -73,7 +73,7 @@ class TokenSharding:
         return x.reshape(shape)
 
     def keep_local(self, x: jax.Array, *, ahead: int = 0) -> jax.Array:
-        """Constrains [b, x, t, ...] so that each shard stays on its device."""
+        """Constrains [b, x, t, ...] so that no shard moves to another device."""
         return self._on(x, (None,) * ahead + (self.batch, self.seq, self.inner))
 
     def gather_inner(self, x: jax.Array, *, ahead: int = 0) -> jax.Array:
@@ -81,11 +81,11 @@ class TokenSharding:
         return self._on(x, (None,) * ahead + (self.batch, self.seq, None))
 
     def shard_vocab(self, x: jax.Array) -> jax.Array:
-        """Shards logits [b, x, t, tokens, vocab] over the vocabulary."""
+        """Constrains logits [b, x, t, tokens, vocab] to shards of the vocabulary."""
         return self._on(x, (self.batch, self.seq, None, None, self.vocab))
 
     def shard_head(self, x: jax.Array, *, table: bool) -> jax.Array:
-        """Shards sums [b, x, dim, vocab] (or [b, x, vocab, dim] of a table) over the vocabulary, like the head."""
+        """Constrains sums [b, x, dim, vocab] (of a table [b, x, vocab, dim]) to the head's shards of the vocabulary."""
         dims = (self.vocab, None) if table else (None, self.vocab)
         return self._on(x, (self.batch, self.seq, *dims))
 
@@ -134,7 +134,7 @@ def num_vocab_shards(vocab: int) -> int:
 
 
 def sharded_logsumexp(wide: jax.Array, labels: jax.Array, ways: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the logsumexp and the label's logit of rows of logits in `ways` equal shards."""
+    """Returns the logsumexp and the label's logit of each row of logits, which are in `ways` equal shards."""
     shape = (*wide.shape[:-1], ways, wide.shape[-1] // ways)
     shards = wide.reshape(shape)
     starts = jax.lax.broadcasted_iota(jnp.int32, shape[:-1], wide.ndim - 1) * shape[-1]
@@ -146,7 +146,7 @@ def sharded_logsumexp(wide: jax.Array, labels: jax.Array, ways: int) -> tuple[ja
 
 
 def _label_entry(cut: jax.Array, number: jax.Array) -> jax.Array:
-    """Returns the label's entry in each shard of a row, and 0 in shards without the label."""
+    """Returns the entry at the label in each shard of a row, and 0 for shards without the label."""
     if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
         # inside a pipeline the entry may be on another device: see `jaxpar.jaxprs.lookups`
         entries = jax.lax.broadcasted_iota(number.dtype, cut.shape, cut.ndim - 1)

@@ -1,1 +1,1 @@
-"""Additional evaluation metrics: functions of (model, batch) to (sum, count), or of the mean loss."""
+"""Additional evaluation metrics: functions that map (model, batch) to (sum, count), or functions of the mean loss."""

@@ -91,7 +91,8 @@ def accuracy(model: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax
     """Returns the number of correct argmax predictions, and the number of targets that count. Materializes all logits.
 
     Args:
-      model: Inputs [batch, ...] to logits [batch, ..., classes]; of packed rows also of `segments` and `positions`.
+      model: Maps inputs [batch, ...] to logits [batch, ..., classes]; for packed rows it also takes `segments` and
+        `positions`.
       batch: `inputs`; `targets` or `labels` [batch, ...], int32; optionally `mask` of the same shape.
     """
     documents = {name: batch[name] for name in ("segments", "positions") if name in batch}

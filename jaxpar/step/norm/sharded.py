@@ -44,7 +44,7 @@ def norm(layout: Layout, gradients: Tree) -> jax.Array:
     """Returns the root of the sum of all squares, like `optax.tree.norm` but summed in another order.
 
     Args:
-      layout: Its `updated` has the spec of each gradient.
+      layout: The layout; its `updated` has the spec of each gradient.
       gradients: The gradients of all parameters.
     """
     specs = jax.tree.leaves(update_specs(layout), is_leaf=lambda spec: isinstance(spec, PartitionSpec))
@@ -84,7 +84,7 @@ def _cut(spec: PartitionSpec) -> Axes:
 
 
 def _equal_pieces(layout: Layout, gradients: Tree) -> bool:
-    """Whether the specs in `updated` split the gradients evenly, in a program that XLA partitions."""
+    """Whether XLA partitions the program, and the specs in `layout.updated` split every gradient into equal shards."""
     mesh: Mesh = jax.sharding.get_abstract_mesh()  # pyright: ignore[reportAssignmentType]
     if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
         return False
@@ -105,7 +105,7 @@ def _equal_pieces(layout: Layout, gradients: Tree) -> bool:
 
 
 def with_norm(update: Callable[[Tree], Any], gradients: Tree, norm: jax.Array) -> Any:
-    """Returns `update(gradients)`, with its norm of all gradients replaced by `norm`.
+    """Returns `update(gradients)`, but replaces its computation of the norm of all gradients by `norm`.
 
     Args:
       update: Returns a tree of arrays.
@@ -131,11 +131,11 @@ def with_norm(update: Callable[[Tree], Any], gradients: Tree, norm: jax.Array) -
 
 
 class Values:
-    """Value numbering for jaxprs of the same arguments: values of equal equations get equal numbers.
+    """Value numbering for several jaxprs of the same arguments: the results of equal equations get equal numbers.
 
     Attributes:
-      numbers: The number of each argument, literal, and equation with the numbers of its inputs.
-      grows: Whether unknown equations get a new number; otherwise they have none.
+      numbers: The number of each argument, each literal, and each equation, identified by the numbers of its inputs.
+      grows: Whether a new equation gets a new number, or none.
     """
 
     def __init__(self, numbers: dict[Hashable, int], *, grows: bool = True):

@@ -1,10 +1,11 @@
-"""Parameters whose gradients the optimizer never reads: these are not computed, reduced, stored or counted.
+"""Finds parameters whose gradients the optimizer never reads; a step does not compute, reduce, store or count these.
 
     optax.multi_transform({"train": adamw, "freeze": optax.set_to_zero()}, labels)
     optax.masked(optax.set_to_zero(), frozen), optax.freeze: likewise
 
-The jaxpr of the update decides, not labels. A chain that clips by the global norm of all parameters before it freezes
-some does read their gradients, and gets them, as in plain optax; one that clips inside `multi_transform` does not.
+The jaxpr of the update decides, not labels. If a chain clips by the global norm of all parameters before it freezes
+some of them, it reads their gradients, and gets them, as in plain optax; if it clips inside `multi_transform`, it does
+not.
 """
 
 from collections import Counter
@@ -72,7 +73,7 @@ def _is_masked(node: Any) -> bool:
 
 
 def _read(jaxpr: Jaxpr, outs: Set[int]) -> set[int]:
-    """Indices of the inputs that these outputs may depend on; a loop or branch is taken to read all its inputs."""
+    """Returns the indices of inputs that these outputs may depend on; a loop or branch counts as reading all inputs."""
     live: set[Var] = variables(jaxpr.outvars[index] for index in outs)
     for eqn in reversed(jaxpr.eqns):
         out_indices = {index for index, var in enumerate(eqn.outvars) if var in live}
@@ -100,8 +101,8 @@ class Reads:
     """Counts of a parameter's uses in a program.
 
     Attributes:
-      casts: Casts to the matmul dtype; a cast in every turn of a loop counts 2.
-      other_reads: Other reads.
+      casts: Number of casts to the matmul dtype; a cast inside a loop counts 2.
+      other_reads: Number of other reads.
     """
 
     casts: int = 0
@@ -112,10 +113,10 @@ def gather_params(layout: Layout, params: Tree, forward: Callable, *inputs: Any,
     """Gathers the parameters over `fsdp`, for ZeRO stages 1 and 2.
 
     Args:
-      layout: Their shardings, stored and used.
+      layout: The layout, with the stored and the used sharding of each parameter.
       params: The stored parameters.
       forward: A function of (params, *known) that reads the parameters as the step does.
-      *known: Its other arguments.
+      *known: The other arguments of `forward`.
       dtype: The matmul dtype, or None for the stored dtype.
     """
     uses = {} if dtype is None else count_reads(forward, params, *inputs, dtype=dtype)

@@ -2,8 +2,8 @@
 
     state ─► every microbatch, from the same state ─► gradients of its mean loss by the state ─► their maximum
 
-The backward pass of such a matmul returns the largest output gradient as a gradient, the only output that a backward
-pass has. Microbatches are combined by the maximum, like two uses in one program by Flax's dtype `fm32`.
+The backward pass of such a matmul returns the new state as a gradient, because a backward pass has no other outputs. A
+step combines microbatches by the maximum, as Flax's dtype `fm32` combines two uses in one program.
 """
 
 from collections.abc import Set
@@ -40,10 +40,10 @@ def maximum_at_paths(paths: Set[str], state: Tree, after: Tree) -> Tree:
 
 
 def check_overwritten(layout: Layout) -> None:
-    """Refuses a pipeline whose model has such state.
+    """Refuses a pipeline whose model has state that its gradient overwrites.
 
     Raises:
-      JaxparError: If it has any.
+      JaxparError: If the model has such state.
     """
     if layout.blueprint.overwritten:
         raise refuse(
@@ -78,7 +78,7 @@ def is_short(dtype: jnp.dtype) -> bool:
 
 
 def computes_in(jaxpr: Jaxpr, dtype: Any) -> bool:
-    """Whether an equation makes an array of this dtype, also inside loops, branches and calls."""
+    """Whether an equation computes an array of this dtype, also inside loops, branches and calls."""
     for eqn in jaxpr.eqns:
         if any(getattr(var.aval, "dtype", None) == dtype for var in eqn.outvars):
             return True
@@ -88,7 +88,7 @@ def computes_in(jaxpr: Jaxpr, dtype: Any) -> bool:
 
 
 def multiply_by_count(gradients: Tree, count: jax.Array) -> Tree:
-    """Multiplies gradients of a mean by `count`: gradients of the sum, in the accumulator dtype."""
+    """Multiplies gradients of a mean by `count`, which gives gradients of the sum, in the accumulator dtype."""
     return jax.tree.map(lambda x: x.astype(wide := accumulator_dtype(x.dtype)) * count.astype(wide), gradients)
 
 

@@ -2,9 +2,9 @@
 
     replicas     separate steps, until an exchange synchronizes the replicas
     rounds       several such steps as one program, overlapped with a transfer
-    members      population members: each sees the whole batch, with its own settings
-    predicting   averages the replicas' predictions: an ensemble
-    parts        gradient norms of parts of a batch
+    population   population members: each sees the whole batch, with its own settings
+    ensemble     averages the replicas' predictions
+    part_norms   gradient norms of parts of a batch
 
 To add one: write a function of one replica (`replicas.of_one` is its layout), and `vmap` it over `data`.
 """

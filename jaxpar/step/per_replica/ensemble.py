@@ -1,4 +1,4 @@
-"""An ensemble as one model: the outputs of its replicas on the same examples are averaged before the loss."""
+"""An ensemble as one model, whose output is the mean of the replicas' outputs on the same examples."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ REPLICA = "jaxpar.replica"  # the `vmap` axis over replicas, a name that no mode
 
 
 class _Mean:
-    """A model whose calls return the mean over replicas; all other attributes are the replica's."""
+    """Wraps a replica's model: a call returns the mean over replicas; all other attributes are the replica's."""
 
     def __init__(self, model: Any):
         self._model, self._called = model, False
@@ -28,7 +28,7 @@ class _Mean:
 
 
 def ensemble_loss(loss: Callable, name: str) -> Callable:
-    """Returns a loss of (model, batch) that gets the mean output of all replicas. Runs in a `vmap` over `REPLICA`.
+    """Wraps a loss of (model, batch) so that the model returns the mean output. Runs in a `vmap` over `REPLICA`.
 
     Raises:
       JaxparError: When called, if the loss uses methods of the model without calling the model itself.

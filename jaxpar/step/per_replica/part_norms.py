@@ -1,10 +1,10 @@
 """Gradient norms of parts of a batch, without an update or an all-reduce of gradients.
 
-    several replicas     rows of each replica ─► its gradient ─► its norm ─► mean: one scalar over `data`
-    one replica          microbatches, or halves, one after the other ─► the same
+    several replicas     rows of each replica ─► gradient ─► norm ─► mean: one scalar over `data`
+    one replica          microbatches, or halves, in sequence ─► the same
 
-This is a separate program, so that the training step is the same whether norms are measured or not, also for models
-with batch statistics or dropout.
+This is a separate program, so that measuring norms does not change the training step, also for models with batch
+statistics or dropout.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ def num_parts(layout: Layout, numerics: Numerics) -> int:
     """Returns the number of parts of a batch: the replicas over `data`, or the microbatches of a single replica.
 
     Raises:
-      JaxparError: If the layout does not compute the gradient of a single part, or not that of the whole batch.
+      JaxparError: If the layout cannot compute the gradient of a single part, or that of the whole batch.
     """
     if layout.sizes["pipe"] > 1:
         raise refuse(
@@ -58,20 +58,20 @@ def num_parts(layout: Layout, numerics: Numerics) -> int:
 def part_norm_function(
     layout: Layout, loss: Callable, numerics: Numerics, *, frozen: frozenset[str] = frozenset(), seed: int = 0
 ) -> Callable[[Tree, Tree, Mapping[str, Any]], jax.Array]:
-    """Returns a function of (params, model state, batch) to the root mean square gradient norm of the parts.
+    """Builds the function of (params, model state, batch) that computes the root mean square gradient norm of parts.
 
     The gradient of a part is that of its summed loss, divided by the mean count per part. So the gradient of the batch
     is the mean over its parts, also if masks leave them unequal counts.
 
     Args:
-      layout: Where arrays live.
+      layout: The sharding of all arrays.
       loss: (model, batch), or (model, batch, key), to sums and counts.
       numerics: Precision, remat and accumulation.
       frozen: Paths of parameters whose gradients the optimizer does not read.
       seed: Seed of the random key, for a loss that takes one.
 
     Raises:
-      JaxparError: As `num_parts` does.
+      JaxparError: As for `num_parts`.
     """
     count, axis = num_parts(layout, numerics), layout.sizes[AXIS] > 1
     keyed = key_parameter(loss) is not None

@@ -1,4 +1,4 @@
-"""Population members: each takes the steps that it would take alone, on the whole batch.
+"""The steps of population members: each member trains on the whole batch, as it would alone.
 
     batch ─► to all members ─► gradients and update of each, with its own settings ─► every few steps: exchange.agree
 
@@ -28,7 +28,7 @@ BEST = "best"  # metrics key: the index of the member with the lowest loss
 
 
 class PopulationMembers(PerReplica):
-    """The steps of the members of a population."""
+    """Gradients and updates of the members of a population."""
 
     def __init__(self, layout: Layout, one: Unpipelined, evaluated: Gradients):
         super().__init__(layout, one, evaluated)
@@ -50,7 +50,7 @@ class PopulationMembers(PerReplica):
     def update(
         self, optimizer: optax.GradientTransformation, state: State, batch: Batch, on_device: Callable[[Any], Any]
     ) -> tuple[State, dict[str, Any]]:
-        """Makes one update of each member."""
+        """Updates each member once."""
         new_state, raw_metrics = super().update(optimizer, state, batch, on_device)
         is_valid = jnp.isfinite(raw_metrics["grad_norm"]) & jax.vmap(are_finite)(new_state.params)
 
@@ -71,7 +71,7 @@ class PopulationMembers(PerReplica):
         }
 
     def synchronize(self, state: State, step_metrics: dict[str, Any], sync_round: int) -> tuple[State, dict[str, Any]]:
-        """Returns the state after a sync round, and the metrics with the settings after it."""
+        """Synchronizes the members; returns the state, and the metrics with the new settings."""
         state, step_metrics = super().synchronize(state, step_metrics, sync_round)
         settings = self.population.settings(state.optimizer) | self.population.round_metrics(state.exchange)
         return state, step_metrics | {"settings": settings}

@@ -1,10 +1,10 @@
-"""Replicas that step separately and are synchronized by an exchange.
+"""Replicas that compute separate steps, and that an exchange synchronizes.
 
     batch ─► rows of each replica ─► its gradients ─► exchange.gradients ─► update (per replica, if they differ)
                                                                     every few steps ─► exchange.agree
 
-One program is the `vmap` of a replica's step over the leading dim `replica`. That dim is split over `data`, so the
-inner step cannot use the axis `data`; it uses `fsdp`, `context` and `tensor` as usual.
+The program is a `vmap` of one replica's step over dim 0, `replica`. The axis `data` shards that dim, so the inner step
+cannot use `data`; it uses `fsdp`, `context` and `tensor` as usual.
 """
 
 import dataclasses
@@ -35,23 +35,23 @@ from jaxpar.step.unpipelined import Unpipelined
 
 
 def synchronous_layout(layout: Layout) -> Layout:
-    """Returns the layout of one model on all devices, with synchronous data parallelism."""
+    """Returns the layout of the global model on all devices, with synchronous data parallelism."""
     return dataclasses.replace(layout, parallel=dataclasses.replace(layout.parallel, exchange=AllReduce()))
 
 
 def of_one(layout: Layout) -> Layout:
-    """Returns the layout of one replica on the mesh of all: its specs do not use `data`."""
+    """Returns the layout of one replica on the mesh of all replicas; its specs do not use `data`."""
     return dataclasses.replace(layout, parallel=dataclasses.replace(layout.parallel, data=1, exchange=AllReduce()))
 
 
 class PerReplica(Gradients):
-    """Steps of replicas, each as if it were alone.
+    """Gradients and updates of replicas, each of which computes as if it were alone.
 
     Attributes:
       replica_gradients: Differentiates the model of one replica.
-      evaluator: Evaluates the global model on all devices; without one, the model of one replica, or an ensemble if the
-        exchange averages predictions.
-      exchange: Synchronizes the replicas. It gets no frozen parameters, which are always equal.
+      evaluator: Evaluates the global model on all devices. If there is no global model, it evaluates the model of one
+        replica, or an ensemble if the exchange averages predictions.
+      exchange: Synchronizes the replicas. It does not get frozen parameters, which are always equal.
     """
 
     def __init__(self, layout: Layout, one: Unpipelined, evaluated: Gradients):
@@ -69,16 +69,16 @@ class PerReplica(Gradients):
         return self.map_replicas(self.replica_gradients.gradients)(params, model_state, self._rows(batch))
 
     def global_model(self, params: Tree, model_state: Tree, exchange_state: Tree) -> tuple[Tree, Tree]:
-        """Returns parameters and state of the global model; of all replicas if they train several models."""
+        """Returns parameters and state of the global model, or of all replicas if they train several models."""
         if self.exchange.global_model == NO_MODEL:
             return params, model_state
         params = global_params(self.exchange, params, exchange_state)
         return constrain_tree(self.layout, params, stored_specs(self.layout)), jax.tree.map(merge_replicas, model_state)
 
     def evaluate(self, params: Tree, model_state: Tree, batch: Batch) -> Sums:
-        """Returns the sums of the global model.
+        """Returns the loss sums of the global model.
 
-        Replicas that train several models are each evaluated on their rows; an ensemble is evaluated on all rows.
+        If replicas train several models, it evaluates each replica on its rows, and an ensemble on all rows.
         """
         if self.exchange.global_model != NO_MODEL:
             return self.evaluator.evaluate(params, model_state, batch)
@@ -95,7 +95,7 @@ class PerReplica(Gradients):
     def update(
         self, optimizer: optax.GradientTransformation, state: State, batch: Batch, on_device: Callable[[Any], Any]
     ) -> tuple[State, dict[str, Any]]:
-        """Makes one update, per replica if replicas differ."""
+        """Updates the parameters once, per replica if replicas differ."""
         gradients, sums, model_state = self.gradients(state.params, state.model_state, batch)
         # each replica divided by its own token count: a shared gradient must be that of the whole batch
         gradients = self._weighed(self._trained(gradients), sums["loss"][1])
@@ -113,7 +113,7 @@ class PerReplica(Gradients):
         return State(state.step + 1, params, opt_state, model_state, exchange_state), {"sums": sums, "grad_norm": norm}
 
     def _weighed(self, gradients: Tree, tokens: jax.Array) -> Tree:
-        """Weights the gradients of means over `tokens` [replica] for `Exchange.gradients`."""
+        """Weights replicas' gradients of mean losses by their numbers of `tokens` [replica]."""
         share = jnp.ones_like(tokens) if self.exchange.replicas_differ else tokens / jnp.mean(tokens)
 
         def one(x: jax.Array) -> jax.Array:
@@ -127,7 +127,7 @@ class PerReplica(Gradients):
         return self.exchange.sync_round(step)
 
     def synchronize(self, state: State, step_metrics: dict[str, Any], sync_round: int) -> tuple[State, dict[str, Any]]:
-        """Returns the state after a sync round, and the metrics unchanged."""
+        """Synchronizes the replicas; returns the state, and the metrics unchanged."""
         return self.with_replicas(
             state, self.exchange.synchronize(*self.exchange_inputs(state, sync_round))
         ), step_metrics
@@ -145,7 +145,7 @@ class PerReplica(Gradients):
         return inputs, between
 
     def with_replicas(self, state: State, replicas: Replicas) -> State:
-        """Returns the state with the replicas that an exchange returned."""
+        """Returns the state with these replicas."""
         params = fill_missing(replicas.params, state.params)
         return State(state.step, params, replicas.opt_state, replicas.model_state, replicas.exchange_state)
 
@@ -156,7 +156,7 @@ class PerReplica(Gradients):
     def scalar_metrics(self, raw_metrics: dict[str, Any]) -> dict[str, jax.Array]:
         """Returns means over the examples of all replicas, and the mean of their gradient norms.
 
-        A separate program computes them, so that a step without a sync round sends nothing over `data`.
+        They are computed in a separate program, so that a step without a sync round sends nothing over `data`.
         """
         return self._scalars(raw_metrics)
 

@@ -3,10 +3,11 @@
     step s ─► its fragment departs ─────── all-reduce ────────────────► arrives and is applied
               └─► steps s + 1 to s + delay, in one loop ──────────────┘
 
-XLA overlaps a collective with the instructions between its start and the first read of its result. To put the steps
-there, they are one loop, which XLA schedules as a whole; the fragment is one vector, so that nothing splits it earlier;
-and it is read together with a parameter from after the loop. On GPUs XLA is told that many collectives may run at once:
-otherwise it separates the all-reduce from a loop with collectives of its own, over `fsdp` or `tensor`.
+XLA overlaps a collective with the instructions between its start and the first read of its result. Three measures put
+the steps there: the steps are one loop, which XLA schedules as a unit; the fragment is one vector, so that no
+instruction splits it earlier; and the read of the vector also reads a parameter from after the loop. On GPUs a compiler
+option allows many concurrent collectives; otherwise XLA would not overlap the all-reduce with a loop that contains
+collectives over `fsdp` or `tensor`.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ AT_ONCE = {"xla_gpu_experimental_parallel_collective_overlap_limit": 16}  # numb
 class Round:
     """The steps from a fragment's departure to its arrival: `state, metrics = Round(step)(state, batches)`.
 
-    The result equals that of `step`, called once for each batch, up to rounding.
+    The result equals that of one call of `step` per batch, up to rounding.
 
     Attributes:
       step: The training step.
@@ -42,7 +43,7 @@ class Round:
         """Wraps a step whose exchange is `streaming`.
 
         Raises:
-          JaxparError: If the exchange is another one, or its settings do not allow overlap.
+          JaxparError: If it has another exchange, or the settings of `streaming` do not allow overlap.
         """
         exchange = step.layout.parallel.exchange
         if not isinstance(exchange, Streaming) or not isinstance(step.gradients, PerReplica) or step.guard:
@@ -71,7 +72,7 @@ class Round:
 
         Args:
           state: The state before the step after which a fragment departs.
-          batches: One for each step.
+          batches: One batch per step.
 
         Returns:
           The new state, and the metrics of each step.
@@ -95,15 +96,15 @@ class Round:
         return {**self.step.compiler.options, **({} if platform in ("cpu", "tpu") else AT_ONCE)}
 
     def lower(self, state: State, batches: Sequence[Batch], *, first: int) -> Any:
-        """Returns the program lowered for these shapes, as `jax.jit(...).lower` does.
+        """Lowers the program for these shapes, as `jax.jit(...).lower` does.
 
         Args:
           state: Arrays, or the shapes from `Step.abstract`.
-          batches: Arrays or shapes, one batch for each step.
+          batches: Arrays or shapes, one batch per step.
           first: The number of the first step, from 1.
 
         Raises:
-          JaxparError: If no fragment departs after it, or the number of batches is wrong.
+          JaxparError: If no fragment departs after the first step, or the number of batches is wrong.
         """
         if not self.starts_after(first) or len(batches) != self.steps:
             raise refuse(
@@ -128,7 +129,7 @@ class Round:
         return state, [metrics, *(jax.tree.map(lambda x, i=i: x[i], history) for i in range(len(batches) - 1))]
 
     def _update(self, state: State, batch: Batch) -> tuple[State, dict[str, Any]]:
-        """Makes one step. The exchange state is not constrained: nothing before the end of the round reads it."""
+        """Updates once; leaves the exchange state unconstrained, because nothing reads it before the round ends."""
         new_state, metrics = self.gradients.update(self.step.optimizer, state, batch, lambda optimizer: optimizer)
         state_shardings = dataclasses.replace(self.step.shardings, exchange=())
         constrained = jax.lax.with_sharding_constraint(dataclasses.replace(new_state, exchange=()), state_shardings)

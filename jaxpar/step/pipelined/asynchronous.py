@@ -1,7 +1,7 @@
 """Asynchronous updates (PipeDream): during a step, each stage updates the weights that it owns.
 
-A shared parameter belongs to the first or the last stage, whichever reads it. Other stages carry an unused copy, and
-receive the owner's at the end of the step. Schedules advance once per step: see `calibration`.
+A shared parameter belongs to the first or the last stage, whichever reads it. Other stages hold an unused copy, and
+receive the owner's values at the end of the step. Schedules advance once per step: see `optim/schedule_steps.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ from jaxpar.step.state import State
 
 
 class AsyncPipelined(Pipelined):
-    """Gradients of a model and its loss, run by a table that updates the weights during the step."""
+    """Gradients of a model by a table that updates the weights during the step."""
 
     def __init__(self, layout: Layout, loss: Callable, numerics: Numerics, frozen: frozenset[str] = frozenset()):
         super().__init__(layout, loss, numerics, frozen)
@@ -64,7 +64,7 @@ class AsyncPipelined(Pipelined):
     def update(
         self, optimizer: optax.GradientTransformation, state: State, batch: Batch, on_device: Callable[[Any], Any]
     ) -> tuple[State, dict[str, jax.Array]]:
-        """Makes all updates of the table; `grad_norm` is that of the last one."""
+        """Runs the table with all its updates; `grad_norm` is that of the last update."""
         params, opt_state, sums, model_state, norm = self._updated(
             optimizer, state.params, on_device(state.optimizer), state.model_state, batch
         )
@@ -73,7 +73,7 @@ class AsyncPipelined(Pipelined):
     def _updated(
         self, optimizer: optax.GradientTransformation, params: Tree, state: Any, model_state: Tree, batch: Mapping
     ) -> tuple[Tree, Any, Sums, Tree, jax.Array]:
-        """Returns (params, optimizer state, sums, model state, norm of the last update's gradients) after a batch."""
+        """Runs the table; returns (params, optimizer state, sums, model state, norm of the last update's gradients)."""
         self._check_state(state)
         model_states, after = self.model_states.before_microbatches(params, model_state, batch)
         shared = {path: pick(params, words) for path, words in self.shardings.shared.items()}
@@ -162,7 +162,7 @@ class AsyncPipelined(Pipelined):
         return shared, {path: pick(tree, words)[None] for path, words in self.shardings.stacked.items()}
 
     def _reduce(self, gradients: tuple[Mapping, Mapping]) -> list[dict[str, jax.Array]]:
-        """Sums gradients of shared parameters and layers over replicas; frozen ones are zero."""
+        """Sums gradients of shared parameters and layers over replicas; those of frozen parameters are zero."""
 
         def one(path: str, x: jax.Array) -> jax.Array:
             return jnp.zeros_like(x) if path in self.frozen else jax.lax.psum(x, self.shardings.batch_axes)
@@ -189,7 +189,7 @@ class AsyncPipelined(Pipelined):
         return {path: self.schedule.stages - 1 if last[path] else 0 for path in shared}
 
     def _scales(self, model, shared: Mapping, known: Tree) -> jax.Array:
-        """Returns, per microbatch, 1 / (tokens of its update over all replicas)."""
+        """Returns 1 / (tokens of a microbatch's update over all replicas), per microbatch."""
         if (counts := loss_counts(model, shared, known)) is None:
             raise refuse(
                 "a loss whose count follows from what the model computes",

@@ -1,7 +1,7 @@
 """Checks that the layers of a list have one program, and differ only in parameters and state.
 
-A stage runs all its layers by the program of the first. So all layers are traced together, and their equations,
-constants and parameter reads compared. Equations that make random keys are ignored.
+A stage runs all its layers with the program of layer 0. So this check traces all layers together, and compares their
+equations, constants and reads of parameters. It ignores equations that derive random keys.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def check_equal(layout: Layout, run: Callable, params: Tree, model_state: Tree, 
 
     Args:
       layout: A layout with a list of layers.
-      run: (params, model_state, batch) to a function without arguments that computes the loss.
+      run: Maps (params, model_state, batch) to a function without arguments that computes the loss.
       params: The stored parameters.
       model_state: The model state before the step.
       batch: One microbatch.
@@ -72,7 +72,7 @@ def check_equal(layout: Layout, run: Callable, params: Tree, model_state: Tree, 
 
 
 def _other_layers(layout: Layout, given: int, count: int, traced: Traced | None = None) -> JaxparError:
-    """The error for a call of `jp.pipelined` with layers that are not the layout's list or stack."""
+    """Returns the error for a call of `jp.pipelined` with layers that are not the layout's list or stack."""
     got = f"{given} layers" if given else "a function"
     layers = f"list of equal layers is {layers_of(layout)}, {count} of them" if count else "is a stack"
     fix = "x = jp.pipelined(self.blocks, x)" if count else "x = jp.pipelined(lambda x: scan(x, self.blocks), x)"
@@ -115,7 +115,7 @@ def _of_the_list(layout: Layout, traced: Traced) -> bool:
 
 
 def _check_spans(layout: Layout, given: int, span: int) -> None:
-    """Refuses callables of several layers if stages would split one."""
+    """Refuses callables of several layers if a callable's layers would be on several stages."""
     parts = layout.schedule.parts
     if layout.parallel.pipeline.layers or given % parts:
         partition = (
@@ -129,7 +129,7 @@ def _check_spans(layout: Layout, given: int, span: int) -> None:
 
 
 def _fix(programs: "list[_Program]") -> str:
-    """Suggests how to make layers equal: alternating kinds become one callable per period."""
+    """Suggests a way to make layers equal: one callable per period of alternating kinds."""
     count = len(programs)
     for kinds in range(2, count):
         if count % kinds == 0 and all(program == programs[i % kinds] for i, program in enumerate(programs)):
@@ -161,7 +161,7 @@ class _Program:
 
     Attributes:
       text: Its jaxpr, with variables named in order of use, so that equal programs have equal texts.
-      inputs: Each free variable, as the path of a parameter or the value of a constant.
+      inputs: Its free variables, each as the path of a parameter or the value of a constant.
     """
 
     text: str
@@ -231,5 +231,5 @@ def _shown(item: Any) -> str:
 
 
 def _value(const: Any) -> Any:
-    """Makes constants comparable by value; tracers by identity."""
+    """Converts a constant so that it compares by value, or by identity if it is a tracer."""
     return id(const) if isinstance(const, jax.core.Tracer) else (str(const.dtype), np.asarray(const).tobytes())

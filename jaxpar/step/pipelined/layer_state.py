@@ -3,7 +3,7 @@
     a stack   blocks/drop/rngs/dropout/count     [12]   ──► a stage gets the entries of its layers
     a list    blocks/0/drop/rngs/dropout/count   []     ──► likewise, after stacking
 
-It is passed to the stages as per-layer values, besides those that the model passes to `jp.pipelined`.
+The step passes it to the stages as per-layer values, in addition to those that the model passes to `jp.pipelined`.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,10 +22,10 @@ Own = Sequence[tuple[int, ...]]  # indices of leaves of the model state: one of 
 
 
 def leaf_indices(layout: Layout, model_state: Tree) -> Own:
-    """Returns the leaves of a model state that belong to its layers.
+    """Finds the leaves of a model state that belong to its layers.
 
-    For a stack they are in a module whose parameters are all in the stack, with dim 0 equal to the number of layers;
-    for a list they are inside its layers.
+    For a stack, these are leaves whose dim 0 is the number of layers, in a module whose parameters are all in the
+    stack; for a list, the leaves inside its layers.
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(model_state)
     paths = {path_of(keys): i for i, (keys, _) in enumerate(leaves)}
@@ -43,13 +43,13 @@ def leaf_indices(layout: Layout, model_state: Tree) -> Own:
 
 
 def read_leaves(model_state: Tree, groups: Own) -> list[jax.Array]:
-    """Reads these leaves of a state, each with a leading dim of layers."""
+    """Reads these leaves of a state, each with layers as dim 0."""
     leaves = jax.tree.leaves(model_state)
     return [leaves[indices[0]] if len(indices) == 1 else jnp.stack([leaves[i] for i in indices]) for indices in groups]
 
 
 def write_leaves(model_state: Tree, groups: Own, values: Sequence[jax.Array]) -> Tree:
-    """Writes these leaves to a state; for a list, those of its first layers."""
+    """Writes these leaves to a state; for a list, writes them to its first layers, one entry each."""
     leaves, tree = jax.tree.flatten(model_state)
     for indices, value in zip(groups, values, strict=True):
         if len(indices) == 1:
@@ -84,7 +84,7 @@ def _modules(path: str) -> list[str]:
 
 
 def compute_keys(layers: Callable, *args: Any) -> list[jax.Array]:
-    """Returns the keys that the layers draw with, in the order in which a layer reads them. Shape [layers] each.
+    """Computes the random keys of the layers, in the order in which a layer reads them. Shape [layers] each.
 
     Args:
       layers: A function of args that returns the list of layer outputs.
@@ -101,7 +101,7 @@ def compute_keys(layers: Callable, *args: Any) -> list[jax.Array]:
 
 
 def run_with_keys(keys: Sequence[jax.Array], layer: Callable[[Any], Any], x: Any) -> Any:
-    """Runs a layer on x with these keys in place of those that it would make."""
+    """Runs a layer on x with these keys instead of those that it derives itself."""
     if not keys:
         return layer(x)
     traced = Traced(layer, x)
@@ -117,7 +117,7 @@ def makes_keys(eqn: JaxprEqn) -> bool:
 
 
 def _read(jaxpr: Jaxpr, outs: Sequence[Any]) -> tuple[list[JaxprEqn], list[Var]]:
-    """Returns the equations that compute these outputs from given keys, and these keys in order."""
+    """Returns the equations that compute these outputs from random keys, and the keys in order."""
     eqns, _ = needed_equations([eqn for eqn in jaxpr.eqns if not makes_keys(eqn)], outs)
     key_vars = dict.fromkeys(var for eqn in eqns for var in eqn.invars if not isinstance(var, Literal) and is_key(var))
     return eqns, list(key_vars)

@@ -1,9 +1,9 @@
 """Checks that a loss reads only the output x of a pipeline's layers.
 
-    embed ──► x ──► layers ──► x ──► head and loss      the last stage has x, and does not run other layers
+    embed ──► x ──► layers ──► x ──► head and loss      the last stage has x, and does not run earlier layers
                        └──► sown sums, hidden states, parameters      on one device a loss can read them too
 
-The unpipelined loss is traced once. x is marked in the trace before and after the layers; the head consists of the
+The check traces the unpipelined loss once, with marks on x before and after the layers; the head consists of the
 equations from the second mark to the sums.
 """
 
@@ -25,7 +25,7 @@ BEFORE, AFTER = "pipelined: x before the layers", "pipelined: x after the layers
 
 
 def mark(x: Tree, name: str) -> Tree:
-    """Names the arrays of x in the trace."""
+    """Marks the arrays of x in the trace, by an identity with a name."""
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), x)
 
 
@@ -33,12 +33,12 @@ class MarkedLoss:
     """The jaxpr of a loss in which x is marked before and after the layers."""
 
     def __init__(self, name: str, jaxpr: Jaxpr, sums: Sequence[Any]):
-        """Finds the layers.
+        """Finds the layers between the marks.
 
         Args:
           name: Name of the model.
           jaxpr: The unpipelined loss.
-          sums: Variables of its sums and counts.
+          sums: Variables of the loss's sums and counts.
 
         Raises:
           JaxparError: If the layers are not at the top level of the jaxpr.
@@ -60,7 +60,7 @@ class MarkedLoss:
         return needed_equations(eqns, (var for eqn in self.after for var in eqn.invars))[0]
 
     def check(self, params: Mapping[Var, str]) -> None:
-        """Refuses a loss or embedding that reads arrays of the layers that its stage does not have.
+        """Refuses a loss or an embedding that reads arrays of the layers, which its stage does not have.
 
         Args:
           params: Maps variables of the layers' parameters to paths.

@@ -1,7 +1,7 @@
-"""Replays non-parameter state (such as PRNG counters of dropout) to the start of every microbatch of a pipeline.
+"""Computes non-parameter state (such as PRNG counters of dropout) at the start of every microbatch of a pipeline.
 
-Microbatches overlap, so the state after one is not available to the next. The new state must not depend on the forward
-pass: then the state before every microbatch is computed before the first one runs.
+Microbatches overlap, so the state after a microbatch is not available to the next. If the new state does not depend on
+the forward pass, the state before every microbatch can be computed before the first one runs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +33,7 @@ class ModelStates:
     """Computes the model state before every microbatch of a step. Refuses models that a pipeline cannot split.
 
     Attributes:
-      shardings: Where arrays live.
+      shardings: The shardings of the pipelined step.
       layout: The layout between steps.
       loss: (model, batch) to (sum, count), or to a dict of them with the entry `loss`.
       numerics: Precision, remat and accumulation.
@@ -45,10 +45,10 @@ class ModelStates:
     numerics: Numerics
 
     def before_microbatches(self, params: Tree, model_state: Tree, batch: Mapping[str, jax.Array]) -> tuple[Tree, Tree]:
-        """Returns the model state (dropout counts and the like) before each microbatch, stacked, and after the last.
+        """Returns the model state before each microbatch, stacked, and the state after the last.
 
         Raises:
-          JaxparError: As `traced` does, or if the model state depends on the forward pass.
+          JaxparError: As for `trace_loss`, or if the model state depends on the forward pass.
         """
         traced, state = self.trace_loss(params, model_state, batch, train=True)
         jaxpr, count = traced.flat.jaxpr, self.shardings.layout.microbatches
@@ -76,8 +76,8 @@ class ModelStates:
         """Traces a microbatch's loss, (params, batch, state) to (state, sums), and counts the leaves of the state.
 
         Raises:
-          JaxparError: If the model does not call `jp.pipelined` once, its layers close over parameters of other parts,
-            or its loss reads more of the layers than x.
+          JaxparError: If the model does not call `jp.pipelined` exactly once, its layers close over parameters of other
+            parts, or its loss reads other results of the layers than x.
         """
         blueprint = self.layout.blueprint
         compute = Compute(train=train, dtype=self.shardings.dtype, remat=self.numerics.remat)
@@ -122,7 +122,7 @@ class ModelStates:
         return traced, state
 
     def _check_per_layer(self, run: Callable, params: Tree, model_state: Tree, batch: Tree, per_layer: Tree) -> None:
-        """Refuses parameters among the per-layer values, which get no gradient."""
+        """Refuses parameters among the per-layer values, because these get no gradient."""
 
         def inputs_per_layer(*args):
             return call_at_layers(run(*args), lambda layers, x, per_layer: per_layer)
@@ -170,5 +170,5 @@ class ModelStates:
 
 
 def salt_by_replica(model_states: Tree, replica: jax.Array, replicas: int) -> Tree:
-    """Makes random keys differ between replicas of the batch: each draws for its own rows."""
+    """Folds the replica's number into random keys, because each replica draws for other rows."""
     return model_states if replicas == 1 else fold_in_number(model_states, replica)

@@ -1,7 +1,7 @@
 """Checks that the layers run in one pass: each stage runs its layers once, and sends the result on.
 
 one pass      scan over layers 0 ... 11
-two passes    scan over layers 0 ... 11, then another over its result: a stage would run 0 1 2, 0 1 2
+two passes    scan over layers 0 ... 11, then again over its result: a stage would run 0 1 2, 0 1 2
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from jaxpar.jaxprs.shorter_scan import KEEP_LAYERS
 
 
 def check_layerwise(name: str, eqns: Sequence[JaxprEqn], stacked: Mapping[Var, str]) -> None:
-    """Refuses layers that reduce a stack over dim 0: a stage would reduce only its own layers.
+    """Refuses layers that reduce a stack over dim 0, because a stage would reduce only its layers.
 
     Args:
       name: Name of the model.
@@ -54,7 +54,7 @@ def _mixes_layers(eqn: JaxprEqn, i: int) -> bool:
 
 
 def check_one_pass(name: str, eqns: Sequence[JaxprEqn], stacked: Mapping[Var, str]) -> None:
-    """Refuses layers that scan over a stack again, on the result of the first scan: no stage could.
+    """Refuses layers that scan over a stack again, on the result of the first scan, which no stage could do.
 
     Args:
       name: Name of the model.

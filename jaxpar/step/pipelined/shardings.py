@@ -1,10 +1,10 @@
 """Shardings of the arrays of a pipelined step: between steps, outside of the table, and inside it.
 
-    stored ─► cast ─► dealt to the stages ─► gathered over fsdp ─► (the table) ─► summed ─► stored again
+    stored ─► cast ─► moved to the stages ─► gathered over fsdp ─► (the table) ─► summed ─► stored again
                                                                     sharded over the axes that are not manual
 
-Inside the table `pipe`, `data` and `fsdp` are manual, and XLA partitions `tensor`. With gather="tick" layers stay
-sharded over `fsdp` there: each is gathered where it runs, and its gradient reduce-scattered at once.
+Inside the table `pipe`, `data` and `fsdp` are manual, and XLA partitions `tensor`. With gather="tick" layers are
+sharded over `fsdp` there: a stage gathers each layer when it runs, and reduce-scatters its gradient immediately.
 """
 
 import math
@@ -42,7 +42,7 @@ class Shardings:
 
     @property
     def per_tick(self) -> bool:
-        """Whether each layer is gathered over `fsdp` where it runs, rather than all once per step."""
+        """Whether a stage gathers each layer over `fsdp` when it runs, instead of all layers once per step."""
         return self.layout.parallel.pipeline.gather == "tick"
 
     @property
@@ -57,12 +57,12 @@ class Shardings:
 
     @cached_property
     def stacked(self) -> dict[str, tuple[str, ...]]:
-        """Path to keys of the parameters spread over the stages: dim 0 is the layers."""
+        """Path to keys, for each parameter that is split over the stages along dim 0, the layers."""
         return {path: tuple(path.split("/")) for path in self.layout.stacked_paths}
 
     @cached_property
     def shared(self) -> dict[str, tuple[str, ...]]:
-        """Path to keys of all other parameters, which every stage may read."""
+        """Path to keys, for each other parameter, which every stage may read."""
         return {path: tuple(path.split("/")) for path in self.layout.placements if path not in self.stacked}
 
     @cached_property
@@ -80,7 +80,7 @@ class Shardings:
 
     @cached_property
     def shards(self) -> Shards | None:
-        """Shards of gradient sums that are computed unsharded: all with zero=2, else those of shared parameters."""
+        """Sharding of gradients that are computed unsharded: of all with zero=2, else of shared parameters."""
         if not self.dims:
             return None
         dims = {path: dim for path, dim in self.dims.items() if path in self.shared or not self.per_tick}
@@ -94,12 +94,12 @@ class Shardings:
         return (*(None,) * dim, "fsdp") if dim >= 0 else ()
 
     def table_spec(self, path: str) -> PartitionSpec:
-        """Returns the spec, over manual axes, of a layer parameter in the table."""
+        """Returns the part of a layer parameter's spec inside the table that is over manual axes."""
         return PartitionSpec("pipe", *(self.manual_axes(path)[1:] if self.per_tick else ()))
 
     @property
     def layers_per_stage(self) -> tuple[int, ...]:
-        """Number of layers of each stage if they differ, else ()."""
+        """Number of layers of each stage, or () if all have the same number."""
         return tuple(self.layout.parallel.pipeline.layers)
 
     @property
@@ -108,12 +108,12 @@ class Shardings:
         return math.prod(self.layout.sizes[axis] for axis in self.batch_axes)
 
     def table_names(self):
-        """Maps activation names to the axes that are not manual inside the table."""
+        """Names of activation dims to the axes that are not manual inside the table."""
         sizes = {axis: 1 if axis in self.manual else size for axis, size in self.layout.sizes.items()}
         return activation_names(self.layout.names, sizes)
 
     def spread_head_names(self):
-        """Maps activation names for the spread head, which may also use `pipe`."""
+        """Names of activation dims to axes for the spread head, which may also use `pipe`."""
         sizes = {axis: 1 if axis in self.batch_axes else size for axis, size in self.layout.sizes.items()}
         return activation_names(self.layout.names, sizes)
 
@@ -127,7 +127,7 @@ class Shardings:
         return self.gather_for_table(path, self.cast(value))
 
     def layer(self, path: str, value: jax.Array) -> jax.Array:
-        """Casts a parameter where a layer reads it, and gathers it over `fsdp` unless that is done once per step."""
+        """Casts a parameter when a layer reads it; gathers it over `fsdp` unless the step gathers all at once."""
         if not self.per_tick or path not in self.dims:
             return self.cast(value)
         num_scanned = len(self.layout.placements[path].leaf.shape) - value.ndim  # dims that scans have removed
@@ -174,7 +174,7 @@ class Shardings:
         return constrain_to(value, _drop_axes(self.layout.placements[path].used, self.batch_axes))
 
     def sum_gradients(self, path: str, stacked: jax.Array, over) -> jax.Array:
-        """Sums gradients [ways, ...] over an axis, sharded as the update reads them."""
+        """Sums gradients [ways, ...] over dim 0, sharded as the update reads them."""
         with jax.named_scope(GRADIENT):
             # dim 0 has one entry per device: XLA makes one reduction of the sum, to the shards of `updated`
             return jnp.sum(self.constrain(stacked, PartitionSpec(over, *self._run_on(path, "updated"))), axis=0)
@@ -208,13 +208,13 @@ class Shardings:
         return constrain_to(x, PartitionSpec(*(axes or None for axes in free)))
 
     def _automatic_spec(self, path: str) -> PartitionSpec | None:
-        """The spec of a parameter over XLA's axes, unless one of them splits the same dim as `fsdp`."""
+        """Returns the spec of a parameter over XLA's axes, unless one of them splits the same dim as `fsdp`."""
         spec, dim = self._run_on(path, "used"), self.dims[path]
         is_separate = not any(set(axes).intersection(self.xla_axes) for axes in _axes_of(spec)[dim : dim + 1])
         return _drop_axes(spec, self.manual) if is_separate else None
 
     def _run_on(self, path: str, which: str) -> PartitionSpec:
-        """The spec of a parameter during the table, when layers are split over `pipe`."""
+        """Returns the spec of a parameter during the table, where `pipe` splits layers."""
         words = tuple(path.split("/"))
         spec = (
             pick(update_specs(self.layout), words)
@@ -259,7 +259,7 @@ def unstack_layers(layout: Layout, gradients: Tree) -> Tree:
 
 
 def _on(layout: Layout, stack: str, value: jax.Array, which: str) -> jax.Array:
-    """Shards a stack like its layers between steps, without splitting the dim of layers."""
+    """Shards a stack as its layers are between steps; leaves the dim of layers unsplit."""
     member = layout.lists[stack][0]
     spec = (
         pick(update_specs(layout), tuple(member.split("/"))) if which == "updated" else layout.placements[member].stored

@@ -27,7 +27,7 @@ class SplitModel:
     """A model in three parts, with parameters sharded for the pipeline's table.
 
     Attributes:
-      shardings: Where arrays live.
+      shardings: The shardings of the pipelined step.
       loss: (model, batch) to (sum, count), or to a dict of them with the entry `loss`.
       numerics: Precision, remat and accumulation.
     """
@@ -52,7 +52,7 @@ class SplitModel:
         return PipelineFunctions(name=layout.blueprint.name, layers=shardings.layers_per_stage, **parts)
 
     def microbatches(self, batch: Mapping[str, jax.Array]) -> Tree:
-        """Splits this device's rows to [microbatches, rows, ...]: rows i, i + count, ... are microbatch i."""
+        """Reshapes this device's rows to [microbatches, rows, ...]: rows i, i + count, ... are microbatch i."""
         count = self.shardings.layout.microbatches
 
         def split(value):
@@ -75,7 +75,7 @@ def loss_counts(model: PipelineFunctions, shared: Tree, inputs: Tree) -> jax.Arr
     Args:
       model: The three parts of the model.
       shared: Parameters outside of the layers.
-      inputs: Inputs with a leading dim of microbatches.
+      inputs: Inputs whose dim 0 is microbatches.
     """
     microbatch = jax.tree.map(lambda x: x[0], inputs)
     x, _ = Traced(model.embed, shared, microbatch).shapes

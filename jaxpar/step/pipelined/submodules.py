@@ -1,7 +1,7 @@
 """The three parts of a model, each a function of the parameters on its stage.
 
-The loss function runs up to `jp.pipelined(layers, x)`, from there on, or only the layers: each time with the stage's
-parameters, and zeros for the others, which XLA removes.
+Each part runs the loss function: until `jp.pipelined(layers, x)`, from there on, or only the layers. It runs with the
+stage's parameters, and with zeros for all others, which XLA removes.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,16 +29,16 @@ Parameters = Mapping[str, Any]
 
 @dataclass(eq=False)
 class Submodules:
-    """Embedding, consecutive layers, and head with loss, as `pipeline.run.traced_model.Model` needs them.
+    """Embedding, consecutive layers, and head with loss, for `pipeline.run.traced_model.PipelineFunctions`.
 
     `known` is (model state, batch).
 
     Attributes:
-      shardings: Where arrays live.
+      shardings: The shardings of the pipelined step.
       loss: (model, batch) to (sum, count), or to a dict of them with the entry `loss`.
       compute: Training or evaluation, dtype, and rematerialization policy.
-      in_layers: Whether the layers are being traced, which may read only stacked parameters.
-      span: Number of layers that each callable in `jp.pipelined` runs. Set when the embedding is traced.
+      in_layers: Whether the layers are being traced; they may read only stacked parameters.
+      span: Number of layers that each callable in `jp.pipelined` runs; known after the embedding is traced.
     """
 
     shardings: Shardings
@@ -129,7 +129,7 @@ class Submodules:
             return as_sums(self._called(shared, known)(), accumulate=self.layout.microbatches)
 
     def _called(self, params: Parameters, known) -> Callable[[], Any]:
-        """Returns a call of the loss, given the stage's parameters."""
+        """Returns a function that calls the loss with the stage's parameters."""
         model_state, batch = known
         # binding needs all parameters, and a stage has some: zeros replace the others, one layer for a stack. `_use`
         # refuses to read them, so XLA drops them
@@ -154,7 +154,7 @@ class Submodules:
             return self.shardings.layer(path, value) if self.in_layers else self.shardings.cast(value)
 
     def _taken(self, inner: Callable, x: Tree, per_layer) -> Tree:
-        """Runs layers, which may read only the stacked parameters."""
+        """Runs layers, and refuses reads of parameters outside of the stack."""
         self.in_layers = True
         try:
             return inner(x, *per_layer)

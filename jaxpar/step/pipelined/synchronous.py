@@ -1,16 +1,16 @@
 """Gradients of a step whose layers are spread over `pipe`.
 
-    params ─► cast ─► dealt to the stages ─► gathered over fsdp ─► the table ─► summed over fsdp, data, pipe ─► back
+    params ─► cast ─► moved to the stages ─► gathered over fsdp ─► the table ─► summed over fsdp, data, pipe ─► back
                                              └─────────── once per step ─────────────────────────────┘
 
-Outside of the table XLA partitions everything. Inside it `pipe`, `data` and `fsdp` are manual, so that gradients are
-reduced only after the last microbatch, except those that zero=2 and gather="tick" reduce at once, to shards; XLA
+Outside of the table XLA partitions all arrays. Inside it `pipe`, `data` and `fsdp` are manual, so that gradients are
+reduced only after the last microbatch, except that zero=2 and gather="tick" reduce-scatter them in every tick; XLA
 partitions `tensor`, so that blocks need no code for it.
 
     shardings    shardings outside and inside of the table
-    cut_model    the model in three parts
-    pieces       each part as a function of its stage's parameters
-    lists        stacks a list of equal layers for the table, and unstacks its gradients
+    split_model  the model in three parts
+    submodules   each part as a function of its stage's parameters
+    equal_layers checks that the layers of a list have equal programs
     model_state  the model state before each microbatch
     loss_inputs  checks that a loss reads only the layers' output x
 """
@@ -46,10 +46,10 @@ from jaxpar.step.state import State
 
 
 class Pipelined(Gradients):
-    """Gradients of a model and its loss, run by a layout's pipeline table.
+    """Gradients of a model and its loss by the table of a pipeline.
 
     Attributes:
-      shardings: Shardings of its arrays.
+      shardings: Shardings of the step's arrays.
       split_model: The model in three parts.
       model_states: Computes the model state before each microbatch.
       frozen: Paths of parameters whose gradients the optimizer does not read: these gradients are zero.
@@ -64,7 +64,7 @@ class Pipelined(Gradients):
         self.fill = 0.0  # initial value of buffers: a test sets it to nan
 
     def gradients(self, params: Tree, model_state: Tree, batch: Mapping[str, jax.Array]) -> tuple[Tree, Sums, Tree]:
-        """Returns gradients of the mean loss over all microbatches, the loss sums, and the model state afterwards."""
+        """Returns the gradients of the mean loss over all microbatches, the loss sums, and the new model state."""
         model_states, after = self.model_states.before_microbatches(params, model_state, batch)
         params = lists.stack_layers(self.layout, params)
         sums, shared, layers = self._run(params, model_states, batch, train=True)
@@ -82,12 +82,12 @@ class Pipelined(Gradients):
     def update(
         self, optimizer: optax.GradientTransformation, state: State, batch: Mapping[str, jax.Array], on_device: Callable
     ) -> tuple[State, dict[str, jax.Array]]:
-        """Makes one update from the gradients of the batch."""
+        """Updates the parameters once, by the gradients of the batch."""
         results = self.gradients(state.params, state.model_state, batch)
         return apply_gradients(self.layout, optimizer, state, results, on_device)
 
     def evaluate(self, params: Tree, model_state: Tree, batch: Mapping[str, jax.Array]) -> Sums:
-        """Returns the loss sums of a batch: runs only the table's forwards, without residuals."""
+        """Returns the loss sums of a batch; runs only the table's forwards, without residuals."""
         self.model_states.trace_loss(
             params, model_state, batch, train=False
         )  # refuses models that a pipeline cannot split
@@ -203,7 +203,7 @@ class Pipelined(Gradients):
 
     @property
     def scales_by_count(self) -> bool:
-        """Whether each tick computes gradients of the mean loss: those of the sum may overflow float16."""
+        """Whether ticks compute gradients of the mean loss, because gradients of the sum may overflow float16."""
         return any(leaf.dtype == jnp.float16 for leaf in jax.tree.leaves(abstract_params(self.layout)))
 
     def _scales(self, model: PipelineFunctions, shared: Mapping, known: Tree) -> jax.Array:

@@ -2,7 +2,7 @@
 
 prompts ─► prefill (all tokens at once) ─► draw ─► step (one token per row) ─► draw ─► step ...
 
-A model sees a window of the newest tokens. A row that fills it continues with the newer half, from position 0.
+A model gets a window of the newest tokens. A row that fills it continues with the newer half, from position 0.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,10 +34,10 @@ class Sampling(Keywords):
 
     Attributes:
       temperature: Divides the logits; 0 takes the most likely token.
-      top_k: Draw among the k most likely tokens; 0 among all (Fan et al. 2018, arXiv:1805.04833).
-      top_p: Draw among the smallest set of most likely tokens with this total probability (Holtzman et al. 2019,
+      top_k: Draws from the k most likely tokens; 0 from all (Fan et al. 2018, arXiv:1805.04833).
+      top_p: Draws from the smallest set of most likely tokens with this total probability (Holtzman et al. 2019,
         arXiv:1904.09751), after top_k.
-      seed: Seed of the draws. A row's tokens depend on the seed and the row's number, not on other rows.
+      seed: Seed of the random draws. A row's tokens depend on the seed and the row's number, not on other rows.
     """
 
     temperature: float = 0.8
@@ -95,8 +95,8 @@ class Generator:
     Attributes:
       layout: The layout of the model, over data, fsdp and tensor.
       window: Length of the context.
-      vocab_size: Size of the tokenizer's vocabulary: tokens from this number on are never drawn.
-      cached: Whether a KV cache is used; otherwise each token takes a forward pass over the whole window.
+      vocab_size: Size of the tokenizer's vocabulary; tokens from this number on are never drawn.
+      cached: Whether the model has a KV cache; otherwise each token needs a forward pass over the whole window.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Generator:
         max_new_tokens: int,
         stops: Stops = lambda row, new: False,
     ) -> list[list[int]]:
-        """Returns the tokens generated after each prompt.
+        """Generates tokens after each prompt, and returns them.
 
         Args:
           prompts: Tokens of each row, at least one.
@@ -181,7 +181,7 @@ class Generator:
         return new[:count]
 
     def _shifted(self, rows: list[list[int]], starts: list[int]) -> bool:
-        """Advances the start of each row longer than the window; returns whether any row moved."""
+        """Advances the start of each row that is longer than the window; returns whether it changed any row."""
         full = [i for i, row in enumerate(rows) if len(row) - starts[i] > self.window]
         for i in full:
             starts[i] = len(rows[i]) - max(1, self.window // 2)

@@ -2,8 +2,8 @@
 
     {"model": model_state, "key": key} ─► each microbatch, replica and stage, like the model state
 
-The wrapped `Gradients` needs no change: the key is part of the model state, which is passed from microbatch to
-microbatch, and salted for replicas that compute separately.
+The wrapped `Gradients` needs no change: the key is part of the model state, which microbatches pass on, and whose keys
+differ between replicas that compute separately.
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ class KeyedGradients(Gradients):
         self.updates, self.sync_every, self.notes = inner.updates, inner.sync_every, inner.notes
 
     def gradients(self, params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> tuple[Tree, Sums, Tree]:
-        """Returns gradients, sums and the model state afterwards, with the evaluation key."""
+        """Returns gradients, sums and the new model state, with the evaluation key."""
         keyed_state = self._with_key(model_state, jax.random.key(self.seed))
         grads, sums, after = self.inner.gradients(params, keyed_state, batch)
         return grads, sums, after["model"]
@@ -70,7 +70,7 @@ class KeyedGradients(Gradients):
     def update(
         self, optimizer: optax.GradientTransformation, state: State, batch: Mapping[str, Any], on_device: Callable
     ) -> tuple[State, dict[str, jax.Array]]:
-        """Makes a step with the key of its step number."""
+        """Runs a step with the key of its step number."""
         key = jax.random.fold_in(jax.random.key(self.seed), state.step)
         keyed_state = dataclasses.replace(state, model_state=self._with_key(state.model_state, key))
         new_state, metrics = self.inner.update(optimizer, keyed_state, batch, on_device)
@@ -92,7 +92,7 @@ class KeyedGradients(Gradients):
         return self.inner.sync_round(step)
 
     def synchronize(self, state: State, step_metrics: dict[str, Any], sync_round: int) -> tuple[State, dict[str, Any]]:
-        """Returns the state after a sync round, and the metrics of its step."""
+        """Synchronizes the replicas; returns the state and the step's metrics."""
         return self.inner.synchronize(state, step_metrics, sync_round)
 
     def axes_without_traffic(self, *, sync_round: int) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Recognizes losses that take a random key, and calls them with one."""
+"""Recognizes losses that take a random key, and passes them a key."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +17,7 @@ from jaxpar.parallel.layout import Layout
 def key_parameter(loss: Callable) -> inspect.Parameter | None:
     """Returns the parameter of a loss that takes a random key, or None.
 
-    It is the parameter named `key`, or the third and last required one.
+    It is the parameter named `key`, or the third required parameter, if there are exactly three.
 
     >>> key_parameter(lambda model, batch: 0), str(key_parameter(lambda model, batch, z_rng: 0))
     (None, 'z_rng')
@@ -34,7 +34,7 @@ def key_parameter(loss: Callable) -> inspect.Parameter | None:
 
 
 def with_key(loss: Callable, key: jax.Array) -> Callable[[Any, Any], Any]:
-    """Returns a loss of (model, batch): the key is bound if the loss takes one."""
+    """Returns a loss of (model, batch), with the key bound if the loss takes one."""
     parameter = key_parameter(loss)
     if parameter is None:
         return loss
@@ -45,16 +45,16 @@ def with_key(loss: Callable, key: jax.Array) -> Callable[[Any, Any], Any]:
 
 @dataclass(frozen=True)
 class StochasticLoss:
-    """A loss of (model, batch) that takes its key from the bound model.
+    """A loss of (model, batch) that gets its key from the bound model.
 
     Attributes:
-      loss: (model, batch, key) to sums and counts.
+      loss: Maps (model, batch, key) to sums and counts.
     """
 
     loss: Callable
 
     def __call__(self, bound: Any, batch: Mapping[str, Any]) -> Any:
-        """Calls the loss with the model and the key of `bound`."""
+        """Calls the loss with the model and the key in `bound`."""
         return with_key(self.loss, bound.key)(bound.model, batch)
 
 
@@ -74,10 +74,10 @@ def traceable_loss(loss: Callable) -> Callable[[Any, Any], Any]:
 
 
 def split_over_examples(function: Callable, layout: Layout) -> Callable:
-    """Returns a function whose draws are sharded over the batch axes if their dim 0 is a multiple of the batch size.
+    """Wraps a function to shard its random draws over the batch axes if dim 0 is a multiple of the batch size.
 
     Args:
-      function: A function of (parameters, model state, batch), which draws outside of loops.
+      function: A function of (parameters, model state, batch) that draws outside of loops.
       layout: The layout of the batch.
     """
     axes = tuple(axis for axis in layout.parallel.batch_axes if layout.sizes[axis] > 1)

@@ -1,12 +1,13 @@
 """Attention over sequence shards, with one backward pass around all communication.
 
     forward     all_to_all (ulysses) ─► zigzag in ─► ring ─► zigzag out ─► all_to_all back
-    residuals   q, k, v as they are in the ring, the output, and a logsumexp for every query
-    backward    the same, of gradients, with the final logsumexp and output
+    residuals   q, k, v in the layout of the ring, the output, and a logsumexp per query
+    backward    the same for gradients, with the final logsumexp and output
 
 If JAX differentiated the merge of partial results, the gradients of q and k would be silently wrong: the logsumexp that
-`jax.nn.dot_product_attention` returns has no gradient. The function is manual over `context` and, if they divide, over
-the axes of examples and heads: otherwise XLA gathers heads that `tensor` splits before their all_to_all.
+`jax.nn.dot_product_attention` returns has no gradient. The function runs in a `shard_map` over `context` and, if they
+divide evenly, over the axes of examples and heads; otherwise XLA would gather heads that `tensor` splits before their
+all_to_all.
 """
 
 from dataclasses import dataclass, replace
@@ -40,10 +41,10 @@ class RingPlan:
     """The devices, tables and sharding of one call of attention.
 
     Attributes:
-      ways: The devices.
+      ways: The devices of the ring.
       tables: The block tables of the ring.
-      groups: Heads of keys of a device; of all devices that `tensor` splits, where XLA splits over it.
-      copies: Copies of each head of keys, if there are fewer heads than devices.
+      groups: Number of heads of keys on a device; if XLA splits heads over `tensor`, on all its devices together.
+      copies: Number of copies of each head of keys, above 1 if there are fewer heads than devices.
       sharding: The axes that split arrays in the manual part; XLA splits over the others.
       kernel: The fused kernel that runs a device's part; None is blocks of plain JAX.
     """
@@ -66,7 +67,7 @@ class RingPlan:
 
     @property
     def statistics(self) -> P:
-        """Spec of the logsumexp that is saved."""
+        """Spec of the saved logsumexp."""
         examples, heads, tokens = self.sharding.statistics
         return P(tokens, examples, heads) if self.kernel is None else self.sharding.statistics
 
@@ -168,11 +169,11 @@ def _local_backward(plan: RingPlan, qkv, out, logsumexp, grad, segments) -> tupl
 
 
 def _enter(plan: RingPlan, x: jax.Array, copies: int = 1) -> jax.Array:
-    """Moves a shard into the layout of the ring."""
+    """Converts a shard to the layout of the ring."""
     x = to_tokens(x, plan.ways, copies)
     return zigzag.enter(x, plan.ways) if plan.tables.zigzag else x
 
 
 def _leave(plan: RingPlan, x: jax.Array, copies: int = 1) -> jax.Array:
-    """Moves a shard of the ring back to the layout of the batch; sums over copies of heads."""
+    """Converts a shard of the ring back to the layout of the batch; sums over copies of heads."""
     return to_heads(zigzag.leave(x, plan.ways) if plan.tables.zigzag else x, plan.ways, copies)

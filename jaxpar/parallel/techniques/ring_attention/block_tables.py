@@ -1,4 +1,4 @@
-"""Tables of the block pairs that meet in each turn of a ring; they have the same length on all devices.
+"""Tables of the block pairs to compute in each turn of a ring; they have the same length on all devices.
 
     causal, zigzag      own shard               a shard of a group before      a shard of a group after
     keys                early  late             early  late                    early  late
@@ -6,8 +6,8 @@
     late queries        all    half             all                            all    all
 
 Late queries always attend to early keys. In addition, early queries attend to early keys, or late queries to late keys.
-The table selects its rows by device, because a conditional that depends on the device would be differentiated wrongly,
-and devices would wait for each other. So a turn is half of the square on every device, the own shard 3/4 of it.
+Each device selects the rows of its table by index, because JAX would differentiate a conditional on the device wrongly,
+and devices would wait for each other. So in a turn every device computes half of the square; for its own shard, 3/4.
 """
 
 from dataclasses import dataclass

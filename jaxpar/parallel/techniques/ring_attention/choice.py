@@ -3,10 +3,10 @@
     cuDNN's kernel    on GPUs, in 16 bits: supported heads, no segments or softcap, a window only in one group
     plain JAX         else, and always on simulated devices; on absent GPUs, unless the kernel is requested
 
-For absent GPUs XLA compiles the kernel's calls without cuDNN: their workspace memory, FLOP and time are then unknown.
-Each device runs its part on its own arrays, if the axes that split examples and heads divide them evenly, and heads of
-keys are split as those of queries are: a kernel is opaque to XLA, which would gather all its arguments. A note tells
-which of the two runs.
+For absent GPUs XLA compiles the kernel's calls without cuDNN, so their workspace memory, FLOP and time are unknown.
+Each device runs its part on local arrays in `shard_map`, if axes split examples and heads evenly, and heads of keys are
+split like heads of queries, because XLA cannot partition a kernel and would gather all its arguments. A note names the
+implementation that runs.
 """
 
 import math
@@ -29,10 +29,10 @@ from jaxpar.parallel.techniques.ring_attention.ring_devices import AXIS, RingDev
 
 
 def check(q: jax.Array, k: jax.Array, ways: RingDevices, *, causal: bool) -> None:
-    """Refuses unequal shards, and heads that cannot be exchanged.
+    """Refuses unequal shards, and numbers of heads that cannot be exchanged.
 
     Raises:
-      JaxparError: If the devices do not divide the tokens, or the groups the heads.
+      JaxparError: If the devices do not divide the tokens, or the devices of a group do not divide the heads.
     """
     devices = ways.ring * ways.ulysses
     halves = 2 if causal and ways.ring > 1 else 1
@@ -56,14 +56,14 @@ def check(q: jax.Array, k: jax.Array, ways: RingDevices, *, causal: bool) -> Non
 
 
 def form_name(ways: RingDevices) -> str:
-    """Returns the name of a form."""
+    """Returns the name of an implementation."""
     if ways.ulysses == 1:
         return "ring"
     return "ulysses" if ways.ring == 1 else f"ring x ulysses, ulysses={ways.ulysses}"
 
 
 def _fitting(heads: int, groups: int, ways: RingDevices) -> int:
-    """Returns the largest `ulysses` that divides devices and heads; 0 if only 1 does."""
+    """Returns the largest `ulysses` above 1 that divides devices and heads; 0 if there is none."""
     devices = ways.ring * ways.ulysses
     fits = [
         u
@@ -74,7 +74,7 @@ def _fitting(heads: int, groups: int, ways: RingDevices) -> int:
 
 
 class AttentionSharding(NamedTuple):
-    """The axes, besides that of the sequence, that split examples and heads, where each device runs its own part.
+    """The axes that split examples and heads in a call of attention whose sequences `context` splits.
 
     Attributes:
       batch: Axes of examples.
@@ -110,11 +110,11 @@ def choose(
       k: Keys.
       rule: The mask, and the cap of the scores.
       segments: Shape [batch, seq], or None.
-      ways: The devices.
+      ways: The devices of the ring.
       requested: One of `KERNELS`.
 
     Raises:
-      JaxparError: If the kernel is requested where it does not run; if it fails its trial.
+      JaxparError: If the kernel is requested but does not run here; if it fails `check_kernel`.
     """
     cut = _cut(q, k)
     uneven = cut if isinstance(cut, str) else None
@@ -142,7 +142,7 @@ def choose(
 
 
 def _refusal(q: jax.Array, rule: AttentionMask, segments: jax.Array | None, ways: RingDevices) -> str | None:
-    """Returns why cuDNN's kernel cannot run such a call on any device."""
+    """Explains why cuDNN's kernel cannot run such a call on any device; None if it can."""
     return why_no_part(
         dtype=str(q.dtype), head_dim=q.shape[-1], causal=rule.causal, window=rule.window,
         segments=segments is not None, softcap=rule.softcap is not None, ring=ways.ring, capability=capability(),
@@ -150,7 +150,7 @@ def _refusal(q: jax.Array, rule: AttentionMask, segments: jax.Array | None, ways
 
 
 def _no_gpu(requested: str) -> str | None:
-    """Returns why it does not run on the devices of the mesh."""
+    """Explains why cuDNN's kernel does not run on the devices of the mesh; None if it does."""
     if kernel_override() is not None:
         return None
     if not _for_gpus():
@@ -172,7 +172,7 @@ def _say(ways: RingDevices, why: str) -> None:
 
 
 def _cut(q: jax.Array, k: jax.Array) -> AttentionSharding | str:
-    """Returns the axes that split examples and heads, or why the kernel cannot be called with them."""
+    """Returns the axes that split examples and heads, or the reason why the kernel does not support them."""
     specs = spec_of(QUERIES), spec_of(KEYS)
     mesh = jax.sharding.get_abstract_mesh()
     free = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual}

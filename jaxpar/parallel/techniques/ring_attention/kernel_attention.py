@@ -5,10 +5,10 @@
     early queries       half                2
     late queries        all    half         1                   1      2
 
-A device's own shard is one causal call, though it is two chunks: the early chunk precedes the late one, so causal in
-the shard is causal in the sequence. Of another group two chunks of the four are visible, each of them fully: late
-queries see early keys, and either early queries see early keys, or late queries see late keys. The choice between these
-is a choice of slice offsets, so that all devices run the same calls.
+A device's own shard is one causal call, although it is two chunks: the early chunk precedes the late one, so the causal
+mask of the shard is that of the sequence. With the keys of another group, two of the four pairs of chunks are unmasked,
+each completely: late queries with early keys, and either early queries with early keys, or late queries with late keys.
+Slice offsets choose between the last two, so that all devices run the same calls.
 
 A call returns its output in 16 bits and its logsumexp in float32. Sums over calls are in float32, and so are gradients.
 """
@@ -26,7 +26,7 @@ from jaxpar.parallel.techniques.ring_attention.ring_devices import RingDevices
 
 
 class BackwardState(NamedTuple):
-    """Arrays of the backward pass for queries that have met all keys."""
+    """Arrays for the backward pass, after queries have attended to all keys."""
 
     out: jax.Array  # [b, s, h, k]
     logsumexp: jax.Array  # [b, h, s]
@@ -41,11 +41,11 @@ class BackwardState(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelAttention:
-    """A device's part, as calls of a kernel; see `BlockAttention`. Keys and values are [2, b, t, g, k].
+    """Implements `BlockAttention` by calls of a kernel. Keys and values are one array [2, b, t, g, k].
 
     Attributes:
-      ways: The devices.
-      rule: The mask: the keys that a query sees; a window only where one group has all tokens.
+      ways: The devices of the ring.
+      rule: The mask; a window is only possible if one group has all tokens.
       kernel: The kernel.
     """
 
@@ -62,14 +62,14 @@ class KernelAttention:
         return q
 
     def attend_own(self, queries: jax.Array, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the output, in float32, and the logsumexp over the device's own keys."""
+        """Attends to the device's own keys; returns the output in float32, and the logsumexp."""
         out, logsumexp = self.kernel.forward(queries, *kv, causal=self.rule.causal, window=self.rule.window)
         return (out if self.ways.ring == 1 else out.astype(accumulator_dtype(out))), logsumexp
 
     def attend_other(
         self, sums: tuple[jax.Array, jax.Array], queries: jax.Array, kv: jax.Array, other: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Merges the keys of another group into the output and the logsumexp."""
+        """Attends to another group's keys, and merges the results into the output and the logsumexp."""
         if not self.rule.causal:
             return merge(sums, self.kernel.forward(queries, *kv, causal=False))
         for start_q, start_k, (size_q, size_k) in self._squares(queries, kv, other):
@@ -95,7 +95,7 @@ class KernelAttention:
     def other_gradients(
         self, of_q: jax.Array, queries: jax.Array, kv: jax.Array, end: BackwardState, other: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Adds to the gradients of queries, and returns those of another group's keys."""
+        """Adds the terms of another group's keys to the gradients of queries; also returns these keys' gradients."""
         if not self.rule.causal:
             part_q, grads_kv = self._back(queries, kv, end, causal=False)
             return of_q + part_q, grads_kv
@@ -117,7 +117,7 @@ class KernelAttention:
         return of_q.astype(accumulator_dtype(q)), jnp.stack([of_k, of_v]).astype(accumulator_dtype(q))
 
     def _squares(self, q: jax.Array, kv: jax.Array, other: jax.Array) -> list[tuple]:
-        """Returns (start of queries, start of keys, sizes) of the two pairs of chunks that meet."""
+        """Returns (start of queries, start of keys, sizes) of the two unmasked pairs of chunks."""
         sizes = size_q, size_k = q.shape[1] // 2, kv.shape[2] // 2
         earlier = other < self.ways.group
         return [(size_q, 0, sizes), (jnp.where(earlier, 0, size_q), jnp.where(earlier, 0, size_k), sizes)]

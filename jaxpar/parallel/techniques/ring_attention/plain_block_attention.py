@@ -27,12 +27,12 @@ from jaxpar.parallel.techniques.ring_attention.ring_devices import RingDevices
 
 @dataclass(frozen=True)
 class PlainBlockAttention:
-    """A device's part, as loops over tables of block pairs; see `BlockAttention`.
+    """Implements `BlockAttention` by loops over tables of block pairs.
 
     Attributes:
-      ways: The devices.
+      ways: The devices of the ring.
       tables: The block tables.
-      groups: Heads of keys in a group of devices.
+      groups: Number of heads of keys in a group of devices.
       segments: Segments of all tokens [b, s], or None.
     """
 
@@ -42,7 +42,7 @@ class PlainBlockAttention:
     segments: jax.Array | None
 
     def prepare(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Cuts queries, and keys and values, into blocks."""
+        """Splits queries, and keys and values, into blocks."""
         return split_heads(q, self.tables.queries, self.groups), split_keys(k, v, self.tables.keys)
 
     def queries(self, q: jax.Array) -> Queries:
@@ -82,7 +82,7 @@ class PlainBlockAttention:
     def other_gradients(
         self, of_q: jax.Array, queries: Queries, kv: jax.Array, end: FinalStatistics, other: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Adds to the gradients of queries, and returns those of another group's keys."""
+        """Adds the terms of another group's keys to the gradients of queries; also returns these keys' gradients."""
         keys, table = self._keys(kv, other), self.tables.other_table(self.ways.group, other)
         return accumulate_grads((of_q, zero_grads(kv)), queries, keys, end, (table, self.tables.rule))
 

@@ -6,11 +6,12 @@
     backward too              dK, dV arrive and     dK, dV go home
                               are added to
 
-Each turn sends its keys on before it attends to them, so that communication overlaps. The last turn sends no keys. The
-gradients of keys and values rotate with them, in float32; a turn adds its own when the sum so far has arrived. They go
-home in the dtype of keys: nothing is added there. Keys and values are one array, and so are their gradients: a turn
-sends one permute of each, and XLA cannot postpone the last one of gradients until they go home. The turns are one loop,
-so that the program is as long for 64 devices as for 4.
+In each turn a group sends its current keys to the next group before it attends to them, so that communication overlaps
+with compute. The last turn sends no keys. The gradients of keys and values rotate with them, in float32; a group adds
+its terms when the sum so far has arrived. The last permute returns them to their owner in the dtype of keys, because
+no term is added after it. Keys and values are one array, and so are their gradients, so a turn has one permute of each,
+and XLA cannot postpone the last permute of gradients. The turns are one loop, so that the program for 64 devices is as
+long as that for 4.
 """
 
 from collections.abc import Sequence
@@ -24,30 +25,30 @@ from jaxpar.parallel.techniques.ring_attention.ring_devices import RingDevices
 
 
 class BlockAttention(Protocol):
-    """Block attention of a device's queries to the keys that have arrived; an implementation chooses its own arrays."""
+    """Protocol of attention of a device's queries to the current keys; an implementation chooses its arrays."""
 
     def prepare(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns queries, and keys and values as one array, from shards [b, s, heads, k]."""
         ...
 
     def queries(self, q: jax.Array) -> Any:
-        """Returns queries with everything that is constant over the turns."""
+        """Returns queries with all values that do not change between turns."""
         ...
 
     def attend_own(self, queries: Any, kv: jax.Array) -> Any:
-        """Returns the sums of queries over the keys of their own group."""
+        """Attends to the keys of the own group; returns the running sums."""
         ...
 
     def attend_other(self, sums: Any, queries: Any, kv: jax.Array, other: jax.Array) -> Any:
-        """Adds the keys of another group to the sums."""
+        """Attends to another group's keys, and adds the results to the running sums."""
         ...
 
     def finish(self, sums: Any, dtype: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns the output [b, s, heads, k] and the logsumexp of queries that have met all keys."""
+        """Returns the output [b, s, heads, k] and the logsumexp, from sums over all keys."""
         ...
 
     def backward_state(self, grad: jax.Array, out: jax.Array, logsumexp: jax.Array) -> Any:
-        """Bundles the arrays of the backward pass: the results of `ended`, and the output's gradient."""
+        """Bundles the arrays for the backward pass: the results of `finish`, and the output's gradient."""
         ...
 
     def own_gradients(self, queries: Any, kv: jax.Array, end: Any) -> tuple[jax.Array, jax.Array]:
@@ -57,7 +58,7 @@ class BlockAttention(Protocol):
     def other_gradients(
         self, of_q: jax.Array, queries: Any, kv: jax.Array, end: Any, other: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Adds another group's keys to the gradients of queries; returns these, and those of the keys and values."""
+        """Adds the terms of another group's keys to the gradients of queries; also returns these keys' gradients."""
         ...
 
     def gradients(self, of_q: jax.Array, of_kv: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -67,10 +68,10 @@ class BlockAttention(Protocol):
 
 @dataclass(frozen=True)
 class Ring:
-    """The ring as one device sees it.
+    """The loop over the turns of a ring on one device.
 
     Attributes:
-      ways: The devices.
+      ways: The devices of the ring.
       attention: Implementation of block attention.
     """
 
@@ -78,7 +79,7 @@ class Ring:
     attention: BlockAttention
 
     def group_in_turn(self, turn: int | jax.Array) -> jax.Array:
-        """Returns the group whose keys have arrived in a turn."""
+        """Returns the group whose keys a device has in a turn."""
         return (self.ways.group - turn) % self.ways.ring
 
     def forward(self, q: jax.Array, kv: jax.Array) -> Any:
@@ -135,25 +136,25 @@ def chunks_of(group: jax.Array, ring: int) -> tuple[jax.Array, jax.Array]:
 
 
 def enter(x_bs: jax.Array, ways: RingDevices) -> jax.Array:
-    """Permutes contiguous shards [b, s, ...] into a group's early and late chunk."""
+    """Sends chunks between devices: from contiguous shards [b, s, ...] to an early and a late chunk per group."""
     even, odd = (ways.permute(x, to) for x, to in zip(jnp.split(x_bs, 2, axis=1), _doors(ways.ring), strict=True))
     return jnp.concatenate(_swapped((even, odd), ways), axis=1)
 
 
 def leave(x_bs: jax.Array, ways: RingDevices) -> jax.Array:
-    """Permutes a group's early and late chunk [b, s, ...] into contiguous shards."""
+    """Sends chunks between devices: from an early and a late chunk per group [b, s, ...] back to contiguous shards."""
     doors = [{target: source for source, target in to.items()} for to in _doors(ways.ring)]
     chunks = _swapped(jnp.split(x_bs, 2, axis=1), ways)
     return jnp.concatenate([ways.permute(x, to) for x, to in zip(chunks, doors, strict=True)], axis=1)
 
 
 def _doors(ring: int) -> list[dict[int, int]]:
-    """Returns the target groups of the even chunks, and of the odd chunks."""
+    """Returns the groups to which even chunks and odd chunks are sent."""
     home = {chunk: min(chunk, 2 * ring - 1 - chunk) for chunk in range(2 * ring)}
     return [{group: home[2 * group + odd] for group in range(ring)} for odd in (0, 1)]
 
 
 def _swapped(two: Sequence[jax.Array], ways: RingDevices) -> tuple[jax.Array, jax.Array]:
-    """Swaps two chunks where the group's early chunk is odd."""
+    """Swaps the two chunks of a group if its early chunk is odd."""
     (first, second), even = two, ways.group % 2 == 0
     return jnp.where(even, first, second), jnp.where(even, second, first)

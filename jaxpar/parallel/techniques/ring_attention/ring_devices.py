@@ -1,11 +1,11 @@
-"""The devices of the context axis as a ring of groups: devices of a group exchange heads, the groups rotate keys.
+"""The devices of the context axis as a ring of groups: devices of a group exchange heads, and groups rotate keys.
 
     context = 8, ulysses = 2      group 0    group 1    group 2    group 3
                                   0 1        2 3        4 5        6 7
     all_to_all of heads           within a group
     hops of keys and values       0 -> 2 -> 4 -> 6 -> 0 and 1 -> 3 -> 5 -> 7 -> 1
 
-Neighbours exchange heads, as an all_to_all of all tokens is best kept on the fastest links (arXiv:2405.07719).
+Neighbours exchange heads, because the all_to_all of all tokens needs the fastest links (arXiv:2405.07719).
 """
 
 import math
@@ -21,9 +21,9 @@ class RingDevices:
     """The numbers of devices in a ring, in a group, and of tensor parallelism.
 
     Attributes:
-      ring: Groups, between which keys and values rotate.
-      ulysses: Devices of a group, which exchange heads for tokens.
-      tensor: Shards of the heads over tensor parallelism.
+      ring: Number of groups, between which keys and values rotate.
+      ulysses: Number of devices of a group, which exchange heads for tokens.
+      tensor: Number of shards of the heads by tensor parallelism.
     """
 
     ring: int
@@ -71,7 +71,7 @@ def to_tokens(x: jax.Array, ways: RingDevices, copies: int = 1) -> jax.Array:
 
 
 def to_heads(x: jax.Array, ways: RingDevices, copies: int = 1) -> jax.Array:
-    """Inverts `to_tokens`; sums over copies of a head, as its gradient does."""
+    """Inverts `to_tokens`; sums over copies of a head, as the gradient of `to_tokens` does."""
     u = ways.ulysses
     if u == 1:
         return x
