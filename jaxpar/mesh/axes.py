@@ -3,7 +3,7 @@
 `AXES` is the table, outermost (slowest network) first. An axis belongs to the technique that communicates over it. All
 other code looks up here which axes split the batch, which dims an axis splits, and which are manual in a pipeline.
 
-To add one: write a row of `AXES` (or `with added(axis)`, temporarily in a test or a script), and the technique that
+To add one: write a row of `AXES` (or `with add_axis(axis)`, temporarily in a test or a script), and the technique that
 uses it in `jaxpar.parallel.techniques`. An axis that no technique uses is refused.
 """
 
@@ -24,7 +24,7 @@ class Axis:
       name: Its name in a declaration.
       meaning: Its meaning in a few words.
       splits: Names of the dims of parameters and activations that it splits.
-      splits_batch: Whether it splits the batch: its devices see different examples.
+      splits_batch: Whether it splits the batch, so that its devices train on different examples.
       shards_state: Whether it shards the training state, in addition to the dims that it splits.
       manual: Whether the axis is manual (shard_map) inside a pipeline; otherwise XLA partitions it automatically.
     """
@@ -52,7 +52,7 @@ AXES: dict[str, Axis] = {
         Axis(
             name="tensor",
             meaning="pieces of a matrix",
-            splits=("vocab", "embed_table", "heads", "kv_heads", "mlp", "hidden", "model", "joined_kv"),
+            splits=("vocab", "embed_table", "heads", "kv_heads", "mlp", "hidden", "model", "joined_kv", "channels"),
         ),
     )
 }
@@ -68,7 +68,7 @@ def add_axis(axis: Axis, *, inside: str = "fsdp") -> Iterator[None]:
     """Adds an axis to `AXES` directly inside another one, until the context ends.
 
     Raises:
-      JaxparError: If there is an axis of that name, or none called `inside`.
+      JaxparError: If an axis of that name exists, or no axis is named `inside`.
     """
     if axis.name in AXES or inside not in AXES:
         raise refuse(
@@ -86,10 +86,10 @@ def infer_sizes(sizes: Mapping[str, int], devices: int, *, platform: str = "") -
     Args:
       sizes: Axis name to size; at most one is -1.
       devices: Number of devices of the mesh.
-      platform: Their platform, for the message.
+      platform: Platform of the devices, for the message.
 
     Raises:
-      JaxparError: If a size is no positive number, two are -1, or the product is not `devices`.
+      JaxparError: If a size is not a positive number, two are -1, or the product is not `devices`.
 
     >>> infer_sizes({"data": -1, "tensor": 2}, 8)
     {'data': 4, 'tensor': 2}
@@ -144,7 +144,7 @@ def infer_sizes(sizes: Mapping[str, int], devices: int, *, platform: str = "") -
 
 
 def coordinates(device: int, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Returns the coordinates of a device in a mesh, by its number.
+    """Returns the coordinates of the device with this number in a mesh.
 
     >>> coordinates(5, {"data": 2, "tensor": 4})
     {'data': 1, 'tensor': 1}
@@ -156,7 +156,7 @@ def coordinates(device: int, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def nodes_of_axes(sizes: Mapping[str, int], per_node: int) -> dict[str, int]:
-    """Returns, per axis, the most nodes that one of its groups spans.
+    """Returns, per axis, the largest number of nodes that a group of devices along the axis spans.
 
     >>> nodes_of_axes({"data": 2, "fsdp": 4, "tensor": 4}, per_node=8)
     {'data': 2, 'fsdp': 2, 'tensor': 1}

@@ -1,7 +1,7 @@
-"""Pieces of dims: dims that a program treats as one are joined, dims that it reshapes apart are split.
+"""Pieces of dims: jaxpar joins dims that a program equates, and splits dims that it reshapes into several.
 
 A dim of an array is a tuple of pieces, the outermost first: `[batch, seq, heads * head_dim]` has a third dim of two
-pieces as soon as a reshape shows them. Joined pieces are one piece from then on (union-find), and share their facts.
+pieces once a reshape splits it. Joined pieces become one piece (union-find), and share their facts.
 """
 
 import math
@@ -11,15 +11,16 @@ from dataclasses import dataclass, field
 
 @dataclass
 class DimFacts:
-    """Use of a piece in the program.
+    """The uses of a piece in a program.
 
     Attributes:
-      produced_by: Parameters whose matmuls with activations produce it.
+      produced_by: Parameters whose matmuls with activations have it as an output dim.
       contracted_by: Parameters whose matmuls with activations contract it.
-      batched_count: How often a matmul of two activations keeps it, as queries with keys.
+      batched_count: Number of matmuls of two activations with it as a batch dim, such as queries with keys.
       looked_up: Parameters that are indexed along it.
-      mixed: Why its entries cannot be computed independently: reduced, contracted between activations, or not followed.
-      scanned: Whether a scan goes along it.
+      mixed: Reasons why its entries depend on each other: reduced, contracted between activations, or not followed.
+      scanned: Whether a scan iterates over it.
+      convolved: Whether it is a dim of channels, produced or contracted by a convolution.
     """
 
     produced_by: set[str] = field(default_factory=set)
@@ -28,15 +29,17 @@ class DimFacts:
     looked_up: set[str] = field(default_factory=set)
     mixed: set[str] = field(default_factory=set)
     scanned: bool = False
+    convolved: bool = False
 
     def add(self, other: "DimFacts") -> None:
-        """Adds the facts of another piece that turns out to be this one."""
+        """Adds the facts of a piece that is joined with this one."""
         self.produced_by |= other.produced_by
         self.contracted_by |= other.contracted_by
         self.batched_count += other.batched_count
         self.looked_up |= other.looked_up
         self.mixed |= other.mixed
         self.scanned |= other.scanned
+        self.convolved |= other.convolved
 
 
 @dataclass(eq=False)
@@ -45,9 +48,9 @@ class DimPiece:
 
     Attributes:
       size: Number of entries.
-      facts: Its use in the program.
-      parts: The pieces that it was split into, which then have the facts.
-      same: The piece that it was joined with.
+      facts: How the program uses it.
+      parts: The pieces that it was split into; they then hold the facts.
+      same: The piece that it was joined with, or None.
     """
 
     size: int

@@ -1,4 +1,4 @@
-"""Names of dims by their use in the model's program."""
+"""Infers names of dims from their use in the model's program."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,9 +21,9 @@ class InferredDims:
 
     Attributes:
       names: The name of each dim, or None.
-      pieces: Per dim, the largest number of shards: a dim of heads x head_dim is split between heads.
-      why: The evidence.
-      followed: Whether the whole use of the parameter is known, so that, if no dim may be split, that is certain.
+      pieces: Per dim, the largest number of shards: for a dim of heads x head_dim, the number of heads.
+      why: The evidence, as text.
+      followed: Whether every use of the parameter is known; if so, a dim without a name certainly may not be split.
     """
 
     names: tuple[str | None, ...]
@@ -33,17 +33,21 @@ class InferredDims:
 
 
 def infer_by_use(jaxpr: Jaxpr, paths: Sequence[str]) -> dict[str, InferredDims]:
-    """Infers the dims of all parameters of a traced model, which are its first arguments."""
+    """Infers the dims of all parameters of a traced model; they are the first arguments of its jaxpr."""
     params = {path: tuple(tuple(flat(dim)) for dim in dims) for path, dims in follow_dims(jaxpr, paths).items()}
-    names = _pairs(params)
-    return {path: _read(path, dims, names) for path, dims in params.items()}
+    names, of_param = _pairs(params)
+    return {path: _read(path, dims, names, of_param.get(path)) for path, dims in params.items()}
 
 
-def _pairs(params: Mapping[str, Sequence[Dim]]) -> dict[DimPiece, str]:
-    """Names the pieces that one parameter produces and another contracts; one piece for each parameter.
+def _pairs(params: Mapping[str, Sequence[Dim]]) -> tuple[dict[DimPiece, str], dict[str, DimPiece]]:
+    """Names the pieces that one parameter produces and another contracts, at most one per parameter.
 
-    Pieces where queries meet keys come first, then those of fewest parameters: otherwise the stream, which every layer
-    reads and adds to, would take all of them.
+    Batch dims of attention come first, then the pieces that the fewest parameters use: otherwise the residual stream,
+    which every layer reads and adds to, would be chosen for every parameter. Of the channels that convolutions produce
+    a convolution in no pair has its outputs named: unsplit, every device would compute all of it.
+
+    Returns:
+      The names of pieces, and the piece of each parameter that is in a pair.
     """
     order = {piece: n for n, piece in enumerate(p for dims in params.values() for dim in dims for p in dim)}
     candidates = [piece for piece in order if _computed_apart(piece)]
@@ -52,10 +56,17 @@ def _pairs(params: Mapping[str, Sequence[Dim]]) -> dict[DimPiece, str]:
     assigned: dict[str, DimPiece] = {}
     for piece in candidates:
         owners = [path for path in piece.facts.produced_by | piece.facts.contracted_by if path in params]
-        if all(path not in assigned or _follows(params[path], assigned[path], piece) for path in owners):
-            chosen[piece] = "heads" if piece.facts.batched_count else "mlp"
+        flattened = piece.facts.convolved and any(piece in dim[1:] for path in owners for dim in params[path])
+        if not flattened and all(
+            path not in assigned or _follows(params[path], assigned[path], piece) for path in owners
+        ):
+            chosen[piece] = "heads" if piece.facts.batched_count else "channels" if piece.facts.convolved else "mlp"
             assigned |= dict.fromkeys(owners, piece)
-    return chosen
+    for path, dims in params.items():
+        outputs = [dim[0] for dim in dims if dim and path in dim[0].facts.produced_by and dim[0].facts.convolved]
+        if path not in assigned and outputs and not outputs[0].facts.mixed:
+            chosen[outputs[0]], assigned[path] = "channels", outputs[0]
+    return chosen, assigned
 
 
 def _computed_apart(piece: DimPiece) -> bool:
@@ -65,13 +76,16 @@ def _computed_apart(piece: DimPiece) -> bool:
 
 
 def _follows(dims: Sequence[Dim], first: DimPiece, piece: DimPiece) -> bool:
-    """Whether a piece comes right after another in a dim, with the same use: heads in groups that share keys."""
+    """Whether a piece comes right after another in a dim, with the same use, as head groups after the kv heads."""
     return first.facts.batched_count == piece.facts.batched_count and any(
         pair == (first, piece) for dim in dims for pair in pairwise(dim)
     )
 
 
-def _read(path: str, dims: Sequence[Dim], pairs: Mapping[DimPiece, str]) -> InferredDims:
+def _read(path: str, dims: Sequence[Dim], names: Mapping[DimPiece, str], assigned: DimPiece | None) -> InferredDims:
+    pairs = names  # a kernel between two pairs of channels is split along the dim of its own
+    if assigned is not None and assigned.facts.convolved:
+        pairs = {piece: name for piece, name in names.items() if piece is assigned}
     rows = [_row(path, index, dims, pairs) for index in range(len(dims))]
     cut = [piece for dim in dims for piece in dim if piece in pairs]
     return InferredDims(
@@ -83,7 +97,7 @@ def _read(path: str, dims: Sequence[Dim], pairs: Mapping[DimPiece, str]) -> Infe
 
 
 def _row(path: str, index: int, dims: Sequence[Dim], pairs: Mapping[DimPiece, str]) -> tuple[str | None, int]:
-    """Returns the name of a dim, and its largest number of shards."""
+    """Returns the name of a parameter's dim `index`, and its largest number of shards."""
     dim = dims[index]
     size = math.prod(piece.size for piece in dim)
     if not dim:
@@ -101,7 +115,7 @@ def _row(path: str, index: int, dims: Sequence[Dim], pairs: Mapping[DimPiece, st
     read_out = facts.produced_by and not facts.contracted_by and not facts.looked_up and len(dims) > 1
     head = (
         read_out and path in facts.produced_by and size >= other_entries
-    )  # unsplit, every device would compute all logits
+    )  # if it were unsplit, every device would compute all logits
     if tied or head or (path in facts.looked_up and size > WIDE * other_entries):
         return "vocab", size
     if any(piece.facts.batched_count or "contracted between activations" in piece.facts.mixed for piece in dim):

@@ -1,7 +1,7 @@
-"""Names of dims by the usual layer names, and by the shapes of sibling parameters: for models without a program.
+"""Infers names of dims from usual layer names and the shapes of sibling parameters, for models that are not traced.
 
-A kernel of [embed, heads, head_dim] looks like a stack of kernels [embed, heads]. It is a stack only if its siblings
-confirm it: in a stack all parameters have the same dim 0, including those for which it can only be an extra dim.
+A kernel of [embed, heads, head_dim] looks like a stack of kernels [embed, heads]. It is a stack only if all parameters
+of the module have the same dim 0, and some of them, such as biases, have one dim more than usual.
 """
 
 import re
@@ -40,7 +40,7 @@ WORDS: tuple[tuple[str, tuple[str | None, ...]], ...] = (
 
 
 def infer_by_words(leaves: Mapping[str, Leaf]) -> dict[str, InferredDims]:
-    """Infers the dims of the parameters whose paths have a known end."""
+    """Infers the dims of the parameters whose paths end in a known word."""
     stacks = _stacks(leaves)
     reads = {}
     for path, leaf in leaves.items():
@@ -63,7 +63,7 @@ def _named(path: str, rank: int) -> tuple[str | None, ...] | None:
 
 
 def _in_order(shape: tuple[int, ...]) -> tuple[str, str, str]:
-    """Names the dims of a projection to heads: of its first two dims, the wider one is the stream."""
+    """Names the dims of a projection to heads: the wider of its first two dims is the residual stream."""
     return ("embed", "heads", "head_dim") if shape[0] >= shape[1] else ("heads", "embed", "head_dim")
 
 
@@ -84,7 +84,7 @@ def _stacks(leaves: Mapping[str, Leaf]) -> set[str]:
 
 
 def _too_many(path: str, rank: int) -> bool:
-    """Whether a parameter has one dim more than its kind has, and no other explanation."""
+    """Whether a parameter has one dim more than usual for its kind, with no explanation but a stack."""
     if re.search(r"(^|[/_])(bias|scale|beta|gamma)$", path):
         return rank > 1 and not re.search(_IN + "/bias$", path)
     if re.search(rf"(^|/){_OUT}{_W}$", path):

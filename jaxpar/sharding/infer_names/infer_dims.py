@@ -1,4 +1,4 @@
-"""Infers the dims of a model's unannotated parameters: by use if there is a program, else by words."""
+"""Infers the dims of a model's unannotated parameters: from their use if the model is traced, else from their paths."""
 
 import math
 from collections.abc import Mapping
@@ -7,8 +7,8 @@ from jaxpar.sharding.infer_names.from_use import InferredDims, infer_by_use
 from jaxpar.sharding.infer_names.from_words import infer_by_words
 from jaxpar.sharding.names import Blueprint
 
-CUT = {"heads", "mlp", "vocab"}
-# A table whose features meet no matrix, as in word2vec: nothing pairs with its rows.
+CUT = {"heads", "mlp", "vocab", "channels"}
+# A table whose features no matrix reads, as in word2vec: no parameter pairs with its rows.
 TABLE = ("vocab", None)
 # Matrices that pair with no other stay whole, as Megatron-LM leaves the pooler of BERT, if together they have at most
 # this share of the entries of a model's matrices. If they have more, as an LSTM next to attention, they are split by
@@ -17,11 +17,11 @@ UNPAIRED = 1 / 20
 
 
 def infer_dims(blueprint: Blueprint, *, use: bool) -> dict[str, InferredDims]:
-    """Infers the dims of parameters that the model does not name.
+    """Infers the dims of the parameters whose dims the model does not name.
 
     Args:
       blueprint: The model.
-      use: Whether to trace its program, for axes that split matrices; without them only stacks matter.
+      use: Whether to trace the model; needed if an axis splits matrices, since otherwise only stacks matter.
     """
     words = infer_by_words(blueprint.other_leaves) | infer_by_words(blueprint.leaves)
     if not use or blueprint.program is None or all(leaf.names is not None for leaf in blueprint.leaves.values()):
@@ -37,22 +37,22 @@ def infer_dims(blueprint: Blueprint, *, use: bool) -> dict[str, InferredDims]:
 
 
 def _unpaired(used: Mapping[str, InferredDims]) -> set[str]:
-    """Returns the matrices in which use finds no dim to split; empty if they are few, which stay whole."""
+    """Returns the matrices in which no dim may be split by its use; the empty set if they are a small share of all."""
     sizes = {path: math.prod(dims.pieces) for path, dims in used.items() if _multiplied(dims)}
     unpaired = {path for path in sizes if not CUT & {*used[path].names}}
     return unpaired if sum(sizes[path] for path in unpaired) > UNPAIRED * sum(sizes.values()) else set()
 
 
 def _multiplied(read: InferredDims) -> bool:
-    """Whether activations are multiplied by a parameter: matmuls produce or contract each of its dims."""
+    """Whether a parameter multiplies activations: matmuls produce or contract each of its dims."""
     layer_names = read.names[read.names[:1] == ("layers",) :]
     return read.followed and len(layer_names) > 1 and None not in layer_names
 
 
 def _better(used: InferredDims, named: InferredDims | None) -> bool:
-    """Whether use tells more than words: not if only words find heads or mlp, or use could not be followed.
+    """Whether inference from use is better than from words: not if only words find heads or mlp, or a use is unknown.
 
-    A norm over all heads may mix them: that costs a small all-reduce, and does not prevent splitting them.
+    Heads may be split even if a norm over all heads mixes them: it costs only a small all-reduce.
     """
     if CUT & {*used.names}:
         return True

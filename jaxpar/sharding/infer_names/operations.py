@@ -1,4 +1,4 @@
-"""Dims of the results of JAX operations, from the dims of their operands."""
+"""Computes the dims of the results of JAX operations from the dims of their operands."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class TracedArray:
 
     Attributes:
       dims: Its dims.
-      source: The parameters that it is computed from, empty for a constant or an input; None for an activation.
+      source: The parameters that it is computed from; empty for a constant or an input, None for an activation.
     """
 
     dims: tuple[Dim, ...]
@@ -22,11 +22,11 @@ class TracedArray:
 
 
 Rule = Callable[[JaxprEqn, list[TracedArray]], list[TracedArray]]
-CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # parameters of equations that hold a called program
+CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # parameters of equations that hold an inner jaxpr
 
 
 def elementwise(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
-    """Treats an operation as elementwise: dims of equal size are joined. Dims that no result has are not followed."""
+    """Handles an operation as elementwise: joins dims of equal size, and marks dims that no result has as unknown."""
     source, shapes = _source(arrays), [_shape(var) for var in eqn.outvars]
     results = [[fresh(size) for size in shape] for shape in shapes]
     for array, operand in zip(arrays, eqn.invars, strict=True):
@@ -50,7 +50,7 @@ def _shape(var) -> tuple[int, ...]:
 def _reduce(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
     axes = eqn.params["axes"]
     for array in arrays:
-        # sums of parameters alone, as for a penalty or a norm of weights, are small
+        # sums over only parameters, as in a penalty or a norm of weights, are small
         for axis in axes if not array.source else ():
             mix(array.dims[axis], "reduced")
     dims = tuple(dim for axis, dim in enumerate(arrays[0].dims) if axis not in axes)
@@ -58,7 +58,7 @@ def _reduce(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
 
 
 def _along(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
-    """Operations that sum or sort along an axis, and keep it."""
+    """Handles cumulative sums, sorts and other operations along an axis that the result still has."""
     axis = eqn.params.get("axis", eqn.params.get("dimension", -1))
     for array in arrays:
         if array.dims:
@@ -81,7 +81,7 @@ def _broadcast(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
 
 
 def _slice(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
-    """Slices: one of equal parts is a row of the dim reshaped to [parts, entries]."""
+    """Handles a slice: one of several equal parts is a row of the dim reshaped to [parts, entries]."""
     shape, result = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
     starts = eqn.params.get("start_indices", (0,) * len(shape))
     static = eqn.primitive.name == "slice" and eqn.params.get("strides") is None
@@ -102,7 +102,7 @@ def _split(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
 def _part(dim: Dim, size: int, length: int, equal: bool) -> Dim:
     if equal:
         return regroup([dim], [size // length, length])[1]
-    if length > 1:  # an index alone mixes nothing
+    if length > 1:  # an index mixes no entries
         mix(dim, "not followed")
     return fresh(length)
 
@@ -127,7 +127,7 @@ def _concatenate(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
 
 
 def _update(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
-    """Writes a part of an array, as a cache does: dims of equal size are joined."""
+    """Handles an update of a part of an array, as in a KV cache: joins dims of equal size."""
     shapes = [_shape(var) for var in eqn.invars[:2]]
     for whole, dim, size, part in zip(arrays[0].dims, arrays[1].dims, *shapes, strict=True):
         if size == part:
@@ -136,7 +136,7 @@ def _update(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
 
 
 def _gather(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
-    """Looks rows up: the result keeps the dims that are not indexed."""
+    """Handles a lookup of rows: the result has the dims that are not indexed."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     table, shape = arrays[0], _shape(eqn.invars[0])
     dims = [fresh(size) for size in _shape(eqn.outvars[0])]
@@ -171,7 +171,7 @@ def _dot(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
     free_dims = [[array.dims[axis] for axis in axes] for array, axes in zip(arrays, free, strict=True)]
     weights = [array.source or frozenset() for array in arrays]
     if all(weights):
-        source = weights[0] | weights[1]  # a parameter computed from others, as of low rank
+        source = weights[0] | weights[1]  # a parameter that is computed from others, such as a low-rank sum
     elif any(weights):
         side, source = (0 if weights[0] else 1), None
         for path in weights[side]:
@@ -186,10 +186,26 @@ def _dot(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
 
 
 def _convolve(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
-    for array in arrays:
-        for dim in array.dims:
+    """Follows the channels of a convolution by a parameter; in a depthwise one each meets its own kernel alone."""
+    (images, kernel), shape, numbers = arrays, _shape(eqn.outvars[0]), eqn.params["dimension_numbers"]
+    groups, channels = eqn.params["feature_group_count"], images.dims[numbers.lhs_spec[1]]
+    depthwise = groups == _shape(eqn.invars[0])[numbers.lhs_spec[1]] == shape[numbers.out_spec[1]]
+    plain = kernel.source and not images.source and eqn.params["batch_group_count"] == 1
+    if not plain or (groups > 1 and not depthwise):
+        for dim in (*images.dims, *kernel.dims):
             mix(dim, "not followed")
-    return [TracedArray(tuple(map(fresh, _shape(eqn.outvars[0]))), None)]
+        return [TracedArray(tuple(map(fresh, shape)), None)]
+    dims = [fresh(size) for size in shape]
+    dims[numbers.out_spec[0]] = images.dims[numbers.lhs_spec[0]]
+    outputs = dims[numbers.out_spec[1]] = kernel.dims[numbers.rhs_spec[0]]
+    if depthwise:
+        join(channels, outputs)
+    else:
+        join(channels, kernel.dims[numbers.rhs_spec[1]])
+        for path in kernel.source or ():
+            _note([channels], DimFacts(contracted_by={path}, convolved=True))
+            _note([outputs], DimFacts(produced_by={path}, convolved=True))
+    return [TracedArray(tuple(dims), None)]
 
 
 def _note(dims: Sequence[Dim], facts: DimFacts) -> None:

@@ -83,7 +83,7 @@ def _stacked(outer, inner) -> bool:
 
 
 def _again(out: list[TracedArray], carry: list[TracedArray]) -> list[TracedArray]:
-    """Joins the carry of a loop: the result of an iteration is the input of the next."""
+    """Joins the dims of a loop's carry: the result of an iteration is the input of the next."""
     return [_one_of(pair) for pair in zip(carry, out, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""Traces one call of a model on abstract inputs: the program from which its parameters' dims are inferred."""
+"""Traces one call of a model on abstract inputs; its parameters' dims are inferred from this program."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,12 +13,12 @@ from jaxpar.sharding.nnx.hooks import step_hooks
 
 
 def trace_program(init: Callable, bind: Callable, call: Callable[[Any], Any]) -> Program:
-    """Returns the program of a call, and the paths of the parameters that are its first arguments.
+    """Returns the jaxpr of a call, and the paths of the parameters, which are its first arguments.
 
     Args:
       init: `Blueprint.init`.
       bind: `Blueprint.bind`.
-      call: Calls a model once, as training will.
+      call: Calls a model once, in the way that the loss will.
     """
 
     def program(values: Tree, state: Tree) -> None:
