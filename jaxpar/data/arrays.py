@@ -1,4 +1,4 @@
-"""Examples that are rows of arrays: from files, or scikit-learn's handwritten digits."""
+"""Examples that are rows of arrays: from files, or scikit-learn's handwritten digits and photographs."""
 
 import hashlib
 import tokenize
@@ -15,6 +15,7 @@ from jaxpar.data.text import Examples
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.files import check_plain
 
+TILE = 64  # rows and columns of a tile of a photograph
 BLOCK = 2**22  # bytes per read
 RULE = "arrays come as .npz, .npy or a folder of .npy, and hold numbers"
 FIX = "np.savez(path, inputs=..., labels=...)"
@@ -107,6 +108,27 @@ def load_digits() -> dict[str, np.ndarray]:
         ) from error
     digits: Any = load_digits()
     return {"inputs": (digits["images"] / 16).astype(np.float32), "labels": digits["target"].astype(np.int32)}
+
+
+def load_photographs() -> dict[str, np.ndarray]:
+    """Returns tiles of scikit-learn's two photographs, whose colours are to be found from their brightness.
+
+    Returns:
+      `inputs` [120, 64, 64], brightness within 0..1, and `labels` [120, 64, 64]: which of red, green and blue is most.
+    """
+    try:
+        from sklearn.datasets import load_sample_images
+
+        photographs: Any = load_sample_images()
+    except ImportError as error:  # without Pillow scikit-learn raises it too
+        raise refuse(
+            "data.source = 'photographs' without scikit-learn and Pillow",
+            rule="the photographs come with scikit-learn, which reads them by Pillow",
+            fix="pip install 'jaxpar[digits]'",
+        ) from error
+    images = np.stack(photographs["images"])[:, : 6 * TILE, : 10 * TILE]
+    tiles = images.reshape(-1, 6, TILE, 10, TILE, 3).swapaxes(2, 3).reshape(-1, TILE, TILE, 3)
+    return {"inputs": (tiles.mean(axis=-1) / 255).astype(np.float32), "labels": tiles.argmax(axis=-1).astype(np.int32)}
 
 
 def load_arrays(path: Path, *, check_all: bool = False) -> dict[str, np.ndarray]:

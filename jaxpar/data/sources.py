@@ -4,7 +4,7 @@ stdlib    the source code of this machine's Python: real text, no download
 text      any file, folder or glob: each file is a document
 jsonl     lines of JSON, each one a document: a column of text or of messages
 parquet   rows of Parquet, likewise
-digits    scikit-learn's handwritten digits
+digits    scikit-learn's handwritten digits; photographs: tiles of its two photographs, a class for each pixel
 arrays    .npz, .npy or a folder of .npy; a flat .npy of integers and a .bin are token ids
 pkg:name  an object with `batch(step, size)`, a map-style dataset, an iterable of batches, or a function returning one
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.data.arrays import Arrays, load_arrays, load_digits
+from jaxpar.data.arrays import Arrays, load_arrays, load_digits, load_photographs
 from jaxpar.data.corpus import blocks
 from jaxpar.data.document_rows import DocumentRows, length_note
 from jaxpar.data.documents.plain_text import TextFile, WrongBytes
@@ -138,6 +138,8 @@ def open_data(
         return _of_text(spec, folder, seed)
     if spec.source == "digits":
         return Arrays(load_digits(), spec, seed)
+    if spec.source == "photographs":
+        return Arrays(load_photographs(), spec, seed)
     if spec.source == "arrays" and is_token_stream(Path(str(spec.path))):
         return TokenStream(Path(str(spec.path)), spec, seed)
     if spec.source == "arrays":

@@ -25,9 +25,9 @@ class Data(Keywords):
     """The data to train on.
 
     Attributes:
-      source: stdlib, text, jsonl, parquet, digits, arrays, or "package.module:name" of a Python iterable, of a function
-        that returns one, or of an object with batch(step, size) and, to be evaluated, evaluation(index, size); its
-        `examples`, if any, is the number of training examples.
+      source: stdlib, text, jsonl, parquet, digits, photographs, arrays, or "package.module:name" of a Python iterable,
+        of a function that returns one, or of an object with batch(step, size) and, to be evaluated, evaluation(index,
+        size); its `examples`, if any, is the number of training examples.
       evaluation: "package.module:name" of held-out examples, if the source has no `evaluation` itself: a map-style
         dataset, an iterable of batches, or a function that returns one.
       sets: Evaluation sets by name, each a table of source, path, pattern, column, messages and learn; the other keys,
@@ -124,7 +124,7 @@ class Data(Keywords):
             )
         except JaxparError as error:
             problems += error.problems
-        known_sources = (*TEXT, "digits", "arrays")
+        known_sources = (*TEXT, "digits", "photographs", "arrays")
         if self.source not in known_sources and not (isinstance(self.source, str) and ":" in self.source):
             rule = f'a source is {", ".join(known_sources)}, or "package.module:name"'
             problems.append(

@@ -38,7 +38,7 @@ from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch
 from jaxpar.job.parts.measures import derived_of, resolve_loggers
 from jaxpar.job.parts.models import batch_spec
-from jaxpar.job.parts.names import COUNTED
+from jaxpar.job.parts.names import counted_unit
 from jaxpar.job.parts.optimizers import best_of
 from jaxpar.job.parts.plan_traced import candidate_of
 from jaxpar.measure.record import versions, where
@@ -162,7 +162,7 @@ def _train(
             step.compiler.compare_programs, step.compiler.compile_context = watchdog.agree, watchdog.compiling
     devices = list(built.layout.device_mesh.devices.flat)
     progress = Progress(
-        job.train.steps, every=job.metrics.show_every, unit=COUNTED.get(job.train.loss, "loss terms"),
+        job.train.steps, every=job.metrics.show_every, unit=counted_unit(job),
         flops=step_flop(built), batch=job.train.global_batch, peak=_peak_flops(devices),
         stream=stream if is_writer else io.StringIO(), events=_events(folder, steps) if is_writer else None,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Convolutions of a traced step, over axes that XLA splits wrongly or not at all. No model is edited.
+"""Convolutions and pooling of a traced step, over axes that XLA splits wrongly or not at all. No model is edited.
 
     images in pieces         each device convolves its own rows, after an exchange with its neighbours
     grouped convolutions     each device convolves its own examples, and over `tensor` its own groups
@@ -16,15 +16,15 @@ passes call this one.
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import jax
 from jax import lax
 from jax.sharding import PartitionSpec, get_abstract_mesh
 
-from jaxpar.mesh.axes import batch_axes
 from jaxpar.models.dim_names import SPATIAL, axes_of, constrain_to, spec_of
+from jaxpar.parallel.manual_axes import example_axes
 
 if TYPE_CHECKING:
     from jaxpar.parallel.image_pieces import Piece
@@ -43,7 +43,7 @@ def split_convolutions() -> Iterator[None]:
     def run(images, kernel, **params):
         pieces: dict[int, Piece] = {}
         if split := image_axes(params):
-            from jaxpar.parallel.image_pieces import piece_of  # no part of a step that splits no images
+            from jaxpar.parallel.image_pieces import piece_of
 
             shapes = images.shape, kernel.shape
             pieces = {dim: piece for dim, axes in split.items() if (piece := piece_of(dim, axes, *shapes, params))}
@@ -59,9 +59,18 @@ def split_convolutions() -> Iterator[None]:
 
     CONVOLUTION.bind = run
     try:
-        yield
+        with _pooling():
+            yield
     finally:
         del CONVOLUTION.bind
+
+
+def _pooling() -> AbstractContextManager[None]:
+    if not any(axes_of(entry) for entry in spec_of(SPATIAL) or ()):
+        return nullcontext()
+    from jaxpar.parallel.image_pieces import split_pooling  # no part of a step that splits no images
+
+    return split_pooling()
 
 
 def _run_split(
@@ -97,14 +106,6 @@ def _run_split(
     for dim, piece in pieces.items():
         result = lax.slice_in_dim(result, 0, piece.window.result, axis=dims.out_spec[2 + dim])
     return result
-
-
-def example_axes(examples: int) -> tuple[str, ...]:
-    """Returns the axes that split a batch of so many examples in `jax.shard_map`."""
-    mesh = get_abstract_mesh()
-    ways = {axis: size for axis, size in mesh.shape.items() if size > 1 and axis not in mesh.manual_axes}
-    batch = tuple(axis for axis in batch_axes(ways) if axis in ways)
-    return () if examples % math.prod(ways[axis] for axis in batch) else batch
 
 
 def image_axes(params: Any) -> dict[int, tuple[str, ...]]:

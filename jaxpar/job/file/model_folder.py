@@ -14,7 +14,7 @@ from typing import Any
 from jaxpar.errors import JaxparError, Problem, suggest
 from jaxpar.models.huggingface.config import settings_of
 from jaxpar.models.huggingface.folder import CONFIG, is_folder, model_table, read_config
-from jaxpar.models.settings.vit import MODELS
+from jaxpar.models.settings.table import MODELS
 
 HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # a model id on the Hugging Face Hub
 OWN = ("dropout", "scan")  # jaxpar's own settings, absent from config.json; they do not change a trained model

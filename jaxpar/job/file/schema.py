@@ -172,9 +172,9 @@ class Job:
       run: Run folder and resuming.
       mesh: Devices.
       parallel: Sizes of the parallel axes and techniques.
-      model: `name` (decoder, vit, resnet, mlp, "package.module:Object", or a Hugging Face folder of a Llama or GPT-2,
-        from whose weights the run then starts) and its settings; a config object is a table of its own,
-        [model.config], or "package.module:object".
+      model: `name` (decoder, vit, resnet, unet, alexnet, vgg, googlenet, mlp, "package.module:Object", or a Hugging
+        Face folder of a Llama or GPT-2, from whose weights the run then starts) and its settings; a config object is a
+        table of its own, [model.config], or "package.module:object".
       data: Training data.
       optimizer: Optimizer and learning rate.
       sweep: Optimizer settings in which the members of a population differ.

@@ -7,6 +7,7 @@ import typing
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial, wraps
+from importlib import import_module
 from typing import Any
 
 import jax
@@ -16,21 +17,13 @@ from jaxpar.errors import JaxparError, Problem, first_problems, refuse, suggest,
 from jaxpar.job.file.import_object import import_object
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch, open_data
-from jaxpar.job.parts.names import MODELS, custom_loss, model_table, settings_of
-from jaxpar.models.decoder import Decoder
-from jaxpar.models.mlp import MLP
-from jaxpar.models.resnet import ResNet
-from jaxpar.models.settings.decoder import DecoderConfig
-from jaxpar.models.settings.mlp import MLPConfig
-from jaxpar.models.settings.resnet import ResNetConfig
-from jaxpar.models.settings.vit import ViTConfig
-from jaxpar.models.vit import ViT
+from jaxpar.job.parts.names import LOSSES, custom_loss, model_table, settings_of
+from jaxpar.models.settings.table import MODELS, REFERENCE_MODELS
 from jaxpar.parallel.compose import as_blueprint
 from jaxpar.sharding import linen_model
 from jaxpar.sharding.adapters import with_adapters
 from jaxpar.sharding.infer_names.trace_call import with_program, zeros_like_input
 from jaxpar.sharding.names import Blueprint
-from jaxpar.step.losses import classification_loss, next_token_loss
 from jaxpar.step.stochastic_loss.loss import traceable_loss
 
 # Object-valued model settings: a table or an import path becomes the config object that the model expects.
@@ -96,13 +89,14 @@ def _hints(target: Callable) -> dict[str, Any]:
         return {}
 
 
-MADE: Mapping[type, Callable] = {DecoderConfig: Decoder, ViTConfig: ViT, ResNetConfig: ResNet, MLPConfig: MLP}
-LOSSES: Mapping[str, Callable] = {"next_token": next_token_loss, "classify": classification_loss}
-
-
 def resolve_loss(job: Job) -> Callable:
     loss = custom_loss(job)
-    return LOSSES[job.train.loss] if loss is None else loss
+    return _load(LOSSES[job.train.loss].path) if loss is None else loss
+
+
+def _load(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
 
 
 def resolve_model(job: Job, loss: Callable) -> Blueprint | Callable:
@@ -193,8 +187,9 @@ def _builtin_model(job: Job) -> Callable:
     settings = settings_of(job)
     if not job.data.is_text and hasattr(settings, "classes"):
         _check_labels(job, settings)
-    _check_documents(job, MADE[type(settings)].__call__)
-    return partial(MADE[type(settings)], settings)
+    model = _load(REFERENCE_MODELS[job.model["name"]].path)
+    _check_documents(job, model.__call__)
+    return partial(model, settings)
 
 
 def _linen(job: Job, module: Any, loss: Callable) -> Blueprint:

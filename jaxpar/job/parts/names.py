@@ -1,7 +1,7 @@
 """Checks the model and loss names of a job and their settings, without importing JAX; `models.py` builds them."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxpar.data.spec import OURS
@@ -11,9 +11,31 @@ from jaxpar.job.file.import_object import import_object
 from jaxpar.job.file.model_folder import unknown_model_problem
 from jaxpar.job.file.parse import validate
 from jaxpar.job.file.schema import Job
-from jaxpar.models.settings.vit import MODELS
+from jaxpar.models.settings.table import MODELS
 
-COUNTED = {"next_token": "tokens", "classify": "examples"}  # jaxpar's losses, and the unit that each counts
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReferenceLoss:
+    """A loss that jaxpar brings.
+
+    Attributes:
+      unit: What it counts.
+      path: Its function, `module:function`.
+    """
+
+    unit: str
+    path: str
+
+
+LOSSES: Mapping[str, ReferenceLoss] = {
+    "next_token": ReferenceLoss("tokens", "jaxpar.step.losses:next_token_loss"),
+    "classify": ReferenceLoss("examples", "jaxpar.step.losses:classification_loss"),
+}
+
+
+def counted_unit(job: Job) -> str:
+    """Returns the unit that a job's loss counts."""
+    return LOSSES[job.train.loss].unit if job.train.loss in LOSSES else "loss terms"
 
 
 def model_table(job: Job) -> tuple[str, dict[str, Any]]:
@@ -53,11 +75,11 @@ def custom_loss(job: Job) -> Callable | None:
       JaxparError: If it is neither, or not callable.
     """
     name = job.train.loss
-    if name in COUNTED:
+    if name in LOSSES:
         return None
     if ":" not in name:
-        rule = f'a loss is {" or ".join(COUNTED)}, or "package.module:function"'
-        raise refuse(f"train.loss = {name!r}", rule=rule, fix=suggest(name, COUNTED))
+        rule = f'a loss is {" or ".join(LOSSES)}, or "package.module:function"'
+        raise refuse(f"train.loss = {name!r}", rule=rule, fix=suggest(name, LOSSES))
     target = import_object(name, "train.loss", allowed=job.allow_import)
     if not callable(target):
         raise refuse(

@@ -1,6 +1,7 @@
 """The settings of a residual network."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from jaxpar.errors import check_ranges, refuse
 
@@ -14,12 +15,17 @@ class ResNetConfig:
       classes: Number of outputs.
       blocks: Residual blocks in each stage; every stage after the first halves the image.
       width: Channels of the first stage; each stage doubles them.
+      bottleneck: Blocks of 1x1, 3x3 and 1x1 convolutions with four times the channels outside, as in ResNet-50, instead
+        of two 3x3 convolutions.
+      stem: "small", a 3x3 convolution, or "large", a 7x7 convolution of stride 2 and a pool of stride 2, for ImageNet.
     """
 
     channels: int = 1
     classes: int = 10
     blocks: tuple[int, ...] = (1, 1, 1)
     width: int = 16
+    bottleneck: bool = False
+    stem: Literal["small", "large"] = "small"
 
     def __post_init__(self):
         high = 2**31 - 1

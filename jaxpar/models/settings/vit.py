@@ -1,12 +1,9 @@
 """The settings of a vision transformer."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxpar.errors import Keywords, check_ranges, nearest_divisor, refuse
-from jaxpar.models.settings.decoder import DecoderConfig, check_heads
-from jaxpar.models.settings.mlp import MLPConfig
-from jaxpar.models.settings.resnet import ResNetConfig
+from jaxpar.models.settings.decoder import check_heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +50,3 @@ class ViTConfig(Keywords):
                 fix=f"patch = {nearest_divisor(self.size, self.patch) or self.size}",
             )
         check_heads(self.dim, self.heads)
-
-
-# The models that a job may name, and the settings of each.
-
-MODELS: Mapping[str, type] = {
-    "decoder": DecoderConfig,
-    "vit": ViTConfig,
-    "resnet": ResNetConfig,
-    "mlp": MLPConfig,
-}

@@ -1,0 +1,123 @@
+"""The settings of convolutional networks for images and volumes; those of residual networks are in `resnet.py`."""
+
+from dataclasses import dataclass
+
+from jaxpar.errors import check_ranges, refuse
+
+HIGH = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlexNetConfig:
+    """Shape of an AlexNet; the defaults are those of Krizhevsky 2014, 61.1 M parameters.
+
+    Attributes:
+      size: Height and width of an image, in pixels.
+      channels: Channels of an image.
+      classes: Number of outputs.
+      width: Channels of the first convolution; the others follow in the published ratios.
+      hidden: Width of the two hidden dense layers.
+      dropout: Dropout rate before each of them, in training only.
+    """
+
+    size: int = 224
+    channels: int = 3
+    classes: int = 1000
+    width: int = 64
+    hidden: int = 4096
+    dropout: float = 0.5
+
+    def __post_init__(self):
+        numbers = {name: (1, HIGH) for name in ("channels", "classes", "width", "hidden")}
+        check_ranges(self, "model", {"size": (63, HIGH), "dropout": (0, 1)} | numbers, below=["dropout"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class VGGConfig:
+    """Shape of a VGG network; the defaults are VGG-16, 138.4 M parameters.
+
+    Attributes:
+      size: Height and width of an image, in pixels.
+      channels: Channels of an image.
+      classes: Number of outputs.
+      blocks: 3x3 convolutions in each stage; every stage ends by halving the image.
+      width: Channels of the first stage; each stage doubles them, up to eight times as many.
+      hidden: Width of the two hidden dense layers.
+      dropout: Dropout rate after each of them, in training only.
+    """
+
+    size: int = 224
+    channels: int = 3
+    classes: int = 1000
+    blocks: tuple[int, ...] = (2, 2, 3, 3, 3)
+    width: int = 64
+    hidden: int = 4096
+    dropout: float = 0.5
+
+    def __post_init__(self):
+        numbers = {name: (1, HIGH) for name in ("size", "channels", "classes", "width", "hidden")}
+        check_ranges(self, "model", {"dropout": (0, 1)} | numbers, below=["dropout"])
+        if not self.blocks or min(self.blocks) < 1:
+            raise refuse(
+                f"model.blocks = {list(self.blocks)}",
+                rule="every stage has a convolution",
+                fix="blocks = [2, 2, 3, 3, 3]",
+            )
+        if self.size % 2 ** len(self.blocks):
+            raise refuse(
+                f"model.size = {self.size} with {len(self.blocks)} stages",
+                rule="every stage halves the image",
+                fix=f"size = {max(1, round(self.size / 2 ** len(self.blocks))) * 2 ** len(self.blocks)}",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoogLeNetConfig:
+    """Shape of a GoogLeNet; the defaults are the published one, 22 layers, without its auxiliary classifiers.
+
+    Attributes:
+      channels: Channels of an image.
+      classes: Number of outputs.
+      width: Channels of the first convolution; the others follow in the published ratios.
+      dropout: Dropout rate before the last layer, in training only.
+    """
+
+    channels: int = 3
+    classes: int = 1000
+    width: int = 64
+    dropout: float = 0.4
+
+    def __post_init__(self):
+        numbers = {name: (1, HIGH) for name in ("channels", "classes")}
+        check_ranges(self, "model", {"width": (4, HIGH), "dropout": (0, 1)} | numbers, below=["dropout"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class UNetConfig:
+    """Shape of a U-Net, for images or volumes.
+
+    Attributes:
+      channels: Channels of an image; 1 also for images without a channel dim.
+      classes: Outputs of each pixel.
+      dims: 2 for images, 3 for volumes.
+      levels: Number of resolutions; each halves the one before, so 2 ** (levels - 1) divides the image.
+      width: Channels at full resolution; each level doubles them.
+      groups: Groups of GroupNorm; 0 means BatchNorm.
+    """
+
+    channels: int = 1
+    classes: int = 2
+    dims: int = 2
+    levels: int = 3
+    width: int = 16
+    groups: int = 0
+
+    def __post_init__(self):
+        numbers = {name: (1, HIGH) for name in ("channels", "classes", "levels", "width")}
+        check_ranges(self, "model", numbers | {"dims": (2, 3), "groups": (0, HIGH)})
+        if self.groups and self.width % self.groups:
+            raise refuse(
+                f"model.groups = {self.groups}, width = {self.width}",
+                rule="groups divide the channels",
+                fix="groups = 1",
+            )

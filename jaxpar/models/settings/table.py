@@ -1,0 +1,36 @@
+"""The reference models that a job may name, each with its settings and its class; this imports no model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxpar.models.settings.convolutional import AlexNetConfig, GoogLeNetConfig, UNetConfig, VGGConfig
+from jaxpar.models.settings.decoder import DecoderConfig
+from jaxpar.models.settings.mlp import MLPConfig
+from jaxpar.models.settings.resnet import ResNetConfig
+from jaxpar.models.settings.vit import ViTConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceModel:
+    """A model that jaxpar brings.
+
+    Attributes:
+      settings: The dataclass of its settings: the keys of a job's `[model]` table.
+      path: Its class, `module:Class`, which takes the settings and `rngs`.
+    """
+
+    settings: type
+    path: str
+
+
+REFERENCE_MODELS: Mapping[str, ReferenceModel] = {
+    "decoder": ReferenceModel(DecoderConfig, "jaxpar.models.decoder:Decoder"),
+    "vit": ReferenceModel(ViTConfig, "jaxpar.models.vit:ViT"),
+    "resnet": ReferenceModel(ResNetConfig, "jaxpar.models.resnet:ResNet"),
+    "unet": ReferenceModel(UNetConfig, "jaxpar.models.unet:UNet"),
+    "alexnet": ReferenceModel(AlexNetConfig, "jaxpar.models.alexnet:AlexNet"),
+    "vgg": ReferenceModel(VGGConfig, "jaxpar.models.vgg:VGG"),
+    "googlenet": ReferenceModel(GoogLeNetConfig, "jaxpar.models.googlenet:GoogLeNet"),
+    "mlp": ReferenceModel(MLPConfig, "jaxpar.models.mlp:MLP"),
+}
+MODELS: Mapping[str, type] = {name: model.settings for name, model in REFERENCE_MODELS.items()}
