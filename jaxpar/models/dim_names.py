@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
 
 from jaxpar.errors import refuse
 
+IMAGES = "images"  # name of the examples of convolutions, where a rule splits them otherwise than those of other layers
 SPATIAL = ("height", "width")  # names of the first spatial dims of an image or a volume, which axes split
 
 # sharding rules of the step being traced, even if the model opens its own context of rules; empty outside of a step
@@ -79,3 +80,8 @@ def _spec(names: tuple[str | None, ...], rules: Sequence) -> PartitionSpec | Non
                 dims[names.index(name)] = axes
                 used_axes.update(rule_axes)
     return PartitionSpec(*dims)
+
+
+def partial_spec(rank: int, entries: dict[int, tuple[str, ...] | None]) -> PartitionSpec:
+    """Returns a spec with these entries by dim; all other dims are as XLA chooses."""
+    return PartitionSpec(*(entries.get(dim, PartitionSpec.UNCONSTRAINED) for dim in range(rank)))

@@ -1,5 +1,6 @@
 """Convolutions and pooling of a traced step, over axes that XLA splits wrongly or not at all. No model is edited.
 
+    examples of images       over axes of their own, by a rule for `images`: dense layers then gather them
     images in pieces         each device convolves its own rows, after an exchange with its neighbours
     grouped convolutions     each device convolves its own examples, and over `tensor` its own groups
 
@@ -23,7 +24,7 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec, get_abstract_mesh
 
-from jaxpar.models.dim_names import SPATIAL, axes_of, constrain_to, spec_of
+from jaxpar.models.dim_names import IMAGES, SPATIAL, axes_of, constrain_to, partial_spec, record_use, spec_of
 from jaxpar.parallel.manual_axes import example_axes
 
 if TYPE_CHECKING:
@@ -41,36 +42,43 @@ def split_convolutions() -> Iterator[None]:
     bind = CONVOLUTION.bind
 
     def run(images, kernel, **params):
+        examples, numbers = _examples(), params["dimension_numbers"]
+        if examples and numbers.lhs_spec[0] < numbers.lhs_spec[1]:
+            record_use(IMAGES)
+            images = constrain_to(images, partial_spec(images.ndim, {numbers.lhs_spec[0]: examples}))
         pieces: dict[int, Piece] = {}
         if split := image_axes(params):
-            from jaxpar.parallel.image_pieces import piece_of
+            from jaxpar.parallel.image_pieces import cut_images
 
-            shapes = images.shape, kernel.shape
-            pieces = {dim: piece for dim, axes in split.items() if (piece := piece_of(dim, axes, *shapes, params))}
-        if len(pieces) < len(split):  # XLA would split a dim that stays whole as its operands are split
-            whole = [dim for dim in split if dim not in pieces]
-            images = constrain_to(images, _whole(images.ndim, params["dimension_numbers"].lhs_spec, whole))
+            images, pieces = cut_images(images, kernel, params, split)
         grouped = not get_abstract_mesh().empty and is_grouped(images.shape, kernel.shape, params)
         groups = group_axes(params["feature_group_count"]) if grouped else ()
-        batch = example_axes(images.shape[params["dimension_numbers"].lhs_spec[0]]) if grouped or pieces else ()
+        batch = example_axes(images.shape[numbers.lhs_spec[0]]) if grouped or pieces else ()
         if not pieces and not batch and not groups:
             return bind(images, kernel, **params)
         return _run_split(bind, images, kernel, params, pieces, batch, groups)
 
     CONVOLUTION.bind = run
     try:
-        with _pooling():
+        with _other_operations():
             yield
     finally:
         del CONVOLUTION.bind
 
 
-def _pooling() -> AbstractContextManager[None]:
-    if not any(axes_of(entry) for entry in spec_of(SPATIAL) or ()):
-        return nullcontext()
-    from jaxpar.parallel.image_pieces import split_pooling  # no part of a step that splits no images
+def _examples() -> tuple[str, ...]:
+    """Returns the axes that a rule gives the examples of convolutions; none leave them with those of other layers."""
+    manual = get_abstract_mesh().manual_axes
+    return tuple(axis for axis in axes_of((spec_of((IMAGES,)) or (None,))[0]) if axis not in manual)
 
-    return split_pooling()
+
+def _other_operations() -> AbstractContextManager[None]:
+    """Splits pools with the images, and gathers the examples of dense layers that a rule splits otherwise."""
+    if not _examples() and not any(axes_of(entry) for entry in spec_of(SPATIAL) or ()):
+        return nullcontext()
+    from jaxpar.parallel.image_pieces import split_other_operations  # no part of a step that splits no images
+
+    return split_other_operations(examples=bool(_examples()))
 
 
 def _run_split(
@@ -121,12 +129,6 @@ def image_axes(params: Any) -> dict[int, tuple[str, ...]]:
         dim: tuple(axis for axis in axes_of(entry) if axis not in mesh.manual_axes) for dim, entry in enumerate(spec)
     }
     return {dim: names for dim, names in axes.items() if math.prod(mesh.shape[axis] for axis in names) > 1}
-
-
-def _whole(rank: int, dims: tuple[int, ...], whole: list[int]) -> PartitionSpec:
-    """Returns a spec in which these spatial dims are whole, and all others as XLA chooses."""
-    places = {dims[2 + dim] for dim in whole}
-    return PartitionSpec(*(None if dim in places else PartitionSpec.UNCONSTRAINED for dim in range(rank)))
 
 
 # Grouped convolutions.

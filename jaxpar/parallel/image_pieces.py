@@ -1,7 +1,7 @@
 """The pieces of an image: the rows that each device convolves, and those that it receives of others (its halo)."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec, get_abstract_mesh
 
-from jaxpar.models.dim_names import SPATIAL, axes_of, record_use, spec_of
+from jaxpar.models.dim_names import SPATIAL, axes_of, constrain_to, partial_spec, record_use, spec_of
 from jaxpar.models.islands import note
 from jaxpar.parallel.manual_axes import example_axes
 from jaxpar.sharding.names import HALO
@@ -111,6 +111,19 @@ class Piece:
         return lax.dynamic_slice_in_dim(rows, jnp.asarray(starts)[device], self.count, axis=dim)
 
 
+def cut_images(
+    images: jax.Array, kernel: jax.Array, params: Any, split: Mapping[int, tuple[str, ...]]
+) -> tuple[jax.Array, dict[int, Piece]]:
+    """Returns the images of a convolution, and their pieces by dim; dims that stay whole are constrained to be so.
+
+    Otherwise XLA would split the convolution along them as its operands are split.
+    """
+    shapes, numbers = (images.shape, kernel.shape), params["dimension_numbers"]
+    pieces = {dim: piece for dim, axes in split.items() if (piece := piece_of(dim, axes, *shapes, params))}
+    whole: dict[int, tuple[str, ...] | None] = {numbers.lhs_spec[2 + dim]: None for dim in split if dim not in pieces}
+    return constrain_to(images, partial_spec(images.ndim, whole)) if whole else images, pieces
+
+
 def piece_of(
     dim: int, axes: tuple[str, ...], images: tuple[int, ...], kernel: tuple[int, ...], params: Any
 ) -> Piece | None:
@@ -165,13 +178,38 @@ def _rows_of(fill: float, images: jax.Array, dim: int, rows: int) -> jax.Array:
 
 
 @contextmanager
-def split_pooling() -> Iterator[None]:
-    """Splits the windows of sums and maxima over the mesh of a step that is traced in this context."""
-    fills = {lax.reduce_window_sum_p: "sum", lax.reduce_window_max_p: "max", lax.reduce_window_min_p: "min"}
+def split_other_operations(*, examples: bool) -> Iterator[None]:
+    """Splits the windows of sums, maxima and minima in a step that is traced in this context.
+
+    Args:
+      examples: Whether a rule splits the examples of convolutions otherwise than those of dense layers.
+    """
+    kinds = {lax.reduce_window_sum_p: "sum", lax.reduce_window_max_p: "max", lax.reduce_window_min_p: "min"}
     with ExitStack() as stack:
-        for primitive, kind in fills.items():
+        for primitive, kind in kinds.items():
             stack.enter_context(_replaced(primitive, kind))
+        if examples:
+            stack.enter_context(_matmuls_of_whole_batches())
         yield
+
+
+@contextmanager
+def _matmuls_of_whole_batches() -> Iterator[None]:
+    """Gathers the examples of dense layers over the axes that split those of convolutions alone."""
+    bind = lax.dot_general_p.bind
+
+    def run(inputs, kernel, **params):
+        if inputs.ndim == kernel.ndim == 2 and params["dimension_numbers"][0] == ((1,), (0,)):
+            manual = get_abstract_mesh().manual_axes
+            axes = tuple(axis for axis in axes_of((spec_of(("batch",)) or (None,))[0]) if axis not in manual)
+            inputs = constrain_to(inputs, PartitionSpec(axes or None, PartitionSpec.UNCONSTRAINED))
+        return bind(inputs, kernel, **params)
+
+    lax.dot_general_p.bind = run
+    try:
+        yield
+    finally:
+        del lax.dot_general_p.bind
 
 
 @contextmanager

@@ -100,6 +100,8 @@ def choose_axes(
     if isinstance(dim_names, Problem):
         return AxisChoice((None,) * len(leaf.shape), ((),) * len(leaf.shape), why), [dim_names]
     if dim_names is None:
+        if len(leaf.shape) > 3 and names.get("channels", "tensor") is None:  # a kernel, of whole channels by a rule
+            return AxisChoice((None,) * len(leaf.shape), ((),) * len(leaf.shape), "whole channels, by a rule"), []
         return (_largest(path, leaf, sizes) if read is None else _inferred(path, leaf, sizes, names, read)), []
     axes: list[tuple[str, ...]] = []
     used_axes: set[str] = set()

@@ -19,13 +19,8 @@ def problems(parallel: Parallel, axis: str) -> list[Problem]:
     size = parallel.sizes.get(axis, 1)
     if size == 1 or parallel.pipe == 1:
         return []
-    return [
-        Problem(
-            f"{axis}={size} with pipe={parallel.pipe}",
-            "the stages of a pipeline are layers of one shape, and images are split where there is no pipeline",
-            f"pipe=1, or {axis}=1",
-        )
-    ]
+    got, rule = f"{axis}={size} with pipe={parallel.pipe}", "images are split where there is no pipeline"
+    return [Problem(got, rule, f"pipe=1, or {axis}=1")]
 
 
 def check(layout: Layout, named: set[str], _: Any, axis: str) -> None:

@@ -4,7 +4,8 @@ import warnings
 from typing import Any
 
 from jaxpar.errors import Problem
-from jaxpar.parallel.declaration import Parallel
+from jaxpar.models.dim_names import IMAGES, axes_of
+from jaxpar.parallel.declaration import Axes, Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques.base import Technique, unsplit_axis_problems
 
@@ -24,6 +25,11 @@ def problems(parallel: Parallel) -> list[Problem]:
     return []
 
 
+def names(parallel: Parallel) -> dict[str, Axes]:
+    """Returns whole channels if a rule splits the examples of convolutions over `tensor` (Krizhevsky 2014)."""
+    return {"channels": None} if "tensor" in axes_of(parallel.rules.get(IMAGES)) else {}
+
+
 def check(layout: Layout, named: set[str], _: Any) -> None:
     """Warns if the model names too few dims for sequence parallelism."""
     inner = {name for name, axes in layout.names.items() if axes and "tensor" in axes} - {"seq"}
@@ -40,6 +46,7 @@ def check(layout: Layout, named: set[str], _: Any) -> None:
 TENSOR = Technique(
     axis="tensor",
     problems=problems,
+    names=names,
     idle=lambda layout: unsplit_axis_problems(layout, "tensor", "named heads, mlp, vocab (or by your rules)"),
     check=check,
 )
