@@ -1,7 +1,7 @@
 """A checkpoint of one layout is restored under any other, and the next losses are those of an undisturbed run.
 
 PAIRS   in every run: a ring through layouts that differ in everything
-ALL     marked slow but for those: every layout to every layout
+ALL     marked full but for those: every layout to every layout
 """
 
 import functools
@@ -85,7 +85,7 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [pytest.param(*pair, id=" to ".join(pair), marks=[pytest.mark.slow] * (pair not in PAIRS)) for pair in ALL],
+    [pytest.param(*pair, id=" to ".join(pair), marks=[pytest.mark.full] * (pair not in PAIRS)) for pair in ALL],
 )
 def test_every_layout_goes_on_under_every_layout(before, after, saved):
     store, want = saved(before)

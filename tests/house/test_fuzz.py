@@ -1,7 +1,7 @@
 """Whatever is read, a clean result or a `JaxparError`: nothing else is raised, and nothing takes long.
 
 Each reader is given texts made of its own: what it reads in earnest, cut, mixed and scribbled on; and texts of its
-words in any order. 150 of each kind in every run; where slow tests run, 2,000 for each reader, in equal parts.
+words in any order. 150 of each kind in every run; where full tests run, 2,000 for each reader, in equal parts.
 """
 
 import json
@@ -145,7 +145,7 @@ def each(table):
     kinds = Counter(read for read, *_ in table.values())
     few = [pytest.param(name, FEW, id=f"{name}-{FEW}") for name in table]
     parts = {name: -(-MANY // kinds[read]) for name, (read, *_) in table.items()}
-    return few + [pytest.param(*part, id=f"{part[0]}-{part[1]}", marks=pytest.mark.slow) for part in parts.items()]
+    return few + [pytest.param(*part, id=f"{part[0]}-{part[1]}", marks=pytest.mark.full) for part in parts.items()]
 
 
 @pytest.mark.parametrize(("name", "count"), each(READERS))
@@ -173,7 +173,7 @@ def test_a_file_is_read_or_refused(name, count, tmp_path):
     often(given(texts)(one), count)()
 
 
-@pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.full)])
 def test_a_config_of_any_values_is_read_or_refused(count):
     def one(config):
         clean(settings_of, config)

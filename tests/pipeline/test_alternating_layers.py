@@ -240,7 +240,7 @@ CASES = {
 OFTEN = ["pairs", "numbers of turns", "linen", "the smaller of two lists", "kinds with other parameters"]
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case not in OFTEN)) for case in CASES])
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.full] * (case not in OFTEN)) for case in CASES])
 def test_callables_of_several_layers_equal_one_device(case):
     model, sizes, pipeline = CASES[case]
     parallel = jp.Parallel(pipe=2, **sizes, pipeline=piped(**pipeline))

@@ -110,7 +110,7 @@ def test_settings_of_the_pipeline_equal_one_device(kind, setting):
     assert_equals(train(model, parallel, steps=3, **settings), alone(kind))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kind",
     [

@@ -109,11 +109,11 @@ def test_a_plan_doubts_latency_overlap_and_the_efficiency_of_small_microbatches(
 @pytest.mark.parametrize(
     "given",
     [
-        pytest.param({"devices": 32}, marks=pytest.mark.slow),
+        pytest.param({"devices": 32}, marks=pytest.mark.full),
         {"software": JAXPAR_FUSED, "devices": 32},
         pytest.param(
             {"hardware": replace(H100, between=replace(H100.between, bandwidth=1e9, latency=1e-3))},
-            marks=pytest.mark.slow,
+            marks=pytest.mark.full,
         ),
     ],
 )
