@@ -7,10 +7,10 @@
 As in `jaxpar.sharding.author.explicit`, the primitive is replaced while a step is traced: its forward and backward
 passes call this one.
 
-* XLA splits the spatial dims of a convolution by itself, but (as of JAX 0.11) the values are wrong where batch, height
-  and output channels are split at once, as on `data 2 x height 2 x tensor 2`. So a piece is convolved in
-  `jax.shard_map`, and the rows that it needs of its neighbours (its halo) arrive by `ppermute`. Zeros arrive at the
-  borders of the image, as in padding with zeros. Backward, gradients of these rows go back to their owner.
+* XLA splits the spatial dims of a convolution by itself, but (as of JAX 0.12) its values are wrong on meshes where
+  other axes lie around that of the rows, as on `data 2 x height 2 x tensor 2` (tests/hlo/test_xla_faults.py). So a
+  piece is convolved in `jax.shard_map`, and the rows that it needs of its neighbours (its halo) arrive by `ppermute`:
+  zeros beyond the borders of the image, as in padding. Backward, gradients of these rows go back to their owner.
 * XLA splits a grouped convolution only if each channel is a group with one output channel. Others (ResNeXt's; the
   patches of an unshared convolution) and their gradients it runs unsharded, whatever constraints say.
 """

@@ -173,7 +173,7 @@ def _rows_of(fill: float, images: jax.Array, dim: int, rows: int) -> jax.Array:
     return jnp.full((*images.shape[:dim], rows, *images.shape[dim + 1 :]), fill, images.dtype)
 
 
-# Pooling. XLA splits its windows by itself, but (as of JAX 0.11) the gradient of a maximum is wrong where windows
+# Pooling. XLA splits its windows by itself, but (as of JAX 0.12) the gradient of a maximum is wrong where windows
 # overlap and their stride is 1, as in GoogLeNet: 3e-4 off on `height 8`.
 
 

@@ -1,8 +1,13 @@
 """Faults of XLA's: each fails here until a release of XLA mends it, and then says so; beside it, what jaxpar does."""
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from published import EXAMPLES
 
 import jaxpar as jp
@@ -37,3 +42,43 @@ def test_a_convolution_of_what_is_not_split_equals_one_device():
 @pytest.mark.slow
 def test_a_convolution_of_what_a_loss_draws_with_its_key_equals_one_device():
     assert first_loss(drawn, 8, data=2, fsdp=2, tensor=2) == pytest.approx(first_loss(drawn, 1), rel=1e-5)
+
+
+def excess(function, spec, *arrays):
+    """Returns the largest difference of a gradient to that of one device, on a mesh of 2 x 2 x 2."""
+    mesh = jax.make_mesh((2, 2, 2), ("data", "height", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+    def split(images, kernel):
+        constrain = lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))  # noqa: E731
+        return jnp.sum(jnp.sin(constrain(function(constrain(images), kernel))))
+
+    def whole(images, kernel):
+        return jnp.sum(jnp.sin(function(images, kernel)))
+
+    placed = [jax.device_put(array, NamedSharding(mesh, P())) for array in arrays]
+    found = jax.jit(jax.grad(split, argnums=(0, 1)))(*placed)
+    expected = jax.grad(whole, argnums=(0, 1))(*arrays)
+    return max(float(jnp.max(jnp.abs(a - b))) for a, b in zip(map(jax.device_get, found), expected, strict=True))
+
+
+def convolve(images, kernel):
+    return jax.lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def pool(images, kernel):
+    return nnx.max_pool(images * kernel.mean(), (3, 3), strides=(1, 1), padding="SAME")
+
+
+ARRAYS = tuple(
+    np.random.default_rng(0).normal(size=shape).astype(np.float32) for shape in ((4, 16, 16, 8), (3, 3, 8, 8))
+)
+
+
+@pytest.mark.xfail(strict=True, reason="XLA's split of rows between axes that do not split: parallel/convolutions.py")
+def test_xla_splits_the_rows_of_a_convolution():
+    assert excess(convolve, P(None, "height"), *ARRAYS) < 1e-4
+
+
+@pytest.mark.xfail(strict=True, reason="XLA's split of overlapping windows of stride 1: parallel/image_pieces.py")
+def test_xla_splits_the_gradient_of_a_maximum():
+    assert excess(pool, P(None, "height"), *ARRAYS) < 1e-4
