@@ -16,16 +16,15 @@ passes call this one.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import jax
 from jax import lax
-from jax.sharding import PartitionSpec, get_abstract_mesh
+from jax.sharding import get_abstract_mesh
 
 from jaxpar.models.dim_names import IMAGES, SPATIAL, axes_of, constrain_to, partial_spec, record_use, spec_of
-from jaxpar.parallel.manual_axes import example_axes
+from jaxpar.parallel.manual_axes import merging_replicas
 
 if TYPE_CHECKING:
     from jaxpar.parallel.image_pieces import Piece
@@ -52,11 +51,14 @@ def split_convolutions() -> Iterator[None]:
 
             images, pieces = cut_images(images, kernel, params, split)
         grouped = not get_abstract_mesh().empty and is_grouped(images.shape, kernel.shape, params)
-        groups = group_axes(params["feature_group_count"]) if grouped else ()
-        batch = example_axes(images.shape[numbers.lhs_spec[0]]) if grouped or pieces else ()
-        if not pieces and not batch and not groups:
+        if _is_mapped(images) or _is_mapped(kernel):
+            with merging_replicas():  # the convolution that the `vmap` makes of this one is bound in here
+                return bind(images, kernel, **params)
+        if not pieces and not grouped:
             return bind(images, kernel, **params)
-        return _run_split(bind, images, kernel, params, pieces, batch, groups)
+        from jaxpar.parallel.image_pieces import run_split
+
+        return run_split(bind, images, kernel, params, pieces, grouped=grouped)
 
     CONVOLUTION.bind = run
     try:
@@ -81,41 +83,6 @@ def _other_operations() -> AbstractContextManager[None]:
     return split_other_operations(examples=bool(_examples()))
 
 
-def _run_split(
-    bind: Any,
-    images: jax.Array,
-    kernel: jax.Array,
-    params: Any,
-    pieces: "Mapping[int, Piece]",
-    batch: tuple[str, ...],
-    groups: tuple[str, ...],
-) -> jax.Array:
-    """Convolves on every device its examples, its groups of channels and its pieces of the images."""
-    dims, ways = params["dimension_numbers"], math.prod(get_abstract_mesh().shape[axis] for axis in groups)
-    padding = list(params["padding"])
-    for dim, piece in pieces.items():
-        images = piece.fill_up(images, dims.lhs_spec[2 + dim])
-        padding[dim] = piece.padding
-    local = {**params, "feature_group_count": params["feature_group_count"] // ways, "padding": tuple(padding)}
-
-    def convolve(images: jax.Array, kernel: jax.Array) -> jax.Array:
-        for dim, piece in pieces.items():
-            images = piece.exchange(images, dims.lhs_spec[2 + dim])
-        return bind(images, kernel, **local)
-
-    spatial = tuple(pieces[dim].axes if dim in pieces else () for dim in range(images.ndim - 2))
-    result = jax.shard_map(
-        convolve,
-        in_specs=(_spec(dims.lhs_spec, (batch, groups, *spatial)), _spec(dims.rhs_spec, (groups,))),
-        out_specs=_spec(dims.out_spec, (batch, groups, *spatial)),
-        axis_names={*batch, *groups, *(axis for axes in spatial for axis in axes)},
-        check_vma=False,
-    )(images, kernel)
-    for dim, piece in pieces.items():
-        result = lax.slice_in_dim(result, 0, piece.window.result, axis=dims.out_spec[2 + dim])
-    return result
-
-
 def image_axes(params: Any) -> dict[int, tuple[str, ...]]:
     """Returns the mesh axes that the traced step gives the spatial dims of a convolution, counted from 0.
 
@@ -134,20 +101,14 @@ def image_axes(params: Any) -> dict[int, tuple[str, ...]]:
 # Grouped convolutions.
 
 
+def _is_mapped(array: Any) -> bool:
+    """Whether a `vmap` maps an array, as that of replicas does."""
+    while hasattr(array, "primal"):  # differentiated
+        array = array.primal
+    return hasattr(array, "batch_dim")
+
+
 def is_grouped(images: tuple[int, ...], kernel: tuple[int, ...], params: Any) -> bool:
     """Whether a convolution has groups of several channels, which XLA does not split."""
     dims, count = params["dimension_numbers"], params["feature_group_count"]
     return count > 1 and not count == images[dims.lhs_spec[1]] == kernel[dims.rhs_spec[0]]
-
-
-def group_axes(groups: int) -> tuple[str, ...]:
-    """Returns the axes that split so many groups of channels in `jax.shard_map`."""
-    mesh = get_abstract_mesh()
-    ways = mesh.shape.get("tensor", 1)
-    return ("tensor",) if ways > 1 and "tensor" not in mesh.manual_axes and groups % ways == 0 else ()
-
-
-def _spec(dims: tuple[int, ...], axes: tuple[tuple[str, ...], ...]) -> PartitionSpec:
-    """Spec of an array whose leading dims, in the order of the dimension numbers, are split over these axes."""
-    on = dict(zip(dims, axes, strict=False))
-    return PartitionSpec(*(on.get(dim) or None for dim in range(len(dims))))

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec, get_abstract_mesh
 
 from jaxpar.models.dim_names import SPATIAL, axes_of, constrain_to, partial_spec, record_use, spec_of
 from jaxpar.models.islands import note
-from jaxpar.parallel.manual_axes import example_axes
+from jaxpar.parallel.manual_axes import example_axes, group_axes
 from jaxpar.sharding.names import HALO
 
 
@@ -171,6 +171,68 @@ def split_window(window: Window, name: str, axes: tuple[str, ...], ways: int) ->
 
 def _rows_of(fill: float, images: jax.Array, dim: int, rows: int) -> jax.Array:
     return jnp.full((*images.shape[:dim], rows, *images.shape[dim + 1 :]), fill, images.dtype)
+
+
+def run_split(
+    bind: Any,
+    images: jax.Array,
+    kernel: jax.Array,
+    params: Any,
+    pieces: Mapping[int, Piece],
+    *,
+    grouped: bool,
+) -> jax.Array:
+    """Convolves on every device its examples, its groups of channels and its pieces of the images.
+
+    Args:
+      bind: The convolution itself.
+      images: The images.
+      kernel: The kernel.
+      params: Parameters of the convolution.
+      pieces: The pieces of the images by spatial dim, counted from 0.
+      grouped: Whether XLA does not split its groups.
+    """
+    dims, count = params["dimension_numbers"], params["feature_group_count"]
+    groups = group_axes(count) if grouped else ()
+    batch = example_axes(images.shape[dims.lhs_spec[0]], groups=groups)
+    if not pieces and not batch and not groups:
+        return bind(images, kernel, **params)
+    ways = math.prod(get_abstract_mesh().shape[axis] for axis in groups)
+    padding = list(params["padding"])
+    for dim, piece in pieces.items():
+        images = piece.fill_up(images, dims.lhs_spec[2 + dim])
+        padding[dim] = piece.padding
+    local = {**params, "feature_group_count": params["feature_group_count"] // ways, "padding": tuple(padding)}
+
+    dtype = kernel.dtype
+    if (
+        dtype.itemsize < 4
+    ):  # gradients are summed in float32: a sum in 16 bits ends the process on CPUs (as of JAX 0.12)
+        kernel = kernel.astype(jnp.float32)
+
+    def convolve(images: jax.Array, kernel: jax.Array) -> jax.Array:
+        kernel = kernel.astype(dtype)
+        for dim, piece in pieces.items():
+            images = piece.exchange(images, dims.lhs_spec[2 + dim])
+        return bind(images, kernel, **local)
+
+    spatial = tuple(pieces[dim].axes if dim in pieces else () for dim in range(images.ndim - 2))
+    result = jax.shard_map(
+        convolve,
+        in_specs=(_spec(dims.lhs_spec, (batch, groups, *spatial)), _spec(dims.rhs_spec, (groups,))),
+        out_specs=_spec(dims.out_spec, (batch, groups, *spatial)),
+        axis_names={*batch, *groups, *(axis for axes in spatial for axis in axes)},
+        check_vma=False,
+    )(images, kernel)
+    for dim, piece in pieces.items():
+        result = lax.slice_in_dim(result, 0, piece.window.result, axis=dims.out_spec[2 + dim])
+    return result
+
+
+def _spec(dims: tuple[int, ...], axes: tuple[tuple[str, ...], ...]) -> PartitionSpec:
+    """Spec of an array whose leading dims, in the order of the dimension numbers, are split over these axes."""
+    on = dict(zip(dims, axes, strict=False))
+    return PartitionSpec(*(on.get(dim) or None for dim in range(len(dims))))
 
 
 # Pooling. XLA splits its windows by itself, but (as of JAX 0.12) the gradient of a maximum is wrong where windows

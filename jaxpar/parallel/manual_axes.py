@@ -1,15 +1,50 @@
 """The axes of a traced step that an operation of it may enter in `jax.shard_map`."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from jax.sharding import get_abstract_mesh
 
 from jaxpar.mesh.axes import batch_axes
+from jaxpar.models.dim_names import axes_of, spec_of
+
+_merging: ContextVar[bool] = ContextVar("merging", default=False)
 
 
-def example_axes(examples: int) -> tuple[str, ...]:
-    """Returns the axes that split a batch of so many examples in `jax.shard_map`."""
+@contextmanager
+def merging_replicas() -> Iterator[None]:
+    """In this context a `vmap` turns an operation of each replica into one of all of them."""
+    token = _merging.set(True)
+    try:
+        yield
+    finally:
+        _merging.reset(token)
+
+
+def example_axes(examples: int, *, groups: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Returns the axes that split so many examples in `jax.shard_map`, without those that split groups of channels."""
     mesh = get_abstract_mesh()
-    ways = {axis: size for axis, size in mesh.shape.items() if size > 1 and axis not in mesh.manual_axes}
+    ways = {axis: size for axis, size in mesh.shape.items() if size > 1 and axis not in (*mesh.manual_axes, *groups)}
     batch = tuple(axis for axis in batch_axes(ways) if axis in ways)
-    return () if examples % math.prod(ways[axis] for axis in batch) else batch
+    inside = _maps_replicas() and not _merging.get()  # of a `vmap`, where no `jax.shard_map` may name its axis
+    return () if inside or examples % math.prod(ways[axis] for axis in batch) else batch
+
+
+def group_axes(count: int) -> tuple[str, ...]:
+    """Returns the axes that split so many groups of channels in `jax.shard_map`.
+
+    Where replicas step apart, a `vmap` over `data` makes each convolution one of as many groups: `data` then splits it.
+    """
+    mesh = get_abstract_mesh()
+    if _maps_replicas():
+        return ("data",) if _merging.get() and count % mesh.shape["data"] == 0 else ()
+    ways = mesh.shape.get("tensor", 1)
+    return ("tensor",) if ways > 1 and "tensor" not in mesh.manual_axes and count % ways == 0 else ()
+
+
+def _maps_replicas() -> bool:
+    """Whether the step of one replica is traced, which a `vmap` maps over `data`."""
+    mesh, spec = get_abstract_mesh(), spec_of(("batch",))
+    return mesh.shape.get("data", 1) > 1 and "data" not in (*mesh.manual_axes, *axes_of(spec[0] if spec else None))

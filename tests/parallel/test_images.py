@@ -291,6 +291,21 @@ def test_a_convolution_of_fewer_rows_than_devices_runs_whole_and_the_step_says_s
     )
 
 
-def test_images_and_a_pipeline_are_refused_together():
-    with pytest.raises(jp.JaxparError, match=r"height=2 with pipe=2"):
-        jp.compose(Segmenter, jp.Parallel(height=2, pipe=2, data=2))
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        (jp.Parallel(height=2, pipe=2, data=2), "height=2 with pipe=2"),
+        (jp.Parallel(width=2, data=4, exchange=jp.Exchange("diloco")), "width=2 with exchange"),
+    ],
+    ids=["pipeline", "exchange"],
+)
+def test_declarations_are_refused(parallel, message):
+    with pytest.raises(jp.JaxparError, match=rf"(?m){message}"):
+        jp.compose(Segmenter, parallel)
+
+
+def test_gradients_of_pieces_are_summed_in_float32(segmented):
+    """A sum in bfloat16 of what `jax.shard_map` returns ends the process on CPUs."""
+    batch, expected = segmented
+    losses, _, _ = trained(Segmenter, batch, jp.Parallel(height=4, data=2), precision="bf16")
+    np.testing.assert_allclose(losses, expected[0], rtol=0.02)

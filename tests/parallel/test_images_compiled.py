@@ -9,6 +9,8 @@ import pytest
 from flax import nnx
 
 import jaxpar as jp
+from jaxpar.models.settings.convolutional import UNetConfig
+from jaxpar.models.unet import UNet
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="no compiler for absent GPUs: jax-cuda13-pjrt")
 HALO = "halo along height"
@@ -66,3 +68,30 @@ def test_a_device_computes_and_stores_its_piece():
     cut = report(model, jp.Parallel(height=8), batch=8, size=512, channels=16)
     assert cut.flop.forward + cut.flop.backward <= 1.02 * (one.flop.forward + one.flop.backward)
     assert cut.total <= 1.05 * one.total + 8 * 2 * 512 * 32 * 8 * 4  # and halos: two rows for each layer
+
+
+@pytest.mark.slow
+def test_a_volume_that_fits_no_gpu_fits_eight():
+    """A 3-D U-Net on 512^3 voxels in bf16; a device's share is what it needs for a volume of an eighth of the rows."""
+
+    def fit(parallel, devices, width, *sizes):
+        model = partial(UNet, UNetConfig(dims=3, classes=3, width=width, levels=4))
+        layout = jp.compose(model, parallel, jp.target_devices("h100:1x8")[:devices])
+        step = jp.train_step(layout, volume_loss, optax.adamw(1e-3), precision="bf16")
+        arrays = {name: jax.ShapeDtypeStruct(sizes, dtype) for name, dtype in VOLUME.items()}
+        return jp.inspect(step, arrays)
+
+    assert not fit(jp.Parallel(), 1, 32, 1, 512, 512, 512).fits
+    assert fit(jp.Parallel(height=8), 8, 32, 1, 512, 512, 512).fits
+    cut = fit(jp.Parallel(height=8), 8, 16, 1, 512, 512, 512)
+    share = fit(jp.Parallel(data=8), 8, 16, 8, 64, 512, 512)
+    assert cut.total <= 1.05 * share.total
+    assert cut.flop.forward + cut.flop.backward <= 1.02 * (share.flop.forward + share.flop.backward)
+
+
+VOLUME = {"inputs": jnp.float32, "labels": jnp.int32}
+
+
+def volume_loss(model, batch):
+    losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["inputs"]), batch["labels"])
+    return losses.sum(), jnp.float32(losses.size)

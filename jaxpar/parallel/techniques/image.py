@@ -15,12 +15,15 @@ from jaxpar.parallel.techniques.base import Technique
 
 
 def problems(parallel: Parallel, axis: str) -> list[Problem]:
-    """Returns the problem of an axis of images inside of a pipeline."""
-    size = parallel.sizes.get(axis, 1)
-    if size == 1 or parallel.pipe == 1:
-        return []
-    got, rule = f"{axis}={size} with pipe={parallel.pipe}", "images are split where there is no pipeline"
-    return [Problem(got, rule, f"pipe=1, or {axis}=1")]
+    """Returns the problems of an axis of images in a pipeline, or with replicas that step apart."""
+    size, errors = parallel.sizes.get(axis, 1), []
+    if size != 1 and parallel.pipe != 1:
+        got, rule = f"{axis}={size} with pipe={parallel.pipe}", "images are split where there is no pipeline"
+        errors.append(Problem(got, rule, f"pipe=1, or {axis}=1"))
+    if size != 1 and parallel.exchange.per_replica:
+        got, rule = f"{axis}={size} with exchange {parallel.exchange}", "images are split where replicas step together"
+        errors.append(Problem(got, rule, f"{axis}=1, or leave the exchange out"))
+    return errors
 
 
 def check(layout: Layout, named: set[str], _: Any, axis: str) -> None:
