@@ -17,6 +17,7 @@ from plain_loop import STEPS, train
 
 import jaxpar as jp
 from jaxpar.parallel.image_pieces import Window, split_window
+from jaxpar.parallel.pages.shard_cards import image_card
 
 OPTIMIZER = optax.sgd(0.1)
 # pieces of a few rows: the gradient of an image is computed for the rows of the halo too
@@ -296,12 +297,21 @@ def test_a_convolution_of_fewer_rows_than_devices_runs_whole_and_the_step_says_s
     [
         (jp.Parallel(height=2, pipe=2, data=2), "height=2 with pipe=2"),
         (jp.Parallel(width=2, data=4, exchange=jp.Exchange("diloco")), "width=2 with exchange"),
+        (jp.Parallel(height=8, rules={"width": "height"}), "rules split height and width over height"),
     ],
-    ids=["pipeline", "exchange"],
+    ids=["pipeline", "exchange", "one axis for two dims"],
 )
 def test_declarations_are_refused(parallel, message):
     with pytest.raises(jp.JaxparError, match=rf"(?m){message}"):
         jp.compose(Segmenter, parallel)
+
+
+def test_a_picture_shows_who_holds_which_piece_of_an_image():
+    layout = jp.compose(Segmenter, jp.Parallel(data=2, height=2, width=2))
+    assert "Who holds which piece of an image" in layout._repr_html_()
+    card = image_card(layout.sizes)
+    assert [[shard.devices for shard in row] for row in card.rows] == [[[0], [1]], [[2], [3]], [[4], [5]], [[6], [7]]]
+    assert image_card({"data": 8, "fsdp": 1, "tensor": 1}) is None
 
 
 def test_gradients_of_pieces_are_summed_in_float32(segmented):

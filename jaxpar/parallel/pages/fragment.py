@@ -12,7 +12,7 @@ from jaxpar.html.markup import Markup, heading, join, tag
 from jaxpar.html.shard_drawing import axes_table, section
 from jaxpar.mesh.axes import AXES, coordinates, nodes_of_axes
 from jaxpar.mesh.chips import Chip, find_chip
-from jaxpar.parallel.pages.shard_cards import cards, parameter_table, split_axes
+from jaxpar.parallel.pages.shard_cards import cards, image_card, parameter_table, split_axes
 from jaxpar.parallel.placement import Placement
 from jaxpar.sharding.names import shard_bytes
 from jaxpar.units import show_bytes, show_count
@@ -90,12 +90,15 @@ def fragment(shown: LayoutPage) -> str:
     axes = " × ".join(f"{axis} {size}" for axis, size in shown.sizes.items() if size > 1) or "one device"
     stage = f", ZeRO-{shown.stage}" if shown.sizes["fsdp"] > 1 else ""
     paragraphs = [tag("p", sentence, cls="jx-small") for sentence in shown.notes]
+    images = image_card(shown.sizes)
+    pieces = [heading("Who holds which piece of an image in a step"), section([images])] if images else []
     return in_ascii(
         tag(
             "div", tag("style", Markup(style())),
             tag("div", f"{shown.name} on {axes}{stage}", cls="jx-title"),
             _tiles(shown), *paragraphs,
             heading("The devices, and what joins them"), _devices(shown), axes_table(links(shown)),
+            *pieces,
             heading("Who holds what between steps"),
             section(cards(shown.placements, shown.sizes)),
             parameter_table({**shown.placements, **shown.others}, shown.sizes),

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpar.html.markup import Markup, table, tag
 from jaxpar.html.shard_drawing import Card, Shard
-from jaxpar.mesh.axes import coordinates
+from jaxpar.mesh.axes import batch_axes, coordinates
+from jaxpar.models.dim_names import SPATIAL
 from jaxpar.parallel.placement import Placement
-from jaxpar.sharding.names import shard_counts
+from jaxpar.sharding.names import Leaf, shard_counts
 from jaxpar.units import show_bytes
 
 DRAWN, FEW = 8, 4  # shards drawn side by side: up to eight, or four if there are more or each is wide
@@ -83,6 +85,22 @@ def shard_devices(spec: PartitionSpec, rank: int, sizes: Mapping[str, int]) -> d
 def cards(places: Mapping[str, Placement], sizes: Mapping[str, int]) -> list[Card]:
     """Returns a card per group, which shows its largest parameter."""
     return [_card(group, sizes) for group in groups(places, sizes)]
+
+
+def image_card(sizes: Mapping[str, int]) -> Card | None:
+    """Returns a card of the images of a batch, and the devices that hold each piece; None if no axis splits images."""
+    names = ("batch", *SPATIAL)
+    axes = [batch_axes(sizes), *((name,) if name in sizes else () for name in SPATIAL)]
+    spec = PartitionSpec(*(tuple(axis for axis in dim if sizes[axis] > 1) or None for dim in axes))
+    if not any(spec[1:]):
+        return None
+    leaf = Leaf(shape=shard_counts(spec, len(names), sizes), dtype=jnp.float32, names=names)
+    place = Placement(leaf=leaf, names=names, stored=spec, used=spec, whole=spec, sharded=spec, why="")
+    rows, less = _rows(place, sizes)
+    return Card(
+        name="images", more=0, placed=f"[{place.describe(sizes).partition('[')[2]}", shape=" × ".join(names),
+        kept="neighbours exchange the rows at the borders of their pieces", rows=rows, less=less,
+    )  # fmt: skip
 
 
 def parameter_table(places: Mapping[str, Placement], sizes: Mapping[str, int]) -> Markup:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from jaxpar.errors import Problem, refuse
+from jaxpar.models.dim_names import SPATIAL, axes_of
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques.base import Technique
@@ -23,6 +24,10 @@ def problems(parallel: Parallel, axis: str) -> list[Problem]:
     if size != 1 and parallel.exchange.per_replica:
         got, rule = f"{axis}={size} with exchange {parallel.exchange}", "images are split where replicas step together"
         errors.append(Problem(got, rule, f"{axis}=1, or leave the exchange out"))
+    height, width = (axes_of(parallel.rules.get(dim, dim)) for dim in SPATIAL)
+    if axis == "height" and (shared := set(height) & set(width)):
+        got, rule = f"rules split height and width over {' and '.join(sorted(shared))}", "an axis splits an array once"
+        errors.append(Problem(got, rule, 'another axis for one of them, as rules={"height": "height"}'))
     return errors
 
 
