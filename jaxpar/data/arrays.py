@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.data.spec import Batch, Data
+from jaxpar.data.augment import augment
+from jaxpar.data.spec import Batch, Data, Rows
 from jaxpar.data.text import Examples
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.files import check_plain
@@ -46,6 +47,14 @@ class Arrays(Examples):
             )
         self.arrays, self._fingerprint = arrays, ""
         super().__init__(next(iter(lengths.values())), spec, seed)
+
+    def batch(self, step: int, size: int, rows: Rows = None) -> Batch:
+        """Returns the training batch of a step, its images changed as `data.augment` says."""
+        batch = super().batch(step, size, rows)
+        if not self.spec.augment:
+            return batch
+        positions = np.arange(step * size, (step + 1) * size)
+        return augment(batch, positions if rows is None else positions[rows], self.spec.augment, self.seed)
 
     @property
     def fingerprint(self) -> str:

@@ -17,6 +17,7 @@ TEXT = ("stdlib", "text", *ROWS)  # the sources whose examples are tokens
 OF_SETS = ("source", "path", "pattern", "column", "messages", "learn")  # the keys of an evaluation set
 SET_NAME = "[a-z][a-z0-9]*"  # a part of metric names: eval_wiki_loss
 SEQ = 128  # default tokens of an example of text
+AUGMENTATIONS = ("flip", "crop")
 OURS = ("bytes", "bpe")  # the built-in tokenizers; any other value is a path
 
 
@@ -47,6 +48,8 @@ class Data(Keywords):
         for conversations, and mixed otherwise.
       seq: Tokens per example. 0 is 128; for conversations the context length of the model in the tokenizer's folder,
         at most 2,048.
+      augment: Random changes of training images of arrays, digits and photographs: flip mirrors half of them, crop
+        shifts them by up to an eighth. They depend on the seed and the step alone.
       held_out: Share of the examples that is held out for evaluation.
       ahead: Batches that a thread prefetches, for uneven read times; with 0 the next batch is read while devices
         compute. The metric input_wait_seconds is an upper bound of the time a step waits for its batch.
@@ -67,6 +70,7 @@ class Data(Keywords):
     vocab: int = 1024
     documents: Literal["auto", "mixed", "alone", "apart"] = "auto"
     seq: int = 0
+    augment: tuple[Literal["flip", "crop"], ...] = ()
     held_out: float = 0.02
     shuffle: bool = True
     ahead: int = 0
@@ -110,7 +114,7 @@ class Data(Keywords):
         """
         table = self.sets[name]
         changes: dict[str, Any] = {"path": "", "messages": "" if "column" in table else self.messages, **table}
-        return replace(self, sets={}, weights=(), evaluation="", held_out=0.0, shuffle=False, **changes)
+        return replace(self, sets={}, weights=(), evaluation="", held_out=0.0, shuffle=False, augment=(), **changes)
 
     def __post_init__(self):
         if self.documents == "auto":
@@ -164,6 +168,12 @@ def _text_problems(spec: Data) -> list[Problem]:
     if spec.evaluation and ":" not in spec.source:
         rule = "data.evaluation is for data of one's own; of files a share is held out"
         problems.append(Problem(f"data.evaluation = {spec.evaluation!r}", rule, "data.held_out = 0.02"))
+    if unknown := [kind for kind in spec.augment if kind not in AUGMENTATIONS]:
+        rule = f"images are changed by {' and '.join(AUGMENTATIONS)}"
+        problems.append(Problem(f"data.augment = {unknown}", rule, suggest(str(unknown[0]), AUGMENTATIONS)))
+    if spec.augment and spec.source not in ("digits", "photographs", "arrays"):
+        rule = "images of arrays, digits and photographs are augmented"
+        problems.append(Problem(f"data.augment with data.source = {spec.source!r}", rule, "leave it out"))
     if not spec.column:
         problems.append(Problem("data.column = ''", "data.column names a column", 'column = "text"'))
     entries = len(spec.path) if isinstance(spec.path, list) else 1
