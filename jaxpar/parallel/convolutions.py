@@ -47,7 +47,7 @@ def split_convolutions() -> Iterator[None]:
             images = constrain_to(images, partial_spec(images.ndim, {numbers.lhs_spec[0]: examples}))
         pieces: dict[int, Piece] = {}
         if split := image_axes(params):
-            from jaxpar.parallel.image_pieces import cut_images
+            from jaxpar.parallel.split_windows import cut_images
 
             images, pieces = cut_images(images, kernel, params, split)
         grouped = not get_abstract_mesh().empty and is_grouped(images.shape, kernel.shape, params)
@@ -56,7 +56,7 @@ def split_convolutions() -> Iterator[None]:
                 return bind(images, kernel, **params)
         if not pieces and not grouped:
             return bind(images, kernel, **params)
-        from jaxpar.parallel.image_pieces import run_split
+        from jaxpar.parallel.split_windows import run_split
 
         return run_split(bind, images, kernel, params, pieces, grouped=grouped)
 
@@ -78,7 +78,7 @@ def _other_operations() -> AbstractContextManager[None]:
     """Splits pools with the images, and gathers the examples of dense layers that a rule splits otherwise."""
     if not _examples() and not any(axes_of(entry) for entry in spec_of(SPATIAL) or ()):
         return nullcontext()
-    from jaxpar.parallel.image_pieces import split_other_operations  # no part of a step that splits no images
+    from jaxpar.parallel.split_windows import split_other_operations  # no part of a step that splits no images
 
     return split_other_operations(examples=bool(_examples()))
 

@@ -79,6 +79,6 @@ def test_xla_splits_the_rows_of_a_convolution():
     assert excess(convolve, P(None, "height"), *ARRAYS) < 1e-4
 
 
-@pytest.mark.xfail(strict=True, reason="XLA's split of overlapping windows of stride 1: parallel/image_pieces.py")
+@pytest.mark.xfail(strict=True, reason="XLA's split of overlapping windows of stride 1: parallel/split_windows.py")
 def test_xla_splits_the_gradient_of_a_maximum():
     assert excess(pool, P(None, "height"), *ARRAYS) < 1e-4

@@ -1,0 +1,205 @@
+"""Convolutions and pools that each device computes on its pieces of the images, in `jax.shard_map`."""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec, get_abstract_mesh
+
+from jaxpar.models.dim_names import SPATIAL, axes_of, constrain_to, partial_spec, spec_of
+from jaxpar.parallel.image_pieces import Piece, Window, piece_of, piece_of_window
+from jaxpar.parallel.manual_axes import example_axes, group_axes
+
+
+def cut_images(
+    images: jax.Array, kernel: jax.Array, params: Any, split: Mapping[int, tuple[str, ...]]
+) -> tuple[jax.Array, dict[int, Piece]]:
+    """Returns the images of a convolution, and their pieces by dim; dims that stay whole are constrained to be so.
+
+    Otherwise XLA would split the convolution along them as its operands are split.
+    """
+    shapes, numbers = (images.shape, kernel.shape), params["dimension_numbers"]
+    pieces = {dim: piece for dim, axes in split.items() if (piece := piece_of(dim, axes, *shapes, params))}
+    whole: dict[int, tuple[str, ...] | None] = {numbers.lhs_spec[2 + dim]: None for dim in split if dim not in pieces}
+    return constrain_to(images, partial_spec(images.ndim, whole)) if whole else images, pieces
+
+
+def run_split(
+    bind: Any,
+    images: jax.Array,
+    kernel: jax.Array,
+    params: Any,
+    pieces: Mapping[int, Piece],
+    *,
+    grouped: bool,
+) -> jax.Array:
+    """Convolves on every device its examples, its groups of channels and its pieces of the images.
+
+    Args:
+      bind: The convolution itself.
+      images: The images.
+      kernel: The kernel.
+      params: Parameters of the convolution.
+      pieces: The pieces of the images by spatial dim, counted from 0.
+      grouped: Whether XLA does not split its groups.
+    """
+    dims, count = params["dimension_numbers"], params["feature_group_count"]
+    groups = group_axes(count) if grouped else ()
+    batch = example_axes(images.shape[dims.lhs_spec[0]], groups=groups)
+    if not pieces and not batch and not groups:
+        return bind(images, kernel, **params)
+    ways = math.prod(get_abstract_mesh().shape[axis] for axis in groups)
+    padding = list(params["padding"])
+    for dim, piece in pieces.items():
+        images = piece.fill_up(images, dims.lhs_spec[2 + dim])
+        padding[dim] = piece.padding
+    local = {**params, "feature_group_count": params["feature_group_count"] // ways, "padding": tuple(padding)}
+
+    dtype = kernel.dtype
+    if dtype.itemsize < 4:  # its gradient is summed in float32: in 16 bits XLA ends the process on CPUs (JAX 0.12)
+        kernel = kernel.astype(jnp.float32)
+
+    def convolve(images: jax.Array, kernel: jax.Array) -> jax.Array:
+        kernel = kernel.astype(dtype)
+        for dim, piece in pieces.items():
+            images = piece.exchange(images, dims.lhs_spec[2 + dim])
+        return bind(images, kernel, **local)
+
+    spatial = tuple(pieces[dim].axes if dim in pieces else () for dim in range(images.ndim - 2))
+    result = jax.shard_map(
+        convolve,
+        in_specs=(_spec(dims.lhs_spec, (batch, groups, *spatial)), _spec(dims.rhs_spec, (groups,))),
+        out_specs=_spec(dims.out_spec, (batch, groups, *spatial)),
+        axis_names={*batch, *groups, *(axis for axes in spatial for axis in axes)},
+        check_vma=False,
+    )(images, kernel)
+    for dim, piece in pieces.items():
+        result = lax.slice_in_dim(result, 0, piece.window.result, axis=dims.out_spec[2 + dim])
+    return result
+
+
+def _spec(dims: tuple[int, ...], axes: tuple[tuple[str, ...], ...]) -> PartitionSpec:
+    """Spec of an array whose leading dims, in the order of the dimension numbers, are split over these axes."""
+    on = dict(zip(dims, axes, strict=False))
+    return PartitionSpec(*(on.get(dim) or None for dim in range(len(dims))))
+
+
+# Pooling. XLA splits its windows by itself, but (as of JAX 0.12) the gradient of a maximum is wrong where windows
+# overlap and their stride is 1, as in GoogLeNet: 3e-4 off on `height 8`.
+
+
+@contextmanager
+def split_other_operations(*, examples: bool) -> Iterator[None]:
+    """Splits the windows of sums, maxima and minima in a step that is traced in this context.
+
+    Args:
+      examples: Whether a rule splits the examples of convolutions otherwise than those of dense layers.
+    """
+    kinds = {lax.reduce_window_sum_p: "sum", lax.reduce_window_max_p: "max", lax.reduce_window_min_p: "min"}
+    with ExitStack() as stack:
+        for primitive, kind in kinds.items():
+            stack.enter_context(_replaced(primitive, kind))
+        if examples:
+            stack.enter_context(_matmuls_of_whole_batches())
+        yield
+
+
+@contextmanager
+def _matmuls_of_whole_batches() -> Iterator[None]:
+    """Gathers the examples of dense layers over the axes that split those of convolutions alone."""
+    bind = lax.dot_general_p.bind
+
+    def run(inputs, kernel, **params):
+        if inputs.ndim == kernel.ndim == 2 and params["dimension_numbers"][0] == ((1,), (0,)):
+            manual = get_abstract_mesh().manual_axes
+            axes = tuple(axis for axis in axes_of((spec_of(("batch",)) or (None,))[0]) if axis not in manual)
+            inputs = constrain_to(inputs, PartitionSpec(axes or None, PartitionSpec.UNCONSTRAINED))
+        return bind(inputs, kernel, **params)
+
+    lax.dot_general_p.bind = run
+    try:
+        yield
+    finally:
+        del lax.dot_general_p.bind
+
+
+@contextmanager
+def _replaced(primitive: Any, kind: str) -> Iterator[None]:
+    bind = primitive.bind
+
+    def run(images, **params):
+        split = _pooled_axes(images.shape, params) if images.dtype != bool else {}
+        found = {dim: _pooled_piece(dim, axes, images.shape, params) for dim, axes in split.items()}
+        pieces = {dim: piece for dim, piece in found.items() if piece}
+        whole: dict[int, tuple[str, ...] | None] = {dim: None for dim in split if dim not in pieces}
+        if whole:
+            images = constrain_to(images, partial_spec(images.ndim, whole))
+        if not pieces:
+            return bind(images, **params)
+        fill, padding = _neutral(kind, images.dtype), list(params["padding"])
+        for dim, piece in pieces.items():
+            images, padding[dim] = piece.fill_up(images, dim, fill), piece.padding
+
+        def pool(images: jax.Array) -> jax.Array:
+            for dim, piece in pieces.items():
+                images = piece.exchange(images, dim, fill)
+            return bind(images, **{**params, "padding": tuple(padding)})
+
+        batch = example_axes(images.shape[0])
+        spec = PartitionSpec(
+            batch or None, *(pieces[dim].axes if dim in pieces else None for dim in range(1, images.ndim))
+        )
+        axes = {*batch, *(axis for piece in pieces.values() for axis in piece.axes)}
+        result = jax.shard_map(pool, in_specs=spec, out_specs=spec, axis_names=axes, check_vma=False)(images)
+        for dim, piece in pieces.items():
+            result = lax.slice_in_dim(result, 0, piece.window.result, axis=dim)
+        return result
+
+    primitive.bind = run
+    try:
+        yield
+    finally:
+        del primitive.bind
+
+
+def _neutral(kind: str, dtype: Any) -> float:
+    """Returns the value of which a sum, a maximum or a minimum takes no notice."""
+    if kind == "sum":
+        return 0
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return -math.inf if kind == "max" else math.inf
+    return int(jnp.iinfo(dtype).min if kind == "max" else jnp.iinfo(dtype).max)
+
+
+def _pooled_axes(shape: tuple[int, ...], params: Any) -> dict[int, tuple[str, ...]]:
+    """Returns the mesh axes of the dims, counted from 0, that windows reduce and axes split.
+
+    Images are [batch, ..., channels] or [batch, channels, ...].
+    """
+    sizes, mesh = params["window_dimensions"], get_abstract_mesh()
+    if len(shape) < 3 or sizes[0] > 1 or mesh.empty:
+        return {}
+    first = _first_spatial(params)
+    entries = enumerate(spec_of(SPATIAL[: len(shape) - 2]) or (), first)
+    axes = {dim: tuple(axis for axis in axes_of(entry) if axis not in mesh.manual_axes) for dim, entry in entries}
+    return {
+        dim: names
+        for dim, names in axes.items()
+        if sizes[dim] > 1 and params["base_dilation"][dim] == 1 and math.prod(mesh.shape[axis] for axis in names) > 1
+    }
+
+
+def _first_spatial(params: Any) -> int:
+    return 1 if params["window_dimensions"][-1] == 1 else 2
+
+
+def _pooled_piece(dim: int, axes: tuple[str, ...], shape: tuple[int, ...], params: Any) -> Piece | None:
+    (low, high), stride = params["padding"][dim], params["window_strides"][dim]
+    span = (params["window_dimensions"][dim] - 1) * params["window_dilation"][dim] + 1
+    result = (shape[dim] + low + high - span) // stride + 1
+    window = Window(size=shape[dim], result=result, span=span, stride=stride, low=low, base=1)
+    return piece_of_window(window, dim - _first_spatial(params), axes)
