@@ -30,7 +30,7 @@ MODELS = {
     "nowhere/at/all": ("no such folder", "the path of a folder that is there"),
     "/nowhere": ("no such folder", "the path of a folder that is there"),
     "~/nowhere-at-all": ("no such folder", "the path of a folder that is there"),
-    "~nobody-of-this-name/x": ("model.name = '~nobody-of-this-name/x': ", "one of: decoder"),
+    "~nobody-of-this-name/x": ("model.name = '~nobody-of-this-name/x': ", "one of: alexnet, decoder"),
     "meta-llama/Llama-3.1-8B": ("no such folder", "hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B"),
     "empty": ("is a folder without config.json", "save_pretrained"),
     "hf/llama/config.json": ("is a file", 'name = "hf/llama"'),
@@ -38,8 +38,11 @@ MODELS = {
     "empty/model.safetensors": ("is a file", "save_pretrained"),
     "Decoder": ("no such model or folder", "did you mean 'decoder'?"),
     "gtp": ("no such model or folder", "did you mean 'gpt'?"),
-    "zzzzzz": ("no such model or folder", "one of: decoder, mlp, resnet, vit; or the path of a folder"),
-    "x" * 5000: ("File name too long", "one of: decoder"),
+    "zzzzzz": (
+        "no such model or folder",
+        "one of: alexnet, decoder, googlenet, mlp, resnet, unet, vgg, vit; or the path of a folder",
+    ),
+    "x" * 5000: ("File name too long", "one of: alexnet, decoder"),
 }
 
 
