@@ -5,6 +5,7 @@ The step constrains the images and the results of convolutions (`jaxpar.parallel
 pieces through everything between them: pooling, norms whose statistics are of the whole image, and losses.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -24,9 +25,10 @@ def problems(parallel: Parallel, axis: str) -> list[Problem]:
     if size != 1 and parallel.exchange.per_replica:
         got, rule = f"{axis}={size} with exchange {parallel.exchange}", "images are split where replicas step together"
         errors.append(Problem(got, rule, f"{axis}=1, or leave the exchange out"))
-    height, width = (axes_of(parallel.rules.get(dim, dim)) for dim in SPATIAL)
-    if axis == "height" and (shared := set(height) & set(width)):
-        got, rule = f"rules split height and width over {' and '.join(sorted(shared))}", "an axis splits an array once"
+    rules = parallel.rules if isinstance(parallel.rules, Mapping) else {}  # others are refused where rules are checked
+    height, width = (rules.get(dim, dim) for dim in SPATIAL)
+    if axis == "height" and height and height == width:
+        got, rule = f"rules split height and width over {height}", "an axis splits an array once"
         errors.append(Problem(got, rule, 'another axis for one of them, as rules={"height": "height"}'))
     return errors
 
@@ -37,9 +39,7 @@ def check(layout: Layout, named: set[str], _: Any, axis: str) -> None:
     Raises:
       JaxparError: If the model has no convolution whose image the axis splits.
     """
-    splits = {
-        name for name, axes in layout.names.items() if axes and axis in ((axes,) if isinstance(axes, str) else axes)
-    }
+    splits = {name for name, axes in layout.names.items() if axis in axes_of(axes)}
     if splits & named:
         return
     size = layout.sizes[axis]
