@@ -89,14 +89,24 @@ def train(model, of, loss, optimizer, batch):
     return losses, jax.device_get(params)
 
 
-def beside(reference, layout, model, loss, optimizer, batch):
-    """Asserts that under a layout the model has the losses and parameters that `train` returned."""
-    placed = jp.compose(model, jp.Parallel(**LAYOUTS[layout]))
-    state, step = jp.init_state(placed, optimizer, seed=0), jp.train_step(placed, loss, optimizer)
-    losses, (expected, params) = [], reference
+def steps(layout, loss, optimizer, batch):
+    """Returns losses, and parameters after the last step, by jaxpar under a layout, as `train` returns them."""
+    state, step, losses = jp.init_state(layout, optimizer, seed=0), jp.train_step(layout, loss, optimizer), []
     for _ in range(STEPS):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
-    np.testing.assert_allclose(losses, expected, **CLOSE)
-    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, **CLOSE), state.params, params)
+    return losses, state.params
+
+
+def assert_alike(result, expected):
+    """Asserts that losses and parameters are equal to 1e-5."""
+    np.testing.assert_allclose(result[0], expected[0], rtol=1e-5)
+    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=1e-5), result[1], expected[1])
+
+
+def beside(reference, layout, model, loss, optimizer, batch):
+    """Asserts that under a layout the model has the losses and parameters that `train` returned."""
+    losses, params = steps(jp.compose(model, jp.Parallel(**LAYOUTS[layout])), loss, optimizer, batch)
+    np.testing.assert_allclose(losses, reference[0], **CLOSE)
+    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, **CLOSE), params, reference[1])
     assert losses[-1] < losses[0]

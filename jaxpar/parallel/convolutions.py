@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from jax import lax
 from jax.sharding import get_abstract_mesh
 
-from jaxpar.models.dim_names import IMAGES, SPATIAL, axes_of, constrain_to, partial_spec, record_use, spec_of
-from jaxpar.parallel.manual_axes import merging_replicas
+from jaxpar.models.dim_names import IMAGES, SPATIAL, constrain_to, partial_spec, record_use
+from jaxpar.parallel.manual_axes import automatic_axes, merging_replicas
 
 if TYPE_CHECKING:
     from jaxpar.parallel.image_pieces import Piece
@@ -41,7 +41,7 @@ def split_convolutions() -> Iterator[None]:
     bind = CONVOLUTION.bind
 
     def run(images, kernel, **params):
-        examples, numbers = _examples(), params["dimension_numbers"]
+        (examples,), numbers = automatic_axes(IMAGES), params["dimension_numbers"]
         if examples and numbers.lhs_spec[0] < numbers.lhs_spec[1]:
             record_use(IMAGES)
             images = constrain_to(images, partial_spec(images.ndim, {numbers.lhs_spec[0]: examples}))
@@ -68,19 +68,14 @@ def split_convolutions() -> Iterator[None]:
         del CONVOLUTION.bind
 
 
-def _examples() -> tuple[str, ...]:
-    """Returns the axes that a rule gives the examples of convolutions; none leave them with those of other layers."""
-    manual = get_abstract_mesh().manual_axes
-    return tuple(axis for axis in axes_of((spec_of((IMAGES,)) or (None,))[0]) if axis not in manual)
-
-
 def _other_operations() -> AbstractContextManager[None]:
     """Splits pools with the images, and gathers the examples of dense layers that a rule splits otherwise."""
-    if not _examples() and not any(axes_of(entry) for entry in spec_of(SPATIAL) or ()):
+    examples, *spatial = automatic_axes(IMAGES, *SPATIAL)
+    if not examples and not any(spatial):
         return nullcontext()
     from jaxpar.parallel.split_windows import split_other_operations  # no part of a step that splits no images
 
-    return split_other_operations(examples=bool(_examples()))
+    return split_other_operations(examples=bool(examples))
 
 
 def image_axes(params: Any) -> dict[int, tuple[str, ...]]:
@@ -89,12 +84,9 @@ def image_axes(params: Any) -> dict[int, tuple[str, ...]]:
     None for the gradient of a kernel, where batch and features have changed places: its result has the kernel's dims.
     """
     mesh, lhs = get_abstract_mesh(), params["dimension_numbers"].lhs_spec
-    spec = spec_of(SPATIAL[: len(lhs) - 2])
-    if spec is None or mesh.empty or lhs[0] > lhs[1]:
+    if mesh.empty or lhs[0] > lhs[1]:
         return {}
-    axes = {
-        dim: tuple(axis for axis in axes_of(entry) if axis not in mesh.manual_axes) for dim, entry in enumerate(spec)
-    }
+    axes = dict(enumerate(automatic_axes(*SPATIAL[: len(lhs) - 2])))
     return {dim: names for dim, names in axes.items() if math.prod(mesh.shape[axis] for axis in names) > 1}
 
 

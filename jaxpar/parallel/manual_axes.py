@@ -23,6 +23,13 @@ def merging_replicas() -> Iterator[None]:
         _merging.reset(token)
 
 
+def automatic_axes(*names: str) -> tuple[tuple[str, ...], ...]:
+    """Returns, for each name of a dim, the axes that the traced step splits it over and that are not manual here."""
+    spec, manual = spec_of(names), get_abstract_mesh().manual_axes
+    entries = (None,) * len(names) if spec is None else spec
+    return tuple(tuple(axis for axis in axes_of(entry) if axis not in manual) for entry in entries)
+
+
 def example_axes(examples: int, *, groups: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Returns the axes that split so many examples in `jax.shard_map`, without those that split groups of channels."""
     mesh = get_abstract_mesh()
@@ -46,5 +53,5 @@ def group_axes(count: int) -> tuple[str, ...]:
 
 def _maps_replicas() -> bool:
     """Whether the step of one replica is traced, which a `vmap` maps over `data`."""
-    mesh, spec = get_abstract_mesh(), spec_of(("batch",))
-    return mesh.shape.get("data", 1) > 1 and "data" not in (*mesh.manual_axes, *axes_of(spec[0] if spec else None))
+    mesh, (batch,) = get_abstract_mesh(), automatic_axes("batch")
+    return mesh.shape.get("data", 1) > 1 and "data" not in (*mesh.manual_axes, *batch)

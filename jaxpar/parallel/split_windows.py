@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec, get_abstract_mesh
 
-from jaxpar.models.dim_names import SPATIAL, axes_of, constrain_to, partial_spec, spec_of
+from jaxpar.models.dim_names import SPATIAL, constrain_to, partial_spec
 from jaxpar.parallel.image_pieces import Piece, Window, piece_of, piece_of_window
-from jaxpar.parallel.manual_axes import example_axes, group_axes
+from jaxpar.parallel.manual_axes import automatic_axes, example_axes, group_axes
 
 
 def cut_images(
@@ -115,9 +115,8 @@ def _matmuls_of_whole_batches() -> Iterator[None]:
 
     def run(inputs, kernel, **params):
         if inputs.ndim == kernel.ndim == 2 and params["dimension_numbers"][0] == ((1,), (0,)):
-            manual = get_abstract_mesh().manual_axes
-            axes = tuple(axis for axis in axes_of((spec_of(("batch",)) or (None,))[0]) if axis not in manual)
-            inputs = constrain_to(inputs, PartitionSpec(axes or None, PartitionSpec.UNCONSTRAINED))
+            (batch,) = automatic_axes("batch")
+            inputs = constrain_to(inputs, PartitionSpec(batch or None, PartitionSpec.UNCONSTRAINED))
         return bind(inputs, kernel, **params)
 
     lax.dot_general_p.bind = run
@@ -184,8 +183,7 @@ def _pooled_axes(shape: tuple[int, ...], params: Any) -> dict[int, tuple[str, ..
     if len(shape) < 3 or sizes[0] > 1 or mesh.empty:
         return {}
     first = _first_spatial(params)
-    entries = enumerate(spec_of(SPATIAL[: len(shape) - 2]) or (), first)
-    axes = {dim: tuple(axis for axis in axes_of(entry) if axis not in mesh.manual_axes) for dim, entry in entries}
+    axes = dict(enumerate(automatic_axes(*SPATIAL[: len(shape) - 2]), first))
     return {
         dim: names
         for dim, names in axes.items()
