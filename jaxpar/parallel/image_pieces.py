@@ -118,14 +118,21 @@ def piece_of(
 def piece_of_window(window: Window, dim: int, axes: tuple[str, ...]) -> Piece | None:
     """Returns the pieces under a window along a dim, as `piece_of`."""
     ways = math.prod(get_abstract_mesh().shape[axis] for axis in axes)
-    if min(window.result, window.size) < ways:
-        note(
-            f"windows from {window.size} to {window.result} rows of {SPATIAL[dim]} run whole on each of {ways} "
-            "devices: there are fewer rows than devices"
-        )
+    if not enough_rows(window.size, window.result, SPATIAL[dim], ways):
         return None
-    record_use(SPATIAL[dim])
     return split_window(window, SPATIAL[dim], axes, ways)
+
+
+def enough_rows(size: int, result: int, name: str, ways: int) -> bool:
+    """Whether each device has rows of a dim, of the image and of the result; a note if not."""
+    if min(result, size) < ways:
+        note(
+            f"windows from {size} to {result} rows of {name} run whole on each of {ways} devices: "
+            "there are fewer rows than devices"
+        )
+        return False
+    record_use(name)
+    return True
 
 
 def window_of(dim: int, images: tuple[int, ...], kernel: tuple[int, ...], params: Any) -> Window:

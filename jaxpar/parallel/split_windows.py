@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec, get_abstract_mesh
 from jaxpar.models.dim_names import SPATIAL, constrain_to, partial_spec
 from jaxpar.parallel.image_pieces import Piece, Window, piece_of, piece_of_window
 from jaxpar.parallel.manual_axes import automatic_axes, example_axes, group_axes
+from jaxpar.parallel.split_resizes import split_resizes
 
 
 def cut_images(
@@ -94,7 +95,7 @@ def _spec(dims: tuple[int, ...], axes: tuple[tuple[str, ...], ...]) -> Partition
 
 @contextmanager
 def split_other_operations(*, examples: bool) -> Iterator[None]:
-    """Splits the windows of sums, maxima and minima in a step that is traced in this context.
+    """Splits the windows of sums, maxima and minima, and resizes, in a step that is traced in this context.
 
     Args:
       examples: Whether a rule splits the examples of convolutions otherwise than those of dense layers.
@@ -103,6 +104,7 @@ def split_other_operations(*, examples: bool) -> Iterator[None]:
     with ExitStack() as stack:
         for primitive, kind in kinds.items():
             stack.enter_context(_replaced(primitive, kind))
+        stack.enter_context(split_resizes())
         if examples:
             stack.enter_context(_matmuls_of_whole_batches())
         yield

@@ -62,6 +62,29 @@ def test_halos_are_the_rows_that_kernels_reach_and_no_image_is_gathered():
     assert len(gradients) == len(kernels)
 
 
+class Upsampled(nnx.Module):
+    """The two ways in which U-Nets without transposed convolutions grow an image."""
+
+    def __init__(self, *, rngs):
+        self.down = nnx.Conv(3, 16, (3, 3), strides=4, rngs=rngs)
+        self.middle = nnx.Conv(16, 16, (3, 3), rngs=rngs)
+        self.head = nnx.Conv(16, 4, (3, 3), rngs=rngs)
+
+    def __call__(self, images):
+        x = nnx.relu(self.down(images))
+        x = jnp.repeat(jnp.repeat(x, 2, axis=1), 2, axis=2)
+        x = nnx.relu(self.middle(x))
+        return self.head(jax.image.resize(x, (*images.shape[:-1], 16), "bilinear"))
+
+
+def test_images_that_are_resized_exchange_the_rows_of_an_interpolation():
+    ledger = report(Upsampled, jp.Parallel(height=8)).ledger
+    assert {entry.kind for entry in ledger if entry.cause != HALO} == {"all-reduce"}
+    row = [128 * 16, 128 * 16, 256 * 16]  # of a convolution, of the resize and of a convolution: one to each side
+    sent = sum(entry.payload * entry.times for entry in ledger if entry.cause == HALO and not entry.backward)
+    assert sent == 2 * sum(row) * 4 * 4
+
+
 def test_a_device_computes_and_stores_its_piece():
     model = partial(Chain, (3,) * 8, (16, *(32,) * 8))
     one = report(model, jp.Parallel(data=8), batch=8, size=512, channels=16)
