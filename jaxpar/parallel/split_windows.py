@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,10 +11,64 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec, get_abstract_mesh
 
-from jaxpar.models.dim_names import SPATIAL, constrain_to, partial_spec
+from jaxpar.models.dim_names import IMAGES, SPATIAL, constrain_to, partial_spec, record_use
+from jaxpar.parallel.canonical_convolutions import run_canonical
 from jaxpar.parallel.image_pieces import Piece, Window, piece_of, piece_of_window
-from jaxpar.parallel.manual_axes import automatic_axes, example_axes, group_axes
+from jaxpar.parallel.manual_axes import automatic_axes, example_axes, group_axes, merging_replicas
 from jaxpar.parallel.split_resizes import split_resizes
+
+
+def convolve(bind: Any, images: jax.Array, kernel: jax.Array, params: Any, *, processors: bool) -> jax.Array:
+    """Runs a convolution of a traced step on the axes that split its examples, its groups and its images.
+
+    Args:
+      bind: The convolution itself.
+      images: The images.
+      kernel: The kernel.
+      params: Parameters of the convolution.
+      processors: Whether the devices are processors.
+    """
+    if processors:
+        bind = partial(run_canonical, bind)
+    (examples,), numbers = automatic_axes(IMAGES), params["dimension_numbers"]
+    if examples and numbers.lhs_spec[0] < numbers.lhs_spec[1]:
+        record_use(IMAGES)
+        images = constrain_to(images, partial_spec(images.ndim, {numbers.lhs_spec[0]: examples}))
+    pieces: dict[int, Piece] = {}
+    if split := image_axes(params):
+        images, pieces = cut_images(images, kernel, params, split)
+    grouped = not get_abstract_mesh().empty and is_grouped(images.shape, kernel.shape, params)
+    if _is_mapped(images) or _is_mapped(kernel):
+        with merging_replicas():  # the convolution that the `vmap` makes of this one is bound in here
+            return bind(images, kernel, **params)
+    if not pieces and not grouped:
+        return bind(images, kernel, **params)
+    return run_split(bind, images, kernel, params, pieces, grouped=grouped)
+
+
+def image_axes(params: Any) -> dict[int, tuple[str, ...]]:
+    """Returns the mesh axes that the traced step gives the spatial dims of a convolution, counted from 0.
+
+    None for the gradient of a kernel, where batch and features have changed places: its result has the kernel's dims.
+    """
+    mesh, lhs = get_abstract_mesh(), params["dimension_numbers"].lhs_spec
+    if mesh.empty or lhs[0] > lhs[1]:
+        return {}
+    axes = dict(enumerate(automatic_axes(*SPATIAL[: len(lhs) - 2])))
+    return {dim: names for dim, names in axes.items() if math.prod(mesh.shape[axis] for axis in names) > 1}
+
+
+def _is_mapped(array: Any) -> bool:
+    """Whether a `vmap` maps an array, as that of replicas does."""
+    while hasattr(array, "primal"):  # differentiated
+        array = array.primal
+    return hasattr(array, "batch_dim")
+
+
+def is_grouped(images: tuple[int, ...], kernel: tuple[int, ...], params: Any) -> bool:
+    """Whether a convolution has groups of several channels, which XLA does not split."""
+    dims, count = params["dimension_numbers"], params["feature_group_count"]
+    return count > 1 and not count == images[dims.lhs_spec[1]] == kernel[dims.rhs_spec[0]]
 
 
 def cut_images(

@@ -113,8 +113,10 @@ def tracing(
         activation_names(layout.names, layout.sizes),
         islands(layout, TracedStep(choose=choose, saves_activations=saves_activations)),
     )
-    with names as dim_names, implemented(table) as calls, sharding_translation(), step_hooks(), split_convolutions():
-        yield
+    processors = layout.device_mesh.devices.flat[0].platform == "cpu"
+    with names as dim_names, implemented(table) as calls, sharding_translation(), step_hooks():
+        with split_convolutions(processors=processors):
+            yield
     model_use.names |= with_meanings(dim_names)
     model_use.forms |= {call for call in calls if " " in call}
     model_use.islands |= calls - model_use.forms
