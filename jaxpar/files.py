@@ -7,7 +7,6 @@ import re
 import stat
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from jaxpar.errors import refuse
 
@@ -69,7 +68,7 @@ def make_folder(folder: Path) -> None:
         ) from error
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Writes JSON atomically: a reader sees the old file or the new one."""
     write_text(path, json.dumps(value, indent=2, default=str) + "\n")
 

@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxpar.checkpoint.blocks import SMALL, WORKERS, Box, SavedBlock, altered_line, cut_boxes, digest, read
 from jaxpar.checkpoint.manifest import Manifest, SavedArray
@@ -34,7 +35,7 @@ from jaxpar.sharding.names import path_of
 Slices = tuple[slice, ...]
 
 
-def is_key(dtype: Any) -> bool:
+def is_key(dtype: DTypeLike) -> bool:
     """Whether a dtype is one of PRNG keys."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 

@@ -265,6 +265,6 @@ def _other_number(shape: tuple[int, ...], want: jax.ShapeDtypeStruct) -> bool:
     return _is_per_replica(want) and same and shape[0] != want.shape[0]
 
 
-def _whole(sharding: Any) -> NamedSharding:
+def _whole(sharding: NamedSharding) -> NamedSharding:
     spec = tuple(sharding.spec)[1:]
     return NamedSharding(sharding.mesh, PartitionSpec(None, *spec), memory_kind=sharding.memory_kind)

@@ -1,6 +1,7 @@
 """`jaxpar checkpoint ls|show|verify|diff|export`: lists, verifies, compares and copies checkpoints."""
 
 import argparse
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,9 @@ def add(verbs) -> None:
     )
     inner = verb.add_subparsers(dest="what", metavar="ls|show|verify|diff|export", required=True)
 
-    def add_one(name: str, meaning: str, function: Any, *, step: bool = True) -> argparse.ArgumentParser:
+    def add_one(
+        name: str, meaning: str, function: Callable[..., object], *, step: bool = True
+    ) -> argparse.ArgumentParser:
         verb_parser = inner.add_parser(name, help=meaning, description=meaning)
         verb_parser.add_argument("where", metavar="RUN", type=Path, help="a run folder, or one checkpoint")
         if step:

@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import TracebackType
 
 from jaxpar.cli import (
     check,
@@ -28,7 +28,7 @@ from jaxpar.cli import (
     train,
 )
 from jaxpar.cli.output import open_closed_streams
-from jaxpar.errors import STOPPED, JaxparError, refuse, suggest
+from jaxpar.errors import STOPPED, JaxparError, Problem, refuse, suggest
 from jaxpar.mesh.plugin import hush_plugin
 from jaxpar.process_exit import exit_process, exit_with_supervisor
 
@@ -125,12 +125,12 @@ def _exit_if_distributed(status: int) -> None:
         exit_process(status)
 
 
-def _exit_after_crash(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+def _exit_after_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Ends one of several processes with status 70, which the supervisor restarts (unlike a refusal)."""
     exit_process(70, "".join(traceback.format_exception(kind, error, trace)).rstrip())
 
 
-def problem_to_dict(problem: Any) -> dict[str, str]:
+def problem_to_dict(problem: Problem) -> dict[str, str]:
     """Returns a problem as a dict for JSON."""
     return {"got": problem.got, "rule": problem.rule, "fix": problem.fix}
 

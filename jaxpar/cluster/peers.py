@@ -216,7 +216,7 @@ def _parse(text: bytes) -> dict[str, Any]:
     return message
 
 
-def problem_of(message: Any) -> Problem:
+def problem_of(message: object) -> Problem:
     """Returns the problem in a message from the other side of a connection."""
     message = message if isinstance(message, dict) else {}
     return Problem(*(str(message.get(key, "")) for key in ("got", "rule", "fix")))

@@ -60,7 +60,7 @@ class Stream:
     def _before_draw(self) -> None:
         """Hook before a batch is drawn."""
 
-    def _after_draw(self, batch: Any) -> None:
+    def _after_draw(self, batch: object) -> None:
         """Hook after a batch was drawn."""
 
     def evaluation(self, index: int, size: int, rows: Rows = None) -> list[WeightedBatch]:
@@ -121,7 +121,7 @@ def parameters(function: Any) -> Collection[str]:
         return ()
 
 
-def held_out_count(batch: Any, size: int) -> int:
+def held_out_count(batch: object, size: int) -> int:
     """Returns the number of rows of a user's held-out batch, if all arrays have the same and it is below `size`; else
     `size`.
     """
@@ -129,14 +129,14 @@ def held_out_count(batch: Any, size: int) -> int:
     return min(counts) if len(counts) == 1 and 0 < min(counts) < size else size
 
 
-def row_count(value: Any) -> int:
+def row_count(value: object) -> int:
     if isinstance(value, (list, tuple)):
         return len(value)
     shape = getattr(value, "shape", ())
     return shape[0] if shape else 0
 
 
-def describe_value(found: Any) -> str:
+def describe_value(found: object) -> str:
     """Describes a value that should be a dict, for an error: an array by its shape, a short list by its items."""
     if isinstance(found, list | tuple) and 0 < len(found) <= 8:
         return f"a {type(found).__name__} of {', '.join(map(describe_value, found))}"
@@ -144,7 +144,7 @@ def describe_value(found: Any) -> str:
     return f"{found!r:.60}" if shape is None else f"{type(found).__name__} {list(shape)}"
 
 
-def as_batch(batch: Any, size: int, name: str) -> Batch:
+def as_batch(batch: object, size: int, name: str) -> Batch:
     """Converts a user's batch to arrays of numbers in 32 bits.
 
     Raises:
@@ -156,7 +156,7 @@ def as_batch(batch: Any, size: int, name: str) -> Batch:
         raise CorruptBatch(*error.problems) from error
 
 
-def _as_batch(batch: Any, size: int, name: str) -> Batch:
+def _as_batch(batch: object, size: int, name: str) -> Batch:
     if not isinstance(batch, Mapping) or not batch:
         pair = isinstance(batch, list | tuple) and len(batch) == 2
         raise refuse(

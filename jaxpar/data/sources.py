@@ -14,7 +14,6 @@ from dataclasses import replace
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -118,7 +117,7 @@ class Mixture:
 
 
 def open_data(
-    spec: Data, folder: str | Path = "runs/data", *, seed: int = 0, named: Any = None, held_out: Any = None
+    spec: Data, folder: str | Path = "runs/data", *, seed: int = 0, named: object = None, held_out: object = None
 ) -> Source:
     """Opens the source of a job.
 

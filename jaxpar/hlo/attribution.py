@@ -12,12 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import flax
 import jax
 import jaxlib
 import optax
+from jax.extend.core import JaxprEqn
 
 from jaxpar.hlo.provenance import DataFlow
 from jaxpar.hlo.text import HloArray, Op, SourceFrame
@@ -286,14 +286,14 @@ def _is_machinery(file: str) -> bool:
     return file.startswith(_PYTHON)
 
 
-def equation_frame(equation: Any) -> SourceFrame | None:
+def equation_frame(equation: JaxprEqn) -> SourceFrame | None:
     """Returns the innermost line of the user's code that traced an equation of a jaxpr; None if unknown."""
     traceback = equation.source_info.traceback
     frames = traceback.frames if traceback else ()
     return users_frame([SourceFrame(frame.file_name, frame.line_num, frame.function_name) for frame in frames])
 
 
-def is_of_update(equation: Any) -> bool:
+def is_of_update(equation: JaxprEqn) -> bool:
     """Whether an equation of a step's jaxpr belongs to the optimizer or the exchange, not to the model."""
     traceback = equation.source_info.traceback
     return any(

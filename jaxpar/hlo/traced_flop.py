@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.extend.core import Jaxpr
 
 from jaxpar.sharding.names import CHOICE
 
@@ -27,7 +28,7 @@ def forward_flop(function: Callable, *args: Any) -> int:
 
 
 def traced_matmuls(
-    jaxpr: Any,
+    jaxpr: Jaxpr,
     schedule: "Schedule | None" = None,
     times: float | None = 1,
     *,

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+from jax.stages import Lowered
 
 from jaxpar.errors import refuse
 from jaxpar.inspector import program_cache
@@ -74,7 +75,7 @@ class Compiled:
 
 
 def compile_program(
-    lowered: Any,
+    lowered: Lowered,
     devices: Sequence[Any],
     *,
     use_cache: bool = False,
@@ -122,7 +123,7 @@ def _options(platform: str) -> dict[str, Any]:
     return options
 
 
-def _compile_and_read(lowered: Any, platform: str, options: dict[str, Any]) -> Compiled:
+def _compile_and_read(lowered: Lowered, platform: str, options: dict[str, Any]) -> Compiled:
     with tempfile.TemporaryDirectory(prefix="jaxpar-") as folder:
         dumps: dict[str, Any] = {
             "xla_dump_to": folder,
@@ -159,7 +160,7 @@ def _compile_and_read(lowered: Any, platform: str, options: dict[str, Any]) -> C
         )
 
 
-def _compile(lowered: Any, options: dict[str, Any]) -> tuple[Any, list[str]]:
+def _compile(lowered: Lowered, options: dict[str, Any]) -> tuple[Any, list[str]]:
     """Compiles; if XLA cannot support a helpful option, compiles again without it.
 
     Returns:

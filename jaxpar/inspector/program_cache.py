@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.stages import Lowered
 
 from jaxpar.files import partial_path
 from jaxpar.mesh.absent_gpus import target_config_of
@@ -29,7 +30,7 @@ _OF_CACHES = ("jax_compilation_cache", "jax_persistent_cache")  # settings that 
 _DIGEST = hashlib.sha256().digest_size
 
 
-def file_of(lowered: Any, devices: Sequence[Any], options: dict[str, Any]) -> Path | None:
+def file_of(lowered: Lowered, devices: Sequence[Any], options: dict[str, Any]) -> Path | None:
     """The cache file of a program, existing or not; None if JAX has no cache folder on this machine.
 
     Args:

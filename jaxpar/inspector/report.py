@@ -154,7 +154,7 @@ def _on_host(size: int, microbatches: int, chip: Chip | None) -> str:
     return f"{text}; over PCIe they take {duration} of a step there and {duration} back, during computation (modelled)"
 
 
-def _pool(device: Any, chip: Chip | None) -> Pool:
+def _pool(device: object, chip: Chip | None) -> Pool:
     """Returns the memory pool that this process has allocated on a real GPU, or that a run here would allocate."""
     pool_bytes = allocated_bytes(device) if chip else None
     if pool_bytes is None or chip is None:

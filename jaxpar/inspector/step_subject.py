@@ -18,6 +18,7 @@ from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.sharding.names import path_of, shard_shape
 from jaxpar.step.batch.shard_batch import check_dict
 from jaxpar.step.model_flop import model_flop
+from jaxpar.step.state import State
 from jaxpar.step.step import Step
 from jaxpar.units import show_seconds
 
@@ -113,7 +114,7 @@ def _agreement(layout: Layout) -> list[str]:
     return [f"{sync_note(layout)}, which takes {show_seconds(seconds)} (modelled)"]
 
 
-def _state(step: Step, state: Any) -> list[Argument]:
+def _state(step: Step, state: State) -> list[Argument]:
     """Lists the arrays of the state: parameters by path, others by part of the state and path."""
     layout, exchange = step.layout, step.layout.parallel.exchange
     places = {
@@ -132,7 +133,7 @@ def _state(step: Step, state: Any) -> list[Argument]:
     return arguments
 
 
-def _code(function: Any) -> Any:
+def _code(function: object) -> Any:
     while isinstance(function, partial):
         function = function.func
     return getattr(function, "__code__", None)

@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.typing import DTypeLike
 
 from jaxpar.errors import refuse, user_code_errors
 from jaxpar.hlo.attribution import Argument
@@ -67,7 +68,14 @@ class Subject:
     compiler_options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def argument(path: str, role: str, leaf: Any, sharding: Any, *, names: Sequence[str | None] = ()) -> Argument:
+def argument(
+    path: str,
+    role: str,
+    leaf: jax.Array | jax.ShapeDtypeStruct,
+    sharding: Sharding,
+    *,
+    names: Sequence[str | None] = (),
+) -> Argument:
     """Describes one array for the inspector.
 
     Args:
@@ -100,7 +108,7 @@ def argument(path: str, role: str, leaf: Any, sharding: Any, *, names: Sequence[
     )  # fmt: skip
 
 
-def hlo_dtype(dtype: Any) -> str:
+def hlo_dtype(dtype: DTypeLike) -> str:
     """A dtype's name in HLO.
 
     >>> hlo_dtype("bfloat16")

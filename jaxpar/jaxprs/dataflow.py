@@ -73,7 +73,7 @@ def rewrite(function: Callable, change: Callable[[Jaxpr], Jaxpr]) -> Callable:
     return run
 
 
-def rewrite_param(value: Any, change: Callable[[Jaxpr], Jaxpr]) -> Any:
+def rewrite_param(value: object, change: Callable[[Jaxpr], Jaxpr]) -> Any:
     """Applies `change` to the jaxprs in an equation's parameter; returns the same object if nothing changes."""
     if isinstance(value, ClosedJaxpr):
         inner = change(value.jaxpr)

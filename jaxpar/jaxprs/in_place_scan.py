@@ -48,21 +48,21 @@ class BufferEntry:
         new = jnp.where(self.enabled, self.join(old, stack), old)
         return jax.lax.dynamic_update_index_in_dim(self.buffer, new, jnp.maximum(self.entry, 0), 0)
 
-    def read_layer(self, buffer: jax.Array, number: Any) -> jax.Array:
+    def read_layer(self, buffer: jax.Array, number: jax.Array | int) -> jax.Array:
         """Reads one layer of the entry from the current `buffer`."""
         layer = jax.lax.dynamic_slice(buffer, self._start_indices(number), (1, 1, *buffer.shape[2:])).reshape(
             buffer.shape[2:]
         )
         return _row_major(layer)
 
-    def write_layer(self, buffer: jax.Array, number: Any, new: jax.Array) -> jax.Array:
+    def write_layer(self, buffer: jax.Array, number: jax.Array | int, new: jax.Array) -> jax.Array:
         """Writes one layer of the entry to the current `buffer`; returns the buffer."""
         old = self.read_layer(buffer, number)
         # selects on one layer: a `where` over the whole buffer would rewrite it in every iteration
         joined = _row_major(jnp.where(self.enabled, self.join(old, new), old))
         return jax.lax.dynamic_update_slice(buffer, joined[None, None], self._start_indices(number))
 
-    def _start_indices(self, number: Any) -> tuple:
+    def _start_indices(self, number: jax.Array | int) -> tuple:
         zero = jnp.zeros((), jnp.int32)
         return (jnp.maximum(jnp.asarray(self.entry, jnp.int32), 0), number, *(zero,) * (self.buffer.ndim - 2))
 
@@ -156,6 +156,6 @@ def _scan(
     return dict(zip([outer for _, _, outer in targets], buffers, strict=True))
 
 
-def _entry_of(item: Any, places: Mapping[Var, BufferEntry]) -> BufferEntry | None:
+def _entry_of(item: Var | Literal, places: Mapping[Var, BufferEntry]) -> BufferEntry | None:
     """Returns the buffer entry of a variable; None for a literal."""
     return None if isinstance(item, Literal) else places.get(item)

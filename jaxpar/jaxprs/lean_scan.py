@@ -9,10 +9,9 @@ for bit. A scan with `jax.checkpoint` inside has its own policy, and is unchange
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var  # pyright: ignore[reportPrivateImportUsage]
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var  # pyright: ignore[reportPrivateImportUsage]
 
 from jaxpar.jaxprs.dataflow import REMAT, Env, Scan, after, primitives, shapes, split_groups, variables
 from jaxpar.jaxprs.min_cut import bytes_of, smallest_residuals
@@ -68,7 +67,7 @@ def lean_scans(closed: ClosedJaxpr, x: Collection[Var]) -> ClosedJaxpr:
     return jax.make_jaxpr(run)(*shapes(closed.in_avals))
 
 
-def _pairs(jaxpr: Any, x: Collection[Var]) -> list[ScanPair]:
+def _pairs(jaxpr: Jaxpr, x: Collection[Var]) -> list[ScanPair]:
     scans = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
     readers: dict[Var, list] = {}
     for eqn in jaxpr.eqns:
@@ -109,7 +108,7 @@ def _pair(forward: JaxprEqn, backward: JaxprEqn, stacks: dict[Var, Var], of_x: C
     return ScanPair(forward=forward, backward=backward, dropped=dropped, saved=saved, recomputed=recomputed)
 
 
-def _is_in(item: Any, some: Collection[Var]) -> bool:
+def _is_in(item: Var | Literal, some: Collection[Var]) -> bool:
     """Whether a variable is in a collection; False for a literal, which is not hashable."""
     return not isinstance(item, Literal) and item in some
 

@@ -79,7 +79,7 @@ def _inside(eqn: JaxprEqn, whole: Whole) -> JaxprEqn:
             fix="move the lookup out of that function, or context=1",
         )
 
-    def changed(value: Any) -> Any:
+    def changed(value: object) -> Any:
         if isinstance(value, ClosedJaxpr):
             return jax.make_jaxpr(lambda *args: _run(value.jaxpr, value.consts, args, whole))(*value.in_avals)
         if isinstance(value, Jaxpr):

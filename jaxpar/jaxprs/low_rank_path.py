@@ -55,7 +55,7 @@ class _Rewriting:
         self.sums: dict[Var, _Sum] = {}
         self.known: dict[Var, Any] = {}
 
-    def substitute(self, var: Any) -> Any:
+    def substitute(self, var: Var | Literal) -> Any:
         return var if isinstance(var, Literal) else self.known.get(var, var)
 
     def rewrite(self, eqn: JaxprEqn) -> None:
@@ -74,7 +74,7 @@ class _Rewriting:
             eqn = eqn.replace(params={key: rewrite_param(value, _changed) for key, value in eqn.params.items()})
         self.eqns.append(eqn)
 
-    def _sum(self, var: Any) -> _Sum | None:
+    def _sum(self, var: Var | Literal) -> _Sum | None:
         return None if isinstance(var, Literal) else self.sums.get(var)
 
     def _multiplied(self, eqn: JaxprEqn, given: Sequence[_Sum | None]) -> bool:

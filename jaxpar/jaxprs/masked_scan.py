@@ -44,7 +44,7 @@ def masked_layers(layers: Callable, params: Any, *args: Any) -> Callable | None:
     leaves = len(jax.tree.leaves(params))
     stack = [n < leaves for n in range(len(traced.closed.jaxpr.invars))]
 
-    def run(count: Any, *args: Any) -> Any:
+    def run(count: jax.Array, *args: Any) -> Any:
         evaluation = _Evaluation(count)
         jaxpr, consts = traced.closed.jaxpr, traced.closed.consts
         out = evaluation.run(jaxpr, consts, jax.tree.leaves(args), stack, jaxpr.outvars)
@@ -66,7 +66,7 @@ class _NotOneScan(Exception):
 class _Evaluation:
     """Runs a jaxpr whose scan over a stack masks the layers from `count` on."""
 
-    def __init__(self, count: Any):
+    def __init__(self, count: jax.Array):
         self.count, self.scans = count, 0
 
     def run(self, jaxpr: Jaxpr, consts: Sequence, args: Sequence, stack: Sequence[bool], outs: Sequence) -> list:

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jaxpar.buckets import check_address, is_address, local_folder
 from jaxpar.checkpoint import listing
@@ -318,7 +318,7 @@ def _check_noise(job: Job, layout: Layout) -> None:
         check_parts(layout, count, job.train.global_batch)
 
 
-def _leaf_bytes(layout: Layout, leaf: Any, spec: Any) -> int:
+def _leaf_bytes(layout: Layout, leaf: Any, spec: PartitionSpec) -> int:
     return shard_bytes(leaf, spec, layout.sizes)
 
 

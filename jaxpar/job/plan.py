@@ -219,7 +219,7 @@ def _flat(table: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     return result
 
 
-def _is_bare(value: Any) -> bool:
+def _is_bare(value: object) -> bool:
     """Whether a text needs no quotes in an override."""
     return isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w:./-]*", value) is not None and value not in _WORDS
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.sharding import Sharding
 
 from jaxpar.buckets import local_folder
 from jaxpar.checkpoint import listing, reading, saved_replicas
@@ -96,7 +97,7 @@ def _parts(layout: Layout, path: str, value: Any) -> Iterator[tuple[str, Callabl
     yield f"{SCALES}/{path}", made.scales
 
 
-def _born(read: Callable, leaf: Leaf, on: Any) -> jax.Array:
+def _born(read: Callable, leaf: Leaf, on: Sharding) -> jax.Array:
     """Places a parameter on its devices; reads a part only once if several devices hold it."""
     parts: dict[str, np.ndarray] = {}
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TextIO
 
 from jaxpar.errors import LOST, STOPPED, JaxparError, refuse
 from jaxpar.process_exit import LIFELINE, lifeline, stop_signals
@@ -154,7 +154,7 @@ class Attempt:
             start_new_session=True,  # Ctrl-C reaches the supervisor, which passes it on
         )  # fmt: skip
 
-    def _pass_on(self, process: int, pipe: Any, out: Any) -> None:
+    def _pass_on(self, process: int, pipe: TextIO, out: TextIO) -> None:
         for line in pipe:
             if line.startswith(_NOISE):
                 continue

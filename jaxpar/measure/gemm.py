@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 
 from jaxpar.measure.chip import Destination, today
 from jaxpar.measure.clock import measured_devices, once
@@ -22,7 +24,7 @@ from jaxpar.units import show_seconds
 SIDES = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288)  # 0.27 GFLOP to 3.7 TFLOP
 
 
-def program(weights: Any, repeats: int) -> Callable[[Any], Any]:
+def program(weights: jax.Array, repeats: int) -> Callable[[Any], Any]:
     """Returns a program of `repeats` matmuls in sequence with the same weights. All shapes are [side, side]."""
 
     def body(x, weights):
@@ -34,13 +36,18 @@ def program(weights: Any, repeats: int) -> Callable[[Any], Any]:
     return lambda x: compiled(x, weights)
 
 
-def _accurate(dtype: Any) -> Any:
+def _accurate(dtype: np.dtype) -> Any:
     """Multiplies two matrices; 8-bit ones are quantized from 16 bits first, as in a training step."""
     return jnp.bfloat16 if dtype.itemsize == 1 else dtype
 
 
 def time_product(
-    side: int, device: Any, *, rounds: int = 20, dtype: Any = jnp.bfloat16, once: Callable[..., float] = once
+    side: int,
+    device: object,
+    *,
+    rounds: int = 20,
+    dtype: DTypeLike = jnp.bfloat16,
+    once: Callable[..., float] = once,
 ) -> float:
     """Times a matmul of two [side, side] matrices, in seconds.
 

@@ -34,7 +34,7 @@ from jaxpar.units import show_bytes, show_count, show_seconds
 LEAST, LONGEST = 5, 0.5  # runs of a piece; seconds that more of them may take
 
 
-def layers(model: Any, loss: Callable, batch: Mapping[str, Any], numerics: Numerics) -> dict[str, Any]:
+def layers(model: object, loss: Callable, batch: Mapping[str, Any], numerics: Numerics) -> dict[str, Any]:
     """Measures a model, prints its layers, and returns them with the devices and versions of the measurement.
 
     Args:
@@ -76,7 +76,7 @@ def layers(model: Any, loss: Callable, batch: Mapping[str, Any], numerics: Numer
     return {"profile": profile, "work": work, "where": taken}
 
 
-def measure(model: Any, loss: Callable, batch: Mapping[str, Any], numerics: Numerics, *, said: str = "") -> Profile:
+def measure(model: object, loss: Callable, batch: Mapping[str, Any], numerics: Numerics, *, said: str = "") -> Profile:
     """Measures a model and returns its profile; `said` is a note on the line of the input.
 
     Raises:
@@ -101,7 +101,7 @@ def measure(model: Any, loss: Callable, batch: Mapping[str, Any], numerics: Nume
     return Profile(tuple(nodes), tuple(pairwise(names)))
 
 
-def counted(model: Any, loss: Callable, batch: Mapping[str, Any], numerics: Numerics) -> list[WorkDepth]:
+def counted(model: object, loss: Callable, batch: Mapping[str, Any], numerics: Numerics) -> list[WorkDepth]:
     """Returns the work and depth of each layer in a forward pass, in the order of `measure`; nothing is run."""
     pieces = Pieces.from_model(model, loss, numerics)
     before, block, head = _functions(pieces)

@@ -43,7 +43,7 @@ class Pieces:
     stacked: frozenset[str]
 
     @staticmethod
-    def from_model(model: Any, loss: Callable, numerics: Numerics) -> "Pieces":
+    def from_model(model: object, loss: Callable, numerics: Numerics) -> "Pieces":
         """Splits a model, which has any form that `compose` takes.
 
         Raises:
@@ -72,7 +72,7 @@ class Pieces:
         shape = self.blueprint.leaves[path].shape
         return (1, *shape[1:]) if path in self.stacked else shape
 
-    def _called(self, params: Mapping[str, Any], known: Tree) -> Callable[[], Any]:
+    def _called(self, params: Mapping[str, Any], known: tuple[Tree, Mapping[str, Any]]) -> Callable[[], Any]:
         model_state, batch = known
         leaves = {
             path: params[path] if path in params else jnp.zeros(self._shape(path), leaf.dtype)
@@ -88,7 +88,7 @@ class Pieces:
         return lambda: self.loss(model, batch)
 
     @step_hooks()
-    def embed(self, shared: Tree, known: Tree) -> tuple[Any, tuple]:
+    def embed(self, shared: Mapping[str, Any], known: tuple[Tree, Mapping[str, Any]]) -> tuple[Any, tuple]:
         """Returns the input of the first layer, and the inputs that differ by layer."""
         found = call_at_layers(self._called(shared, known), lambda layers, x, per_layer: (x, per_layer))
         if found is None:
@@ -100,7 +100,7 @@ class Pieces:
         return found
 
     @step_hooks()
-    def block(self, one: Tree, known: Tree, mine: tuple, x: Any) -> Any:
+    def block(self, one: Mapping[str, Any], known: tuple[Tree, Mapping[str, Any]], mine: tuple, x: Any) -> Any:
         """Applies one layer to x."""
 
         def run(one, x):
@@ -109,7 +109,7 @@ class Pieces:
         return run(one, x) if self.blueprint.takes_remat else remat(run, self.compute.remat)(one, x)
 
     @step_hooks()
-    def head(self, shared: Tree, known: Tree, y: Any) -> jax.Array:
+    def head(self, shared: Mapping[str, Any], known: tuple[Tree, Mapping[str, Any]], y: Any) -> jax.Array:
         """Returns the loss for the output of the last layer."""
         with intercept_layers(lambda layers, x, per_layer: y):
             return as_sums(self._called(shared, known)(), accumulate=1)["loss"][0]

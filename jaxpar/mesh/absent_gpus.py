@@ -63,6 +63,6 @@ def absent_devices(target: Target) -> tuple[Any, ...]:
     return tuple(topology_desc.devices)
 
 
-def target_config_of(device: Any) -> str | None:
+def target_config_of(device: object) -> str | None:
     """Returns the target description that XLA got for an absent GPU; None for a real device."""
     return _DESCRIBED.get(device)

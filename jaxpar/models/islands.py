@@ -191,7 +191,7 @@ def _implementation(island: str, plain: Callable) -> Callable:
     return dict(_running.value).get(island, plain)
 
 
-def _check(q: Any, k: Any, v: Any, causal: bool) -> None:
+def _check(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool) -> None:
     shapes = [getattr(x, "shape", None) for x in (q, k, v)]
     dtypes = {str(getattr(x, "dtype", type(x).__name__)) for x in (q, k, v)}
     fits = (

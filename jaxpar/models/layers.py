@@ -212,7 +212,7 @@ class Block(nnx.Module):
         y, layer = self.attention.cached(self.norm_attention(x_bsd), layer)
         return self._add_residuals(x_bsd, y, (None, None)), layer
 
-    def _add_residuals(self, x_bsd: jax.Array, y_bsd: jax.Array, keys: Any) -> jax.Array:
+    def _add_residuals(self, x_bsd: jax.Array, y_bsd: jax.Array, keys: jax.Array | tuple[None, None]) -> jax.Array:
         """Adds attention's output to the stream, then the feed-forward's."""
         x_bsd = x_bsd + dropout(y_bsd, self.rate, keys[0])
         # attention's output is a sum over `tensor`: constrained here, it is a reduce-scatter in sequence parallelism

@@ -40,7 +40,7 @@ def call_in_float32(call: Callable, of_loss: Callable[[Any], bool]) -> Callable:
     """
 
     @wraps(call)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self: object, *args: Any, **kwargs: Any) -> Any:
         out = call.__get__(self, type(self))(*args, **kwargs)
         return cast_output(out) if of_loss(self) else out
 
@@ -60,5 +60,5 @@ def belongs_to_call(kind: type, *members: str) -> bool:
     return True
 
 
-def _is_short(value: Any) -> bool:
+def _is_short(value: object) -> bool:
     return getattr(value, "dtype", None) in (jnp.bfloat16, jnp.float16)

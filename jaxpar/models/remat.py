@@ -6,7 +6,6 @@ another kind, such as a flag, belongs to the model.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
@@ -14,7 +13,7 @@ from jaxpar.errors import refuse, suggest
 from jaxpar.models.settings.computing import POLICIES
 
 
-def is_policy(value: Any) -> bool:
+def is_policy(value: object) -> bool:
     """Whether a value is the name of a policy."""
     return isinstance(value, str) and value in POLICIES
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import KeyPath
 
 from jaxpar.errors import refuse
 from jaxpar.optim.loss_argument import PLATEAU
@@ -51,7 +52,9 @@ def schedule(spec: Optimizer, steps: int, *, user_functions: UserFunctions = NON
     return lambda count: base(count) * drop_factor(count)
 
 
-def _named_schedule(spec: RateSchedule, highest: Any, decay_steps: int, user_functions: UserFunctions) -> Callable:
+def _named_schedule(
+    spec: RateSchedule, highest: jax.Array | float, decay_steps: int, user_functions: UserFunctions
+) -> Callable:
     """Builds the schedule that the settings name; it starts at its step 0."""
     function, rate = find_schedule(spec.name, user_functions.schedule)
     provided = {rate: highest}
@@ -144,10 +147,10 @@ def decay_mask(names: Callable[[], Names]) -> Callable[[Any], Any]:
       names: Function that returns path to dim names, or to None for a parameter without names.
     """
 
-    def mask(params: Any) -> Any:
+    def mask(params: optax.Params) -> Any:
         dim_names = names()
 
-        def one(keys: Any, leaf: Any) -> bool:
+        def one(keys: KeyPath, leaf: jax.Array) -> bool:
             path = jax.tree_util.keystr(keys, simple=True, separator="/")
             stacks = sum(1 for _ in takewhile(lambda name: name in STACKS, dim_names.get(path) or ()))
             return leaf.ndim - stacks > 1 and not VECTOR.search(path)

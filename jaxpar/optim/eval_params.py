@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import KeyPath
 
 from jaxpar.errors import refuse
 
@@ -47,7 +48,7 @@ class StateKind:
     evaluate: Callable[[Mapping[str, Any], Any, Any], Any]
 
 
-def _schedule_free(fields: Mapping[str, Any], trained: Any, z: Any) -> Any:
+def _schedule_free(fields: Mapping[str, Any], trained: jax.Array, z: jax.Array) -> Any:
     state = optax.contrib.ScheduleFreeState(**fields, z=z, base_optimizer_state=())
     return optax.contrib.schedule_free_eval_params(state, trained)
 
@@ -72,7 +73,7 @@ class EvalSource:
     path: str
     fields: Mapping[str, str]
 
-    def evaluate(self, opt_state_arrays: Mapping[str, Any], trained: Any) -> Any:
+    def evaluate(self, opt_state_arrays: Mapping[str, Any], trained: jax.Array) -> Any:
         """Computes the parameter to evaluate, in the dtype of the trained one.
 
         Args:
@@ -156,7 +157,7 @@ def eval_params(optimizer: Any, params: Tree) -> Tree:
     arrays = _by_path(optimizer)
     copies_by_path = eval_sources(arrays)
 
-    def one(keys: Any, trained: Any) -> Any:
+    def one(keys: KeyPath, trained: Any) -> Any:
         copy = copies_by_path.get(_path(keys))
         return trained if copy is None else copy.evaluate(arrays, trained)
 
@@ -186,7 +187,7 @@ def ema_params(decay: float) -> optax.GradientTransformation:
         mean = jax.tree.map(lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32), copy=True), params)
         return EmaParamsState(ema_count=jnp.zeros((), jnp.int32), ema_params=mean)
 
-    def update(updates: Tree, state: Any, params: Any = None) -> tuple[Tree, Any]:
+    def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, Any]:
         if params is None:
             raise refuse("ema_params without parameters", rule="it averages them", fix="update(updates, state, params)")
         count = jnp.asarray(optax.safe_increment(state.ema_count))
@@ -206,5 +207,5 @@ def _by_path(tree: Any) -> dict[str, Any]:
     return {_path(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def _path(keys: Any) -> str:
+def _path(keys: KeyPath) -> str:
     return jax.tree_util.keystr(keys, simple=True, separator="/")

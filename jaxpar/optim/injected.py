@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
+import optax
 from optax.schedules import InjectStatefulHyperparamsState
 
 from jaxpar.errors import refuse
@@ -18,7 +19,7 @@ from jaxpar.errors import refuse
 INJECT = InjectStatefulHyperparamsState.__module__
 
 
-def settings(state: Any, names: Iterable[str]) -> dict[str, jax.Array]:
+def settings(state: optax.OptState, names: Iterable[str]) -> dict[str, jax.Array]:
     """Reads settings from the state of a chain, by name.
 
     Raises:
@@ -36,7 +37,7 @@ def settings(state: Any, names: Iterable[str]) -> dict[str, jax.Array]:
     return {name: available[name] for name in names}
 
 
-def with_settings(state: Any, values: Mapping[str, jax.Array]) -> Any:
+def with_settings(state: optax.OptState, values: Mapping[str, jax.Array]) -> Any:
     """Replaces settings in the state of a chain."""
 
     def one(node: InjectStatefulHyperparamsState) -> InjectStatefulHyperparamsState:
@@ -88,6 +89,6 @@ def _names_in(names: Iterable[str], frame: traceback.FrameSummary) -> list[str]:
     return [name for name in names if name in words]
 
 
-def _map_injected(change: Callable, state: Any) -> Any:
+def _map_injected(change: Callable, state: optax.OptState) -> Any:
     is_injected = lambda node: isinstance(node, InjectStatefulHyperparamsState)  # noqa: E731
     return jax.tree.map(lambda node: change(node) if is_injected(node) else node, state, is_leaf=is_injected)

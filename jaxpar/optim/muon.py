@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import optax
+from jax.tree_util import KeyPath
 from optax.contrib import MuonDimensionNumbers
 
 from jaxpar.errors import refuse
@@ -37,10 +39,10 @@ def matrix_dims(names: Callable[[], Names]) -> Callable[[Any], Any]:
         if it has two dims, as in optax.
     """
 
-    def dims(params: Any) -> Any:
+    def dims(params: optax.Params) -> Any:
         dim_names = names()
 
-        def one(keys: Any, leaf: Any) -> MuonDimensionNumbers | None:
+        def one(keys: KeyPath, leaf: jax.Array) -> MuonDimensionNumbers | None:
             path = jax.tree_util.keystr(keys, simple=True, separator="/")
             return _matrix_dims(path, dim_names.get(path) or (None,) * leaf.ndim)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.tree_util import KeyPath
 
 from jaxpar.optim.muon import STACKS, Names
 
@@ -54,13 +55,13 @@ def per_layer(
     """
     inner = optax.with_extra_args_support(optimizer)
 
-    def init(params: Any) -> Any:
+    def init(params: optax.Params) -> Any:
         groups = _groups(params, names)
         if not any(depth for _, depth, _ in groups):
             return inner.init(params)
         return {label: _vmap(inner.init, depth)(part) for label, depth, part in groups}
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra: Any) -> tuple[Any, Any]:
         groups = _groups(updates, names)
         if not any(depth for _, depth, _ in groups):
             return inner.update(updates, state, params, **extra)
@@ -74,7 +75,13 @@ def per_layer(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _update(inner: Any, extra: Mapping[str, Any], grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+def _update(
+    inner: optax.GradientTransformationExtraArgs,
+    extra: Mapping[str, Any],
+    grads: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None,
+) -> tuple[Any, Any]:
     return inner.update(grads, state, params, **extra)
 
 
@@ -88,7 +95,7 @@ def _labels(tree: Any, names: Callable[[], Names]) -> Any:
     """Labels each array with the sizes of its stacks, or "one"; one `vmap` updates all arrays with the same label."""
     counts = stack_dims(names())
 
-    def label(keys: Any, leaf: Any) -> str:
+    def label(keys: KeyPath, leaf: jax.Array) -> str:
         depth = counts.get(jax.tree_util.keystr(keys, simple=True, separator="/"), 0)
         return "x".join(map(str, leaf.shape[:depth])) if depth else "one"
 

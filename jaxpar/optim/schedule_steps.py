@@ -28,14 +28,14 @@ def pause_schedules(optimizer: optax.GradientTransformation) -> optax.GradientTr
     of `inject_hyperparams`, and of `schedule_free`, whose count weights its average.
     """
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None) -> tuple[Any, Any]:
         updates, new = optimizer.update(updates, state, params)
         return updates, _map_counts(lambda _, before: before, new, state)
 
     return optax.GradientTransformation(optimizer.init, update)
 
 
-def advance_schedules(state: Any) -> Any:
+def advance_schedules(state: optax.OptState) -> Any:
     """Advances the schedules in the state of a chain by one step."""
 
     def one(count):

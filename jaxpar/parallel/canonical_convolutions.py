@@ -6,6 +6,7 @@ operands; inside the body of a `lax.scan` or a branch of a `lax.switch` it runs 
 transpositions back into the dimension numbers.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def run_canonical(bind: Any, images: jax.Array, kernel: jax.Array, **params: Any) -> jax.Array:
+def run_canonical(bind: Callable[..., jax.Array], images: jax.Array, kernel: jax.Array, **params: Any) -> jax.Array:
     """Runs a convolution in the form that is fast in a loop; one with groups as it is.
 
     Args:

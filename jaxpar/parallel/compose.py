@@ -26,7 +26,7 @@ from jaxpar.sharding.infer_names.trace_call import with_program, zeros_like_inpu
 from jaxpar.sharding.names import Blueprint, Tree
 
 
-def from_linen(module: Any, *args: Any, **kwargs: Any) -> Blueprint:
+def from_linen(module: object, *args: Any, **kwargs: Any) -> Blueprint:
     """Wraps a Flax Linen module as a model for `compose`.
 
     Args:
@@ -111,12 +111,12 @@ def merge_lora(layout: Layout, params: Tree) -> Tree:
     return merged_params(layout.blueprint, params)
 
 
-def _example_call(args: Any, kwargs: Any) -> Callable[[Any], Any]:
+def _example_call(args: tuple, kwargs: dict[str, Any]) -> Callable[[Any], Any]:
     """Returns a function that calls a model with zeros of these shapes and dtypes."""
     return lambda model: model(*jax.tree.map(zeros_like_input, args), **jax.tree.map(zeros_like_input, kwargs))
 
 
-def as_blueprint(model: Any) -> Blueprint:
+def as_blueprint(model: object) -> Blueprint:
     """Converts any supported model (a factory, or `jp.from_linen(...)`, `jp.from_nnx(...)`) to a blueprint.
 
     Raises:

@@ -1,6 +1,7 @@
 """The pieces of an image: the rows that each device convolves, and those that it receives of others (its halo)."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +110,7 @@ class Piece:
 
 
 def piece_of(
-    dim: int, axes: tuple[str, ...], images: tuple[int, ...], kernel: tuple[int, ...], params: Any
+    dim: int, axes: tuple[str, ...], images: tuple[int, ...], kernel: tuple[int, ...], params: Mapping[str, Any]
 ) -> Piece | None:
     """Returns the pieces along a dim, or None with a note if there are fewer rows than devices."""
     return piece_of_window(window_of(dim, images, kernel, params), dim, axes)
@@ -135,7 +136,7 @@ def enough_rows(size: int, result: int, name: str, ways: int) -> bool:
     return True
 
 
-def window_of(dim: int, images: tuple[int, ...], kernel: tuple[int, ...], params: Any) -> Window:
+def window_of(dim: int, images: tuple[int, ...], kernel: tuple[int, ...], params: Mapping[str, Any]) -> Window:
     """Returns the window along a spatial dim, counted from 0."""
     dims, (low, high) = params["dimension_numbers"], params["padding"][dim]
     size, stride, base = images[dims.lhs_spec[2 + dim]], params["window_strides"][dim], params["lhs_dilation"][dim]

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.errors import Problem, suggest
 from jaxpar.mesh.axes import batch_axes
@@ -42,7 +41,7 @@ class Layers:
     axes: Axes
 
 
-def place_arrays(parallel: Parallel, blueprint: Blueprint, mesh: Any) -> tuple[Layout, list[Problem]]:
+def place_arrays(parallel: Parallel, blueprint: Blueprint, mesh: Mesh | None) -> tuple[Layout, list[Problem]]:
     """Places all arrays of a model; returns the layout, and the problems of its placements."""
     names, unknown = with_author_rules(all_dim_names(parallel), blueprint.rules, parallel.rules, parallel.sizes)
     # a parameter and other state may have the same path: a weight and a random key may both be called `key`

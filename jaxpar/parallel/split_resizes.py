@@ -6,7 +6,7 @@ the band, and receives of its neighbours the few rows beyond its piece that thes
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,7 +85,7 @@ class Band:
     piece: Piece
     weights: np.ndarray
 
-    def weighted(self, rows: jax.Array, dim: int, precision: Any) -> jax.Array:
+    def weighted(self, rows: jax.Array, dim: int, precision: jax.lax.PrecisionLike) -> jax.Array:
         """Returns weighted sums of the rows that a device has received; in `jax.shard_map`."""
         band = jnp.asarray(self.weights, rows.dtype)[lax.axis_index(self.piece.axes)]
         return jnp.moveaxis(jnp.tensordot(band, rows, (1, dim), precision=precision), 0, dim)
@@ -148,7 +148,11 @@ def _split_dims(shape: tuple[int, ...], result: tuple[int, ...]) -> Iterator[tup
 
 
 def _band(
-    resize: Any, spatial: int, axes: tuple[str, ...], sizes: tuple[int, int], settings: tuple[Any, bool]
+    resize: Callable[..., jax.Array],
+    spatial: int,
+    axes: tuple[str, ...],
+    sizes: tuple[int, int],
+    settings: tuple[Any, bool],
 ) -> Band | None:
     """Returns the bands along a spatial dim, or None with a note if there are fewer rows than devices."""
     ways = math.prod(get_abstract_mesh().shape[axis] for axis in axes)
@@ -159,11 +163,13 @@ def _band(
     return split_band(weights, SPATIAL[spatial], axes, ways)
 
 
-def _matrix(resize: Any, size: int, result: int, method: Any, antialias: bool) -> np.ndarray:
+def _matrix(
+    resize: Callable[..., jax.Array], size: int, result: int, method: str | jax.image.ResizeMethod, antialias: bool
+) -> np.ndarray:
     """Returns the matrix of a resize along one dim: the identity, resized. Shape [result, size]."""
     return np.asarray(resize(jnp.eye(size, dtype=jnp.float32), (result, size), method, antialias))
 
 
-def _is_nearest(method: Any) -> bool:
+def _is_nearest(method: str | jax.image.ResizeMethod) -> bool:
     methods = jax.image.ResizeMethod
     return (methods.from_string(method) if isinstance(method, str) else method) == methods.NEAREST

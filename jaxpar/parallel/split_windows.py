@@ -1,7 +1,7 @@
 """Convolutions and pools that each device computes on its pieces of the images, in `jax.shard_map`."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -9,7 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec, get_abstract_mesh
+from jax.typing import DTypeLike
 
 from jaxpar.models.dim_names import IMAGES, SPATIAL, constrain_to, partial_spec, record_use
 from jaxpar.parallel.canonical_convolutions import run_canonical
@@ -18,7 +20,9 @@ from jaxpar.parallel.manual_axes import automatic_axes, example_axes, group_axes
 from jaxpar.parallel.split_resizes import split_resizes
 
 
-def convolve(bind: Any, images: jax.Array, kernel: jax.Array, params: Any, *, processors: bool) -> jax.Array:
+def convolve(
+    bind: Callable[..., jax.Array], images: jax.Array, kernel: jax.Array, params: Mapping[str, Any], *, processors: bool
+) -> jax.Array:
     """Runs a convolution of a traced step on the axes that split its examples, its groups and its images.
 
     Args:
@@ -46,7 +50,7 @@ def convolve(bind: Any, images: jax.Array, kernel: jax.Array, params: Any, *, pr
     return run_split(bind, images, kernel, params, pieces, grouped=grouped)
 
 
-def image_axes(params: Any) -> dict[int, tuple[str, ...]]:
+def image_axes(params: Mapping[str, Any]) -> dict[int, tuple[str, ...]]:
     """Returns the mesh axes that the traced step gives the spatial dims of a convolution, counted from 0.
 
     None for the gradient of a kernel, where batch and features have changed places: its result has the kernel's dims.
@@ -65,14 +69,14 @@ def _is_mapped(array: Any) -> bool:
     return hasattr(array, "batch_dim")
 
 
-def is_grouped(images: tuple[int, ...], kernel: tuple[int, ...], params: Any) -> bool:
+def is_grouped(images: tuple[int, ...], kernel: tuple[int, ...], params: Mapping[str, Any]) -> bool:
     """Whether a convolution has groups of several channels, which XLA does not split."""
     dims, count = params["dimension_numbers"], params["feature_group_count"]
     return count > 1 and not count == images[dims.lhs_spec[1]] == kernel[dims.rhs_spec[0]]
 
 
 def cut_images(
-    images: jax.Array, kernel: jax.Array, params: Any, split: Mapping[int, tuple[str, ...]]
+    images: jax.Array, kernel: jax.Array, params: Mapping[str, Any], split: Mapping[int, tuple[str, ...]]
 ) -> tuple[jax.Array, dict[int, Piece]]:
     """Returns the images of a convolution, and their pieces by dim; dims that stay whole are constrained to be so.
 
@@ -85,10 +89,10 @@ def cut_images(
 
 
 def run_split(
-    bind: Any,
+    bind: Callable[..., jax.Array],
     images: jax.Array,
     kernel: jax.Array,
-    params: Any,
+    params: Mapping[str, Any],
     pieces: Mapping[int, Piece],
     *,
     grouped: bool,
@@ -184,7 +188,7 @@ def _matmuls_of_whole_batches() -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(primitive: Any, kind: str) -> Iterator[None]:
+def _replaced(primitive: Primitive, kind: str) -> Iterator[None]:
     bind = primitive.bind
 
     def run(images, **params):
@@ -222,7 +226,7 @@ def _replaced(primitive: Any, kind: str) -> Iterator[None]:
         del primitive.bind
 
 
-def _neutral(kind: str, dtype: Any) -> float:
+def _neutral(kind: str, dtype: DTypeLike) -> float:
     """Returns the value of which a sum, a maximum or a minimum takes no notice."""
     if kind == "sum":
         return 0
@@ -231,7 +235,7 @@ def _neutral(kind: str, dtype: Any) -> float:
     return int(jnp.iinfo(dtype).min if kind == "max" else jnp.iinfo(dtype).max)
 
 
-def _pooled_axes(shape: tuple[int, ...], params: Any) -> dict[int, tuple[str, ...]]:
+def _pooled_axes(shape: tuple[int, ...], params: Mapping[str, Any]) -> dict[int, tuple[str, ...]]:
     """Returns the mesh axes of the dims, counted from 0, that windows reduce and axes split.
 
     Images are [batch, ..., channels] or [batch, channels, ...].
@@ -248,11 +252,11 @@ def _pooled_axes(shape: tuple[int, ...], params: Any) -> dict[int, tuple[str, ..
     }
 
 
-def _first_spatial(params: Any) -> int:
+def _first_spatial(params: Mapping[str, Any]) -> int:
     return 1 if params["window_dimensions"][-1] == 1 else 2
 
 
-def _pooled_piece(dim: int, axes: tuple[str, ...], shape: tuple[int, ...], params: Any) -> Piece | None:
+def _pooled_piece(dim: int, axes: tuple[str, ...], shape: tuple[int, ...], params: Mapping[str, Any]) -> Piece | None:
     (low, high), stride = params["padding"][dim], params["window_strides"][dim]
     span = (params["window_dimensions"][dim] - 1) * params["window_dilation"][dim] + 1
     result = (shape[dim] + low + high - span) // stride + 1

@@ -46,7 +46,7 @@ class Memory(Causes):
 
 def static(
     shape: Shape, candidate: Candidate, recipe: Recipe, stage: Literal["first", "last"], *, spmd: bool = False,
-    sharers: Any = None,
+    sharers: np.ndarray | float | None = None,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """Returns the bytes of parameters, gradients and optimizer state. Source: Rajbhandari et al., figure 1.
 
@@ -58,7 +58,9 @@ def static(
     return bytes_by_zero_stage(count, count / (candidate.fsdp if sharers is None else sharers), candidate, recipe)
 
 
-def bytes_by_zero_stage(unsharded: Any, shard: Any, candidate: Candidate, recipe: Recipe) -> tuple[Any, Any, Any]:
+def bytes_by_zero_stage(
+    unsharded: np.ndarray | float, shard: np.ndarray | float, candidate: Candidate, recipe: Recipe
+) -> tuple[Any, Any, Any]:
     """Returns the bytes of parameters, gradients and optimizer state by ZeRO stage (Rajbhandari et al., figure 1).
 
     Args:
@@ -83,7 +85,7 @@ def memory(shape: Shape, candidate: Candidate, software: SoftwareModel, recipe: 
 
 
 def _spmd_program(
-    shape: Shape, candidate: Candidate, software: SoftwareModel, recipe: Recipe, residuals: Any
+    shape: Shape, candidate: Candidate, software: SoftwareModel, recipe: Recipe, residuals: np.ndarray | float
 ) -> Iterator[Memory]:
     """Yields the bytes of a device at the fullest moments of a step of jaxpar's own program."""
     (in_use, stashed), (_, stashed_last) = in_flight(candidate)
@@ -110,7 +112,12 @@ def _spmd_program(
 
 
 def _program_per_stage(
-    shape: Shape, candidate: Candidate, software: SoftwareModel, recipe: Recipe, residuals: Any, everything: Any
+    shape: Shape,
+    candidate: Candidate,
+    software: SoftwareModel,
+    recipe: Recipe,
+    residuals: np.ndarray | float,
+    everything: np.ndarray | float,
 ) -> Iterator[Memory]:
     """Yields the bytes of the first and of the last stage, if each stage runs a program of its own."""
     layers = candidate.layers(shape.layers)

@@ -40,7 +40,12 @@ class StepTime(Causes):
 
 
 def optimizer(
-    parameters: Any, candidate: Candidate, hardware: Hardware, software: SoftwareModel, *, trained: float = 1.0
+    parameters: np.ndarray | float,
+    candidate: Candidate,
+    hardware: Hardware,
+    software: SoftwareModel,
+    *,
+    trained: float = 1.0,
 ) -> Any:
     """Returns the seconds of the update: memory traffic of the parameters that a device updates, and the host's time.
 

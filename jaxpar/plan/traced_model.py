@@ -231,7 +231,7 @@ class TracedModel:
         total = amounts[(1,) * (1 + len(self.axes))]
         return np.array([amounts.get(key, -(-total // math.prod(key))) for key in keys])[indices]
 
-    def _seconds(self, kind: str, rows: Any, hardware: Hardware) -> Any:
+    def _seconds(self, kind: str, rows: np.ndarray | float, hardware: Hardware) -> Any:
         peak = 1.0 if self.itemsize == 2 else hardware.chip.f32_flops / hardware.chip.bf16_flops
         matmuls = [matmul for matmul in self.trace.matmuls if matmul.kind == kind]
         return sum((hardware.matmuls(rows * matmul.flop, matmul.times) for matmul in matmuls), 0.0 * rows) / peak

@@ -205,7 +205,7 @@ def _bind(
         names = [f"{ROOM}/{path}/first", f"{ROOM}/{path}/second", *[f"{SCALES}/{path}"] * bool(adapter.float_dtype)]
         flat[path] = AdaptedMatrix(flat[path], *(flat.pop(name) for name in names))
 
-    def read(path: str, value: Any) -> jax.Array:
+    def read(path: str, value: jax.Array | AdaptedMatrix) -> jax.Array:
         if not isinstance(value, AdaptedMatrix):
             return use(path, value)
         first, second = use(f"{ROOM}/{path}/first", value.first), use(f"{ROOM}/{path}/second", value.second)

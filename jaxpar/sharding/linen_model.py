@@ -57,7 +57,7 @@ class LinenModel:
         self._sown_paths = sown_paths
         self._manual = jax.sharding.get_abstract_mesh().manual_axes
 
-    def __call__(self, *args, method: Any = None, **kwargs):
+    def __call__(self, *args, method: Callable | str | None = None, **kwargs):
         """Applies the module (or one method of it) and stores its updated collections; see `cast_output`."""
         key = jax.random.fold_in(self.key, self._calls)
         self._calls += 1

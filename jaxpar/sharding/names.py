@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 # Bytes of an array on one device.
 
@@ -60,7 +61,7 @@ def shard_counts(spec: PartitionSpec, rank: int, sizes: Mapping[str, int]) -> tu
     return tuple(math.prod(sizes[axis] for axis in each) for each in axes)
 
 
-def short_dtype(dtype: Any) -> str:
+def short_dtype(dtype: DTypeLike) -> str:
     """Returns HLO's name of a dtype.
 
     >>> short_dtype("bfloat16")

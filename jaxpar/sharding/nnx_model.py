@@ -68,7 +68,7 @@ class _Parts:
     def _is_bridged(self, words: tuple[str, ...]) -> bool:
         return any(words[: len(bridge)] == bridge for bridge in self.bridges)
 
-    def _fill_state(self, state: Tree, use: Use, path, variable: Any) -> Any:
+    def _fill_state(self, state: Tree, use: Use, path, variable: object) -> Any:
         """Returns a variable of the rest with its value; the model may update it."""
         words = _words(path)
         if not isinstance(variable, nnx.Variable):
@@ -327,7 +327,7 @@ def axes_in(names: Sequence, metadata: Mapping[str, Any]) -> tuple | None:
     return tuple(spmd.from_sharding_rules(tuple(names), rules)) if rules else None
 
 
-def _spec(names: Any) -> Any:
+def _spec(names: object) -> Any:
     """Returns the entries of a NamedSharding, a Format, a PartitionSpec or a tuple, as names."""
     return getattr(getattr(names, "sharding", names), "spec", names)
 

@@ -127,7 +127,7 @@ def choose_axes(
     return AxisChoice(tuple(dim_names), tuple(axes), f"{why}, by rules of the model's own" if ruled else why), problems
 
 
-def _unknown_axes(path: str, dim: int, name: Any, word: Any, known_names: set[str]) -> list[Problem]:
+def _unknown_axes(path: str, dim: int, name: object, word: object, known_names: set[str]) -> list[Problem]:
     """Returns a problem for each axis of the author's mesh that is neither an axis of the layout nor in its rules."""
     axes = word if isinstance(word, (tuple, list)) else (word,)
     unknown = [axis for axis in axes if isinstance(axis, str) and axis not in known_names]

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.stages import Lowered, Wrapped
 
 from jaxpar.errors import user_code_errors
 from jaxpar.hlo.branches import check_branches
@@ -103,7 +104,7 @@ class Compiler:
         ):
             yield
 
-    def lower(self, program: Any, batch: Batch, *arguments: Any) -> Any:
+    def lower(self, program: Wrapped, batch: Batch, *arguments: Any) -> Any:
         """Lowers a program without an update.
 
         Args:
@@ -116,7 +117,7 @@ class Compiler:
         all_techniques.check(self.layout, self._use, lowered)
         return lowered
 
-    def lower_update(self, program: Any, state: State, batch: Batch, *, guard: bool) -> Any:
+    def lower_update(self, program: Wrapped, state: State, batch: Batch, *, guard: bool) -> Any:
         """Lowers an update, and checks its use of rules, names and dtypes.
 
         Args:
@@ -145,7 +146,7 @@ class Compiler:
             precision.check_bf16(self.matmuls, self._numerics.matmuls)
         return lowered
 
-    def compile(self, name: str, lowered: Any, *, is_update: bool) -> Any:
+    def compile(self, name: str, lowered: Lowered, *, is_update: bool) -> Any:
         """Compares a program between processes, compiles it, and checks that pipeline stages cannot deadlock.
 
         Warns if devices repeat each other's work in an update.

@@ -4,7 +4,7 @@ A loss function takes (model, batch) and returns {name: (sum, count)}; the entry
 would depend on masks, accumulation and layout; sums and counts do not.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from jaxpar.step.head.token_sharding import TokenSharding, num_vocab_shards, sha
 Sums = dict[str, tuple[jax.Array, jax.Array]]
 
 
-def next_token_loss(model: Any, batch: Mapping[str, jax.Array], *, largest: int = LARGEST) -> Sums:
+def next_token_loss(model: Callable[..., jax.Array], batch: Mapping[str, jax.Array], *, largest: int = LARGEST) -> Sums:
     """Cross entropy of the next token, in nats.
 
     If a model exposes its hidden state and head (`jaxpar.step.head.model_protocol`), as `jp.Decoder` does, this loss
@@ -66,7 +66,7 @@ def _in_chunks(
     return sum_of_losses(how, head.hidden, head.weight, labels, ones), count
 
 
-def classification_loss(model: Any, batch: Mapping[str, jax.Array]) -> Sums:
+def classification_loss(model: Callable[..., jax.Array], batch: Mapping[str, jax.Array]) -> Sums:
     """Cross entropy in nats, and accuracy, of a classifier.
 
     Args:

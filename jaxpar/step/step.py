@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.stages import Wrapped
 
 from jaxpar.optim.eval_params import eval_arrays, eval_arrays_reader, eval_params
 from jaxpar.parallel.layout import Layout
@@ -328,7 +329,7 @@ class Step:
         return (number if state.step is last_step else int(state.step)) + 1
 
     def _read(
-        self, kind: str, program: Any, state: State, batch: Batch, more: Callable[[State], tuple] = lambda state: ()
+        self, kind: str, program: Wrapped, state: State, batch: Batch, more: Callable[[State], tuple] = lambda state: ()
     ) -> Any:
         """Runs a program that updates nothing.
 
@@ -354,7 +355,7 @@ class Step:
         self._unfinished.add(result)
         return result
 
-    def _run(self, key: Any, state: State, arguments: Callable[[State], tuple]) -> Any:
+    def _run(self, key: object, state: State, arguments: Callable[[State], tuple]) -> Any:
         try:
             return self.programs[key](*arguments(state))
         except (TypeError, ValueError, RuntimeError):
@@ -380,7 +381,7 @@ class UnfinishedPrograms:
     def __init__(self, limit: int | None):
         self.limit, self._results = limit, deque()
 
-    def add(self, result: Any) -> None:
+    def add(self, result: object) -> None:
         """Adds the result of a program; waits for the oldest if there are more than the limit."""
         if self.limit is not None:
             self._results.append(result)

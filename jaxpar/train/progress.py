@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from jaxpar.train.metrics import is_evaluated
 from jaxpar.units import show_count, show_seconds
@@ -34,7 +34,7 @@ class Waiting:
 
 
 @contextmanager
-def waiting(what: str, stream: Any) -> Iterator[None]:
+def waiting(what: str, stream: TextIO) -> Iterator[None]:
     """Shows an activity and its duration while the block runs; shows nothing if the stream is not a terminal."""
     if not stream.isatty():
         yield

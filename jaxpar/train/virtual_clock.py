@@ -105,7 +105,7 @@ class _Server:
         self._optimizer = [optimizer.init(self._held[shard, 0]) for shard in range(self.shards)]
 
         @jax.jit
-        def apply(params: Flat, state: Any, gradients: Flat) -> tuple[Flat, Any]:
+        def apply(params: Flat, state: optax.OptState, gradients: Flat) -> tuple[Flat, Any]:
             changes, state = optimizer.update(gradients, state, params)
             return optax.apply_updates(params, changes), state  # pyright: ignore[reportReturnType]
 

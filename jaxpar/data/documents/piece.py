@@ -91,7 +91,7 @@ def may_have_surrogates(line: bytes) -> bool:
     return _ESCAPE.search(line) is not None
 
 
-def replace_surrogates(value: Any) -> tuple[Any, int]:
+def replace_surrogates(value: object) -> tuple[Any, int]:
     """Replaces each half of a surrogate pair in a JSON value by U+FFFD; returns the value and their number."""
     if isinstance(value, str):
         return HALF.subn(UNKNOWN, value)

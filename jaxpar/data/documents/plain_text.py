@@ -67,7 +67,7 @@ def _zstd(file: Path) -> Any:
 class _Seeking:
     """Adds `readline` and a forward `seek` from the start to a stream that only reads forward."""
 
-    def __init__(self, stream: Any):
+    def __init__(self, stream: BinaryIO):
         self._stream, self._held = stream, b""
 
     def seek(self, at: int) -> None:

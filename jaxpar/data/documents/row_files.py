@@ -262,7 +262,7 @@ def _too_large(where: str) -> Exception:
     return refuse(f"{where} has more than {LARGEST} bytes", rule="a row is held in memory", fix="cut it")
 
 
-def _no_column(where: str, column: str, there: Any) -> Exception:
+def _no_column(where: str, column: str, there: Iterable[str]) -> Exception:
     return refuse(
         f"{where} has no column {column!r}",
         rule="every row has the column that data.column or data.messages names",

@@ -72,7 +72,7 @@ class Columns:
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, number: Any) -> dict[str, Any]:
+    def __getitem__(self, number: int | np.ndarray) -> dict[str, Any]:
         """Returns an example, or for an array of indices those examples, stacked."""
         return {key: value[number] for key, value in self.arrays.items()}
 
@@ -153,7 +153,7 @@ def _stacked(values: list[Any]) -> Any:
     return np.stack(arrays) if len({array.shape for array in arrays}) == 1 else values
 
 
-def fingerprint(dataset: Any, name: str) -> str:
+def fingerprint(dataset: object, name: str) -> str:
     """The dataset's own `fingerprint`, or else its name, its length and a hash of its first example."""
     with user_code_errors(name, rule="`fingerprint` of a dataset tells it from others", fix="the line that it names"):
         declared = getattr(dataset, "fingerprint", None)

@@ -44,7 +44,7 @@ class AllExamples:
         return weighted_batches(len(chosen), size, rows, lambda indices: self.source.by_index(chosen[indices]))
 
 
-def open_set(spec: Data, name: str, folder: Path, size: int, *, named: Any = None) -> EvaluationSet:
+def open_set(spec: Data, name: str, folder: Path, size: int, *, named: object = None) -> EvaluationSet:
     """Opens an evaluation set.
 
     Args:
@@ -78,7 +78,7 @@ def open_sets(sets: Mapping[str, Any], folder: Path, size: int) -> dict[str, Eva
     return {name: _open_set(value, f"sets[{name!r:.60}]", name, folder, size) for name, value in sets.items()}
 
 
-def _open_set(given: Any, said: str, name: Any, folder: Path, size: int) -> EvaluationSet:
+def _open_set(given: object, said: str, name: object, folder: Path, size: int) -> EvaluationSet:
     if not isinstance(name, str) or not re.fullmatch(SET_NAME, name):
         raise refuse(said, rule="a set's name is of small letters and digits, as in metrics", fix="sets['wiki']")
     if isinstance(given, Data):
@@ -96,7 +96,7 @@ def _all_of(asked: Data, folder: Path) -> Any:
     return AllExamples(source) if isinstance(source, Examples) else source
 
 
-def _open_object(named: Any, name: str) -> Any:
+def _open_object(named: object, name: str) -> Any:
     return UserSource(named, name) if callable(getattr(named, "evaluation", None)) else open_held_out(named, name)
 
 

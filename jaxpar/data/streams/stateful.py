@@ -62,7 +62,7 @@ class SavedStates:
         latest = max(candidates, key=lambda record: record["next"], default=None)
         return None if latest is None else (latest["next"], latest["state"], str(latest.get("batch", "")))
 
-    def append(self, index: int, state: Any, batch: str) -> bool:
+    def append(self, index: int, state: object, batch: str) -> bool:
         """Appends the state before batch `index` and the hash of that batch; False if the state is no JSON."""
         try:
             line = json.dumps({"next": index, "state": state, "batch": batch, "of": self.stream_name}, default=_plain)
@@ -107,7 +107,7 @@ class SavedStates:
         return records
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if isinstance(value, bytes):  # in the state of grain's DataLoader
         return {BYTES: base64.b64encode(value).decode()}
     if isinstance(value, np.generic):
@@ -119,7 +119,7 @@ def _bytes(value: dict[str, Any]) -> Any:
     return base64.b64decode(value[BYTES]) if value.keys() == {BYTES} else value
 
 
-def hash_of(batch: Any) -> str:
+def hash_of(batch: object) -> str:
     """Hash of a batch; "" if it is no dict."""
     if not isinstance(batch, Mapping):
         return ""
@@ -186,7 +186,7 @@ class Stateful(Stream):
         if step - self._next > MANY:
             print(f"{self.fingerprint}: {step - self._next} batches are drawn again, and dropped", file=sys.stderr)
 
-    def _restore(self, found: tuple[int, Any, str] | None, made: Any) -> None:
+    def _restore(self, found: tuple[int, Any, str] | None, made: Iterable[Any]) -> None:
         """Restores a saved (next batch, state, hash of that batch)."""
         if found is None:
             return
@@ -213,7 +213,7 @@ class Stateful(Stream):
             ):
                 self._state = getattr(self._owner, getter)()
 
-    def _after_draw(self, batch: Any) -> None:
+    def _after_draw(self, batch: object) -> None:
         if self._wanted and self._hash(batch) != self._wanted:
             raise refuse(
                 f"{self.fingerprint}: batch {self._next} after its saved state is not the batch that was read then",
@@ -227,14 +227,14 @@ class Stateful(Stream):
             print(f"{self.fingerprint}: its state is no JSON, and is not saved", file=sys.stderr)
             self._states = None
 
-    def _hash(self, batch: Any) -> str:
+    def _hash(self, batch: object) -> str:
         with user_code_errors(
             f"{self.fingerprint}, batch {self._next}", rule=A_BATCH, fix="np.stack rows of one shape"
         ):
             return hash_of(batch)
 
 
-def _state_methods(iterator: Any) -> tuple[str, str]:
+def _state_methods(iterator: object) -> tuple[str, str]:
     """Names of the methods that get and set an iterator's state; "" if it has none."""
     pairs = (pair for pair in WORDS if all(callable(getattr(iterator, method, None)) for method in pair))
     return next(pairs, ("", ""))
@@ -258,7 +258,7 @@ def shard_of(rows: Rows, size: int, name: str) -> tuple[int, int]:
     return first // count, size // count
 
 
-def check_loader(loader: Any, name: str, *, fresh: bool) -> None:
+def check_loader(loader: object, name: str, *, fresh: bool) -> None:
     """Refuses a PyTorch DataLoader whose order is not reproducible.
 
     Args:

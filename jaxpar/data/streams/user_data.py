@@ -139,7 +139,7 @@ def open_user_data(spec: Data, named: Any, folder: Path, *, seed: int = 0, held:
     )
 
 
-def _source(spec: Data, function: Callable | None, made: Any, folder: Path, seed: int) -> Source:
+def _source(spec: Data, function: Callable | None, made: object, folder: Path, seed: int) -> Source:
     name = spec.source
     if _has_batch(made):
         return UserSource(made, name)
@@ -159,7 +159,7 @@ def _source(spec: Data, function: Callable | None, made: Any, folder: Path, seed
     return Stateful(function or partial(_same, made), name, folder)
 
 
-def is_indexed(made: Any) -> bool:
+def is_indexed(made: object) -> bool:
     """Whether an object is a map-style dataset; a list is an iterable of batches instead."""
     return hasattr(made, "__getitem__") and hasattr(made, "__len__") and not isinstance(made, _ITERABLES | type)
 
@@ -167,11 +167,11 @@ def is_indexed(made: Any) -> bool:
 _ITERABLES = list | tuple | dict | str | bytes | np.ndarray
 
 
-def _same(made: Any) -> Any:
+def _same(made: object) -> Any:
     return made
 
 
-def _has_batch(made: Any) -> bool:
+def _has_batch(made: object) -> bool:
     """Whether an object has jaxpar's `batch(step, size)`; grain's and Hugging Face's `batch(size)` are excluded."""
     has_method = callable(getattr(made, "batch", None)) and not isinstance(made, type)
     return has_method and not any(_is_of(package, made, kind) for package, kinds in _OTHERS.items() for kind in kinds)
@@ -183,13 +183,13 @@ _OTHERS = {  # package to its classes with a method `batch(size)`
 }
 
 
-def _is_of(package: str, made: Any, kind: str) -> bool:
+def _is_of(package: str, made: object, kind: str) -> bool:
     return any(base.__name__ == kind and base.__module__.startswith(f"{package}.") for base in type(made).__mro__)
 
 
-def _is_function(named: Any) -> bool:
+def _is_function(named: object) -> bool:
     return callable(named) and not _has_batch(named) and not is_indexed(named) and not isinstance(named, Iterable)
 
 
-def _takes_shards(function: Any) -> bool:
+def _takes_shards(function: object) -> bool:
     return {"shard", "shards"} <= set(parameters(function))

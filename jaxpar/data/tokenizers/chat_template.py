@@ -32,7 +32,7 @@ class Conversation:
     learned: tuple[bool, ...]
 
 
-def conversation(value: Any, tools: Any, *, column: str, where: str) -> Conversation:
+def conversation(value: object, tools: object, *, column: str, where: str) -> Conversation:
     """Parses the conversation of a row.
 
     Args:
@@ -59,12 +59,12 @@ def conversation(value: Any, tools: Any, *, column: str, where: str) -> Conversa
     return Conversation(texts, _tools(tools, where), learned)
 
 
-def preview(value: Any) -> str:
+def preview(value: object) -> str:
     """The beginning of a value, for an error; "null" for None."""
     return f"{value!r:.60}" if value is not None else "null"
 
 
-def _without_null(value: Any) -> Any:
+def _without_null(value: object) -> Any:
     """Removes keys with null, recursively."""
     if isinstance(value, Mapping):
         return {key: _without_null(item) for key, item in value.items() if item is not None}
@@ -92,7 +92,7 @@ def _with_text(message: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     )
 
 
-def _text_of(part: Any) -> str | None:
+def _text_of(part: object) -> str | None:
     """Text of a part of a content; None for other kinds, such as an image."""
     if isinstance(part, Mapping) and part.get("type", "text") == "text":
         part = part.get("text")
@@ -114,7 +114,7 @@ def _is_learned(message: Mapping[str, Any], where: str) -> bool:
     return answer and all(weights.values())
 
 
-def _tools(tools: Any, where: str) -> Sequence[Any] | None:
+def _tools(tools: object, where: str) -> Sequence[Any] | None:
     try:
         tools = _without_null(json.loads(tools) if isinstance(tools, str) and tools else tools)
     except ValueError:
@@ -280,7 +280,11 @@ def _raise(message: str) -> None:
 
 
 def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
 ):
     """JSON as transformers writes it; unlike jinja2's own filter it does not escape HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

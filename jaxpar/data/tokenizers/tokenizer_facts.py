@@ -263,6 +263,6 @@ def _read(file: Path, stamps: tuple[int, ...]) -> TokenizerFacts:
     )
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """Text of a special token, which is a string or an object with `content`."""
     return str(value.get("content", "")) if isinstance(value, dict) else value if isinstance(value, str) else ""

@@ -213,7 +213,7 @@ class Streaming(OuterOptimizer):
         return None if remainder else number - 1
 
 
-def _is_of(flat: Tree) -> Callable[[Any], bool]:
+def _is_of(flat: Mapping[str, Any]) -> Callable[[Any], bool]:
     """Returns a predicate: whether a tree is a dict with exactly one array per parameter."""
     paths = flat.keys()
     return lambda tree: isinstance(tree, dict) and tree.keys() == paths

@@ -39,7 +39,7 @@ def copy_members(tree: Tree, source: jax.Array, mesh: Mesh) -> Tree:
         sources = jax.lax.dynamic_slice(source, (device * count,), (count,))
 
         def choose_copies(
-            shift: Any, passing: tuple[jax.Array, ...], copies: tuple[jax.Array, ...]
+            shift: jax.Array | int, passing: tuple[jax.Array, ...], copies: tuple[jax.Array, ...]
         ) -> tuple[jax.Array, ...]:
             is_passing = sources // count == (device - shift) % devices
             shaped = lambda x: is_passing.reshape(count, *(1,) * (x.ndim - 1))  # noqa: E731

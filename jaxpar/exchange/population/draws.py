@@ -73,11 +73,11 @@ def logarithmic(over: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(name for name, value in over.items() if _kind(value)[0] == "log_uniform")
 
 
-def _kind(value: Any) -> tuple[str, Sequence[float]]:
+def _kind(value: Mapping[str, Sequence[float]] | Sequence[float]) -> tuple[str, Sequence[float]]:
     return next(iter(value.items())) if isinstance(value, Mapping) else ("choice", value)
 
 
-def _draw(value: Any, source: random.Random) -> float:
+def _draw(value: Mapping[str, Sequence[float]] | Sequence[float], source: random.Random) -> float:
     kind, values = _kind(value)
     share = source.random()
     if kind == "choice":
@@ -88,7 +88,7 @@ def _draw(value: Any, source: random.Random) -> float:
     return low + share * (high - low)
 
 
-def _wrong(value: Any, method: str) -> tuple[str, str] | None:
+def _wrong(value: object, method: str) -> tuple[str, str] | None:
     """Returns the rule that a value breaks, and a fix; None if it breaks no rule."""
     if isinstance(value, Mapping):
         if len(value) != 1 or (kind := next(iter(value))) not in KINDS:
@@ -109,9 +109,9 @@ def _wrong(value: Any, method: str) -> tuple[str, str] | None:
     return None
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return f"{value!r:.100}"

@@ -63,7 +63,7 @@ class Pbt(Population):
         per_member = {"losses": jnp.zeros(replicas), "from": jnp.arange(replicas)}
         return {"each": per_member, "met": jnp.zeros((), jnp.int32)}
 
-    def observe(self, state: Tree, losses: "jax.Array") -> Tree:
+    def observe(self, state: dict[str, Any], losses: "jax.Array") -> Tree:
         """Adds the losses of one more step to the exchange's state."""
         return state | {"each": state["each"] | {"losses": state["each"]["losses"] + losses}}
 
@@ -122,7 +122,7 @@ class Pbt(Population):
             result[name] = jnp.where(copies, explored, values)
         return result
 
-    def round_metrics(self, state: Tree) -> "dict[str, jax.Array]":
+    def round_metrics(self, state: dict[str, Any]) -> "dict[str, jax.Array]":
         """Returns the source of each member's copy."""
         return {"from": state["each"]["from"]}
 

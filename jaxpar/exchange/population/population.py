@@ -81,7 +81,7 @@ class Population(Exchange):
 
         return settings(optimizer, self.values)
 
-    def observe(self, state: Tree, losses: "jax.Array") -> Tree:
+    def observe(self, state: dict[str, Any], losses: "jax.Array") -> Tree:
         """Returns the exchange's state after a step.
 
         Args:
@@ -90,7 +90,7 @@ class Population(Exchange):
         """
         return state
 
-    def round_metrics(self, state: Tree) -> "dict[str, jax.Array]":
+    def round_metrics(self, state: dict[str, Any]) -> "dict[str, jax.Array]":
         """Returns the metrics that a sync round adds to the step's metrics, [member] each."""
         return {}
 

@@ -10,7 +10,7 @@ step's update, and resets the members. So a run ends with the trained models of 
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxpar.errors import check_ranges
 from jaxpar.exchange.base import STEPS, Replicas, Tree
@@ -96,7 +96,7 @@ class Rounds(Population):
         }
         return super().begin(replace(replicas, exchange_state=replicas.exchange_state | {"start": start}))
 
-    def observe(self, state: Tree, losses: "jax.Array") -> Tree:
+    def observe(self, state: dict[str, Any], losses: "jax.Array") -> Tree:
         """Adds the losses of one more step of the round to the exchange's state."""
         import jax.numpy as jnp
 
@@ -171,7 +171,7 @@ class Rounds(Population):
             result[name] = jnp.clip(value, low, high).astype(previous.dtype)
         return result
 
-    def round_metrics(self, state: Tree) -> "dict[str, jax.Array]":
+    def round_metrics(self, state: dict[str, Any]) -> "dict[str, jax.Array]":
         """Returns the scores of the finished round."""
         return {"score": state["each"]["scores"]}
 

@@ -91,7 +91,7 @@ def find_sums(eqn: JaxprEqn, axis: str, ways: int, rows: int) -> dict[int, Examp
     return sums if size <= SMALL else {}
 
 
-def _sum(var: Any, made: dict[Var, JaxprEqn], times: Counter[Var], rows: int) -> ExampleSum | None:
+def _sum(var: Var | Literal, made: dict[Var, JaxprEqn], times: Counter[Var], rows: int) -> ExampleSum | None:
     chain: list[JaxprEqn] = []
     while not isinstance(var, Literal) and (eqn := made.get(var)) is not None and times[var] == 1:
         name = eqn.primitive.name

@@ -35,7 +35,7 @@ def _rows(cls: type) -> list[str]:
     return rows
 
 
-def toml_value(value: Any) -> str:
+def toml_value(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (tuple, list)):

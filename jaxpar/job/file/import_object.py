@@ -79,7 +79,7 @@ def import_object(name: str, key: str, *, allowed: bool) -> Any:
     return result
 
 
-def _maker(found: Any) -> str | None:
+def _maker(found: object) -> str | None:
     """Returns the module that defines a class or a function; for another object, the module that holds it."""
     is_definition = inspect.isclass(found) or inspect.isroutine(found)
     return str(getattr(found, "__module__", None) or "builtins") if is_definition else None

@@ -101,7 +101,7 @@ def _is_deep(raw: dict[str, Any]) -> bool:
     return bool(level)
 
 
-def _huge(value: Any) -> Iterator[int]:
+def _huge(value: object) -> Iterator[int]:
     """Yields the bit lengths of integers that Python cannot print; the schema refuses smaller ones with their keys."""
     if isinstance(value, int) and value.bit_length() > PRINTED:
         yield value.bit_length()
@@ -156,7 +156,7 @@ def _validate_job(raw: dict[str, Any]) -> tuple[Job | None, list[Problem]]:
     return (None if None in tables.values() else Job(**tables)), problems
 
 
-def _no_section(section: str, table: Any) -> Problem:
+def _no_section(section: str, table: object) -> Problem:
     fix = suggest(section, SECTIONS)
     owners = [name for name, cls in TABLES.items() if section in {f.name for f in dataclasses.fields(cls)}]
     inner = [name for name in TABLES if name.endswith(f".{section}")]

@@ -107,7 +107,7 @@ def _logger(job: Job, name: str) -> Any:
     return logger
 
 
-def _check(name: str, found: Any) -> None:
+def _check(name: str, found: object) -> None:
     if not callable(getattr(found, "log", None)):
         raise refuse(
             f"metrics.loggers: {name} is a {type(found).__name__} without a method `log`",

@@ -55,7 +55,7 @@ def convert_settings(job: Job, target: Callable, settings: Mapping[str, Any]) ->
     return {key: _object(job, key, hints.get(key), value) for key, value in settings.items()}
 
 
-def _object(job: Job, key: str, hint: Any, value: Any) -> Any:
+def _object(job: Job, key: str, hint: object, value: object) -> Any:
     """Converts one setting to an object if it names one or the type hint asks for one."""
     if isinstance(value, str) and hint is not str and _PATH.fullmatch(value):
         target = import_object(value, f"model.{key}", allowed=job.allow_import)
@@ -71,7 +71,7 @@ def _object(job: Job, key: str, hint: Any, value: Any) -> Any:
     return value
 
 
-def _call_target(key: str, name: str, target: Any, settings: dict[str, Any]) -> Any:
+def _call_target(key: str, name: str, target: Callable[..., Any], settings: dict[str, Any]) -> Any:
     with user_code_errors(
         f"model.{key} = {name}({', '.join(settings)})",
         rule=f"[model.{key}] has what {name} takes",

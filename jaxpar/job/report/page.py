@@ -251,7 +251,7 @@ def _best(run: RunContents, name: str) -> tuple[int, float] | None:
     return (min(points)[1], min(points)[0]) if points else None
 
 
-def _number(value: Any) -> str:
+def _number(value: object) -> str:
     return f"{value:.4f}" if isinstance(value, (int, float)) else "not finite"
 
 

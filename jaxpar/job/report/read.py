@@ -67,7 +67,7 @@ def check_facts(path: Path, facts: Mapping[str, Any]) -> None:
             raise _altered(path, f"{name} = {_shown(value)}, and no number")
 
 
-def _is_number(value: Any, *, whole: bool = False, flags: bool = False) -> bool:
+def _is_number(value: object, *, whole: bool = False, flags: bool = False) -> bool:
     if isinstance(value, bool):
         return flags
     if not isinstance(value, int if whole else (int, float)):
@@ -75,7 +75,7 @@ def _is_number(value: Any, *, whole: bool = False, flags: bool = False) -> bool:
     return value != value or abs(value) <= LARGEST or value in (float("inf"), float("-inf"))
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, int) and value.bit_length() > 64:
         return f"an integer of {value.bit_length()} bits"
     return f"{value!r:.40}"

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxpar.errors import refuse
 
@@ -44,7 +45,7 @@ def rounded(matrix: jax.Array, *, lead: int, inputs: int) -> tuple[jax.Array, ja
     return jnp.round(floats / scales).astype(DTYPE), jnp.squeeze(scales, axes)
 
 
-def dequantize(held: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
+def dequantize(held: jax.Array, scales: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Dequantizes int8 values [*inputs, *outputs] with scales [*outputs]."""
     return (held.astype(jnp.float32) * scales).astype(dtype)
 

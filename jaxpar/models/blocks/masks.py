@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jaxpar.errors import refuse
 
 
-def check_masks(q: Any, k: Any, window: Any, segments: Any) -> None:
+def check_masks(q: jax.Array, k: jax.Array, window: object, segments: object) -> None:
     """Checks the masks of `jp.attention` other than `causal`.
 
     Raises:
@@ -55,7 +55,7 @@ def check_masks(q: Any, k: Any, window: Any, segments: Any) -> None:
         )
 
 
-def check_softcap(softcap: Any) -> float | None:
+def check_softcap(softcap: object) -> float | None:
     """Checks and returns the cap of scores.
 
     Raises:
@@ -101,11 +101,11 @@ class Documents:
 ONE = Documents()  # a row that is one document
 
 
-def stream_of(stream: Any) -> jax.Array:
+def stream_of(stream: jax.Array | dict[str, jax.Array]) -> jax.Array:
     return stream["x"] if isinstance(stream, dict) else stream
 
 
-def apply_layer(layer: Callable[[jax.Array, Documents], jax.Array], stream: Any) -> Any:
+def apply_layer(layer: Callable[[jax.Array, Documents], jax.Array], stream: jax.Array | dict[str, jax.Array]) -> Any:
     """Applies a layer to a stream and carries its documents along."""
     if not isinstance(stream, dict):
         return layer(stream, ONE)

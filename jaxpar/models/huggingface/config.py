@@ -208,7 +208,7 @@ def _flat_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return flat | ({"rope_scaling": rope} if rope else {})
 
 
-def _stretch(scaling: Any) -> tuple[float, ...]:
+def _stretch(scaling: object) -> tuple[float, ...]:
     """Returns the settings of Llama 3.1's rotary frequencies, the only scaling that the decoder supports."""
     rope = dict(scaling) if isinstance(scaling, Mapping) else {}
     if rope.pop("rope_type", None) != "llama3" or rope.keys() != set(STRETCH):

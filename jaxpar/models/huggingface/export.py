@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxpar.errors import JaxparError, Problem, refuse, shape_differences
 from jaxpar.files import check_local
@@ -24,7 +25,7 @@ def export(
     settings: DecoderConfig,
     folder: str | Path,
     *,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     max_file_bytes: int = 5 * 10**9,
     origin: str | Path | None = None,
 ) -> list[Path]:
@@ -81,7 +82,7 @@ def export(
     return [*written, folder / "config.json", *(copy_small_files(Path(origin), folder) if origin else ())]
 
 
-def _float(dtype: Any) -> np.dtype:
+def _float(dtype: DTypeLike | None) -> np.dtype:
     try:
         result = jnp.dtype(dtype)
     except TypeError:

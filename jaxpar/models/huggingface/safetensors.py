@@ -182,7 +182,7 @@ def _entry(file: Path, name: str, fields: Any, data: int) -> Entry:
     return Entry(file, dtype, tuple(shape), data + offsets[0])
 
 
-def _numbers(fields: Any, key: str) -> list[int] | None:
+def _numbers(fields: object, key: str) -> list[int] | None:
     numbers = fields.get(key) if isinstance(fields, dict) else None
     is_valid = isinstance(numbers, list) and all(type(number) is int and number >= 0 for number in numbers)
     return numbers if is_valid else None

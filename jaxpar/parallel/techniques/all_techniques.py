@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+
+from jax.stages import Lowered
 
 from jaxpar.errors import Problem, refuse, suggest
 from jaxpar.mesh.axes import AXES
@@ -113,7 +114,7 @@ def tracing(
         activation_names(layout.names, layout.sizes),
         islands(layout, TracedStep(choose=choose, saves_activations=saves_activations)),
     )
-    processors = layout.device_mesh.devices.flat[0].platform == "cpu"
+    processors = layout.mesh is not None and layout.mesh.devices.flat[0].platform == "cpu"
     with names as dim_names, implemented(table) as calls, sharding_translation(), step_hooks():
         with split_convolutions(processors=processors):
             yield
@@ -122,7 +123,7 @@ def tracing(
     model_use.islands |= calls - model_use.forms
 
 
-def check(layout: Layout, model_use: ModelUse, lowered: Any) -> None:
+def check(layout: Layout, model_use: ModelUse, lowered: Lowered) -> None:
     """Calls `check` of each technique in use, on the names that a model used in a step and the lowered program.
 
     Raises:

@@ -94,5 +94,5 @@ def _as_paths(layout: Layout, axis: str) -> str:
     return f"names for dims that the model leaves without, as paths={{{path!r}: {dims}}}"
 
 
-def _axes(entry: Any) -> tuple[str, ...]:
+def _axes(entry: str | Iterable[str] | None) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.stages import Lowered
 
 from jaxpar.errors import Problem, nearest_divisor, refuse, suggest
 from jaxpar.mesh.chips import find_chip
@@ -169,7 +170,7 @@ def splits_tables(layout: Layout) -> bool:
     return layout.sizes["pipe"] > 1 < layout.sizes["context"] and (layout.sizes["tensor"] > 1 or spread)
 
 
-def check(layout: Layout, named: set[str], lowered: Any) -> None:
+def check(layout: Layout, named: set[str], lowered: Lowered) -> None:
     """Refuses a context axis that splits no dim, or a program that XLA cannot partition.
 
     Raises:

@@ -7,7 +7,6 @@ pieces through everything between them: pooling, norms whose statistics are of t
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from jaxpar.errors import Problem, refuse
 from jaxpar.models.dim_names import SPATIAL, axes_of
@@ -33,7 +32,7 @@ def problems(parallel: Parallel, axis: str) -> list[Problem]:
     return errors
 
 
-def check(layout: Layout, named: set[str], _: Any, axis: str) -> None:
+def check(layout: Layout, named: set[str], _: object, axis: str) -> None:
     """Refuses an axis that splits no image.
 
     Raises:

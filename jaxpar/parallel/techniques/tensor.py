@@ -1,7 +1,6 @@
 """Tensor parallelism, as in Megatron-LM, with or without sequence parallelism."""
 
 import warnings
-from typing import Any
 
 from jaxpar.errors import Problem
 from jaxpar.models.dim_names import IMAGES, axes_of
@@ -30,7 +29,7 @@ def names(parallel: Parallel) -> dict[str, Axes]:
     return {"channels": None} if "tensor" in axes_of(parallel.rules.get(IMAGES)) else {}
 
 
-def check(layout: Layout, named: set[str], _: Any) -> None:
+def check(layout: Layout, named: set[str], _: object) -> None:
     """Warns if the model names too few dims for sequence parallelism."""
     inner = {name for name, axes in layout.names.items() if axes and "tensor" in axes} - {"seq"}
     missing = [dims for dims, names in (("seq", {"seq"}), ("heads or mlp", inner)) if not named & names]

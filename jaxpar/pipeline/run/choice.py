@@ -20,10 +20,10 @@ class MaskedChoice:
       active: Whether this stage runs the op of the tick; an idle stage computes on stale data.
     """
 
-    def __init__(self, active: Any):
+    def __init__(self, active: jax.Array):
         self.active = active
 
-    def __call__(self, take: Any, yes: Callable[[], Tree], no: Callable[[], Tree]) -> Tree:
+    def __call__(self, take: jax.Array | bool, yes: Callable[[], Tree], no: Callable[[], Tree]) -> Tree:
         """Returns the result of `yes` if `take` is true, else that of `no`."""
         # `where`, not a product with 0 or 1: stale slots may hold NaN or infinity, and 0 x NaN is NaN
         return jax.tree.map(lambda a, b: jnp.where(take, a, b), yes(), no())
@@ -34,6 +34,6 @@ class BranchChoice:
 
     active = True
 
-    def __call__(self, take: Any, yes: Callable[[], Tree], no: Callable[[], Tree]) -> Tree:
+    def __call__(self, take: jax.Array | bool, yes: Callable[[], Tree], no: Callable[[], Tree]) -> Tree:
         """Returns the result of `yes` if `take` is true, else that of `no`."""
         return yes() if take is True else jax.lax.cond(take, yes, no)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, jaxprs_in_params  # pyright: ignore[reportPrivateImportUsage]
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun, jaxprs_in_params  # pyright: ignore[reportPrivateImportUsage]
 from jax.sharding import PartitionSpec
 
 from jaxpar.jaxprs.dataflow import REMAT, Env, Scan, Traced, primitives, split_groups
@@ -110,7 +110,7 @@ def _one_by_one(scan: Scan, values: Sequence[jax.Array]) -> list[jax.Array]:
 _MOVES = ("reshape", "squeeze", "transpose")
 
 
-def _is_saved(primitive: Any, *_: Any, **params: Any) -> bool:
+def _is_saved(primitive: Primitive, *_: Any, **params: Any) -> bool:
     """The checkpoint policy: saves all results except gathered parameters (a jitted call) and their reshapes."""
     return primitive.name not in _MOVES and not _gathers(params)
 

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 Tree = Any
 
 
-def load(tree: Tree, index: Any) -> Tree:
+def load(tree: Tree, index: jax.Array | int) -> Tree:
     """Reads one slot of each buffer; index -1 reads slot 0, for an op whose result is dropped."""
     return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, jnp.maximum(index, 0), 0, keepdims=False), tree)
 
 
-def store(tree: Tree, new: Tree, index: Any, take: Any) -> Tree:
+def store(tree: Tree, new: Tree, index: jax.Array | int, take: jax.Array | bool) -> Tree:
     """Writes one slot of each buffer if `take` is true."""
     index = jnp.maximum(index, 0)
 

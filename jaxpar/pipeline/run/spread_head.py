@@ -18,7 +18,7 @@ cannot nest them in this order), so buffers are global arrays here, with a dim f
 in front.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -209,7 +209,7 @@ class SpreadTable:
     def _looked_up(self, rows: jax.Array) -> Tree:
         """Embeds the first stage's input of this tick, and copies the result to every stage."""
 
-        def embed(shared: Tree, inputs: Tree, microbatch: jax.Array) -> Tree:
+        def embed(shared: Mapping[str, Any], inputs: Tree, microbatch: jax.Array) -> Tree:
             return self.model.embed(shared, load(inputs, microbatch))[0]
 
         microbatch = self._per_replica(rows[self.first, COLUMNS.index("microbatch")])
@@ -263,14 +263,14 @@ class SpreadTable:
         island = self.around.on_stages(local)
         return lambda rows, *stacked: island(rows, self.layers, self.inputs, *stacked)
 
-    def _start(self, shared: Tree, known: Tree, y: Tree) -> dict:
+    def _start(self, shared: Mapping[str, Any], known: Tree, y: Tree) -> dict:
         # sums in float32 or more for any dtype of gradients: in bfloat16 a sum of many microbatches stops growing
         example = jax.tree.map(lambda leaf: leaf[0], known)
         sums = Traced(self.model.head, shared, example, y).shapes
         zeros = partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)))
         return {"sums": zeros(sums), "shared": {} if self.forward_only else self.around.place_head(zeros(shared))}
 
-    def _head(self, shared: Tree, known: Tree, y: Tree, state: dict, microbatch: jax.Array):
+    def _head(self, shared: Mapping[str, Any], known: Tree, y: Tree, state: dict, microbatch: jax.Array):
         example = load(known, microbatch)
 
         def total(shared, y):
@@ -284,11 +284,11 @@ class SpreadTable:
         shared, dy = jax.lax.optimization_barrier((self._added(state, dshared), dy))  # as in `Stage.forward`
         return {"sums": jax.tree.map(jnp.add, state["sums"], sums), "shared": shared}, dy
 
-    def _embed_back(self, shared: Tree, known: Tree, dx: Tree, state: dict, microbatch: jax.Array) -> dict:
+    def _embed_back(self, shared: Mapping[str, Any], known: Tree, dx: Tree, state: dict, microbatch: jax.Array) -> dict:
         _, pull = jax.vjp(lambda shared: self.model.embed(shared, load(known, microbatch))[0], shared)
         return state | {"shared": self._added(state, pull(dx)[0])}
 
-    def _added(self, state: dict, more: Tree) -> Tree:
+    def _added(self, state: dict, more: Mapping[str, Any]) -> Tree:
         """Adds the gradients of embedding or head to the sums."""
         return state["shared"] | self.around.place_head({path: add(state["shared"][path], more[path]) for path in more})
 

@@ -239,7 +239,7 @@ class Stage:
         several_chunks = self.schedule.chunks > 1
         return jax.tree.map(lambda buffer: BufferEntry(buffer, row.chunk), self.chunks) if several_chunks else chunk
 
-    def _places(self, state: dict, row: TableRow, take: Any = True) -> list[BufferEntry]:
+    def _places(self, state: dict, row: TableRow, take: jax.Array | bool = True) -> list[BufferEntry]:
         return [BufferEntry(buffer, row.residuals, take) for buffer in state["kept"]]
 
     def _sums(self, state: dict, row: TableRow) -> Tree:

@@ -65,15 +65,15 @@ class Hardware:
         """Bytes of one chip's memory that a program may use."""
         return self.chip.usable_memory
 
-    def matmuls(self, flop: Any, count: Any = 1) -> Any:
+    def matmuls(self, flop: np.ndarray | float, count: np.ndarray | float = 1) -> Any:
         """Returns the seconds of `count` matmuls of `flop` FLOP each."""
         return count * flop / (self.chip.bf16_flops * self.gemm.share(flop))
 
-    def matmul(self, m: Any, k: Any, n: Any) -> Any:
+    def matmul(self, m: np.ndarray | float, k: np.ndarray | float, n: np.ndarray | float) -> Any:
         """Returns the seconds of a matmul [m, k] x [k, n], by its tiles if the chip's cores are known."""
         return self.gemm.seconds(m, k, n, peak=self.chip.bf16_flops)
 
-    def straggler_share(self, devices: Any) -> Any:
+    def straggler_share(self, devices: np.ndarray | float) -> Any:
         """Returns the share of a step for which devices wait for the slowest device.
 
         The largest of n normal draws lies sqrt(2 ln n) standard deviations above their mean, for large n. Source:
@@ -81,11 +81,11 @@ class Hardware:
         """
         return self.jitter * np.sqrt(2 * np.log(np.maximum(devices, 1.0)))
 
-    def stream(self, size: Any) -> Any:
+    def stream(self, size: np.ndarray | float) -> Any:
         """Returns the seconds of reading or writing so many bytes of device memory."""
         return size / (self.chip.bandwidth * self.streaming)
 
-    def members(self, group: Any, stride: Any) -> Any:
+    def members(self, group: np.ndarray | float, stride: np.ndarray | float) -> Any:
         """Returns the number of devices of a group in one node; neighbours in the group are `stride` devices apart.
 
         If group x stride and the node's size do not divide each other, some groups straddle two nodes, and the smaller
@@ -98,7 +98,15 @@ class Hardware:
         """Returns the machines for so many devices: fewer than `per_node` make a smaller node."""
         return replace(self, per_node=devices) if devices < self.per_node else self
 
-    def gather(self, size: Any, group: Any, stride: Any, *, members: Any = None, pieces: Any = 1) -> Any:
+    def gather(
+        self,
+        size: np.ndarray | float,
+        group: np.ndarray | float,
+        stride: np.ndarray | float,
+        *,
+        members: Any = None,
+        pieces: np.ndarray | float = 1,
+    ) -> Any:
         """Returns the seconds of an all-gather to `size` bytes on each of `group` devices, or of a reduce-scatter.
 
         Neighbours in the group are `stride` devices apart, so a node holds per_node / stride of them, or `members` if
@@ -119,7 +127,7 @@ class Hardware:
         wire = size * pace * (group - 1) / group
         return np.where(np.asarray(group) > 1, pieces * (self.launch + hops) + wire, 0.0)
 
-    def send(self, size: Any, stride: Any, stages: Any) -> Any:
+    def send(self, size: np.ndarray | float, stride: np.ndarray | float, stages: np.ndarray | float) -> Any:
         """Returns the seconds of a message from every stage to the next, and from the last to the first.
 
         A tick ends with its slowest message. Stages are `stride` devices apart: unless the devices of all `stages` are

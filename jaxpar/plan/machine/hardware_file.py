@@ -118,7 +118,7 @@ def _table(name: str, read: Mapping[str, Any], path: Path, problems: list[Proble
     return table
 
 
-def _check_link(name: str, table: Any, path: Path, problems: list[Problem]) -> None:
+def _check_link(name: str, table: object, path: Path, problems: list[Problem]) -> None:
     if not isinstance(table, dict) or set(table) != set(_LINK):
         example = "{latency = 3e-6, bandwidth = 80e9}"
         problems.append(Problem(f"links.{name} = {table!r:.60} in {path}", f"a table {example}", f"{name} = {example}"))
@@ -184,7 +184,7 @@ def to_toml(name: str, table: Mapping[str, Any]) -> str:
     return f"[{name}]\n" + "".join(f"{key} = {_value(value)}\n" for key, value in table.items())
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key} = {_value(entry)}" for key, entry in value.items()) + "}"
     if isinstance(value, str):

@@ -56,7 +56,7 @@ class Kernel:
         shares, loss = self.shares.get(chip, default), self.slowdown(seq, head_dim)
         return round(shares[0] / loss, 4), round(shares[1] / loss, 4)
 
-    def slowdown(self, seq: Any, head_dim: float) -> Any:
+    def slowdown(self, seq: np.ndarray | float, head_dim: float) -> Any:
         """Returns the time at a sequence length (number or array) and head_dim, relative to the time without losses.
 
         >>> CUDNN.slowdown(224, 128)
@@ -100,7 +100,15 @@ class RingKernel:
             if not all(0 <= number <= bound for number in values):
                 raise refuse(f"ring_kernel.{key}={getattr(self, key)}", rule=f"numbers within 0..{bound}", fix="0.0")
 
-    def traffic(self, way: int, queries: Any, keys: Any, *, ring: Any, ulysses: Any) -> Any:
+    def traffic(
+        self,
+        way: int,
+        queries: np.ndarray | float,
+        keys: np.ndarray | float,
+        *,
+        ring: np.ndarray | float,
+        ulysses: np.ndarray | float,
+    ) -> Any:
         """Returns the memory traffic of all iterations, from elements of queries and keys; way is 0 forward."""
         repeats = np.maximum(np.subtract(ring, 2), 0), np.greater(ring, 1), np.greater(ulysses, 1)
         traffic = self.iteration[way], self.edges[way], self.heads[way]
@@ -162,7 +170,9 @@ class PairCost:
         if not 0 <= self.pair <= 1:
             raise refuse(f"walk.pair={self.pair}", rule="seconds within 0..1", fix="pair=1e-5")
 
-    def traffic(self, way: int, scores: Any, queries: Any, keys: Any) -> Any:
+    def traffic(
+        self, way: int, scores: np.ndarray | float, queries: np.ndarray | float, keys: np.ndarray | float
+    ) -> Any:
         """Returns the memory traffic of a pair, from its numbers of elements; way is 0 forward, 1 backward."""
         return self.scores[way] * scores + self.queries[way] * queries + self.keys[way] * keys
 
@@ -203,7 +213,7 @@ class Gemm:
     def __post_init__(self):
         check_ranges(self, "gemm", RANGES)
 
-    def share(self, flop: Any) -> Any:
+    def share(self, flop: np.ndarray | float) -> Any:
         """Returns the share of the peak for matmuls of so many FLOP, a number or an array.
 
         >>> Gemm(top=0.8, half=4e9, source="").share(4e9)
@@ -211,7 +221,7 @@ class Gemm:
         """
         return self.top * flop / (flop + self.half)
 
-    def seconds(self, m: Any, k: Any, n: Any, *, peak: float) -> Any:
+    def seconds(self, m: np.ndarray | float, k: np.ndarray | float, n: np.ndarray | float, *, peak: float) -> Any:
         """Returns the seconds of a matmul [m, k] x [k, n].
 
         Args:

@@ -102,7 +102,7 @@ def host_bytes(shape: Shape, candidate: Candidate) -> Any:
     return np.where(offloaded, 2 * stream * candidate.layers(shape.layers), 0.0)
 
 
-def logit_chunks(tokens: Any, vocab: Any, software: SoftwareModel) -> Any:
+def logit_chunks(tokens: np.ndarray | float, vocab: np.ndarray | float, software: SoftwareModel) -> Any:
     """Returns the number of chunks in which the loss computes the logits of a device's tokens; 1 if not chunked.
 
     As `jaxpar.models.settings.logits.Logits`, except for its search for equal chunks. Only jaxpar's program has chunks.

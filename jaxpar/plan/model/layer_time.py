@@ -49,7 +49,13 @@ def tokens(shape: Shape, candidate: Candidate) -> Any:
     return candidate.microbatch * shape.seq / candidate.context
 
 
-def matmul_passes(rows: Any, inputs: Any, outputs: Any, hardware: Hardware, trained: float = 1.0) -> tuple[Any, Any]:
+def matmul_passes(
+    rows: np.ndarray | float,
+    inputs: np.ndarray | float,
+    outputs: np.ndarray | float,
+    hardware: Hardware,
+    trained: float = 1.0,
+) -> tuple[Any, Any]:
     """Returns the seconds of a matmul of `rows` with weights [inputs, outputs], forward and backward.
 
     The backward pass has the gradient of the inputs, and that of the `trained` share of the weights.
@@ -141,7 +147,9 @@ def ring_op_seconds(shape: Shape, candidate: Candidate, hardware: Hardware, soft
     return hardware.stream(traffic) + (ring - 1) * software.ring_kernel.small_kernels[way]
 
 
-def pair(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel, way: int, core: Any) -> Any:
+def pair(
+    shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel, way: int, core: np.ndarray | float
+) -> Any:
     """Returns the seconds of a pair of blocks besides its matmuls' `core`; way is 0 forward, 1 backward."""
     (queries, keys), (heads, kv_heads) = (
         ring_attention.blocks(shape, candidate),
@@ -174,7 +182,7 @@ def elementwise(shape: Shape, candidate: Candidate, hardware: Hardware, software
     return hardware.stream(forward + copy_bytes) + waits[0], hardware.stream(backward + copy_bytes + sums) + waits[1]
 
 
-def accumulation_bytes(parameters: Any, candidate: Candidate, software: SoftwareModel) -> Any:
+def accumulation_bytes(parameters: np.ndarray | float, candidate: Candidate, software: SoftwareModel) -> Any:
     """Returns the memory traffic of adding a microbatch's gradients of so many parameters to their sum.
 
     If gradients are reduced for each microbatch, ZeRO-2 and 3 add shards. A single microbatch has no sum, so ZeRO-1

@@ -53,13 +53,13 @@ def sent_kv_heads(shape: Shape, candidate: Candidate) -> Any:
     return copied_kv_heads(shape, candidate.tensor, candidate.ulysses)
 
 
-def copied_kv_heads(shape: Shape, tensor: Any, ulysses: Any) -> Any:
+def copied_kv_heads(shape: Shape, tensor: np.ndarray | float, ulysses: np.ndarray | float) -> Any:
     """Returns the kv heads that so many Ulysses devices exchange, with copies, over all of `tensor`."""
     heads = shape.kv_heads or shape.heads
     return np.where(np.greater(ulysses, 1), np.lcm(heads, np.multiply(tensor, ulysses)), heads)
 
 
-def largest_block(tokens: Any, head_dim: Any) -> tuple[Any, Any]:
+def largest_block(tokens: np.ndarray | float, head_dim: np.ndarray | float) -> tuple[Any, Any]:
     """Returns the largest tokens of a block of queries and of keys, as `jaxpar.models.blocks.pairs.max_block_sizes`."""
     area = np.maximum(np.floor_divide(np.multiply(tokens, head_dim), SHARE), 1)
     keys = np.minimum(BLOCK, np.maximum(LEAST, 2 ** np.ceil(np.log2(area) / 2)))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxpar.errors import refuse
 from jaxpar.models.settings.computing import POLICIES, model_policy
@@ -110,7 +111,7 @@ def _matmuls(jaxpr: Any, times: int = 1) -> Iterator[tuple[float, int, Kind]]:
                 yield from _matmuls(inner, times * eqn.params["length"] if name == "scan" else times)
 
 
-def _blocks(jaxpr: Any, times: int = 1) -> int:
+def _blocks(jaxpr: Jaxpr, times: int = 1) -> int:
     count = 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in ("checkpoint", "remat2"):
@@ -121,7 +122,7 @@ def _blocks(jaxpr: Any, times: int = 1) -> int:
     return count
 
 
-def _inner(eqn: Any) -> list[Any]:
+def _inner(eqn: JaxprEqn) -> list[Any]:
     """Returns the jaxprs inside an equation; of a `cond`, the first branch."""
     if eqn.primitive.name == "cond":
         return [eqn.params["branches"][0].jaxpr]

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend.core import Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jaxpar.hlo.traced_flop import matmul_flop
 
@@ -81,12 +81,12 @@ def work_depth(function: Callable, *args: Any) -> WorkDepth:
     return of_jaxpr(jax.make_jaxpr(function)(*args).jaxpr)
 
 
-def of_jaxpr(jaxpr: Any) -> WorkDepth:
+def of_jaxpr(jaxpr: Jaxpr) -> WorkDepth:
     """Counts work and depth of one evaluation of a jaxpr."""
     return _walk(jaxpr, [0] * len(jaxpr.invars))[0]
 
 
-def _walk(jaxpr: Any, starts: Sequence[int]) -> tuple[WorkDepth, list[int]]:
+def _walk(jaxpr: Jaxpr, starts: Sequence[int]) -> tuple[WorkDepth, list[int]]:
     """Returns work and last step of a jaxpr, and the step at which each result is ready.
 
     Its arguments are ready at the steps `starts`.
@@ -104,7 +104,7 @@ def _walk(jaxpr: Any, starts: Sequence[int]) -> tuple[WorkDepth, list[int]]:
     return counted, ready_steps(jaxpr.outvars)
 
 
-def _equation(equation: Any, starts: Sequence[int]) -> tuple[WorkDepth, list[int]]:
+def _equation(equation: JaxprEqn, starts: Sequence[int]) -> tuple[WorkDepth, list[int]]:
     name, params = equation.primitive.name, equation.params
     first_step, results = max(starts, default=0), len(equation.outvars)
     inner = [] if name.startswith(_COMBINE) else list(_jaxprs(params))
@@ -159,7 +159,7 @@ def _leaf(equation: Any) -> WorkDepth:
     return WorkDepth(out_size, 1)
 
 
-def _size(variable: Any) -> int:
+def _size(variable: Var | Literal) -> int:
     return math.prod(getattr(variable.aval, "shape", ()))
 
 

@@ -34,11 +34,11 @@ class PlotFrame:
         pad = max(0.03 * (high - low), 0.015)  # at least two of the finest ticks fit
         self.low, self.high, self.room, self.top = low - pad, high + pad, room, room * 1.07
 
-    def x(self, seconds: Any) -> Any:
+    def x(self, seconds: np.ndarray | float) -> Any:
         """Returns the horizontal position as a share of the width."""
         return (np.log(seconds) - self.low) / (self.high - self.low)
 
-    def y(self, size: Any) -> Any:
+    def y(self, size: np.ndarray | float) -> Any:
         """Returns the vertical position in units from the top."""
         return HEIGHT * (1 - np.asarray(size) / self.top)
 

@@ -99,7 +99,9 @@ def _pieces(shape: Shape, candidate: Candidate) -> tuple[Any, Any]:
     return tokens * shape.dim, tokens * shape.dim / shape.heads * ring_attention.sent_kv_heads(shape, candidate)
 
 
-def _passes(make: "_Maker", kind: str, times: Any, size: Any, candidate: Candidate) -> Iterator[SentCollective]:
+def _passes(
+    make: "_Maker", kind: str, times: np.ndarray | float, size: np.ndarray | float, candidate: Candidate
+) -> Iterator[SentCollective]:
     """Yields a collective of the forward pass, of its recomputation, and of the backward pass."""
     yield make(kind, times, size, backward=False)
     yield make(kind, times * candidate.recompute_shares[1], size, again=True)

@@ -87,7 +87,7 @@ def ring_collectives(row: LayerAttention) -> Iterator[Collective]:
         yield replace(sums, dtype="f32")
 
 
-def moved_share(ring: Any) -> Any:
+def moved_share(ring: np.ndarray | float) -> Any:
     """Returns the share of chunks that change their group in a causal ring's chunk permutes.
 
     Chunk c of 2P comes from group c // 2, and goes to group c or, if c >= P, to group 2P - 1 - c. Chunk 0 stays, and so

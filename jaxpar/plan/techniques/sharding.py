@@ -30,7 +30,7 @@ SUMMED = 4  # bytes of a gradient that one program on all stages has accumulated
 ENDS = 3  # exposed gathers: embedding and first layer in the forward pass, last layer in the backward pass
 
 
-def collective_count(layers: Any, candidate: Candidate, software: SoftwareModel) -> Any:
+def collective_count(layers: np.ndarray | float, candidate: Candidate, software: SoftwareModel) -> Any:
     """Returns the number of collectives that gather a device's parameters, or reduce its gradients.
 
     A scan has one per layer, and embedding and head make one more. A pipeline's program, and software with a single
@@ -40,13 +40,18 @@ def collective_count(layers: Any, candidate: Candidate, software: SoftwareModel)
     return np.where(single | (not software.layerwise), 1, layers + 1)
 
 
-def bucket_count(parameters: Any, count: Any, software: SoftwareModel) -> Any:
+def bucket_count(parameters: np.ndarray | float, count: np.ndarray | float, software: SoftwareModel) -> Any:
     """Returns the number of collectives that reduce the gradients: one per bucket, or `count` without buckets."""
     return np.ceil(software.wire[1] * parameters / software.bucket) if software.bucket else count
 
 
 def update_seconds(
-    parameters: Any, candidate: Candidate, hardware: Hardware, software: SoftwareModel, *, layers: Any
+    parameters: np.ndarray | float,
+    candidate: Candidate,
+    hardware: Hardware,
+    software: SoftwareModel,
+    *,
+    layers: np.ndarray | float,
 ) -> Any:
     """Returns the seconds of distributing updated parameters over fsdp, once a step, with ZeRO-1 and 2; 0 otherwise.
 
@@ -67,7 +72,12 @@ def update_seconds(
 
 
 def fsdp_seconds(
-    parameters: Any, candidate: Candidate, hardware: Hardware, software: SoftwareModel, *, layers: Any
+    parameters: np.ndarray | float,
+    candidate: Candidate,
+    hardware: Hardware,
+    software: SoftwareModel,
+    *,
+    layers: np.ndarray | float,
 ) -> tuple[Any, Any]:
     """Returns the seconds of fsdp's collectives for so many parameters of a device: per microbatch, and per step.
 
@@ -98,7 +108,12 @@ def fsdp_seconds(
 
 
 def data_seconds(
-    parameters: Any, candidate: Candidate, hardware: Hardware, software: SoftwareModel, *, layers: Any
+    parameters: np.ndarray | float,
+    candidate: Candidate,
+    hardware: Hardware,
+    software: SoftwareModel,
+    *,
+    layers: np.ndarray | float,
 ) -> tuple[Any, Any]:
     """Returns the seconds of all-reduces of so many gradients over data and context: per microbatch, and per step.
 
@@ -139,7 +154,7 @@ def _eager(candidate: Candidate, software: SoftwareModel) -> Any:
     return software.reduce_every_microbatch & np.equal(candidate.pipe, 1) & np.greater(candidate.microbatches, 1)
 
 
-def exposed_seconds(traffic: Any, compute: Any, overlap: float) -> Any:
+def exposed_seconds(traffic: np.ndarray | float, compute: np.ndarray | float, overlap: float) -> Any:
     """Returns the exposed seconds of traffic: computation hides the share `overlap`, up to its own length."""
     return traffic - np.minimum(overlap * traffic, compute)
 

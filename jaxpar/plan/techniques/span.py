@@ -129,7 +129,12 @@ def paths(name: str, stages: int, microbatches: int, chunks: int, run: Run = "as
 
 
 def counts(
-    name: Any, stages: Any, microbatches: Any, chunks: Any, *, run: Run = "asynchronous"
+    name: np.ndarray | str,
+    stages: np.ndarray | int,
+    microbatches: np.ndarray | int,
+    chunks: np.ndarray | int,
+    *,
+    run: Run = "asynchronous",
 ) -> tuple[np.ndarray, tuple[int, ...]]:
     """Returns the counts of the longest paths of many schedules, [schedules, references, ops], and their shape.
 
@@ -192,7 +197,12 @@ def gathers_once(candidate: Candidate, recipe: Recipe) -> Any:
 
 
 def gradient_bytes(
-    gradients: Any, candidate: Candidate, software: SoftwareModel, recipe: Recipe, *, stacked: float = 1.0
+    gradients: np.ndarray | float,
+    candidate: Candidate,
+    software: SoftwareModel,
+    recipe: Recipe,
+    *,
+    stacked: float = 1.0,
 ) -> Any:
     """Returns the bytes of gradients and of their sum in the backward pass, if each microbatch reduces them.
 

@@ -27,7 +27,7 @@ the step's mesh, which is used unchanged.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -88,7 +88,7 @@ def no_mesh() -> Iterator[None]:
         yield
 
 
-def translate_spec(spec: PartitionSpec, sizes: Any) -> PartitionSpec:
+def translate_spec(spec: PartitionSpec, sizes: Mapping[str, int]) -> PartitionSpec:
     """Translates a spec of a model to the axes of a step's mesh.
 
     The author's axis of examples stands for all axes of the layout that split examples, except those that the spec
@@ -112,7 +112,7 @@ def translate_spec(spec: PartitionSpec, sizes: Any) -> PartitionSpec:
     return PartitionSpec(*dims)
 
 
-def _axes(name: str, spec: PartitionSpec, sizes: Any, written: set[str]) -> Sequence[str]:
+def _axes(name: str, spec: PartitionSpec, sizes: Mapping[str, int], written: set[str]) -> Sequence[str]:
     rules = step_rules.get()
     # iterates to the end, so that a step's rules record the name, and a rule for it is not refused as idle
     ruled = [axes for ruled_name, axes in rules if ruled_name == name and axes is not PartitionSpec.UNCONSTRAINED]
@@ -131,11 +131,11 @@ def _axes(name: str, spec: PartitionSpec, sizes: Any, written: set[str]) -> Sequ
     )
 
 
-def _tuple(axes: Any) -> tuple[str, ...]:
+def _tuple(axes: str | Iterable[str] | None) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
-def _step_sharding(sharding: Any) -> NamedSharding | None:
+def _step_sharding(sharding: NamedSharding | PartitionSpec | None) -> NamedSharding | None:
     """Translates a sharding in the model to the mesh of the step; outside of a step it stays on the author's mesh."""
     if sharding is None or (
         isinstance(sharding, NamedSharding) and (sharding.mesh == get_abstract_mesh() or _has_author_mesh(sharding))
@@ -205,7 +205,7 @@ def _whole_where_free(sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*dims))
 
 
-def _fits(size: int, entry: Any, sizes: Any) -> bool:
+def _fits(size: int, entry: Any, sizes: Mapping[str, int]) -> bool:
     if entry is PartitionSpec.UNCONSTRAINED:
         return False
     ways = 1
@@ -218,7 +218,7 @@ def _functions() -> dict[str, Callable]:
     def canonicalize_sharding(sharding: Any, name: str, check_mesh_consistency: bool = True) -> Any:
         return _step_sharding(sharding)
 
-    def _get_new_mesh(axes: Any, axis_type: Any, name: str, shardings: Any = None, **others: Any) -> Any:
+    def _get_new_mesh(axes: object, axis_type: object, name: str, shardings: object = None, **others: Any) -> Any:
         if name != "auto_axes":
             return new_mesh(axes, axis_type, name, shardings=shardings, **others)
         mesh = get_abstract_mesh()  # the same mesh, and an axis that it lacks, so that JAX reshards the result
@@ -240,7 +240,7 @@ def _functions() -> dict[str, Callable]:
         finally:
             by_step.pop()
 
-    def _with_sharding_constraint(x: Any, axis_resources: Any, mesh: Any = None) -> Any:
+    def _with_sharding_constraint(x: object, axis_resources: PartitionSpec | None, mesh: object = None) -> Any:
         step_mesh = get_abstract_mesh()
         if axis_resources is None or step_mesh.empty:
             return x
@@ -248,7 +248,7 @@ def _functions() -> dict[str, Callable]:
             return lax.with_sharding_constraint(x, NamedSharding(step_mesh, axis_resources))
         return lax.with_sharding_constraint(x, axis_resources)  # by the author's rules, to the author's axes
 
-    def _create_sharding_for_array(mesh: Any, x: Any, name: str, api_name: str) -> Any:
+    def _create_sharding_for_array(mesh: object, x: object, name: str, api_name: str) -> Any:
         if isinstance(x, PartitionSpec) and api_name == "with_sharding_constraint":
             return _as_written(x)
         if isinstance(x, PartitionSpec) and api_name == "jit":
@@ -268,7 +268,7 @@ def _functions() -> dict[str, Callable]:
         ):  # the names as they are when the variable is created, where Flax places it by them
             metadata["sharding_rules"] = spmd.composite_rules(rules, metadata.get("sharding_rules"))
 
-    def shard_value(value: Any, *_: Any) -> Any:
+    def shard_value(value: object, *_: Any) -> Any:
         return value
 
     return {
@@ -364,7 +364,7 @@ def _open_boxes() -> Iterator[None]:
     """
     before = {kind: kind.unbox for kind in (nn.Partitioned, nn.LogicallyPartitioned)}
 
-    def open_box(unbox: Callable, self: Any) -> Any:
+    def open_box(unbox: Callable, self: object) -> Any:
         if isinstance(self, nn.LogicallyPartitioned) and self.rules is None and (rules := author_rules()):
             object.__setattr__(self, "rules", rules)  # Flax would place it by the rules at its creation
         return unbox(self, apply_constraint=False)

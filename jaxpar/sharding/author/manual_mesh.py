@@ -6,15 +6,16 @@ data=2, fsdp=2, ...   ──► also, if the author's `data` is 2; XLA splits th
 data=4                ──► refused: f uses sizes and names of axes in its collectives
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec, get_abstract_mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec, get_abstract_mesh
 
 from jaxpar.errors import refuse
 
 
-def manual_mesh(mesh: Any, axis_names: Any, specs: Any) -> tuple[Any, Any]:
+def manual_mesh(mesh: Mesh | AbstractMesh | None, axis_names: Collection[str], specs: Any) -> tuple[Any, Any]:
     """Returns the mesh for a model's `shard_map`, and its manual axes: the step's mesh if that has the author's axes.
 
     Raises:
@@ -49,6 +50,6 @@ def manual_mesh(mesh: Any, axis_names: Any, specs: Any) -> tuple[Any, Any]:
     )
 
 
-def axis_names_of(entry: Any) -> tuple[str, ...]:
+def axis_names_of(entry: object) -> tuple[str, ...]:
     """Returns the axes of one dim in a spec."""
     return entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()

@@ -7,7 +7,7 @@ The axes are those of the author's mesh, and are translated to the layout's mesh
 user's `Parallel(rules=...)` take precedence over these rules, and these over jaxpar's own names.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -89,5 +89,5 @@ def _mesh_axes(axis: str, names: Mapping[str, Axes], sizes: Mapping[str, int], w
     return axes_of_name(axis, names)
 
 
-def _tuple(axes: Any) -> tuple[str, ...]:
+def _tuple(axes: str | Iterable[str] | None) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes or ())

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from flax import nnx
+from jax.typing import DTypeLike
 
 
-def compute_linen(module: nn.Module, dtype: Any) -> None:
+def compute_linen(module: nn.Module, dtype: DTypeLike) -> None:
     """Sets the dtype of a bound Linen module and of its configs, unless their author chose one.
 
     Also sets that of a wrapped NNX module (`nnx.bridge.to_linen`), which is created anew in every call.
@@ -35,7 +36,7 @@ def compute_linen(module: nn.Module, dtype: Any) -> None:
             _set(module, field.name, _opened(value, dtype))
 
 
-def compute_nnx(model: nnx.Module, dtype: Any) -> None:
+def compute_nnx(model: nnx.Module, dtype: DTypeLike) -> None:
     """Sets the dtype of every NNX module and of its configs, unless their author chose one."""
     opened: list[tuple] = []
     # in order of path length, so that a module comes before its submodules
@@ -55,26 +56,26 @@ def compute_nnx(model: nnx.Module, dtype: Any) -> None:
             setattr(layer, name, _opened(config, dtype))
 
 
-def _build_module(kind: Callable[..., nnx.Module], dtype: Any, *args: Any, **kwargs: Any) -> nnx.Module:
+def _build_module(kind: Callable[..., nnx.Module], dtype: DTypeLike, *args: Any, **kwargs: Any) -> nnx.Module:
     module = kind(*args, **kwargs)
     compute_nnx(module, dtype)
     return module
 
 
-def _open_configs(module: Any) -> Iterator[tuple[str, Any]]:
+def _open_configs(module: object) -> Iterator[tuple[str, Any]]:
     return ((name, value) for name, value in list(vars(module).items()) if _is_open_config(value))
 
 
-def _opened(config: Any, dtype: Any) -> Any:
+def _opened(config: Any, dtype: DTypeLike) -> Any:
     return dataclasses.replace(config, dtype=_written_as(config.dtype, dtype))
 
 
-def _written_as(value: Any, dtype: Any) -> Any:
+def _written_as(value: object, dtype: DTypeLike) -> Any:
     """Returns a dtype in the model's notation: a str if the model writes its dtype as one, for `getattr(jnp, ...)`."""
     return np.dtype(dtype).name if isinstance(value, str) else dtype
 
 
-def _is_open_config(value: Any) -> bool:
+def _is_open_config(value: object) -> bool:
     if not dataclasses.is_dataclass(value) or isinstance(value, (type, nn.Module)):
         return False
     defaults = {field.name: field.default for field in dataclasses.fields(value) if field.init}
@@ -87,13 +88,13 @@ def _default_of(kind: type) -> Any:
     return None if parameter is None else parameter.default
 
 
-def _is_default(default: Any, value: Any) -> bool:
+def _is_default(default: object, value: object) -> bool:
     return _is_float32(default) and _is_float32(value)
 
 
-def _is_float32(value: Any) -> bool:
+def _is_float32(value: object) -> bool:
     return value in ("float32", np.float32, jnp.float32) or (isinstance(value, np.dtype) and value.name == "float32")
 
 
-def _set(module: nn.Module, name: str, value: Any) -> None:
+def _set(module: nn.Module, name: str, value: object) -> None:
     object.__setattr__(module, name, value)  # Linen modules are frozen; this one lives for one call

@@ -4,7 +4,7 @@ axis_name="batch", under the model's own vmap(..., axis_name="batch")   the laye
 axis_name="batch", without an axis of that name                         dropped: a step has all examples
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ import jax
 from jaxpar.errors import refuse
 
 
-def names_axes(module: Any) -> bool:
+def names_axes(module: object) -> bool:
     """Whether a module is a normalization layer that averages its statistics over a named axis."""
     fields = vars(module)  # not getattr, which a module may override
     return fields.get("axis_name") is not None and "axis_index_groups" in fields
@@ -64,7 +64,7 @@ def without_axes(module: Any, is_removed: Callable[[Any], bool]) -> Any:
     return remaining or None
 
 
-def is_bound(name: Any) -> bool:
+def is_bound(name: Hashable) -> bool:
     """Whether a `vmap` or a `shard_map` around the caller has an axis of this name."""
     try:
         jax.lax.axis_size(name)

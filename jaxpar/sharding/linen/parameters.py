@@ -50,7 +50,7 @@ class Parameters(dict):
         """Iterates over the names."""
         return super().__iter__()
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: object = None) -> Any:
         """Returns the gathered value of a name, or the default."""
         return self[name] if name in self else default
 
@@ -63,7 +63,7 @@ class Parameters(dict):
         return [self[name] for name in self]
 
 
-def to_dict(tree: Any) -> Any:
+def to_dict(tree: object) -> Any:
     """Converts to a plain nested dict of stored values, without reading any."""
     if not isinstance(tree, dict):
         return tree

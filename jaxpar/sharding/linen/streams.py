@@ -3,7 +3,7 @@
 import inspect
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -116,7 +116,7 @@ def recording_sows(record: Callable[[Path, bool], None]) -> Iterator[None]:
         _record.reset(token)
 
 
-def split_sown(tree: Any, sown: Collection[Path], prefix: Path) -> tuple[dict, dict]:
+def split_sown(tree: Mapping[str, Any], sown: Collection[Path], prefix: Path) -> tuple[dict, dict]:
     """Splits a nested dict of variables into (state, sown values).
 
     Args:

@@ -1,7 +1,7 @@
 """Converts the variables of a Linen module from its initializer's boxed trees to jaxpar's nested dicts, and back."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,7 +48,7 @@ class Initializer:
         self.flat: dict[str, tuple[int, ...]] = {}
         self.sown: set[Path] = set()
 
-    def __call__(self, *args, method: Any = None, **kwargs):
+    def __call__(self, *args, method: Callable | str | None = None, **kwargs):
         """Creates the module's variables and returns the output of the call."""
         rngs = {"params": self.key, "dropout": jax.random.fold_in(self.key, 1)}
         # no eager sharding of NNX modules inside: names stay metadata, as Linen's do
@@ -149,12 +149,12 @@ class Variables:
         return [tuple(path.split("/")) for path in self.leaves]
 
 
-def _names(path: str, box: Any) -> tuple | None:
+def _names(path: str, box: object) -> tuple | None:
     """Returns the names that a box gives to dims: a box of Linen, or of an NNX variable inside of a Linen module."""
     return getattr(box, "names", None) or names_in(path, getattr(box, "metadata", {}))
 
 
-def _axes(names: Sequence, box: Any, rules: Sequence) -> tuple | None:
+def _axes(names: Sequence, box: object, rules: Sequence) -> tuple | None:
     """Maps names of dims to mesh axes by the rules in the box, else by the current Flax rules; None without rules.
 
     Names of `nn.with_partitioning` are mesh axes already, so no rules apply to them.
@@ -267,7 +267,7 @@ def check_variables(module: nn.Module, before: Mapping[str, Any], after: Mapping
         raise _made_late(module, f"the variable {late}")
 
 
-def has_path(tree: Any, path: Path) -> bool:
+def has_path(tree: object, path: Path) -> bool:
     """Whether a nested dict has a value at a path."""
     for name in path:
         if not isinstance(tree, dict) or name not in tree:

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxpar.errors import refuse
 
 
-def mark_arrays(model: Any) -> Any:
+def mark_arrays(model: object) -> Any:
     """Marks array attributes of a module as data, and returns the module.
 
     Flax marks arrays itself, but not the tracers that replace them while a function is traced.
@@ -68,6 +68,6 @@ def _where(path: tuple, key: str) -> str:
     return "/".join(map(str, (*path, key)))
 
 
-def _is_own(value: Any) -> bool:
+def _is_own(value: object) -> bool:
     """Whether a value registers its arrays with Flax itself: a variable or a submodule."""
     return isinstance(value, nnx.Variable | nnx.Module)

@@ -68,7 +68,7 @@ def hook(model: nnx.Module) -> None:
             replace_method(type(module), "__call__", _call_of_assigning)
 
 
-def with_use(variable: nnx.Variable, value: Any, at_use: Callable) -> nnx.Variable:
+def with_use(variable: nnx.Variable, value: object, at_use: Callable) -> nnx.Variable:
     """Returns a variable that applies `at_use` to its value where the model reads it.
 
     Args:
@@ -79,7 +79,7 @@ def with_use(variable: nnx.Variable, value: Any, at_use: Callable) -> nnx.Variab
     return type(variable).from_metadata(value, {**variable.get_metadata(), "at_use": at_use})
 
 
-def has_use(variable: Any) -> bool:
+def has_use(variable: nnx.Variable) -> bool:
     """Whether `with_use` created a variable."""
     return "at_use" in variable.get_metadata()
 
@@ -110,7 +110,7 @@ def _get_value(before: Callable) -> Callable:
 
 def _set_value(before: Callable) -> Callable:
     @wraps(before)
-    def set_value(self: nnx.Variable, value: Any, **index: Any) -> None:
+    def set_value(self: nnx.Variable, value: object, **index: Any) -> None:
         at_use = self._var_metadata.get("at_use")
         if at_use is not None and isinstance(self, nnx.Param) and not _assigning.get():
             raise assignment_error(at_use.args[0])
@@ -161,7 +161,7 @@ def _call_of_assigning(before: Callable) -> Callable:
 
 def _call_of_norm(before: Callable) -> Callable:
     @wraps(before)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self: object, *args: Any, **kwargs: Any) -> Any:
         with without_unbound_axes(self):
             return bind_method(before, self)(*args, **kwargs)
 

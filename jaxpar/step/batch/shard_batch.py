@@ -75,7 +75,7 @@ class BatchPlacement:
         value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype))
         return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])  # local shards only
 
-    def _is_placed(self, value: Any) -> bool:
+    def _is_placed(self, value: object) -> bool:
         sharding = getattr(value, "sharding", None)
         return isinstance(sharding, NamedSharding) and sharding.mesh == self.layout.device_mesh
 
@@ -84,12 +84,12 @@ class BatchPlacement:
         devices = value.sharding.device_set
         return len(devices) == self.layout.devices and devices == set(self.layout.device_mesh.devices.flat)
 
-    def _check_placed(self, name: str, value: Any) -> None:
+    def _check_placed(self, name: str, value: jax.Array | np.ndarray | jax.ShapeDtypeStruct) -> None:
         """Refuses a placed array that does not divide into microbatches; accepts any sharding."""
         if self.accumulate * self.layout.microbatches > 1:
             self._check_rows(name, value)
 
-    def _check_rows(self, name: str, value: Any) -> None:
+    def _check_rows(self, name: str, value: jax.Array | np.ndarray | jax.ShapeDtypeStruct) -> None:
         ways = self.layout.replicas * self.accumulate * self.layout.microbatches
         rows = value.shape[0] if value.shape else 0
         if not rows or rows % ways:
@@ -104,7 +104,7 @@ class BatchPlacement:
             )
 
 
-def check_dict(batch: Any) -> None:
+def check_dict(batch: object) -> None:
     """Refuses a batch that is not a non-empty dict.
 
     Raises:
@@ -119,7 +119,7 @@ def check_dict(batch: Any) -> None:
         )
 
 
-def _array(name: str, value: Any) -> np.ndarray:
+def _array(name: str, value: object) -> np.ndarray:
     """Converts an entry of a batch to a numpy array of a dtype that JAX supports."""
     if isinstance(value, Mapping):
         raise refuse(

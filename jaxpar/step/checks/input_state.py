@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.exchange.base import Exchange
@@ -20,7 +21,7 @@ from jaxpar.step.state import HOST, State
 _FIX = "state = jp.init_state(layout, optimizer), then state, metrics = step(state, batch)"
 
 
-def check_not_donated(state: Any) -> None:
+def check_not_donated(state: object) -> None:
     """Refuses a donated State (a deleted array kills the process in jax 0.10.2), and any value that is not a State.
 
     Raises:
@@ -92,7 +93,7 @@ def cast_to_initial(name: str, before: Tree, after: Tree) -> Tree:
     return jax.tree.unflatten(structure, [_as_made(name, path_of(keys), x, initial) for (keys, x), initial in pairs])
 
 
-def _as_made(name: str, path: str, written: Any, made: Any) -> Any:
+def _as_made(name: str, path: str, written: ArrayLike, made: jax.Array) -> Any:
     if jnp.shape(written) != made.shape:
         raise refuse(
             f"{name} writes {path} of {list(jnp.shape(written))}, which was made as {list(made.shape)}",
@@ -111,7 +112,7 @@ def _as_made(name: str, path: str, written: Any, made: Any) -> Any:
     return jnp.asarray(written).astype(made.dtype)
 
 
-def _kind(dtype: Any) -> float:
+def _kind(dtype: DTypeLike) -> float:
     """Ranks kinds of numbers; a kind can represent those of lower rank. The rank of other dtypes is inf."""
     kinds = (jnp.bool_, jnp.unsignedinteger, jnp.signedinteger, jnp.floating, jnp.complexfloating)
     return next((rank for rank, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), math.inf)
@@ -128,7 +129,7 @@ def _other_tree(name: str, before: Tree, after: Tree) -> JaxparError:
     )
 
 
-def _check_leaf(path: str, leaf: Any, want: jax.ShapeDtypeStruct, place: jax.sharding.Sharding, whose: str) -> None:
+def _check_leaf(path: str, leaf: object, want: jax.ShapeDtypeStruct, place: jax.sharding.Sharding, whose: str) -> None:
     if not isinstance(leaf, jax.Array):
         raise refuse(
             f"{path} of the state is a {type(leaf).__name__}",
@@ -214,7 +215,7 @@ def scalars_to_arrays(state: State) -> State:
     """Replaces Python and numpy numbers by arrays on the devices of `state.step`."""
     place = state.step.sharding
 
-    def one(leaf: Any) -> jax.Array:
+    def one(leaf: ArrayLike) -> jax.Array:
         if isinstance(leaf, jax.Array):
             return leaf
         number = np.asarray(leaf)
@@ -223,7 +224,7 @@ def scalars_to_arrays(state: State) -> State:
     return jax.tree.map(one, state)
 
 
-def _placed(leaf: Any, want: jax.ShapeDtypeStruct, place: jax.sharding.Sharding) -> Any:
+def _placed(leaf: ArrayLike, want: jax.ShapeDtypeStruct, place: jax.sharding.Sharding) -> Any:
     if want.shape or np.shape(leaf) or jnp.issubdtype(want.dtype, jax.dtypes.extended):
         return leaf
     if isinstance(leaf, jax.Array):
@@ -237,7 +238,7 @@ def _placed(leaf: Any, want: jax.ShapeDtypeStruct, place: jax.sharding.Sharding)
     return jax.device_put(number.astype(want.dtype), place) if _fits(number, want.dtype) else leaf
 
 
-def _fits(number: np.ndarray, dtype: Any) -> bool:
+def _fits(number: np.ndarray, dtype: DTypeLike) -> bool:
     """Whether a number can be cast to a dtype: integers fit floats, but fractions do not fit integers."""
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.issubdtype(number.dtype, jnp.floating) or number.dtype.kind in "biu"

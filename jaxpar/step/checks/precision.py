@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxpar.errors import refuse, suggest
 from jaxpar.hlo.attribution import equation_frame, is_of_update
@@ -90,7 +91,7 @@ def format_lines(lines: tuple[HighPrecisionLine, ...]) -> str:
     return "; ".join(map(str, lines[:_NAMED])) + more
 
 
-def count_matmuls(jaxpr: Any, schedule: "Schedule | None" = None) -> Matmuls:
+def count_matmuls(jaxpr: Jaxpr, schedule: "Schedule | None" = None) -> Matmuls:
     """Counts the matmuls of a traced step, except in optimizer and exchange, which compute in float32.
 
     Args:
@@ -156,7 +157,7 @@ def check_bf16(matmuls: Matmuls, precision: Precision) -> None:
         )
 
 
-def _place(equation: Any) -> tuple[str, str]:
+def _place(equation: JaxprEqn) -> tuple[str, str]:
     frame = equation_frame(equation) or SourceFrame("", 0, "")
     return frame.function.rpartition("<locals>.")[2], f"{Path(frame.file).name}:{frame.line}"
 

@@ -45,7 +45,7 @@ class Head:
         return self.weight.shape[0 if self.table else 1]
 
 
-def has_head(model: Any) -> bool:
+def has_head(model: object) -> bool:
     """Whether the class that defines the model's `__call__` also has a method `hidden` and a `head_name`."""
     module = _module(model)
     if not callable(getattr(module, "hidden", None)) or not isinstance(getattr(module, "head_name", None), str):
@@ -53,12 +53,12 @@ def has_head(model: Any) -> bool:
     return belongs_to_call(type(module), "hidden", "head_name")
 
 
-def _module(model: Any) -> Any:
+def _module(model: object) -> Any:
     """Returns the module of a bound model; unwraps Linen's."""
     return model if isinstance(model, nnx.Module) else getattr(model, "module", model)
 
 
-def vocab_size(model: Any) -> int:
+def vocab_size(model: object) -> int:
     """Returns the vocabulary size of a model with this protocol, without reading the head.
 
     It is the size of the head's dim named `vocab`, otherwise of the larger dim.
@@ -130,13 +130,13 @@ def _find(model: Any) -> _Found:
     return _Found(text, value, (lambda: value[...]) if get is getattr else lambda: holder[last])
 
 
-def _stored(value: Any) -> Any:
+def _stored(value: object) -> Any:
     """Returns the stored array of a parameter; with an adapter, the base matrix."""
     raw = value.get_raw_value() if isinstance(value, nnx.Variable) else value
     return raw.base if isinstance(raw, AdaptedMatrix) else raw
 
 
-def _names(value: Any) -> tuple:
+def _names(value: object) -> tuple:
     return tuple(value.get_metadata().get("out_sharding") or ()) if isinstance(value, nnx.Variable) else ()
 
 
@@ -159,7 +159,7 @@ def _is_table(weight: jax.Array, hidden: jax.Array, held: _Found) -> bool:
 
 
 @contextmanager
-def _cached(variable: Any, value: jax.Array) -> Iterator[None]:
+def _cached(variable: nnx.Variable, value: jax.Array) -> Iterator[None]:
     """Context in which reads of a variable return a cached value."""
     metadata = variable.get_metadata()
     if "at_use" not in metadata:  # outside of a step a second read moves nothing
@@ -173,6 +173,6 @@ def _cached(variable: Any, value: jax.Array) -> Iterator[None]:
         variable.set_metadata(at_use=use)
 
 
-def _read(path: str, known: jax.Array, _: Any) -> jax.Array:
+def _read(path: str, known: jax.Array, _: object) -> jax.Array:
     """Returns the cached value; takes a path as `at_use` in `nnx.hooks.with_use` does."""
     return known

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ def with_measures(loss: Callable, measures: Mapping[str, Callable]) -> Callable:
     if not measures:
         return loss
 
-    def both(model: Any, batch: Mapping[str, jax.Array], value: Any) -> Sums:
+    def both(model: object, batch: Mapping[str, jax.Array], value: object) -> Sums:
         sums, extras = as_sums(value, accumulate=1), compute_measures(measures, model, batch)
         check_names(sums, extras)
         return sums | extras
@@ -33,7 +32,7 @@ def with_measures(loss: Callable, measures: Mapping[str, Callable]) -> Callable:
     return lambda model, batch, key: both(model, batch, with_key(loss, key)(model, batch))
 
 
-def compute_measures(measures: Mapping[str, Callable], model: Any, batch: Mapping[str, jax.Array]) -> Sums:
+def compute_measures(measures: Mapping[str, Callable], model: object, batch: Mapping[str, jax.Array]) -> Sums:
     """Computes the sums and counts of measures.
 
     Raises:
@@ -87,7 +86,7 @@ def check_measures(layout: Layout, measures: Mapping[str, Callable]) -> None:
 # bits_per_byte    loss / ln 2, where a token is a byte
 
 
-def accuracy(model: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def accuracy(model: Callable[..., jax.Array], batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Returns the number of correct argmax predictions, and the number of targets that count. Materializes all logits.
 
     Args:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.extend.core import Jaxpr, Literal, Var
+from jax.typing import DTypeLike
 
 from jaxpar.jaxprs.dataflow import CALLS, Scan, Traced, jaxpr_of, needed_equations, variables
 from jaxpar.optim.probe import update_with_loss
@@ -68,7 +69,7 @@ def _float(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def _is_masked(node: Any) -> bool:
+def _is_masked(node: object) -> bool:
     return isinstance(node, optax.MaskedState)
 
 
@@ -109,7 +110,7 @@ class Reads:
     other_reads: int = 0
 
 
-def gather_params(layout: Layout, params: Tree, forward: Callable, *inputs: Any, dtype: Any) -> Tree:
+def gather_params(layout: Layout, params: Tree, forward: Callable, *inputs: Any, dtype: DTypeLike | None) -> Tree:
     """Gathers the parameters over `fsdp`, for ZeRO stages 1 and 2.
 
     Args:
@@ -135,7 +136,7 @@ def gather_params(layout: Layout, params: Tree, forward: Callable, *inputs: Any,
     return jax.tree_util.tree_map_with_path(one, params)
 
 
-def count_reads(forward: Callable, params: Tree, *inputs: Any, dtype: Any) -> dict[str, Reads]:
+def count_reads(forward: Callable, params: Tree, *inputs: Any, dtype: DTypeLike) -> dict[str, Reads]:
     """Counts the uses of each parameter in a function of (params, *known)."""
     traced = Traced(forward, params, *inputs)
     jaxpr = traced.flat.jaxpr

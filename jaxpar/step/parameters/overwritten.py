@@ -7,11 +7,11 @@ step combines microbatches by the maximum, as Flax's dtype `fm32` combines two u
 """
 
 from collections.abc import Set
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, jaxprs_in_params
+from jax.typing import DTypeLike
 
 from jaxpar.errors import refuse
 from jaxpar.parallel.layout import Layout
@@ -77,7 +77,7 @@ def is_short(dtype: jnp.dtype) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
 
 
-def computes_in(jaxpr: Jaxpr, dtype: Any) -> bool:
+def computes_in(jaxpr: Jaxpr, dtype: DTypeLike) -> bool:
     """Whether an equation computes an array of this dtype, also inside loops, branches and calls."""
     for eqn in jaxpr.eqns:
         if any(getattr(var.aval, "dtype", None) == dtype for var in eqn.outvars):

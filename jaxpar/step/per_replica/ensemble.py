@@ -1,6 +1,6 @@
 """An ensemble as one model, whose output is the mean of the replicas' outputs on the same examples."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ REPLICA = "jaxpar.replica"  # the `vmap` axis over replicas, a name that no mode
 class _Mean:
     """Wraps a replica's model: a call returns the mean over replicas; all other attributes are the replica's."""
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Callable[..., Any]):
         self._model, self._called = model, False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -34,7 +34,7 @@ def ensemble_loss(loss: Callable, name: str) -> Callable:
       JaxparError: When called, if the loss uses methods of the model without calling the model itself.
     """
 
-    def averaged(model: Any, batch: Any) -> Any:
+    def averaged(model: Callable[..., Any], batch: Mapping[str, jax.Array]) -> Any:
         mean_model = _Mean(model)
         result = loss(mean_model, batch)
         if not mean_model._called:

@@ -224,12 +224,12 @@ def _without_layer_number(path: str, members: range, layout: Layout) -> str:
     return path
 
 
-def _shown(item: Any) -> str:
+def _shown(item: object) -> str:
     if isinstance(item, str):
         return item.partition("/")[2] or item
     return "nothing" if item is None else "another constant array"
 
 
-def _value(const: Any) -> Any:
+def _value(const: jax.Array | np.ndarray) -> Any:
     """Converts a constant so that it compares by value, or by identity if it is a tracer."""
     return id(const) if isinstance(const, jax.core.Tracer) else (str(const.dtype), np.asarray(const).tobytes())

@@ -69,7 +69,7 @@ class SplitModel:
 # float16 gradients need this: the gradient of a sum of losses may exceed 65504 where that of the mean does not.
 
 
-def loss_counts(model: PipelineFunctions, shared: Tree, inputs: Tree) -> jax.Array | None:
+def loss_counts(model: PipelineFunctions, shared: Mapping[str, Any], inputs: Tree) -> jax.Array | None:
     """Returns the loss count of each microbatch of this device, or None if it depends on the model's output.
 
     Args:

@@ -53,7 +53,7 @@ NO_SETS: Mapping[str, Any] = MappingProxyType({})
 
 def fit(
     step: Step,
-    data: Any,
+    data: object,
     *,
     steps: int,
     batch: int,

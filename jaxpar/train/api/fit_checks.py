@@ -24,7 +24,7 @@ VALUES = {
 def check_arguments(
     step: Any,
     numbers: Mapping[str, Any],
-    run: Any,
+    run: object,
     state: State | None,
     checkpoints: Checkpoints,
     best: Best | None,
@@ -84,7 +84,7 @@ def check_evaluated(
         )
 
 
-def _steps(step: Any, numbers: Mapping[str, Any], eval_every: Any) -> list[Problem]:
+def _steps(step: object, numbers: Mapping[str, Any], eval_every: object) -> list[Problem]:
     problems = []
     if not isinstance(step, Step):
         rule = "a step is what jp.train_step returns"
@@ -106,7 +106,7 @@ def _values(given: Mapping[str, Any]) -> list[Problem]:
     ]
 
 
-def _together(step: Step, given: Mapping[str, Any], run: Any, eval_every: int) -> list[Problem]:
+def _together(step: Step, given: Mapping[str, Any], run: object, eval_every: int) -> list[Problem]:
     """Returns the problems of arguments that contradict or require each other."""
     saved, best, faults = given["checkpoints"], given["best"], given["faults"]
     problems = []

@@ -1,6 +1,6 @@
 """Rollbacks after bad steps, the check of parameters before a save, and a save before an error of user code."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,7 +73,7 @@ def _with_older(bad: BadStep, step: int) -> BadStep:
 _are_finite = jax.jit(are_finite)
 
 
-def check_before_save(step: int, params: Any) -> None:
+def check_before_save(step: int, params: Mapping[str, Any]) -> None:
     """Checks the parameters before a save: an update may overflow although its loss and gradients are finite.
 
     Raises:

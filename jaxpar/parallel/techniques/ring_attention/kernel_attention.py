@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpar.models.blocks.attention_mask import AttentionMask
 from jaxpar.models.blocks.fused import FusedKernel, merge
@@ -80,7 +81,7 @@ class KernelAttention:
             sums = _put(out, total[0], start_q), _put(logsumexp, total[1], start_q, 2)
         return sums
 
-    def finish(self, sums: tuple[jax.Array, jax.Array], dtype: Any) -> tuple[jax.Array, jax.Array]:
+    def finish(self, sums: tuple[jax.Array, jax.Array], dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
         """Returns the output, in the dtype of queries, and the logsumexp."""
         return sums[0].astype(dtype), sums[1]
 
@@ -107,7 +108,7 @@ class KernelAttention:
             grads_kv = _put(grads_kv, _cut(grads_kv, start_k, size_k, 2) + part_kv, start_k, 2)
         return of_q, grads_kv
 
-    def gradients(self, of_q: jax.Array, of_kv: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def gradients(self, of_q: jax.Array, of_kv: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the gradients of q, k and v in the dtype of queries."""
         of_k, of_v = of_kv.astype(dtype)
         return of_q.astype(dtype), of_k, of_v

@@ -1,10 +1,10 @@
 """Attention of queries to rotating keys block by block, in plain JAX: any mask, any dtype, any device."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpar.models.blocks.attention import final_statistics
 from jaxpar.models.blocks.kernel import (
@@ -63,7 +63,7 @@ class PlainBlockAttention:
         table = self.tables.other_table(self.ways.group, other)
         return accumulate(sums, queries, self._keys(kv, other), table, self.tables.rule)
 
-    def finish(self, sums: KernelSums, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    def finish(self, sums: KernelSums, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
         """Returns the output as a shard, and the logsumexp in blocks."""
         out, logsumexp = finalize(sums, dtype)
         return join_heads(out, self.tables.queries), logsumexp
@@ -86,7 +86,7 @@ class PlainBlockAttention:
         keys, table = self._keys(kv, other), self.tables.other_table(self.ways.group, other)
         return accumulate_grads((of_q, zero_grads(kv)), queries, keys, end, (table, self.tables.rule))
 
-    def gradients(self, of_q: jax.Array, of_kv: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def gradients(self, of_q: jax.Array, of_kv: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Joins the blocks of the gradients."""
         of_k, of_v = join_keys(of_kv.astype(dtype), self.tables.keys)
         return join_heads(of_q, self.tables.queries).astype(dtype), of_k, of_v

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpar.parallel.techniques.ring_attention.ring_devices import RingDevices
 
@@ -43,7 +44,7 @@ class BlockAttention(Protocol):
         """Attends to another group's keys, and adds the results to the running sums."""
         ...
 
-    def finish(self, sums: Any, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    def finish(self, sums: Any, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
         """Returns the output [b, s, heads, k] and the logsumexp, from sums over all keys."""
         ...
 
@@ -61,7 +62,7 @@ class BlockAttention(Protocol):
         """Adds the terms of another group's keys to the gradients of queries; also returns these keys' gradients."""
         ...
 
-    def gradients(self, of_q: jax.Array, of_kv: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def gradients(self, of_q: jax.Array, of_kv: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the gradients of q, k and v as shards."""
         ...
 
