@@ -23,14 +23,15 @@ STEPS = 3
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
-def each(groups, *, zero_3):
-    """Returns the mark of a test of (name, layout): in CI all on 2x2x2, and some under ZeRO-3; the rest is full.
+def each(groups, *, zero_3, rarely=()):
+    """Returns the mark of a test of (name, layout): in CI most on 2x2x2, and some under ZeRO-3; the rest is full.
 
     Args:
       groups: Names of models, and of the groups whose tests run in one worker.
       zero_3: Those that run under ZeRO-3 in CI.
+      rarely: Those that take so long that CI leaves them out.
     """
-    often = {(name, "2x2x2") for name in groups} | {(name, "fsdp 8, zero 3") for name in zero_3}
+    often = {(name, "2x2x2") for name in groups if name not in rarely} | {(name, "fsdp 8, zero 3") for name in zero_3}
     marks = lambda name, layout: [pytest.mark.full] * ((name, layout) not in often)  # noqa: E731
     return pytest.mark.parametrize(
         ("name", "layout"),

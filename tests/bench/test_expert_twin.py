@@ -78,10 +78,10 @@ def jaxpar():
 @pytest.mark.parametrize(
     ("sizes", "how"),
     [
-        ({"data": 8}, {"unrolled": False}),
-        ({"fsdp": 8}, {"remat": True}),
-        ({"data": 2, "tensor": 4}, {}),
-        ({"data": 2, "fsdp": 2, "tensor": 2}, {"remat": True, "unrolled": False}),
+        pytest.param({"data": 8}, {"unrolled": False}, marks=pytest.mark.full),
+        pytest.param({"fsdp": 8}, {"remat": True}, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "tensor": 4}, {}, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, {"remat": True, "unrolled": False}, marks=pytest.mark.full),
     ],
     ids=["data", "fsdp, remat", "tensor", "2x2x2, remat"],
 )

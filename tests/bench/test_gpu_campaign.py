@@ -53,7 +53,7 @@ class KilledError(BaseException):
     """Stands for SIGKILL: nothing handles it, and nothing is written after it."""
 
 
-MARKS = {"machine": (), "gemm": (), "memory": pytest.mark.slow}
+MARKS = {"machine": (), "gemm": pytest.mark.slow}
 KINDS = {stage.run: stage for stage in STAGES}.values()  # of the three models one
 
 

@@ -46,6 +46,7 @@ def forget():
     shutil.rmtree(buckets.local_folder(ADDRESS))
 
 
+@pytest.mark.slow
 def test_a_run_is_in_the_bucket_and_goes_on_from_it(store, tmp_path):
     outcome, out = hooks.run(ADDRESS, "checkpoint.every=2", "checkpoint.keep_last=2", batch=hooks.signalling(15, 4))
     assert (outcome["stopped_by"], outcome["step"]) == ("SIGTERM", 5)
@@ -65,6 +66,7 @@ def test_a_run_is_in_the_bucket_and_goes_on_from_it(store, tmp_path):
     assert hooks.saved(buckets.pull_folder(ADDRESS)) == hooks.saved(tmp_path / "undisturbed")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_its_manifest_is_none(store):
     hooks.run(ADDRESS, "checkpoint.every=4", "checkpoint.keep_last=9")
     store.rm_file("/bucket/runs/x/checkpoints/000008/MANIFEST")
@@ -85,7 +87,13 @@ def test_a_copy_that_is_behind_becomes_that_of_the_bucket(store):
     assert len(hooks.rows(bucket.local)) == 4
 
 
-@pytest.mark.parametrize("gone", ["/bucket/runs/x/checkpoints/000008", "/bucket/runs/x"])
+@pytest.mark.parametrize(
+    "gone",
+    [
+        pytest.param("/bucket/runs/x/checkpoints/000008", marks=pytest.mark.slow),
+        pytest.param("/bucket/runs/x", marks=pytest.mark.full),
+    ],
+)
 def test_a_copy_that_is_ahead_is_kept_and_written(gone, store):
     hooks.run(ADDRESS, "checkpoint.every=4", "checkpoint.keep_last=9")
     store.rm(gone, recursive=True)
@@ -151,6 +159,7 @@ def test_a_bucket_that_is_away_at_the_end_is_an_error_that_says_where_the_run_is
     assert hooks.saved(buckets.pull_folder(ADDRESS)) == [8]
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_parameters_from_a_bucket(store, tmp_path):
     hooks.run(ADDRESS)
     forget()

@@ -175,7 +175,8 @@ PATHS = st.sampled_from(["MANIFEST", "..", "a/../b", "/a", "", ".", "a\\b", "a\0
 FILES = st.dictionaries(PATHS, st.fixed_dictionaries({"size": st.integers(), "hash": st.text(max_size=4)}), max_size=3)
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.slow
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(key=st.sampled_from(["step", "written", "scores", "arrays", "blocks", "format"]), value=json_values | FILES)
 def test_whatever_a_list_says_is_read_or_refused(key, value, run):
     """Its own hash is right: somebody wrote it so."""

@@ -91,6 +91,7 @@ os._exit(0)  # the first process waits for the second still: in a run it would b
 """
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("processes")
 def test_processes_save_together_and_agree(disk, tmp_path):  # noqa: F811
     with socket.socket() as found:

@@ -47,6 +47,7 @@ def start(folder, *words, closed):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_process_ends_with_its_supervisor_and_not_before_whatever_is_closed(tmp_path):
     folders = {closed: tmp_path / str(index) for index, closed in enumerate(CLOSED)}
     for folder in folders.values():
@@ -67,7 +68,10 @@ def test_a_process_ends_with_its_supervisor_and_not_before_whatever_is_closed(tm
 
 
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
-@pytest.mark.parametrize("verb", ["schedule 1f1b --stages 2 --microbatches 4", "train --print-defaults"])
+@pytest.mark.parametrize(
+    "verb",
+    ["schedule 1f1b --stages 2 --microbatches 4", pytest.param("train --print-defaults", marks=pytest.mark.slow)],
+)
 def test_a_verb_prints_nothing_and_ends_well_without_a_stdout(verb, closed, folder):
     run = start(folder, "-m", "jaxpar", *verb.split(), closed=closed)
     assert run.communicate(timeout=60) == ("", "")
@@ -84,7 +88,9 @@ def test_the_next_file_that_opens_is_not_what_native_code_prints_into(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "closed", [pytest.param(">&-", marks=pytest.mark.full), pytest.param("<&- >&- 2>&-", marks=pytest.mark.slow)]
+)
 def test_training_without_a_stdout_says_all_in_its_folder(closed, folder):
     write(folder, steps=5, seconds=0)
     run = start(folder, "-m", "jaxpar", "train", "job.toml", closed=closed)
@@ -97,7 +103,9 @@ def test_training_without_a_stdout_says_all_in_its_folder(closed, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("closed", ["<&-", "<&- >&-"])
+@pytest.mark.parametrize(
+    "closed", [pytest.param("<&-", marks=pytest.mark.slow), pytest.param("<&- >&-", marks=pytest.mark.full)]
+)
 def test_launched_processes_train_and_end_with_their_supervisor(closed, folder):
     write(folder)
     run = start(folder, "-m", "jaxpar", "launch", "-n", "2", "train", "job.toml", closed=closed)

@@ -37,7 +37,7 @@ def test_folded_lines_are_no_longer_than_the_width_and_keep_their_words(text, wi
     assert fold(text, 0) == text
 
 
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", [pytest.param(80, marks=pytest.mark.full), pytest.param(120, marks=pytest.mark.slow)])
 def test_a_plan_fits_a_terminal(width, monkeypatch, capsys):
     job = [CONFIG, "train.global_batch=256", "--devices", "64", "--advise"]
     assert main(["plan", *job]) == 0
@@ -52,7 +52,7 @@ def test_a_plan_fits_a_terminal(width, monkeypatch, capsys):
     assert "Train it so:" in narrow
 
 
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", [80, pytest.param(120, marks=pytest.mark.slow)])
 def test_an_inspection_fits_a_terminal(width, monkeypatch, capsys):
     show_on_terminal(monkeypatch, width)
     tiny = ["model.layers=1", "model.dim=32", "model.heads=4", "data.seq=8", "train.global_batch=16"]

@@ -39,7 +39,9 @@ for words in {commands}:
 """
 
 
-@pytest.mark.parametrize(("commands", "status"), [(PRINTED, 0), (REFUSED, 1)], ids=["printed", "refused"])
+@pytest.mark.parametrize(
+    ("commands", "status"), [pytest.param(PRINTED, 0, marks=pytest.mark.slow), (REFUSED, 1)], ids=["printed", "refused"]
+)
 def test_verbs_that_trace_no_model_import_no_jax(commands, status, tmp_path):
     told = [[word.format(tmp=tmp_path) for word in words] for words in commands]
     code = RUN.format(commands=told, status=status)

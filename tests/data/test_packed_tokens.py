@@ -52,7 +52,16 @@ def emptied(file):
 
 
 @pytest.mark.parametrize("what", ["tokens-*.bin", "tokens-*.json", "bpe-*.json"])
-@pytest.mark.parametrize("damage", [cut, zeroed, altered, gone, emptied])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(cut, marks=pytest.mark.slow),
+        pytest.param(zeroed, marks=pytest.mark.slow),
+        pytest.param(altered, marks=pytest.mark.slow),
+        gone,
+        pytest.param(emptied, marks=pytest.mark.slow),
+    ],
+)
 def test_damaged_files_of_packed_tokens_are_made_again_with_a_word(tmp_path, capsys, what, damage):
     asked = spec(tmp_path, "bpe")
     want = all_tokens(jp.open_data(asked, tmp_path / "data"))

@@ -61,6 +61,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
     assert held("text", tmp_path / "a.txt", tmp_path) < 100
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_a_mapped_array(tmp_path):
     array = np.lib.format.open_memmap(tmp_path / "a.npy", "w+", np.uint16, (2**20, 128))
     array[:] = 7

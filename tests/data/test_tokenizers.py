@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 import tokenizing
+from pairwise import some
 
 import jaxpar as jp
 from jaxpar.cli.main import main
@@ -55,7 +56,7 @@ def ids(encoder, *pieces):
     return [flag_bits.ids(each).tolist() for each in encoder.encode(pieces)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some(KINDS, ["llama2", "gpt2"]))
 def test_tokens_are_those_of_the_package_tokenizers(folders, kind):
     rng, found = random.Random(0), read_tokenizer(folders[kind])
     encoder, texts = HuggingFaceEncoder(found), [text(rng) for _ in range(1000)]
@@ -153,7 +154,9 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("after", [1, 5, 20])
+@pytest.mark.parametrize(
+    "after", [pytest.param(1, marks=pytest.mark.slow), 5, pytest.param(20, marks=pytest.mark.slow)]
+)
 def test_what_was_killed_goes_on_at_the_exact_token(folders, tmp_path, monkeypatch, capsys, after):
     write_text(tmp_path)
     monkeypatch.setattr("jaxpar.data.tokenizers.encoders.AT_ONCE", 2**11)

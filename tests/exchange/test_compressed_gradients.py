@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from pairwise import some
 from test_seams_exchange import CHAIN, batch, composed, loss, over_data, saved
 from tiny import assert_same_arrays
 
@@ -38,7 +39,9 @@ def rows(seed=0, shape=(4, 256)):
 # codes
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "bits", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow), 8]
+)
 def test_what_is_packed_is_unpacked(bits):
     values = np.random.default_rng(bits).integers(0, 2**bits, (3, 64)).astype(np.uint8)
     found = pack_bits(jnp.asarray(values), bits)
@@ -53,7 +56,9 @@ def test_a_code_has_the_bytes_that_are_said(name):
     assert sorted(x.nbytes // 4 for x in code.values()) == sorted(each.elements * each.size for each in said)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "ternary"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("int8", marks=pytest.mark.slow), "int4", pytest.param("ternary", marks=pytest.mark.slow)]
+)
 def test_codes_that_are_drawn_are_right_on_average(name):
     code, draws, given = CODES[name], 100_000, rows(shape=(1, 64))
     one = lambda key: code.decode(code.encode(given, key))  # noqa: E731
@@ -111,7 +116,7 @@ def test_a_sparse_sum_is_the_sum_of_what_travelled(share, dense):
 # steps
 
 
-@pytest.mark.parametrize("replicas", [2, 8])
+@pytest.mark.parametrize("replicas", [pytest.param(2, marks=pytest.mark.slow), 8])
 def test_a_scale_is_the_mean_magnitude_of_its_elements_where_they_fill_no_block(replicas):
     """Of a 64 x 64 matrix on 8 replicas a piece has 512 elements, and a block 1,024."""
     rng = np.random.default_rng(0)
@@ -149,7 +154,14 @@ def test_a_code_that_loses_little_trains_as_none(sizes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"data": 4, "fsdp": 2, "zero": 0}, {"data": 2, "tensor": 4}], ids=str)
-@pytest.mark.parametrize("name", ["int8", "randomk", "sign"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("int8", marks=pytest.mark.slow),
+        pytest.param("randomk", marks=pytest.mark.slow),
+        pytest.param("sign", marks=pytest.mark.slow),
+    ],
+)
 def test_devices_that_hold_the_same_decode_the_same(name, sizes):
     """With blocks that would reach over two parameters: `tensor` splits one of them, and holds the other whole."""
     kind = type(CODES[name])
@@ -210,7 +222,7 @@ def by_kind(found):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [WHOLE, EVERY], ids=str)
+@pytest.mark.parametrize("sizes", some([WHOLE, EVERY], [WHOLE], []), ids=str)
 @each_code
 def test_codes_travel_as_said_and_gradients_do_not(name, sizes):
     layout, found = inspected(CODES[name], sizes)

@@ -179,7 +179,9 @@ def test_replicas_that_come_of_others_draw_apart():
     assert (first != second).any()
 
 
-@pytest.mark.parametrize("copies", [1, 2, 4])
+@pytest.mark.parametrize(
+    "copies", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_heads_come_back_as_the_gradient_of_their_tokens(copies):
     """`to_heads` is the transpose of `to_tokens`: of copies of a head the gradient is the sum."""
     ways = RingDevices(ring=1, ulysses=4)

@@ -72,8 +72,7 @@ def trained(exchange, technique):
     return np.array(losses)
 
 
-OFTEN = {("diloco", "zero 3"), ("streaming", "tensor"), ("gossip", "gather"), ("topk", "fsdp x tensor"),
-         ("easgd", "ring"), ("local", "sequence"), ("sign", "noise"), ("powersgd", "pipe")}  # fmt: skip
+OFTEN = {("gossip", "gather"), ("topk", "fsdp x tensor"), ("easgd", "ring"), ("sign", "noise"), ("powersgd", "pipe")}
 CELLS = [
     pytest.param(exchange, technique, marks=pytest.mark.slow if (exchange, technique) in OFTEN else pytest.mark.full)
     for exchange in sorted(EXCHANGES)

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from pairwise import some
 from test_seams_exchange import CHAIN, batch, composed, loss, sums_of
 from tiny import assert_same_arrays
 
@@ -24,7 +25,7 @@ from jaxpar.job.file.parse import load
 from jaxpar.models.huggingface.safetensors import entries
 from jaxpar.sharding.names import by_path
 
-SIZES = {"data": 4, "fsdp": 2}
+SIZES, CUBE = {"data": 4, "fsdp": 2}, {"data": 2, "fsdp": 2, "tensor": 2}
 EXCHANGES = {
     "local": jp.Exchange("local", every=2),
     "gossip": jp.Exchange("gossip"),
@@ -43,7 +44,10 @@ def of_papers(name, state):
     return {path: x.mean(0) for path, x in by_path(state.params).items()}
 
 
-@pytest.fixture(scope="module", params=EXCHANGES)
+OFTEN = ("gossip", "easgd")  # the mean, and a center
+
+
+@pytest.fixture(scope="module", params=some(EXCHANGES, OFTEN))
 def trained(request):
     """The name of an exchange, and its layout, step and state between two meetings."""
     layout = composed(SIZES, EXCHANGES[request.param])
@@ -67,7 +71,7 @@ def saved(tmp_path, layout, state):
     store.finish()
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("sizes", some([{"fsdp": 4}, CUBE], [CUBE]), ids=str)
 def test_a_new_run_begins_with_the_global_model(sizes, trained, tmp_path):
     name, layout, _, state = trained
     saved(tmp_path, layout, state)
@@ -110,7 +114,9 @@ def squares(model, batch):
 
 
 @pytest.mark.parametrize(
-    "exchange", [jp.Exchange("diloco", every=2), jp.Exchange("sign", smallest=8)], ids=lambda each: each.name
+    "exchange",
+    [pytest.param(jp.Exchange("diloco", every=2), marks=pytest.mark.slow), jp.Exchange("sign", smallest=8)],
+    ids=lambda each: each.name,
 )
 def test_statistics_of_replicas_are_their_mean(exchange, tmp_path):
     sgd, rng = optax.sgd(0.01), np.random.default_rng(0)
@@ -185,9 +191,8 @@ every = 3
 @pytest.mark.parametrize(
     "name",
     [
-        "diloco",
-        pytest.param("local", marks=pytest.mark.slow),
-        *(pytest.param(name, marks=pytest.mark.full) for name in ("easgd", "streaming")),
+        pytest.param("diloco", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("local", "easgd", "streaming")),
     ],
 )
 def test_a_trained_job_is_sampled_exported_and_gone_on_with(name, tmp_path, monkeypatch):

@@ -64,7 +64,9 @@ def test_errors_that_replicas_remember_become_their_mean(folders):
     assert_same_arrays(state.params, before.params, 0)
 
 
-@pytest.mark.parametrize("exchange", [DILOCO, CODES["sign"]], ids=["diloco", "sign"])
+@pytest.mark.parametrize(
+    "exchange", [DILOCO, pytest.param(CODES["sign"], marks=pytest.mark.slow)], ids=["diloco", "sign"]
+)
 def test_without_a_word_another_number_of_replicas_is_refused(exchange, folders):
     folder, before = folders(exchange.name, exchange)
     with pytest.raises(JaxparError, match="the checkpoint is of 4 replicas, the job has 2") as caught:

@@ -83,7 +83,7 @@ def test_a_member_whose_numbers_are_not_finite_stands_still_and_no_other_does():
     assert step.gradients.evaluation_metrics({"loss/0": np.nan, "loss/1": 2.0, "accuracy/1": 0.5})["loss"] == 2.0
 
 
-@pytest.mark.parametrize("exchanges", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("exchanges", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_nothing_travels_between_members_but_where_they_copy(exchanges):
     values = {"learning_rate": VALUES["learning_rate"] * 2}
     layout = composed(dict(data=4, fsdp=2), Pbt(values=values, every=3), jp.target_devices("h100:1x8"))

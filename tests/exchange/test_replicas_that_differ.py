@@ -153,7 +153,7 @@ def heard(each, own):
 @pytest.mark.parametrize(
     ("exchange", "meet"),
     [
-        pytest.param(jp.Exchange("diloco", every=2), nesterov, id="diloco"),
+        pytest.param(jp.Exchange("diloco", every=2), nesterov, id="diloco", marks=pytest.mark.slow),
         pytest.param(
             jp.Exchange("diloco", every=2, outer=optax.sgd(0.7, 0.9, nesterov=True)),
             nesterov,
@@ -197,6 +197,7 @@ def flat(tree):
     return traverse_util.flatten_dict(tree, sep="/")
 
 
+@pytest.mark.slow
 def test_fragments_are_sent_in_turn_and_applied_later():
     """Beside its equations: two fragments of a period of four, applied three steps after they were sent."""
     one, other = {"down/kernel", "up/bias"}, {"up/kernel", "down/bias"}
@@ -237,7 +238,14 @@ def test_fragments_have_every_parameter_once(order, count):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("wire", "step"), [("bf16", 2**-9), ("int8", 1 / 127), ("int4", 1 / 7)])
+@pytest.mark.parametrize(
+    ("wire", "step"),
+    [
+        pytest.param("bf16", 2**-9, marks=pytest.mark.full),
+        pytest.param("int8", 1 / 127, marks=pytest.mark.slow),
+        pytest.param("int4", 1 / 7, marks=pytest.mark.full),
+    ],
+)
 def test_a_way_that_travels_as_a_code_is_nearly_the_way(wire, step, monkeypatch):
     """After one meeting at a rate of 1 replicas are at their mean, but for a step of the code on each way, twice."""
     monkeypatch.setitem(streaming.CODES, wire, dataclasses.replace(streaming.CODES[wire], smallest=1, whole=()))
@@ -361,7 +369,13 @@ def compiled(exchange, meeting, sizes=WHOLE):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "exchange", [jp.Exchange("diloco"), jp.Exchange("easgd"), jp.Exchange("gossip", every=2)], ids=str
+    "exchange",
+    [
+        pytest.param(jp.Exchange("diloco"), marks=pytest.mark.full),
+        pytest.param(jp.Exchange("easgd"), marks=pytest.mark.slow),
+        pytest.param(jp.Exchange("gossip", every=2), marks=pytest.mark.full),
+    ],
+    ids=str,
 )
 def test_a_meeting_sends_what_is_said_and_other_steps_nothing(exchange):
     layout, found = compiled(exchange, 1)

@@ -47,7 +47,7 @@ def search(exchange, steps, data=2, chain=ADAM):
     return state, rows
 
 
-@pytest.mark.parametrize("kind", [Evolution, Swarm])
+@pytest.mark.parametrize("kind", [pytest.param(Evolution, marks=pytest.mark.slow), Swarm])
 def test_each_round_is_the_training_of_its_settings_from_the_start(kind):
     """Beside optax on one device: parameters and optimizer state of each member, through three rounds."""
     every = 5
@@ -114,7 +114,7 @@ def test_children_are_of_the_better_and_survivors_stay():
     assert ((mutated >= 0) & (mutated <= 1)).all()
 
 
-@pytest.mark.parametrize("kind", [Evolution, Swarm])
+@pytest.mark.parametrize("kind", [pytest.param(Evolution, marks=pytest.mark.slow), Swarm])
 def test_the_search_finds_the_best_rate(kind):
     """SGD in a bowl: after some steps the least loss is at a rate of 1, and members begin at 0.1 and 1.9 at best."""
     _, rows = search(kind(every=6, **RANGE), 90, chain=SGD)
@@ -166,7 +166,9 @@ def rows_in(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["evolution", "swarm"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("evolution", marks=pytest.mark.slow), pytest.param("swarm", marks=pytest.mark.full)]
+)
 def test_a_search_that_is_resumed_goes_on_to_the_bit(method, tmp_path, capsys):
     job = parse.loads(JOB, [f"run.dir={tmp_path}", f"sweep.method={method}"])
     train(job)

@@ -65,7 +65,11 @@ def scheduled(step, first=3):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 8}, {"data": 16}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param({"data": 2, "fsdp": 8}, marks=pytest.mark.slow), pytest.param({"data": 16}, marks=pytest.mark.full)],
+    ids=str,
+)
 def test_a_fragment_is_on_its_way_while_all_steps_of_the_delay_are_made(sizes):
     """As compiled for two nodes of H100s: it starts before the loop of these steps, and is done after it.
 

@@ -230,7 +230,7 @@ def synchronous(data, steps=6):
     return state, losses
 
 
-@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_without_a_lead_a_run_on_the_clock_is_a_synchronous_one(workers):
     """With one worker it is plain training. Examples of workers count unequally."""
     want, expected = synchronous(workers)
@@ -242,7 +242,9 @@ def test_without_a_lead_a_run_on_the_clock_is_a_synchronous_one(workers):
     same(again.params, state.params, 0)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize(
+    "workers", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 4]
+)
 def test_without_a_lead_and_with_as_many_examples_each_it_is_synchronous_to_the_bit(workers):
     """Of gradients that are taken on as many devices at once, where updates are made by the same program.
 

@@ -26,10 +26,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PAGES = {path: path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "jaxpar").rglob("README.md"))]}
 JOBS = sorted((ROOT / "configs").glob("*.toml"))
-OFTEN = (
-    "quickstart", "digits", "context4_data2", "pipe2_fsdp2_tensor2", "zero1_fsdp8", "gpu_gpt2_124m",
-    "gpu_llama_405b_pipe16_fsdp4_tensor8",
-)  # fmt: skip
+OFTEN = "quickstart", "context4_data2", "zero1_fsdp8", "gpu_gpt2_124m"
 
 
 def blocks(kind, text=README):
@@ -93,7 +90,7 @@ def test_the_first_code_of_the_readme_is_short_early_and_prints_what_it_says():
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param("jaxpar plan configs/digits.toml --devices 8", marks=pytest.mark.slow),
+        pytest.param("jaxpar plan configs/digits.toml --devices 8", marks=pytest.mark.full),
         pytest.param("jaxpar check configs/digits.toml", marks=pytest.mark.slow),
         "python -c 'import jaxpar as jp; jp.compose(lambda rngs: jp.ViT(jp.ViTConfig(), rngs=rngs), jp.Parallel())'",
     ],
@@ -149,8 +146,8 @@ def test_the_test_command_of_the_readme_is_what_ci_calls():
 @pytest.mark.parametrize(
     ("page", "begins"),
     [
-        ("README.md", "$ jaxpar check"),
-        ("README.md", "$ jaxpar plan"),
+        pytest.param("README.md", "$ jaxpar check", marks=pytest.mark.slow),
+        pytest.param("README.md", "$ jaxpar plan", marks=pytest.mark.slow),
         ("jaxpar/pipeline/README.md", "$ jaxpar schedule"),
         ("jaxpar/plan/README.md", "$ jaxpar partition"),
     ],

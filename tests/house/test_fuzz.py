@@ -1,7 +1,7 @@
 """Whatever is read, a clean result or a `JaxparError`: nothing else is raised, and nothing takes long.
 
 Each reader is given texts made of its own: what it reads in earnest, cut, mixed and scribbled on; and texts of its
-words in any order. 150 of each kind in every run; where full tests run, 2,000 for each reader, in equal parts.
+words in any order. 150 of each kind in CI; where full tests run, 2,000 for each reader, in equal parts.
 """
 
 import json
@@ -141,9 +141,10 @@ FEW, MANY = 150, 2_000
 
 
 def each(table):
-    """Returns every kind of input with a few in every run, and with its part of many for the reader that it is for."""
+    """Returns each kind of input with a few, every third in every run, and with its part of many for its reader."""
     kinds = Counter(read for read, *_ in table.values())
-    few = [pytest.param(name, FEW, id=f"{name}-{FEW}") for name in table]
+    marks = [[pytest.mark.slow] * (i % 3 != 2) for i in range(len(table))]
+    few = [pytest.param(name, FEW, id=f"{name}-{FEW}", marks=m) for name, m in zip(table, marks, strict=True)]
     parts = {name: -(-MANY // kinds[read]) for name, (read, *_) in table.items()}
     return few + [pytest.param(*part, id=f"{part[0]}-{part[1]}", marks=pytest.mark.full) for part in parts.items()]
 

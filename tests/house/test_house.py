@@ -83,6 +83,7 @@ def test_no_function_class_or_module_is_named_by_a_participle_a_pronoun_or_a_pre
     assert [name for name in [*FILES, *names] if name.rpartition(".")[2].strip("_") in WORDS] == []
 
 
+@pytest.mark.slow
 def test_a_docstring_says_who_does_what():
     texts = [(module, ast.get_docstring(node) or "") for module, path in FILES.items() for node in definitions(path)]
     assert [(module, text) for module, text in texts if HEADS.match(text)] == []
@@ -119,6 +120,7 @@ print(*sorted(name for name in sys.modules if name.startswith("jaxpar")))
 """
 
 
+@pytest.mark.slow
 def test_a_plain_step_loads_no_planner_no_inspector_and_no_pipeline():
     result = subprocess.run([sys.executable, "-c", PLAIN_STEP], capture_output=True, text=True, check=True)
     modules = result.stdout.split()

@@ -57,8 +57,8 @@ def alone():
     "parallel",
     [
         jp.Parallel(data=4, axes={"toy": 2}),
-        jp.Parallel(fsdp=2, axes={"toy": 4}),
-        jp.Parallel(fsdp=2, zero=1, data=2, axes={"toy": 2}),
+        pytest.param(jp.Parallel(fsdp=2, axes={"toy": 4}), marks=pytest.mark.full),
+        pytest.param(jp.Parallel(fsdp=2, zero=1, data=2, axes={"toy": 2}), marks=pytest.mark.full),
     ],
     ids=["data", "fsdp", "ZeRO-1"],
 )
@@ -100,6 +100,7 @@ def test_it_is_declared_in_a_job():
     assert "toy=2 does nothing" in str(check(job))  # a decoder has no dim called wide
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_restored_under_another_layout(tmp_path):
     parallel = jp.Parallel(data=4, axes={"toy": 2})
     _, state, _ = trained(parallel)

@@ -115,7 +115,8 @@ def trained(model, **parallel):
             ("linen", "ring", CONTEXT_2_TENSOR_2),
             ("nnx", "gather", CONTEXT_2_TENSOR_2),
         ],
-        [("nnx", "ring", CONTEXT_2_TENSOR_2), ("linen", "ring", CONTEXT_2)],
+        [("nnx", "ring", CONTEXT_2_TENSOR_2)],
+        [("linen", "ring", CONTEXT_2)],
     ),
     ids=lambda value: " x ".join(value) if isinstance(value, dict) else value,
 )
@@ -132,6 +133,7 @@ def test_a_users_model_trains_as_on_one_device_however_attention_runs(model, how
     "sizes",
     some(
         [CONTEXT_2_TENSOR_2, {"pipe": 2, "data": 2, "context": 2, "pipeline": jp.Pipeline(microbatches=2)}],
+        [],
         [CONTEXT_2_TENSOR_2],
     ),
     ids=["context x tensor", "in a pipeline"],

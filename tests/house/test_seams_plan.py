@@ -98,7 +98,15 @@ def by_kind(every):
 
 
 @pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
-@pytest.mark.parametrize("sizes", [{"data": 4, "toy": 2}, {"fsdp": 2, "toy": 4}, {"toy": 8}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({"data": 4, "toy": 2}, marks=pytest.mark.full),
+        {"fsdp": 2, "toy": 4},
+        pytest.param({"toy": 8}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
 def test_its_predicted_bytes_are_those_of_the_ledger_of_a_program_for_gpus(sizes):
     asked = question()
     own = {axis: size for axis, size in sizes.items() if axis != "toy"}

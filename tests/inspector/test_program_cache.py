@@ -48,7 +48,7 @@ def facts(report):
     return {name: getattr(report, name) for name in FACTS}
 
 
-@pytest.mark.parametrize("target", [None, pytest.param("h100:1x2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("target", [None, pytest.param("h100:1x2", marks=pytest.mark.full)])
 def test_a_second_inspection_compiles_nothing_and_finds_the_same(target, compiles):
     if target and (missing := missing_plugin()):
         pytest.skip(f"compiling for absent GPUs: {missing}")

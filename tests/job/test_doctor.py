@@ -52,6 +52,7 @@ def doctor(*words, **changes):
     return done, time.monotonic() - begin
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_well_and_a_job_that_fits_it(job, tmp_path):
     done, seconds = doctor(*job, "--json", str(tmp_path / "found.json"))
     assert done.returncode == 0, done.stdout + done.stderr

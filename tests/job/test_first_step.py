@@ -47,7 +47,9 @@ jax.monitoring.register_event_duration_secs_listener(note)
     ("model", "counts"),
     [
         # to make its variables, for what it does with them, in the step
-        pytest.param(lambda: jp.from_linen(Linen(), BATCH["inputs"][:1]), {"call": 3}, id="linen"),
+        pytest.param(
+            lambda: jp.from_linen(Linen(), BATCH["inputs"][:1]), {"call": 3}, id="linen", marks=pytest.mark.slow
+        ),
         # for the shapes and metadata of its variables, to make them; and in the step
         pytest.param(lambda: Nnx, {"made": 2, "call": 1}, id="nnx"),
     ],

@@ -65,7 +65,14 @@ def problems(*args):
     return [str(problem) for problem in check(job(*args))]
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "vocab.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("tokenizer.json", marks=pytest.mark.slow),
+        "tokenizer.model",
+        pytest.param("vocab.json", marks=pytest.mark.slow),
+    ],
+)
 def test_a_model_with_a_tokenizer_is_not_trained_on_bytes(text, name):
     folder = llama(text.parent / "my-llama", 256)
     start = f"checkpoint.start_from={folder}"
@@ -112,7 +119,7 @@ class Evaluated(Own):
 
 
 @pytest.mark.parametrize("key", ["train.eval_every=1", "checkpoint.keep_best=1"])
-@pytest.mark.parametrize("source", ["generator", "Own"])
+@pytest.mark.parametrize("source", [pytest.param("generator", marks=pytest.mark.slow), "Own"])
 def test_an_evaluation_of_a_source_that_holds_nothing_out_is_refused(text, key, source):
     named = (f"data.source=test_impossible_jobs:{source}", "data.path=")
     asked = job(text, 256, *named, key)

@@ -108,6 +108,7 @@ def test_a_fit_ends_when_evaluations_get_no_better_and_tells_its_loggers(tmp_pat
     assert {1, 6} <= {*Logger.rows}
 
 
+@pytest.mark.slow
 def test_a_fit_evaluates_sets_by_name_keeps_the_best_by_one_of_them_and_begins_with_the_parameters_of_a_run(tmp_path):
     sets = {"far": Far(), "near": [Points(7).batch(0, 12)], "digits": jp.Data(source="digits")}
     with pytest.raises(jp.JaxparError, match=r"'x'"):  # digits have no such array

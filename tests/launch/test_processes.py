@@ -274,6 +274,7 @@ def finish(*running):
     return [(process.returncode, out, err) for process, (out, err) in zip(running, outs, strict=True)]
 
 
+@pytest.mark.slow
 def test_two_processes_find_each_other_and_add_up():
     port = free_port()
     for number, (code, _, err) in enumerate(finish(*(start(i, port=port) for i in range(2)))):
@@ -317,8 +318,8 @@ HERE = socket.gethostname()
 @pytest.mark.parametrize(
     ("guests", "told"),
     [
-        ([(0, 4, ""), (2, 4, "")], "processes 1, 3 did not come"),
-        ([(0, 2, "")], "process 1 did not come"),
+        pytest.param([(0, 4, ""), (2, 4, "")], "processes 1, 3 did not come", marks=pytest.mark.slow),
+        pytest.param([(0, 2, "")], "process 1 did not come", marks=pytest.mark.slow),
         ([(0, 2, ""), (1, 3, "")], f"process 1 on {HERE} says there are 3 processes, process 0 says 2"),
         (
             [(0, 3, ""), (1, 3, ""), (1, 3, "")],

@@ -45,7 +45,9 @@ def supervisors(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "how", [pytest.param(signal.SIGKILL, marks=pytest.mark.full), pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
+)
 def test_no_process_outlives_its_supervisor(how, supervisors):
     supervisor, folder = supervisors[how]
     assert wait_until(lambda: len(rows(folder)) > 2, seconds=60)
@@ -89,7 +91,9 @@ def test_a_process_ends_though_its_last_words_cannot_be_said(ending, stderr):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize(
+    "ignored", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.full)]
+)
 def test_a_terminal_that_closes_is_heard_unless_nohup_says_otherwise(ignored, folder):
     write(folder, steps=150, seconds=0.03)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)

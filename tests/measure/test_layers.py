@@ -57,10 +57,12 @@ def assert_bytes(profile, settings, width):
     assert profile.nodes[1].parameters == table
 
 
+@pytest.mark.slow
 def test_bytes_are_exact(profile):
     assert_bytes(profile, SETTINGS, 4)
 
 
+@pytest.mark.slow
 def test_bytes_of_another_precision_and_a_table_that_is_the_head_too():
     other = replace(SETTINGS, tied=not SETTINGS.tied)
     assert_bytes(measured(other, precision="bf16", remat="full"), other, 2)
@@ -99,6 +101,7 @@ def test_layers_one_after_the_other_do_what_the_model_does():
     assert work[1].depth > 4 * (1 + 5)  # four matmuls at least, of sums of 32
 
 
+@pytest.mark.slow
 def test_times_are_of_what_runs(profile):
     assert all(node.forward > 0 for node in profile.nodes[1:])
     assert all(node.backward >= 0 for node in profile.nodes)
@@ -107,6 +110,7 @@ def test_times_are_of_what_runs(profile):
     assert len(blocks) == 1  # one is measured
 
 
+@pytest.mark.slow
 def test_pieces_one_after_the_other_are_the_model():
     pieces = Pieces.from_model(partial(jp.Decoder, SETTINGS), jp.next_token_loss, Numerics())
     params, model_state = jax.jit(pieces.blueprint.init)(jax.random.key(0))
@@ -131,6 +135,7 @@ def test_a_users_own_model_and_loss():
     assert [node.layer for node in profile.nodes] == ["Input", "Embedding", "Block 0", "Block 1", "Head and loss"]
 
 
+@pytest.mark.slow
 def test_a_profile_is_read_back_as_it_was_written(profile, tmp_path):
     path = tmp_path / "own.graph.txt"
     path.write_text(dumps(profile))
@@ -178,6 +183,7 @@ def test_simulated_devices_are_not_measured():
         bench.layers(partial(jp.Decoder, SETTINGS), jp.next_token_loss, BATCH, Numerics())
 
 
+@pytest.mark.slow
 def test_the_verb_writes_a_profile_that_the_partitioner_reads(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "is_simulated", lambda devices: False)
     profile, result = tmp_path / "own.graph.txt", tmp_path / "layers.json"

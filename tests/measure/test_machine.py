@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from bench.command import main as bench
+from pairwise import some
 
 import jaxpar as jp
 from jaxpar.cli.main import main
@@ -79,7 +80,7 @@ def uncached():
 
 
 @pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some(KINDS, ["all-gather", "reduce-scatter", "collective-permute"]))
 def test_gpus_run_them_one_after_another_over_all_bytes_and_copy_none(kind):
     """XLA neither merges them, nor makes a multiplication of an all-reduce, nor sends the one entry that is read."""
     devices = np.array(jp.target_devices("h100:1x8")).reshape(2, 4)
@@ -97,7 +98,7 @@ def test_gpus_run_them_one_after_another_over_all_bytes_and_copy_none(kind):
     assert not [line for line in lines if re.search(r"= f32\[\d{4,}\]\S* copy\(", line)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some(KINDS, ["collective-permute"]))
 def test_a_timing_says_what_was_sent(kind, monkeypatch):
     monkeypatch.setattr(links, "once", lambda build, x, rounds: float(sum(build(n)(x + 0).size for n in (1, 2))))
     devices = np.array(jax.devices()).reshape(2, 4)

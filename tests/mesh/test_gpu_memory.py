@@ -78,6 +78,7 @@ def test_on_a_gpu_that_is_there_the_capacity_is_what_this_process_took(monkeypat
     )
 
 
+@pytest.mark.slow
 def test_a_plan_counts_on_the_share_that_the_user_set_and_says_so(environment, capsys):
     words = ["plan", JOB, "--devices", "64", "--top", "1"]
     environment({})
@@ -91,7 +92,14 @@ def test_a_plan_counts_on_the_share_that_the_user_set_and_says_so(environment, c
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.5" in half
 
 
-@pytest.mark.parametrize(("chip", "share", "fits"), [("h100", "", False), ("h200", "", True), ("h200", "0.5", False)])
+@pytest.mark.parametrize(
+    ("chip", "share", "fits"),
+    [
+        pytest.param("h100", "", False, marks=pytest.mark.slow),
+        pytest.param("h200", "", True, marks=pytest.mark.slow),
+        ("h200", "0.5", False),
+    ],
+)
 def test_check_refuses_a_state_that_is_more_than_a_run_gets(chip, share, fits, environment):
     environment({NAME: share} if share else {})
     whole = ["parallel.fsdp=1", "parallel.data=8", "parallel.zero=0", f"mesh.target={chip}:1x8"]

@@ -35,7 +35,15 @@ def test_several_gpus_are_told_and_one_key_turns_it_off():
 
 
 @absent
-@pytest.mark.parametrize(("by", "more"), [("ring", AT_ONCE), ("auto", AT_ONCE), ("gather", {}), ("ulysses", {})])
+@pytest.mark.parametrize(
+    ("by", "more"),
+    [
+        pytest.param("ring", AT_ONCE, marks=pytest.mark.slow),
+        ("auto", AT_ONCE),
+        ("gather", {}),
+        pytest.param("ulysses", {}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_ring_has_keys_and_gradients_under_way_at_once(by, more):
     settings = jp.DecoderConfig(seq=16, layers=1, dim=16, heads=8)
     parallel, devices = jp.Parallel(context=8, context_by=by), jp.target_devices("h100:1x8")

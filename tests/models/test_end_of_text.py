@@ -62,6 +62,7 @@ def exported(folder, to):
     return json.loads((to / "config.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_model_of_bytes_stops_where_its_documents_end(tmp_path):
     folder, _ = trained(tmp_path, steps=40)
     (answer,) = sample(folder, ["hello"], SamplingRequest(tokens=10)).answers
@@ -70,6 +71,7 @@ def test_a_model_of_bytes_stops_where_its_documents_end(tmp_path):
     assert exported(folder, tmp_path / "to")["eos_token_id"] == 0
 
 
+@pytest.mark.slow
 def test_a_model_of_bpe_ends_at_its_own_end(tmp_path):
     pytest.importorskip("tokenizers")
     folder, _ = trained(tmp_path, "bpe", more="vocab = 260")
@@ -87,7 +89,9 @@ def tokenizing():
     return tokenizing
 
 
-@pytest.mark.parametrize(("end", "token"), [("", "<|end_of_text|>"), ("<|eot|>", "<|eot|>")])
+@pytest.mark.parametrize(
+    ("end", "token"), [("", "<|end_of_text|>"), pytest.param("<|eot|>", "<|eot|>", marks=pytest.mark.full)]
+)
 def test_a_saved_tokenizer_ends_at_its_eos_or_at_data_end(end, token, tmp_path, tokenizing):
     kept = tokenizing.llama3(tmp_path / "tokenizer")
     folder, _ = trained(tmp_path, kept, more=f'end = "{end}"')
@@ -98,6 +102,7 @@ def test_a_saved_tokenizer_ends_at_its_eos_or_at_data_end(end, token, tmp_path, 
     assert config["bos_token_id"] == read_tokenizer(kept).ids["<|begin|>"]
 
 
+@pytest.mark.slow
 def test_a_run_of_messages_also_ends_where_the_template_ends_an_answer(tmp_path, tokenizing):
     pytest.importorskip("jinja2")
     kept = tokenizing.llama3(tmp_path / "tokenizer", CHATML)
@@ -112,7 +117,9 @@ def test_a_run_of_messages_also_ends_where_the_template_ends_an_answer(tmp_path,
     ).eos_token_id == want  # fmt: skip
 
 
-@pytest.mark.parametrize("generation", [True, False])
+@pytest.mark.parametrize(
+    "generation", [pytest.param(True, marks=pytest.mark.slow), pytest.param(False, marks=pytest.mark.full)]
+)
 def test_data_end_is_added_to_the_ends_of_the_folder_that_a_run_began_with(generation, tmp_path, tokenizing):
     kept = tokenizing.llama3(tmp_path / "tokenizer")
     first, _ = trained(tmp_path, kept)

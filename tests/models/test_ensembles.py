@@ -113,7 +113,13 @@ MODELS = {
     "members": Members,
     "scales": ScaledLayers,
 }
-OFTEN = ("2x2x2", "fsdp 8, zero 3")
+FEW = ("gates", "members")
+OFTEN = [*((name, "2x2x2") for name in MODELS), ("gates", "fsdp 8, zero 3")]
+
+
+def marks_of(name, layout):
+    rarely = [] if name in FEW and layout == "2x2x2" else [pytest.mark.slow]
+    return [pytest.mark.xdist_group(name), *(rarely if (name, layout) in OFTEN else [pytest.mark.full])]
 
 
 @cache
@@ -126,9 +132,7 @@ def alone(name):
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        pytest.param(
-            name, layout, marks=[pytest.mark.xdist_group(name), *[pytest.mark.full] * (layout not in OFTEN)]
-        )
+        pytest.param(name, layout, marks=marks_of(name, layout))
         for name in MODELS
         for layout in plain_loop.LAYOUTS
     ],

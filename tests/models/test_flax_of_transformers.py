@@ -143,7 +143,8 @@ def plainly(name):
     return plain_loop.train(model, module, loss, SGD, batch_of(ROWS))
 
 
-@plain_loop.each({name: f"transformers {name}" for name in MODELS}, zero_3=["gpt2"])
+# T5 and Whisper are in CI in bf16, below
+@plain_loop.each({name: f"transformers {name}" for name in MODELS}, zero_3=[], rarely=["t5", "whisper"])
 def test_a_model_of_transformers_trains_as_a_plain_loop_does(name, layout):
     _, model, loss = described(name)
     plain_loop.beside(plainly(name), layout, model, loss, SGD, batch_of(ROWS))

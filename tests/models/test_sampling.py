@@ -12,6 +12,7 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairwise import some
 from terminal import said
 from tiny import Staged
 from tokenizing import llama3
@@ -70,12 +71,12 @@ def wanted():
 @pytest.mark.parametrize(
     ("name", "layout", "temperature"),
     [
-        ("llama", "cube", 2.0),
-        pytest.param("gpt2", "cube", 0.0, marks=pytest.mark.slow),
+        pytest.param("llama", "cube", 2.0, marks=pytest.mark.slow),
+        pytest.param("gpt2", "cube", 0.0, marks=pytest.mark.full),
         pytest.param("llama", "data", 0.0, marks=pytest.mark.slow),
-        pytest.param("llama", "fsdp", 2.0, marks=pytest.mark.slow),
-        pytest.param("llama", "tensor", 2.0, marks=pytest.mark.slow),
-        pytest.param("llama", "ZeRO-1 and tensor", 2.0, marks=pytest.mark.slow),
+        pytest.param("llama", "fsdp", 2.0, marks=pytest.mark.full),
+        pytest.param("llama", "tensor", 2.0, marks=pytest.mark.full),
+        pytest.param("llama", "ZeRO-1 and tensor", 2.0, marks=pytest.mark.full),
         pytest.param("gpt2", "fsdp", 2.0, marks=pytest.mark.full),
     ],
 )
@@ -197,7 +198,9 @@ def test_prompts_of_a_file_are_answered_into_another(trained, capsys):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("trained")
-@pytest.mark.parametrize("name", ["run", "tuned"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("run", marks=pytest.mark.full), pytest.param("tuned", marks=pytest.mark.slow)]
+)
 def test_a_run_is_sampled_on_a_layout_that_it_was_not_trained_on(name, trained):
     command = ["sample", str(trained / name), "--prompt", "the ", "--tokens", "20"]
     for where, file in ((["parallel.data=2", "parallel.fsdp=2", "parallel.tensor=2"], "many"), ([], "one")):
@@ -216,7 +219,24 @@ WRONG = {
 
 
 @pytest.mark.xdist_group("trained")  # one worker, so that there is one run
-@pytest.mark.parametrize("words", WRONG)
+@pytest.mark.parametrize(
+    "words",
+    some(
+        WRONG,
+        ["--temperature -1", "--temperature nan", "--top-p 1.5", "--top-k -1"],
+        [
+            "--seed -1",
+            "--prompt=",
+            "--stop=",
+            "model.dim=32",
+            "parallel.data=2 parallel.context=4",
+            "--prompts none.txt",
+            "--prompts broken.jsonl",
+            "--prompts empty.txt",
+            "--out nowhere/x",
+        ],
+    ),
+)
 def test_what_cannot_be_sampled_is_refused(words, trained, capsys, monkeypatch):
     monkeypatch.chdir(trained)
     (trained / "broken.jsonl").write_text('{"prompt": "a"}\n{"prompt": 1}\n')
@@ -273,7 +293,9 @@ def test_a_chat_is_rendered_by_the_template_and_each_turn_sees_those_before(tmp_
     assert seen == [template.render(said[:1], True)[0], template.render(said[:3], True)[0]]
 
 
-@pytest.mark.parametrize("model", [Staged, Decoding, pytest.param(Doubled, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "model", [pytest.param(Staged, marks=pytest.mark.slow), Decoding, pytest.param(Doubled, marks=pytest.mark.slow)]
+)
 def test_a_model_without_a_cache_is_sampled_without_one(model):
     layout = jp.compose(model, jp.Parallel(), jax.devices()[:1])
     state = jp.init_state(layout, optax.sgd(0.1), seed=1)

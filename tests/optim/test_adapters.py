@@ -39,7 +39,7 @@ def logits(layout, params, batch):
 
 @FEW
 @pytest.mark.parametrize(
-    "name", ["annotated", pytest.param("bare", marks=pytest.mark.slow), pytest.param("linen", marks=pytest.mark.slow)]
+    "name", ["annotated", pytest.param("bare", marks=pytest.mark.full), pytest.param("linen", marks=pytest.mark.full)]
 )
 def test_adapters_are_trained_over_a_cube_as_on_one_device_and_the_base_keeps_its_bits(name):
     model = jp.add_lora(models()[name], rank=2, alpha=8, paths=PATHS[name])
@@ -60,7 +60,9 @@ def test_adapters_are_trained_over_a_cube_as_on_one_device_and_the_base_keeps_it
     assert all("/adapters/" in path for path in moments)
 
 
-@pytest.mark.parametrize("name", ["annotated", pytest.param("bare", marks=pytest.mark.full), "linen"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("annotated", marks=pytest.mark.slow), pytest.param("bare", marks=pytest.mark.full), "linen"]
+)
 def test_what_is_merged_computes_the_same_without_adapters(name):
     model = models()[name]
     plain, layout = (
@@ -200,13 +202,27 @@ def test_adapters_are_trained_in_half_precision_in_stage_2():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"rank": 4, "paths": ["block/*"]}, ("'block/*' matches nothing", "did you mean 'blocks'")),
-        ({"rank": 4, "paths": ["blocks/up/bias"]}, ("'blocks/up/bias' matches nothing", "at least one matrix")),
+        pytest.param(
+            {"rank": 4, "paths": ["block/*"]},
+            ("'block/*' matches nothing", "did you mean 'blocks'"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"rank": 4, "paths": ["blocks/up/bias"]},
+            ("'blocks/up/bias' matches nothing", "at least one matrix"),
+            marks=pytest.mark.slow,
+        ),
         ({"rank": 4, "paths": []}, ("train.adapters.rank = 4 with paths = []",)),
         ({"rank": 4, "paths": "blocks"}, ("train.adapters.paths = 'blocks'", "a list of text")),
-        ({"rank": -1, "paths": ["blocks"]}, ("train.adapters.rank = -1", "at least 0")),
-        ({"ranks": 4}, ("Adapters(ranks=4)", "did you mean 'rank'")),
-        ({"rank": 4, "paths": ["blocks"], "also": ["blocks"]}, ("has an adapter and is trained itself",)),
+        pytest.param(
+            {"rank": -1, "paths": ["blocks"]}, ("train.adapters.rank = -1", "at least 0"), marks=pytest.mark.slow
+        ),
+        pytest.param({"ranks": 4}, ("Adapters(ranks=4)", "did you mean 'rank'"), marks=pytest.mark.slow),
+        pytest.param(
+            {"rank": 4, "paths": ["blocks"], "also": ["blocks"]},
+            ("has an adapter and is trained itself",),
+            marks=pytest.mark.slow,
+        ),
         ({"rank": 4, "paths": ["blocks"], "also": ["hed"]}, ("train.adapters.also: 'hed' matches nothing",)),
     ],
 )

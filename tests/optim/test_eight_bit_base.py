@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from pairwise import some
 from test_adapters import BESIDE, CUBE, FEW, ONLY, PATHS, bits, logits
 from test_fine_tune import ADAPTERS as TUNED
 from test_fine_tune import exported, folder, job
@@ -30,7 +31,7 @@ from jaxpar.parallel.layout import per_device
 from jaxpar.sharding.adapters import quantize
 from jaxpar.sharding.names import by_path, nest
 
-MORE = [pytest.param("bare", marks=pytest.mark.slow), pytest.param("linen", marks=pytest.mark.slow)]
+MORE = [pytest.param("bare", marks=pytest.mark.full), pytest.param("linen", marks=pytest.mark.slow)]
 
 
 __all__ = ["folder"]  # a fixture
@@ -91,7 +92,14 @@ def test_the_bytes_of_a_base_are_one_for_each_entry_and_four_for_each_output(nam
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["annotated", pytest.param("bare", marks=pytest.mark.full), "linen"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("annotated", marks=pytest.mark.slow),
+        pytest.param("bare", marks=pytest.mark.full),
+        pytest.param("linen", marks=pytest.mark.full),
+    ],
+)
 def test_what_is_merged_of_8_bits_computes_the_same_without_adapters(name):
     plain, layout = (jp.compose(each, jp.Parallel(), 1) for each in (models()[name], adapted(name)))
     params, _ = layout.blueprint.init(jax.random.key(1))
@@ -120,7 +128,10 @@ def test_a_matrix_is_within_half_a_scale_of_what_it_was_and_zeros_stay():
     assert not back[:, :, 1, 2].any()
 
 
-@pytest.mark.parametrize(("lead", "inputs"), [(0, 1), (1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("lead", "inputs"),
+    [pytest.param(0, 1, marks=pytest.mark.slow), pytest.param(1, 1, marks=pytest.mark.slow), (1, 2), (2, 1)],
+)
 def test_what_is_read_from_files_is_rounded_as_a_whole_matrix_is_part_by_part(lead, inputs):
     wide = np.asarray(jax.random.normal(jax.random.key(0), (2, 4, 6, 8)))
     read: list[int] = []
@@ -156,7 +167,7 @@ A, B = (jnp.asarray(RNG.normal(size=s).astype(np.float32)) for s in [(6, 3), (3,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("read", BESIDE)
+@pytest.mark.parametrize("read", some(BESIDE, [], ["x @ W", "over its outputs", "in a branch"]))
 def test_scales_beside_a_matrix_are_what_its_entries_are_multiplied_by(read):
     def loss(a, b, *, made, w):
         return jnp.sum(jnp.square(made(lambda a, b: BESIDE[read](lambda: w(a, b)))(a, b)).astype("float32"))
@@ -289,6 +300,7 @@ def test_a_state_in_8_bits_is_saved_and_restored_bit_for_bit_on_another_layout(t
     assert bits(again.params) == bits(state.params)
 
 
+@pytest.mark.slow
 def test_a_fit_begins_with_a_run_in_floats_rounded_and_no_cast_makes_floats_of_8_bits(tmp_path):
     one = jax.devices()[:1]
     floats, eight = (jp.compose(adapted("annotated", base), jp.Parallel(), one) for base in ("float", "int8"))

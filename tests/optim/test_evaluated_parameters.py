@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from pairwise import some
 from tiny import Staged, assert_same_arrays, batches, token_loss
 from tiny import train as trained
 
@@ -91,12 +92,12 @@ PIPED = {"pipe": 2, "data": 2, "fsdp": 2, "pipeline": jp.Pipeline(microbatches=4
 @pytest.mark.parametrize(
     ("name", "sizes", "numerics"),
     [
-        ("schedule_free", CUBE, {}),
-        ("schedule_free", {"data": 2, "fsdp": 4, "zero": 1}, {"accumulate": 2}),
-        ("schedule_free", {"fsdp": 4, "tensor": 2, "zero": 2}, {}),
-        ("schedule_free", PIPED, {}),
-        ("schedule_free", CUBE, {"offload": True}),
-        ("ema", CUBE, {}),
+        pytest.param("schedule_free", CUBE, {}, marks=pytest.mark.full),
+        pytest.param("schedule_free", {"data": 2, "fsdp": 4, "zero": 1}, {"accumulate": 2}, marks=pytest.mark.full),
+        pytest.param("schedule_free", {"fsdp": 4, "tensor": 2, "zero": 2}, {}, marks=pytest.mark.full),
+        pytest.param("schedule_free", PIPED, {}, marks=pytest.mark.full),
+        pytest.param("schedule_free", CUBE, {"offload": True}, marks=pytest.mark.slow),
+        pytest.param("ema", CUBE, {}, marks=pytest.mark.slow),
     ],
     ids=["cube", "ZeRO-1, accumulated", "ZeRO-2", "pipeline", "offloaded", "average"],
 )
@@ -142,7 +143,11 @@ PLAIN = optax.adamw(1e-3)
 
 @pytest.mark.slow
 @absent
-@pytest.mark.parametrize("sizes", [CUBE, {"fsdp": 8, "zero": 1}], ids=["cube", "ZeRO-1"])
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(CUBE, marks=pytest.mark.full), pytest.param({"fsdp": 8, "zero": 1}, marks=pytest.mark.slow)],
+    ids=["cube", "ZeRO-1"],
+)
 def test_on_gpus_an_evaluation_sends_what_it_sends_with_any_optimizer(sizes):
     assert evaluation(CHAINS["schedule_free"], **sizes) == evaluation(PLAIN, **sizes)
 
@@ -341,7 +346,9 @@ def test_a_run_evaluates_saves_resumes_and_ends_bit_for_bit(finished, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("free")
-@pytest.mark.parametrize("name", ["run", "tuned"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("run", marks=pytest.mark.full), pytest.param("tuned", marks=pytest.mark.slow)]
+)
 def test_a_run_is_exported_and_sampled_as_it_is_evaluated(name, finished, tmp_path):
     params, evaluated = saved(finished / name)
     assert max(np.abs(evaluated[path] - params[path]).max() for path in params) > 1e-3
@@ -363,7 +370,7 @@ def test_a_run_is_exported_and_sampled_as_it_is_evaluated(name, finished, tmp_pa
             np.testing.assert_allclose(held[path], wanted, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("name", some(CHAINS, ["ema"], []))
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_what_a_checkpoint_evaluates_is_made_by_one_program(name, dtype, tmp_path, caplog):
     layout = jp.compose(MODEL, jp.Parallel(), jax.devices()[:1])

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from pairwise import some
 from tiny import assert_same_arrays
 
 import jaxpar as jp
@@ -94,7 +95,7 @@ def plain(optimizer, *, value):
     return losses, params
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("name", some(CHAINS, ["another name"], ["sam, three steps"]))
 def test_a_chain_without_value_trains_as_in_a_loop_of_optax(name):
     wanted, params = plain(CHAINS[name](), value=name == "the loss beside")
     layouts = LAYOUTS if name == "sam" else ["zero 1"]
@@ -121,7 +122,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", some(REFUSED, ["opaque"]))
 def test_a_chain_that_needs_more_is_refused_with_a_way_out(name):
     make, got, fix = REFUSED[name]
     optimizer = make()
@@ -154,7 +155,7 @@ READ = {
 }
 
 
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", some(READ, ["a factory"]))
 def test_an_injected_setting_that_python_reads_is_named_as_a_static_argument(name):
     factory, settings, static = READ[name]
     layout = jp.compose(Net, jp.Parallel(data=8))

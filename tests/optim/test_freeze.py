@@ -98,9 +98,9 @@ def plain(chain, steps):
 @pytest.mark.parametrize(
     ("chain", "layout", "accumulate"),
     [
-        pytest.param("multi_transform", jp.Parallel(fsdp=8), 1, marks=pytest.mark.slow),
-        ("masked", jp.Parallel(fsdp=4, data=2, zero=2), 2),
-        pytest.param("clipped inside", jp.Parallel(data=8), 1, marks=pytest.mark.slow),
+        pytest.param("multi_transform", jp.Parallel(fsdp=8), 1, marks=pytest.mark.full),
+        pytest.param("masked", jp.Parallel(fsdp=4, data=2, zero=2), 2, marks=pytest.mark.full),
+        pytest.param("clipped inside", jp.Parallel(data=8), 1, marks=pytest.mark.full),
         pytest.param("clipped outside", jp.Parallel(fsdp=8, zero=1), 1, marks=pytest.mark.slow),
     ],
 )
@@ -136,9 +136,9 @@ TRAINED = 4 * (2 * 512 * RANK + 8 * 512 + 8)
 @pytest.mark.parametrize(
     ("layout", "numerics"),
     [
-        pytest.param(jp.Parallel(data=8), {}, marks=pytest.mark.slow),
+        pytest.param(jp.Parallel(data=8), {}, marks=pytest.mark.full),
         (jp.Parallel(fsdp=8), {"remat": "full"}),
-        pytest.param(jp.Parallel(fsdp=8, zero=2), {"accumulate": 2}, marks=pytest.mark.slow),
+        pytest.param(jp.Parallel(fsdp=8, zero=2), {"accumulate": 2}, marks=pytest.mark.full),
     ],
     ids=["data", "ZeRO-3", "ZeRO-2, accumulated"],
 )

@@ -37,7 +37,15 @@ def test_a_rate_grows_with_the_batch_and_its_warm_up_takes_as_many_examples():
     assert large(9) < large(10) == large(99)
 
 
-@pytest.mark.parametrize("axes", ["data = 8", "fsdp = 8", "data = 2, tensor = 4", "pipe = 2, data = 4"])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        pytest.param("data = 8", marks=pytest.mark.slow),
+        pytest.param("fsdp = 8", marks=pytest.mark.slow),
+        pytest.param("data = 2, tensor = 4", marks=pytest.mark.slow),
+        "pipe = 2, data = 4",
+    ],
+)
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_no_mesh_changes_a_rate(axes, accumulate):
     if "pipe" in axes and accumulate > 1:
@@ -61,7 +69,9 @@ def test_a_warm_up_is_over_after_as_many_examples_to_a_step(batch, reference, wa
     assert here.learning_rate == pytest.approx(spec.learning_rate * times)
 
 
-@pytest.mark.parametrize("eta", [0.04, 0.02, 0.01])
+@pytest.mark.parametrize(
+    "eta", [pytest.param(0.04, marks=pytest.mark.slow), pytest.param(0.02, marks=pytest.mark.slow), 0.01]
+)
 def test_so_many_small_steps_are_one_large_step_to_the_square_of_the_rate(eta):
     """Goyal et al. 2017, equations 3 and 4: on a linear model, of 4 steps of 8 examples and 1 of 32."""
     moments = np.random.default_rng(0)

@@ -268,7 +268,14 @@ def plateaued(losses, **arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("exchange", "more"), [("all_reduce", {}), ("sign", {"smallest": 512}), ("local", {})])
+@pytest.mark.parametrize(
+    ("exchange", "more"),
+    [
+        pytest.param("all_reduce", {}, marks=pytest.mark.full),
+        pytest.param("sign", {"smallest": 512}, marks=pytest.mark.full),
+        pytest.param("local", {}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_rate_follows_the_loss_of_the_whole_batch_or_of_each_replica(exchange, more):
     less = {"factor": 0.5, "patience": 1}
     made = optax.chain(optax.sgd(0.5), optax.contrib.reduce_on_plateau(**less))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from pairwise import some
 from tiny import assert_same_arrays, models, train
 
 import jaxpar as jp
@@ -60,7 +61,50 @@ def ran(optimizer, params, grads, steps=3):
 
 
 @pytest.mark.filterwarnings("ignore:.*optimistic_adam")  # for its successor
-@pytest.mark.parametrize("name", sorted(optimizers().keys() - OTHERS.keys()))
+@pytest.mark.parametrize(
+    "name",
+    some(
+        sorted(optimizers().keys() - OTHERS.keys()),
+        [
+            "adamw",
+            "ademamix",
+            "amsgrad",
+            "dowg",
+            "optimistic_gradient_descent",
+            "polyak_sgd",
+            "schedule_free_sgd",
+            "sgd",
+            "sign_sgd",
+            "signum",
+            "simplified_ademamix",
+        ],
+        [
+            "adabelief",
+            "adagrad",
+            "adam",
+            "adamax",
+            "adamaxw",
+            "adan",
+            "adopt",
+            "cocob",
+            "dadapt_adamw",
+            "dog",
+            "lamb",
+            "lars",
+            "lion",
+            "madgrad",
+            "momo",
+            "momo_adam",
+            "optimistic_adam",
+            "optimistic_adam_v2",
+            "prodigy",
+            "radam",
+            "rmsprop",
+            "schedule_free_adamw",
+            "yogi",
+        ],
+    ),
+)
 def test_stacked_layers_move_as_layers_apart(name):
     params, unstacked = trees(0, SCALES)
     grads, of_unstacked = trees(1, SCALES[::-1])
@@ -74,7 +118,7 @@ def test_stacked_layers_move_as_layers_apart(name):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), apart(stacked), wanted)
 
 
-@pytest.mark.parametrize("name", LAYERWISE)
+@pytest.mark.parametrize("name", some(LAYERWISE, ["lamb"], ["adafactor", "fromage", "lars", "novograd", "sm3"]))
 def test_a_stack_taken_for_one_parameter_moves_otherwise(name):
     """So the test above can fail: optax's own, given the stack, is another."""
     (params, unstacked), (grads, of_unstacked) = trees(0, SCALES), trees(1, SCALES[::-1])
@@ -127,7 +171,7 @@ MESHES = {
     "ZeRO-2": ((("fsdp", 4),), 2),
     "ZeRO-3": ((("fsdp", 4),), 3),
 }
-OFTEN = ("adafactor", "lamb")
+OFTEN = ("adafactor",)
 # acprop divides a gradient by the size of those before, which of its default 1e-16 is rounding where they were zero
 ARGUMENTS = {"acprop": {"eps": 1e-2}}
 NAMED = [

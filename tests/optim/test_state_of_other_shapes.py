@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import nnx
 from layouts import on_device
+from pairwise import some
 from tiny import assert_same_arrays
 
 import jaxpar as jp
@@ -121,7 +122,7 @@ def trained(optimizer, sizes, numerics, devices=None, steps=2):
     return step, state, losses
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", some(FORMS, ["a list for all"], ["in a chain"]))
 def test_state_in_another_form_is_cut_and_its_numbers_are_those_of_one_device(name):
     _, alone, wanted = trained(FORMS[name], {}, {}, jax.devices()[:1])
     whole = sum(x.nbytes for x in jax.tree.leaves(alone.optimizer))

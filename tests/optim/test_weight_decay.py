@@ -83,7 +83,9 @@ def trained(made, *, stacked, begun=None):
     return begun, losses, by_path(state.params)
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("adamw", marks=pytest.mark.full), pytest.param("lion", marks=pytest.mark.slow)]
+)
 def test_a_stack_of_layers_is_decayed_as_the_layers_of_a_list_are(name):
     rate = "learning_rate = 0.01, arguments = { eps = 1e-4 }" if name == "adamw" else "learning_rate = 1e-3"
     made = job(f"optimizer = {{ name = '{name}', weight_decay = 0.1, decay = 'constant', {rate} }}")
@@ -94,6 +96,7 @@ def test_a_stack_of_layers_is_decayed_as_the_layers_of_a_list_are(name):
         np.testing.assert_allclose(x, listed[path], rtol=1e-4, atol=1e-5, err_msg=path)
 
 
+@pytest.mark.slow
 def test_vectors_of_stacked_layers_are_not_decayed():
     made = job("optimizer = { weight_decay = 0.5, decay = 'constant' }")
     blueprint = as_blueprint(resolve_model(made, next_token_loss))

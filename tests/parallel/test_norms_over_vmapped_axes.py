@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from pairwise import some
 from tiny import assert_same_arrays
 
 import jaxpar as jp
@@ -114,7 +115,7 @@ def trained(model, layout, loss=squares, steps=2):
     return start, losses, state
 
 
-@pytest.mark.parametrize("kind", LINEN)
+@pytest.mark.parametrize("kind", some(LINEN, ["pmap"], ["groups"]))
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=MARKS.get(name, [pytest.mark.full])) for name in LAYOUTS])
 def test_a_linen_norm_is_over_the_axes_that_the_model_binds(kind, layout):
     model, alone = LINEN[kind]
@@ -180,7 +181,7 @@ NNX = {
 }
 
 
-@pytest.mark.parametrize("kind", NNX)
+@pytest.mark.parametrize("kind", some(NNX, ["devices"], ["groups"]))
 @pytest.mark.parametrize("layout", ["2x2x2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("one", "data"))])
 def test_an_nnx_norm_is_over_the_axes_that_the_model_binds(kind, layout):
     model, alone, loss = NNX[kind]

@@ -52,7 +52,7 @@ def said(report, kind):
 
 
 @absent
-@pytest.mark.parametrize(("zero", "accumulate"), some(itertools.product((1, 2), (1, 4)), [], [(1, 4), (2, 1)]))
+@pytest.mark.parametrize(("zero", "accumulate"), some(itertools.product((1, 2), (1, 4)), [], [(1, 4)]))
 def test_parameters_are_gathered_once_a_step_in_bf16(zero, accumulate):
     """Gradients travel as before: in the dtype in which products leave them, once for every microbatch."""
     found, count = look(partial(jp.Decoder, WIDE), jp.Parallel(fsdp=8, zero=zero), accumulate=accumulate)
@@ -69,7 +69,7 @@ def test_parameters_are_gathered_once_a_step_in_bf16(zero, accumulate):
 
 @pytest.mark.slow
 @absent
-@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.slow)])
 def test_parameters_are_gathered_in_bf16_around_the_table_of_a_pipeline(zero):
     """Its gradients are summed in float32, and reduced so."""
     model = partial(Staged, layers=LAYERS, tied=False, vocab=VOCAB, dim=DIM, hidden=HIDDEN)
@@ -81,6 +81,7 @@ def test_parameters_are_gathered_in_bf16_around_the_table_of_a_pipeline(zero):
     assert not said(found, "wide wire")
 
 
+@pytest.mark.slow
 @absent
 def test_evaluation_gathers_them_once_in_bf16():
     layout = jp.compose(partial(jp.Decoder, WIDE), jp.Parallel(fsdp=8, zero=1), jp.target_devices("h100:1x8"))
@@ -107,8 +108,8 @@ LOSSES = {"user's": token_loss, "decoder": next_token}
     ("name", "precision", "zero", "accumulate"),
     some(
         [(*each, *ways) for each in itertools.product(MODELS, ("fp32", "bf16")) for ways in ((1, 2), (2, 1))],
-        [("user's", "fp32", 1, 2), ("user's", "bf16", 2, 1)],
-        [("decoder", "fp32", 2, 1), ("decoder", "bf16", 1, 2)],
+        [("user's", "fp32", 1, 2)],
+        [("decoder", "bf16", 1, 2)],
     ),
 )
 def test_shards_between_steps_train_as_one_device(name, zero, precision, accumulate):

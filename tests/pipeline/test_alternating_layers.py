@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from pairwise import some
 from tiny import assert_same_arrays
 
 import jaxpar as jp
@@ -237,10 +238,10 @@ CASES = {
     "kinds of which one has dropout": (Random, {}, {"schedule": "interleaved_phased"}),
     "the smaller of two stacks": (TwoStacks, {"data": 2}, {"stack": "text"}),
 }
-OFTEN = ["pairs", "numbers of turns", "linen", "the smaller of two lists", "kinds with other parameters"]
+OFTEN = ["numbers of turns", "the smaller of two lists"]
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.full] * (case not in OFTEN)) for case in CASES])
+@pytest.mark.parametrize("case", some(CASES, ["linen"], OFTEN))
 def test_callables_of_several_layers_equal_one_device(case):
     model, sizes, pipeline = CASES[case]
     parallel = jp.Parallel(pipe=2, **sizes, pipeline=piped(**pipeline))
@@ -260,25 +261,56 @@ PAIRS = "jp.pipelined([lambda x, a=a, b=b: b(a(x)) for a, b in zip(layers[0::2],
 @pytest.mark.parametrize(
     ("model", "parallel", "words"),
     [
-        (Single, {"pipe": 2}, f"2 kinds in turns as one callable for each turn: {PAIRS}"),
-        (Single, {"pipe": 2}, "= sin "),
+        pytest.param(
+            Single, {"pipe": 2}, f"2 kinds in turns as one callable for each turn: {PAIRS}", marks=pytest.mark.slow
+        ),
+        pytest.param(Single, {"pipe": 2}, "= sin ", marks=pytest.mark.slow),
         (lambda rngs: Single(rngs, 3, 6), {"pipe": 2}, "c(b(a(x))) for a, b, c in zip(layers[0::3]"),
-        (
+        pytest.param(
             lambda rngs: Strided(rngs, 1),
             {"pipe": 2},
             "gives jp.pipelined 4 layers, and its largest list of equal layers is h/0 ... h/7",
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             Turns,
             {"pipe": 8, "pipeline": jp.Pipeline(microbatches=8)},
             "gives jp.pipelined 4 callables of 2 layers each, for 8 parts",
+            marks=pytest.mark.slow,
         ),
-        (Turns, {"pipe": 2, "pipeline": jp.Pipeline(layers=(6, 2))}, "2 layers each, for layers=(6, 2)"),
-        (Towers, {"pipe": 2}, 'fix:  jp.Pipeline(stack="text") for the layers given, which read text/0/u/bias'),
-        (lambda rngs: Towers(rngs, 6), {"pipe": 2}, 'jp.Pipeline(stack="text") for the layers given'),
-        (lambda rngs: Towers(rngs, 8), {"pipe": 2}, "which read text/0/u/bias; or pipe=1"),
-        (Towers, {"pipe": 2, "pipeline": jp.Pipeline(stack="vision")}, "its chosen list of equal layers is vision/0"),
-        (SingleHybrid, {"pipe": 2}, "layers of 3 kinds in turns as one callable for each turn: jp.pipelined([lambda x"),
+        pytest.param(
+            Turns,
+            {"pipe": 2, "pipeline": jp.Pipeline(layers=(6, 2))},
+            "2 layers each, for layers=(6, 2)",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            Towers,
+            {"pipe": 2},
+            'fix:  jp.Pipeline(stack="text") for the layers given, which read text/0/u/bias',
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            lambda rngs: Towers(rngs, 6),
+            {"pipe": 2},
+            'jp.Pipeline(stack="text") for the layers given',
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            lambda rngs: Towers(rngs, 8), {"pipe": 2}, "which read text/0/u/bias; or pipe=1", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            Towers,
+            {"pipe": 2, "pipeline": jp.Pipeline(stack="vision")},
+            "its chosen list of equal layers is vision/0",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            SingleHybrid,
+            {"pipe": 2},
+            "layers of 3 kinds in turns as one callable for each turn: jp.pipelined([lambda x",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_layers_that_are_not_equal_turns_are_refused(model, parallel, words):

@@ -191,10 +191,10 @@ def assert_equals(got, want):
 @pytest.mark.parametrize(
     ("mesh", "keep", "chain", "rate"),
     [
-        pytest.param("pipe 2", "inputs", "momentum", 0.2, marks=pytest.mark.slow),
-        pytest.param("pipe 4", "residuals", "adamw", 0.0, marks=pytest.mark.slow),
-        pytest.param("pipe 4 x data 2", "inputs", "adamw", 0.0, marks=pytest.mark.slow),
-        ("pipe 2 x data 2 x tensor 2", "residuals", "sgd", 0.0),
+        pytest.param("pipe 2", "inputs", "momentum", 0.2, marks=pytest.mark.full),
+        pytest.param("pipe 4", "residuals", "adamw", 0.0, marks=pytest.mark.full),
+        ("pipe 4 x data 2", "inputs", "adamw", 0.0),
+        pytest.param("pipe 2 x data 2 x tensor 2", "residuals", "sgd", 0.0, marks=pytest.mark.full),
     ],
 )
 def test_stashing_equals_a_replay_at_the_weights_it_recorded(mesh, keep, chain, rate):
@@ -221,11 +221,14 @@ def test_vertical_sync_is_sgd_with_gradients_as_late_as_the_pipeline_is_deep(mes
     assert_equals(trained("vertical", mesh, keep), late_sgd(MESHES[mesh]["pipe"] - 1))
 
 
-@pytest.mark.parametrize(("mesh", "keep"), some([("pipe 4 x data 2", "residuals"), ("pipe 2", "inputs")], []))
+@pytest.mark.parametrize(
+    ("mesh", "keep"), some([("pipe 4 x data 2", "residuals"), ("pipe 2", "inputs")], [], [("pipe 2", "inputs")])
+)
 def test_two_buffers_are_sgd_with_gradients_one_update_late(mesh, keep):
     assert_equals(trained("2bw", mesh, keep), late_sgd(1, per_update=MESHES[mesh]["pipe"]))
 
 
+@pytest.mark.slow
 def test_without_stashing_it_is_none_of_these():
     """With the same data, rate and start; the rules differ from each other, too."""
     seen = {at: each.backward for at, each in versions(pipedream(4, MICROBATCHES), "stash").items()}
@@ -317,6 +320,7 @@ def test_metrics_are_those_of_the_whole_batch_and_the_last_update():
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(gradients) / count, rtol=EXACT)
 
 
+@pytest.mark.slow
 def test_bf16_multiplies_in_bf16_and_updates_in_float32():
     losses, state = trained("stash", "pipe 4 x data 2", "inputs", "adamw", precision="bf16")
     assert built("stash", "pipe 4 x data 2", "inputs", "adamw", precision="bf16")[0].compiler.matmuls.share == 1
@@ -354,7 +358,7 @@ def try_to_train(*, pipe=2, fsdp=1, tied=False, loss=token_loss, **pipeline):
     step(state, next(batches(1)))
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", some(REFUSED, ["fsdp", "uneven stages", "part of an update"]))
 def test_what_cannot_be_trained_so_is_refused_in_one_message(case):
     given, got = REFUSED[case]
     with pytest.raises(JaxparError, match=got) as error:

@@ -68,7 +68,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", some(CASES, [], ["a decoder", "a model of a user, tensor"]))
+@pytest.mark.parametrize("case", some(CASES, [], ["a model of a user, tensor"]))
 def test_a_head_spread_by_default_trains_as_one_device_does(case, monkeypatch):
     monkeypatch.setattr(heads, "LEAST", 1)  # so that a tiny model frees enough
     model, sizes, settings = CASES[case]
@@ -126,7 +126,7 @@ def test_a_declared_head_is_obeyed(head):
     assert large(layout.parallel.pipeline.head, vocab=4096).placements == layout.placements
 
 
-@pytest.mark.parametrize("head", some(["auto", "last", "spread"], ["auto"]))
+@pytest.mark.parametrize("head", some(["auto", "last", "spread"], ["auto"], []))
 def test_a_job_is_checked_with_any_head_and_says_where_it_is(head, capsys):
     small = ["model.layers=4", "model.dim=256", "model.heads=4", "model.kv_heads=4", "model.hidden=256", "data.seq=64"]
     small += ["parallel.pipe=4", "parallel.fsdp=2", f"parallel.pipeline.head={head}", "train.accumulate=1"]

@@ -38,7 +38,9 @@ def compiled(schedule, gather):
 
 @pytest.mark.slow
 @pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
-@pytest.mark.parametrize("schedule", ["1f1b_phased", "1f1b"])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("1f1b_phased", marks=pytest.mark.full), pytest.param("1f1b", marks=pytest.mark.slow)]
+)
 def test_gradients_of_a_tick_are_reduced_in_float32(schedule):
     """Five ticks of a phased table make gradients of layers; of a mixed one, which reduces shared ones in all, four."""
     over = [entry for entry in compiled(schedule, "tick").ledger if entry.axis == "fsdp" and entry.payload > 64]
@@ -94,7 +96,7 @@ CASES = {  # a model, its loss, where, and how: all with gather="tick"
 MODELS = handwritten.MODELS | {"biased": partial(jp.Decoder, BIASED)}
 
 
-@pytest.mark.parametrize("case", some(CASES, [], [*CASES][:2]))
+@pytest.mark.parametrize("case", some(CASES, [], ["what the backward reads kept"]))
 def test_layers_gathered_in_a_tick_train_as_one_device_does(case):
     model, loss, mesh, pipeline, numerics = CASES[case]
     chain = optax.sgd(0.1, momentum=0.9)  # a gradient that is off by a factor shows, which Adam would hide

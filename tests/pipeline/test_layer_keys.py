@@ -70,10 +70,10 @@ def trained(module, parallel, devices, **settings):
     "module",
     [
         Net(before=0.2, inside=0.2),
-        pytest.param(Net(before=0.2), marks=pytest.mark.slow),
-        pytest.param(Net(inside=0.2, after=0.2), marks=pytest.mark.slow),
+        pytest.param(Net(before=0.2), marks=pytest.mark.full),
+        pytest.param(Net(inside=0.2, after=0.2), marks=pytest.mark.full),
         pytest.param(Net(before=0.2, inside=0.2, noise=True), marks=pytest.mark.slow),
-        pytest.param(Masked(), marks=pytest.mark.slow),
+        pytest.param(Masked(), marks=pytest.mark.full),
     ],
     ids=["before, inside", "before", "inside, after", "two streams", "a mask for all layers"],
 )

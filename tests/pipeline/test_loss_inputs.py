@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from pairwise import some
 from tiny import assert_same_arrays, scanned
 
 import jaxpar as jp
@@ -214,7 +215,19 @@ def lowered(model, loss, parallel=TWO):
     step.lower(step.abstract(), BATCH)
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize(
+    "case",
+    some(
+        REFUSED,
+        [
+            "a list of hidden states",
+            "sown in nn.scan",
+            "a gradient by the input",
+            "squares of a list of Linen",
+            "squares in nn.scan",
+        ],
+    ),
+)
 def test_a_loss_that_reads_more_of_the_layers_than_x_is_refused(case):
     model, loss, words = REFUSED[case]
     with pytest.raises(jp.JaxparError, match=re.escape(words)):
@@ -252,7 +265,7 @@ def riding(model, batch):
     return jnp.sum(error) + error.size * (aux + 0.1 * penalty + 0.1 * squares(nnx.state(model.emb))), error.size
 
 
-@pytest.mark.parametrize("model", [Listed, Stacked])
+@pytest.mark.parametrize("model", [pytest.param(Listed, marks=pytest.mark.slow), Stacked])
 def test_sums_that_ride_along_in_x_equal_one_device(model):
     def trained(parallel, count):
         layout = jp.compose(model, parallel, jax.devices()[:count])

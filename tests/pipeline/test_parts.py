@@ -134,12 +134,14 @@ def assert_halves_make_a_backward(stage, cut, params, known, x, g):
     assert_close(together, want[1:])
 
 
-@pytest.mark.parametrize("name", some(STAGES, ["scan, full", "unrolled, none", "shared", "mixed"]))
+@pytest.mark.parametrize(
+    "name", some(STAGES, ["mixed"], ["scan, all_dots", "scan, full", "unrolled, none", "shared", "nested"])
+)
 def test_b_and_w_make_the_backward(name):
     assert_halves_make_a_backward(STAGES[name], made(name), *example())
 
 
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", some(STAGES, ["scan, all_dots", "unrolled, dots", "nested"]))
 def test_b_and_w_multiply_as_much_as_the_backward(name):
     """To the FLOP: no product is made twice, and none that B needs not is made in B."""
     cut, (params, known, x, g) = made(name), example()
@@ -213,7 +215,7 @@ OPS = {
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None, derandomize=True, database=None)
+@settings(max_examples=6, deadline=None, derandomize=True, database=None)
 @given(st.lists(st.tuples(st.sampled_from(sorted(OPS)), st.integers(0, 1)), min_size=1, max_size=5))
 def test_halves_of_any_network_make_its_backward(ops):
     keys = jax.random.split(jax.random.key(0), 4)
@@ -242,7 +244,9 @@ CUTS = [StageCut(stages, 1, chunks) for stages in (2, 3, 4, 8) for chunks in (1,
 CUTS += [StageCut(stages, 1, 2, "v") for stages in (2, 3, 4, 8)]
 
 
-@pytest.mark.parametrize("cut", some(CUTS, CUTS[::3]), ids=lambda cut: f"{cut.stages} x {cut.chunks} {cut.placement}")
+@pytest.mark.parametrize(
+    "cut", some(CUTS, [CUTS[9], CUTS[12]]), ids=lambda cut: f"{cut.stages} x {cut.chunks} {cut.placement}"
+)
 def test_layers_are_dealt_to_the_stages_that_run_them_and_back(cut):
     mesh = Mesh(np.array(jax.devices()[: cut.stages]), ("pipe",))
     each = 2  # layers of a part
@@ -343,7 +347,7 @@ def replay(made, *, forward_only=False):
     return done
 
 
-@pytest.mark.parametrize("name", LIBRARY)
+@pytest.mark.parametrize("name", some(LIBRARY, ["gpipe", "1f1b", "1f1b_phased"]))
 def test_rows_give_every_op_what_it_needs(name):
     count = 0
     for each in TABLES:
@@ -402,7 +406,15 @@ def test_loops_spell_the_ticks_in_order():
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
-@pytest.mark.parametrize("name", ["gpipe", "1f1b_phased", "interleaved_phased", "looped_bfs"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("gpipe", marks=pytest.mark.slow),
+        "1f1b_phased",
+        pytest.param("interleaved_phased", marks=pytest.mark.slow),
+        pytest.param("looped_bfs", marks=pytest.mark.slow),
+    ],
+)
 def test_bodies_to_compile_do_not_grow_with_microbatches(name, stages):
     """From about three times the stages on: with fewer a table has no middle that repeats."""
     counts = [count * max(1, stages // 4) for count in (16, 32, 64)]

@@ -85,6 +85,7 @@ def test_a_stage_keeps_its_stream_and_the_results_of_matmuls():
     ]
 
 
+@pytest.mark.slow
 def test_buffers_in_place_hold_what_a_copy_would_have_held():
     params, x, g = given_(jnp.float32)
     made = halves(stage, params, None, x, split=False)
@@ -221,7 +222,10 @@ def test_llama_3_405b_without_recomputation_fits_80_gb():
 @absent
 @pytest.mark.parametrize(
     ("remat", "mesh", "head"),
-    [("none", {"tensor": 2}, "last"), pytest.param("dots", {"data": 2}, "spread", marks=forgets)],
+    [
+        pytest.param("none", {"tensor": 2}, "last", marks=pytest.mark.full),
+        pytest.param("dots", {"data": 2}, "spread", marks=[forgets, pytest.mark.slow]),
+    ],
 )
 def test_a_tick_of_one_layer_a_chunk_copies_no_slots_and_keeps_a_norms_input_once(remat, mesh, head):
     """Of each chunk and microbatch in flight two inputs of norms, a message from another stage being the first one.

@@ -68,18 +68,17 @@ def assert_equals(got, want):
     assert_same_arrays((got[0], got[1].params), (want[0], want[1].params))
 
 
-ONE, EIGHT = LAYOUTS  # their names
 CASES = list(itertools.product(MODELS, LAYOUTS, ("1f1b_phased", "1f1b")))
-OFTEN = [("nnx.vmap", ONE, "1f1b")]
-SLOW = [
-    ("nnx.vmap", EIGHT, "1f1b_phased"),
-    ("a list of setup", ONE, "1f1b_phased"),
-    ("nnx.List", EIGHT, "1f1b"),
-    ("a first layer of another kind", ONE, "1f1b"),
-]
 
 
-@pytest.mark.parametrize(("kind", "layout", "schedule"), some(CASES, OFTEN, SLOW))
+@pytest.mark.parametrize(
+    ("kind", "layout", "schedule"),
+    some(
+        CASES,
+        [],
+        [("nnx.vmap", "pipe 4 x data 2", "1f1b"), ("a first layer of another kind", "pipe 4 x data 2", "1f1b")],
+    ),
+)
 def test_losses_and_parameters_equal_one_device(kind, layout, schedule):
     parallel = jp.Parallel(**LAYOUTS[layout], pipeline=jp.Pipeline(schedule=schedule))
     model, settings = MODELS[kind]()
@@ -97,10 +96,11 @@ SETTINGS = {
 
 
 BARE = ["nnx.vmap", "nn.scan with a length", "nnx.List", "a list of setup"]
-IN_TURN = list(zip(itertools.cycle(BARE), SETTINGS, strict=False))  # each setting with one of them, every second in CI
 
 
-@pytest.mark.parametrize(("kind", "setting"), some(itertools.product(BARE, SETTINGS), [], IN_TURN[::2]))
+@pytest.mark.parametrize(
+    ("kind", "setting"), some(itertools.product(BARE, SETTINGS), [], [("nnx.vmap", "gathered per tick")])
+)
 def test_settings_of_the_pipeline_equal_one_device(kind, setting):
     sizes, pipeline = SETTINGS[setting]
     if setting == "spread" and kind == "nn.scan with a length":
@@ -191,7 +191,7 @@ def test_layers_that_cannot_be_shortened_are_refused(layers, words):
 
 @pytest.mark.parametrize(
     ("made", "stack"),
-    [(lambda: Listed, "h/*/ln_1/scale"), (listed_in_linen, "h_*/ln_1/scale")],
+    [pytest.param(lambda: Listed, "h/*/ln_1/scale", marks=pytest.mark.slow), (listed_in_linen, "h_*/ln_1/scale")],
     ids=["nnx.List", "a list of setup"],
 )
 def test_a_list_of_layers_keeps_its_names(made, stack):
@@ -286,13 +286,19 @@ class StackInTurn(Stacked):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (Looped, "gives jp.pipelined a function, and its largest list of equal layers is h/0 ... h/3, 4 of them"),
-        (Some, "gives jp.pipelined 2 layers, and its largest list"),
-        (Scaled, "layer 2 of h/0 ... h/3 is another program than layer 0"),
-        pytest.param(Crossed, "layer 1 of h/0 ... h/3 is another program than layer 0", marks=pytest.mark.slow),
-        (Encoded, "and its largest stack of layers is decoder"),
-        (Twofold, "the layers of Twofold go through a stack, and then through one again"),
-        (StackInTurn, "gives jp.pipelined 1 layers, and its largest is a stack"),
+        pytest.param(
+            Looped,
+            "gives jp.pipelined a function, and its largest list of equal layers is h/0 ... h/3, 4 of them",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(Some, "gives jp.pipelined 2 layers, and its largest list", marks=pytest.mark.slow),
+        pytest.param(Scaled, "layer 2 of h/0 ... h/3 is another program than layer 0", marks=pytest.mark.full),
+        pytest.param(Crossed, "layer 1 of h/0 ... h/3 is another program than layer 0", marks=pytest.mark.full),
+        pytest.param(Encoded, "and its largest stack of layers is decoder", marks=pytest.mark.slow),
+        pytest.param(
+            Twofold, "the layers of Twofold go through a stack, and then through one again", marks=pytest.mark.slow
+        ),
+        pytest.param(StackInTurn, "gives jp.pipelined 1 layers, and its largest is a stack", marks=pytest.mark.slow),
         (Hybrid, "layers of 2 kinds in turns as one callable for each turn: jp.pipelined([lambda x, a=a, b=b: b(a(x))"),
     ],
 )

@@ -37,9 +37,9 @@ def alone():
 @pytest.mark.parametrize(
     ("mesh", "pipeline"),
     [
-        pytest.param("tensor", jp.Pipeline(schedule="1f1b_phased", keep="residuals"), marks=pytest.mark.slow),
+        pytest.param("tensor", jp.Pipeline(schedule="1f1b_phased", keep="residuals"), marks=pytest.mark.full),
         ("data", jp.Pipeline(schedule="zb_h1")),
-        pytest.param("data", jp.Pipeline(layers=(3, 1)), marks=pytest.mark.slow),
+        pytest.param("data", jp.Pipeline(layers=(3, 1)), marks=pytest.mark.full),
     ],
     ids=["a phased table and tensor", "a mixed table and replicas", "uneven stages"],
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pairwise import some
 
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
@@ -55,7 +56,11 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "cell", "said"), CELLS, ids=["-".join(cell) for _, cell, _ in CELLS])
+@pytest.mark.parametrize(
+    ("asked", "cell", "said"),
+    some(CELLS, [CELLS[3]], [CELLS[0], CELLS[1], CELLS[2], CELLS[5], CELLS[6], CELLS[7], CELLS[8], CELLS[9]]),
+    ids=["-".join(cell) for _, cell, _ in CELLS],
+)
 def test_a_cell_of_the_table(asked, cell, said):
     situation = situation_of(asked)
     assert (situation.nodes, situation.model, situation.links) == cell
@@ -69,6 +74,7 @@ def test_a_cell_of_the_table(asked, cell, said):
             assert option.layouts.mask(one, 8).all()
 
 
+@pytest.mark.slow
 def test_every_row_has_its_case_and_every_situation_exactly_one_row():
     fired = {id(advise(search(asked)).rule) for asked, _, _ in CELLS}
     assert fired == {id(rule) for rule in RULES}

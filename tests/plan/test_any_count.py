@@ -46,7 +46,15 @@ def composes(settings, candidate):
     return ""
 
 
-@pytest.mark.parametrize("devices", [12, 24, 100, 576])
+@pytest.mark.parametrize(
+    "devices",
+    [
+        pytest.param(12, marks=pytest.mark.slow),
+        pytest.param(24, marks=pytest.mark.slow),
+        100,
+        pytest.param(576, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("settings", SETTINGS, ids=["gated", "learned", "small"])
 def test_a_layout_is_storable_where_it_composes(settings, devices):
     model = Transformer(shape=Shape.from_settings(settings))

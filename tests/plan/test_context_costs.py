@@ -121,7 +121,11 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("program", "chip", "size", "remat"),
-    some(CASES, [("kernel", "h100", 8, "full"), ("compiled", "h100", 8, "full")]),
+    some(
+        CASES,
+        [("compiled", "h100", 8, "full"), ("kernel", "h100", 8, "full")],
+        [("compiled", "h100", 16, "none"), ("kernel", "a100", 2, "none")],
+    ),
 )
 def test_the_modelled_times_cross_where_the_formula_says(program, chip, size, remat):
     far, software = Candidate(context=size, context_by="ring", remat=remat), PROGRAMS[program]

@@ -181,6 +181,7 @@ def test_the_table_of_fits_is_one_that_is_read(first, tmp_path):
     assert "do not tell launch and latency apart" in machine.source
 
 
+@pytest.mark.slow
 def test_the_verb_plans_for_a_file_as_for_the_chip_in_it(tmp_path, capsys):
     path = tmp_path / "mine.toml"
     write_table(path, "gemm", GEMM, chip=H100.chip)
@@ -223,16 +224,24 @@ def test_chips_that_cannot_be_planned_for_are_refused_with_the_way_out(words, sa
 @pytest.mark.parametrize(
     ("chip", "devices", "words", "machines"),
     [
-        ("gb200", 144, [], "144 x NVIDIA GB200 NVL72, 2 nodes of 72"),
-        ("gb200", 16, ["--per-node", "4"], "16 x NVIDIA GB200 NVL72, 4 nodes of 4"),
-        ("gb300", 64, [], "64 x NVIDIA GB300 NVL72, 1 node of 72"),
-        ("b300", 16, [], "16 x NVIDIA B300 SXM, 2 nodes of 8"),
-        ("mi300x", 16, [], "16 x AMD Instinct MI300X, 2 nodes of 8"),
-        ("l40s", 8, [], "8 x NVIDIA L40S, 1 node of 8"),
+        pytest.param("gb200", 144, [], "144 x NVIDIA GB200 NVL72, 2 nodes of 72", marks=pytest.mark.slow),
+        pytest.param("gb200", 16, ["--per-node", "4"], "16 x NVIDIA GB200 NVL72, 4 nodes of 4", marks=pytest.mark.slow),
+        pytest.param("gb300", 64, [], "64 x NVIDIA GB300 NVL72, 1 node of 72", marks=pytest.mark.slow),
+        pytest.param("b300", 16, [], "16 x NVIDIA B300 SXM, 2 nodes of 8", marks=pytest.mark.slow),
+        pytest.param("mi300x", 16, [], "16 x AMD Instinct MI300X, 2 nodes of 8", marks=pytest.mark.slow),
+        pytest.param("l40s", 8, [], "8 x NVIDIA L40S, 1 node of 8", marks=pytest.mark.slow),
         ("l40s", 16, ["--per-node", "4", "--between", "100Gb/s"], "16 x NVIDIA L40S, 4 nodes of 4"),
-        ("a10", 8, [], "8 x NVIDIA A10, 1 node of 8"),
-        ("rtx4090", 4, ["--per-node", "4"], "4 x NVIDIA GeForce RTX 4090, 1 node of 4"),
-        ("gh200", 32, ["--per-node", "1", "--between", "50GB"], "32 x NVIDIA GH200 96GB, 32 nodes of 1"),
+        pytest.param("a10", 8, [], "8 x NVIDIA A10, 1 node of 8", marks=pytest.mark.slow),
+        pytest.param(
+            "rtx4090", 4, ["--per-node", "4"], "4 x NVIDIA GeForce RTX 4090, 1 node of 4", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "gh200",
+            32,
+            ["--per-node", "1", "--between", "50GB"],
+            "32 x NVIDIA GH200 96GB, 32 nodes of 1",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_chips_that_people_rent_are_planned_for_as_assumed(chip, devices, words, machines, tmp_path, capsys):

@@ -125,6 +125,7 @@ def test_no_layout_that_a_doubt_would_put_first_is_left_out(given):
         assert search(changed, top=1).best[0].candidate == found[doubt.description].candidate, doubt.description
 
 
+@pytest.mark.slow
 def test_a_doubt_changes_no_step_by_more_than_twice():
     question = asked(devices=512, rows=1024)
     plan = search(question, top=1)

@@ -139,7 +139,11 @@ def test_a_gather_of_fsdp_pays_its_hops_once_for_each_layer_and_pass():
 @pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
 @pytest.mark.parametrize(
     ("sizes", "remat"),
-    [({"fsdp": 8, "zero": 3}, "full"), ({"fsdp": 8, "zero": 3}, "none"), ({"pipe": 2, "fsdp": 4, "zero": 3}, "full")],
+    [
+        pytest.param({"fsdp": 8, "zero": 3}, "full", marks=pytest.mark.full),
+        pytest.param({"fsdp": 8, "zero": 3}, "none", marks=pytest.mark.slow),
+        pytest.param({"pipe": 2, "fsdp": 4, "zero": 3}, "full", marks=pytest.mark.full),
+    ],
     ids=["fsdp", "fsdp, all kept", "around a table"],
 )
 def test_the_compiled_program_has_as_many_collectives_as_are_priced(sizes, remat):
@@ -166,7 +170,11 @@ def test_the_compiled_program_has_as_many_collectives_as_are_priced(sizes, remat
 
 @pytest.mark.parametrize(
     ("shape", "devices", "rows", "most"),
-    [(LLAMA_8B, 4096, 4096, 512), (LLAMA_8B, 16384, 16384, 1024), (LLAMA_405B, 16384, 2048, 256)],
+    [
+        (LLAMA_8B, 4096, 4096, 512),
+        pytest.param(LLAMA_8B, 16384, 16384, 1024, marks=pytest.mark.slow),
+        pytest.param(LLAMA_405B, 16384, 2048, 256, marks=pytest.mark.slow),
+    ],
     ids=["8B on 4096", "8B on 16384", "405B on 16384"],
 )
 def test_on_thousands_of_gpus_nothing_is_gathered_over_all_of_them(shape, devices, rows, most):
@@ -196,10 +204,10 @@ def test_no_gather_over_nodes_is_faster_than_the_ports_it_leaves_by(hardware, no
 @pytest.mark.parametrize(
     ("shape", "devices", "rows"),
     [
-        (GPT, 1024, 1536),
+        pytest.param(GPT, 1024, 1536, marks=pytest.mark.full),
         (replace(GPT, vocab=50272), 1024, 1024),  # it ran on 992, by shards that are padded: see below
         pytest.param(replace(GPT, layers=105, dim=20480, heads=128), 2240, 1920, marks=pytest.mark.slow),
-        pytest.param(replace(GPT, layers=128, dim=25600, heads=160), 3072, 3072, marks=pytest.mark.slow),
+        pytest.param(replace(GPT, layers=128, dim=25600, heads=160), 3072, 3072, marks=pytest.mark.full),
     ],
     ids=["GPT-3 175B", "OPT-175B", "MT-NLG 530B", "Megatron 1T"],
 )
@@ -241,7 +249,15 @@ def test_tensor_on_several_nodes_is_left_out_by_name_unless_it_is_faster_by_the_
     assert search(replace(asked, hardware=fast, rows=1), top=1).best[0].candidate.tensor == 16
 
 
-@pytest.mark.parametrize(("rows", "memory"), [(64, 0), (128, 0), (512, 0), (128, 40 * 2**30)])
+@pytest.mark.parametrize(
+    ("rows", "memory"),
+    [
+        pytest.param(64, 0, marks=pytest.mark.slow),
+        pytest.param(128, 0, marks=pytest.mark.slow),
+        pytest.param(512, 0, marks=pytest.mark.slow),
+        (128, 40 * 2**30),
+    ],
+)
 @pytest.mark.parametrize("devices", [8, 32, 64])
 def test_nothing_that_a_plan_lists_beats_its_first_in_both_time_and_memory(rows, memory, devices):
     plan = search(replace(question(LLAMA_8B, devices, rows, memory=memory), software=JAXPAR), top=50)

@@ -70,7 +70,7 @@ def test_the_report_says_whose_attention_it_assumes(words, said, capsys):
     assert said in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("attention", ["fused", "unfused"])
+@pytest.mark.parametrize("attention", [pytest.param("fused", marks=pytest.mark.slow), "unfused"])
 def test_what_is_compiled_is_what_the_plan_recommends(attention, monkeypatch, capsys):
     """The first layouts of the same table, with a stand-in for cuDNN's kernel where the plan is of that."""
     compiled, words = [], ["plan", JOB, "--devices", "8", "--top", "2", "--attention", attention]

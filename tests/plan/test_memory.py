@@ -249,7 +249,14 @@ def pipelined(schedule, *, remat, **more):
 
 @pytest.mark.slow  # a pipeline, compiled for GPUs
 @pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
-@pytest.mark.parametrize("queries", [{"heads": 4}, {"heads": 8, "kv_heads": 2}], ids=["plain", "grouped"])
+@pytest.mark.parametrize(
+    "queries",
+    [
+        pytest.param({"heads": 4}, marks=pytest.mark.slow),
+        pytest.param({"heads": 8, "kv_heads": 2}, marks=pytest.mark.full),
+    ],
+    ids=["plain", "grouped"],
+)
 def test_a_stage_without_remat_has_scores_in_its_slots_once(queries):
     """Scores of grouped queries were laid one way by forwards and another by the last backwards, and all copied."""
     compiled, planned = pipelined("1f1b_phased", remat="none", **queries)

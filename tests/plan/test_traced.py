@@ -104,7 +104,7 @@ def test_flop_of_a_vision_transformer_are_those_of_its_matrices():
     assert model.trace.blocks == 4
 
 
-@pytest.mark.parametrize("text", [VIT, CONV], ids=["vit", "resnet"])
+@pytest.mark.parametrize("text", [VIT, pytest.param(CONV, marks=pytest.mark.slow)], ids=["vit", "resnet"])
 def test_static_bytes_are_those_of_the_layout(text):
     """To the byte, what no axis divides included."""
     import jaxpar as jp
@@ -254,7 +254,7 @@ def own(tmp_path, monkeypatch):
     return job
 
 
-@pytest.mark.parametrize("model", ["Net", "Old"])
+@pytest.mark.parametrize("model", ["Net", pytest.param("Old", marks=pytest.mark.slow)])
 def test_a_model_of_the_users_own_is_planned_written_and_drawn(own, model, capsys):
     words = ["--write", "planned.toml", "--html", "plan.html", "--json", "plan.json", "--advise"]
     assert main(["plan", own(model=model), "--devices", "8", *words]) == 0

@@ -21,6 +21,7 @@ from flax.linen import spmd as linen_spmd
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, auto_axes, reshard
 from jax.sharding import PartitionSpec as P
+from pairwise import some
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
@@ -442,7 +443,7 @@ BOTH = jp.Parallel(data=2, fsdp=2, tensor=2)
 
 
 @pytest.mark.parametrize("flax", ["nnx", "nnx with inputs", "linen"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", some(WAYS, ["spec"]))
 def test_an_activation_is_split_as_its_author_says(way, flax):
     factory = partial(Activations, say=WAYS[way])
     if flax == "linen":
@@ -509,7 +510,7 @@ def both_sides(x, mesh):
     return jax.shard_map(rows, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(x)
 
 
-@pytest.mark.parametrize("flax", ["nnx", "linen"])
+@pytest.mark.parametrize("flax", ["nnx", pytest.param("linen", marks=pytest.mark.slow)])
 def test_shard_map_on_the_authors_mesh_runs_on_the_steps(flax):
     mesh = Mesh(np.array(jax.devices()), ("data",))
     models = {"nnx": Activations, "linen": LinenActivations}

@@ -32,7 +32,7 @@ def alone():
     "layout",
     [
         pytest.param(jp.Parallel(data=8, rules={"tp": None}), marks=pytest.mark.full),
-        jp.Parallel(fsdp=4, tensor=2, rules=RULES),
+        pytest.param(jp.Parallel(fsdp=4, tensor=2, rules=RULES), marks=pytest.mark.full),
         jp.Parallel(data=2, fsdp=2, tensor=2, zero=2, rules=RULES),
     ],
     ids=["data", "fsdp x tensor", "2x2x2"],
@@ -82,7 +82,7 @@ def linen_with(mesh):
 @pytest.mark.parametrize(
     ("made_with", "sizes", "layout"),
     [
-        (linen_with, (1, 1), jp.Parallel(data=8)),
+        pytest.param(linen_with, (1, 1), jp.Parallel(data=8), marks=pytest.mark.full),
         (lambda mesh: partial(KeepsMesh, mesh=mesh), (2, 4), jp.Parallel(data=2, fsdp=2, tensor=2, rules=RULES)),
     ],
     ids=["of one device", "of eight"],

@@ -59,7 +59,9 @@ class General(nn.Module):
         return nn.DenseGeneral(4, axis=(-2, -1), kernel_init=self.partitioning(init, ("heads", "kv", None)))(x)
 
 
-@pytest.mark.parametrize("partitioning", [nn.with_partitioning, nn.with_logical_partitioning])
+@pytest.mark.parametrize(
+    "partitioning", [pytest.param(nn.with_partitioning, marks=pytest.mark.slow), nn.with_logical_partitioning]
+)
 def test_names_of_all_dims_of_a_kernel_that_flax_makes_flat_are_those_of_its_parameter(partitioning):
     model = jp.from_linen(General(partitioning), jnp.zeros((1, 16)))
     layout = jp.compose(model, jp.Parallel(data=4, tensor=2, rules={"heads": "tensor"}))

@@ -25,7 +25,7 @@ LAYOUTS = {
     "2x2x2": ({"data": 2, "fsdp": 2, "tensor": 2}, {}),
     "accumulate": ({"data": 2, "fsdp": 4}, {"accumulate": 2}),
 }
-MARKS = {"2x2x2": [], "zero 3": [pytest.mark.slow], "accumulate": [pytest.mark.slow]}
+MARKS = {"2x2x2": []}
 
 
 class Statistics(NamedTuple):
@@ -185,7 +185,7 @@ def trained(module, layout, loss=squares, **numerics):
     return start, losses, state
 
 
-OFTEN = ("tuple", "boxes", "mixed", "counted", "large")
+OFTEN = ("tuple", "counted")
 
 
 @pytest.mark.parametrize("kind", [pytest.param(n, marks=[pytest.mark.slow] * (n not in OFTEN)) for n in MODELS])
@@ -265,11 +265,21 @@ class Written(nn.Module):
         (Late(), r"makes the variable stats/z while it is called"),
         (Inside(), r"makes the variable stats/Late_0/z while it is called"),
         (Late("other"), r"makes a variable of the collection other while it is called"),
-        (Grown(), r"writes another tree of arrays to its state than it was made with: collections/stats/seen/2"),
-        (Written(jnp.int32, jnp.float32), r"collections/memory/last in float32, which was made in int32"),
-        (Written(jnp.float32, jnp.complex64), r"in complex64, which was made in float32"),
-        (Written(jnp.uint8, jnp.int32), r"in int32, which was made in uint8"),
-        (Written(jnp.bool_, jnp.int32), r"in int32, which was made in bool"),
+        pytest.param(
+            Grown(),
+            r"writes another tree of arrays to its state than it was made with: collections/stats/seen/2",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            Written(jnp.int32, jnp.float32),
+            r"collections/memory/last in float32, which was made in int32",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            Written(jnp.float32, jnp.complex64), r"in complex64, which was made in float32", marks=pytest.mark.slow
+        ),
+        pytest.param(Written(jnp.uint8, jnp.int32), r"in int32, which was made in uint8", marks=pytest.mark.slow),
+        pytest.param(Written(jnp.bool_, jnp.int32), r"in int32, which was made in bool", marks=pytest.mark.slow),
     ],
 )
 def test_what_a_compiled_step_cannot_keep_is_refused(module, message):
@@ -280,10 +290,10 @@ def test_what_a_compiled_step_cannot_keep_is_refused(module, message):
 @pytest.mark.parametrize(
     ("made", "written", "precision"),
     [
-        (jnp.float32, None, "bf16"),
-        (jnp.float16, jnp.float32, "fp32"),
-        (jnp.float32, jnp.int32, "fp32"),
-        (jnp.int32, jnp.int8, "fp32"),
+        pytest.param(jnp.float32, None, "bf16", marks=pytest.mark.slow),
+        pytest.param(jnp.float16, jnp.float32, "fp32", marks=pytest.mark.slow),
+        pytest.param(jnp.float32, jnp.int32, "fp32", marks=pytest.mark.slow),
+        pytest.param(jnp.int32, jnp.int8, "fp32", marks=pytest.mark.slow),
         (jnp.float32, jnp.bool_, "fp32"),
     ],
 )

@@ -77,7 +77,18 @@ def program(model, **numerics):
 
 
 @pytest.mark.parametrize("model", [linen, of_nnx])
-@pytest.mark.parametrize("own", [False, True, None, 3, "minimal", "nothing_saveable", ("full",)])
+@pytest.mark.parametrize(
+    "own",
+    [
+        pytest.param(False, marks=pytest.mark.slow),
+        pytest.param(True, marks=pytest.mark.slow),
+        None,
+        pytest.param(3, marks=pytest.mark.slow),
+        pytest.param("minimal", marks=pytest.mark.slow),
+        pytest.param("nothing_saveable", marks=pytest.mark.slow),
+        pytest.param(("full",), marks=pytest.mark.slow),
+    ],
+)
 def test_a_remat_that_is_no_policy_of_jaxpars_stays(model, own):
     seen = Seen()
     layout, text = program(model(own)(seen))

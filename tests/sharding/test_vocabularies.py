@@ -13,20 +13,41 @@ from jaxpar.mesh.target import missing_plugin
 from jaxpar.sharding.constrain import activation_names
 
 
-@pytest.mark.parametrize("words", ["maxtext", "t5x", "big_vision", "maxdiffusion", "haliax", "own", "nnx"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param("maxtext", marks=pytest.mark.slow),
+        pytest.param("t5x", marks=pytest.mark.slow),
+        pytest.param("big_vision", marks=pytest.mark.slow),
+        "maxdiffusion",
+        pytest.param("haliax", marks=pytest.mark.slow),
+        pytest.param("own", marks=pytest.mark.slow),
+        pytest.param("nnx", marks=pytest.mark.slow),
+    ],
+)
 def test_with_names_of_its_own_a_model_computes_only_its_own_examples(words):
     assert flop(step_of(words, data=8)) == whole_flop(words) / 8
 
 
 @pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
 @pytest.mark.slow
-@pytest.mark.parametrize("words", ["maxtext", "own"])
+@pytest.mark.parametrize(
+    "words", [pytest.param("maxtext", marks=pytest.mark.slow), pytest.param("own", marks=pytest.mark.full)]
+)
 def test_as_compiled_for_gpus_a_model_computes_only_its_own_examples(words):
     report = jp.inspect(step_of(words, jp.target_devices("h100:1x8"), data=8), batch())
     assert report.flop.total <= 1.05 * whole_flop(words) / 8
 
 
-@pytest.mark.parametrize("words", ["maxtext", "t5x", "maxdiffusion", "haliax"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param("maxtext", marks=pytest.mark.slow),
+        pytest.param("t5x", marks=pytest.mark.slow),
+        "maxdiffusion",
+        pytest.param("haliax", marks=pytest.mark.slow),
+    ],
+)
 def test_names_of_other_code_bases_mean_what_they_mean_there(words):
     """Under every axis the program is that of the same model in jaxpar's own words."""
     layout = dict(data=2, context=2, tensor=2, sequence=True)

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from pairwise import some
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
@@ -60,7 +61,7 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", some(MESHES, ["explicit, whole"]))
 @pytest.mark.parametrize("sizes", [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
 def test_a_batch_on_another_mesh_of_the_same_devices_is_placed(name, sizes):
     mesh, spec = MESHES[name]()
@@ -96,7 +97,7 @@ LISTS = {
 }
 
 
-@pytest.mark.parametrize("name", LISTS)
+@pytest.mark.parametrize("name", some(LISTS, ["alone", "of several sizes"]))
 def test_a_list_of_views_is_refused_with_a_batch_without_it(name):
     with pytest.raises(JaxparError) as error:
         trained(LISTS[name], views, sizes={"data": 2, "fsdp": 2, "tensor": 2})
@@ -114,6 +115,13 @@ def test_the_batch_that_the_message_names_trains():
     np.testing.assert_allclose(trained(flat, views, sizes={"data": 2, "fsdp": 4}, accumulate=2), wanted, rtol=1e-5)
 
 
-@pytest.mark.parametrize("batch", [{"x": list(X), "y": list(Y)}, {"x": list(X), "y": Y}, {"x": X.tolist(), "y": Y}])
+@pytest.mark.parametrize(
+    "batch",
+    [
+        pytest.param({"x": list(X), "y": list(Y)}, marks=pytest.mark.slow),
+        pytest.param({"x": list(X), "y": Y}, marks=pytest.mark.slow),
+        {"x": X.tolist(), "y": Y},
+    ],
+)
 def test_a_list_of_rows_is_an_array(batch):
     assert trained(batch, sizes={"data": 8}) == trained({"x": X, "y": Y}, sizes={"data": 8})

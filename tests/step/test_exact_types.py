@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from pairwise import some
 from tiny import assert_same_arrays
 
 import jaxpar as jp
@@ -25,7 +26,7 @@ LAYOUTS = {
     "2x2x2": ({"data": 2, "fsdp": 2, "tensor": 2}, {}),
     "accumulate": ({"data": 2, "fsdp": 4}, {"accumulate": 2}),
 }
-MARKS = {"2x2x2": [], "zero 3": [pytest.mark.slow], "accumulate": [pytest.mark.slow]}
+MARKS = {"2x2x2": []}
 
 
 class Scale(nnx.Param):
@@ -152,7 +153,7 @@ def plain(kind):
     return losses, nnx.traversals.unflatten_mapping(stored)
 
 
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("kind", some(LOSSES, ["type of the model"]))
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=MARKS.get(name, [pytest.mark.full])) for name in LAYOUTS])
 def test_a_loss_that_asks_for_exact_types_is_that_of_flax(kind, layout):
     make, loss = LOSSES[kind]

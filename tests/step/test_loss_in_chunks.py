@@ -46,7 +46,9 @@ def loss_of(how, labels, weights):
 
 
 @pytest.mark.parametrize("table", [False, True])
-@pytest.mark.parametrize("chunks", [1, 4, 5])  # of 20 tokens; of 21, where 5 leave some that weigh nothing
+@pytest.mark.parametrize(
+    "chunks", [pytest.param(1, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full), 5]
+)  # of 20 tokens; of 21, where 5 leave some that weigh nothing
 def test_sums_and_gradients_are_those_of_whole_logits(table, chunks):
     keys = jax.random.split(jax.random.key(chunks), 4)
     x, head = jax.random.normal(keys[0], (3, 7, 8)), jax.random.normal(keys[1], (8, 11))
@@ -66,6 +68,7 @@ def test_sums_and_gradients_are_those_of_whole_logits(table, chunks):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_label_that_is_none_is_nan_where_it_counts_and_weights_have_their_gradient():
     x, head, labels = jnp.ones((1, 2, 4)), jnp.eye(4, 6), jnp.array([[1, 9]])
     loss = partial(sum_of_losses, Chunks(TokenSharding(), 2, False), x, head, labels)
@@ -98,10 +101,9 @@ LAYOUTS = {
     "pipeline": {"pipe": 2, "fsdp": 2, "tensor": 2, "head": "last"},
     "pipeline, head spread, tied": {"pipe": 2, "data": 2, "tensor": 2, "head": "spread", "tied": True},
 }
-FEW = ("2 x 2 x 2",)
 
 
-@pytest.mark.parametrize("case", some(LAYOUTS, FEW, [case for case in LAYOUTS if case not in FEW]))
+@pytest.mark.parametrize("case", some(LAYOUTS, ["ZeRO-1, tied, microbatches"], ["context", "pipeline"]))
 def test_every_layout_trains_as_one_device_does_on_whole_logits(case):
     sizes = LAYOUTS[case]
     losses, params, step = trained(SMALL, **sizes)
@@ -172,7 +174,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", some(MODELS, ["tied"], ["linen"]))
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_a_model_of_a_user_offers_a_method_and_a_name(model, precision):
     layout, optimizer = jp.compose(MODELS[model](), jp.Parallel(fsdp=8)), optax.sgd(1.0)
@@ -204,7 +206,7 @@ class Holder(nnx.Module):
         return self.module(tokens)
 
 
-@pytest.mark.parametrize("model", [Capped, Holder])
+@pytest.mark.parametrize("model", [pytest.param(Capped, marks=pytest.mark.slow), Holder])
 def test_what_does_not_offer_itself_is_asked_for_its_logits(model):
     step = jp.train_step(jp.compose(model, jp.Parallel(fsdp=8)), SMALL, optax.sgd(1.0))
     step.lower(step.abstract(), next(batches()))
@@ -212,7 +214,8 @@ def test_what_does_not_offer_itself_is_asked_for_its_logits(model):
 
 
 @pytest.mark.parametrize(
-    "model", ["tied", *(pytest.param(each, marks=pytest.mark.slow) for each in ("linen", "decoder"))]
+    "model",
+    ["tied", pytest.param("linen", marks=pytest.mark.slow), pytest.param("decoder", marks=pytest.mark.full)],
 )
 def test_a_head_with_an_adapter_is_a_head(model):
     made = partial(jp.Decoder, TINY) if model == "decoder" else MODELS[model]()
@@ -239,7 +242,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("case", some(WRONG, ["a square", "no matrix", "another dim"]))
 def test_what_is_no_head_is_refused(case):
     model, said = WRONG[case]
     with nnx.use_eager_sharding(False), pytest.raises(jp.JaxparError, match=said):
@@ -300,7 +303,13 @@ def payloads(parallel, loss, **numerics):
 @pytest.mark.slow
 @absent
 @pytest.mark.parametrize(
-    "sizes", [{"fsdp": 2, "data": 2, "tensor": 2}, {"tensor": 8, "sequence": True}, {"fsdp": 4, "context": 2}], ids=str
+    "sizes",
+    [
+        pytest.param({"fsdp": 2, "data": 2, "tensor": 2}, marks=pytest.mark.full),
+        pytest.param({"tensor": 8, "sequence": True}, marks=pytest.mark.slow),
+        pytest.param({"fsdp": 4, "context": 2}, marks=pytest.mark.full),
+    ],
+    ids=str,
 )
 def test_chunks_send_what_whole_logits_send_on_a_gpu(sizes):
     """The head is gathered once, its gradient reduced once, in the same dtypes; over `tensor` in pieces, of as much."""

@@ -20,7 +20,7 @@ def updated(optimizer, norm):
     return with_norm(lambda x: optimizer.update(x, optimizer.init(x), x)[0], GRADIENTS, jnp.float32(norm))
 
 
-@pytest.mark.parametrize("rest", [optax.identity(), optax.scale_by_trust_ratio()])
+@pytest.mark.parametrize("rest", [optax.identity(), pytest.param(optax.scale_by_trust_ratio(), marks=pytest.mark.slow)])
 def test_an_optimizer_that_clips_takes_the_norm_that_is_there(rest):
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), rest)
     for norm in (10.0, 1000.0):
@@ -32,8 +32,8 @@ def test_an_optimizer_that_clips_takes_the_norm_that_is_there(rest):
 @pytest.mark.parametrize(
     "optimizer",
     [
-        optax.adamw(1e-3),
-        optax.chain(optax.scale(2.0), optax.clip_by_global_norm(1.0)),
+        pytest.param(optax.adamw(1e-3), marks=pytest.mark.slow),
+        pytest.param(optax.chain(optax.scale(2.0), optax.clip_by_global_norm(1.0)), marks=pytest.mark.slow),
         optax.masked(optax.clip_by_global_norm(1.0), {"a": True, "b": False}),
     ],
 )

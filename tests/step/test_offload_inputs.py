@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from pairwise import some
 from tiny import BATCH, DIM, SEQ, VOCAB, Annotated
 
 import jaxpar as jp
@@ -55,7 +56,7 @@ def losses(model, remat, **told):
     return found
 
 
-@pytest.mark.parametrize("model", ["decoder", *(pytest.param(each, marks=pytest.mark.slow) for each in [*MODELS][1:])])
+@pytest.mark.parametrize("model", some(MODELS, [], ["decoder", "nn.scan"]))
 def test_losses_are_those_of_full_to_the_bit(model):
     assert losses(model, "offload") == losses(model, "full")
 

@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from pairwise import some
 
 import jaxpar as jp
 
@@ -130,16 +131,17 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", some(LAYOUTS, ["2x2x2"], ["fsdp 8, zero 3"]))
 def test_scales_of_fp8_are_those_of_plain_flax(layout):
     assert_as_plain(Net(), LAYOUTS[layout])
 
 
-@pytest.mark.parametrize("op", ["Fp8DotGeneralOp", "NANOOFp8DotGeneralOp"])
+@pytest.mark.parametrize("op", [pytest.param("Fp8DotGeneralOp", marks=pytest.mark.slow), "NANOOFp8DotGeneralOp"])
 def test_each_of_flaxs_fp8_matmuls(op):
     assert_as_plain(Net(op), {"data": 2})
 
 
+@pytest.mark.slow
 def test_layers_in_a_scan_have_scales_of_their_own():
     assert_as_plain(Net(scan=True), {"data": 2, "fsdp": 2})
 
@@ -148,7 +150,7 @@ def test_a_users_own_variable_of_that_kind():
     assert_as_plain(Largest(), {"data": 2})
 
 
-@pytest.mark.parametrize("sizes", [{"data": 4}, {"fsdp": 8, "zero": 1}], ids=str)
+@pytest.mark.parametrize("sizes", [pytest.param({"data": 4}, marks=pytest.mark.slow), {"fsdp": 8, "zero": 1}], ids=str)
 def test_microbatches_leave_the_larger_values(sizes):
     assert_as_plain(Net(), sizes, accumulate=2)
 

@@ -92,7 +92,11 @@ def weighing(model, batch):
     return jnp.sum(losses), jnp.sum(jnp.square(model.embed.embedding[...]))
 
 
-@pytest.mark.parametrize("parallel", [jp.Parallel(data=2), jp.Parallel(fsdp=2)], ids=["data 2", "fsdp 2"])
+@pytest.mark.parametrize(
+    "parallel",
+    [pytest.param(jp.Parallel(data=2), marks=pytest.mark.slow), jp.Parallel(fsdp=2)],
+    ids=["data 2", "fsdp 2"],
+)
 def test_the_count_of_a_loss_is_not_differentiated(parallel):
     (batch,) = batches(1)
     layout = jp.compose(staged(), parallel, jax.devices()[:2])
@@ -147,7 +151,7 @@ REMATERIALIZED = {
 }
 
 
-@pytest.mark.parametrize("case", REMATERIALIZED)
+@pytest.mark.parametrize("case", some(REMATERIALIZED, ["jaxpar's own, unrolled"]))
 def test_remat_computes_again(case):
     model, parallel = REMATERIALIZED[case]
     kept, again = (len(products(lowered(model, parallel, remat=remat))) for remat in ("none", "full"))
@@ -179,8 +183,10 @@ class Raw(nnx.Module):
         return jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, self.blocks[...])[0]
 
 
-@pytest.mark.parametrize("head", ["last", "spread"])
-@pytest.mark.parametrize("model", [staged(), Raw], ids=["of Flax's layers", "of raw weights"])
+@pytest.mark.parametrize("head", ["last", pytest.param("spread", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "model", [pytest.param(staged(), marks=pytest.mark.slow), Raw], ids=["of Flax's layers", "of raw weights"]
+)
 def test_every_product_of_a_pipeline_is_in_bf16(model, head):
     found = products(lowered(model, pipe(head=head), precision="bf16"))
     assert set(found) == {("bf16", "bf16")}

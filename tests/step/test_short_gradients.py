@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from pairwise import some
 from tiny import scanned, stack
 
 import jaxpar as jp
@@ -86,10 +87,21 @@ def assert_close(gradient, kernel, tolerance):
 @pytest.mark.parametrize("dtype", SHORT, ids=["float16", "bfloat16"])
 @pytest.mark.parametrize(
     ("sizes", "accumulate"),
-    [({"data": 8}, 1), ({"data": 8}, 64), ({"fsdp": 8, "zero": 1}, 8), ({"fsdp": 4, "data": 2, "zero": 2}, 2),
-     ({"fsdp": 8}, 8), ({"data": 2, "fsdp": 2, "tensor": 2}, 2)],
+    [
+        ({"data": 8}, 1),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ({"data": 8}, 64),
+                ({"fsdp": 8, "zero": 1}, 8),
+                ({"fsdp": 4, "data": 2, "zero": 2}, 2),
+                ({"fsdp": 8}, 8),
+                ({"data": 2, "fsdp": 2, "tensor": 2}, 2),
+            )
+        ),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_gradients_of_short_parameters_are_those_of_the_mean(dtype, sizes, accumulate):
     metrics, made, params = gradient(partial(Matrix, dtype=dtype), sizes, accumulate=accumulate)
     norm = assert_close(made["w"]["kernel"], params["w"]["kernel"], SHORT[dtype])
@@ -104,7 +116,9 @@ def test_float32_parameters_that_are_multiplied_in_float16_do_not_overflow_by_ac
 
 
 @pytest.mark.parametrize(
-    "exchange", [jp.Exchange("local", every=4), jp.Exchange("powersgd", smallest=128)], ids=["local", "powersgd"]
+    "exchange",
+    [jp.Exchange("local", every=4), pytest.param(jp.Exchange("powersgd", smallest=128), marks=pytest.mark.slow)],
+    ids=["local", "powersgd"],
 )
 def test_replicas_that_step_apart_add_up_in_float32(exchange):
     model = partial(Matrix, dtype=jnp.float16)
@@ -128,7 +142,7 @@ PIPES = {
 
 
 @pytest.mark.filterwarnings("ignore:Layers. each device computes")  # the head is too small for its names
-@pytest.mark.parametrize("sizes", PIPES.values(), ids=PIPES)
+@pytest.mark.parametrize("sizes", some(PIPES.values(), [PIPES["zero 2"]]), ids=PIPES)
 def test_pipelines_make_gradients_of_the_mean_in_float16(sizes):
     metrics, made, params = gradient(partial(Layers, dtype=jnp.float16), sizes)
     norm = assert_close(made["head"]["w"]["kernel"], params["head"]["w"]["kernel"], 1e-3)

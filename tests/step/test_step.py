@@ -59,7 +59,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.filterwarnings("ignore:Small.* times its share")  # Muon's matmuls are of whole updates, on every device
-@pytest.mark.parametrize("name", some(OPTIMIZERS, ["multi"]))
+@pytest.mark.parametrize("name", some(OPTIMIZERS, ["sgd"], ["lion", "muon"]))
 def test_any_optax_chain_equals_one_device_and_is_sharded(name):
     chain = OPTIMIZERS[name]
     want, reference, _ = on_one_device(Small, chain=chain, steps=3)
@@ -71,7 +71,7 @@ def test_any_optax_chain_equals_one_device_and_is_sharded(name):
     assert all(x.addressable_shards[0].data.size < x.size for x in big)
 
 
-@pytest.mark.parametrize("kind", some(["annotated", "bare", "linen"], ["annotated"]))
+@pytest.mark.parametrize("kind", some(["annotated", "bare", "linen"], [], ["annotated"]))
 def test_bf16_runs_its_products_in_bf16_and_keeps_float32_masters(kind):
     losses, state, step = train(models()[kind], CUBE, precision="bf16", steps=3, loss=float32_loss)
     assert step.compiler.matmuls.share >= 0.95
@@ -119,6 +119,7 @@ def test_products_are_counted_with_their_weight():
     assert (kept.function, kept.operands) == ("two", "bf16[8x8] * f32[8x8]")
 
 
+@pytest.mark.slow
 def test_offload_keeps_the_optimizer_in_host_memory_and_the_numbers_bitwise():
     want, reference, _ = train(Small, CUBE, steps=3)
     got, state, _ = train(Small, CUBE, steps=3, offload=True)
@@ -140,7 +141,7 @@ def test_offload_is_refused_where_there_is_no_host_memory(monkeypatch):
         jp.init_state(layout, optax.sgd(0.1), offload=True)
 
 
-@pytest.mark.parametrize("policy", some(POLICIES, ["full", "dots"]))
+@pytest.mark.parametrize("policy", some(POLICIES, ["full"], ["dots"]))
 def test_every_remat_policy_gives_the_same_losses_bitwise_in_order(policy):
     want, _, _ = on_one_device(models()["annotated"], steps=2)
     got, _, _ = train(models()["annotated"], CUBE, steps=2, remat=policy)

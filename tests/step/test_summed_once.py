@@ -39,7 +39,7 @@ def test_shards_of_all_layers_are_scattered_at_once_where_little_waits(monkeypat
     assert launches(data=2, fsdp=2, tensor=2) >= found + SHAPE["layers"] - 1
 
 
-@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("again", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_gradients_are_those_of_jax(again):
     """Also of layers that look at the whole batch, and of what is read otherwise than in a matmul."""
 
@@ -86,13 +86,13 @@ def scaled(x, w, by):
 @pytest.mark.parametrize(
     "layer",
     [
-        held_by_two,
-        cut("data"),
-        cut(("data", "tensor")),
-        cut(None, ("tensor", "data")),
-        cut(PartitionSpec.UNCONSTRAINED, "tensor"),
+        pytest.param(held_by_two, marks=pytest.mark.slow),
+        pytest.param(cut("data"), marks=pytest.mark.slow),
+        pytest.param(cut(("data", "tensor")), marks=pytest.mark.slow),
+        pytest.param(cut(None, ("tensor", "data")), marks=pytest.mark.slow),
+        pytest.param(cut(PartitionSpec.UNCONSTRAINED, "tensor"), marks=pytest.mark.slow),
         cut(PartitionSpec.UNCONSTRAINED, "data"),
-        lambda x, w: scaled(x, w, 0.5),
+        pytest.param(lambda x, w: scaled(x, w, 0.5), marks=pytest.mark.slow),
     ],
 )
 def test_gradients_are_those_of_jax_whatever_reads_or_cuts_a_matrix(layer):
@@ -108,7 +108,14 @@ def test_gradients_are_those_of_jax_whatever_reads_or_cuts_a_matrix(layer):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-4), found, wanted)
 
 
-@pytest.mark.parametrize("cuts", [("fsdp", "tensor"), ("tensor", "fsdp"), ()])
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        pytest.param(("fsdp", "tensor"), marks=pytest.mark.slow),
+        pytest.param(("tensor", "fsdp"), marks=pytest.mark.slow),
+        (),
+    ],
+)
 def test_gradients_that_wait_for_their_reduce_scatter_are_those_of_jax(cuts):
     @jax.custom_vjp
     def stored(w):

@@ -51,7 +51,15 @@ def delete(folder):
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.mark.parametrize("gone", ["runs/run/processes/a", "runs/run/processes", "runs/run", "runs"])
+@pytest.mark.parametrize(
+    "gone",
+    [
+        "runs/run/processes/a",
+        pytest.param("runs/run/processes", marks=pytest.mark.full),
+        pytest.param("runs/run", marks=pytest.mark.full),
+        pytest.param("runs", marks=pytest.mark.full),
+    ],
+)
 def test_a_deleted_folder_is_said_once_and_a_silent_process_is_found_after_it(gone, pair, tmp_path, capfd):
     run = tmp_path / "runs" / "run"
     assert wait_until(lambda: pair.beats(run), seconds=10)
@@ -77,6 +85,7 @@ def test_processes_agree_in_a_folder_that_was_deleted(pair, tmp_path):
     assert not any(thread.is_alive() for thread in threads)
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_gone_with_its_file_system_is_waited_for_with_few_words(pair, tmp_path, capfd):
     """Below the empty mount point lies another disk: nothing is made there."""
     run = tmp_path / "runs" / "run"

@@ -83,7 +83,17 @@ def rows(count):
 
 
 @pytest.mark.parametrize("loss", [own_loss, mean_loss])
-@pytest.mark.parametrize("count", [1, 7, 31, 48, 80, 97])
+@pytest.mark.parametrize(
+    "count",
+    [
+        pytest.param(1, marks=pytest.mark.slow),
+        pytest.param(7, marks=pytest.mark.slow),
+        pytest.param(31, marks=pytest.mark.slow),
+        pytest.param(48, marks=pytest.mark.slow),
+        pytest.param(80, marks=pytest.mark.slow),
+        97,
+    ],
+)
 def test_an_own_loss_counts_each_held_out_example_once(loss, count):
     source, values = rows(count)
     found = scores(source, Scale, loss, jp.Parallel(data=2, fsdp=4, zero=3), 48)

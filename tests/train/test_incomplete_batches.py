@@ -138,7 +138,18 @@ def plain(loss, model, count, size=SIZE, left_out=0):
     return {name: total / number for name, (total, number) in totals.items()}
 
 
-@pytest.mark.parametrize("loss", [clip, mean_clip, simclr, ranking, hard_negatives, at_least_one, capacity])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        pytest.param(clip, marks=pytest.mark.slow),
+        pytest.param(mean_clip, marks=pytest.mark.slow),
+        pytest.param(simclr, marks=pytest.mark.full),
+        pytest.param(ranking, marks=pytest.mark.slow),
+        pytest.param(hard_negatives, marks=pytest.mark.slow),
+        at_least_one,
+        pytest.param(capacity, marks=pytest.mark.slow),
+    ],
+)
 def test_examples_that_see_each_other_are_evaluated_without_copies(loss):
     found, said, _, model = evaluated(loss, (16, 24, 40))
     for count in (16, 24, 40):

@@ -4,6 +4,7 @@ import json
 
 import hooks
 import pytest
+from pairwise import some
 
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
@@ -46,7 +47,7 @@ LOST = {  # rows that stay: what is said
 }
 
 
-@pytest.mark.parametrize(("left", "words"), LOST.values(), ids=LOST)
+@pytest.mark.parametrize(("left", "words"), some(LOST.values(), [LOST["all rows"]], [LOST["the last two"]]), ids=LOST)
 def test_rows_that_are_lost_are_said_with_what_forgets_them(left, words, folder):
     file = folder / "metrics.jsonl"
     if left is None:
@@ -66,7 +67,10 @@ def test_a_run_that_has_all_its_rows_says_nothing(folder):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("job.toml", "what the job changes is not known"), ("run.json", "the data are those that it was trained on is")],
+    [
+        ("job.toml", "what the job changes is not known"),
+        pytest.param("run.json", "the data are those that it was trained on is", marks=pytest.mark.slow),
+    ],
 )
 def test_a_lost_record_of_the_run_is_said_with_what_is_not_known(name, words, folder):
     (folder / name).unlink()

@@ -83,7 +83,12 @@ def test_both_estimates_are_unbiased():
 
 @pytest.mark.parametrize(
     ("sizes", "accumulate", "parts"),
-    [(dict(data=4), 1, 4), (dict(data=2, fsdp=2), 2, 2), (dict(fsdp=4), 1, 2), (dict(tensor=1), 4, 4)],
+    [
+        pytest.param(dict(data=4), 1, 4, marks=pytest.mark.slow),
+        (dict(data=2, fsdp=2), 2, 2),
+        pytest.param(dict(fsdp=4), 1, 2, marks=pytest.mark.slow),
+        (dict(tensor=1), 4, 4),
+    ],
     ids=["data", "data x fsdp, accumulate", "fsdp", "accumulate"],
 )
 def test_the_norm_of_parts_is_that_of_their_gradients(sizes, accumulate, parts):

@@ -82,7 +82,16 @@ class Indexed:
         return BATCHES[:6][step]
 
 
-@pytest.mark.parametrize("data", [ends, ends_with_an_odd_batch, ends_with_another_key, raises, Indexed()])
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(ends, marks=pytest.mark.slow),
+        pytest.param(ends_with_an_odd_batch, marks=pytest.mark.slow),
+        pytest.param(ends_with_another_key, marks=pytest.mark.slow),
+        raises,
+        pytest.param(Indexed(), marks=pytest.mark.slow),
+    ],
+)
 def test_steps_are_saved_before_what_data_raise(data, tmp_path, capsys):
     with pytest.raises(JaxparError):
         jp.fit(new_step(), data, steps=20, batch=8, run=tmp_path / "run")
@@ -200,7 +209,15 @@ def test_the_best_evaluation_is_saved_when_it_is_found(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("stop_at", [1, 7, 8, 9])
+@pytest.mark.parametrize(
+    "stop_at",
+    [
+        pytest.param(1, marks=pytest.mark.slow),
+        pytest.param(7, marks=pytest.mark.slow),
+        pytest.param(8, marks=pytest.mark.slow),
+        9,
+    ],
+)
 def test_an_evaluation_that_a_signal_breaks_off_is_made_when_the_run_goes_on(stop_at, number, tmp_path):
     fit_scored(tmp_path / "undisturbed", Scored())
     run = tmp_path / "stopped"

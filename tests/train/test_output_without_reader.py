@@ -49,7 +49,9 @@ def test_training_goes_on_when_the_reader_has_seen_enough(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("output", ["closed", "full"])
+@pytest.mark.parametrize(
+    "output", [pytest.param("closed", marks=pytest.mark.slow), pytest.param("full", marks=pytest.mark.full)]
+)
 def test_launched_processes_go_on_when_nobody_reads(output, tmp_path):
     """Two light processes that say 2 MB each: far more than a pipe holds."""
     write(tmp_path)

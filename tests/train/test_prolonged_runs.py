@@ -4,6 +4,7 @@ import io
 import re
 
 import pytest
+from pairwise import some
 
 from jaxpar.job import run
 from jaxpar.job.file.parse import loads
@@ -66,7 +67,7 @@ UNCHANGED = {
 }
 
 
-@pytest.mark.parametrize("settings", UNCHANGED.values(), ids=UNCHANGED)
+@pytest.mark.parametrize("settings", some(UNCHANGED.values(), [UNCHANGED["a constant rate"]]), ids=UNCHANGED)
 def test_a_rate_that_does_not_depend_on_the_steps_is_no_jump(settings, tmp_path):
     train(tmp_path, *settings)
     assert "jumps" not in train(tmp_path, *settings, "train.steps=8")

@@ -113,6 +113,7 @@ def test_a_run_writes_what_it_did(whole, folder):
     assert json.loads((folder / "whole.json").read_text())["step"] == 40
 
 
+@pytest.mark.slow
 def test_the_resolved_job_is_the_same_job(whole, capsys):
     resolved = load(whole / "job.toml")
     assert (resolved.train.steps, resolved.model["dim"], resolved.parallel.fsdp) == (40, 32, 2)

@@ -81,6 +81,7 @@ def test_the_best_are_kept_by_scores_that_came_later(tmp_path):
     assert hooks.saved(rising) == sorted({8, min(scores, key=lambda step: scores[step])})
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_last_save_does_not_end_it(tmp_path, monkeypatch):
     hooks.run(tmp_path / "warm")  # so that the second is quick, and its write the slowest part
     write = manifest.write

@@ -61,6 +61,7 @@ def bare(watchdog):
 # cheap
 
 
+@pytest.mark.slow
 def test_the_watch_of_4096_processes_opens_few_files_and_takes_5_ms(tmp_path, opens):
     count, rounds = 4096, 2
     files = Files(tmp_path)
@@ -132,7 +133,11 @@ def test_digests_add_up_in_any_grouping(rows, cut):
     }
 
 
-@pytest.mark.parametrize("lost", [0, 16, 299], ids=["the first", "one that others report to", "the last"])
+@pytest.mark.parametrize(
+    "lost",
+    [pytest.param(0, marks=pytest.mark.slow), pytest.param(16, marks=pytest.mark.slow), 299],
+    ids=["the first", "one that others report to", "the last"],
+)
 def test_a_silent_one_of_300_is_named_by_all_in_time(tmp_path, lost):
     watch, clock = dogs(tmp_path, 300)
     assert set(turns(watch, clock, 5.0).values()) == {None}
@@ -157,7 +162,9 @@ def compile_for(watch, clock, seconds, *, late, by):
     return {problem.got for problem in found.values() if problem}
 
 
-@pytest.mark.parametrize(("seconds", "by"), [(300, 32), (600, 35), (600, 290), (1200, 60)])
+@pytest.mark.parametrize(
+    ("seconds", "by"), [(300, 32), (600, 35), (600, 290), pytest.param(1200, 60, marks=pytest.mark.slow)]
+)
 def test_a_long_compilation_is_no_hang(tmp_path, seconds, by):
     watch, clock = dogs(tmp_path, 3)
     assert compile_for(watch, clock, seconds, late=1, by=by) == set()
