@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.extend.core import Jaxpr
 
+from jaxpar.hlo.trip_counts import branch_runs
 from jaxpar.sharding.names import CHOICE
 
 if TYPE_CHECKING:  # a plain step loads no pipeline
@@ -61,7 +62,7 @@ def traced_matmuls(
             inner_times = times * math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
         elif times is not None and schedule and str(equation.source_info.name_stack).endswith(CHOICE):
             # the loops around it count ticks, but a stage takes each branch once for every microbatch and chunk
-            inner_times = times * schedule.microbatches * schedule.chunks / schedule.ticks
+            inner_times = times * branch_runs(schedule, len(params.get("branches", ()))) / schedule.ticks
         for value in params.values():
             for inner in _jaxprs(value):
                 yield from traced_matmuls(inner, schedule, inner_times, skip=skip)

@@ -7,7 +7,7 @@ branch is known: a stage runs each op once per microbatch and chunk.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxpar.hlo.text import Module, Op
 from jaxpar.sharding.names import CHOICE
@@ -92,12 +92,25 @@ def _walk(
         # the executor's own conditional inside the loop over ticks: every op is in one branch, and a stage takes each
         # branch once per microbatch and chunk, not in every tick
         if schedule and op.label.endswith(f"{CHOICE}/cond") and inner[-1:] == (schedule.ticks,):
-            inner = (*inner[:-1], schedule.microbatches * schedule.chunks)
+            inner = (*inner[:-1], branch_runs(schedule, len(op.callees)))
         for name in op.callees:
             yield from _walk(
                 module, schedule, name, inner, branch or op.opcode == "conditional",
                 fused or op.opcode in ("fusion", "fusion-start"), is_async, is_repeated,
             )  # fmt: skip
+
+
+def branch_runs(schedule: "Schedule", branches: int) -> Any:
+    """Returns how often a device runs a branch of the executor's conditional in a step; a mean over the devices.
+
+    With equal layers the branches are the ops (and idle), which every stage runs for each microbatch and chunk. Stages
+    of different programs have a branch for each part and op, which one of them runs.
+    """
+    runs, most = schedule.microbatches * schedule.chunks, 4
+    if branches <= most:
+        return runs
+    runs = schedule.microbatches
+    return runs // schedule.stages if runs % schedule.stages == 0 else runs / schedule.stages
 
 
 def is_sync(op: Op) -> bool:

@@ -35,6 +35,8 @@ def place_head(layout: Layout, compose: Compose) -> Layout:
       layout: The declared layout, in which `auto` is placed like `last`.
       compose: Composes the same model and devices under another declaration; returns the layout, or its problems.
     """
+    if layout.parallel.pipeline.stages:
+        return replace(layout, parallel=_declared(layout.parallel, "last"))
     if layout.parallel.pipeline.head != "auto":
         return with_note(layout, f"head: {_WHERE[layout.parallel.pipeline.head]}, as declared")
     last, spread = (_declared(layout.parallel, head) for head in ("last", "spread"))
@@ -147,7 +149,9 @@ def choose_schedule(layout: Layout) -> Layout:
     pipeline = layout.parallel.pipeline
     if pipeline.schedule != UNNAMED:
         return layout
-    if not layout.simulated:
+    if pipeline.stages:
+        name, why = MIXED, "stages of different programs take a branch in every tick, whatever the schedule"
+    elif not layout.simulated:
         name = PHASED
         why = "in a tick all stages go the same way, without a conditional, which costs a GPU a host round trip"
     elif needs := _needs_phased(layout):

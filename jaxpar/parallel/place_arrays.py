@@ -52,7 +52,8 @@ def place_arrays(parallel: Parallel, blueprint: Blueprint, mesh: Mesh | None) ->
     params = {path: leaves[path] for path in blueprint.leaves if path not in bases}
     prefix = parallel.pipeline.stack
     candidates = {path: leaf for path, leaf in params.items() if path.startswith(prefix)}
-    stack, lists = unnamed_layers(candidates, parts, parallel.paths) if parallel.pipe > 1 else (frozenset(), {})
+    finds_layers = parallel.pipe > 1 and not parallel.pipeline.stages
+    stack, lists = unnamed_layers(candidates, parts, parallel.paths) if finds_layers else (frozenset(), {})
     reads = infer_dims(blueprint, use=any(size > 1 for axis, size in parallel.sizes.items() if axis not in NO_MATRIX))
     find = partial(choose_axes, sizes=parallel.sizes, names=names, paths=parallel.paths, rules=parallel.rules)
     layers = Layers(stack, lists, names["layers"])
@@ -155,11 +156,14 @@ def _trained(
     if layers.stack or layers.lists:
         choice = stack_choice(choice, layers.axes) if stacked else unstack_choice(choice)
     uneven = parallel.pipe > 1 and parallel.pipeline.layers and choice.names[:1] == ("layers",)
-    if uneven or listed:
+    pieces = parallel.pipe > 1 and bool(parallel.pipeline.stages)
+    if uneven or listed or pieces:
         # uneven stages, or one layer of a list, cannot be stored as equal shards of layers: `pipe` takes another dim
         choice = replace(choice, axes=add_zero_and_axes(path, choice, leaf, sizes, parallel.zero_axes, ("pipe",)))
     if listed:
         choice = replace(choice, why=f"one of a list of layers, pipe on a dim of its own; {choice.why}")
+    if pieces:
+        choice = replace(choice, why=f"read by the stages of its pieces, pipe on a dim of its own; {choice.why}")
     return _place(path, leaf, parallel, choice, cut=True), choice, wrong
 
 

@@ -55,11 +55,13 @@ def sentences(schedule: Schedule, ledger: Sequence[Collective]) -> list[tuple[st
     if abs(values["bubble_in_time"] - schedule.bubble) > 5e-4:
         table += f", {values['bubble_in_time']:.1%} of the time where a backward takes as long as two forwards"
     peak = max(schedule.peak)
+    # messages of bytes are those of stages of different programs, which take a branch in every tick
+    branches = any(entry.kind == "collective-permute" and entry.dtype == "u8" for entry in ledger)
     memory = (
         f"a stage stores activations of at most {peak / schedule.chunks:.3g} of "
         f"{count_noun(schedule.microbatches, 'microbatch')} for their backward (stage "
         f"{schedule.peak.index(peak)}); idle, it "
-        + ("computes anyway and discards the result: no conditional" if schedule.phased else "waits")
+        + ("computes anyway and discards the result: no conditional" if schedule.phased and not branches else "waits")
     )
     times = "?" if values["permutes"] is None else values["permutes"]
     traffic = f"{count_noun(schedule.messages, 'message')} from stage to stage: " + (

@@ -46,7 +46,7 @@ def names(parallel: Parallel) -> dict[str, Axes]:
 
     In a pipeline a lookup table is split by rows, like a head, because both may be spread over the stages.
     """
-    even = parallel.pipe > 1 and not parallel.pipeline.layers
+    even = parallel.pipe > 1 and not parallel.pipeline.layers and not parallel.pipeline.stages
     spread = parallel.pipe > 1 and parallel.pipeline.head == "spread"
     rows: Axes = ("pipe", "tensor") if spread else "tensor"
     table: dict[str, Axes] = {"vocab_table": rows, "embed_table": None} if parallel.pipe > 1 else {}
@@ -68,6 +68,8 @@ def stack_problems(layout: Layout) -> list[Problem]:
             )
     except JaxparError as error:
         return list(error.problems)
+    if layout.parallel.pipeline.stages:
+        return []
     layout = as_stacks(layout)
     stacks = {layout.placements[path].leaf.shape[0] for path in layout.stacked_paths}
     if not stacks and any(place.names[:1] == ("layers",) for place in layout.placements.values()):

@@ -37,12 +37,14 @@ class ModelStates:
       layout: The layout between steps.
       loss: (model, batch) to (sum, count), or to a dict of them with the entry `loss`.
       numerics: Precision, remat and accumulation.
+      equal_layers: Whether all stages run the program of one layer.
     """
 
     shardings: Shardings
     layout: Layout
     loss: Callable
     numerics: Numerics
+    equal_layers: bool = True
 
     def before_microbatches(self, params: Tree, model_state: Tree, batch: Mapping[str, jax.Array]) -> tuple[Tree, Tree]:
         """Returns the model state before each microbatch, stacked, and the state after the last.
@@ -111,10 +113,13 @@ class ModelStates:
                 fix="x = jp.pipelined(layers, x) around the stack of equal layers, the largest of several; Decoder and "
                 "ViT have it",
             )
+        state = len(jax.tree.leaves(model_state))
+        if not self.equal_layers:
+            return traced, state
         if train:  # an evaluation runs the same layers
             check_equal(self.layout, run, params, model_state, microbatch, calls[0])
             self._check_per_layer(run, params, model_state, microbatch, calls[0][2])
-        jaxpr, state = traced.flat.jaxpr, len(jax.tree.leaves(model_state))
+        jaxpr = traced.flat.jaxpr
         paths = dict(zip(jaxpr.invars, by_path(params), strict=False))
         loss = MarkedLoss(blueprint.name, jaxpr, jaxpr.outvars[state:])
         self._check_enclosed(loss.layers(), paths)

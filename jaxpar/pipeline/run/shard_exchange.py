@@ -1,0 +1,207 @@
+"""Moves parameters from where they are stored to the stages that read them, and gradients back.
+
+    stored    every parameter under its own name, split over `pipe` (and `fsdp`) along dims of its own
+    running   the buffers of a stage hold the parameters that it reads, whole
+
+So checkpoints and optimizers know of no stages. Once per step each device sends its shards to the stages that read
+them, in one all-to-all over `pipe`, and a gather over `fsdp` completes them. Gradients go the opposite way; a parameter
+that several stages read, such as a tied embedding, has the sum of theirs. A parameter that `pipe` does not split,
+because it is small or no dim divides, is read where it is, and its gradients are summed over the stages.
+
+All methods are called in `jax.shard_map`, where `pipe`, `data` and `fsdp` are manual.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxpar.pipeline.run.stage_buffers import StageBuffers
+
+LEADING = ("fsdp", "pipe")  # axes of the leading dims of shards that are not joined yet
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterShards:
+    """The shards of a parameter.
+
+    Attributes:
+      axes: Of each dim, the axes among `pipe` and `fsdp` that split it, the slowest first.
+      shape: Shape of the whole parameter.
+      sizes: Size of each axis.
+    """
+
+    axes: tuple[tuple[str, ...], ...]
+    shape: tuple[int, ...]
+    sizes: Mapping[str, int]
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        """The axes that split the parameter, in the order of `LEADING`."""
+        used = {axis for axes in self.axes for axis in axes}
+        return tuple(axis for axis in LEADING if axis in used)
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """Shape of a shard."""
+        return tuple(
+            rows // math.prod(self.sizes[axis] for axis in axes)
+            for rows, axes in zip(self.shape, self.axes, strict=True)
+        )
+
+    @property
+    def size(self) -> int:
+        """Number of elements of a shard."""
+        return math.prod(self.local)
+
+    def join(self, shards: jax.Array) -> jax.Array:
+        """Joins shards of shape [*axes, *local] to the whole parameter."""
+        order = []
+        for dim, axes in enumerate(self.axes):
+            order += [*(self.over.index(axis) for axis in axes), len(self.over) + dim]
+        return jnp.transpose(shards, order).reshape(self.shape)
+
+    def split(self, whole: jax.Array) -> jax.Array:
+        """Splits a whole array into shards of shape [*axes, *local]."""
+        dims, order, places = [], [0] * (len(self.over) + len(self.shape)), 0
+        for dim, axes in enumerate(self.axes):
+            for axis in axes:
+                order[self.over.index(axis)] = places
+                places += 1
+            order[len(self.over) + dim] = places
+            places += 1
+            dims += [*(self.sizes[axis] for axis in axes), self.local[dim]]
+        return jnp.transpose(whole.reshape(dims), order)
+
+
+class ShardExchange:
+    """The exchange of the parameters of unequal stages between storage and buffers.
+
+    Attributes:
+      buffers: The buffers of the stages.
+      shards: Path to the shards of every parameter.
+    """
+
+    def __init__(self, buffers: StageBuffers, specs: Mapping[str, PartitionSpec], sizes: Mapping[str, int]):
+        """Reads the shards of parameters from their specs.
+
+        Args:
+          buffers: The buffers of the stages.
+          specs: Path to the spec of a stored parameter.
+          sizes: Mesh axis to size.
+        """
+        self.buffers, self._sizes = buffers, sizes
+        self._shapes = {path: leaf for stage in buffers.stages for path, leaf in stage.items()}
+        self.shards = {
+            path: ParameterShards(_axes(specs[path], leaf.shape, sizes), leaf.shape, sizes)
+            for path, leaf in self._shapes.items()
+        }
+        self._groups: dict[tuple, list[str]] = {}  # of the parameters that `pipe` splits, by axes and dtype
+        for path, shards in self.shards.items():
+            if "pipe" in shards.over:
+                self._groups.setdefault((shards.over, self._shapes[path].dtype.name), []).append(path)
+
+    def to_stages(self, params: Mapping[str, jax.Array]) -> list[jax.Array]:
+        """Returns the buffers of this device's stage, given its shards of all parameters."""
+        received = {}
+        for key, paths in self._groups.items():
+            outbox = jnp.stack([self._row([params[path] for path in own], paths) for own in self._owned(paths)])
+            shards = lax.all_to_all(outbox, "pipe", 0, 0)  # [devices of pipe, elements]
+            received[key] = lax.all_gather(shards, "fsdp") if "fsdp" in key[0] else shards
+        others = {path: self._gathered(path, value) for path, value in params.items() if self._is_read_there(path)}
+
+        def of_stage(stage: int):
+            def fill(received, others):
+                found = {path: value for path, value in others.items() if path in self.buffers.stages[stage]}
+                for key, paths in self._groups.items():
+                    start = 0
+                    for path in self._owned(paths)[stage]:
+                        shards = self.shards[path]
+                        part = received[key][..., start : start + shards.size]
+                        found[path] = shards.join(part.reshape(*part.shape[:-1], *shards.local))
+                        start += shards.size
+                return self.buffers.fill(stage, found)
+
+            return fill
+
+        return lax.switch(
+            lax.axis_index("pipe"), [of_stage(i) for i in range(len(self.buffers.stages))], received, others
+        )
+
+    def to_storage(self, sums: Sequence[jax.Array], batch_axes: Sequence[str]) -> dict[str, jax.Array]:
+        """Returns this device's shards of the gradients of all parameters, summed over stages and `batch_axes`."""
+        others = [path for path in self.shards if self._is_read_there(path)]
+
+        def of_stage(stage: int):
+            def send(sums):
+                found = self.buffers.read(sums, stage)
+                rows = {}
+                for key, paths in self._groups.items():
+                    own = [self.shards[path].split(found[path]) for path in self._owned(paths)[stage]]
+                    lead = [self._sizes[axis] for axis in key[0]]
+                    flat = [value.reshape(*lead, -1) for value in own]
+                    missing = self._length(paths) - sum(value.shape[-1] for value in flat)
+                    rows[key] = jnp.concatenate([*flat, jnp.zeros((*lead, missing), jnp.float32)], axis=-1)
+                return rows, {path: found.get(path, jnp.zeros(self.shards[path].shape)) for path in others}
+
+            return send
+
+        branches = [of_stage(stage) for stage in range(len(self.buffers.stages))]
+        sent, whole = lax.switch(lax.axis_index("pipe"), branches, sums)
+        result = {}
+        for key, paths in self._groups.items():
+            rows = sent[key]
+            if "fsdp" in key[0]:
+                rows = lax.psum_scatter(rows, "fsdp")
+            if rest := tuple(axis for axis in batch_axes if axis not in key[0]):
+                rows = lax.psum(rows, rest)
+            received = lax.all_to_all(rows, "pipe", 0, 0)  # [stages, elements]
+            for stage, own in enumerate(self._owned(paths)):
+                start = 0
+                for path in own:
+                    shards = self.shards[path]
+                    part = received[stage, start : start + shards.size].reshape(shards.local)
+                    result[path] = result[path] + part if path in result else part
+                    start += shards.size
+        for path, value in whole.items():
+            total = lax.psum(value, ("pipe", *batch_axes))
+            for dim, axes in enumerate(self.shards[path].axes):
+                if axes:  # `fsdp` alone
+                    rows = self.shards[path].local[dim]
+                    total = lax.dynamic_slice_in_dim(total, lax.axis_index("fsdp") * rows, rows, dim)
+            result[path] = total
+        return result
+
+    def _is_read_there(self, path: str) -> bool:
+        """Whether every device has a parameter, up to a gather over `fsdp`."""
+        return path in self.shards and "pipe" not in self.shards[path].over
+
+    def _gathered(self, path: str, value: jax.Array) -> jax.Array:
+        for dim, axes in enumerate(self.shards[path].axes):
+            value = lax.all_gather(value, "fsdp", axis=dim, tiled=True) if axes else value
+        return value
+
+    def _owned(self, paths: Sequence[str]) -> list[list[str]]:
+        """Returns, of each stage, those of these parameters that it reads."""
+        return [[path for path in paths if path in stage] for stage in self.buffers.stages]
+
+    def _length(self, paths: Sequence[str]) -> int:
+        """Returns the most elements that a device sends to a stage."""
+        return max(sum(self.shards[path].size for path in own) for own in self._owned(paths))
+
+    def _row(self, shards: Sequence[jax.Array], paths: Sequence[str]) -> jax.Array:
+        flat = [shard.ravel() for shard in shards]
+        missing = self._length(paths) - sum(part.size for part in flat)
+        return jnp.concatenate([*flat, jnp.zeros(missing, self._shapes[paths[0]].dtype)])
+
+
+def _axes(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
+    """Returns, of each dim, the axes among `pipe` and `fsdp` of more than one device that split it."""
+    entries = [(entry,) if isinstance(entry, str) else entry or () for entry in (*spec, *(None,) * len(shape))]
+    return tuple(
+        tuple(axis for axis in entries[dim] if axis in LEADING and sizes.get(axis, 1) > 1) for dim in range(len(shape))
+    )

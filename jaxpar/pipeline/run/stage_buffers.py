@@ -1,0 +1,109 @@
+"""Parameters of unequal stages, in the same few buffers on every device.
+
+One program runs on all devices, so all have the same buffers. These are the parameters of the fullest stage, which it
+reads and sums where they are. The parameters of every other stage lie in the same buffers, the largest first; what fits
+into none of them gets a buffer of its own.
+
+    fullest stage   | kernel [9216, 4096]            | kernel [4096, 4096]   | bias |
+    another stage   | conv 1 | conv 2 |              | conv 3 |              |      |
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Shapes = Mapping[str, jax.ShapeDtypeStruct]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Where a parameter lies: the number of a buffer, and the index of its first element there."""
+
+    buffer: int
+    start: int
+
+
+class StageBuffers:
+    """Flat buffers that hold the parameters of any one stage.
+
+    Attributes:
+      stages: Of each stage, path to the shape and dtype of every parameter that it reads.
+      buffers: Shapes of the buffers.
+      regions: Of each stage, path to the region of every parameter.
+    """
+
+    def __init__(self, stages: Sequence[Shapes]):
+        self.stages = [dict(stage) for stage in stages]
+        self.buffers: list[jax.ShapeDtypeStruct] = []
+        self.regions: list[dict[str, Region]] = [{} for _ in stages]
+        for stage in sorted(range(len(stages)), key=lambda stage: -stage_bytes(self.stages[stage])):
+            self._lay(stage)
+
+    def _lay(self, stage: int) -> None:
+        used = [0] * len(self.buffers)
+        for path, leaf in sorted(self.stages[stage].items(), key=lambda item: (-item[1].size, item[0])):
+            # of the buffers with room the tightest, and one that is in use before an empty one
+            room = [
+                (used[i] == 0, buffer.size - used[i], i)
+                for i, buffer in enumerate(self.buffers)
+                if buffer.dtype == leaf.dtype and buffer.size - used[i] >= leaf.size
+            ]
+            chosen = min(room)[2] if room else len(self.buffers)
+            if not room:
+                self.buffers.append(jax.ShapeDtypeStruct((leaf.size,), leaf.dtype))
+                used.append(0)
+            self.regions[stage][path] = Region(chosen, used[chosen])
+            used[chosen] += leaf.size
+
+    def fill(self, stage: int, params: Mapping[str, jax.Array]) -> list[jax.Array]:
+        """Returns the buffers with a stage's parameters, and zeros where it has none."""
+        parts: list[list[tuple[int, jax.Array]]] = [[] for _ in self.buffers]
+        for path, region in self.regions[stage].items():
+            parts[region.buffer].append((region.start, params[path].ravel()))
+        filled = []
+        for buffer, items in zip(self.buffers, parts, strict=True):
+            values = [value for _, value in sorted(items, key=lambda item: item[0])]
+            if missing := buffer.size - sum(value.size for value in values):
+                values.append(jnp.zeros(missing, buffer.dtype))
+            filled.append(jnp.concatenate(values) if len(values) > 1 else values[0])
+        return filled
+
+    def read(self, buffers: Sequence[jax.Array], stage: int) -> dict[str, jax.Array]:
+        """Returns a stage's parameters."""
+        return {
+            path: _slice(buffers[region.buffer], region.start, leaf.size).reshape(leaf.shape)
+            for path, leaf in self.stages[stage].items()
+            for region in [self.regions[stage][path]]
+        }
+
+    def zeros(self) -> list[jax.Array]:
+        """Returns buffers for sums of gradients, in float32 or wider."""
+        return [jnp.zeros(buffer.shape, jnp.promote_types(buffer.dtype, jnp.float32)) for buffer in self.buffers]
+
+    def add(self, sums: Sequence[jax.Array], stage: int, gradients: Mapping[str, jax.Array]) -> list[jax.Array]:
+        """Adds gradients of some of a stage's parameters to the sums.
+
+        XLA updates the sums in place, and only in these regions: a concatenation would write all bytes of the buffers.
+        """
+        result = list(sums)
+        for path, gradient in gradients.items():
+            region, total = self.regions[stage][path], result[self.regions[stage][path].buffer]
+            flat = gradient.ravel().astype(total.dtype)
+            if flat.size == total.size:
+                result[region.buffer] = total + flat
+            else:
+                added = _slice(total, region.start, flat.size) + flat
+                result[region.buffer] = lax.dynamic_update_slice(total, added, (region.start,))
+        return result
+
+
+def stage_bytes(stage: Shapes) -> int:
+    """Returns the bytes of a stage's parameters."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in stage.values())
+
+
+def _slice(buffer: jax.Array, start: int, size: int) -> jax.Array:
+    return buffer if size == buffer.size else lax.slice(buffer, (start,), (start + size,))

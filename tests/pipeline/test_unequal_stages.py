@@ -1,0 +1,248 @@
+"""Models whose pieces are of different programs, in a pipeline: equal to Flax and optax alone on one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from plain_loop import STEPS, train
+
+import jaxpar as jp
+
+OPTIMIZER = optax.sgd(0.1, momentum=0.9)  # Adam would move what has no gradient, the bias of keys, by rounding errors
+
+
+class Convolutions(nnx.Module):
+    """Convolutions and dense layers of different shapes."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.first = nnx.Conv(3, 8, (3, 3), rngs=rngs)
+        self.second = nnx.Conv(8, 16, (3, 3), rngs=rngs)
+        self.third = nnx.Conv(16, 16, (3, 3), rngs=rngs)
+        self.norm = nnx.LayerNorm(16, rngs=rngs)
+        self.dense = nnx.Linear(64, 32, rngs=rngs)
+        self.classes = nnx.Linear(32, 10, rngs=rngs)
+
+    def __call__(self, images):
+        def half(x):
+            return nnx.max_pool(x, (2, 2), strides=(2, 2))
+
+        pieces = [
+            lambda x: half(nnx.relu(self.first(x))),
+            lambda x: nnx.relu(self.second(x)),
+            lambda x: half(self.norm(nnx.relu(self.third(x)))),
+            lambda x: nnx.relu(self.dense(x.reshape(len(x), -1))),
+        ]
+        return self.classes(jp.pipelined(pieces, images))
+
+
+class Translator(nnx.Module):
+    """A recurrent encoder, whose states a piece of the decoder reads, and an embedding that the head reads again."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.words = nnx.Embed(16, 8, rngs=rngs)
+        self.encoder = nnx.RNN(nnx.GRUCell(8, 12, rngs=rngs))
+        self.narrow = nnx.Linear(12, 8, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, 8, 8, decode=False, rngs=rngs)
+        self.decoder = nnx.RNN(nnx.GRUCell(8, 8, rngs=rngs))
+
+    def __call__(self, images):
+        def attend(x):
+            memory, queries, mask = x
+            return memory, queries + self.attention(queries, memory, memory, mask=mask[:, None, None, :]), mask
+
+        pieces = [
+            lambda x: (self.encoder(x[0]), x[1], x[2]),
+            lambda x: (self.narrow(x[0]), x[1], x[2]),
+            attend,
+            lambda x: self.decoder(x[1]),
+        ]
+        embedded = self.words(images)
+        return self.words.attend(jp.pipelined(pieces, (embedded, embedded, images > 0)))
+
+
+class Skips(nn.Module):
+    """A U-Net in Linen: what the way down leaves rides along to the way up."""
+
+    @nn.compact
+    def __call__(self, images):
+        layers = [nn.Conv(width, (3, 3), strides=stride) for width, stride in ((4, 1), (8, 2), (16, 2))]
+        ups = [nn.ConvTranspose(width, (2, 2), strides=(2, 2)) for width in (8, 4)]
+
+        def down(layer):
+            return lambda x: ((*x[0], x[1]), nn.relu(layer(x[1])))
+
+        def up(layer):
+            return lambda x: (x[0][:-1], jnp.concatenate([nn.relu(layer(x[1])), x[0][-1]], axis=-1))
+
+        _, x = jp.pipelined([*map(down, layers), *map(up, ups)], ((), images))
+        return nn.Conv(10, (1, 1))(x)
+
+
+def loss(model, batch):
+    losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["images"]), batch["labels"])
+    return losses.sum(), losses.size
+
+
+def batch_of(kind, rows=16):
+    numbers = np.random.default_rng(0)
+    if kind is Translator:
+        words = numbers.integers(0, 16, (rows, 6))
+        return {"images": words.astype(np.int32), "labels": np.roll(words, 1, axis=1).astype(np.int32)}
+    images = numbers.normal(size=(rows, 8, 8, 3)).astype(np.float32)
+    labels = numbers.integers(0, 10, (rows, 8, 8) if kind is Skips else rows)
+    return {"images": images, "labels": labels.astype(np.int32)}
+
+
+def model_of(kind, batch):
+    return jp.from_linen(kind(), batch["images"][:1]) if issubclass(kind, nn.Module) else kind
+
+
+def trained(kind, batch, parallel, optimizer=OPTIMIZER, steps=STEPS):
+    layout = jp.compose(model_of(kind, batch), parallel)
+    step = jp.train_step(layout, loss, optimizer)
+    state, losses = jp.init_state(layout, optimizer, seed=0), []
+    for _ in range(steps):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return step, state, losses
+
+
+def case(kind, pipeline, *, marks=(), **sizes):
+    parallel = jp.Parallel(**sizes, pipeline=jp.Pipeline(**pipeline))
+    words = [*(f"{axis} {size}" for axis, size in sizes.items()), *(str(value) for value in pipeline.values())]
+    return pytest.param(kind, parallel, id=f"{kind.__name__}, {', '.join(words)}", marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parallel"),
+    [
+        case(Convolutions, {"stages": (1, 1, 1, 1), "schedule": "1f1b"}, pipe=4, data=2),
+        case(Translator, {"stages": (2, 2), "schedule": "1f1b_phased"}, pipe=2, fsdp=2, data=2),
+        case(Skips, {"stages": (2, 1, 1, 1), "schedule": "zb_h1"}, pipe=4, fsdp=2, marks=pytest.mark.full),
+        case(Skips, {"stages": (3, 2), "schedule": "gpipe"}, pipe=2, fsdp=4, zero=1, marks=pytest.mark.slow),
+        case(Convolutions, {"stages": (3, 1), "schedule": "zb_h1"}, pipe=2, fsdp=4, marks=pytest.mark.slow),
+        case(Translator, {"stages": (1, 1, 1, 1)}, pipe=4, fsdp=2, zero=2, marks=pytest.mark.slow),
+    ],
+)
+def test_losses_and_parameters_are_those_of_flax_alone(kind, parallel):
+    batch = batch_of(kind)
+    _, state, losses = trained(kind, batch, parallel)
+    of = kind() if issubclass(kind, nn.Module) else kind
+    expected = train(model_of(kind, batch), of, loss, OPTIMIZER, batch)
+    np.testing.assert_allclose(losses, expected[0], rtol=1e-5)
+    for value, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected[1]), strict=True):
+        np.testing.assert_allclose(np.asarray(value), other, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [optax.contrib.muon(1e-3), optax.lamb(1e-2)], ids=["muon", "lamb"])
+def test_an_optimizer_of_parameters_sees_parameters(optimizer):
+    """Orthogonal updates, trust ratios and a clipping norm are of whole parameters, wherever their stage is."""
+    batch, optimizer = batch_of(Convolutions), optax.chain(optax.clip_by_global_norm(0.5), optimizer)
+    parallel = jp.Parallel(pipe=4, data=2, pipeline=jp.Pipeline(stages=(1, 1, 1, 1)))
+    _, state, losses = trained(Convolutions, batch, parallel, optimizer)
+    expected = train(Convolutions, Convolutions, loss, optimizer, batch)
+    np.testing.assert_allclose(losses, expected[0], rtol=1e-5)
+    for value, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected[1]), strict=True):
+        np.testing.assert_allclose(np.asarray(value), other, atol=2e-5)
+
+
+def test_evaluation_and_a_step_without_a_pipeline_go_on_from_its_state(tmp_path):
+    batch = batch_of(Convolutions)
+    step, state, _ = trained(Convolutions, batch, jp.Parallel(pipe=4, data=2, pipeline=jp.Pipeline(stages=(1,) * 4)))
+    total, count = step.evaluate(state, batch)["loss"]
+    jp.save(tmp_path / "state", state)
+    other = jp.train_step(jp.compose(Convolutions, jp.Parallel(fsdp=8)), loss, OPTIMIZER)
+    one = jp.restore(tmp_path / "state", other)
+    assert float(total / count) == pytest.approx(float(np.divide(*other.evaluate(one, batch)["loss"])), rel=1e-5)
+    assert float(step(state, batch)[1]["loss"]) == pytest.approx(float(other(one, batch)[1]["loss"]), rel=1e-5)
+
+
+class Dropped(nnx.Module):
+    """Dropout in two pieces, of one stream of keys."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.wide, self.narrow = nnx.Linear(192, 32, rngs=rngs), nnx.Linear(32, 10, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, images):
+        x = images.reshape(len(images), -1)
+        return jp.pipelined([lambda x: self.dropout(nnx.relu(self.wide(x))), lambda x: self.dropout(self.narrow(x))], x)
+
+
+def test_a_piece_draws_the_keys_that_it_draws_on_one_device():
+    batch = batch_of(Dropped)
+    options = {"schedule": "gpipe", "microbatches": 4}
+    layout = jp.compose(Dropped, jp.Parallel(pipe=2, pipeline=jp.Pipeline(stages=(1, 1), **options)), jax.devices()[:2])
+    step = jp.train_step(layout, loss, OPTIMIZER)
+    one = jp.compose(Dropped, jp.Parallel(), jax.devices()[:1])
+    alone = jp.train_step(one, loss, OPTIMIZER, accumulate=4)
+    states = jp.init_state(layout, OPTIMIZER, seed=0), jp.init_state(one, OPTIMIZER, seed=0)
+    for _ in range(2):
+        states, metrics = zip(
+            *[run(state, batch) for run, state in zip((step, alone), states, strict=True)], strict=True
+        )
+        assert float(metrics[0]["loss"]) == pytest.approx(float(metrics[1]["loss"]), rel=1e-5)
+
+
+# What a device holds and sends, as compiled for GPUs that are absent.
+
+
+def test_a_device_stores_its_share_and_messages_have_the_bytes_of_what_passes():
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="no compiler for absent GPUs: jax-cuda13-pjrt")
+    batch = batch_of(Convolutions, rows=16)
+    parallel = jp.Parallel(pipe=4, data=2, pipeline=jp.Pipeline(stages=(1, 1, 1, 1), microbatches=8))
+    layout = jp.compose(Convolutions, parallel, jp.target_devices("h100:1x8"))
+    arrays = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in batch.items()}
+    report = jp.inspect(jp.train_step(layout, loss, OPTIMIZER), arrays)
+    permutes = [entry for entry in report.ledger if entry.kind == "collective-permute"]
+    rows = 16 // 2 // 8
+    message = [rows * size * 4 for size in (4 * 4 * 8, 4 * 4 * 16, 2 * 2 * 16)]  # forwards; backwards as much
+    ticks = len(layout.schedule.cells)
+    assert sum(entry.payload * entry.times for entry in permutes) == ticks * 2 * sum(message)
+    assert {entry.payload for entry in permutes} == {*message}
+    assert not [entry for entry in report.ledger if entry.kind == "all-gather"]
+    assert sum(entry.times for entry in report.ledger if entry.kind == "all-to-all") == 2
+    # of M microbatches a forward, again in the backward, and both gradients (of the first images none), on P stages
+    first, others = 2 * 8 * 8 * 8 * 27, 2 * (16 * 16 * 72 + 16 * 16 * 144 + 64 * 32 + 32 * 10)
+    last = 2 * (64 * 32 + 32 * 10)  # its loss is computed in the backward alone
+    flop = 8 / 4 * (3 * first + 4 * others - last)
+    assert report.flop.total == pytest.approx(flop, rel=0.05)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("sizes", "pipeline", "message"),
+    [
+        ({"pipe": 4, "data": 2}, {"stages": (1, 1)}, r"stages=\(1, 1\) for pipe=4"),
+        ({"pipe": 2, "data": 4}, {"stages": (2, 0)}, r"stages=\(2, 0\)"),
+        ({"pipe": 2, "data": 4}, {"stages": (2, 2), "weights": "stash"}, r"stages=\(2, 2\) with weights"),
+        ({"pipe": 2, "data": 4}, {"stages": (2, 2), "layers": (2, 2)}, r"stages=\(2, 2\) with layers"),
+        ({"pipe": 2, "data": 4}, {"stages": (3, 2)}, "gives jp.pipelined 4 pieces, and pipeline.stages cuts 5"),
+        ({"pipe": 2, "tensor": 2, "data": 2}, {"stages": (2, 2)}, r"stages=\(2, 2\) with tensor=2"),
+    ],
+    ids=str,
+)
+def test_wrong_numbers_are_refused(sizes, pipeline, message):
+    with pytest.raises(jp.JaxparError, match=message):
+        trained(Convolutions, batch_of(Convolutions), jp.Parallel(**sizes, pipeline=jp.Pipeline(**pipeline)), steps=1)
+
+
+class Normed(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.first, self.second = nnx.Linear(192, 32, rngs=rngs), nnx.Linear(32, 10, rngs=rngs)
+        self.norm = nnx.BatchNorm(32, rngs=rngs)
+
+    def __call__(self, images):
+        x = images.reshape(len(images), -1)
+        return jp.pipelined([lambda x: self.norm(self.first(x)), self.second], x)
+
+
+def test_averages_of_batches_are_refused():
+    with pytest.raises(jp.JaxparError, match="keeps state that follows from what it computes"):
+        trained(Normed, batch_of(Normed), jp.Parallel(pipe=2, data=4, pipeline=jp.Pipeline(stages=(1, 1))), steps=1)
