@@ -101,10 +101,10 @@ def _walk(
 
 
 def branch_runs(schedule: "Schedule", branches: int) -> Any:
-    """Returns how often a device runs a branch of the executor's conditional in a step; a mean over the devices.
+    """Returns the number of times that a device runs a branch of the executor's conditional: a mean over the devices.
 
-    With equal layers the branches are the ops (and idle), which every stage runs for each microbatch and chunk. Stages
-    of different programs have a branch for each part and op, which one of them runs.
+    Each stage runs F, B and W of equal layers for each microbatch and chunk. Of parts with different programs, which
+    have a branch for each part and op, one stage runs each.
     """
     runs, most = schedule.microbatches * schedule.chunks, 4
     if branches <= most:

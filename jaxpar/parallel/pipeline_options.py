@@ -43,8 +43,7 @@ class Pipeline(Keywords):
       layers: Layers of each stage, if stages have different numbers: (16, 16, 16, 15). Every tick takes as long as the
         stage with the most layers, and while the table runs every stage holds as many layers as that stage.
       stages: Number of pieces of each stage, (3, 5, 2), for a model that gives `jp.pipelined` a list of callables of
-        any programs, shapes and parameters. Each parameter is stored under its own name, split over `pipe`; while the
-        table runs, every device has as many bytes of parameters as the fullest stage.
+        any programs. Its parameters keep their names, and while the table runs a device has those of the fullest stage.
       stack: Start of the paths of the layers' parameters, "text/blocks", for a model with several stacks or lists whose
         dims have no names; "" selects the stack or list with the most bytes.
       keep: What a forward saves for its backward: inputs (the input of each stage, which is recomputed from it) or
@@ -116,32 +115,6 @@ class Pipeline(Keywords):
         per_update = {"flush": schedule.microbatches, "2bw": schedule.stages}.get(self.weights, 1)
         return schedule.microbatches // per_update
 
-    def _stage_problems(self, pipe: int) -> list[Problem]:
-        """Returns the problems of the numbers of pieces."""
-        if not self.stages:
-            return []
-        if not isinstance(self.stages, tuple | list) or any(type(n) is not int or n < 1 for n in self.stages):
-            return [Problem(f"stages={self.stages!r}", "the pieces of each stage, at least one", "stages=(3, 5)")]
-        pieces, errors = f"stages={tuple(self.stages)}", []
-        if len(self.stages) != pipe:
-            fix = f"{pipe} numbers, or pipe={len(self.stages)}"
-            errors.append(Problem(f"{pieces} for pipe={pipe}", "there is one number of pieces for each stage", fix))
-        given = {
-            "layers": bool(self.layers),
-            "stack": bool(self.stack),
-            f"chunks={self.chunks}": self.chunks > 1,
-            f"gather={self.gather!r}": self.gather != "step",
-            f"head={self.head!r}": self.head == "spread",
-            f"keep={self.keep!r}": self.keep != "inputs",
-            f"weights={self.weights!r}": self.weights != "flush",
-        }
-        errors += [
-            Problem(f"{pieces} with {key}", "this is for stages of equal layers alone", f"{key} left out, or stages=()")
-            for key, is_given in given.items()
-            if is_given
-        ]
-        return errors
-
     def problems(self, stages: int) -> list[Problem]:
         """Returns the problems of these settings that do not depend on model and devices."""
         problems = []
@@ -166,7 +139,6 @@ class Pipeline(Keywords):
                     f"{stages} numbers, or layers=() for as many on each",
                 )
             )
-        problems += self._stage_problems(stages)
         if not isinstance(self.stack, str):
             problems.append(Problem(f"stack={self.stack!r:.60}", "stack is the start of a path", 'stack="text/blocks"'))
         for key, choices in (

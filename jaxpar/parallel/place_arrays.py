@@ -160,10 +160,9 @@ def _trained(
     if uneven or listed or pieces:
         # uneven stages, or one layer of a list, cannot be stored as equal shards of layers: `pipe` takes another dim
         choice = replace(choice, axes=add_zero_and_axes(path, choice, leaf, sizes, parallel.zero_axes, ("pipe",)))
-    if listed:
-        choice = replace(choice, why=f"one of a list of layers, pipe on a dim of its own; {choice.why}")
-    if pieces:
-        choice = replace(choice, why=f"read by the stages of its pieces, pipe on a dim of its own; {choice.why}")
+    if listed or pieces:
+        reader = "one of a list of layers" if listed else "read by the stages of its pieces"
+        choice = replace(choice, why=f"{reader}, pipe on a dim of its own; {choice.why}")
     return _place(path, leaf, parallel, choice, cut=True), choice, wrong
 
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.pipeline.run.branch_table import BranchTable
 from jaxpar.pipeline.run.edges import decode, encode
-from jaxpar.pipeline.run.shard_exchange import ShardExchange, ParameterShards
+from jaxpar.pipeline.run.shard_exchange import ParameterShards, ShardExchange
 from jaxpar.pipeline.run.stage_buffers import StageBuffers, stage_bytes
 from jaxpar.pipeline.tables import library
 
