@@ -161,6 +161,28 @@ def test_evaluation_and_a_step_without_a_pipeline_go_on_from_its_state(tmp_path)
     assert float(step(state, batch)[1]["loss"]) == pytest.approx(float(other(one, batch)[1]["loss"]), rel=1e-5)
 
 
+def test_in_bf16_losses_are_near_those_of_float32():
+    batch = batch_of(Convolutions)
+    layout = jp.compose(Convolutions, jp.Parallel(pipe=2, fsdp=4, pipeline=jp.Pipeline(stages=(2, 2))))
+    step, state = jp.train_step(layout, loss, OPTIMIZER, precision="bf16"), jp.init_state(layout, OPTIMIZER, seed=0)
+    one = jp.compose(Convolutions, jp.Parallel(), jax.devices()[:1])
+    alone, expected = jp.train_step(one, loss, OPTIMIZER, precision="bf16"), jp.init_state(one, OPTIMIZER, seed=0)
+    for _ in range(3):
+        (state, metrics), (expected, others) = step(state, batch), alone(expected, batch)
+        assert float(metrics["loss"]) == pytest.approx(float(others["loss"]), rel=5e-3)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
+
+
+def test_parameters_in_float16_are_refused():
+    class Half(Convolutions):
+        def __init__(self, rngs: nnx.Rngs):
+            super().__init__(rngs)
+            self.classes = nnx.Linear(32, 10, param_dtype=jnp.float16, rngs=rngs)
+
+    with pytest.raises(jp.JaxparError, match=r"in float16 with pipeline\.stages"):
+        trained(Half, batch_of(Convolutions), jp.Parallel(pipe=2, data=4, pipeline=jp.Pipeline(stages=(2, 2))), steps=1)
+
+
 class Dropped(nnx.Module):
     """Dropout in two pieces, of one stream of keys."""
 

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.errors import refuse
 from jaxpar.jaxprs.dataflow import Traced
+from jaxpar.jaxprs.lookups import demote_matmuls
 from jaxpar.models.stack import SequentialLayers, call_at_layers, intercept_layers
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.specs import update_specs
@@ -99,7 +100,7 @@ class UnequalStages(Gradients):
 
     def __init__(self, layout: Layout, loss: Callable, numerics: Numerics, frozen: frozenset[str] = frozenset()):
         check_overwritten(layout)
-        _check_axes(layout)
+        _check_layout(layout)
         self.layout, self.loss, self.numerics, self.frozen = layout, loss, numerics, frozen
         self.shardings = Shardings(layout, numerics.dtype)
         self.model_states = ModelStates(self.shardings, layout, loss, numerics, equal_layers=False)
@@ -129,6 +130,7 @@ class UnequalStages(Gradients):
         shardings, layout = self.shardings, self.layout
         compute = Compute(train=train, dtype=shardings.dtype, remat=self.numerics.remat)
         parts = ModelParts(layout, self.loss, compute, shardings.cast).parts()
+        parts = [demote_matmuls(part) for part in parts] if compute.dtype else parts
         stored = {path: shardings.cast(value) for path, value in by_path(params).items()}
         specs = {path: _manual(place.stored) for path, place in layout.placements.items()}
         rows = PartitionSpec(shardings.batch_axes)
@@ -174,13 +176,13 @@ class UnequalStages(Gradients):
 
 
 def _manual(spec: PartitionSpec) -> PartitionSpec:
-    """Returns a spec without axes of tensors that are not split here."""
+    """Returns the part of a spec that is over axes of `MANUAL`."""
     entries = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
     return PartitionSpec(*(tuple(axis for axis in axes if axis in MANUAL) or None for axes in entries))
 
 
-def _check_axes(layout: Layout) -> None:
-    """Refuses axes and settings that parts of different programs do not run under."""
+def _check_layout(layout: Layout) -> None:
+    """Refuses axes and parameters that parts of different programs do not run with."""
     other = {axis: size for axis, size in layout.sizes.items() if size > 1 and axis not in MANUAL}
     stages = tuple(layout.parallel.pipeline.stages)
     if other:
@@ -190,6 +192,18 @@ def _check_axes(layout: Layout) -> None:
             rule=f"stages of different programs run over {', '.join(MANUAL)}: a collective over {axis} inside of one "
             "would wait for stages that run another",
             fix=f"{axis}=1, and fsdp={layout.sizes['fsdp'] * size}",
+        )
+    if layout.blueprint.adapters:
+        raise refuse(
+            f"adapters with pipeline.stages={stages}",
+            rule="a stage of different programs has gradients of all parameters that it reads",
+            fix="pipe=1, or equal layers in one stack",
+        )
+    if short := [path for path, place in layout.placements.items() if place.leaf.dtype == jnp.float16]:
+        raise refuse(
+            f"{short[0]} in float16 with pipeline.stages={stages}",
+            rule="stages make gradients of the summed loss, which float16 may not hold",
+            fix="parameters in bfloat16 or float32, or pipe=1",
         )
 
 
