@@ -1,6 +1,7 @@
 """Traces functions to jaxprs, and finds the dependencies between their equations."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -54,6 +55,10 @@ class Traced:
     def flat(self) -> ClosedJaxpr:
         """The jaxpr with all calls inlined, so that dependencies are known per operation."""
         return inline_calls(self._run, self.closed.in_avals)
+
+    def inlined(self, calls: Sequence[str]) -> ClosedJaxpr:
+        """Returns the jaxpr with the calls of these names inlined."""
+        return inline_calls(self._run, self.closed.in_avals, calls)
 
     def reads(self) -> Any:
         """Returns a bool per leaf of the arguments, in their structure: whether the result depends on the leaf."""
@@ -165,33 +170,36 @@ class Env(dict):
         self.update(zip(eqn.outvars, jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*(self[var] for var in ins)), strict=True))
 
 
-def inline_calls(run: Callable, avals: Sequence) -> ClosedJaxpr:
+def inline_calls(run: Callable, avals: Sequence, calls: Sequence[str] = CALLS) -> ClosedJaxpr:
     """Traces a function of arrays to a jaxpr with all calls inlined, also inside scans."""
     closed = jax.make_jaxpr(run)(*shapes(avals))
-    return jax.make_jaxpr(lambda *args: _inline(closed.jaxpr, closed.consts, args))(*closed.in_avals)
+    return jax.make_jaxpr(lambda *args: _inline(closed.jaxpr, closed.consts, args, calls))(*closed.in_avals)
 
 
-def _inline(jaxpr: Jaxpr, consts: Sequence, args: Sequence) -> list:
+def _inline(jaxpr: Jaxpr, consts: Sequence, args: Sequence, calls: Sequence[str]) -> list:
     env = Env(jaxpr, consts, zip(jaxpr.invars, args, strict=True))
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         values = [env[var] for var in eqn.invars]
-        if name in CALLS:
+        if name in calls:
             inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-            env.update(zip(eqn.outvars, _inline(jaxpr_of(inner), consts_of(inner), values), strict=True))
+            scope = str(eqn.source_info.name_stack)  # scopes in the inner jaxpr begin at the call
+            with jax.named_scope(scope) if scope else nullcontext():
+                results = _inline(jaxpr_of(inner), consts_of(inner), values, calls)
+            env.update(zip(eqn.outvars, results, strict=True))
         elif name == "scan":
-            env.update(zip(eqn.outvars, _inline_scan(Scan(eqn), values), strict=True))
+            env.update(zip(eqn.outvars, _inline_scan(Scan(eqn), values, calls), strict=True))
         else:
             env.run(eqn)
     return [env[var] for var in jaxpr.outvars]
 
 
-def _inline_scan(scan: "Scan", values: list) -> list:
+def _inline_scan(scan: "Scan", values: list, calls: Sequence[str]) -> list:
     consts, first, xs = split_groups(values, [scan.consts, scan.carry, scan.xs])
 
     # inlines the body but keeps the scan, so that compile time does not grow with the layers
     def step(carry, xs):
-        out = _inline(scan.body, scan.body_consts, [*consts, *carry, *xs])
+        out = _inline(scan.body, scan.body_consts, [*consts, *carry, *xs], calls)
         return out[: scan.carry], out[scan.carry :]
 
     last, ys = jax.lax.scan(step, first, xs, length=scan.length, reverse=scan.reverse)

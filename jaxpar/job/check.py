@@ -245,7 +245,7 @@ def _check_batch(job: Job, sizes: dict[str, int], parallel: Parallel) -> list[Pr
     problems, microbatch_factors = [], {"accumulate": job.train.accumulate}
     if sizes["pipe"] > 1:
         try:
-            count = job.parallel.pipeline.table(sizes["pipe"]).microbatches
+            count = job.parallel.pipeline.table(sizes["pipe"]).microbatches * job.parallel.pipeline.group
         except JaxparError:  # `compose` reports it
             count = 1
         if job.train.accumulate > 1:

@@ -4,11 +4,11 @@ Between steps a stage stores a contiguous range of layers, so that a checkpoint 
 the depth of the pipeline.
 """
 
+import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from jaxpar.errors import Keywords, Problem, refuse
+from jaxpar.errors import Keywords, Problem
 
 if TYPE_CHECKING:  # a plain step loads no pipeline
     from jaxpar.pipeline.tables.schedule import Schedule
@@ -43,7 +43,11 @@ class Pipeline(Keywords):
       layers: Layers of each stage, if stages have different numbers: (16, 16, 16, 15). Every tick takes as long as the
         stage with the most layers, and while the table runs every stage holds as many layers as that stage.
       stages: Number of pieces of each stage, (3, 5, 2), for a model that gives `jp.pipelined` a list of callables of
-        any programs. Its parameters keep their names, and while the table runs a device has those of the fullest stage.
+        any programs; of each chunk of each stage in the order of the model, if stages have several. Its parameters keep
+        their names, and while the table runs a device has those of the fullest stage.
+      replicas: Number of devices of each of `stages`, (15, 1); () means one each. They sum to `pipe`. A replica runs
+        every R-th microbatch of its stage, so a tick handles as many microbatches as the least common multiple of all
+        numbers of replicas.
       stack: Start of the paths of the layers' parameters, "text/blocks", for a model with several stacks or lists whose
         dims have no names; "" selects the stack or list with the most bytes.
       keep: What a forward saves for its backward: inputs (the input of each stage, which is recomputed from it) or
@@ -70,45 +74,33 @@ class Pipeline(Keywords):
     chunks: int = 0
     layers: tuple[int, ...] = ()
     stages: tuple[int, ...] = ()
+    replicas: tuple[int, ...] = ()
     stack: str = ""
     keep: Literal["inputs", "residuals"] = "inputs"
     gather: Literal["step", "tick"] = "step"
     head: Literal["auto", "last", "spread"] = "auto"
     weights: Literal["flush", "stash", "vertical", "2bw", "none"] = "flush"
 
-    def table(self, stages: int) -> "Schedule":
-        """Returns the schedule table for a number of stages; `auto` is the phased one.
+    @property
+    def group(self) -> int:
+        """Number of microbatches that a tick handles: 1, unless stages have replicas."""
+        return math.lcm(*self.replicas)
+
+    def table(self, devices: int) -> "Schedule":
+        """Returns the schedule table of groups of microbatches, for a size of `pipe`; `auto` is the phased one.
 
         Raises:
           JaxparError: If the schedule does not exist, or does not support these numbers.
         """
         from jaxpar.pipeline.tables import library
-        from jaxpar.pipeline.tables.csv import from_csv
+        from jaxpar.pipeline.tables.csv import read_table
 
+        stages, microbatches = len(self.replicas) or devices, self.microbatches // self.group
         if not str(self.schedule).endswith(".csv"):
-            count = self.microbatches or 2 * stages
+            count = microbatches or 2 * stages
             name = PHASED if self.schedule == UNNAMED else self.schedule
             return library.schedule(name, stages=stages, microbatches=count, chunks=self.chunks or None)
-        try:
-            table = from_csv(Path(self.schedule).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise refuse(
-                f"parallel.pipeline.schedule = {self.schedule!r}: {getattr(error, 'strerror', error)}",
-                rule="a schedule is a name of the library, or a CSV file",
-                fix='schedule = "1f1b_phased"; `jaxpar schedule 1f1b --stages 4 --microbatches 8 --csv F` writes one',
-            ) from error
-        for key, declared, fixed in (
-            ("pipe", stages, table.stages),
-            ("microbatches", self.microbatches or table.microbatches, table.microbatches),
-            ("chunks", self.chunks or table.chunks, table.chunks),
-        ):
-            if declared != fixed:
-                raise refuse(
-                    f"{key} = {declared}, the table in {self.schedule} has {fixed}",
-                    rule="a CSV schedule fixes its numbers of stages, microbatches and chunks: the job has the same",
-                    fix=f"{key} = {fixed}",
-                )
-        return table
+        return read_table(self.schedule, stages, microbatches, self.chunks)
 
     def updates(self, schedule: "Schedule") -> int:
         """Returns the number of updates in a step: one with a flush, else one per microbatch (2bw: per P of them)."""

@@ -1,5 +1,6 @@
 """Parts of different programs, shapes and parameters in one table, beside `jax.grad` on one device."""
 
+import re
 from functools import partial
 
 import jax
@@ -10,10 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxpar.jaxprs.dataflow import Traced, split_groups
+from jaxpar.jaxprs.part_programs import Inputs, JaxprCut
 from jaxpar.pipeline.run.branch_table import BranchTable
 from jaxpar.pipeline.run.edges import decode, encode
 from jaxpar.pipeline.run.shard_exchange import ParameterShards, ShardExchange
 from jaxpar.pipeline.run.stage_buffers import StageBuffers, stage_bytes
+from jaxpar.pipeline.run.stage_replicas import StageReplicas
 from jaxpar.pipeline.tables import library
 
 STAGES, MICROBATCHES = 4, 8
@@ -32,29 +36,26 @@ def conv(images, kernel, stride=1):
     return jax.nn.relu(jax.lax.conv_general_dilated(images, kernel, (stride,) * 2, "SAME", dimension_numbers=numbers))
 
 
-# A network of convolutions and dense layers: messages of three shapes, integers in them, and a parameter of two parts.
+# A network of convolutions and dense layers: messages of three shapes, one that passes by two parts, integers of the
+# batch, a parameter of two parts, and an average that a part keeps.
 
 
-def first(params, batch, x):
-    return conv(batch["images"], params["first"])
+def network(params, average, batch):
+    labels = batch["labels"]
+    with jax.named_scope("part 0"):
+        x = images = conv(batch["images"], params["first"])
+    with jax.named_scope("part 1"):
+        x = conv(x, params["second"], 2) * params["scale"]
+        average = 0.9 * average + 0.1 * x.mean()
+    with jax.named_scope("part 2"):
+        x = conv(x, params["third"], 2)
+    with jax.named_scope("part 3"):
+        x = x * params["scale"] + images.mean(axis=(1, 2, 3))[:, None, None, None]
+        hidden = jax.nn.relu(x.reshape(len(x), -1) @ params["dense"])
+        losses = -jax.nn.log_softmax(hidden @ params["classes"])[jnp.arange(len(x)), labels]
+        return average, {"loss": (losses.sum(), jnp.float32(losses.size)), "hits": (losses.max(), jnp.float32(1))}
 
 
-def second(params, batch, x):
-    return {"images": conv(x, params["second"], 2) * params["scale"], "labels": batch["labels"]}
-
-
-def third(params, batch, x):
-    return {"images": conv(x["images"], params["third"], 2), "labels": x["labels"]}
-
-
-def head(params, batch, x):
-    images = x["images"] * params["scale"]
-    hidden = jax.nn.relu(images.reshape(len(images), -1) @ params["dense"])
-    losses = -jax.nn.log_softmax(hidden @ params["classes"])[jnp.arange(len(images)), x["labels"]]
-    return {"loss": (losses.sum(), jnp.float32(losses.size))}
-
-
-PARTS = (first, second, third, head)
 READS = (("first",), ("second", "scale"), ("third",), ("dense", "classes", "scale"))
 PARAMS = {
     "first": normal(0, 3, 3, 3, 8),
@@ -74,54 +75,84 @@ SPECS = {
 }
 
 
-def microbatches(rows=4):
-    labels = np.random.default_rng(6).integers(0, 10, (MICROBATCHES, rows))
-    return {"images": normal(7, MICROBATCHES, rows, 8, 8, 3), "labels": jnp.asarray(labels)}
+def microbatches(rows=4, count=MICROBATCHES):
+    labels = np.random.default_rng(6).integers(0, 10, (count, rows))
+    return {"images": normal(7, count, rows, 8, 8, 3), "labels": jnp.asarray(labels)}
 
 
-def alone(params, batch):
-    x = ()
-    for part in PARTS:
-        x = part(params, batch, x)
-    return x["loss"][0]
+def traced_parts(batch, stages, *, rows, train=True):
+    """Returns the parts of the network on so many stages, and the index of its loss."""
+    one = {name: jax.ShapeDtypeStruct((rows, *leaf.shape[2:]), leaf.dtype) for name, leaf in batch.items()}
+    params = dict(sorted(PARAMS.items()))
+    closed = Traced(network, params, jnp.float32(0), one).inlined(["jit", "pjit"])
+    ins = split_groups(closed.jaxpr.invars, [len(PARAMS), 1, len(batch)])
+    kept = ins[1] if train else []
+    cut = JaxprCut(closed, Inputs(params=ins[0], data=[*([] if train else ins[1]), *ins[2]], state=kept))
+    found = [re.search(r"part (\d)", str(eqn.source_info.name_stack)) for eqn in closed.jaxpr.eqns]
+    part_of = np.maximum.accumulate([min(int(match[1]), stages - 1) if match else 0 for match in found])
+    average, *outs = closed.jaxpr.outvars
+    return cut.parts(part_of, outs, {0: average} if train else {}, count=stages), 2  # hits come before the loss
 
 
-def table_of(schedule, batch, *, train=True):
-    reads = [shapes({path: PARAMS[path] for path in paths}) for paths in READS]
-    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((leaf.shape[1] // 2, *leaf.shape[2:]), leaf.dtype), batch)
-    return BranchTable(schedule, PARTS, reads, one, train=train)
+def test_parts_read_and_send_what_they_need():
+    parts, _ = traced_parts(microbatches(), 4, rows=2)
+    paths = sorted(PARAMS)
+    assert [sorted(paths[i] for i in part.params) for part in parts] == [sorted(reads) for reads in READS]
+    assert [[*part.receives] for part in parts] == [[], [0], [1], [0, 2]]  # labels and keys are not sent
+    assert [part.state for part in parts] == [(), (0,), (), ()]
+    image = parts[3].receives[0][0].aval
+    assert image.shape == (2, 8, 8, 8)
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "replicas", "chunks"),
     [
-        "1f1b",
-        pytest.param("gpipe", marks=pytest.mark.slow),
-        pytest.param("1f1b_phased", marks=pytest.mark.slow),
-        pytest.param("zb_h1", marks=pytest.mark.slow),
+        ("1f1b", (1, 1, 1, 1), 1),
+        ("1f1b", (3, 1), 1),
+        pytest.param("gpipe", (1, 1, 1, 1), 1, marks=pytest.mark.slow),
+        pytest.param("1f1b_phased", (2, 1, 1), 1, marks=pytest.mark.slow),
+        pytest.param("zb_h1", (1, 1, 1, 1), 1, marks=pytest.mark.slow),
+        pytest.param("interleaved", (2, 2), 2, marks=pytest.mark.slow),
+        pytest.param("zb_v", (1, 3), 2, marks=pytest.mark.slow),
     ],
 )
-def test_sums_and_gradients_are_those_of_one_device(name):
-    batch = microbatches()
+def test_sums_and_gradients_are_those_of_one_device(name, replicas, chunks):
+    replicas, rows = StageReplicas(replicas), 4
+    count = 4 * replicas.group
+    batch = microbatches(rows, count)
     mesh = Mesh(np.array(jax.devices()).reshape(STAGES, 2), ("pipe", "fsdp"))
-    table = table_of(library.schedule(name, stages=STAGES, microbatches=MICROBATCHES, chunks=None), batch)
-    exchange = ShardExchange(table.buffers, SPECS, dict(mesh.shape))
+    parts, loss = traced_parts(batch, len(replicas.counts) * chunks, rows=rows // 2)
+    schedule = library.schedule(name, stages=len(replicas.counts), microbatches=4, chunks=chunks)
+    table = BranchTable(schedule, replicas, parts, shapes(dict(sorted(PARAMS.items()))), loss=loss, train=True)
+    exchange = ShardExchange(table.buffers, replicas, SPECS, dict(mesh.shape))
 
     @jax.jit
     @partial(
-        jax.shard_map, mesh=mesh, in_specs=(PartitionSpec(None, "pipe"), SPECS, PartitionSpec(None, "fsdp")),
-        out_specs=(PartitionSpec(), SPECS), check_vma=False,
+        jax.shard_map, mesh=mesh, in_specs=(SPECS, PartitionSpec(None, "fsdp")),
+        out_specs=(PartitionSpec(), SPECS, PartitionSpec()), check_vma=False,
     )  # fmt: skip
-    def run(rows, params, batch):
-        sums, gradients = table.run(rows[:, 0], exchange.to_stages(params), batch)
-        return jax.lax.psum(sums, ("pipe", "fsdp")), exchange.to_storage(gradients, ["fsdp"])
+    def run(params, batch):
+        outs, gradients, state = table.run(exchange.to_stages(params), jax.tree.leaves(batch), {0: jnp.float32(1)})
+        sums = jax.lax.psum(outs, ("pipe", "fsdp"))
+        return sums, exchange.to_storage(gradients, ["fsdp"]), table.mean_state(state, ["fsdp"])
 
-    def mean_free(params):
-        return jax.vmap(lambda one: alone(params, one))(batch).sum()
+    sums, gradients, state = run(PARAMS, batch)
 
-    sums, gradients = run(table.rows, PARAMS, batch)
-    loss, expected = jax.value_and_grad(mean_free)(PARAMS)
-    np.testing.assert_allclose(sums["loss"], [loss, MICROBATCHES * 4], rtol=1e-5)
+    def alone(params):
+        def one(average, batch):
+            average, sums = network(params, average, batch)
+            return average, sums["loss"][0]
+
+        # a replica runs every R-th microbatch of its rows, and its average begins where that of the others does
+        runs = replicas.counts[min(1, len(replicas.counts) - 1)]
+        halves = [jax.tree.map(lambda leaf, h=half, r=r: leaf[r::runs, h * 2 : h * 2 + 2], batch)
+                  for half in range(2) for r in range(runs)]  # fmt: skip
+        averages, losses = zip(*[jax.lax.scan(one, jnp.float32(1), half) for half in halves], strict=True)
+        return sum(loss.sum() for loss in losses), jnp.mean(jnp.stack(averages))
+
+    (total, average), expected = jax.value_and_grad(alone, has_aux=True)(PARAMS)
+    np.testing.assert_allclose(sums[loss : loss + 2], [total, count * rows], rtol=1e-5)
+    np.testing.assert_allclose(state[0], average, rtol=1e-5)
     for path, gradient in gradients.items():
         assert gradient.sharding.is_equivalent_to(NamedSharding(mesh, SPECS[path]), gradient.ndim)
         np.testing.assert_allclose(gradient, expected[path], atol=1e-5 * float(jnp.abs(expected[path]).max()))
@@ -130,20 +161,39 @@ def test_sums_and_gradients_are_those_of_one_device(name):
 def test_an_evaluation_runs_the_forwards_alone():
     batch = microbatches()
     mesh = Mesh(np.array(jax.devices()).reshape(STAGES, 2), ("pipe", "fsdp"))
-    table = table_of(
-        library.schedule("1f1b", stages=STAGES, microbatches=MICROBATCHES, chunks=None), batch, train=False
+    parts, loss = traced_parts(batch, STAGES, rows=2, train=False)
+    schedule, replicas = (
+        library.schedule("1f1b", stages=STAGES, microbatches=MICROBATCHES),
+        StageReplicas((1,) * STAGES),
     )
-    exchange = ShardExchange(table.buffers, SPECS, dict(mesh.shape))
+    table = BranchTable(schedule, replicas, parts, shapes(dict(sorted(PARAMS.items()))), loss=loss, train=False)
+    exchange = ShardExchange(table.buffers, replicas, SPECS, dict(mesh.shape))
 
-    def run(rows, params, batch):
-        return jax.lax.psum(table.run(rows[:, 0], exchange.to_stages(params), batch)[0], ("pipe", "fsdp"))
+    def run(params, batch):
+        data = [jnp.ones(MICROBATCHES), *jax.tree.leaves(batch)]
+        return jax.lax.psum(table.run(exchange.to_stages(params), data, {})[0], ("pipe", "fsdp"))
 
-    specs = (PartitionSpec(None, "pipe"), SPECS, PartitionSpec(None, "fsdp"))
+    specs = (SPECS, PartitionSpec(None, "fsdp"))
     sums = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False))(
-        table.rows, PARAMS, batch
+        PARAMS, batch
     )
-    losses = [float(alone(PARAMS, jax.tree.map(lambda leaf, i=i: leaf[i], batch))) for i in range(MICROBATCHES)]
-    assert float(sums["loss"][0]) == pytest.approx(sum(losses), rel=1e-5)
+    total = jax.vmap(lambda one: network(PARAMS, jnp.float32(1), one)[1]["loss"][0])(batch).sum()
+    assert float(sums[loss]) == pytest.approx(float(total), rel=1e-5)
+
+
+@settings(deadline=None, max_examples=30)
+@given(counts=st.lists(st.integers(1, 6), min_size=2, max_size=3))
+def test_each_microbatch_goes_from_its_replica_to_its_replica_once(counts):
+    replicas = StageReplicas(tuple(counts))
+    rounds = list(replicas.rounds(0, 1))
+    for messages in rounds:
+        assert len({message[0] for message in messages}) == len({message[2] for message in messages}) == len(messages)
+    sent = sorted(message for messages in rounds for message in messages)
+    expected = [
+        (i % counts[0], i // counts[0], counts[0] + i % counts[1], i // counts[1]) for i in range(replicas.group)
+    ]
+    assert sent == sorted(expected)
+    assert len(rounds) == max(replicas.share(0), replicas.share(1))
 
 
 @settings(deadline=None, max_examples=40)

@@ -138,6 +138,7 @@ def test_losses_and_parameters_are_those_of_flax_alone(kind, parallel):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*times its share:UserWarning")  # Muon's own matmuls, each on all rows of `data`
 @pytest.mark.parametrize("optimizer", [optax.contrib.muon(1e-3), optax.lamb(1e-2)], ids=["muon", "lamb"])
 def test_an_optimizer_of_parameters_sees_parameters(optimizer):
     """Orthogonal updates, trust ratios and a clipping norm are of whole parameters, wherever their stage is."""
@@ -242,6 +243,11 @@ def test_a_device_stores_its_share_and_messages_have_the_bytes_of_what_passes():
     ("sizes", "pipeline", "message"),
     [
         ({"pipe": 4, "data": 2}, {"stages": (1, 1)}, r"stages=\(1, 1\) for pipe=4"),
+        ({"pipe": 2, "data": 4}, {"stages": (1, 1), "chunks": 2}, r"stages=\(1, 1\) for pipe=2 x chunks=2"),
+        ({"pipe": 4, "data": 2}, {"stages": (2, 2), "replicas": (2, 1)}, r"replicas=\(2, 1\) on pipe=4"),
+        ({"pipe": 4, "data": 2}, {"stages": (4,), "replicas": (3, 1)}, r"stages=\(4,\) for 2 stages"),
+        ({"pipe": 4, "data": 2}, {"stages": (2, 2), "replicas": (3, 1), "microbatches": 4}, "microbatches=6"),
+        ({"pipe": 4, "data": 2}, {"replicas": (3, 1)}, r"replicas=\(3, 1\) without stages"),
         ({"pipe": 2, "data": 4}, {"stages": (2, 0)}, r"stages=\(2, 0\)"),
         ({"pipe": 2, "data": 4}, {"stages": (2, 2), "weights": "stash"}, r"stages=\(2, 2\) with weights"),
         ({"pipe": 2, "data": 4}, {"stages": (2, 2), "layers": (2, 2)}, r"stages=\(2, 2\) with layers"),
@@ -255,16 +261,37 @@ def test_wrong_numbers_are_refused(sizes, pipeline, message):
         trained(Convolutions, batch_of(Convolutions), jp.Parallel(**sizes, pipeline=jp.Pipeline(**pipeline)), steps=1)
 
 
-class Normed(nnx.Module):
+class Centered(nnx.Module):
+    """Subtracts a running mean from what it computes, also while it trains."""
+
     def __init__(self, rngs: nnx.Rngs):
         self.first, self.second = nnx.Linear(192, 32, rngs=rngs), nnx.Linear(32, 10, rngs=rngs)
-        self.norm = nnx.BatchNorm(32, rngs=rngs)
+        self.mean = nnx.BatchStat(jnp.zeros(32))
 
     def __call__(self, images):
+        def center(x):
+            centered = x - self.mean[...]
+            self.mean[...] = 0.9 * self.mean[...] + 0.1 * x.mean(axis=0)
+            return centered
+
         x = images.reshape(len(images), -1)
-        return jp.pipelined([lambda x: self.norm(self.first(x)), self.second], x)
+        return jp.pipelined([lambda x: center(self.first(x)), self.second], x)
 
 
-def test_averages_of_batches_are_refused():
-    with pytest.raises(jp.JaxparError, match="keeps state that follows from what it computes"):
-        trained(Normed, batch_of(Normed), jp.Parallel(pipe=2, data=4, pipeline=jp.Pipeline(stages=(1, 1))), steps=1)
+def test_state_that_training_reads_again_is_refused():
+    with pytest.raises(jp.JaxparError, match="computes with state that follows from earlier examples"):
+        trained(Centered, batch_of(Centered), jp.Parallel(pipe=2, data=4, pipeline=jp.Pipeline(stages=(1, 1))), steps=1)
+
+
+class Looped(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.first, self.second = nnx.Linear(192, 10, rngs=rngs), nnx.Linear(10, 10, rngs=rngs)
+
+    def __call__(self, images):
+        x = self.first(images.reshape(len(images), -1))
+        return jax.lax.fori_loop(0, 2, lambda i, x: jp.pipelined([self.second, jnp.tanh], x), x)
+
+
+def test_pieces_in_a_loop_are_refused():
+    with pytest.raises(jp.JaxparError, match=r"calls jp\.pipelined inside of a loop"):
+        trained(Looped, batch_of(Looped), jp.Parallel(pipe=2, data=4, pipeline=jp.Pipeline(stages=(1, 1))), steps=1)

@@ -22,10 +22,10 @@ def problems(parallel: Parallel) -> list[Problem]:
             )
         ]
     errors += parallel.pipeline.problems(parallel.pipe)
-    if parallel.pipeline.stages:
-        from jaxpar.parallel.stages_of_pieces import stage_problems  # no part of a step without such a pipeline
+    if parallel.pipeline.stages or parallel.pipeline.replicas:
+        from jaxpar.parallel import stages_of_pieces  # no part of a step without such a pipeline
 
-        errors += stage_problems(parallel.pipeline, parallel.pipe)
+        errors += stages_of_pieces.problems(parallel.pipeline, parallel.pipe)
     if parallel.pipeline.gather == "tick" and parallel.stage < 3:
         errors.append(
             Problem(

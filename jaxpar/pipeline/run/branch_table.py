@@ -1,11 +1,11 @@
 """The executor of a table whose parts are different programs: in a tick each device runs the branch of its part.
 
     a tick   one `lax.switch` over (op, part)     F: y of x     B: gradients of x and parameters     W: of parameters
-             then one permute for each edge, into the inbox of the stage that reads the message
+             then the permutes of each edge, into the inbox of the stage that reads the message
 
-The last part computes the loss in its backward, so it has no forward op. A backward recomputes the forward of its part.
-A collective inside of a branch that other devices do not take would never end: messages are sent outside of the switch,
-and parts have none.
+The last part computes the loss in its backward, so its forward is empty, unless it updates state. A backward recomputes
+the forward of its part. A collective inside of a branch that other devices do not take would never end: messages are
+sent outside of the switch, and parts have none. A tick handles a group of microbatches: see `StageReplicas`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,49 +15,60 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpar.pipeline.run.edges import Edge, Inbox, encode
+from jaxpar.jaxprs.dataflow import shapes
+from jaxpar.jaxprs.part_programs import PartProgram
+from jaxpar.pipeline.run.edges import Edge, Inbox, Outbox
 from jaxpar.pipeline.run.slots import load
 from jaxpar.pipeline.run.stage_buffers import Shapes, StageBuffers
+from jaxpar.pipeline.run.stage_replicas import StageReplicas
 from jaxpar.pipeline.tables.schedule import Schedule
 from jaxpar.pipeline.tables.synchronous import forwards
 from jaxpar.sharding.names import AGAIN, BACKWARD, CHOICE, GRADIENT, TABLE, Tree
 
-Part = Callable[[Mapping[str, jax.Array], Tree, Tree], Tree]  # (parameters, batch, x) to y
+Carry = tuple[list[jax.Array], list[jax.Array], dict[int, jax.Array]]  # sums of gradients, outs of the last part, state
 
 
 class BranchTable:
     """A table, compiled for parts of different programs, shapes and parameters.
 
     Attributes:
-      schedule: The table.
+      schedule: The table of groups of microbatches.
+      replicas: The devices of each stage.
+      parts: The parts.
       buffers: Buffers that hold the parameters of any one stage.
       inbox: Places of the messages.
-      rows: Of each tick and stage, the branch and the microbatch. Shape [ticks, stages, 2], int32.
-      sums: Shapes of the sums that the last part returns.
+      rows: Of each tick and stage, the branch and the group. Shape [ticks, stages, 2], int32.
+      owners: Of each index of state, the stage that updates it.
     """
 
-    def __init__(self, schedule: Schedule, parts: Sequence[Part], reads: Sequence[Shapes], batch: Tree, *, train: bool):
-        """Traces all parts for the shapes of one microbatch.
+    def __init__(
+        self,
+        schedule: Schedule,
+        replicas: StageReplicas,
+        parts: Sequence[PartProgram],
+        params: Shapes,
+        *,
+        loss: int,
+        train: bool,
+    ):
+        """Lays out buffers and messages.
 
         Args:
           schedule: A table with as many parts.
-          parts: The first is called with x = (), and the last returns {name: (sum, count)}, with the entry `loss`.
-          reads: Of each part, path to the shape of every parameter that it reads.
-          batch: Shapes of one microbatch.
+          replicas: The devices of each of its stages.
+          parts: The parts.
+          params: Path to the shape of every parameter, in the order of the parts' indices.
+          loss: Index of the loss among the outs of the last part.
           train: Whether to compute gradients; else the forwards alone run.
         """
-        self.schedule, self.reads, self.train = schedule, reads, train
-        self._parts = parts
+        self.schedule, self.replicas, self.parts, self.train = schedule, replicas, list(parts), train
+        self._paths, self._loss = list(params), loss
         self._stages = [schedule.place(part)[0] for part in range(len(parts))]
         stages: list[dict[str, jax.ShapeDtypeStruct]] = [{} for _ in range(schedule.stages)]
-        for stage, shapes in zip(self._stages, reads, strict=True):
-            stages[stage] |= shapes
+        for stage, part in zip(self._stages, parts, strict=True):
+            stages[stage] |= {self._paths[i]: params[self._paths[i]] for i in part.params}
         self.buffers = StageBuffers(stages)
-        inputs: list[Tree] = [()]
-        for part, shapes in zip(parts[:-1], reads[:-1], strict=True):
-            inputs.append(jax.eval_shape(part, shapes, batch, inputs[-1]))
-        self.sums = jax.eval_shape(parts[-1], reads[-1], batch, inputs[-1])
-        self._inputs = inputs
+        self.owners = {i: stage for stage, part in zip(self._stages, parts, strict=True) for i in part.state}
         cells = schedule.cells if train else forwards(schedule)
         at = {
             (cell.op, cell.microbatch, schedule.part(stage, cell.chunk)): (tick, stage)
@@ -68,108 +79,168 @@ class BranchTable:
         ops = ("F", "B", "W") if schedule.split else ("F", "B")
         self._branches = {pair: 1 + i for i, pair in enumerate((part, op) for part in range(len(parts)) for op in ops)}
         self.rows = np.zeros((len(cells), schedule.stages, 2), np.int32)
-        for (op, microbatch, part), (tick, stage) in at.items():
-            self.rows[tick, stage] = self._branches[part, op], microbatch
+        for (op, group, part), (tick, stage) in at.items():
+            self.rows[tick, stage] = self._branches[part, op], group
+        self._edges = {(edge.kind, edge.source, edge.target): edge for edge in self._all_edges()}
+        self._outboxes = {
+            (kind, part): Outbox([edge for edge in self._edges.values() if (edge.kind, edge.source) == (kind, part)])
+            for kind in "xg"
+            for part in range(len(parts))
+        }
         self.inbox, self._sent = self._messages(len(cells), at)
-        self._width = max((edge.bytes for edge in self.inbox.edges), default=0)
+        self._width = max(
+            replicas.share(self._stages[part]) * outbox.size for (_, part), outbox in self._outboxes.items()
+        )
+
+    def _all_edges(self) -> list[Edge]:
+        edges = []
+        for target, part in enumerate(self.parts):
+            for source, variables in part.receives.items():
+                tree = shapes(variables)
+                edges.append(Edge("x", source, target, tree))
+                if self.train and _floats(tree):
+                    edges.append(Edge("g", target, source, _floats(tree)))
+        return edges
 
     def _messages(self, ticks: int, at: Mapping[tuple[str, int, int], tuple[int, int]]) -> tuple[Inbox, np.ndarray]:
-        """Returns the inbox, and of each tick and edge the microbatch whose message is sent, or -1."""
-        pairs = [(part - 1, part) for part in range(1, len(self._parts))]
-        edges = [Edge("x", source, target, self._inputs[target]) for source, target in pairs]
-        if self.train:
-            edges += [Edge("g", target, source, _floats(self._inputs[target])) for source, target in pairs]
+        """Returns the inbox, and of each tick and edge the group whose messages are sent, or -1."""
         last_read = "F" if not self.train else "W" if self.schedule.split else "B"
-        sent, lifetimes = np.full((ticks, len(edges)), -1, np.int32), []
-        for number, edge in enumerate(edges):
+        sent, lifetimes = np.full((ticks, len(self._edges)), -1, np.int32), {}
+        for number, edge in enumerate(self._edges.values()):
             spans = []
-            for microbatch in range(self.schedule.microbatches):
-                tick, _ = at["F" if edge.kind == "x" else "B", microbatch, edge.source]
-                sent[tick, number] = microbatch
-                spans.append((tick, at[last_read, microbatch, edge.target][0]))
-            lifetimes.append(spans)
-        return Inbox(edges, self._stages, lifetimes), sent
+            for group in range(self.schedule.microbatches):
+                tick, _ = at["F" if edge.kind == "x" else "B", group, edge.source]
+                sent[tick, number] = group
+                spans.append((tick, at[last_read, group, edge.target][0]))
+            lifetimes[edge] = spans
+        return Inbox(self._outboxes, self._stages, self.replicas, lifetimes), sent
 
-    def run(self, rows: jax.Array, params: Sequence[jax.Array], batch: Tree) -> tuple[Tree, list[jax.Array]]:
-        """Runs the table on one stage, in `jax.shard_map` over `pipe`.
+    def run(
+        self, params: Sequence[jax.Array], data: Sequence[jax.Array], state: Mapping[int, jax.Array]
+    ) -> tuple[list[jax.Array], list[jax.Array], dict[int, jax.Array]]:
+        """Runs the table on one device, in `jax.shard_map` over `pipe`.
 
         Args:
-          rows: This stage's rows. Shape [ticks, 2].
-          params: This stage's buffers.
-          batch: This stage's batch; dim 0 is microbatches.
+          params: The buffers of this device's stage.
+          data: The data of all microbatches of the step, on every device of `pipe`; dim 0 is microbatches.
+          state: Index to state, before the first microbatch.
 
         Returns:
-          The sums, zero on all stages but the last; and the sums of gradients of the loss, as buffers.
+          The sums of the outs, zero on devices of other stages than the last; the sums of gradients of the loss, as
+          buffers; and the state, which only devices of its owner have updated.
         """
 
-        def idle(microbatch, inbox, gradients, sums):
-            del microbatch, inbox
-            return self._outbox(()), gradients, sums
+        def idle(group, inbox, carry):
+            del group, inbox
+            return jnp.zeros(self._width, jnp.uint8), carry
 
         branches = [idle] * (1 + len(self._branches))
         for (part, op), number in self._branches.items():
-            if op == "F":
-                branches[number] = self._forward(part, params, batch)
-            elif self.train:
-                branches[number] = self._backward(part, op, params, batch)
+            one = self._forward(part, params, data) if op == "F" else self._backward(part, op, params, data)
+            outbox = {"F": self._outboxes["x", part], "B": self._outboxes["g", part]}.get(op)
+            if op == "F" or self.train:
+                branches[number] = self._branch(one, self._stages[part], outbox)
 
         @jax.named_scope(TABLE)
         def tick(state, xs):
-            (row, sent), (inbox, gradients, sums) = xs, state
+            (row, sent), (inbox, carry) = xs, state
             with jax.named_scope(CHOICE):
-                outbox, gradients, sums = lax.switch(row[0], branches, row[1], inbox, gradients, sums)
-            return (self.inbox.send(inbox, outbox, sent), gradients, sums), None
+                outbox, carry = lax.switch(row[0], branches, row[1], inbox, carry)
+            return (self.inbox.send(inbox, outbox, sent), carry), None
 
-        sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.sums)
-        start = jnp.zeros(self.inbox.size, jnp.uint8), self.buffers.zeros() if self.train else [], sums
-        (_, gradients, sums), _ = lax.scan(tick, start, (rows, jnp.asarray(self._sent)))
-        return sums, gradients
+        rows = jnp.asarray(self.rows)[:, jnp.asarray(self.replicas.stage_of)[lax.axis_index("pipe")]]
+        outs = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in shapes(self.parts[-1].outs)]
+        carry: Carry = (self.buffers.zeros() if self.train else [], outs, dict(state))
+        start = jnp.zeros(self.inbox.size, jnp.uint8), carry
+        (_, (gradients, outs, new_state)), _ = lax.scan(tick, start, (rows, jnp.asarray(self._sent)))
+        return outs, gradients, new_state
 
-    def _outbox(self, tree: Tree) -> jax.Array:
-        return encode(tree, self._width)
+    def mean_state(self, state: Mapping[int, jax.Array], batch_axes: Sequence[str]) -> dict[int, jax.Array]:
+        """Returns the state of each owner on all devices: the mean over its replicas and over `batch_axes`."""
+        stage, means = jnp.asarray(self.replicas.stage_of)[lax.axis_index("pipe")], {}
+        for i, value in state.items():
+            owner = self.owners[i]
+            own = jnp.where(stage == owner, value, jnp.zeros_like(value))
+            total = lax.psum(own, ("pipe", *batch_axes)) / lax.psum(self.replicas.counts[owner], tuple(batch_axes))
+            means[i] = total.astype(value.dtype)
+        return means
 
-    def _input(self, inbox: jax.Array, part: int, microbatch: jax.Array) -> Tree:
-        return self.inbox.read(inbox, self.inbox.edge("x", part), microbatch) if part else ()
+    def _branch(self, one: Callable, stage: int, outbox: Outbox | None) -> Callable:
+        """Returns a branch of the switch, which runs an op for this device's microbatches of a group.
 
-    def _params(self, buffers: Sequence[jax.Array], part: int) -> dict[str, jax.Array]:
-        of_stage = self.buffers.read(buffers, self._stages[part])
-        return {path: of_stage[path] for path in self.reads[part]}
+        Args:
+          one: Maps (carry, inbox, group, number of the microbatch on this device, its number in the step) to the carry
+            and the messages to send.
+          stage: The stage that takes the branch.
+          outbox: The places of the messages, or None if none are sent.
+        """
+        share, replicas = self.replicas.share(stage), self.replicas
 
-    def _forward(self, part: int, params: Sequence[jax.Array], batch: Tree) -> Callable:
-        last = part == len(self._parts) - 1
+        def run(group, inbox, carry):
+            replica = jnp.asarray(replicas.number_of)[lax.axis_index("pipe")] if replicas.counts[stage] > 1 else 0
 
-        def run(microbatch, inbox, gradients, sums):
-            if last and self.train:
-                return self._outbox(()), gradients, sums
-            x = self._input(inbox, part, microbatch)
-            y = self._parts[part](self._params(params, part), load(batch, microbatch), x)
-            if last:
-                return self._outbox(()), gradients, jax.tree.map(jnp.add, sums, y)
-            return self._outbox(y), gradients, sums
+            def turn(carry, number):
+                microbatch = group * replicas.group + number * replicas.counts[stage] + replica
+                carry, messages = one(carry, inbox, group, number, microbatch)
+                return carry, jnp.zeros(0, jnp.uint8) if outbox is None else outbox.fill(messages or {})
+
+            carry, sent = turn(carry, 0) if share == 1 else lax.scan(turn, carry, jnp.arange(share))
+            return jnp.pad(sent.ravel(), (0, self._width - sent.size)), carry
 
         return run
 
-    def _backward(self, part: int, op: str, params: Sequence[jax.Array], batch: Tree) -> Callable:
-        last = part == len(self._parts) - 1
+    def _received(self, part: int, inbox: jax.Array, group: jax.Array, number) -> dict[int, list[jax.Array]]:
+        edges = {source: self._edges["x", source, part] for source in self.parts[part].receives}
+        return {source: self.inbox.read(inbox, edge, group, number) for source, edge in edges.items()}
 
-        def run(microbatch, inbox, gradients, sums):
-            x, known = self._input(inbox, part, microbatch), load(batch, microbatch)
+    def _params(self, buffers: Sequence[jax.Array], part: int) -> dict[int, jax.Array]:
+        of_stage = self.buffers.read(buffers, self._stages[part])
+        return {i: of_stage[self._paths[i]] for i in self.parts[part].params}
 
-            def call(params, moving):
-                y = self._parts[part](params, known, _with_floats(x, moving))
-                return (y["loss"][0], y) if last else (_floats(y), None)
+    def _forward(self, part: int, params: Sequence[jax.Array], data: Sequence[jax.Array]) -> Callable:
+        program, last = self.parts[part], part == len(self.parts) - 1
+
+        def run(carry: Carry, inbox, group, number, microbatch):
+            gradients, outs, state = carry
+            if last and self.train and not program.state:
+                return carry, None
+            x = self._received(part, inbox, group, number)
+            sent, found, new = program.run(self._params(params, part), load(data, microbatch), state, x)
+            if last and not self.train:
+                outs = [total + value for total, value in zip(outs, found, strict=True)]
+            return (gradients, outs, state | new), sent
+
+        return run
+
+    def _backward(self, part: int, op: str, params: Sequence[jax.Array], data: Sequence[jax.Array]) -> Callable:
+        program, last = self.parts[part], part == len(self.parts) - 1
+        targets = [target for target, variables in program.sends.items() if _floats(shapes(variables))]
+
+        def run(carry: Carry, inbox, group, number, microbatch):
+            gradients, outs, state = carry
+            x, known = self._received(part, inbox, group, number), load(data, microbatch)
+
+            def call(params, moving) -> tuple[list[list[jax.Array]], list[jax.Array]]:
+                sent, found, _ = program.run(params, known, state, _with_floats(x, moving))
+                return [[found[self._loss]]] if last else [_floats(sent[target]) for target in targets], found
 
             with jax.named_scope(AGAIN):
-                y, pull, new_sums = jax.vjp(call, self._params(params, part), _floats(x), has_aux=True)
+                y, pull, found = jax.vjp(call, self._params(params, part), _floats(x), has_aux=True)
             with jax.named_scope(BACKWARD):
-                cotangent = jnp.ones_like(y) if last else self.inbox.read(inbox, self.inbox.edge("g", part), microbatch)
-                dparams, dx = pull(cotangent)
+                arrived = [self._edges["g", target, part] for target in targets]
+                g = [self.inbox.read(inbox, edge, group, number) for edge in arrived]
+                dparams, dx = pull([[jnp.ones_like(y[0][0])]] if last else g)
             if op == "W" or not self.schedule.split:
                 with jax.named_scope(GRADIENT):
-                    gradients = self.buffers.add(gradients, self._stages[part], dparams)
+                    of_paths = {self._paths[i]: value for i, value in dparams.items()}
+                    gradients = self.buffers.add(gradients, self._stages[part], of_paths)
             if last and op == "B":
-                sums = jax.tree.map(jnp.add, sums, new_sums)
-            return self._outbox(dx if part and op == "B" else ()), gradients, sums
+                outs = [total + value for total, value in zip(outs, found, strict=True)]
+            if op == "W":
+                return (gradients, outs, state), None
+            others = iter(dx)
+            moving = {source: [next(others) for _ in _floats(leaves)] for source, leaves in x.items()}
+            return (gradients, outs, state), moving
 
         return run
 

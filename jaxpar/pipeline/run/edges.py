@@ -1,13 +1,14 @@
-"""Messages between unequal stages: one edge for each pair of parts that exchange them, and an inbox on every device.
+"""Messages between unequal stages: an edge for each two parts of which one reads what the other computes.
 
-    part 0 ──► part 1 ──► part 2      forwards: any tree of arrays, of other shapes on every edge
-           ◄──        ◄──             backwards: gradients of its floating-point arrays
+    part 0 ──► part 1 ──► part 2      forwards: the arrays that this part reads, of other shapes on every edge
+       └─────────────────────┘        a skip connection is an edge like any other
+           ◄──        ◄──             backwards: gradients of the floating-point arrays among them
 
 A message travels as bytes, by one permute for each edge that is as long as the message. The inbox is laid out by the
 stage that reads it: it has as many places for an edge as messages of that edge are alive at once.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxpar.pipeline.run.stage_replicas import StageReplicas
 from jaxpar.sharding.names import MESSAGE, Tree
 
 
@@ -24,7 +26,7 @@ class Edge:
     """Messages from one part of a model to another.
 
     Attributes:
-      kind: x, the input of a part; or g, the gradient of what a part has sent.
+      kind: x, values that a part reads; or g, the gradients of what a part has sent.
       source: The part that sends.
       target: The part that receives.
       tree: Shapes and dtypes of a message.
@@ -41,64 +43,117 @@ class Edge:
         return sum(data.size * data.dtype.itemsize for data in map(_data_shape, jax.tree.leaves(self.tree)))
 
 
-class Inbox:
-    """Places of messages in the inboxes of all stages.
+class Outbox:
+    """Places of the messages that one op of a part sends, one edge after the other.
 
     Attributes:
       edges: The edges.
-      stages: Of each part, the stage that runs it.
+      size: Bytes of the messages of one microbatch.
+    """
+
+    def __init__(self, edges: Sequence[Edge]):
+        self.edges = list(edges)
+        ends = np.cumsum([0, *(edge.bytes for edge in edges)])
+        self.starts: dict[Edge, int] = {edge: int(start) for edge, start in zip(edges, ends, strict=False)}
+        self.size = int(ends[-1])
+
+    def fill(self, messages: Mapping[int, Tree]) -> jax.Array:
+        """Returns the bytes of the messages to each part."""
+        return encode([messages[edge.target] for edge in self.edges], self.size)
+
+
+class Inbox:
+    """Places of messages in the inboxes of all devices.
+
+    Attributes:
+      edges: The edges.
       size: Bytes of an inbox: those of the stage that needs most.
     """
 
-    def __init__(self, edges: Sequence[Edge], stages: Sequence[int], lifetimes: Sequence[Sequence[tuple[int, int]]]):
+    def __init__(
+        self,
+        outboxes: Mapping[tuple[str, int], Outbox],
+        stages: Sequence[int],
+        replicas: StageReplicas,
+        lifetimes: Mapping[Edge, Sequence[tuple[int, int]]],
+    ):
         """Assigns places to messages.
 
         Args:
-          edges: The edges.
+          outboxes: The outbox of the edges of each kind and source.
           stages: Of each part, the stage that runs it.
-          lifetimes: Of each edge and microbatch, the tick in which the message is sent, and the last that reads it.
+          replicas: The devices of the stages.
+          lifetimes: Of each edge and group, the tick in which the messages are sent, and the last that reads them.
         """
-        self.edges, self.stages = list(edges), list(stages)
-        ends = [0] * (max(stages) + 1)
-        self._starts: dict[Edge, np.ndarray] = {}  # of each microbatch, the first byte of its place
-        for edge, spans in zip(edges, lifetimes, strict=True):
+        self.edges, self._outboxes, self._stages, self._replicas = list(lifetimes), outboxes, stages, replicas
+        ends = [0] * len(replicas.counts)
+        self._starts: dict[Edge, np.ndarray] = {}  # of each group, the first byte of its place
+        for edge, spans in lifetimes.items():
             count, places = _places(spans)
             stage = stages[edge.target]
-            self._starts[edge] = (ends[stage] + places * edge.bytes).astype(np.int32)
-            ends[stage] += count * edge.bytes
+            place_bytes = replicas.share(stage) * edge.bytes
+            self._starts[edge] = (ends[stage] + places * place_bytes).astype(np.int32)
+            ends[stage] += count * place_bytes
         self.size = max([1, *ends])
 
-    def edge(self, kind: str, target: int) -> Edge:
-        """Returns the edge on which a part receives messages of a kind."""
-        return next(edge for edge in self.edges if (edge.kind, edge.target) == (kind, target))
-
-    def read(self, inbox: jax.Array, edge: Edge, microbatch: jax.Array) -> Tree:
-        """Returns a message."""
-        start = jnp.asarray(self._starts[edge])[microbatch]
+    def read(self, inbox: jax.Array, edge: Edge, group: jax.Array, number: jax.Array | int) -> Tree:
+        """Returns the message of a microbatch, of which `number` says the how many-th of its group on this device."""
+        start = jnp.asarray(self._starts[edge])[group] + number * edge.bytes
         return decode(lax.dynamic_slice(inbox, (start,), (edge.bytes,)), edge.tree)
 
-    def send(self, inbox: jax.Array, outbox: jax.Array, microbatches: jax.Array) -> jax.Array:
-        """Sends a message on each edge, in `jax.shard_map` over `pipe`; returns the inbox with what arrives.
+    def send(self, inbox: jax.Array, outbox: jax.Array, groups: jax.Array) -> jax.Array:
+        """Sends the messages of a tick on all edges, and returns the inbox with those that arrived.
 
-        All devices call this in every tick, also those that send nothing: a permute that some do not reach never ends.
+        All devices run all permutes, because a permute that some do not reach never ends.
 
         Args:
           inbox: Shape [size], uint8.
-          outbox: What this device sends: a message begins at its first byte.
-          microbatches: Of each edge, the microbatch whose message travels in this tick, or -1.
+          outbox: What this device sends: the outboxes of its microbatches, one after the other.
+          groups: Of each edge, the group whose messages travel in this tick, or -1.
         """
-        stage = lax.axis_index("pipe")
-        for edge, microbatch in zip(self.edges, microbatches, strict=True):
-            source, target = self.stages[edge.source], self.stages[edge.target]
-            message = outbox[: edge.bytes]
-            if source != target:
-                with jax.named_scope(MESSAGE):
-                    message = lax.ppermute(message, "pipe", [(source, target)])
-            arrives = (stage == target) & (microbatch >= 0)
-            start = jnp.where(arrives, jnp.asarray(self._starts[edge])[jnp.maximum(microbatch, 0)], 0)
-            kept = lax.dynamic_slice(inbox, (start,), (edge.bytes,))
-            inbox = lax.dynamic_update_slice(inbox, jnp.where(arrives, message, kept), (start,))
+        for edge, group in zip(self.edges, groups, strict=True):
+            place = jnp.asarray(self._starts[edge])[jnp.maximum(group, 0)]
+            source, target = self._stages[edge.source], self._stages[edge.target]
+            rounds = self._replicas.rounds(source, target) if source != target else self._local_rounds(source)
+            for taken in rounds:
+                inbox = self._one_round(inbox, outbox, edge, taken, place, group)
         return inbox
+
+    def _local_rounds(self, stage: int) -> Iterator[list[tuple[int, int, int, int]]]:
+        """Yields the messages of a group between two parts of one stage, which stay on their devices."""
+        devices = [self._replicas.device(stage, replica) for replica in range(self._replicas.counts[stage])]
+        for number in range(self._replicas.share(stage)):
+            yield [(device, number, device, number) for device in devices]
+
+    def _one_round(
+        self,
+        inbox: jax.Array,
+        outbox: jax.Array,
+        edge: Edge,
+        taken: Sequence[tuple[int, int, int, int]],
+        place: jax.Array,
+        group: jax.Array,
+    ) -> jax.Array:
+        own, device = self._outboxes[edge.kind, edge.source], lax.axis_index("pipe")
+        sends, arrives = self._by_device(taken, 0), self._by_device(taken, 2)
+        # a stage of one device sends from a place that is known here, which XLA reads without a copy
+        number = jnp.maximum(jnp.asarray(sends)[device], 0) if sends.max() else 0
+        message = lax.dynamic_slice(outbox, (own.starts[edge] + own.size * number,), (edge.bytes,))
+        if pairs := [(source, target) for source, _, target, _ in taken if source != target]:
+            with jax.named_scope(MESSAGE):
+                message = lax.ppermute(message, "pipe", pairs)
+        number = jnp.asarray(arrives)[device]
+        is_mine = (number >= 0) & (group >= 0)
+        start = jnp.where(is_mine, place + number * edge.bytes, 0)
+        kept = lax.dynamic_slice(inbox, (start,), (edge.bytes,))
+        return lax.dynamic_update_slice(inbox, jnp.where(is_mine, message, kept), (start,))
+
+    def _by_device(self, taken: Sequence[tuple[int, int, int, int]], end: int) -> np.ndarray:
+        """Returns the number of the message that each device sends (end 0) or receives (end 2) in a round, or -1."""
+        numbers = np.full(sum(self._replicas.counts), -1, np.int32)
+        for message in taken:
+            numbers[message[end]] = message[end + 1]
+        return numbers
 
 
 def _places(spans: Iterable[tuple[int, int]]) -> tuple[int, np.ndarray]:

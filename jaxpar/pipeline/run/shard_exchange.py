@@ -4,9 +4,11 @@
     running   the buffers of a stage hold the parameters that it reads, whole
 
 So checkpoints and optimizers know of no stages. Once per step each device sends its shards to the stages that read
-them, in one all-to-all over `pipe`, and a gather over `fsdp` completes them. Gradients go the opposite way; a parameter
-that several stages read, such as a tied embedding, has the sum of theirs. A parameter that `pipe` does not split,
-because it is small or no dim divides, is read where it is, and its gradients are summed over the stages.
+them, in one all-to-all over `pipe`, and a gather over `fsdp` completes them. Gradients go the opposite way. What comes
+from the replicas of a stage, or from several stages that read a parameter, such as a tied embedding, is summed where it
+is stored: so each device sends the gradients of its own stage once, as in a reduce-scatter among the replicas. A
+parameter that `pipe` does not split, because it is small or no dim divides, is read where it is, and its gradients are
+summed over the stages.
 
 All methods are called in `jax.shard_map`, where `pipe`, `data` and `fsdp` are manual.
 """
@@ -17,10 +19,12 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxpar.pipeline.run.stage_buffers import StageBuffers
+from jaxpar.pipeline.run.stage_replicas import StageReplicas
 
 LEADING = ("fsdp", "pipe")  # axes of the leading dims of shards that are not joined yet
 
@@ -86,15 +90,22 @@ class ShardExchange:
       shards: Path to the shards of every parameter.
     """
 
-    def __init__(self, buffers: StageBuffers, specs: Mapping[str, PartitionSpec], sizes: Mapping[str, int]):
+    def __init__(
+        self,
+        buffers: StageBuffers,
+        replicas: StageReplicas,
+        specs: Mapping[str, PartitionSpec],
+        sizes: Mapping[str, int],
+    ):
         """Reads the shards of parameters from their specs.
 
         Args:
           buffers: The buffers of the stages.
+          replicas: The devices of the stages.
           specs: Path to the spec of a stored parameter.
           sizes: Mesh axis to size.
         """
-        self.buffers, self._sizes = buffers, sizes
+        self.buffers, self._replicas, self._sizes = buffers, replicas, sizes
         self._shapes = {path: leaf for stage in buffers.stages for path, leaf in stage.items()}
         self.shards = {
             path: ParameterShards(_axes(specs[path], leaf.shape, sizes), leaf.shape, sizes)
@@ -109,7 +120,8 @@ class ShardExchange:
         """Returns the buffers of this device's stage, given its shards of all parameters."""
         received = {}
         for key, paths in self._groups.items():
-            outbox = jnp.stack([self._row([params[path] for path in own], paths) for own in self._owned(paths)])
+            owned = self._owned(paths)
+            outbox = jnp.stack([self._row([params[path] for path in owned[stage]], paths) for stage in self._stage_of])
             shards = lax.all_to_all(outbox, "pipe", 0, 0)  # [devices of pipe, elements]
             received[key] = lax.all_gather(shards, "fsdp") if "fsdp" in key[0] else shards
         others = {path: self._gathered(path, value) for path, value in params.items() if self._is_read_there(path)}
@@ -128,9 +140,7 @@ class ShardExchange:
 
             return fill
 
-        return lax.switch(
-            lax.axis_index("pipe"), [of_stage(i) for i in range(len(self.buffers.stages))], received, others
-        )
+        return lax.switch(self._stage(), [of_stage(i) for i in range(len(self.buffers.stages))], received, others)
 
     def to_storage(self, sums: Sequence[jax.Array], batch_axes: Sequence[str]) -> dict[str, jax.Array]:
         """Returns this device's shards of the gradients of all parameters, summed over stages and `batch_axes`."""
@@ -151,7 +161,7 @@ class ShardExchange:
             return send
 
         branches = [of_stage(stage) for stage in range(len(self.buffers.stages))]
-        sent, whole = lax.switch(lax.axis_index("pipe"), branches, sums)
+        sent, whole = lax.switch(self._stage(), branches, sums)
         result = {}
         for key, paths in self._groups.items():
             rows = sent[key]
@@ -159,12 +169,12 @@ class ShardExchange:
                 rows = lax.psum_scatter(rows, "fsdp")
             if rest := tuple(axis for axis in batch_axes if axis not in key[0]):
                 rows = lax.psum(rows, rest)
-            received = lax.all_to_all(rows, "pipe", 0, 0)  # [stages, elements]
+            received = lax.all_to_all(rows, "pipe", 0, 0)  # [devices of pipe, elements]
             for stage, own in enumerate(self._owned(paths)):
-                start = 0
+                start, of_replicas = 0, jnp.sum(received[self._stage_of == stage], axis=0)
                 for path in own:
                     shards = self.shards[path]
-                    part = received[stage, start : start + shards.size].reshape(shards.local)
+                    part = of_replicas[start : start + shards.size].reshape(shards.local)
                     result[path] = result[path] + part if path in result else part
                     start += shards.size
         for path, value in whole.items():
@@ -175,6 +185,14 @@ class ShardExchange:
                     total = lax.dynamic_slice_in_dim(total, lax.axis_index("fsdp") * rows, rows, dim)
             result[path] = total
         return result
+
+    @property
+    def _stage_of(self) -> np.ndarray:
+        return self._replicas.stage_of
+
+    def _stage(self) -> jax.Array:
+        """Returns the stage of this device."""
+        return jnp.asarray(self._stage_of)[lax.axis_index("pipe")]
 
     def _is_read_there(self, path: str) -> bool:
         """Whether every device has a parameter, up to a gather over `fsdp`."""

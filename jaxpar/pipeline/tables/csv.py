@@ -11,6 +11,7 @@ microbatch 0; F0'1 is the forward on chunk 1; a . or an empty cell is idle. A na
 import csv
 import io
 import re
+from pathlib import Path
 
 from jaxpar.errors import refuse
 from jaxpar.pipeline.tables.schedule import OPS, Cell, Schedule
@@ -29,6 +30,34 @@ def to_csv(schedule: Schedule) -> str:
     head = f"stages={cut.stages},microbatches={cut.microbatches},chunks={cut.chunks},placement={cut.placement}"
     lines = [",".join(str(row[stage] or ".") for row in schedule.cells) for stage in range(schedule.stages)]
     return "\n".join([f"{name},{head}", *lines, ""])
+
+
+def read_table(path: str, stages: int, microbatches: int, chunks: int) -> Schedule:
+    """Reads the schedule in a file for declared numbers, of which 0 stands for what the file says.
+
+    Raises:
+      JaxparError: If the file cannot be read or parsed, or has other numbers.
+    """
+    try:
+        table = from_csv(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise refuse(
+            f"parallel.pipeline.schedule = {path!r}: {getattr(error, 'strerror', error)}",
+            rule="a schedule is a name of the library, or a CSV file",
+            fix='schedule = "1f1b_phased"; `jaxpar schedule 1f1b --stages 4 --microbatches 8 --csv F` writes one',
+        ) from error
+    for key, declared, fixed in (
+        ("pipe", stages, table.stages),
+        ("microbatches", microbatches, table.microbatches),
+        ("chunks", chunks, table.chunks),
+    ):
+        if declared and declared != fixed:
+            raise refuse(
+                f"{key} = {declared}, the table in {path} has {fixed}",
+                rule="a CSV schedule fixes its numbers of stages, microbatches and chunks: the job has the same",
+                fix=f"{key} = {fixed}",
+            )
+    return table
 
 
 def from_csv(text: str) -> Schedule:

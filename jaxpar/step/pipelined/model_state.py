@@ -37,14 +37,12 @@ class ModelStates:
       layout: The layout between steps.
       loss: (model, batch) to (sum, count), or to a dict of them with the entry `loss`.
       numerics: Precision, remat and accumulation.
-      equal_layers: Whether all stages run the program of one layer.
     """
 
     shardings: Shardings
     layout: Layout
     loss: Callable
     numerics: Numerics
-    equal_layers: bool = True
 
     def before_microbatches(self, params: Tree, model_state: Tree, batch: Mapping[str, jax.Array]) -> tuple[Tree, Tree]:
         """Returns the model state before each microbatch, stacked, and the state after the last.
@@ -114,8 +112,6 @@ class ModelStates:
                 "ViT have it",
             )
         state = len(jax.tree.leaves(model_state))
-        if not self.equal_layers:
-            return traced, state
         if train:  # an evaluation runs the same layers
             check_equal(self.layout, run, params, model_state, microbatch, calls[0])
             self._check_per_layer(run, params, model_state, microbatch, calls[0][2])

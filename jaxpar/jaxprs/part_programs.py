@@ -1,0 +1,170 @@
+"""Cuts a jaxpr into parts that run one after the other, on different devices.
+
+    params 0     params 1     params 2
+       │            │            │
+    part 0 ──────► part 1 ────► part 2 ──► outs
+       └─────────────────────────┘            a value goes from the part that computes it to each part that reads it
+
+A value that depends on parameters and on data belongs to the part of its equation, and is sent. All other values are
+computed in each part that reads them: a cast of a parameter, a mask that follows from the batch, a dropout key.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var  # pyright: ignore[reportPrivateImportUsage]
+
+from jaxpar.jaxprs.dataflow import Env, after, needed_equations, variables
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Inputs:
+    """The inputs of a jaxpr by kind.
+
+    Attributes:
+      params: Parameters.
+      data: Values that every part has: the batch, and state that does not depend on parameters.
+      state: State that depends on parameters, such as the averages of BatchNorm; a part keeps what it updates.
+    """
+
+    params: Sequence[Var]
+    data: Sequence[Var]
+    state: Sequence[Var] = ()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PartProgram:
+    """A part: what it reads, receives, sends and returns.
+
+    Attributes:
+      params: Indices of the parameters that it reads.
+      receives: Number of an earlier part to the variables that come from it.
+      sends: Number of a later part to the variables that go to it.
+      state: Indices of the state that it updates.
+      reads_state: Indices of the state that it reads.
+    """
+
+    jaxpr: ClosedJaxpr
+    inputs: Inputs
+    params: tuple[int, ...]
+    receives: Mapping[int, tuple[Var, ...]]
+    sends: Mapping[int, tuple[Var, ...]]
+    state: tuple[int, ...] = ()
+    reads_state: tuple[int, ...] = ()
+    outs: tuple = ()
+    state_outs: tuple = ()
+    eqns: Sequence[JaxprEqn] = field(default=(), repr=False)
+
+    def run(
+        self,
+        params: Mapping[int, jax.Array],
+        data: Sequence[jax.Array],
+        state: Mapping[int, jax.Array],
+        received: Mapping[int, Sequence[jax.Array]],
+    ) -> tuple[dict[int, list[jax.Array]], list[jax.Array], dict[int, jax.Array]]:
+        """Runs the part.
+
+        Args:
+          params: Index of a parameter to its value; those in `params` suffice.
+          data: All data.
+          state: Index of state to its value; that in `reads_state` suffices.
+          received: Number of an earlier part to the values of `receives`.
+
+        Returns:
+          The values of `sends`, the outs if this is the last part, and the new state by index.
+        """
+        inputs = self.inputs
+        values = {inputs.params[i]: params[i] for i in self.params} | dict(zip(inputs.data, data, strict=True))
+        values |= {inputs.state[i]: state[i] for i in self.reads_state}
+        for source, variables_ in self.receives.items():
+            values |= dict(zip(variables_, received[source], strict=True))
+        env = Env(self.jaxpr.jaxpr, self.jaxpr.consts, values.items())
+        for eqn in self.eqns:
+            env.run(eqn)
+        sent = {target: [env[var] for var in variables_] for target, variables_ in self.sends.items()}
+        new_state = {i: env[var] for i, var in zip(self.state, self.state_outs, strict=True)}
+        return sent, [env[var] for var in self.outs], new_state
+
+
+class JaxprCut:
+    """A jaxpr, and the values that a cut of it sends from part to part.
+
+    Attributes:
+      jaxpr: The jaxpr.
+      inputs: Its inputs by kind.
+      sent: Variables that depend on both parameters and data; where a part reads one of another, it is sent.
+    """
+
+    def __init__(self, jaxpr: ClosedJaxpr, inputs: Inputs):
+        self.jaxpr, self.inputs = jaxpr, inputs
+        eqns = jaxpr.jaxpr.eqns
+        self.sent = after(eqns, inputs.params) & after(eqns, [*inputs.data, *inputs.state])
+
+    def parts(
+        self, part_of: Sequence[int], outs: Sequence, state: Mapping[int, Var] | None = None, *, count: int
+    ) -> list[PartProgram]:
+        """Returns the parts of a cut.
+
+        Args:
+          part_of: The part of each equation; it never decreases.
+          outs: Variables that the last part computes.
+          state: Index of state to the variable of its new value.
+          count: Number of parts.
+        """
+        eqns = self.jaxpr.jaxpr.eqns
+        home = {var: part for eqn, part in zip(eqns, part_of, strict=True) for var in eqn.outvars if var in self.sent}
+        order = {var: i for i, var in enumerate(home)}
+        sends: list[dict[int, list[Var]]] = [{} for _ in range(count)]
+        updates: list[dict[int, Var]] = [{} for _ in range(count)]
+        for i, var in (state or {}).items():
+            updates[home.get(var, count - 1)][i] = var
+        parts: list[PartProgram] = []
+        for part in reversed(range(count)):
+            own = [
+                eqn
+                for eqn, at in zip(eqns, part_of, strict=True)
+                if at == part or not self.sent.intersection(eqn.outvars)
+            ]
+            last = tuple(outs) if part == count - 1 else ()
+            wanted = [*last, *updates[part].values(), *(var for sent in sends[part].values() for var in sent)]
+            needed, reads = needed_equations(own, wanted)
+            computed = {var for eqn in needed for var in eqn.outvars}
+            receives: dict[int, list[Var]] = {}
+            for var in sorted((reads & home.keys()) - computed, key=order.__getitem__):
+                receives.setdefault(home[var], []).append(var)
+            for source, variables_ in receives.items():
+                sends[source][part] = variables_
+            parts.append(
+                PartProgram(
+                    jaxpr=self.jaxpr,
+                    inputs=self.inputs,
+                    params=_indices(self.inputs.params, reads),
+                    receives={source: tuple(variables_) for source, variables_ in sorted(receives.items())},
+                    sends={target: tuple(variables_) for target, variables_ in sorted(sends[part].items())},
+                    state=tuple(updates[part]),
+                    reads_state=_indices(self.inputs.state, reads),
+                    outs=last,
+                    state_outs=tuple(updates[part].values()),
+                    eqns=needed,
+                )
+            )
+        return parts[::-1]
+
+
+def _indices(inputs: Iterable[Var], reads: set[Var]) -> tuple[int, ...]:
+    return tuple(i for i, var in enumerate(inputs) if var in reads)
+
+
+def state_of_parameters(
+    jaxpr: ClosedJaxpr, params: Sequence[Var], batch: Sequence[Var], state: Sequence[Var], new_state: Sequence
+) -> frozenset[int]:
+    """Returns the indices of the state whose new values depend on parameters or on the batch."""
+    eqns = jaxpr.jaxpr.eqns
+    found: set[int] = set()
+    while True:
+        dependent = after(eqns, [*params, *batch, *(state[i] for i in found)])
+        grown = {i for i, var in enumerate(new_state) if variables([var]) & dependent}
+        if grown <= found:
+            return frozenset(found)
+        found |= grown
