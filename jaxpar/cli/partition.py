@@ -1,9 +1,18 @@
-"""`jaxpar partition PROFILE LEVEL...`: assigns the layers of a profile to stages and replicas, as PipeDream does."""
+"""`jaxpar partition PROFILE|JOB LEVEL...`: assigns layers to stages and replicas, as PipeDream does."""
 
 import argparse
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from jaxpar.cli.options import add_json
+from jaxpar.cli.options import add_allow_import, add_json, check_file, job_file
+from jaxpar.errors import refuse, suggest
+from jaxpar.mesh.chips import CHIPS
+from jaxpar.units import parse_bytes, show_bytes, show_seconds
+
+if TYPE_CHECKING:
+    from jaxpar.partition.chain import Chain
+    from jaxpar.partition.objective import Objective
+    from jaxpar.partition.topology import Topology
 
 EXAMPLE = """\
   $ jaxpar partition vgg16.graph.txt 16@10Gb/s
@@ -18,9 +27,10 @@ EXAMPLE = """\
 
   $ jaxpar partition vgg16.graph.txt 4@12GB/s 4@10Gb/s      4 servers, 10 Gb/s between them, of 4 GPUs
   $ jaxpar measure layers JOB --write own.graph.txt           a profile of a model of your own
+  $ jaxpar partition configs/vgg.toml 4@10Gb/s --write cut.toml      the job with these stages, which trains
 
-Levels are innermost first; a bandwidth is per part, one way. Stages may have unequal numbers of replicas and
-update after every minibatch: for layouts that `jaxpar train` runs, `jaxpar plan JOB`.
+Levels are innermost first; a bandwidth is per part, one way. Of a job, the loss is traced, and a roofline of --chip
+gives the seconds of its pieces: those that its model gives to `jp.pipelined`, or else what lies between equations.
 """
 
 
@@ -28,15 +38,24 @@ def add(verbs) -> None:
     """Adds the verb to the subparsers of `jaxpar`."""
     verb = verbs.add_parser(
         "partition",
-        help="PipeDream's partitioner: a layer profile becomes stages with replicas",
-        description="Split a layer profile into pipeline stages with replicas, by PipeDream's algorithm.",
+        help="PipeDream's partitioner: layers become stages with replicas, and a job that trains so",
+        description="Split a layer profile, or a job's model, into stages with replicas, by PipeDream's algorithm.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verb.add_argument(
-        "profile", metavar="PROFILE", help="a text file in the format of PipeDream's profiler (graph.txt)"
+        "profile",
+        metavar="PROFILE|JOB",
+        type=job_file,
+        help="a text file in the format of PipeDream's profiler (graph.txt), or a job (.toml)",
     )
     verb.add_argument("levels", metavar="LEVEL", nargs="+", help="SIZE@BANDWIDTH: 16@10Gb/s, or 4@12GB/s 4@10Gb/s")
+    verb.add_argument("--write", metavar="FILE", help="of a job: the job with these stages and replicas, which trains")
+    verb.add_argument(
+        "--rows", metavar="N", type=int, help="of a job: examples of a minibatch (default: its global batch by devices)"
+    )
+    verb.add_argument("--chip", default="h100", help="of a job: the chip whose roofline gives seconds (default: h100)")
+    add_allow_import(verb)
     verb.add_argument("--memory", metavar="BYTES", help="memory of a device: 16GiB (default: no limit)")
     verb.add_argument(
         "--minibatch",
@@ -75,7 +94,6 @@ def run_partition(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.partition.partitioner import partition
     from jaxpar.partition.profile import load
     from jaxpar.partition.topology import parse
-    from jaxpar.units import parse_bytes, show_bytes, show_seconds
 
     topology = parse(args.levels)
     objective = Objective(
@@ -84,15 +102,57 @@ def run_partition(args: argparse.Namespace) -> tuple[Any, int]:
         margin=args.margin,
         memory=parse_bytes(args.memory) if args.memory else inf,
     )
+    if Path(args.profile).suffix == ".toml":
+        return _partition_job(args, topology, objective)
+    if args.write or args.rows:
+        raise refuse(
+            f"{'--write' if args.write else '--rows'} with the profile {args.profile}",
+            rule="a profile does not say which model it is of",
+            fix="jaxpar partition JOB.toml, whose model is traced",
+        )
     profile = load(args.profile)
     chain = linearise(profile).scale_batch(args.minibatch)
     result = partition(chain, topology, objective)
-    print(
-        f"{len(chain.names)} layers, {show_bytes(sum(chain.parameters))} of parameters, "
-        f"{show_seconds(sum(chain.seconds))} a minibatch on one device"
-    )
+    _print_chain(chain)
     for node in profile.nodes:
         if node.layer.startswith("Input") and ":" in node.layer:
             print(node.layer)
     print(result)
     return result.to_dict(), 0
+
+
+def _partition_job(args: argparse.Namespace, topology: "Topology", objective: "Objective") -> tuple[Any, int]:
+    """Partitions the model of a job, and writes the job that runs the plan."""
+    from math import prod
+
+    from jaxpar.job.file.dump import dumps
+    from jaxpar.job.file.parse import load as load_job
+    from jaxpar.job.partition import apply_stages, traced_job
+    from jaxpar.mesh.devices import use_cpu_only
+    from jaxpar.partition.partitioner import partition
+
+    check_file("--write", args.write, "cut.toml", must_be_new=True)
+    chip = next((chip for chip in CHIPS if chip.key == args.chip), None)
+    if chip is None:
+        keys = [chip.key for chip in CHIPS]
+        raise refuse(f"--chip {args.chip}", rule=f"one of {', '.join(keys)}", fix=suggest(args.chip, keys))
+    use_cpu_only()
+    job = load_job(args.profile, allow_import=args.allow_import)
+    rows = args.rows or max(1, job.train.global_batch // prod(size for size, _ in topology))
+    pieces = traced_job(job, rows)
+    chain = pieces.chain(chip).scale_batch(args.minibatch)
+    result = partition(chain, topology, objective)
+    _print_chain(chain)
+    print(f"{rows * args.minibatch:g} examples a minibatch; seconds by a roofline of {chip.name}")
+    print(result)
+    if args.write:
+        Path(args.write).write_text(dumps(apply_stages(job, result.stages, named=bool(pieces.pieces))))
+        print(f"job: {args.write}")
+    return result.to_dict(), 0
+
+
+def _print_chain(chain: "Chain") -> None:
+    print(
+        f"{len(chain.names)} layers, {show_bytes(sum(chain.parameters))} of parameters, "
+        f"{show_seconds(sum(chain.seconds))} a minibatch on one device"
+    )

@@ -83,15 +83,16 @@ def matmul_flop(equation: Any) -> int:
     return 0
 
 
-def _count(jaxpr) -> int:
-    total = 0
-    for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        total += matmul_flop(equation)
-        times = equation.params.get("length", 1) if name == "scan" else 1
-        inner = [_count(sub) for value in equation.params.values() for sub in _jaxprs(value)]
-        total += max(inner, default=0) if name == "cond" else times * sum(inner)
-    return total
+def equation_flop(equation: Any) -> int:
+    """Returns the FLOP of an equation with its inner jaxprs; of a conditional, those of its largest branch."""
+    name = equation.primitive.name
+    times = equation.params.get("length", 1) if name == "scan" else 1
+    inner = [_count(sub) for value in equation.params.values() for sub in _jaxprs(value)]
+    return matmul_flop(equation) + (max(inner, default=0) if name == "cond" else times * sum(inner))
+
+
+def _count(jaxpr: Jaxpr) -> int:
+    return sum(map(equation_flop, jaxpr.eqns))
 
 
 def _jaxprs(value):

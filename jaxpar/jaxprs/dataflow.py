@@ -56,10 +56,6 @@ class Traced:
         """The jaxpr with all calls inlined, so that dependencies are known per operation."""
         return inline_calls(self._run, self.closed.in_avals)
 
-    def inlined(self, calls: Sequence[str]) -> ClosedJaxpr:
-        """Returns the jaxpr with the calls of these names inlined."""
-        return inline_calls(self._run, self.closed.in_avals, calls)
-
     def reads(self) -> Any:
         """Returns a bool per leaf of the arguments, in their structure: whether the result depends on the leaf."""
         jaxpr = self.flat.jaxpr

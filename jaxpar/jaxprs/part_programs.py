@@ -16,6 +16,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var  # pyright: ignore[reportPrivateImportUsage]
 
 from jaxpar.jaxprs.dataflow import Env, after, needed_equations, variables
+from jaxpar.jaxprs.dead_code import PrunedJaxpr
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -160,11 +161,15 @@ def state_of_parameters(
     jaxpr: ClosedJaxpr, params: Sequence[Var], batch: Sequence[Var], state: Sequence[Var], new_state: Sequence
 ) -> frozenset[int]:
     """Returns the indices of the state whose new values depend on parameters or on the batch."""
-    eqns = jaxpr.jaxpr.eqns
-    found: set[int] = set()
+    eqns, reads, found = jaxpr.jaxpr.eqns, {}, set()
     while True:
-        dependent = after(eqns, [*params, *batch, *(state[i] for i in found)])
-        grown = {i for i, var in enumerate(new_state) if variables([var]) & dependent}
-        if grown <= found:
+        roots = {*params, *batch, *(state[i] for i in found)}
+        dependent = after(eqns, roots)
+        # a loop over layers computes both their results and their random keys: only the latter's part of it counts
+        for i, var in enumerate(new_state):
+            if variables([var]) & dependent and i not in reads:
+                reads[i] = PrunedJaxpr(jaxpr.jaxpr, [var]).reads
+        grown = {i for i, read in reads.items() if read & roots}
+        if grown == found:
             return frozenset(found)
-        found |= grown
+        found = grown

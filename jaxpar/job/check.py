@@ -139,8 +139,10 @@ def resolve(job: Job, devices: Sequence[Any] | None = None, *, as_written: bool 
     if layout:
         attempt(partial(check_offload, layout, offload=job.train.offload))
     if layout and as_written and not problems:
-        scores = attempt(_trace, job, dataclasses.replace(layout, mesh=None), loss, optimizer)
-        attempt(_check_memory, job, layout, optimizer, scores or 0)
+        traced = attempt(_trace, job, dataclasses.replace(layout, mesh=None), loss, optimizer)
+        scores, notes = traced or (0, ())
+        layout = dataclasses.replace(layout, notes=(*layout.notes, *notes))
+        attempt(_check_memory, job, layout, optimizer, scores)
         attempt(_check_noise, job, layout)
     if as_written and not problems:
         attempt(_check_evaluation, job)
@@ -322,10 +324,12 @@ def _leaf_bytes(layout: Layout, leaf: Any, spec: PartitionSpec) -> int:
     return shard_bytes(leaf, spec, layout.sizes)
 
 
-def _trace(job: Job, layout: Layout, loss: Callable, optimizer: optax.GradientTransformation) -> int:
+def _trace(
+    job: Job, layout: Layout, loss: Callable, optimizer: optax.GradientTransformation
+) -> tuple[int, tuple[str, ...]]:
     """Traces model and loss on shapes, so that errors of the first step appear here, with one message each.
 
-    It returns the bytes of attention scores that one layer materialises for a microbatch, or 0.
+    It returns the bytes of attention scores that one layer materialises for a microbatch, or 0, and a pipeline's notes.
     """
     blueprint = layout.blueprint
     batch = abstract_batch(job)
@@ -354,9 +358,10 @@ def _trace(job: Job, layout: Layout, loss: Callable, optimizer: optax.GradientTr
             extras = jax.eval_shape(
                 lambda key, batch: compute_measures(measures, bound(key), batch), jax.random.key(0), batch
             )
+        notes: tuple[str, ...] = ()
         if layout.sizes["pipe"] > 1:
             with step_hooks():
-                _trace_pipeline(job, dataclasses.replace(layout, mesh=mesh), loss, optimizer, batch)
+                notes = _trace_pipeline(job, dataclasses.replace(layout, mesh=mesh), loss, optimizer, batch)
     measure_names = (*extras, *derived_of(job))
     check_names(metrics, measure_names)
     check_rules(layout.parallel, blueprint, usage.names)
@@ -365,7 +370,7 @@ def _trace(job: Job, layout: Layout, loss: Callable, optimizer: optax.GradientTr
             name: 0.0 for set_name in sets_of(job) for name in evaluation_names((*metrics, *measure_names), set_name)
         }
         best_of(job).check(rows, keeps=job.checkpoint.keep_best)
-    return max(scores, default=0) // (job.train.accumulate * layout.microbatches)
+    return max(scores, default=0) // (job.train.accumulate * layout.microbatches), notes
 
 
 def _choose_as_in_step(job: Job, microbatches: int, call: AttentionCall) -> AttentionChoice:
@@ -382,13 +387,14 @@ def _trace_pipeline(
     loss: Callable,
     optimizer: optax.GradientTransformation,
     batch: dict[str, jax.ShapeDtypeStruct],
-) -> None:
-    """Splits the model into stages and traces the pipeline schedule on shapes."""
+) -> tuple[str, ...]:
+    """Splits the model into stages and traces the pipeline schedule on shapes; returns notes."""
     numerics = Numerics(precision=job.train.precision, remat=job.train.remat)
     gradients = gradients_of(layout, loss, numerics)
     jax.eval_shape(
         partial(gradients.update, optimizer, on_device=lambda leaf: leaf), state.abstract(layout, optimizer), batch
     )
+    return gradients.notes
 
 
 def _mesh_without_devices(layout: Layout) -> Any:

@@ -200,7 +200,8 @@ def _train(
             log.close()
         if job.sweep.over and is_writer:
             progress.say("\n".join(sweep.summarize(folder, job.sweep)))
-        for note in built.step.layout.notes[len(built.layout.notes) :]:  # notes added while the step was traced
+        # notes added while the step was traced
+        for note in (*built.step.layout.notes[len(built.layout.notes) :], *built.step.gradients.notes):
             progress.say(note)
         if built.step.compiler.matmuls is not None:
             progress.say("\n".join([str(built.step.compiler.matmuls), *built.step.compiler.matmuls.notes]))

@@ -25,7 +25,7 @@ HELD = 2 + 4
 # three-hundredth of a GPU's memory.
 LEAST = 256 * 2**20
 
-UNNAMED = "auto"
+UNNAMED, FOUND = "auto", "found"
 PHASED = "1f1b_phased"
 
 
@@ -42,12 +42,9 @@ class Pipeline(Keywords):
       chunks: Model chunks on each stage, for interleaved schedules; 0 means the fewest that the schedule supports.
       layers: Layers of each stage, if stages have different numbers: (16, 16, 16, 15). Every tick takes as long as the
         stage with the most layers, and while the table runs every stage holds as many layers as that stage.
-      stages: Number of pieces of each stage, (3, 5, 2), for a model that gives `jp.pipelined` a list of callables of
-        any programs; of each chunk of each stage in the order of the model, if stages have several. Its parameters keep
-        their names, and while the table runs a device has those of the fullest stage.
-      replicas: Number of devices of each of `stages`, (15, 1); () means one each. They sum to `pipe`. A replica runs
-        every R-th microbatch of its stage, so a tick handles as many microbatches as the least common multiple of all
-        numbers of replicas.
+      stages: Number of pieces of each stage (of each chunk, in order of depth), (3, 5, 2), of a model that gives
+        `jp.pipelined` a list of any callables; or found, which cuts any model so that the slowest stage takes least.
+      replicas: Number of devices of each of `stages`, (15, 1), which sum to `pipe`; () means one each.
       stack: Start of the paths of the layers' parameters, "text/blocks", for a model with several stacks or lists whose
         dims have no names; "" selects the stack or list with the most bytes.
       keep: What a forward saves for its backward: inputs (the input of each stage, which is recomputed from it) or
@@ -73,7 +70,7 @@ class Pipeline(Keywords):
     microbatches: int = 0
     chunks: int = 0
     layers: tuple[int, ...] = ()
-    stages: tuple[int, ...] = ()
+    stages: tuple[int, ...] | Literal["found"] = ()
     replicas: tuple[int, ...] = ()
     stack: str = ""
     keep: Literal["inputs", "residuals"] = "inputs"

@@ -77,6 +77,37 @@ def test_a_published_model_trains_as_a_plain_loop_does(name, layout):
     assert_even(state)
 
 
+FOUND = {"mnist": pytest.mark.slow, "graph net": pytest.mark.slow, "gcn": pytest.mark.slow, "tied": pytest.mark.slow}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=FOUND.get(name, pytest.mark.full))
+        for name in EXAMPLES
+        if name not in ("normed", "explicit")
+    ],
+)
+def test_a_published_model_is_cut_into_stages_as_it_is(name):
+    """Four stages that are found in its trace, beside one device that runs the same microbatches."""
+    example, microbatches, results = EXAMPLES[name], 4, []
+    stages = jp.Pipeline(stages="found", schedule="1f1b", microbatches=microbatches)
+    for parallel, options in (
+        (jp.Parallel(pipe=4, pipeline=stages), {}),
+        (jp.Parallel(), {"accumulate": microbatches}),
+    ):
+        layout = jp.compose(example.model, replace(parallel, rules=example.rules), jax.devices()[: parallel.pipe])
+        optimizer = optax.sgd(0.05)  # Adam would move what has no gradient by rounding errors
+        step, state = jp.train_step(layout, example.loss, optimizer, **options), jp.init_state(layout, optimizer)
+        losses = []
+        for _ in range(2):
+            state, metrics = step(state, example.numbers())
+            losses.append(float(metrics["loss"]))
+        results.append((losses, named((state.params, state.model_state))))
+    np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-5)
+    assert_same_arrays(results[0][1], results[1][1])
+
+
 def named(tree):
     """Returns the arrays by path: a name of Linen's may have a "/", which leads one deeper in jaxpar's tree."""
     return {"/".join(str(getattr(key, "key", key)) for key in path): x for path, x in jax.tree.leaves_with_path(tree)}

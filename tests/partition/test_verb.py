@@ -1,6 +1,8 @@
 """`jaxpar partition`: published plans from the command line, and one clear error for each wrong word."""
 
 import json
+import subprocess
+import sys
 from math import inf
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from jaxpar.cli import partition as verb
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
+from jaxpar.job.file.parse import load as load_job
 from jaxpar.partition.topology import parse
 from jaxpar.units import parse_rate
 
@@ -114,3 +117,46 @@ def test_any_words_are_levels_or_refused(words):
     except JaxparError:
         return
     assert all(0 <= rate < inf for _, rate in found)
+
+
+# A job: its model is traced, and the job that is written trains.
+
+JOB = """
+[mesh]
+simulate = 4
+[model]
+name = "vit"
+patch = 4
+layers = 2
+dim = 64
+heads = 4
+[data]
+source = "digits"
+[train]
+loss = "classify"
+steps = 2
+global_batch = 24
+"""
+
+
+@pytest.mark.slow
+def test_a_job_is_partitioned_and_what_is_written_trains(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text(JOB)
+    assert main(["partition", "job.toml", "4@10Gb/s", "--write", "cut.toml", "--json", "plan.json"]) == 0
+    printed = capsys.readouterr().out
+    assert "examples a minibatch; seconds by a roofline of NVIDIA H100 SXM" in printed
+    plan, pipeline = json.loads(Path("plan.json").read_text()), load_job("cut.toml").parallel.pipeline
+    replicas = [stage["replicas"] for stage in plan["stages"]]
+    assert len(replicas) > 1
+    assert sum(replicas) == 4
+    assert pipeline.stages == "found"  # jp.ViT gives jp.pipelined a stack, and no pieces
+    assert list(pipeline.replicas or [1] * len(replicas)) == replicas
+    run = subprocess.run([sys.executable, "-m", "jaxpar", "train", "cut.toml"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "pieces, found: by a roofline" in run.stdout
+
+
+def test_no_job_is_written_for_a_profile(tmp_path, capsys):
+    assert main(["partition", VGG, "4@10Gb/s", "--write", str(tmp_path / "cut.toml")]) == 1
+    assert "a profile does not say which model it is of" in capsys.readouterr().err

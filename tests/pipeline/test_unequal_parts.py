@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.jaxprs.dataflow import Traced, split_groups
+from jaxpar.jaxprs.dataflow import Traced, inline_calls, split_groups
 from jaxpar.jaxprs.part_programs import Inputs, JaxprCut
 from jaxpar.pipeline.run.branch_table import BranchTable
 from jaxpar.pipeline.run.edges import decode, encode
@@ -84,7 +85,8 @@ def traced_parts(batch, stages, *, rows, train=True):
     """Returns the parts of the network on so many stages, and the index of its loss."""
     one = {name: jax.ShapeDtypeStruct((rows, *leaf.shape[2:]), leaf.dtype) for name, leaf in batch.items()}
     params = dict(sorted(PARAMS.items()))
-    closed = Traced(network, params, jnp.float32(0), one).inlined(["jit", "pjit"])
+    traced = Traced(network, params, jnp.float32(0), one).closed
+    closed = inline_calls(jaxpr_as_fun(traced), traced.in_avals, ["jit", "pjit"])
     ins = split_groups(closed.jaxpr.invars, [len(PARAMS), 1, len(batch)])
     kept = ins[1] if train else []
     cut = JaxprCut(closed, Inputs(params=ins[0], data=[*([] if train else ins[1]), *ins[2]], state=kept))

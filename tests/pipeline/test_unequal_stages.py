@@ -211,6 +211,39 @@ def test_a_piece_draws_the_keys_that_it_draws_on_one_device():
         assert float(metrics[0]["loss"]) == pytest.approx(float(metrics[1]["loss"]), rel=1e-5)
 
 
+# Stages that are found.
+
+
+class Plain(Convolutions):
+    """The same network, whose author knows of no pipeline."""
+
+    def __call__(self, images):
+        x = nnx.max_pool(nnx.relu(self.first(images)), (2, 2), strides=(2, 2))
+        x = nnx.relu(self.third(nnx.relu(self.second(x))))
+        x = nnx.max_pool(self.norm(x), (2, 2), strides=(2, 2))
+        return self.classes(nnx.relu(self.dense(x.reshape(len(x), -1))))
+
+
+@pytest.mark.parametrize("kind", [Plain, pytest.param(Convolutions, marks=pytest.mark.slow)])
+def test_found_stages_are_said_and_train_as_flax_alone(kind):
+    batch = batch_of(kind)
+    parallel = jp.Parallel(pipe=4, data=2, pipeline=jp.Pipeline(stages="found"))
+    step, state, losses = trained(kind, batch, parallel)
+    expected = train(kind, kind, loss, OPTIMIZER, batch)
+    np.testing.assert_allclose(losses, expected[0], rtol=1e-5)
+    for value, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected[1]), strict=True):
+        np.testing.assert_allclose(np.asarray(value), other, atol=2e-5)
+    (note,) = step.gradients.notes
+    assert "pieces, found: by a roofline of NVIDIA H100 SXM the slowest takes" in note
+
+
+def test_more_stages_than_pieces_are_refused():
+    with pytest.raises(jp.JaxparError, match="4 pieces in 8 stages"):
+        trained(
+            Convolutions, batch_of(Convolutions), jp.Parallel(pipe=8, pipeline=jp.Pipeline(stages="found")), steps=1
+        )
+
+
 # What a device holds and sends, as compiled for GPUs that are absent.
 
 
@@ -243,7 +276,11 @@ def test_a_device_stores_its_share_and_messages_have_the_bytes_of_what_passes():
     ("sizes", "pipeline", "message"),
     [
         ({"pipe": 4, "data": 2}, {"stages": (1, 1)}, r"stages=\(1, 1\) for pipe=4"),
-        ({"pipe": 2, "data": 4}, {"stages": (1, 1), "chunks": 2}, r"stages=\(1, 1\) for pipe=2 x chunks=2"),
+        (
+            {"pipe": 2, "data": 4},
+            {"stages": (1, 1), "schedule": "interleaved"},
+            r"stages=\(1, 1\) for pipe=2 x chunks=2",
+        ),
         ({"pipe": 4, "data": 2}, {"stages": (2, 2), "replicas": (2, 1)}, r"replicas=\(2, 1\) on pipe=4"),
         ({"pipe": 4, "data": 2}, {"stages": (4,), "replicas": (3, 1)}, r"stages=\(4,\) for 2 stages"),
         ({"pipe": 4, "data": 2}, {"stages": (2, 2), "replicas": (3, 1), "microbatches": 4}, "microbatches=6"),

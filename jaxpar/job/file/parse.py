@@ -235,9 +235,16 @@ def _adapter(cls: type) -> pydantic.TypeAdapter:
     return pydantic.TypeAdapter(cls)
 
 
+# pydantic's name of a member of a union to what the key takes
+_UNIONS = {
+    "literal['found']": "a list of whole numbers, or 'found'",
+    "tuple[int": "a list of whole numbers, or 'found'",
+}
+
+
 def _problems(cls: type, error: Any, section: str) -> list[Problem]:
     parts = [
-        part for part in error["loc"] if not re.match(r"str$|list\[|tuple\[", str(part))
+        part for part in error["loc"] if not re.match(r"str$|list\[|tuple\[|literal\[", str(part))
     ]  # without pydantic's names of union members
     key = ".".join(str(part) for part in (section, *parts))
     cause = error.get("ctx", {}).get("error")
@@ -257,8 +264,11 @@ def _problems(cls: type, error: Any, section: str) -> list[Problem]:
         .replace("an array", "a list")
         .replace("an object", "a table")
     )
-    if len(parts) < len(error["loc"]):
-        expected = "text or a list of text"
+    member = next((str(part) for part in error["loc"] if part not in parts), "")
+    if member and len(parts) == 1:
+        expected = next(
+            (words for start, words in _UNIONS.items() if member.startswith(start)), "text or a list of text"
+        )
     got = error["input"]
     default_value = default(cls, str(error["loc"][0]))
     fix = (

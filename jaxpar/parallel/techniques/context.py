@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 from jax.stages import Lowered
 
 from jaxpar.errors import Problem, nearest_divisor, refuse, suggest
@@ -239,6 +240,6 @@ def depth(layout: Layout) -> int:
 
 def chip_key(layout: Layout) -> str:
     """Returns the chip of the devices, else the target chip: a key of `jaxpar.mesh.chips`, or "" if none is known."""
-    present = layout.mesh is not None and not layout.simulated
+    present = isinstance(layout.mesh, Mesh) and not layout.simulated
     chip = find_chip(layout.device_mesh.devices.flat[0].device_kind) if present else None
     return chip.key if chip else layout.target

@@ -73,7 +73,9 @@ def stack_problems(layout: Layout) -> list[Problem]:
     except JaxparError as error:
         return list(error.problems)
     if layout.parallel.pipeline.stages:
-        return []
+        from jaxpar.parallel import stages_of_pieces
+
+        return stages_of_pieces.number_problems(layout.parallel.pipeline, layout.schedule)
     layout = as_stacks(layout)
     stacks = {layout.placements[path].leaf.shape[0] for path in layout.stacked_paths}
     if not stacks and any(place.names[:1] == ("layers",) for place in layout.placements.values()):

@@ -157,13 +157,11 @@ class BranchTable:
 
     def mean_state(self, state: Mapping[int, jax.Array], batch_axes: Sequence[str]) -> dict[int, jax.Array]:
         """Returns the state of each owner on all devices: the mean over its replicas and over `batch_axes`."""
-        stage, means = jnp.asarray(self.replicas.stage_of)[lax.axis_index("pipe")], {}
-        for i, value in state.items():
-            owner = self.owners[i]
-            own = jnp.where(stage == owner, value, jnp.zeros_like(value))
-            total = lax.psum(own, ("pipe", *batch_axes)) / lax.psum(self.replicas.counts[owner], tuple(batch_axes))
-            means[i] = total.astype(value.dtype)
-        return means
+        stage, replicas = jnp.asarray(self.replicas.stage_of)[lax.axis_index("pipe")], self.replicas.counts
+        owned = {i: jnp.where(stage == self.owners[i], value, jnp.zeros_like(value)) for i, value in state.items()}
+        totals = lax.psum(owned, ("pipe", *batch_axes))
+        others = lax.psum(1, tuple(batch_axes))
+        return {i: (total / (others * replicas[self.owners[i]])).astype(total.dtype) for i, total in totals.items()}
 
     def _branch(self, one: Callable, stage: int, outbox: Outbox | None) -> Callable:
         """Returns a branch of the switch, which runs an op for this device's microbatches of a group.

@@ -9,19 +9,23 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Var  # pyright: ignore[reportPrivateImportUsage]
+from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
 
 from jaxpar.errors import JaxparError, refuse
-from jaxpar.jaxprs.dataflow import CALLS, REMAT, Traced, split_groups
+from jaxpar.hlo.traced_flop import equation_flop
+from jaxpar.jaxprs.dataflow import CALLS, REMAT, Traced, inline_calls, split_groups
 from jaxpar.jaxprs.dead_code import PrunedJaxpr
 from jaxpar.jaxprs.lookups import demote_matmuls
 from jaxpar.jaxprs.part_programs import Inputs, JaxprCut, PartProgram, state_of_parameters
+from jaxpar.mesh.chips import Chip
 from jaxpar.models.stack import SequentialLayers, intercept_layers
 from jaxpar.parallel.layout import Layout
+from jaxpar.partition.chain import Chain
+from jaxpar.partition.traced_chain import crossing_bytes, pieces_between_equations, traced_chain
 from jaxpar.sharding.names import Compute, Tree, nest
 from jaxpar.step.checks.input_state import cast_to_initial
 from jaxpar.step.losses import as_sums
@@ -100,13 +104,15 @@ class TracedPieces:
         inputs = Inputs(params=self.params, data=[*data, *self.batch], state=[self.state[i] for i in kept])
         return JaxprCut(self.jaxpr, inputs)
 
-    def parts(self, part_of: Sequence[int], count: int, *, train: bool) -> list[PartProgram]:
-        """Returns the parts of a cut, given the part of each equation.
+    def parts(self, stages: Sequence[int], *, train: bool) -> list[PartProgram]:
+        """Returns the parts of a cut, given the number of pieces of each.
 
         Raises:
           JaxparError: If a part would have to know the state that another has updated.
         """
-        kept = self.updated_state if train else ()
+        kept, count = self.updated_state if train else (), len(stages)
+        part_of_piece = [part for part, number in enumerate(stages) for _ in range(number)]
+        part_of = [part_of_piece[piece] for piece in self.piece_of]
         new_state = {i: self.new_state[index] for i, index in enumerate(kept)}
         cut = self.cut(train=train)
         parts = cut.parts(part_of, self.outs, new_state, count=count)
@@ -119,12 +125,22 @@ class TracedPieces:
                 raise _read_again(self.name)
         return parts
 
-    def part_of(self, ends: Sequence[int]) -> list[int]:
-        """Returns the part of each equation, given the number of pieces before the end of each part."""
-        part_of_piece = [part for part, (start, end) in enumerate(pairwise([0, *ends])) for _ in range(start, end)]
+    @cached_property
+    def piece_of(self) -> list[int]:
+        """The piece of each equation: what comes before the pieces is of the first, and what comes after of the last.
+
+        Of a model that does not call `jp.pipelined`, pieces are what is between two equations where few bytes pass.
+        """
+        if not self.pieces:
+            crossing = crossing_bytes(self.cut(train=False), self.outs)
+            return pieces_between_equations(crossing, [equation_flop(eqn) for eqn in self.jaxpr.jaxpr.eqns])
         last = max(i for i, piece in enumerate(self._pieces) if piece >= 0)
-        within = [part_of_piece[max(piece, 0)] for piece in accumulate(self._pieces[: last + 1], max)]
-        return within + [len(ends) - 1] * (len(self._pieces) - len(within))
+        within = [max(piece, 0) for piece in accumulate(self._pieces[: last + 1], max)]
+        return within + [self.pieces - 1] * (len(self._pieces) - len(within))
+
+    def chain(self, chip: Chip) -> Chain:
+        """Returns the pieces as a chain of layers, timed on a chip."""
+        return traced_chain(self.cut(train=False), self.outs, self.piece_of, equation_flop, chip)
 
     @cached_property
     def _pieces(self) -> list[int]:
@@ -176,7 +192,9 @@ def trace_pieces(
 
     traced = Traced(demote_matmuls(whole) if compute.dtype else whole, params, state, batch)
     _, sums = traced.shapes
-    jaxpr = traced.inlined([name for name in CALLS if name not in REMAT])
+    jaxpr = inline_calls(
+        jaxpr_as_fun(traced.closed), traced.closed.in_avals, [name for name in CALLS if name not in REMAT]
+    )
     groups = [len(jax.tree.leaves(tree)) for tree in (params, state, batch)]
     param_vars, state_vars, batch_vars = split_groups(jaxpr.jaxpr.invars, groups)
     new_state, outs = split_groups(jaxpr.jaxpr.outvars, [groups[1], len(jax.tree.leaves(sums))])

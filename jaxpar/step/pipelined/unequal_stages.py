@@ -4,11 +4,10 @@
                       └────────────────────── once per step ───────────────────────────────────────┘
 
 The model's parts come from tracing its loss: part 0 begins before `jp.pipelined`, and the last part ends with the loss.
-All axes of the mesh are manual while the table runs. See `jaxpar.pipeline.run.branch_table`.
+`pipe`, `data` and `fsdp` are manual while the table runs. See `jaxpar.pipeline.run.branch_table`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +15,12 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxpar.errors import refuse
+from jaxpar.mesh.chips import CHIPS
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.pipeline_options import FOUND
 from jaxpar.parallel.specs import update_specs
+from jaxpar.parallel.techniques.context import chip_key
+from jaxpar.partition.given_replicas import FoundStages, find_stages
 from jaxpar.pipeline.run.branch_table import BranchTable
 from jaxpar.pipeline.run.shard_exchange import ShardExchange
 from jaxpar.pipeline.run.stage_replicas import StageReplicas
@@ -107,7 +110,7 @@ class UnequalStages(Gradients):
         sums, gradients, state = jax.shard_map(
             local,
             mesh=layout.device_mesh,
-            axis_names=set(layout.sizes),
+            axis_names=set(shardings.manual),
             in_specs=(rows, specs, PartitionSpec(), rows),
             out_specs=(PartitionSpec(), specs if train else {}, PartitionSpec()),
             check_vma=False,
@@ -131,11 +134,22 @@ class UnequalStages(Gradients):
     def _table(self, pieces: TracedPieces, stored: Mapping[str, jax.Array], *, train: bool) -> BranchTable:
         """Cuts the pieces into parts, and lays out their table."""
         layout, stages = self.layout, self.layout.parallel.pipeline.stages
-        _check_pieces(pieces, stages)
-        parts = pieces.parts(pieces.part_of([*accumulate(stages)]), len(stages), train=train)
+        replicas = StageReplicas(tuple(layout.parallel.pipeline.replicas or (1,) * layout.schedule.stages))
+        if stages == FOUND:
+            found = self._find_stages(pieces, replicas)
+            stages, self.notes = found.stages, (str(found),)
+        else:
+            _check_pieces(pieces, stages)
+        parts = pieces.parts(stages, train=train)
         whole = {path: jax.ShapeDtypeStruct(value.shape, value.dtype) for path, value in stored.items()}
-        counts = layout.parallel.pipeline.replicas or (1,) * layout.schedule.stages
-        return BranchTable(layout.schedule, StageReplicas(tuple(counts)), parts, whole, loss=pieces.loss, train=train)
+        return BranchTable(layout.schedule, replicas, parts, whole, loss=pieces.loss, train=train)
+
+    def _find_stages(self, pieces: TracedPieces, replicas: StageReplicas) -> FoundStages:
+        """Finds the number of pieces of each part. Simulated devices stand for H100s."""
+        schedule, key = self.layout.schedule, chip_key(self.layout) or "h100"
+        chip = next(chip for chip in CHIPS if chip.key == key)
+        counts = [replicas.counts[schedule.place(part)[0]] for part in range(schedule.parts)]
+        return find_stages(pieces.chain(chip), counts, chip)
 
 
 def _manual(spec: PartitionSpec) -> PartitionSpec:
@@ -147,7 +161,7 @@ def _manual(spec: PartitionSpec) -> PartitionSpec:
 def _check_layout(layout: Layout) -> None:
     """Refuses axes and parameters that parts of different programs do not run with."""
     other = {axis: size for axis, size in layout.sizes.items() if size > 1 and axis not in MANUAL}
-    stages = tuple(layout.parallel.pipeline.stages)
+    stages = layout.parallel.pipeline.stages
     if other:
         axis, size = next(iter(other.items()))
         raise refuse(

@@ -74,6 +74,7 @@ class KeyedGradients(Gradients):
         key = jax.random.fold_in(jax.random.key(self.seed), state.step)
         keyed_state = dataclasses.replace(state, model_state=self._with_key(state.model_state, key))
         new_state, metrics = self.inner.update(optimizer, keyed_state, batch, on_device)
+        self.notes = self.inner.notes  # some are known once the loss is traced
         return dataclasses.replace(new_state, model_state=new_state.model_state["model"]), metrics
 
     def global_model(self, params: Tree, model_state: Tree, exchange_state: Tree) -> tuple[Tree, Tree]:

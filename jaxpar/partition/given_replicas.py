@@ -1,0 +1,127 @@
+"""The best cut of a chain into stages of given numbers of replicas.
+
+    seconds per minibatch of a cut     the most over stages of seconds / replicas, and over cuts of the seconds to send
+
+Of the cuts with the fewest seconds, the one that sends the fewest bytes is found. Both by dynamic programming over
+(stage, first layer), which is exact.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from jaxpar.errors import refuse
+from jaxpar.mesh.chips import Chip, Link
+from jaxpar.partition.chain import Chain
+from jaxpar.partition.objective import sends
+from jaxpar.units import show_bytes
+
+CLOSE = 1 + 1e-9  # tolerance for sums of the same numbers in another order
+
+
+def cut_seconds(chain: Chain, stages: Sequence[int], replicas: Sequence[int], link: Link) -> float:
+    """Returns the seconds per minibatch of a cut.
+
+    Args:
+      chain: The layers.
+      stages: Number of layers of each stage.
+      replicas: Number of devices of each stage.
+      link: The link between stages.
+    """
+    ends = np.cumsum(stages)
+    total = np.cumsum([0.0, *chain.seconds])
+    computes = (total[ends] - total[ends - np.asarray(stages)]) / np.asarray(replicas)
+    sent = sends(np.asarray(chain.crossing)[ends[:-1] - 1], link) if len(ends) > 1 else np.zeros(1)
+    return float(max(computes.max(), sent.max()))
+
+
+def best_cut(chain: Chain, replicas: Sequence[int], link: Link) -> tuple[int, ...]:
+    """Returns the number of layers of each stage in the best cut.
+
+    Args:
+      chain: The layers.
+      replicas: Number of devices of each stage.
+      link: The link between stages.
+
+    Raises:
+      JaxparError: If there are more stages than layers.
+    """
+    layers, stages = len(chain.names), len(replicas)
+    if stages > layers:
+        raise refuse(
+            f"{layers} pieces in {stages} stages",
+            rule="a stage has one piece at least",
+            fix=f"a pipe of at most {layers}, or smaller pieces",
+        )
+    total, crossing = np.cumsum([0.0, *chain.seconds]), np.asarray(chain.crossing)
+    sent = sends(crossing, link)
+    spans = np.triu(total[None, 1:] - total[:-1, None])  # [first, last]
+    spans[np.tril_indices(layers, -1)] = np.inf
+
+    # least[first]: of layers from `first` on, in the stages from one on
+    def search(costs: list[np.ndarray], cut: np.ndarray, combine) -> tuple[np.ndarray, list[np.ndarray]]:
+        least, choices = costs[-1][:, -1], []
+        for cost in reversed(costs[:-1]):
+            rest = combine(cut[:-1], least[1:])  # after the cut behind each layer
+            totals = combine(cost[:, :-1], rest[None, :])
+            choice = totals.argmin(axis=1)
+            least = np.append(totals[np.arange(layers), choice], np.inf)[:layers]
+            choices.append(choice)
+        return least, choices[::-1]
+
+    computes = [spans / count for count in replicas]
+    seconds, _ = search(computes, sent, np.maximum)
+    limit = seconds[0] * CLOSE
+    allowed = [np.where(cost <= limit, 0.0, np.inf) for cost in computes]
+    _, choices = search(allowed, np.where(sent <= limit, crossing, np.inf), np.add)
+    ends = []
+    for choice in choices:
+        ends.append(int(choice[ends[-1] if ends else 0]) + 1)
+    return tuple(int(n) for n in np.diff([0, *ends, layers]))
+
+
+@dataclass(frozen=True)
+class FoundStages:
+    """The best cut of a traced model.
+
+    Attributes:
+      stages: Number of pieces of each part.
+      replicas: Number of devices of each part.
+      chain: The pieces.
+      chip: The chip whose rates give the seconds.
+    """
+
+    stages: tuple[int, ...]
+    replicas: tuple[int, ...]
+    chain: Chain
+    chip: Chip
+
+    def __str__(self) -> str:
+        share = sum(self.chain.seconds) / sum(self.replicas)
+        most = cut_seconds(self.chain, self.stages, self.replicas, _within_a_machine(self.chip))
+        sent = sum(self.chain.crossing[end - 1] for end in [*accumulate(self.stages)][:-1])
+        return (
+            f"stages={self.stages} of {len(self.chain.names)} pieces, found: by a roofline of {self.chip.name} the "
+            f"slowest takes {most / share:.2f} times an even share; {show_bytes(sent)} of a microbatch pass between "
+            "stages, one way"
+        )
+
+
+def find_stages(chain: Chain, replicas: Sequence[int], chip: Chip) -> FoundStages:
+    """Finds the best cut, over the links between chips of one machine.
+
+    Args:
+      chain: The pieces of a traced model.
+      replicas: Number of devices of each part.
+      chip: The chip.
+
+    Raises:
+      JaxparError: If there are more parts than pieces.
+    """
+    return FoundStages(best_cut(chain, replicas, _within_a_machine(chip)), tuple(replicas), chain, chip)
+
+
+def _within_a_machine(chip: Chip) -> Link:
+    return Link(latency=0.0, bandwidth=chip.nvlink)
