@@ -62,7 +62,11 @@ def traced_matmuls(
             inner_times = times * math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
         elif times is not None and schedule and str(equation.source_info.name_stack).endswith(CHOICE):
             # the loops around it count ticks, but a stage takes each branch once for every microbatch and chunk
-            inner_times = times * branch_runs(schedule, len(params.get("branches", ()))) / schedule.ticks
+            branches = params.get("branches", ())
+            for index, branch in enumerate(branches):
+                runs = times * branch_runs(schedule, len(branches), index) / schedule.ticks
+                yield from traced_matmuls(branch.jaxpr, schedule, runs, skip=skip)
+            continue
         for value in params.values():
             for inner in _jaxprs(value):
                 yield from traced_matmuls(inner, schedule, inner_times, skip=skip)

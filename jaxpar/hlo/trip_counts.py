@@ -91,26 +91,28 @@ def _walk(
             yield from _walk(module, schedule, name, (*loop, condition_count), branch, fused, is_async, is_repeated)
         # the executor's own conditional inside the loop over ticks: every op is in one branch, and a stage takes each
         # branch once per microbatch and chunk, not in every tick
-        if schedule and op.label.endswith(f"{CHOICE}/cond") and inner[-1:] == (schedule.ticks,):
-            inner = (*inner[:-1], branch_runs(schedule, len(op.callees)))
-        for name in op.callees:
+        chosen = schedule and op.label.endswith(f"{CHOICE}/cond") and inner[-1:] == (schedule.ticks,)
+        for index, name in enumerate(op.callees):
+            of_branch = (*inner[:-1], branch_runs(schedule, len(op.callees), index)) if schedule and chosen else inner
             yield from _walk(
-                module, schedule, name, inner, branch or op.opcode == "conditional",
+                module, schedule, name, of_branch, branch or op.opcode == "conditional",
                 fused or op.opcode in ("fusion", "fusion-start"), is_async, is_repeated,
             )  # fmt: skip
 
 
-def branch_runs(schedule: "Schedule", branches: int) -> Any:
+def branch_runs(schedule: "Schedule", branches: int, index: int) -> Any:
     """Returns the number of times that a device runs a branch of the executor's conditional: a mean over the devices.
 
-    Each stage runs F, B and W of equal layers for each microbatch and chunk. Of parts with different programs, which
-    have a branch for each part and op, one stage runs each.
+    Each stage runs F, B and W of equal layers for each microbatch and chunk. Parts with different programs have a
+    branch for each part and op, after that of idle devices; the devices of one stage run it for every group.
     """
     runs, most = schedule.microbatches * schedule.chunks, 4
     if branches <= most:
         return runs
-    runs = schedule.microbatches
-    return runs // schedule.stages if runs % schedule.stages == 0 else runs / schedule.stages
+    replicas = schedule.replicas or (1,) * schedule.stages
+    part = max(index - 1, 0) // ((branches - 1) // schedule.parts)
+    runs, devices = schedule.microbatches * replicas[schedule.place(part)[0]], sum(replicas)
+    return runs // devices if runs % devices == 0 else runs / devices
 
 
 def is_sync(op: Op) -> bool:

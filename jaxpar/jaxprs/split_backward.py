@@ -62,17 +62,19 @@ class Halves:
     backward_in_place: Callable | None = None
 
 
-def halves(stage: Callable, params: Any, inputs: Any, x: Any, *, split: bool) -> Halves:
+def halves(stage: Callable, params: Any, inputs: Any, x: Any, *, split: bool, whole: bool = False) -> Halves:
     """Builds the forward and the backward functions of a stage.
 
     Args:
-      stage: Maps (params, known, x) to y, which has the structure and shapes of x.
+      stage: Maps (params, known, x) to y.
       params: The parameters, as arrays or shapes.
       inputs: The inputs `known`, which are not trained.
       x: The input of the stage.
       split: Whether to split the backward into `input_grad` and `weight_grad`.
+      whole: Whether what follows from parameters and `known` alone is a residual too, as in a stage that begins with
+        the batch; else it is recomputed.
     """
-    joint = _JointJaxpr(stage, params, inputs, x, least=not split)
+    joint = _JointJaxpr(stage, params, inputs, x, least=not split, whole=whole)
     residuals = shapes(joint.crossing)
     if not split:
         # a gradient that is a constant, or the same variable as another, cannot be accumulated in place
@@ -115,25 +117,30 @@ class _JointJaxpr:
     releases.
     """
 
-    def __init__(self, stage: Callable, params: Any, known: Any, x: Any, *, least: bool):
+    def __init__(self, stage: Callable, params: Any, known: Any, x: Any, *, least: bool, whole: bool):
+        y = jax.eval_shape(stage, params, known, x)
+
         def joint(params, known, x, g):
             y, pull = jax.vjp(lambda params, x: stage(params, known, x), params, x)
             return y, *pull(g)
 
-        closed = Traced(joint, params, known, x, x).closed
+        closed = Traced(joint, params, known, x, y).closed
         counts = [len(jax.tree.leaves(tree)) for tree in (params, known, x)]
+        results = len(jax.tree.leaves(y))
         if least:
             closed = lean_scans(closed, closed.jaxpr.invars[sum(counts[:2]) : sum(counts)])
         jaxpr = self.jaxpr = closed.jaxpr
         self.consts = list(closed.consts)
-        p, k, xs, self.g = split_groups(jaxpr.invars, [*counts, counts[2]])
+        p, k, xs, self.g = split_groups(jaxpr.invars, [*counts, results])
         self.given, self.again = [*p, *k, *xs], len(p) + len(k)
-        self.y, self.dparams, self.dx = split_groups(jaxpr.outvars, [counts[2], counts[0], counts[2]])
-        self.params_tree, self.x_tree = jax.tree.structure(params), jax.tree.structure(x)
+        self.y, self.dparams, self.dx = split_groups(jaxpr.outvars, [results, counts[0], counts[2]])
+        self.params_tree, self.x_tree, self.y_tree = map(jax.tree.structure, (params, x, y))
 
         # equations that depend on g are the backward; of the others, the backward recomputes those that do not depend
         # on x but on parameters only, instead of saving a copy for each microbatch in flight
         after_g, after_x = after(jaxpr.eqns, self.g), after(jaxpr.eqns, xs)
+        if whole:
+            after_x |= after(jaxpr.eqns, p) & after(jaxpr.eqns, k)
         backward_eqns = [eqn for eqn in jaxpr.eqns if any(var in after_g for var in eqn.outvars)]
         forward_eqns = [eqn for eqn in jaxpr.eqns if not any(var in after_g for var in eqn.outvars)]
         recomputed = [eqn for eqn in forward_eqns if not any(var in after_x for var in eqn.outvars)]
@@ -148,7 +155,7 @@ class _JointJaxpr:
 
     def forward(self, params, known, x):
         out = self.run_forward(*jax.tree.leaves((params, known, x)))
-        return jax.tree.unflatten(self.x_tree, out[: len(self.y)]), list(out[len(self.y) :])
+        return jax.tree.unflatten(self.y_tree, out[: len(self.y)]), list(out[len(self.y) :])
 
     def backward(self, params, known, x, kept, g):
         out = self.run_backward(*jax.tree.leaves((params, known, x, kept, g)))
@@ -164,7 +171,7 @@ class _JointJaxpr:
     def forward_into(self, params, known, x, places):
         env, input_places = self._split_places(zip(self.given, jax.tree.leaves((params, known, x)), strict=True))
         buffers = run_in_place(env, self.ahead, input_places, dict(zip(self.crossing, places, strict=True)), self.y)
-        return jax.tree.unflatten(self.x_tree, [env[var] for var in self.y]), [buffers[var] for var in self.crossing]
+        return jax.tree.unflatten(self.y_tree, [env[var] for var in self.y]), [buffers[var] for var in self.crossing]
 
     def backward_from(self, params, known, x, kept, g, sums):
         values = [*jax.tree.leaves((params, known, x, g)), *kept]

@@ -74,7 +74,7 @@ class LayoutData:
     @property
     def microbatches(self) -> int:
         """Number of microbatches in a pipeline; 1 without a pipeline."""
-        return self.schedule.microbatches * self.parallel.pipeline.group if self.sizes["pipe"] > 1 else 1
+        return self.schedule.microbatches * self.schedule.group if self.sizes["pipe"] > 1 else 1
 
     @cached_property
     def schedule(self) -> "Schedule":

@@ -5,7 +5,7 @@ the depth of the pipeline.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from jaxpar.errors import Keywords, Problem
@@ -89,15 +89,16 @@ class Pipeline(Keywords):
         Raises:
           JaxparError: If the schedule does not exist, or does not support these numbers.
         """
-        from jaxpar.pipeline.tables import library
-        from jaxpar.pipeline.tables.csv import read_table
+        from jaxpar.pipeline.tables import csv, library
 
         stages, microbatches = len(self.replicas) or devices, self.microbatches // self.group
         if not str(self.schedule).endswith(".csv"):
             count = microbatches or 2 * stages
             name = PHASED if self.schedule == UNNAMED else self.schedule
-            return library.schedule(name, stages=stages, microbatches=count, chunks=self.chunks or None)
-        return read_table(self.schedule, stages, microbatches, self.chunks)
+            table = library.schedule(name, stages=stages, microbatches=count, chunks=self.chunks or None)
+        else:
+            table = csv.read_table(self.schedule, stages, microbatches, self.chunks)
+        return replace(table, replicas=tuple(self.replicas)) if self.replicas else table
 
     def updates(self, schedule: "Schedule") -> int:
         """Returns the number of updates in a step: one with a flush, else one per microbatch (2bw: per P of them)."""

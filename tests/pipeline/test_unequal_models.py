@@ -136,22 +136,24 @@ def assert_alike(entry, parallel, *, microbatches, replicas=1):
         np.testing.assert_allclose(value, other, atol=1e-5)
 
 
-def case(name, schedule, *, marks=(), chunks=1, **sizes):
-    words = [name, schedule, *(f"{axis} {size}" for axis, size in sizes.items())]
-    return pytest.param(name, schedule, chunks, sizes, id=", ".join(words), marks=marks)
+def case(name, schedule, *, marks=(), chunks=1, keep="inputs", **sizes):
+    words = [name, schedule, keep, *(f"{axis} {size}" for axis, size in sizes.items())]
+    return pytest.param(
+        name, {"schedule": schedule, "chunks": chunks, "keep": keep}, sizes, id=", ".join(words), marks=marks
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "schedule", "chunks", "sizes"),
+    ("name", "options", "sizes"),
     [
         case("batch_norm", "gpipe", pipe=4),
         *(
             case(*row, marks=pytest.mark.slow, **sizes)
             for row, sizes in [
-                (("alexnet", "1f1b"), {"pipe": 8}),
+                (("alexnet", "1f1b"), {"pipe": 8, "keep": "residuals"}),
                 (("vgg16", "interleaved"), {"pipe": 4, "chunks": 2}),
-                (("resnet", "1f1b"), {"pipe": 4, "data": 2}),
-                (("unet", "1f1b"), {"pipe": 4, "data": 2}),
+                (("resnet", "1f1b"), {"pipe": 4, "data": 2, "keep": "residuals"}),
+                (("unet", "1f1b"), {"pipe": 4, "data": 2, "keep": "residuals"}),
                 (("resnet", "zb_h1"), {"pipe": 2, "fsdp": 2}),
                 (("gnmt", "1f1b_phased"), {"pipe": 4, "data": 2}),
                 (("two_towers", "zb_h1"), {"pipe": 4, "data": 2}),
@@ -164,31 +166,31 @@ def case(name, schedule, *, marks=(), chunks=1, **sizes):
                 (("alexnet", "interleaved"), {"pipe": 2, "data": 2, "chunks": 2}),
                 (("alexnet", "gpipe"), {"pipe": 4, "data": 2}),
                 (("vgg16", "zb_h1"), {"pipe": 8}),
-                (("vgg16", "1f1b"), {"pipe": 2, "data": 2}),
+                (("vgg16", "1f1b"), {"pipe": 2, "data": 2, "keep": "residuals"}),
                 (("resnet", "interleaved"), {"pipe": 4, "data": 2, "chunks": 2}),
                 (("resnet", "gpipe"), {"pipe": 8}),
                 (("batch_norm", "1f1b"), {"pipe": 2, "data": 2}),
-                (("gnmt", "gpipe"), {"pipe": 2}),
+                (("gnmt", "gpipe"), {"pipe": 2, "keep": "residuals"}),
                 (("gnmt", "interleaved"), {"pipe": 4, "data": 2, "chunks": 2}),
                 (("gnmt", "zb_h1"), {"pipe": 8}),
                 (("t5", "zb_v"), {"pipe": 2, "data": 2, "chunks": 2}),
-                (("t5", "gpipe"), {"pipe": 8}),
+                (("t5", "gpipe"), {"pipe": 8, "keep": "residuals"}),
                 (("t5", "1f1b"), {"pipe": 4, "data": 2}),
                 (("unet", "interleaved"), {"pipe": 2, "data": 2, "chunks": 2}),
                 (("unet", "gpipe"), {"pipe": 2}),
                 (("unet", "zb_h1"), {"pipe": 4}),
-                (("two_towers", "1f1b"), {"pipe": 8}),
+                (("two_towers", "1f1b"), {"pipe": 8, "keep": "residuals"}),
                 (("two_towers", "interleaved"), {"pipe": 4, "chunks": 2}),
                 (("captioner", "interleaved"), {"pipe": 4, "data": 2, "chunks": 2}),
-                (("captioner", "zb_h1"), {"pipe": 2, "data": 2}),
+                (("captioner", "zb_h1"), {"pipe": 2, "data": 2, "keep": "residuals"}),
             ]
         ),
     ],
 )
-def test_losses_parameters_and_averages_are_those_of_flax_alone(name, schedule, chunks, sizes):
+def test_losses_parameters_and_averages_are_those_of_flax_alone(name, options, sizes):
     entry, microbatches = MODELS[name], max(4, sizes["pipe"])
-    stages = even(entry.pieces, sizes["pipe"] * chunks)
-    pipeline = jp.Pipeline(stages=stages, chunks=chunks, schedule=schedule, microbatches=microbatches)
+    stages = even(entry.pieces, sizes["pipe"] * options["chunks"])
+    pipeline = jp.Pipeline(stages=stages, microbatches=microbatches, **options)
     assert_alike(entry, jp.Parallel(**sizes, pipeline=pipeline), microbatches=microbatches)
 
 

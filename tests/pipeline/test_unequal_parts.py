@@ -17,6 +17,7 @@ from jaxpar.jaxprs.part_programs import Inputs, JaxprCut
 from jaxpar.pipeline.run.branch_table import BranchTable
 from jaxpar.pipeline.run.edges import decode, encode
 from jaxpar.pipeline.run.shard_exchange import ParameterShards, ShardExchange
+from jaxpar.pipeline.run.slots import load
 from jaxpar.pipeline.run.stage_buffers import StageBuffers, stage_bytes
 from jaxpar.pipeline.run.stage_replicas import StageReplicas
 from jaxpar.pipeline.tables import library
@@ -107,25 +108,27 @@ def test_parts_read_and_send_what_they_need():
 
 
 @pytest.mark.parametrize(
-    ("name", "replicas", "chunks"),
+    ("name", "replicas", "chunks", "keep"),
     [
-        ("1f1b", (1, 1, 1, 1), 1),
-        ("1f1b", (3, 1), 1),
-        pytest.param("gpipe", (1, 1, 1, 1), 1, marks=pytest.mark.slow),
-        pytest.param("1f1b_phased", (2, 1, 1), 1, marks=pytest.mark.slow),
-        pytest.param("zb_h1", (1, 1, 1, 1), 1, marks=pytest.mark.slow),
-        pytest.param("interleaved", (2, 2), 2, marks=pytest.mark.slow),
-        pytest.param("zb_v", (1, 3), 2, marks=pytest.mark.slow),
+        ("1f1b", (1, 1, 1, 1), 1, "inputs"),
+        ("1f1b", (3, 1), 1, "residuals"),
+        pytest.param("gpipe", (1, 1, 1, 1), 1, "residuals", marks=pytest.mark.slow),
+        pytest.param("1f1b_phased", (2, 1, 1), 1, "inputs", marks=pytest.mark.slow),
+        pytest.param("zb_h1", (1, 1, 1, 1), 1, "residuals", marks=pytest.mark.slow),
+        pytest.param("interleaved", (2, 2), 2, "residuals", marks=pytest.mark.slow),
+        pytest.param("zb_v", (1, 3), 2, "inputs", marks=pytest.mark.slow),
     ],
 )
-def test_sums_and_gradients_are_those_of_one_device(name, replicas, chunks):
+def test_sums_and_gradients_are_those_of_one_device(name, replicas, chunks, keep):
     replicas, rows = StageReplicas(replicas), 4
     count = 4 * replicas.group
     batch = microbatches(rows, count)
     mesh = Mesh(np.array(jax.devices()).reshape(STAGES, 2), ("pipe", "fsdp"))
     parts, loss = traced_parts(batch, len(replicas.counts) * chunks, rows=rows // 2)
     schedule = library.schedule(name, stages=len(replicas.counts), microbatches=4, chunks=chunks)
-    table = BranchTable(schedule, replicas, parts, shapes(dict(sorted(PARAMS.items()))), loss=loss, train=True)
+    table = BranchTable(
+        schedule, replicas, parts, shapes(dict(sorted(PARAMS.items()))), loss=loss, train=True, keep=keep
+    )
     exchange = ShardExchange(table.buffers, replicas, SPECS, dict(mesh.shape))
 
     @jax.jit
@@ -134,7 +137,9 @@ def test_sums_and_gradients_are_those_of_one_device(name, replicas, chunks):
         out_specs=(PartitionSpec(), SPECS, PartitionSpec()), check_vma=False,
     )  # fmt: skip
     def run(params, batch):
-        outs, gradients, state = table.run(exchange.to_stages(params), jax.tree.leaves(batch), {0: jnp.float32(1)})
+        outs, gradients, state = table.run(
+            exchange.to_stages(params), partial(load, jax.tree.leaves(batch)), {0: jnp.float32(1)}
+        )
         sums = jax.lax.psum(outs, ("pipe", "fsdp"))
         return sums, exchange.to_storage(gradients, ["fsdp"]), table.mean_state(state, ["fsdp"])
 
@@ -173,7 +178,7 @@ def test_an_evaluation_runs_the_forwards_alone():
 
     def run(params, batch):
         data = [jnp.ones(MICROBATCHES), *jax.tree.leaves(batch)]
-        return jax.lax.psum(table.run(exchange.to_stages(params), data, {})[0], ("pipe", "fsdp"))
+        return jax.lax.psum(table.run(exchange.to_stages(params), partial(load, data), {})[0], ("pipe", "fsdp"))
 
     specs = (SPECS, PartitionSpec(None, "fsdp"))
     sums = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False))(

@@ -247,6 +247,11 @@ def test_more_stages_than_pieces_are_refused():
 # What a device holds and sends, as compiled for GPUs that are absent.
 
 
+# FLOP of a forward of one row: of the first convolution, of all else, and of the last piece and the head
+FIRST, OTHERS = 2 * 8 * 8 * 8 * 27, 2 * (16 * 16 * 72 + 16 * 16 * 144 + 64 * 32 + 32 * 10)
+LAST = 2 * (64 * 32 + 32 * 10)  # its loss is computed in the backward alone
+
+
 def test_a_device_stores_its_share_and_messages_have_the_bytes_of_what_passes():
     pytest.importorskip("jax_plugins.xla_cuda13", reason="no compiler for absent GPUs: jax-cuda13-pjrt")
     batch = batch_of(Convolutions, rows=16)
@@ -263,10 +268,40 @@ def test_a_device_stores_its_share_and_messages_have_the_bytes_of_what_passes():
     assert not [entry for entry in report.ledger if entry.kind == "all-gather"]
     assert sum(entry.times for entry in report.ledger if entry.kind == "all-to-all") == 2
     # of M microbatches a forward, again in the backward, and both gradients (of the first images none), on P stages
-    first, others = 2 * 8 * 8 * 8 * 27, 2 * (16 * 16 * 72 + 16 * 16 * 144 + 64 * 32 + 32 * 10)
-    last = 2 * (64 * 32 + 32 * 10)  # its loss is computed in the backward alone
-    flop = 8 / 4 * (3 * first + 4 * others - last)
+    flop = 8 / 4 * (3 * FIRST + 4 * OTHERS - LAST)
     assert report.flop.total == pytest.approx(flop, rel=0.05)
+
+
+def compiled(microbatches, keep, rows):
+    """Returns a step of four stages for absent GPUs, lowered for a batch, and the batch."""
+    pipeline = jp.Pipeline(stages=(1, 1, 1, 1), microbatches=microbatches, keep=keep)
+    layout = jp.compose(Convolutions, jp.Parallel(pipe=4, pipeline=pipeline), jp.target_devices("h100:1x4"))
+    batch = batch_of(Convolutions, rows=rows)
+    arrays = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in batch.items()}
+    return jp.train_step(layout, loss, OPTIMIZER), arrays
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", ["inputs", "residuals"])
+def test_temporary_memory_does_not_grow_with_microbatches(keep):
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="no compiler for absent GPUs: jax-cuda13-pjrt")
+    held = []
+    for microbatches in (8, 32):
+        step, arrays = compiled(microbatches, keep, rows=4 * microbatches)
+        held.append(step.lower(step.abstract(), arrays).compile().memory_analysis().temp_size_in_bytes)
+    assert held[1] == pytest.approx(held[0], rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("keep", "again"), [("residuals", 0), ("inputs", FIRST + OTHERS - LAST)])
+def test_kept_residuals_are_not_computed_again(keep, again):
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="no compiler for absent GPUs: jax-cuda13-pjrt")
+    step, arrays = compiled(8, keep, rows=32)
+    one = jp.compose(Convolutions, jp.Parallel(), jp.target_devices("h100:1x1"))
+    alone = jp.inspect(jp.train_step(one, loss, OPTIMIZER), arrays).flop.total
+    assert 4 * jp.inspect(step, arrays).flop.total / alone == pytest.approx(
+        1 + again / (2 * FIRST + 3 * OTHERS), rel=0.01
+    )
 
 
 # What is refused.

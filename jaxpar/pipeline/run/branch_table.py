@@ -4,11 +4,13 @@
              then the permutes of each edge, into the inbox of the stage that reads the message
 
 The last part computes the loss in its backward, so its forward is empty, unless it updates state. A backward recomputes
-the forward of its part. A collective inside of a branch that other devices do not take would never end: messages are
-sent outside of the switch, and parts have none. A tick handles a group of microbatches: see `StageReplicas`.
+the forward of its part, or reads its residuals. A collective inside of a branch that other devices do not take would
+never end: messages are sent outside of the switch, and parts have none. A tick handles a group of microbatches: see
+`StageReplicas`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +19,33 @@ from jax import lax
 
 from jaxpar.jaxprs.dataflow import shapes
 from jaxpar.jaxprs.part_programs import PartProgram
+from jaxpar.jaxprs.split_backward import Halves, halves
 from jaxpar.pipeline.run.edges import Edge, Inbox, Outbox
+from jaxpar.pipeline.run.residual_pool import ResidualPool
 from jaxpar.pipeline.run.slots import load
+from jaxpar.pipeline.run.stage import Keep
 from jaxpar.pipeline.run.stage_buffers import Shapes, StageBuffers
 from jaxpar.pipeline.run.stage_replicas import StageReplicas
 from jaxpar.pipeline.tables.schedule import Schedule
 from jaxpar.pipeline.tables.synchronous import forwards
 from jaxpar.sharding.names import AGAIN, BACKWARD, CHOICE, GRADIENT, TABLE, Tree
 
-Carry = tuple[list[jax.Array], list[jax.Array], dict[int, jax.Array]]  # sums of gradients, outs of the last part, state
+MicrobatchData = Callable[[jax.Array], Sequence[jax.Array]]
+Carry = dict[str, Any]  # what a device carries from tick to tick
+
+
+class Turn(NamedTuple):
+    """A microbatch that a device runs in a tick.
+
+    Attributes:
+      group: Number of its group.
+      number: Its number among the microbatches of the group on this device.
+      microbatch: Its number in the step.
+    """
+
+    group: jax.Array
+    number: jax.Array | int
+    microbatch: jax.Array
 
 
 class BranchTable:
@@ -50,6 +70,7 @@ class BranchTable:
         *,
         loss: int,
         train: bool,
+        keep: Keep = "inputs",
     ):
         """Lays out buffers and messages.
 
@@ -60,6 +81,7 @@ class BranchTable:
           params: Path to the shape of every parameter, in the order of the parts' indices.
           loss: Index of the loss among the outs of the last part.
           train: Whether to compute gradients; else the forwards alone run.
+          keep: What a forward leaves for its backward.
         """
         self.schedule, self.replicas, self.parts, self.train = schedule, replicas, list(parts), train
         self._paths, self._loss = list(params), loss
@@ -88,6 +110,15 @@ class BranchTable:
             for part in range(len(parts))
         }
         self.inbox, self._sent = self._messages(len(cells), at)
+        # the last part computes the loss in its backward, and so has no residuals
+        keeps = range(len(parts) - 1) if train and keep == "residuals" else range(0)
+        self._halves = {part: self._split(part, params) for part in keeps}
+        self._pool = ResidualPool(
+            {part: each.residuals for part, each in self._halves.items()},
+            self._stages,
+            replicas,
+            {part: self._lifetimes(at, part, "F", part) for part in keeps},
+        )
         self._width = max(
             replicas.share(self._stages[part]) * outbox.size for (_, part), outbox in self._outboxes.items()
         )
@@ -104,56 +135,85 @@ class BranchTable:
 
     def _messages(self, ticks: int, at: Mapping[tuple[str, int, int], tuple[int, int]]) -> tuple[Inbox, np.ndarray]:
         """Returns the inbox, and of each tick and edge the group whose messages are sent, or -1."""
-        last_read = "F" if not self.train else "W" if self.schedule.split else "B"
         sent, lifetimes = np.full((ticks, len(self._edges)), -1, np.int32), {}
         for number, edge in enumerate(self._edges.values()):
-            spans = []
-            for group in range(self.schedule.microbatches):
-                tick, _ = at["F" if edge.kind == "x" else "B", group, edge.source]
+            lifetimes[edge] = self._lifetimes(at, edge.source, "F" if edge.kind == "x" else "B", edge.target)
+            for group, (tick, _) in enumerate(lifetimes[edge]):
                 sent[tick, number] = group
-                spans.append((tick, at[last_read, group, edge.target][0]))
-            lifetimes[edge] = spans
         return Inbox(self._outboxes, self._stages, self.replicas, lifetimes), sent
 
+    def _lifetimes(
+        self, at: Mapping[tuple[str, int, int], tuple[int, int]], source: int, op: str, reader: int
+    ) -> list[tuple[int, int]]:
+        """Returns, of each group, the tick in which a part runs an op, and the last in which one reads its result."""
+        last = "F" if not self.train else "W" if self.schedule.split else "B"
+        groups = range(self.schedule.microbatches)
+        return [(at[op, group, source][0], at[last, group, reader][0]) for group in groups]
+
     def run(
-        self, params: Sequence[jax.Array], data: Sequence[jax.Array], state: Mapping[int, jax.Array]
+        self, params: Sequence[jax.Array], data: MicrobatchData, state: Mapping[int, jax.Array]
     ) -> tuple[list[jax.Array], list[jax.Array], dict[int, jax.Array]]:
         """Runs the table on one device, in `jax.shard_map` over `pipe`.
 
         Args:
           params: The buffers of this device's stage.
-          data: The data of all microbatches of the step, on every device of `pipe`; dim 0 is microbatches.
+          data: Maps the number of a microbatch to its data, which every device of `pipe` has.
           state: Index to state, before the first microbatch.
 
         Returns:
           The sums of the outs, zero on devices of other stages than the last; the sums of gradients of the loss, as
           buffers; and the state, which only devices of its owner have updated.
         """
+        carry = self._scan(data, self._start(state), lambda carry, row: params, lambda carry, row: carry)
+        return carry["outs"], carry["gradients"], carry["state"]
 
-        def idle(group, inbox, carry):
-            del group, inbox
+    def _start(self, state: Mapping[int, jax.Array]) -> Carry:
+        return {
+            "outs": [jnp.zeros(leaf.shape, leaf.dtype) for leaf in shapes(self.parts[-1].outs)],
+            "gradients": self.buffers.zeros() if self.train else [],
+            "state": dict(state),
+            "residuals": jnp.zeros(self._pool.size, jnp.uint8),
+        }
+
+    def _scan(
+        self,
+        data: MicrobatchData,
+        carry: Carry,
+        read: Callable[[Carry, jax.Array], Sequence[jax.Array]],
+        after: Callable[[Carry, jax.Array], Carry],
+        scales: jax.Array | None = None,
+    ) -> Carry:
+        """Runs all ticks.
+
+        Args:
+          data: As for `run`.
+          carry: What the device carries.
+          read: Maps (carry, row) to the buffers of parameters that this cell reads.
+          after: Maps (carry, row) to the carry after the tick, where all devices meet.
+          scales: The cotangent of each microbatch's loss; 1 by default. Shape [microbatches].
+        """
+
+        def idle(row, inbox, carry):
+            del row, inbox
             return jnp.zeros(self._width, jnp.uint8), carry
 
         branches = [idle] * (1 + len(self._branches))
         for (part, op), number in self._branches.items():
-            one = self._forward(part, params, data) if op == "F" else self._backward(part, op, params, data)
+            one = self._forward(part, data) if op == "F" else self._backward(part, op, data, scales)
             outbox = {"F": self._outboxes["x", part], "B": self._outboxes["g", part]}.get(op)
             if op == "F" or self.train:
-                branches[number] = self._branch(one, self._stages[part], outbox)
+                branches[number] = self._branch(one, part, outbox, read)
 
         @jax.named_scope(TABLE)
         def tick(state, xs):
             (row, sent), (inbox, carry) = xs, state
             with jax.named_scope(CHOICE):
-                outbox, carry = lax.switch(row[0], branches, row[1], inbox, carry)
-            return (self.inbox.send(inbox, outbox, sent), carry), None
+                outbox, carry = lax.switch(row[0], branches, row, inbox, carry)
+            return (self.inbox.send(inbox, outbox, sent), after(carry, row)), None
 
         rows = jnp.asarray(self.rows)[:, jnp.asarray(self.replicas.stage_of)[lax.axis_index("pipe")]]
-        outs = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in shapes(self.parts[-1].outs)]
-        carry: Carry = (self.buffers.zeros() if self.train else [], outs, dict(state))
         start = jnp.zeros(self.inbox.size, jnp.uint8), carry
-        (_, (gradients, outs, new_state)), _ = lax.scan(tick, start, (rows, jnp.asarray(self._sent)))
-        return outs, gradients, new_state
+        return lax.scan(tick, start, (rows, jnp.asarray(self._sent)))[0][1]
 
     def mean_state(self, state: Mapping[int, jax.Array], batch_axes: Sequence[str]) -> dict[int, jax.Array]:
         """Returns the state of each owner on all devices: the mean over its replicas and over `batch_axes`."""
@@ -163,23 +223,26 @@ class BranchTable:
         others = lax.psum(1, tuple(batch_axes))
         return {i: (total / (others * replicas[self.owners[i]])).astype(total.dtype) for i, total in totals.items()}
 
-    def _branch(self, one: Callable, stage: int, outbox: Outbox | None) -> Callable:
+    def _branch(self, one: Callable, part: int, outbox: Outbox | None, read: Callable) -> Callable:
         """Returns a branch of the switch, which runs an op for this device's microbatches of a group.
 
         Args:
-          one: Maps (carry, inbox, group, number of the microbatch on this device, its number in the step) to the carry
-            and the messages to send.
-          stage: The stage that takes the branch.
+          one: Maps (carry, parameters, inbox, turn) to the carry and the messages to send.
+          part: The part whose op it is.
           outbox: The places of the messages, or None if none are sent.
+          read: As for `_scan`.
         """
-        share, replicas = self.replicas.share(stage), self.replicas
+        stage, replicas = self._stages[part], self.replicas
+        share = replicas.share(stage)
 
-        def run(group, inbox, carry):
+        def run(row, inbox, carry):
             replica = jnp.asarray(replicas.number_of)[lax.axis_index("pipe")] if replicas.counts[stage] > 1 else 0
+            of_stage = self.buffers.read(read(carry, row), stage)
+            params = {i: of_stage[self._paths[i]] for i in self.parts[part].params}
 
             def turn(carry, number):
-                microbatch = group * replicas.group + number * replicas.counts[stage] + replica
-                carry, messages = one(carry, inbox, group, number, microbatch)
+                microbatch = row[1] * replicas.group + number * replicas.counts[stage] + replica
+                carry, messages = one(carry, params, inbox, Turn(row[1], number, microbatch))
                 return carry, jnp.zeros(0, jnp.uint8) if outbox is None else outbox.fill(messages or {})
 
             carry, sent = turn(carry, 0) if share == 1 else lax.scan(turn, carry, jnp.arange(share))
@@ -187,58 +250,108 @@ class BranchTable:
 
         return run
 
-    def _received(self, part: int, inbox: jax.Array, group: jax.Array, number) -> dict[int, list[jax.Array]]:
+    def _received(self, part: int, inbox: jax.Array, turn: Turn) -> dict[int, list[jax.Array]]:
         edges = {source: self._edges["x", source, part] for source in self.parts[part].receives}
-        return {source: self.inbox.read(inbox, edge, group, number) for source, edge in edges.items()}
+        return {source: self.inbox.read(inbox, edge, turn.group, turn.number) for source, edge in edges.items()}
 
-    def _params(self, buffers: Sequence[jax.Array], part: int) -> dict[int, jax.Array]:
-        of_stage = self.buffers.read(buffers, self._stages[part])
-        return {i: of_stage[self._paths[i]] for i in self.parts[part].params}
+    def _targets(self, part: int) -> list[int]:
+        """Returns the parts that a part has gradients of."""
+        return [target for target, variables in self.parts[part].sends.items() if _floats(shapes(variables))]
 
-    def _forward(self, part: int, params: Sequence[jax.Array], data: Sequence[jax.Array]) -> Callable:
+    def _sent_floats(self, part: int, params: Tree, known: tuple, moving: Sequence[jax.Array]) -> list:
+        """Returns the floating-point values that a part sends to each of `_targets`.
+
+        Args:
+          part: The part.
+          params: Index to parameter.
+          known: (data, state, what the part received).
+          moving: The floating-point leaves of what it received.
+        """
+        data, state, x = known
+        sent, _, _ = self.parts[part].run(params, data, state, _with_floats(x, moving))
+        return [_floats(sent[target]) for target in self._targets(part)]
+
+    def _split(self, part: int, params: Shapes) -> Halves:
+        """Returns the forward and the backward of a part."""
+        program, inputs = self.parts[part], self.parts[part].inputs
+        received = {source: shapes(variables) for source, variables in program.receives.items()}
+        known = shapes(inputs.data), {i: shapes([inputs.state[i]])[0] for i in program.reads_state}, received
+        whole = {i: params[self._paths[i]] for i in program.params}
+        stage = lambda params, known, moving: self._sent_floats(part, params, known, moving)  # noqa: E731
+        return halves(stage, whole, known, _floats(received), split=False, whole=True)
+
+    def _inputs(self, part: int, data: MicrobatchData, carry: Carry, inbox: jax.Array, turn: Turn) -> tuple:
+        state = {i: carry["state"][i] for i in self.parts[part].reads_state}
+        return data(turn.microbatch), state, self._received(part, inbox, turn)
+
+    def _forward(self, part: int, data: MicrobatchData) -> Callable:
         program, last = self.parts[part], part == len(self.parts) - 1
 
-        def run(carry: Carry, inbox, group, number, microbatch):
-            gradients, outs, state = carry
+        def run(carry: Carry, params: Tree, inbox: jax.Array, turn: Turn):
             if last and self.train and not program.state:
                 return carry, None
-            x = self._received(part, inbox, group, number)
-            sent, found, new = program.run(self._params(params, part), load(data, microbatch), state, x)
+            known = self._inputs(part, data, carry, inbox, turn)
+            sent, found, new = program.run(params, *known)
+            carry = carry | {"state": carry["state"] | new}
             if last and not self.train:
-                outs = [total + value for total, value in zip(outs, found, strict=True)]
-            return (gradients, outs, state | new), sent
+                carry["outs"] = [total + value for total, value in zip(carry["outs"], found, strict=True)]
+            if part in self._halves:
+                y, residuals = self._halves[part].forward(params, known, _floats(known[2]))
+                for target, values in zip(self._targets(part), y, strict=True):
+                    sent[target] = _with_floats(sent[target], values)
+                pool = self._pool.write(carry["residuals"], part, turn.group, turn.number, residuals)
+                carry["residuals"] = pool
+            return carry, sent
 
         return run
 
-    def _backward(self, part: int, op: str, params: Sequence[jax.Array], data: Sequence[jax.Array]) -> Callable:
-        program, last = self.parts[part], part == len(self.parts) - 1
-        targets = [target for target, variables in program.sends.items() if _floats(shapes(variables))]
+    def _backward(self, part: int, op: str, data: MicrobatchData, scales: jax.Array | None) -> Callable:
+        last = part == len(self.parts) - 1
 
-        def run(carry: Carry, inbox, group, number, microbatch):
-            gradients, outs, state = carry
-            x, known = self._received(part, inbox, group, number), load(data, microbatch)
+        def loss(params, known, moving):
+            data, state, x = known
+            _, found, _ = self.parts[part].run(params, data, state, _with_floats(x, moving))
+            return found[self._loss], found
 
-            def call(params, moving) -> tuple[list[list[jax.Array]], list[jax.Array]]:
-                sent, found, _ = program.run(params, known, state, _with_floats(x, moving))
-                return [[found[self._loss]]] if last else [_floats(sent[target]) for target in targets], found
-
+        def of_loss(params, known, turn):
             with jax.named_scope(AGAIN):
-                y, pull, found = jax.vjp(call, self._params(params, part), _floats(x), has_aux=True)
+                y, pull, found = jax.vjp(
+                    lambda *args: loss(args[0], known, args[1]), params, _floats(known[2]), has_aux=True
+                )
             with jax.named_scope(BACKWARD):
-                arrived = [self._edges["g", target, part] for target in targets]
-                g = [self.inbox.read(inbox, edge, group, number) for edge in arrived]
-                dparams, dx = pull([[jnp.ones_like(y[0][0])]] if last else g)
+                return *pull(
+                    jnp.ones_like(y) if scales is None else load(scales, turn.microbatch).astype(y.dtype)
+                ), found
+
+        def of_messages(carry, params, known, inbox, turn):
+            arrived = [self._edges["g", target, part] for target in self._targets(part)]
+            g = [self.inbox.read(inbox, edge, turn.group, turn.number) for edge in arrived]
+            if part in self._halves:
+                residuals = self._pool.read(carry["residuals"], part, turn.group, turn.number)
+                with jax.named_scope(BACKWARD):
+                    return self._halves[part].backward(params, known, _floats(known[2]), residuals, g)
+            with jax.named_scope(AGAIN):
+                call = lambda params, moving: self._sent_floats(part, params, known, moving)  # noqa: E731
+                _, pull = jax.vjp(call, params, _floats(known[2]))
+            with jax.named_scope(BACKWARD):
+                return pull(g)
+
+        def run(carry: Carry, params: Tree, inbox: jax.Array, turn: Turn):
+            known, carry = self._inputs(part, data, carry, inbox, turn), dict(carry)
+            if last:
+                dparams, dx, found = of_loss(params, known, turn)
+                if op == "B":
+                    carry["outs"] = [total + value for total, value in zip(carry["outs"], found, strict=True)]
+            else:
+                dparams, dx = of_messages(carry, params, known, inbox, turn)
             if op == "W" or not self.schedule.split:
                 with jax.named_scope(GRADIENT):
                     of_paths = {self._paths[i]: value for i, value in dparams.items()}
-                    gradients = self.buffers.add(gradients, self._stages[part], of_paths)
-            if last and op == "B":
-                outs = [total + value for total, value in zip(outs, found, strict=True)]
+                    carry["gradients"] = self.buffers.add(carry["gradients"], self._stages[part], of_paths)
             if op == "W":
-                return (gradients, outs, state), None
+                return carry, None
             others = iter(dx)
-            moving = {source: [next(others) for _ in _floats(leaves)] for source, leaves in x.items()}
-            return (gradients, outs, state), moving
+            return carry, {source: [next(others) for _ in _floats(leaves)] for source, leaves in known[2].items()}
 
         return run
 

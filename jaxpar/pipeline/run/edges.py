@@ -40,7 +40,7 @@ class Edge:
     @property
     def bytes(self) -> int:
         """Bytes of a message."""
-        return sum(data.size * data.dtype.itemsize for data in map(_data_shape, jax.tree.leaves(self.tree)))
+        return tree_bytes(self.tree)
 
 
 class Outbox:
@@ -89,7 +89,7 @@ class Inbox:
         ends = [0] * len(replicas.counts)
         self._starts: dict[Edge, np.ndarray] = {}  # of each group, the first byte of its place
         for edge, spans in lifetimes.items():
-            count, places = _places(spans)
+            count, places = assign_places(spans)
             stage = stages[edge.target]
             place_bytes = replicas.share(stage) * edge.bytes
             self._starts[edge] = (ends[stage] + places * place_bytes).astype(np.int32)
@@ -156,7 +156,7 @@ class Inbox:
         return numbers
 
 
-def _places(spans: Iterable[tuple[int, int]]) -> tuple[int, np.ndarray]:
+def assign_places(spans: Iterable[tuple[int, int]]) -> tuple[int, np.ndarray]:
     """Returns the number of places, and the place of each microbatch's message.
 
     Greedy in the order of sends, which is optimal for intervals. A place is free again in the tick that last reads it:
@@ -173,6 +173,11 @@ def _places(spans: Iterable[tuple[int, int]]) -> tuple[int, np.ndarray]:
 
 
 # Trees of arrays as bytes.
+
+
+def tree_bytes(tree: Tree) -> int:
+    """Returns the bytes of a tree of arrays or shapes, as a message."""
+    return sum(data.size * data.dtype.itemsize for data in map(_data_shape, jax.tree.leaves(tree)))
 
 
 def encode(tree: Tree, size: int) -> jax.Array:

@@ -13,6 +13,7 @@ The constructor replays the table, so every `Schedule` object can be run.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import lcm
 from typing import Literal, NamedTuple
 
 from jaxpar.errors import refuse
@@ -78,6 +79,8 @@ class Schedule:
       chunks: Number of parts of the model on each stage.
       placement: The stage of part p. ring: chunk p // stages of stage p % stages (Megatron-LM's interleaving). v: two
         chunks, and the second half of the parts is in reverse order of stages (Qi et al. 2024, arXiv:2405.15362).
+      replicas: Number of devices of each stage; () means one each. With replicas, a microbatch of the table is a group
+        of them: see `jaxpar.pipeline.run.stage_replicas`.
     """
 
     name: str
@@ -86,6 +89,7 @@ class Schedule:
     cells: tuple[Row, ...]
     chunks: int = 1
     placement: Placement = "ring"
+    replicas: tuple[int, ...] = ()
 
     def __post_init__(self):
         for key in ("stages", "microbatches", "chunks"):
@@ -98,6 +102,11 @@ class Schedule:
                 fix='placement="ring"',
             )
         _replay(self)
+
+    @property
+    def group(self) -> int:
+        """Number of microbatches that a tick handles."""
+        return lcm(*self.replicas)
 
     @property
     def ticks(self) -> int:

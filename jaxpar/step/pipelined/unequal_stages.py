@@ -23,6 +23,8 @@ from jaxpar.parallel.techniques.context import chip_key
 from jaxpar.partition.given_replicas import FoundStages, find_stages
 from jaxpar.pipeline.run.branch_table import BranchTable
 from jaxpar.pipeline.run.shard_exchange import ShardExchange
+from jaxpar.pipeline.run.slots import load
+from jaxpar.pipeline.run.stage import Keep
 from jaxpar.pipeline.run.stage_replicas import StageReplicas
 from jaxpar.sharding.names import GRADIENT, SCOPE, Compute, Tree, by_path, nest
 from jaxpar.step.gradients import Gradients, apply_gradients
@@ -32,7 +34,6 @@ from jaxpar.step.parameters.frozen import zero_frozen
 from jaxpar.step.parameters.overwritten import check_overwritten, divide_by_count
 from jaxpar.step.pipelined.model_state import salt_by_replica
 from jaxpar.step.pipelined.shardings import Shardings
-from jaxpar.step.pipelined.split_model import SplitModel
 from jaxpar.step.pipelined.traced_pieces import TracedPieces, trace_pieces
 from jaxpar.step.state import State
 
@@ -52,7 +53,6 @@ class UnequalStages(Gradients):
         _check_layout(layout)
         self.layout, self.loss, self.numerics, self.frozen = layout, loss, numerics, frozen
         self.shardings = Shardings(layout, numerics.dtype)
-        self._split = SplitModel(self.shardings, loss, numerics)
 
     def gradients(self, params: Tree, model_state: Tree, batch: Mapping[str, jax.Array]) -> tuple[Tree, Sums, Tree]:
         """Returns the gradients of the mean loss over all microbatches, the loss sums, and the new model state."""
@@ -75,12 +75,14 @@ class UnequalStages(Gradients):
         shardings, layout = self.shardings, self.layout
         stored = {path: shardings.cast(value) for path, value in sorted(by_path(params).items())}
         specs = {path: _manual(layout.placements[path].stored) for path in stored}
-        rows = PartitionSpec(shardings.batch_axes)
+        by_rows = PartitionSpec(shardings.batch_axes)
 
         def local(replica, params, model_state, batch):
             with shardings.table_names():
-                microbatches = self._split.microbatches(batch)
-                pieces = self._pieces(stored, model_state, microbatches, train=train)
+                # rows i, i + count, ... are microbatch i; dim 0 stays that of rows, because XLA would copy the batch
+                count = layout.microbatches
+                rows = [leaf.reshape(len(leaf) // count, count, *leaf.shape[1:]) for leaf in jax.tree.leaves(batch)]
+                pieces = self._pieces(stored, model_state, batch, train=train)
                 state = jax.tree.leaves(model_state)
                 if train:
                     each, after = pieces.state_of_data(state, layout.microbatches)
@@ -92,7 +94,12 @@ class UnequalStages(Gradients):
                 with jax.named_scope(f"{SCOPE}parameters sent to the stages"):
                     buffers = exchange.to_stages(params)
                 kept = {i: state[leaf] for i, leaf in enumerate(pieces.updated_state)} if train else {}
-                outs, gradients, kept = table.run(buffers, [*each, *jax.tree.leaves(microbatches)], kept)
+
+                def data(microbatch):
+                    of_batch = (jax.lax.dynamic_index_in_dim(leaf, microbatch, 1, keepdims=False) for leaf in rows)
+                    return [*load(each, microbatch), *of_batch]
+
+                outs, gradients, kept = table.run(buffers, data, kept)
             sums = jax.tree.unflatten(pieces.sums, outs)
             sums = jax.tree.map(lambda x: jax.lax.psum(x, ("pipe", *shardings.batch_axes)), sums)
             if not train:
@@ -111,7 +118,7 @@ class UnequalStages(Gradients):
             local,
             mesh=layout.device_mesh,
             axis_names=set(shardings.manual),
-            in_specs=(rows, specs, PartitionSpec(), rows),
+            in_specs=(by_rows, specs, PartitionSpec(), by_rows),
             out_specs=(PartitionSpec(), specs if train else {}, PartitionSpec()),
             check_vma=False,
         )(jnp.arange(shardings.replicas), stored, model_state, batch)
@@ -122,13 +129,17 @@ class UnequalStages(Gradients):
         return sums, gradients, jax.tree.unflatten(jax.tree.structure(model_state), state)
 
     def _pieces(
-        self, stored: Mapping[str, jax.Array], model_state: Tree, microbatches: Tree, *, train: bool
+        self, stored: Mapping[str, jax.Array], model_state: Tree, batch: Mapping[str, jax.Array], *, train: bool
     ) -> TracedPieces:
         layout, shardings = self.layout, self.shardings
         compute = Compute(train=train, dtype=shardings.dtype, remat=self.numerics.remat)
         whole = {path: jax.ShapeDtypeStruct(value.shape, value.dtype) for path, value in stored.items()}
         state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), model_state)
-        microbatch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), microbatches)
+        count = layout.microbatches
+        microbatch = {
+            name: jax.ShapeDtypeStruct((len(leaf) // count, *leaf.shape[1:]), leaf.dtype)
+            for name, leaf in batch.items()
+        }
         return trace_pieces(layout, self.loss, compute, shardings.cast, whole, state, microbatch)
 
     def _table(self, pieces: TracedPieces, stored: Mapping[str, jax.Array], *, train: bool) -> BranchTable:
@@ -142,7 +153,8 @@ class UnequalStages(Gradients):
             _check_pieces(pieces, stages)
         parts = pieces.parts(stages, train=train)
         whole = {path: jax.ShapeDtypeStruct(value.shape, value.dtype) for path, value in stored.items()}
-        return BranchTable(layout.schedule, replicas, parts, whole, loss=pieces.loss, train=train)
+        keep: Keep = layout.parallel.pipeline.keep
+        return BranchTable(layout.schedule, replicas, parts, whole, loss=pieces.loss, train=train, keep=keep)
 
     def _find_stages(self, pieces: TracedPieces, replicas: StageReplicas) -> FoundStages:
         """Finds the number of pieces of each part. Simulated devices stand for H100s."""
