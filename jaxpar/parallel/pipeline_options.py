@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from jaxpar.errors import Keywords, Problem
+from jaxpar.errors import Keywords
 
 if TYPE_CHECKING:  # a plain step loads no pipeline
     from jaxpar.pipeline.tables.schedule import Schedule
@@ -104,49 +104,3 @@ class Pipeline(Keywords):
         """Returns the number of updates in a step: one with a flush, else one per microbatch (2bw: per P of them)."""
         per_update = {"flush": schedule.microbatches, "2bw": schedule.stages}.get(self.weights, 1)
         return schedule.microbatches // per_update
-
-    def problems(self, stages: int) -> list[Problem]:
-        """Returns the problems of these settings that do not depend on model and devices."""
-        problems = []
-        if stages == 1 and self != Pipeline():
-            problems.append(
-                Problem(
-                    "a pipeline with pipe=1",
-                    "[parallel.pipeline] says how the axis `pipe` is run",
-                    "pipe=2 or more, or leave the pipeline out",
-                )
-            )
-        for key in ("microbatches", "chunks"):
-            if type(getattr(self, key)) is not int or getattr(self, key) < 0:
-                problems.append(Problem(f"{key}={getattr(self, key)!r}", f"{key} is a whole number, or 0", f"{key}=0"))
-        if not isinstance(self.layers, tuple | list) or any(type(n) is not int or n < 1 for n in self.layers):
-            problems.append(Problem(f"layers={self.layers!r}", "the layers of each stage, at least one", "layers=()"))
-        elif self.layers and stages > 1 and len(self.layers) != stages:
-            problems.append(
-                Problem(
-                    f"layers={tuple(self.layers)} for pipe={stages}",
-                    "there is one number of layers for each stage",
-                    f"{stages} numbers, or layers=() for as many on each",
-                )
-            )
-        if not isinstance(self.stack, str):
-            problems.append(Problem(f"stack={self.stack!r:.60}", "stack is the start of a path", 'stack="text/blocks"'))
-        for key, choices in (
-            ("keep", ("inputs", "residuals")),
-            ("gather", ("step", "tick")),
-            ("head", ("auto", "last", "spread")),
-            ("weights", ("flush", "stash", "vertical", "2bw", "none")),
-        ):
-            if getattr(self, key) not in choices:
-                problems.append(
-                    Problem(f"{key}={getattr(self, key)!r}", f"{key} is {', '.join(choices)}", f'{key}="{choices[0]}"')
-                )
-        if self.head == "spread" and (self.weights != "flush" or self.gather == "tick"):
-            problems.append(
-                Problem(
-                    f'head="spread" with weights={self.weights!r}, gather={self.gather!r}',
-                    'a head is spread where weights="flush" and gather="step"',
-                    'head="last"',
-                )
-            )
-        return problems

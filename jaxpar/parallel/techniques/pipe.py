@@ -12,7 +12,6 @@ from jaxpar.units import show_bytes
 
 def problems(parallel: Parallel) -> list[Problem]:
     """Returns the problems of `pipeline`."""
-    errors = []
     if not isinstance(parallel.pipeline, Pipeline):
         return [
             Problem(
@@ -21,28 +20,11 @@ def problems(parallel: Parallel) -> list[Problem]:
                 'jp.Pipeline(schedule="1f1b_phased")',
             )
         ]
-    errors += parallel.pipeline.problems(parallel.pipe)
-    if parallel.pipeline.stages or parallel.pipeline.replicas:
-        from jaxpar.parallel import stages_of_pieces  # no part of a step without such a pipeline
+    if parallel.pipeline == Pipeline():
+        return []
+    from jaxpar.parallel import pipeline_problems  # no part of a step without a pipeline
 
-        errors += stages_of_pieces.problems(parallel.pipeline, parallel.pipe)
-    if parallel.pipeline.gather == "tick" and parallel.stage < 3:
-        errors.append(
-            Problem(
-                f'gather="tick" with fsdp={parallel.fsdp}, zero={parallel.stage}',
-                "it says when zero=3 gathers the layers that `fsdp` shards",
-                'fsdp=2 or more and zero=3, or gather="step"',
-            )
-        )
-    if parallel.pipeline.head == "spread" and parallel.stage == 2:
-        errors.append(
-            Problem(
-                f'head="spread" with fsdp={parallel.fsdp}, zero=2',
-                "zero=2 adds up shards of gradients, and those of a head that is spread are added up whole",
-                'zero=1 or zero=3, or head="last"',
-            )
-        )
-    return errors
+    return pipeline_problems.problems(parallel)
 
 
 def names(parallel: Parallel) -> dict[str, Axes]:
@@ -73,9 +55,9 @@ def stack_problems(layout: Layout) -> list[Problem]:
     except JaxparError as error:
         return list(error.problems)
     if layout.parallel.pipeline.stages:
-        from jaxpar.parallel import stages_of_pieces
+        from jaxpar.parallel import pipeline_problems
 
-        return stages_of_pieces.number_problems(layout.parallel.pipeline, layout.schedule)
+        return pipeline_problems.number_problems(layout.parallel.pipeline, layout.schedule)
     layout = as_stacks(layout)
     stacks = {layout.placements[path].leaf.shape[0] for path in layout.stacked_paths}
     if not stacks and any(place.names[:1] == ("layers",) for place in layout.placements.values()):
