@@ -230,6 +230,8 @@ class BatchNormCNN(nnx.Module):
 class GNMT(nnx.Module):
     """An encoder whose first layer reads both ways, and a decoder with residuals, whose layers attend to its output."""
 
+    depth = 3  # layers of the encoder after the first, and of the decoder
+
     def __init__(self, rngs: nnx.Rngs):
         kernel_init, embedding_init = nnx.initializers.normal(0.5), nnx.initializers.normal(1.0)
 
@@ -240,11 +242,11 @@ class GNMT(nnx.Module):
             nnx.Embed(VOCAB, DIM, embedding_init=embedding_init, rngs=rngs) for _ in range(2)
         )
         self.forward, self.backward = lstm(DIM), lstm(DIM, reverse=True, keep_order=True)
-        self.encoder = nnx.List([lstm(2 * DIM), lstm(DIM), lstm(DIM)])
+        self.encoder = nnx.List([lstm(2 * DIM), *(lstm(DIM) for _ in range(self.depth - 1))])
         self.queries = nnx.List(
-            nnx.Linear(DIM, DIM, use_bias=False, kernel_init=kernel_init, rngs=rngs) for _ in range(3)
+            nnx.Linear(DIM, DIM, use_bias=False, kernel_init=kernel_init, rngs=rngs) for _ in range(self.depth)
         )
-        self.decoder = nnx.List(lstm(2 * DIM) for _ in range(3))
+        self.decoder = nnx.List(lstm(2 * DIM) for _ in range(self.depth))
         self.classes = nnx.Linear(DIM, VOCAB, rngs=rngs)
 
     def __call__(self, source, target):
