@@ -127,7 +127,6 @@ def _of_options(pipeline: Pipeline) -> list[Problem]:
         "stack": bool(pipeline.stack),
         f"gather={pipeline.gather!r}": pipeline.gather != "step",
         f"head={pipeline.head!r}": pipeline.head == "spread",
-        f"weights={pipeline.weights!r}": pipeline.weights != "flush",
     }
     return [
         Problem(

@@ -85,6 +85,10 @@ def _of_layout(layout: Layout, loss: Callable, numerics: Numerics, frozen: froze
             rule="a pipeline accumulates over its microbatches",
             fix=f"accumulate=1 and microbatches={numerics.accumulate * layout.microbatches}",
         )
+    if layout.parallel.pipeline.stages and layout.parallel.pipeline.weights != "flush":
+        from jaxpar.step.pipelined.asynchronous_stages import AsyncUnequalStages
+
+        return AsyncUnequalStages(layout, loss, numerics, frozen)
     if layout.parallel.pipeline.stages:
         from jaxpar.step.pipelined.unequal_stages import UnequalStages
 

@@ -8,6 +8,7 @@ The model's parts come from tracing its loss: part 0 begins before `jp.pipelined
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxpar.errors import refuse
+from jaxpar.jaxprs.part_programs import PartProgram
 from jaxpar.mesh.chips import CHIPS
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.pipeline_options import FOUND
@@ -24,7 +26,6 @@ from jaxpar.partition.given_replicas import FoundStages, find_stages
 from jaxpar.pipeline.run.branch_table import BranchTable
 from jaxpar.pipeline.run.shard_exchange import ShardExchange
 from jaxpar.pipeline.run.slots import load
-from jaxpar.pipeline.run.stage import Keep
 from jaxpar.pipeline.run.stage_replicas import StageReplicas
 from jaxpar.sharding.names import GRADIENT, SCOPE, Compute, Tree, by_path, nest
 from jaxpar.step.gradients import Gradients, apply_gradients
@@ -38,6 +39,29 @@ from jaxpar.step.pipelined.traced_pieces import TracedPieces, trace_pieces
 from jaxpar.step.state import State
 
 MANUAL = ("pipe", "data", "fsdp")
+
+
+@dataclass(frozen=True, eq=False)
+class TracedMicrobatch:
+    """The loss of one microbatch of one device, and what each microbatch has of data and state.
+
+    Attributes:
+      pieces: The loss.
+      data: Maps the number of a microbatch to its data.
+      updated: Index to the state that the table updates, before the first microbatch.
+      after: The other leaves of the state, after the last microbatch.
+    """
+
+    pieces: TracedPieces
+    data: Callable[[jax.Array], list[jax.Array]]
+    updated: dict[int, jax.Array]
+    after: list[jax.Array]
+
+    def state_after(self, updated: Mapping[int, jax.Array]) -> tuple[jax.Array, ...]:
+        """Returns all leaves of the state after the last microbatch, given those that the table has updated."""
+        of_table = dict(zip(self.pieces.updated_state, updated.values(), strict=True))
+        others = iter(self.after)
+        return tuple(of_table[i] if i in of_table else next(others) for i in range(len(self.pieces.state)))
 
 
 class UnequalStages(Gradients):
@@ -74,45 +98,25 @@ class UnequalStages(Gradients):
     def _run(self, params: Tree, model_state: Tree, batch: Mapping[str, jax.Array], *, train: bool):
         shardings, layout = self.shardings, self.layout
         stored = {path: shardings.cast(value) for path, value in sorted(by_path(params).items())}
-        specs = {path: _manual(layout.placements[path].stored) for path in stored}
+        specs = {path: manual_spec(layout.placements[path].stored) for path in stored}
         by_rows = PartitionSpec(shardings.batch_axes)
 
         def local(replica, params, model_state, batch):
             with shardings.table_names():
-                # rows i, i + count, ... are microbatch i; dim 0 stays that of rows, because XLA would copy the batch
-                count = layout.microbatches
-                rows = [leaf.reshape(len(leaf) // count, count, *leaf.shape[1:]) for leaf in jax.tree.leaves(batch)]
-                pieces = self._pieces(stored, model_state, batch, train=train)
-                state = jax.tree.leaves(model_state)
-                if train:
-                    each, after = pieces.state_of_data(state, layout.microbatches)
-                else:
-                    each, after = [jnp.broadcast_to(leaf, (layout.microbatches, *leaf.shape)) for leaf in state], state
-                each = salt_by_replica(each, replica[0], shardings.replicas)
-                table = self._table(pieces, stored, train=train)
+                traced = self._trace(stored, model_state, batch, replica[0], train=train)
+                table = self._table(traced.pieces, stored, train=train)
                 exchange = ShardExchange(table.buffers, table.replicas, specs, layout.sizes)
                 with jax.named_scope(f"{SCOPE}parameters sent to the stages"):
                     buffers = exchange.to_stages(params)
-                kept = {i: state[leaf] for i, leaf in enumerate(pieces.updated_state)} if train else {}
-
-                def data(microbatch):
-                    of_batch = (jax.lax.dynamic_index_in_dim(leaf, microbatch, 1, keepdims=False) for leaf in rows)
-                    return [*load(each, microbatch), *of_batch]
-
-                outs, gradients, kept = table.run(buffers, data, kept)
-            sums = jax.tree.unflatten(pieces.sums, outs)
+                outs, gradients, updated = table.run(buffers, traced.data, traced.updated)
+            sums = jax.tree.unflatten(traced.pieces.sums, outs)
             sums = jax.tree.map(lambda x: jax.lax.psum(x, ("pipe", *shardings.batch_axes)), sums)
             if not train:
                 return sums, {}, ()
             with jax.named_scope(GRADIENT):
                 found = exchange.to_storage(gradients, shardings.batch_axes)
             gradients = {path: found.get(path, jnp.zeros(value.shape, jnp.float32)) for path, value in params.items()}
-            others, means = iter(after), table.mean_state(kept, shardings.batch_axes)
-            new = [
-                means[pieces.updated_state.index(i)] if i in pieces.updated_state else next(others)
-                for i in range(len(state))
-            ]
-            return sums, gradients, tuple(new)
+            return sums, gradients, traced.state_after(table.mean_state(updated, shardings.batch_axes))
 
         sums, gradients, state = jax.shard_map(
             local,
@@ -128,22 +132,44 @@ class UnequalStages(Gradients):
         gradients = jax.tree.map(shardings.constrain, gradients, update_specs(layout))
         return sums, gradients, jax.tree.unflatten(jax.tree.structure(model_state), state)
 
-    def _pieces(
-        self, stored: Mapping[str, jax.Array], model_state: Tree, batch: Mapping[str, jax.Array], *, train: bool
-    ) -> TracedPieces:
-        layout, shardings = self.layout, self.shardings
+    def _trace(
+        self, stored: Mapping[str, jax.Array], model_state: Tree, batch: Mapping[str, jax.Array], replica: jax.Array,
+        *, train: bool,
+    ) -> "TracedMicrobatch":  # fmt: skip
+        """Traces the loss of a microbatch of one device, and computes the state that does not follow from it."""
+        layout, shardings, count = self.layout, self.shardings, self.layout.microbatches
         compute = Compute(train=train, dtype=shardings.dtype, remat=self.numerics.remat)
         whole = {path: jax.ShapeDtypeStruct(value.shape, value.dtype) for path, value in stored.items()}
-        state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), model_state)
-        count = layout.microbatches
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), model_state)
         microbatch = {
             name: jax.ShapeDtypeStruct((len(leaf) // count, *leaf.shape[1:]), leaf.dtype)
             for name, leaf in batch.items()
         }
-        return trace_pieces(layout, self.loss, compute, shardings.cast, whole, state, microbatch)
+        pieces = trace_pieces(layout, self.loss, compute, shardings.cast, whole, shapes, microbatch)
+        # rows i, i + count, ... are microbatch i; dim 0 stays that of rows, because XLA would copy the batch
+        rows = [leaf.reshape(len(leaf) // count, count, *leaf.shape[1:]) for leaf in jax.tree.leaves(batch)]
+        state = jax.tree.leaves(model_state)
+        if train:
+            each, after = pieces.state_of_data(state, count)
+        else:
+            each, after = [jnp.broadcast_to(leaf, (count, *leaf.shape)) for leaf in state], state
+        each = salt_by_replica(each, replica, shardings.replicas)
+
+        def data(microbatch: jax.Array) -> list[jax.Array]:
+            of_batch = (jax.lax.dynamic_index_in_dim(leaf, microbatch, 1, keepdims=False) for leaf in rows)
+            return [*load(each, microbatch), *of_batch]
+
+        updated = {i: state[leaf] for i, leaf in enumerate(pieces.updated_state)} if train else {}
+        return TracedMicrobatch(pieces, data, updated, after)
 
     def _table(self, pieces: TracedPieces, stored: Mapping[str, jax.Array], *, train: bool) -> BranchTable:
         """Cuts the pieces into parts, and lays out their table."""
+        layout, keep = self.layout, self.layout.parallel.pipeline.keep
+        replicas, parts = self._cut(pieces, train=train)
+        whole = {path: jax.ShapeDtypeStruct(value.shape, value.dtype) for path, value in stored.items()}
+        return BranchTable(layout.schedule, replicas, parts, whole, loss=pieces.loss, train=train, keep=keep)
+
+    def _cut(self, pieces: TracedPieces, *, train: bool) -> tuple[StageReplicas, list[PartProgram]]:
         layout, stages = self.layout, self.layout.parallel.pipeline.stages
         replicas = StageReplicas(tuple(layout.parallel.pipeline.replicas or (1,) * layout.schedule.stages))
         if stages == FOUND:
@@ -151,10 +177,7 @@ class UnequalStages(Gradients):
             stages, self.notes = found.stages, (str(found),)
         else:
             _check_pieces(pieces, stages)
-        parts = pieces.parts(stages, train=train)
-        whole = {path: jax.ShapeDtypeStruct(value.shape, value.dtype) for path, value in stored.items()}
-        keep: Keep = layout.parallel.pipeline.keep
-        return BranchTable(layout.schedule, replicas, parts, whole, loss=pieces.loss, train=train, keep=keep)
+        return replicas, pieces.parts(stages, train=train)
 
     def _find_stages(self, pieces: TracedPieces, replicas: StageReplicas) -> FoundStages:
         """Finds the number of pieces of each part. Simulated devices stand for H100s."""
@@ -164,7 +187,7 @@ class UnequalStages(Gradients):
         return find_stages(pieces.chain(chip), counts, chip)
 
 
-def _manual(spec: PartitionSpec) -> PartitionSpec:
+def manual_spec(spec: PartitionSpec) -> PartitionSpec:
     """Returns the part of a spec that is over axes of `MANUAL`."""
     entries = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
     return PartitionSpec(*(tuple(axis for axis in axes if axis in MANUAL) or None for axes in entries))

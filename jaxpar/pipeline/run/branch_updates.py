@@ -1,0 +1,204 @@
+"""Asynchronous updates of stages of different programs: a stage updates its weights in the middle of the table.
+
+    a tick   the branch of each device ──► messages ──► gradients summed over replicas ──► the update of each stage
+
+Which version of the weights a cell reads is that of `plan_versions`, for groups of microbatches. A stage has its own
+part of the optimizer's state. The chain runs on a tree of the whole model in which the parameters of other stages have
+no elements, so that masks and labels by path keep their meaning.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from jaxpar.jaxprs.part_programs import PartProgram
+from jaxpar.optim import loss_argument
+from jaxpar.pipeline.run.asynchronous import VersionPlan
+from jaxpar.pipeline.run.branch_table import BranchTable, Carry, MicrobatchData
+from jaxpar.pipeline.run.program import COLUMNS
+from jaxpar.pipeline.run.slots import load, store
+from jaxpar.pipeline.run.stage import Keep
+from jaxpar.pipeline.run.stage_buffers import Shapes, StageBuffers
+from jaxpar.pipeline.run.stage_replicas import StageReplicas
+from jaxpar.sharding.names import SCOPE, nest
+
+VERSIONS = f"{SCOPE}versions of the weights"  # the scope by which the inspector finds and names this memory
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerArrays:
+    """The arrays of an optimizer's state.
+
+    Attributes:
+      tree: Structure of the state.
+      names: Name of each leaf.
+      owners: Name of each array that is as large as its parameter to the path of the parameter.
+      shapes: Name of each leaf to its shape.
+    """
+
+    tree: Any
+    names: tuple[str, ...]
+    owners: Mapping[str, str]
+    shapes: Shapes
+
+    def of_stage(self, params: Shapes) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the shapes of the arrays of a stage's parameters."""
+        return {name: self.shapes[name] for name, path in self.owners.items() if path in params}
+
+
+class UpdatingBranchTable(BranchTable):
+    """A table whose stages update their weights between ticks."""
+
+    def __init__(
+        self,
+        plan: VersionPlan,
+        replicas: StageReplicas,
+        parts: Sequence[PartProgram],
+        params: Shapes,
+        arrays: OptimizerArrays,
+        *,
+        loss: int,
+        keep: Keep,
+    ):
+        """Lays out buffers and messages.
+
+        Args:
+          plan: The versions of the weights that the cells of the table read.
+          replicas: As for `BranchTable`, like the next two.
+          parts: The parts.
+          params: Path to the shape of every parameter.
+          arrays: The arrays of the optimizer.
+          loss: Index of the loss among the outs of the last part.
+          keep: What a forward leaves for its backward.
+        """
+        super().__init__(plan.program.schedule, replicas, parts, params, loss=loss, train=True, keep=keep)
+        self.plan, self.params, self.arrays = plan, params, arrays
+        columns = [COLUMNS.index("version"), COLUMNS.index("update")]
+        self.rows = np.concatenate([self.rows, plan.program.rows[..., columns]], axis=-1)
+        self.states = StageBuffers([arrays.of_stage(stage) for stage in self.buffers.stages])
+
+    def run_updates(
+        self,
+        optimizer: optax.GradientTransformation,
+        params: Sequence[jax.Array],
+        states: Sequence[jax.Array],
+        counts: Mapping[str, jax.Array],
+        data: MicrobatchData,
+        kept: Mapping[int, jax.Array],
+        *,
+        scales: jax.Array,
+        reduce: Callable[[list[jax.Array]], list[jax.Array]],
+        frozen: frozenset[str],
+    ) -> Carry:
+        """Runs the table on one device, with all updates.
+
+        Args:
+          optimizer: The chain.
+          params: The buffers of the parameters of this device's stage.
+          states: The buffers of the optimizer's arrays of these parameters.
+          counts: The optimizer's other leaves.
+          data: As for `BranchTable.run`.
+          kept: State before the first microbatch, by index.
+          scales: 1 / (tokens of its update) for each microbatch.
+          reduce: Sums gradients over the replicas of a stage.
+          frozen: Paths of parameters whose gradients are zero.
+
+        Returns:
+          What the device carries: the sums `outs`, the `state`, the newest `weights`, the `optimizer` with its
+          `counts`, and the sum of the squares of the last update's gradients, `square`.
+        """
+        versions = self.plan.versions
+        with jax.named_scope(VERSIONS):  # a ring buffer: version n is in slot n % versions
+            history = [jnp.broadcast_to(buffer, (versions, *buffer.shape)) for buffer in params]
+        carry = self._start(kept) | {
+            "history": history, "optimizer": list(states), "counts": dict(counts),
+            "updates": jnp.zeros((), jnp.int32), "square": jnp.zeros((), jnp.float32),
+        }  # fmt: skip
+
+        def read(carry: Carry, row: jax.Array) -> list[jax.Array]:
+            with jax.named_scope(VERSIONS):
+                return load(carry["history"], row[2] % versions)
+
+        def unchanged(gradients, newest, states, counts, square):
+            return gradients, newest, states, counts, square
+
+        changes = [self._change(stage, optimizer, frozen) for stage in range(self.schedule.stages)]
+
+        def after(carry: Carry, row: jax.Array) -> Carry:
+            takes = (row[3] == 1) & (row[0] > 0)
+            newest = load(carry["history"], carry["updates"] % versions)
+            stage = jnp.asarray(self.replicas.stage_of)[lax.axis_index("pipe")]
+            # all devices meet in the sum, those too that do not update now
+            summed = reduce(carry["gradients"])
+            gradients = [jnp.where(takes, a, b) for a, b in zip(summed, carry["gradients"], strict=True)]
+            gradients, newest, states, counts, square = lax.switch(
+                jnp.where(takes, 1 + stage, 0), [unchanged, *changes],
+                gradients, newest, carry["optimizer"], carry["counts"], carry["square"],
+            )  # fmt: skip
+            count = carry["updates"] + takes.astype(jnp.int32)
+            with jax.named_scope(VERSIONS):
+                history = store(carry["history"], newest, count % versions, takes)
+            return carry | {
+                "gradients": gradients, "history": history, "optimizer": states, "counts": counts,
+                "updates": count, "square": square,
+            }  # fmt: skip
+
+        carry = self._scan(data, carry, read, after, scales)
+        return carry | {"weights": load(carry["history"], carry["updates"] % versions)}
+
+    def _change(self, stage: int, optimizer: optax.GradientTransformation, frozen: frozenset[str]) -> Callable:
+        """Returns the branch that updates the parameters of a stage, and begins its sums of gradients at zero."""
+
+        def run(gradients, newest, states, counts, square):
+            del square
+            params, own = self.buffers.read(newest, stage), self.states.read(states, stage)
+            found = {
+                path: jnp.zeros_like(params[path]) if path in frozen else value.astype(params[path].dtype)
+                for path, value in self.buffers.read(gradients, stage).items()
+            }
+            total = jnp.asarray(sum(jnp.sum(jnp.square(value.astype(jnp.float32))) for value in found.values()))
+            tree, leaves = _whole(self.params, params), {**self.arrays.shapes, **own, **counts}
+            state = jax.tree.unflatten(self.arrays.tree, [_filled(leaves[name]) for name in self.arrays.names])
+            updates, new_state = loss_argument.update(optimizer, _whole(self.params, found), state, tree, None)
+            new = _flat(self.params, optax.apply_updates(tree, updates))
+            named = dict(zip(self.arrays.names, jax.tree.leaves(new_state), strict=True))
+            return (
+                [jnp.zeros_like(total) for total in gradients],
+                self.buffers.fill(stage, {path: new[path] for path in params}),
+                self.states.fill(stage, {name: named[name] for name in own}),
+                {name: named[name] for name in counts},
+                total,
+            )
+
+        return run
+
+
+def _filled(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns an array, for a shape one of no elements."""
+    return _empty(leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+
+
+def _empty(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns an array of the same number of dims without elements; of a scalar, zero."""
+    return jnp.zeros((0, *leaf.shape[1:]) if leaf.shape else (), leaf.dtype)
+
+
+def _whole(shapes: Shapes, values: Mapping[str, jax.Array]) -> Any:
+    """Returns the tree of all parameters, with no elements where there is no value."""
+    return nest({tuple(path.split("/")): values.get(path, _empty(leaf)) for path, leaf in shapes.items()})
+
+
+def _flat(shapes: Shapes, tree: Any) -> dict[str, jax.Array]:
+    found = {}
+    for path in shapes:
+        value = tree
+        for word in path.split("/"):
+            value = value[word]
+        found[path] = value
+    return found
