@@ -45,6 +45,7 @@ def pipelined(layers: Layers | Sequence[Callable[..., Any]], x: Any, *per_layer:
       layers: Equal layers: a function that runs all layers of a stack on x, or a list of layers that are called with x
         one after the other. Their result has the structure, shapes and dtypes of x. Layers of several kinds that
         alternate, such as local and global attention, are equal group by group: a list of callables, one per group.
+        With `Pipeline(stages=...)`, a list of any callables, whose results may have any structure and shapes.
       x: Input of the layers: an array, or any tree of floating-point arrays, e.g. with an auxiliary loss.
       *per_layer: Inputs of each layer other than parameters, such as a dropout key. Leading dim: layers.
     """
