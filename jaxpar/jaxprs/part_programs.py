@@ -116,17 +116,14 @@ class JaxprCut:
         eqns = self.jaxpr.jaxpr.eqns
         home = {var: part for eqn, part in zip(eqns, part_of, strict=True) for var in eqn.outvars if var in self.sent}
         order = {var: i for i, var in enumerate(home)}
+        is_sent = [not self.sent.isdisjoint(eqn.outvars) for eqn in eqns]
         sends: list[dict[int, list[Var]]] = [{} for _ in range(count)]
         updates: list[dict[int, Var]] = [{} for _ in range(count)]
         for i, var in (state or {}).items():
             updates[home.get(var, count - 1)][i] = var
         parts: list[PartProgram] = []
         for part in reversed(range(count)):
-            own = [
-                eqn
-                for eqn, at in zip(eqns, part_of, strict=True)
-                if at == part or not self.sent.intersection(eqn.outvars)
-            ]
+            own = [eqn for eqn, at, sent in zip(eqns, part_of, is_sent, strict=True) if at == part or not sent]
             last = tuple(outs) if part == count - 1 else ()
             wanted = [*last, *updates[part].values(), *(var for sent in sends[part].values() for var in sent)]
             needed, reads = needed_equations(own, wanted)

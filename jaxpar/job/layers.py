@@ -14,6 +14,18 @@ from jaxpar.partition.profile import dumps
 from jaxpar.step.numerics import Numerics
 
 
+def check_alone(job: Job) -> None:
+    """Refuses a job that has problems on one device, whatever its mesh and layout.
+
+    Raises:
+      JaxparError: With all problems.
+    """
+    train = dataclasses.replace(job.train, accumulate=1)
+    alone = dataclasses.replace(job, mesh=MeshTable(devices=1), parallel=type(job.parallel)(), train=train)
+    if problems := check(alone):
+        raise JaxparError(*problems)
+
+
 def measured(job: Job, write: str | None = None) -> dict[str, Any]:
     """Measures and prints the layers of a job's model; returns them as JSON values, with the device and versions.
 
@@ -26,12 +38,9 @@ def measured(job: Job, write: str | None = None) -> dict[str, Any]:
     Raises:
       JaxparError: If the job has problems; the message has all of them.
     """
-    train = dataclasses.replace(job.train, accumulate=1)
-    alone = dataclasses.replace(job, mesh=MeshTable(devices=1), parallel=type(job.parallel)(), train=train)
-    if problems := check(alone):
-        raise JaxparError(*problems)
+    check_alone(job)
     loss = resolve_loss(job)
-    numerics = Numerics(precision=train.precision, remat=train.remat)
+    numerics = Numerics(precision=job.train.precision, remat=job.train.remat)
     found = layers(resolve_model(job, loss), loss, abstract_batch(job), numerics)
     profile = found["profile"]
     if write:

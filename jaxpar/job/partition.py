@@ -9,15 +9,13 @@ from math import lcm
 
 import jax
 
-from jaxpar.errors import JaxparError, refuse
-from jaxpar.job.check import check
+from jaxpar.errors import refuse
 from jaxpar.job.file.schema import Job, MeshTable
+from jaxpar.job.layers import check_alone
 from jaxpar.job.parts.batches import abstract_batch
 from jaxpar.job.parts.models import resolve_loss, resolve_model
-from jaxpar.mesh.chips import Chip
 from jaxpar.parallel.compose import compose
 from jaxpar.parallel.pipeline_options import FOUND, Pipeline
-from jaxpar.partition.chain import Chain
 from jaxpar.partition.stages import PartitionStage
 from jaxpar.sharding.names import Compute, by_path
 from jaxpar.step.numerics import Numerics
@@ -36,12 +34,9 @@ def traced_job(job: Job, rows: int) -> TracedPieces:
     Raises:
       JaxparError: If the job has problems; the message has all of them.
     """
-    train = dataclasses.replace(job.train, accumulate=1)
-    alone = dataclasses.replace(job, mesh=MeshTable(devices=1), parallel=type(job.parallel)(), train=train)
-    if problems := check(alone):
-        raise JaxparError(*problems)
-    loss, numerics = resolve_loss(job), Numerics(precision=train.precision, remat=train.remat)
-    layout = compose(resolve_model(job, loss), alone.parallel, jax.devices()[:1])
+    check_alone(job)
+    loss, numerics = resolve_loss(job), Numerics(precision=job.train.precision, remat=job.train.remat)
+    layout = compose(resolve_model(job, loss), type(job.parallel)(), jax.devices()[:1])
     if key_parameter(loss):
         layout, loss = carry_key(layout, loss)
     params, state = jax.eval_shape(layout.blueprint.init, jax.random.key(0))
@@ -51,11 +46,6 @@ def traced_job(job: Job, rows: int) -> TracedPieces:
     compute = Compute(train=True, dtype=numerics.dtype, remat=numerics.remat)
     whole = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in sorted(by_path(params).items())}
     return trace_pieces(layout, loss, compute, lambda value: value, whole, state, batch)
-
-
-def job_chain(job: Job, rows: int, chip: Chip) -> Chain:
-    """Returns the pieces of a job's model as a chain of layers, for a minibatch of `rows`, by a roofline of a chip."""
-    return traced_job(job, rows).chain(chip)
 
 
 def apply_stages(job: Job, stages: Sequence[PartitionStage], *, named: bool) -> Job:

@@ -27,7 +27,7 @@ CHAINS = {
 }
 
 
-def own(tree, stage, stage_of):
+def of_stage(tree, stage, stage_of):
     """Returns a tree in which the parameters of other stages have no elements."""
 
     def one(keys, leaf):
@@ -62,8 +62,8 @@ def replayed(layout, optimizer, batch, *, stages, microbatches, group, weights, 
         return jax.tree.map(lambda *leaves: jnp.concatenate(leaves) if leaves[0].ndim else leaves[0], *trees)
 
     rows = [jax.tree.map(lambda leaf, i=i: np.split(leaf, data)[i], batch) for i in range(data)]
-    versions = [[own(start.params, stage, stage_of)] for stage in range(len(stages))]
-    states = [own(start.optimizer, stage, stage_of) for stage in range(len(stages))]
+    versions = [[of_stage(start.params, stage, stage_of)] for stage in range(len(stages))]
+    states = [of_stage(start.optimizer, stage, stage_of) for stage in range(len(stages))]
     losses = []
     for _ in range(STEPS):
         first, total = [len(each) - 1 for each in versions], 0.0
@@ -79,7 +79,9 @@ def replayed(layout, optimizer, batch, *, stages, microbatches, group, weights, 
                         total, count = total + value, count + len(microbatch["labels"])
                         sums = gradients if sums is None else jax.tree.map(jnp.add, sums, gradients)
             mean = jax.tree.map(lambda leaf, count=count: leaf / count, sums)
-            changed = [update(own(mean, stage, stage_of), kept[stage], each[-1]) for stage, each in enumerate(versions)]
+            changed = [
+                update(of_stage(mean, stage, stage_of), kept[stage], each[-1]) for stage, each in enumerate(versions)
+            ]
             # a schedule counts steps, and not the updates of one
             kept = [_with_counts(state, before) for (_, state), before in zip(changed, kept, strict=True)]
             for each, (values, _) in zip(versions, changed, strict=True):

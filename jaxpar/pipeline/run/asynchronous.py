@@ -37,7 +37,7 @@ from jaxpar.sharding.names import SCOPE
 
 Tree = Any
 Weights = Literal["flush", "stash", "vertical", "2bw", "none"]
-_VERSIONS = f"{SCOPE}versions of the weights"  # the scope by which the inspector finds and names this memory
+VERSIONS = f"{SCOPE}versions of the weights"  # the scope by which the inspector finds and names this memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +185,7 @@ class AsynchronousTable:
         """
         plan, run = self.plan, _UpdatingStage(self, params, inputs, scales)
         chunked = (params[0], run.chunks)
-        with jax.named_scope(_VERSIONS):  # a ring buffer: version n is in slot n % versions
+        with jax.named_scope(VERSIONS):  # a ring buffer: version n is in slot n % versions
             versions = jax.tree.map(lambda x: jnp.broadcast_to(x, (plan.versions, *x.shape)), chunked)
         state = run.start(self.fill) | {
             "history": versions,
@@ -208,7 +208,7 @@ class _UpdatingStage(Stage):
 
     def parameters(self, state: dict, row: TableRow) -> tuple[Tree, Tree]:
         """Returns the version of the weights that this cell reads."""
-        with jax.named_scope(_VERSIONS):
+        with jax.named_scope(VERSIONS):
             shared, chunks = load(state["history"], row.version % self.plan.versions)
         return shared, jax.tree.map(lambda x: x[0], chunks)  # one chunk per stage: `plan_versions` has checked this
 
@@ -231,7 +231,7 @@ class _UpdatingStage(Stage):
         select = lambda a, b: jax.tree.map(lambda x, y: jnp.where(take, x, y), a, b)  # noqa: E731
         zeros = jax.tree.map(jnp.zeros_like, gradients)
         shared, layers = select(zeros, gradients)  # after an update the sums restart at zero
-        with jax.named_scope(_VERSIONS):
+        with jax.named_scope(VERSIONS):
             new_history = store(state["history"], new_params, update_count % versions, take)
         return state | {
             "history": new_history,

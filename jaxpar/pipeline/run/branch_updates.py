@@ -19,16 +19,14 @@ from jax import lax
 
 from jaxpar.jaxprs.part_programs import PartProgram
 from jaxpar.optim import loss_argument
-from jaxpar.pipeline.run.asynchronous import VersionPlan
+from jaxpar.pipeline.run.asynchronous import VERSIONS, VersionPlan
 from jaxpar.pipeline.run.branch_table import BranchTable, Carry, MicrobatchData
 from jaxpar.pipeline.run.program import COLUMNS
 from jaxpar.pipeline.run.slots import load, store
 from jaxpar.pipeline.run.stage import Keep
 from jaxpar.pipeline.run.stage_buffers import Shapes, StageBuffers
 from jaxpar.pipeline.run.stage_replicas import StageReplicas
-from jaxpar.sharding.names import SCOPE, nest
-
-VERSIONS = f"{SCOPE}versions of the weights"  # the scope by which the inspector finds and names this memory
+from jaxpar.sharding.names import nest
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,18 +30,23 @@ from jaxpar.step.pipelined.synchronous import Pipelined
 from jaxpar.step.state import State
 
 
+def check_unsharded(layout: Layout) -> None:
+    """Refuses to update weights that `fsdp` shards in the middle of a step."""
+    if layout.sizes["fsdp"] > 1:
+        raise refuse(
+            f"weights={layout.parallel.pipeline.weights!r} with fsdp={layout.sizes['fsdp']}",
+            rule="a stage that updates its weights during a step stores them unsharded",
+            fix=f"fsdp=1 and data={layout.sizes['data'] * layout.sizes['fsdp']}, or weights='flush'",
+        )
+
+
 class AsyncPipelined(Pipelined):
     """Gradients of a model by a table that updates the weights during the step."""
 
     def __init__(self, layout: Layout, loss: Callable, numerics: Numerics, frozen: frozenset[str] = frozenset()):
         super().__init__(layout, loss, numerics, frozen)
         weights = layout.parallel.pipeline.weights
-        if layout.sizes["fsdp"] > 1:
-            raise refuse(
-                f"weights={weights!r} with fsdp={layout.sizes['fsdp']}",
-                rule="a stage that updates its weights during a step stores them unsharded",
-                fix=f"fsdp=1 and data={layout.sizes['data'] * layout.sizes['fsdp']}, or weights='flush'",
-            )
+        check_unsharded(layout)
         if layout.lists:
             raise refuse(
                 f"weights={weights!r} with a list of layers, {layers_of(layout)}",

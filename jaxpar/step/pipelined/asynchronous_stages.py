@@ -24,6 +24,7 @@ from jaxpar.pipeline.run.stage_replicas import StageReplicas
 from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, by_path, nest, path_of
 from jaxpar.step.gradients import Batch, metrics
 from jaxpar.step.numerics import Numerics
+from jaxpar.step.pipelined.asynchronous import check_unsharded
 from jaxpar.step.pipelined.unequal_stages import TracedMicrobatch, UnequalStages, manual_spec
 from jaxpar.step.state import State
 
@@ -33,14 +34,8 @@ class AsyncUnequalStages(UnequalStages):
 
     def __init__(self, layout: Layout, loss: Callable, numerics: Numerics, frozen: frozenset[str] = frozenset()):
         super().__init__(layout, loss, numerics, frozen)
-        weights = layout.parallel.pipeline.weights
-        if layout.sizes["fsdp"] > 1:
-            raise refuse(
-                f"weights={weights!r} with fsdp={layout.sizes['fsdp']}",
-                rule="a stage that updates its weights during a step stores them unsharded",
-                fix=f"fsdp=1 and data={layout.sizes['data'] * layout.sizes['fsdp']}, or weights='flush'",
-            )
-        self.plan = plan_versions(program(layout.schedule), weights)
+        check_unsharded(layout)
+        self.plan = plan_versions(program(layout.schedule), layout.parallel.pipeline.weights)
         self.updates = layout.parallel.pipeline.updates(layout.schedule)
 
     def update(
