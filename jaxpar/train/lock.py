@@ -154,18 +154,38 @@ class Lock:
                 except FileNotFoundError:
                     return
             why = f"which has given no sign of life for {max(quiet, STALE):.0f} s"
-        aside = self._temporary_path()
+        if self._remove(status):
+            self.say(f"{self.folder} was held by {_name(held)}, {why}: its lock is broken")
+
+    def _remove(self, stale: os.stat_result) -> bool:
+        """Removes a stale lock unless another process did first, as one of all the processes that find it stale.
+
+        Comparing and removing are two steps. A process that is late would otherwise remove the lock that a faster one
+        has put in place of the stale one.
+        """
+        guard = self.path.with_name("lock.breaking")
         try:
-            self.path.replace(aside)
-        except FileNotFoundError:  # another process removed it first
-            return
+            os.close(os.open(guard, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        except FileExistsError:
+            time.sleep(min(0.2, STALE / 20))
+            with suppress(FileNotFoundError):
+                if self._now() - guard.lstat().st_mtime > STALE:  # its process died here
+                    guard.unlink()
+            return False
+        except OSError as error:
+            raise refuse(f"{guard}: {error.strerror}", rule=RULE, fix="another run.dir") from error
+        try:
+            now = self.path.lstat()
+            if (now.st_ino, now.st_mtime_ns) != (stale.st_ino, stale.st_mtime_ns):
+                return False
+            self.path.unlink()
+            return True
+        except FileNotFoundError:
+            return False
         except OSError as error:  # the lock belongs to another user
             raise refuse(f"{self.path}: {error.strerror}", rule=RULE, fix="another run.dir") from error
-        if (found := read(aside)) != held:  # another process has already broken the stale lock and put its own here
-            aside.replace(self.path)
-            raise self._refused(found)
-        aside.unlink(missing_ok=True)
-        self.say(f"{self.folder} was held by {_name(held)}, {why}: its lock is broken")
+        finally:
+            guard.unlink(missing_ok=True)
 
     def _now(self) -> float:
         """Returns the time by the clock of the file system: the modification time of a file touched now."""
