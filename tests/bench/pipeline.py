@@ -17,6 +17,7 @@ import optax
 import jaxpar as jp
 from jaxpar.measure.record import where
 from jaxpar.pipeline.run.execute import TableGradients
+from jaxpar.pipeline.run.slots import load
 from jaxpar.pipeline.run.stage import Keep
 from jaxpar.pipeline.tables.library import schedule
 from jaxpar.step.pipelined.synchronous import Pipelined
@@ -40,7 +41,7 @@ class Autodiff(Pipelined):
 
         def objective(shared, layers):
             def tick(x, t):
-                one = lambda m: jax.tree.map(lambda leaf: leaf[jnp.clip(m, 0, count - 1)], known)  # noqa: E731
+                one = lambda m: load(known, jnp.minimum(m, count - 1))  # noqa: E731
                 embedded, per_layer = model.embed(shared, one(t - stage))
                 y = model.stage(layers, one(t - stage), per_layer, jnp.where(stage == 0, embedded, x), stage)
                 out = t - (stages - 1)
@@ -49,7 +50,7 @@ class Autodiff(Pipelined):
                 sums = jax.tree.map(lambda value: jnp.where(counts, value, 0), sums)
                 return jax.lax.ppermute(y, "pipe", [(i, i + 1) for i in range(stages - 1)]), sums
 
-            first, _ = jax.eval_shape(model.embed, shared, jax.tree.map(lambda leaf: leaf[0], known))
+            first, _ = jax.eval_shape(model.embed, shared, load(known, 0))
             ticks = jnp.arange(count + stages - 1)
             _, sums = jax.lax.scan(jax.checkpoint(tick), jnp.zeros(first.shape, first.dtype), ticks)
             sums = jax.tree.map(jnp.sum, sums)

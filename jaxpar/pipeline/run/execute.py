@@ -54,7 +54,7 @@ def execute(
       rows: This stage's rows of the table. Shape [ticks, columns], int32.
       shared: Parameters outside of the stack; every stage has all of them.
       layers: Parameters of this stage's layers; dim 0 is chunks x layers per chunk, in order of chunks.
-      inputs: Inputs other than parameters, with dim 0 microbatches: the batch, PRNG keys for dropout.
+      inputs: Inputs other than parameters, with a slot per microbatch: the batch, PRNG keys for dropout.
       keep: What a forward saves for its backward: its input, if the backward recomputes the forward, or residuals.
       place: Constrains a tree, named "x", "layers" or "shared", to its sharding over the axes that are not manual.
       shards: The sharding of the gradient sums, which are then dicts by path; None leaves them unsharded.

@@ -265,7 +265,7 @@ class SpreadTable:
 
     def _start(self, shared: Mapping[str, Any], known: Tree, y: Tree) -> dict:
         # sums in float32 or more for any dtype of gradients: in bfloat16 a sum of many microbatches stops growing
-        example = jax.tree.map(lambda leaf: leaf[0], known)
+        example = load(known, 0)
         sums = Traced(self.model.head, shared, example, y).shapes
         zeros = partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)))
         return {"sums": zeros(sums), "shared": {} if self.forward_only else self.around.place_head(zeros(shared))}

@@ -20,9 +20,9 @@ import numpy as np
 from jaxpar.jaxprs.in_place_scan import BufferEntry
 from jaxpar.pipeline.run.choice import BranchChoice, MaskedChoice
 from jaxpar.pipeline.run.program import COLUMNS, OP_NUMBER, Program, TickKind
-from jaxpar.pipeline.run.slots import load, store
+from jaxpar.pipeline.run.slots import load, slot_shapes, store
 from jaxpar.pipeline.run.sum_shards import Shards, sum_shapes, zeros_like_shapes
-from jaxpar.pipeline.run.traced_model import PipelineFunctions, PipelineModel, drop_leading_dim
+from jaxpar.pipeline.run.traced_model import PipelineFunctions, PipelineModel
 from jaxpar.sharding.names import AGAIN, BACKWARD, CHOICE, GRADIENT, MESSAGE, SCOPE, TABLE
 
 Tree = Any
@@ -150,7 +150,7 @@ class Stage:
             if done.residuals is None
             else done.residuals,
             stash=[jnp.zeros(b.shape[1:], b.dtype) for b in state["stash"]] if done.stash is None else done.stash,
-            layers=zeros_like_shapes(drop_leading_dim(self.chunks)) if done.layers is None else done.layers,
+            layers=zeros_like_shapes(slot_shapes(self.chunks)) if done.layers is None else done.layers,
             shared=self._old_total(state) if done.shared is None else done.shared,
             sums=state["sums"] if done.sums is None else done.sums,
         )

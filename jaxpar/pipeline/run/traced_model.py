@@ -17,6 +17,7 @@ from jaxpar.errors import refuse
 from jaxpar.jaxprs.dataflow import Traced
 from jaxpar.jaxprs.masked_scan import masked_layers
 from jaxpar.jaxprs.split_backward import Halves, halves
+from jaxpar.pipeline.run.slots import slot_shapes
 from jaxpar.pipeline.tables.schedule import Schedule
 
 Tree = Any
@@ -61,7 +62,7 @@ class PipelineModel:
 
     def __init__(self, model: PipelineFunctions, schedule: Schedule, shared, chunks, inputs, *, forward_only: bool):
         # traced for one microbatch and one chunk: all others have the same shapes
-        batch, chunk = drop_leading_dim(inputs), drop_leading_dim(chunks)
+        batch, chunk = slot_shapes(inputs), slot_shapes(chunks)
         self.depth = max(leaf.shape[0] for leaf in jax.tree.leaves(chunk))
         self.embed = Traced(lambda shared, known: model.embed(shared, known), shared, batch)
         self.x, per_layer = self.embed.shapes
@@ -130,11 +131,6 @@ def _of_a_stage(model: PipelineFunctions, depth: int, fewest: int) -> Callable:
         return x
 
     return run
-
-
-def drop_leading_dim(tree: Tree) -> Tree:
-    """Returns the shapes without dim 0, which is chunks or microbatches."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree)
 
 
 def _check_shapes(name: str, x: Tree, y: Tree) -> None:

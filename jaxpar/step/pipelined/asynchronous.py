@@ -19,6 +19,7 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.specs import optimizer_specs, owner_path
 from jaxpar.pipeline.run.asynchronous import AsynchronousTable, plan_versions, stage_update
 from jaxpar.pipeline.run.program import program
+from jaxpar.pipeline.run.slots import slot_shapes
 from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, nest, path_of, pick
 from jaxpar.step.gradients import Batch, metrics
 from jaxpar.step.losses import Sums
@@ -180,7 +181,7 @@ class AsyncPipelined(Pipelined):
         return next((p for i in range(len(words)) if (p := "/".join(words[i:])) in self.shardings.shared), "")
 
     def _owners(self, model, shared: Mapping, known: Tree) -> dict[str, int]:
-        microbatch = jax.tree.map(lambda x: x[0], known)
+        microbatch = slot_shapes(known)
         embed = Traced(model.embed, shared, microbatch)
         head = Traced(lambda *args: model.head(*args)["loss"], shared, microbatch, embed.shapes[0])
         first, last = embed.reads()[0], head.reads()[0]
@@ -195,7 +196,7 @@ class AsyncPipelined(Pipelined):
 
     def _scales(self, model, shared: Mapping, known: Tree) -> jax.Array:
         """Returns 1 / (tokens of a microbatch's update over all replicas), per microbatch."""
-        if (counts := loss_counts(model, shared, known)) is None:
+        if (counts := loss_counts(model, shared, known, self.schedule.microbatches)) is None:
             raise refuse(
                 "a loss whose count follows from what the model computes",
                 rule="where weights change in the middle of a table, the first microbatch's gradient is divided by the "

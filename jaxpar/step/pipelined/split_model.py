@@ -15,6 +15,7 @@ from jaxpar.jaxprs.dataflow import Traced, needed_equations, split_groups, subfu
 from jaxpar.jaxprs.lookups import demote_matmuls, replicate_lookups
 from jaxpar.jaxprs.low_rank_path import separate_low_rank
 from jaxpar.parallel.techniques.context import splits_tables
+from jaxpar.pipeline.run.slots import Interleaved, load, slot_shapes
 from jaxpar.pipeline.run.traced_model import PipelineFunctions
 from jaxpar.sharding.names import Compute, Tree
 from jaxpar.step.numerics import Numerics
@@ -52,14 +53,12 @@ class SplitModel:
         return PipelineFunctions(name=layout.blueprint.name, layers=shardings.layers_per_stage, **parts)
 
     def microbatches(self, batch: Mapping[str, jax.Array]) -> Tree:
-        """Reshapes this device's rows to [microbatches, rows, ...]: rows i, i + count, ... are microbatch i."""
+        """Makes slots of this device's rows: rows i, i + count, ... are microbatch i."""
         count = self.shardings.layout.microbatches
-
-        def split(value):
-            rows = value.reshape(value.shape[0] // count, count, *value.shape[1:])
-            return jnp.moveaxis(rows, 1, 0)
-
-        return {name: split(value) for name, value in batch.items()}
+        return {
+            name: Interleaved(value.reshape(value.shape[0] // count, count, *value.shape[1:]))
+            for name, value in batch.items()
+        }
 
 
 # Computes the loss count of each microbatch before its forward pass, and scales loss gradients by it.
@@ -69,15 +68,18 @@ class SplitModel:
 # float16 gradients need this: the gradient of a sum of losses may exceed 65504 where that of the mean does not.
 
 
-def loss_counts(model: PipelineFunctions, shared: Mapping[str, Any], inputs: Tree) -> jax.Array | None:
+def loss_counts(
+    model: PipelineFunctions, shared: Mapping[str, Any], inputs: Tree, microbatches: int
+) -> jax.Array | None:
     """Returns the loss count of each microbatch of this device, or None if it depends on the model's output.
 
     Args:
       model: The three parts of the model.
       shared: Parameters outside of the layers.
-      inputs: Inputs whose dim 0 is microbatches.
+      inputs: Inputs with a slot for each microbatch.
+      microbatches: Number of microbatches.
     """
-    microbatch = jax.tree.map(lambda x: x[0], inputs)
+    microbatch = slot_shapes(inputs)
     x, _ = Traced(model.embed, shared, microbatch).shapes
     traced = Traced(lambda known, shared, x: model.head(shared, known, x)["loss"][1], microbatch, shared, x)
     if any(jax.tree.leaves(traced.reads()[1:])):
@@ -87,7 +89,7 @@ def loss_counts(model: PipelineFunctions, shared: Mapping[str, Any], inputs: Tre
     ins, *_ = split_groups(jaxpr.invars, [len(jax.tree.leaves(microbatch))])
     eqns, _ = needed_equations(jaxpr.eqns, jaxpr.outvars)
     count = subfunction(jaxpr, traced.flat.consts, ins, eqns, jaxpr.outvars)
-    return jax.lax.map(lambda leaves: jnp.asarray(count(*leaves)[0]), jax.tree.leaves(inputs))
+    return jax.lax.map(lambda i: jnp.asarray(count(*jax.tree.leaves(load(inputs, i)))[0]), jnp.arange(microbatches))
 
 
 def with_scaled_gradient(model: PipelineFunctions) -> PipelineFunctions:

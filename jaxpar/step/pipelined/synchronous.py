@@ -29,6 +29,7 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.specs import abstract_params
 from jaxpar.pipeline.run.execute import execute
 from jaxpar.pipeline.run.program import Program, program
+from jaxpar.pipeline.run.slots import load
 from jaxpar.pipeline.run.spread_head import ShardMaps, SpreadTable
 from jaxpar.pipeline.run.stage import Keep
 from jaxpar.pipeline.run.traced_model import PipelineFunctions
@@ -182,7 +183,7 @@ class Pipelined(Gradients):
         unscaled = self.split_model.model(train=train)
         model = with_scaled_gradient(unscaled) if self.scales_by_count and train else unscaled
         stacked = around.replica_inputs(known_inputs)(jnp.arange(shardings.replicas), model_states, batch)
-        microbatch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), stacked)
+        microbatch = jax.eval_shape(lambda inputs: load(jax.tree.map(lambda x: x[0], inputs), 0), stacked)
         embed = Traced(model.embed, shared, microbatch)
         embed_reads = embed.reads()[0]
         head_reads = Traced(model.head, shared, microbatch, embed.shapes[0]).reads()[0]
@@ -208,7 +209,7 @@ class Pipelined(Gradients):
 
     def _scales(self, model: PipelineFunctions, shared: Mapping, known: Tree) -> jax.Array:
         """Returns 1 / (count of all microbatches on all replicas), once per microbatch."""
-        if (counts := loss_counts(model, shared, known)) is None:
+        if (counts := loss_counts(model, shared, known, self.schedule.microbatches)) is None:
             raise refuse(
                 "parameters in float16, and a loss whose count follows from what the model computes",
                 rule="stages of a pipeline make gradients of the mean loss in float16, so that they know its count "
