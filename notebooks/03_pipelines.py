@@ -25,8 +25,15 @@ import jaxpar as jp
 
 jp.simulate(8)  # before anything else uses JAX
 
+import inspect
+import json
+import subprocess
+import sys
+import tempfile
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -316,7 +323,8 @@ except jp.JaxparError as error:
     print(error)
 
 # %% [markdown]
-# The fix is one line: `jp.pipelined(layers, x)` around the call. Without a pipeline it is `layers(x)`.
+# Of the two fixes, one is a line in the model: `jp.pipelined(layers, x)` around the call. Without a pipeline it is
+# `layers(x)`. The other, `stages="found"`, needs no call, and runs stages as the next section does.
 
 
 # %%
@@ -328,7 +336,191 @@ class Told(Mine):
 check(Told)
 
 # %% [markdown]
-# ## 11. No flush
+# ## 11. Unequal layers
+#
+# VGG-16 has no stack. Its convolutions come first, with large activations and few weights; its dense layers come last, with
+# small activations and most of the weights. PipeDream ([Narayanan et al. 2019](https://arxiv.org/abs/1806.03377))
+# *profiles* such a network, *cuts* it into stages, and *replicates* stages: on 16 devices, 15 run the convolutions,
+# each for other microbatches, and one runs the dense layers. That plan is called 15-1. A model says where it may be cut
+# by a list of pieces, which are any callables.
+
+
+# %%
+class VGG(nnx.Module):
+    def __init__(self, rngs, depths=(2, 2, 3, 3, 3), width=64, dense=4096, size=224, classes=1000):
+        kernel = {"kernel_init": nnx.initializers.he_normal(), "rngs": rngs}
+        self.ends = np.cumsum(depths).tolist()
+        widths = [3, *np.repeat([width, 2 * width, 4 * width, 8 * width, 8 * width], depths).tolist()]
+        self.convs = nnx.List([nnx.Conv(*ends, (3, 3), **kernel) for ends in pairwise(widths)])
+        widths = [widths[-1] * (size // 32) ** 2, dense, dense, classes]
+        self.dense = nnx.List([nnx.Linear(*ends, **kernel) for ends in pairwise(widths)])
+
+    def __call__(self, images):
+        def conv(i, x):
+            x = nnx.relu(self.convs[i](x))
+            return nnx.max_pool(x, (2, 2), strides=(2, 2)) if i + 1 in self.ends else x
+
+        first, second, classes = self.dense
+        pieces = [partial(conv, i) for i in range(len(self.convs))]
+        pieces += [lambda x: nnx.relu(first(x.reshape(len(x), -1))), lambda x: nnx.relu(second(x)), classes]
+        return jp.pipelined(pieces, images)
+
+
+# %% [markdown]
+# **Profile, cut.** `jaxpar partition` does that for a job. It traces the loss and makes no weights, so it can take the
+# published network. A roofline of an H100 gives the seconds of each piece; then PipeDream's algorithm finds the cut and
+# the replicas together.
+#
+# **Predict.** For eight machines with 100 Gb/s between them: 7-1, cut between the convolutions and the dense layers. Data
+# parallelism sends all gradients; of 7-1, PipeDream says that it sends those of the convolutions, and activations at the cut.
+
+
+# %%
+def images(examples=1, size=224, classes=1000):
+    rng = np.random.default_rng(0)
+    inputs = rng.normal(size=(examples, size, size, 3)).astype(np.float32)
+    yield {"inputs": inputs, "labels": rng.integers(0, classes, examples).astype(np.int32)}
+
+
+IMPORTS = """import numpy as np, jaxpar as jp
+from flax import nnx
+from functools import partial
+from itertools import pairwise
+"""
+JOB = """model.name = "vgg:VGG"
+data.source = "vgg:images"
+optimizer = {name = "sgd", learning_rate = 0.01}
+train = {global_batch = 1, steps = 1, loss = "jaxpar:classification_loss"}
+"""
+
+# %% [markdown]
+# The two cells above become the module `vgg`, which the job names. `--write cut.toml` would write the job that trains so.
+
+# %%
+folder = Path(tempfile.mkdtemp())
+cells = [inspect.findsource(function)[0] for function in (VGG.__call__, images)]
+(folder / "vgg.py").write_text(IMPORTS + "".join(cells[0] + cells[1]))
+(folder / "job.toml").write_text(JOB)
+command = "-m jaxpar partition job.toml 8@100Gb/s --rows 32 --allow-import --json plan.json".split()
+subprocess.run([sys.executable, *command], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+plan = json.loads((folder / "plan.json").read_text())
+
+# %%
+stages = plan["stages"]
+work, weights = [each["computes"] * each["replicas"] for each in stages], [each["parameters"] for each in stages]
+print(plan["name"])
+for stage, seconds, size in zip(stages, work, weights, strict=True):
+    shares = f"{seconds / sum(work):5.1%} of the work, {size / sum(weights):5.1%} of the weights"
+    print(f"  {len(stage['layers']):>2} pieces, replicas: {stage['replicas']}, {shares}")
+assert (plan["name"], [len(stage["layers"]) for stage in stages]) == ("7-1", [13, 3])
+
+# %% [markdown]
+# As predicted: seven of eight devices go where most of the work is, and few of the weights.
+#
+# **Replicate, run.** `stages=(5, 3), replicas=(7, 1)` is that cut of a narrow VGG with one convolution between pools. A tick
+# handles a group of 7 microbatches: one on each device of stage 0, all of them on the device of stage 1.
+#
+# **Predict.** The losses are those of plain Flax and optax on one device, where `jp.pipelined` runs the pieces one by one.
+
+# %%
+small_vgg = partial(VGG, depths=(1, 1, 1, 1, 1), width=4, dense=352, size=32, classes=10)
+pictures, small_sgd = next(images(112, size=32, classes=10)), optax.sgd(0.01)
+seven_one = jp.Pipeline(stages=(5, 3), replicas=(7, 1), microbatches=14)
+layouts = {"data=8": jp.compose(small_vgg, jp.Parallel(data=8))}
+layouts["7-1"] = jp.compose(small_vgg, jp.Parallel(pipe=8, pipeline=seven_one))
+programs = {name: jp.train_step(each, jp.classification_loss, small_sgd) for name, each in layouts.items()}
+state, losses = jp.init_state(layouts["7-1"], small_sgd, seed=0), []
+network = nnx.eval_shape(lambda: small_vgg(nnx.Rngs(0)))
+nnx.update(network, nnx.restore_int_paths(jax.device_get(state.params)))  # Flax begins with the same weights
+optimizer = nnx.Optimizer(network, small_sgd, wrt=nnx.Param)
+
+
+# %%
+@nnx.jit
+def flax_step(network, optimizer):
+    def mean(network):
+        logits = network(pictures["inputs"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, pictures["labels"]).mean()
+
+    loss, gradients = nnx.value_and_grad(mean)(network)
+    optimizer.update(network, gradients)
+    return loss
+
+
+flax_losses = np.array([flax_step(network, optimizer) for _ in range(4)])
+for _ in flax_losses:
+    state, metrics = programs["7-1"](state, pictures)
+    losses.append(float(metrics["loss"]))
+gap = np.abs(losses - flax_losses).max()
+print(f"Flax: loss {flax_losses[0]:.3f} ... {flax_losses[-1]:.3f}; 7-1 differs by at most {gap:.1e}")
+np.testing.assert_allclose(losses, flax_losses, rtol=1e-5)
+
+# %% [markdown]
+# **Compare the bytes.** The convolutions have $C$ bytes of weights, the dense layers $D$. At the cut a batch has $A$ bytes of
+# activations: 32 floats for each image.
+#
+# **Predict** what a device sends in a step, on average. Data parallelism: an all-reduce of all gradients, $2 \cdot \frac78
+# (C + D)$. PipeDream's 7-1: an all-reduce of $C$ among seven, and across the cut $A$ forward and $A$ backward, so $(7 \cdot
+# 2 \cdot \frac67 C + 2A)/8$. **Measure** in the compiled programs.
+
+# %%
+C, D = (sum(leaf.nbytes for leaf in jax.tree.leaves(state.params[name])) for name in ("convs", "dense"))
+A = len(pictures["labels"]) * 32 * 4
+ledgers = {name: jp.inspect(program, pictures).ledger for name, program in programs.items()}
+
+
+def by_kind(ledger):
+    return {kind: sum(e.step_wire for e in ledger if e.kind == kind) for kind in {e.kind for e in ledger}}
+
+
+traffic = {
+    "data=8": by_kind(ledgers["data=8"]),
+    "7-1, predicted": {"all-reduce": 7 * 2 * 6 / 7 * C / 8, "collective-permute": 2 * A / 8},
+    "7-1": by_kind(ledgers["7-1"]),
+}
+
+# %%
+figure, ax = plt.subplots(figsize=(9, 2.4), dpi=110, layout="constrained")
+left = np.zeros(len(traffic))
+for kind in ("all-reduce", "collective-permute", "all-to-all"):
+    sizes = [kinds.get(kind, 0) / 1024 for kinds in traffic.values()]
+    ax.barh([*traffic], sizes, left=left, label=kind)
+    left += sizes
+for y, total in enumerate(left):
+    ax.text(total, y, f"  {total:.4g}", va="center")
+ax.set(title="What a device sends in a step", xlabel="KiB", ylim=(2.5, -0.5), xlim=(0, 1.1 * left.max()))
+ax.spines[["top", "right"]].set_visible(False)
+ax.legend(frameon=False, loc="center right")
+plt.show()
+
+# %% [markdown]
+# Data parallelism sends what was predicted, and 7-1 nearly as much. **Explain the gap.** In PipeDream the last device alone
+# has the dense weights, and they never travel. jaxpar stores each parameter split over `pipe`, so that optimizers and
+# checkpoints know of no stages. Once per step an all-to-all brings every stage the weights that it reads, and another
+# brings the gradients back. Messages of an all-to-all have one size, here an eighth of the dense layers, also those to
+# the seven devices that read none of them: a device sends $2 \cdot \frac78 D$, as in an all-reduce of $D$. Without
+# padding the average would be $2 \cdot \frac78 (7 C + D)/8$. And the program sends activations in every tick, though
+# across the cut they are due once for each group and direction.
+
+# %%
+split = D - 4 * 10  # the 10 biases of the last layer are not split
+assert [entry.payload for entry in ledgers["7-1"] if entry.kind == "all-to-all"] == [split, split]
+groups, ticks = 14 // 7, len(layouts["7-1"].schedule.cells)
+assert traffic["7-1"]["collective-permute"] == 2 * A / 8 * ticks / groups
+totals = {name: sum(kinds.values()) for name, kinds in traffic.items()}
+np.testing.assert_allclose(totals["data=8"], 2 * 7 / 8 * (C + D), rtol=1e-3)
+saving, share = 1 - totals["7-1"] / totals["data=8"], C / (C + D)
+assert 0 < saving < share
+print(f"7-1 sends {saving:.1%} less than data=8; the convolutions have {share:.1%} of the weights")
+padded, useful = traffic["7-1"]["all-to-all"] / 1024, 2 * 7 / 8 * (7 * C + D) / 8 / 1024
+print(f"all-to-alls send {padded:.4g} KiB; without padding {useful:.4g} KiB")
+print(f"activations and their gradients: {2 * A / 8 / 1024:.4g} KiB due, sent {ticks / groups:.0f} times")
+
+# %% [markdown]
+# So jaxpar's 7-1 sends less than data parallelism, but saves no more than the gradients of the convolutions. Those of the
+# dense layers, which PipeDream's plan saves, are traded for messages of the same size.
+#
+# ## 12. No flush
 #
 # All of the tables above drain before the update. PipeDream ([Narayanan et al. 2019](https://arxiv.org/abs/1806.03377))
 # does not wait: every microbatch is a batch of its own, and a stage updates its weights right after each backward. Then a

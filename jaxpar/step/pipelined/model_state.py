@@ -109,7 +109,7 @@ class ModelStates:
                 f"{blueprint.name} calls jp.pipelined {len(calls)} times",
                 rule="a pipeline cuts a model where it calls jp.pipelined(layers, x): once, around its stack of layers",
                 fix="x = jp.pipelined(layers, x) around the stack of equal layers, the largest of several; Decoder and "
-                "ViT have it",
+                "ViT have it" + ("" if calls else '; or jp.Pipeline(stages="found"), which cuts any traced model'),
             )
         state = len(jax.tree.leaves(model_state))
         if train:  # an evaluation runs the same layers
