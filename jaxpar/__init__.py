@@ -53,6 +53,7 @@ _MODULES = {
     "freeze": "jaxpar.optim.freeze",
     "constrain": "jaxpar.models.dim_names",
     "attention": "jaxpar.models.islands",
+    "mixture": "jaxpar.models.experts",
     "init_state": "jaxpar.step.state",
     "train_step": "jaxpar.train.api.train_step",
     "next_token_loss": "jaxpar.step.losses",

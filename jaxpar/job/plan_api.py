@@ -61,7 +61,7 @@ def _batch(batches: Sequence[Any]) -> Mapping[str, Any]:
             key: leaf for key, leaf in batches[0].items() if getattr(leaf, "shape", ()) and hasattr(leaf, "dtype")
         }
         if len(arrays) == len(batches[0]):
-            shapes = {key: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for key, leaf in arrays.items()}
+            shapes = {key: jax.eval_shape(lambda x: x, leaf) for key, leaf in arrays.items()}  # as JAX casts 64 bits
     if len({leaf.shape[0] for leaf in shapes.values()}) != 1:
         raise refuse(
             f"jp.plan of a step and {', '.join(map(_shown, batches)) or 'no batch'}",

@@ -43,7 +43,7 @@ AXES: dict[str, Axis] = {
         Axis(name="pipe", meaning="stages of a pipeline", splits=("layers",), manual=True),
         Axis(name="data", meaning="replicas of the parameters", splits_batch=True, manual=True),
         Axis(name="fsdp", meaning="shards of the training state", splits_batch=True, shards_state=True, manual=True),
-        Axis(name="expert", meaning="experts of a mixture"),
+        Axis(name="expert", meaning="experts of a mixture", splits=("expert",), splits_batch=True, shards_state=True),
         Axis(name="height", meaning="pieces of an image or a volume, along its first dim", splits=("height",)),
         Axis(name="width", meaning="pieces of an image or a volume, along its second dim", splits=("width",)),
         Axis(name="context", meaning="pieces of a long sequence", splits=("seq",)),

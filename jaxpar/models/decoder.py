@@ -5,18 +5,27 @@ Llama (default)  rotary    rms    yes    no        no
 GPT-2            learned   layer  no     yes       yes
 """
 
+from functools import partial
+from types import ModuleType
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxpar.models.auxiliary import add_sums
 from jaxpar.models.blocks.lookup import COLUMNS, ROWS, look_up
-from jaxpar.models.blocks.masks import Documents
+from jaxpar.models.blocks.masks import Documents, stream_of
 from jaxpar.models.cache import KVCache
 from jaxpar.models.custom_gradients import logits
 from jaxpar.models.dim_names import constrain
 from jaxpar.models.layers import Block, BlockConfig, Norm, Rope, dropout, weight
 from jaxpar.models.settings.decoder import DecoderConfig
-from jaxpar.models.stack import run_cached, run_stack, stack
+from jaxpar.models.stack import is_intercepted, run_cached, run_stack, stack
+
+
+class RouterBias(nnx.Variable):
+    """Added to the scores of experts for their choice, not to their weights. Shape [layers, experts], float32."""
 
 
 class Decoder(nnx.Module):
@@ -50,7 +59,10 @@ class Decoder(nnx.Module):
             dropout=s.dropout,
             out_scale=(2 * s.layers) ** -0.5,
         )
-        self.blocks = stack(lambda rngs: Block(kind, rngs=rngs), s.layers, rngs)
+        e = s.experts
+        block = partial(_mixture().MixtureBlock, kind, e) if e.count else partial(Block, kind)
+        self.blocks = stack(lambda rngs: block(rngs=rngs), s.layers, rngs)
+        self.router_bias = RouterBias(jnp.zeros((s.layers, e.count))) if e.count and e.balance_rate else None
         self.norm = Norm(s.dim, kind=s.norm, eps=s.norm_eps)
         self.head = None if s.tied else weight(rngs, (s.dim, s.vocab), ("embed", "vocab"), s.dim**-0.5)
         self.rngs = nnx.Rngs(dropout=rngs.dropout()) if s.dropout else None
@@ -86,8 +98,36 @@ class Decoder(nnx.Module):
         if self.rngs is not None and not self.deterministic:
             first, *_ = keys = jax.random.split(self.rngs.dropout(), s.layers + 1)
             x, keys = dropout(x, s.dropout, first), keys[1:]
-        x = run_stack(self.blocks, x, keys, policy=self.remat, scan=s.scan, documents=documents)
-        return self.norm(x, looped=s.scan)
+        stream, inputs = documents.attach(x), keys
+        if s.experts.count:
+            arrays = stream if isinstance(stream, dict) else {"x": x}
+            sums = _mixture().RouterSums.zeros(x.shape[0], s.layers, s.experts.count)
+            bias = None if self.router_bias is None else self.router_bias[...]
+            stream, inputs = arrays | {"router": sums}, _mixture().LayerInputs(keys, jnp.arange(s.layers), bias)
+        stream = run_stack(self.blocks, stream, inputs, policy=self.remat, scan=s.scan)
+        if s.experts.count:
+            self._add_router_sums(stream["router"])
+        return self.norm(stream_of(stream), looped=s.scan)
+
+    def _add_router_sums(self, sums: Any) -> None:
+        """Adds the losses of the routers to the loss, and moves the bias towards experts with few choices."""
+        e, s = self.settings.experts, self.settings
+        losses = sums.losses / s.layers
+        sent, rows = jnp.sum(sums.sent), jnp.float32(sums.losses.shape[0])
+        measures = {
+            "balance": (jnp.sum(losses[:, 0]), rows),
+            "router_z": (jnp.sum(losses[:, 1]), rows),
+            "spilled": (jnp.sum(sums.lost[:, 0]), sent),
+            "dropped": (jnp.sum(sums.lost[:, 1]), sent),
+        }
+        if not is_intercepted():  # a stage of a pipeline has a microbatch of one replica, whose maximum is another one
+            load = jnp.sum(sums.sent, axis=0)
+            measures["load_max"] = jnp.sum(jnp.max(load, axis=-1)), jnp.sum(jnp.mean(load, axis=-1))
+        add_sums(e.balance * losses[:, 0] + e.router_z * losses[:, 1], measures)
+        if self.router_bias is not None and not self.deterministic:
+            load = jnp.sum(sums.sent, axis=0)
+            step = jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
+            self.router_bias[...] = self.router_bias[...] + e.balance_rate * jax.lax.stop_gradient(step)
 
     def cache(self, rows: int, positions: int, dtype=jnp.float32) -> KVCache:
         """An empty cache for `rows` sequences of at most `positions` tokens."""
@@ -129,3 +169,10 @@ class Decoder(nnx.Module):
         )
         # logits stay sharded over the vocabulary: the loss sums over it, and never needs all of a token's logits
         return constrain(values, "batch", "seq", "vocab")
+
+
+def _mixture() -> ModuleType:
+    """The module of mixtures, which a dense decoder does not load."""
+    from jaxpar.models import mixture
+
+    return mixture

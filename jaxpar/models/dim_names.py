@@ -1,6 +1,6 @@
 """Dim names of activations; a training step maps them to axes of its mesh."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 
 import jax
@@ -82,6 +82,6 @@ def _spec(names: tuple[str | None, ...], rules: Sequence) -> PartitionSpec | Non
     return PartitionSpec(*dims)
 
 
-def partial_spec(rank: int, entries: dict[int, tuple[str, ...] | None]) -> PartitionSpec:
+def partial_spec(rank: int, entries: Mapping[int, tuple[str, ...] | None]) -> PartitionSpec:
     """Returns a spec with these entries by dim; all other dims are as XLA chooses."""
     return PartitionSpec(*(entries.get(dim, PartitionSpec.UNCONSTRAINED) for dim in range(rank)))

@@ -84,7 +84,7 @@ def attention(
     check_masks(q, k, window, segments)
     options = {"window": window, "segments": segments, "softcap": check_softcap(softcap)}
     masks = {name: value for name, value in options.items() if value is not None}
-    backend = _implementation("attention", single_device_attention)
+    backend = implementation("attention", single_device_attention)
     if unsupported := set(masks) - _keywords(backend):
         raise refuse(
             f"jp.attention({', '.join(sorted(unsupported))}=...), run by {getattr(backend, '__name__', backend)!s:.60}",
@@ -183,7 +183,7 @@ def _keywords(run: Callable) -> set[str]:
     return {param.name for param in parameters} | masks
 
 
-def _implementation(island: str, plain: Callable) -> Callable:
+def implementation(island: str, plain: Callable) -> Callable:
     """The implementation of an island in this context; records the call."""
     record = _called.get()
     if record is not None:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.models.blocks.masks import ONE, Documents
+from jaxpar.models.blocks.masks import ONE, Documents, apply_layer
 from jaxpar.models.cache import LayerCache
 from jaxpar.models.custom_gradients import normalize, swiglu, unmerged_input
 from jaxpar.models.dim_names import constrain
@@ -62,7 +62,7 @@ def rotate(x_bshk: jax.Array, rope: Rope, positions_bs: jax.Array | None = None)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_bshk.dtype)
 
 
-def weight(rngs: nnx.Rngs, shape: tuple[int, ...], names: tuple[str, ...], scale: float) -> nnx.Param:
+def weight(rngs: nnx.Rngs, shape: tuple[int, ...], names: tuple[str | None, ...], scale: float) -> nnx.Param:
     """A normally distributed parameter with dim names; `scale` is its standard deviation."""
     return nnx.Param(scale * jax.random.normal(rngs.params(), shape), out_sharding=names)
 
@@ -206,6 +206,10 @@ class Block(nnx.Module):
         """Output [batch, seq, dim]; no dropout without a key."""
         keys = (None, None) if key is None else jax.random.split(key)
         return self._add_residuals(x_bsd, self.attention(self.norm_attention(x_bsd), documents), keys)
+
+    def on_stream(self, stream: jax.Array | dict, key: jax.Array | None) -> Any:
+        """Applies the block to a stream, which may have documents: see `Documents.attach`."""
+        return apply_layer(lambda x, documents: self(x, key, documents), stream)
 
     def cached(self, x_bsd: jax.Array, layer: LayerCache) -> tuple[jax.Array, LayerCache]:
         """The block with a KV cache. Returns the output [batch, seq, dim] and the updated cache."""

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.models.blocks.masks import ONE, Documents, apply_layer, stream_of
 from jaxpar.models.cache import KVCache, LayerCache
 from jaxpar.models.remat import remat
 
@@ -130,37 +129,36 @@ def run_cached(blocks: nnx.Module, x: jax.Array, cache: KVCache, positions: jax.
 
 def run_stack(
     blocks: nnx.Module,
-    x: jax.Array,
-    keys: jax.Array | None,
+    stream: Any,
+    inputs: Any,
     *,
     policy: str,
     scan: bool,
-    documents: Documents = ONE,
-) -> jax.Array:
-    """Applies all blocks of a stack to `x`.
+) -> Any:
+    """Applies all blocks of a stack to a stream.
 
     Args:
-      blocks: The result of `stack`.
-      x: Shape [batch, seq, embed].
-      keys: One dropout key per block, or None.
+      blocks: The result of `stack`; a block has a method `on_stream(stream, inputs)`.
+      stream: Activations, or a dict of arrays that are carried along.
+      inputs: Inputs of each block, such as its dropout key, or None. Leading dim: layers.
       policy: Remat policy, which selects the residuals of each block.
       scan: Compile one body for all blocks; or one copy per block, which compiles longer and lets XLA fuse across them.
-      documents: Documents packed into one row.
     """
     graph, params = nnx.split(blocks)
 
-    def layer(x, params_and_key):
-        params, key = params_and_key
-        return apply_layer(lambda x, documents: nnx.merge(graph, params)(x, key, documents), x), None
+    def layer(stream, params_and_inputs):
+        params, of_block = params_and_inputs
+        block: Any = nnx.merge(graph, params)
+        return block.on_stream(stream, of_block), None
 
     # around a layer, inside the scan: around the scan, the backward pass would hold all layers' activations at once
     layer = remat(layer, policy, prevent_cse=not scan)
 
-    def layers(x, keys):
+    def layers(stream, inputs):
         if scan:
-            return jax.lax.scan(layer, x, (params, keys))[0]
+            return jax.lax.scan(layer, stream, (params, inputs))[0]
         for i in range(jax.tree.leaves(params)[0].shape[0]):
-            x, _ = layer(x, jax.tree.map(lambda leaf, i=i: leaf[i], (params, keys)))
-        return x
+            stream, _ = layer(stream, jax.tree.map(lambda leaf, i=i: leaf[i], (params, inputs)))
+        return stream
 
-    return stream_of(pipelined(layers, documents.attach(x), keys))
+    return pipelined(layers, stream, inputs)

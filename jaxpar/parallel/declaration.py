@@ -11,7 +11,8 @@ from jaxpar.parallel.pipeline_options import Pipeline
 
 Axes = str | tuple[str, ...] | None
 DECLARED = ("pipe", "data", "fsdp", "context", "tensor")  # axes of every mesh, each with a field
-IMAGE = ("height", "width")  # axes with a field, which a mesh has only if their size is not 1
+IMAGE = ("height", "width")
+OPTIONAL = ("expert", *IMAGE)  # axes with a field, which a mesh has only if their size is not 1
 
 ZERO_OVER = ("fsdp", "fsdp x context")
 
@@ -43,15 +44,18 @@ class Parallel(Keywords):
         reports say which, and why. cudnn: the kernel, or an error; context_by="auto" then chooses a form that has it.
         plain: blocks of plain JAX.
       tensor: Number of devices that split every large matrix (Megatron tensor parallelism).
+      expert: Number of devices that hold different experts of a mixture, and train on different examples (expert
+        parallelism; GShard, arXiv:2006.16668). What is no expert they share as `zero` says, with those of `fsdp`.
       height: Devices that share every image, each with a piece of its rows (spatial parallelism; Dryden et al. 2019,
         arXiv:1903.06681). Convolutions exchange the rows at the borders of the pieces with the neighbours. Of a volume
         this is the first dim after the batch.
       width: As `height`, for columns: the second dim after the batch.
-      zero: What `fsdp` shards: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters (ZeRO, Rajbhandari et
-        al. 2020, arXiv:1910.02054). None means 3 where fsdp is not 1. With 1 and 2 parameters are also sharded between
-        steps, and gathered once a step, in the compute dtype. In a pipeline 1 and 3 add up the gradients of a step
-        whole and scatter the sum once (but see `Pipeline.gather`). 2 scatters in every tick that makes gradients (M + P
-        - 1 ticks, or all ticks of a table that mixes kinds of ops) and adds up shards: less memory, more traffic.
+      zero: What `fsdp` and `expert` shard: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters (ZeRO,
+        Rajbhandari et al. 2020, arXiv:1910.02054). None means 3 where fsdp or expert is not 1. With 1 and 2 parameters
+        are also sharded between steps, and gathered once a step, in the compute dtype. In a pipeline 1 and 3 add up the
+        gradients of a step whole and scatter the sum once (but see `Pipeline.gather`). 2 scatters in every tick that
+        makes gradients (M + P - 1 ticks, or all ticks of a table that mixes kinds of ops) and adds up shards: less
+        memory, more traffic.
       zero_over: Devices that share the training state as `zero` says: "fsdp", or "fsdp x context". The devices of
         `context` see shards of the same sequences and have the same parameters, so with too few sequences for `fsdp`
         they can shard the state as well, as FSDP does over context parallelism in torchtitan.
@@ -75,6 +79,7 @@ class Parallel(Keywords):
     fsdp: int = 1
     context: int = 1
     tensor: int = 1
+    expert: int = 1
     height: int = 1
     width: int = 1
     context_by: str = "gather"
@@ -99,12 +104,12 @@ class Parallel(Keywords):
     def sizes(self) -> dict[str, int]:
         """Mesh axis to size, as declared, outermost first."""
         declared = {axis: getattr(self, axis) for axis in DECLARED} | dict(self.axes)
-        declared |= {axis: size for axis in IMAGE if (size := getattr(self, axis)) != 1}
+        declared |= {axis: size for axis in OPTIONAL if (size := getattr(self, axis)) != 1}
         return {axis: declared.pop(axis) for axis in AXES if axis in declared} | declared
 
     def sized(self, sizes: Mapping[str, int]) -> "Parallel":
         """Returns the declaration with these sizes."""
-        fields = {axis: size for axis, size in sizes.items() if axis in (*DECLARED, *IMAGE)}
+        fields = {axis: size for axis, size in sizes.items() if axis in (*DECLARED, *OPTIONAL)}
         return replace(self, **fields, axes={axis: size for axis, size in sizes.items() if axis not in fields})
 
     @property
@@ -128,11 +133,12 @@ class Parallel(Keywords):
     @property
     def zero_axes(self) -> tuple[str, ...]:
         """Axes that shard the training state by the stage `zero`."""
-        return ("fsdp", "context") if self.zero_over == "fsdp x context" else ("fsdp",)
+        axes = ("fsdp", "expert") if self.expert != 1 else ("fsdp",)
+        return (*axes, "context") if self.zero_over == "fsdp x context" else axes
 
     def problems(self) -> list[Problem]:
         """Returns the problems of sizes, rules and paths; each technique checks its own settings."""
-        with_field = (*DECLARED, *IMAGE)
+        with_field = (*DECLARED, *OPTIONAL)
         problems = [
             Problem(
                 f"axes={{{name!r}: {size!r}}}",

@@ -80,6 +80,7 @@ TABLE = "pipeline:table"  # the ticks of a pipeline
 CHOICE = "pipeline:choice"  # the choice of a stage's op in a tick
 HALO = "halo along "  # the rows of an image that neighbours exchange; a scope ends with the name of their dim
 MESSAGE = "pipeline:message"  # the messages between stages
+UPDATES = "pipeline:ticks with updates "  # a conditional whose second branch runs in as many ticks as the scope says
 GRADIENT = "pipeline:gradient"  # sums of gradients over microbatches, stages and replicas
 BACKWARD = "transpose(pipeline)"  # JAX's name of the scope of the backward pass
 AGAIN = "rematted_computation"  # JAX's own name of the scope of recomputation in the backward pass

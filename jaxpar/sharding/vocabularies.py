@@ -41,6 +41,8 @@ MEANINGS: dict[str, str] = {
     "activation_embed_attn": "embed",
     "activation_embed_moe": "embed",
     "activation_vocab": "vocab",
+    "activation_exp": "expert",
+    "exp": "expert",
     "q_heads": "heads",
     "kv_head_dim": "head_dim",
     "mlp_moe": "mlp",

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.errors import refuse
+from jaxpar.models.auxiliary import ModelSums, collect_sums
 from jaxpar.models.output_dtype import keep_output_dtype
 from jaxpar.models.settings.logits import LARGEST, Logits, add_logits
 from jaxpar.step.head.chunks import Chunks, sum_of_losses
@@ -43,15 +44,30 @@ def next_token_loss(model: Callable[..., jax.Array], batch: Mapping[str, jax.Arr
         logits = cut.logits(tokens.size, vocab_size(model), largest=largest)
         add_logits(logits)
         if logits.in_chunks:
-            return {"loss": _in_chunks(read_head(model, tokens, **documents), cut, logits, batch)}
-    with keep_output_dtype():  # cross entropy casts to float32 where it sums
+            with collect_sums() as sums:
+                head = read_head(model, tokens, **documents)
+            return _with_model_sums(_in_chunks(head, cut, logits, batch), sums, batch)
+    with keep_output_dtype(), collect_sums() as sums:  # cross entropy casts to float32 where it sums
         logits = model(tokens, **documents)
     if logits.ndim == 3 and cut is not None and cut.vocab and cut.num_shards[1] == 1:
         targets = _whole_numbers(targets, logits.shape)
         # flat rows, the matmul's output shape: on CPU XLA writes the gradient in place only in this shape
         losses = cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)).reshape(targets.shape)
-        return {"loss": masked_sum(losses, batch)}
-    return {"loss": masked_sum(cross_entropy(logits, targets), batch)}
+        return _with_model_sums(masked_sum(losses, batch), sums, batch)
+    return _with_model_sums(masked_sum(cross_entropy(logits, targets), batch), sums, batch)
+
+
+def _with_model_sums(
+    loss: tuple[jax.Array, jax.Array], sums: ModelSums, batch: Mapping[str, jax.Array]
+) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """Adds the losses that the model has added: that of a row to each of its tokens' losses."""
+    total, count = loss
+    if sums.loss:
+        shape = batch["targets"].shape
+        weights = _weights(batch, shape)
+        tokens = jnp.float32(shape[1]) if weights is None else jnp.sum(weights, axis=1)
+        total = total + jnp.sum(sum(sums.loss) * tokens)
+    return {"loss": (total, count), **sums.measures}
 
 
 def _in_chunks(

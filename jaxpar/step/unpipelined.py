@@ -21,7 +21,6 @@ from jaxpar.jaxprs.dataflow import Traced
 from jaxpar.jaxprs.dead_code import PrunedJaxpr
 from jaxpar.jaxprs.gradient_sums.hoist import hoist_gradient_sums
 from jaxpar.jaxprs.lookups import demote_matmuls
-from jaxpar.jaxprs.low_rank_path import separate_low_rank
 from jaxpar.models.remat import remat
 from jaxpar.models.settings.computing import model_policy
 from jaxpar.parallel.layout import Layout
@@ -209,7 +208,11 @@ class Unpipelined(Gradients):
             sums = as_sums(self.loss(model, batch), accumulate=self.numerics.accumulate)
             return sums, blueprint.collect(model)
 
-        computed = separate_low_rank(run) if blueprint.adapters else run
+        computed = run
+        if blueprint.adapters:
+            from jaxpar.jaxprs.low_rank_path import separate_low_rank  # a model without adapters does not load it
+
+            computed = separate_low_rank(run)
         computed = demote_matmuls(computed) if compute.dtype else computed
         if train and self.numerics.remat == "offload":
             computed = offload_block_inputs(computed, blueprint.name)

@@ -93,7 +93,7 @@ class Documents:
     positions: jax.Array | None = None
 
     def attach(self, x: jax.Array) -> Any:
-        """Attaches these arrays to the stream `x`; returns `x` itself if there are none."""
+        """Attaches these arrays to the activations `x`, as one stream; returns `x` itself if there are none."""
         arrays = {name: value for name, value in vars(self).items() if value is not None}
         return {"x": x, **{name: value.astype(jnp.float32) for name, value in arrays.items()}} if arrays else x
 

@@ -1,9 +1,10 @@
 """The settings of a decoder: GPT-2 or Llama, see the table in `jaxpar/models/decoder.py`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxpar.errors import Keywords, check_ranges, nearest_divisor, refuse
+from jaxpar.models.settings.experts import ExpertsConfig
 
 # Checks that heads divide a width, and suggests the nearest numbers that do.
 
@@ -65,6 +66,7 @@ class DecoderConfig(Keywords):
       rope_base: Base of the rotary frequencies.
       rope_stretch: [factor, low, high, seq] of Llama 3.1's frequency scaling, [8.0, 1.0, 4.0, 8192.0]; [] for none.
       dropout: Dropout rate, in training only.
+      experts: A mixture of experts in place of each feed-forward layer.
       scan: Run one compiled block over stacked layers, instead of compiling one copy per layer.
     """
 
@@ -84,6 +86,7 @@ class DecoderConfig(Keywords):
     rope_base: float = 10_000.0
     rope_stretch: tuple[float, ...] = ()
     dropout: float = 0.0
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     scan: bool = True
 
     def __post_init__(self):

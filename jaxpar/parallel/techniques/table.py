@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from jaxpar.parallel.techniques.base import Technique
 from jaxpar.parallel.techniques.context import CONTEXT
 from jaxpar.parallel.techniques.data import DATA
+from jaxpar.parallel.techniques.expert import EXPERT
 from jaxpar.parallel.techniques.image import HEIGHT, WIDTH
 from jaxpar.parallel.techniques.pipe import PIPE
 from jaxpar.parallel.techniques.sharding import SHARDING
@@ -13,7 +14,7 @@ from jaxpar.parallel.techniques.tensor import TENSOR
 from jaxpar.tables import replace_rows
 
 TECHNIQUES: dict[str, Technique] = {
-    technique.axis: technique for technique in (PIPE, DATA, SHARDING, HEIGHT, WIDTH, CONTEXT, TENSOR)
+    technique.axis: technique for technique in (PIPE, DATA, SHARDING, EXPERT, HEIGHT, WIDTH, CONTEXT, TENSOR)
 }
 
 

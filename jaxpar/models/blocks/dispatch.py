@@ -1,0 +1,143 @@
+"""Dispatch of tokens to the slots of experts, and the combination of what experts return.
+
+    choices ──► a queue per row and expert ──► slots [experts x capacity] ──► experts ──► weighted sums of k slots
+
+The queue of an expert has the first choices of all tokens of a row, in their order, then the second choices, and so on
+(GShard: Lepikhin et al. 2020, arXiv:2006.16668). The first `capacity` get a slot. What overflows asks the token's spare
+choices, if it has any. Rows do not compete, so that slots are the same on any mesh.
+
+A slot belongs to one choice of one token, so both directions of both functions are gathers: JAX would differentiate a
+gather to a scatter, which is slower and not deterministic on GPUs.
+
+Suffixes of arrays: s tokens of a row, k choices, n slots, d width, e experts.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Load(NamedTuple):
+    """Numbers of choices for each expert. Shape of each [batch, experts], int32.
+
+    Attributes:
+      sent: Choices for the expert; kept + spilled + dropped.
+      kept: Those that it computed.
+      spilled: Those that overflowed, and that a spare choice of the token computed.
+      dropped: Those that no expert computed.
+    """
+
+    sent: jax.Array
+    kept: jax.Array
+    spilled: jax.Array
+    dropped: jax.Array
+
+
+class Slots(NamedTuple):
+    """The slots of one row.
+
+    Attributes:
+      of_choice: Slot of each choice, or the number of slots if it has none. Shape [tokens, k], int32.
+      choice: The choice (token x k + number) in each slot, or tokens x k if it is empty. Shape [slots], int32.
+      load: Numbers of choices. Shape of each [experts].
+    """
+
+    of_choice: jax.Array
+    choice: jax.Array
+    load: Load
+
+
+def assign_slots(choices: jax.Array, *, per_token: int, experts: int, capacity: int) -> Slots:
+    """Assigns the slots of one row.
+
+    Args:
+      choices: Experts that a token asks, best first; those after the first `per_token` are spare. Numbers that are no
+        expert ask nobody. Shape [tokens, per_token or more], int.
+      per_token: Number of choices that a token has computed.
+      experts: Number of experts.
+      capacity: Slots of an expert.
+    """
+    tokens = choices.shape[0]
+    wanted, used = choices[:, :per_token], jnp.zeros(experts, jnp.int32)
+    position, used = _queue(wanted.T.reshape(-1), used, capacity)
+    position = position.reshape(per_token, tokens).T
+    kept = position < capacity
+    slots = jnp.where(kept, wanted * capacity + position, experts * capacity)
+    asks = (wanted >= 0) & (wanted < experts)
+    for spare in choices.T[per_token:]:
+        open_choices = asks & (slots == experts * capacity)
+        first = jnp.argmax(open_choices, axis=1)
+        asked = jnp.where(jnp.any(open_choices, axis=1), spare, experts)
+        position, used = _queue(asked, used, capacity)
+        found = jnp.where(position < capacity, asked * capacity + position, experts * capacity)
+        slots = jnp.where((jnp.arange(per_token) == first[:, None]) & open_choices, found[:, None], slots)
+    number = jnp.arange(tokens * per_token, dtype=jnp.int32)
+    choice = jnp.full((experts * capacity,), tokens * per_token, jnp.int32)
+    choice = choice.at[slots.reshape(-1)].set(number, mode="drop")
+    sent, computed = _count(wanted, experts), slots < experts * capacity
+    kept_counts = _count(jnp.where(kept, wanted, experts), experts)
+    spilled = _count(jnp.where(computed & ~kept, wanted, experts), experts)
+    return Slots(slots.astype(jnp.int32), choice, Load(sent, kept_counts, spilled, sent - kept_counts - spilled))
+
+
+def _queue(asked: jax.Array, used: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the place of each request in its expert's queue, and the used slots of each expert after them."""
+    experts = used.shape[0]
+    asked = jnp.where((asked >= 0) & (asked < experts), asked, experts)
+    # a stable sort keeps the order of the requests within an expert
+    rank = jnp.argsort(jnp.argsort(asked, stable=True))
+    counts = _count(asked, experts)
+    start = jnp.append(jnp.cumsum(counts) - counts - used, 0)
+    position = jnp.where(asked < experts, rank - start[asked], capacity)
+    return position, jnp.minimum(used + counts, capacity)
+
+
+def _count(chosen: jax.Array, experts: int) -> jax.Array:
+    """Returns the number of choices of each expert. Shape [experts], int32."""
+    return jnp.sum(chosen.reshape(-1, 1) == jnp.arange(experts), axis=0, dtype=jnp.int32)
+
+
+def _take(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Takes entries of dim 0; zeros where the index is out of range."""
+    return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
+
+
+@jax.custom_vjp
+def dispatch(x_sd: jax.Array, of_choice_sk: jax.Array, choice_n: jax.Array) -> jax.Array:
+    """Returns the token in each slot, zeros in an empty one. Shape [slots, width]."""
+    return _take(x_sd, choice_n // of_choice_sk.shape[1])
+
+
+def _dispatch_backward(of_choice_sk: jax.Array, g_nd: jax.Array) -> tuple[jax.Array, None, None]:
+    total = sum(_take(g_nd, slot).astype(_wide(g_nd.dtype)) for slot in of_choice_sk.T)
+    return jnp.asarray(total, g_nd.dtype), None, None
+
+
+dispatch.defvjp(lambda x, of_choice, choice: (dispatch(x, of_choice, choice), of_choice), _dispatch_backward)
+
+
+@jax.custom_vjp
+def combine(y_nd: jax.Array, weights_sk: jax.Array, of_choice_sk: jax.Array, choice_n: jax.Array) -> jax.Array:
+    """Returns the weighted sum of each token's slots, in the dtype of `y`. Shape [tokens, width]."""
+    del choice_n
+    dtype = jnp.promote_types(_wide(y_nd.dtype), weights_sk.dtype)
+    parts = (w[:, None].astype(dtype) * _take(y_nd, slot) for w, slot in zip(weights_sk.T, of_choice_sk.T, strict=True))
+    return jnp.asarray(sum(parts), y_nd.dtype)
+
+
+def _combine_backward(residuals: tuple, g_sd: jax.Array) -> tuple[jax.Array, jax.Array, None, None]:
+    y_nd, weights_sk, of_choice_sk, choice_n = residuals
+    dtype = jnp.promote_types(_wide(y_nd.dtype), weights_sk.dtype)
+    of_slot = _take(weights_sk.reshape(-1), choice_n)[:, None].astype(dtype)
+    dy = of_slot * _take(g_sd, choice_n // weights_sk.shape[1])
+    dw = [jnp.sum(g_sd.astype(dtype) * _take(y_nd, slot), axis=-1) for slot in of_choice_sk.T]
+    return dy.astype(y_nd.dtype), jnp.stack(dw, axis=-1).astype(weights_sk.dtype), None, None
+
+
+combine.defvjp(lambda *arguments: (combine(*arguments), arguments), _combine_backward)
+
+
+def _wide(dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype of sums: float32 for 16 bits."""
+    return jnp.promote_types(dtype, jnp.float32)

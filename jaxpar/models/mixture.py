@@ -1,0 +1,150 @@
+"""A mixture of experts as a layer: a router, experts, and shared experts.
+
+    x ─► router (float32) ─► scores ─► the best experts, and their weights ─► jp.mixture ─► + shared experts
+
+The losses of a row depend on that row alone, so that they are the same on any mesh and in any microbatches.
+"""
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpar.models.blocks.masks import Documents, apply_layer
+from jaxpar.models.custom_gradients import swiglu
+from jaxpar.models.dim_names import constrain
+from jaxpar.models.experts import mixture
+from jaxpar.models.layers import Attention, Block, BlockConfig, FeedForward, Norm, dropout, weight
+from jaxpar.models.settings.experts import ExpertsConfig
+
+
+class RouterSums(NamedTuple):
+    """Sums of the routers, over tokens and layers so far.
+
+    Attributes:
+      losses: Balance loss and z-loss of each row, without their weights. Shape [batch, 2], float32.
+      sent: Choices of each layer and expert. Shape [batch, layers, experts], float32.
+      lost: Spilled and dropped choices. Shape [batch, 2], float32.
+    """
+
+    losses: jax.Array
+    sent: jax.Array
+    lost: jax.Array
+
+    @classmethod
+    def zeros(cls, batch: int, layers: int, experts: int) -> "RouterSums":
+        """The sums before the first layer."""
+        arrays = (jnp.zeros((batch, *shape), jnp.float32) for shape in ((2,), (layers, experts), (2,)))
+        return cls(*(constrain(x, "batch", *(None,) * (x.ndim - 1)) for x in arrays))
+
+
+class LayerInputs(NamedTuple):
+    """The inputs of a layer with a mixture, besides the stream.
+
+    Attributes:
+      key: Dropout key, or None.
+      number: Number of the layer.
+      bias: Added to the scores for the choice of experts. Shape [experts], or None.
+    """
+
+    key: jax.Array | None
+    number: jax.Array
+    bias: jax.Array | None
+
+
+class MixtureLayer(nnx.Module):
+    """A router, its experts, and shared experts."""
+
+    def __init__(self, s: BlockConfig, e: ExpertsConfig, *, rngs: nnx.Rngs):
+        hidden = e.hidden or s.hidden
+        into, out = 1 / math.sqrt(s.dim), s.out_scale / math.sqrt(hidden)
+        rows, columns = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
+        self.settings = e
+        self.router = weight(rngs, (s.dim, e.count), ("embed", None), into)
+        self.up = weight(rngs, (e.count, s.dim, hidden), rows, into)
+        self.gate = weight(rngs, (e.count, s.dim, hidden), rows, into) if s.gated else None
+        self.down = weight(rngs, (e.count, hidden, s.dim), columns, out)
+        self.shared = FeedForward(replace(s, hidden=e.shared * hidden, use_bias=False), rngs=rngs) if e.shared else None
+
+    def __call__(
+        self, x_bsd: jax.Array, bias: jax.Array | None = None, *, limited: bool = True
+    ) -> tuple[jax.Array, RouterSums]:
+        """Returns [batch, seq, dim] and the sums of this layer, with one layer in `sent`.
+
+        `limited`: whether experts have a capacity; in decoding they have none, as a row has one token.
+        """
+        e = self.settings
+        # in float32: in 16 bits, scores of many experts are equal, and which one wins is a matter of rounding
+        logits = jnp.einsum("bsd,de->bse", x_bsd.astype(jnp.float32), self.router[...].astype(jnp.float32))
+        scores = jax.nn.softmax(logits) if e.scores == "softmax" else jax.nn.sigmoid(logits)
+        choices = jax.lax.stop_gradient(self._choose(scores if bias is None else scores + bias))
+        weights = jnp.take_along_axis(scores, choices[..., : e.per_token], axis=-1)
+        if e.normalize:
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        params = {"up": self.up[...], "down": self.down[...]} | ({} if self.gate is None else {"gate": self.gate[...]})
+        capacity = e.capacity if limited and e.capacity else None
+        y, load = mixture(_expert, params, x_bsd, choices, weights * e.scale, capacity=capacity)
+        y = y if self.shared is None else y + self.shared(x_bsd)
+        sent = load.sent.astype(jnp.float32)
+        shares = scores / jnp.sum(scores, axis=-1, keepdims=True)
+        balance = e.count * jnp.sum(sent / jnp.sum(sent, axis=-1, keepdims=True) * jnp.mean(shares, axis=1), axis=-1)
+        z = jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2, axis=-1)
+        lost = jnp.stack([load.spilled.sum(-1), load.dropped.sum(-1)], axis=-1).astype(jnp.float32)
+        return y, RouterSums(jnp.stack([balance, z], axis=-1), sent[:, None], lost)
+
+    def _choose(self, scores: jax.Array) -> jax.Array:
+        """Returns the experts of each token, best first, of the best groups. Shape [batch, seq, choices]."""
+        e = self.settings
+        if e.groups:
+            grouped = scores.reshape(*scores.shape[:-1], e.groups, -1)
+            best_two = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
+            _, best = jax.lax.top_k(best_two, e.group_limit)
+            taken = jnp.any(best[..., None] == jnp.arange(e.groups), axis=-2)
+            scores = jnp.where(taken[..., None], grouped, -jnp.inf).reshape(scores.shape)
+        return jax.lax.top_k(scores, e.choices)[1]
+
+
+def _expert(params: dict[str, jax.Array], x_nd: jax.Array) -> jax.Array:
+    """The feed-forward layer of one expert."""
+    h = x_nd @ params["up"]
+    h = swiglu(x_nd @ params["gate"], h) if "gate" in params else jax.nn.gelu(h)
+    return h @ params["down"]
+
+
+class MixtureBlock(Block):
+    """A transformer layer whose feed-forward is a mixture. Its stream is {"x", "router": `RouterSums`, ...}."""
+
+    def __init__(self, s: BlockConfig, e: ExpertsConfig, *, rngs: nnx.Rngs):
+        self.rate = s.dropout
+        self.norm_attention = Norm(s.dim, kind=s.norm, eps=s.norm_eps)
+        self.attention = Attention(s, rngs=rngs)
+        self.norm_mlp = Norm(s.dim, kind=s.norm, eps=s.norm_eps)
+        self.mlp = MixtureLayer(s, e, rngs=rngs)
+
+    def on_stream(self, stream: dict, inputs: LayerInputs) -> dict:
+        """Applies the layer to a stream, and adds its sums to those of the router."""
+        found: list[RouterSums] = []
+
+        def layer(x: jax.Array, documents: Documents) -> jax.Array:
+            keys = (None, None) if inputs.key is None else jax.random.split(inputs.key)
+            x = x + dropout(self.attention(self.norm_attention(x), documents), self.rate, keys[0])
+            x = constrain(x, "batch", "seq", "embed")
+            y, sums = self.mlp(self.norm_mlp(x), inputs.bias)
+            found.append(sums)
+            return constrain(x + dropout(y, self.rate, keys[1]), "batch", "seq", "embed")
+
+        router = stream["router"]
+        after = apply_layer(layer, {name: value for name, value in stream.items() if name != "router"})
+        (sums,) = found
+        here = jnp.arange(router.sent.shape[1]) == inputs.number
+        sent = router.sent + here[:, None] * sums.sent
+        return after | {"router": RouterSums(router.losses + sums.losses, sent, router.lost + sums.lost)}
+
+    def cached(self, x_bsd, layer):
+        """The layer with a KV cache. Returns the output [batch, seq, dim] and the updated cache."""
+        y, layer = self.attention.cached(self.norm_attention(x_bsd), layer)
+        x = x_bsd + y
+        return x + self.mlp(self.norm_mlp(x), limited=False)[0], layer

@@ -1,0 +1,86 @@
+"""The settings of a mixture of experts."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxpar.errors import Keywords, check_ranges, nearest_divisor, refuse
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig(Keywords):
+    """A mixture of experts in place of each feed-forward layer.
+
+    Mixtral has count 8 and per_token 2, Qwen3-MoE 128 and 8; DeepSeek-V3 has 256 and 8, scores sigmoid, shared 1,
+    groups 8, group_limit 4, scale 2.5, balance_rate 0.001.
+
+    Attributes:
+      count: Number of experts; 0 for a dense feed-forward layer.
+      per_token: Experts that compute a token.
+      hidden: Width of an expert; 0 means that of the dense feed-forward layer.
+      shared: Experts that compute every token, as one of `shared` times the width (DeepSeekMoE, arXiv:2401.06066).
+      scores: Scores of experts: softmax over all experts, or a sigmoid of each (DeepSeek-V3, arXiv:2412.19437).
+      normalize: Whether the weights of a token's experts are divided by their sum.
+      scale: Factor of the weights.
+      groups: Groups of experts of equal number, of which a token takes experts of the best only; 0 for no groups.
+      group_limit: Number of groups of which a token takes experts. The score of a group is the sum of its two best.
+      capacity: Tokens of a row that an expert takes, over the mean; 0 for all.
+      overflow: What becomes of a choice whose expert is full: drop it, or spill it to the token's next best expert.
+      balance: Weight of the balance loss, count x sum over experts of (share of choices x mean score), as in Switch
+        Transformers (arXiv:2101.03961) but of each row.
+      router_z: Weight of the router's z-loss, the mean of logsumexp(logits) squared (ST-MoE, arXiv:2202.08906).
+      balance_rate: Change per step of the bias that balances the load without a loss (arXiv:2408.15664); 0 for none.
+    """
+
+    count: int = 0
+    per_token: int = 2
+    hidden: int = 0
+    shared: int = 0
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    groups: int = 0
+    group_limit: int = 0
+    capacity: float = 1.25
+    overflow: Literal["drop", "spill"] = "drop"
+    balance: float = 0.01
+    router_z: float = 0.0
+    balance_rate: float = 0.0
+
+    def __post_init__(self):
+        high = 2**31 - 1
+        check_ranges(
+            self,
+            "model.experts",
+            dict.fromkeys(("count", "hidden", "shared", "groups", "group_limit"), (0, high))
+            | {"per_token": (1, high), "scale": (0, 1e6), "capacity": (0, high), "balance": (0, 1e6)}
+            | {"router_z": (0, 1e6), "balance_rate": (0, 1)},
+        )
+        if not self.count:
+            return
+        if self.per_token > self.count:
+            raise refuse(
+                f"experts.per_token = {self.per_token} of experts.count = {self.count}",
+                rule="a token chooses different experts",
+                fix=f"per_token = {self.count} or less",
+            )
+        if self.groups and self.count % self.groups:
+            raise refuse(
+                f"experts.count = {self.count}, groups = {self.groups}",
+                rule="groups have the same number of experts",
+                fix=f"groups = {nearest_divisor(self.count, self.groups) or 1}",
+            )
+        available = self.count // self.groups * self.group_limit if self.groups else self.count
+        if not 0 <= self.group_limit <= self.groups or available < self.per_token:
+            raise refuse(
+                f"experts.group_limit = {self.group_limit} of groups = {self.groups}, per_token = {self.per_token}",
+                rule="a token takes its experts of at most `groups` groups, which have at least per_token experts",
+                fix=f"group_limit = {min(self.groups, -(-self.per_token * (self.groups or 1) // self.count))}"
+                if self.groups
+                else "group_limit = 0 without groups",
+            )
+
+    @property
+    def choices(self) -> int:
+        """Experts that a token names: those that compute it, and as many spare ones if choices spill."""
+        available = self.count // self.groups * self.group_limit if self.groups else self.count
+        return min(available, self.per_token * (1 + (self.overflow == "spill")))

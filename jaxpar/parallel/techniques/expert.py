@@ -1,0 +1,52 @@
+"""Expert parallelism: the devices of `expert` see other examples and hold other experts (GShard, arXiv:2006.16668).
+
+The axis splits the batch, and shards what is no expert as `fsdp` does. `expert_slots` moves tokens.
+"""
+
+from typing import Any
+
+from jaxpar.errors import Problem
+from jaxpar.models.dim_names import axes_of
+from jaxpar.parallel.declaration import Parallel
+from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.techniques.base import Technique
+
+AXIS = "expert"
+
+
+def capacity(*arguments: Any) -> Any:
+    """Runs `expert_slots.mixture`, which a step without a mixture does not load."""
+    from jaxpar.parallel.techniques.expert_slots import mixture
+
+    return mixture(*arguments)
+
+
+def problems(parallel: Parallel) -> list[Problem]:
+    """Returns the problems of `expert` with other settings."""
+    size = parallel.expert
+    if size != 1 and parallel.exchange.per_replica:
+        return [
+            Problem(
+                f"expert={size} with exchange {parallel.exchange}",
+                "experts are exchanged where replicas step together",
+                "expert=1, or leave the exchange out",
+            )
+        ]
+    return []
+
+
+def idle(layout: Layout) -> list[Problem]:
+    """Returns a problem if no parameter has a dim of experts."""
+    size = layout.sizes.get(AXIS, 1)
+    if size == 1 or any(AXIS in axes_of(entry) for place in layout.placements.values() for entry in place.whole):
+        return []
+    return [
+        Problem(
+            f"expert={size}, but {layout.blueprint.name} has no experts",
+            "the devices of `expert` hold different experts: dim 0, named expert, of the parameters of jp.mixture",
+            f"expert=1 and fsdp={size}; or the name for the dim, as paths={{'experts/up': ('expert', 'embed', 'mlp')}}",
+        )
+    ]
+
+
+EXPERT = Technique(axis=AXIS, problems=problems, idle=idle, how={"capacity": {"mixture": capacity}})

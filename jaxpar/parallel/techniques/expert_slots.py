@@ -1,0 +1,126 @@
+"""Mixtures of experts with a capacity: slots travel to the devices of their experts, and back.
+
+    tokens [batch, seq, dim] ─► slots [batch, experts, capacity, dim] ─all-to-all─► [experts, batch x capacity, dim]
+                                                                                         │ the experts of each device
+    sums [batch, seq, dim] ◄─ slots [batch, experts, capacity, dim] ◄──all-to-all────────┘
+
+Only the all-to-alls are manual, over all axes that split slots: XLA gathers over an axis that is left to it before an
+all-to-all. Everything else XLA partitions as it does around the mixture, so that gradients of experts are summed over
+their replicas, to the shards of ZeRO.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec, get_abstract_mesh
+
+from jaxpar.models.blocks.dispatch import Load, combine, dispatch
+from jaxpar.models.dim_names import axes_of, constrain, constrain_to, partial_spec, spec_of
+from jaxpar.models.experts import Expert, Routing, Tree
+
+AXIS = "expert"
+
+
+def mixture(expert: Expert, params: Tree, x: jax.Array, routing: Routing) -> tuple[jax.Array, Load]:
+    """Sends the slots of each expert to the device that has it, and back: static shapes, two all-to-alls."""
+    slots, split = routing.slots(), _split(x.shape[0])
+    rows, width, of_expert = x.shape[0], x.shape[-1], (routing.experts, routing.capacity)
+    sent = jax.vmap(dispatch)(x, slots.of_choice, slots.choice).reshape(rows, *of_expert, width)
+    empty = [(0, 0), (0, 0), (0, -routing.capacity % split.pieces), (0, 0)]  # slots, for pieces of one size
+    tokens = split.to_experts(jnp.pad(sent, empty))
+    y = jax.vmap(expert)(params, tokens.reshape(routing.experts, -1, width))
+    returned = split.to_rows(y.reshape(*tokens.shape[:-1], -1))[:, :, : routing.capacity]
+    returned = returned.reshape(rows, math.prod(of_expert), -1)
+    sums = jax.vmap(combine)(returned, routing.weights, slots.of_choice, slots.choice)
+    return constrain(sums, "batch", "seq", None), slots.load
+
+
+@dataclass(frozen=True)
+class Split:
+    """The axes that split the slots [batch, experts, capacity, dim] of a mixture.
+
+    Attributes:
+      ways: Number of devices of `expert`; 1 where it splits no rows here.
+      others: The other axes that split rows.
+      outer: The product of their sizes.
+      context: The axis that splits the slots of an expert, or ().
+      pieces: Its size.
+    """
+
+    ways: int
+    others: tuple[str, ...]
+    outer: int
+    context: tuple[str, ...]
+    pieces: int
+
+    def to_experts(self, x: jax.Array) -> jax.Array:
+        """Maps slots to [experts, pieces, other axes, ways x rows, slots of a piece, dim], split by expert.
+
+        Dims that axes split come first, because XLA keeps a dim split that is merged with others only as the first.
+        """
+        if self.ways == 1:
+            if axes := {dim: on for dim, on in ((0, self.others), (2, self.context)) if on}:
+                x = constrain_to(x, partial_spec(4, axes))
+            rows, experts, capacity, width = x.shape
+            x = x.reshape(self.outer, rows // self.outer, experts, self.pieces, capacity // self.pieces, width)
+            return x.transpose(2, 3, 0, 1, 4, 5)
+
+        def local(x: jax.Array) -> jax.Array:
+            _, _, rows, experts, *slots = x.shape
+            x = x.reshape(rows, self.ways, experts // self.ways, *slots)
+            x = jax.lax.all_to_all(x, AXIS, split_axis=1, concat_axis=1).transpose(2, 1, 0, 3, 4)
+            return x.reshape(x.shape[0], 1, 1, -1, *slots)
+
+        # rows lie over (others, expert): dim 0 is cut by the others and dim 1 by `expert`
+        x = x.reshape(self.outer, self.ways, -1, *x.shape[1:])
+        return self._manual(local, self._by_rows, self._by_expert)(x)
+
+    def to_rows(self, x: jax.Array) -> jax.Array:
+        """The inverse of `to_experts`: [batch, experts, capacity, dim]."""
+        if self.ways == 1:
+            x = x.transpose(2, 3, 0, 1, 4, 5)
+            return x.reshape(-1, x.shape[2], x.shape[3] * x.shape[4], x.shape[5])
+
+        def local(x: jax.Array) -> jax.Array:
+            here, _, _, rows, *slots = x.shape
+            x = x.reshape(here, self.ways, rows // self.ways, *slots).transpose(2, 1, 0, 3, 4)
+            x = jax.lax.all_to_all(x, AXIS, split_axis=1, concat_axis=1)
+            return x.reshape(1, 1, x.shape[0], -1, *slots)
+
+        x = self._manual(local, self._by_expert, self._by_rows)(x)
+        return x.reshape(-1, *x.shape[3:])
+
+    @property
+    def _by_rows(self) -> PartitionSpec:
+        return PartitionSpec(self.others or None, AXIS, None, None, self.context or None)
+
+    @property
+    def _by_expert(self) -> PartitionSpec:
+        return PartitionSpec(AXIS, self.context or None, self.others or None)
+
+    def _manual(self, local: Callable, before: PartitionSpec, after: PartitionSpec) -> Callable:
+        axes = {AXIS, *self.others, *self.context}
+        return jax.shard_map(local, axis_names=axes, in_specs=before, out_specs=after)
+
+
+def _split(rows: int) -> Split:
+    """Returns the axes that split so many rows, and slots, here; none outside of a step."""
+    mesh, spec = get_abstract_mesh(), spec_of(("batch", "seq"))
+    if spec is None:
+        return Split(1, (), 1, (), 1)
+    free = {axis: size for axis, size in mesh.shape.items() if size > 1 and axis not in mesh.manual_axes}
+    by_rows = tuple(axis for axis in axes_of(spec[0]) if axis in free)
+    if rows % math.prod(free[axis] for axis in by_rows):
+        return Split(1, (), 1, (), 1)
+    context = tuple(axis for axis in axes_of(spec[1]) if axis == "context" and axis in free)
+    others = tuple(axis for axis in by_rows if axis != AXIS)
+    return Split(
+        ways=free.get(AXIS, 1) if AXIS in by_rows else 1,
+        others=others,
+        outer=math.prod(free[axis] for axis in others),
+        context=context,
+        pieces=math.prod(free[axis] for axis in context),
+    )
