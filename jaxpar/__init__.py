@@ -15,8 +15,9 @@
 What is made of what, in this order:
 
     model    any Flax model: a function of rngs, jp.from_linen(...), jp.from_nnx(...); or the built-in jp.Decoder,
-             jp.ViT in a model, jp.constrain names dims, jp.attention shards attention, jp.pipelined marks the layers
-             to split jp.add_lora(model, ...) adds low-rank adapters, jp.merge_lora(...) adds them to the matrices
+             jp.ViT in a model, jp.constrain names dims, jp.attention shards attention, jp.mixture brings tokens to
+             their experts, jp.pipelined marks the layers to split; jp.add_lora(model, ...) adds low-rank adapters,
+             jp.merge_lora(...) adds them to the matrices
     layout   jp.compose(model, jp.Parallel(...)): the sharding of every array, and why; print(layout.explain())
              jp.Pipeline, jp.schedule: stages and their table; jp.Exchange: how replicas exchange gradients
     state    jp.init_state(layout, optimizer): initializes every array on its devices; jp.freeze excludes parameters

@@ -22,7 +22,7 @@ from jax.extend.core import JaxprEqn
 from jaxpar.hlo.provenance import DataFlow
 from jaxpar.hlo.text import HloArray, Op, SourceFrame
 from jaxpar.optim import loss_argument
-from jaxpar.sharding.names import AGAIN, GRADIENT, HALO, MESSAGE, SCOPE
+from jaxpar.sharding.names import AGAIN, GRADIENT, HALO, MESSAGE, SCOPE, TOKENS
 
 _HOME = Path(__file__).parent.parent
 # files whose lines do not explain an instruction: jaxpar's own step, Python, and libraries of layers, transformations
@@ -53,7 +53,7 @@ _LIBRARIES = frozenset(
 _LOSSES = str(_HOME / "step" / "losses.py")
 _UPDATE = str(Path(loss_argument.__file__ or ""))  # the one place that asks an optimizer for its updates
 _EXCHANGES = str(_HOME / "exchange") + "/"
-_HALO = re.compile(rf"{HALO}\w+")
+_EXCHANGED = re.compile(rf"{HALO}\w+|{TOKENS}")  # whose scope is the cause
 _SCOPED = re.compile(rf"{SCOPE}([^/()]+)")
 _WRAPPERS = ("jit(", "while", "body", "eval_jaxpr", "checkpoint", "rematted", "closed_call", "pipeline:")
 STAGE_TO_STAGE = "from stage to stage"
@@ -200,7 +200,7 @@ class ArrayCauses:
     ) -> Cause:
         """Finds the cause of an instruction's operand.
 
-        It tries the clues in order of certainty: a message between stages or a halo, an argument, a scope, a shape, and
+        It tries the clues in order of certainty: a scope of an exchange, an argument, a scope, a shape, and
         finally the line of code.
 
         Args:
@@ -222,8 +222,8 @@ class ArrayCauses:
             sender = users_frame(trace.module.stack(op))
             location = f"{Path(sender.file).name}:{sender.line}" if sender else ""
             return Cause(STAGE_TO_STAGE, location, shorten(label), False, ())
-        if halo := _HALO.search(label):
-            return Cause(halo[0], source, operation, backward, ())
+        if exchanged := _EXCHANGED.search(label):
+            return Cause(exchanged[0], source, operation, backward, ())
         number = trace.argument_number(operand.name)
         if number is not None and self.numbered and (kind == "all-gather" or not backward):
             argument = self.arguments[number]

@@ -12,6 +12,7 @@ from jaxpar.hlo.provenance import DataFlow, Index
 from jaxpar.hlo.text import BITS, Module, Op
 from jaxpar.inspector.subject import Subject
 from jaxpar.mesh.collective import Collective
+from jaxpar.sharding.names import TOKENS
 from jaxpar.units import show_bytes, show_count
 
 REPEATED = "repeated work"
@@ -90,6 +91,7 @@ def _replicates(ledger: Sequence[Collective], batch_axes: Sequence[str]) -> list
         for entry in ledger
         if entry.kind in ("all-gather", "all-to-all")
         and not entry.has_parameters
+        and entry.cause != TOKENS
         and _plain_axes(entry) & set(batch_axes)
     ]
 

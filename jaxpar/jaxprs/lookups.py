@@ -6,7 +6,8 @@
 XLA (jaxlib 0.10 to 0.12) aborts the process when it partitions a gather whose table is split over one axis and whose
 indices are split over another, while a third, `pipe`, is manual. So this module replicates the indices and results of
 each gather and scatter in the model, and leaves the table sharded. JAX differentiates these constraints together with
-the lookup, so the gradient of a gather, a scatter, also has replicated indices and updates.
+the lookup, so the gradient of a gather, a scatter, also has replicated indices and updates. Lookups in a table of each
+row, as those of a mixture of experts, are as they were.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal  # pyright: ignore[reportPrivateImportUsage]
 
 from jaxpar.errors import refuse
-from jaxpar.jaxprs.dataflow import Env, primitives, rewrite, rewrite_param
+from jaxpar.jaxprs.dataflow import Env, jaxprs_in_params, rewrite, rewrite_param
 
 Whole = Callable[[jax.Array], jax.Array]
 
@@ -51,7 +52,7 @@ def replicate_lookups(function: Callable, replicate: Whole) -> Callable:
 def _run(jaxpr: Jaxpr, consts: Sequence, args: Sequence, whole: Whole) -> list:
     env = Env(jaxpr, consts, zip(jaxpr.invars, args, strict=True))
     for eqn in jaxpr.eqns:
-        if _looks_up(eqn.primitive.name):
+        if _looks_up(eqn):
             _, *indices = eqn.invars  # all operands except the table: the indices, and the updates of a scatter
             originals = {var: env[var] for var in indices if not isinstance(var, Literal)}
             env.update({var: whole(value) for var, value in originals.items()})
@@ -63,20 +64,28 @@ def _run(jaxpr: Jaxpr, consts: Sequence, args: Sequence, whole: Whole) -> list:
     return [env[var] for var in jaxpr.outvars]
 
 
-def _looks_up(name: str) -> bool:
-    return name == "gather" or name.startswith("scatter")
+def _looks_up(eqn: JaxprEqn) -> bool:
+    """Whether an equation looks up entries of one table for all rows."""
+    name = eqn.primitive.name
+    if name != "gather" and not name.startswith("scatter"):
+        return False
+    return not eqn.params["dimension_numbers"].operand_batching_dims
+
+
+def _has_lookup(eqn: JaxprEqn) -> bool:
+    return _looks_up(eqn) or any(_has_lookup(inner) for jaxpr in jaxprs_in_params(eqn.params) for inner in jaxpr.eqns)
 
 
 def _inside(eqn: JaxprEqn, whole: Whole) -> JaxprEqn:
     """Changes the lookups inside of an equation's loops, branches and calls."""
-    if not any(map(_looks_up, primitives([eqn]))):
+    if not _has_lookup(eqn):
         return eqn
     if eqn.primitive.name.startswith("custom_"):
         raise refuse(
             f"a lookup by index inside a function with a custom gradient ({eqn.primitive.name})",
-            rule="with pipe and context, lookups stand outside of functions with a custom gradient: jaxpar sets the "
-            "sharding of their indices and results, in the backward too",
-            fix="move the lookup out of that function, or context=1",
+            rule="with pipe and context or expert, lookups stand outside of functions with a custom gradient: jaxpar "
+            "sets the sharding of their indices and results, in the backward too",
+            fix="move the lookup out of that function, or tensor=1",
         )
 
     def changed(value: object) -> Any:

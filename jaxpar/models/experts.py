@@ -88,7 +88,7 @@ def mixture(
     share = weights.shape[-1] * x.shape[1] / experts  # tokens of a row for an expert, if all get as many
     if capacity is not None and not capacity * share >= 1:
         raise refuse(
-            f"jp.mixture with capacity={capacity}: {capacity * share:.3g} tokens of a row for each of {experts}",
+            f"capacity={capacity} of {experts} experts: {capacity * share:.3g} tokens of a row for each",
             rule="an expert takes at least one token of a row: capacity x k x seq / experts",
             fix=f"capacity={1 / share:.3g} or more",
         )
@@ -116,6 +116,13 @@ def one_after_another(expert: Expert, params: Tree, x: jax.Array, routing: Routi
     dtype = jnp.promote_types(jnp.promote_types(x.dtype, jnp.float32), routing.weights.dtype)
     total, _ = jax.lax.scan(add, jnp.zeros(x.shape, dtype), (jnp.arange(routing.experts), params))
     return total.astype(x.dtype), slots.load
+
+
+def active_experts(expert: Expert, params: Tree, x: jax.Array, routing: Routing) -> tuple[jax.Array, Load]:
+    """Has the FLOP of the choices alone, for a count that is only traced; its sums mean nothing."""
+    count = math.ceil(routing.weights.size / routing.experts)
+    y = jax.vmap(expert)(params, jnp.resize(x, (routing.experts, count, x.shape[-1])))
+    return jnp.resize(y, x.shape).astype(x.dtype), routing.slots().load
 
 
 def _check(params: Tree, x: jax.Array, choices: jax.Array, weights: jax.Array, counted: jax.Array | None) -> int:

@@ -81,7 +81,9 @@ class MixtureLayer(nnx.Module):
         logits = jnp.einsum("bsd,de->bse", x_bsd.astype(jnp.float32), self.router[...].astype(jnp.float32))
         scores = jax.nn.softmax(logits) if e.scores == "softmax" else jax.nn.sigmoid(logits)
         choices = jax.lax.stop_gradient(self._choose(scores if bias is None else scores + bias))
-        weights = jnp.take_along_axis(scores, choices[..., : e.per_token], axis=-1)
+        # a sum instead of a lookup: XLA ends the process at some lookups per row inside of pipelines
+        chosen = choices[..., : e.per_token, None] == jnp.arange(e.count)
+        weights = jnp.sum(jnp.where(chosen, scores[..., None, :], 0), axis=-1)
         if e.normalize:
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
         params = {"up": self.up[...], "down": self.down[...]} | ({} if self.gate is None else {"gate": self.gate[...]})

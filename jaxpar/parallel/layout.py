@@ -37,8 +37,8 @@ class Layout(LayoutData):
         leaves = [place.leaf for place in self.placements.values()]
         param_share, other_share = per_device(self, self.placements), per_device(self, other_arrays(self))
         axes = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "one device"
-        zero_over = f" over {self.parallel.zero_over}" if len(self.parallel.zero_axes) > 1 else ""
-        shared = any(self.sizes[axis] > 1 for axis in self.parallel.zero_axes)
+        shared = [axis for axis in self.parallel.zero_axes if self.sizes[axis] > 1]
+        zero_over = f" over {' x '.join(shared)}" if len(self.parallel.zero_axes) > 1 else ""
         stage = f", ZeRO-{self.parallel.stage}{zero_over}" if shared else ""
         total = sum(leaf.bytes for leaf in leaves)
         count = sum(leaf.size for leaf in leaves)

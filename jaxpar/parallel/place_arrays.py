@@ -7,7 +7,7 @@ from functools import partial
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.errors import Problem, suggest
-from jaxpar.mesh.axes import batch_axes
+from jaxpar.mesh.axes import AXES, batch_axes
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.placement import Placement
@@ -23,7 +23,8 @@ from jaxpar.sharding.rules import Axes, AxisChoice, choose_axes, name_stacks, sp
 from jaxpar.sharding.stacks import one_layer, stack_choice, unnamed_layers, unstack_choice
 from jaxpar.units import show_bytes
 
-NO_MATRIX = ("pipe", *batch_axes())  # axes that split no matrix: with these alone the model's use need not be traced
+# axes that split no matrix: with these alone the model's use need not be traced
+NO_MATRIX = ("pipe", *(axis for axis in batch_axes() if not AXES[axis].splits))
 
 
 @dataclass(frozen=True, slots=True)

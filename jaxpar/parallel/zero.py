@@ -35,7 +35,7 @@ from jaxpar.sharding.rules import AxisChoice, own_dims, spec_of
 def add_axes(
     path: str, choice: AxisChoice, leaf: Leaf, sizes: Mapping[str, int], axes: tuple[str, ...] = ("fsdp",)
 ) -> tuple[tuple[str, ...], ...]:
-    """Adds `axes` to the axes of one dim; returns the per-dim axes unchanged if the axes divide no dim.
+    """Adds `axes` to the axes of one dim; if they divide none together, each to a dim that it divides, if there is one.
 
     It chooses the largest dim that they still divide, and prefers unsplit dims to dims that `tensor` splits. It never
     chooses a dim named `layers`; for parameters without names, it chooses a leading dim, which may be a stack, only if
@@ -48,6 +48,9 @@ def add_axes(
     fitting = [
         dim for dim, size in enumerate(leaf.shape) if size and size % ways[dim] == 0 and choice.names[dim] != "layers"
     ]
+    if not fitting and len(axes) > 1:
+        for axis in axes:
+            choice = replace(choice, axes=add_axes(path, choice, leaf, sizes, (axis,)))
     if not fitting:
         return choice.axes
     own_rank = len(leaf.shape) if any(choice.names) else own_dims(path, leaf)
@@ -76,10 +79,14 @@ def state_spec(
     if not large and not jnp.issubdtype(leaf.dtype, jnp.floating):
         return PartitionSpec()
     spec: list[tuple[str, ...]] = [()] * len(leaf.shape)
-    for axes in (zero_axes, *((axis,) for axis in param_axes if large and axis not in zero_axes)):
-        fitting = [
-            dim for dim, size in enumerate(leaf.shape) if size and size % _num_shards((*spec[dim], *axes), sizes) == 0
-        ]
+
+    def fitting_dims(axes: tuple[str, ...]) -> list[int]:
+        shape = enumerate(leaf.shape)
+        return [dim for dim, size in shape if size and size % _num_shards((*spec[dim], *axes), sizes) == 0]
+
+    together = (zero_axes,) if fitting_dims(zero_axes) else tuple((axis,) for axis in zero_axes)
+    for axes in (*together, *((axis,) for axis in param_axes if large and axis not in zero_axes)):
+        fitting = fitting_dims(axes)
         if fitting and _num_shards(axes, sizes) > 1:
             best = max(fitting, key=lambda dim: leaf.shape[dim] // _num_shards(spec[dim], sizes))
             spec[best] = (*axes, *spec[best])

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 
 from jaxpar.hlo.traced_flop import forward_flop
+from jaxpar.models.experts import active_experts
+from jaxpar.models.islands import implemented
 from jaxpar.sharding.author.explicit import sharding_translation
 from jaxpar.sharding.names import Compute
 from jaxpar.sharding.nnx.hooks import step_hooks
@@ -16,7 +18,8 @@ from jaxpar.step.stochastic_loss.loss import traceable_loss
 def model_flop(step: Step, batch: Mapping[str, Any]) -> float:
     """Returns the model FLOP of a step over all devices: the forward pass, plus twice that for the backward pass.
 
-    For a population this is the sum over its members.
+    For a population this is the sum over its members. Of a mixture (`jp.mixture`) it is that of the experts that tokens
+    choose, without empty slots.
     """
     blueprint, loss = step.layout.blueprint, traceable_loss(step.loss)
     exchange = step.layout.parallel.exchange
@@ -32,5 +35,6 @@ def model_flop(step: Step, batch: Mapping[str, Any]) -> float:
         jax.set_mesh(step.layout.device_mesh),
         sharding_translation(),
         step_hooks(),
+        implemented({"mixture": active_experts}),
     ):  # the model may use mesh axes directly
         return 3.0 * models * forward_flop(forward, key, shapes)

@@ -3,7 +3,7 @@
 decoder, adamw, adam, lamb, sgd, lion or lars    arithmetic: JAX is not imported
 decoder with another optimizer, optimizer arguments or frozen parameters
                                                  formulas; the state's bytes are traced from the shapes of matrices
-any other model                                  traced entirely
+any other model, a decoder of experts            traced entirely
 """
 
 import dataclasses
@@ -52,7 +52,8 @@ def _trained(job: Job) -> float:
 
 
 def _has_formulas(job: Job) -> bool:
-    return model_table(job)[0] == "decoder"
+    """Whether there are formulas: for a dense decoder."""
+    return model_table(job)[0] == "decoder" and not settings_of(job).experts.count
 
 
 def _is_counted(job: Job) -> bool:

@@ -88,8 +88,9 @@ def _queue(asked: jax.Array, used: jax.Array, capacity: int) -> tuple[jax.Array,
     # a stable sort keeps the order of the requests within an expert
     rank = jnp.argsort(jnp.argsort(asked, stable=True))
     counts = _count(asked, experts)
-    start = jnp.append(jnp.cumsum(counts) - counts - used, 0)
-    position = jnp.where(asked < experts, rank - start[asked], capacity)
+    start = jnp.cumsum(counts) - counts - used
+    start_of_asked = jnp.sum(jnp.where(asked[:, None] == jnp.arange(experts), start, 0), axis=1)
+    position = jnp.where(asked < experts, rank - start_of_asked, capacity)
     return position, jnp.minimum(used + counts, capacity)
 
 
@@ -129,7 +130,7 @@ def combine(y_nd: jax.Array, weights_sk: jax.Array, of_choice_sk: jax.Array, cho
 def _combine_backward(residuals: tuple, g_sd: jax.Array) -> tuple[jax.Array, jax.Array, None, None]:
     y_nd, weights_sk, of_choice_sk, choice_n = residuals
     dtype = jnp.promote_types(_wide(y_nd.dtype), weights_sk.dtype)
-    of_slot = _take(weights_sk.reshape(-1), choice_n)[:, None].astype(dtype)
+    of_slot = _take(weights_sk.reshape(-1, 1), choice_n).astype(dtype)
     dy = of_slot * _take(g_sd, choice_n // weights_sk.shape[1])
     dw = [jnp.sum(g_sd.astype(dtype) * _take(y_nd, slot), axis=-1) for slot in of_choice_sk.T]
     return dy.astype(y_nd.dtype), jnp.stack(dw, axis=-1).astype(weights_sk.dtype), None, None

@@ -152,6 +152,12 @@ def config_of(settings: DecoderConfig, dtype: str) -> tuple[str, dict[str, Any]]
     Raises:
       JaxparError: If it belongs to no family; the message has the settings that differ from the nearest one.
     """
+    if settings.experts.count:
+        raise refuse(
+            f"a decoder with experts.count = {settings.experts.count}",
+            rule=f"export writes a model of dense layers: {' or '.join(FAMILIES)}",
+            fix="experts.count = 0, or the checkpoint as it is",
+        )
     mismatches = {
         kind: [key for key, value in family.fixed.items() if getattr(settings, key) != value]
         + ["kv_heads"] * (kind == "gpt2" and settings.kv_heads not in (0, settings.heads))

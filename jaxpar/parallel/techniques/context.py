@@ -10,6 +10,7 @@ row of `HOW`. `Parallel(context_by=name)` chooses it, or `Parallel(how={"context
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -98,7 +99,8 @@ _AT_ONCE = CompilerOption(
     value=2,
     why="a turn sends keys and gradients of keys; with one collective at a time, the step waits for one of the two",
 )
-_PICKS = "operand_batching_dims"  # one lookup per row, as in take_along_axis
+# of each row one entry of a floating-point array, as take_along_axis of logits; a mixture of experts takes vectors
+_PICK = re.compile(r'"?stablehlo\.gather(?!.*offset_dims).*operand_batching_dims.*: \(tensor<[0-9x]*x(bf|f)\d')
 
 
 def names(parallel: Parallel) -> dict[str, Axes]:
@@ -166,9 +168,10 @@ def compiler_options(layout: Layout) -> list[CompilerOption]:
 
 
 def splits_tables(layout: Layout) -> bool:
-    """Whether a pipeline splits sequences over one axis, and the lookup tables of its loss over another axis."""
+    """Whether a pipeline splits tokens over one axis that XLA handles, and the tables of its lookups over another."""
     spread = layout.parallel.pipeline.head == "spread"  # the vocabulary is then split over `pipe`
-    return layout.sizes["pipe"] > 1 < layout.sizes["context"] and (layout.sizes["tensor"] > 1 or spread)
+    splits_tokens = max(layout.sizes["context"], layout.sizes.get("expert", 1)) > 1
+    return layout.sizes["pipe"] > 1 and splits_tokens and (layout.sizes["tensor"] > 1 or spread)
 
 
 def check(layout: Layout, named: set[str], lowered: Lowered) -> None:
@@ -193,16 +196,27 @@ def check(layout: Layout, named: set[str], lowered: Lowered) -> None:
             "devices all do the same work",
             fix=f"{', or '.join(fixes)}, or context=1",
         )
-    if splits_tables(layout) and _PICKS in lowered.as_text():
+    check_picks(layout, lowered)
+
+
+def check_picks(layout: Layout, lowered: Lowered) -> None:
+    """Refuses a pipeline in which XLA would end the process, at a lookup of an entry per row of what an axis splits.
+
+    Raises:
+      JaxparError: If XLA splits tokens over `context` or `expert` there, and the vocabulary over another axis.
+    """
+    sizes, name = layout.sizes, layout.blueprint.name
+    if splits_tables(layout) and _PICK.search(lowered.as_text()):
         axis = "tensor" if sizes["tensor"] > 1 else "pipe"
+        tokens = "context" if sizes["context"] > 1 else "expert"
         head = "" if axis == "tensor" else ", head='spread'"
         raise refuse(
-            f"take_along_axis in {name} or its loss, on pipe={sizes['pipe']} x context={sizes['context']} x "
+            f"take_along_axis in {name} or its loss, on pipe={sizes['pipe']} x {tokens}={sizes[tokens]} x "
             f"tensor={sizes['tensor']}{head}",
-            rule=f"inside of a pipeline XLA picks no entry per row out of what is split over context and {axis}: it "
+            rule=f"inside of a pipeline XLA picks no entry per row out of what is split over {tokens} and {axis}: it "
             "ends the process",
             fix="a sum over the entries that compares each with the label, as jp.next_token_loss does; or pipe=1, "
-            "context=1 or " + ("tensor=1" if axis == "tensor" else "head='last'"),
+            f"{tokens}=1 or " + ("tensor=1" if axis == "tensor" else "head='last'"),
         )
 
 

@@ -10,6 +10,7 @@ from jaxpar.models.dim_names import axes_of
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques.base import Technique
+from jaxpar.parallel.techniques.context import check_picks
 
 AXIS = "expert"
 
@@ -38,7 +39,10 @@ def problems(parallel: Parallel) -> list[Problem]:
 def idle(layout: Layout) -> list[Problem]:
     """Returns a problem if no parameter has a dim of experts."""
     size = layout.sizes.get(AXIS, 1)
-    if size == 1 or any(AXIS in axes_of(entry) for place in layout.placements.values() for entry in place.whole):
+    named = any(
+        AXIS in axes_of(layout.names.get(name or "")) for place in layout.placements.values() for name in place.names
+    )
+    if size == 1 or named:
         return []
     return [
         Problem(
@@ -49,4 +53,10 @@ def idle(layout: Layout) -> list[Problem]:
     ]
 
 
-EXPERT = Technique(axis=AXIS, problems=problems, idle=idle, how={"capacity": {"mixture": capacity}})
+EXPERT = Technique(
+    axis=AXIS,
+    problems=problems,
+    idle=idle,
+    how={"capacity": {"mixture": capacity}},
+    check=lambda layout, _, lowered: check_picks(layout, lowered),
+)

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec, get_abstract_mesh
 from jaxpar.models.blocks.dispatch import Load, combine, dispatch
 from jaxpar.models.dim_names import axes_of, constrain, constrain_to, partial_spec, spec_of
 from jaxpar.models.experts import Expert, Routing, Tree
+from jaxpar.sharding.names import TOKENS
 
 AXIS = "expert"
 
@@ -27,14 +28,20 @@ AXIS = "expert"
 def mixture(expert: Expert, params: Tree, x: jax.Array, routing: Routing) -> tuple[jax.Array, Load]:
     """Sends the slots of each expert to the device that has it, and back: static shapes, two all-to-alls."""
     slots, split = routing.slots(), _split(x.shape[0])
+
+    # whole but for rows: of lookups in what other axes split, XLA ends the process in some pipelines
+    def by_rows(x: jax.Array) -> jax.Array:
+        return constrain(x, "batch", *(None,) * (x.ndim - 1))
+
     rows, width, of_expert = x.shape[0], x.shape[-1], (routing.experts, routing.capacity)
-    sent = jax.vmap(dispatch)(x, slots.of_choice, slots.choice).reshape(rows, *of_expert, width)
+    of_choice, choice = by_rows(slots.of_choice), by_rows(slots.choice)
+    sent = by_rows(jax.vmap(dispatch)(by_rows(x), of_choice, choice)).reshape(rows, *of_expert, width)
     empty = [(0, 0), (0, 0), (0, -routing.capacity % split.pieces), (0, 0)]  # slots, for pieces of one size
     tokens = split.to_experts(jnp.pad(sent, empty))
     y = jax.vmap(expert)(params, tokens.reshape(routing.experts, -1, width))
     returned = split.to_rows(y.reshape(*tokens.shape[:-1], -1))[:, :, : routing.capacity]
-    returned = returned.reshape(rows, math.prod(of_expert), -1)
-    sums = jax.vmap(combine)(returned, routing.weights, slots.of_choice, slots.choice)
+    returned = by_rows(returned.reshape(rows, math.prod(of_expert), -1))
+    sums = by_rows(jax.vmap(combine)(returned, by_rows(routing.weights), of_choice, choice))
     return constrain(sums, "batch", "seq", None), slots.load
 
 
@@ -103,7 +110,7 @@ class Split:
 
     def _manual(self, local: Callable, before: PartitionSpec, after: PartitionSpec) -> Callable:
         axes = {AXIS, *self.others, *self.context}
-        return jax.shard_map(local, axis_names=axes, in_specs=before, out_specs=after)
+        return jax.named_scope(TOKENS)(jax.shard_map(local, axis_names=axes, in_specs=before, out_specs=after))
 
 
 def _split(rows: int) -> Split:

@@ -17,6 +17,7 @@ class DimFacts:
       produced_by: Parameters whose matmuls with activations have it as an output dim.
       contracted_by: Parameters whose matmuls with activations contract it.
       batched_count: Number of matmuls of two activations with it as a batch dim, such as queries with keys.
+      batched_by: Parameters whose matmuls with activations have it as a batch dim, as those of experts.
       looked_up: Parameters that are indexed along it.
       mixed: Reasons why its entries depend on each other: reduced, contracted between activations, or not followed.
       scanned: Whether a scan iterates over it.
@@ -26,6 +27,7 @@ class DimFacts:
     produced_by: set[str] = field(default_factory=set)
     contracted_by: set[str] = field(default_factory=set)
     batched_count: int = 0
+    batched_by: set[str] = field(default_factory=set)
     looked_up: set[str] = field(default_factory=set)
     mixed: set[str] = field(default_factory=set)
     scanned: bool = False
@@ -36,6 +38,7 @@ class DimFacts:
         self.produced_by |= other.produced_by
         self.contracted_by |= other.contracted_by
         self.batched_count += other.batched_count
+        self.batched_by |= other.batched_by
         self.looked_up |= other.looked_up
         self.mixed |= other.mixed
         self.scanned |= other.scanned

@@ -111,6 +111,8 @@ def _row(path: str, index: int, dims: Sequence[Dim], pairs: Mapping[DimPiece, st
         return pairs[leading[0]], math.prod(piece.size for piece in dim[: last + 1])
     other_entries = math.prod(piece.size for n, other_dim in enumerate(dims) if n != index for piece in other_dim)
     facts = dim[0].facts
+    if len(dims) > 2 and path in facts.batched_by:  # a stack of matrices, each for other tokens
+        return "expert", size
     tied = facts.looked_up and facts.produced_by
     read_out = facts.produced_by and not facts.contracted_by and not facts.looked_up and len(dims) > 1
     head = (

@@ -177,12 +177,30 @@ def _dot(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
         for path in weights[side]:
             _note(contracted_dims, DimFacts(contracted_by={path}))
             _note(free_dims[side], DimFacts(produced_by={path}))
-        _note(batch_dims, DimFacts(batched_count=1))  # batched: heads of a learned query and of the keys
+        # batched: heads of a learned query and of the keys, or experts
+        _note(batch_dims, DimFacts(batched_count=1, batched_by=set(weights[side])))
     else:
         source = None
         _note(contracted_dims, DimFacts(mixed={"contracted between activations"}))
         _note([*batch_dims, *free_dims[0], *free_dims[1]], DimFacts(batched_count=1))
     return [TracedArray((*batch_dims, *free_dims[0], *free_dims[1]), source)]
+
+
+def _ragged_dot(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
+    """Handles the matmuls of tokens that are sorted by expert, each group with its own matrix."""
+    numbers, (left, right) = eqn.params["ragged_dot_dimension_numbers"], arrays[:2]
+    ((left_axes, right_axes), (batch, _)), groups = numbers.dot_dimension_numbers, numbers.rhs_group_dimensions
+    if batch or len(groups) != 1 or not right.source or left.source:
+        return elementwise(eqn, arrays)
+    for pair in zip(left_axes, right_axes, strict=True):
+        join(left.dims[pair[0]], right.dims[pair[1]])
+    free = [right.dims[axis] for axis in range(len(right.dims)) if axis not in (*right_axes, *groups)]
+    for path in right.source:
+        _note([right.dims[axis] for axis in right_axes], DimFacts(contracted_by={path}))
+        _note(free, DimFacts(produced_by={path}))
+    _note([right.dims[groups[0]]], DimFacts(batched_by=set(right.source)))
+    tokens = [dim for axis, dim in enumerate(left.dims) if axis not in left_axes]
+    return [TracedArray((*tokens, *free), None)]
 
 
 def _convolve(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
@@ -237,5 +255,6 @@ OPERATIONS: dict[str, Rule] = {
     "dynamic_update_slice": _update,
     "gather": _gather,
     "dot_general": _dot,
+    "ragged_dot_general": _ragged_dot,
     "conv_general_dilated": _convolve,
 }

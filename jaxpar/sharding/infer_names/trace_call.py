@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jaxpar.models.islands import implemented
 from jaxpar.sharding.author.explicit import no_mesh, sharding_translation
 from jaxpar.sharding.names import Blueprint, Compute, Program, Tree, path_of
 from jaxpar.sharding.nnx.hooks import step_hooks
@@ -24,7 +25,11 @@ def trace_program(init: Callable, bind: Callable, call: Callable[[Any], Any]) ->
     def program(values: Tree, state: Tree) -> None:
         call(bind(values, state, lambda _, value: value, Compute()))
 
-    with sharding_translation(), step_hooks(), no_mesh():
+    from jaxpar.models.experts import active_experts  # loaded only where a model is traced
+
+    # all experts in one matmul: in a loop over them, a stack of experts would look like a stack of layers
+    experts = implemented({"mixture": active_experts})
+    with sharding_translation(), step_hooks(), no_mesh(), experts:
         values, state = jax.eval_shape(init, jax.random.key(0))
         paths = tuple(path_of(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(values)[0])
         return jax.make_jaxpr(program)(values, state), paths

@@ -60,7 +60,7 @@ class ModelStates:
                 f"{self.layout.blueprint.name} keeps state that follows from what it computes, such as the averages of "
                 "BatchNorm",
                 rule="in a pipeline microbatches overlap, so the state after one is not available to the next",
-                fix="LayerNorm or GroupNorm, or pipe=1",
+                fix="LayerNorm or GroupNorm in place of BatchNorm, experts.balance_rate = 0 of a decoder, or pipe=1",
             )
 
         def one_microbatch(leaves, _):

@@ -1,0 +1,201 @@
+"""`jp.Decoder` with experts: losses, parameters, bias and counts of one device; what is sent, as compiled."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxpar as jp
+from jaxpar.models.layers import BlockConfig
+from jaxpar.models.mixture import MixtureLayer
+from jaxpar.models.settings.experts import ExpertsConfig
+
+SEQ, ROWS = 16, 16
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.3, momentum=0.9))
+MIXTRAL = {"count": 8, "per_token": 2, "capacity": 1.25}
+QWEN = {"count": 8, "per_token": 3, "hidden": 16, "capacity": 1.0, "overflow": "spill", "router_z": 1e-3}
+DEEPSEEK = {
+    "count": 8, "per_token": 2, "hidden": 16, "shared": 1, "scores": "sigmoid", "groups": 4, "group_limit": 2,
+    "scale": 2.5, "capacity": 1.0, "balance": 0.0, "balance_rate": 0.01,
+}  # fmt: skip
+
+
+def decoder(experts, **settings):
+    shape = {"vocab": 32, "seq": SEQ, "layers": 2, "dim": 16, "heads": 2, "hidden": 32}
+    return partial(jp.Decoder, jp.DecoderConfig(**shape | settings, experts=ExpertsConfig(**experts)))
+
+
+def batch_of(rows=ROWS):
+    numbers = np.random.default_rng(0)
+    words = (numbers.zipf(1.3, (rows, SEQ + 1)) % 32).astype(np.int32)
+    return {
+        "inputs": words[:, :-1],
+        "targets": words[:, 1:],
+        "mask": (numbers.random((rows, SEQ)) < 0.8).astype(np.float32),
+    }
+
+
+def trained(experts, parallel, devices=None, steps=3, **options):
+    layout = jp.compose(decoder(experts), parallel, devices)
+    step = jp.train_step(layout, jp.next_token_loss, OPTIMIZER, **options)
+    state, rows, batch = jp.init_state(layout, OPTIMIZER, seed=0), [], batch_of()
+    for _ in range(steps):
+        state, metrics = step(state, batch)
+        rows.append({name: float(value) for name, value in metrics.items()})
+    return rows, state, step
+
+
+def case(experts, *marks, **sizes):
+    name = {id(MIXTRAL): "mixtral", id(QWEN): "qwen", id(DEEPSEEK): "deepseek"}[id(experts)]
+    return pytest.param(experts, sizes, id=f"{name}, {', '.join(f'{k} {v}' for k, v in sizes.items())}", marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("experts", "sizes"),
+    [
+        case(MIXTRAL, expert=4, data=2),
+        case(QWEN, pipe=2, expert=2, fsdp=2),
+        case(DEEPSEEK, expert=2, tensor=2, fsdp=2),
+        case(QWEN, pytest.mark.slow, expert=2, context=2, fsdp=2),
+        case(DEEPSEEK, pytest.mark.slow, expert=8),
+        case(MIXTRAL, pytest.mark.slow, pipe=2, expert=2, data=2, zero=1),
+        case(MIXTRAL, pytest.mark.full, expert=2, fsdp=4, zero=2),
+        case(MIXTRAL, pytest.mark.full, expert=4, data=2, zero=0),
+        case(QWEN, pytest.mark.full, pipe=2, expert=2, tensor=2),
+        case(QWEN, pytest.mark.full, pipe=2, expert=2, fsdp=2, zero=2),
+        case(DEEPSEEK, pytest.mark.full, expert=2, data=2, fsdp=2),
+    ],
+)
+def test_a_decoder_of_experts_trains_as_on_one_device(experts, sizes):
+    rows, state, _ = trained(experts, jp.Parallel(**sizes))
+    alone, expected, _ = trained(experts, jp.Parallel(), jax.devices()[:1])
+    if "pipe" in sizes:
+        alone = [{name: value for name, value in row.items() if name != "load_max"} for row in alone]
+    for row, other in zip(rows, alone, strict=True):
+        assert row == pytest.approx(other, rel=1e-5)
+    for tree, theirs in ((state.params, expected.params), (state.model_state, expected.model_state)):
+        for (path, value), other in zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(theirs), strict=True):
+            np.testing.assert_allclose(np.asarray(value), np.asarray(other), atol=2e-5, err_msg=str(path))
+    assert ("router_bias" in str(expected.model_state)) == bool(experts.get("balance_rate"))
+
+
+def eager(config, experts):
+    """A layer outside of a step."""
+    with nnx.use_eager_sharding(False):
+        return MixtureLayer(config, experts, rngs=nnx.Rngs(0))
+
+
+def test_without_overflow_experts_of_one_kind_are_one_dense_layer():
+    """All experts equal and normalized weights: the router chooses, and nothing changes."""
+    layer = eager(
+        BlockConfig(dim=16, heads=2, kv_heads=2, hidden=32, norm="rms", gated=True, use_bias=False, rope=None,
+                    causal=True, dropout=0.0, out_scale=1.0),
+        ExpertsConfig(count=4, per_token=2, capacity=0),
+    )  # fmt: skip
+    for weight in (layer.up, layer.gate, layer.down):
+        weight[...] = jnp.broadcast_to(weight[...][:1], weight[...].shape)
+    x = jax.random.normal(jax.random.key(0), (2, 8, 16))
+    dense = (nnx.silu(x @ layer.gate[...][0]) * (x @ layer.up[...][0])) @ layer.down[...][0]
+    y, sums = layer(x)
+    np.testing.assert_allclose(y, dense, rtol=1e-5, atol=1e-6)
+    assert float(sums.lost.sum()) == 0
+    assert float(sums.sent.sum()) == 2 * 8 * 2
+
+
+def test_the_router_scores_in_float32():
+    """In bfloat16 scores of a step's width fall together, and other experts win."""
+    config = BlockConfig(dim=16, heads=2, kv_heads=2, hidden=8, norm="rms", gated=True, use_bias=False, rope=None,
+                         causal=True, dropout=0.0, out_scale=1.0)  # fmt: skip
+    layer = eager(config, ExpertsConfig(count=64, per_token=1, capacity=0))
+    for _, variable in nnx.iter_graph(layer):
+        if isinstance(variable, nnx.Param):
+            variable[...] = variable[...].astype(jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(1), (4, 64, 16)).astype(jnp.bfloat16)
+    _, sums = layer(x)
+    logits = np.asarray(x, np.float64) @ np.asarray(layer.router[...], np.float64)
+    np.testing.assert_array_equal(sums.sent[:, 0], [np.bincount(row.argmax(-1), minlength=64) for row in logits])
+
+
+def test_the_bias_moves_by_its_rate_towards_experts_with_few_choices():
+    _, state, _ = trained(DEEPSEEK, jp.Parallel(), jax.devices()[:1], steps=1)
+    (bias,) = [np.asarray(leaf) for leaf in jax.tree.leaves(state.model_state) if leaf.shape == (2, 8)]
+    assert set(np.unique(np.round(np.abs(bias) / 0.01, 5))) <= {0.0, 1.0}
+    assert (bias > 0).any()
+    assert (bias < 0).any()
+
+
+def test_evaluation_leaves_the_bias_and_counts_alike():
+    _, state, step = trained(DEEPSEEK, jp.Parallel(expert=4, data=2), steps=1)
+    sums = step.evaluate(state, batch_of())
+    assert float(sums["dropped"][1]) == ROWS * SEQ * 2 * 2  # rows x tokens x choices x layers
+    assert {"balance", "router_z", "spilled", "dropped", "load_max"} <= sums.keys()
+
+
+def test_tokens_travel_twice_each_way_and_gradients_of_experts_stay_with_their_replicas():
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="no compiler for absent GPUs: jax-cuda13-pjrt")
+    make = decoder({"count": 8, "per_token": 2, "capacity": 1.0, "hidden": 96}, dim=64, seq=256, vocab=256)
+    devices = jp.target_devices("h100:1x8")
+    layout = jp.compose(make, jp.Parallel(expert=4, data=2), devices)
+    step = jp.train_step(layout, jp.next_token_loss, OPTIMIZER, precision="bf16")
+    tokens = jax.ShapeDtypeStruct((32, 256), jnp.int32)
+    report_batch = {"inputs": tokens, "targets": tokens}
+    report = jp.inspect(step, report_batch)
+    moved = [entry for entry in report.ledger if entry.kind == "all-to-all"]
+    assert sum(entry.times for entry in moved) == 4 * 2  # two each way, in each of two layers
+    assert {entry.axes for entry in moved} == {("expert",)}
+    of_layer = 32 * 256 / 8 * 2 * 64 * 2  # tokens of a device x choices x dim x 2 bytes
+    assert {entry.payload for entry in moved} == {of_layer}
+    assert sum(entry.step_wire for entry in moved) == 4 * 2 * of_layer * 3 / 4
+    of_experts = [
+        e for e in report.ledger if any("blocks/mlp/" in path and "router" not in path for path in e.parameters)
+    ]
+    experts = [entry for entry in of_experts if entry not in moved]
+    assert {entry.axes for entry in experts} == {("data",)}
+    large = [e for e in report.ledger if e.payload >= of_layer and e not in moved and e not in experts]
+    assert all(entry.parameters for entry in large), large  # no other tokens travel
+    # per token, two experts of width 96 have the matmuls of a dense layer of width 192; the router has its own
+    plain = jp.compose(decoder({}, dim=64, seq=256, vocab=256, hidden=192), jp.Parallel(data=8), devices)
+    dense = jp.inspect(jp.train_step(plain, jp.next_token_loss, OPTIMIZER, precision="bf16"), report_batch)
+    router = 2 * 3 * 2 * (32 * 256 / 8) * 64 * 8  # layers x (forward and twice backward) x 2 x tokens x dim x experts
+    assert report.flop.total == pytest.approx(dense.flop.total + router, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("got", "sizes", "experts"),
+    [
+        ("has 6 entries, expert is 4", {"expert": 4, "data": 2}, {"count": 6}),
+        ("expert=4, but Decoder has no experts", {"expert": 4, "data": 2}, {}),
+        ("expert=2 with exchange", {"expert": 2, "data": 4, "exchange": jp.Exchange("local", every=2)}, {"count": 4}),
+    ],
+)
+def test_a_mesh_that_does_not_fit_experts_is_refused(got, sizes, experts):
+    with pytest.raises(jp.JaxparError, match=got) as caught:
+        jp.compose(decoder(experts), jp.Parallel(**sizes))
+    assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("got", "experts"),
+    [
+        ("experts.per_token = 5 of experts.count = 4", {"count": 4, "per_token": 5}),
+        ("experts.count = 8, groups = 3", {"count": 8, "groups": 3}),
+        ("experts.group_limit = 5 of groups = 4", {"count": 8, "groups": 4, "group_limit": 5}),
+        (
+            "experts.group_limit = 1 of groups = 4, per_token = 3",
+            {"count": 8, "per_token": 3, "groups": 4, "group_limit": 1},
+        ),
+        ("experts.group_limit = 2 of groups = 0", {"count": 8, "group_limit": 2}),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(got, experts):
+    with pytest.raises(jp.JaxparError, match=got):
+        ExpertsConfig(**experts)
+
+
+def test_less_than_a_token_for_an_expert_is_refused():
+    with pytest.raises(jp.JaxparError, match=r"capacity=0\.1 of 8 experts: 0\.4 tokens of a row for each"):
+        trained(MIXTRAL | {"capacity": 0.1}, jp.Parallel(), jax.devices()[:1])

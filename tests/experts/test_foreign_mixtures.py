@@ -1,0 +1,109 @@
+"""Mixtures of others, unedited: their experts are read by their use, cut over `expert`, and train as on one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from plain_loop import train
+from published import EXAMPLES
+from published.plain import STEPS, plainly
+from tiny import assert_same_arrays
+
+import jaxpar as jp
+
+OPTIMIZER = optax.sgd(0.3, momentum=0.9)
+
+
+class Sorted(nnx.Module):
+    """Tokens sorted by expert, and ragged matmuls: dropless, as in MegaBlocks."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        normal = nnx.initializers.normal(0.3)
+        self.embed = nnx.Embed(32, 16, rngs=rngs)
+        self.router = nnx.Linear(16, 4, use_bias=False, rngs=rngs)
+        self.up = nnx.Param(normal(rngs.params(), (4, 16, 32)))
+        self.down = nnx.Param(normal(rngs.params(), (4, 32, 16)))
+        self.head = nnx.Linear(16, 32, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        flat = x.reshape(-1, 16)
+        weights, choices = jax.lax.top_k(jax.nn.softmax(self.router(flat)), 2)
+        order = jnp.argsort(choices.reshape(-1), stable=True)
+        sizes = jnp.bincount(choices.reshape(-1), length=4)
+        h = jax.lax.ragged_dot(flat[order // 2], self.up[...], sizes)
+        y = jax.lax.ragged_dot(nnx.gelu(h), self.down[...], sizes)
+        y = jnp.zeros((len(order), 16)).at[order].set(y).reshape(-1, 2, 16)
+        return self.head(x + (y * weights[..., None]).sum(1).reshape(x.shape))
+
+
+class Vmapped(nnx.Module):
+    """Experts are modules that `nnx.vmap` makes; all compute all tokens, and the router weighs them."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        @nnx.split_rngs(splits=4)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def experts(rngs):
+            return nnx.Linear(16, 16, rngs=rngs)
+
+        self.embed = nnx.Embed(32, 16, rngs=rngs)
+        self.router = nnx.Linear(16, 4, use_bias=False, rngs=rngs)
+        self.up, self.down = experts(rngs), experts(rngs)
+        self.head = nnx.Linear(16, 32, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        shared = nnx.vmap(lambda expert, x: expert(x), in_axes=(0, None), out_axes=0)
+        each = nnx.vmap(lambda expert, x: expert(x), in_axes=(0, 0), out_axes=0)
+        y = each(self.down, nnx.relu(shared(self.up, x)))
+        return self.head(x + jnp.einsum("ebsd,bse->bsd", y, jax.nn.softmax(self.router(x))))
+
+
+def loss(model, batch):
+    losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["tokens"][:, :-1]), batch["tokens"][:, 1:])
+    return losses.sum(), losses.size
+
+
+def tokens():
+    return {"tokens": np.random.default_rng(0).integers(1, 32, (16, 9)).astype(np.int32)}
+
+
+def trained(model, loss, optimizer, batch, sizes):
+    layout = jp.compose(model, jp.Parallel(**sizes))
+    step, state, losses = jp.train_step(layout, loss, optimizer), jp.init_state(layout, optimizer), []
+    for _ in range(STEPS):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return layout, losses, state
+
+
+def experts_of(layout):
+    """Paths of parameters whose dim 0 is cut over `expert`."""
+    return {path for path, place in layout.placements.items() if place.whole[:1] == ("expert",)}
+
+
+@pytest.mark.filterwarnings("ignore:.*times its share")  # a dense dispatch computes slots of all rows on each device
+@pytest.mark.parametrize("sizes", [{"expert": 4, "data": 2}, {"expert": 2, "fsdp": 2, "tensor": 2}], ids=str)
+def test_a_mixture_of_einsums_is_cut_by_experts(sizes):
+    expected, params, _ = plainly("mixtral")
+    example = EXAMPLES["mixtral"]
+    layout, losses, state = trained(example.model, example.loss, example.optimizer, example.numbers(), sizes)
+    assert experts_of(layout) == {f"block_sparse_moe/{name}" for name in ("w1", "w2", "w3")}
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert_same_arrays(state.params, params)
+
+
+@pytest.mark.filterwarnings("ignore:.*times its share")  # XLA has no partitioned ragged matmul: all rows on each device
+@pytest.mark.parametrize("kind", [Sorted, Vmapped])
+def test_other_mixtures_are_cut_by_experts(kind):
+    batch = tokens()
+    model = jp.from_nnx(kind, batch["tokens"][:1, :-1])
+    layout, losses, state = trained(model, loss, OPTIMIZER, batch, {"expert": 4, "data": 2})
+    names = {"up", "down"} if kind is Sorted else {"down/kernel"}
+    assert names <= experts_of(layout) <= names | {"up/kernel", "up/bias", "down/bias"}
+    expected = train(model, kind, loss, OPTIMIZER, batch)
+    np.testing.assert_allclose(losses, expected[0], rtol=1e-5)
+    for value, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected[1]), strict=True):
+        np.testing.assert_allclose(np.asarray(value), other, atol=2e-5)
