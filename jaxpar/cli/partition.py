@@ -123,6 +123,7 @@ def run_partition(args: argparse.Namespace) -> tuple[Any, int]:
 
 def _partition_job(args: argparse.Namespace, topology: "Topology", objective: "Objective") -> tuple[Any, int]:
     """Partitions the model of a job, and writes the job that runs the plan."""
+    from dataclasses import replace
     from math import prod
 
     from jaxpar.job.file.dump import dumps
@@ -130,6 +131,9 @@ def _partition_job(args: argparse.Namespace, topology: "Topology", objective: "O
     from jaxpar.job.partition import apply_stages, traced_job
     from jaxpar.mesh.devices import use_cpu_only
     from jaxpar.partition.partitioner import partition
+    from jaxpar.partition.stage_costs import costs_of_chain
+    from jaxpar.partition.traced_chain import FORWARDS
+    from jaxpar.pipeline.tables.library import schedule
 
     check_file("--write", args.write, "cut.toml", must_be_new=True)
     chip = next((chip for chip in CHIPS if chip.key == args.chip), None)
@@ -145,6 +149,11 @@ def _partition_job(args: argparse.Namespace, topology: "Topology", objective: "O
     _print_chain(chain)
     print(f"{rows * args.minibatch:g} examples a minibatch; seconds by a roofline of {chip.name}")
     print(result)
+    replicas = tuple(stage.replicas for stage in result.stages)
+    if len(replicas) > 1:
+        table = replace(schedule("1f1b", stages=len(replicas), microbatches=2 * len(replicas)), replicas=replicas)
+        costs = costs_of_chain(chain, [len(stage.layers) for stage in result.stages], table, forward=1 / FORWARDS)
+        print(f"with {table.microbatches * table.group} microbatches, {costs}")
     if args.write:
         Path(args.write).write_text(dumps(apply_stages(job, result.stages, named=bool(pieces.pieces))))
         print(f"job: {args.write}")

@@ -2,7 +2,7 @@
 
 XLA prints groups in three forms:
 
-    {{0,1},{2,3}}
+    {{0,1},{2,3}}                           groups of unequal sizes in this form alone, {{0,1,2},{3}}
     [2,4]<=[4,2]T(1,0)                      an iota, reshaped and transposed
     mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}    axes of XLA's own, 'b':(1)2 a part of one;
                                             the ids may also be listed, device_ids=(0,2,1,3)
@@ -25,7 +25,7 @@ _MESH = re.compile(
 
 
 def parse_groups(text: str, devices: int) -> np.ndarray:
-    """Returns the device ids of each group. Shape [groups, size].
+    """Returns the device ids of each group, where a smaller one repeats its first. Shape [groups, size of the largest].
 
     Args:
       text: The text after `replica_groups=`.
@@ -43,15 +43,41 @@ def parse_groups(text: str, devices: int) -> np.ndarray:
         elif text == "{}":
             groups = np.arange(devices)[None]
         elif _LIST.fullmatch(text):
-            groups = np.array([[int(x) for x in row.split(",")] for row in re.findall(r"\{([^{}]+)\}", text)])
+            groups = _list_form(text)
         else:
             raise ValueError(text[:40])
     except (ValueError, KeyError, IndexError, TypeError, ZeroDivisionError) as error:
         raise _refused(text) from error
     # groups of one collective share no device: a duplicate id means that the text was misread
-    if groups.ndim != 2 or groups.size == 0 or groups.max() >= devices or len(np.unique(groups)) < groups.size:
+    if groups.ndim != 2 or groups.size == 0 or groups.max() >= devices:
+        raise _refused(text)
+    if len(np.unique(groups)) < group_sizes(groups).sum():
         raise _refused(text)
     return groups
+
+
+def group_sizes(groups: np.ndarray) -> np.ndarray:
+    """Returns the number of devices of each group. Shape [groups].
+
+    >>> group_sizes(parse_groups("{{0,1,2},{3}}", devices=4))
+    array([3, 1])
+    """
+    repeats = (groups[:, 1:] == groups[:, :1]).sum(axis=1)
+    return groups.shape[1] - repeats
+
+
+def equal_groups(groups: np.ndarray) -> list[np.ndarray]:
+    """Returns the groups of each size, the largest first. Each of shape [groups, size]."""
+    sizes = group_sizes(groups)
+    return [groups[sizes == size, :size] for size in sorted({*sizes.tolist()}, reverse=True)]
+
+
+def _list_form(text: str) -> np.ndarray:
+    groups = [[int(x) for x in row.split(",")] for row in re.findall(r"\{([^{}]+)\}", text)]
+    if any(len({*group}) < len(group) for group in groups):
+        raise ValueError(text[:40])
+    most = max(map(len, groups))
+    return np.array([group + group[:1] * (most - len(group)) for group in groups])
 
 
 def _refused(text: str) -> JaxparError:
@@ -92,6 +118,8 @@ def _mesh_form(text: str, devices: int) -> np.ndarray:
         ids = _iota(",".join(map(str, shape)), match[2], match[3], devices)
     elif match[4]:
         ids = np.array([int(x) for x in match[4].split(",")])
+        if len(np.unique(ids)) < ids.size:
+            raise ValueError(text[:40])
     else:
         ids = _ids(shape, devices)
     # split each axis at its named parts, then move the named parts to the end. 'b':(2)4 is the part of b that has 4
@@ -124,11 +152,11 @@ def axes_of(groups: np.ndarray, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Returns the mesh axes along which the members of each group differ.
 
     Args:
-      groups: Shape [groups, size]. Partition i is the i-th device of the mesh.
+      groups: As `parse_groups` returns them. Partition i is the i-th device of the mesh.
       sizes: Mesh axis to size, outermost first.
 
     Returns:
-      Names of axes; `~name` if the groups contain only a part of an axis, or mix several axes unevenly.
+      Names of axes; `~name` if a group contains only a part of an axis, or mixes several axes unevenly.
 
     Raises:
       JaxparError: If the program runs on more devices than the mesh has.
@@ -144,7 +172,8 @@ def axes_of(groups: np.ndarray, sizes: Mapping[str, int]) -> tuple[str, ...]:
     varies = (coordinates != coordinates[:, :, :1]).any(axis=(1, 2))
     spanned = [axis for axis, differs in zip(axes, varies, strict=True) if differs]
     product = int(np.prod([sizes[axis] for axis in spanned]))
-    return tuple(spanned) if groups.shape[1] == product else tuple(f"~{axis}" for axis in spanned)
+    is_whole = (group_sizes(groups) == product).all()
+    return tuple(spanned) if is_whole else tuple(f"~{axis}" for axis in spanned)
 
 
 def _check_mesh(ids: np.ndarray, sizes: Mapping[str, int]) -> None:

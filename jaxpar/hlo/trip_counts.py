@@ -1,7 +1,8 @@
 """Counts the runs of each instruction in a step: trip counts of nested loops multiply, and all branches count.
 
 A pipeline whose table mixes forwards and backwards is a loop with a conditional in it. The number of runs of each
-branch is known: a stage runs each op once per microbatch and chunk.
+branch is known: a stage runs each op once per microbatch and chunk. A conditional for the ticks with updates of weights
+states their number in its scope.
 """
 
 import re
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.hlo.text import Module, Op
-from jaxpar.sharding.names import CHOICE
+from jaxpar.sharding.names import CHOICE, UPDATES
 
 if TYPE_CHECKING:  # a plain step loads no pipeline
     from jaxpar.pipeline.tables.schedule import Schedule
@@ -18,6 +19,7 @@ if TYPE_CHECKING:  # a plain step loads no pipeline
 # these call a scalar computation per element; its instructions belong to the kernel, and are not visited
 _REDUCERS = ("reduce", "all-reduce", "all-reduce-start", "reduce-scatter", "reduce-window", "scatter", "sort",
              "select-and-scatter", "map", "reduce-scatter-start")  # fmt: skip
+_UPDATES = re.compile(rf"{UPDATES}(\d+)/cond$")
 _AGAIN = re.compile(r"\.remat\d*(_uncompressed|_compressed)?$")  # names of copies by XLA's HloRematerialization
 
 
@@ -94,6 +96,8 @@ def _walk(
         chosen = schedule and op.label.endswith(f"{CHOICE}/cond") and inner[-1:] == (schedule.ticks,)
         for index, name in enumerate(op.callees):
             of_branch = (*inner[:-1], branch_runs(schedule, len(op.callees), index)) if schedule and chosen else inner
+            if inner and (updates := _UPDATES.search(op.label)):  # its first branch has no instructions of its own
+                of_branch = (*inner[:-1], int(updates[1]))
             yield from _walk(
                 module, schedule, name, of_branch, branch or op.opcode == "conditional",
                 fused or op.opcode in ("fusion", "fusion-start"), is_async, is_repeated,

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from jaxpar.hlo.attribution import ArrayCauses
 from jaxpar.hlo.provenance import DataFlow
-from jaxpar.hlo.replica_groups import attribute_text, axes_of, axes_of_pairs, parse_groups, parse_pairs
+from jaxpar.hlo.replica_groups import attribute_text, axes_of, axes_of_pairs, equal_groups, parse_groups, parse_pairs
 from jaxpar.hlo.text import HloArray, Module
 from jaxpar.hlo.trip_counts import Visit, walk
 from jaxpar.mesh.collective import KINDS, Collective
@@ -41,21 +41,32 @@ def collectives(
 
 
 def entries(trace: DataFlow, visit: Visit, sizes: Mapping[str, int], causes: ArrayCauses) -> list[Collective]:
-    """One collective as entries, one per array that it sends."""
+    """One collective as entries, one per array that it sends, and per size of its groups."""
     op, module = visit.op, trace.module
     kind = op.opcode.removesuffix("-start")
-    senders = 1.0
     if kind == "collective-permute":
         pairs = parse_pairs(attribute_text(op.attributes, "source_target_pairs"), module.partitions)
-        axes, group = axes_of_pairs(pairs, sizes), _ring(pairs)
         sender_count = sum(1 for a, b in pairs if a != b)
         senders = sender_count / module.partitions
-    else:
-        groups = parse_groups(attribute_text(op.attributes, "replica_groups"), module.partitions)
-        axes, group = axes_of(groups, sizes), groups.shape[1]
+        return _entries(trace, visit, causes, axes=axes_of_pairs(pairs, sizes), group=_ring(pairs), senders=senders)
+    groups = parse_groups(attribute_text(op.attributes, "replica_groups"), module.partitions)
+    result = []
+    for equal in equal_groups(groups):
+        # replicas of a stage send to each other, and the single device of another stage sends nothing
+        senders = 1.0 if len(equal) == len(groups) else equal.size / module.partitions
+        axes, group = axes_of(equal, sizes), equal.shape[1]
+        result += _entries(trace, visit, causes, axes=axes, group=group, senders=senders)
+    return result
+
+
+def _entries(
+    trace: DataFlow, visit: Visit, causes: ArrayCauses, *, axes: tuple[str, ...], group: int, senders: float
+) -> list[Collective]:
     if group == 1:
         return []
-    ops_by_name = module.ops_by_name[visit.computation]
+    op = visit.op
+    kind = op.opcode.removesuffix("-start")
+    ops_by_name = trace.module.ops_by_name[visit.computation]
     result = []
     operands = [part for name in op.operands for part in trace.parts(ops_by_name[name])]
     split = (

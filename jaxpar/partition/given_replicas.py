@@ -16,6 +16,7 @@ from jaxpar.errors import refuse
 from jaxpar.mesh.chips import Chip, Link
 from jaxpar.partition.chain import Chain
 from jaxpar.partition.objective import sends
+from jaxpar.partition.stage_costs import StageCosts
 from jaxpar.units import show_bytes
 
 CLOSE = 1 + 1e-9  # tolerance for sums of the same numbers in another order
@@ -91,12 +92,14 @@ class FoundStages:
       replicas: Number of devices of each part.
       chain: The pieces.
       chip: The chip whose rates give the seconds.
+      costs: What its table costs, if known.
     """
 
     stages: tuple[int, ...]
     replicas: tuple[int, ...]
     chain: Chain
     chip: Chip
+    costs: StageCosts | None = None
 
     def __str__(self) -> str:
         share = sum(self.chain.seconds) / sum(self.replicas)
@@ -105,7 +108,7 @@ class FoundStages:
         return (
             f"stages={self.stages} of {len(self.chain.names)} pieces, found: by a roofline of {self.chip.name} the "
             f"slowest takes {most / share:.2f} times an even share; {show_bytes(sent)} of a microbatch pass between "
-            "stages, one way"
+            "stages, one way" + (f"; {self.costs}" if self.costs else "")
         )
 
 

@@ -19,7 +19,6 @@ import numpy as np
 from jax.stages import Lowered, Wrapped
 
 from jaxpar.errors import user_code_errors
-from jaxpar.hlo.branches import check_branches
 from jaxpar.hlo.flop_share import FIX, FlopShare, find_excess, flop_share
 from jaxpar.mesh.preset import compile_for_lines, compile_with, options
 from jaxpar.models.settings import logits
@@ -160,5 +159,7 @@ class Compiler:
             excess = find_excess(compile_for_lines(lowered, program, self.options).as_text(), self.share)
             warnings.warn(f"{self.layout.blueprint.name}: {excess}\n  fix: {FIX}", stacklevel=3)
         if self.layout.sizes["pipe"] > 1 and not self.layout.schedule.phased:
+            from jaxpar.hlo.branches import check_branches  # a plain step has no branches to check
+
             check_branches(program.as_text(), dict(self.layout.device_mesh.shape), self.layout.schedule)
         return program

@@ -323,6 +323,8 @@ def test_what_is_done_sends_nothing_and_what_is_not_started_waits():
     [
         ("{{0,1},{2,3}}", {(0, 1), (2, 3)}),
         ("{{0,2}, {1,3}}", {(0, 2), (1, 3)}),
+        ("{{0,1,2,3,4,5,6},{7}}", {(0, 1, 2, 3, 4, 5, 6), (7,)}),
+        ("{{0},{1,2}}", {(0,), (1, 2)}),
         ("{}", {(0, 1, 2, 3, 4, 5, 6, 7)}),
         ("[2,4]<=[8]", {(0, 1, 2, 3), (4, 5, 6, 7)}),
         ("[2,4]<=[4,2]T(1,0)", {(0, 2, 4, 6), (1, 3, 5, 7)}),
@@ -438,6 +440,24 @@ def test_a_permute_moves_along_the_axes_that_change(text, axes):
 def test_a_permute_sends_what_its_senders_send(pairs, group, senders):
     (entry,) = sent(program(f"%x = f32[8,16]{{1,0}} collective-permute(%p), source_target_pairs={pairs}"))
     assert (entry.group, entry.senders, entry.wire) == (group, senders, 512 * senders)
+
+
+@pytest.mark.parametrize(
+    ("groups", "entries"),
+    [
+        ("{{0,1,2,3,4,5,6},{7}}", [(7, 7 / 8)]),
+        ("{{0},{1,2,3},{4,5,6,7}}", [(4, 4 / 8), (3, 3 / 8)]),
+        ("{{0},{1},{2},{3},{4},{5},{6},{7}}", []),
+    ],
+)
+def test_groups_of_unequal_sizes_send_the_mean_of_what_their_devices_send(groups, entries):
+    text = f"%x = f32[8,16]{{1,0}} all-reduce(%p), channel_id=1, replica_groups={groups}, to_apply=%add"
+    ledger = sent(program(text))
+    assert sorted(((entry.group, entry.senders) for entry in ledger), reverse=True) == entries
+    assert {axis.strip("~") for entry in ledger for axis in entry.axes} <= {"data", "tensor"}
+    # by a ring, a device of a group of n sends 2 (n - 1) / n of the 512 bytes
+    sizes = [len(group.split(",")) for group in groups.split("},{")]
+    assert sum(entry.wire for entry in ledger) == pytest.approx(sum(2 * 512 * (n - 1) for n in sizes) / 8)
 
 
 @given(st.integers(0, 2**40), st.integers(2, 2**12))
@@ -639,7 +659,7 @@ def test_an_instruction_that_is_none_is_refused(line, words):
     [
         "garbage",
         "{0,1}",
-        "{{0,1},{2}}",
+        "{{0,1},{0}}",
         "{{0,1},{1,2}}",
         "{{0,0}}",
         "{{0,1},x,{2,3}}",

@@ -1,6 +1,7 @@
 """`jaxpar partition`: published plans from the command line, and one clear error for each wrong word."""
 
 import json
+import re
 import subprocess
 import sys
 from math import inf
@@ -155,6 +156,7 @@ def test_a_job_is_partitioned_and_what_is_written_trains(tmp_path, monkeypatch, 
     run = subprocess.run([sys.executable, "-m", "jaxpar", "train", "cut.toml"], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert "pieces, found: by a roofline" in run.stdout
+    assert re.search(r"with \d+ microbatches, devices wait \d+% of the time in 1f1b, and each holds ", printed)
 
 
 def test_no_job_is_written_for_a_profile(tmp_path, capsys):

@@ -1,5 +1,7 @@
 """Models whose pieces are of different programs, in a pipeline: equal to Flax and optax alone on one device."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -235,6 +237,10 @@ def test_found_stages_are_said_and_train_as_flax_alone(kind):
         np.testing.assert_allclose(np.asarray(value), other, atol=2e-5)
     (note,) = step.gradients.notes
     assert "pieces, found: by a roofline of NVIDIA H100 SXM the slowest takes" in note
+    assert re.search(
+        r"; devices wait \d+% of the time in 1f1b, and each holds .* of parameters, .* of gradients and .* of messages",
+        note,
+    )
 
 
 def test_more_stages_than_pieces_are_refused():

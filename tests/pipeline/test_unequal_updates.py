@@ -146,6 +146,36 @@ def test_a_step_is_its_replay(weights, chain, pipeline, sizes):
 
 
 @pytest.mark.parametrize(
+    ("weights", "sizes", "pipeline", "over_pipe", "over_data"),
+    [
+        # 4 groups of 7 microbatches: the stage of 7 devices updates after each of them, that of one device needs no sum
+        ("stash", {"pipe": 8}, {"stages": (1, 3), "replicas": (7, 1)}, 4, 0),
+        # 4 groups, an update for 2 of them: two updates of each stage, in ticks of their own
+        pytest.param(
+            "2bw", {"pipe": 4, "data": 2}, {"stages": (1, 3), "replicas": (3, 1)}, 2, 4, marks=pytest.mark.full
+        ),
+    ],
+)
+def test_gradients_are_summed_over_replicas_only_where_these_update(weights, sizes, pipeline, over_pipe, over_data):
+    microbatches = 4 * pipeline["replicas"][0]
+    batch = batch_of(Convolutions, rows=microbatches * sizes.get("data", 1))
+    parallel = jp.Parallel(
+        **sizes, pipeline=jp.Pipeline(schedule="1f1b", microbatches=microbatches, weights=weights, **pipeline)
+    )
+    layout = jp.compose(Convolutions, parallel, jax.devices()[: parallel.pipe * parallel.data])
+    ledger = jp.inspect(jp.train_step(layout, loss, CHAINS["sgd"]), batch).ledger
+    reduced = [entry for entry in ledger if entry.kind == "all-reduce" and entry.loop]
+    replicas = pipeline["replicas"][0]
+    of_replicas = [entry for entry in reduced if entry.axes == ("~pipe",)]
+    assert {entry.loop for entry in of_replicas} == {(over_pipe,)}
+    assert {(entry.group, entry.senders) for entry in of_replicas} == {(replicas, replicas / parallel.pipe)}
+    # of the buffers only what the stage with replicas has: its convolution of 3 x 3 x 3 x 8 and its bias
+    assert sum(entry.step_payload for entry in of_replicas) == over_pipe * 4 * (3 * 3 * 3 * 8 + 8)
+    of_batch = [entry for entry in reduced if entry.axes == ("data",)]
+    assert {entry.loop for entry in of_batch} == ({(over_data,)} if over_data else set())
+
+
+@pytest.mark.parametrize(
     ("kind", "optimizer", "sizes", "message"),
     [
         (Convolutions, optax.sgd(0.1), {"pipe": 2, "fsdp": 2}, "weights='stash' with fsdp=2"),

@@ -20,7 +20,7 @@ from jax import lax
 from jaxpar.jaxprs.dataflow import shapes
 from jaxpar.jaxprs.part_programs import PartProgram
 from jaxpar.jaxprs.split_backward import Halves, halves
-from jaxpar.pipeline.run.edges import Edge, Inbox, Outbox
+from jaxpar.pipeline.run.edges import Edge, Inbox, Outbox, tree_bytes
 from jaxpar.pipeline.run.residual_pool import ResidualPool
 from jaxpar.pipeline.run.slots import load
 from jaxpar.pipeline.run.stage import Keep
@@ -59,6 +59,7 @@ class BranchTable:
       inbox: Places of the messages.
       rows: Of each tick and stage, the branch and the group. Shape [ticks, stages, 2], int32.
       owners: Of each index of state, the stage that updates it.
+      residuals: Of each part that keeps residuals, the bytes that a forward leaves for its backward.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class BranchTable:
             replicas,
             {part: self._lifetimes(at, part, "F", part) for part in keeps},
         )
+        self.residuals = {part: tree_bytes(each.residuals) for part, each in self._halves.items()}
         self._width = max(
             replicas.share(self._stages[part]) * outbox.size for (_, part), outbox in self._outboxes.items()
         )

@@ -22,6 +22,7 @@ from jaxpar.optim import loss_argument
 from jaxpar.pipeline.run.asynchronous import VERSIONS, VersionPlan
 from jaxpar.pipeline.run.branch_table import BranchTable, Carry, MicrobatchData
 from jaxpar.pipeline.run.program import COLUMNS
+from jaxpar.pipeline.run.replica_sums import ReplicaSums
 from jaxpar.pipeline.run.slots import load, store
 from jaxpar.pipeline.run.stage import Keep
 from jaxpar.pipeline.run.stage_buffers import Shapes, StageBuffers
@@ -79,6 +80,10 @@ class UpdatingBranchTable(BranchTable):
         self.plan, self.params, self.arrays = plan, params, arrays
         columns = [COLUMNS.index("version"), COLUMNS.index("update")]
         self.rows = np.concatenate([self.rows, plan.program.rows[..., columns]], axis=-1)
+        updates = plan.program.rows[..., COLUMNS.index("update")] == 1
+        self._sums = ReplicaSums(self.buffers, replicas, updates)
+        of_tick = np.broadcast_to(self._sums.columns[:, None], (*updates.shape, 2))
+        self.rows = np.concatenate([self.rows, of_tick], axis=-1)
         self.states = StageBuffers([arrays.of_stage(stage) for stage in self.buffers.stages])
 
     def run_updates(
@@ -91,7 +96,7 @@ class UpdatingBranchTable(BranchTable):
         kept: Mapping[int, jax.Array],
         *,
         scales: jax.Array,
-        reduce: Callable[[list[jax.Array]], list[jax.Array]],
+        batch_axes: Sequence[str],
         frozen: frozenset[str],
     ) -> Carry:
         """Runs the table on one device, with all updates.
@@ -104,7 +109,7 @@ class UpdatingBranchTable(BranchTable):
           data: As for `BranchTable.run`.
           kept: State before the first microbatch, by index.
           scales: 1 / (tokens of its update) for each microbatch.
-          reduce: Sums gradients over the replicas of a stage.
+          batch_axes: Axes of the mesh whose devices run the same stage for other rows.
           frozen: Paths of parameters whose gradients are zero.
 
         Returns:
@@ -132,9 +137,7 @@ class UpdatingBranchTable(BranchTable):
             takes = (row[3] == 1) & (row[0] > 0)
             newest = load(carry["history"], carry["updates"] % versions)
             stage = jnp.asarray(self.replicas.stage_of)[lax.axis_index("pipe")]
-            # all devices meet in the sum, those too that do not update now
-            summed = reduce(carry["gradients"])
-            gradients = [jnp.where(takes, a, b) for a, b in zip(summed, carry["gradients"], strict=True)]
+            gradients = self._sums.add(carry["gradients"], row[4:], takes, batch_axes)
             gradients, newest, states, counts, square = lax.switch(
                 jnp.where(takes, 1 + stage, 0), [unchanged, *changes],
                 gradients, newest, carry["optimizer"], carry["counts"], carry["square"],

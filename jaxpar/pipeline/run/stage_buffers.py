@@ -79,6 +79,13 @@ class StageBuffers:
             for region in [self.regions[stage][path]]
         }
 
+    def used(self, stage: int) -> list[int]:
+        """Returns the number of elements of each buffer up to the last that a stage has."""
+        sizes = [0] * len(self.buffers)
+        for path, region in self.regions[stage].items():
+            sizes[region.buffer] = max(sizes[region.buffer], region.start + self.stages[stage][path].size)
+        return sizes
+
     def zeros(self) -> list[jax.Array]:
         """Returns buffers for sums of gradients, in float32 or wider."""
         return [jnp.zeros(buffer.shape, jnp.promote_types(buffer.dtype, jnp.float32)) for buffer in self.buffers]

@@ -21,7 +21,7 @@ from jaxpar.pipeline.run.branch_updates import OptimizerArrays, UpdatingBranchTa
 from jaxpar.pipeline.run.program import program
 from jaxpar.pipeline.run.shard_exchange import ShardExchange
 from jaxpar.pipeline.run.stage_replicas import StageReplicas
-from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, by_path, nest, path_of
+from jaxpar.sharding.names import SCOPE, Tree, by_path, nest, path_of
 from jaxpar.step.gradients import Batch, metrics
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.pipelined.asynchronous import check_unsharded
@@ -66,14 +66,15 @@ class AsyncUnequalStages(UnequalStages):
                     keep=layout.parallel.pipeline.keep,
                 )  # fmt: skip
                 self._check_owners(table)
+                self._write_note(table, stored, self.plan.versions)
                 exchange = ShardExchange(table.buffers, stage_replicas, specs, layout.sizes)
                 of_optimizer = ShardExchange(table.states, stage_replicas, array_specs, layout.sizes)
                 with jax.named_scope(f"{SCOPE}parameters sent to the stages"):
                     buffers, states = exchange.to_stages(params), of_optimizer.to_stages(owned)
                 result = table.run_updates(
                     pause_schedules(optimizer), buffers, states, counts, traced.data, traced.updated,
-                    scales=self._scales(traced, stage_replicas), reduce=lambda sums: self._reduce(stage_replicas, sums),
-                    frozen=self.frozen,
+                    scales=self._scales(traced, stage_replicas), frozen=self.frozen,
+                    batch_axes=[axis for axis in shardings.batch_axes if layout.sizes[axis] > 1],
                 )  # fmt: skip
             first = jnp.asarray(stage_replicas.number_of)[jax.lax.axis_index("pipe")] == 0
 
@@ -144,18 +145,6 @@ class AsyncUnequalStages(UnequalStages):
                         fix="stages that read it together, or weights='flush'",
                     )
                 readers[path] = stage
-
-    def _reduce(self, replicas: StageReplicas, sums: list[jax.Array]) -> list[jax.Array]:
-        """Sums gradients over the replicas of a stage and over `data`."""
-        with jax.named_scope(GRADIENT):
-            if max(replicas.counts) > 1:
-                groups = [
-                    [replicas.device(stage, number) for number in range(count)]
-                    for stage, count in enumerate(replicas.counts)
-                ]
-                sums = jax.lax.psum(sums, "pipe", axis_index_groups=groups)
-            axes = tuple(axis for axis in self.shardings.batch_axes if self.layout.sizes[axis] > 1)
-            return jax.lax.psum(sums, axes) if axes else sums
 
     def _scales(self, traced: TracedMicrobatch, replicas: StageReplicas) -> jax.Array:
         """Returns 1 / (tokens of a microbatch's update over all replicas), per microbatch."""

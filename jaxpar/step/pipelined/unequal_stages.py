@@ -8,7 +8,7 @@ The model's parts come from tracing its loss: part 0 begins before `jp.pipelined
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from jaxpar.parallel.pipeline_options import FOUND
 from jaxpar.parallel.specs import update_specs
 from jaxpar.parallel.techniques.context import chip_key
 from jaxpar.partition.given_replicas import FoundStages, find_stages
+from jaxpar.partition.stage_costs import costs_of_parts, op_times
+from jaxpar.partition.traced_chain import FORWARDS
 from jaxpar.pipeline.run.branch_table import BranchTable
 from jaxpar.pipeline.run.shard_exchange import ShardExchange
 from jaxpar.pipeline.run.slots import load
@@ -77,6 +79,7 @@ class UnequalStages(Gradients):
         _check_layout(layout)
         self.layout, self.loss, self.numerics, self.frozen = layout, loss, numerics, frozen
         self.shardings = Shardings(layout, numerics.dtype)
+        self._found: FoundStages | None = None
 
     def gradients(self, params: Tree, model_state: Tree, batch: Mapping[str, jax.Array]) -> tuple[Tree, Sums, Tree]:
         """Returns the gradients of the mean loss over all microbatches, the loss sums, and the new model state."""
@@ -167,14 +170,29 @@ class UnequalStages(Gradients):
         layout, keep = self.layout, self.layout.parallel.pipeline.keep
         replicas, parts = self._cut(pieces, train=train)
         whole = {path: jax.ShapeDtypeStruct(value.shape, value.dtype) for path, value in stored.items()}
-        return BranchTable(layout.schedule, replicas, parts, whole, loss=pieces.loss, train=train, keep=keep)
+        table = BranchTable(layout.schedule, replicas, parts, whole, loss=pieces.loss, train=train, keep=keep)
+        if train:
+            self._write_note(table, stored)
+        return table
+
+    def _write_note(self, table: BranchTable, stored: Mapping[str, jax.Array], versions: int = 1) -> None:
+        """Describes the stages that were found, and what the table costs with so many versions of the weights."""
+        found, schedule = self._found, self.layout.schedule
+        if found is None:
+            return
+        forwards = [seconds / FORWARDS for seconds in found.chain.seconds]
+        times = op_times(forwards, found.stages, split=schedule.split, keep=self.layout.parallel.pipeline.keep)
+        shapes = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in stored.values()]
+        costs = costs_of_parts(table.parts, shapes, schedule, times, table.residuals)
+        costs = replace(costs, parameters=versions * costs.parameters)
+        self.notes = (str(replace(found, costs=costs)),)
 
     def _cut(self, pieces: TracedPieces, *, train: bool) -> tuple[StageReplicas, list[PartProgram]]:
         layout, stages = self.layout, self.layout.parallel.pipeline.stages
         replicas = StageReplicas(tuple(layout.parallel.pipeline.replicas or (1,) * layout.schedule.stages))
         if stages == FOUND:
-            found = self._find_stages(pieces, replicas)
-            stages, self.notes = found.stages, (str(found),)
+            self._found = self._find_stages(pieces, replicas)
+            stages = self._found.stages
         else:
             _check_pieces(pieces, stages)
         return replicas, pieces.parts(stages, train=train)

@@ -1,0 +1,219 @@
+"""Predicts the cost of a table whose stages are unequal: the time for which devices wait, and the bytes that they hold.
+
+    seconds of pieces ──► of each op of each part ──► a tick lasts as long as its slowest device ──► share of waiting
+    bytes of pieces   ──► of each kind of memory, those of the stage that needs most             ──► bytes per device
+
+Nothing is compiled. All devices run one program, so each holds as much of every kind as the stage that needs most. Not
+counted: what a branch needs while it runs, the batch, the optimizer's state, and state such as BatchNorm's averages.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.jaxprs.dataflow import shapes
+from jaxpar.jaxprs.part_programs import PartProgram
+from jaxpar.partition.chain import Chain
+from jaxpar.pipeline.run.edges import tree_bytes
+from jaxpar.pipeline.run.stage import Keep
+from jaxpar.pipeline.tables.price import OpTimes, price
+from jaxpar.pipeline.tables.schedule import Schedule
+from jaxpar.units import show_bytes
+
+Messages = Mapping[tuple[int, int], tuple[float, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCosts:
+    """Predictions for a table.
+
+    The bytes are those that the loop over ticks carries. XLA's temporary memory is larger, by what the largest branch
+    needs while it runs and by how XLA packs its arrays.
+
+    Attributes:
+      schedule: Name of the table.
+      waiting: Share of the time of all devices in which they wait, for a slower device in the tick or without a cell.
+      parameters: Bytes of parameters per device, like the next three.
+      gradients: Bytes of the sums of gradients.
+      inbox: Bytes of the messages that wait to be read.
+      residuals: Bytes of the residuals that wait for their backward.
+    """
+
+    schedule: str
+    waiting: float
+    parameters: float
+    gradients: float
+    inbox: float
+    residuals: float = 0.0
+
+    @property
+    def bytes(self) -> float:
+        """Bytes per device, of all kinds."""
+        return self.parameters + self.gradients + self.inbox + self.residuals
+
+    def __str__(self) -> str:
+        kinds = {"parameters": self.parameters, "gradients": self.gradients, "messages": self.inbox}
+        kinds |= {"residuals": self.residuals} if self.residuals else {}
+        *others, last = [f"{show_bytes(size)} of {kind}" for kind, size in kinds.items()]
+        return (
+            f"devices wait {self.waiting:.0%} of the time in {self.schedule}, and each holds {', '.join(others)} and "
+            f"{last} (predicted)"
+        )
+
+
+def op_times(forwards: Sequence[float], stages: Sequence[int], *, split: bool, keep: Keep) -> OpTimes:
+    """Returns the time of each op of each part for a microbatch, in the unit of `forwards`.
+
+    Gradients of a piece's inputs and of its parameters take as long as its forward each. The first piece has no
+    gradient of its inputs. The last part computes the loss in its backward alone. With `keep="inputs"` a B, and a W,
+    begin with the forward.
+
+    Args:
+      forwards: Time of the forward of each piece.
+      stages: Number of pieces of each part.
+      split: Whether the backward is split into B and W.
+      keep: What a forward leaves for its backward.
+    """
+    forward, backward, weights = [], [], []
+    ends = list(accumulate(stages))
+    for part, (end, count) in enumerate(zip(ends, stages, strict=True)):
+        total, first, is_last = sum(forwards[end - count : end]), forwards[end - count], part == len(stages) - 1
+        again = total if keep == "inputs" or is_last else 0.0
+        # gradients of the inputs of pieces: those inside of the part, and that of the part's own input
+        inner, outer = total - first, first if part else 0.0
+        forward.append(0.0 if is_last else total)
+        if split:
+            backward.append(again + inner + outer if part else 0.0)
+            weights.append(again + inner + total)
+        else:
+            backward.append(again + inner + outer)
+            weights.append(total)
+    return OpTimes(tuple(forward), tuple(backward), tuple(weights))
+
+
+def waiting_share(schedule: Schedule, times: OpTimes) -> float:
+    """Returns the share of the time of all devices in which they wait.
+
+    Args:
+      schedule: The table.
+      times: Time of each op of each part for a microbatch, as tuples.
+    """
+    counts = _counts(schedule)
+    runs = [schedule.group / counts[schedule.place(part)[0]] for part in range(schedule.parts)]
+
+    def of_group(op: float | tuple[float, ...]) -> tuple[float, ...]:
+        of_parts = op if isinstance(op, tuple) else (op,) * schedule.parts
+        return tuple(time * number for time, number in zip(of_parts, runs, strict=True))
+
+    of_ticks = replace(
+        times, forward=of_group(times.forward), backward=of_group(times.backward), weights=of_group(times.weights)
+    )
+    prices = price(schedule, of_ticks)
+    work = sum(count * busy for count, busy in zip(counts, prices.work, strict=True))
+    return 1 - work / (sum(counts) * prices.barrier) if prices.barrier else 0.0
+
+
+def inbox_bytes(schedule: Schedule, messages: Messages) -> float:
+    """Returns the bytes of the messages that wait at once, in places of the stage that needs most.
+
+    Args:
+      schedule: The table.
+      messages: (source part, target part) to the bytes of its values, and of their gradients, for a microbatch.
+    """
+    totals = [0.0] * schedule.stages
+    for (source, target), (values, gradients) in messages.items():
+        for size, op, sender, reader in ((values, "F", source, target), (gradients, "B", target, source)):
+            totals[schedule.place(reader)[0]] += size * _places(schedule, op, sender, reader)
+    return max(totals)
+
+
+def pool_bytes(schedule: Schedule, residuals: Mapping[int, float]) -> float:
+    """Returns the bytes of the residuals that wait at once, of the stage that needs most.
+
+    Args:
+      schedule: The table.
+      residuals: Part to the bytes that a forward leaves for its backward, for a microbatch.
+    """
+    totals = [0.0] * schedule.stages
+    for part, size in residuals.items():
+        totals[schedule.place(part)[0]] += size * _places(schedule, "F", part, part)
+    return max(totals)
+
+
+def costs_of_chain(chain: Chain, stages: Sequence[int], schedule: Schedule, forward: float) -> StageCosts:
+    """Predicts a cut of a chain, with `keep="inputs"` and float32 gradients as large as the parameters.
+
+    Args:
+      chain: Its pieces; what crosses a cut counts as a message from the part before it to the part after it.
+      stages: Number of pieces of each part.
+      schedule: The table.
+      forward: Share of the chain's seconds that forwards take.
+    """
+    ends = [*accumulate(stages)]
+    times = op_times([forward * s for s in chain.seconds], stages, split=schedule.split, keep="inputs")
+    messages = {
+        (part, part + 1): (chain.crossing[end - 1], chain.crossing[end - 1]) for part, end in enumerate(ends[:-1])
+    }
+    parameters = [0.0] * schedule.stages
+    for part, (end, count) in enumerate(zip(ends, stages, strict=True)):
+        parameters[schedule.place(part)[0]] += sum(chain.parameters[end - count : end])
+    return StageCosts(
+        schedule=schedule.name, waiting=waiting_share(schedule, times), parameters=max(parameters),
+        gradients=max(parameters), inbox=inbox_bytes(schedule, messages),
+    )  # fmt: skip
+
+
+def costs_of_parts(
+    parts: Sequence[PartProgram],
+    params: Sequence[jax.ShapeDtypeStruct],
+    schedule: Schedule,
+    times: OpTimes,
+    residuals: Mapping[int, float],
+) -> StageCosts:
+    """Predicts a traced cut.
+
+    Args:
+      parts: The parts.
+      params: Shapes of the parameters, in the order of the parts' indices.
+      schedule: The table.
+      times: Time of each op of each part for a microbatch.
+      residuals: As for `pool_bytes`.
+    """
+    of_stage: list[set[int]] = [set() for _ in range(schedule.stages)]
+    messages = {}
+    for target, part in enumerate(parts):
+        of_stage[schedule.place(target)[0]].update(part.params)
+        for source, variables in part.receives.items():
+            sent = shapes(variables)
+            moving = [leaf for leaf in sent if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+            messages[source, target] = tree_bytes(sent), tree_bytes(moving)
+    wide = [jax.ShapeDtypeStruct(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in params]
+    return StageCosts(
+        schedule=schedule.name,
+        waiting=waiting_share(schedule, times),
+        parameters=max(tree_bytes([params[i] for i in stage]) for stage in of_stage),
+        gradients=max(tree_bytes([wide[i] for i in stage]) for stage in of_stage),
+        inbox=inbox_bytes(schedule, messages),
+        residuals=pool_bytes(schedule, residuals),
+    )
+
+
+def _counts(schedule: Schedule) -> tuple[int, ...]:
+    return schedule.replicas or (1,) * schedule.stages
+
+
+def _places(schedule: Schedule, op: str, sender: int, reader: int) -> int:
+    """Returns the microbatches whose result of an op waits at once on a device of the part that reads it last."""
+    last = "W" if schedule.split else "B"
+    begin, end = {}, {}
+    for tick, stage, cell in schedule:
+        part = schedule.part(stage, cell.chunk)
+        if (cell.op, part) == (op, sender):
+            begin[cell.microbatch] = tick
+        if (cell.op, part) == (last, reader):
+            end[cell.microbatch] = tick
+    most = max(sum(begin[i] <= tick < end[i] for i in begin) for tick in range(schedule.ticks))
+    return most * schedule.group // _counts(schedule)[schedule.place(reader)[0]]
