@@ -83,6 +83,18 @@ def test_a_decoder_of_experts_trains_as_on_one_device(experts, sizes):
     assert ("router_bias" in str(expected.model_state)) == bool(experts.get("balance_rate"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"pipe": 2, "expert": 2, "fsdp": 2, "zero": 1}, {"expert": 8}, {"data": 8}], ids=str)
+def test_a_checkpoint_goes_on_under_another_layout(sizes, tmp_path):
+    _, state, step = trained(QWEN, jp.Parallel(expert=4, data=2), steps=2)
+    jp.save(tmp_path / "state", state)
+    layout = jp.compose(decoder(QWEN), jp.Parallel(**sizes))
+    other = jp.train_step(layout, jp.next_token_loss, OPTIMIZER)
+    restored = jp.restore(tmp_path / "state", other)
+    losses = [float(run(of, batch_of())[1]["loss"]) for run, of in ((step, state), (other, restored))]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
 def eager(config, experts):
     """A layer outside of a step."""
     with nnx.use_eager_sharding(False):
