@@ -157,7 +157,8 @@ class Compiler:
         program = compile_with(lowered, self.options)
         if is_update and self.layout.devices > 1 and find_excess(program.as_text(), self.share):
             excess = find_excess(compile_for_lines(lowered, program, self.options).as_text(), self.share)
-            warnings.warn(f"{self.layout.blueprint.name}: {excess}\n  fix: {FIX}", stacklevel=3)
+            fix = "; or ".join([*all_techniques.island_fixes(self.layout, self._use), FIX])
+            warnings.warn(f"{self.layout.blueprint.name}: {excess}\n  fix: {fix}", stacklevel=3)
         if self.layout.sizes["pipe"] > 1 and not self.layout.schedule.phased:
             from jaxpar.hlo.branches import check_branches  # a plain step has no branches to check
 

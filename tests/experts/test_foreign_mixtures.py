@@ -95,6 +95,14 @@ def test_a_mixture_of_einsums_is_cut_by_experts(sizes):
     assert_same_arrays(state.params, params)
 
 
+def test_the_first_step_says_what_a_foreign_dispatch_costs_and_what_would_cost_less():
+    batch = tokens()
+    model = jp.from_nnx(Sorted, batch["tokens"][:1, :-1])
+    with pytest.warns(UserWarning, match=r"times its share of [\s\S]*fix: jp\.mixture\(expert, params") as warned:
+        trained(model, loss, OPTIMIZER, batch, {"expert": 4, "data": 2})
+    assert len(warned) == 1
+
+
 @pytest.mark.filterwarnings("ignore:.*times its share")  # XLA has no partitioned ragged matmul: all rows on each device
 @pytest.mark.parametrize("kind", [Sorted, Vmapped])
 def test_other_mixtures_are_cut_by_experts(kind):

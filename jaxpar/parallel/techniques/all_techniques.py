@@ -142,6 +142,12 @@ def check(layout: Layout, model_use: ModelUse, lowered: Lowered) -> None:
             )
 
 
+def island_fixes(layout: Layout, model_use: ModelUse) -> list[str]:
+    """Returns the islands that a model should call if its devices repeat each other's work, as text."""
+    fixes = [TECHNIQUES[axis].island_fix(layout, model_use.islands) for axis in layout.sizes if axis in TECHNIQUES]
+    return [fix for fix in fixes if fix]
+
+
 # per axis, features that its islands lack, with the implementation that runs models that need them
 _LIMITS = {
     "context": "; jp.attention(..., softcap=50.0) caps scores (Gemma 2); attention with a bias (T5, ALiBi), which it "

@@ -6,10 +6,11 @@ composed    names(parallel)              names of dims to mesh axes, in addition
             resolve(layout, compose)     its choices that the declaration left open, with a sentence on the reason
 traced      how                          implementations of the islands that a model calls, such as jp.attention
 lowered     check(layout, named, text)   its requirements of the model, seen in the traced step
+            island_fix(layout, islands)  the island that a model should call whose devices repeat each other's work
 compiled    compiler_options(layout)     XLA options that let its collectives overlap, on several GPUs
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +52,8 @@ class Technique:
         The first is the default; `Parallel.how` chooses another.
       bind: Returns these functions with further arguments bound, from a layout, its declaration, and the traced step.
       check: Refuses a step, judging by the activation dims that the model named and by the lowered program.
+      island_fix: Returns the island that a model should call whose devices repeat each other's work, as text, from a
+        layout and the names of the islands that it called; "" if there is none.
       compiler_options: Returns XLA options for several GPUs, unless the job wants XLA's own choice
         (`collectives="plain"`).
     """
@@ -63,6 +66,7 @@ class Technique:
     how: Mapping[str, Mapping[str, Callable]] = field(default_factory=dict)
     bind: Callable[[Layout, Mapping[str, Callable], TracedStep], Mapping[str, Callable]] = lambda _, how, __: how
     check: Callable[[Layout, set[str], Any], None] = lambda *_: None
+    island_fix: Callable[[Layout, Set[str]], str] = lambda *_: ""
     compiler_options: Callable[[Layout], Iterable[CompilerOption]] = lambda _: ()
 
 

@@ -3,6 +3,7 @@
 The axis splits the batch, and shards what is no expert as `fsdp` does. `expert_slots` moves tokens.
 """
 
+from collections.abc import Set
 from typing import Any
 
 from jaxpar.errors import Problem
@@ -53,10 +54,17 @@ def idle(layout: Layout) -> list[Problem]:
     ]
 
 
+def island_fix(layout: Layout, islands: Set[str]) -> str:
+    """Returns the island for a model that moves tokens to its experts by itself."""
+    calls = layout.sizes.get(AXIS, 1) == 1 or "mixture" in islands
+    return "" if calls else "jp.mixture(expert, params, x, choices, weights), which sends tokens to their experts alone"
+
+
 EXPERT = Technique(
     axis=AXIS,
     problems=problems,
     idle=idle,
     how={"capacity": {"mixture": capacity}},
+    island_fix=island_fix,
     check=lambda layout, _, lowered: check_picks(layout, lowered),
 )
