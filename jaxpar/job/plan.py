@@ -18,7 +18,7 @@ from jaxpar.mesh.chips import CHIPS, Chip, find_chip
 from jaxpar.mesh.memory_pool import pool_of_environment
 from jaxpar.mesh.target import Target
 from jaxpar.models.settings.computing import HOPPER, why_no_part
-from jaxpar.parallel.declaration import DECLARED
+from jaxpar.parallel.declaration import DECLARED, OPTIONAL
 from jaxpar.pipeline.tables.library import LIBRARY
 from jaxpar.plan.candidate import Candidate, Choices
 from jaxpar.plan.machine.hardware import HARDWARE, Hardware, known_machines
@@ -228,7 +228,8 @@ def overrides(candidate: Candidate, layers: int) -> list[str]:
     """Returns a layout as overrides of a job without any parallel settings."""
     c = candidate
     words = [f"parallel.{axis}={getattr(c, axis)}" for axis in DECLARED]
-    words += [f"parallel.axes.{axis}={size}" for axis, size in c.axes.items() if size > 1]
+    further = {axis: size for axis, size in c.axes.items() if size > 1}
+    words += [f"parallel.{axis if axis in OPTIONAL else f'axes.{axis}'}={size}" for axis, size in further.items()]
     words += [f"parallel.context_by={c.context_by}"] * (c.context_by != "gather")
     words += [f"parallel.ulysses={c.ulysses}"] * (c.context_by == "ring" and c.ulysses > 1)
     words += ['parallel.zero_over="fsdp x context"'] * bool(c.zero_context)

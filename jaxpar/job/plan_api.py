@@ -9,6 +9,7 @@ from jaxpar.errors import refuse, user_code_errors
 from jaxpar.job.file.parse import load
 from jaxpar.job.file.schema import Job
 from jaxpar.job.plan import apply_layout, command, model_question, question
+from jaxpar.parallel.declaration import OPTIONAL
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.pages.displayed_plan import DisplayedPlan
 from jaxpar.plan.search import search
@@ -98,9 +99,12 @@ def _traced(step: "Step", batch: Mapping[str, Any], rows: int, devices: int) -> 
 def _command(candidate: Candidate, step: "Step") -> str:
     """Formats a layout as Python code, with the step's own exchange and precision."""
     exchange, precision = step.layout.parallel.exchange, step.numerics.matmuls
-    sizes = {"data": candidate.data, "fsdp": candidate.fsdp, "zero": candidate.zero if candidate.shards > 1 else None}
+    fields = {axis: size for axis, size in candidate.axes.items() if axis in OPTIONAL}
+    further = {axis: size for axis, size in candidate.axes.items() if axis not in OPTIONAL}
+    zero = candidate.zero if candidate.shards > 1 or any(size > 1 for size in fields.values()) else None
+    sizes = {"data": candidate.data, "fsdp": candidate.fsdp, **fields, "zero": zero}
     parallel_args = [f"{key}={size}" for key, size in sizes.items() if size is not None and (key == "zero" or size > 1)]
-    parallel_args += [f"axes={dict(candidate.axes)}"] if any(size > 1 for size in candidate.axes.values()) else []
+    parallel_args += [f"axes={further}"] if any(size > 1 for size in further.values()) else []
     parallel_args += [f"exchange={exchange!r}"] * (exchange != type(step.layout.parallel)().exchange)
     text = {"compute": precision.compute, "allow": [*precision.allow]} if precision.allow else precision.compute
     step_args = [f"precision={text!r}"] * (text != "fp32")

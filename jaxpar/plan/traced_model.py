@@ -1,4 +1,4 @@
-"""The plan of any model: traced once on shapes, planned over data and fsdp, and over axes of added techniques.
+"""The plan of any model: traced once on shapes, planned over data, fsdp and expert, and axes of added techniques.
 
     matmuls       2 FLOP per multiplication of every matmul and convolution in the forward pass; twice that backward
     elementwise   5 times the bytes of the residuals: written and read in the forward pass; read in the backward pass,

@@ -79,6 +79,7 @@ SCOPE = "param:"  # begins the scope in which a parameter is read
 TABLE = "pipeline:table"  # the ticks of a pipeline
 CHOICE = "pipeline:choice"  # the choice of a stage's op in a tick
 HALO = "halo along "  # the rows of an image that neighbours exchange; a scope ends with the name of their dim
+DISPATCH = "dispatch of tokens"  # the tokens of a mixture of experts in their slots
 TOKENS = "tokens to experts and back"  # the all-to-alls of a mixture of experts
 MESSAGE = "pipeline:message"  # the messages between stages
 UPDATES = "pipeline:ticks with updates "  # a conditional whose second branch runs in as many ticks as the scope says

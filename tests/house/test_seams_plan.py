@@ -150,7 +150,7 @@ def test_it_is_less_simple_than_what_is_there_without_it():
 
 
 def test_a_second_technique_of_an_axis_is_refused():
-    with pytest.raises(JaxparError, match=r"one technique for an axis, .* pipe, tensor, context, toy"):
+    with pytest.raises(JaxparError, match=r"one technique for an axis, .* pipe, tensor, context, expert, toy"):
         plan_table.added(toy_axis.TWIN).__enter__()
     with pytest.raises(JaxparError, match="axes has sizes of further axes of a mesh"):
         Candidate(axes={"data": 2})

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -15,11 +16,13 @@ from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch
 from jaxpar.job.parts.models import batch_errors, resolve_loss, resolve_model
 from jaxpar.job.parts.optimizers import resolve_optimizer
+from jaxpar.models.islands import implemented
 from jaxpar.optim.patterns import matching
 from jaxpar.parallel.compose import as_blueprint, compose
 from jaxpar.parallel.declaration import DECLARED, Parallel
 from jaxpar.parallel.layout import Layout, other_arrays, per_device
 from jaxpar.parallel.read_parameter import read_parameter
+from jaxpar.parallel.techniques.expert_slots import mixture
 from jaxpar.plan.candidate import Candidate, Choices
 from jaxpar.plan.model.shape import Dims
 from jaxpar.plan.model.state_bytes import Recipe
@@ -151,6 +154,7 @@ def trace_model(
         sharding_translation(),
         step_hooks(),
         batch_errors(abstract_inputs(2)[1]),
+        implemented({"mixture": mixture}),
     ):  # shardings that the model itself names have no effect outside of a step
         model_trace = trace(forward, params, abstract_inputs, takes_remat=blueprint.takes_remat, name=blueprint.name)
         sums = _is_sum(forward("none", accumulate=2), params, abstract_inputs(2))
@@ -202,7 +206,8 @@ def _shards(
             continue
         axis_sizes = {axis: size for axis, size in zip(axes, further, strict=True) if size > 1}
         try:
-            layout = compose(blueprint, Parallel(fsdp=fsdp, zero=3 if fsdp > 1 else 0, axes=axis_sizes), count)
+            parallel = replace(Parallel().sized({"fsdp": fsdp, **axis_sizes}), zero=3 if fsdp > 1 else 0)
+            layout = compose(blueprint, parallel, count)
         except JaxparError as error:
             refused[sizes] = error.problems[0].got
             continue

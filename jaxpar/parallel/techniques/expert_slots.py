@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec, get_abstract_mesh
 from jaxpar.models.blocks.dispatch import Load, combine, dispatch
 from jaxpar.models.dim_names import axes_of, constrain, constrain_to, partial_spec, spec_of
 from jaxpar.models.experts import Expert, Routing, Tree
-from jaxpar.sharding.names import TOKENS
+from jaxpar.sharding.names import DISPATCH, TOKENS
 
 AXIS = "expert"
 
@@ -35,7 +35,8 @@ def mixture(expert: Expert, params: Tree, x: jax.Array, routing: Routing) -> tup
 
     rows, width, of_expert = x.shape[0], x.shape[-1], (routing.experts, routing.capacity)
     of_choice, choice = by_rows(slots.of_choice), by_rows(slots.choice)
-    sent = by_rows(jax.vmap(dispatch)(by_rows(x), of_choice, choice)).reshape(rows, *of_expert, width)
+    with jax.named_scope(DISPATCH):
+        sent = by_rows(jax.vmap(dispatch)(by_rows(x), of_choice, choice)).reshape(rows, *of_expert, width)
     empty = [(0, 0), (0, 0), (0, -routing.capacity % split.pieces), (0, 0)]  # slots, for pieces of one size
     tokens = split.to_experts(jnp.pad(sent, empty))
     y = jax.vmap(expert)(params, tokens.reshape(routing.experts, -1, width))

@@ -10,6 +10,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxpar.errors import refuse
 from jaxpar.models.settings.computing import POLICIES, model_policy
+from jaxpar.sharding.names import DISPATCH
 
 ROWS = 2, 4  # batch sizes for tracing: a single row could be broadcast
 
@@ -39,11 +40,14 @@ class ModelTrace:
       matmuls: Matmuls of a forward pass.
       residual_bytes: Remat policy to the bytes of residuals per row.
       blocks: Number of blocks under remat; 0 if the model has none.
+      slots: Of each mixture of experts (`jp.mixture`), the elements of its slots per row, and the number of such
+        mixtures in a forward pass.
     """
 
     matmuls: tuple[Matmul, ...]
     residual_bytes: Mapping[str, float]
     blocks: int
+    slots: tuple[tuple[float, int], ...] = ()
 
 
 def trace(
@@ -80,6 +84,7 @@ def trace(
         matmuls=tuple(Matmul(flop=flop / ROWS[0], times=times, kind=kind) for flop, times, kind in _matmuls(jaxpr)),
         residual_bytes=residuals,
         blocks=_blocks(remat_jaxpr) if remat_jaxpr is not None else 0,
+        slots=tuple((elements / ROWS[0], times) for elements, times in _slots(jaxpr)),
     )
 
 
@@ -109,6 +114,17 @@ def _matmuls(jaxpr: Any, times: int = 1) -> Iterator[tuple[float, int, Kind]]:
         else:
             for inner in _inner(eqn):
                 yield from _matmuls(inner, times * eqn.params["length"] if name == "scan" else times)
+
+
+def _slots(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[int, int]]:
+    """Yields the elements of the slots of each mixture of experts, and its number of runs."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name.startswith("custom_vjp_call") and DISPATCH in str(eqn.source_info.name_stack):
+            slots: Any = eqn.outvars[0].aval
+            yield math.prod(slots.shape), times
+        else:
+            for inner in _inner(eqn):
+                yield from _slots(inner, times * eqn.params["length"] if eqn.primitive.name == "scan" else times)
 
 
 def _blocks(jaxpr: Jaxpr, times: int = 1) -> int:

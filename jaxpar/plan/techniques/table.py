@@ -10,13 +10,14 @@ from jaxpar.errors import refuse
 from jaxpar.plan.techniques.base import PlanTechnique
 from jaxpar.plan.techniques.context import CONTEXT
 from jaxpar.plan.techniques.data import DATA
+from jaxpar.plan.techniques.expert import EXPERT
 from jaxpar.plan.techniques.pipe import PIPE
 from jaxpar.plan.techniques.sharding import SHARDING
 from jaxpar.plan.techniques.tensor import TENSOR
 from jaxpar.tables import insert_row, replace_rows
 
 TECHNIQUES: dict[str, PlanTechnique] = {
-    technique.axis: technique for technique in (PIPE, TENSOR, CONTEXT, SHARDING, DATA)
+    technique.axis: technique for technique in (PIPE, TENSOR, CONTEXT, EXPERT, SHARDING, DATA)
 }
 
 

@@ -1,0 +1,75 @@
+"""What a plan says of `expert`, beside the program that XLA compiles: bytes of tokens, gathers, and memory."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxpar.job.file.parse import load, loads
+from jaxpar.job.inspect import observe
+from jaxpar.job.plan import apply_layout, overrides
+from jaxpar.job.plan import question as asked_of
+from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.machine.software import JAXPAR
+from jaxpar.plan.search import predict, search
+
+gpu_compiler = pytest.importorskip("jax_plugins.xla_cuda13", reason="no compiler for absent GPUs: jax-cuda13-pjrt")
+ROOT = Path(__file__).parents[2]
+JOB = """
+[model]
+name = "decoder"
+vocab = 512
+layers = 2
+dim = 256
+heads = 4
+experts = {count = 8, per_token = 2, hidden = 512, capacity = 1.25}
+[data]
+seq = 512
+[train]
+global_batch = 64
+precision = "bf16"
+"""
+
+
+def question(*changes, devices=8):
+    return asked_of(loads(JOB, list(changes)), devices=devices, chip="h100", per_node=None, options={})
+
+
+def test_the_all_to_alls_of_a_plan_are_those_of_the_program():
+    asked = question()
+    layout = Candidate(fsdp=2, axes={"expert": 4}, zero=3, remat="full", microbatches=2, microbatch=4)
+    planned = [each for each in asked.model.collectives(layout, JAXPAR) if each.kind == "all-to-all"]
+    report = observe(apply_layout(loads(JOB, []), layout, 2, asked.hardware), "h100:1x8")
+    compiled = [each for each in report.ledger if each.kind == "all-to-all"]
+    assert {each.axes for each in compiled} == {each.axes for each in planned} == {("expert",)}
+    assert sum(each.times for each in compiled) == sum(each.times for each in planned) == 2 * 2 * 6
+    sent = [sum(each.step_wire for each in entries) for entries in (compiled, planned)]
+    assert sent[1] == pytest.approx(sent[0], rel=2e-3)
+
+
+def test_what_is_no_expert_is_gathered_over_the_axis_too():
+    asked = question()
+    layout = Candidate(fsdp=1, axes={"expert": 8}, zero=0, remat="none", microbatches=1, microbatch=8)
+    (reduced,) = [each for each in asked.model.collectives(layout, JAXPAR) if each.kind == "all-reduce"]
+    dense = asked.model.parameters - asked.model.parameters_by_dim["expert"]
+    assert reduced.payload == 2 * dense
+    assert asked.model.parameters_by_dim["expert"] == 2 * 8 * 3 * 256 * 512
+    assert "parallel.expert=8" in overrides(layout, 2)
+    assert "parallel.zero=0" in overrides(layout, 2)
+
+
+def test_all_sizes_that_divide_experts_and_rows_are_weighed():
+    assert {*np.asarray(question().legal().size("expert")).tolist()} == {1, 2, 4, 8}
+    assert {*np.asarray(question("model.experts.count=6").legal().size("expert")).tolist()} == {1, 2}
+    assert "expert: no dim is called expert" in question("model.experts.count=0").exclusions
+
+
+@pytest.mark.slow
+def test_mixtral_on_16_gpus_is_planned_as_its_job_has_it_and_its_peak_is_compiled():
+    job = load(ROOT / "configs/gpu_mixtral_8x7b_expert8.toml")
+    asked = asked_of(job, devices=16, chip="h100", per_node=None, options={})
+    best = search(asked).best[0]
+    assert (best.candidate.fsdp, best.candidate.size("expert"), best.candidate.zero) == (2, 8, 3)
+    report = observe(apply_layout(job, best.candidate, 32, asked.hardware), "h100:2x8")
+    assert best.memory.total == pytest.approx(report.total, rel=0.1)
+    assert predict(asked, best.candidate).memory.total == best.memory.total
