@@ -8,6 +8,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.errors import Problem, suggest
 from jaxpar.mesh.axes import AXES, batch_axes
+from jaxpar.models.dim_names import axes_of
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.placement import Placement
@@ -211,5 +212,8 @@ def _whole(leaf: Leaf) -> Placement:
 def _fsdp_reason(parallel: Parallel, whole, sharded) -> str:
     if parallel.stage == 0:
         return ""
-    axes = " x ".join(axis for axis in parallel.zero_axes if parallel.sizes[axis] > 1)
+    used = {axis for entry in whole for axis in axes_of(entry)}
+    axes = " x ".join(axis for axis in parallel.zero_axes if parallel.sizes[axis] > 1 and axis not in used)
+    if not axes:
+        return ""
     return f"; {axes} divides no dim" if whole == sharded else f"; {axes} on the largest dim"

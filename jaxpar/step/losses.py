@@ -60,14 +60,14 @@ def next_token_loss(model: Callable[..., jax.Array], batch: Mapping[str, jax.Arr
 def _with_model_sums(
     loss: tuple[jax.Array, jax.Array], sums: ModelSums, batch: Mapping[str, jax.Array]
 ) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """Adds the losses that the model has added: that of a row to each of its tokens' losses."""
+    """Adds the losses of the model, that of a row to each of its tokens' losses; cross entropy becomes a measure."""
+    if not sums.loss:
+        return {"loss": loss, **sums.measures}
+    shape = batch["targets"].shape
+    weights = _weights(batch, shape)
+    tokens = jnp.float32(shape[1]) if weights is None else jnp.sum(weights, axis=1)
     total, count = loss
-    if sums.loss:
-        shape = batch["targets"].shape
-        weights = _weights(batch, shape)
-        tokens = jnp.float32(shape[1]) if weights is None else jnp.sum(weights, axis=1)
-        total = total + jnp.sum(sum(sums.loss) * tokens)
-    return {"loss": (total, count), **sums.measures}
+    return {"loss": (total + jnp.sum(sum(sums.loss) * tokens), count), "cross_entropy": loss, **sums.measures}
 
 
 def _in_chunks(

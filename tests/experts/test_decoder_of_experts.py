@@ -208,6 +208,20 @@ def test_settings_that_contradict_each_other_are_refused(got, experts):
         ExpertsConfig(**experts)
 
 
+def test_settings_of_experts_may_be_a_dict():
+    assert jp.DecoderConfig(experts=MIXTRAL).experts == ExpertsConfig(**MIXTRAL)
+    with pytest.raises(jp.JaxparError, match="cuont"):
+        jp.DecoderConfig(experts={"cuont": 8})
+
+
+def test_the_loss_is_the_cross_entropy_and_the_weighted_losses_of_the_routers():
+    rows, _, _ = trained(QWEN | {"balance": 0.02}, jp.Parallel(), jax.devices()[:1], steps=1)
+    (row,) = rows
+    assert row["loss"] > row["cross_entropy"] + 0.02
+    plain, _, _ = trained(QWEN | {"balance": 0.0, "router_z": 0.0}, jp.Parallel(), jax.devices()[:1], steps=1)
+    assert plain[0]["loss"] == pytest.approx(row["cross_entropy"], rel=1e-6)
+
+
 def test_less_than_a_token_for_an_expert_is_refused():
     with pytest.raises(jp.JaxparError, match=r"capacity=0\.1 of 8 experts: 0\.4 tokens of a row for each"):
         trained(MIXTRAL | {"capacity": 0.1}, jp.Parallel(), jax.devices()[:1])

@@ -95,6 +95,33 @@ def test_a_mixture_of_einsums_is_cut_by_experts(sizes):
     assert_same_arrays(state.params, params)
 
 
+class Unnamed(nnx.Module):
+    """Large matrices without names, around experts that have them."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        normal = nnx.initializers.normal(0.3)
+        self.embed = nnx.Embed(256, 64, rngs=rngs)
+        self.router = nnx.Linear(64, 4, use_bias=False, rngs=rngs)
+        self.up = nnx.Param(normal(rngs.params(), (4, 64, 64)), out_sharding=("expert", "embed", "mlp"))
+        self.head = nnx.Linear(64, 256, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        weights, choices = jax.lax.top_k(jax.nn.softmax(self.router(x)), 2)
+        y, _ = jp.mixture(lambda up, x: nnx.gelu(x @ up), self.up[...], x, choices, weights)
+        return self.head(x + y + x[:, :0].sum(1, keepdims=True))
+
+
+def test_a_model_without_names_around_its_experts_trains_as_on_one_device():
+    batch, losses = tokens(), []
+    for sizes, devices in (({"expert": 4, "data": 2}, None), ({}, jax.devices()[:1])):
+        layout = jp.compose(Unnamed, jp.Parallel(**sizes), devices)
+        step, state = jp.train_step(layout, loss, OPTIMIZER), jp.init_state(layout, OPTIMIZER)
+        losses.append(float(step(state, batch)[1]["loss"]))
+        assert "expert divides no dim" not in layout.explain()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 def test_the_first_step_says_what_a_foreign_dispatch_costs_and_what_would_cost_less():
     batch = tokens()
     model = jp.from_nnx(Sorted, batch["tokens"][:1, :-1])

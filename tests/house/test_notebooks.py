@@ -89,14 +89,14 @@ def test_stored_outputs_are_whole_and_clean(path):
         assert place not in text, f"{path.stem} shows a path of the machine that ran it: {place}"
 
 
-LONG = ("00_by_hand", "03_pipelines", "07_large_batches", "08_long_sequences", "09_fine_tune")
+LONG = ("00_by_hand", "03_pipelines", "07_large_batches", "08_long_sequences", "09_fine_tune", "10_experts")
 
 
 @pytest.mark.parametrize(
     "path",
     [
         # other tests cover these, too: `step/test_step.py`, `pipeline/test_pipeline.py`, `optim/test_large_batch.py`,
-        # `parallel/test_context_compiled.py`, `job/test_fine_tune.py`
+        # `parallel/test_context_compiled.py`, `job/test_fine_tune.py`, `experts/test_decoder_of_experts.py`
         pytest.param(path, id=path.stem, marks=pytest.mark.full if path.stem in LONG else pytest.mark.slow)
         for path in SOURCES
     ],

@@ -65,16 +65,17 @@ def assign_slots(choices: jax.Array, *, per_token: int, experts: int, capacity: 
     kept = position < capacity
     slots = jnp.where(kept, wanted * capacity + position, experts * capacity)
     asks = (wanted >= 0) & (wanted < experts)
-    for spare in choices.T[per_token:]:
+    for number in range(per_token, choices.shape[1]):
+        spare = choices[:, number]
         open_choices = asks & (slots == experts * capacity)
         first = jnp.argmax(open_choices, axis=1)
         asked = jnp.where(jnp.any(open_choices, axis=1), spare, experts)
         position, used = _queue(asked, used, capacity)
         found = jnp.where(position < capacity, asked * capacity + position, experts * capacity)
         slots = jnp.where((jnp.arange(per_token) == first[:, None]) & open_choices, found[:, None], slots)
-    number = jnp.arange(tokens * per_token, dtype=jnp.int32)
+    entries = jnp.arange(tokens * per_token, dtype=jnp.int32)
     choice = jnp.full((experts * capacity,), tokens * per_token, jnp.int32)
-    choice = choice.at[slots.reshape(-1)].set(number, mode="drop")
+    choice = choice.at[slots.reshape(-1)].set(entries, mode="drop")
     sent, computed = _count(wanted, experts), slots < experts * capacity
     kept_counts = _count(jnp.where(kept, wanted, experts), experts)
     spilled = _count(jnp.where(computed & ~kept, wanted, experts), experts)

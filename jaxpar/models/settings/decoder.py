@@ -1,5 +1,6 @@
 """The settings of a decoder: GPT-2 or Llama, see the table in `jaxpar/models/decoder.py`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -66,7 +67,7 @@ class DecoderConfig(Keywords):
       rope_base: Base of the rotary frequencies.
       rope_stretch: [factor, low, high, seq] of Llama 3.1's frequency scaling, [8.0, 1.0, 4.0, 8192.0]; [] for none.
       dropout: Dropout rate, in training only.
-      experts: A mixture of experts in place of each feed-forward layer.
+      experts: A mixture of experts in place of each feed-forward layer: settings of `ExpertsConfig`, or a dict of them.
       scan: Run one compiled block over stacked layers, instead of compiling one copy per layer.
     """
 
@@ -90,6 +91,8 @@ class DecoderConfig(Keywords):
     scan: bool = True
 
     def __post_init__(self):
+        if isinstance(self.experts, Mapping):
+            object.__setattr__(self, "experts", ExpertsConfig(**self.experts))
         high = 2**31 - 1
         check_ranges(
             self,

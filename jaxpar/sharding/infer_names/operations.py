@@ -87,7 +87,7 @@ def _slice(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
     static = eqn.primitive.name == "slice" and eqn.params.get("strides") is None
     dims = []
     for dim, start, size, part in zip(arrays[0].dims, starts, shape, result, strict=True):
-        equal = static and size % part == 0 and start % part == 0
+        equal = static and part > 0 and size % part == 0 and start % part == 0
         dims.append(dim if size == part else _part(dim, size, part, equal))
     return [TracedArray(tuple(dims), arrays[0].source)]
 
