@@ -89,7 +89,7 @@ print(f"on paper {flop / (64 * 0.711 * 989.5e12):.3f} s, planned {best.time.matm
 
 # %%
 COLOURS = dict(zip(best.time, [
-    "#1f4e79", "#3f87bd", "#a9cfea", "#7264ad", "#d55e00", "#f0b27a", "#e3a712", "#ccd2da", "#b0396b", "#8b93a0", "#2f8f6b"], strict=True))  # fmt: skip
+    "#1f4e79", "#3f87bd", "#a9cfea", "#7264ad", "#d55e00", "#f0b27a", "#c44e52", "#e3a712", "#ccd2da", "#b0396b", "#8b93a0", "#2f8f6b"], strict=True))  # fmt: skip
 
 
 def breakdown(plan, count, title):
