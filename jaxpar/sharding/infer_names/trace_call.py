@@ -27,12 +27,12 @@ def trace_program(init: Callable, bind: Callable, call: Callable[[Any], Any]) ->
 
     from jaxpar.models.experts import active_experts  # loaded only where a model is traced
 
-    # all experts in one matmul: in a loop over them, a stack of experts would look like a stack of layers
-    experts = implemented({"mixture": active_experts})
-    with sharding_translation(), step_hooks(), no_mesh(), experts:
+    with sharding_translation(), step_hooks(), no_mesh():
         values, state = jax.eval_shape(init, jax.random.key(0))
         paths = tuple(path_of(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(values)[0])
-        return jax.make_jaxpr(program)(values, state), paths
+        # all experts in one matmul: in a loop over them, a stack of experts would look like a stack of layers
+        with implemented({"mixture": active_experts}):
+            return jax.make_jaxpr(program)(values, state), paths
 
 
 def with_program(blueprint: Blueprint, call: Callable[[Any], Any]) -> Blueprint:
