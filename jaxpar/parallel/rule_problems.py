@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 
 from jaxpar.errors import JaxparError, Problem, suggest
-from jaxpar.parallel.declaration import Parallel
+from jaxpar.parallel.declaration import OPTIONAL, Parallel
 from jaxpar.sharding.names import Blueprint, Leaf
 from jaxpar.sharding.rules import names_of_dims
 
@@ -22,7 +22,7 @@ def rule_problems(parallel: Parallel, blueprint: Blueprint) -> list[Problem]:
     for name, axes in parallel.rules.items():
         rule_axes = (axes,) if isinstance(axes, str) else tuple(axes or ())
         for axis in rule_axes:
-            if axis not in parallel.sizes:
+            if axis not in parallel.sizes and axis not in OPTIONAL:  # of size 1
                 problems.append(
                     Problem(f"rule {name} -> {axis!r}", "a rule names mesh axes", suggest(axis, parallel.sizes))
                 )

@@ -61,6 +61,26 @@ class Vmapped(nnx.Module):
         return self.head(x + jnp.einsum("ebsd,bse->bsd", y, jax.nn.softmax(self.router(x))))
 
 
+class Interleaved(nnx.Module):
+    """Gates and values of experts lie between each other, as in gpt-oss, and the halves of the head are unpacked."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        normal = nnx.initializers.normal(0.3)
+        self.embed = nnx.Embed(32, 16, rngs=rngs)
+        self.router = nnx.Linear(16, 4, use_bias=False, rngs=rngs)
+        self.up = nnx.Param(normal(rngs.params(), (4, 16, 64)))
+        self.down = nnx.Param(normal(rngs.params(), (4, 32, 16)))
+        self.head = nnx.Param(normal(rngs.params(), (2, 16, 32)))
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        h = jnp.einsum("bsd,edf->bsef", x, self.up[...])
+        h = nnx.silu(h[..., ::2]) * h[..., 1::2]
+        y = jnp.einsum("bsef,efd,bse->bsd", h, self.down[...], jax.nn.softmax(self.router(x)))
+        first, second = self.head[...]
+        return (x + y) @ first + (x - y) @ second
+
+
 def loss(model, batch):
     losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["tokens"][:, :-1]), batch["tokens"][:, 1:])
     return losses.sum(), losses.size
@@ -122,6 +142,44 @@ def test_a_model_without_names_around_its_experts_trains_as_on_one_device():
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+def test_what_is_unpacked_and_stacked_is_read_through():
+    """Names under `tensor` are those of a model that slices and joins: of heads, and of a gated layer."""
+
+    class Unpacked(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            normal = nnx.initializers.normal(0.3)
+            self.embed = nnx.Embed(32, 16, rngs=rngs)
+            self.qkv = nnx.Param(normal(rngs.params(), (3, 16, 4, 4)))
+            self.out = nnx.Param(normal(rngs.params(), (4, 4, 16)))
+            self.gates = nnx.Param(normal(rngs.params(), (2, 16, 64)))
+            self.down = nnx.Linear(64, 16, use_bias=False, rngs=rngs)
+            self.head = nnx.Linear(16, 32, use_bias=False, rngs=rngs)
+
+        def __call__(self, tokens):
+            x = self.embed(tokens)
+            q, k, v = jnp.einsum("bsd,ndhk->nbshk", x, self.qkv[...])
+            q, k = (jnp.stack([-a[..., 1::2], a[..., ::2]], axis=-1).reshape(a.shape) for a in (q, k))
+            x = x + jnp.einsum("bshk,hkd->bsd", jp.attention(q, k, v, causal=True), self.out[...])
+            gate, up = jnp.einsum("bsd,ndf->nbsf", x, self.gates[...])
+            return self.head(x + self.down(nnx.silu(gate) * up))
+
+    batch = tokens()
+    model = jp.from_nnx(Unpacked, batch["tokens"][:1, :-1])
+    layout, losses, _ = trained(model, loss, OPTIMIZER, batch, {"tensor": 4, "data": 2})
+    specs = {path: tuple(layout.placements[path].whole) for path in ("qkv", "out", "gates", "down/kernel")}
+    expected = {"qkv": (None, None, "tensor"), "out": ("tensor",), "gates": (None, None, "tensor")}
+    assert specs == expected | {"down/kernel": ("tensor",)}
+    np.testing.assert_allclose(losses, train(model, Unpacked, loss, OPTIMIZER, batch)[0], rtol=1e-5)
+
+
+def test_a_rule_may_name_an_axis_of_size_one():
+    rules = {"devices": "expert"}
+    layout = jp.compose(Unnamed, jp.Parallel(rules=rules), jax.devices()[:1])
+    assert not any(layout.placements["up"].whole)
+    with pytest.raises(jp.JaxparError, match="'exprt'"):
+        jp.compose(Unnamed, jp.Parallel(rules={"devices": "exprt"}), jax.devices()[:1])
+
+
 def test_the_first_step_says_what_a_foreign_dispatch_costs_and_what_would_cost_less():
     batch = tokens()
     model = jp.from_nnx(Sorted, batch["tokens"][:1, :-1])
@@ -131,13 +189,13 @@ def test_the_first_step_says_what_a_foreign_dispatch_costs_and_what_would_cost_l
 
 
 @pytest.mark.filterwarnings("ignore:.*times its share")  # XLA has no partitioned ragged matmul: all rows on each device
-@pytest.mark.parametrize("kind", [Sorted, Vmapped])
+@pytest.mark.parametrize("kind", [Sorted, Vmapped, Interleaved])
 def test_other_mixtures_are_cut_by_experts(kind):
     batch = tokens()
     model = jp.from_nnx(kind, batch["tokens"][:1, :-1])
     layout, losses, state = trained(model, loss, OPTIMIZER, batch, {"expert": 4, "data": 2})
-    names = {"up", "down"} if kind is Sorted else {"down/kernel"}
-    assert names <= experts_of(layout) <= names | {"up/kernel", "up/bias", "down/bias"}
+    names = {"down/kernel"} if kind is Vmapped else {"down"} if kind is Interleaved else {"up", "down"}
+    assert names <= experts_of(layout) <= names | {"up", "up/kernel", "up/bias", "down/bias"}
     expected = train(model, kind, loss, OPTIMIZER, batch)
     np.testing.assert_allclose(losses, expected[0], rtol=1e-5)
     for value, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected[1]), strict=True):

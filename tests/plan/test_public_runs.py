@@ -24,6 +24,7 @@ from compiled_public_runs import needed, record
 from pairwise import some
 
 from jaxpar.mesh.target import missing_plugin
+from jaxpar.parallel.declaration import DECLARED
 from jaxpar.plan.candidate import Candidate, Choices
 from jaxpar.plan.enumeration import select
 from jaxpar.plan.machine.software import TORCHTITAN, SoftwareModel
@@ -120,7 +121,7 @@ class Answer:
         for place, each in enumerate(self.plan.best, 1):
             if mesh(each.candidate) == used:
                 return place
-        keys = np.stack([*points.layouts.sizes.values(), np.asarray(points.layouts.zero)], axis=1)
+        keys = np.stack([*(points.layouts.size(axis) for axis in DECLARED), np.asarray(points.layouts.zero)], axis=1)
         meshes, which = np.unique(keys, axis=0, return_inverse=True)
         fastest = np.full(len(meshes), np.inf)
         np.minimum.at(fastest, which.ravel(), points.seconds)
@@ -159,7 +160,7 @@ class Answer:
 
 
 def mesh(candidate: Candidate) -> tuple[int, ...]:
-    return (*candidate.sizes.values(), candidate.zero)
+    return (*(candidate.size(axis) for axis in DECLARED), candidate.zero)
 
 
 def software(run: Run) -> SoftwareModel:

@@ -81,14 +81,20 @@ def _broadcast(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
 
 
 def _slice(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
-    """Handles a slice: one of several equal parts is a row of the dim reshaped to [parts, entries]."""
+    """Handles a slice: one of several equal parts is a row of the dim reshaped to [parts, entries].
+
+    Every n-th entry, as of gates that lie between others, is a column of the dim reshaped to [entries, n].
+    """
     shape, result = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
-    starts = eqn.params.get("start_indices", (0,) * len(shape))
-    static = eqn.primitive.name == "slice" and eqn.params.get("strides") is None
+    starts, static = eqn.params.get("start_indices", (0,) * len(shape)), eqn.primitive.name == "slice"
+    strides = (eqn.params.get("strides") if static else None) or (1,) * len(shape)
     dims = []
-    for dim, start, size, part in zip(arrays[0].dims, starts, shape, result, strict=True):
-        equal = static and part > 0 and size % part == 0 and start % part == 0
-        dims.append(dim if size == part else _part(dim, size, part, equal))
+    for dim, start, stride, size, part in zip(arrays[0].dims, starts, strides, shape, result, strict=True):
+        if stride > 1 and part * stride == size:
+            dims.append(regroup([dim], [part, stride])[0])
+        else:
+            equal = static and stride == 1 and part > 0 and size % part == 0 and start % part == 0
+            dims.append(dim if size == part else _part(dim, size, part, equal))
     return [TracedArray(tuple(dims), arrays[0].source)]
 
 
@@ -124,6 +130,19 @@ def _concatenate(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
         joined = fresh(sum(sizes))
     dims = arrays[0].dims
     return [TracedArray((*dims[:axis], joined, *dims[axis + 1 :]), _source(arrays))]
+
+
+def _unstack(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
+    axis, dims = eqn.params["axis"], arrays[0].dims
+    return [TracedArray((*dims[:axis], *dims[axis + 1 :]), arrays[0].source) for _ in eqn.outvars]
+
+
+def _stack(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
+    axis, dims = eqn.params["axis"], arrays[0].dims
+    for operand in arrays[1:]:
+        for first, dim in zip(dims, operand.dims, strict=True):
+            join(first, dim)
+    return [TracedArray((*dims[:axis], fresh(len(arrays)), *dims[axis:]), _source(arrays))]
 
 
 def _update(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
@@ -252,6 +271,8 @@ OPERATIONS: dict[str, Rule] = {
     "dynamic_slice": lambda eqn, arrays: _slice(eqn, arrays[:1]),
     "split": _split,
     "concatenate": _concatenate,
+    "unstack": _unstack,
+    "stack": _stack,
     "dynamic_update_slice": _update,
     "gather": _gather,
     "dot_general": _dot,
