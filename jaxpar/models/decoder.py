@@ -120,12 +120,11 @@ class Decoder(nnx.Module):
             "spilled": (jnp.sum(sums.lost[:, 0]), sent),
             "dropped": (jnp.sum(sums.lost[:, 1]), sent),
         }
+        load = jnp.sum(sums.sent, axis=0)
         if not is_intercepted():  # a stage of a pipeline has a microbatch of one replica, whose maximum is another one
-            load = jnp.sum(sums.sent, axis=0)
             measures["load_max"] = jnp.sum(jnp.max(load, axis=-1)), jnp.sum(jnp.mean(load, axis=-1))
         add_sums(e.balance * losses[:, 0] + e.router_z * losses[:, 1], measures)
         if self.router_bias is not None and not self.deterministic:
-            load = jnp.sum(sums.sent, axis=0)
             step = jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
             self.router_bias[...] = self.router_bias[...] + e.balance_rate * jax.lax.stop_gradient(step)
 

@@ -4,6 +4,7 @@ Suffixes of arrays: b batch, s seq, d embed, h heads, g kv_heads, k head_dim, f 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -195,12 +196,12 @@ class FeedForward(nnx.Module):
 class Block(nnx.Module):
     """A pre-norm transformer layer: attention, then the feed-forward, each added to the stream."""
 
-    def __init__(self, s: BlockConfig, *, rngs: nnx.Rngs):
+    def __init__(self, s: BlockConfig, mlp: Callable[..., nnx.Module] = FeedForward, *, rngs: nnx.Rngs):
         self.rate = s.dropout
         self.norm_attention = Norm(s.dim, kind=s.norm, eps=s.norm_eps)
         self.attention = Attention(s, rngs=rngs)
         self.norm_mlp = Norm(s.dim, kind=s.norm, eps=s.norm_eps)
-        self.mlp = FeedForward(s, rngs=rngs)
+        self.mlp: Any = mlp(s, rngs=rngs)
 
     def __call__(self, x_bsd: jax.Array, key: jax.Array | None, documents: Documents = ONE) -> jax.Array:
         """Output [batch, seq, dim]; no dropout without a key."""

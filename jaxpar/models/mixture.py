@@ -17,7 +17,7 @@ from jaxpar.models.blocks.masks import Documents, apply_layer
 from jaxpar.models.custom_gradients import swiglu
 from jaxpar.models.dim_names import constrain
 from jaxpar.models.experts import mixture
-from jaxpar.models.layers import Attention, Block, BlockConfig, FeedForward, Norm, dropout, weight
+from jaxpar.models.layers import Block, BlockConfig, FeedForward, dropout, weight
 from jaxpar.models.settings.experts import ExpertsConfig
 
 
@@ -120,11 +120,7 @@ class MixtureBlock(Block):
     """A transformer layer whose feed-forward is a mixture. Its stream is {"x", "router": `RouterSums`, ...}."""
 
     def __init__(self, s: BlockConfig, e: ExpertsConfig, *, rngs: nnx.Rngs):
-        self.rate = s.dropout
-        self.norm_attention = Norm(s.dim, kind=s.norm, eps=s.norm_eps)
-        self.attention = Attention(s, rngs=rngs)
-        self.norm_mlp = Norm(s.dim, kind=s.norm, eps=s.norm_eps)
-        self.mlp = MixtureLayer(s, e, rngs=rngs)
+        super().__init__(s, lambda s, rngs: MixtureLayer(s, e, rngs=rngs), rngs=rngs)
 
     def on_stream(self, stream: dict, inputs: LayerInputs) -> dict:
         """Applies the layer to a stream, and adds its sums to those of the router."""

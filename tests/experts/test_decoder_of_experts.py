@@ -207,6 +207,11 @@ def test_settings_that_contradict_each_other_are_refused(got, experts):
         ExpertsConfig(**experts)
 
 
+def test_biases_that_experts_would_lack_are_refused():
+    with pytest.raises(jp.JaxparError, match=r"use_bias = True with experts\.count = 8"):
+        jp.DecoderConfig(use_bias=True, experts=MIXTRAL)
+
+
 def test_settings_of_experts_may_be_a_dict():
     assert jp.DecoderConfig(experts=MIXTRAL).experts == ExpertsConfig(**MIXTRAL)
     with pytest.raises(jp.JaxparError, match="cuont"):

@@ -103,6 +103,12 @@ class DecoderConfig(Keywords):
             below=["dropout"],
         )
         check_heads(self.dim, self.heads, kv_heads=self.kv_heads, even=self.position == "rotary")
+        if self.experts.count and self.use_bias:
+            raise refuse(
+                f"use_bias = True with experts.count = {self.experts.count}",
+                rule="the matrices of experts have no biases",
+                fix="use_bias = False, or experts.count = 0",
+            )
         stretch = tuple(self.rope_stretch)
         if stretch and not (
             len(stretch) == 4 and stretch[0] >= 1 and 0 < stretch[1] < stretch[2] < 1e9 > stretch[3] > 0

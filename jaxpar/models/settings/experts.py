@@ -69,8 +69,7 @@ class ExpertsConfig(Keywords):
                 rule="groups have the same number of experts",
                 fix=f"groups = {nearest_divisor(self.count, self.groups) or 1}",
             )
-        available = self.count // self.groups * self.group_limit if self.groups else self.count
-        if not 0 <= self.group_limit <= self.groups or available < self.per_token:
+        if not 0 <= self.group_limit <= self.groups or self._available < self.per_token:
             raise refuse(
                 f"experts.group_limit = {self.group_limit} of groups = {self.groups}, per_token = {self.per_token}",
                 rule="a token takes its experts of at most `groups` groups, which have at least per_token experts",
@@ -82,5 +81,9 @@ class ExpertsConfig(Keywords):
     @property
     def choices(self) -> int:
         """Experts that a token names: those that compute it, and as many spare ones if choices spill."""
-        available = self.count // self.groups * self.group_limit if self.groups else self.count
-        return min(available, self.per_token * (1 + (self.overflow == "spill")))
+        return min(self._available, self.per_token * (1 + (self.overflow == "spill")))
+
+    @property
+    def _available(self) -> int:
+        """Experts of the groups that a token may take."""
+        return self.count // self.groups * self.group_limit if self.groups else self.count
