@@ -77,7 +77,7 @@ def _in_blocks(job: Job, shape: Shape, chip: Chip) -> str:
     if kernel == "plain":
         return "parallel.context_kernel = 'plain'"
     reason = why_no_part(
-        dtype="bfloat16", head_dim=shape.dim // shape.heads, causal=shape.causal, window=None,
+        dtype="bfloat16", head_dim=shape.head_width, causal=shape.causal, window=None,
         segments=job.data.documents == "apart", ring=1,
         capability=capability[0] + capability[1] / 10 if capability else HOPPER,
     )  # fmt: skip

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from jaxpar.models.blocks.attention import softmax_attention
+from jaxpar.models.blocks.attention_mask import AttentionMask
 from jaxpar.models.dim_names import constrain
 from jaxpar.models.islands import KEYS, attention
 
@@ -52,17 +54,28 @@ class LayerCache:
     values: jax.Array
     positions: jax.Array
 
-    def attend(self, q_bshk: jax.Array, k_bsgk: jax.Array, v_bsgk: jax.Array) -> tuple[jax.Array, "LayerCache"]:
-        """Attention of tokens to all earlier tokens and themselves. Returns the output and the updated layer.
+    def attend(
+        self,
+        q_bshk: jax.Array,
+        k_bsgk: jax.Array,
+        v_bsgk: jax.Array,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> tuple[jax.Array, "LayerCache"]:
+        """Attention of tokens to earlier tokens and themselves. Returns the output and the updated layer.
 
         Several tokens are a prompt, from position 0; a single token has any position.
         """
         keys, values = self._write(self.keys, k_bsgk), self._write(self.values, v_bsgk)
         after = LayerCache(keys, values, self.positions)
         if q_bshk.shape[1] > 1:
-            return attention(q_bshk, k_bsgk, v_bsgk, causal=True), after
-        mask = jnp.arange(keys.shape[1])[None, None, None, :] <= self.positions[:, None, :, None]
-        return jax.nn.dot_product_attention(q_bshk, keys, values, mask=mask), after
+            return attention(q_bshk, k_bsgk, v_bsgk, causal=True, window=window, softcap=softcap), after
+        distance = self.positions[:, None, :, None] - jnp.arange(keys.shape[1])
+        mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+        if softcap is None:
+            return jax.nn.dot_product_attention(q_bshk, keys, values, mask=mask), after
+        return softmax_attention(q_bshk, keys, values, mask=mask, rule=AttentionMask(softcap=softcap)), after
 
     def _write(self, cached: jax.Array, new: jax.Array) -> jax.Array:
         if new.shape[1] > 1:

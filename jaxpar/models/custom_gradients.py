@@ -3,6 +3,7 @@
     normalized(x, ...)   saves its input and one number per token; JAX would save the input, the normalized values in
                          float32, and those again in the dtype of `x`
     swiglu(gate, up)     saves its two inputs; JAX would also save the sigmoid and silu(gate)
+    geglu(gate, up)      saves its two inputs
     unmerged_input(x)    keeps XLA from merging two matmuls that read x, for which it saves copies of weights
     logits(x, head)      computes the head's gradient in the head's layout; JAX would transpose the gradient of the
                          logits and then the head's, each a copy of its size
@@ -124,6 +125,25 @@ def _swiglu_backward(residuals: tuple[jax.Array, jax.Array], grad: jax.Array) ->
 
 
 swiglu.defvjp(lambda gate, up: (swiglu(gate, up), (gate, up)), _swiglu_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def geglu(gate: jax.Array, up: jax.Array, approximate: bool) -> jax.Array:
+    """Computes gelu(gate) * up (arXiv:2002.05202), elementwise; `approximate`: whether gelu is computed by tanh."""
+    return jax.nn.gelu(gate, approximate=approximate) * up
+
+
+def _geglu_backward(
+    approximate: bool, residuals: tuple[jax.Array, jax.Array], grad: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    gate, up = residuals
+    # as in swiglu: recomputed with the gradient, and both results written once
+    zero, grad = jax.lax.optimization_barrier((jnp.zeros((), gate.dtype), grad))
+    y, gradient = jax.vjp(partial(jax.nn.gelu, approximate=approximate), gate + zero)
+    return jax.lax.optimization_barrier((*gradient(grad * up), grad * y))
+
+
+geglu.defvjp(lambda gate, up, approximate: (geglu(gate, up, approximate), (gate, up)), _geglu_backward)
 
 
 def logits(x_bsd: jax.Array, head_dv: jax.Array, *, looped: bool = False) -> jax.Array:

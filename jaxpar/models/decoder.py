@@ -1,8 +1,10 @@
-"""A decoder that is GPT-2 or Llama, depending on its settings.
+"""A decoder whose settings make it a Llama, GPT-2, Qwen, Mistral, Gemma, Phi-3, OLMo 2, SmolLM3, Granite or GPT-NeoX.
 
                  position  norm   gated  use_bias  tied
 Llama (default)  rotary    rms    yes    no        no
 GPT-2            learned   layer  no     yes       yes
+
+The other families, as settings: `models/huggingface/families.py`.
 """
 
 from functools import partial
@@ -19,7 +21,8 @@ from jaxpar.models.blocks.masks import Documents, stream_of
 from jaxpar.models.cache import KVCache
 from jaxpar.models.custom_gradients import logits
 from jaxpar.models.dim_names import constrain
-from jaxpar.models.layers import Block, BlockConfig, Norm, Rope, dropout, weight
+from jaxpar.models.layers import Block, BlockConfig, LayerKind, Norm, dropout, weight
+from jaxpar.models.rotary import Rope
 from jaxpar.models.settings.decoder import DecoderConfig
 from jaxpar.models.stack import is_intercepted, run_cached, run_stack, stack
 
@@ -45,22 +48,30 @@ class Decoder(nnx.Module):
         self.embed = weight(rngs, (s.vocab, s.dim), names, 1.0 if not s.tied else s.dim**-0.5)
         self.positions = weight(rngs, (s.seq, s.dim), ("seq_table", "embed"), 0.02) if s.position == "learned" else None
 
-        kind = BlockConfig(
+        self.kinds = layer_kinds(s)
+        shape = BlockConfig(
             dim=s.dim,
             heads=s.heads,
             kv_heads=s.kv_heads or s.heads,
+            head_dim=s.head_width,
             hidden=s.width,
             norm=s.norm,
             norm_eps=s.norm_eps,
+            norm_position=s.norm_position,
+            qk_norm=s.qk_norm,
             gated=s.gated,
-            use_bias=s.use_bias,
-            rope=Rope(s.rope_base, tuple(s.rope_stretch)) if s.position == "rotary" else None,
+            activation=s.activation_name,
+            biases=s.biased_parts,
+            parallel_residual=s.parallel_residual,
+            attention_scale=s.attention_scale,
+            attention_softcap=s.attention_softcap,
+            residual_scale=s.residual_scale,
             causal=True,
             dropout=s.dropout,
             out_scale=(2 * s.layers) ** -0.5,
         )
         e = s.experts
-        block = partial(_mixture().MixtureBlock, kind, e) if e.count else partial(Block, kind)
+        block = partial(_mixture().MixtureBlock, shape, e) if e.count else partial(Block, shape)
         self.blocks = stack(lambda rngs: block(rngs=rngs), s.layers, rngs)
         self.router_bias = RouterBias(jnp.zeros((s.layers, e.count))) if e.count and e.balance_rate else None
         self.norm = Norm(s.dim, kind=s.norm, eps=s.norm_eps)
@@ -68,8 +79,13 @@ class Decoder(nnx.Module):
         self.rngs = nnx.Rngs(dropout=rngs.dropout()) if s.dropout else None
 
     @property
-    def head_name(self) -> str:
-        """The parameter that maps hidden states to logits: see `jaxpar.step.head.model_protocol`."""
+    def head_name(self) -> str | None:
+        """The parameter that maps hidden states to logits: see `jaxpar.step.head.model_protocol`.
+
+        None with a softcap, which a loss of hidden states and a matrix alone does not know.
+        """
+        if self.settings.logits_softcap:
+            return None
         return "embed" if self.head is None else "head"
 
     def __call__(
@@ -104,10 +120,14 @@ class Decoder(nnx.Module):
             sums = _mixture().RouterSums.zeros(x.shape[0], s.layers, s.experts.count)
             bias = None if self.router_bias is None else self.router_bias[...]
             stream, inputs = arrays | {"router": sums}, _mixture().LayerInputs(keys, jnp.arange(s.layers), bias)
-        stream = run_stack(self.blocks, stream, inputs, policy=self.remat, scan=s.scan)
+        stream = run_stack(self.blocks, stream, inputs, policy=self.remat, scan=s.scan, kinds=self.kinds)
         if s.experts.count:
             self._add_router_sums(stream["router"])
-        return self.norm(stream_of(stream), looped=s.scan)
+        return self._last_norm(stream_of(stream), looped=s.scan)
+
+    def _last_norm(self, x: jax.Array, *, looped: bool = False) -> jax.Array:
+        """Hidden states, of which a matmul with the head makes logits up to a softcap."""
+        return _scaled(self.norm(x, looped=looped), self.settings.logits_scale)
 
     def _add_router_sums(self, sums: Any) -> None:
         """Adds the losses of the routers to the loss, and moves the bias towards experts with few choices."""
@@ -131,7 +151,7 @@ class Decoder(nnx.Module):
     def cache(self, rows: int, positions: int, dtype=jnp.float32) -> KVCache:
         """An empty cache for `rows` sequences of at most `positions` tokens."""
         s = self.settings
-        shape = (rows, positions, s.kv_heads or s.heads, s.dim // s.heads)
+        shape = (rows, positions, s.kv_heads or s.heads, s.head_width)
         return KVCache.empty(layers=s.layers, shape=shape, dtype=dtype)
 
     def decode(
@@ -147,13 +167,16 @@ class Decoder(nnx.Module):
         rows, count = tokens_bs.shape
         positions = jnp.arange(count)[None] + (jnp.zeros((rows, 1), jnp.int32) if count > 1 else cache.length[:, None])
         table = self.embed[...]
-        x, cache = run_cached(self.blocks, self._embed_tokens(table, tokens_bs, positions), cache, positions)
+        x, cache = run_cached(
+            self.blocks, self._embed_tokens(table, tokens_bs, positions), cache, positions, kinds=self.kinds
+        )
         ends = cache.length + 1 if lengths is None else lengths
         last = jnp.take_along_axis(x, (ends - 1)[:, None, None], axis=1) if count > 1 else x
-        return self._read_out(self.norm(last), table)[:, 0], KVCache(cache.keys, cache.values, ends)
+        return self._read_out(self._last_norm(last), table)[:, 0], KVCache(cache.keys, cache.values, ends)
 
     def _embed_tokens(self, table: jax.Array, tokens_bs: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         x = jnp.take(table, tokens_bs, axis=0) if self.head is None else look_up(table, tokens_bs)
+        x = _scaled(x, self.settings.embed_scale)
         if self.positions is not None:
             rows = self.positions[...]
             x = x + (rows[: tokens_bs.shape[1]] if positions is None else jnp.take(rows, positions, axis=0))
@@ -166,8 +189,25 @@ class Decoder(nnx.Module):
             if self.head is None
             else logits(x, self.head[...], looped=self.settings.scan)
         )
+        if cap := self.settings.logits_softcap:
+            values = cap * jnp.tanh(values / cap)
         # logits stay sharded over the vocabulary: the loss sums over it, and never needs all of a token's logits
         return constrain(values, "batch", "seq", "vocab")
+
+
+def layer_kinds(settings: DecoderConfig) -> tuple[LayerKind, ...]:
+    """Returns the kinds of a decoder's layers, which repeat over its layers."""
+    s = settings
+    kinds = []
+    for window, base, factor in s.layer_attention:
+        rotates = s.position == "rotary" and base > 0
+        rope = Rope(base, tuple(s.rope_stretch), factor, s.rope_share) if rotates else None
+        kinds.append(LayerKind(rope, window or None))
+    return tuple(kinds)
+
+
+def _scaled(x: jax.Array, factor: float) -> jax.Array:
+    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
 
 
 def _mixture() -> ModuleType:

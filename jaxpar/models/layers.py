@@ -6,7 +6,8 @@ Suffixes of arrays: b batch, s seq, d embed, h heads, g kv_heads, k head_dim, f 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,53 +15,11 @@ from flax import nnx
 
 from jaxpar.models.blocks.masks import ONE, Documents, apply_layer
 from jaxpar.models.cache import LayerCache
-from jaxpar.models.custom_gradients import normalize, swiglu, unmerged_input
+from jaxpar.models.custom_gradients import geglu, normalize, swiglu, unmerged_input
 from jaxpar.models.dim_names import constrain
 from jaxpar.models.islands import KEYS, QUERIES, attention
-
-# Rotary position embeddings.
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary position embeddings (Su et al. 2021, arXiv:2104.09864).
-
-    Attributes:
-      base: Pair i of n rotates by base ** (-i / n) radians per position.
-      stretch: (factor, low, high, seq): pairs that turn less than `low` times within seq positions rotate `factor`
-        times slower, pairs that turn more than `high` times are unchanged, other pairs are interpolated. () changes
-        nothing. Llama 3.1 (arXiv:2407.21783) has (8, 1, 4, 8192).
-    """
-
-    base: float
-    stretch: tuple[float, ...] = ()
-
-    def frequencies(self, pairs: int) -> jax.Array:
-        """Radians per position. Shape [pairs], float32."""
-        frequency = self.base ** (-jnp.arange(pairs, dtype=jnp.float32) / pairs)
-        if not self.stretch:
-            return frequency
-        factor, low, high, seq = self.stretch
-        unscaled_share = jnp.clip((seq * frequency / (2 * math.pi) - low) / (high - low), 0, 1)
-        return frequency * (unscaled_share + (1 - unscaled_share) / factor)
-
-
-def rotate(x_bshk: jax.Array, rope: Rope, positions_bs: jax.Array | None = None) -> jax.Array:
-    """Rotates queries or keys by their position.
-
-    Pairs are (i, i + head_dim / 2), as in the released Llama weights.
-
-    Args:
-      x_bshk: Queries or keys.
-      rope: The rotary embedding.
-      positions_bs: Positions of the tokens; 0, 1, 2, ... along a row by default.
-    """
-    frequency = rope.frequencies(x_bshk.shape[-1] // 2)
-    pos = jnp.arange(x_bshk.shape[1], dtype=jnp.float32) if positions_bs is None else positions_bs.astype(jnp.float32)
-    angle = pos[..., None, None] * frequency
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    a, b = jnp.split(x_bshk.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_bshk.dtype)
+from jaxpar.models.rotary import Rope, rotate
+from jaxpar.models.settings.decoder import Activation, BiasedPart, NormKind, NormPosition, QueryKeyNorm
 
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], names: tuple[str | None, ...], scale: float) -> nnx.Param:
@@ -82,86 +41,143 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
 
 class Norm(nnx.Module):
-    """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) or LayerNorm, in float32."""
+    """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) or LayerNorm, in float32.
 
-    def __init__(self, dim: int, *, kind: Literal["rms", "layer"], eps: float = 1e-5):
+    A zero-centered RMSNorm multiplies by 1 + its scale, which is 0 at first.
+    """
+
+    def __init__(self, shape: int | tuple[int, ...], *, kind: NormKind, eps: float = 1e-5, names=("embed",)):
+        shape = (shape,) if isinstance(shape, int) else shape
         self.kind, self.eps = kind, eps
-        self.scale = nnx.Param(jnp.ones((dim,)), out_sharding=("embed",))
-        self.bias = bias(kind == "layer", (dim,), ("embed",))
+        first = jnp.zeros if kind == "zero_centered_rms" else jnp.ones
+        self.scale = nnx.Param(first(shape), out_sharding=names)
+        self.bias = bias(kind == "layer", shape, names)
 
     def __call__(self, x: jax.Array, *, looped: bool = False) -> jax.Array:
-        """Normalizes x [..., dim] over its last dim; `looped`: whether `x` is computed in a loop."""
-        y: Any = normalize(x, self.scale[...], self.eps, self.kind == "layer", looped)
+        """Normalizes x over the dims of the scale, its last ones; `looped`: whether `x` is computed in a loop."""
+        scale = self.scale[...]
+        scale = scale + 1 if self.kind == "zero_centered_rms" else scale
+        flat = x.reshape(*x.shape[: x.ndim - scale.ndim], scale.size)
+        y: Any = normalize(flat, scale.reshape(-1), self.eps, self.kind == "layer", looped).reshape(x.shape)
         return y if self.bias is None else y + self.bias[...]
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """The attention of one layer.
+
+    Attributes:
+      rope: Rotary positions, or None.
+      window: A token attends to itself and the window - 1 tokens before it; None is no bound.
+    """
+
+    rope: Rope | None = None
+    window: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """Shape and kind of a transformer block.
+    """Shape and kind of a transformer block; names and values are those of `DecoderConfig`.
 
     Attributes:
       dim: Width of the stream.
       heads: Attention heads.
       kv_heads: Heads of keys and values.
+      head_dim: Width of a head; 0 means dim / heads.
       hidden: Width of the feed-forward.
-      norm: rms or layer.
-      gated: SwiGLU in the feed-forward, else GELU.
-      use_bias: Biases on every matrix.
-      rope: Rotary positions, or None.
+      norm: rms, zero_centered_rms or layer.
+      gated: Whether the feed-forward has a gate.
+      biases: Matrices with biases.
       causal: Whether a token attends only to itself and earlier tokens.
       dropout: Dropout rate, if a key is given.
       out_scale: Factor of the initial values of matrices that write to the stream, 1 / sqrt(2 layers) in GPT-2.
       norm_eps: Epsilon that the norms add to the mean square.
+      norm_position: pre, post or both.
+      qk_norm: none, head or all_heads.
+      parallel_residual: Whether attention and feed-forward read the same stream.
+      activation: silu, gelu or gelu_tanh.
+      attention_scale: Factor of the scores; 0 means 1 / sqrt(head_dim).
+      attention_softcap: Softcap of the scores; 0 means none.
+      residual_scale: Factor of what a layer adds to the stream.
     """
 
     dim: int
     heads: int
     kv_heads: int
     hidden: int
-    norm: Literal["rms", "layer"]
+    norm: NormKind
     gated: bool
-    use_bias: bool
-    rope: Rope | None
+    biases: tuple[BiasedPart, ...]
     causal: bool
     dropout: float
     out_scale: float
+    head_dim: int = 0
     norm_eps: float = 1e-5
+    norm_position: NormPosition = "pre"
+    qk_norm: QueryKeyNorm = "none"
+    parallel_residual: bool = False
+    activation: Activation = "gelu_tanh"
+    attention_scale: float = 0.0
+    attention_softcap: float = 0.0
+    residual_scale: float = 1.0
 
 
 class Attention(nnx.Module):
     """Multi-head attention, grouped-query where `kv_heads` < `heads` (arXiv:2305.13245)."""
 
     def __init__(self, s: BlockConfig, *, rngs: nnx.Rngs):
-        head_dim, scale = s.dim // s.heads, 1 / math.sqrt(s.dim)
+        head_dim, scale = s.head_dim or s.dim // s.heads, 1 / math.sqrt(s.dim)
         self.settings = s
         self.query = weight(rngs, (s.dim, s.heads, head_dim), ("embed", "heads", "head_dim"), scale)
         self.key = weight(rngs, (s.dim, s.kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), scale)
         self.value = weight(rngs, (s.dim, s.kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), scale)
         self.out = weight(rngs, (s.heads, head_dim, s.dim), ("heads", "head_dim", "embed"), scale * s.out_scale)
-        self.query_bias = bias(s.use_bias, (s.heads, head_dim), ("heads", "head_dim"))
-        self.key_bias = bias(s.use_bias, (s.kv_heads, head_dim), ("kv_heads", "head_dim"))
-        self.value_bias = bias(s.use_bias, (s.kv_heads, head_dim), ("kv_heads", "head_dim"))
-        self.out_bias = bias(s.use_bias, (s.dim,), ("embed",))
+        has_bias = "qkv" in s.biases
+        self.query_bias = bias(has_bias, (s.heads, head_dim), ("heads", "head_dim"))
+        self.key_bias = bias(has_bias, (s.kv_heads, head_dim), ("kv_heads", "head_dim"))
+        self.value_bias = bias(has_bias, (s.kv_heads, head_dim), ("kv_heads", "head_dim"))
+        self.out_bias = bias("out" in s.biases, (s.dim,), ("embed",))
+        self.norm_query = self._head_norm(s.heads, head_dim, "heads")
+        self.norm_key = self._head_norm(s.kv_heads, head_dim, "kv_heads")
 
-    def __call__(self, x_bsd: jax.Array, documents: Documents = ONE) -> jax.Array:
+    def _head_norm(self, heads: int, head_dim: int, name: str) -> Norm | None:
+        s = self.settings
+        kind: NormKind = "zero_centered_rms" if s.norm == "zero_centered_rms" else "rms"
+        if s.qk_norm == "none":
+            return None
+        if s.qk_norm == "head":
+            return Norm(head_dim, kind=kind, eps=s.norm_eps, names=("head_dim",))
+        return Norm((heads, head_dim), kind=kind, eps=s.norm_eps, names=(name, "head_dim"))
+
+    def __call__(self, x_bsd: jax.Array, documents: Documents = ONE, kind: LayerKind = LayerKind()) -> jax.Array:
         """Attention output [batch, seq, dim]; a token attends only to tokens of its document."""
-        projected = self._project(x_bsd, documents.positions)
-        y = attention(*projected, causal=self.settings.causal, segments=documents.segments)
+        projected = self._project(x_bsd, kind, documents.positions)
+        softcap = self.settings.attention_softcap or None
+        y = attention(
+            *projected, causal=self.settings.causal, window=kind.window, segments=documents.segments, softcap=softcap
+        )
         return self._project_out(y)
 
-    def cached(self, x_bsd: jax.Array, layer: LayerCache) -> tuple[jax.Array, LayerCache]:
+    def cached(self, x_bsd: jax.Array, layer: LayerCache, kind: LayerKind) -> tuple[jax.Array, LayerCache]:
         """Attention with a KV cache. Returns the output [batch, seq, dim] and the updated cache."""
-        y, layer = layer.attend(*self._project(x_bsd, layer.positions))
+        projected = self._project(x_bsd, kind, layer.positions)
+        y, layer = layer.attend(*projected, window=kind.window, softcap=self.settings.attention_softcap or None)
         return self._project_out(y), layer
 
-    def _project(self, x_bsd: jax.Array, positions: jax.Array | None = None) -> tuple[jax.Array, ...]:
+    def _project(
+        self, x_bsd: jax.Array, kind: LayerKind, positions: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        s = self.settings
         # constrained as soon as they exist, so that sequence parallelism gathers the stream and not the weights
         q = constrain(jnp.einsum("bsd,dhk->bshk", x_bsd, self.query[...]), *QUERIES)
         k = constrain(jnp.einsum("bsd,dgk->bsgk", x_bsd, self.key[...]), *KEYS)
         v = constrain(jnp.einsum("bsd,dgk->bsgk", x_bsd, self.value[...]), *KEYS)
         q, k, v = _add_bias(q, self.query_bias), _add_bias(k, self.key_bias), _add_bias(v, self.value_bias)
-        if self.settings.rope is not None:
-            q, k = rotate(q, self.settings.rope, positions), rotate(k, self.settings.rope, positions)
+        q, k = _normalize(self.norm_query, q), _normalize(self.norm_key, k)
+        if kind.rope is not None:
+            q, k = rotate(q, kind.rope, positions), rotate(k, kind.rope, positions)
+        if s.attention_scale:  # attention itself divides by sqrt(head_dim)
+            q = q * jnp.asarray(s.attention_scale * math.sqrt(q.shape[-1]), q.dtype)
         return q, k, v
 
     def _project_out(self, y: jax.Array) -> jax.Array:
@@ -170,15 +186,17 @@ class Attention(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """Two matrices with GELU between them, or three with SiLU gating (SwiGLU, arXiv:2002.05202)."""
+    """Two matrices with an activation between them, or three with a gate (SwiGLU and GEGLU, arXiv:2002.05202)."""
 
     def __init__(self, s: BlockConfig, *, rngs: nnx.Rngs):
+        self.activation = s.activation
         self.up = weight(rngs, (s.dim, s.hidden), ("embed", "mlp"), 1 / math.sqrt(s.dim))
         self.gate = weight(rngs, (s.dim, s.hidden), ("embed", "mlp"), 1 / math.sqrt(s.dim)) if s.gated else None
         self.down = weight(rngs, (s.hidden, s.dim), ("mlp", "embed"), s.out_scale / math.sqrt(s.hidden))
-        self.up_bias = bias(s.use_bias, (s.hidden,), ("mlp",))
-        self.gate_bias = bias(s.use_bias and s.gated, (s.hidden,), ("mlp",))
-        self.down_bias = bias(s.use_bias, (s.dim,), ("embed",))
+        has_bias = "mlp" in s.biases
+        self.up_bias = bias(has_bias, (s.hidden,), ("mlp",))
+        self.gate_bias = bias(has_bias and s.gated, (s.hidden,), ("mlp",))
+        self.down_bias = bias(has_bias, (s.dim,), ("embed",))
 
     def __call__(self, x_bsd: jax.Array) -> jax.Array:
         """Returns [batch, seq, dim]."""
@@ -186,45 +204,88 @@ class FeedForward(nnx.Module):
         h = constrain(jnp.einsum("bsd,df->bsf", x_bsd, self.up[...]), "batch", "seq", "mlp")
         h = _add_bias(h, self.up_bias)
         if self.gate is None:
-            h = jax.nn.gelu(h)
+            h = activate(self.activation, h)
         else:
             gate = constrain(jnp.einsum("bsd,df->bsf", unmerged_input(x_bsd), self.gate[...]), "batch", "seq", "mlp")
-            h = swiglu(_add_bias(gate, self.gate_bias), h)
+            h = activate_gate(self.activation, _add_bias(gate, self.gate_bias), h)
         return _add_bias(jnp.einsum("bsf,fd->bsd", h, self.down[...]), self.down_bias)
 
 
+def activate(activation: Activation, x: jax.Array) -> jax.Array:
+    """Applies an activation elementwise; gelu is exact, gelu_tanh its approximation (arXiv:1606.08415)."""
+    return jax.nn.silu(x) if activation == "silu" else jax.nn.gelu(x, approximate=activation == "gelu_tanh")
+
+
+def activate_gate(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Computes activation(gate) * up."""
+    return swiglu(gate, up) if activation == "silu" else geglu(gate, up, activation == "gelu_tanh")
+
+
 class Block(nnx.Module):
-    """A pre-norm transformer layer: attention, then the feed-forward, each added to the stream."""
+    """A transformer layer: attention, then the feed-forward, each added to the stream."""
 
     def __init__(self, s: BlockConfig, mlp: Callable[..., nnx.Module] = FeedForward, *, rngs: nnx.Rngs):
-        self.rate = s.dropout
-        self.norm_attention = Norm(s.dim, kind=s.norm, eps=s.norm_eps)
+        norm = partial(Norm, s.dim, kind=s.norm, eps=s.norm_eps)
+        before, after = s.norm_position != "post", s.norm_position != "pre"
+        self.settings = s
+        self.norm_attention = norm() if before else None
         self.attention = Attention(s, rngs=rngs)
-        self.norm_mlp = Norm(s.dim, kind=s.norm, eps=s.norm_eps)
+        self.post_norm_attention = norm() if after else None
+        self.norm_mlp = norm() if before else None
         self.mlp: Any = mlp(s, rngs=rngs)
+        self.post_norm_mlp = norm() if after else None
 
-    def __call__(self, x_bsd: jax.Array, key: jax.Array | None, documents: Documents = ONE) -> jax.Array:
+    def __call__(
+        self, x_bsd: jax.Array, key: jax.Array | None, documents: Documents = ONE, kind: LayerKind = LayerKind()
+    ) -> jax.Array:
         """Output [batch, seq, dim]; no dropout without a key."""
-        keys = (None, None) if key is None else jax.random.split(key)
-        return self._add_residuals(x_bsd, self.attention(self.norm_attention(x_bsd), documents), keys)
+        return self.layer(x_bsd, key, lambda x: self.attention(x, documents, kind), self.mlp)
 
-    def on_stream(self, stream: jax.Array | dict, key: jax.Array | None) -> Any:
+    def on_stream(self, stream: jax.Array | dict, key: jax.Array | None, kind: LayerKind) -> Any:
         """Applies the block to a stream, which may have documents: see `Documents.attach`."""
-        return apply_layer(lambda x, documents: self(x, key, documents), stream)
+        return apply_layer(lambda x, documents: self(x, key, documents, kind), stream)
 
-    def cached(self, x_bsd: jax.Array, layer: LayerCache) -> tuple[jax.Array, LayerCache]:
+    def cached(self, x_bsd: jax.Array, layer: LayerCache, kind: LayerKind) -> tuple[jax.Array, LayerCache]:
         """The block with a KV cache. Returns the output [batch, seq, dim] and the updated cache."""
-        y, layer = self.attention.cached(self.norm_attention(x_bsd), layer)
-        return self._add_residuals(x_bsd, y, (None, None)), layer
+        updated: list[LayerCache] = []
 
-    def _add_residuals(self, x_bsd: jax.Array, y_bsd: jax.Array, keys: jax.Array | tuple[None, None]) -> jax.Array:
-        """Adds attention's output to the stream, then the feed-forward's."""
-        x_bsd = x_bsd + dropout(y_bsd, self.rate, keys[0])
+        def attend(x: jax.Array) -> jax.Array:
+            y, cache = self.attention.cached(x, layer, kind)
+            updated.append(cache)
+            return y
+
+        return self.layer(x_bsd, None, attend, self.feed_forward), updated[0]
+
+    def feed_forward(self, x_bsd: jax.Array) -> jax.Array:
+        """The feed-forward layer [batch, seq, dim] in decoding."""
+        return self.mlp(x_bsd)
+
+    def layer(
+        self,
+        x_bsd: jax.Array,
+        key: jax.Array | None,
+        attend: Callable[[jax.Array], jax.Array],
+        mlp: Callable[[jax.Array], jax.Array],
+    ) -> jax.Array:
+        """Adds attention and the feed-forward to the stream, each with its norms, dropout and scale."""
+        keys = (None, None) if key is None else jax.random.split(key)
+        y_bsd = _normalize(self.post_norm_attention, attend(_normalize(self.norm_attention, x_bsd)))
+        after_bsd = x_bsd + self._branch(y_bsd, keys[0])
         # attention's output is a sum over `tensor`: constrained here, it is a reduce-scatter in sequence parallelism
-        x_bsd = constrain(x_bsd, "batch", "seq", "embed")
-        x_bsd = x_bsd + dropout(self.mlp(self.norm_mlp(x_bsd)), self.rate, keys[1])
-        return constrain(x_bsd, "batch", "seq", "embed")
+        after_bsd = constrain(after_bsd, "batch", "seq", "embed")
+        read_bsd = x_bsd if self.settings.parallel_residual else after_bsd
+        y_bsd = _normalize(self.post_norm_mlp, mlp(_normalize(self.norm_mlp, read_bsd)))
+        return constrain(after_bsd + self._branch(y_bsd, keys[1]), "batch", "seq", "embed")
+
+    def _branch(self, y_bsd: jax.Array, key: jax.Array | None) -> jax.Array:
+        s = self.settings
+        y_bsd = y_bsd if s.residual_scale == 1 else y_bsd * jnp.asarray(s.residual_scale, y_bsd.dtype)
+        return dropout(y_bsd, s.dropout, key)
 
 
 def _add_bias(x: jax.Array, offset: nnx.Param | None) -> jax.Array:
     return x if offset is None else x + offset[...]
+
+
+def _normalize(norm: Norm | None, x: jax.Array) -> jax.Array:
+    return x if norm is None else norm(x)

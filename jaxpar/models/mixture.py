@@ -7,6 +7,7 @@ The losses of a row depend on that row alone, so that they are the same on any m
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -14,10 +15,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.models.blocks.masks import Documents, apply_layer
-from jaxpar.models.custom_gradients import swiglu
 from jaxpar.models.dim_names import constrain
 from jaxpar.models.experts import mixture
-from jaxpar.models.layers import Block, BlockConfig, FeedForward, dropout, weight
+from jaxpar.models.layers import Block, BlockConfig, FeedForward, LayerKind, activate, activate_gate, weight
+from jaxpar.models.settings.decoder import Activation
 from jaxpar.models.settings.experts import ExpertsConfig
 
 
@@ -62,12 +63,12 @@ class MixtureLayer(nnx.Module):
         hidden = e.hidden or s.hidden
         into, out = 1 / math.sqrt(s.dim), s.out_scale / math.sqrt(hidden)
         rows, columns = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
-        self.settings = e
+        self.settings, self.activation = e, s.activation
         self.router = weight(rngs, (s.dim, e.count), ("embed", None), into)
         self.up = weight(rngs, (e.count, s.dim, hidden), rows, into)
         self.gate = weight(rngs, (e.count, s.dim, hidden), rows, into) if s.gated else None
         self.down = weight(rngs, (e.count, hidden, s.dim), columns, out)
-        self.shared = FeedForward(replace(s, hidden=e.shared * hidden, use_bias=False), rngs=rngs) if e.shared else None
+        self.shared = FeedForward(replace(s, hidden=e.shared * hidden, biases=()), rngs=rngs) if e.shared else None
 
     def __call__(
         self, x_bsd: jax.Array, bias: jax.Array | None = None, *, limited: bool = True
@@ -88,7 +89,9 @@ class MixtureLayer(nnx.Module):
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
         params = {"up": self.up[...], "down": self.down[...]} | ({} if self.gate is None else {"gate": self.gate[...]})
         capacity = e.capacity if limited and e.capacity else None
-        y, load = mixture(_expert, params, x_bsd, choices, weights * e.scale, capacity=capacity)
+        y, load = mixture(
+            partial(_expert, self.activation), params, x_bsd, choices, weights * e.scale, capacity=capacity
+        )
         y = y if self.shared is None else y + self.shared(x_bsd)
         sent = load.sent.astype(jnp.float32)
         shares = scores / jnp.sum(scores, axis=-1, keepdims=True)
@@ -109,10 +112,10 @@ class MixtureLayer(nnx.Module):
         return jax.lax.top_k(scores, e.choices)[1]
 
 
-def _expert(params: dict[str, jax.Array], x_nd: jax.Array) -> jax.Array:
+def _expert(activation: Activation, params: dict[str, jax.Array], x_nd: jax.Array) -> jax.Array:
     """The feed-forward layer of one expert."""
     h = x_nd @ params["up"]
-    h = swiglu(x_nd @ params["gate"], h) if "gate" in params else jax.nn.gelu(h)
+    h = activate_gate(activation, x_nd @ params["gate"], h) if "gate" in params else activate(activation, h)
     return h @ params["down"]
 
 
@@ -122,17 +125,17 @@ class MixtureBlock(Block):
     def __init__(self, s: BlockConfig, e: ExpertsConfig, *, rngs: nnx.Rngs):
         super().__init__(s, lambda s, rngs: MixtureLayer(s, e, rngs=rngs), rngs=rngs)
 
-    def on_stream(self, stream: dict, inputs: LayerInputs) -> dict:
+    def on_stream(self, stream: dict, inputs: LayerInputs, kind: LayerKind) -> dict:
         """Applies the layer to a stream, and adds its sums to those of the router."""
         found: list[RouterSums] = []
 
-        def layer(x: jax.Array, documents: Documents) -> jax.Array:
-            keys = (None, None) if inputs.key is None else jax.random.split(inputs.key)
-            x = x + dropout(self.attention(self.norm_attention(x), documents), self.rate, keys[0])
-            x = constrain(x, "batch", "seq", "embed")
-            y, sums = self.mlp(self.norm_mlp(x), inputs.bias)
+        def mlp(x: jax.Array) -> jax.Array:
+            y, sums = self.mlp(x, inputs.bias)
             found.append(sums)
-            return constrain(x + dropout(y, self.rate, keys[1]), "batch", "seq", "embed")
+            return y
+
+        def layer(x: jax.Array, documents: Documents) -> jax.Array:
+            return self.layer(x, inputs.key, lambda x: self.attention(x, documents, kind), mlp)
 
         router = stream["router"]
         after = apply_layer(layer, {name: value for name, value in stream.items() if name != "router"})
@@ -141,8 +144,6 @@ class MixtureBlock(Block):
         sent = router.sent + here[:, None] * sums.sent
         return after | {"router": RouterSums(router.losses + sums.losses, sent, router.lost + sums.lost)}
 
-    def cached(self, x_bsd, layer):
-        """The layer with a KV cache. Returns the output [batch, seq, dim] and the updated cache."""
-        y, layer = self.attention.cached(self.norm_attention(x_bsd), layer)
-        x = x_bsd + y
-        return x + self.mlp(self.norm_mlp(x), limited=False)[0], layer
+    def feed_forward(self, x_bsd: jax.Array) -> jax.Array:
+        """The mixture in decoding, where experts have no capacity."""
+        return self.mlp(x_bsd, limited=False)[0]

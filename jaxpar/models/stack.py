@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxpar.errors import refuse
 from jaxpar.models.cache import KVCache, LayerCache
 from jaxpar.models.remat import remat
 
@@ -98,32 +100,36 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) ->
     return build(rngs)
 
 
-def run_cached(blocks: nnx.Module, x: jax.Array, cache: KVCache, positions: jax.Array) -> tuple[jax.Array, KVCache]:
+def run_cached(
+    blocks: nnx.Module, x: jax.Array, cache: KVCache, positions: jax.Array, *, kinds: Sequence[Any]
+) -> tuple[jax.Array, KVCache]:
     """Applies all blocks of a stack with a KV cache. Returns the output and the updated cache.
 
     Args:
-      blocks: The result of `stack`; a block has a method `cached(x, layer)`.
+      blocks: The result of `stack`; a block has a method `cached(x, layer, kind)`.
       x: Shape [batch, seq, embed].
       cache: Cache with as many layers.
       positions: Positions of the tokens. Shape [batch, seq], int32.
+      kinds: Kinds of the layers, repeated; each compiles a copy of the block.
     """
     graph, params = nnx.split(blocks)
 
     # the cache is carried, not stacked: a loop updates its carry in place
-    def layer(carry, params_and_index):
+    def layer(carry, params_and_index, kind):
         x, keys, values = carry
         params, i = params_and_index
         k, v = (jax.lax.dynamic_index_in_dim(array, i, keepdims=False) for array in (keys, values))
         block: Any = nnx.merge(graph, params)
-        x, updated = block.cached(x, LayerCache(k, v, positions))
+        x, updated = block.cached(x, LayerCache(k, v, positions), kind)
         keys, values = (
             jax.lax.dynamic_update_index_in_dim(array, new, i, axis=0)
             for array, new in ((keys, updated.keys), (values, updated.values))
         )
-        return (x, keys, values), None
+        return x, keys, values
 
     numbers = jnp.arange(cache.keys.shape[0])
-    (x, keys, values), _ = jax.lax.scan(layer, (x, cache.keys, cache.values), (params, numbers))
+    runs = [partial(layer, kind=kind) for kind in kinds]
+    x, keys, values = _scan_by_kind(runs, (x, cache.keys, cache.values), (params, numbers))
     return x, KVCache(keys, values, cache.length)
 
 
@@ -134,31 +140,79 @@ def run_stack(
     *,
     policy: str,
     scan: bool,
+    kinds: Sequence[Any],
 ) -> Any:
     """Applies all blocks of a stack to a stream.
 
     Args:
-      blocks: The result of `stack`; a block has a method `on_stream(stream, inputs)`.
+      blocks: The result of `stack`; a block has a method `on_stream(stream, inputs, kind)`.
       stream: Activations, or a dict of arrays that are carried along.
       inputs: Inputs of each block, such as its dropout key, or None. Leading dim: layers.
       policy: Remat policy, which selects the residuals of each block.
       scan: Compile one body for all blocks; or one copy per block, which compiles longer and lets XLA fuse across them.
+      kinds: Kinds of the layers, repeated, such as a window and none; the body has a block for each.
+
+    Raises:
+      JaxparError: If a stage of a pipeline would begin with another kind than the first.
     """
     graph, params = nnx.split(blocks)
 
-    def layer(stream, params_and_inputs):
+    def layer(stream, params_and_inputs, kind):
         params, of_block = params_and_inputs
         block: Any = nnx.merge(graph, params)
-        return block.on_stream(stream, of_block), None
-
-    # around a layer, inside the scan: around the scan, the backward pass would hold all layers' activations at once
-    layer = remat(layer, policy, prevent_cse=not scan)
+        return block.on_stream(stream, of_block, kind)
 
     def layers(stream, inputs):
+        stacked = (params, inputs)
+        count = _count(stacked)
+        _check_stage(count, len(kinds))
+        # around a layer, inside the scan: around the scan, the backward pass would hold all layers' activations at once
+        prevent_cse = not scan or count % len(kinds) > 0
+        runs = [remat(partial(layer, kind=kind), policy, prevent_cse=prevent_cse) for kind in kinds]
         if scan:
-            return jax.lax.scan(layer, stream, (params, inputs))[0]
-        for i in range(jax.tree.leaves(params)[0].shape[0]):
-            stream, _ = layer(stream, jax.tree.map(lambda leaf, i=i: leaf[i], (params, inputs)))
-        return stream
+            return _scan_by_kind(runs, stream, stacked)
+        return _unrolled(runs, stream, stacked, range(count))
 
     return pipelined(layers, stream, inputs)
+
+
+def _scan_by_kind(runs: Sequence[Callable[..., Any]], carry: Any, stacked: Any) -> Any:
+    """Runs one function of `runs` after the other on the leading dim of `stacked`, by a loop over groups of them.
+
+    Layers that are left over, as the last 2 of Gemma 3's 26, follow the loop.
+    """
+    count, period = _count(stacked), len(runs)
+    looped = count - count % period
+    groups = jax.tree.map(lambda leaf: _group(leaf, looped, period), stacked)
+
+    def group(carry, parts):
+        return (runs[0](carry, parts) if period == 1 else _unrolled(runs, carry, parts, range(period))), None
+
+    carry, _ = jax.lax.scan(group, carry, groups)
+    return _unrolled(runs, carry, stacked, range(looped, count))
+
+
+def _group(leaf: jax.Array, looped: int, period: int) -> jax.Array:
+    if period == 1:
+        return leaf
+    first = leaf if looped == leaf.shape[0] else leaf[:looped]
+    return first.reshape(looped // period, period, *leaf.shape[1:])
+
+
+def _unrolled(runs: Sequence[Callable[..., Any]], carry: Any, stacked: Any, numbers: range) -> Any:
+    for i in numbers:
+        carry = runs[i % len(runs)](carry, jax.tree.map(lambda leaf, i=i: leaf[i], stacked))
+    return carry
+
+
+def _count(stacked: Any) -> int:
+    return jax.tree.leaves(stacked)[0].shape[0]
+
+
+def _check_stage(layers: int, period: int) -> None:
+    if is_intercepted() and layers % period:
+        raise refuse(
+            f"a stage of {layers} layers whose kinds repeat every {period} layers",
+            rule="every stage of a pipeline has the same kinds of layers in the same order",
+            fix=f"stages of a multiple of {period} layers: fewer stages, fewer virtual stages, or more layers",
+        )

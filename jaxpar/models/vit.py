@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.models.dim_names import constrain
-from jaxpar.models.layers import Block, BlockConfig, Norm, dropout, weight
+from jaxpar.models.layers import Block, BlockConfig, LayerKind, Norm, dropout, weight
 from jaxpar.models.settings.vit import ViTConfig
 from jaxpar.models.stack import run_stack, stack
 
@@ -29,8 +29,7 @@ class ViT(nnx.Module):
             hidden=s.hidden or 4 * s.dim,
             norm="layer",
             gated=False,
-            use_bias=True,
-            rope=None,
+            biases=("qkv", "out", "mlp"),
             causal=False,
             dropout=s.dropout,
             out_scale=(2 * s.layers) ** -0.5,
@@ -55,5 +54,5 @@ class ViT(nnx.Module):
         if self.rngs is not None and not self.deterministic:
             keys = jax.random.split(self.rngs.dropout(), s.layers + 1)
             x, keys = dropout(x, s.dropout, keys[0]), keys[1:]
-        x = run_stack(self.blocks, x, keys, policy=self.remat, scan=s.scan)
+        x = run_stack(self.blocks, x, keys, policy=self.remat, scan=s.scan, kinds=(LayerKind(),))
         return jnp.mean(self.norm(x), axis=1) @ self.head[...] + self.head_bias[...]

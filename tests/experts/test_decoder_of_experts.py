@@ -104,7 +104,7 @@ def eager(config, experts):
 def test_without_overflow_experts_of_one_kind_are_one_dense_layer():
     """All experts equal and normalized weights: the router chooses, and nothing changes."""
     layer = eager(
-        BlockConfig(dim=16, heads=2, kv_heads=2, hidden=32, norm="rms", gated=True, use_bias=False, rope=None,
+        BlockConfig(dim=16, heads=2, kv_heads=2, hidden=32, norm="rms", gated=True, activation="silu", biases=(),
                     causal=True, dropout=0.0, out_scale=1.0),
         ExpertsConfig(count=4, per_token=2, capacity=0),
     )  # fmt: skip
@@ -120,7 +120,7 @@ def test_without_overflow_experts_of_one_kind_are_one_dense_layer():
 
 def test_the_router_scores_in_float32():
     """In bfloat16 scores fall together, and other experts win."""
-    config = BlockConfig(dim=16, heads=2, kv_heads=2, hidden=8, norm="rms", gated=True, use_bias=False, rope=None,
+    config = BlockConfig(dim=16, heads=2, kv_heads=2, hidden=8, norm="rms", gated=True, activation="silu", biases=(),
                          causal=True, dropout=0.0, out_scale=1.0)  # fmt: skip
     layer = eager(config, ExpertsConfig(count=64, per_token=1, capacity=0))
     graph, state = nnx.split(layer)

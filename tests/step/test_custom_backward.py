@@ -12,7 +12,7 @@ from pairwise import some
 import jaxpar as jp
 from jaxpar.inspector.compiled import compile_program
 from jaxpar.mesh.target import missing_plugin
-from jaxpar.models.custom_gradients import float32_attention, logits, normalize, swiglu, unmerged_input
+from jaxpar.models.custom_gradients import float32_attention, geglu, logits, normalize, swiglu, unmerged_input
 from jaxpar.models.islands import unsharded_attention
 from jaxpar.models.remat import remat
 from jaxpar.step.losses import cross_entropy
@@ -20,6 +20,10 @@ from jaxpar.step.losses import cross_entropy
 ROWS, DIM, VOCAB = 256, 32, 2**17
 of_jax = jax.nn.dot_product_attention
 absent = pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
+
+
+def plain_geglu(gate, up, approximate):
+    return jax.nn.gelu(gate, approximate=approximate) * up
 
 
 def plain_swiglu(gate, up):
@@ -45,9 +49,11 @@ def plain_logits(x, head):
             for each in (False, True)
         ),
         (swiglu, plain_swiglu, [(2, 3, 8)] * 2),
+        (partial(geglu, approximate=True), partial(plain_geglu, approximate=True), [(2, 3, 8)] * 2),
+        (partial(geglu, approximate=False), partial(plain_geglu, approximate=False), [(2, 3, 8)] * 2),
         (logits, plain_logits, [(2, 3, 8), (8, 5)]),
     ],
-    ids=["rms norm", "layer norm", "swiglu", "logits"],
+    ids=["rms norm", "layer norm", "swiglu", "geglu by tanh", "geglu", "logits"],
 )
 @pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 def test_an_own_backward_pass_is_that_of_jax_and_keeps_the_inputs_alone(own, plain, shapes, dtype):

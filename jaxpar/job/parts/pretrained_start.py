@@ -1,9 +1,6 @@
 """Checks that a job can start from a Hugging Face model, before text is packed and before any weight is read."""
 
-import dataclasses
-import json
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -13,16 +10,15 @@ from jaxpar.checkpoint.start_from import Origin
 from jaxpar.data.spec import OURS
 from jaxpar.data.tokenizers.tokenizer_facts import NAME, read_tokenizer
 from jaxpar.errors import JaxparError, Problem, refuse
+from jaxpar.job.file.dump import toml_value
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.names import settings_of
-from jaxpar.models.huggingface.config import config_of
+from jaxpar.models.huggingface.config import differences
 from jaxpar.models.huggingface.folder import TOKENIZERS
 from jaxpar.models.huggingface.load import Pretrained, load
 from jaxpar.models.settings.decoder import DecoderConfig
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.adapters import checkpoint_leaves
-
-FREE = ("dropout", "scan")  # settings that change no number of a trained model
 
 
 def check_start(job: Job, layout: Layout) -> tuple[Pretrained, Origin]:
@@ -60,7 +56,7 @@ def decoder_of(job: Job) -> DecoderConfig:
     if job.model["name"] != "decoder":
         raise refuse(
             f"model.name = {job.model['name']!r}",
-            rule="Hugging Face's Llama and GPT-2 are read and written for jaxpar's decoder",
+            rule="models of Hugging Face are read and written for jaxpar's decoder",
             fix='model.name = "decoder"',
         )
     return settings_of(job)
@@ -68,11 +64,11 @@ def decoder_of(job: Job) -> DecoderConfig:
 
 def _other_model(job: Job, found: Pretrained) -> list[Problem]:
     settings = decoder_of(job)
-    differences = _differs(settings, found.settings)
-    if not differences:
+    keys = differences(settings, found.settings)
+    if not keys:
         return []
-    text = ", ".join(f"{key} = {getattr(settings, key)!r}" for key in differences)
-    table = ", ".join(f"{key} = {json.dumps(value)}" for key, value in differences.items())
+    text = ", ".join(f"{key} = {getattr(settings, key)!r}" for key in keys)
+    table = ", ".join(f"{key} = {toml_value(getattr(found.settings, key))}" for key in keys)
     return [
         Problem(
             f"[model] of the job has {text}",
@@ -80,21 +76,6 @@ def _other_model(job: Job, found: Pretrained) -> list[Problem]:
             table,
         )
     ]
-
-
-def _differs(mine: DecoderConfig, theirs: DecoderConfig) -> dict[str, Any]:
-    """Returns the settings that differ in effect; 0 is replaced by the default number that it stands for."""
-    config = config_of(mine, "float32")
-    candidates = {
-        field.name: getattr(theirs, field.name)
-        for field in dataclasses.fields(theirs)
-        if getattr(mine, field.name) != getattr(theirs, field.name) and field.name not in FREE
-    }
-    return {
-        key: value
-        for key, value in candidates.items()
-        if config_of(dataclasses.replace(mine, **{key: value}), "float32") != config
-    }
 
 
 def _other_tokens(job: Job, found: Pretrained) -> list[Problem]:

@@ -154,12 +154,30 @@ def attend(
     Returns:
       Shape and dtype of `q`.
     """
+    seen = rule.mask(jnp.arange(q_bshk.shape[1]), jnp.arange(k_btgk.shape[1]), segments_bs, segments_bs)
+    return softmax_attention(q_bshk, k_btgk, v_btgk, mask=seen[:, :, 0], rule=rule)
+
+
+def softmax_attention(
+    q_bshk: jax.Array, k_btgk: jax.Array, v_btgk: jax.Array, *, mask: jax.Array, rule: AttentionMask
+) -> jax.Array:
+    """Attention with XLA's matmuls and float32 scores, under an array of a mask and the softcap of `rule`.
+
+    Args:
+      q_bshk: Queries. Shape [batch, queries, heads, head_dim].
+      k_btgk: Keys. Shape [batch, keys, kv_heads, head_dim].
+      v_btgk: Values. Shape of `k`.
+      mask: Keys that a query attends to. Shape [batch or 1, 1, queries, keys], booleans.
+      rule: The softcap.
+
+    Returns:
+      Shape and dtype of `q`.
+    """
     b, s, heads, head_dim = q_bshk.shape
-    t, groups = k_btgk.shape[1:3]
+    groups = k_btgk.shape[2]
     q_bsgrk = q_bshk.reshape(b, s, groups, heads // groups, head_dim)
     scores = jnp.einsum("bsgrk,btgk->bgrst", q_bsgrk, k_btgk, preferred_element_type=accumulator_dtype(q_bshk))
     scores = rule.cap(scores / math.sqrt(head_dim))
-    seen = rule.mask(jnp.arange(s), jnp.arange(t), segments_bs, segments_bs)
-    scores = jnp.where(seen, scores, -0.5 * jnp.finfo(scores.dtype).max)
+    scores = jnp.where(mask[:, :, None], scores, -0.5 * jnp.finfo(scores.dtype).max)
     shares = jax.nn.softmax(scores, axis=-1).astype(v_btgk.dtype)
     return jnp.einsum("bgrst,btgk->bsgrk", shares, v_btgk).reshape(q_bshk.shape)

@@ -1,19 +1,18 @@
 """Converts a config.json of Hugging Face into the settings of a decoder, and back.
 
-The table below lists every key: as a setting, with the values that the decoder supports, or as one that changes no
-logit. Any other key is refused by name, so that the loaded model always computes what the original does.
-
-Keys and their defaults: LlamaConfig and GPT2Config of transformers, 4.0 to 5.23.
+Every key is a setting of its family (`families.py`), one of which the decoder supports some values, or one that changes
+no logit. Any other key is refused by name, so that the loaded model always computes what the original does.
 """
 
+import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from jaxpar.errors import JaxparError, Problem, refuse, suggest
+from jaxpar.models.huggingface.conversions import FULL, RULE, SLIDING
+from jaxpar.models.huggingface.families import FAMILIES, Family
 from jaxpar.models.settings.decoder import DecoderConfig
 
-RULE = "a config.json describes a model that jaxpar's decoder supports"
 # keys that change no logit: bookkeeping, special tokens, initialization, how text is generated or a model is trained
 SILENT = {
     "_name_or_path", "_attn_implementation", "architectures", "attention_dropout", "attn_pdrop", "bos_token_id",
@@ -29,6 +28,8 @@ SILENT = {
     "length_penalty", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences",
     "output_scores", "prefix", "remove_invalid_values", "repetition_penalty", "return_dict_in_generate",
     "sep_token_id", "suppress_tokens", "temperature", "tf_legacy_loss", "tie_encoder_decoder", "top_k", "top_p",
+    "auto_map", "cache_implementation", "classifier_dropout", "hidden_dropout", "original_max_position_embeddings",
+    "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
     "torchscript", "transformers.js_config", "typical_p", "unsloth_fixed", "unsloth_version", "use_bfloat16",
 }  # fmt: skip
 # keys of which the decoder supports only these values; leaving the key out is fine
@@ -36,58 +37,10 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,), "chunk_size_feed_forward": (0,), "is_encoder_decoder": (False,),
     "pruned_heads": ({}, None), "per_layer_config": (None,), "rope_interleaved": (False,),
 }  # fmt: skip
-STRETCH = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """A kind of model, in jaxpar's and in Hugging Face's terms.
-
-    Attributes:
-      architecture: The name of its class in transformers.
-      fixed: Settings that all decoders of this kind share.
-      keys: jaxpar's setting to Hugging Face's key; keys without a default are required.
-      defaults: Hugging Face's key to its value if it is missing.
-      only: Hugging Face's key to the values that the decoder supports; `config_of` writes the first.
-    """
-
-    architecture: str
-    fixed: Mapping[str, Any]
-    keys: Mapping[str, str]
-    defaults: Mapping[str, Any]
-    only: Mapping[str, tuple[Any, ...]]
-
-
-FAMILIES = {
-    "llama": Family(
-        architecture="LlamaForCausalLM",
-        fixed={"position": "rotary", "norm": "rms", "gated": True},
-        keys={
-            "vocab": "vocab_size", "seq": "max_position_embeddings", "layers": "num_hidden_layers",
-            "dim": "hidden_size", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
-            "hidden": "intermediate_size", "norm_eps": "rms_norm_eps", "tied": "tie_word_embeddings",
-            "use_bias": "attention_bias", "rope_base": "rope_theta",
-        },
-        defaults={
-            "max_position_embeddings": 2048, "num_key_value_heads": 0, "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": False, "attention_bias": False, "rope_theta": 10_000.0,
-        },
-        only={"hidden_act": ("silu", "swish")},
-    ),
-    "gpt2": Family(
-        architecture="GPT2LMHeadModel",
-        fixed={"position": "learned", "norm": "layer", "gated": False, "use_bias": True},
-        keys={
-            "vocab": "vocab_size", "seq": "n_positions", "layers": "n_layer", "dim": "n_embd", "heads": "n_head",
-            "hidden": "n_inner", "norm_eps": "layer_norm_epsilon", "tied": "tie_word_embeddings",
-        },
-        defaults={"n_inner": 0, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
-        only={
-            "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
-            "scale_attn_by_inverse_layer_idx": (False,), "reorder_and_upcast_attn": (False,),
-        },
-    ),
-}  # fmt: skip
+MOST_LAYERS = 4096  # as many are compared
+# settings that change no logit: how a decoder is trained and compiled
+FREE = ("dropout", "scan")
+FREE_OF_EXPERTS = ("capacity", "overflow", "balance", "router_z", "balance_rate")
 
 
 def settings_of(config: Mapping[str, Any]) -> tuple[str, DecoderConfig]:
@@ -98,9 +51,9 @@ def settings_of(config: Mapping[str, Any]) -> tuple[str, DecoderConfig]:
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise refuse(f"model_type = {kind!r:.60}", rule=RULE, fix=f"a model of the kind {' or '.join(FAMILIES)}")
+        raise refuse(f"model_type = {kind!r:.60}", rule=RULE, fix=f"a model of the kind {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
-    config = _flat_rope(config) if kind == "llama" else config
+    config = _flat_rope(config) if family.fixed["position"] == "rotary" else config
     problems = [*_wrong_class(config, family), *_unknown(config, family)]
     values: dict[str, Any] = {}
     for setting, key in family.keys.items():
@@ -112,93 +65,152 @@ def settings_of(config: Mapping[str, Any]) -> tuple[str, DecoderConfig]:
             got = f"{key} = {value!r:.60}" if key in config else f"{key} is missing"
             problems.append(Problem(got, RULE, f"{key} is of type {expected.__name__}"))
         values[setting] = value
+    for conversion in family.conversions:
+        try:
+            values |= conversion.read(config)
+        except JaxparError as error:
+            problems += error.problems
     if problems:
         raise JaxparError(*problems)
-    if scaling := config.get("rope_scaling"):
-        values["rope_stretch"] = _stretch(scaling)
-    settings = DecoderConfig(**{**family.fixed, **values})
-    if problems := _contradictions(kind, config, settings):
-        raise JaxparError(*problems)
+    settings = _shortened(DecoderConfig(**{**family.fixed, **values}))
+    if config.get("n_ctx", settings.seq) != settings.seq:
+        raise refuse(f"n_ctx = {config['n_ctx']!r:.60}", rule="n_ctx is n_positions",
+                     fix=f"a model with n_ctx = {settings.seq}")  # fmt: skip
     return kind, settings
 
 
-def _contradictions(kind: str, config: Mapping[str, Any], settings: DecoderConfig) -> list[Problem]:
-    """Reports keys that contradict other keys, e.g. head_dim != dim / heads."""
-    expected = (
-        {"head_dim": settings.dim // settings.heads, "mlp_bias": settings.use_bias}
-        if kind == "llama"
-        else {"n_ctx": settings.seq}
-    )
-    reasons = {
-        "head_dim": "the heads of the decoder share its width: head_dim is dim / heads",
-        "mlp_bias": "every matrix of the decoder has a bias, or none: mlp_bias is attention_bias",
-        "n_ctx": "n_ctx is n_positions",
+def _shortened(settings: DecoderConfig) -> DecoderConfig:
+    """Returns equal settings with defaults in place of the numbers that they stand for."""
+    plain = DecoderConfig(gated=settings.gated).activation_name
+    changes: dict[str, Any] = {}
+    if settings.head_dim * settings.heads == settings.dim:
+        changes["head_dim"] = 0
+    if settings.activation == plain:
+        changes["activation"] = ""
+    if settings.attention_scale == settings.head_width**-0.5:
+        changes["attention_scale"] = 0.0
+    if {*settings.biased_parts} == {"qkv", "out", "mlp"}:
+        changes |= {"biases": (), "use_bias": True}
+    return dataclasses.replace(settings, **changes)
+
+
+def differences(first: DecoderConfig, second: DecoderConfig) -> list[str]:
+    """Returns the settings in which two decoders differ in effect: a 0 stands for its default number."""
+    mine, theirs = _resolved(first), _resolved(second)
+    keys = [key for key in mine if mine[key] != theirs[key]]
+    single = not (first.rope_bases or second.rope_bases)
+    names = {"rope_bases": "rope_base"} if single else {}
+    names |= {"biases": "use_bias"} if first.use_bias or second.use_bias else {}
+    return [names.get(key, key) for key in keys]
+
+
+def _resolved(settings: DecoderConfig) -> dict[str, Any]:
+    """Returns settings without defaults that other settings imply, and without those that change no logit."""
+    values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    kinds = settings.layer_attention
+    rotary = settings.position == "rotary"
+    values |= {"kv_heads": settings.kv_heads or settings.heads, "head_dim": settings.head_width}
+    values |= {
+        "hidden": settings.width,
+        "activation": settings.activation_name,
+        "use_bias": len(settings.biased_parts) == 3,
     }
-    absent = {"mlp_bias": False}
-    return [
-        Problem(f"{key} = {value!r:.60}", reasons[key], f"a model with {key} = {expected[key]}")
-        for key in expected
-        if (value := config.get(key, absent.get(key))) is not None and value != expected[key]
-    ]
+    values |= {"biases": {*settings.biased_parts}, "rope_stretch": tuple(settings.rope_stretch) if rotary else ()}
+    values |= {"attention_scale": settings.attention_scale or settings.head_width**-0.5}
+    for place, key in enumerate(("windows", "rope_bases", "rope_factors")):
+        values[key] = [kinds[i % len(kinds)][place] for i in range(min(settings.layers, MOST_LAYERS))]
+    if not rotary:
+        values |= dict.fromkeys(("rope_bases", "rope_factors", "rope_share"))
+    else:
+        values["rope_factors"] = [
+            factor if base else 1.0 for base, factor in zip(values["rope_bases"], values["rope_factors"], strict=True)
+        ]
+    experts = {field.name: getattr(settings.experts, field.name) for field in dataclasses.fields(settings.experts)}
+    experts["hidden"] = settings.experts.hidden or settings.width
+    if settings.experts.count:
+        values["hidden"] = experts["hidden"]  # no layer has a dense one
+    values["experts"] = {key: value for key, value in experts.items() if key not in FREE_OF_EXPERTS}
+    if not settings.experts.count:
+        values["experts"] = {"count": 0}
+    values.pop("rope_base")  # in rope_bases
+    return {key: value for key, value in values.items() if key not in FREE}
 
 
-def config_of(settings: DecoderConfig, dtype: str) -> tuple[str, dict[str, Any]]:
+def config_of(settings: DecoderConfig, dtype: str, *, origin: str = "") -> tuple[str, dict[str, Any]]:
     """Returns the family of a decoder and its config.json.
+
+    A config is right if reading it gives the settings; of several such families it is that of `origin`, or the first.
 
     Args:
       settings: Settings of the decoder.
       dtype: Dtype of its tensors, such as float32.
+      origin: Family of the model that it was loaded from.
 
     Raises:
       JaxparError: If it belongs to no family; the message has the settings that differ from the nearest one.
     """
-    if settings.experts.count:
+    if settings.experts.balance_rate:
         raise refuse(
-            f"a decoder with experts.count = {settings.experts.count}",
-            rule=f"export writes a model of dense layers: {' or '.join(FAMILIES)}",
-            fix="experts.count = 0, or the checkpoint as it is",
+            f"experts.balance_rate = {settings.experts.balance_rate}",
+            rule="no family of mixtures that export writes adds a bias to the scores of its router",
+            fix="the checkpoint as it is",
         )
-    mismatches = {
-        kind: [key for key, value in family.fixed.items() if getattr(settings, key) != value]
-        + ["kv_heads"] * (kind == "gpt2" and settings.kv_heads not in (0, settings.heads))
-        for kind, family in FAMILIES.items()
-    }
-    kind = min(mismatches, key=lambda kind: len(mismatches[kind]))
-    if mismatches[kind]:
-        required = {key: FAMILIES[kind].fixed.get(key, settings.heads) for key in mismatches[kind]}
-        raise refuse(
-            "a decoder with " + ", ".join(f"{key} = {getattr(settings, key)!r}" for key in required),
-            rule=f"export writes a model that Hugging Face supports: {' or '.join(FAMILIES)}",
-            fix=f"{kind} has " + ", ".join(f"{key} = {value!r}" for key, value in required.items()),
-        )
-    family = FAMILIES[kind]
+    found: dict[str, list[str]] = {}
+    again: dict[str, DecoderConfig] = {}
+    for kind in sorted(FAMILIES, key=lambda kind: kind != origin):
+        config = _write(kind, settings, dtype)
+        try:
+            _, again[kind] = settings_of(config)
+        except JaxparError:  # a mixture without experts, say: no config of this family
+            continue
+        found[kind] = differences(settings, again[kind])
+        if not found[kind]:
+            return kind, config
+    kind = min(found, key=lambda kind: len(found[kind]))
+    nearest = again[kind]
+    raise refuse(
+        "a decoder with " + ", ".join(f"{key} = {getattr(settings, key)!r}" for key in found[kind]),
+        rule=f"export writes a model that Hugging Face supports: {', '.join(FAMILIES)}",
+        fix=f"{kind} has "
+        + ", ".join(f"{key} = {_resolved(nearest).get(key, getattr(nearest, key))!r}" for key in found[kind]),
+    )
+
+
+def _write(kind: str, settings: DecoderConfig, dtype: str) -> dict[str, Any]:
+    """Returns the config.json of a decoder as one of this family, which may not express all of its settings."""
+    family, rate = FAMILIES[kind], settings.dropout
     values = {key: getattr(settings, setting) for setting, key in family.keys.items()}
+    implied = {"kv_heads": settings.kv_heads or settings.heads, "hidden": settings.width}
+    values |= {key: implied[setting] for setting, key in family.keys.items() if setting in implied}
     config = {"model_type": kind, "architectures": [family.architecture], "torch_dtype": dtype} | values
     config |= {key: values_allowed[0] for key, values_allowed in family.only.items()}
-    if kind == "llama":
-        config |= {
-            "num_key_value_heads": settings.kv_heads or settings.heads, "intermediate_size": settings.width,
-            "head_dim": settings.dim // settings.heads, "mlp_bias": settings.use_bias, "attention_dropout": 0.0,
-        }  # fmt: skip
-        scaling = None
-        if settings.rope_stretch:
-            stretch = [*settings.rope_stretch[:3], int(settings.rope_stretch[3])]
-            scaling = {"rope_type": "llama3", **dict(zip(STRETCH, stretch, strict=True))}
-        config["rope_scaling"] = scaling
-        config["rope_parameters"] = {**(scaling or {"rope_type": "default"}), "rope_theta": settings.rope_base}
-    else:
-        rate = settings.dropout
-        config |= {"n_inner": settings.width, "embd_pdrop": rate, "resid_pdrop": rate, "attn_pdrop": 0.0}
-    return kind, config
+    for conversion in family.conversions:
+        config |= conversion.write(settings)
+    if kind == "gpt2":
+        return config | {"embd_pdrop": rate, "resid_pdrop": rate, "attn_pdrop": 0.0}
+    return config | {"attention_dropout": 0.0}
 
 
 def _flat_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Moves transformers 5's `rope_parameters` table to transformers 4's `rope_theta` and `rope_scaling`."""
+    """Moves transformers 5's `rope_parameters` table to the keys of transformers 4."""
     flat = dict(config)
     table = flat.pop("rope_parameters", None)
-    if table is None:
-        return flat
-    rope = dict(table) if isinstance(table, dict) else {"rope_parameters": table}
+    kind = flat.get("model_type")
+    if isinstance(table, Mapping) and FULL in table:
+        local = table.get(SLIDING)
+        flat.setdefault("rope_local_base_freq", local.get("rope_theta") if isinstance(local, Mapping) else None)
+        table = table[FULL]
+    if table is not None:
+        flat = _with_rope(flat, dict(table) if isinstance(table, Mapping) else {"rope_parameters": table})
+    if kind == "gpt_neox" and "rope_theta" in flat:  # two names of one number
+        theta = flat.pop("rope_theta")
+        if flat.setdefault("rotary_emb_base", theta) != theta:
+            raise refuse(f"rope_theta = {theta!r:.40}, and rotary_emb_base = {flat['rotary_emb_base']!r:.40}",
+                         rule=RULE, fix="one of them")  # fmt: skip
+    return flat
+
+
+def _with_rope(flat: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
     theta = rope.pop("rope_theta", flat.get("rope_theta", 10_000.0))
     if flat.setdefault("rope_theta", theta) != theta:
         raise refuse(
@@ -206,28 +218,14 @@ def _flat_rope(config: Mapping[str, Any]) -> dict[str, Any]:
             rule=RULE,
             fix="one of them",
         )
+    if "partial_rotary_factor" in rope:
+        flat.setdefault("partial_rotary_factor", rope.pop("partial_rotary_factor"))
     if rope.get("rope_type") == "default":
         del rope["rope_type"]
     if rope and (flat.get("rope_scaling") or rope) != rope:
         got = f"rope_scaling = {flat['rope_scaling']!r:.80}, and {rope!r:.80} in rope_parameters"
         raise refuse(got, rule=RULE, fix="one of them")
     return flat | ({"rope_scaling": rope} if rope else {})
-
-
-def _stretch(scaling: object) -> tuple[float, ...]:
-    """Returns the settings of Llama 3.1's rotary frequencies, the only scaling that the decoder supports."""
-    rope = dict(scaling) if isinstance(scaling, Mapping) else {}
-    if rope.pop("rope_type", None) != "llama3" or rope.keys() != set(STRETCH):
-        raise refuse(
-            f"rope_scaling = {scaling!r:.100}",
-            rule=f"rotary frequencies are plain, or stretched as in Llama 3.1: llama3 with {', '.join(STRETCH)}",
-            fix="another model",
-        )
-    if not all(type(value) in (int, float) and 0 < value < 1e9 for value in rope.values()):
-        raise refuse(
-            f"rope_scaling = {scaling!r:.100}", rule="the numbers of rope_scaling are positive", fix="fetch it again"
-        )
-    return tuple(float(rope[key]) for key in STRETCH)
 
 
 def _wrong_class(config: Mapping[str, Any], family: Family) -> list[Problem]:
@@ -240,9 +238,7 @@ def _wrong_class(config: Mapping[str, Any], family: Family) -> list[Problem]:
 def _unknown(config: Mapping[str, Any], family: Family) -> list[Problem]:
     """Reports unknown keys, and keys with values that the decoder does not support."""
     limits = ONLY | dict(family.only)
-    handled = {*family.keys.values()}
-    if family is FAMILIES["llama"]:
-        handled |= {"head_dim", "mlp_bias", "rope_scaling"}
+    handled = {*family.keys.values(), *(key for conversion in family.conversions for key in conversion.keys)}
     problems = []
     for key, value in config.items():
         if key in limits and not any(type(value) is type(choice) and value == choice for choice in limits[key]):

@@ -13,9 +13,9 @@ from jax.typing import DTypeLike
 from jaxpar.errors import JaxparError, Problem, refuse, shape_differences
 from jaxpar.files import check_local
 from jaxpar.models.huggingface.config import config_of
-from jaxpar.models.huggingface.folder import copy_small_files, special_ids
+from jaxpar.models.huggingface.folder import CONFIG, copy_small_files, is_folder, read_config, special_ids
 from jaxpar.models.huggingface.load import few
-from jaxpar.models.huggingface.param_mapping import ParamMapping, param_mappings, tensor_shape
+from jaxpar.models.huggingface.param_mapping import ParamMapping, groups, param_mappings, tensor_shape, to_tensor
 from jaxpar.models.huggingface.safetensors import FLOATS, TensorSource, write
 from jaxpar.models.settings.decoder import DecoderConfig
 
@@ -48,24 +48,20 @@ def export(
     """
     flat = _flat(params)
     tensor_dtype = None if dtype is None else _float(dtype)
-    kind, config = config_of(
-        settings, (tensor_dtype or np.dtype(flat["embed"].dtype)).name if "embed" in flat else "float32"
-    )
+    name = (tensor_dtype or np.dtype(flat["embed"].dtype)).name if "embed" in flat else "float32"
+    kind, config = config_of(settings, name, origin=_family(origin))
     table = param_mappings(kind, settings)
-    if problems := _mismatches(flat, table, settings):
+    if problems := _mismatches(flat, table):
         raise JaxparError(*problems)
-    groups: dict[str, list[ParamMapping]] = {}
-    for rule in table:
-        groups.setdefault(rule.tensor_name, []).append(rule)
     tensors = [
         TensorSource(
-            name.format(layer),
+            name.format(*place),
             tensor_dtype or np.dtype(flat[group[0].path].dtype),
             tensor_shape(group),
-            partial(_fetch, group, flat, layer),
+            partial(_fetch, group, flat, place),
         )
-        for name, group in groups.items()
-        for layer in (range(settings.layers) if group[0].stacked else range(1))
+        for name, group in groups(table).items()
+        for place in np.ndindex(group[0].stacked)
     ]
     check_local(folder, "folder")
     folder = Path(folder).expanduser()
@@ -93,12 +89,15 @@ def _float(dtype: DTypeLike | None) -> np.dtype:
     return result
 
 
-def _fetch(group: list[ParamMapping], flat: Mapping[str, Any], layer: int) -> np.ndarray:
+def _family(origin: str | Path | None) -> str:
+    """Returns the family of the folder that a decoder was loaded from."""
+    folder = Path(origin or "").expanduser()
+    return str(read_config(folder / CONFIG).get("model_type")) if origin and is_folder(folder) else ""
+
+
+def _fetch(group: list[ParamMapping], flat: Mapping[str, Any], place: tuple[int, ...]) -> np.ndarray:
     """Copies a tensor to the host in Hugging Face's layout, one layer of a stack at a time."""
-    parts = [
-        rule.to_tensor(np.asarray(flat[rule.path][layer] if rule.stacked else flat[rule.path][...])) for rule in group
-    ]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+    return to_tensor(group, [np.asarray(flat[rule.path][place or ...]) for rule in group])
 
 
 def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
@@ -108,8 +107,7 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return flat
 
 
-def _mismatches(flat: Mapping[str, Any], table: list[ParamMapping], settings: DecoderConfig) -> list[Problem]:
-    expected = {rule.path: (settings.layers, *rule.shape) if rule.stacked else rule.shape for rule in table}
-    problems = shape_differences(flat, expected, owner="this decoder")
+def _mismatches(flat: Mapping[str, Any], table: list[ParamMapping]) -> list[Problem]:
+    problems = shape_differences(flat, {rule.path: rule.shape for rule in table}, owner="this decoder")
     rule, fix = "they are those of a decoder of these settings", "its own settings"
     return [Problem(f"parameters {kind}: {few(names)}", rule, fix) for kind, names in problems.items()]

@@ -12,15 +12,17 @@ import numpy as np
 
 from jaxpar.errors import JaxparError, Problem, shape_differences
 from jaxpar.models.huggingface.config import settings_of
+from jaxpar.models.huggingface.families import FAMILIES
 from jaxpar.models.huggingface.folder import CONFIG, read_config
-from jaxpar.models.huggingface.param_mapping import ParamMapping, param_mappings, tensor_shape
+from jaxpar.models.huggingface.param_mapping import ParamMapping, groups, joint_size, param_mappings, tensor_shape
 from jaxpar.models.huggingface.safetensors import FLOATS, NAMES, Entry, folder_entries
 from jaxpar.models.settings.decoder import DecoderConfig
 
-PREFIXES = {"llama": "model.", "gpt2": "transformer."}
+HEAD = "lm_head.weight"  # saved beside the embedding that it is tied to
 # constants that older versions saved with the weights: causal masks, rotary frequencies
-CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-HEAD = "lm_head.weight"
+CONSTANTS = (
+    ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,33 +31,35 @@ class Tensor:
 
     Attributes:
       rule: Mapping to Hugging Face's tensors.
-      entries: The tensors, one per layer of a stack.
+      entries: The tensors, one per layer of a stack, and per expert. Shape `rule.stacked`, of `Entry`.
+      joint_size: Size of the dim of a tensor that several parameters share.
       dtype: Dtype that the values are converted to.
     """
 
     rule: ParamMapping
-    entries: tuple[Entry, ...]
+    entries: np.ndarray
+    joint_size: int
     dtype: np.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the whole parameter, stacked layers first."""
-        return (len(self.entries), *self.rule.shape) if self.rule.stacked else self.rule.shape
+        """Shape of the whole parameter, stacked dims first."""
+        return self.rule.shape
 
     def __getitem__(self, index) -> np.ndarray:
         """Reads a part and allocates only this part, for `jax.make_array_from_callback`."""
         index = index if isinstance(index, tuple) else (index,)
-        views = [self.rule.to_param(entry.view()) for entry in self.entries]
-        if not self.rule.stacked:
-            return np.array(views[0][index], self.dtype)
-        layers, inner = (index[0], index[1:]) if index and index[0] is not ... else (slice(None), index)
-        selected = np.arange(len(views))[layers]
-        if not selected.ndim:
-            return np.array(views[selected][inner], self.dtype)
-        part = np.empty((len(selected), *self.rule.to_param(self.entries[0].view())[inner].shape), self.dtype)
-        for row, layer in enumerate(selected):
-            part[row] = views[layer][inner]
+        index, stacked = tuple(entry for entry in index if entry is not ...), self.entries.ndim
+        inner, chosen = index[stacked:], self.entries[index[:stacked]]
+        if isinstance(chosen, Entry):
+            return np.array(self._view(chosen)[inner], self.dtype)
+        part = np.empty((*chosen.shape, *self._view(self.entries.flat[0])[inner].shape), self.dtype)
+        for place in np.ndindex(chosen.shape):
+            part[place] = self._view(chosen[place])[inner]
         return part
+
+    def _view(self, entry: Entry) -> np.ndarray:
+        return self.rule.to_param(entry.view(), self.joint_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +67,7 @@ class Pretrained:
     """A Hugging Face model.
 
     Attributes:
-      kind: llama or gpt2.
+      kind: Its family, a key of `families.FAMILIES`.
       settings: Settings of the decoder that computes the same function.
       params: Path to parameter, with `shape` and `dtype`; indexing with `[...]` reads it.
     """
@@ -87,23 +91,32 @@ def load(folder: str | Path, *, dtype: Any = np.float32) -> Pretrained:
     folder = Path(folder).expanduser()
     kind, settings = settings_of(read_config(folder / CONFIG))
     table = param_mappings(kind, settings)
-    tensors = _prefixed(folder_entries(folder), PREFIXES[kind])
+    tensors = _prefixed(folder_entries(folder), FAMILIES[kind].prefix, {rule.tensor_name for rule in table})
     if problems := _differences(tensors, table, settings):
         raise JaxparError(*problems)
-    layers = {True: range(settings.layers), False: range(1)}
-    entries = {rule.path: tuple(tensors[rule.tensor_name.format(i)] for i in layers[rule.stacked]) for rule in table}
+    sizes = {name: joint_size(group) for name, group in groups(table).items()}
     return Pretrained(
         kind=kind,
         settings=settings,
-        params={rule.path: Tensor(rule, entries[rule.path], np.dtype(dtype)) for rule in table},
+        params={
+            rule.path: Tensor(rule, _entries(rule, tensors), sizes[rule.tensor_name], np.dtype(dtype)) for rule in table
+        },
     )
 
 
-def _prefixed(tensors: Mapping[str, Entry], prefix: str) -> dict[str, Entry]:
+def _entries(rule: ParamMapping, tensors: Mapping[str, Entry]) -> np.ndarray:
+    """Returns the entries of a parameter. Shape `rule.stacked`, of objects."""
+    entries = np.empty(rule.stacked, object)
+    for place in np.ndindex(rule.stacked):
+        entries[place] = tensors[rule.tensor_name.format(*place)]
+    return entries
+
+
+def _prefixed(tensors: Mapping[str, Entry], prefix: str, names: set[str]) -> dict[str, Entry]:
     """Adds the prefix, e.g. `model.`, to the names of a model that was saved without its head."""
     is_unprefixed = not any(name.startswith(prefix) for name in tensors)
     return {
-        prefix + name if is_unprefixed and name != HEAD else name: entry
+        prefix + name if is_unprefixed and name not in names | {HEAD} else name: entry
         for name, entry in tensors.items()
         if not name.endswith(CONSTANTS)
     }
@@ -116,9 +129,9 @@ def _differences(tensors: Mapping[str, Entry], table: list[ParamMapping], settin
             Problem(f"{settings.layers} layers, {len(tensors)} tensors", "each layer has its tensors", "fetch it again")
         ]
     expected: dict[str, tuple[int, ...]] = {}
-    for rule in table:
-        for layer in range(settings.layers) if rule.stacked else range(1):
-            expected[rule.tensor_name.format(layer)] = tensor_shape([rule])
+    for name, group in groups(table).items():
+        for place in np.ndindex(group[0].stacked):
+            expected[name.format(*place)] = tensor_shape(group)
     if (
         settings.tied
         and HEAD in tensors

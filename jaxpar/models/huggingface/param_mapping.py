@@ -1,78 +1,35 @@
-"""Maps tensors of Hugging Face to parameters of a decoder: one table per kind of model, used in both directions.
+"""Maps tensors of Hugging Face to parameters of a decoder: one table per family, used in both directions.
 
     ours                       dims     theirs                                    dims
     blocks/attention/query     d h k    model.layers.{}.self_attn.q_proj.weight   hk d
 
-Letters are dims, and `hk` is h and k as one dim. A tensor that several rules name concatenates their parameters. Both
-codes rotate pairs (i, i + head_dim / 2), so rotary weights need no permutation.
+The tables, and the letters of dims: `tensors.py`. Both codes rotate pairs (i, i + n), so rotary weights need no
+permutation.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxpar.models.huggingface.tensors import TABLES
 from jaxpar.models.settings.decoder import DecoderConfig
-
-# ours, its dims, theirs, its dims. d embed, s seq_table, v vocab, h heads, g kv_heads, k head_dim, f mlp; {} the layer
-LLAMA = """
-embed                          v d     model.embed_tokens.weight                           v d
-norm/scale                     d       model.norm.weight                                   d
-head                           d v     lm_head.weight                                      v d
-blocks/norm_attention/scale    d       model.layers.{}.input_layernorm.weight              d
-blocks/attention/query         d h k   model.layers.{}.self_attn.q_proj.weight             hk d
-blocks/attention/query_bias    h k     model.layers.{}.self_attn.q_proj.bias               hk
-blocks/attention/key           d g k   model.layers.{}.self_attn.k_proj.weight             gk d
-blocks/attention/key_bias      g k     model.layers.{}.self_attn.k_proj.bias               gk
-blocks/attention/value         d g k   model.layers.{}.self_attn.v_proj.weight             gk d
-blocks/attention/value_bias    g k     model.layers.{}.self_attn.v_proj.bias               gk
-blocks/attention/out           h k d   model.layers.{}.self_attn.o_proj.weight             d hk
-blocks/attention/out_bias      d       model.layers.{}.self_attn.o_proj.bias               d
-blocks/norm_mlp/scale          d       model.layers.{}.post_attention_layernorm.weight     d
-blocks/mlp/gate                d f     model.layers.{}.mlp.gate_proj.weight                f d
-blocks/mlp/gate_bias           f       model.layers.{}.mlp.gate_proj.bias                  f
-blocks/mlp/up                  d f     model.layers.{}.mlp.up_proj.weight                  f d
-blocks/mlp/up_bias             f       model.layers.{}.mlp.up_proj.bias                    f
-blocks/mlp/down                f d     model.layers.{}.mlp.down_proj.weight                d f
-blocks/mlp/down_bias           d       model.layers.{}.mlp.down_proj.bias                  d
-"""
-GPT2 = """
-embed                          v d     transformer.wte.weight                              v d
-positions                      s d     transformer.wpe.weight                              s d
-norm/scale                     d       transformer.ln_f.weight                             d
-norm/bias                      d       transformer.ln_f.bias                               d
-head                           d v     lm_head.weight                                      v d
-blocks/norm_attention/scale    d       transformer.h.{}.ln_1.weight                        d
-blocks/norm_attention/bias     d       transformer.h.{}.ln_1.bias                          d
-blocks/attention/query         d h k   transformer.h.{}.attn.c_attn.weight                 d hk
-blocks/attention/key           d g k   transformer.h.{}.attn.c_attn.weight                 d gk
-blocks/attention/value         d g k   transformer.h.{}.attn.c_attn.weight                 d gk
-blocks/attention/query_bias    h k     transformer.h.{}.attn.c_attn.bias                   hk
-blocks/attention/key_bias      g k     transformer.h.{}.attn.c_attn.bias                   gk
-blocks/attention/value_bias    g k     transformer.h.{}.attn.c_attn.bias                   gk
-blocks/attention/out           h k d   transformer.h.{}.attn.c_proj.weight                 hk d
-blocks/attention/out_bias      d       transformer.h.{}.attn.c_proj.bias                   d
-blocks/norm_mlp/scale          d       transformer.h.{}.ln_2.weight                        d
-blocks/norm_mlp/bias           d       transformer.h.{}.ln_2.bias                          d
-blocks/mlp/up                  d f     transformer.h.{}.mlp.c_fc.weight                    d f
-blocks/mlp/up_bias             f       transformer.h.{}.mlp.c_fc.bias                      f
-blocks/mlp/down                f d     transformer.h.{}.mlp.c_proj.weight                  f d
-blocks/mlp/down_bias           d       transformer.h.{}.mlp.c_proj.bias                    d
-"""
-TABLES = {"llama": LLAMA, "gpt2": GPT2}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParamMapping:
-    """One parameter, and the Hugging Face tensor that stores it.
+    """One parameter, and the Hugging Face tensors that store it.
 
     Attributes:
       path: Path of the parameter.
-      dims: Its dims in one layer, by letter.
-      tensor_name: Name of the tensor, `{}` for the layer.
+      dims: Its dims in one tensor, by letter.
+      tensor_name: Name of the tensor, `{}` for the layer, and a second one for the expert.
       tensor_dims: The tensor's dims, each of one or more letters.
-      columns: The range of the tensor's last dim that stores this parameter.
+      part: The range of the concatenated dim that stores this parameter.
+      joint: The letter of the concatenated dim; "" if the tensor stores this parameter alone.
+      stacked: Sizes of the parameter's leading dims, of which each entry has its own tensor: layers, experts.
       sizes: Letter to size.
     """
 
@@ -80,57 +37,97 @@ class ParamMapping:
     dims: str
     tensor_name: str
     tensor_dims: tuple[str, ...]
-    columns: slice
+    part: slice
+    joint: str
+    stacked: tuple[int, ...]
     sizes: Mapping[str, int] = field(repr=False)
 
     @property
-    def stacked(self) -> bool:
-        """Whether each layer has its own tensor."""
-        return "{}" in self.tensor_name
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole parameter, stacked dims first."""
+        return (*self.stacked, *(self.sizes[letter] for letter in self.dims))
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the parameter in one layer."""
-        return tuple(self.sizes[letter] for letter in self.dims)
+    def joint_dim(self) -> int:
+        """The position of the concatenated dim among single letters; 0 without one."""
+        return max(0, "".join(self.tensor_dims).find(self.joint)) if self.joint else 0
 
-    def to_param(self, tensor: np.ndarray) -> np.ndarray:
-        """Returns the parameter as a view of a tensor."""
+    def to_param(self, tensor: np.ndarray, total: int) -> np.ndarray:
+        """Returns the parameter of one tensor as a view; `total` is the size of the tensor's concatenated dim."""
         letters = "".join(self.tensor_dims)
-        unflattened = tensor[..., self.columns].reshape([self.sizes[letter] for letter in letters])
-        return unflattened.transpose([letters.index(letter) for letter in self.dims])
+        view = tensor.reshape([total if letter == self.joint else self.sizes[letter] for letter in letters])
+        if self.joint:
+            view = view[(slice(None),) * self.joint_dim + (self.part,)]
+        return view.transpose([letters.index(letter) for letter in self.dims])
 
     def to_tensor(self, value: np.ndarray) -> np.ndarray:
-        """Reshapes the parameter to its columns of the tensor."""
-        transposed = value.transpose([self.dims.index(letter) for letter in "".join(self.tensor_dims)])
-        return transposed.reshape([_product(self.sizes, letters) for letters in self.tensor_dims])
+        """Transposes the parameter of one tensor to the tensor's order, one dim per letter."""
+        return value.transpose([self.dims.index(letter) for letter in "".join(self.tensor_dims)])
 
 
 def param_mappings(kind: str, settings: DecoderConfig) -> list[ParamMapping]:
     """One rule per parameter of a decoder."""
-    s = settings
-    kv, head_dim = s.kv_heads or s.heads, s.dim // s.heads
-    sizes = {"v": s.vocab, "s": s.seq, "d": s.dim, "h": s.heads, "g": kv, "k": head_dim, "f": s.width}
+    s, e = settings, settings.experts
+    sizes = {
+        "v": s.vocab, "s": s.seq, "d": s.dim, "h": s.heads, "g": s.kv_heads or s.heads, "k": s.head_width, "f": s.width,
+        "e": e.count, "m": e.hidden or s.width,
+    }  # fmt: skip
     result, ends = [], {}
     for line in TABLES[kind].strip().splitlines():
-        ours, dims, theirs, flat = (cell.split() for cell in line.replace("  ", "\t").split("\t") if cell.strip())
-        if (ours == ["head"] and s.tied) or (ours[0].endswith("_bias") and not s.use_bias):
+        if not line.strip():
             continue
-        start = ends.get(theirs[0], 0)
-        ends[theirs[0]] = start + _product(sizes, flat[-1])
+        ours, dims, theirs, flat = (cell.split() for cell in re.split(r" {2,}", line.strip()))
+        path, name, places = ours[0], theirs[0], theirs[0].count("{}")
+        if not _exists(path, settings):
+            continue
+        joint = next((word[word.index("+") - 1] for word in flat if "+" in word), "")
+        start = ends.get(name, 0)
+        ends[name] = start + (sizes[joint] if joint else 0)
+        letters = "".join(dims)
         result.append(
             ParamMapping(
-                path=ours[0], dims="".join(dims), tensor_name=theirs[0], tensor_dims=tuple(flat),
-                columns=slice(start, ends[theirs[0]]), sizes=sizes,
+                path=path, dims=letters[1:] if places == 2 else letters, tensor_name=name,
+                tensor_dims=tuple(word.replace("+", "") for word in flat), part=slice(start, ends[name]), joint=joint,
+                stacked=(s.layers, e.count)[:places], sizes=sizes,
             )
         )  # fmt: skip
     return result
 
 
+def _exists(path: str, settings: DecoderConfig) -> bool:
+    """Whether a decoder of these settings has a parameter."""
+    if path == "head":
+        return not settings.tied
+    if not path.endswith("_bias"):
+        return True
+    part = "mlp" if "/mlp/" in path else "out" if path.endswith("out_bias") else "qkv"
+    return part in settings.biased_parts and (settings.gated or not path.endswith("gate_bias"))
+
+
+def joint_size(group: list[ParamMapping]) -> int:
+    """Size of the dim along which these rules, which share a tensor, are concatenated."""
+    return group[-1].part.stop
+
+
 def tensor_shape(group: list[ParamMapping]) -> tuple[int, ...]:
     """Shape of the tensor that these rules share."""
-    last = group[-1]
-    return (*(_product(last.sizes, letters) for letters in last.tensor_dims[:-1]), last.columns.stop)
+    last, total = group[-1], joint_size(group)
+    return tuple(
+        math.prod(total if letter == last.joint else last.sizes[letter] for letter in letters)
+        for letters in last.tensor_dims
+    )
 
 
-def _product(sizes: Mapping[str, int], letters: str) -> int:
-    return math.prod(sizes[letter] for letter in letters)
+def to_tensor(group: list[ParamMapping], values: list[np.ndarray]) -> np.ndarray:
+    """Returns the tensor that these rules share, of their parameters in it."""
+    parts = [rule.to_tensor(value) for rule, value in zip(group, values, strict=True)]
+    joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=group[0].joint_dim)
+    return joined.reshape(tensor_shape(group))
+
+
+def groups(table: list[ParamMapping]) -> dict[str, list[ParamMapping]]:
+    """Returns the rules by the name of their tensor."""
+    result: dict[str, list[ParamMapping]] = {}
+    for rule in table:
+        result.setdefault(rule.tensor_name, []).append(rule)
+    return result

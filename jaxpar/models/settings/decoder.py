@@ -1,11 +1,18 @@
-"""The settings of a decoder: GPT-2 or Llama, see the table in `jaxpar/models/decoder.py`."""
+"""The settings of a decoder: see `jaxpar/models/decoder.py`."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from jaxpar.errors import Keywords, check_ranges, nearest_divisor, refuse
 from jaxpar.models.settings.experts import ExpertsConfig
+
+NormKind = Literal["rms", "zero_centered_rms", "layer"]
+NormPosition = Literal["pre", "post", "both"]
+QueryKeyNorm = Literal["none", "head", "all_heads"]
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+BiasedPart = Literal["qkv", "out", "mlp"]
 
 # Checks that heads divide a width, and suggests the nearest numbers that do.
 
@@ -55,17 +62,34 @@ class DecoderConfig(Keywords):
       seq: Longest sequence; the number of learned positions.
       layers: Number of blocks.
       dim: Width of the stream between blocks.
-      heads: Attention heads; head_dim is dim / heads.
+      heads: Attention heads.
       kv_heads: Heads of keys and values; 0 means as many as heads.
+      head_dim: Width of a head; 0 means dim / heads.
       hidden: Width of the feed-forward; 0 means 4 dim, or 8/3 dim rounded up to 64 where gated.
       position: rotary or learned.
-      norm: rms or layer.
+      norm: rms, zero_centered_rms (an RMSNorm that multiplies by 1 + its scale, as in Gemma), or layer.
       norm_eps: Epsilon that the norm adds to the mean square.
-      gated: SwiGLU in the feed-forward.
+      norm_position: Norms before attention and feed-forward (pre), after them (post, OLMo 2), or both (Gemma 2).
+      qk_norm: RMSNorm of queries and keys: none, of each head (Qwen3), or of all_heads together (OLMo 2).
+      gated: Whether the feed-forward has a gate: SwiGLU, or GEGLU if the activation is a gelu.
+      activation: silu, gelu (exact) or gelu_tanh; "" means silu where gated, else gelu_tanh.
       use_bias: Biases on every matrix.
+      biases: Matrices with biases where not all have one: qkv (Qwen2), out, mlp.
+      parallel_residual: Attention and feed-forward of a layer read the same stream (GPT-NeoX).
       tied: The embedding is also the output matrix.
       rope_base: Base of the rotary frequencies.
+      rope_bases: Bases of layers, repeated: [10000, 1000000] alternates; 0 is a layer without positions (SmolLM3's
+        every fourth); [] means rope_base in all.
+      rope_factors: Numbers that positions of layers are divided by, repeated; [] for none.
+      rope_share: Share of a head's dims that rotate; 0.25 in GPT-NeoX.
       rope_stretch: [factor, low, high, seq] of Llama 3.1's frequency scaling, [8.0, 1.0, 4.0, 8192.0]; [] for none.
+      windows: Attention windows of layers in tokens, repeated: [4096, 0] in Gemma 2; 0 is no window; [] for none.
+      attention_scale: Factor of attention's scores; 0 means 1 / sqrt(head_dim).
+      attention_softcap: Scores x become softcap * tanh(x / softcap); 0 for none. 50 in Gemma 2.
+      logits_softcap: The same for logits; 0 for none. 30 in Gemma 2.
+      embed_scale: Factor of the embeddings: sqrt(dim) in Gemma, embedding_multiplier in Granite.
+      residual_scale: Factor of what attention and feed-forward add to the stream, residual_multiplier in Granite.
+      logits_scale: Factor of the logits: 1 / logits_scaling of Granite.
       dropout: Dropout rate, in training only.
       experts: A mixture of experts in place of each feed-forward layer: settings of `ExpertsConfig`, or a dict of them.
       scan: Run one compiled block over stacked layers, instead of compiling one copy per layer.
@@ -77,15 +101,31 @@ class DecoderConfig(Keywords):
     dim: int = 128
     heads: int = 4
     kv_heads: int = 0
+    head_dim: int = 0
     hidden: int = 0
     position: Literal["rotary", "learned"] = "rotary"
-    norm: Literal["rms", "layer"] = "rms"
+    norm: NormKind = "rms"
     norm_eps: float = 1e-5
+    norm_position: NormPosition = "pre"
+    qk_norm: QueryKeyNorm = "none"
     gated: bool = True
+    activation: Literal["", "silu", "gelu", "gelu_tanh"] = ""
     use_bias: bool = False
+    biases: tuple[BiasedPart, ...] = ()
+    parallel_residual: bool = False
     tied: bool = False
     rope_base: float = 10_000.0
+    rope_bases: tuple[float, ...] = ()
+    rope_factors: tuple[float, ...] = ()
+    rope_share: float = 1.0
     rope_stretch: tuple[float, ...] = ()
+    windows: tuple[int, ...] = ()
+    attention_scale: float = 0.0
+    attention_softcap: float = 0.0
+    logits_softcap: float = 0.0
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
     dropout: float = 0.0
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     scan: bool = True
@@ -98,16 +138,28 @@ class DecoderConfig(Keywords):
             self,
             "model",
             {name: (1, high) for name in ("vocab", "seq", "layers", "dim", "heads")}
-            | {"kv_heads": (0, high), "hidden": (0, high)}
-            | {"norm_eps": (0, 1), "rope_base": (1, 1e30), "dropout": (0, 1)},
+            | {name: (0, high) for name in ("kv_heads", "head_dim", "hidden")}
+            | {"norm_eps": (0, 1), "rope_base": (1, 1e30), "rope_share": (0, 1), "dropout": (0, 1)}
+            | {name: (0, 1e6) for name in ("attention_scale", "attention_softcap", "logits_softcap")}
+            | {name: (1e-6, 1e6) for name in ("embed_scale", "residual_scale", "logits_scale")},
             below=["dropout"],
         )
-        check_heads(self.dim, self.heads, kv_heads=self.kv_heads, even=self.position == "rotary")
-        if self.experts.count and self.use_bias:
+        self._check_attention()
+        self._check_biases()
+        self._check_layer_lists()
+
+    def _check_attention(self) -> None:
+        even = self.position == "rotary"
+        if not self.head_dim:
+            check_heads(self.dim, self.heads, kv_heads=self.kv_heads, even=even)
+        elif self.kv_heads and self.heads % self.kv_heads:
+            check_heads(self.heads * self.head_dim, self.heads, kv_heads=self.kv_heads)
+        rotary_dims = int(self.head_width * self.rope_share)
+        if even and (rotary_dims < 2 or rotary_dims % 2):
             raise refuse(
-                f"use_bias = True with experts.count = {self.experts.count}",
-                rule="the matrices of experts have no biases",
-                fix="use_bias = False, or experts.count = 0",
+                f"{rotary_dims} rotary dims: head_dim = {self.head_width}, rope_share = {self.rope_share}",
+                rule="rotary positions turn pairs of a head's dims",
+                fix="head_dim = 64, rope_share = 1.0, or position = 'learned'",
             )
         stretch = tuple(self.rope_stretch)
         if stretch and not (
@@ -118,6 +170,56 @@ class DecoderConfig(Keywords):
                 rule="rope_stretch is [factor >= 1, low, high, seq] with 0 < low < high < 1e9 and 0 < seq < 1e9, or []",
                 fix="rope_stretch = [8.0, 1.0, 4.0, 8192.0]",
             )
+
+    def _check_biases(self) -> None:
+        if unknown := [name for name in self.biases if name not in get_args(BiasedPart)]:
+            raise refuse(
+                f"biases = {list(self.biases)!r:.80}",
+                rule="biases lists qkv, out or mlp",
+                fix=f"biases without {unknown[0]!r:.40}",
+            )
+        if self.experts.count and "mlp" in self.biased_parts:
+            key = "use_bias = True" if self.use_bias else f"biases = {list(self.biases)}"
+            raise refuse(
+                f"{key} with experts.count = {self.experts.count}",
+                rule="the matrices of experts have no biases",
+                fix="use_bias = False and no mlp in biases, or experts.count = 0",
+            )
+
+    def _check_layer_lists(self) -> None:
+        ranges = {"windows": (0, 2**31 - 1), "rope_bases": (0, 1e30), "rope_factors": (1e-6, 1e6)}
+        for name, (low, high) in ranges.items():
+            values = getattr(self, name)
+            bad = [value for value in values if type(value) not in (int, float) or not low <= value <= high]
+            if bad or len(values) > self.layers:
+                got = f"{name} = {list(values)!r:.80}" + (f" of {self.layers} layers" if not bad else "")
+                raise refuse(
+                    got,
+                    rule=f"{name} lists numbers of {low} to {high:g}, at most one for each layer",
+                    fix=f"{name} = []",
+                )
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head."""
+        return self.head_dim or self.dim // self.heads
+
+    @property
+    def activation_name(self) -> Activation:
+        """The activation of the feed-forward."""
+        return self.activation or ("silu" if self.gated else "gelu_tanh")
+
+    @property
+    def biased_parts(self) -> tuple[BiasedPart, ...]:
+        """Matrices with biases."""
+        return get_args(BiasedPart) if self.use_bias else tuple(self.biases)
+
+    @property
+    def layer_attention(self) -> tuple[tuple[int, float, float], ...]:
+        """(window, rope base, rope factor) of layers, which repeat; a window of 0 is none."""
+        lists = self.windows or (0,), self.rope_bases or (self.rope_base,), self.rope_factors or (1.0,)
+        period = min(math.lcm(*map(len, lists)), self.layers)
+        return tuple(tuple(values[i % len(values)] for values in lists) for i in range(period))
 
     @property
     def width(self) -> int:

@@ -69,7 +69,7 @@ def layer_bytes(shape: Shape, candidate: Candidate, software: SoftwareModel) -> 
     ring = _layer_bytes(shape, replace(candidate, context_by="gather"), variant)
     tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
     # the ring's arrays replace gathered keys and values, and q, k and v in their layout outside of the ring
-    gathers = 2 * tokens * (shape.dim + 2 * shape.kv_dim * candidate.context) / candidate.tensor
+    gathers = 2 * tokens * (shape.q_dim + 2 * shape.kv_dim * candidate.context) / candidate.tensor
     extra, backward = (
         ring_attention.residual_bytes(shape, candidate) - gathers,
         ring_attention.backward_bytes(shape, candidate, software),
@@ -87,7 +87,7 @@ def stash_bytes(shape: Shape, candidate: Candidate) -> Any:
     """
     tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
     stream = tokens * shape.dim / np.where(candidate.sequence, candidate.tensor, 1)
-    qkv, result = shape.dim + 2 * shape.kv_dim, shape.dim
+    qkv, result = shape.q_dim + 2 * shape.kv_dim, shape.q_dim
     # a recomputed gate stashes both factors instead of their product
     extra_factor = shape.gated * np.not_equal(candidate.remat, "none")
     inner = 2 * tokens * (qkv + result + (2 + shape.gated + extra_factor) * shape.width) / candidate.tensor
@@ -120,7 +120,7 @@ def _lean(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Any:
     """Returns the residual bytes of a stage's layer for one microbatch if only elementwise ops are recomputed."""
     tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
     rows = tokens / np.where(candidate.sequence, candidate.tensor, 1)
-    width = 2 * shape.dim + 2 * shape.kv_dim + (1 + shape.gated) * shape.width
+    width = 2 * shape.q_dim + 2 * shape.kv_dim + (1 + shape.gated) * shape.width
     # keys and values of the other devices' tokens, and all of them once more in the layout of the backward matmuls
     gathered = 2 * shape.kv_dim * (candidate.context - 1 + np.greater(candidate.context, 1) * candidate.context)
     # float32: a norm's mean square per token, a softmax's sum per token and head
@@ -135,8 +135,8 @@ def _layer_bytes(shape: Shape, candidate: Candidate, software: SoftwareModel) ->
     tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
     tensor = candidate.tensor
     stream = tokens * shape.dim / np.where(candidate.sequence, tensor, 1)
-    qkv = 2 * tokens * (shape.dim + 2 * shape.kv_dim) / tensor
-    result = 2 * tokens * shape.dim / tensor
+    qkv = 2 * tokens * (shape.q_dim + 2 * shape.kv_dim) / tensor
+    result = 2 * tokens * shape.q_dim / tensor
     hidden = 2 * tokens * shape.width / tensor
     score = tokens * shape.heads * shape.seq / tensor
     scores = software.saved_scores[0] * score

@@ -93,9 +93,7 @@ def attention(shape: Shape, candidate: Candidate, hardware: Hardware, software: 
         flop = dense / 2 if fused and shape.causal else dense
         core_f, core_b = core = software.core
         if software.kernel:
-            core_f, core_b = software.kernel.peak_shares(
-                hardware.chip.key, shape.seq, shape.dim / shape.heads, default=core
-            )
+            core_f, core_b = software.kernel.peak_shares(hardware.chip.key, shape.seq, shape.head_width, default=core)
         return flop / (peak * core_f), flop * (2.5 if fused else 2.0) / (peak * core_b)
 
     forward, backward = software.cost(seconds, candidate)
@@ -106,7 +104,7 @@ def attention(shape: Shape, candidate: Candidate, hardware: Hardware, software: 
     if software.ring_kernel is not None:
         by_kernel, kernel = ring_attention.uses_kernel(shape, candidate, software), software.ring_kernel.kernel
         shares = kernel.shares.get(hardware.chip.key, software.core)
-        loss = kernel.slowdown(shape.seq / ring_attention.groups(candidate), shape.dim / shape.heads)
+        loss = kernel.slowdown(shape.seq / ring_attention.groups(candidate), shape.head_width)
         kernel_flop = dense * loss / (2 if shape.causal else 1)
         kernel_seconds = kernel_flop / (peak * shares[0]), 2.5 * kernel_flop / (peak * shares[1])
         ring = (np.where(by_kernel, kernel_seconds[0], ring[0]), np.where(by_kernel, kernel_seconds[1], ring[1]))
@@ -155,7 +153,7 @@ def pair(
         ring_attention.blocks(shape, candidate),
         ring_attention.device_heads(shape, candidate),
     )
-    head_dim, walk = shape.dim / shape.heads, software.pair_cost
+    head_dim, walk = shape.head_width, software.pair_cost
     traffic = walk.traffic(way, heads * queries * keys, heads * queries * head_dim, kv_heads * keys * head_dim)
     return np.maximum(walk.pair + hardware.stream(traffic), walk.least[way] - core)
 
@@ -169,7 +167,7 @@ def elementwise(shape: Shape, candidate: Candidate, hardware: Hardware, software
     """
     count = 1.0 * tokens(shape, candidate)
     stream = count * shape.dim / np.where(candidate.sequence, candidate.tensor, 1)
-    inner = count * (shape.dim + 2 * shape.kv_dim + shape.width * (1 + shape.gated)) / candidate.tensor
+    inner = count * (shape.q_dim + 2 * shape.kv_dim + shape.width * (1 + shape.gated)) / candidate.tensor
     forward, backward = (software.stream[i] * stream + software.inner[i] * inner for i in (0, 1))
     sums = accumulation_bytes(shape.trained * shape.device_layer_parameters(candidate.tensor), candidate, software)
     copied = np.where(np.greater(candidate.pipe, 1), 2, 1) * software.stacking_traffic

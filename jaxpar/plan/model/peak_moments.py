@@ -143,7 +143,7 @@ def _copies(shape: Shape, candidate: Candidate, software: SoftwareModel, parts: 
     by_layer = np.equal(candidate.zero, 3) & sharded & ~table
     # fsdp splits the largest dim that tensor does not: the last of [embed, mlp] without tensor, of [mlp, embed] with it
     tensor_splits = np.greater(candidate.tensor, 1)
-    inner = np.where(tensor_splits, shape.width, (1 + shape.gated) * shape.width) + shape.dim
+    inner = np.where(tensor_splits, shape.width, (1 + shape.gated) * shape.width) + shape.q_dim
     transposed = (shape.layers * shape.dim * inner / candidate.tensor + parts.end) / parts.shards
     keeps_layers = software.keeps_gathered(candidate)
     saved_bytes = np.where(keeps_layers, software.wire[0] * parts.layers, 0.0)
@@ -175,7 +175,7 @@ def working_bytes(shape: Shape, candidate: Candidate, software: SoftwareModel) -
 def _working(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Any:
     tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
     hidden = 2 * tokens * shape.width / candidate.tensor
-    projected = 2 * tokens * (2 * shape.dim + 2 * shape.kv_dim) / candidate.tensor
+    projected = 2 * tokens * (2 * shape.q_dim + 2 * shape.kv_dim) / candidate.tensor
     recomputes = np.isin(candidate.remat, ("full", "offload"))
     stream = 10 * tokens * shape.dim
     forward = recomputes * ((1 + shape.gated) * hidden + projected) + (2 + shape.gated) * hidden + stream

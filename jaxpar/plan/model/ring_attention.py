@@ -69,7 +69,7 @@ def largest_block(tokens: np.ndarray | float, head_dim: np.ndarray | float) -> t
 def blocks(shape: Shape, candidate: Candidate) -> tuple[Any, Any]:
     """Returns the tokens of a block of queries and of a block of keys; a shorter chunk is one block."""
     chunk = _chunk(shape, candidate)
-    queries, keys = largest_block(shape.seq / groups(candidate), shape.dim // shape.heads)
+    queries, keys = largest_block(shape.seq / groups(candidate), shape.head_width)
     return np.minimum(chunk, queries), np.minimum(chunk, keys)
 
 
@@ -114,7 +114,7 @@ def iteration_share(shape: Shape, candidate: Candidate, software: SoftwareModel)
 def device_elements(shape: Shape, candidate: Candidate) -> tuple[Any, Any]:
     """Returns the array elements of a device's queries and of its keys in the ring, for a microbatch."""
     heads, kv_heads = device_heads(shape, candidate)
-    per_head = shape.seq / groups(candidate) * (shape.dim / shape.heads)
+    per_head = shape.seq / groups(candidate) * shape.head_width
     return heads * per_head, kv_heads * per_head
 
 
@@ -127,7 +127,7 @@ def device_heads(shape: Shape, candidate: Candidate) -> tuple[Any, Any]:
 def residual_bytes(shape: Shape, candidate: Candidate) -> Any:
     """Returns the bytes that a layer saves besides its result: q, k, v and the result in the ring, and a logsumexp."""
     tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
-    width = 2 * shape.dim + 2 * shape.dim // shape.heads * sent_kv_heads(shape, candidate)
+    width = 2 * shape.q_dim + 2 * shape.head_width * sent_kv_heads(shape, candidate)
     return tokens * (2 * width + SUM * shape.heads) / candidate.tensor
 
 
@@ -141,10 +141,10 @@ def backward_bytes(shape: Shape, candidate: Candidate, software: SoftwareModel) 
     ring only the gradients, in 16 bits.
     """
     tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
-    keys = shape.dim // shape.heads * sent_kv_heads(shape, candidate)
-    ring_arrays = tokens * (2 * shape.dim + SUM * shape.dim + 3 * SUM * 2 * keys + 2 * 2 * 2 * keys)
+    keys = shape.head_width * sent_kv_heads(shape, candidate)
+    ring_arrays = tokens * (2 * shape.q_dim + SUM * shape.q_dim + 3 * SUM * 2 * keys + 2 * 2 * 2 * keys)
     pair_scores = device_heads(shape, candidate)[0] * np.multiply(*blocks(shape, candidate))
-    in_ring, ulysses_alone = ring_arrays + tokens * 4 * shape.dim, tokens * (4 * shape.dim + 4 * keys)
+    in_ring, ulysses_alone = ring_arrays + tokens * 4 * shape.q_dim, tokens * (4 * shape.q_dim + 4 * keys)
     with_kernel = np.where(np.greater(groups(candidate), 1), in_ring, ulysses_alone) / candidate.tensor
     in_blocks = ring_arrays / candidate.tensor + 4 * SUM * pair_scores
     return np.where(uses_kernel(shape, candidate, software), with_kernel, in_blocks)

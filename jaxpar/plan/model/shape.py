@@ -15,14 +15,16 @@ class Shape:
     Attributes:
       layers: Number of blocks.
       dim: Width of the residual stream.
-      heads: Attention heads of dim / heads each.
+      heads: Attention heads.
       kv_heads: Heads of keys and values; 0 means `heads`.
+      head_dim: Width of a head; 0 means dim / heads.
       hidden: Width of the feed-forward; 0 means 4 dim.
       vocab: Size of the vocabulary.
       seq: Tokens of a row.
       gated: Whether the feed-forward has a third matrix.
       learned: Whether positions are parameters, one vector per position of a row.
       biases: Whether matrices and norms have biases.
+      vectors: Parameters of a block's norms and biases; 0 means those of two norms, and `biases`.
       tied: Whether the embedding is also the output matrix.
       causal: Whether a kernel may skip the half of attention above the diagonal.
       trained: Share of the weights that are trained; frozen weights have no gradients and no update.
@@ -34,10 +36,12 @@ class Shape:
     vocab: int
     seq: int
     kv_heads: int = 0
+    head_dim: int = 0
     hidden: int = 0
     gated: bool = False
     learned: bool = False
     biases: bool = False
+    vectors: int = 0
     tied: bool = False
     causal: bool = True
     trained: float = 1.0
@@ -48,10 +52,10 @@ class Shape:
             self,
             "shape",
             {key: (1, largest) for key in ("layers", "dim", "heads", "vocab", "seq")}
-            | {key: (0, largest) for key in ("kv_heads", "hidden")}
+            | {key: (0, largest) for key in ("kv_heads", "head_dim", "hidden", "vectors")}
             | {"trained": (0.0, 1.0)},
         )
-        if self.dim % self.heads or self.heads % (self.kv_heads or self.heads):
+        if (not self.head_dim and self.dim % self.heads) or self.heads % (self.kv_heads or self.heads):
             raise refuse(
                 f"dim={self.dim}, heads={self.heads}, kv_heads={self.kv_heads}",
                 rule="heads divide dim, and kv_heads divide heads",
@@ -61,12 +65,13 @@ class Shape:
     @classmethod
     def from_settings(cls, settings: Any) -> "Shape":
         """Makes a shape from any object with the attributes of `jaxpar.DecoderConfig`."""
-        names = ("layers", "dim", "heads", "vocab", "seq", "kv_heads", "gated", "tied")
+        names = ("layers", "dim", "heads", "vocab", "seq", "kv_heads", "head_dim", "gated", "tied")
         return cls(
             **{key: getattr(settings, key) for key in names},
             hidden=settings.width,
             learned=settings.position == "learned",
-            biases=settings.use_bias,
+            biases=settings.norm == "layer" and "mlp" in settings.biased_parts,
+            vectors=_vectors(settings),
         )
 
     @property
@@ -77,7 +82,17 @@ class Shape:
     @property
     def kv_dim(self) -> int:
         """Width of the keys, and of the values."""
-        return self.dim * (self.kv_heads or self.heads) // self.heads
+        return self.head_width * (self.kv_heads or self.heads)
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head."""
+        return self.head_dim or self.dim // self.heads
+
+    @property
+    def q_dim(self) -> int:
+        """Width of the queries of all heads."""
+        return self.head_width * self.heads
 
     @property
     def matrices(self) -> tuple[tuple[int, int], ...]:
@@ -86,8 +101,8 @@ class Shape:
         The tensor axis splits the outputs of the first and third and the inputs of the second and fourth.
         """
         return (
-            (self.dim, self.dim + 2 * self.kv_dim),
-            (self.dim, self.dim),
+            (self.dim, self.q_dim + 2 * self.kv_dim),
+            (self.q_dim, self.dim),
             (self.dim, self.width * (1 + self.gated)),
             (self.width, self.dim),
         )
@@ -98,7 +113,7 @@ class Shape:
 
         A dim is (size, whether the tensor axis splits it). The dim of the layers is not listed.
         """
-        size, kv_heads = self.dim // self.heads, self.kv_heads or self.heads
+        size, kv_heads = self.head_width, self.kv_heads or self.heads
         inner = (
             ((self.dim, False), (self.heads, True), (size, False)),
             ((self.dim, False), (kv_heads, True), (size, False)),
@@ -112,7 +127,7 @@ class Shape:
         """Parameters of a block, with two norms."""
         weights = sum(inputs * outputs for inputs, outputs in self.matrices)
         biases = sum(outputs for _, outputs in self.matrices) + 2 * self.dim
-        return weights + 2 * self.dim + self.biases * biases
+        return weights + (self.vectors or 2 * self.dim + self.biases * biases)
 
     def device_layer_parameters(self, tensor: Any) -> Any:
         """Returns the parameters of a block on one of `tensor` devices; norms and biases of width `dim` are on each."""
@@ -128,7 +143,7 @@ class Shape:
     @property
     def parameters_by_dim(self) -> dict[str, int]:
         """Names of dims that a technique may split, to the weights in all matrices that have such a dim."""
-        widths = {"heads": 2 * self.dim, "kv_heads": 2 * self.kv_dim, "mlp": self.width * (2 + self.gated)}
+        widths = {"heads": 2 * self.q_dim, "kv_heads": 2 * self.kv_dim, "mlp": self.width * (2 + self.gated)}
         inner = {name: self.layers * self.dim * width for name, width in widths.items()}
         stack, vocab_parameters = self.layers * self.layer_parameters, (2 - self.tied) * self.vocab * self.dim
         return inner | {"layers": stack, "vocab": vocab_parameters, "embed": sum(inner.values()) + vocab_parameters}
@@ -155,8 +170,8 @@ class Shape:
 
     @property
     def attention_flop(self) -> int:
-        """Forward FLOP per token of a block's two attention matmuls over the whole row: 4 seq dim."""
-        return 4 * self.seq * self.dim
+        """Forward FLOP per token of a block's two attention matmuls over the whole row: 4 seq heads head_dim."""
+        return 4 * self.seq * self.q_dim
 
     @property
     def head_flop(self) -> int:
@@ -176,6 +191,16 @@ class Shape:
     def masked_flop(self, rows: int) -> int:
         """Returns the FLOP of a step that a causal mask drops: half of attention's matmuls."""
         return round(rows * self.seq * 3 * self.layers * self.attention_flop / 2) if self.causal else 0
+
+
+def _vectors(settings: Any) -> int:
+    """Parameters of the norms and biases of a decoder's block, of these settings."""
+    s, kv_heads = settings, settings.kv_heads or settings.heads
+    q_dim, kv_dim = s.heads * s.head_width, kv_heads * s.head_width
+    widths = {"qkv": q_dim + 2 * kv_dim, "out": s.dim, "mlp": s.width * (1 + s.gated) + s.dim}
+    norms = (4 if s.norm_position == "both" else 2) * (1 + (s.norm == "layer")) * s.dim
+    of_heads = {"none": 0, "head": 2 * s.head_width, "all_heads": q_dim + kv_dim}[s.qk_norm]
+    return norms + of_heads + sum(widths[part] for part in s.biased_parts)
 
 
 # Protocols of a model's named dims, and of the parameters that have them, for techniques.

@@ -96,7 +96,7 @@ def _turn(
 def _pieces(shape: Shape, candidate: Candidate) -> tuple[Any, Any]:
     """Returns the bytes of a device's shard of the queries, and of the keys with copies of heads."""
     tokens = BYTES * candidate.microbatch * shape.seq / candidate.context / candidate.tensor
-    return tokens * shape.dim, tokens * shape.dim / shape.heads * ring_attention.sent_kv_heads(shape, candidate)
+    return tokens * shape.q_dim, tokens * shape.head_width * ring_attention.sent_kv_heads(shape, candidate)
 
 
 def _passes(

@@ -77,7 +77,7 @@ def _ranges(shape: Shape, candidate: Candidate, software: SoftwareModel) -> list
         starts = [0.0, *[float(softmax_split)] * bool(softmax_split)]
         return [(start, (start + end) / 2) for start, end in pairwise([*starts, 2 * starts[-1] or 2.0**20])]
     one_block, ring = _one_block(shape, candidate), int(ring_attention.groups(candidate))
-    per_area = ring * ring_attention.SHARE * shape.heads / shape.dim
+    per_area = ring * ring_attention.SHARE / shape.head_width
     least_area, step = ring_attention.LEAST**2, 2 ** (1 / 4)  # blocks grow between 2 and 4 of these areas
     areas = [least_area, *(2 * least_area * step**n for n in range(5))]
     limits = {
@@ -109,7 +109,7 @@ def _per_score(shape: Shape, candidate: Candidate, hardware: Hardware, own: Soft
     """Returns the seconds per score of gathered keys, in all forward passes and the backward pass."""
     score_bytes = own.score(shape.seq, candidate, shape.kv_heads or shape.heads)
     traffic = np.divide(score_bytes, hardware.chip.bandwidth * hardware.streaming)
-    flop = 4 * shape.dim / shape.heads / hardware.chip.bf16_flops
+    flop = 4 * shape.head_width / hardware.chip.bf16_flops
     core = np.array([flop / own.core[0], flop * 2.0 / own.core[1]])
     repeats = (
         np.array([1 + float(candidate.recompute_shares[1]), 1.0]),
@@ -145,8 +145,8 @@ def _travelling(
     work = price_blocks(shape, candidate, hardware, software)
     tokens = BYTES * candidate.microbatch / candidate.context / candidate.tensor
     queries, keys = (
-        tokens * shape.dim,
-        tokens * shape.dim / shape.heads * int(ring_attention.sent_kv_heads(shape, candidate)),
+        tokens * shape.q_dim,
+        tokens * shape.head_width * int(ring_attention.sent_kv_heads(shape, candidate)),
     )
     stride, passes = candidate.stride("context"), 1 + forwards
     hop, hop_byte = _affine(lambda size: hardware.send(size, stride, candidate.context))
@@ -170,9 +170,9 @@ def _with_kernel(shape: Shape, candidate: Candidate, hardware: Hardware, softwar
     ring, parts = int(ring_attention.groups(candidate)), software.ring_kernel
     assert parts is not None  # the caller checks it
     shares = parts.kernel.shares.get(hardware.chip.key, software.core)
-    width = shape.dim / shape.heads
+    width = shape.head_width
     heads, kv_heads = (float(count) for count in ring_attention.device_heads(shape, candidate))
-    flop = 4 * heads * shape.dim / shape.heads / (2 if shape.causal else 1) / hardware.chip.bf16_flops
+    flop = 4 * heads * shape.head_width / (2 if shape.causal else 1) / hardware.chip.bf16_flops
     total = np.zeros(3)
     for way, times in ((0, 1 + float(candidate.recompute_shares[1])), (1, 1.0)):
         core = flop * (1.0, 2.5)[way] / shares[way] * parts.kernel.slowdown(np.inf, width)
@@ -205,7 +205,7 @@ def _in_one_block(shape: Shape, candidate: Candidate, hardware: Hardware, softwa
     halves = shape.causal and ring > 1
     heads, kv_heads = (float(count) for count in ring_attention.device_heads(shape, candidate))
     head_dim, core, repeats = (
-        shape.dim / shape.heads,
+        shape.head_width,
         _core(shape, hardware, software),
         float(candidate.recompute_shares[1]),
     )
@@ -220,7 +220,7 @@ def _in_one_block(shape: Shape, candidate: Candidate, hardware: Hardware, softwa
 
 def _core(shape: Shape, hardware: Hardware, software: SoftwareModel) -> tuple[float, float]:
     """Returns the seconds of the matmuls of one score, forward and backward."""
-    variant, flop = software.split_sequences or software, 4 * shape.dim / shape.heads / hardware.chip.bf16_flops
+    variant, flop = software.split_sequences or software, 4 * shape.head_width / hardware.chip.bf16_flops
     return flop / variant.core[0], 2.5 * flop / variant.core[1]
 
 

@@ -46,8 +46,9 @@ def _mixes_layers(eqn: JaxprEqn, i: int) -> bool:
     shape, result = (shapes(var_list)[0].shape for var_list in ([eqn.invars[i]], eqn.outvars))
     if kind == "dot_general":
         return 0 in params["dimension_numbers"][0][min(i, 1)]
-    if kind == "reshape":
-        return result[:1] != shape[:1]
+    if kind == "reshape":  # [layers, ...] to [groups, layers of a group, ...] mixes none
+        groups_layers = len(result) == len(shape) + 1 and result[2:] == shape[1:]
+        return result[:1] != shape[:1] and not groups_layers
     if kind.startswith(("reduce_", "arg")):
         return 0 in params.get("axes", ())
     return kind.startswith("cum") and params["axis"] == 0
@@ -66,7 +67,9 @@ def check_one_pass(name: str, eqns: Sequence[JaxprEqn], stacked: Mapping[Var, st
         if eqn.primitive.name == "scan":
             inputs = eqn.invars[len(eqn.invars) - Scan(eqn).xs :]
             scans += [eqn] if stacks.intersection(variables(inputs)) else []
-        elif eqn.primitive.name in KEEP_LAYERS and stacks.intersection(variables(eqn.invars)):
+        elif (eqn.primitive.name == "reshape" or eqn.primitive.name in KEEP_LAYERS) and stacks.intersection(
+            variables(eqn.invars)
+        ):
             stacks |= set(eqn.outvars)  # the cast of a stack is a stack
     for i, eqn in enumerate(scans):
         dependents = after(eqns, eqn.outvars)

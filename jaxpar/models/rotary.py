@@ -1,0 +1,63 @@
+"""Rotary position embeddings (Su et al. 2021, arXiv:2104.09864): queries and keys are rotated by their positions."""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embeddings.
+
+    Attributes:
+      base: Pair i of n rotates by base ** (-i / n) radians per position.
+      stretch: (factor, low, high, seq): pairs that turn less than `low` times within seq positions rotate `factor`
+        times slower, pairs that turn more than `high` times are unchanged, other pairs are interpolated. () changes
+        nothing. Llama 3.1 (arXiv:2407.21783) has (8, 1, 4, 8192).
+      factor: Positions are divided by it, as for the global layers of Gemma 3 (arXiv:2306.15595).
+      share: Share of a head's dims that rotate, the first ones; 0.25 in GPT-NeoX.
+    """
+
+    base: float
+    stretch: tuple[float, ...] = ()
+    factor: float = 1.0
+    share: float = 1.0
+
+    def frequencies(self, pairs: int) -> jax.Array:
+        """Radians per position. Shape [pairs], float32."""
+        frequency = self.base ** (-jnp.arange(pairs, dtype=jnp.float32) / pairs) / self.factor
+        if not self.stretch:
+            return frequency
+        factor, low, high, seq = self.stretch
+        unscaled_share = jnp.clip((seq * frequency / (2 * math.pi) - low) / (high - low), 0, 1)
+        return frequency * (unscaled_share + (1 - unscaled_share) / factor)
+
+
+def rotate(x_bshk: jax.Array, rope: Rope, positions_bs: jax.Array | None = None) -> jax.Array:
+    """Rotates queries or keys by their position.
+
+    Pairs are (i, i + n) of the 2 n dims that rotate, as in the released Llama weights.
+
+    Args:
+      x_bshk: Queries or keys.
+      rope: The rotary embedding.
+      positions_bs: Positions of the tokens; 0, 1, 2, ... along a row by default.
+    """
+    pairs = rotary_dims(x_bshk.shape[-1], rope.share) // 2
+    frequency = rope.frequencies(pairs)
+    pos = jnp.arange(x_bshk.shape[1], dtype=jnp.float32) if positions_bs is None else positions_bs.astype(jnp.float32)
+    angle = pos[..., None, None] * frequency
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    a, b, rest = jnp.split(x_bshk, [pairs, 2 * pairs], axis=-1)
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    rotated = [a * cos - b * sin, b * cos + a * sin]
+    if not rest.shape[-1]:
+        return jnp.concatenate(rotated, axis=-1).astype(x_bshk.dtype)
+    return jnp.concatenate([*(part.astype(x_bshk.dtype) for part in rotated), rest], axis=-1)
+
+
+def rotary_dims(head_dim: int, share: float) -> int:
+    """Returns the number of a head's dims that rotate."""
+    return int(head_dim * share)
