@@ -22,6 +22,7 @@ What is made of what, in this order:
              jp.Pipeline, jp.schedule: stages and their table; jp.Exchange: how replicas exchange gradients
     state    jp.init_state(layout, optimizer): initializes every array on its devices; jp.freeze excludes parameters
              jp.save(path, state), jp.restore(path, step): under any other layout too
+             jp.model(layout, state): your own Flax model with the trained parameters, ready to predict
     step     jp.train_step(layout, loss, optimizer): one compiled program; losses jp.next_token_loss,
              jp.classification_loss, your own jp.fit(step, data, steps=200, batch=16, run="runs/mine"): saves, resumes
              and evaluates on the way
@@ -56,6 +57,7 @@ _MODULES = {
     "attention": "jaxpar.models.islands",
     "mixture": "jaxpar.models.experts",
     "init_state": "jaxpar.step.state",
+    "model": "jaxpar.step.model",
     "train_step": "jaxpar.train.api.train_step",
     "next_token_loss": "jaxpar.step.losses",
     "classification_loss": "jaxpar.step.losses",

@@ -44,6 +44,23 @@ def global_params(exchange: Exchange, params: Tree, exchange_state: Tree) -> Tre
     return structure.unflatten([shared.get(path, merge_replicas(x)) for path, x in flat.items()])
 
 
+def merge_replicas_of_model(
+    exchange: Exchange, params: Tree, model_state: Tree, exchange_state: Tree
+) -> tuple[Tree, Tree]:
+    """Returns the parameters and the other state of the global model.
+
+    Args:
+      exchange: The exchange of the replicas, which computes per replica.
+      params: As for `global_params`.
+      model_state: Other state of the replicas. [replica, ...].
+      exchange_state: As for `global_params`.
+
+    Raises:
+      JaxparError: If the replicas are several models.
+    """
+    return global_params(exchange, params, exchange_state), jax.tree.map(merge_replicas, model_state)
+
+
 def several_models(name: str) -> JaxparError:
     """Returns the error for an exchange whose replicas are several models.
 

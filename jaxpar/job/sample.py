@@ -29,10 +29,10 @@ from jaxpar.mesh.devices import is_simulated, simulate, visible_devices
 from jaxpar.parallel.compose import compose
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.specs import stored_specs
-from jaxpar.sharding.adapters import merge_adapters, without_adapters
+from jaxpar.sharding.adapters import without_adapters
 from jaxpar.sharding.names import Tree
 from jaxpar.step import state
+from jaxpar.step.model import eval_model
 from jaxpar.step.sampling.generator import Generator, Sampling
 
 
@@ -244,12 +244,8 @@ def _restore(job: Job, folder: Path, parallel: Parallel) -> tuple[Layout, Tree, 
     spec = replace(job.checkpoint, replicas="mean")  # replicas that differ are sampled as their mean
     store = Store(folder / "checkpoints", spec, say=partial(print, file=sys.stderr), is_owner=False)
     result, _ = store.restore(shapes)
-    if not layout.blueprint.adapters:
-        return layout, result.eval_params, result.model_state
-    plain = compose(without_adapters(layout.blueprint), parallel, devices)
-    places = jax.tree.map(plain.sharding, stored_specs(plain), is_leaf=lambda leaf: isinstance(leaf, jax.P))
-    params = jax.jit(partial(merge_adapters, layout.blueprint), out_shardings=places)(result.eval_params)
-    return plain, params, result.model_state
+    plain = compose(without_adapters(layout.blueprint), parallel, devices) if layout.blueprint.adapters else layout
+    return plain, *eval_model(layout, result)
 
 
 def _stops(text: RunTokenizer, stop: tuple[str, ...], ends: tuple[int, ...], drawn: list[int]) -> bool:

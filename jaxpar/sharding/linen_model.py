@@ -137,6 +137,10 @@ class _CallableModule:
             sown_paths=self.variables.sown_paths,
         )
 
+    def bound(self, values: Tree, state: Tree) -> nn.Module:
+        """Returns the module bound to these arrays."""
+        return self.module.bind({"params": self.variables.linen_tree(values), **state["collections"]})
+
     def traced(self, streams: Streams) -> Program:
         """Traces a call with these random streams."""
         return trace_program(self.init, partial(self.bind, streams=streams), self.call)
@@ -190,6 +194,7 @@ def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Bl
         init=called.init,
         bind=partial(called.bind, streams=streams),
         collect=_collect,
+        module=called.bound,
         takes_remat=called.takes_remat,
         other_leaves=variables.others,
         overwritten=variables.overwritten,

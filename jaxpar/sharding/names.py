@@ -3,7 +3,8 @@
     factory or module ──► Blueprint ──► params (shape, dtype, names of dims)
                                    ├──► init(key)  -> params, rest        inside jit
                                    ├──► bind(params, rest) -> model       inside jit
-                                   └──► collect(model) -> rest            inside jit
+                                   ├──► collect(model) -> rest            inside jit
+                                   └──► module(params, rest) -> the user's own module
 
 Parameters and the rest of the state (BatchNorm statistics, dropout keys) are nested dicts with string keys: jaxpar
 works on pytrees, and only `linen_model.py`, `nnx_model.py` and the files beside them know Flax's modules.
@@ -159,6 +160,8 @@ class Blueprint:
       bind: Maps (params, rest, use, compute) to the model that a loss function calls; the model applies `use` to each
         parameter, and to each large array of the rest, where it reads them.
       collect: Maps a bound model to its `model_state` after the call.
+      module: Maps (params, rest) to the user's own module with these arrays, ready to predict; for a model with
+        adapters use the `module` of its `base`.
       takes_remat: Whether the model places rematerialization itself.
       other_leaves: Every array of the rest by its path: state other than parameters.
       overwritten: Paths of arrays of the rest whose gradient is their new value, such as the scales of fp8 matmuls.
@@ -175,6 +178,7 @@ class Blueprint:
     init: Callable[[jax.Array], tuple[Tree, Tree]]
     bind: Callable[[Tree, Tree, Use, Compute], Any]
     collect: Callable[[Any], Tree]
+    module: Callable[[Tree, Tree], Any]
     takes_remat: bool = False
     other_leaves: Mapping[str, Leaf] = field(default_factory=dict)
     overwritten: frozenset[str] = frozenset()

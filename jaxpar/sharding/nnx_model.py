@@ -57,6 +57,16 @@ class _Parts:
         hook(model)
         return _configure(model, compute)
 
+    def module(self, values: Tree, state: Tree) -> nnx.Module:
+        """Returns the user's own module with these arrays, in eval mode: nothing of jaxpar is left in it."""
+        model = nnx.merge(
+            self.graph,
+            nnx.map_state(partial(_filled, values), self.params),
+            nnx.map_state(partial(_filled, state), self.rest),
+        )
+        model.eval()
+        return model
+
     def _read(self, values: Tree, use: Use, path, variable: nnx.Variable) -> nnx.Variable:
         """Returns a variable that applies `use` to its value where the model reads it."""
         words = _words(path)
@@ -148,6 +158,7 @@ def blueprint(factory: Callable[..., Any], *, name: str) -> Blueprint:
         init=init,
         bind=parts.bind,
         collect=parts.collect,
+        module=parts.module,
         takes_remat=any(is_policy(getattr(module, "remat", None)) for _, module in modules),
         other_leaves=others,
         rules=tuple(author_rules()),
@@ -250,6 +261,12 @@ def _configure(model: nnx.Module, compute: Compute) -> nnx.Module:
 def _words(path) -> tuple[str, ...]:
     """Splits a path into words; a key with a "/", as in an `nnx.Dict`, becomes several words."""
     return tuple(word for key in path for word in str(key).split("/"))
+
+
+def _filled(values: Tree, path, variable: object) -> Any:
+    """Returns a variable, or an array that is an attribute, with its value."""
+    value = pick(values, _words(path))
+    return variable.replace(value) if isinstance(variable, nnx.Variable) else value
 
 
 def _values(state: nnx.State) -> Tree:

@@ -55,7 +55,12 @@ class State:
 
         `optax.contrib.schedule_free` does; see `jaxpar.optim.eval_params`.
         """
-        return eval_params(jax.tree.map(_on_device, eval_arrays(self.optimizer)), self.params)
+        return eval_params(eval_arrays_on_device(self.optimizer), self.params)
+
+
+def eval_arrays_on_device(optimizer: Any) -> dict[str, Any]:
+    """Selects the arrays of an optimizer's state that define the parameters to evaluate; moves offloaded ones."""
+    return jax.tree.map(_on_device, eval_arrays(optimizer))
 
 
 def _on_device(x: jax.Array) -> jax.Array:

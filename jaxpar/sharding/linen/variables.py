@@ -142,7 +142,11 @@ class Variables:
 
     def parameters(self, values: Tree, use: Use) -> Parameters:
         """Converts parameters to Linen's tree, which applies `use` to each one where the module reads it."""
-        return Parameters(jax.tree.unflatten(self.params, [pick(values, words) for words in self._words]), use)
+        return Parameters(self.linen_tree(values), use)
+
+    def linen_tree(self, values: Tree) -> Any:
+        """Converts parameters to Linen's tree."""
+        return jax.tree.unflatten(self.params, [pick(values, words) for words in self._words])
 
     @cached_property
     def _words(self) -> list[tuple[str, ...]]:

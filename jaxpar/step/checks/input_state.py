@@ -5,20 +5,34 @@ shape and dtype.
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxpar.errors import JaxparError, refuse
-from jaxpar.exchange.base import Exchange
+from jaxpar.exchange.base import MEAN, NO_MODEL, Exchange
 from jaxpar.optim.eval_params import eval_arrays
-from jaxpar.sharding.names import Tree, path_of
+from jaxpar.parallel.layout import Layout
+from jaxpar.sharding.names import Tree, by_path, path_of
 from jaxpar.step.state import HOST, State
 
 _FIX = "state = jp.init_state(layout, optimizer), then state, metrics = step(state, batch)"
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The value that a state must match, as messages name it, and the fix if it does not."""
+
+    name: str
+    fix: str
+
+
+STEP = Owner("step", _FIX)
 
 
 def check_not_donated(state: object) -> None:
@@ -75,6 +89,42 @@ def check_matches_step(state: State, expected: State, placed: State) -> None:
             _check_leaf(f"{part}/{path_of(keys)}", leaf, want, place, whose)
 
 
+def check_matches_layout(state: State, layout: Layout) -> None:
+    """Refuses a state whose parameters or model state are of another layout or model; ignores the optimizer's state.
+
+    Raises:
+      JaxparError: Names the first array that is missing, or that has another shape, dtype or sharding.
+    """
+    exchange = layout.parallel.exchange
+    count = exchange.count(layout.sizes["data"])
+    owner = Owner("layout", "the layout that the state was made with: jp.model(step.layout, state)")
+    for part, places, has_replicas in (
+        ("params", layout.placements, exchange.replicas_differ),
+        ("model_state", layout.other_state, exchange.per_replica),
+    ):
+        leaves = by_path(getattr(state, part))
+        if paths := sorted(leaves.keys() ^ places.keys()):
+            raise refuse(
+                f"a state of another model: {part}/{paths[0]} is in the {'state' if paths[0] in leaves else 'layout'} "
+                "alone",
+                rule="state and layout have the same model",
+                fix=owner.fix,
+            )
+        for path, leaf in leaves.items():
+            shape, spec = places[path].leaf.shape, places[path].stored
+            if has_replicas:
+                shape, spec = (count, *shape), PartitionSpec("data", *spec)
+            want = jax.ShapeDtypeStruct(shape, places[path].leaf.dtype)
+            _check_leaf(f"{part}/{path}", leaf, want, layout.sharding(spec), "model", owner)
+    model = exchange.global_model
+    if exchange.replicas_differ and model not in (MEAN, NO_MODEL) and model not in state.exchange:
+        raise refuse(
+            f"a state of another exchange: it has no {model}, which {exchange.name} evaluates",
+            rule="state and layout have the same exchange",
+            fix=owner.fix,
+        )
+
+
 def cast_to_initial(name: str, before: Tree, after: Tree) -> Tree:
     """Casts the model state after a call to its initial dtypes.
 
@@ -129,7 +179,9 @@ def _other_tree(name: str, before: Tree, after: Tree) -> JaxparError:
     )
 
 
-def _check_leaf(path: str, leaf: object, want: jax.ShapeDtypeStruct, place: jax.sharding.Sharding, whose: str) -> None:
+def _check_leaf(
+    path: str, leaf: object, want: jax.ShapeDtypeStruct, place: jax.sharding.Sharding, whose: str, owner: Owner = STEP
+) -> None:
     if not isinstance(leaf, jax.Array):
         raise refuse(
             f"{path} of the state is a {type(leaf).__name__}",
@@ -138,14 +190,14 @@ def _check_leaf(path: str, leaf: object, want: jax.ShapeDtypeStruct, place: jax.
         )
     if leaf.shape != want.shape:
         raise refuse(
-            f"{path} of the state is {list(leaf.shape)}, the step's is {list(want.shape)}",
-            rule=f"state and step have the same {whose}",
-            fix=_FIX,
+            f"{path} of the state is {list(leaf.shape)}, the {owner.name}'s is {list(want.shape)}",
+            rule=f"state and {owner.name} have the same {whose}",
+            fix=owner.fix,
         )
     if leaf.dtype != want.dtype:
         raise refuse(
-            f"{path} of the state is {leaf.dtype}, the step's is {want.dtype}",
-            rule=f"state and step have the same {whose}",
+            f"{path} of the state is {leaf.dtype}, the {owner.name}'s is {want.dtype}",
+            rule=f"state and {owner.name} have the same {whose}",
             fix=f"{path}.astype({str(want.dtype)!r})",
         )
     if not leaf.sharding.is_equivalent_to(place, leaf.ndim):
@@ -158,9 +210,9 @@ def _check_leaf(path: str, leaf: object, want: jax.ShapeDtypeStruct, place: jax.
                 fix=f"jp.init_state(layout, optimizer, offload={offload}), or offload={on_host} of the step",
             )
         raise refuse(
-            f"a state of another layout: {path} is on {leaf.sharding}, the step wants {place}"[:300],
-            rule="state and step have the same layout",
-            fix=_FIX,
+            f"a state of another layout: {path} is on {leaf.sharding}, the {owner.name} wants {place}"[:300],
+            rule=f"state and {owner.name} have the same layout",
+            fix=owner.fix,
         )
 
 

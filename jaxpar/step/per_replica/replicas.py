@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.exchange.all_reduce import AllReduce
 from jaxpar.exchange.base import NO_MODEL, Replicas
-from jaxpar.exchange.global_model import global_params, merge_replicas
+from jaxpar.exchange.global_model import merge_replicas_of_model
 from jaxpar.exchange.replica_mesh import AXIS, ReplicaMesh
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.layout_data import trained_shards
@@ -72,8 +72,8 @@ class PerReplica(Gradients):
         """Returns parameters and state of the global model, or of all replicas if they train several models."""
         if self.exchange.global_model == NO_MODEL:
             return params, model_state
-        params = global_params(self.exchange, params, exchange_state)
-        return constrain_tree(self.layout, params, stored_specs(self.layout)), jax.tree.map(merge_replicas, model_state)
+        params, model_state = merge_replicas_of_model(self.exchange, params, model_state, exchange_state)
+        return constrain_tree(self.layout, params, stored_specs(self.layout)), model_state
 
     def evaluate(self, params: Tree, model_state: Tree, batch: Batch) -> Sums:
         """Returns the loss sums of the global model.
