@@ -13,7 +13,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,16 @@ class Keywords:
         if problems:
             raise JaxparError(*problems)
         return super().__new__(cls)
+
+    def __repr__(self) -> str:
+        """Returns the class with the fields that differ from their defaults; for a dataclass with repr=False."""
+        options = [(option, getattr(self, option.name)) for option in fields(self)]  # pyright: ignore[reportArgumentType]
+        changed = ", ".join(f"{option.name}={value!r}" for option, value in options if value != _default(option))
+        return f"{type(self).__name__}({changed})"
+
+
+def _default(option: Field) -> Any:
+    return option.default if option.default_factory is MISSING else option.default_factory()
 
 
 def escape_control(text: str) -> str:

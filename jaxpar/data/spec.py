@@ -21,7 +21,7 @@ AUGMENTATIONS = ("flip", "crop")
 OURS = ("bytes", "bpe")  # the built-in tokenizers; any other value is a path
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Data(Keywords):
     """The data to train on.
 

@@ -39,6 +39,12 @@ from jaxpar.units import show_bytes, show_seconds
 class Report(ReportFacts):
     """The facts about one compiled program, and their pages; see `ReportFacts` for the attributes."""
 
+    def __repr__(self) -> str:
+        flags = f", {len(self.flags)} flag{'s' * (len(self.flags) != 1)}" if self.flags else ""
+        return (
+            f"<report: {self.title.partition(':')[0]}, on {self.devices}: {show_bytes(self.total)} per device{flags}>"
+        )
+
     def __str__(self) -> str:
         return terminal.page(self)
 

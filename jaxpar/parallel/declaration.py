@@ -24,7 +24,7 @@ ZERO_SHARDS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Parallel(Keywords):
     """The parallelism of a training job. Sizes multiply to the number of devices.
 

@@ -10,9 +10,12 @@ from jaxpar.parallel.placement import Placement, unsplit_note
 from jaxpar.units import show_bytes, show_count
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Layout(LayoutData):
     """The layout of a training job, with methods that describe it; see `LayoutData` for the attributes."""
+
+    def __repr__(self) -> str:
+        return f"<layout: {self.summary()}>"
 
     def explain(self) -> str:
         """Returns a table of every array of the model: its spec, shape, bytes per device, and the rule that placed it.

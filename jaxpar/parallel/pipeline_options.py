@@ -29,7 +29,7 @@ UNNAMED, FOUND = "auto", "found"
 PHASED = "1f1b_phased"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Pipeline(Keywords):
     """Settings of the axis `pipe`.
 

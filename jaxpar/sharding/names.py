@@ -20,6 +20,8 @@ from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUs
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from jaxpar.units import show_count
+
 # Bytes of an array on one device.
 
 
@@ -149,7 +151,7 @@ class Compute:
     remat: str = "none"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Blueprint:
     """A model before any of its arrays exist.
 
@@ -188,6 +190,10 @@ class Blueprint:
     base: "Blueprint | None" = None
     rules: tuple[tuple[str, Any], ...] = ()
     assigned: Callable[[Any], Mapping[str, jax.Array]] | None = None
+
+    def __repr__(self) -> str:
+        count = show_count(sum(leaf.size for leaf in self.leaves.values()))
+        return f"<model: {self.name}, {count} parameters in {len(self.leaves)} arrays>"
 
     @property
     def constants(self) -> frozenset[str]:

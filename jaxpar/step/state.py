@@ -23,12 +23,13 @@ from jaxpar.parallel.specs import model_state_specs, optimizer_specs, owner_path
 from jaxpar.sharding.names import Tree, path_of, shard_shape
 from jaxpar.sharding.tracing import paused_gc
 from jaxpar.step.parameters.frozen import drop_paths, frozen_paths
+from jaxpar.units import show_count
 
 HOST = "pinned_host"  # the memory of offloaded optimizer state
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class State:
     """Everything that training changes.
 
@@ -48,6 +49,13 @@ class State:
     optimizer: Any
     model_state: Tree
     exchange: Any = ()
+
+    def __repr__(self) -> str:
+        arrays = jax.tree.leaves(self.params)
+        count = f"{show_count(sum(getattr(x, 'size', 0) for x in arrays))} parameters in {len(arrays)} arrays"
+        if not isinstance(self.step, jax.Array) or isinstance(self.step, Tracer):
+            return f"<state: {count}>"  # of shapes, shardings or specs, or inside of a traced function
+        return f"<state: {'donated to a step' if self.step.is_deleted() else f'step {int(self.step)}'}, {count}>"
 
     @property
     def eval_params(self) -> Tree:

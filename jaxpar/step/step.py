@@ -196,6 +196,15 @@ class Step:
         """The sharding of all arrays. After the first call, its notes describe how the loss computes its logits."""
         return self.compiler.layout
 
+    def __repr__(self) -> str:
+        name, precision = getattr(self.loss, "__name__", type(self.loss).__name__), self.numerics.matmuls.compute
+        mesh, count = self.layout.summary().partition(":")[0], len(self.programs)
+        return f"<step: {mesh}; loss {name}, {precision}, {count} compiled program{'s' * (count != 1)}>"
+
+    def _repr_html_(self) -> str:
+        """Draws the layout for notebooks."""
+        return self.layout._repr_html_()
+
     def __call__(self, state: State, batch: Batch, *, limit: float = math.inf) -> tuple[State, dict[str, jax.Array]]:
         """Runs one training step.
 

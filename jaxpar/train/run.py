@@ -78,7 +78,7 @@ class Run:
         return self.step if factor == 1 else self.larger[factor]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Outcome:
     """The outcome of a run.
 
@@ -91,3 +91,8 @@ class Outcome:
     state: State
     last: dict[str, Any]
     stopped_by: str | None
+
+    def __repr__(self) -> str:
+        loss = f", loss {self.last['loss']:.4g}" if "loss" in self.last else ""
+        stopped = f", stopped by {self.stopped_by}" if self.stopped_by else ""
+        return f"<outcome: {repr(self.state).removeprefix('<state: ').removesuffix('>')}{loss}{stopped}>"

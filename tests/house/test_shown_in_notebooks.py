@@ -2,6 +2,7 @@
 
 import itertools
 
+import optax
 import pytest
 from browser import CUT, OPEN, PALE, WIDTHS, Reader, shades
 from flax import nnx
@@ -9,6 +10,7 @@ from test_page import report
 
 import jaxpar as jp
 from jaxpar.parallel.pages.shard_cards import cards, groups, shard_devices
+from jaxpar.train.run import Outcome
 
 HOSTILE = """<script>alert(1)</script>"' onload='alert(3)' &amp; </style>"""
 HEAD = '<!DOCTYPE html><html><head><meta charset="utf-8"/><meta name="color-scheme" content="light dark"/>'
@@ -51,6 +53,31 @@ def test_a_layout_says_what_each_device_holds_and_what_is_sent():
     assert sum(len(group.places) for group in groups(layout.placements, layout.sizes)) == len(layout.placements)
     apart = jp.compose(decoder, jp.Parallel(data=8, exchange=jp.Exchange("diloco")))
     assert "diloco every 20 steps" in Reader(apart._repr_html_()).said
+
+
+def test_each_value_is_one_line_in_text():
+    layout, optimizer = jp.compose(decoder, jp.Parallel(data=2, fsdp=4)), optax.adam(1e-3)
+    step, state = jp.train_step(layout, jp.next_token_loss, optimizer), jp.init_state(layout, optimizer)
+    size = f"{sum(place.leaf.size for place in layout.placements.values()) / 1000:.3g} k parameters in 12 arrays"
+    lines = {
+        "Parallel(data=2, fsdp=4)": layout.parallel,
+        "Pipeline(microbatches=8)": jp.Pipeline(microbatches=8),
+        "DecoderConfig(layers=2)": jp.DecoderConfig(layers=2),
+        f"<model: Decoder, {size}>": layout.blueprint,
+        f"<layout: {layout.summary()}>": layout,
+        f"<state: step 0, {size}>": state,
+        f"<state: {size}>": step.abstract(),
+        f"<outcome: step 0, {size}, loss 2.5, stopped by SIGTERM>": Outcome(
+            state=state, last={"loss": 2.5}, stopped_by="SIGTERM"
+        ),
+        "<step: Decoder on data 2 x fsdp 4, ZeRO-3; loss next_token_loss, fp32, 0 compiled programs>": step,
+    }
+    assert [repr(value) for value in lines.values()] == [*lines]
+    state.step.delete()
+    assert repr(state) == f"<state: donated to a step, {size}>"
+    assert repr(report()).startswith("<report: ")
+    assert "\n" not in repr(report())
+    assert step._repr_html_() == step.layout._repr_html_()
 
 
 def test_names_of_a_model_are_escaped():

@@ -53,7 +53,7 @@ def check_heads(dim: int, heads: int, *, kv_heads: int = 0, even: bool = False) 
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class DecoderConfig(Keywords):
     """Shape and kind of a decoder.
 

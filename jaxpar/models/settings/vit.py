@@ -6,7 +6,7 @@ from jaxpar.errors import Keywords, check_ranges, nearest_divisor, refuse
 from jaxpar.models.settings.decoder import check_heads
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ViTConfig(Keywords):
     """Shape of a vision transformer.
 
