@@ -55,7 +55,7 @@ def model(
     check_not_donated(state)
     check_matches_layout(state, layout)
     _check_replica(layout, replica)
-    params, model_state = eval_model(layout, state, replica=replica, copy=device is None)
+    params, model_state = eval_model(layout, state, replica=replica, copy=True)
     if device is not None:
         params, model_state = jax.tree.map(lambda x: _move(x, device), (params, model_state))
     return without_adapters(layout.blueprint).module(params, model_state)
@@ -71,6 +71,9 @@ def eval_model(layout: Layout, state: State, *, replica: int | None = None, copy
       copy: Whether no array may share memory with the state.
     """
     blueprint, exchange = layout.blueprint, layout.parallel.exchange
+    averages = eval_arrays_on_device(state.optimizer)
+    if not (copy or averages or exchange.per_replica or blueprint.adapters):
+        return state.params, state.model_state
 
     def run(params: Tree, model_state: Tree, averages: Any, exchange_state: Tree) -> tuple[Tree, Tree]:
         params = eval_params(averages, params)
@@ -79,9 +82,9 @@ def eval_model(layout: Layout, state: State, *, replica: int | None = None, copy
         elif exchange.per_replica:
             params, model_state = merge_replicas_of_model(exchange, params, model_state, exchange_state)
         params = merge_adapters(blueprint, params) if blueprint.adapters else params
-        return jax.tree.map(jnp.copy, (params, model_state)) if copy else (params, model_state)
+        return jax.tree.map(jnp.copy, (params, model_state))
 
-    arguments = (state.params, state.model_state, eval_arrays_on_device(state.optimizer), state.exchange)
+    arguments = (state.params, state.model_state, averages, state.exchange)
     shapes = jax.eval_shape(run, *arguments)
     places = ({**layout.placements}, {**layout.other_state})
     shardings = jax.tree_util.tree_map_with_path(
@@ -94,11 +97,11 @@ def eval_model(layout: Layout, state: State, *, replica: int | None = None, copy
 
 
 def _move(x: jax.Array, device: jax.Device | Sharding) -> jax.Array:
-    """Copies an array to a device; with several processes, all of them call this, each for a device of its own."""
+    """Moves an array to a device; with several processes, all of them call this, each for a device of its own."""
     if isinstance(device, jax.Device) and not x.is_fully_addressable:
         replicated = jax.NamedSharding(x.sharding.mesh, PartitionSpec())  # pyright: ignore[reportAttributeAccessIssue]
         x = jax.jit(lambda x: x, out_shardings=replicated)(x).addressable_data(0)
-    return jax.device_put(x, device, may_alias=False)
+    return jax.device_put(x, device)
 
 
 def _check_arguments(layout: object, state: object, device: object) -> None:

@@ -118,14 +118,13 @@ def trained(exchange=None, optimizer=ADAM, steps=3):
     return layout, step, history, state
 
 
-def test_the_model_of_averaged_parameters_is_the_evaluated_one_and_outlives_the_state():
+def test_the_model_of_averaged_parameters_is_the_evaluated_one():
     layout, step, history, state = trained(optimizer=optax.chain(ADAM, ema_params(0.5)))
     weights = np.array([0.25, 0.5, 1.0]) / 1.75  # decay 0.5, without the initial parameters
     mean = jax.tree.map(lambda *values: sum(w * x for w, x in zip(weights, values, strict=True)), *history)
     model, batch = jp.model(layout, state), next(batches(1))
     expected = logits(plain_nnx(Bare, mean, state.model_state))
     total, count = step.evaluate(state, batch)["loss"]
-    step(state, batch)  # donates the state
     check_close(logits(model), expected)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits(model), batch["targets"]) * batch["mask"]
     np.testing.assert_allclose(losses.sum() / batch["mask"].sum(), total / count, rtol=1e-5)
@@ -158,7 +157,7 @@ def test_replicas_come_back_as_their_global_model_or_one_by_one(name, settings):
 
 
 def test_what_is_no_state_of_the_layout_is_refused_with_a_way_out():
-    layout, step, _, state = trained()
+    layout, _, _, state = trained()
     other = composed(Bare, {"data": 8})
     deep = composed(decoder, {"data": 8})
     ensemble = composed(Bare, {"data": 2}, exchange=jp.Exchange("ensemble"))
@@ -176,7 +175,16 @@ def test_what_is_no_state_of_the_layout_is_refused_with_a_way_out():
         with pytest.raises(JaxparError) as error:
             call()
         assert message in str(error.value)
+
+
+def test_a_model_outlives_its_state():
+    layout, step, _, state = trained()
     donated = jax.tree.map(jnp.copy, state)
+    model, alone = jp.model(layout, donated), jp.model(layout, donated, device=jax.devices()[0])
+    expected = logits(plain_nnx(Bare, state.params, state.model_state))
     step(donated, next(batches(1)))
+    assert donated.params["logits"]["kernel"].is_deleted()
+    check_close(logits(model), expected)
+    check_close(logits(alone), expected)
     with pytest.raises(JaxparError, match="already passed to a step"):
         jp.model(layout, donated)
