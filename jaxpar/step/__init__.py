@@ -16,6 +16,7 @@
     norm/        the global gradient norm, with one sum over devices
     measures/    additional evaluation metrics
     step         the step: its jitted update, which may skip values that are not finite, and its evaluation
+    model        the user's own Flax model with the parameters of a state: `jp.model`
     state        parameters, optimizer, model and exchange state, initialized sharded
 
 Nouns: `Step`, `State`, `Numerics` (precision, remat, accumulation), sums and counts of a loss.

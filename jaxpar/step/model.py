@@ -49,7 +49,7 @@ def model(
 
     Raises:
       JaxparError: If the state is of another layout or model, or was donated to a step; or if its replicas are several
-        models (`ensemble`, `population`) and `replica` is None.
+        models (as of the exchanges ensemble and population) and `replica` is None.
     """
     _check_arguments(layout, state, device)
     check_not_donated(state)
