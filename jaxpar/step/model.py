@@ -24,9 +24,7 @@ from jaxpar.step.checks.input_state import check_matches_layout, check_not_donat
 from jaxpar.step.state import State, eval_arrays_on_device
 
 
-def model(
-    layout: Layout, state: State, *, device: jax.Device | Sharding | None = None, replica: int | None = None
-) -> Any:
+def model(layout: Layout, state: State, *, device: Any = None, replica: int | None = None) -> Any:
     """Returns the user's model with the parameters of a state, ready to predict.
 
     The parameters are those that `step.evaluate` uses: averages (`ema_params`, schedule-free optimizers), the global
@@ -36,9 +34,9 @@ def model(
     Args:
       layout: The layout of the state: the result of `jp.compose`, or `step.layout`.
       state: A state as a step returns it; `outcome.state` of `jp.fit`.
-      device: The device of every array, or its sharding, as in `jax.device_put`. By default each array is sharded as
-        the layout stores it, so that no device needs the memory of the whole model; call the model inside `nnx.jit` or
-        `jax.jit`, which then split the work.
+      device: The `jax.Device` of every array, or its `Sharding`, as in `jax.device_put`. By default each array is
+        sharded as the layout stores it, so that no device needs the memory of the whole model; call the model inside
+        `nnx.jit` or `jax.jit`, which then split the work.
       replica: The number of one replica, whose own copy is returned, if the replicas have different parameters. By
         default their global model, as in an evaluation: the mean, or the center or anchor of the exchange.
 
@@ -96,7 +94,7 @@ def eval_model(layout: Layout, state: State, *, replica: int | None = None, copy
         return jax.jit(run, out_shardings=shardings)(*arguments)
 
 
-def _move(x: jax.Array, device: jax.Device | Sharding) -> jax.Array:
+def _move(x: jax.Array, device: Any) -> jax.Array:
     """Moves an array to a device; with several processes, all of them call this, each for a device of its own."""
     if isinstance(device, jax.Device) and not x.is_fully_addressable:
         replicated = jax.NamedSharding(x.sharding.mesh, PartitionSpec())  # pyright: ignore[reportAttributeAccessIssue]
