@@ -61,6 +61,7 @@ def run_check(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.job.checkpoint import check_run
     from jaxpar.job.inspect import matmul_summary
     from jaxpar.job.parts.names import vocabulary
+    from jaxpar.job.parts.pictures import describe_pictures
     from jaxpar.mesh.devices import simulate, use_cpu_only
     from jaxpar.models.islands import implemented
     from jaxpar.models.settings.logits import record_logits
@@ -90,7 +91,7 @@ def run_check(args: argparse.Namespace) -> tuple[Any, int]:
     auto = sorted(each for each in called if each.startswith("context by auto"))
     layout = reduce(with_note, [*map(str, logits), *auto], layout)
     messages = [sync_note(layout), job.optimizer.describe_rate(job.train.global_batch)]
-    messages.append(report_lengths(job.data))
+    messages += [report_lengths(job.data), describe_pictures(job)]
     messages.append(phases := job.train.growth.describe(job.train.global_batch))
     print(f"ok: {layout.summary()}", *layout.notes, *filter(None, messages), sep="\n")
     placed, other_state = (

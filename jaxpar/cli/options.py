@@ -20,15 +20,16 @@ def add_job(verb: argparse.ArgumentParser) -> None:
 
 
 def job_file(name: str) -> str:
-    """Returns the path of a job file; a missing `configs/NAME.toml` is replaced by the file that jaxpar ships.
+    """Returns the path of a job file; a missing file of `configs/` is replaced by the file that jaxpar ships.
 
     So the commands in the help texts run in any folder. A message on stderr reports the replacement.
     """
     path = Path(name)
-    if not name or path.exists() or path.parent != Path("configs") or not (SHIPPED / path.name).is_file():
+    shipped = SHIPPED.joinpath(*path.parts[1:])
+    if path.exists() or path.parts[:1] != ("configs",) or not shipped.is_file():
         return name
-    print(f"{name}: not in this folder; taken from {SHIPPED / path.name}", file=sys.stderr)
-    return str(SHIPPED / path.name)
+    print(f"{name}: not in this folder; taken from {shipped}", file=sys.stderr)
+    return str(shipped)
 
 
 def add_allow_import(verb: argparse.ArgumentParser) -> None:

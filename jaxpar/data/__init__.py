@@ -1,6 +1,7 @@
 """Input data: a batch is a pure function of the step, so a run resumes at any step from the step number alone.
 
     documents ─► tokenizers ─► packing: tokens on disk, hashed ──────► text.Tokens, rows ─┐
+    pictures in folders, .tar, Parquet ─────────────────────────► images.source.Images ─┤
     .npz, .npy, digits ─────────────────────────────────────────────────► arrays.Arrays ─┼─► batch(step, size, rows)
     Python ─────────────────────────────────────────────────────► streams, iterables.Own ┘     ─► (train.feed) ─► step
 
@@ -10,7 +11,8 @@ with a hash manifest, `BatchSpec` (the checks of a batch), and `WeightedBatch` b
 once.
 
 Rooms: `documents` (files, JSONL, Parquet), `tokenizers` (Hugging Face's, chat templates, flag bits of tokens),
-`document_rows` (one or several documents per row, mixtures), `streams` (the user's own data).
+`images` (pictures and their classes), `document_rows` (one or several documents per row, mixtures), `streams` (the
+user's own data).
 
 To add a source: a class that implements `spec.Source` (`examples.Examples` does most of it for indexed examples) and a
 line in `sources.open_data`. Each process requests only its own rows, and the source reads no others.

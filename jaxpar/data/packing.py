@@ -172,7 +172,7 @@ def pack(corpus: Corpus, spec: Data, folder: Path, say: Say = print_to_stderr) -
     manifest, problem = _check_packed(file, spec, say)
     if not problem:
         return file, manifest if manifest.mark == mark or not mark else _update_mark(file, manifest, mark)
-    with _lock(folder, say) as is_locked:
+    with folder_lock(folder, say) as is_locked:
         manifest, problem = _check_packed(file, spec, say)  # another process may have packed it meanwhile
         if not problem:
             return file, manifest
@@ -261,16 +261,16 @@ def _update_mark(file: Path, found: Packed, mark: str) -> Packed:
 
 
 @contextmanager
-def _lock(folder: Path, say: Say) -> Iterator[bool]:
+def folder_lock(folder: Path, say: Say) -> Iterator[bool]:
     """Takes the lock of a folder; yields False if its file system has no locks (other processes may then pack too)."""
     with (folder / "packing.lock").open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"waiting for another process, which packs the text into {folder}")
+            say(f"waiting for another process, which packs the data into {folder}")
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
-            say(f"{folder} has no locks ({error.strerror}): each process packs the text for itself")
+            say(f"{folder} has no locks ({error.strerror}): each process packs the data for itself")
             yield False
             return
         yield True

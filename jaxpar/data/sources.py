@@ -5,6 +5,7 @@ text      any file, folder or glob: each file is a document
 jsonl     lines of JSON, each one a document: a column of text or of messages
 parquet   rows of Parquet, likewise
 digits    scikit-learn's handwritten digits; photographs: tiles of its two photographs, a class for each pixel
+images    pictures: a folder for each class, tar files of webdataset, or Parquet
 arrays    .npz, .npy or a folder of .npy; a flat .npy of integers and a .bin are token ids
 pkg:name  an object with `batch(step, size)`, a map-style dataset, an iterable of batches, or a function returning one
 """
@@ -139,6 +140,10 @@ def open_data(
         return Arrays(load_digits(), spec, seed)
     if spec.source == "photographs":
         return Arrays(load_photographs(), spec, seed)
+    if spec.source == "images":
+        from jaxpar.data.images.source import open_images
+
+        return open_images(spec, folder, seed)
     if spec.source == "arrays" and is_token_stream(Path(str(spec.path))):
         return TokenStream(Path(str(spec.path)), spec, seed)
     if spec.source == "arrays":

@@ -8,12 +8,15 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from jaxpar.data.images.config import ImageConfig
 from jaxpar.data.tokenizers.tokenizer_facts import context_length, read_tokenizer
 from jaxpar.errors import JaxparError, Keywords, Problem, check_ranges, refuse, suggest
 
 Batch = dict[str, np.ndarray]
 ROWS = ("jsonl", "parquet")
 TEXT = ("stdlib", "text", *ROWS)  # the sources whose examples are tokens
+PATHS = ("text", "arrays", "images", *ROWS)  # the sources that read `path`
+PICTURES = ("digits", "photographs", "arrays", "images")  # the sources that may be augmented
 OF_SETS = ("source", "path", "pattern", "column", "messages", "learn")  # the keys of an evaluation set
 SET_NAME = "[a-z][a-z0-9]*"  # a part of metric names: eval_wiki_loss
 SEQ = 128  # default tokens of an example of text
@@ -26,14 +29,14 @@ class Data(Keywords):
     """The data to train on.
 
     Attributes:
-      source: stdlib, text, jsonl, parquet, digits, photographs, arrays, or "package.module:name" of a Python iterable,
-        of a function that returns one, or of an object with batch(step, size) and, to be evaluated, evaluation(index,
-        size); its `examples`, if any, is the number of training examples.
+      source: stdlib, text, jsonl, parquet, digits, photographs, images, arrays, or "package.module:name" of a Python
+        iterable, of a function that returns one, or of an object with batch(step, size) and, to be evaluated,
+        evaluation(index, size); its `examples`, if any, is the number of training examples.
       evaluation: "package.module:name" of held-out examples, if the source has no `evaluation` itself: a map-style
         dataset, an iterable of batches, or a function that returns one.
       sets: Evaluation sets by name, each a table of source, path, pattern, column, messages and learn; the other keys,
         and those left out except path, are as in training: { wiki = { path = "wiki.jsonl" } } adds eval_wiki_loss etc.
-      path: File, folder or glob of text, rows or arrays; a list of them for text and rows.
+      path: File, folder or glob of text, rows, arrays or pictures; a list of them for text and rows.
       weights: Share of the examples that comes from each entry of `path`; default: in proportion to their sizes.
       pattern: Glob of the files in a folder of text; hidden files are skipped unless it begins with a dot.
       column: Column of JSONL or Parquet that holds text.
@@ -48,9 +51,10 @@ class Data(Keywords):
         for conversations, and mixed otherwise.
       seq: Tokens per example. 0 is 128; for conversations the context length of the model in the tokenizer's folder,
         at most 2,048.
-      augment: Random changes of training images of arrays, digits and photographs: flip mirrors half of them, crop
-        shifts them by up to an eighth. They depend on the seed and the step alone.
-      held_out: Share of the examples that is held out for evaluation.
+      augment: Random changes of training images of images, arrays, digits and photographs: flip mirrors half of them,
+        crop shifts them by up to an eighth. They depend on the seed and the step alone.
+      images: How pictures of the source images become arrays.
+      held_out: Share of the examples that is held out for evaluation; unused if pictures come with a folder val.
       ahead: Batches that a thread prefetches, for uneven read times; with 0 the next batch is read while devices
         compute. The metric input_wait_seconds is an upper bound of the time a step waits for its batch.
       shuffle: Whether examples come in a new order every epoch.
@@ -71,6 +75,7 @@ class Data(Keywords):
     documents: Literal["auto", "mixed", "alone", "apart"] = "auto"
     seq: int = 0
     augment: tuple[Literal["flip", "crop"], ...] = ()
+    images: ImageConfig = field(default_factory=ImageConfig)
     held_out: float = 0.02
     shuffle: bool = True
     ahead: int = 0
@@ -128,13 +133,13 @@ class Data(Keywords):
             )
         except JaxparError as error:
             problems += error.problems
-        known_sources = (*TEXT, "digits", "photographs", "arrays")
+        known_sources = (*TEXT, "digits", "photographs", "images", "arrays")
         if self.source not in known_sources and not (isinstance(self.source, str) and ":" in self.source):
             rule = f'a source is {", ".join(known_sources)}, or "package.module:name"'
             problems.append(
                 Problem(f"data.source = {self.source!r}", rule, _suggest_source(self.source, known_sources))
             )
-        elif self.source in ("text", "arrays", *ROWS) and not self.path:
+        elif self.source in PATHS and not self.path:
             problems.append(
                 Problem(
                     f"data.source = {self.source!r} without a path",
@@ -171,8 +176,8 @@ def _text_problems(spec: Data) -> list[Problem]:
     if unknown := [kind for kind in spec.augment if kind not in AUGMENTATIONS]:
         rule = f"images are changed by {' and '.join(AUGMENTATIONS)}"
         problems.append(Problem(f"data.augment = {unknown}", rule, suggest(str(unknown[0]), AUGMENTATIONS)))
-    if spec.augment and spec.source not in ("digits", "photographs", "arrays"):
-        rule = "images of arrays, digits and photographs are augmented"
+    if spec.augment and spec.source not in PICTURES:
+        rule = "images of images, arrays, digits and photographs are augmented"
         problems.append(Problem(f"data.augment with data.source = {spec.source!r}", rule, "leave it out"))
     if not spec.column:
         problems.append(Problem("data.column = ''", "data.column names a column", 'column = "text"'))
@@ -193,10 +198,10 @@ def check_path(spec: Data) -> None:
     Raises:
       JaxparError: If it is set.
     """
-    if spec.path and spec.source not in ("text", "arrays", *ROWS):
+    if spec.path and spec.source not in PATHS:
         raise refuse(
             f"data.path = {spec.path!r} with data.source = {spec.source!r}, which reads no path",
-            rule="a path is read by text, jsonl, parquet and arrays",
+            rule="a path is read by text, jsonl, parquet, images and arrays",
             fix='source = "text"',
         )
 
@@ -215,6 +220,9 @@ def _set_problems(spec: Data, name: str) -> list[Problem]:
         settings = spec.evaluation_set(name)
     except JaxparError as error:
         return [Problem(item.got.replace("data.", f"{key}.", 1), item.rule, item.fix) for item in error.problems]
+    if settings.source == "images" and not settings.images.classes:
+        rule = "the labels of a set are those of training: the classes are named, as a set's folders may lack some"
+        return [Problem(f"{key} without data.images.classes", rule, 'data.images.classes = ["cat", "dog"]')]
     if ":" in settings.source and "source" not in table:
         return [
             Problem(f"{key} without a source", "a Python source does not define how a set is read", 'source = "jsonl"')

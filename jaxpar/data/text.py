@@ -69,6 +69,7 @@ class Examples(ABC):
 
     def __init__(self, count: int, spec: Data, seed: int):
         self.spec, self.seed = spec, seed
+        self.train_indices: TrainIndices | np.ndarray
         self.train_indices, self.held_out_indices = split_held_out(count, spec.held_out)
 
     @property

@@ -29,6 +29,7 @@ from jaxpar.job.parts.batches import abstract_batch, check_evaluated, open_data
 from jaxpar.job.parts.measures import check_loggers, derived_of, resolve_measures, sets_of
 from jaxpar.job.parts.models import batch_errors, resolve_loss, resolve_model
 from jaxpar.job.parts.optimizers import best_of, check_optimizer, note_optimizer, resolve_optimizer
+from jaxpar.job.parts.pictures import check_pictures, has_validation
 from jaxpar.job.parts.pretrained_start import check_start
 from jaxpar.mesh.axes import AXES, infer_sizes
 from jaxpar.mesh.devices import Simulated, is_simulated, visible_devices
@@ -212,8 +213,11 @@ def _check_faults(job: Job) -> None:
 
 
 def _check_evaluation(job: Job) -> None:
-    """Refuses evaluations without held-out examples; does not pack text for this."""
-    if not job.data.is_text:
+    """Refuses evaluations without held-out examples; does not pack text or pictures for this."""
+    if job.data.source == "images":
+        if not job.data.held_out and not has_validation(job):
+            check_evaluated(job, None)
+    elif not job.data.is_text:
         check_evaluated(job, open_data(job))
     elif not job.data.held_out:
         check_evaluated(job, None)
@@ -235,6 +239,8 @@ def _check_data(job: Job) -> None:
             check_text(data_set)
     if job.data.is_text:
         return
+    if job.data.source == "images":
+        check_pictures(job)
     if job.data.source == "arrays":
         path = Path(str(job.data.path))
         if is_token_stream(path):

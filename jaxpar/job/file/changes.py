@@ -23,7 +23,7 @@ from jaxpar.job.file.schema import Job
 UNSAID = ("run.", "metrics.")
 EXCHANGE = "parallel.exchange"  # another exchange has other keys: it counts as one change
 # how the data is read changes nothing; the data itself is compared by its fingerprint
-FREE = ("data.ahead", "data.path", "data.pattern", "data.sets", "data.source")
+FREE = ("data.ahead", "data.images.threads", "data.path", "data.pattern", "data.sets", "data.source")
 BINDING = ("data.", "model.", "optimizer.", EXCHANGE, "parallel.pipeline.weights", "sweep.",
            "train.adapters.", "train.freeze",
            "train.global_batch", "train.grow", "train.loss", "train.precision.compute", "train.seed")  # fmt: skip

@@ -80,6 +80,9 @@ def abstract_batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
         names = ["inputs", "targets", *["mask"] * job.data.has_mask]
         names += ["segments", "positions"] * (job.data.documents == "apart")
         return dict.fromkeys(names, tokens)
+    if job.data.source == "images":
+        images = jax.ShapeDtypeStruct((size, *job.data.images.shape), jnp.float32)
+        return {"inputs": images, "labels": jax.ShapeDtypeStruct((size,), jnp.int32)}
     try:
         batch = open_data(job).batch(0, size)
     except MemoryError as error:

@@ -230,6 +230,8 @@ def _check_settings(name: str, target: Callable, settings: dict[str, Any]) -> No
 
 
 def _check_labels(job: Job, settings: Any) -> None:
+    if job.data.source == "images":  # see `pictures.check_pictures`
+        return
     arrays = getattr(open_data(job), "arrays", {})
     labels = arrays.get("labels")
     if labels is not None and labels.dtype.kind in "iu" and not 0 <= labels.min() <= labels.max() < settings.classes:

@@ -1,0 +1,152 @@
+"""Decodes a picture, crops it and resizes it to the size of a job, by Pillow.
+
+    bytes ─► upright picture in RGB or L ─► crop box ─► bilinear, antialiased ─► [height, width, channels] float32
+
+Random boxes: Szegedy et al. 2015, arXiv:1409.4842, section 6, in the form of torchvision's `RandomResizedCrop`.
+"""
+
+import io
+import math
+import struct
+import zlib
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxpar.data.images.config import MODES, ImageConfig
+from jaxpar.data.validate import CorruptBatch
+from jaxpar.errors import refuse
+
+AREA = (0.08, 1.0)  # share of a picture's area that a random box has
+LOG_ASPECT = (math.log(3 / 4), math.log(4 / 3))  # of its width over its height
+ATTEMPTS = 10  # boxes that are drawn until one fits into the picture
+DEEP = ("I", "I;16", "I;16B", "I;16L", "F")  # Pillow's modes of more than 8 bits, which it would clip to 255
+# exceptions of Pillow on damaged pictures
+DAMAGED = (OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, OverflowError, struct.error,
+           zlib.error)  # fmt: skip
+
+
+class Crop(NamedTuple):
+    """A box of a picture, in pixels from its upper left corner."""
+
+    left: float
+    upper: float
+    right: float
+    lower: float
+
+
+def pillow() -> Any:
+    """Imports Pillow's module of images.
+
+    Raises:
+      JaxparError: If Pillow is not installed.
+    """
+    try:
+        from PIL import Image
+    except ModuleNotFoundError as error:
+        raise refuse(
+            "data.source = 'images' without Pillow",
+            rule="pictures are decoded by Pillow",
+            fix="pip install 'jaxpar[images]'",
+        ) from error
+    return Image
+
+
+def decode(content: bytes, config: ImageConfig, where: str) -> Any:
+    """Decodes a picture, upright as its EXIF orientation says, in the mode of the job's channels.
+
+    Args:
+      content: The encoded picture.
+      config: The `[data.images]` table.
+      where: Name of the picture in errors.
+
+    Raises:
+      CorruptBatch: If it is no picture, is damaged or truncated, or has more than 8 bits per channel.
+    """
+    image_module = pillow()
+    from PIL import ImageOps
+
+    try:
+        with image_module.open(io.BytesIO(content)) as picture:
+            if picture.mode in DEEP:
+                raise ValueError(f"its mode {picture.mode} has more than 8 bits per channel")
+            upright = ImageOps.exif_transpose(picture)
+            if upright.mode == "P" and "transparency" in upright.info:  # else Pillow warns
+                upright = upright.convert("RGBA")
+            return upright.convert(MODES[config.channels])
+    except (*DAMAGED, image_module.DecompressionBombError, image_module.DecompressionBombWarning) as error:
+        problem = refuse(
+            f"{where}: {_reason(error, content)}",
+            rule="a picture is whole and has 8 bits per channel",
+            fix="another copy of it, or without it",
+        )
+        raise CorruptBatch(*problem.problems) from error
+
+
+def _reason(error: BaseException, content: bytes) -> str:
+    """Describes an error of Pillow, whose message about unknown bytes names an object in memory."""
+    if not content:
+        return "it is empty"
+    return "it is no picture" if "cannot identify" in str(error) else f"{error or type(error).__name__}"
+
+
+def center_box(width: int, height: int, config: ImageConfig) -> Crop:
+    """Returns the largest box in the middle of a picture that has the shape of an image, times `crop_share`."""
+    rows, columns, _ = config.shape
+    scale = min(width / columns, height / rows) * config.crop_share
+    box_width, box_height = columns * scale, rows * scale
+    left, upper = (width - box_width) / 2, (height - box_height) / 2
+    return Crop(left, upper, min(left + box_width, width), min(upper + box_height, height))
+
+
+def random_box(width: int, height: int, numbers: np.random.Generator) -> Crop:
+    """Draws a box of a picture: its area and the logarithm of its aspect are uniform, its place is too.
+
+    If none of `ATTEMPTS` boxes fits into the picture, it is the largest in the middle with an allowed aspect.
+    """
+    for _ in range(ATTEMPTS):
+        area = width * height * numbers.uniform(*AREA)
+        aspect = math.exp(numbers.uniform(*LOG_ASPECT))
+        box_width, box_height = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < box_width <= width and 0 < box_height <= height:
+            left = int(numbers.integers(0, width - box_width + 1))
+            upper = int(numbers.integers(0, height - box_height + 1))
+            return Crop(left, upper, left + box_width, upper + box_height)
+    low, high = (math.exp(bound) for bound in LOG_ASPECT)
+    box_width = min(width, max(1, round(height * high))) if width / height > high else width
+    box_height = min(height, max(1, round(width / low))) if width / height < low else height
+    left, upper = (width - box_width) // 2, (height - box_height) // 2
+    return Crop(left, upper, left + box_width, upper + box_height)
+
+
+def pixels(content: bytes, config: ImageConfig, where: str, numbers: np.random.Generator | None) -> np.ndarray:
+    """Returns the image of a picture. Shape [height, width, channels], float32, normalized.
+
+    Args:
+      content: The encoded picture.
+      config: The `[data.images]` table.
+      where: Name of the picture in errors.
+      numbers: Random numbers of this example in training; None takes the middle.
+
+    Raises:
+      CorruptBatch: If it cannot be decoded, or has another size with `resize = "exact"`.
+    """
+    picture = decode(content, config, where)
+    rows, columns, channels = config.shape
+    if config.resize == "exact" and picture.size != (columns, rows):
+        problem = refuse(
+            f"{where} has {picture.height} x {picture.width} pixels, data.images.size = {[rows, columns]}",
+            rule='with resize = "exact" every picture has the size of the images',
+            fix='resize = "center_crop"',
+        )
+        raise CorruptBatch(*problem.problems)
+    if config.resize == "random_resized_crop" and numbers is not None:
+        box = random_box(picture.width, picture.height, numbers)
+    else:
+        box = center_box(picture.width, picture.height, config)
+    if picture.size != (columns, rows) or box != (0, 0, columns, rows):
+        picture = picture.resize((columns, rows), pillow().Resampling.BILINEAR, box=box)
+    image = np.asarray(picture, np.float32).reshape(rows, columns, channels) / np.float32(255)
+    if config.mean:
+        image = image - np.asarray(config.mean, np.float32)
+    return image / np.asarray(config.std, np.float32) if config.std else image
