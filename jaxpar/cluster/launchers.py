@@ -234,7 +234,7 @@ def _kubernetes(environment: Environment, own: Mapping[str, str], problems: list
     A `JAXPAR_COORDINATOR` of one word is that service: pod 0 of the job JOB is JOB-0.SERVICE, and this pod is named
     JOB-INDEX.
     """
-    fix = "JAXPAR_PROCESSES = completions and JAXPAR_COORDINATOR = the headless service; configs/launch/kubernetes.yaml"
+    fix = "JAXPAR_PROCESSES = completions and JAXPAR_COORDINATOR = the headless service; deploy/kubernetes.yaml"
     index = read_number(environment, "JOB_COMPLETION_INDEX", "Kubernetes sets it: which pod this is, from 0", problems)
     missing = [name for name in ("JAXPAR_PROCESSES", "JAXPAR_COORDINATOR") if not environment.get(name)]
     if missing:

@@ -18,7 +18,7 @@ from jaxpar.cluster.launchers import hosts
 from jaxpar.cluster.rendezvous import host_rendezvous, join_rendezvous
 from jaxpar.errors import JaxparError
 
-LAUNCH = Path(__file__).parents[2] / "configs" / "launch"
+DEPLOY = Path(__file__).parents[2] / "deploy"
 OWN = {"JAXPAR_COORDINATOR": "node01:1234", "JAXPAR_PROCESSES": "4", "JAXPAR_PROCESS": "3"}
 TORCHRUN = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "0"}
 SLURM = {
@@ -216,9 +216,9 @@ def test_to_detect_takes_no_jax():
 
 
 def test_the_scripts_for_launchers_parse():
-    subprocess.run(["bash", "-n", LAUNCH / "slurm.sh"], check=True)
+    subprocess.run(["bash", "-n", DEPLOY / "slurm.sh"], check=True)
     yaml = pytest.importorskip("yaml", reason="PyYAML, which flax brings")
-    service, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
+    service, job = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
     pod = job["spec"]["template"]["spec"]
     said = {entry["name"]: entry["value"] for entry in pod["containers"][0]["env"]}
     assert pod["subdomain"] == service["metadata"]["name"]

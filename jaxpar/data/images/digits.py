@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxpar.data.arrays import load_digits
 from jaxpar.data.images.pixels import pillow
+from jaxpar.errors import JaxparError
 
 
 def write_digits(folder: Path, count: int | None = None) -> int:
@@ -33,4 +34,7 @@ def write_digits(folder: Path, count: int | None = None) -> int:
 
 if __name__ == "__main__":
     target = Path(sys.argv[1] if len(sys.argv) > 1 else "pictures")
-    print(f"{write_digits(target):,} pictures of 8 x 8 pixels in {target}/0 to {target}/9")
+    try:
+        print(f"{write_digits(target):,} pictures of 8 x 8 pixels in {target}/0 to {target}/9")
+    except JaxparError as error:
+        sys.exit(f"error: {error}")
