@@ -54,7 +54,7 @@ from jaxpar.train.faults import Watch
 from jaxpar.train.lock import Lock
 from jaxpar.train.metrics import Log
 from jaxpar.train.noise import Noise
-from jaxpar.train.progress import Progress, waiting
+from jaxpar.train.progress import Progress, say_and_record, waiting
 from jaxpar.train.skipped_batches import SkippedBatches
 from jaxpar.train.watchdog import beat
 from jaxpar.train.watchdog.decisions import SLOW
@@ -94,7 +94,7 @@ def train(job: Job, *, at: int | None = None, stream=None) -> dict[str, Any]:
             check_folder(job, folder)
 
         with (
-            Lock(folder, say) if watchdog.process == 0 else nullcontext(),
+            Lock(folder, say_and_record(folder, say)) if watchdog.process == 0 else nullcontext(),
             bucket.synchronized() if bucket else nullcontext(),
         ):
             steps = check_folder(job, folder)
@@ -171,6 +171,7 @@ def _train(
         progress.waits("restoring the state" if steps else "making the state")
         watchdog.begin_activity(0, "restoring" if steps else "starting")
         start, at = store.restore(built.step.abstract()) if steps else (_first_state(built, progress), 0)
+        progress.resume(at)
         changes.check(changed, job, at)  # after `restore`, whose mismatches `run.changed` cannot allow
         lost_notes = lost_files(folder) if steps else []
         if is_writer:  # a single writer

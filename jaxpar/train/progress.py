@@ -5,7 +5,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -44,6 +44,36 @@ def waiting(what: str, stream: TextIO) -> Iterator[None]:
 
     with Live(Waiting(what), console=Console(file=stream), refresh_per_second=4, transient=True):
         yield
+
+
+def append_event(file: Path, step: int, text: str) -> None:
+    """Appends a message to an events file, with its time and the last step before it."""
+    with suppress(OSError):  # a failed log entry must not stop the training
+        line = json.dumps({"time": time.time(), "step": step, "said": text})
+        with file.open("a", encoding="utf-8") as stream:
+            stream.write(line + "\n")
+
+
+def say_and_record(folder: Path, say: Callable[[str], None]) -> Callable[[str], None]:
+    """Returns a function that prints a line and appends it to a run's events, with the last step of its metrics.
+
+    For messages before the run has its `Progress`, as that of a lock whose process was killed.
+    """
+
+    def say_line(text: str) -> None:
+        say(text)
+        append_event(folder / "events.jsonl", _last_step(folder / "metrics.jsonl"), text)
+
+    return say_line
+
+
+def _last_step(metrics: Path) -> int:
+    """Returns the step of the last whole row of a metrics file, 0 without one; a kill may have cut the last line."""
+    with suppress(OSError):
+        for line in reversed(metrics.read_bytes().splitlines()):
+            with suppress(ValueError, KeyError, TypeError):
+                return int(json.loads(line)["step"])
+    return 0
 
 
 class Progress:
@@ -96,6 +126,10 @@ class Progress:
         if self._live:
             self._live.stop()
 
+    def resume(self, step: int) -> None:
+        """Sets the last step, from which a run goes on: messages before the next step are recorded with it."""
+        self._last = step
+
     def waits(self, what: str) -> None:
         """Shows an activity and its duration on a terminal, until the next step."""
         if self._live:
@@ -104,10 +138,7 @@ class Progress:
     def say(self, text: str) -> None:
         """Prints a permanent line and appends it to the events file."""
         if self._events:
-            with suppress(OSError):  # a failed log entry must not stop the training
-                line = json.dumps({"time": time.time(), "step": self._last, "said": text})
-                with self._events.open("a", encoding="utf-8") as file:
-                    file.write(line + "\n")
+            append_event(self._events, self._last, text)
         if self._live:
             self._live.console.print(text, highlight=False, markup=False)
         else:

@@ -1,7 +1,10 @@
 """A run's page: all that its folder says of it, on any screen, from nowhere else; and no speed of simulated devices."""
 
+import io
 import itertools
 import json
+import subprocess
+import sys
 from dataclasses import asdict
 
 import jax
@@ -19,7 +22,8 @@ from jaxpar.job.report.page import predict, render
 from jaxpar.job.report.read import kind_of, read
 from jaxpar.parallel.compose import compose
 from jaxpar.plan.search import search
-from jaxpar.train.progress import Progress
+from jaxpar.train.lock import Holder, Lock
+from jaxpar.train.progress import Progress, say_and_record
 
 HOSTILE = """<script>alert(1)</script><img src=x onerror=alert(2)>"' onload='alert(3)' &amp; </style></title>"""
 FACTS = {
@@ -92,6 +96,24 @@ def test_a_page_says_what_the_folder_says(tmp_path, capsys):
     assert [event.kind for event in read(folder).events] == ["start", "fault", "fault"]
     drawn = [look for name, look in page.attributes if name == "class" and "jx-point" in look]
     assert len(drawn) == 1  # of one evaluation there is no line to draw
+
+
+def test_a_killed_process_and_a_resume_are_events_at_their_steps(tmp_path):
+    """Of a run that was killed after step 40 and goes on from step 30; step 30 was skipped before that."""
+    folder = run_folder(tmp_path / "mine")
+    pid = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True
+    ).stdout
+    gone = Holder(pid=int(pid), started="1")
+    (folder / "lock").write_text(json.dumps(asdict(gone)))
+    lines = []
+    with Lock(folder, say_and_record(folder, lines.append)):
+        progress = Progress(50, every=10, events=folder / "events.jsonl", stream=io.StringIO())
+        progress.resume(30)
+        progress.say("2 x cpu, mine, on from step 30")
+    assert "which is gone: its lock is broken" in lines[0]
+    events = [(event.step, event.kind) for event in read(folder).events]
+    assert events == [(0, "start"), (20, "fault"), (30, "fault"), (40, "fault"), (30, "start")]
 
 
 def test_speed_is_shown_of_real_devices_alone(tmp_path):

@@ -165,18 +165,18 @@ class RunContents:
 
     @cached_property
     def events(self) -> list[RunEvent]:
-        """Starts, faults, changes and messages about checkpoints, ordered by step."""
+        """Starts, faults, changes and messages about checkpoints, in the order in which they happened."""
         result = [
             RunEvent(int(event.get("step") or 0), event.get("time"), kind_of(event["said"]), event["said"])
             for event in self.messages
         ]
         skip_steps = {int(number) for event in result for number in re.findall(r"^step (\d+) skipped", event.what)}
-        result += [
-            RunEvent(row["step"], None, "fault", f"step {row['step']} skipped: its update was not taken")
-            for row in self.rows
-            if row.get("skipped") and row["step"] not in skip_steps
-        ]
-        return sorted(result, key=lambda event: (event.step, event.when or 0.0))
+        for row in self.rows:  # have no time: each comes after the last message of an earlier step
+            if row.get("skipped") and row["step"] not in skip_steps:
+                place = max((number for number, event in enumerate(result, 1) if event.step < row["step"]), default=0)
+                text = f"step {row['step']} skipped: its update was not taken"
+                result.insert(place, RunEvent(row["step"], None, "fault", text))
+        return result
 
 
 def read(folder: Path) -> RunContents:
@@ -212,7 +212,7 @@ def read(folder: Path) -> RunContents:
 def kind_of(said: str) -> str:
     """Classifies an event by its message."""
     kinds = (
-        ("fault", r"skipped|rolled? ?back|roll back|damaged|nan\b|spike|stopped|killed"),
+        ("fault", r"skipped|rolled? ?back|roll back|damaged|nan\b|spike|stopped|killed|lock is broken"),
         ("changed", r"^changed since|it was "),
         ("start", r", on from step|^on from step| on .*devices|parameters, "),
         ("checkpoint", r"checkpoint|saved|restored"),

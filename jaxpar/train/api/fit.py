@@ -43,7 +43,7 @@ from jaxpar.train.faults import Faults, Watch
 from jaxpar.train.lock import Lock
 from jaxpar.train.loop import run as train
 from jaxpar.train.metrics import Log, Metrics
-from jaxpar.train.progress import Progress
+from jaxpar.train.progress import Progress, say_and_record
 from jaxpar.train.run import Outcome, Run
 from jaxpar.train.skipped_batches import SkippedBatches
 
@@ -138,7 +138,7 @@ def _locked(folder: Path | None) -> Iterator[None]:
     """Creates and locks the run folder."""
     if folder:
         make_folder(folder)
-    with Lock(folder, print) if folder and is_first() else nullcontext():
+    with Lock(folder, say_and_record(folder, print)) if folder and is_first() else nullcontext():
         yield
 
 
@@ -186,6 +186,7 @@ def _begin(
 
 def _train(run: Run, progress: Progress, state: State, at: int) -> Outcome:
     with progress:
+        progress.resume(at)
         begun = f", on from step {at}" if at else ""
         progress.say(f"{run.step.layout.summary()}\n{describe(list(run.step.layout.device_mesh.devices.flat))}{begun}")
         try:
