@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jaxpar.partition.topology import Topology
 
 EXAMPLE = """\
-  $ jaxpar partition vgg16.graph.txt 16@10Gb/s
+  $ jaxpar partition configs/files/pipedream/vgg16.graph.txt 16@10Gb/s
   41 layers, 527.8 MiB of parameters, 673 ms a minibatch on one device
   15-1 on 16 at 1.25 GB/s: 47.1 ms a minibatch, 1.55 x as fast as data parallel (72.9 ms); modelled
     stage  layers          replicas  computes  agrees   sends    depth  versions  memory     limited by
@@ -25,9 +25,9 @@ EXAMPLE = """\
     2 stages: the fewest that are within 0.05 of the least, 47.1 ms; 1 would take 54.8% more
     objective: coefficient ring, overlap 0.5
 
-  $ jaxpar partition vgg16.graph.txt 4@12GB/s 4@10Gb/s      4 servers, 10 Gb/s between them, of 4 GPUs
-  $ jaxpar measure layers JOB --write own.graph.txt           a profile of a model of your own
-  $ jaxpar partition configs/vgg.toml 4@10Gb/s --write cut.toml      the job with these stages, which trains
+  $ jaxpar partition own.graph.txt 4@12GB/s 4@10Gb/s         4 servers, 10 Gb/s between them, of 4 GPUs
+  $ jaxpar measure layers JOB --write own.graph.txt          a profile of a model of your own
+  $ jaxpar partition JOB 4@10Gb/s --write cut.toml           the job with these stages, which trains
 
 Levels are innermost first; a bandwidth is per part, one way. Of a job, the loss is traced, and a roofline of --chip
 gives the seconds of its pieces: those that its model gives to `jp.pipelined`, or else what lies between equations.

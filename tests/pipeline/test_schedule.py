@@ -188,6 +188,7 @@ def test_the_oracle_accepts_the_library(table):
 REFUSED = [
     (lambda: schedule("1f1", stages=2, microbatches=2), "schedule '1f1'", "did you mean '1f1b'?"),
     (lambda: schedule("gpipe", stages=0, microbatches=2), "stages=0", "stages=4"),
+    (lambda: schedule("PipeDream", stages=2, microbatches=2), "'PipeDream'", 'parallel.pipeline.weights = "stash"'),
     (lambda: schedule("gpipe", stages=2, microbatches=True), "microbatches=True", "microbatches=4"),
     (lambda: schedule("gpipe", stages=2, microbatches=2, chunks=2), "chunks=2", "interleaved"),
     (lambda: schedule("interleaved", stages=2, microbatches=2, chunks=1), "chunks=1", "chunks=2"),

@@ -16,6 +16,13 @@ from jaxpar.pipeline.tables.synchronous import gpipe, interleaved, looped_bfs, o
 from jaxpar.pipeline.tables.zero_bubble import dualpipe_v, zb_h1, zb_h2, zb_v
 
 ANY = range(2, 1025)  # chunks: more than one
+PUBLISHED = {  # names of papers to how a job declares them
+    "pipedream": '1f1b, and parallel.pipeline.weights = "stash": an update after every microbatch',
+    "pipedream-2bw": '1f1b, and parallel.pipeline.weights = "2bw"',
+    "pipedream-flush": "1f1b",
+    "dapple": "1f1b",
+    "zero-bubble": "zb_h1, zb_h2 or zb_v",
+}
 MOST = 1_000_000  # cells in a table: building one takes seconds; a larger one is probably a typo
 
 
@@ -62,7 +69,7 @@ def schedule(name: str, *, stages: int, microbatches: int, chunks: int | None = 
         raise refuse(
             f"schedule {name!r}",
             rule="the name of a schedule in the library, or a CSV file",
-            fix=suggest(name, LIBRARY),
+            fix=PUBLISHED.get(name.lower().replace("_", "-"), suggest(name, LIBRARY)),
         )
     kind = LIBRARY[name]
     if chunks is None:
