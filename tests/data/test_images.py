@@ -272,6 +272,10 @@ def new_in_val(folder):
     write_folders(folder / "val", 3)
 
 
+def dangling(folder):
+    (write_folders(folder) / "cat/999.png").symlink_to("nowhere.png")
+
+
 def tar_of(*members):
     def write(folder):
         folder.mkdir()
@@ -310,6 +314,7 @@ WRONG = {
     "folders without pictures": (lambda folder: (folder / "a").mkdir(parents=True), "has no picture in 1 folder"),
     "a class without pictures": (no_class, "class empty has no picture"),
     "a picture beside the folders": (beside, r"stray\.jpg lies in no class's folder"),
+    "a link to nowhere": (dangling, r"cat/999\.png: No such file"),
     "one class": (lambda folder: write_folders(folder, 1), "has one class: bird"),
     "train without val": (train_alone, "has the folders test, train"),
     "a class of val alone": (new_in_val, "label 'dog' of dog/002.png"),

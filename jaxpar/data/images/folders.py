@@ -38,8 +38,15 @@ def list_folders(folder: Path) -> tuple[Entries, tuple[str, ...], tuple[str, ...
             rule=RULE,
             fix=RULE.partition(": ")[2],
         )
-    listed = [_pictures(path) for path in classes]
-    files = [file for pictures, _ in listed for file in pictures]
+    try:
+        listed = [_pictures(path) for path in classes]
+    except OSError as error:
+        raise refuse(
+            f"{error.filename}: {error.strerror}",
+            rule="pictures can be read, and links among them lead to files",
+            fix="its permissions, or without it",
+        ) from error
+    files = [file for pictures, _ in listed for file, _ in pictures]
     if not files:
         raise refuse(
             f"data.path = '{folder}' has no picture in {len(classes)} folders",
@@ -47,29 +54,40 @@ def list_folders(folder: Path) -> tuple[Entries, tuple[str, ...], tuple[str, ...
             fix="the folder above or below it",
         )
     labels = [path.name for path, (pictures, _) in zip(classes, listed, strict=True) for _ in pictures]
-    sizes = np.array([file.stat().st_size for file in files], np.int64)
+    sizes = np.array([size for pictures, _ in listed for _, size in pictures], np.int64)
     places = np.stack([np.arange(len(files)), np.zeros_like(sizes), sizes], axis=1)
-    entries = Entries(tuple(files), [str(file.relative_to(folder)) for file in files], places, labels)
+    names = [file[len(os.path.join(folder, "")) :] for file in files]
+    entries = Entries(files, names, places, labels)
     return entries, tuple(path.name for path in classes), _notes([file for _, others in listed for file in others])
 
 
-def _notes(others: list[Path]) -> tuple[str, ...]:
+def _notes(others: list[str]) -> tuple[str, ...]:
     if not others:
         return ()
     subject = f"{len(others)} files of data.path are" if len(others) > 1 else "1 file of data.path is"
-    return (f"{subject} no picture by name and not read (the first: {others[0]})",)
+    return (f"{subject} no picture by name and not read (the first: {min(others)})",)
 
 
 def _is_picture(name: str) -> bool:
     return name.lower().endswith(SUFFIXES) and not name.startswith(".")
 
 
-def _pictures(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Returns the pictures in and below a folder, sorted, and the other files; hidden ones are in neither."""
+def _pictures(folder: Path | str) -> tuple[list[tuple[str, int]], list[str]]:
+    """Returns the pictures in and below a folder with their sizes, sorted, and the other files.
+
+    Hidden ones are in neither. Paths are texts, since there may be millions.
+    """
     pictures, others = [], []
-    for path, folders, names in os.walk(folder, followlinks=True):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
-            if not name.startswith("."):
-                (pictures if _is_picture(name) else others).append(Path(path) / name)
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir():
+                inner, rest = _pictures(entry.path)
+                pictures += inner
+                others += rest
+            elif _is_picture(entry.name):
+                pictures.append((entry.path, entry.stat().st_size))
+            else:
+                others.append(entry.path)
     return sorted(pictures), others

@@ -32,7 +32,7 @@ class Entries:
       labels: The label of each picture: a class's name, or its number.
     """
 
-    files: tuple[Path, ...]
+    files: Sequence[str | Path]
     names: Sequence[str]
     places: np.ndarray
     labels: Sequence[str] | np.ndarray
@@ -52,7 +52,7 @@ class Index:
       notes: Messages to the user.
     """
 
-    files: tuple[Path, ...]
+    files: Sequence[str | Path]
     names: Sequence[str]
     places: np.ndarray
     labels: np.ndarray
@@ -67,7 +67,7 @@ class Index:
           OSError: If its file cannot be read.
         """
         file, offset, size = self.places[number].tolist()
-        with self.files[file].open("rb", buffering=0) as stream:
+        with open(self.files[file], "rb", buffering=0) as stream:
             stream.seek(offset)
             return stream.read(size)
 
