@@ -78,7 +78,7 @@ def train(folder, steps, send, point=None, after=0, parallel=WHOLE):
         start, at = jp.init_state(layout, optimizer), 0
     send.send(at)
     folder.mkdir(exist_ok=True)
-    log = metrics.Log(folder, metrics.Metrics(), start=at)
+    log = metrics.Log(folder, start=at)
     loop.run(
         loop.Run(
             step=step, source=Numbers(), steps=steps, global_batch=8, checkpoints=store.spec, store=store, log=log,

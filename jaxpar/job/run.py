@@ -3,8 +3,9 @@
 RUN/job.toml        the resolved job; earlier ones as job.0001.toml, ...
 RUN/metrics.jsonl   a line per step
 RUN/run.json        versions, commit, devices  RUN/checkpoints/    the training state
-RUN/data/           packed tokens, tokenizer   RUN/tensorboard/    if requested
+RUN/data/           packed tokens, tokenizer   RUN/tensorboard/    and others: loggers, if requested
 RUN/events.jsonl    messages with their time: starts, faults, changes
+RUN/loggers.json    ids of the run in loggers  RUN/profile/        traces of `train.profile`
 RUN/output.log      messages after the standard output was closed
 RUN/huggingface/    tokenizer and config of the pretrained Hugging Face model, if any
 RUN/lock            the process that writes    RUN/lineage.jsonl   copies between members of a pbt sweep
@@ -52,6 +53,7 @@ from jaxpar.step.step import Step
 from jaxpar.train import loop
 from jaxpar.train.faults import Watch
 from jaxpar.train.lock import Lock
+from jaxpar.train.loggers.base import LoggedRun
 from jaxpar.train.metrics import Log
 from jaxpar.train.noise import Noise
 from jaxpar.train.progress import Progress, say_and_record, waiting
@@ -178,7 +180,8 @@ def _train(
             changes.save_job(folder, job)
             write_json(folder / "run.json", record(built))
         loggers = resolve_loggers(job) if is_writer else ()
-        log = Log(folder, job.metrics, start=at, writes=is_writer, loggers=loggers, say=progress.say)
+        logged = _logged_run(folder, built) if loggers else None
+        log = Log(folder, start=at, writes=is_writer, loggers=loggers, run=logged, say=progress.say)
         batch = job.train.global_batch
         rate, phases = job.optimizer.describe_rate(batch), job.train.growth.describe(batch)
         facts = [built.layout.summary(), *built.layout.notes, *filter(None, [rate, phases, _noise_note(built)])]
@@ -222,6 +225,15 @@ def _train(
         "last": outcome.last,
         "suggested_batch": run.noise.suggested(parts),
     }
+
+
+def _logged_run(folder: Path, built: BuiltJob) -> LoggedRun:
+    """Returns the run as its loggers see it."""
+    facts = {f"versions.{name}": number for name, number in versions().items()}
+    facts["devices"] = describe(list(built.layout.device_mesh.devices.flat))
+    facts["report"] = str(folder.resolve() / "report.html")
+    texts = {"job": dumps(built.job), "layout": built.layout.explain()}
+    return LoggedRun(folder=folder, config=changes.key_values(built.job) | facts, texts=texts)
 
 
 def _noise_note(built: BuiltJob) -> str:

@@ -1,19 +1,21 @@
-"""Metrics of a run: one JSON line per step, and optionally TensorBoard and loggers."""
+"""Metrics of a run: one JSON line per step, which loggers get too."""
 
 import json
 import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jaxpar.errors import JaxparError, check_ranges, file_errors, refuse, user_code_errors
+from jaxpar.errors import check_ranges, file_errors
 from jaxpar.files import FULL, write_text
+from jaxpar.train.loggers.base import LoggedRun
+from jaxpar.train.loggers.calls import LoggerCalls
 
 RECENT = 1024  # rows that a resumed run keeps in memory
+SAME = 1e-3  # relative difference of two losses of a step; another layout or batch order in bfloat16 differs by less
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,15 +28,13 @@ class Metrics:
       show_every: Steps between two lines on the terminal.
       noise_every: Steps between two measurements of the noise of gradients and updates, from which the run suggests a
         batch size; 0 measures none. Each costs a forward and a backward pass and does not change the losses.
-      tensorboard: Whether metrics are also written to RUN/tensorboard.
-      loggers: Further destinations, as "package.module:object": an object with a method `log(step, values)` and
-        optionally `close()`, or a class or function that returns one.
+      loggers: Further destinations: tensorboard, wandb, mlflow, trackio, or "package.module:object", an object with a
+        method `log(step, values)` and optionally `begin(run)` and `close()`, or a class or function that returns one.
     """
 
     evaluate: tuple[str, ...] = ()
     show_every: int = 20
     noise_every: int = 0
-    tensorboard: bool = False
     loggers: tuple[str, ...] = ()
 
     def __post_init__(self):
@@ -50,11 +50,11 @@ class Log:
 
     Args:
       folder: The run folder.
-      spec: The `[metrics]` table.
       start: The step that the run starts from; later rows in the file are deleted.
       writes: Whether this process writes the file.
-      loggers: Objects with `log(step, values)`, called with each row. If one raises, the run reports it and goes on:
-        an unreachable logging server must not end a run.
+      loggers: Objects with `log(step, values)`, called with each row, and optionally `begin(run)` and `close()`. If one
+        raises, the run reports it and goes on: an unreachable logging server must not end a run.
+      run: The run as loggers see it; None has neither configuration nor texts.
       say: Prints a line for the user: the first failure of a logger, and at the end the number of its failures.
 
     Attributes:
@@ -68,16 +68,17 @@ class Log:
     def __init__(
         self,
         folder: Path,
-        spec: Metrics,
         *,
         start: int,
         writes: bool = True,
         loggers: Sequence[Any] = (),
+        run: LoggedRun | None = None,
         say: Callable[[str], None] = _warn,
     ):
-        self.path, self._spec, self._writes, self._loggers = folder / "metrics.jsonl", spec, writes, loggers
-        self._say, self._failures = say, [0] * len(loggers)
+        self.path, self._writes = folder / "metrics.jsonl", writes
+        self._run, self._loggers = run or LoggedRun(folder=folder), LoggerCalls(loggers, self.path, say)
         self._open(start)
+        self._begin_loggers(start, repeats=self._run.repeats)
         if writes and self.missing:
             first, count = self.missing
             say(
@@ -87,14 +88,22 @@ class Log:
             )
 
     def rewind(self, step: int) -> None:
-        """Removes the rows after a step. Loggers stay open; they receive the steps after it a second time."""
+        """Removes the rows after a step. Loggers stay open, and begin again at it."""
         self._shut()
         self._open(step)
+        self._replaced = {}
+        self._begin_loggers(step, repeats=False)
+
+    def _begin_loggers(self, step: int, *, repeats: bool) -> None:
+        if self._writes:
+            self._loggers.begin(replace(self._run, step=step, repeats=repeats))
 
     def _open(self, start: int) -> None:
         rule, fix = "each line is a JSON object with a step", f"mv {self.path} {self.path}.damaged"
         with file_errors(self.path, rule=rule, fix=fix, say=str):
-            rows = [(line, row) for line in self._lines() if (row := json.loads(line))["step"] <= start]
+            every = [(line, json.loads(line)) for line in self._lines()]
+            rows = [(line, row) for line, row in every if row["step"] <= start]
+            self._replaced = {row["step"]: row.get("loss") for _, row in every if row["step"] > start}
         self.recent = [row for _, row in rows[-RECENT:]]
         self.skipped = sum(bool(row.get("skipped")) for _, row in rows)
         self.measured = next((row for _, row in reversed(rows) if "noise_trace" in row), {})
@@ -103,7 +112,6 @@ class Log:
         first = next((step for step in range(1, start + 1) if step not in there), None)
         self.missing = None if first is None else (first, sum(step not in there for step in range(1, start + 1)))
         self._file: Any = None
-        self._board: Any = None
         self._rows: list[str] = []  # not written yet, because the disk is full
         self._row: dict[str, Any] = rows[-1][1] if rows else {}  # the last row
         if not self._writes:
@@ -112,16 +120,6 @@ class Log:
         self._file = self.path.open("r+b", buffering=0)
         self._end = self._file.seek(0, os.SEEK_END)
         self._begin = self._end - (len(rows[-1][0].encode()) + 1 if rows else 0)  # the file offset of the last row
-        if self._spec.tensorboard:
-            try:
-                from tensorboardX import SummaryWriter
-            except ModuleNotFoundError as error:
-                raise refuse(
-                    "metrics.tensorboard = true without tensorboardX",
-                    rule="event files are written by tensorboardX",
-                    fix="pip install 'jaxpar[tensorboard]'",
-                ) from error
-            self._board = SummaryWriter(str(self.path.parent / "tensorboard"), purge_step=start + 1)
 
     def write(self, row: dict[str, Any]) -> None:
         """Writes one row; `step` is one of its keys. NaN and infinity become null, as JSON has neither.
@@ -131,9 +129,17 @@ class Log:
         if self._file is None:
             return
         self._row = _plain(row)
+        if self._replaced and not self._is_repeated(self._row):
+            self._replaced = {}
+            self._begin_loggers(row["step"] - 1, repeats=False)
         self._rows.append(_line(self._row))
         self._write()
         self._draw(self._row)
+
+    def _is_repeated(self, row: Mapping[str, Any]) -> bool:
+        """Returns whether a row has the loss that its step had before the run resumed, or is the first of its step."""
+        earlier, loss = self._replaced.pop(row["step"], None), row.get("loss")
+        return earlier is None or loss is None or math.isclose(earlier, loss, rel_tol=SAME)
 
     def amend(self, more: Mapping[str, Any], *, step: int) -> None:
         """Adds metrics to the last row, that of `step`. One write replaces the row, so that a kill leaves it whole."""
@@ -143,22 +149,19 @@ class Log:
         if self._file is None or not more or not self._row:
             return
         more = _plain(more)
+        fresh = {key: value for key, value in more.items() if key not in self._row}  # loggers have the others
         self._row = self._row | more
         if self._rows:
             self._rows[-1] = _line(self._row)
         else:
             self._rows, self._end = [_line(self._row)], self._begin
         self._write()
-        self._draw(more)
+        self._draw(fresh)
 
     def close(self) -> None:
         """Writes pending rows and closes files and loggers; warns if the full disk left rows unwritten."""
         self._shut()
-        for i, each in enumerate(self._loggers):
-            if hasattr(each, "close"):
-                self._call(i, "close()", each.close)
-            if self._failures[i] > 1:
-                self._say(f"{type(each).__name__} raised {self._failures[i]} times")
+        self._loggers.close()
 
     def _shut(self) -> None:
         if self._file is None:
@@ -167,8 +170,6 @@ class Log:
         if self._rows:
             warnings.warn(f"{self.path}: the disk is full, {len(self._rows)} rows are not written", stacklevel=2)
         self._file.close()
-        if self._board is not None:
-            self._board.close()
 
     def _write(self) -> None:
         """Writes all pending rows or none: after a partial line, the next start could not parse the file."""
@@ -188,28 +189,8 @@ class Log:
             self._rows.clear()
 
     def _draw(self, row: Mapping[str, Any]) -> None:
-        step = self._row["step"]
-        values = {key: value for key, value in row.items() if key != "step" and value is not None}
-        for i, each in enumerate(self._loggers):
-            self._call(i, f"log({step}, ...)", partial(each.log, step, dict(values)))
-        if self._board is not None:
-            for key, value in row.items():
-                if key != "step" and value is not None:
-                    self._board.add_scalar(key, value, self._row["step"])
-
-    def _call(self, logger: int, what: str, call: Callable[[], Any]) -> None:
-        """Calls a method of a logger and reports its first failure."""
-        try:
-            with user_code_errors(
-                f"{type(self._loggers[logger]).__name__}.{what}",
-                rule="a logger takes each row: log(step, values)",
-                fix="the line of the logger that this names",
-            ):
-                call()
-        except JaxparError as error:
-            self._failures[logger] += 1
-            if self._failures[logger] == 1:
-                self._say(f"{error.problems[0].got}; training goes on, {self.path} has all rows")
+        if values := {key: value for key, value in row.items() if key != "step" and value is not None}:
+            self._loggers.log(self._row["step"], values)
 
     def _lines(self) -> list[str]:
         """Returns the complete lines of the file, without a last line that a crash truncated."""

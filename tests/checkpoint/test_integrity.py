@@ -25,7 +25,7 @@ from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.job.file.parse import loads
 from jaxpar.job.run import train
-from jaxpar.train.metrics import Log, Metrics
+from jaxpar.train.metrics import Log
 
 KEEP_ALL = Checkpoints(keep_last=100)
 
@@ -314,7 +314,7 @@ def test_rows_wait_while_the_disk_is_full_and_none_is_cut_in_half(disk):
     def there():
         return [json.loads(line) for line in (disk.folder / "metrics.jsonl").read_text().splitlines()]
 
-    log = Log(disk.folder, Metrics(), start=0)
+    log = Log(disk.folder, start=0)
     disk.fill(0)
     for row in rows[:300]:  # some still fit into the last page of the file
         log.write(row)
@@ -330,7 +330,7 @@ def test_rows_wait_while_the_disk_is_full_and_none_is_cut_in_half(disk):
         log.close()
     disk.empty()
     with pytest.warns(UserWarning, match=r"has no row of \d+ of the 400 steps before"):
-        Log(disk.folder, Metrics(), start=400).close()  # goes on from whole lines
+        Log(disk.folder, start=400).close()  # goes on from whole lines
     assert there() == rows[: len(there())]
 
 

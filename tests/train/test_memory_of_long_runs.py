@@ -33,7 +33,7 @@ def test_memory_is_flat_over_all_steps(tmp_path, steps):
     step.layout, step.loss = None, lambda model, batch: None
     step.gradients = SimpleNamespace(evaluation_metrics=dict)
     step.evaluate = lambda state, batch: {}
-    log = metrics.Log(tmp_path, metrics.Metrics(), start=0)
+    log = metrics.Log(tmp_path, start=0)
     source = SimpleNamespace(batch=lambda index, size: {}, evaluation=lambda index, size: None)
     job = loop.Run(
         step=step, source=source, steps=FIRST + steps + 2, global_batch=1, log=log, learning_rate=lambda step: 0.1

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from logged_run import read_tensorboard
 
 from jaxpar.errors import JaxparError
 from jaxpar.job import run
 from jaxpar.job.check import check
 from jaxpar.job.file.parse import loads
 from jaxpar.train.best import Best
-from jaxpar.train.metrics import Log, Metrics
+from jaxpar.train.metrics import Log
 
 JOB = """
 [run]
@@ -115,10 +116,23 @@ def test_any_object_is_told_every_row(folder):
     assert "Broken.log(1, ...): no such host (noted_rows.py, line 6); training goes on" in out
 
 
+def test_a_job_names_tensorboard_and_its_curves_go_on_when_it_resumes(folder):
+    loggers = 'loggers = ["tensorboard"]'
+    trained(folder, "train.steps=4", metrics=loggers)
+    trained(folder, "train.steps=6", metrics=loggers)
+    curves, texts = read_tensorboard(folder / "run")
+    for name in ("loss", "eval_loss"):
+        assert curves[name] == [(row["step"], pytest.approx(row[name])) for row in rows(folder) if name in row]
+    assert 'loss = "classify"' in texts["job"]
+    assert "parameter  " in texts["layout"]
+    assert "versions.jax = " in texts["config"]
+    assert "report.html" in texts["config"]
+
+
 def test_a_step_that_is_evaluated_again_has_waited_once(tmp_path):
     """Such as one whose loss is no number, which no checkpoint has for a score. Other processes write nothing."""
     for writes in (True, False):
-        log = Log(tmp_path, Metrics(), start=0, writes=writes)
+        log = Log(tmp_path, start=0, writes=writes)
         for step, losses in ((1, [2.0]), (2, [float("nan")] * 2), (3, [3.0])):
             log.write({"step": step, "loss": 1.0})
             for loss in losses:
@@ -140,7 +154,7 @@ def test_a_logger_is_open_until_the_run_ends_whatever_is_rolled_back(tmp_path):
             self.closed += 1
 
     logger = Once()
-    log = Log(tmp_path, Metrics(), start=0, loggers=[logger])
+    log = Log(tmp_path, start=0, loggers=[logger])
     for step in (1, 2, 3):
         log.write({"step": step, "loss": 1.0})
     log.rewind(1)
@@ -156,7 +170,7 @@ WRONG = {
     "no direction": ({"checkpoint": 'best_is = "most"'}, "best_is"),
     "no logger": ({"metrics": 'loggers = ["nothing_here:Logger"]'}, "nothing_here"),
     "no log": ({"metrics": 'loggers = ["loggers_of_none:thing"]'}, "without a method `log`"),
-    "no path": ({"metrics": 'loggers = ["wandb"]'}, "an object has a module and a name"),
+    "no such name": ({"metrics": 'loggers = ["tensorbord"]'}, "did you mean 'tensorboard'?"),
 }  # fmt: skip
 
 

@@ -57,7 +57,7 @@ def compare(folder: Path, job: Job) -> list[KeyChange]:
     if not (folder / NAME).exists():
         return []
     previous = job_of(folder)
-    old, new = _keys(previous), _keys(job)
+    old, new = key_values(previous), key_values(job)
     result = [
         KeyChange(key, old.get(key, MISSING), new.get(key, MISSING))
         for key in new | old
@@ -80,7 +80,7 @@ def check(differences: list[KeyChange], job: Job, at: int) -> None:
     Raises:
       JaxparError: With every changed key that is not named, and every name that is no key.
     """
-    keys = _keys(job)
+    keys = key_values(job)
     problems = [
         Problem(f"run.changed = {name!r}", "run.changed names keys of the job", suggest(name, keys))
         for name in job.run.changed
@@ -129,13 +129,13 @@ def _settings(exchange: Exchange) -> str:
     )
 
 
-def _keys(job: Any, prefix: str = "") -> dict[str, str]:
-    """Flattens all tables to dotted key → TOML value, e.g. `parallel.pipeline.schedule`."""
+def key_values(job: Any, prefix: str = "") -> dict[str, str]:
+    """Flattens all tables of a job to dotted key → TOML value, e.g. `parallel.pipeline.schedule`."""
     table: Mapping[str, Any] = job if isinstance(job, dict) else {f.name: getattr(job, f.name) for f in fields(job)}
     result: dict[str, str] = {}
     for name, value in table.items():
         if is_dataclass(value) or (not prefix and isinstance(value, dict)):
-            result |= _keys(value, f"{prefix}{name}.")
+            result |= key_values(value, f"{prefix}{name}.")
         elif prefix:
             result[prefix + name] = toml_value(value)
     return result

@@ -83,8 +83,12 @@ def _is_resolved(file: Path) -> bool:
         return False
 
 
-FOLDERS = ("checkpoints", "data", "tensorboard", "huggingface", "processes")
-FILES = ("job.toml", "run.json", "metrics.jsonl", "events.jsonl", "lock", "output.log", "lineage.jsonl")
+FOLDERS = (
+    "checkpoints", "data", "huggingface", "mlflow", "processes", "profile", "tensorboard", "trackio", "wandb",
+)  # fmt: skip
+FILES = (
+    "job.toml", "run.json", "metrics.jsonl", "events.jsonl", "lock", "loggers.json", "output.log", "lineage.jsonl",
+)  # fmt: skip
 RULE, FIX = "each run has its own folder", "run.dir = 'runs/mine'"
 
 

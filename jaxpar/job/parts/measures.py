@@ -8,8 +8,9 @@ from jaxpar.errors import refuse, suggest, user_code_errors
 from jaxpar.job.file.import_object import import_object
 from jaxpar.job.file.schema import Job
 from jaxpar.step.measures.evaluation_loss import DERIVED, MEASURES
+from jaxpar.train.loggers.table import check_name, open_logger
 
-KEY = "metrics.evaluate"
+KEY, LOGGERS_KEY = "metrics.evaluate", "metrics.loggers"
 
 
 def resolve_measures(job: Job) -> dict[str, Callable]:
@@ -79,7 +80,8 @@ def resolve_loggers(job: Job) -> list[Any]:
     """Creates the loggers of a job; a class or function is called without arguments.
 
     Raises:
-      JaxparError: If an object does not exist, cannot be created, or has no method `log`.
+      JaxparError: If a name is unknown or its library not installed; if an object does not exist, cannot be created, or
+        has no method `log`.
     """
     return [_logger(job, name) for name in job.metrics.loggers]
 
@@ -88,16 +90,22 @@ def check_loggers(job: Job) -> None:
     """Checks the loggers of a job without creating any.
 
     Raises:
-      JaxparError: If an object does not exist, or has no method `log`.
+      JaxparError: If a name is unknown or its library not installed; if an object does not exist, or has no method
+        `log`.
     """
     for name in job.metrics.loggers:
-        target = import_object(name, "metrics.loggers", allowed=job.allow_import)
+        if ":" not in name:
+            check_name(name, LOGGERS_KEY)
+            continue
+        target = import_object(name, LOGGERS_KEY, allowed=job.allow_import)
         if not inspect.isfunction(target):
             _check(name, target)
 
 
 def _logger(job: Job, name: str) -> Any:
-    logger = import_object(name, "metrics.loggers", allowed=job.allow_import)
+    if ":" not in name:
+        return open_logger(name, LOGGERS_KEY)
+    logger = import_object(name, LOGGERS_KEY, allowed=job.allow_import)
     if inspect.isclass(logger) or inspect.isfunction(logger):
         with user_code_errors(
             f"metrics.loggers: {name}()", rule="a logger can be made", fix="one that takes no arguments"

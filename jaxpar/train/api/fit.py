@@ -36,13 +36,15 @@ from jaxpar.mesh.devices import describe
 from jaxpar.step.checks.input_state import check_not_donated
 from jaxpar.step.state import State, init_state
 from jaxpar.step.step import Step
-from jaxpar.train.api.fit_checks import check_arguments, check_evaluated
+from jaxpar.train.api.fit_checks import check_arguments, check_evaluated, check_loggers
 from jaxpar.train.api.saving import FOLDER
 from jaxpar.train.best import Best
 from jaxpar.train.faults import Faults, Watch
 from jaxpar.train.lock import Lock
+from jaxpar.train.loggers.base import LoggedRun
+from jaxpar.train.loggers.table import open_logger
 from jaxpar.train.loop import run as train
-from jaxpar.train.metrics import Log, Metrics
+from jaxpar.train.metrics import Log
 from jaxpar.train.progress import Progress, say_and_record
 from jaxpar.train.run import Outcome, Run
 from jaxpar.train.skipped_batches import SkippedBatches
@@ -86,7 +88,7 @@ def fit(
         `evaluation(index, size)`, a dataset indexed by number, a dict of arrays, or an iterable of batches.
       best: The comparison of evaluations, and the patience of early stopping; None compares as `checkpoints` does.
       faults: The reaction to losses that are NaN, infinite or a spike; None stops.
-      loggers: Objects with `log(step, values)`.
+      loggers: Objects with `log(step, values)`, or names: tensorboard, wandb, mlflow, trackio. They need `run`.
       show_every: Steps between two printed lines.
 
     Returns:
@@ -97,6 +99,7 @@ def fit(
     """
     asked = {"steps": steps, "batch": batch, "show_every": show_every}
     saved, judged = check_arguments(step, asked, run, state, checkpoints, best, eval_every, faults)
+    check_loggers(loggers, run)
     folder = None if run is None else local_folder(run)
     bucket = _bucket(run)
     with _locked(folder), bucket.synchronized() if bucket else nullcontext():
@@ -106,7 +109,7 @@ def fit(
         if store and bucket:
             store.on_commit = bucket.push
         state, at = _begin(step, store, state, saved, seed=seed, say=progress.say)
-        log = _log(folder, at, loggers, step=step, source=source, say=progress.say)
+        log = _log(folder, at, loggers, step=step, source=source, say=progress.say, config=asked | {"seed": seed})
         made = Run(
             step=step, source=source, steps=steps, global_batch=batch, eval_every=eval_every, sets=held,
             checkpoints=saved, store=store, log=log, progress=progress, best=judged,
@@ -156,16 +159,32 @@ def _store(
 
 
 def _log(
-    folder: Path | None, at: int, loggers: Sequence[Any], *, step: Step, source: Source, say: Callable[[str], None]
+    folder: Path | None,
+    at: int,
+    loggers: Sequence[Any],
+    *,
+    step: Step,
+    source: Source,
+    say: Callable[[str], None],
+    config: Mapping[str, Any],
 ) -> Log | None:
     """Returns the log of metrics, and writes run.json."""
     if not folder:
         return None
     first = is_first()
-    log = Log(folder, Metrics(), start=at, writes=first, loggers=loggers if first else (), say=say)
+    written = facts(step, source) if first else {}
     if first:
-        write_json(folder / "run.json", facts(step, source))
-    return log
+        write_json(folder / "run.json", written)
+    opened = [open_logger(each, "loggers") if isinstance(each, str) else each for each in loggers if first]
+    logged = _logged_run(folder, step, config, written) if opened else None
+    return Log(folder, start=at, writes=first, loggers=opened, run=logged, say=say)
+
+
+def _logged_run(folder: Path, step: Step, config: Mapping[str, Any], written: Mapping[str, Any]) -> LoggedRun:
+    """Returns the run as its loggers see it."""
+    tables = {f"{table}.{key}": value for table in ("versions", "mesh") for key, value in written[table].items()}
+    names = {"devices": written["devices"], "report": str(folder.resolve() / "report.html")}
+    return LoggedRun(folder=folder, config={**config, **tables, **names}, texts={"layout": step.layout.explain()})
 
 
 def _begin(

@@ -1,6 +1,6 @@
 """Checks the arguments of `jp.fit`, alone and against each other, before the run starts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from jaxpar.step.state import State
 from jaxpar.step.step import Step
 from jaxpar.train.best import Best
 from jaxpar.train.faults import Faults
+from jaxpar.train.loggers.table import check_name
 
 VALUES = {
     "checkpoints": (Checkpoints, "from jaxpar.checkpoint import Checkpoints; checkpoints=Checkpoints(every=50)"),
@@ -56,6 +57,24 @@ def check_arguments(
     if best is None:
         return checkpoints, Best(metric=checkpoints.best, lowest=lowest)
     return replace(checkpoints, best=best.metric, best_is="lowest" if best.lowest else "highest"), best
+
+
+def check_loggers(loggers: Sequence[Any], run: object) -> None:
+    """Checks the argument `loggers` of `jp.fit`.
+
+    Raises:
+      JaxparError: If a name is unknown or its library not installed, an object has no method `log`, or there is no run
+        folder.
+    """
+    if loggers and run is None:
+        rule = "loggers receive the rows that a run keeps in its folder"
+        raise refuse("jp.fit with loggers and without run", rule=rule, fix='run="runs/mine"')
+    for logger in loggers:
+        if isinstance(logger, str):
+            check_name(logger, "loggers")
+        elif not callable(getattr(logger, "log", None)):
+            rule = "a logger is a name, or an object with log(step, values)"
+            raise refuse(f"loggers: {logger!r:.60}", rule=rule, fix='loggers=["tensorboard"]')
 
 
 def check_evaluated(

@@ -1,0 +1,90 @@
+"""`LoggedRun`, the run as a logger sees it, the protocol of a logger, and the ids in RUN/loggers.json."""
+
+import json
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from jaxpar.errors import file_errors
+from jaxpar.files import write_json
+
+IDS = "loggers.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggedRun:
+    """The run as a logger sees it when it begins.
+
+    Attributes:
+      folder: The run folder.
+      config: Key to value: the job's keys such as `train.steps`, versions, and the path of the report.
+      texts: Name to text: `job` (TOML) and `layout` (`Layout.explain()`).
+      step: The step that the run goes on from; 0 for a new run.
+      repeats: Whether the next steps have the values that they had before, as after a kill; False after a rollback,
+        and if the run goes on with other settings.
+    """
+
+    folder: Path
+    config: Mapping[str, Any] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+    step: int = 0
+    repeats: bool = True
+
+    @property
+    def name(self) -> str:
+        """The name of the run folder."""
+        return self.folder.resolve().name
+
+    def rows(self) -> Iterator[tuple[int, dict[str, float]]]:
+        """Yields (step, values) of each row of RUN/metrics.jsonl, without values that are no number."""
+        file = self.folder / "metrics.jsonl"
+        if not file.exists():
+            return
+        with file.open(encoding="utf-8") as lines:
+            for line in lines:
+                row = json.loads(line)
+                yield row.pop("step"), {name: value for name, value in row.items() if value is not None}
+
+
+class Logger(Protocol):
+    """A logger; of a user's own, only `log` is required."""
+
+    def begin(self, run: LoggedRun) -> None:
+        """Opens the logger, or moves it back to `run.step`; then it shows the rows of `run.rows()` and no later one."""
+        ...
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Writes the values of a step; a second call of a step has its evaluation."""
+        ...
+
+    def close(self) -> None:
+        """Writes all that is pending."""
+        ...
+
+
+def load_ids(run: LoggedRun, logger: str) -> list[str]:
+    """Returns the ids that a logger gave the run, the newest last.
+
+    Raises:
+      JaxparError: If RUN/loggers.json is damaged.
+    """
+    file = run.folder / IDS
+    if not file.exists():
+        return []
+    with file_errors(file, rule="loggers.json has the ids of the run in its loggers", fix=f"mv {file} {file}.damaged"):
+        return [str(name) for name in json.loads(file.read_text(encoding="utf-8")).get(logger, [])]
+
+
+def save_id(run: LoggedRun, logger: str, name: str) -> str:
+    """Adds the newest id of a run in a logger to RUN/loggers.json, and returns it."""
+    file = run.folder / IDS
+    ids = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    write_json(file, ids | {logger: [*load_ids(run, logger), name]})
+    return name
+
+
+def new_id() -> str:
+    """Returns a random id of 8 characters."""
+    return secrets.token_hex(4)
