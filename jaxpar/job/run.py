@@ -58,6 +58,7 @@ from jaxpar.train.metrics import Log
 from jaxpar.train.noise import Noise
 from jaxpar.train.progress import Progress, say_and_record, waiting
 from jaxpar.train.skipped_batches import SkippedBatches
+from jaxpar.train.step_trace import StepTrace
 from jaxpar.train.watchdog import beat
 from jaxpar.train.watchdog.decisions import SLOW
 from jaxpar.train.watchdog.thread import SingleProcess, WatchdogThread, forget
@@ -307,7 +308,8 @@ def peak_memory(step: Step, devices: list[Any]) -> dict[str, Any]:
 
 def _loop(built: BuiltJob, store: Store, log: Log, progress: Progress, watchdog: SingleProcess) -> loop.Run:
     job, train = built.job, built.job.train
-    skipped = SkippedBatches(local_folder(job.run.dir), fresh=not store.steps())
+    folder = local_folder(job.run.dir)
+    skipped = SkippedBatches(folder, fresh=not store.steps())
     noise = Noise(job.metrics.noise_every, momentum=job.optimizer.momentum, examples=built.source.examples)
     noise.resume(log.measured)
     span = job.checkpoint.every * (job.checkpoint.keep_last + job.checkpoint.keep_best)  # of a rollback
@@ -317,6 +319,7 @@ def _loop(built: BuiltJob, store: Store, log: Log, progress: Progress, watchdog:
         ahead=job.data.ahead, sets=built.sets, store=store, log=log, progress=progress,
         learning_rate=built.learning_rate, watchdog=watchdog,
         watch=Watch(job.faults, log.recent, span=span, skipped=log.skipped), good=batch_spec(job), skipped=skipped,
+        trace=StepTrace(folder if watchdog.process == 0 else None, train.profile, progress.say),
         noise=noise, growth=train.growth, best=best_of(job), derived=derived_of(job), larger=built.later_steps,
     )  # fmt: skip
 

@@ -62,6 +62,8 @@ def run(job: Run, state: State) -> Outcome:
                     return _stretch(job, state, feed, reader, stop)
             except JaxparError as error:
                 state = roll_back(job, error, start)
+            finally:
+                job.trace.close()
 
 
 def _stretch(job: Run, state: State, feed: Feed, reader: Reader, stop: Stop) -> Outcome:
@@ -84,10 +86,13 @@ def _stretch(job: Run, state: State, feed: Feed, reader: Reader, stop: Stop) -> 
             job.log.write(row)
         return row
 
-    def rescue() -> None:
+    def land_all() -> None:
         nonlocal row
         while flying:
             row = land()
+
+    def rescue() -> None:
+        land_all()
         if can_save(job, state, start):
             step = int(state.step)
             say_saved(job, step, partial(_save, job, state, step, row, last=True))
@@ -100,14 +105,14 @@ def _stretch(job: Run, state: State, feed: Feed, reader: Reader, stop: Stop) -> 
             _report_activity(job, done, "training", first=index == start)
             step, measured = job.step_at(index), {}
             if step is not job.step_at(max(index - 1, start)):  # the batch grows here, so this step compiles
-                while flying:
-                    row = land()
+                land_all()
                 if not job.watch.is_skipping:
                     due.mark_saved(index)
                     _save(job, state, index, row, last=False)  # written during the compilation
             if job.noise.is_due(done):
                 batch = step.put(batch)
                 measured = {SMALL: step.part_norm(state, batch)}
+            job.trace.begin(done, land_all)
             state, metrics = step(state, batch, limit=job.watch.limit(done))
             metrics = metrics | measured
             flying.append((done, metrics, waited))
@@ -118,10 +123,13 @@ def _stretch(job: Run, state: State, feed: Feed, reader: Reader, stop: Stop) -> 
                 job.progress.say(
                     f"{stopped}: saving step {done}" if job.store else f"{stopped}: step {done} is the last"
                 )
-            while len(flying) > (0 if last or evaluating or owed or due.may_save(done) else IN_FLIGHT - 1):
+            lands = last or evaluating or owed or due.may_save(done) or job.trace.ends(done)
+            while len(flying) > (0 if lands else IN_FLIGHT - 1):
                 row = land()
                 if job.progress and (flying or not evaluating):
                     job.progress.step(row)
+            if job.trace.ends(done) or last:
+                job.trace.end(done)
             owed = due.is_due(done) or owed
             saving = last or (owed and not job.watch.is_skipping)  # no save: the state may cause the skips
             if saving:

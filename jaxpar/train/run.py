@@ -17,6 +17,7 @@ from jaxpar.train.metrics import Log
 from jaxpar.train.noise import Noise
 from jaxpar.train.progress import Progress
 from jaxpar.train.skipped_batches import SkippedBatches
+from jaxpar.train.step_trace import StepTrace
 from jaxpar.train.watchdog.thread import SingleProcess
 
 
@@ -46,6 +47,7 @@ class Run:
       growth: The phases of a growing batch.
       derived: Evaluation metrics that are computed from the mean loss: names of `DERIVED`.
       best: The comparison of evaluations, and the patience of early stopping.
+      trace: The trace of some steps by the profiler.
       larger: The compiled steps of later phases, by the factor by which their batch is larger than the first.
     """
 
@@ -70,6 +72,7 @@ class Run:
     growth: Growth = field(default_factory=Growth)
     derived: tuple[str, ...] = ()
     best: Best = field(default_factory=Best)
+    trace: StepTrace = field(default_factory=StepTrace)
     larger: Mapping[int, Step] = field(default_factory=dict)
 
     def step_at(self, step: int) -> Step:

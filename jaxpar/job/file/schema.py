@@ -22,6 +22,7 @@ from jaxpar.optim.optimizer import Optimizer
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.train.faults import Faults
 from jaxpar.train.metrics import Metrics
+from jaxpar.train.step_trace import check_steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +111,7 @@ class TrainTable:
         hidden; plain keeps XLA's defaults.
       eval_every: Steps between evaluations on the held-out examples; 0 evaluates at the end only.
       eval_batches: Maximal batches per evaluation; 0 takes all held-out examples.
+      profile: [first, last]: the profiler of JAX traces these steps, both of them and those between, to RUN/profile.
       patience: The run ends after this many evaluations in a row without a new best of checkpoint.best; 0 trains to
         the last step.
     """
@@ -129,6 +131,7 @@ class TrainTable:
     eval_every: int = 0
     eval_batches: int = 0
     patience: int = 0
+    profile: tuple[int, ...] = ()
 
     def __post_init__(self):
         limit = 2**31 - 1  # the step is an int32; a seed has 32 bits
@@ -136,6 +139,7 @@ class TrainTable:
         lows["patience"] = 0
         check_ranges(self, "train", {key: (low, limit) for key, low in lows.items()})
         check_phases(self.grow, "train.grow", self.steps)
+        check_steps(self.profile, self.steps, "train.profile")
         if self.patience and not self.eval_every:
             raise refuse(
                 f"train.patience = {self.patience} with train.eval_every = 0",

@@ -18,6 +18,7 @@ from jaxpar.job.file.run_folder import job_of
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.plan_model import needs_jax
 from jaxpar.job.plan import question
+from jaxpar.job.report import kernel_times
 from jaxpar.job.report.read import RunContents
 from jaxpar.mesh.chips import find_chip
 from jaxpar.plan.candidate import Candidate
@@ -28,7 +29,7 @@ from jaxpar.units import show_bytes, show_count, show_seconds
 
 
 def predict(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Predicts `seconds` per step and `bytes` of the fullest device; or returns the reason `why` it cannot.
+    """Predicts `seconds` per step, also by `causes`, and `bytes` of the fullest device; or the reason `why` it cannot.
 
     Simulated devices have none: their timings say nothing about GPUs, and their memory is not that of a GPU.
 
@@ -54,7 +55,9 @@ def _predict_job(job: Job, count: int, chip: str, recorded: dict[str, Any]) -> d
     request = question(job, devices=count, chip=chip, per_node=None, options=options)
     field_names = Candidate.__dataclass_fields__
     candidate = Candidate(**{key: value for key, value in recorded.items() if key in field_names})
-    return {"seconds": float(request.seconds(candidate).total), "bytes": float(request.bytes(candidate).total)}
+    causes = dict(request.seconds(candidate).plain)
+    size = float(request.bytes(candidate).total)
+    return {"seconds": sum(causes.values()), "causes": causes, "bytes": size}
 
 
 POINTS = 300  # maximal points per line; each is a mean over some steps
@@ -64,12 +67,14 @@ FIRST = 3  # steps without a meaningful time: compilation and warm-up
 
 def render(run: RunContents) -> str:
     """Renders the page as HTML."""
+    prediction = predict(run.folder, run.facts)
     sections = [
         _section("Loss", _chart(run, {"loss": "jx-k0", **_evaluations(run)}, "mean per unit that the loss counts")),
         _section("Gradient norm", _chart(run, {"grad_norm": "jx-k1"}, "global, before clipping")),
         _section("Learning rate", _chart(run, {"learning_rate": "jx-k2"}, "of the update")),
         _section("Throughput", _throughput(run)),
-        _section("Predicted and measured", _comparison(run)),
+        _section("Predicted and measured", _comparison(run, prediction)),
+        _section("Profile", *[kernel_times.render(each, run.folder, prediction) for each in run.profiles]),
         _section("Waiting for data", _wait_chart(run), _wait_note(run)),
         _section("Checkpoints", _checkpoints(run)),
         _section("Events", _events(run)),
@@ -205,9 +210,9 @@ def _configuration(run: RunContents) -> Markup:
     return tag("div", *([intro, change_table] if change_table else []), details)
 
 
-def _comparison(run: RunContents) -> Markup:
+def _comparison(run: RunContents, prediction: Mapping[str, Any]) -> Markup:
     """Compares modelled, compiled and measured memory and step time; without times on simulated devices."""
-    peak, prediction = run.facts.get("peak") or {}, predict(run.folder, run.facts)
+    peak = run.facts.get("peak") or {}
     if not peak and "bytes" not in prediction:
         return Markup("")
     size = lambda number: "-" if number is None else show_bytes(int(number))  # noqa: E731

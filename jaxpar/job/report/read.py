@@ -12,6 +12,8 @@ from jaxpar import toml
 from jaxpar.checkpoint import report as checkpoints
 from jaxpar.errors import JaxparError, file_errors, refuse
 from jaxpar.html.shard_drawing import Card
+from jaxpar.job.report import kernel_times
+from jaxpar.job.report.kernel_times import StepProfile
 
 # Type checks of the files of a run: an altered file is refused by name before a page is rendered from it.
 
@@ -120,6 +122,7 @@ class RunContents:
       jobs: Key to value of each job that the run was started with, oldest first.
       checkpoints: The checkpoints as `jaxpar checkpoint ls` lists them.
       messages: The messages of events.jsonl, with step and time.
+      profiles: The profiles of `train.profile`.
     """
 
     folder: Path
@@ -128,6 +131,7 @@ class RunContents:
     jobs: list[dict[str, str]]
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
+    profiles: list[StepProfile] = field(default_factory=list)
 
     @property
     def is_timed(self) -> bool:
@@ -206,7 +210,10 @@ def read(folder: Path) -> RunContents:
     events = folder / "events.jsonl"
     messages = [line for line in _lines(events) if isinstance(line.get("said"), str)] if events.exists() else []
     check_events(events, messages)
-    return RunContents(folder=folder, rows=rows, facts=facts, jobs=jobs, checkpoints=checkpoint_rows, messages=messages)
+    return RunContents(
+        folder=folder, rows=rows, facts=facts, jobs=jobs, checkpoints=checkpoint_rows, messages=messages,
+        profiles=kernel_times.read(folder),
+    )  # fmt: skip
 
 
 def kind_of(said: str) -> str:

@@ -36,7 +36,7 @@ from jaxpar.mesh.devices import describe
 from jaxpar.step.checks.input_state import check_not_donated
 from jaxpar.step.state import State, init_state
 from jaxpar.step.step import Step
-from jaxpar.train.api.fit_checks import check_arguments, check_evaluated, check_loggers
+from jaxpar.train.api.fit_checks import check_arguments, check_evaluated, check_loggers, check_profile
 from jaxpar.train.api.saving import FOLDER
 from jaxpar.train.best import Best
 from jaxpar.train.faults import Faults, Watch
@@ -48,6 +48,7 @@ from jaxpar.train.metrics import Log
 from jaxpar.train.progress import Progress, say_and_record
 from jaxpar.train.run import Outcome, Run
 from jaxpar.train.skipped_batches import SkippedBatches
+from jaxpar.train.step_trace import StepTrace
 
 USUAL = Checkpoints()
 NO_SETS: Mapping[str, Any] = MappingProxyType({})
@@ -69,6 +70,7 @@ def fit(
     faults: Faults | None = None,
     loggers: Sequence[Any] = (),
     show_every: int = 20,
+    profile: Sequence[int] = (),
 ) -> Outcome:
     """Trains until step `steps`, with checkpoints, resumption and evaluations. Ctrl-C and SIGTERM save and end it.
 
@@ -90,6 +92,7 @@ def fit(
       faults: The reaction to losses that are NaN, infinite or a spike; None stops.
       loggers: Objects with `log(step, values)`, or names: tensorboard, wandb, mlflow, trackio. They need `run`.
       show_every: Steps between two printed lines.
+      profile: (first, last): the profiler of JAX traces these steps, both of them and those between, to RUN/profile.
 
     Returns:
       The last `state`, the row of metrics of the `last` step, and the signal that it was `stopped_by`, or None.
@@ -100,6 +103,7 @@ def fit(
     asked = {"steps": steps, "batch": batch, "show_every": show_every}
     saved, judged = check_arguments(step, asked, run, state, checkpoints, best, eval_every, faults)
     check_loggers(loggers, run)
+    check_profile(profile, steps, run)
     folder = None if run is None else local_folder(run)
     bucket = _bucket(run)
     with _locked(folder), bucket.synchronized() if bucket else nullcontext():
@@ -115,6 +119,7 @@ def fit(
             checkpoints=saved, store=store, log=log, progress=progress, best=judged,
             watch=Watch(faults or Faults(), log.recent if log else [], span=steps, skipped=log.skipped if log else 0),
             skipped=SkippedBatches(folder, fresh=not at) if folder else None,
+            trace=StepTrace(folder if is_first() else None, profile, progress.say),
         )  # fmt: skip
         return _train(made, progress, state, at)
 

@@ -14,6 +14,7 @@ from jaxpar.step.step import Step
 from jaxpar.train.best import Best
 from jaxpar.train.faults import Faults
 from jaxpar.train.loggers.table import check_name
+from jaxpar.train.step_trace import check_steps
 
 VALUES = {
     "checkpoints": (Checkpoints, "from jaxpar.checkpoint import Checkpoints; checkpoints=Checkpoints(every=50)"),
@@ -75,6 +76,18 @@ def check_loggers(loggers: Sequence[Any], run: object) -> None:
         elif not callable(getattr(logger, "log", None)):
             rule = "a logger is a name, or an object with log(step, values)"
             raise refuse(f"loggers: {logger!r:.60}", rule=rule, fix='loggers=["tensorboard"]')
+
+
+def check_profile(profile: Sequence[int], steps: int, run: object) -> None:
+    """Checks the argument `profile` of `jp.fit`.
+
+    Raises:
+      JaxparError: If it is not the first and the last step of a trace, or there is no run folder.
+    """
+    if profile and run is None:
+        raise refuse(f"profile={profile!r:.60} without run", rule="a trace is written to the run folder",
+            fix='run="runs/mine"')  # fmt: skip
+    check_steps(profile, steps, "profile")
 
 
 def check_evaluated(
