@@ -5,8 +5,9 @@ import io
 import json
 import re
 
+import jax
 import pytest
-from test_metrics import folder, job  # noqa: F401
+from test_metrics import folder, job, rows  # noqa: F401
 from test_run_page import run_folder
 
 from jaxpar.errors import JaxparError
@@ -32,10 +33,12 @@ def programs(path):
     return {name: len(ids) for name, ids in runs.items()}
 
 
-def test_a_job_profiles_the_steps_that_it_names_and_its_page_links_them(folder):  # noqa: F811
-    lines = io.StringIO()
+def test_a_job_profiles_the_steps_that_it_names_and_its_page_links_them(folder, monkeypatch):  # noqa: F811
+    lines, landed, stop = io.StringIO(), [], jax.profiler.stop_trace
+    monkeypatch.setattr("jax.profiler.stop_trace", lambda: (landed.append(len(rows(folder))), stop()))
     run.train(job(folder, "train.steps=8", "train.eval_every=0", train="profile = [4, 6]"), stream=lines)
     assert "profile of steps 4 to 6: " in lines.getvalue()
+    assert landed == [6]  # no step is in flight when the trace ends
     path = folder / "run" / "profile" / "steps_4_6"
     assert 3 in programs(path).values(), programs(path)
     assert max(programs(path).values()) == 3
