@@ -14,6 +14,7 @@ from jaxpar.cli import (
     checkpoint,
     completion,
     doctor,
+    evaluate,
     exchange,
     inspect,
     launch,
@@ -33,8 +34,8 @@ from jaxpar.mesh.plugin import hush_plugin
 from jaxpar.process_exit import exit_process, exit_with_supervisor
 
 VERBS = (
-    new, train, sweep, launch, check, inspect, plan, partition, schedule, exchange, sample, report, checkpoint,
-    measure, doctor, completion,
+    new, train, sweep, launch, check, inspect, plan, partition, schedule, exchange, sample, evaluate, report,
+    checkpoint, measure, doctor, completion,
 )  # fmt: skip
 LASTING = ("train", "sweep", "launch")  # they continue when the reader of their output goes away
 

@@ -1,12 +1,13 @@
 """Jobs: a job file holds the settings of every package, and `build` turns them into a compiled step.
 
-    file/     parsing and writing of job files; every problem is reported at once
-    parts/    the model, data, optimizer and planner model that a job names
-    doctor/   checks of this machine before a run
-    compare/  one job trained with several exchanges, side by side
-    report/   a run folder as one HTML page
-    api/      commands as Python functions: `jp.plan`; a chat
-    template/ the files that `jaxpar new` writes
+    file/       parsing and writing of job files; every problem is reported at once
+    parts/      the model, data, optimizer and planner model that a job names
+    doctor/     checks of this machine before a run
+    compare/    one job trained with several exchanges, side by side
+    report/     a run folder as one HTML page
+    evaluation/ a run's checkpoints, or a Hugging Face folder, on held-out examples and other data
+    api/        commands as Python functions: `jp.plan`; a chat
+    template/   the files that `jaxpar new` writes
 
 Nouns: a `Job` and its tables, a problem, a verb. Each verb (`run`, `check`, `inspect`, `plan`, ...) has one file here,
 which returns values; `cli` prints them.

@@ -236,7 +236,12 @@ def evaluate(job: Run, state: State, feed: Feed, stop: Stop | None = None) -> di
 
 
 def _means(job: Run, state: State, feed: Feed, stop: Stop | None) -> dict[str, float] | None:
-    """Evaluates loss and measures on one set: total sum / total count; None after a stop signal."""
+    totals = evaluation_totals(job, state, feed, stop)
+    return None if totals is None else {name: total / count for name, (total, count) in totals.items() if count}
+
+
+def evaluation_totals(job: Run, state: State, feed: Feed, stop: Stop | None = None) -> Totals | None:
+    """Returns the sums and counts of loss and measures over one set; None after a stop signal."""
     totals: Totals = {}
     index, first = 0, True
     say, draws = job.progress.say if job.progress else print, key_parameter(job.step.loss) is not None
@@ -250,7 +255,7 @@ def _means(job: Run, state: State, feed: Feed, stop: Stop | None) -> dict[str, f
             break
         totals, first = summed([(1.0, totals), (1.0, found[0])]), first and not found[1]
         index += 1
-    return {name: total / count for name, (total, count) in totals.items() if count}
+    return totals
 
 
 def _row(job: Run, step: int, values: dict[str, float], seconds: float) -> dict[str, Any]:

@@ -57,9 +57,24 @@ def open_set(spec: Data, name: str, folder: Path, size: int, *, named: object = 
     Raises:
       JaxparError: If there is nothing to read, or it cannot be read.
     """
-    settings = spec.evaluation_set(name)
+    return open_all(spec.evaluation_set(name), f"data.sets.{name}", folder, size, named=named)
+
+
+def open_all(settings: Data, key: str, folder: Path, size: int, *, named: object = None) -> EvaluationSet:
+    """Opens all examples of the data, which hold none out, as an evaluation set.
+
+    Args:
+      settings: The data, such as `Data.evaluation_set` returns them.
+      key: The key of the data, for messages.
+      folder: Folder of packed tokens.
+      size: Examples of a batch.
+      named: The user's object, for a source `package.module:name`.
+
+    Raises:
+      JaxparError: If there is nothing to read, or it cannot be read.
+    """
     examples = _all_of(settings, folder) if named is None else _open_object(named, settings.source)
-    return _check_not_empty(examples, f"data.sets.{name}", size)
+    return _check_not_empty(examples, key, size)
 
 
 def open_sets(sets: Mapping[str, Any], folder: Path, size: int) -> dict[str, EvaluationSet]:
