@@ -24,7 +24,8 @@ What is made of what, in this order:
              jp.save(path, state), jp.restore(path, step): under any other layout too
              jp.model(layout, state): your own Flax model with the trained parameters, ready to predict
     step     jp.train_step(layout, loss, optimizer): one compiled program; losses jp.next_token_loss,
-             jp.classification_loss, your own jp.fit(step, data, steps=200, batch=16, run="runs/mine"): saves, resumes
+             jp.classification_loss, jp.dpo_loss (of a model with jp.add_reference), your own
+             jp.fit(step, data, steps=200, batch=16, run="runs/mine"): saves, resumes
              and evaluates on the way
 
 Before anything runs: jp.inspect(step, batch) reports the program that XLA compiled, also for
@@ -61,6 +62,8 @@ _MODULES = {
     "train_step": "jaxpar.train.api.train_step",
     "next_token_loss": "jaxpar.step.losses",
     "classification_loss": "jaxpar.step.losses",
+    "dpo_loss": "jaxpar.step.preference_loss",
+    "add_reference": "jaxpar.parallel.reference",
     "inspect": "jaxpar.inspector.report",
     "assert_collectives": "jaxpar.inspector.budget",
     "assert_fits": "jaxpar.inspector.budget",

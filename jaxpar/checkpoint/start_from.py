@@ -32,6 +32,7 @@ from jaxpar.optim.patterns import has_prefix, matching, nearest_path
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.adapters import ROOM as ADAPTERS
 from jaxpar.sharding.adapters import SCALES, Adapter
+from jaxpar.sharding.names import REFERENCE
 from jaxpar.step.state import State, state_from_params
 
 PARTS = ("params", "model_state")
@@ -227,8 +228,12 @@ def plan(spec: Checkpoints, path: Path, saved: Mapping[str, SavedArray], wanted:
         for old in spec.rename
         if not any(has_prefix(name, old) for name in saved)
     ]  # fmt: skip
-    # a new run initializes its adapters
-    candidates = [name for name in wanted if name in renames or not has_prefix(name, ADAPTERS)]
+    # a new run initializes its adapters, and makes its reference
+    candidates = [
+        name
+        for name in wanted
+        if not has_prefix(name, REFERENCE) and (name in renames or not has_prefix(name, ADAPTERS))
+    ]
     names = matching(candidates, spec.take)
     mismatches = differences(
         {new: saved[old] for new, old in renames.items() if new in names}, {n: wanted[n] for n in names}

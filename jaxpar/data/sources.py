@@ -167,6 +167,10 @@ def _of_text(spec: Data, folder: Path, seed: int) -> Source:
 def _rows_of(spec: Data, folder: Path, seed: int) -> Tokens:
     files = stdlib_files() if spec.source == "stdlib" else text_files(spec, print_to_stderr)
     file, packed = pack(open_corpus(spec, files), spec, folder)
+    if spec.preferences:
+        from jaxpar.data.preferences import PreferencePairs  # other data does not load it
+
+        return PreferencePairs(file, packed, spec, seed)
     return (Tokens if spec.documents == "mixed" else DocumentRows)(file, packed, spec, seed)
 
 

@@ -43,6 +43,8 @@ class Data(Keywords):
       messages: Column of conversations, lists of {role, content}, used instead of `column`: the chat template of the
         tokenizer's folder renders them.
       learn: answers, or all of a conversation.
+      preferences: Whether rows are preferences, for loss = "dpo": columns prompt, chosen and rejected, of text or of
+        messages (then the prompt may be the beginning that both answers share).
       tokenizer: bytes, bpe (trained on the text), or a Hugging Face tokenizer: a tokenizer.json, or a folder with one.
       end: The token that ends a document; "" means the eos_token of the tokenizer's folder.
       vocab: Vocabulary size of a bpe.
@@ -69,6 +71,7 @@ class Data(Keywords):
     column: str = "text"
     messages: str = ""
     learn: Literal["answers", "all"] = "answers"
+    preferences: bool = False
     tokenizer: str = "bytes"
     end: str = ""
     vocab: int = 1024
@@ -111,6 +114,11 @@ class Data(Keywords):
             return 256 if self.tokenizer == "bytes" else self.vocab
         return read_tokenizer(self.tokenizer).size
 
+    @property
+    def _default_seq(self) -> int:
+        has_context = self.messages or (self.preferences and self.tokenizer not in OURS)
+        return context_length(self.tokenizer) if has_context else SEQ
+
     def evaluation_set(self, name: str) -> "Data":
         """Returns the settings of an evaluation set: all of its examples, in order.
 
@@ -123,9 +131,9 @@ class Data(Keywords):
 
     def __post_init__(self):
         if self.documents == "auto":
-            object.__setattr__(self, "documents", "alone" if self.messages else "mixed")
+            object.__setattr__(self, "documents", "alone" if self.messages or self.preferences else "mixed")
         if self.seq == 0 and self.seq is not False:
-            object.__setattr__(self, "seq", context_length(self.tokenizer) if self.messages else SEQ)
+            object.__setattr__(self, "seq", self._default_seq)
         problems: list[Problem] = []
         try:
             check_ranges(
@@ -167,6 +175,13 @@ def _text_problems(spec: Data) -> list[Problem]:
         got = f"data.messages with data.source = {spec.source!r}, data.tokenizer = {spec.tokenizer!r}"
         rule = "messages are a column of JSONL or Parquet, rendered by the chat template of a tokenizer's folder"
         problems.append(Problem(got, rule, 'source = "jsonl", and tokenizer = the folder of the model'))
+    if spec.preferences and (not spec.has_rows or spec.messages or spec.documents != "alone"):
+        got = (
+            f"data.preferences with source = {spec.source!r}, messages = {spec.messages!r}, "
+            f"documents = {spec.documents!r}"
+        )
+        rule = "preferences are rows of JSONL or Parquet with a prompt, a chosen and a rejected answer, a row for each"
+        problems.append(Problem(got, rule, 'source = "jsonl", without messages and documents'))
     if spec.end and spec.tokenizer in OURS:
         rule = "bytes and our own bpe end a document by token 0"
         problems.append(Problem(f"data.end = {spec.end!r} with {spec.tokenizer}", rule, "leave it out"))

@@ -21,6 +21,7 @@ from jaxpar.job.file.run_folder import job_of
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import data_ends, end_tokens, with_saved_tokenizer
 from jaxpar.job.parts.models import resolve_loss, resolve_model
+from jaxpar.job.parts.names import PREFERENCES
 from jaxpar.job.parts.pretrained_start import check_start, decoder_of
 from jaxpar.models.blocks.int8 import QuantizedMatrix
 from jaxpar.models.huggingface.export import export
@@ -178,7 +179,7 @@ def export_checkpoint(where: Path, step: int | None, to: Path) -> dict[str, Any]
         name.removeprefix("params/"): value
         for name, value in saved_replicas.read_as_one(path, manifest, targets).items()
     }
-    if job.train.adapters.rank:
+    if job.train.adapters.rank or job.train.loss == PREFERENCES:
         params = by_path(merge_adapters(as_blueprint(resolve_model(job, resolve_loss(job))), params))
     files = export(params, settings, to, origin=run / KEPT if is_folder(run / KEPT) else None)
     if not is_folder(run / KEPT) and job.data.tokenizer not in OURS:

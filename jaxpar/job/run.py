@@ -255,6 +255,14 @@ def _events(folder: Path, steps: list[int]) -> Path:
 
 def _first_state(built: BuiltJob, progress: Progress) -> state.State:
     """Creates the state of a new run; its parameters come from `checkpoint.start_from` if that is set."""
+    if built.layout.blueprint.copies:
+        from jaxpar.job.parts.preference import begin_reference  # other jobs do not load it
+
+        return begin_reference(built.layout, _policy_state(built, progress))
+    return _policy_state(built, progress)
+
+
+def _policy_state(built: BuiltJob, progress: Progress) -> state.State:
     train, spec = built.job.train, built.job.checkpoint
     if is_folder(spec.start_from):
         first_state, message = pretrained.start_run(built)

@@ -232,7 +232,7 @@ def _prompt(file: Path, number: int, line: str) -> str:
 
 
 def _restore(job: Job, folder: Path, parallel: Parallel) -> tuple[Layout, Tree, Tree]:
-    """Restores a run's layout, evaluation parameters with adapters merged, and other model state."""
+    """Restores a run's layout, evaluation parameters (adapters merged, no reference), and other model state."""
     model = resolve_model(job, resolve_loss(job))
     devices: Any = visible_devices()
     if parallel == Parallel():
@@ -244,7 +244,8 @@ def _restore(job: Job, folder: Path, parallel: Parallel) -> tuple[Layout, Tree, 
     spec = replace(job.checkpoint, replicas="mean")  # replicas that differ are sampled as their mean
     store = Store(folder / "checkpoints", spec, say=partial(print, file=sys.stderr), is_owner=False)
     result, _ = store.restore(shapes)
-    plain = compose(without_adapters(layout.blueprint), parallel, devices) if layout.blueprint.adapters else layout
+    is_plain = layout.blueprint.base is None
+    plain = layout if is_plain else compose(without_adapters(layout.blueprint), parallel, devices)
     return plain, *eval_model(layout, result)
 
 

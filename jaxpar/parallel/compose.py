@@ -189,6 +189,7 @@ def compose(
         raise JaxparError(*problems, *error.problems) from error
     if problems:  # the checks below read the sizes and the rules
         raise JaxparError(*problems)
+    problems += _reference_problems(blueprint, parallel.pipe)
     problems += _leaf_problems(blueprint) + rule_problems(parallel, blueprint)
     if any(problem.rule == REGULAR for problem in problems):
         raise JaxparError(*problems)
@@ -218,6 +219,13 @@ def _grouped(problems: list[Problem]) -> list[Problem]:
         replace(first, got=first.got + (f" (and {len(repeats)} more like it)" if repeats else ""))
         for first, *repeats in groups.values()
     ]
+
+
+def _reference_problems(blueprint: Blueprint, pipe: int) -> list[Problem]:
+    if not blueprint.has_reference or pipe == 1:
+        return []
+    rule = "a pipeline splits the layers of one model, and a model with a reference has those of two"
+    return [Problem(f"pipe={pipe} with a reference", rule, "pipe=1, with fsdp or tensor in its place")]
 
 
 def _leaf_problems(blueprint: Blueprint) -> list[Problem]:

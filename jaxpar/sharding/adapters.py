@@ -120,13 +120,19 @@ def with_adapters(blueprint: Blueprint, adapters: Adapters) -> Blueprint:
 
 
 def without_adapters(blueprint: Blueprint) -> Blueprint:
-    """Returns the model without its adapters."""
+    """Returns the model without its adapters and its reference."""
     return blueprint.base or blueprint
 
 
 def base_of(blueprint: Blueprint, path: str) -> tuple[str, tuple[int | None, ...]] | None:
-    """Returns the path of the matrix that an A or B adapts, and the matrix dim for each of its dims; else None."""
+    """Returns the path of the parameter that an A, a B or a copy is split like, with the dim for each of its dims.
+
+    None for all other parameters.
+    """
     words = path.split("/")
+    if path in blueprint.copies:
+        base = blueprint.copies[path]
+        return base, tuple(range(len(blueprint.leaves[base].shape)))
     if is_scales(blueprint, path):
         base, part = "/".join(words[1:]), SCALES
     elif blueprint.adapters and words[0] == ROOM:
@@ -143,12 +149,15 @@ def is_scales(blueprint: Blueprint, path: str) -> bool:
 
 
 def checkpoint_leaves(blueprint: Blueprint) -> dict[str, Leaf]:
-    """Returns the parameters in the form of a checkpoint without quantization: no scales, all matrices in float."""
+    """Returns the parameters in the form of a checkpoint without quantization: no scales, all matrices in float.
+
+    The copies of a frozen reference are left out too: a run makes them.
+    """
     model_dtypes = {path: adapter.float_dtype for path, adapter in blueprint.adapters.items() if adapter.float_dtype}
     return {
         path: replace(leaf, dtype=model_dtypes.get(path, leaf.dtype))
         for path, leaf in blueprint.leaves.items()
-        if not is_scales(blueprint, path)
+        if not is_scales(blueprint, path) and path not in blueprint.copies
     }
 
 
@@ -165,10 +174,10 @@ def merge_adapters(blueprint: Blueprint, params: Tree) -> Tree:
     """Merges adapters: returns the base model's parameters, W + alpha / rank A B for each adapted matrix.
 
     Args:
-      blueprint: The model with adapters; without adapters, parameters are returned unchanged.
+      blueprint: The model with adapters, a reference, both or neither; the copies of a reference are left out.
       params: Its parameters: nested dicts, or path to array.
     """
-    flat = dict(by_path(params))
+    flat = {path: value for path, value in by_path(params).items() if path not in blueprint.copies}
     for path, adapter in blueprint.adapters.items():
         first, second = (flat.pop(f"{ROOM}/{path}/{part}") for part in ("first", "second"))
         add, scales = partial(_merge, adapter), [flat.pop(f"{SCALES}/{path}")] if adapter.float_dtype else []
@@ -196,10 +205,25 @@ def _merge(adapter: Adapter, base: jax.Array, first: jax.Array, second: jax.Arra
     return (floats + adapter.scale * jnp.tensordot(first, second, axes=1).astype(wide)).astype(dtype)
 
 
+def bind_base(blueprint: Blueprint, values: Tree, rest: Tree, use: Use, compute: Compute) -> Any:
+    """Binds a model with adapters as it is without them; `values` are all of its parameters."""
+    return _bind(blueprint.base, blueprint.adapters, values, rest, use, compute, corrected=False)
+
+
 def _bind(
-    blueprint: Blueprint, adapters: Mapping[str, Adapter], values: Tree, rest: Tree, use: Use, compute: Compute
+    blueprint: Any,
+    adapters: Mapping[str, Adapter],
+    values: Tree,
+    rest: Tree,
+    use: Use,
+    compute: Compute,
+    *,
+    corrected: bool = True,
 ) -> Any:
-    """Binds the model to its parameters; where the model reads a matrix, it gets the sum of matrix and adapter."""
+    """Binds the model to its parameters; where the model reads a matrix, it gets the sum of matrix and adapter.
+
+    If it is not `corrected`, it gets the matrix alone.
+    """
     flat = dict(by_path(values))
     for path, adapter in adapters.items():
         names = [f"{ROOM}/{path}/first", f"{ROOM}/{path}/second", *[f"{SCALES}/{path}"] * bool(adapter.float_dtype)]
@@ -212,9 +236,21 @@ def _bind(
         adapter = adapters[path]
         stacked = first.ndim - 1 - adapter.inputs  # dims of a stack that no scan has sliced
         scales = [use(f"{SCALES}/{path}", value.scales)] if adapter.float_dtype else []
+        if not corrected:
+            return _in_floats(use(path, value.base), *scales, dtype=second.dtype, lead=stacked)
         return low_rank_sum(use(path, value.base), first, second * adapter.scale, *scales, lead=stacked)
 
     return blueprint.bind(nest({tuple(path.split("/")): value for path, value in flat.items()}), rest, read, compute)
+
+
+def _in_floats(base: jax.Array, *scales: jax.Array, dtype: Any, lead: int) -> jax.Array:
+    """Returns a matrix, or the matrices of a stack, in floats; unchanged if it has no scales."""
+    if not scales:
+        return base
+    convert = partial(dequantize, dtype=dtype)
+    for _ in range(lead):
+        convert = jax.vmap(convert)
+    return convert(base, *scales)
 
 
 def _own_rank(path: str, leaf: Leaf) -> int:

@@ -88,6 +88,7 @@ MESSAGE = "pipeline:message"  # the messages between stages
 UPDATES = "pipeline:ticks with updates "  # a conditional whose second branch runs in as many ticks as the scope says
 GRADIENT = "pipeline:gradient"  # sums of gradients over microbatches, stages and replicas
 BACKWARD = "transpose(pipeline)"  # JAX's name of the scope of the backward pass
+REFERENCE = "reference"  # the first word of the paths of a frozen reference's copies of parameters
 AGAIN = "rematted_computation"  # JAX's own name of the scope of recomputation in the backward pass
 
 # Flax's name of the collection, or the type, of state whose gradient is its new value: see `flax.linen.fp8_ops`
@@ -170,9 +171,12 @@ class Blueprint:
       counts_layers: Whether its scans give the number of their layers, as Linen's `nn.scan(Block, length=12)` does.
       program: Traces a call of the model; None if its inputs are unknown.
       adapters: Path of each adapted matrix to its low-rank adapter; see `adapters.py`.
-      base: The model without adapters.
+      base: The model without adapters and reference.
       rules: Flax rules in force where the model was made, as (name, axes of the author's mesh) each.
       assigned: Maps a bound model, after a call, to the parameters that it assigned, by path; None if it assigns none.
+      copies: Path of each parameter of a frozen reference to the parameter that it was copied from.
+      shared: Paths of parameters that the model shares with its reference, so that they must be frozen.
+      has_reference: Whether `bind` returns a model and its frozen reference; see `reference.py`.
     """
 
     name: str
@@ -190,6 +194,9 @@ class Blueprint:
     base: "Blueprint | None" = None
     rules: tuple[tuple[str, Any], ...] = ()
     assigned: Callable[[Any], Mapping[str, jax.Array]] | None = None
+    copies: Mapping[str, str] = field(default_factory=dict)
+    shared: frozenset[str] = frozenset()
+    has_reference: bool = False
 
     def __repr__(self) -> str:
         count = show_count(sum(leaf.size for leaf in self.leaves.values()))

@@ -70,7 +70,7 @@ def eval_model(layout: Layout, state: State, *, replica: int | None = None, copy
     """
     blueprint, exchange = layout.blueprint, layout.parallel.exchange
     averages = eval_arrays_on_device(state.optimizer)
-    if not (copy or averages or exchange.per_replica or blueprint.adapters):
+    if not (copy or averages or exchange.per_replica or blueprint.base):
         return state.params, state.model_state
 
     def run(params: Tree, model_state: Tree, averages: Any, exchange_state: Tree) -> tuple[Tree, Tree]:
@@ -79,7 +79,7 @@ def eval_model(layout: Layout, state: State, *, replica: int | None = None, copy
             params, model_state = jax.tree.map(lambda x: x[replica], (params, model_state))
         elif exchange.per_replica:
             params, model_state = merge_replicas_of_model(exchange, params, model_state, exchange_state)
-        params = merge_adapters(blueprint, params) if blueprint.adapters else params
+        params = merge_adapters(blueprint, params) if blueprint.base else params
         return jax.tree.map(jnp.copy, (params, model_state))
 
     arguments = (state.params, state.model_state, averages, state.exchange)

@@ -169,6 +169,10 @@ class Step:
         messages = states.optimizer_traffic(layout, abstract)
         layout = replace(layout, frozen=frozen_paths(layout, optimizer), opt_state_messages=messages)
         check_eight_bits(layout)
+        if layout.blueprint.has_reference:
+            from jaxpar.step.checks.reference import check_reference  # a model without a reference does not load it
+
+            check_reference(layout)
         self.loss, self.optimizer, self.numerics, self.guard, self.seed = loss, optimizer, numerics, guard, seed
         self.compiler = Compiler(layout, loss, numerics, choose)
         self.shardings = states.shardings(layout, abstract, offload=numerics.offload)

@@ -12,11 +12,13 @@ class Place(NamedTuple):
       file: Index of the file.
       at: Byte offset in the file; for Parquet the row group.
       row: Row of the file, from 0.
+      part: Number of documents of this row that are packed already, for rows of several.
     """
 
     file: int = 0
     at: int = 0
     row: int = 0
+    part: int = 0
 
 
 START = Place()

@@ -115,7 +115,7 @@ class RowCorpus(Corpus):
         """
         for number in range(place.file, len(self.files)):
             begin = place if number == place.file else Place(number)
-            for row, size, end, where, unknown in _reader(self.files[number])(self.files[number], self.column, begin):
+            for row, size, end, where, unknown in read_rows(self.files[number], self.column, begin):
                 self.replaced.count(unknown, end, where)
                 yield self._piece(row, size, end, where)
 
@@ -151,8 +151,15 @@ class RowCorpus(Corpus):
         return DocumentPiece(text, size, then, answers=answers if self.answers else None, rendered=True)
 
 
-def _reader(file: Path) -> Callable[[Path, str, Place], Iterator[Row]]:
-    return read_parquet if file.suffix == ".parquet" else read_jsonl
+def read_rows(file: Path, column: str, place: Place, *, others: Sequence[str] = (TOOLS,)) -> Iterator[Row]:
+    """Yields the rows of a file from a place on, with the column, and with others if there are any.
+
+    Raises:
+      JaxparError: If the file or a row is broken, or has no such column.
+    """
+    if file.suffix == ".parquet":
+        return read_parquet(file, column, place, others=others)
+    return read_jsonl(file, column, place)
 
 
 def read_jsonl(file: Path, column: str, place: Place) -> Iterator[Row]:
@@ -190,8 +197,8 @@ def read_jsonl(file: Path, column: str, place: Place) -> Iterator[Row]:
             yield row, len(line), Place(place.file, offset, number), where, unknown
 
 
-def read_parquet(file: Path, column: str, place: Place) -> Iterator[Row]:
-    """Yields the rows of a Parquet file from a place on, with the column and, if there is one, `tools`.
+def read_parquet(file: Path, column: str, place: Place, *, others: Sequence[str] = (TOOLS,)) -> Iterator[Row]:
+    """Yields the rows of a Parquet file from a place on, with the column and those of the others that exist.
 
     Raises:
       JaxparError: If pyarrow is missing, the file is no Parquet or has no such column, or a row is too large.
@@ -209,7 +216,7 @@ def read_parquet(file: Path, column: str, place: Place) -> Iterator[Row]:
         with parquet.ParquetFile(file) as table:
             if column not in table.schema_arrow.names:
                 raise _no_column(str(file), column, table.schema_arrow.names)
-            columns = [column, *({TOOLS} & set(table.schema_arrow.names) - {column})]
+            columns = [column, *({*others} & set(table.schema_arrow.names) - {column})]
             rows, size = table.metadata.num_rows, file.stat().st_size
             row_bytes, number = size / max(rows, 1), sum(table.metadata.row_group(i).num_rows for i in range(place.at))
             for group in range(place.at, table.num_row_groups):

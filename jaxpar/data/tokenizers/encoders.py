@@ -7,7 +7,7 @@ order. The concatenated tokens of a document's pieces are the tokens of the docu
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ import numpy as np
 from jaxpar.data.corpus import Corpus
 from jaxpar.data.documents.piece import START, DocumentPiece, Place
 from jaxpar.data.documents.row_files import RowCorpus
-from jaxpar.data.spec import Data
+from jaxpar.data.spec import OURS, Data
 from jaxpar.data.tokenizers.chat_template import load_template
 from jaxpar.data.tokenizers.flag_bits import dtype_of, set_flags
 from jaxpar.data.tokenizers.tokenizer_facts import TokenizerFacts, read_tokenizer
@@ -52,10 +52,10 @@ class BuiltinEncoder:
 
     def encode(self, pieces: Sequence[DocumentPiece]) -> list[np.ndarray]:
         """Returns the tokens of each piece with their flag bits."""
+        if any(item.answers is not None for item in pieces):
+            return [self._with_answers(item) for item in pieces]
         if self.bpe is None:
-            tokens = [
-                np.frombuffer(item.text.encode("utf-8", "replace").replace(b"\0", b""), np.uint8) for item in pieces
-            ]
+            tokens = [np.frombuffer(_bytes_of(item.text), np.uint8) for item in pieces]
         else:
             encodings = self.bpe.encode_batch_fast([item.text for item in pieces], add_special_tokens=False)
             tokens = [np.array(item.ids, np.uint32) for item in encodings]
@@ -64,9 +64,28 @@ class BuiltinEncoder:
         ]
         return [set_flags(ids, self.dtype, first=item.first) for ids, item in zip(ended, pieces, strict=True)]
 
+    def _with_answers(self, piece: DocumentPiece) -> np.ndarray:
+        """Returns the tokens of a document of which some spans are learned; its end is, if the last span reaches it."""
+        answers = piece.answers or ()
+        if self.bpe is None:
+            ids = np.frombuffer(_bytes_of(piece.text), np.uint8)
+            learned = np.zeros(len(ids), bool)
+            for begin, end in answers:
+                learned[len(_bytes_of(piece.text[:begin])) : len(_bytes_of(piece.text[:end]))] = True
+        else:
+            encoding = self.bpe.encode(piece.text, add_special_tokens=False)
+            ids = np.array(encoding.ids, np.uint32)
+            learned = _in_answers(np.array(encoding.offsets, np.int64).reshape(-1, 2), answers)
+        learned = np.append(learned, bool(answers) and answers[-1][1] == len(piece.text))
+        return set_flags(np.append(ids, ids.dtype.type(END)), self.dtype, first=piece.first, learned=learned)
+
     def seam(self, left: str, right: str) -> int:
         """Returns 0, because a byte-level BPE always starts a new word at a space after another character."""
         return 0
+
+
+def _bytes_of(text: str) -> bytes:
+    return text.encode("utf-8", "replace").replace(b"\0", b"")
 
 
 class HuggingFaceEncoder:
@@ -98,6 +117,10 @@ class HuggingFaceEncoder:
         ids = found.ids
         if piece.answers is not None:
             learned = _in_answers(np.array(found.offsets, np.int64).reshape(-1, 2), piece.answers)
+            if not piece.rendered:  # a text: the special tokens after an answer belong to it
+                after = [*self.after, *[self.end] * (self.after[-1:] != [self.end])]
+                ids = [*self.before, *ids, *after]
+                learned = np.concatenate([np.zeros(len(self.before), bool), learned, np.ones(len(after), bool)])
             return set_flags(np.array(ids, np.uint32), self.dtype, first=piece.first, learned=learned)
         if not piece.rendered:
             ids = [*(self.before if piece.first else ()), *ids, *(self.after if piece.last else ())]
@@ -219,6 +242,11 @@ def open_corpus(spec: Data, files: Iterable[Path]) -> Corpus:
     """Opens the documents in these files, by the settings of the `[data]` table."""
     if not spec.has_rows:
         return Corpus(tuple(files))
+    if spec.preferences:
+        from jaxpar.data.documents.preference_rows import PreferenceCorpus  # other data does not load it
+
+        load_chat = None if spec.tokenizer in OURS else cache(lambda: load_template(read_tokenizer(spec.tokenizer)))
+        return PreferenceCorpus(tuple(files), load_chat=load_chat)
     template = load_template(read_tokenizer(spec.tokenizer)) if spec.messages else None
     return RowCorpus(tuple(files), column=spec.messages or spec.column, chat=template, answers=spec.learn == "answers")
 
@@ -229,9 +257,10 @@ def token_settings(spec: Data) -> str:
         return ""
     settings = [
         spec.source,
-        spec.tokenizer if spec.tokenizer in ("bytes", "bpe") else read_tokenizer(spec.tokenizer).digest,
+        spec.tokenizer if spec.tokenizer in OURS else read_tokenizer(spec.tokenizer).digest,
     ]
-    return "\n".join([*settings, str(spec.tokens), spec.end, spec.column, spec.messages, spec.learn])
+    settings += [str(spec.tokens), spec.end, spec.column, spec.messages, spec.learn]
+    return "\n".join([*settings, *["preferences"] * spec.preferences])
 
 
 def encode_documents(

@@ -25,7 +25,7 @@ EXCHANGE = "parallel.exchange"  # another exchange has other keys: it counts as 
 # how the data is read changes nothing; the data itself is compared by its fingerprint
 FREE = ("data.ahead", "data.images.threads", "data.path", "data.pattern", "data.sets", "data.source")
 BINDING = ("data.", "model.", "optimizer.", EXCHANGE, "parallel.pipeline.weights", "sweep.",
-           "train.adapters.", "train.freeze",
+           "train.adapters.", "train.dpo.", "train.freeze",
            "train.global_batch", "train.grow", "train.loss", "train.precision.compute", "train.seed")  # fmt: skip
 SPLIT = ("data.held_out", "data.seq")  # keys that decide which examples are held out
 MISSING = "not set"

@@ -17,6 +17,7 @@ from jaxpar.mesh.preset import Preset
 from jaxpar.mesh.target import parse_target
 from jaxpar.models.settings.adapters import Adapters
 from jaxpar.models.settings.computing import Precision
+from jaxpar.models.settings.preference import DPO
 from jaxpar.optim.growth import Growth, check_phases
 from jaxpar.optim.optimizer import Optimizer
 from jaxpar.parallel.declaration import Parallel
@@ -98,8 +99,10 @@ class TrainTable:
         the first phase.
       accumulate: Microbatches per step.
       seed: Seed of parameters, dropout, a loss's random keys and the order of examples.
-      loss: next_token, classify, or "package.module:function" of (model, batch) or (model, batch, key), where the
-        random key differs in every step and is the same in all evaluations.
+      loss: next_token, classify, dpo (of data.preferences, against a frozen reference: the model as it is at the
+        start, or with adapters the model without them), or "package.module:function" of (model, batch) or (model,
+        batch, key), where the random key differs in every step and is the same in all evaluations.
+      dpo: Settings of the loss dpo.
       freeze: Path patterns, such as "embed" or "blocks/0*", of parameters that are not trained: they stay bitwise
         equal, without gradients and optimizer state.
       adapters: Low-rank adapters of matrices; all other parameters are frozen.
@@ -122,6 +125,7 @@ class TrainTable:
     accumulate: int = 1
     seed: int = 0
     loss: str = "next_token"
+    dpo: DPO = field(default_factory=DPO)
     freeze: tuple[str, ...] = ()
     adapters: Adapters = field(default_factory=Adapters)
     precision: Precision = field(default_factory=Precision)
@@ -160,7 +164,9 @@ class TrainTable:
     @property
     def frozen(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Path patterns of frozen parameters, and of exceptions that are trained nevertheless."""
-        return (("*",), self.adapters.trained_patterns) if self.adapters.rank else (self.freeze, ())
+        if self.adapters.rank:
+            return ("*",), self.adapters.trained_patterns
+        return (*self.freeze, *["reference"] * (self.loss == "dpo")), ()
 
     @property
     def growth(self) -> Growth:

@@ -77,6 +77,9 @@ def abstract_batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
     size = job.train.global_batch
     if job.data.is_text:
         tokens = jax.ShapeDtypeStruct((size, job.data.seq), jnp.int32)
+        if job.data.preferences:
+            sides = [f"{side}_{name}" for side in ("chosen", "rejected") for name in ("inputs", "targets", "mask")]
+            return dict.fromkeys(sides, tokens)
         names = ["inputs", "targets", *["mask"] * job.data.has_mask]
         names += ["segments", "positions"] * (job.data.documents == "apart")
         return dict.fromkeys(names, tokens)
@@ -114,9 +117,8 @@ def data_ends(job: Job, folder: Path) -> tuple[int, ...]:
     if job.data.tokenizer in OURS:
         return (END,)
     tokenizer = read_tokenizer(folder / "data" / KEPT)
-    return tuple(
-        dict.fromkeys((end_token(tokenizer, job.data.end), *(_answer_ends(tokenizer) if job.data.messages else ())))
-    )
+    has_answers = job.data.messages or (job.data.preferences and tokenizer.template)
+    return tuple(dict.fromkeys((end_token(tokenizer, job.data.end), *(_answer_ends(tokenizer) if has_answers else ()))))
 
 
 def end_tokens(job: Job, folder: Path, origin: Path) -> tuple[int, ...]:

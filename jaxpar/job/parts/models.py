@@ -17,7 +17,7 @@ from jaxpar.errors import JaxparError, Problem, first_problems, refuse, suggest,
 from jaxpar.job.file.import_object import import_object
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch, open_data
-from jaxpar.job.parts.names import LOSSES, custom_loss, model_table, settings_of
+from jaxpar.job.parts.names import LOSSES, PREFERENCES, check_preferences, custom_loss, model_table, settings_of
 from jaxpar.models.settings.table import MODELS, REFERENCE_MODELS
 from jaxpar.parallel.compose import as_blueprint
 from jaxpar.sharding import linen_model
@@ -90,8 +90,14 @@ def _hints(target: Callable) -> dict[str, Any]:
 
 
 def resolve_loss(job: Job) -> Callable:
+    check_preferences(job)
     loss = custom_loss(job)
-    return _load(LOSSES[job.train.loss].path) if loss is None else loss
+    if loss is not None:
+        return loss
+    function, dpo = _load(LOSSES[job.train.loss].path), job.train.dpo
+    if job.train.loss == PREFERENCES:
+        return partial(function, beta=dpo.beta, label_smoothing=dpo.label_smoothing)
+    return function
 
 
 def _load(path: str) -> Any:
@@ -100,7 +106,11 @@ def _load(path: str) -> Any:
 
 
 def resolve_model(job: Job, loss: Callable) -> Blueprint | Callable:
-    """Returns the model that a job names, with its settings and adapters applied."""
+    """Returns the model that a job names, with its settings, adapters and reference applied."""
+    if job.train.loss == PREFERENCES:
+        from jaxpar.job.parts.preference import resolve_policy  # other jobs do not load it
+
+        return resolve_policy(job, partial(_build_model, job))
     model = _build_model(job, loss)
     return with_adapters(as_blueprint(model), job.train.adapters) if job.train.adapters.rank else model
 
@@ -279,6 +289,9 @@ def batch_spec(job: Job) -> BatchSpec:
     bounds = {"inputs": settings.get("vocab")}
     if job.train.loss == "next_token":
         bounds["targets"] = settings.get("vocab")
+    if job.data.preferences:
+        arrays = [f"{side}_{name}" for side in ("chosen", "rejected") for name in ("inputs", "targets")]
+        bounds |= dict.fromkeys(arrays, settings.get("vocab"))
     if job.train.loss == "classify":
         bounds["labels"] = settings.get("classes")
     return BatchSpec(

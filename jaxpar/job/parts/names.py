@@ -11,6 +11,7 @@ from jaxpar.job.file.import_object import import_object
 from jaxpar.job.file.model_folder import unknown_model_problem
 from jaxpar.job.file.parse import validate
 from jaxpar.job.file.schema import Job
+from jaxpar.models.settings.preference import DPO
 from jaxpar.models.settings.table import MODELS
 
 
@@ -27,9 +28,11 @@ class ReferenceLoss:
     path: str
 
 
+PREFERENCES = "dpo"  # the loss whose model has a frozen reference
 LOSSES: Mapping[str, ReferenceLoss] = {
     "next_token": ReferenceLoss("tokens", "jaxpar.step.losses:next_token_loss"),
     "classify": ReferenceLoss("examples", "jaxpar.step.losses:classification_loss"),
+    PREFERENCES: ReferenceLoss("pairs", "jaxpar.step.preference_loss:dpo_loss"),
 }
 
 
@@ -88,6 +91,33 @@ def custom_loss(job: Job) -> Callable | None:
             fix='"my_module:my_loss", the name of such a function',
         )
     return target
+
+
+def check_preferences(job: Job) -> None:
+    """Checks that loss, data and settings of preferences come together.
+
+    Raises:
+      JaxparError: If one is there without the other.
+    """
+    is_dpo = job.train.loss == PREFERENCES
+    if not is_dpo and job.train.dpo != DPO():
+        raise refuse(
+            f"[train.dpo] with train.loss = {job.train.loss!r}",
+            rule="these are settings of the loss dpo",
+            fix='train.loss = "dpo", or leave them out',
+        )
+    if is_dpo and not job.data.preferences and ":" not in job.data.source:
+        raise refuse(
+            f'train.loss = "dpo" with data.source = {job.data.source!r}, without data.preferences',
+            rule="DPO learns from rows with a prompt, a chosen and a rejected answer",
+            fix='source = "jsonl", path = "pairs.jsonl", preferences = true in [data]',
+        )
+    if job.data.preferences and not is_dpo and job.train.loss in LOSSES:
+        raise refuse(
+            f"data.preferences with train.loss = {job.train.loss!r}",
+            rule="pairs of answers are learned by the loss dpo",
+            fix='train.loss = "dpo"; or data.messages, for answers that are all good',
+        )
 
 
 def vocabulary(job: Job) -> list[Problem]:

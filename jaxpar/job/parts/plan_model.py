@@ -27,6 +27,12 @@ def planner_model(job: Job, devices: int) -> Model:
     Raises:
       JaxparError: If a decoder computes in float32, which the formulas do not cover, or a model cannot be traced.
     """
+    if job.train.loss == "dpo":
+        raise refuse(
+            'train.loss = "dpo"',
+            rule="the planner models steps of one model on one row per example; DPO runs two models on two rows",
+            fix="jaxpar inspect JOB, which compiles its step and counts it",
+        )
     if not _has_formulas(job):
         from jaxpar.job.parts.plan_traced import trace_job
 

@@ -100,12 +100,44 @@ def _backward(how: Chunks, kept: tuple[jax.Array, ...], slope: jax.Array):
 sum_of_losses.defvjp(_forward, _backward)
 
 
-def _dealt(how: Chunks, hidden: jax.Array, labels: jax.Array, weights: jax.Array) -> tuple[jax.Array, ...]:
-    """Splits hidden state, labels and weights into chunks; tokens that pad the last chunk have weight 0."""
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def token_losses(how: Chunks, hidden: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Array:
+    """Returns -log softmax(hidden head)[label] of each token, in float32. Shape [batch, seq].
+
+    For a loss that is no weighted sum with known weights. The backward pass computes the logits again, chunk by chunk.
+
+    Args:
+      how: Sharding, number of chunks and order of the head's dims.
+      hidden: Shape [batch, seq, dim].
+      head: Shape [dim, vocab] or [vocab, dim], in the dtype of `hidden`, which is the matmul dtype.
+      labels: Shape [batch, seq], integers.
+    """
+    chunks = _dealt(how, hidden, labels)
+
+    def one(_, chunk: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
+        x, labels = chunk
+        return None, _losses(_logits(how, x, head), labels)[0]
+
+    return how.sharding.merge_chunks(jax.lax.scan(one, None, chunks)[1], labels.shape)
+
+
+def _token_losses_forward(how: Chunks, hidden: jax.Array, head: jax.Array, labels: jax.Array):
+    return token_losses(how, hidden, head, labels), (hidden, head, labels)
+
+
+def _token_losses_backward(how: Chunks, saved: tuple[jax.Array, ...], slopes: jax.Array):
+    hidden, head, labels = saved
+    _, pullback = jax.vjp(lambda hidden, head: sum_of_losses(how, hidden, head, labels, slopes), hidden, head)
+    return *pullback(jnp.ones((), jnp.float32)), None
+
+
+token_losses.defvjp(_token_losses_forward, _token_losses_backward)
+
+
+def _dealt(how: Chunks, hidden: jax.Array, *values: jax.Array) -> tuple[jax.Array, ...]:
+    """Splits hidden state and values of tokens (labels, weights) into chunks; zeros pad the last one."""
     x = how.sharding.keep_local(how.sharding.split_chunks(hidden, how.count), ahead=1)
-    return x, *(
-        how.sharding.gather_inner(how.sharding.split_chunks(values, how.count), ahead=1) for values in (labels, weights)
-    )
+    return x, *(how.sharding.gather_inner(how.sharding.split_chunks(value, how.count), ahead=1) for value in values)
 
 
 def _logits(how: Chunks, x: jax.Array, head: jax.Array) -> jax.Array:
