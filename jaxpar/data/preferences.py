@@ -7,6 +7,8 @@
     rejected_inputs   r0 r0 .  .  .  | r1 r1 ...
 
 A pair with a document that does not fit its row is left out: an answer that is cut is not the one that was judged.
+If the end of a prompt becomes one token with the beginning of one answer, it is learned in both rows, as in TRL: so
+both log-probabilities are of the same part of the text.
 """
 
 import numpy as np
@@ -51,11 +53,18 @@ class PreferencePairs(DocumentRows):
             f"{side}_{name}": np.zeros(shape, np.int32) for side in SIDES for name in ("inputs", "targets", "mask")
         }
         for row, pair in enumerate(self.pairs[chosen]):
-            for offset, side in enumerate(SIDES):
-                begin, end = (int(bound) for bound in self.starts[2 * pair + offset : 2 * pair + offset + 2])
-                ids, _, learned = self._split_flags(self._read(begin, end - begin))
-                count = end - begin - 1
+            documents = [self._document(2 * int(pair) + offset) for offset in range(2)]
+            answer_begin = min(int(np.argmax(learned)) for _, learned in documents if learned.any())
+            for side, (ids, learned) in zip(SIDES, documents, strict=True):
+                learned[answer_begin : np.argmax(learned)] = True
+                count = len(ids) - 1
                 batch[f"{side}_inputs"][row, :count] = ids[:-1]
                 batch[f"{side}_targets"][row, :count] = np.where(learned[1:], ids[1:], 0)
                 batch[f"{side}_mask"][row, :count] = learned[1:]
         return batch
+
+    def _document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the ids of a document, and whether each is learned."""
+        begin, end = (int(bound) for bound in self.starts[index : index + 2])
+        ids, _, learned = self._split_flags(self._read(begin, end - begin))
+        return ids, learned
