@@ -48,6 +48,7 @@ from jaxpar.mesh.devices import describe, is_simulated
 from jaxpar.models.huggingface.folder import is_folder
 from jaxpar.parallel.pipeline_options import UNNAMED
 from jaxpar.step import state
+from jaxpar.step.memory_error import explained_state
 from jaxpar.step.model_flop import model_flop
 from jaxpar.step.step import Step
 from jaxpar.train import loop
@@ -173,7 +174,9 @@ def _train(
     with progress:
         progress.waits("restoring the state" if steps else "making the state")
         watchdog.begin_activity(0, "restoring" if steps else "starting")
-        start, at = store.restore(built.step.abstract()) if steps else (_first_state(built, progress), 0)
+        with explained_state(built.layout, built.optimizer, offload=job.train.offload):
+            start, at = store.restore(built.step.abstract()) if steps else (_first_state(built, progress), 0)
+            jax.block_until_ready(start.step)  # XLA may report with the arrays that it could not allocate them
         progress.resume(at)
         changes.check(changed, job, at)  # after `restore`, whose mismatches `run.changed` cannot allow
         lost_notes = lost_files(folder) if steps else []

@@ -7,7 +7,6 @@ The layout has a spec for each array; XLA inserts the collectives.
 """
 
 import math
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, cached_property
@@ -33,9 +32,11 @@ from jaxpar.step.gradient_kinds import gradients_of
 from jaxpar.step.gradients import Gradients
 from jaxpar.step.losses import Sums
 from jaxpar.step.measures.evaluation_loss import check_measures, with_measures
+from jaxpar.step.memory_error import READ, OutOfMemoryError, explain_error, explained_program, is_out_of_memory
 from jaxpar.step.numerics import Numerics, are_finite
 from jaxpar.step.parameters.frozen import frozen_paths
 from jaxpar.step.state import State
+from jaxpar.step.unfinished_programs import UnfinishedPrograms
 
 # The update of a state by one batch: gradients, the optimizer, the guard, and the sync round that ends a step.
 
@@ -135,7 +136,6 @@ def evaluation_program(gradients: Gradients, shardings: State, load: Callable[..
 
 Batch = Mapping[str, Any]
 Loss = Callable[..., Any]  # (model, batch), or (model, batch, key), to sums and counts
-READ = ("eval", "parts")  # programs that update nothing
 NONE: Mapping[str, Callable] = MappingProxyType({})
 
 
@@ -151,6 +151,7 @@ class Step:
       programs: The compiled programs, by name and batch shape.
       placement: Shards batches of updates.
       evaluation: The jitted program of `evaluate`.
+      explain: Maps (step, kind of program, batch, XLA's error) to the error to raise if a device is out of memory.
     """
 
     def __init__(
@@ -164,6 +165,7 @@ class Step:
         seed: int = 0,
         measures: Mapping[str, Callable] = NONE,
         choose: Choose = refuse_choice,
+        explain: Callable[..., OutOfMemoryError] | None = None,
     ):
         abstract = states.abstract(layout, optimizer)  # checks types of layout and optimizer
         messages = states.optimizer_traffic(layout, abstract)
@@ -174,6 +176,7 @@ class Step:
 
             check_reference(layout)
         self.loss, self.optimizer, self.numerics, self.guard, self.seed = loss, optimizer, numerics, guard, seed
+        self.explain = explain
         self.compiler = Compiler(layout, loss, numerics, choose)
         self.shardings = states.shardings(layout, abstract, offload=numerics.offload)
         self.gradients = gradients_of(layout, loss, numerics, frozen=layout.frozen, seed=seed)
@@ -230,7 +233,7 @@ class Step:
         key = _signature(f"exchange {sync_round}" if sync_round else "train", batch)
         if key not in self.programs:
             state = self._checked(state)
-            with self.compiler.compile_context():
+            with explained_program(self, key), self.compiler.compile_context():
                 lowered = self.lower(state, batch, sync_round=sync_round)
                 self.programs[key] = self.compiler.compile(key[0], lowered, is_update=True)
         limits = (np.float32(limit),) if self.guard else ()
@@ -361,17 +364,19 @@ class Step:
         key = _signature(kind, batch)
         if key not in self.programs:
             state = self._checked(state)
-            with self.compiler.compile_context():
+            with explained_program(self, key), self.compiler.compile_context():
                 lowered = self.compiler.lower(program, batch, *arguments(state))
                 self.programs[key] = self.compiler.compile(kind, lowered, is_update=False)
         result = self._run(key, state, arguments)
         self._unfinished.add(result)
         return result
 
-    def _run(self, key: object, state: State, arguments: Callable[[State], tuple]) -> Any:
+    def _run(self, key: Any, state: State, arguments: Callable[[State], tuple]) -> Any:
         try:
             return self.programs[key](*arguments(state))
-        except (TypeError, ValueError, RuntimeError):
+        except (TypeError, ValueError, RuntimeError) as error:
+            if self.explain and is_out_of_memory(error):
+                raise explain_error(self, error, key) from error
             valid_state = self._checked(state)  # checked only after JAX raised, so that a valid step pays nothing
             if valid_state is state:
                 raise
@@ -383,23 +388,6 @@ class Step:
         state = place_scalars(state, expected, self.shardings)
         check_matches_step(state, expected, self.shardings)
         return state
-
-
-class UnfinishedPrograms:
-    """Bounds the number of unfinished programs; None for no bound.
-
-    Simulated devices share a thread pool, which some dozens of unfinished steps fill and deadlock.
-    """
-
-    def __init__(self, limit: int | None):
-        self.limit, self._results = limit, deque()
-
-    def add(self, result: object) -> None:
-        """Adds the result of a program; waits for the oldest if there are more than the limit."""
-        if self.limit is not None:
-            self._results.append(result)
-            if len(self._results) > self.limit:
-                jax.block_until_ready(self._results.popleft())
 
 
 def _signature(kind: str, batch: Batch):

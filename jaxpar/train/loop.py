@@ -22,6 +22,7 @@ from jaxpar.checkpoint import processes
 from jaxpar.checkpoint.writing import SaveSchedule
 from jaxpar.errors import JaxparError
 from jaxpar.step.measures.evaluation_loss import derive_measures, evaluation_names
+from jaxpar.step.memory_error import is_out_of_memory
 from jaxpar.step.state import State
 from jaxpar.step.stochastic_loss.loss import key_parameter
 from jaxpar.train.faults import learns_nothing
@@ -60,7 +61,13 @@ def run(job: Run, state: State) -> Outcome:
             try:
                 with Reader(feed, ahead=job.ahead, last=job.steps) as reader:
                     return _stretch(job, state, feed, reader, stop)
-            except JaxparError as error:
+            except (JaxparError, jax.errors.JaxRuntimeError) as error:
+                if is_out_of_memory(error) and job.step.explain:
+                    from jaxpar.train.recovery.out_of_memory import name_saved_state  # loads the inspector
+
+                    raise name_saved_state(job, error) from error
+                if not isinstance(error, JaxparError):
+                    raise
                 state = roll_back(job, error, start)
             finally:
                 job.trace.close()

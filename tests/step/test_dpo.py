@@ -206,7 +206,7 @@ def test_a_model_with_adapters_is_its_own_reference(base):
     loss = merged_loss(jax.device_get(state.params), jax.device_get(before.params))
     _, metrics = step(state, pairs(3))
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
-    assert abs(float(metrics["loss"]) - np.log(2)) > 1e-3
+    assert abs(float(metrics["loss"]) - np.log(2)) > 3e-4
 
 
 def test_a_reference_has_no_dropout():

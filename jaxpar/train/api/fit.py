@@ -22,6 +22,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import jax
+
 from jaxpar.buckets import Bucket, is_address, local_folder
 from jaxpar.checkpoint import Checkpoints, Store
 from jaxpar.checkpoint.processes import is_first, is_multiprocess
@@ -34,6 +36,7 @@ from jaxpar.errors import file_errors, refuse
 from jaxpar.files import make_folder, write_json
 from jaxpar.mesh.devices import describe
 from jaxpar.step.checks.input_state import check_not_donated
+from jaxpar.step.memory_error import explained_state
 from jaxpar.step.state import State, init_state
 from jaxpar.step.step import Step
 from jaxpar.train.api.fit_checks import check_arguments, check_evaluated, check_loggers, check_profile
@@ -112,7 +115,9 @@ def fit(
         store, progress = _store(folder, saved, source, step=step, steps=steps, every=show_every)
         if store and bucket:
             store.on_commit = bucket.push
-        state, at = _begin(step, store, state, saved, seed=seed, say=progress.say)
+        with explained_state(step.layout, step.optimizer, offload=step.numerics.offload):
+            state, at = _begin(step, store, state, saved, seed=seed, say=progress.say)
+            jax.block_until_ready(state.step)  # XLA may report with the arrays that it could not allocate them
         log = _log(folder, at, loggers, step=step, source=source, say=progress.say, config=asked | {"seed": seed})
         made = Run(
             step=step, source=source, steps=steps, global_batch=batch, eval_every=eval_every, sets=held,

@@ -9,6 +9,7 @@ import optax
 from jaxpar.errors import refuse, suggest
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques.attention_choice import AttentionCall, AttentionChoice
+from jaxpar.step.memory_error import OutOfMemoryError
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.state import check_seed
 from jaxpar.step.step import NONE, Loss, Step
@@ -61,7 +62,15 @@ def train_step(
         seed=check_seed(seed),
         measures=measures,
         choose=choose_attention,
+        explain=explain_out_of_memory,
     )
+
+
+def explain_out_of_memory(step: Step, kind: str, batch: Mapping[str, Any], error: BaseException) -> OutOfMemoryError:
+    """Explains that a step is out of memory. The import is here because other steps do not need the inspector."""
+    from jaxpar.train.recovery.out_of_memory import explain_step
+
+    return explain_step(step, kind, batch, error)
 
 
 def choose_attention(call: AttentionCall) -> AttentionChoice:
