@@ -48,7 +48,6 @@ from jaxpar.mesh.devices import describe, is_simulated
 from jaxpar.models.huggingface.folder import is_folder
 from jaxpar.parallel.pipeline_options import UNNAMED
 from jaxpar.step import state
-from jaxpar.step.memory_error import explained_state
 from jaxpar.step.model_flop import model_flop
 from jaxpar.step.step import Step
 from jaxpar.train import loop
@@ -58,6 +57,7 @@ from jaxpar.train.loggers.base import LoggedRun
 from jaxpar.train.metrics import Log
 from jaxpar.train.noise import Noise
 from jaxpar.train.progress import Progress, say_and_record, waiting
+from jaxpar.train.recovery.first_state import explained_state
 from jaxpar.train.skipped_batches import SkippedBatches
 from jaxpar.train.step_trace import StepTrace
 from jaxpar.train.watchdog import beat

@@ -1,4 +1,4 @@
-"""Recognizes XLA's error that a device is out of memory; `checks/out_of_memory.py` explains it, loaded only then."""
+"""Recognizes XLA's error that a device is out of memory; what explains it is loaded only then."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,25 +48,3 @@ def explained_program(step: Any, key: Any) -> Iterator[None]:
         if step.explain is None or not is_out_of_memory(error):
             raise
         raise explain_error(step, error, key) from error
-
-
-@contextmanager
-def explained_state(layout: Any, optimizer: Any, *, offload: bool = False) -> Iterator[None]:
-    """Context that makes or reads a training state: if the memory of a device does not hold it, says what needs it.
-
-    Args:
-      layout: The layout of the state.
-      optimizer: The optax chain.
-      offload: Whether the optimizer state is in host memory.
-
-    Raises:
-      OutOfMemoryError: In place of XLA's error.
-    """
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        from jaxpar.step.checks.out_of_memory import explain_state
-
-        raise explain_state(layout, optimizer, error, offload=offload) from error

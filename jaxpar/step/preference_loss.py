@@ -89,7 +89,7 @@ def dpo_loss(
     result = {name: (jnp.sum(value * counted), pairs) for name, value in values.items()}
     if not sums.loss:
         return {**result, **sums.measures}
-    added = jnp.sum(sum(sums.loss).reshape(-1, 2).mean(axis=-1) * counted)
+    added = jnp.sum(jnp.stack(sums.loss).sum(axis=0).reshape(-1, 2).mean(axis=-1) * counted)
     total = result["loss"][0] + added
     return {**result, "loss": (total, pairs), "preference_loss": result["loss"], **sums.measures}
 

@@ -22,7 +22,6 @@ from jaxpar.parallel.layout_data import trained_shards
 from jaxpar.parallel.specs import model_state_specs, optimizer_specs, owner_path, stored_specs
 from jaxpar.sharding.names import Tree, path_of, shard_shape
 from jaxpar.sharding.tracing import paused_gc
-from jaxpar.step.memory_error import explained_state
 from jaxpar.step.parameters.frozen import drop_paths, frozen_paths
 from jaxpar.units import show_count
 
@@ -103,8 +102,7 @@ def init_state(
         initialize = jax.jit(
             initializer(layout, optimizer), out_shardings=state_shardings, compiler_options=_quickly(layout)
         )
-        with explained_state(layout, optimizer, offload=offload):
-            return initialize(jax.random.key(seed))
+        return initialize(jax.random.key(seed))
 
 
 def check_seed(seed: int) -> int:

@@ -36,7 +36,6 @@ from jaxpar.errors import file_errors, refuse
 from jaxpar.files import make_folder, write_json
 from jaxpar.mesh.devices import describe
 from jaxpar.step.checks.input_state import check_not_donated
-from jaxpar.step.memory_error import explained_state
 from jaxpar.step.state import State, init_state
 from jaxpar.step.step import Step
 from jaxpar.train.api.fit_checks import check_arguments, check_evaluated, check_loggers, check_profile
@@ -49,6 +48,7 @@ from jaxpar.train.loggers.table import open_logger
 from jaxpar.train.loop import run as train
 from jaxpar.train.metrics import Log
 from jaxpar.train.progress import Progress, say_and_record
+from jaxpar.train.recovery.first_state import explained_state
 from jaxpar.train.run import Outcome, Run
 from jaxpar.train.skipped_batches import SkippedBatches
 from jaxpar.train.step_trace import StepTrace
