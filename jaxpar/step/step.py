@@ -151,6 +151,7 @@ class Step:
       programs: The compiled programs, by name and batch shape.
       placement: Shards batches of updates.
       evaluation: The jitted program of `evaluate`.
+      unfinished: The programs that were sent to simulated devices.
       explain: Maps (step, kind of program, batch, XLA's error) to the error to raise if a device is out of memory.
     """
 
@@ -191,7 +192,7 @@ class Step:
         self.placement = BatchPlacement(layout=layout, accumulate=numerics.accumulate)
         self._whole_placement = BatchPlacement(layout=layout)
         self.programs: dict[Any, Any] = {}
-        self._unfinished = UnfinishedPrograms(8 if layout.simulated else None)
+        self.unfinished = UnfinishedPrograms(8 if layout.simulated else None)
         load = optimizer_loader(self.shardings, offload=numerics.offload)
         self._updates = update_programs(self.gradients, optimizer, self.shardings, load, guard=guard)
         self.evaluation = evaluation_program(evaluated, self.shardings, load)
@@ -240,7 +241,7 @@ class Step:
         new_state, raw_metrics = self._run(key, state, lambda state: (state, batch, *limits))
         self._last = (new_state.step, number)
         metrics = self.gradients.scalar_metrics(raw_metrics)
-        self._unfinished.add(metrics)
+        self.unfinished.add(metrics)
         return new_state, metrics
 
     def evaluate(self, state: State, batch: Batch) -> Sums:
@@ -368,7 +369,7 @@ class Step:
                 lowered = self.compiler.lower(program, batch, *arguments(state))
                 self.programs[key] = self.compiler.compile(kind, lowered, is_update=False)
         result = self._run(key, state, arguments)
-        self._unfinished.add(result)
+        self.unfinished.add(result)
         return result
 
     def _run(self, key: Any, state: State, arguments: Callable[[State], tuple]) -> Any:

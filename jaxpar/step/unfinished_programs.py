@@ -20,3 +20,11 @@ class UnfinishedPrograms:
             self._results.append(result)
             if len(self._results) > self.limit:
                 jax.block_until_ready(self._results.popleft())
+
+    def wait(self) -> None:
+        """Waits for all programs; drops those that failed, whose error is known."""
+        while self._results:
+            try:
+                jax.block_until_ready(self._results.popleft())
+            except jax.errors.JaxRuntimeError:
+                continue

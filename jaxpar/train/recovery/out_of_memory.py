@@ -22,6 +22,7 @@ def explain_step(step: Step, kind: str, batch: Mapping[str, Any], error: BaseExc
       batch: Name to anything with shape and dtype.
       error: XLA's error.
     """
+    step.unfinished.wait()  # simulated devices would compute while XLA compiles with their threads
     layout, numerics = step.layout, step.numerics
     causes = _inspected(step, batch) if kind not in READ and jax.process_count() == 1 else {}
     if not causes:
