@@ -145,7 +145,7 @@ def test_a_run_names_its_newest_checkpoint_and_goes_on_from_there(tmp_path, monk
 
 
 def test_a_run_without_a_saved_step_says_so(tmp_path):
-    step, _ = made()
+    step, _ = made(jp.Parallel(), jax.devices()[:1])
     batch = next(batches(1))
     jp.fit(step, batch, steps=1, batch=16)
     fill(step)
