@@ -13,6 +13,8 @@ from jaxpar.mesh.memory_pool import pool_variables
 from jaxpar.mesh.plugin import hush_plugin
 
 THREADS = 8  # threads per simulated device, see `_make_devices`
+SCHEDULER = "xla_cpu_enable_concurrency_optimized_scheduler"
+LATER = (0, 13)  # XLA ends the process at a flag that it does not know: the first release that was not tried
 
 
 @dataclass(frozen=True)
@@ -102,10 +104,20 @@ def _make_devices(count: int) -> None:
     collectives open at once, each of which blocks a thread until its peers arrive; eight threads on eight devices
     have been observed to wait for each other (all-gathers over one axis, all-reduces over another), until XLA aborts
     the process after 40 seconds. XLA reads the size of the pool from the variable NPROC when it creates the pool.
+
+    Programs from JAX's persistent cache wait for each other in spite of the threads: XLA starts their collectives at
+    once, in another order on each device. They stay in order without the scheduler for concurrency.
     """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if SCHEDULER not in flags and _release(jax.lib.__version__) < LATER:
+        os.environ["XLA_FLAGS"] = f"{flags} --{SCHEDULER}=false".strip()
     nproc = os.environ.get("NPROC")
     with _environment({"NPROC": str(max(THREADS * count, int(nproc) if nproc and nproc.isdecimal() else 0))}):
         jax.devices()
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def is_simulated(devices) -> bool:

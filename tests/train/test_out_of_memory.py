@@ -110,7 +110,6 @@ except jp.JaxparError as error:
 
 
 def test_a_state_that_no_device_holds_is_refused_by_xla_and_explained():
-    # in a process of its own: after a real failure XLA's collectives on simulated devices wait for each other
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", HUGE], capture_output=True, text=True, check=True, env=environment)
     assert "OutOfMemoryError JaxRuntimeError" in done.stdout
@@ -120,7 +119,7 @@ def test_a_state_that_no_device_holds_is_refused_by_xla_and_explained():
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_run_names_its_newest_checkpoint_and_goes_on_from_there(tmp_path, monkeypatch, late):
-    step, _ = made(jp.Parallel(), jax.devices()[:1])  # a loop on several simulated devices stalled here
+    step, _ = made()
     batch = next(batches(1))
     checkpoints = Checkpoints(every=2)
     settings = {"run": tmp_path / "run", "batch": 16, "checkpoints": checkpoints, "show_every": 100}
@@ -145,7 +144,7 @@ def test_a_run_names_its_newest_checkpoint_and_goes_on_from_there(tmp_path, monk
 
 
 def test_a_run_without_a_saved_step_says_so(tmp_path):
-    step, _ = made(jp.Parallel(), jax.devices()[:1])
+    step, _ = made()
     batch = next(batches(1))
     jp.fit(step, batch, steps=1, batch=16)
     fill(step)
