@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -109,15 +110,15 @@ def _make_devices(count: int) -> None:
     once, in another order on each device. They stay in order without the scheduler for concurrency.
     """
     flags = os.environ.get("XLA_FLAGS", "")
-    if SCHEDULER not in flags and _release(jax.lib.__version__) < LATER:
+    if SCHEDULER not in flags and _release(version("jaxlib")) < LATER:
         os.environ["XLA_FLAGS"] = f"{flags} --{SCHEDULER}=false".strip()
     nproc = os.environ.get("NPROC")
     with _environment({"NPROC": str(max(THREADS * count, int(nproc) if nproc and nproc.isdecimal() else 0))}):
         jax.devices()
 
 
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2])
+def _release(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
 
 
 def is_simulated(devices) -> bool:

@@ -189,7 +189,7 @@ class FeedForward(nnx.Module):
     """Two matrices with an activation between them, or three with a gate (SwiGLU and GEGLU, arXiv:2002.05202)."""
 
     def __init__(self, s: BlockConfig, *, rngs: nnx.Rngs):
-        self.activation = s.activation
+        self.activation: Activation = s.activation
         self.up = weight(rngs, (s.dim, s.hidden), ("embed", "mlp"), 1 / math.sqrt(s.dim))
         self.gate = weight(rngs, (s.dim, s.hidden), ("embed", "mlp"), 1 / math.sqrt(s.dim)) if s.gated else None
         self.down = weight(rngs, (s.hidden, s.dim), ("mlp", "embed"), s.out_scale / math.sqrt(s.hidden))

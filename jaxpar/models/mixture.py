@@ -63,7 +63,8 @@ class MixtureLayer(nnx.Module):
         hidden = e.hidden or s.hidden
         into, out = 1 / math.sqrt(s.dim), s.out_scale / math.sqrt(hidden)
         rows, columns = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
-        self.settings, self.activation = e, s.activation
+        self.settings = e
+        self.activation: Activation = s.activation
         self.router = weight(rngs, (s.dim, e.count), ("embed", None), into)
         self.up = weight(rngs, (e.count, s.dim, hidden), rows, into)
         self.gate = weight(rngs, (e.count, s.dim, hidden), rows, into) if s.gated else None

@@ -58,7 +58,7 @@ def without_training(job: Job, work: Path, *, starts: bool, several: bool = Fals
         train=train,
         checkpoint=replace(checkpoint, keep_best=0, best=Checkpoints.best),
         faults=Faults(),
-        metrics=replace(job.metrics, noise_every=0, tensorboard=False, loggers=()),
+        metrics=replace(job.metrics, noise_every=0, loggers=()),
     )
     if several:
         return job

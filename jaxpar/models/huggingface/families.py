@@ -169,7 +169,7 @@ NO_ROPE = Conversion(("no_rope_layers", "no_rope_layer_interval"), _read_no_rope
 
 def _experts(count: str, hidden: str, normalize: str | None, *, defaults: Mapping[str, Any]) -> Conversion:
     def read(config: Config) -> dict[str, Any]:
-        config = defaults | {key: value for key, value in config.items() if value is not None}
+        config = {**defaults} | {key: value for key, value in config.items() if value is not None}
         values: dict[str, Any] = {"count": integer(config, count), "per_token": integer(config, "num_experts_per_tok")}
         values |= {"hidden": integer(config, hidden), "capacity": 0.0}
         if normalize is not None and type(config[normalize]) is not bool:

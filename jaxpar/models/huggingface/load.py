@@ -50,7 +50,8 @@ class Tensor:
         """Reads a part and allocates only this part, for `jax.make_array_from_callback`."""
         index = index if isinstance(index, tuple) else (index,)
         index, stacked = tuple(entry for entry in index if entry is not ...), self.entries.ndim
-        inner, chosen = index[stacked:], self.entries[index[:stacked]]
+        inner = index[stacked:]
+        chosen: Any = self.entries[index[:stacked]]
         if isinstance(chosen, Entry):
             return np.array(self._view(chosen)[inner], self.dtype)
         part = np.empty((*chosen.shape, *self._view(self.entries.flat[0])[inner].shape), self.dtype)

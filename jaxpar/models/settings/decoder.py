@@ -219,7 +219,10 @@ class DecoderConfig(Keywords):
         """(window, rope base, rope factor) of layers, which repeat; a window of 0 is none."""
         lists = self.windows or (0,), self.rope_bases or (self.rope_base,), self.rope_factors or (1.0,)
         period = min(math.lcm(*map(len, lists)), self.layers)
-        return tuple(tuple(values[i % len(values)] for values in lists) for i in range(period))
+        windows, bases, factors = lists
+        return tuple(
+            (windows[i % len(windows)], bases[i % len(bases)], factors[i % len(factors)]) for i in range(period)
+        )
 
     @property
     def width(self) -> int:
