@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 EXAMPLE = """\
   $ jaxpar check configs/quickstart.toml
   ok: Decoder on data 2 x fsdp 2 x tensor 2, ZeRO-3: ...
-  logits: whole; a device's 2,048 x 128 in float32 would be 1 MiB, not more than 4 GiB
   $ jaxpar check configs/quickstart.toml --explain
 """
 
@@ -65,7 +64,7 @@ def run_check(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.mesh.devices import simulate, use_cpu_only
     from jaxpar.models.islands import implemented
     from jaxpar.models.settings.logits import record_logits
-    from jaxpar.parallel.layout import with_note
+    from jaxpar.parallel.layout import with_logits, with_note
     from jaxpar.parallel.layout_data import sync_note
 
     if args.explain and job.mesh.simulate:
@@ -89,11 +88,12 @@ def run_check(args: argparse.Namespace) -> tuple[Any, int]:
     else:
         logits = [each.part(job.train.accumulate) for each in logits]
     auto = sorted(each for each in called if each.startswith("context by auto"))
-    layout = reduce(with_note, [*map(str, logits), *auto], layout)
+    layout = reduce(with_note, auto, reduce(with_logits, logits, layout))
     messages = [sync_note(layout), job.optimizer.describe_rate(job.train.global_batch)]
     messages += [report_lengths(job.data), describe_pictures(job)]
     messages.append(phases := job.train.growth.describe(job.train.global_batch))
-    print(f"ok: {layout.summary()}", *layout.notes, *filter(None, messages), sep="\n")
+    details = layout.details if args.explain else ()
+    print(f"ok: {layout.summary()}", *layout.notes, *details, *filter(None, messages), sep="\n")
     placed, other_state = (
         {path: layout.describe(path) for path in places} for places in (layout.placements, layout.other_state)
     )

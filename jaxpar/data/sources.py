@@ -78,6 +78,11 @@ class Mixture:
         """Number of training examples in all sets."""
         return sum(source.examples for source in self.sets)
 
+    @property
+    def held_out_count(self) -> int:
+        """Number of held-out examples in all sets."""
+        return sum(source.held_out_count for source in self.sets)
+
     def batch(self, step: int, size: int, rows: Rows = None) -> Batch:
         """Returns the training batch of a step."""
         positions = np.arange(step * size, (step + 1) * size)[slice(None) if rows is None else rows]

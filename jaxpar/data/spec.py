@@ -56,7 +56,8 @@ class Data(Keywords):
       augment: Random changes of training images of images, arrays, digits and photographs: flip mirrors half of them,
         crop shifts them by up to an eighth. They depend on the seed and the step alone.
       images: How pictures of the source images become arrays.
-      held_out: Share of the examples that is held out for evaluation; unused if pictures come with a folder val.
+      held_out: Share of the examples that is held out for evaluation; unused if pictures come with a folder val, or a
+        source with an evaluation.
       ahead: Batches that a thread prefetches, for uneven read times; with 0 the next batch is read while devices
         compute. The metric input_wait_seconds is an upper bound of the time a step waits for its batch.
       shuffle: Whether examples come in a new order every epoch.

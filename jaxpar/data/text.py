@@ -77,6 +77,11 @@ class Examples(ABC):
         """Number of training examples."""
         return len(self.train_indices)
 
+    @property
+    def held_out_count(self) -> int:
+        """Number of held-out examples."""
+        return len(self.held_out_indices)
+
     def batch(self, step: int, size: int, rows: Rows = None) -> Batch:
         """Returns the training batch of a step."""
         return self._rows(self._chosen(step, size)[slice(None) if rows is None else rows])

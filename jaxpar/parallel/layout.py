@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxpar.exchange.traffic import Traffic
+from jaxpar.models.settings.logits import Logits
 from jaxpar.parallel.layout_data import LayoutData, replica_messages, sync_note
 from jaxpar.parallel.placement import Placement, unsplit_note
 from jaxpar.units import show_bytes, show_count
@@ -21,7 +22,7 @@ class Layout(LayoutData):
         """Returns a table of every array of the model: its spec, shape, bytes per device, and the rule that placed it.
 
         It omits random keys and other scalars of non-parameter state. Above the table are the summary, the techniques'
-        choices, and the method that synchronizes per-replica steps.
+        choices, the logits of a traced loss, and the method that synchronizes per-replica steps.
         """
         rows = [("parameter", "placed as", "shape", "per device", "because")]
         for path, place in {**self.placements, **other_arrays(self)}.items():
@@ -30,7 +31,9 @@ class Layout(LayoutData):
             rows.append((path, self.describe(path), shape, size, place.why))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([self.summary(), *self.notes, *[sync_note(self)] * bool(sync_note(self)), "", *lines])
+        return "\n".join(
+            [self.summary(), *self.notes, *self.details, *[sync_note(self)] * bool(sync_note(self)), "", *lines]
+        )
 
     def summary(self) -> str:
         """Returns one line: the mesh, the ZeRO stage, and the bytes of parameters and state, in total and per device.
@@ -100,3 +103,11 @@ def per_device(layout: LayoutData, places: Mapping[str, Placement]) -> int:
 def with_note(layout: Layout, note: str) -> Layout:
     """Returns the same layout with one more note on a choice."""
     return replace(layout, notes=(*layout.notes, note))
+
+
+def with_logits(layout: Layout, logits: Logits) -> Layout:
+    """Returns the same layout with the logits of its loss: a note if they are large, else a detail."""
+    text = str(logits)
+    if text in (*layout.notes, *layout.details):
+        return layout
+    return with_note(layout, text) if logits.is_large else replace(layout, details=(*layout.details, text))

@@ -38,6 +38,7 @@ class LayoutData:
       target: The chip that the job is for, if the devices do not determine it: a key of `jaxpar.mesh.chips`.
       lists: Path of a stacked parameter to the paths of the layers' parameters, for lists that a pipeline stacks.
       notes: A sentence per choice that a technique made because the declaration left it open, with the reason.
+      details: Sentences on choices with little at stake, which only `explain` shows.
       frozen: Paths of parameters that the optimizer freezes, so that replicas never exchange them. Empty until a step
         is built, because `compose` does not know the optimizer; likewise `opt_state_messages`.
       opt_state_messages: Traffic of optimizer states between replicas.
@@ -53,6 +54,7 @@ class LayoutData:
     target: str = ""
     lists: Lists = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    details: tuple[str, ...] = ()
     frozen: frozenset[str] = frozenset()
     opt_state_messages: tuple[Traffic, ...] = ()
 

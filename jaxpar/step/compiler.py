@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import reduce
 from typing import Any
 
 import jax
@@ -21,8 +22,8 @@ from jax.stages import Lowered, Wrapped
 from jaxpar.errors import user_code_errors
 from jaxpar.hlo.flop_share import FIX, FlopShare, find_excess, flop_share
 from jaxpar.mesh.preset import compile_for_lines, compile_with, options
-from jaxpar.models.settings import logits
-from jaxpar.parallel.layout import Layout, with_note
+from jaxpar.models.settings.logits import record_logits
+from jaxpar.parallel.layout import Layout, with_logits, with_note
 from jaxpar.parallel.rule_problems import check_rules
 from jaxpar.parallel.techniques import all_techniques
 from jaxpar.parallel.techniques.attention_choice import Choose, refuse_choice
@@ -42,7 +43,8 @@ class Compiler:
     """Traces, checks and compiles the programs of one step.
 
     Attributes:
-      layout: The sharding of all arrays. After the first lowering, its notes describe how the loss computes its logits.
+      layout: The sharding of all arrays. After the first lowering, its notes or details describe how the loss computes
+        its logits.
       matmuls: After the first lowering with bf16, the actual dtypes of the matmuls.
       share: The matmuls that each device should run in the last lowered update; None if a trip count depends on the
         data.
@@ -128,11 +130,12 @@ class Compiler:
         Raises:
           JaxparError: If the model does not use what the layout declares, or matmuls are not in the requested dtype.
         """
-        with self.user_code(batch), logits.record_logits() as logits_notes:
+        with self.user_code(batch), record_logits() as all_logits:
             traced = program.trace(state, batch, *((NO_LIMIT,) if guard else ()))
             lowered = traced.lower()
         chosen = [note for note in self.implementations if note.startswith("context by auto")]
-        for note in [*map(str, logits_notes), *chosen]:
+        self.layout = reduce(with_logits, all_logits, self.layout)
+        for note in chosen:
             if note not in self.layout.notes:
                 self.layout = with_note(self.layout, note)
         check_rules(self.layout.parallel, self.layout.blueprint, self._use.names)

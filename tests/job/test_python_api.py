@@ -15,6 +15,7 @@ from jaxpar.checkpoint import Checkpoints
 from jaxpar.cli.main import main
 from jaxpar.job.report.read import read
 from jaxpar.plan.pages.text import page
+from jaxpar.train.api.fit_data import open_fit_data
 from jaxpar.train.best import Best
 from jaxpar.train.faults import Faults
 
@@ -134,6 +135,40 @@ def test_a_fit_evaluates_sets_by_name_keeps_the_best_by_one_of_them_and_begins_w
     same(tuned.state.params["down"], fresh.params["down"])
 
 
+ROWS = {name: np.concatenate([value] * 4) for name, value in Points().batch(0, 16).items()}  # 64 examples
+
+
+class Numbered:
+    """The rows as a dataset, which has other examples for its evaluation."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, number):
+        return {name: value[number] for name, value in ROWS.items()}
+
+    def evaluation(self):
+        return [Points(7).batch(0, 8)]
+
+
+def test_a_fit_says_how_many_examples_are_held_out_and_goes_on_with_no_other_share(tmp_path, capsys):
+    ended = [jp.fit(step_of(fsdp=8), ROWS, steps=1, batch=8, held_out=share) for share in (None, 0.25, 0)]
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("data: ")]
+    assert said == [
+        f"data: {64 - count} examples to train on, {count} held out for evaluation (held_out={share})"
+        for count, share in ((1, 0.02), (16, 0.25), (0, 0))
+    ]
+    assert ["eval_loss" in each.last for each in ended] == [True, True, False]
+    jp.fit(step_of(fsdp=8), Numbered(), steps=1, batch=8)
+    assert open_fit_data(Numbered(), None, None).examples == 64  # it has others to evaluate
+    jp.fit(step_of(fsdp=8), Points(), steps=1, batch=8)
+    assert "held out" not in capsys.readouterr().out
+    jp.fit(step_of(fsdp=8), ROWS, steps=1, batch=8, held_out=0.25, run=tmp_path)
+    jp.fit(step_of(fsdp=8), ROWS, steps=2, batch=8, held_out=0.25, run=tmp_path)
+    with pytest.raises(jp.JaxparError, match="held out 16 examples, now 1 are"):
+        jp.fit(step_of(fsdp=8), ROWS, steps=3, batch=8, run=tmp_path)
+
+
 def carried(model, batch):
     """A scan that gives back another type than it was given: JAX says which on its second line."""
     return jax.lax.scan(lambda x, _: (x.astype(np.int32), None), loss(model, batch)[0], length=2)[0], 1
@@ -169,6 +204,11 @@ WRONG = {
     "nothing to evaluate": (lambda path: fit(data=[Points().batch(0, 8)], eval_every=1), "holds no example out"),
     "nothing to compare": (lambda path: fit(data=[Points().batch(0, 8)], sets={"far": Far()}, eval_every=1, run=path,
                                             best=Best(patience=2)), 'metric="eval_far_loss"'),
+    "a share of batches": (lambda path: fit(data=[Points().batch(0, 8)], held_out=0.1), "a share is held out of"),
+    "a share of one's own evaluation": (lambda path: fit(held_out=0.1), "without an evaluation of its own"),
+    "a share of data that is open": (lambda path: fit(data=jp.open_data(jp.Data(source="digits")), held_out=0.1),
+                                     r"jp\.open_data\(jp\.Data\(\.\.\., held_out=0\.1"),
+    "a share of more than half": (lambda path: fit(data=ROWS, held_out=0.7), "held_out"),
     "two beginnings": (lambda path: fit(state=1, checkpoints=Checkpoints(start_from="runs/other")), "one state"),
     "steps that are text": (lambda path: fit(eval_every="5"), "number of steps"),
     "a path for a step": (lambda path: jp.restore(path, "fsdp 8"), "jp.train_step"),

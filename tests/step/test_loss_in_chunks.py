@@ -19,6 +19,7 @@ from jaxpar.inspector.compiled import compile_program
 from jaxpar.mesh.target import missing_plugin
 from jaxpar.models.custom_gradients import logits
 from jaxpar.models.settings.logits import LARGEST, Logits
+from jaxpar.parallel.layout import with_logits
 from jaxpar.sharding.names import Compute
 from jaxpar.step.head.chunks import Chunks, sum_of_losses
 from jaxpar.step.head.token_sharding import TokenSharding
@@ -259,8 +260,19 @@ def test_the_size_of_logits_decides_and_check_says_so(capsys, tmp_path):
     job += ["data.tokenizer=bpe", "data.vocab=128256", f"run.dir={tmp_path}"]
     assert main([*job, "data.seq=4096", "model.seq=4096"]) == 0
     assert "logits: 64 chunks of 4,096 tokens; a device's 262,144 x 64,128" in capsys.readouterr().out
+    assert main([*job, "data.seq=128"]) == 0
+    assert "logits: whole; a device's 8,192 x 64,128 in float32 would be 1.957 GiB" in capsys.readouterr().out
     assert main([*job, "data.seq=128", "train.accumulate=4"]) == 0
-    assert "logits: whole; a device's 2,048 x 64,128" in capsys.readouterr().out
+    assert "logits" not in capsys.readouterr().out  # half a GiB
+
+
+@pytest.mark.parametrize(("tokens", "shown"), [(2**12, False), (2**13, True), (2**17, True)])
+def test_a_layout_notes_large_logits_and_explains_all_of_them(tokens, shown):
+    size = Logits(tokens, 2**15 + 1)  # of half a GiB, 1 GiB, and more than are computed at once
+    layout = with_logits(jp.compose(partial(jp.Decoder, TINY), jp.Parallel(), devices=1), size)
+    assert (str(size) in layout.notes) == shown
+    assert layout.explain().count(str(size)) == 1
+    assert with_logits(layout, size) is layout
 
 
 @pytest.mark.slow

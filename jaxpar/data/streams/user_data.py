@@ -1,6 +1,7 @@
 """Opens a user's object as a source, chosen by its methods."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,8 @@ def open_user_data(spec: Data, named: Any, folder: Path, *, seed: int = 0, held:
             data, is_fresh = named(**({"shard": 0, "shards": 1} if _takes_shards(named) else {})), True
     if held is None and not _has_batch(data) and callable(getattr(data, "evaluation", None)):
         held = data.evaluation
+    if held is not None:
+        spec = replace(spec, held_out=0.0)  # other examples are evaluated: none of these would be
     source = _source(spec, named if is_fresh else None, data, folder, seed)
     return (
         source if held is None else WithHeldOut(source, open_held_out(held, spec.evaluation or f"{name}'s evaluation"))

@@ -42,6 +42,11 @@ class Logits:
         return self.bytes > self.largest
 
     @property
+    def is_large(self) -> bool:
+        """Whether a user may want to change the decision: the loss has chunks, or whole logits of over 1 GiB."""
+        return self.in_chunks or self.bytes > CHUNK
+
+    @property
     def chunks(self) -> int:
         """Number of chunks of a device's tokens; 1 if all logits are computed at once."""
         if not self.in_chunks:

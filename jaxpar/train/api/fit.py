@@ -14,7 +14,6 @@ The same call continues from the newest checkpoint of its folder, bit for bit un
 """
 
 import io
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
@@ -29,16 +28,16 @@ from jaxpar.checkpoint import Checkpoints, Store
 from jaxpar.checkpoint.processes import is_first, is_multiprocess
 from jaxpar.checkpoint.saved_replicas import replicas_of
 from jaxpar.checkpoint.start_from import start
-from jaxpar.data.spec import Data, Source
+from jaxpar.data.spec import Source
 from jaxpar.data.streams.sets import open_sets
-from jaxpar.data.streams.user_data import open_user_data
-from jaxpar.errors import file_errors, refuse
+from jaxpar.errors import refuse
 from jaxpar.files import make_folder, write_json
 from jaxpar.mesh.devices import describe
 from jaxpar.step.checks.input_state import check_not_donated
 from jaxpar.step.state import State, init_state
 from jaxpar.step.step import Step
 from jaxpar.train.api.fit_checks import check_arguments, check_evaluated, check_loggers, check_profile
+from jaxpar.train.api.fit_data import check_same_data, count_held_out, describe_split, open_fit_data
 from jaxpar.train.api.saving import FOLDER
 from jaxpar.train.best import Best
 from jaxpar.train.faults import Faults, Watch
@@ -74,13 +73,14 @@ def fit(
     loggers: Sequence[Any] = (),
     show_every: int = 20,
     profile: Sequence[int] = (),
+    held_out: float | None = None,
 ) -> Outcome:
     """Trains until step `steps`, with checkpoints, resumption and evaluations. Ctrl-C and SIGTERM save and end it.
 
     Args:
       step: The result of `jp.train_step`.
       data: The result of `jp.open_data`, a dict of arrays, an object with `batch(step, size)`, or an iterable of
-        batches. Its held-out examples are evaluated.
+        batches. Its held-out examples are evaluated; a line at the beginning says how many there are.
       steps: The last step of the whole run.
       batch: Examples per step, over all devices.
       run: The run folder, to which the run is saved and from which it resumes; None writes nothing.
@@ -96,6 +96,8 @@ def fit(
       loggers: Objects with `log(step, values)`, or names: tensorboard, wandb, mlflow, trackio. They need `run`.
       show_every: Steps between two printed lines.
       profile: (first, last): the profiler of JAX traces these steps, both of them and those between, to RUN/profile.
+      held_out: Share of the examples that is held out for evaluation, of a dict of arrays or of a dataset with numbered
+        examples; None is 0.02 there, 0 trains on all examples. The result of `jp.open_data` has a share of its own.
 
     Returns:
       The last `state`, the row of metrics of the `last` step, and the signal that it was `stopped_by`, or None.
@@ -110,7 +112,8 @@ def fit(
     folder = None if run is None else local_folder(run)
     bucket = _bucket(run)
     with _locked(folder), bucket.synchronized() if bucket else nullcontext():
-        source, held = _source(data, folder), open_sets(sets, (folder or Path("runs")) / "data", batch)
+        source = open_fit_data(data, folder, held_out)
+        held = open_sets(sets, (folder or Path("runs")) / "data", batch)
         check_evaluated(source, held, batch, eval_every, saved, judged)
         store, progress = _store(folder, saved, source, step=step, steps=steps, every=show_every)
         if store and bucket:
@@ -164,7 +167,8 @@ def _store(
     progress = _progress(step, folder, steps, there=bool(there), every=every)
     if store and folder:
         store.say, store.replicas = progress.say, replicas_of(step.layout)
-        _check_same_data(folder, source, there)
+        if there:
+            check_same_data(folder, source)
     return store, progress
 
 
@@ -217,7 +221,9 @@ def _train(run: Run, progress: Progress, state: State, at: int) -> Outcome:
     with progress:
         progress.resume(at)
         begun = f", on from step {at}" if at else ""
-        progress.say(f"{run.step.layout.summary()}\n{describe(list(run.step.layout.device_mesh.devices.flat))}{begun}")
+        devices = describe(list(run.step.layout.device_mesh.devices.flat))
+        lines = [run.step.layout.summary(), f"{devices}{begun}", describe_split(run.source)]
+        progress.say("\n".join(filter(None, lines)))
         try:
             return train(run, state)
         finally:
@@ -235,6 +241,7 @@ def facts(step: Step, source: Source) -> dict[str, Any]:
         "versions": {name: version(name) for name in ("jaxpar", "jax", "flax", "optax")},
         "mesh": layout.sizes,
         "data": source.fingerprint,
+        "held_out": count_held_out(source),
         "parameters": sum(place.leaf.size for place in layout.placements.values()),
         "chosen": [*layout.notes],
         "summary": layout.summary(),
@@ -249,25 +256,3 @@ def _progress(step: Step, folder: Path | None, steps: int, *, there: bool, every
         events.unlink(missing_ok=True)
     quiet = None if is_first() else io.StringIO()
     return Progress(steps, every=every, unit="loss terms", events=events, stream=quiet)
-
-
-def _source(data: Any, folder: Path | None) -> Source:
-    if type(data).__module__.startswith("jaxpar.data.") and not isinstance(data, Data):
-        return data
-    if isinstance(data, Data):
-        raise refuse(f"data={data!r:.60}", rule="data is opened before it is read", fix="jp.open_data(data)")
-    return open_user_data(Data(source="yours:data"), data, (folder or Path("runs")) / "data")
-
-
-def _check_same_data(folder: Path, source: Source, there: list[int]) -> None:
-    file = folder / "run.json"
-    if not there or not file.exists():
-        return
-    with file_errors(file, rule="run.json is what a run says of its data", fix=f"rm {file}, if the data is the same"):
-        before = json.loads(file.read_text())["data"]
-    if before != source.fingerprint:
-        raise refuse(
-            f"{folder} was trained on data {before}, now it is {source.fingerprint}",
-            rule="a run goes on with the data it began with",
-            fix="another run=, or the data it began with",
-        )
