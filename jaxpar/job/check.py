@@ -24,6 +24,7 @@ from jaxpar.data.sources import check_text
 from jaxpar.data.spec import check_path
 from jaxpar.data.token_stream import is_token_stream, load_tokens
 from jaxpar.errors import JaxparError, Problem, refuse
+from jaxpar.job.batch_factors import batch_factors
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch, check_evaluated, open_data
 from jaxpar.job.parts.measures import check_loggers, derived_of, resolve_measures, sets_of
@@ -250,31 +251,24 @@ def _check_data(job: Job) -> None:
 
 
 def _check_batch(job: Job, sizes: dict[str, int], parallel: Parallel) -> list[Problem]:
-    problems, microbatch_factors = [], {"accumulate": job.train.accumulate}
-    if sizes["pipe"] > 1:
-        try:
-            count = job.parallel.pipeline.table(sizes["pipe"]).microbatches * job.parallel.pipeline.group
-        except JaxparError:  # `compose` reports it
-            count = 1
-        if job.train.accumulate > 1:
-            problems.append(
-                Problem(
-                    f"train.accumulate = {job.train.accumulate} with pipe={sizes['pipe']}",
-                    "a pipeline accumulates over its microbatches",
-                    f"accumulate = 1, and parallel.pipeline.microbatches = {job.train.accumulate * count}",
-                )
+    problems, factors = [], batch_factors(job, sizes, parallel)
+    count = factors.get("microbatches", 1)
+    if sizes["pipe"] > 1 and job.train.accumulate > 1:
+        problems.append(
+            Problem(
+                f"train.accumulate = {job.train.accumulate} with pipe={sizes['pipe']}",
+                "a pipeline accumulates over its microbatches",
+                f"accumulate = 1, and parallel.pipeline.microbatches = {job.train.accumulate * count}",
             )
-        if job.train.grow:
-            problems.append(
-                Problem(
-                    f"train.grow with pipe={sizes['pipe']}",
-                    "a batch grows by more microbatches, and a pipeline's schedule fixes their number",
-                    "grow = [], and optimizer.drops instead; or pipe = 1",
-                )
+        )
+    if sizes["pipe"] > 1 and job.train.grow:
+        problems.append(
+            Problem(
+                f"train.grow with pipe={sizes['pipe']}",
+                "a batch grows by more microbatches, and a pipeline's schedule fixes their number",
+                "grow = [], and optimizer.drops instead; or pipe = 1",
             )
-        microbatch_factors = {"microbatches": count}
-    axes = parallel.sized(sizes).batch_axes
-    factors = {axis: sizes[axis] for axis in axes} | microbatch_factors
+        )
     divisor = math.prod(factors.values())
     if job.train.global_batch % divisor:
         problems.append(

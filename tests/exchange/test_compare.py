@@ -11,6 +11,7 @@ from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.exchange.clock.stale import Stale
 from jaxpar.html.lines import ticks
+from jaxpar.job.compare.batch_size import fit_batch
 from jaxpar.job.compare.methods import parse
 from jaxpar.job.file.parse import loads
 
@@ -127,8 +128,20 @@ def test_nothing_is_trained_where_a_method_cannot_be(tmp_path, monkeypatch, caps
     rows_of_the_job()
     assert main(["exchange", "compare", "job.toml", "--methods", "sync,backup:1", "train.global_batch=16"]) == 1
     said = capsys.readouterr()
-    assert "train.global_batch = 16 with backup:1" in said.err
+    assert "train.global_batch = 16 with backup:1 (6)" in said.err  # three shares, for two devices each
+    assert "by 24 for all that are compared" in said.err
+    assert said.err.count("train.global_batch = 24") == 1
     assert "loss" not in said.out
+
+
+@pytest.mark.parametrize(
+    ("batch", "fix"), [("12", "24"), ("25", "48"), ("24", None), ("24 train.accumulate=5", "120")]
+)  # 12 is four shares of three, which two devices do not divide
+def test_the_fix_is_a_batch_that_all_methods_divide(batch, fix):
+    job = loads(JOB, [f"train.global_batch={batch.split()[0]}", *batch.split()[1:]])
+    fitting, problems = fit_batch(job, parse("sync,backup:1,async,local:2", job))
+    assert [problem.fix for problem in problems] == [f"train.global_batch = {fix}"] * bool(fix)
+    assert fit_batch(fitting, parse("sync,backup:1,async,local:2", job)) == (fitting, [])
 
 
 def test_ticks_are_round_and_few():

@@ -19,6 +19,7 @@ from jaxpar.exchange.clock.elastic import AsynchronousEasgd
 from jaxpar.exchange.clock.events import SimulatedRun, mean_staleness
 from jaxpar.job.build import assemble
 from jaxpar.job.check import check, device_count
+from jaxpar.job.compare.batch_size import fit_batch
 from jaxpar.job.compare.methods import Method
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import open_data
@@ -97,13 +98,18 @@ def check_all(job: Job, methods: Sequence[Method]) -> None:
     if job.train.grow:
         fix = "train.grow=[] as an override"
         problems.append(Problem("train.grow in a comparison", "methods are compared at one batch size", fix))
+    try:
+        fitting, batch_problems = fit_batch(job, methods)
+        problems += batch_problems
+    except JaxparError:  # of the mesh or of a method, which the checks below report with the others
+        fitting = job
     for method in methods:
         try:
             method_problems = (
-                check(_with_exchange(job, method.algorithm)) if isinstance(method.algorithm, Exchange) else []
+                check(_with_exchange(fitting, method.algorithm)) if isinstance(method.algorithm, Exchange) else []
             )
             if not isinstance(method.algorithm, Exchange):
-                _examples(job, method.algorithm, method.name)
+                _examples(fitting, method.algorithm, method.name)
         except JaxparError as error:
             method_problems = list(error.problems)
         problems += [problem for problem in method_problems if problem not in problems]
