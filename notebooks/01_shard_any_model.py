@@ -290,6 +290,34 @@ print(f"largest difference: {np.abs(eight - one).max():.1e}")
 # **Explain the gap.** A few units in the last place instead of one: a loss is a sum of 512 terms, and the parameters it
 # is computed from carry the rounding of all earlier updates.
 #
+# ### The model back
+#
+# After training you want your model back. It is plain Flax again: jaxpar leaves nothing in it, and dropout is off.
+
+# %%
+layout = jp.compose(Model, jp.Parallel(data=2, fsdp=2, tensor=2))
+state, step = jp.init_state(layout, adam), jp.train_step(layout, loss, adam)
+for i in range(8):
+    state, _ = step(state, batch(i))
+model = jp.model(layout, state)  # sharded as in training
+alone = jp.model(layout, state, device=jax.devices()[0])  # on one device
+
+# %% [markdown]
+# **Predict.** Both have the same parameters, so the same logits for a batch that neither was trained on, up to rounding. Under
+# `nnx.jit` the devices split the work of the sharded one.
+
+# %%
+tokens = batch(100)["inputs"]
+split, whole = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, tokens)), np.asarray(alone(tokens))
+shards = (
+    model.mlp.up.kernel[...].sharding.shard_shape((128, 512)),
+    alone.mlp.up.kernel[...].sharding.shard_shape((128, 512)),
+)
+print(f"{type(model).__name__}: a device holds {shards[0]} of mlp/up, alone {shards[1]}")
+print(f"logits of up to {np.abs(whole).max():.1f} differ by at most {np.abs(split - whole).max():.1e}")
+np.testing.assert_allclose(split, whole, atol=1e-4)
+
+# %% [markdown]
 # ## 5. Tensor and sequence parallelism
 #
 # **Predict**, for `data=2, tensor=4`, the collectives that move the stream: 8 examples × 32 tokens × 128 on a device.

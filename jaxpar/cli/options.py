@@ -8,8 +8,6 @@ from pathlib import Path
 
 from jaxpar import toml
 
-SHIPPED = Path(__file__).parent.parent / "configs"  # in a checkout, a link to its configs/
-
 
 def add_job(verb: argparse.ArgumentParser) -> None:
     """Adds JOB, its overrides, --allow-import and --json."""
@@ -24,9 +22,10 @@ def job_file(name: str) -> str:
 
     So the commands in the help texts run in any folder. A message on stderr reports the replacement.
     """
-    path = Path(name)
-    shipped = SHIPPED.joinpath(*path.parts[1:])
-    if path.exists() or path.parts[:1] != ("configs",) or not shipped.is_file():
+    from jaxpar.job.file.shipped import shipped_job
+
+    shipped = shipped_job(Path(name))
+    if shipped is None:
         return name
     print(f"{name}: not in this folder; taken from {shipped}", file=sys.stderr)
     return str(shipped)

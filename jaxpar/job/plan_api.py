@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jaxpar.errors import refuse, user_code_errors
 from jaxpar.job.file.parse import load
 from jaxpar.job.file.schema import Job
+from jaxpar.job.file.shipped import shipped_job
 from jaxpar.job.plan import apply_layout, command, model_question, question
 from jaxpar.parallel.declaration import OPTIONAL
 from jaxpar.plan.candidate import Candidate
@@ -135,7 +136,8 @@ def plan(
     The result prints like `jaxpar plan`, renders as a picture in a notebook, and `html(path)` writes the page.
 
     Args:
-      job: A TOML job file or a loaded job; or a step of `jp.train_step`, under any layout.
+      job: A TOML job file or a loaded job; or a step of `jp.train_step`, under any layout. If the working directory
+        lacks a file of `configs/`, it is the one that jaxpar ships.
       *overrides: For a job, `section.key=value` strings. For a step, its global batch, as arrays or shapes.
       devices: Number of GPUs.
       chip: The GPU, such as h200, or the chip file that `jaxpar measure links` and `gemm` wrote.
@@ -161,7 +163,10 @@ def plan(
             rule="overrides apply to a job file",
             fix='jp.plan("job.toml", "train.global_batch=512", devices=64)',
         )
-    loaded = job if isinstance(job, Job) else load(Path(job), [*overrides], allow_import=allow_import)
+    if isinstance(job, Job):
+        loaded = job
+    else:
+        loaded = load(shipped_job(Path(job)) or Path(job), [*overrides], allow_import=allow_import)
     request = question(loaded, devices=devices, chip=chip, per_node=per_node, options=options)
     result = search(request, top=top)
     name = "JOB" if isinstance(job, Job) else str(job)

@@ -31,9 +31,9 @@ class ThisPython(AsyncKernelManager):
         return KernelSpec(argv=argv, display_name="Python 3", language="python", name="python3")
 
 
-def execute(notebook):
-    """Runs a notebook in place, and returns it."""
-    where = {"metadata": {"path": str(NOTEBOOKS)}}
+def execute(notebook, folder):
+    """Runs a notebook in a folder, and returns it."""
+    where = {"metadata": {"path": str(folder)}}
     settings = {"kernel_manager_class": ThisPython, "kernel_name": "python3", "record_timing": False}
     NotebookClient(notebook, timeout=600, resources=where, **settings).execute()
     return notebook
@@ -76,6 +76,15 @@ def test_a_notebook_takes_what_is_public_alone(path):
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+def test_a_notebook_reads_nothing_of_the_clone(path):
+    """It runs in an empty folder beside an installed jaxpar: it names no folder above it and no module of tests."""
+    code = "\n".join(cell.source for cell in jupytext.read(path).cells if cell.cell_type == "code")
+    texts = [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
+    texts = [text for text in texts if isinstance(text, str)]
+    assert not [text for text in texts if text == ".." or text.startswith(("../", "tests."))]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 def test_stored_outputs_are_whole_and_clean(path):
     notebook = nbformat.read(path.with_suffix(".ipynb"), as_version=4)
     nbformat.validate(notebook)
@@ -101,17 +110,17 @@ LONG = ("00_by_hand", "03_pipelines", "07_large_batches", "08_long_sequences", "
         for path in SOURCES
     ],
 )
-def test_notebook_runs(path):
+def test_notebook_runs(path, tmp_path):
     if "target_devices(" in path.read_text() and (missing := missing_plugin()):
         pytest.skip(f"compiling for absent GPUs: {missing}")
-    notebook = execute(nbformat.read(path.with_suffix(".ipynb"), as_version=4))
+    notebook = execute(nbformat.read(path.with_suffix(".ipynb"), as_version=4), tmp_path)
     assert not [output for output in outputs(notebook) if output.output_type == "error"]
     assert not warnings_of(notebook)
 
 
 if __name__ == "__main__":
     for path in [path for path in SOURCES if path.stem in sys.argv[1:] or not sys.argv[1:]]:
-        fresh = execute(jupytext.read(path))
+        fresh = execute(jupytext.read(path), NOTEBOOKS)
         for number, cell in enumerate(fresh.cells, 1):
             cell.id = f"{number:02}"  # the same cells on every run
         jupytext.write(fresh, path.with_suffix(".ipynb"))

@@ -246,6 +246,16 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path):
         jp.fit(step_of(fsdp=8), Points(1), steps=2, batch=16, run=tmp_path)
 
 
+def test_a_job_of_configs_is_planned_in_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan = jp.plan("configs/gpu_llama_8b_fsdp8.toml", devices=8, top=1)
+    assert "jaxpar train configs/gpu_llama_8b_fsdp8.toml" in plan.command
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "gpu_llama_8b_fsdp8.toml").write_text("mine = 1")
+    with pytest.raises(jp.JaxparError, match="mine"):
+        jp.plan("configs/gpu_llama_8b_fsdp8.toml", devices=8, top=1)
+
+
 @pytest.mark.slow
 def test_a_plan_in_python_is_the_one_of_the_shell(tmp_path, capsys):
     job = "configs/gpu_llama_8b_fsdp8.toml"
