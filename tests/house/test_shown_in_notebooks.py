@@ -6,9 +6,12 @@ import optax
 import pytest
 from browser import CUT, OPEN, PALE, WIDTHS, Reader, shades
 from flax import nnx
-from test_page import report
+from test_page import collective, report
 
 import jaxpar as jp
+from jaxpar.html.frame import document
+from jaxpar.html.markup import Markup
+from jaxpar.inspector.pages.html import page
 from jaxpar.parallel.pages.shard_cards import cards, groups, shard_devices
 from jaxpar.train.run import Outcome
 
@@ -115,6 +118,21 @@ def test_in_a_browser_nothing_that_shows_itself_is_cut_off_or_pale(browser, tmp_
             assert browser.ask(CUT) == [], name
             assert browser.ask(PALE) == [], name
             assert browser.complaints(file) == [], name
+
+
+WIDER = """[...document.querySelectorAll('.jx-scroll')].filter(box => box.scrollWidth > box.clientWidth)
+  .map(box => `${box.firstElementChild.ariaLabel ?? box.ariaLabel}: ${box.scrollWidth} in ${box.clientWidth}`)"""
+
+
+def test_at_a_thousand_pixels_schedules_and_the_ledger_fit_the_page(browser, tmp_path):
+    facts = {"cause": "Attention._project_out: bshk,hkd->bsd/dot_general", "source": "custom_gradients.py:158"}
+    made = report(ledger=(collective("collective-permute", ("fsdp", "tensor"), payload=1234567, **facts),))
+    drawn = [jp.schedule(name, stages=4, microbatches=16)._repr_html_() for name in ("1f1b", "interleaved")]
+    pages = {"schedules": document("schedules", *map(Markup, drawn)), "report": page(made)}
+    for name, html in pages.items():
+        (tmp_path / name).with_suffix(".html").write_text(html)
+        browser.show((tmp_path / name).with_suffix(".html"), width=1000, theme="light")
+        assert browser.ask(WIDER) == [], name
 
 
 def test_an_inspection_shows_who_holds_what_as_well():
