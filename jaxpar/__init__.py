@@ -22,6 +22,8 @@ What is made of what, in this order:
              jp.Pipeline, jp.schedule: stages and their table; jp.Exchange: how replicas exchange gradients
     state    jp.init_state(layout, optimizer): initializes every array on its devices; jp.freeze excludes parameters
              jp.save(path, state), jp.restore(path, step): under any other layout too
+             jp.from_huggingface(folder, model, rules): weights for jp.init_state(..., params=), in your own model;
+             jp.to_huggingface(...) writes the folder again
              jp.model(layout, state): your own Flax model with the trained parameters, ready to predict
     step     jp.train_step(layout, loss, optimizer): one compiled program; losses jp.next_token_loss,
              jp.classification_loss, jp.dpo_loss (of a model with jp.add_reference), your own
@@ -57,7 +59,7 @@ _MODULES = {
     "constrain": "jaxpar.models.dim_names",
     "attention": "jaxpar.models.islands",
     "mixture": "jaxpar.models.experts",
-    "init_state": "jaxpar.step.state",
+    "init_state": "jaxpar.step.init_state",
     "model": "jaxpar.step.model",
     "train_step": "jaxpar.train.api.train_step",
     "next_token_loss": "jaxpar.step.losses",
@@ -73,6 +75,8 @@ _MODULES = {
     "fit": "jaxpar.train.api.fit",
     "save": "jaxpar.train.api.saving",
     "restore": "jaxpar.train.api.saving",
+    "from_huggingface": "jaxpar.train.api.huggingface",
+    "to_huggingface": "jaxpar.train.api.huggingface",
     "plan": "jaxpar.plan",
     "schedule": "jaxpar.pipeline.draw.notebook",
     "Decoder": "jaxpar.models.decoder",

@@ -47,8 +47,9 @@ from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.devices import describe, is_simulated
 from jaxpar.models.huggingface.folder import is_folder
 from jaxpar.parallel.pipeline_options import UNNAMED
-from jaxpar.step import state
+from jaxpar.step.init_state import init_state
 from jaxpar.step.model_flop import model_flop
+from jaxpar.step.state import State
 from jaxpar.step.step import Step
 from jaxpar.train import loop
 from jaxpar.train.faults import Watch
@@ -256,7 +257,7 @@ def _events(folder: Path, steps: list[int]) -> Path:
     return file
 
 
-def _first_state(built: BuiltJob, progress: Progress) -> state.State:
+def _first_state(built: BuiltJob, progress: Progress) -> State:
     """Creates the state of a new run; its parameters come from `checkpoint.start_from` if that is set."""
     if built.layout.blueprint.copies:
         from jaxpar.job.parts.preference import begin_reference  # other jobs do not load it
@@ -271,7 +272,7 @@ def _policy_state(built: BuiltJob, progress: Progress) -> state.State:
         first_state, message = pretrained.start_run(built)
         progress.say(message)
         return first_state
-    first_state = state.init_state(built.layout, built.optimizer, seed=train.seed, offload=train.offload)
+    first_state = init_state(built.layout, built.optimizer, seed=train.seed, offload=train.offload)
     if spec.start_from:
         first_state, origin = start_from.start(spec, first_state, built.layout, built.optimizer)
         progress.say(str(origin))

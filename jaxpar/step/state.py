@@ -1,7 +1,6 @@
 """The training state, which is initialized sharded: no device and no host buffer ever holds all of it."""
 
 import dataclasses
-from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -21,7 +20,6 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.layout_data import trained_shards
 from jaxpar.parallel.specs import model_state_specs, optimizer_specs, owner_path, stored_specs
 from jaxpar.sharding.names import Tree, path_of, shard_shape
-from jaxpar.sharding.tracing import paused_gc
 from jaxpar.step.parameters.frozen import drop_paths, frozen_paths
 from jaxpar.units import show_count
 
@@ -78,33 +76,6 @@ def _on_device(x: jax.Array) -> jax.Array:
     return jax.device_put(x, x.sharding.with_memory_kind("device"))
 
 
-def init_state(
-    layout: Layout, optimizer: optax.GradientTransformation, *, seed: int = 0, offload: bool = False
-) -> State:
-    """Initializes the state at step 0, each array on the devices that store it.
-
-    The values depend only on the seed, never on the layout.
-
-    Args:
-      layout: Where arrays go.
-      optimizer: Any optax chain.
-      seed: Seed of the initial parameters and of dropout.
-      offload: Whether to place the optimizer state in host memory.
-
-    Raises:
-      JaxparError: If the layout has no devices, or offload is set on a backend without host memory.
-    """
-    check_seed(seed)
-    # the caller may have set another mesh
-    meshes = nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(layout.device_mesh)
-    with paused_gc(), meshes:
-        state_shardings = shardings(layout, abstract(layout, optimizer), offload=offload)
-        initialize = jax.jit(
-            initializer(layout, optimizer), out_shardings=state_shardings, compiler_options=_quickly(layout)
-        )
-        return initialize(jax.random.key(seed))
-
-
 def check_seed(seed: int) -> int:
     """Returns a valid seed unchanged.
 
@@ -114,13 +85,6 @@ def check_seed(seed: int) -> int:
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise refuse(f"seed={seed!r}", rule="a seed is a whole number of 32 bits", fix="seed=0")
     return seed
-
-
-def _quickly(layout: Layout) -> dict[str, str] | None:
-    """Returns compiler options for a program that runs once: on CPUs, where compiling is slowest, less optimization."""
-    if layout.device_mesh.devices.flat[0].platform != "cpu" or jax.config.values["jax_disable_most_optimizations"]:
-        return None
-    return {"xla_backend_optimization_level": "1"}
 
 
 def initializer(layout: Layout, optimizer: optax.GradientTransformation):

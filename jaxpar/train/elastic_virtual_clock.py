@@ -17,7 +17,8 @@ import optax
 from jaxpar.errors import refuse
 from jaxpar.exchange.clock.elastic import LocalStep
 from jaxpar.optim.eval_params import eval_arrays
-from jaxpar.step.state import State, fold_in_number, init_state
+from jaxpar.step.init_state import init_state
+from jaxpar.step.state import State, fold_in_number
 from jaxpar.step.step import Step
 
 

@@ -22,7 +22,8 @@ import numpy as np
 
 from jaxpar.errors import refuse
 from jaxpar.exchange.base import flatten_by_path
-from jaxpar.step.state import State, fold_in_number, init_state
+from jaxpar.step.init_state import init_state
+from jaxpar.step.state import State, fold_in_number
 from jaxpar.step.step import Step
 
 SPARSE = 0.25  # below this fraction of non-zero elements, only those are written

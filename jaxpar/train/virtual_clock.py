@@ -20,7 +20,8 @@ from jaxpar.errors import refuse
 from jaxpar.exchange.base import flatten_by_path
 from jaxpar.exchange.clock.events import Push, Update
 from jaxpar.optim.eval_params import eval_arrays
-from jaxpar.step.state import State, fold_in_number, init_state
+from jaxpar.step.init_state import init_state
+from jaxpar.step.state import State, fold_in_number
 from jaxpar.step.step import Step
 
 Flat = dict[str, jax.Array]

@@ -16,7 +16,7 @@ from jaxpar.exchange.table import EXCHANGES
 from jaxpar.job.build import assemble
 from jaxpar.job.check import check
 from jaxpar.job.file.parse import loads
-from jaxpar.step.state import init_state
+from jaxpar.step.init_state import init_state
 
 JOB = """
 mesh.simulate = {devices}

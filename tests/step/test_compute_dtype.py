@@ -21,7 +21,7 @@ from jaxpar.job.file.dump import dumps
 from jaxpar.job.file.parse import loads
 from jaxpar.mesh.target import missing_plugin
 from jaxpar.models.settings.computing import Precision
-from jaxpar.step.state import init_state
+from jaxpar.step.init_state import init_state
 
 DIM, VOCAB, ROWS, SEQ = 16, 32, 8, 8
 

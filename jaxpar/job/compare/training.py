@@ -28,7 +28,8 @@ from jaxpar.mesh.axes import infer_sizes
 from jaxpar.mesh.chips import Link
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.layout_data import replica_messages, trained_shards
-from jaxpar.step.state import State, init_state
+from jaxpar.step.init_state import init_state
+from jaxpar.step.state import State
 from jaxpar.step.step import Step
 from jaxpar.step.stochastic_loss.loss import key_parameter
 from jaxpar.train import elastic_virtual_clock, loop, virtual_clock

@@ -1,7 +1,7 @@
 """Writes a decoder in Hugging Face's format, one tensor at a time."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,22 +47,29 @@ def export(
       JaxparError: If Hugging Face has no such model, parameters do not fit the settings, or files cannot be written.
     """
     flat = _flat(params)
-    tensor_dtype = None if dtype is None else _float(dtype)
+    tensor_dtype = None if dtype is None else float_dtype(dtype)
     name = (tensor_dtype or np.dtype(flat["embed"].dtype)).name if "embed" in flat else "float32"
     kind, config = config_of(settings, name, origin=_family(origin))
     table = param_mappings(kind, settings)
     if problems := _mismatches(flat, table):
         raise JaxparError(*problems)
-    tensors = [
-        TensorSource(
-            name.format(*place),
-            tensor_dtype or np.dtype(flat[group[0].path].dtype),
-            tensor_shape(group),
-            partial(_fetch, group, flat, place),
-        )
-        for name, group in groups(table).items()
-        for place in np.ndindex(group[0].stacked)
-    ]
+    tensors = tensor_sources(flat, table, tensor_dtype)
+    return write_model(folder, tensors, config, max_file_bytes=max_file_bytes, origin=origin)
+
+
+def write_model(
+    folder: str | Path,
+    tensors: Sequence[TensorSource],
+    config: Mapping[str, Any],
+    *,
+    max_file_bytes: int,
+    origin: str | Path | None,
+) -> list[Path]:
+    """Writes tensors, config.json and the small files of `origin` to a folder; returns the written files.
+
+    Raises:
+      JaxparError: If the folder holds a model or cannot be written.
+    """
     check_local(folder, "folder")
     folder = Path(folder).expanduser()
     rule = "a model is exported into a folder that holds none"
@@ -71,14 +78,15 @@ def export(
         if models := [*folder.glob("*.safetensors*"), *folder.glob("config.json")]:
             raise refuse(f"{folder} holds {models[0].name}", rule=rule, fix="another folder, or empty this one")
         written = write(folder, tensors, max_file_bytes=max_file_bytes)
-        config |= special_ids(Path(origin)) if origin else {}
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        config = {**config, **special_ids(Path(origin))} if origin else config
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     except OSError as error:
         raise refuse(f"{folder}: {error.strerror}", rule=rule, fix="a folder that can be written, with room") from error
-    return [*written, folder / "config.json", *(copy_small_files(Path(origin), folder) if origin else ())]
+    return [*written, folder / CONFIG, *(copy_small_files(Path(origin), folder) if origin else ())]
 
 
-def _float(dtype: DTypeLike | None) -> np.dtype:
+def float_dtype(dtype: DTypeLike | None) -> np.dtype:
+    """Returns a dtype that weights are written in, or refuses another."""
     try:
         result = jnp.dtype(dtype)
     except TypeError:
@@ -93,6 +101,22 @@ def _family(origin: str | Path | None) -> str:
     """Returns the family of the folder that a decoder was loaded from."""
     folder = Path(origin or "").expanduser()
     return str(read_config(folder / CONFIG).get("model_type")) if origin and is_folder(folder) else ""
+
+
+def tensor_sources(
+    flat: Mapping[str, Any], table: list[ParamMapping], dtype: np.dtype | None = None
+) -> list[TensorSource]:
+    """Returns the tensors of parameters by path, each computed when it is written; by default in their own dtypes."""
+    return [
+        TensorSource(
+            name.format(*place),
+            dtype or np.dtype(flat[group[0].path].dtype),
+            tensor_shape(group),
+            partial(_fetch, group, flat, place),
+        )
+        for name, group in groups(table).items()
+        for place in np.ndindex(group[0].stacked)
+    ]
 
 
 def _fetch(group: list[ParamMapping], flat: Mapping[str, Any], place: tuple[int, ...]) -> np.ndarray:

@@ -100,13 +100,14 @@ def load(folder: str | Path, *, dtype: Any = np.float32) -> Pretrained:
         kind=kind,
         settings=settings,
         params={
-            rule.path: Tensor(rule, _entries(rule, tensors), sizes[rule.tensor_name], np.dtype(dtype)) for rule in table
+            rule.path: Tensor(rule, entries_of(rule, tensors), sizes[rule.tensor_name], np.dtype(dtype))
+            for rule in table
         },
     )
 
 
-def _entries(rule: ParamMapping, tensors: Mapping[str, Entry]) -> np.ndarray:
-    """Returns the entries of a parameter. Shape `rule.stacked`, of objects."""
+def entries_of(rule: ParamMapping, tensors: Mapping[str, Entry]) -> np.ndarray:
+    """Returns the entries of a parameter by the full names of tensors. Shape `rule.stacked`, of objects."""
     entries = np.empty(rule.stacked, object)
     for place in np.ndindex(rule.stacked):
         entries[place] = tensors[rule.tensor_name.format(*place)]
