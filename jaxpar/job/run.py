@@ -266,7 +266,7 @@ def _first_state(built: BuiltJob, progress: Progress) -> State:
     return _policy_state(built, progress)
 
 
-def _policy_state(built: BuiltJob, progress: Progress) -> state.State:
+def _policy_state(built: BuiltJob, progress: Progress) -> State:
     train, spec = built.job.train, built.job.checkpoint
     if is_folder(spec.start_from):
         first_state, message = pretrained.start_run(built)

@@ -28,7 +28,7 @@ from jaxpar.models.stack import is_intercepted, run_cached, run_stack, stack
 
 
 class RouterBias(nnx.Variable):
-    """Added to the scores of experts for their choice, not to their weights. Shape [layers, experts], float32."""
+    """Added to scores of experts for their choice, not to weights. Shape [layers with experts, experts], float32."""
 
 
 class Decoder(nnx.Module):
@@ -70,10 +70,14 @@ class Decoder(nnx.Module):
             dropout=s.dropout,
             out_scale=(2 * s.layers) ** -0.5,
         )
-        e = s.experts
+        e, numbers = s.experts, s.layers_with_experts
         block = partial(_mixture().MixtureBlock, shape, e) if e.count else partial(Block, shape)
-        self.blocks = stack(lambda rngs: block(rngs=rngs), s.layers, rngs)
-        self.router_bias = RouterBias(jnp.zeros((s.layers, e.count))) if e.count and e.balance_rate else None
+        self.blocks = stack(lambda rngs: block(rngs=rngs), len(numbers) or s.layers, rngs)
+        self.router_bias = RouterBias(jnp.zeros((len(numbers), e.count))) if e.count and e.balance_rate else None
+        if s.has_dense_layers:
+            from jaxpar.models import interleaved
+
+            self.first_blocks, self.dense_blocks = interleaved.first_and_dense(shape, numbers, s.layers, rngs=rngs)
         self.norm = Norm(s.dim, kind=s.norm, eps=s.norm_eps)
         self.head = None if s.tied else weight(rngs, (s.dim, s.vocab), ("embed", "vocab"), s.dim**-0.5)
         self.rngs = nnx.Rngs(dropout=rngs.dropout()) if s.dropout else None
@@ -114,16 +118,34 @@ class Decoder(nnx.Module):
         if self.rngs is not None and not self.deterministic:
             first, *_ = keys = jax.random.split(self.rngs.dropout(), s.layers + 1)
             x, keys = dropout(x, s.dropout, first), keys[1:]
-        stream, inputs = documents.attach(x), keys
-        if s.experts.count:
-            arrays = stream if isinstance(stream, dict) else {"x": x}
-            sums = _mixture().RouterSums.zeros(x.shape[0], s.layers, s.experts.count)
-            bias = None if self.router_bias is None else self.router_bias[...]
-            stream, inputs = arrays | {"router": sums}, _mixture().LayerInputs(keys, jnp.arange(s.layers), bias)
-        stream = run_stack(self.blocks, stream, inputs, policy=self.remat, scan=s.scan, kinds=self.kinds)
-        if s.experts.count:
-            self._add_router_sums(stream["router"])
+        stream = documents.attach(x)
+        stream = self._run_mixtures(stream, keys) if s.experts.count else self._run_stack(stream, keys)
         return self._last_norm(stream_of(stream), looped=s.scan)
+
+    def _run_stack(self, stream: Any, inputs: Any) -> Any:
+        return run_stack(self.blocks, stream, inputs, policy=self.remat, scan=self.settings.scan, kinds=self.kinds)
+
+    def _run_mixtures(self, stream: Any, keys: jax.Array | None) -> dict:
+        """Applies layers of which all or some have experts, and adds the losses of their routers to the loss."""
+        s, mixture = self.settings, _mixture()
+        arrays = stream if isinstance(stream, dict) else {"x": stream}
+        numbers = s.layers_with_experts
+        stream = arrays | {"router": mixture.RouterSums.zeros(arrays["x"].shape[0], len(numbers), s.experts.count)}
+        bias = None if self.router_bias is None else self.router_bias[...]
+        if s.has_dense_layers:
+            of_experts = None if keys is None else keys[jnp.array(numbers)]
+            inputs = mixture.LayerInputs(of_experts, jnp.arange(len(numbers)), bias)
+            stream = self._interleaved().run(stream, keys, inputs, policy=self.remat, scan=s.scan)
+        else:
+            stream = self._run_stack(stream, mixture.LayerInputs(keys, jnp.arange(s.layers), bias))
+        self._add_router_sums(stream["router"])
+        return stream
+
+    def _interleaved(self) -> Any:
+        from jaxpar.models.interleaved import Interleaved, LayerOrder
+
+        order = LayerOrder.of_numbers(self.settings.layers_with_experts, self.settings.layers)
+        return Interleaved(order, self.first_blocks or (), self.dense_blocks, self.blocks, self.kinds)
 
     def _last_norm(self, x: jax.Array, *, looped: bool = False) -> jax.Array:
         """Hidden states, of which a matmul with the head makes logits up to a softcap."""
@@ -132,7 +154,7 @@ class Decoder(nnx.Module):
     def _add_router_sums(self, sums: Any) -> None:
         """Adds the losses of the routers to the loss, and moves the bias towards experts with few choices."""
         e, s = self.settings.experts, self.settings
-        losses = sums.losses / s.layers
+        losses = sums.losses / len(s.layers_with_experts)
         sent, rows = jnp.sum(sums.sent), jnp.float32(sums.losses.shape[0])
         measures = {
             "balance": (jnp.sum(losses[:, 0]), rows),
@@ -167,9 +189,11 @@ class Decoder(nnx.Module):
         rows, count = tokens_bs.shape
         positions = jnp.arange(count)[None] + (jnp.zeros((rows, 1), jnp.int32) if count > 1 else cache.length[:, None])
         table = self.embed[...]
-        x, cache = run_cached(
-            self.blocks, self._embed_tokens(table, tokens_bs, positions), cache, positions, kinds=self.kinds
-        )
+        x = self._embed_tokens(table, tokens_bs, positions)
+        if self.settings.has_dense_layers:
+            x, cache = self._interleaved().run_cached(x, cache, positions)
+        else:
+            x, cache = run_cached(self.blocks, x, cache, positions, kinds=self.kinds)
         ends = cache.length + 1 if lengths is None else lengths
         last = jnp.take_along_axis(x, (ends - 1)[:, None, None], axis=1) if count > 1 else x
         return self._read_out(self._last_norm(last), table)[:, 0], KVCache(cache.keys, cache.values, ends)

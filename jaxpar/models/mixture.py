@@ -27,7 +27,7 @@ class RouterSums(NamedTuple):
 
     Attributes:
       losses: Balance loss and z-loss of each row, without their weights. Shape [batch, 2], float32.
-      sent: Choices of each layer and expert. Shape [batch, layers, experts], float32.
+      sent: Choices of each layer with experts. Shape [batch, layers with experts, experts], float32.
       lost: Spilled and dropped choices. Shape [batch, 2], float32.
     """
 
@@ -47,7 +47,7 @@ class LayerInputs(NamedTuple):
 
     Attributes:
       key: Dropout key, or None.
-      number: Number of the layer.
+      number: Number of the layer among those with experts.
       bias: Added to the scores for the choice of experts. Shape [experts], or None.
     """
 

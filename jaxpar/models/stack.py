@@ -113,24 +113,27 @@ def run_cached(
       kinds: Kinds of the layers, repeated; each compiles a copy of the block.
     """
     graph, params = nnx.split(blocks)
-
-    # the cache is carried, not stacked: a loop updates its carry in place
-    def layer(carry, params_and_index, kind):
-        x, keys, values = carry
-        params, i = params_and_index
-        k, v = (jax.lax.dynamic_index_in_dim(array, i, keepdims=False) for array in (keys, values))
-        block: Any = nnx.merge(graph, params)
-        x, updated = block.cached(x, LayerCache(k, v, positions), kind)
-        keys, values = (
-            jax.lax.dynamic_update_index_in_dim(array, new, i, axis=0)
-            for array, new in ((keys, updated.keys), (values, updated.values))
-        )
-        return x, keys, values
-
     numbers = jnp.arange(cache.keys.shape[0])
-    runs = [partial(layer, kind=kind) for kind in kinds]
+    runs = [partial(cached_layer, graph, positions, kind) for kind in kinds]
     x, keys, values = _scan_by_kind(runs, (x, cache.keys, cache.values), (params, numbers))
     return x, KVCache(keys, values, cache.length)
+
+
+# the cache is carried, not stacked: a loop updates its carry in place
+def cached_layer(
+    graph: Any, positions: jax.Array, kind: Any, carry: tuple[jax.Array, ...], params_and_number: tuple[Any, Any]
+) -> tuple[jax.Array, ...]:
+    """Applies one block to (x, keys, values), the keys and values of all layers; its number selects its own."""
+    x, keys, values = carry
+    params, i = params_and_number
+    k, v = (jax.lax.dynamic_index_in_dim(array, i, keepdims=False) for array in (keys, values))
+    block: Any = nnx.merge(graph, params)
+    x, updated = block.cached(x, LayerCache(k, v, positions), kind)
+    keys, values = (
+        jax.lax.dynamic_update_index_in_dim(array, new, i, axis=0)
+        for array, new in ((keys, updated.keys), (values, updated.values))
+    )
+    return x, keys, values
 
 
 def run_stack(
@@ -165,7 +168,7 @@ def run_stack(
     def layers(stream, inputs):
         stacked = (params, inputs)
         count = _count(stacked)
-        _check_stage(count, len(kinds))
+        check_stage(count, len(kinds))
         # around a layer, inside the scan: around the scan, the backward pass would hold all layers' activations at once
         prevent_cse = not scan or count % len(kinds) > 0
         runs = [remat(partial(layer, kind=kind), policy, prevent_cse=prevent_cse) for kind in kinds]
@@ -209,7 +212,12 @@ def _count(stacked: Any) -> int:
     return jax.tree.leaves(stacked)[0].shape[0]
 
 
-def _check_stage(layers: int, period: int) -> None:
+def check_stage(layers: int, period: int) -> None:
+    """Checks that a stage of a pipeline begins with the first kind of layers.
+
+    Raises:
+      JaxparError: If its layers are no multiple of the period of their kinds.
+    """
     if is_intercepted() and layers % period:
         raise refuse(
             f"a stage of {layers} layers whose kinds repeat every {period} layers",

@@ -127,7 +127,7 @@ def _resolved(settings: DecoderConfig) -> dict[str, Any]:
         ]
     experts = {field.name: getattr(settings.experts, field.name) for field in dataclasses.fields(settings.experts)}
     experts["hidden"] = settings.experts.hidden or settings.width
-    if settings.experts.count:
+    if settings.experts.count and not settings.has_dense_layers:
         values["hidden"] = experts["hidden"]  # no layer has a dense one
     values["experts"] = {key: value for key, value in experts.items() if key not in FREE_OF_EXPERTS}
     if not settings.experts.count:

@@ -91,7 +91,7 @@ class DecoderConfig(Keywords):
       residual_scale: Factor of what attention and feed-forward add to the stream, residual_multiplier in Granite.
       logits_scale: Factor of the logits: 1 / logits_scaling of Granite.
       dropout: Dropout rate, in training only.
-      experts: A mixture of experts in place of each feed-forward layer: settings of `ExpertsConfig`, or a dict of them.
+      experts: A mixture of experts in place of feed-forward layers: settings of `ExpertsConfig`, or a dict of them.
       scan: Run one compiled block over stacked layers, instead of compiling one copy per layer.
     """
 
@@ -147,6 +147,7 @@ class DecoderConfig(Keywords):
         self._check_attention()
         self._check_biases()
         self._check_layer_lists()
+        self._check_layers_with_experts()
 
     def _check_attention(self) -> None:
         even = self.position == "rotary"
@@ -186,6 +187,15 @@ class DecoderConfig(Keywords):
                 fix="use_bias = False and no mlp in biases, or experts.count = 0",
             )
 
+    def _check_layers_with_experts(self) -> None:
+        e = self.experts
+        if e.count and not self.layers_with_experts:
+            raise refuse(
+                f"experts.dense_layers = {e.dense_layers}, every = {e.every} of {self.layers} layers",
+                rule="a layer has experts: one of number i (from 0) with (i + 1) % every = 0 and i >= dense_layers",
+                fix=f"layers = {e.layers_with_experts(2**62)[0] + 1} or more, or experts.count = 0",
+            )
+
     def _check_layer_lists(self) -> None:
         ranges = {"windows": (0, 2**31 - 1), "rope_bases": (0, 1e30), "rope_factors": (1e-6, 1e6)}
         for name, (low, high) in ranges.items():
@@ -223,6 +233,16 @@ class DecoderConfig(Keywords):
         return tuple(
             (windows[i % len(windows)], bases[i % len(bases)], factors[i % len(factors)]) for i in range(period)
         )
+
+    @property
+    def layers_with_experts(self) -> range:
+        """Numbers of the layers with experts."""
+        return self.experts.layers_with_experts(self.layers)
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether a decoder of experts has dense layers, too."""
+        return bool(self.experts.count) and len(self.layers_with_experts) < self.layers
 
     @property
     def width(self) -> int:

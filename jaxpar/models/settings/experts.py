@@ -11,10 +11,14 @@ class ExpertsConfig(Keywords):
     """A mixture of experts in place of each feed-forward layer.
 
     Mixtral has count 8 and per_token 2, Qwen3-MoE 128 and 8; DeepSeek-V3 has 256 and 8, scores sigmoid, shared 1,
-    groups 8, group_limit 4, scale 2.5, balance_rate 0.001.
+    groups 8, group_limit 4, scale 2.5, balance_rate 0.001, dense_layers 3; Llama 4 Maverick has 128 and 1, every 2.
 
     Attributes:
       count: Number of experts; 0 for a dense feed-forward layer.
+      dense_layers: First layers without experts (first_k_dense_replace in DeepSeek-V3); the decoder's `hidden` is the
+        width of their feed-forward.
+      every: Every n-th layer of the decoder has experts, the others are dense: of layers 0, 1, 2, ... layer i has
+        experts if (i + 1) % every = 0 and i >= dense_layers (decoder_sparse_step in Qwen3-MoE).
       per_token: Experts that compute a token.
       hidden: Width of an expert; 0 means that of the dense feed-forward layer.
       shared: Experts that compute every token, as one of `shared` times the width (DeepSeekMoE, arXiv:2401.06066).
@@ -32,6 +36,8 @@ class ExpertsConfig(Keywords):
     """
 
     count: int = 0
+    dense_layers: int = 0
+    every: int = 1
     per_token: int = 2
     hidden: int = 0
     shared: int = 0
@@ -51,8 +57,14 @@ class ExpertsConfig(Keywords):
         check_ranges(
             self,
             "model.experts",
-            dict.fromkeys(("count", "hidden", "shared", "groups", "group_limit"), (0, high))
-            | {"per_token": (1, high), "scale": (0, 1e6), "capacity": (0, high), "balance": (0, 1e6)}
+            dict.fromkeys(("count", "dense_layers", "hidden", "shared", "groups", "group_limit"), (0, high))
+            | {
+                "every": (1, high),
+                "per_token": (1, high),
+                "scale": (0, 1e6),
+                "capacity": (0, high),
+                "balance": (0, 1e6),
+            }
             | {"router_z": (0, 1e6), "balance_rate": (0, 1)},
         )
         if not self.count:
@@ -77,6 +89,11 @@ class ExpertsConfig(Keywords):
                 if self.groups
                 else "group_limit = 0 without groups",
             )
+
+    def layers_with_experts(self, layers: int) -> range:
+        """The numbers of the layers with experts, of a decoder of `layers` layers."""
+        start = -(-(self.dense_layers + 1) // self.every) * self.every - 1
+        return range(start, layers, self.every) if self.count else range(0)
 
     @property
     def choices(self) -> int:
