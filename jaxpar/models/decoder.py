@@ -142,10 +142,10 @@ class Decoder(nnx.Module):
         return stream
 
     def _interleaved(self) -> Any:
-        from jaxpar.models.interleaved import Interleaved, LayerOrder
+        from jaxpar.models.interleaved import DenseAndExpertLayers, LayerOrder
 
         order = LayerOrder.of_numbers(self.settings.layers_with_experts, self.settings.layers)
-        return Interleaved(order, self.first_blocks or (), self.dense_blocks, self.blocks, self.kinds)
+        return DenseAndExpertLayers(order, self.first_blocks or (), self.dense_blocks, self.blocks, self.kinds)
 
     def _last_norm(self, x: jax.Array, *, looped: bool = False) -> jax.Array:
         """Hidden states, of which a matmul with the head makes logits up to a softcap."""

@@ -77,7 +77,7 @@ class LayerOrder:
 
 
 @dataclass(frozen=True)
-class Interleaved:
+class DenseAndExpertLayers:
     """Dense layers, and layers with experts.
 
     Attributes:
