@@ -175,6 +175,14 @@ def _logits_backward(at_once: bool, residuals: tuple[jax.Array, jax.Array], grad
 _logits.defvjp(lambda x_bsd, head_dv, at_once: (_logits(x_bsd, head_dv, at_once), (x_bsd, head_dv)), _logits_backward)
 
 
+def mask_padding(logits: jax.Array, vocab: int) -> jax.Array:
+    """Makes logits [..., entries] from `vocab` on so low that they are never chosen and have no gradient."""
+    if vocab == logits.shape[-1]:
+        return logits
+    entries = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    return jnp.where(entries < vocab, logits, -0.5 * jnp.finfo(logits.dtype).max)  # -inf minus -inf would be nan
+
+
 @dataclass(frozen=True)
 class _DeviceBytes:
     """Bytes of a device's logits, and bytes that it sends for the head's gradient by ring algorithms."""

@@ -19,12 +19,14 @@ from jaxpar.models.auxiliary import add_sums
 from jaxpar.models.blocks.lookup import COLUMNS, ROWS, look_up
 from jaxpar.models.blocks.masks import Documents, stream_of
 from jaxpar.models.cache import KVCache
-from jaxpar.models.custom_gradients import logits
+from jaxpar.models.custom_gradients import logits, mask_padding
 from jaxpar.models.dim_names import constrain
-from jaxpar.models.layers import Block, BlockConfig, LayerKind, Norm, dropout, weight
+from jaxpar.models.layers import Block, BlockConfig, LayerKind, Norm, dropout, padded_weight, weight
 from jaxpar.models.rotary import Rope
 from jaxpar.models.settings.decoder import DecoderConfig
 from jaxpar.models.stack import is_intercepted, run_cached, run_stack, stack
+
+HEAD = ("embed", "vocab")
 
 
 class RouterBias(nnx.Variable):
@@ -45,7 +47,8 @@ class Decoder(nnx.Module):
         self.deterministic = False
         # an embedding that is also the head is sharded like the head, over the vocabulary; else by columns
         names = ("vocab", "embed") if s.tied else (ROWS, COLUMNS)
-        self.embed = weight(rngs, (s.vocab, s.dim), names, 1.0 if not s.tied else s.dim**-0.5)
+        scale = s.dim**-0.5 if s.tied else 1.0
+        self.embed = padded_weight(rngs, (s.vocab, s.dim), names, scale, dim=0, size=s.vocab_rows)
         self.positions = weight(rngs, (s.seq, s.dim), ("seq_table", "embed"), 0.02) if s.position == "learned" else None
 
         self.kinds = layer_kinds(s)
@@ -79,8 +82,14 @@ class Decoder(nnx.Module):
 
             self.first_blocks, self.dense_blocks = interleaved.first_and_dense(shape, numbers, s.layers, rngs=rngs)
         self.norm = Norm(s.dim, kind=s.norm, eps=s.norm_eps)
-        self.head = None if s.tied else weight(rngs, (s.dim, s.vocab), ("embed", "vocab"), s.dim**-0.5)
+        shape, size = (s.dim, s.vocab), s.vocab_rows
+        self.head = padded_weight(rngs, shape, HEAD, s.dim**-0.5, dim=1, size=size) if not s.tied else None
         self.rngs = nnx.Rngs(dropout=rngs.dropout()) if s.dropout else None
+
+    @property
+    def vocab(self) -> int:
+        """Tokens of the vocabulary: the head's entries after them are padding."""
+        return self.settings.vocab
 
     @property
     def head_name(self) -> str | None:
@@ -215,6 +224,7 @@ class Decoder(nnx.Module):
         )
         if cap := self.settings.logits_softcap:
             values = cap * jnp.tanh(values / cap)
+        values = mask_padding(values, self.vocab)
         # logits stay sharded over the vocabulary: the loss sums over it, and never needs all of a token's logits
         return constrain(values, "batch", "seq", "vocab")
 

@@ -27,6 +27,16 @@ def weight(rngs: nnx.Rngs, shape: tuple[int, ...], names: tuple[str | None, ...]
     return nnx.Param(scale * jax.random.normal(rngs.params(), shape), out_sharding=names)
 
 
+def padded_weight(
+    rngs: nnx.Rngs, shape: tuple[int, ...], names: tuple[str | None, ...], scale: float, *, dim: int, size: int
+) -> nnx.Param:
+    """`weight`, with zeros up to `size` along a dim: the values are those without."""
+    value = weight(rngs, shape, names, scale)[...]
+    return nnx.Param(
+        jnp.pad(value, [(0, size - n if i == dim else 0) for i, n in enumerate(shape)]), out_sharding=names
+    )
+
+
 def bias(use: bool, shape: tuple[int, ...], names: tuple[str, ...]) -> nnx.Param | None:
     """A parameter of zeros, or None if the model has no biases."""
     return nnx.Param(jnp.zeros(shape), out_sharding=names) if use else None
@@ -58,7 +68,8 @@ class Norm(nnx.Module):
         scale = self.scale[...]
         scale = scale + 1 if self.kind == "zero_centered_rms" else scale
         flat = x.reshape(*x.shape[: x.ndim - scale.ndim], scale.size)
-        y: Any = normalize(flat, scale.reshape(-1), self.eps, self.kind == "layer", looped).reshape(x.shape)
+        y: Any = normalize(flat, scale.reshape(-1), self.eps, self.kind == "layer", looped)
+        y = y.reshape(x.shape)
         return y if self.bias is None else y + self.bias[...]
 
 

@@ -270,10 +270,12 @@ def _indivisible(path, leaf: Leaf, dim, name, wanted, ways) -> Problem:
     size = leaf.shape[dim]
     divisor = [n for n in range(ways - 1, 0, -1) if size % n == 0][:1] or [1]
     up = -(-size // ways) * ways
+    decoder = " (padded_vocab of jp.DecoderConfig)" if name == "vocab" else ""
     return Problem(
         f"{path}: dim {dim} ({name}) of {list(leaf.shape)} has {size} entries, {' x '.join(wanted)} is {ways}",
         rule="an axis divides every dim it splits",
-        fix=f"a dim of {up} in the model, {wanted[-1]}={divisor[0]}, or leave that dim whole: rules {{{name!r}: None}}",
+        fix=f"a dim of {up} in the model{decoder}, {wanted[-1]}={divisor[0]}, or leave that dim whole: "
+        f"rules {{{name!r}: None}}",
     )
 
 

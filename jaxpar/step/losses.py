@@ -75,7 +75,7 @@ def _in_chunks(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the sum of the losses that count, and their number, like `masked_sum`."""
     labels = _whole_numbers(batch["targets"], (*head.hidden.shape[:2], head.vocab))
-    how = Chunks(cut, logits.chunks, head.table)
+    how = Chunks(cut, logits.chunks, head.table, head.vocab)
     weights = _weights(batch, labels.shape)
     count = jnp.float32(labels.size) if weights is None else jnp.sum(weights)
     ones = jnp.ones(labels.shape, jnp.float32) if weights is None else weights

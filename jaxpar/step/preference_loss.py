@@ -113,7 +113,8 @@ def answer_log_probs(
         add_logits(logits)
         if logits.in_chunks:
             head = read_head(model, inputs)
-            losses = token_losses(Chunks(sharding, logits.chunks, head.table), head.hidden, head.weight, labels)
+            how = Chunks(sharding, logits.chunks, head.table, head.vocab)
+            losses: Any = token_losses(how, head.hidden, head.weight, labels)
             return -jnp.sum(losses * weights, axis=-1)
     with keep_output_dtype():  # cross entropy casts to float32 where it sums
         logits = model(inputs)

@@ -186,3 +186,38 @@ def test_what_is_written_reads_back_as_the_same_model_or_is_refused(data):
     with contextlib.suppress(JaxparError):
         kind, config = config_of(settings, "float32")
         assert (kind, differences(settings, settings_of(config)[1])) == (config["model_type"], [])
+
+
+@pytest.mark.parametrize("chunks", [False, True], ids=["whole logits", "in chunks"])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tied", "head"])
+def test_a_padded_vocabulary_changes_no_number(tied, chunks, tmp_path):
+    plain = DecoderConfig(vocab=37, seq=16, layers=2, dim=16, heads=4, tied=tied)
+    tokens = (np.random.default_rng(0).zipf(1.3, (16, 17)) % 37).astype(np.int32)
+    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+    loss = partial(jp.next_token_loss, largest=0) if chunks else jp.next_token_loss
+
+    def trained(settings, parallel, devices=None):
+        layout = jp.compose(partial(Decoder, settings), parallel, devices)
+        step, state, losses = jp.train_step(layout, loss, OPTIMIZER), jp.init_state(layout, OPTIMIZER, seed=0), []
+        for _ in range(2):
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["loss"]))
+        return losses, by_path(state.params)
+
+    padded = replace(plain, padded_vocab=48)
+    losses, params = trained(padded, jp.Parallel(fsdp=2, tensor=4) if tied else jp.Parallel(pipe=2, tensor=4))
+    expected, alone = trained(plain, jp.Parallel(), jax.devices()[:1])
+    assert losses == pytest.approx(expected, rel=1e-5)
+    for path, value in alone.items():
+        surplus = tuple(
+            slice(n, None) if m > n else slice(None) for n, m in zip(value.shape, params[path].shape, strict=True)
+        )
+        np.testing.assert_allclose(params[path][tuple(map(slice, value.shape))], value, atol=2e-5, err_msg=path)
+        assert params[path].shape == value.shape or not params[path][surplus].any()
+    export(params, padded, tmp_path)
+    again = load(tmp_path, padded_vocab=48)
+    assert (load(tmp_path).settings.vocab, again.settings.vocab_rows) == (37, 48)
+    for path, value in params.items():
+        assert again.params[path][...].tobytes() == value.tobytes(), path
+    rows = again.params["embed"]
+    np.testing.assert_array_equal(rows[30:42, 3:5], params["embed"][30:42, 3:5])

@@ -34,7 +34,8 @@ def check_start(job: Job, layout: Layout) -> tuple[Pretrained, Origin]:
       JaxparError: If the folder cannot be read, or the job's model or tokenizer differs.
     """
     spec, defaults = job.checkpoint, Checkpoints()
-    model = load(spec.start_from)
+    is_decoder = job.model["name"] == "decoder"
+    model = load(spec.start_from, padded_vocab=settings_of(job).padded_vocab if is_decoder else 0)
     is_default = (spec.take, spec.rename, spec.cast) == (defaults.take, defaults.rename, defaults.cast)
     problems = [*(_other_model(job, model) if is_default else ()), *_other_tokens(job, model)]
     if problems:

@@ -39,7 +39,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 MOST_LAYERS = 4096  # as many are compared
 # settings that change no logit: how a decoder is trained and compiled
-FREE = ("dropout", "scan")
+FREE = ("dropout", "scan", "padded_vocab")
 FREE_OF_EXPERTS = ("capacity", "overflow", "balance", "router_z", "balance_rate")
 
 

@@ -4,7 +4,7 @@ Indexing a parameter reads only that part of the files, such as one device's sha
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,24 @@ class Tensor:
         inner = index[stacked:]
         chosen: Any = self.entries[index[:stacked]]
         if isinstance(chosen, Entry):
-            return np.array(self._view(chosen)[inner], self.dtype)
+            return self._padded(self._view(chosen), inner)
         part = np.empty((*chosen.shape, *self._view(self.entries.flat[0])[inner].shape), self.dtype)
         for place in np.ndindex(chosen.shape):
             part[place] = self._view(chosen[place])[inner]
         return part
+
+    def _padded(self, view: np.ndarray, index: tuple) -> np.ndarray:
+        """Reads a part of a parameter that may have zeros after the vocabulary."""
+        rule = self.rule
+        if not rule.padding:
+            return np.array(view[index], self.dtype)
+        dim = rule.padded_dim
+        index = tuple(index) + (slice(None),) * (len(rule.dims) - len(index))
+        first, last, _ = index[dim].indices(rule.sizes["v"] + rule.padding)
+        cut = slice(min(first, rule.sizes["v"]), min(last, rule.sizes["v"]))
+        part = np.array(view[(*index[:dim], cut, *index[dim + 1 :])], self.dtype)
+        missing = (last - first) - (cut.stop - cut.start)
+        return np.pad(part, [(0, missing if axis == dim else 0) for axis in range(part.ndim)])
 
     def _view(self, entry: Entry) -> np.ndarray:
         return self.rule.to_param(entry.view(), self.joint_size)
@@ -78,12 +91,13 @@ class Pretrained:
     params: Mapping[str, Tensor] = field(repr=False)
 
 
-def load(folder: str | Path, *, dtype: Any = np.float32) -> Pretrained:
+def load(folder: str | Path, *, dtype: Any = np.float32, padded_vocab: int = 0) -> Pretrained:
     """Opens the model of a folder; values are read only when a parameter is indexed.
 
     Args:
       folder: Folder with config.json and model.safetensors, or with an index and its files.
       dtype: Dtype that the parameters are converted to; the files have 16 or 32 bits.
+      padded_vocab: The setting of that name, which the folder does not have.
 
     Raises:
       JaxparError: If the decoder does not know or support a key of the config, a tensor is missing, unexpected, of
@@ -91,6 +105,7 @@ def load(folder: str | Path, *, dtype: Any = np.float32) -> Pretrained:
     """
     folder = Path(folder).expanduser()
     kind, settings = settings_of(read_config(folder / CONFIG))
+    settings = replace(settings, padded_vocab=padded_vocab)
     table = param_mappings(kind, settings)
     tensors = _prefixed(folder_entries(folder), FAMILIES[kind].prefix, {rule.tensor_name for rule in table})
     if problems := _differences(tensors, table, settings):

@@ -31,6 +31,7 @@ class ParamMapping:
       joint: The letter of the concatenated dim; "" if the tensor stores this parameter alone.
       stacked: Sizes of the parameter's leading dims, of which each entry has its own tensor: layers, experts.
       sizes: Letter to size.
+      padding: Zeros after the vocabulary in the parameter, which no tensor has.
     """
 
     path: str
@@ -41,11 +42,18 @@ class ParamMapping:
     joint: str
     stacked: tuple[int, ...]
     sizes: Mapping[str, int] = field(repr=False)
+    padding: int = 0
+
+    @property
+    def padded_dim(self) -> int:
+        """The dim of the parameter in one tensor that has the padding."""
+        return self.dims.index("v")
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the whole parameter, stacked dims first."""
-        return (*self.stacked, *(self.sizes[letter] for letter in self.dims))
+        sizes = (self.sizes[letter] + self.padding * (letter == "v") for letter in self.dims)
+        return (*self.stacked, *sizes)
 
     @property
     def joint_dim(self) -> int:
@@ -61,7 +69,9 @@ class ParamMapping:
         return view.transpose([letters.index(letter) for letter in self.dims])
 
     def to_tensor(self, value: np.ndarray) -> np.ndarray:
-        """Transposes the parameter of one tensor to the tensor's order, one dim per letter."""
+        """Transposes the parameter of one tensor to the tensor's order, one dim per letter; cuts the padding off."""
+        if self.padding:
+            value = value[(slice(None),) * self.padded_dim + (slice(self.sizes["v"]),)]
         return value.transpose([self.dims.index(letter) for letter in "".join(self.tensor_dims)])
 
 
@@ -89,6 +99,7 @@ def param_mappings(kind: str, settings: DecoderConfig) -> list[ParamMapping]:
                 path=path, dims=letters[1:] if places == 2 else letters, tensor_name=name,
                 tensor_dims=tuple(word.replace("+", "") for word in flat), part=slice(start, ends[name]), joint=joint,
                 stacked=(s.layers, e.count)[:places], sizes=sizes,
+                padding=s.vocab_rows - s.vocab if "v" in letters else 0,
             )
         )  # fmt: skip
     return result

@@ -59,6 +59,8 @@ class DecoderConfig(Keywords):
 
     Attributes:
       vocab: Size of the vocabulary.
+      padded_vocab: Rows of the embedding and columns of the head, at least vocab, so that tensor divides them; 0 means
+        vocab. The surplus is zero and stays so: its logits are masked.
       seq: Longest sequence; the number of learned positions.
       layers: Number of blocks.
       dim: Width of the stream between blocks.
@@ -96,6 +98,7 @@ class DecoderConfig(Keywords):
     """
 
     vocab: int = 256
+    padded_vocab: int = 0
     seq: int = 256
     layers: int = 4
     dim: int = 128
@@ -138,12 +141,18 @@ class DecoderConfig(Keywords):
             self,
             "model",
             {name: (1, high) for name in ("vocab", "seq", "layers", "dim", "heads")}
-            | {name: (0, high) for name in ("kv_heads", "head_dim", "hidden")}
+            | {name: (0, high) for name in ("padded_vocab", "kv_heads", "head_dim", "hidden")}
             | {"norm_eps": (0, 1), "rope_base": (1, 1e30), "rope_share": (0, 1), "dropout": (0, 1)}
             | {name: (0, 1e6) for name in ("attention_scale", "attention_softcap", "logits_softcap")}
             | {name: (1e-6, 1e6) for name in ("embed_scale", "residual_scale", "logits_scale")},
             below=["dropout"],
         )
+        if self.padded_vocab and self.padded_vocab < self.vocab:
+            raise refuse(
+                f"padded_vocab = {self.padded_vocab}, vocab = {self.vocab}",
+                rule="a padded vocabulary has a row for every token, and more",
+                fix=f"padded_vocab = {-(-self.vocab // 128) * 128}, or 0",
+            )
         self._check_attention()
         self._check_biases()
         self._check_layer_lists()
@@ -208,6 +217,11 @@ class DecoderConfig(Keywords):
                     rule=f"{name} lists numbers of {low} to {high:g}, at most one for each layer",
                     fix=f"{name} = []",
                 )
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding."""
+        return self.padded_vocab or self.vocab
 
     @property
     def head_width(self) -> int:

@@ -65,10 +65,11 @@ class Shape:
     @classmethod
     def from_settings(cls, settings: Any) -> "Shape":
         """Makes a shape from any object with the attributes of `jaxpar.DecoderConfig`."""
-        names = ("layers", "dim", "heads", "vocab", "seq", "kv_heads", "head_dim", "gated", "tied")
+        names = ("layers", "dim", "heads", "seq", "kv_heads", "head_dim", "gated", "tied")
         return cls(
             **{key: getattr(settings, key) for key in names},
             hidden=settings.width,
+            vocab=settings.vocab_rows,
             learned=settings.position == "learned",
             biases=settings.norm == "layer" and "mlp" in settings.biased_parts,
             vectors=_vectors(settings),

@@ -17,6 +17,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jaxpar.models.custom_gradients import mask_padding
 from jaxpar.models.dim_names import constrain
 from jaxpar.step.head.token_sharding import TokenSharding, label_mask, num_vocab_shards, sharded_logsumexp
 
@@ -29,11 +30,13 @@ class Chunks:
       sharding: The sharding of tokens and vocabulary.
       count: Number of chunks.
       table: Whether the head is [vocab, dim].
+      vocab: Tokens of the vocabulary; logits after them are masked.
     """
 
     sharding: TokenSharding
     count: int
     table: bool
+    vocab: int
 
     @property
     def head(self) -> str:
@@ -57,7 +60,7 @@ def sum_of_losses(how: Chunks, hidden: jax.Array, head: jax.Array, labels: jax.A
 
     def one(_, chunk: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
         x, labels, _ = chunk
-        return None, _losses(_logits(how, x, head), labels)[0]
+        return None, _losses(how, _logits(how, x, head), labels)[0]
 
     losses = jax.lax.scan(one, None, chunks)[1]
     return _summed(losses, chunks[2])
@@ -70,8 +73,8 @@ def _forward(how: Chunks, hidden: jax.Array, head: jax.Array, labels: jax.Array,
         x, labels, weights = chunk
         x = cut.gather_inner(x)
         logits = _logits(how, x, head)
-        losses, powers, total = _losses(logits, labels)
-        is_counted = (weights != 0) & _is_in_vocab(labels, logits)
+        losses, powers, total = _losses(how, logits, labels)
+        is_counted = (weights != 0) & _is_in_vocab(how, labels)
         slope = jnp.where(label_mask(labels, logits), powers / total - 1, powers / total)
         slope = jnp.where(is_counted[..., None], slope * weights[..., None], 0.0).astype(x.dtype)
         # computed once, in place of the logits: otherwise XLA recomputes it for each of the two matmuls that read it
@@ -116,7 +119,7 @@ def token_losses(how: Chunks, hidden: jax.Array, head: jax.Array, labels: jax.Ar
 
     def one(_, chunk: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
         x, labels = chunk
-        return None, _losses(_logits(how, x, head), labels)[0]
+        return None, _losses(how, _logits(how, x, head), labels)[0]
 
     return how.sharding.merge_chunks(jax.lax.scan(one, None, chunks)[1], labels.shape)
 
@@ -142,7 +145,7 @@ def _dealt(how: Chunks, hidden: jax.Array, *values: jax.Array) -> tuple[jax.Arra
 
 def _logits(how: Chunks, x: jax.Array, head: jax.Array) -> jax.Array:
     logits = jnp.einsum(f"bxtnd,{how.head}->bxtnv", how.sharding.gather_inner(x), head)
-    return constrain(logits, "batch", "seq", None, None, "vocab")
+    return constrain(mask_padding(logits, how.vocab), "batch", "seq", None, None, "vocab")
 
 
 def _products(how: Chunks, x: jax.Array, slope: jax.Array) -> jax.Array:
@@ -151,7 +154,7 @@ def _products(how: Chunks, x: jax.Array, slope: jax.Array) -> jax.Array:
     return jnp.einsum(f"bxtnd,bxtnv->{dims}", x, slope, preferred_element_type=jnp.float32)
 
 
-def _losses(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _losses(how: Chunks, logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the losses, exp(logits - maximum), and the sum of the latter per row, in float32.
 
     It selects the label's logit by a masked sum instead of a gather, as in `step.losses.cross_entropy`, so that logits
@@ -160,19 +163,19 @@ def _losses(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array,
     wide = logits.astype(jnp.float32)
     if (ways := num_vocab_shards(logits.shape[-1])) > 1:
         total, at_label = sharded_logsumexp(wide, labels, ways)
-        losses = jnp.where(_is_in_vocab(labels, logits), total - at_label, jnp.nan)
+        losses = jnp.where(_is_in_vocab(how, labels), total - at_label, jnp.nan)
         return losses, jnp.exp(wide - total[..., None]), jnp.ones_like(total)[..., None]
     highest = jnp.max(wide, axis=-1, keepdims=True)
     powers = jnp.exp(wide - highest)
     total = jnp.sum(powers, axis=-1, keepdims=True)
     at_label = jnp.sum(jnp.where(label_mask(labels, logits), wide, 0.0), axis=-1, keepdims=True)
     losses = jnp.squeeze(jnp.log(total) - (at_label - highest), axis=-1)
-    return jnp.where(_is_in_vocab(labels, logits), losses, jnp.nan), powers, total
+    return jnp.where(_is_in_vocab(how, labels), losses, jnp.nan), powers, total
 
 
 def _summed(losses: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(weights == 0, 0.0, losses * weights))
 
 
-def _is_in_vocab(labels: jax.Array, logits: jax.Array) -> jax.Array:
-    return (labels >= 0) & (labels < logits.shape[-1])
+def _is_in_vocab(how: Chunks, labels: jax.Array) -> jax.Array:
+    return (labels >= 0) & (labels < how.vocab)

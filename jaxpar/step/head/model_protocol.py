@@ -8,7 +8,9 @@
         def __call__(self, tokens):
             return self.hidden(tokens) @ self.lm_head.kernel[...]
 
-A tied model names its embedding. The logits must be a plain matmul, without a bias or another function after it.
+A tied model names its embedding. The logits must be a plain matmul, without a bias or another function after it. If the
+head has more entries than there are tokens, so that `tensor` divides them, the model's attribute `vocab` is the number
+of tokens, and its `__call__` masks the logits after them.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,16 +35,13 @@ class Head:
       hidden: Shape [batch, seq, dim].
       weight: Shape [dim, vocab], or [vocab, dim] if it is a table.
       table: Whether the weight is [vocab, dim], like an embedding.
+      vocab: Tokens of the vocabulary; entries of the weight after them are padding.
     """
 
     hidden: jax.Array
     weight: jax.Array
     table: bool
-
-    @property
-    def vocab(self) -> int:
-        """Size of the vocabulary."""
-        return self.weight.shape[0 if self.table else 1]
+    vocab: int
 
 
 def has_head(model: object) -> bool:
@@ -86,7 +85,11 @@ def read_head(model: Any, tokens: jax.Array, **documents: jax.Array) -> Head:
         hidden = model(tokens, **documents, method="hidden")
     table = _is_table(weight, hidden, param)
     # a 16-bit model may return float32; the head's dtype is the matmul dtype
-    return Head(hidden.astype(weight.dtype), weight, table)
+    entries = weight.shape[0 if table else 1]
+    vocab = getattr(_module(model), "vocab", entries)
+    return Head(
+        hidden.astype(weight.dtype), weight, table, vocab if type(vocab) is int and vocab < entries else entries
+    )
 
 
 @dataclass(frozen=True)
