@@ -221,3 +221,28 @@ def test_a_padded_vocabulary_changes_no_number(tied, chunks, tmp_path):
         assert again.params[path][...].tobytes() == value.tobytes(), path
     rows = again.params["embed"]
     np.testing.assert_array_equal(rows[30:42, 3:5], params["embed"][30:42, 3:5])
+
+
+@pytest.mark.parametrize("name", some(LAYOUTS, ["phi3"], ["gemma2", "mixtral"]))
+def test_adapters_are_trained_on_a_cube_and_merged_into_what_transformers_reads(name, tmp_path):
+    saved = load(SAVED / name)
+    paths = ["blocks/attention/*"] if saved.settings.experts.count else ["blocks/attention/*", "blocks/mlp/*"]
+    model = jp.add_lora(partial(Decoder, saved.settings), rank=2, alpha=8.0, paths=paths)
+    layout = jp.compose(model, jp.Parallel(data=2, fsdp=2, tensor=2))
+    optimizer = jp.freeze(optax.adam(0.05), ["*"], but=["adapters"])
+    start = jp.init_state(layout, optimizer, params=dict(saved.params))
+    step, tokens = jp.train_step(layout, jp.next_token_loss, optimizer), np.arange(16 * 17).reshape(16, 17) * 7 % 40
+    batch = {"inputs": tokens[:, :-1].astype(np.int32), "targets": tokens[:, 1:].astype(np.int32)}
+    state = start
+    for _ in range(2):
+        state, _ = step(state, batch)
+    tuned = jp.model(layout, state, device=jax.devices()[0])
+    params = {"/".join(path): leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(tuned, nnx.Param))}
+    export(params, saved.settings, tmp_path, origin=SAVED / name)
+    again = load(tmp_path)
+    logits = nnx.jit(built(again.settings, again.params))(batch["inputs"])
+    np.testing.assert_allclose(logits, nnx.jit(tuned)(batch["inputs"]), rtol=1e-5, atol=1e-5)
+    change = again.params["blocks/attention/query"][...] - saved.params["blocks/attention/query"][...]
+    assert again.kind == saved.kind
+    assert 0.01 < np.abs(change).max() < 1
+    assert np.linalg.matrix_rank(change[0].reshape(change.shape[1], -1), tol=1e-4) <= 2
