@@ -246,3 +246,19 @@ def test_adapters_are_trained_on_a_cube_and_merged_into_what_transformers_reads(
     assert again.kind == saved.kind
     assert 0.01 < np.abs(change).max() < 1
     assert np.linalg.matrix_rank(change[0].reshape(change.shape[1], -1), tol=1e-4) <= 2
+
+
+@pytest.mark.slow
+def test_layers_of_several_kinds_send_for_gpus_what_equal_layers_send():
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="no compiler for absent GPUs: jax-cuda13-pjrt")
+    tokens = jax.ShapeDtypeStruct((16, 128), jnp.int32)
+    sent = []
+    for windows in ((), (32, 0)):
+        settings = DecoderConfig(vocab=256, seq=128, layers=4, dim=64, heads=4, windows=windows)
+        layout = jp.compose(partial(Decoder, settings), jp.Parallel(fsdp=8), jp.target_devices("h100:1x8"))
+        step = jp.train_step(layout, jp.next_token_loss, OPTIMIZER, precision="bf16")
+        ledger = jp.inspect(step, {"inputs": tokens, "targets": tokens}).ledger
+        kinds = {entry.kind for entry in ledger if entry.parameters}
+        sent.append({kind: sum(e.step_wire for e in ledger if e.kind == kind and e.parameters) for kind in kinds})
+    assert sent[0].keys() == {"all-gather", "reduce-scatter"}
+    assert sent[1] == sent[0]
