@@ -222,5 +222,5 @@ def check_stage(layers: int, period: int) -> None:
         raise refuse(
             f"a stage of {layers} layers whose kinds repeat every {period} layers",
             rule="every stage of a pipeline has the same kinds of layers in the same order",
-            fix=f"stages of a multiple of {period} layers: fewer stages, fewer virtual stages, or more layers",
+            fix=f'stages of a multiple of {period} layers, or parallel.pipeline.stages = "found", which cuts anywhere',
         )
