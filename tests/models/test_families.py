@@ -18,6 +18,7 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from pairwise import some
+from published_configs import PUBLISHED
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
@@ -99,6 +100,16 @@ def test_every_parameter_has_a_row_and_is_counted(name):
     assert shapes == {rule.path: rule.shape for rule in param_mappings(saved.kind, saved.settings)}
     if not saved.settings.experts.count:
         assert Shape.from_settings(saved.settings).parameters == sum(np.prod(shape) for shape in shapes.values())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read_and_have_their_numbers_of_parameters(name):
+    config, parameters = PUBLISHED[name]
+    kind, settings = settings_of(config)
+    assert sum(np.prod(rule.shape, dtype=int) for rule in param_mappings(kind, settings)) == parameters
+    assert differences(settings, settings_of(config_of(settings, "bfloat16", origin=kind)[1])[1]) == []
+    if not settings.experts.count:
+        assert Shape.from_settings(settings).parameters == parameters
 
 
 LAYOUTS = {

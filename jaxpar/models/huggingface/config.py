@@ -28,14 +28,15 @@ SILENT = {
     "length_penalty", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences",
     "output_scores", "prefix", "remove_invalid_values", "repetition_penalty", "return_dict_in_generate",
     "sep_token_id", "suppress_tokens", "temperature", "tf_legacy_loss", "tie_encoder_decoder", "top_k", "top_p",
-    "auto_map", "cache_implementation", "classifier_dropout", "hidden_dropout", "original_max_position_embeddings",
+    "attention_probs_dropout_prob", "hidden_dropout_prob", "auto_map", "cache_implementation", "classifier_dropout",
+    "hidden_dropout", "original_max_position_embeddings",
     "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
     "torchscript", "transformers.js_config", "typical_p", "unsloth_fixed", "unsloth_version", "use_bfloat16",
 }  # fmt: skip
 # keys of which the decoder supports only these values; leaving the key out is fine
 ONLY: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,), "chunk_size_feed_forward": (0,), "is_encoder_decoder": (False,),
-    "pruned_heads": ({}, None), "per_layer_config": (None,), "rope_interleaved": (False,),
+    "per_layer_config": (None,), "pruned_heads": ({}, None), "rope_interleaved": (False,), "use_mrope": (False,),
 }  # fmt: skip
 MOST_LAYERS = 4096  # as many are compared
 # settings that change no logit: how a decoder is trained and compiled

@@ -12,6 +12,7 @@ RULE = "a config.json describes a model that jaxpar's decoder supports"
 STRETCH = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
 }  # fmt: skip
 SLIDING, FULL = "sliding_attention", "full_attention"
 Config = Mapping[str, Any]

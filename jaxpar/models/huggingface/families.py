@@ -242,7 +242,7 @@ FAMILIES: dict[str, Family] = {
         architecture="Phi3ForCausalLM", fixed=LLAMA, keys=KEYS,
         defaults=DEFAULTS | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
         conversions=(ACT, every_window(None), rotary_share("partial_rotary_factor", 1.0)),
-        only={"rope_scaling": (None,)},
+        only={"rope_scaling": (None,), "attention_bias": (False,)},
     ),
     "olmo2": Family(
         architecture="Olmo2ForCausalLM", fixed=LLAMA | {"norm_position": "post", "qk_norm": "all_heads"}, keys=KEYS,
