@@ -11,7 +11,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jaxpar as jp
-from jaxpar.models.stack import stack
+from jaxpar.models.layer_stack import stack
 
 X = np.random.default_rng(0).random((16, 64), np.float32)
 Y = (np.arange(16) % 10).astype(np.int32)

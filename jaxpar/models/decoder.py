@@ -21,10 +21,11 @@ from jaxpar.models.blocks.masks import Documents, stream_of
 from jaxpar.models.cache import KVCache
 from jaxpar.models.custom_gradients import logits, mask_padding
 from jaxpar.models.dim_names import constrain
+from jaxpar.models.layer_stack import run_cached, run_stack, stack
 from jaxpar.models.layers import Block, BlockConfig, LayerKind, Norm, dropout, padded_weight, weight
 from jaxpar.models.rotary import Rope
 from jaxpar.models.settings.decoder import DecoderConfig
-from jaxpar.models.stack import is_intercepted, run_cached, run_stack, stack
+from jaxpar.models.stack import is_intercepted
 
 HEAD = ("embed", "vocab")
 

@@ -21,10 +21,11 @@ from flax import nnx
 
 from jaxpar.errors import refuse
 from jaxpar.models.cache import KVCache
+from jaxpar.models.layer_stack import cached_layer, check_stage, run_stack, stack
 from jaxpar.models.layers import Block, BlockConfig, LayerKind
 from jaxpar.models.mixture import LayerInputs
 from jaxpar.models.remat import remat
-from jaxpar.models.stack import cached_layer, check_stage, is_intercepted, pipelined, run_stack, stack
+from jaxpar.models.stack import is_intercepted, pipelined
 
 Run = Callable[[Any, Any], Any]  # (carry, values of one layer) to the carry
 
@@ -133,7 +134,7 @@ class DenseAndExpertLayers:
         return pipelined(layers, stream, dense_keys, inputs)
 
     def run_cached(self, x: jax.Array, cache: KVCache, positions: jax.Array) -> tuple[jax.Array, KVCache]:
-        """Applies all layers with a KV cache, as `jaxpar.models.stack.run_cached` does."""
+        """Applies all layers with a KV cache, as `jaxpar.models.layer_stack.run_cached` does."""
         order, kinds = self.order, self.kinds
         carry = (x, cache.keys, cache.values)
         for i, block in enumerate(self.first):

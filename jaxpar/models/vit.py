@@ -5,9 +5,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.models.dim_names import constrain
+from jaxpar.models.layer_stack import run_stack, stack
 from jaxpar.models.layers import Block, BlockConfig, LayerKind, Norm, dropout, weight
 from jaxpar.models.settings.vit import ViTConfig
-from jaxpar.models.stack import run_stack, stack
 
 
 class ViT(nnx.Module):
