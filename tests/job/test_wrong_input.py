@@ -725,7 +725,7 @@ VALUES = {
     "a factory of no arguments": (lambda: compose(lambda: Net(rngs=nnx.Rngs(0))), "rngs", "lambda rngs: MyNet"),
     "a factory with others": (lambda: compose(misuse.NeedsSize), "it also needs size", "lambda rngs"),
     "a factory that raises": (lambda: compose(misuse.RaisesWhenMade), "no such weights", "misuse.py"),
-    "a layout as model": (lambda: compose(layout()), "Layout", "lambda rngs"),
+    "a layout as model": (lambda: compose(layout()), "<layout: Net", "lambda rngs"),
     "linen of a class": (lambda: jp.from_linen(Lin, ONE), "Lin", "jp.from_linen("),
     "linen of NNX": (lambda: jp.from_linen(Net, ONE), "Net", "NNX"),
     "linen of nothing": (lambda: jp.from_linen(Lin()), "Lin", "jnp.zeros([1, ...])"),
