@@ -59,7 +59,7 @@ def test_sums_and_gradients_are_those_of_whole_logits(table, chunks):
         lambda x, head: [
             (loss(x, head), *jax.vjp(loss, x, head)[1](jnp.float32(0.5)))
             for loss in (
-                loss_of(Chunks(TokenSharding(), chunks, table), labels, weights),
+                loss_of(Chunks(TokenSharding(), chunks, table, 11), labels, weights),
                 loss_of(None, labels, weights),
             )
         ]
@@ -72,7 +72,7 @@ def test_sums_and_gradients_are_those_of_whole_logits(table, chunks):
 @pytest.mark.slow
 def test_a_label_that_is_none_is_nan_where_it_counts_and_weights_have_their_gradient():
     x, head, labels = jnp.ones((1, 2, 4)), jnp.eye(4, 6), jnp.array([[1, 9]])
-    loss = partial(sum_of_losses, Chunks(TokenSharding(), 2, False), x, head, labels)
+    loss = partial(sum_of_losses, Chunks(TokenSharding(), 2, False, 6), x, head, labels)
     assert np.isnan(loss(jnp.ones((1, 2))))
     value, slope = jax.value_and_grad(loss)(jnp.array([[2.0, 0.0]]))
     np.testing.assert_allclose([value, *slope[0]], [value, value / 2, 0.0])
@@ -287,7 +287,7 @@ def test_long_sequences_need_a_fifteenth_of_the_memory_of_whole_logits_on_a_gpu(
         return jnp.sum(cross_entropy(logits(x, head).astype(jnp.float32), labels))
 
     def chunked(x, head, labels):
-        how = Chunks(TokenSharding(), Logits(tokens, vocab).chunks, table=False)
+        how = Chunks(TokenSharding(), Logits(tokens, vocab).chunks, table=False, vocab=vocab)
         return sum_of_losses(how, x, head, labels, jnp.ones(labels.shape))
 
     took = [

@@ -180,7 +180,9 @@ def test_a_layout_is_predicted_as_the_plan_that_it_came_from(tmp_path):
         recorded = json.loads(json.dumps(asdict(candidate_of(mine, layout))))
         (tmp_path / "job.toml").write_text(dumps(mine))
         said = predict(tmp_path, {"devices": "8 x NVIDIA H100 80GB HBM3", "candidate": recorded})
+        causes = said.pop("causes")
         assert said == {"seconds": asked.seconds(candidate).total, "bytes": asked.bytes(candidate).total}
+        assert sum(causes.values()) == pytest.approx(said["seconds"], rel=1e-6)
     assert predict(tmp_path, {"devices": "8 x cpu (simulated)", "candidate": recorded}) == {"why": "simulated devices"}
 
 
