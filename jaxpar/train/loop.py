@@ -126,10 +126,8 @@ def _stretch(job: Run, state: State, feed: Feed, reader: Reader, stop: Stop) -> 
             stopped = job.watchdog.stopping(stop.name, done)
             last = done == job.steps or stopped is not None
             evaluating = not stopped and (last or (job.eval_every and done % job.eval_every == 0))
-            if stopped and job.progress:
-                job.progress.say(
-                    f"{stopped}: saving step {done}" if job.store else f"{stopped}: step {done} is the last"
-                )
+            if stopped:
+                _report_stop(job, stopped, done)
             lands = last or evaluating or owed or due.may_save(done) or job.trace.ends(done)
             while len(flying) > (0 if lands else IN_FLIGHT - 1):
                 row = land()
@@ -157,6 +155,11 @@ def _stretch(job: Run, state: State, feed: Feed, reader: Reader, stop: Stop) -> 
             if ends:
                 break
     return Outcome(state=state, last=row, stopped_by=stopped)
+
+
+def _report_stop(job: Run, reason: str, step: int) -> None:
+    if job.progress:
+        job.progress.say(f"{reason}: saving step {step}" if job.store else f"{reason}: step {step} is the last")
 
 
 def _report_activity(job: Run, step: int, what: str, *, first: bool) -> None:

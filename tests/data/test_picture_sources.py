@@ -257,7 +257,7 @@ def no_class(folder):
     (folder / "empty").mkdir()
 
 
-def beside(folder):
+def stray_picture(folder):
     write_folders(folder)
     (folder / "stray.jpg").write_bytes(encoded(picture(0), "JPEG"))
 
@@ -313,7 +313,7 @@ WRONG = {
     "an empty folder": (lambda folder: folder.mkdir(), "has no folder of a class"),
     "folders without pictures": (lambda folder: (folder / "a").mkdir(parents=True), "has no picture in 1 folder"),
     "a class without pictures": (no_class, "class empty has no picture"),
-    "a picture beside the folders": (beside, r"stray\.jpg lies in no class's folder"),
+    "a picture beside the folders": (stray_picture, r"stray\.jpg lies in no class's folder"),
     "a link to nowhere": (dangling, r"cat/999\.png: No such file"),
     "one class": (lambda folder: write_folders(folder, 1), "has one class: bird"),
     "train without val": (train_alone, "has the folders test, train"),

@@ -57,7 +57,7 @@ def jaxpar(*words, **options):
     )
 
 
-def said(*words, **options):
+def output_of(*words, **options):
     process = jaxpar(*words, **options)
     text, _ = process.communicate(timeout=300)
     assert process.returncode == 0, text
@@ -79,7 +79,7 @@ def write_talks(path):
 
 
 def perplexity(subject, *overrides, cwd, env):
-    said("evaluate", subject, *overrides, "--json", "numbers.json", cwd=cwd, env=env)
+    output_of("evaluate", subject, *overrides, "--json", "numbers.json", cwd=cwd, env=env)
     (score,) = json.loads((cwd / "numbers.json").read_text())["scores"]
     return score["metrics"]["perplexity"]
 
@@ -112,16 +112,16 @@ def test_a_folder_is_tuned_stopped_resumed_evaluated_and_exported(family, tmp_pa
             break
     rest, _ = process.communicate(timeout=300)
     assert "saved" in "".join(lines) + rest
-    resumed = said("train", "tune.toml", **here)
+    resumed = output_of("train", "tune.toml", **here)
     assert "on from step" in resumed
     after = perplexity("runs/tune", *data, **here)
     assert after < before / 4
 
-    said("checkpoint", "export", "runs/tune", "--format", "safetensors", "--to", "tuned", **here)
+    output_of("checkpoint", "export", "runs/tune", "--format", "safetensors", "--to", "tuned", **here)
     tuned = load(tmp_path / "tuned")
     assert tuned.kind == family
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": PROMPT}) + "\n")
-    said("sample", "runs/tune", "--prompts", "prompts.jsonl", "--out", "answers.jsonl", "--temperature", "0",
+    output_of("sample", "runs/tune", "--prompts", "prompts.jsonl", "--out", "answers.jsonl", "--temperature", "0",
          "--tokens", "50", **here)  # fmt: skip
     (answer,) = (json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines())
     torch = pytest.importorskip("torch", reason="without torch transformers does not answer")

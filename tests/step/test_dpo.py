@@ -41,7 +41,7 @@ class Policy(nnx.Module):
         return self.hidden(tokens) @ self.head[...]
 
 
-def made():
+def make_policy():
     with nnx.use_eager_sharding(False):  # as there is no mesh
         return Policy(nnx.Rngs(0))
 
@@ -117,7 +117,7 @@ def log_prob(logits, targets, mask):
 
 def plain(params):
     """Trains as one does without jaxpar: optax, two modules and `jax.grad` on one device."""
-    graph, state, rest = nnx.split(made(), nnx.Param, ...)
+    graph, state, rest = nnx.split(make_policy(), nnx.Param, ...)
     start = params = jax.device_get(params)
 
     def call(params, tokens):
@@ -227,7 +227,7 @@ def test_a_reference_has_no_dropout():
 def test_log_probabilities_in_chunks_have_the_gradients_of_whole_logits():
     batch, weights = pairs(0), jnp.arange(1.0, PAIRS + 1)
     arrays = [jnp.asarray(batch[f"chosen_{name}"]) for name in ("inputs", "targets", "mask")]
-    graph, params, rest = nnx.split(made(), nnx.Param, ...)
+    graph, params, rest = nnx.split(make_policy(), nnx.Param, ...)
 
     def total(params, largest):
         return jnp.sum(weights * answer_log_probs(nnx.merge(graph, params, rest), *arrays, largest=largest))
@@ -260,7 +260,7 @@ def test_what_a_reference_does_not_compose_with_is_refused_in_words():
     assert "BatchNorm" in refused(lambda: jp.add_reference(models()["bare"]))
     assert "one reference" in refused(lambda: jp.add_reference(model))
     assert "'blok' matches nothing" in refused(lambda: jp.add_reference(Policy, trained=["blok"]))
-    batch, arrays = pairs(0), PolicyAndReference(made(), made())
+    batch, arrays = pairs(0), PolicyAndReference(make_policy(), make_policy())
     assert "has no reference" in refused(lambda: jp.dpo_loss(arrays.policy, batch))
     assert "without rejected_mask" in refused(lambda: jp.dpo_loss(arrays, {k: batch[k] for k in [*batch][:-1]}))
     short = batch | {"rejected_mask": batch["rejected_mask"][:, 1:]}

@@ -47,7 +47,7 @@ class Full:
         return self.program.memory_analysis()
 
 
-def made(parallel=None, devices=None, **numerics):
+def step_and_state(parallel=None, devices=None, **numerics):
     layout = jp.compose(lambda rngs: Staged(rngs, layers=2), parallel or jp.Parallel(data=2, fsdp=4), devices)
     step = jp.train_step(layout, token_loss, ADAM, **numerics)
     return step, jp.init_state(layout, ADAM)
@@ -60,7 +60,7 @@ def fill(step, message=GPU, calls=0):
 
 @pytest.mark.parametrize("message", [GPU, TABLE])
 def test_a_step_says_what_needs_memory_and_what_would_free_most(message):
-    step, state = made(jp.Parallel(data=2, fsdp=4, zero=2))
+    step, state = step_and_state(jp.Parallel(data=2, fsdp=4, zero=2))
     batch = next(batches(1))
     state, _ = step(state, batch)
     report = jp.inspect(step, batch)
@@ -77,7 +77,7 @@ def test_a_step_says_what_needs_memory_and_what_would_free_most(message):
 
 
 def test_an_evaluation_says_what_it_needs_and_other_errors_pass():
-    step, state = made()
+    step, state = step_and_state()
     batch = next(batches(1))
     step.evaluate(state, batch)
     fill(step, "RESOURCE_EXHAUSTED: Out of memory allocating 2048 bytes.")
@@ -119,7 +119,7 @@ def test_a_state_that_no_device_holds_is_refused_by_xla_and_explained():
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_run_names_its_newest_checkpoint_and_goes_on_from_there(tmp_path, monkeypatch, late):
-    step, _ = made()
+    step, _ = step_and_state()
     batch = next(batches(1))
     checkpoints = Checkpoints(every=2)
     settings = {"run": tmp_path / "run", "batch": 16, "checkpoints": checkpoints, "show_every": 100}
@@ -144,7 +144,7 @@ def test_a_run_names_its_newest_checkpoint_and_goes_on_from_there(tmp_path, monk
 
 
 def test_a_run_without_a_saved_step_says_so(tmp_path):
-    step, _ = made()
+    step, _ = step_and_state()
     batch = next(batches(1))
     jp.fit(step, batch, steps=1, batch=16)
     fill(step)
@@ -153,7 +153,7 @@ def test_a_run_without_a_saved_step_says_so(tmp_path):
 
 
 def test_where_the_report_does_not_compile_the_state_is_arithmetic(monkeypatch):
-    step, state = made()
+    step, state = step_and_state()
     batch = next(batches(1))
     state, _ = step(state, batch)
     fill(step)
