@@ -25,6 +25,7 @@ from jaxpar.cli import (
     report,
     sample,
     schedule,
+    specs,
     sweep,
     train,
 )
@@ -34,7 +35,7 @@ from jaxpar.mesh.plugin import hush_plugin
 from jaxpar.process_exit import exit_process, exit_with_supervisor
 
 VERBS = (
-    new, train, sweep, launch, check, inspect, plan, partition, schedule, exchange, sample, evaluate, report,
+    new, train, sweep, launch, check, inspect, plan, specs, partition, schedule, exchange, sample, evaluate, report,
     checkpoint, measure, doctor, completion,
 )  # fmt: skip
 LASTING = ("train", "sweep", "launch")  # they continue when the reader of their output goes away

@@ -272,9 +272,13 @@ def shorten(label: str) -> str:
     return parts[0] if len(parts) == 1 else f"{parts[0]} and {len(parts) - 1} more"
 
 
-def users_frame(stack: Sequence[SourceFrame]) -> SourceFrame | None:
-    """Returns the innermost line of Python outside of libraries and of jaxpar's code that runs a step."""
-    return next((frame for frame in stack if not _is_machinery(frame.file)), stack[0] if stack else None)
+def users_frame(stack: Sequence[SourceFrame], enclosing: SourceFrame | None = None) -> SourceFrame | None:
+    """Returns the innermost line of Python outside of libraries and of jaxpar's code that runs a step.
+
+    Without such a line it is `enclosing`, or else the innermost of all.
+    """
+    fallback = enclosing or (stack[0] if stack else None)
+    return next((frame for frame in stack if not _is_machinery(frame.file)), fallback)
 
 
 @cache
@@ -286,11 +290,17 @@ def _is_machinery(file: str) -> bool:
     return file.startswith(_PYTHON)
 
 
-def equation_frame(equation: JaxprEqn) -> SourceFrame | None:
-    """Returns the innermost line of the user's code that traced an equation of a jaxpr; None if unknown."""
+def equation_frame(equation: JaxprEqn, enclosing: SourceFrame | None = None) -> SourceFrame | None:
+    """Returns the innermost line of the user's code that traced an equation of a jaxpr; None if unknown.
+
+    Args:
+      equation: The equation.
+      enclosing: The line of the equation in whose jaxpr it stands: JAX keeps the lines of an inner function alone.
+    """
     traceback = equation.source_info.traceback
     frames = traceback.frames if traceback else ()
-    return users_frame([SourceFrame(frame.file_name, frame.line_num, frame.function_name) for frame in frames])
+    stack = [SourceFrame(frame.file_name, frame.line_num, frame.function_name) for frame in frames]
+    return users_frame(stack, enclosing)
 
 
 def is_of_update(equation: JaxprEqn) -> bool:

@@ -53,6 +53,13 @@ def absent_devices(target: Target) -> tuple[Any, ...]:
         topology_desc = topologies.get_topology_desc(
             platform="cuda", target_config=target_config, topology=f"1x{target.nodes}x{target.per_node}"
         )
+    except NotImplementedError as error:  # the plugin was refused when the backend of processors was started
+        raise refuse(
+            f"target {target} after a JAX array or jax.devices() on a machine without GPUs",
+            rule="the compiler for absent GPUs is loaded before JAX starts its first backend",
+            fix=f'jp.target_devices("{target}") as the first call, before jnp.zeros, jax.random.key and the like; or '
+            "JAX_PLATFORMS=cpu in the environment",
+        ) from error
     except (RuntimeError, ValueError) as error:
         raise refuse(
             f"target {target}: {str(error).splitlines()[0]}",

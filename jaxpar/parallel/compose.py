@@ -14,7 +14,7 @@ from jaxpar.mesh.build import build
 from jaxpar.mesh.devices import Simulated, is_simulated
 from jaxpar.models.settings.adapters import Adapters
 from jaxpar.parallel.declaration import Parallel
-from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.layout import Layout, with_note
 from jaxpar.parallel.place_arrays import place_arrays
 from jaxpar.parallel.rule_problems import REGULAR, rule_problems
 from jaxpar.parallel.techniques.all_techniques import declaration_problems, resolve
@@ -58,7 +58,8 @@ def from_linen(module: object, *args: Any, **kwargs: Any) -> Blueprint:
             fix=f"jp.from_linen({type(module).__name__}(...), jnp.zeros([1, ...]))",
         )
 
-    return linen_model.blueprint(module, _example_call(args, kwargs), name=type(module).__name__)
+    blueprint = linen_model.blueprint(module, _example_call(args, kwargs), name=type(module).__name__)
+    return replace(blueprint, example=(args, kwargs))
 
 
 def from_nnx(factory: Callable, *args: Any, **kwargs: Any) -> Blueprint:
@@ -82,7 +83,7 @@ def from_nnx(factory: Callable, *args: Any, **kwargs: Any) -> Blueprint:
         ):
             call(model)
 
-    return with_program(blueprint, called)
+    return replace(with_program(blueprint, called), example=(args, kwargs))
 
 
 def add_lora(model: Callable | Blueprint, **adapters: Any) -> Blueprint:
@@ -189,6 +190,7 @@ def compose(
         raise JaxparError(*problems, *error.problems) from error
     if problems:  # the checks below read the sizes and the rules
         raise JaxparError(*problems)
+    parallel, note = found_specs(parallel, blueprint)
     problems += _reference_problems(blueprint, parallel.pipe)
     problems += _leaf_problems(blueprint) + rule_problems(parallel, blueprint)
     if any(problem.rule == REGULAR for problem in problems):
@@ -207,7 +209,26 @@ def compose(
     if problems + errors:
         raise JaxparError(*_grouped(problems + errors))
 
-    return resolve(layout, again)
+    layout = resolve(layout, again)
+    return with_note(layout, note) if note else layout
+
+
+def found_specs(parallel: Parallel, blueprint: Blueprint) -> tuple[Parallel, str]:
+    """Returns the declaration with the names that `specs="found"` asks for, and a sentence about them.
+
+    Raises:
+      JaxparError: If nothing is known of the model's inputs, or no choice of dims is possible.
+    """
+    if not parallel.specs:
+        return parallel, ""
+    if blueprint.find_specs is None:
+        raise refuse(
+            f'specs="found" for {blueprint.name}, whose inputs are unknown',
+            rule="specs are found in a traced call of the model",
+            fix=f"jp.from_nnx({blueprint.name}, inputs) or jp.from_linen(module, inputs) as the model, with the shapes "
+            "of a global batch; or jp.find_specs(model, loss, batch, parallel).parallel",
+        )
+    return blueprint.find_specs(parallel)
 
 
 def _grouped(problems: list[Problem]) -> list[Problem]:

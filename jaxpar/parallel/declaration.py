@@ -8,6 +8,7 @@ from jaxpar.exchange.all_reduce import AllReduce
 from jaxpar.exchange.base import Exchange
 from jaxpar.mesh.axes import AXES, batch_axes
 from jaxpar.parallel.pipeline_options import Pipeline
+from jaxpar.sharding.source_lines import line_problems
 
 Axes = str | tuple[str, ...] | None
 DECLARED = ("pipe", "data", "fsdp", "context", "tensor")  # axes of every mesh, each with a field
@@ -68,6 +69,11 @@ class Parallel(Keywords):
       rules: Name of a dim, of parameters or activations, to mesh axis (or axes, or None), before jaxpar's own names. A
         name that the model does not use is refused once its step is traced.
       paths: End of a parameter's path (regular expression) to the names of its trailing dims.
+      activations: Line of the model's source, with the sizes of an array's last dims, to the names of its dims:
+        {"model.py:31 [..., 4096]": ("batch", None, "mlp")}, as if the line called `jp.constrain`. `specs="found"` and
+        `jaxpar specs` write such names.
+      specs: "found" lets an integer program choose the dims that `tensor` splits, of parameters and of activations, in
+        place of rules for matrices: `jp.find_specs`. "" leaves them to names, annotations and use.
       replicate_above: Bytes up to which a parameter, or another array of the model's state, may stay whole on every
         device of the axis that should shard it; a larger one is refused.
 
@@ -94,11 +100,16 @@ class Parallel(Keywords):
     axes: Mapping[str, int] = field(default_factory=dict)
     rules: Mapping[str, Axes] = field(default_factory=dict)
     paths: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    activations: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
+    specs: str = ""
     replicate_above: int = 4 * 2**20
 
     def __post_init__(self):
         if self.exchange is None:
             object.__setattr__(self, "exchange", AllReduce())
+        for key in ("paths", "activations"):  # TOML has no null: "" is a dim without a name there
+            if isinstance(names := getattr(self, key), Mapping):
+                object.__setattr__(self, key, {each: _unnamed(dims) for each, dims in names.items()})
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -148,9 +159,17 @@ class Parallel(Keywords):
             for name, size in self.axes.items()
             if name not in AXES or name in with_field or type(size) is not int
         ]
+        if self.specs not in ("", "found"):
+            rule = 'specs="found" finds the dims that `tensor` splits; without it names, annotations and use decide'
+            problems.append(Problem(f"specs={self.specs!r:.60}", rule, suggest(str(self.specs), ["found"])))
+        problems += line_problems(self.activations)
         for key, example in (("rules", '{"mlp": "tensor"}'), ("paths", '{"up/kernel": ("embed", "mlp")}')):
             problems += _shape_problems(key, getattr(self, key), example)
         return problems
+
+
+def _unnamed(dims: object) -> object:
+    return type(dims)(None if dim == "" else dim for dim in dims) if type(dims) in (list, tuple) else dims  # type: ignore[call-arg, attr-defined]
 
 
 def _shape_problems(key: str, given: object, example: str) -> list[Problem]:

@@ -176,6 +176,9 @@ class Blueprint:
       assigned: Maps a bound model, after a call, to the parameters that it assigned, by path; None if it assigns none.
       copies: Path of each parameter of a frozen reference to the parameter that it was copied from.
       shared: Paths of parameters that the model shares with its reference, so that they must be frozen.
+      example: Positional and keyword arguments of a call, as shapes or other values; None if the call is unknown.
+      find_specs: Maps a declaration with `specs="found"` to the declaration with the names that were found, and a
+        sentence about them; None if nothing is known of a loss or of inputs.
       has_reference: Whether `bind` returns a model and its frozen reference; see `reference.py`.
     """
 
@@ -196,6 +199,8 @@ class Blueprint:
     assigned: Callable[[Any], Mapping[str, jax.Array]] | None = None
     copies: Mapping[str, str] = field(default_factory=dict)
     shared: frozenset[str] = frozenset()
+    example: Any = None
+    find_specs: Callable[[Any], tuple[Any, str]] | None = None
     has_reference: bool = False
 
     def __repr__(self) -> str:

@@ -214,6 +214,10 @@ class Unpipelined(Gradients):
 
             computed = separate_low_rank(run)
         computed = demote_matmuls(computed) if compute.dtype else computed
+        if activations := self.layout.parallel.activations:
+            from jaxpar.step.line_names import name_lines  # a step that names no lines does not load it
+
+            computed = name_lines(computed, activations, all_used=train)
         if train and self.numerics.remat == "offload":
             computed = offload_block_inputs(computed, blueprint.name)
         if isinstance(self.loss, StochasticLoss):

@@ -39,7 +39,7 @@ def toml_value(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (tuple, list)):
-        return "[" + ", ".join(toml_value(item) for item in value) + "]"
+        return "[" + ", ".join('""' if item is None else toml_value(item) for item in value) + "]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_key(k)} = {toml_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, (datetime.date, datetime.time)):

@@ -20,6 +20,7 @@ from jaxpar.job.parts.batches import abstract_batch, open_data
 from jaxpar.job.parts.names import LOSSES, PREFERENCES, check_preferences, custom_loss, model_table, settings_of
 from jaxpar.models.settings.table import MODELS, REFERENCE_MODELS
 from jaxpar.parallel.compose import as_blueprint
+from jaxpar.parallel.declaration import Parallel
 from jaxpar.sharding import linen_model
 from jaxpar.sharding.adapters import with_adapters
 from jaxpar.sharding.infer_names.trace_call import with_program, zeros_like_input
@@ -205,7 +206,8 @@ def _builtin_model(job: Job) -> Callable:
 def _linen(job: Job, module: Any, loss: Callable) -> Blueprint:
     """Wraps a Linen module; its loss on the shapes of the job's batches serves as the example call."""
     batch = abstract_batch(job)
-    return linen_model.blueprint(module, partial(_call, loss, batch), name=type(module).__name__)
+    blueprint = linen_model.blueprint(module, partial(_call, loss, batch), name=type(module).__name__)
+    return _with_finder(job, blueprint, loss)
 
 
 def _nnx(job: Job, factory: Callable, loss: Callable) -> Blueprint:
@@ -217,7 +219,23 @@ def _nnx(job: Job, factory: Callable, loss: Callable) -> Blueprint:
         with batch_errors(job, blueprint.name, batch):
             _call(loss, batch, model)
 
-    return with_program(blueprint, call)
+    return _with_finder(job, with_program(blueprint, call), loss)
+
+
+def _with_finder(job: Job, blueprint: Blueprint, loss: Callable) -> Blueprint:
+    """Lets a job's `specs="found"` be found for its own loss and batch."""
+    if not job.parallel.specs:
+        return blueprint
+
+    def find(parallel: Parallel) -> tuple[Parallel, str]:
+        from jaxpar.specs.find import find_specs
+
+        batch = abstract_batch(job)
+        with batch_errors(job, blueprint.name, batch):
+            found = find_specs(blueprint, loss, batch, parallel, precision=job.train.precision.compute)
+        return found.parallel, found.sentence
+
+    return dataclasses.replace(blueprint, find_specs=find)
 
 
 def _call(loss: Callable, batch: Mapping[str, jax.ShapeDtypeStruct], model: Any) -> Any:

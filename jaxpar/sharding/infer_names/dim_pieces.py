@@ -96,10 +96,10 @@ def join(first: Dim, second: Dim) -> None:
             a.facts.add(b.facts)
             b.same = a
         elif a.size % b.size == 0:
-            left.extend(reversed(_split(a, b.size)))
+            left.extend(reversed(split(a, b.size)))
             right.append(b)
         elif b.size % a.size == 0:
-            right.extend(reversed(_split(b, a.size)))
+            right.extend(reversed(split(b, a.size)))
             left.append(a)
         else:
             mix((a, b, *left, *right), "not followed")
@@ -117,7 +117,7 @@ def regroup(dims: Sequence[Dim], sizes: Sequence[int]) -> list[Dim]:
             if missing % piece.size == 0:
                 dim.append(piece)
             elif piece.size % missing == 0:
-                first, second = _split(piece, missing)
+                first, second = split(piece, missing)
                 dim.append(first)
                 pieces.append(second)
             else:
@@ -133,7 +133,8 @@ def mix(dim: Iterable[DimPiece], why: str) -> None:
         piece.facts.mixed.add(why)
 
 
-def _split(piece: DimPiece, first: int) -> tuple[DimPiece, DimPiece]:
+def split(piece: DimPiece, first: int) -> tuple[DimPiece, DimPiece]:
+    """Splits a piece in two, of which the first has `first` entries; both get its facts."""
     parts = DimPiece(first), DimPiece(piece.size // first)
     for part in parts:
         part.facts.add(piece.facts)

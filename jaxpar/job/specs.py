@@ -1,0 +1,82 @@
+"""Finds specs for a job, and holds their predicted traffic to the program compiled for absent GPUs."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from jaxpar.job.check import device_count
+from jaxpar.job.file.schema import Job
+from jaxpar.job.inspect import observe
+from jaxpar.job.parts.batches import abstract_batch
+from jaxpar.job.parts.models import batch_errors, resolve_loss, resolve_model
+from jaxpar.mesh.axes import infer_sizes
+from jaxpar.parallel.compose import as_blueprint
+from jaxpar.specs.find import AXIS, FoundSpecs, find_specs
+from jaxpar.units import show_bytes
+
+
+def specs_of_job(job: Job, *, chip: str, memory: float | None, examples: bool) -> FoundSpecs:
+    """Finds the dims that `tensor` should split in a job's model; see `jaxpar.specs.find.find_specs`.
+
+    Raises:
+      JaxparError: If the job has problems, or no specs can be found.
+    """
+    loss, batch, parallel = resolve_loss(job), abstract_batch(job), job.effective_parallel
+    sized = parallel.sized(infer_sizes(parallel.sizes, device_count(job)))
+    plain = dataclasses.replace(job, parallel=dataclasses.replace(sized, specs=""))
+    blueprint = as_blueprint(resolve_model(plain, loss))
+    with batch_errors(job, blueprint.name, batch):
+        return find_specs(
+            blueprint, loss, batch, sized, precision=job.train.precision.compute, chip=chip, memory=memory,
+            examples=examples,
+        )  # fmt: skip
+
+
+def with_specs(job: Job, found: FoundSpecs) -> Job:
+    """Returns the job with the names that were found."""
+    return dataclasses.replace(job, parallel=found.parallel)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """Bytes that a device sends over the axis in a step, by kind of collective, and the bytes of memory of a device.
+
+    Attributes:
+      predicted: Of the specs that were found, as predicted.
+      compiled: Of the same, as compiled.
+      without: Of the job without them, as compiled.
+      memory: Bytes of a device with and without them, as compiled.
+    """
+
+    predicted: Mapping[str, float]
+    compiled: Mapping[str, float]
+    without: Mapping[str, float]
+    memory: tuple[int, int]
+
+    def __str__(self) -> str:
+        columns = self.predicted, self.compiled, self.without
+        kinds = sorted({kind for given in columns for kind in given})
+        lines = [f"bytes over {AXIS} per device and step{'predicted':>14}{'compiled':>14}{'without specs':>16}"]
+        for name, *amounts in (
+            *((kind, *(given.get(kind, 0) for given in columns)) for kind in kinds),
+            ("all", *(sum(given.values()) for given in columns)),
+        ):
+            shown = [show_bytes(int(amount)) for amount in amounts]
+            lines.append(f"  {name:32}{shown[0]:>14}{shown[1]:>14}{shown[2]:>16}")
+        lines.append(f"  {'memory per device':46}{show_bytes(self.memory[0]):>14}{show_bytes(self.memory[1]):>16}")
+        return "\n".join(lines)
+
+
+def compare_specs(job: Job, found: FoundSpecs, target: str) -> Compared:
+    """Compiles a job with and without the specs that were found.
+
+    Raises:
+      JaxparError: If it cannot be compiled for the target.
+    """
+    plain = dataclasses.replace(job, parallel=dataclasses.replace(found.parallel, **_own(job)))
+    reports = [observe(each, target) for each in (with_specs(job, found), plain)]
+    compiled, without = ({**report.by_axis.get(AXIS, {})} for report in reports)
+    return Compared(found.solution.traffic, compiled, without, (reports[0].total, reports[1].total))
+
+
+def _own(job: Job) -> dict[str, Mapping]:
+    return {name: getattr(job.parallel, name) for name in ("paths", "rules", "activations")}

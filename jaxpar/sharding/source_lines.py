@@ -1,0 +1,60 @@
+"""Keys of `Parallel.activations`: arrays of a line of the model's source, such as `model.py:31 [..., 4096]`."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxpar.errors import Problem
+
+_KEY = re.compile(r"(?P<file>[^:\[\]]+):(?P<line>[1-9]\d*)(?: \[\.\.\.(?P<sizes>(?:, \d+)+)\])?")
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """The activations that a line of source computes.
+
+    Attributes:
+      file: The end of the file's path.
+      line: The number of the line.
+      sizes: The sizes of their last dims; () for any.
+    """
+
+    file: str
+    line: int
+    sizes: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        sizes = f" [..., {', '.join(map(str, self.sizes))}]" if self.sizes else ""
+        return f"{self.file}:{self.line}{sizes}"
+
+    def matches(self, file: str, line: int, shape: Sequence[int]) -> bool:
+        """Whether an array of this shape, which a line of a file computes, is one of these."""
+        same_line = line == self.line and (file == self.file or file.endswith("/" + self.file))
+        return same_line and tuple(shape[len(shape) - len(self.sizes) :]) == self.sizes
+
+
+def parse_line(text: str) -> SourceLine | None:
+    """Parses a key; None if it names no line.
+
+    >>> parse_line("model.py:31 [..., 4096]")
+    SourceLine(file='model.py', line=31, sizes=(4096,))
+    """
+    match = _KEY.fullmatch(text)
+    if match is None:
+        return None
+    sizes = tuple(int(size) for size in (match["sizes"] or "").split(", ") if size)
+    return SourceLine(match["file"], int(match["line"]), sizes)
+
+
+def line_problems(activations: object) -> list[Problem]:
+    """Returns the problems of `Parallel.activations` that do not depend on the model."""
+    rule = "a line of source, and perhaps the sizes of the last dims, maps to a name or None for each dim"
+    fix = 'activations={"model.py:31 [..., 4096]": ("batch", None, "mlp")}'
+    if not isinstance(activations, dict):
+        return [Problem(f"activations={activations!r:.60}", rule, fix)]
+    problems = []
+    for key, names in activations.items():
+        named = isinstance(names, list | tuple) and all(name is None or isinstance(name, str) for name in names)
+        if not isinstance(key, str) or parse_line(key) is None or not named or not names:
+            problems.append(Problem(f"activations={{{key!r}: {names!r:.60}}}", rule, fix))
+    return problems

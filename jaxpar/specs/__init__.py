@@ -1,0 +1,8 @@
+"""Finds the shards of parameters and activations that a step should have over one mesh axis.
+
+program.py      the jaxpr of loss and gradients ─► arrays, whose dims are joined between operations, and operations
+operations.py   matmuls, convolutions, lookups: loops over dims of their operands and results
+classes.py      equal layers ─► one layer with a count
+optimize.py     which dims to cut: an integer program, solved exactly (HiGHS), with its lower bound
+names.py        the solution as names of dims and rules that a person can read, and paste into a declaration
+"""

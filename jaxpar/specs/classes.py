@@ -1,0 +1,111 @@
+"""Groups equal parts of a program: the layers of a stack are solved once, with a count.
+
+Pieces, arrays and operations begin with what is seen of each alone (sizes, shapes, kinds), and are then told apart by
+their neighbours, a few rounds long (Weisfeiler and Leman 1968). Members of a class have one decision: that loses
+nothing in the linear relaxation, whose optimum is symmetric, and gives equal layers equal rules.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any
+
+from jaxpar.sharding.infer_names.dim_pieces import DimPiece, flat
+from jaxpar.specs.program import Array, Operation, Program
+
+ROUNDS = 4
+
+
+class Classes:
+    """The class of each piece, array and operation of a program, as numbers.
+
+    Attributes:
+      pieces: Piece to the number of its class.
+      arrays: Array to the number of its class.
+      operations: Operation to the number of its class.
+    """
+
+    def __init__(self, program: Program):
+        arrays = [array for array in program.arrays if array.root is array]
+        views = {id(array): array for operation in program.operations for array in operation.operands}
+        self._arrays = {**{id(array): array for array in arrays}, **views}
+        found = {piece: None for array in self._arrays.values() for dim in array.dims for piece in flat(dim)}
+        self.pieces: dict[DimPiece, int] = _numbered(
+            {piece: (piece.size, piece in program.rows, bool(piece.facts.mixed)) for piece in found}
+        )
+        self.arrays: dict[int, int] = _numbered(
+            {key: (array.shape, array.itemsize, bool(array.path), array.times) for key, array in self._arrays.items()}
+        )
+        self.operations: dict[Operation, int] = _numbered(
+            {operation: _kind(operation) for operation in program.operations}
+        )
+        for _ in range(ROUNDS):
+            self._refine(program)
+
+    def of_piece(self, piece: DimPiece | None) -> int | None:
+        """Returns the class of a piece; None for None."""
+        return None if piece is None else self.pieces[piece]
+
+    def of_array(self, array: Array) -> int:
+        """Returns the class of an array."""
+        return self.arrays[id(array)]
+
+    def _refine(self, program: Program) -> None:
+        pieces, arrays, operations = self.pieces, self.arrays, self.operations
+        used: dict[int, list[Hashable]] = {}
+        for operation in program.operations:
+            for index, array in enumerate(operation.operands):
+                for one in {id(array), id(array.root)}:
+                    used.setdefault(one, []).append((operations[operation], index))
+            used.setdefault(id(operation.result), []).append((operations[operation], "result"))
+        of_piece: dict[DimPiece, list[Hashable]] = {piece: [] for piece in pieces}
+        for key, array in self._arrays.items():
+            for position, dim in enumerate(array.dims):
+                for depth, piece in enumerate(flat(dim)):
+                    of_piece[piece].append((arrays[key], position, depth))
+        for operation in program.operations:
+            for index, (operands, result) in enumerate(operation.loops):
+                for place, piece in enumerate((*operands, result)):
+                    if piece is not None:
+                        of_piece[piece].append(("loop", operations[operation], index, place))
+        self.operations = _numbered(
+            {
+                operation: (
+                    operations[operation],
+                    *(arrays.get(id(array)) for array in (*operation.operands, operation.result)),
+                    *((*map(self.of_piece, ins), self.of_piece(out)) for ins, out in operation.loops),
+                )
+                for operation in program.operations
+            }
+        )
+        self.arrays = _numbered(
+            {
+                key: (
+                    arrays[key],
+                    tuple(tuple(pieces[piece] for piece in flat(dim)) for dim in array.dims),
+                    _multiset(used.get(key, ())),
+                )
+                for key, array in self._arrays.items()
+            }
+        )
+        self.pieces = _numbered({piece: (pieces[piece], _set(of_piece[piece])) for piece in pieces})
+
+
+def _kind(operation: Operation) -> Hashable:
+    params = operation.equation.params
+    numbers = repr(params.get("dimension_numbers"))
+    shapes = tuple(array.shape for array in (*operation.operands, operation.result))
+    return operation.equation.primitive.name, numbers, shapes, operation.times, len(operation.loops)
+
+
+def _multiset(items: Iterable[Hashable]) -> Hashable:
+    return frozenset(Counter(items).items())
+
+
+def _set(items: Iterable[Hashable]) -> Hashable:
+    """As a set: a stream that all layers read has as many readers as there are layers."""
+    return frozenset(items)
+
+
+def _numbered(keys: Mapping[Any, Hashable]) -> dict[Any, int]:
+    numbers: dict[Hashable, int] = {}
+    return {item: numbers.setdefault(key, len(numbers)) for item, key in keys.items()}

@@ -1,0 +1,277 @@
+"""Finds specs for a model and its loss: traces them, solves the integer program, and names the solution."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.errors import JaxparError, refuse, suggest, user_code_errors
+from jaxpar.models.islands import implemented
+from jaxpar.parallel.compose import as_blueprint, compose
+from jaxpar.parallel.declaration import Parallel
+from jaxpar.parallel.read_parameter import read_parameter
+from jaxpar.plan.machine.hardware import HARDWARE, Hardware
+from jaxpar.sharding.author.explicit import sharding_translation
+from jaxpar.sharding.names import Blueprint, Compute, path_of
+from jaxpar.sharding.nnx.hooks import step_hooks
+from jaxpar.specs.names import NamedSpecs, name_solution
+from jaxpar.specs.optimize import TIE, Costs, Cuts, Solution
+from jaxpar.specs.program import Program, follow
+from jaxpar.step.losses import as_sums
+from jaxpar.step.numerics import DTYPES
+from jaxpar.step.stochastic_loss.loss import traceable_loss
+from jaxpar.units import show_bytes
+
+AXIS = "tensor"
+UPDATE = 28  # bytes of memory traffic per parameter of AdamW's update: parameter, gradient and two moments
+STATE = 16  # bytes of a float32 parameter, its gradient and two moments
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class FoundSpecs:
+    """Dims that an axis splits, as found for a model.
+
+    Attributes:
+      parallel: The declaration with the names and rules that were found, which train and explain as if a person had
+        written them.
+      specs: Names of the dims of parameters and of activations, and the rules for them.
+      solution: The modelled seconds of a step, their lower bound, and the bytes of a device.
+      reasons: Each name to the seconds and why it is cut.
+      unknown: Names of operations that the analysis does not follow: dims of their arrays stay whole.
+      note: A sentence on the choice, or "".
+      seconds: Seconds that tracing, analysis and solving took.
+    """
+
+    parallel: Parallel
+    specs: NamedSpecs
+    solution: Solution
+    reasons: Mapping[str, str]
+    unknown: tuple[str, ...]
+    note: str
+    seconds: float
+
+    def __repr__(self) -> str:
+        solution = self.solution
+        return (
+            f"<specs over {AXIS}={self.parallel.tensor}: {', '.join(sorted({*self.specs.names.values()})) or 'none'}; "
+            f"{solution.cost * 1e3:.3g} ms modelled, at most {solution.gap:.2%} above the best>"
+        )
+
+    @property
+    def sentence(self) -> str:
+        """What was found, in one sentence."""
+        names = ", ".join(sorted({*self.specs.names.values()})) or "nothing"
+        return (
+            f'specs="found": {AXIS} splits {names}; {self.solution.cost * 1e3:.3g} ms of a step\'s work and traffic, '
+            f"modelled, {self.solution.cost / self.solution.bound - 1:.1%} above the least possible"
+        )
+
+    def explain(self) -> str:
+        """Returns the names, each with its reason, and the certificate, as text."""
+        solution, lines = self.solution, []
+        lines.append(
+            f"{AXIS}={self.parallel.tensor}: {solution.cost * 1e3:.4g} ms of a step's work and traffic, modelled; no "
+            f"other choice costs less than {solution.bound * 1e3:.4g} ms (gap {solution.gap:.2%}); "
+            f"{show_bytes(int(solution.memory))} of state and kept activations; {self.seconds:.1f} s"
+        )
+        if self.note:
+            lines.append(f"  {self.note}")
+        if solution.cost > 1.0001 * solution.best:
+            lines.append(f"  the simplest within {TIE:.0%} of the best, {solution.best * 1e3:.4g} ms")
+        sent = ", ".join(f"{kind} {show_bytes(int(size))}" for kind, size in sorted(solution.traffic.items()))
+        lines.append(f"  sent by a device over {AXIS} in a step, predicted: {sent or 'nothing'}")
+        lines += [f"  {name:10} {reason}" for name, reason in self.reasons.items()]
+        lines += ["parameters"] + [f"  {path:40} {_shown(names)}" for path, names in self.specs.paths.items()]
+        lines += ["activations"] + [f"  {line:40} {_shown(names)}" for line, names in self.specs.activations.items()]
+        if self.specs.rules:
+            lines += ["rules"] + [f"  {name:40} {axis}" for name, axis in self.specs.rules.items()]
+        if self.specs.without_line:
+            lines += ["left to XLA, as a line computes several arrays of one shape"]
+            lines += [f"  {line}" for line in self.specs.without_line]
+        if self.unknown:
+            lines += [f"not followed, so dims of their arrays stay whole: {', '.join(self.unknown)}"]
+        return "\n".join(lines)
+
+
+def _shown(names: tuple[str | None, ...]) -> str:
+    return ", ".join(name or "-" for name in names)
+
+
+def find_specs(
+    model: Callable | Blueprint,
+    loss: Callable,
+    batch: Mapping[str, Any],
+    parallel: Parallel,
+    *,
+    precision: str = "fp32",
+    chip: str = "h100",
+    memory: float | None = None,
+    examples: bool = False,
+) -> FoundSpecs:
+    """Finds the dims of parameters and activations that `tensor` should split.
+
+    The loss and its gradients are traced on shapes, and the dims are chosen by an integer program that is solved
+    exactly: FLOP, bytes over the link, launches and device memory on the given chip. The result is names: of parameters
+    by their paths, of activations by lines of the source.
+
+    Args:
+      model: As for `jp.compose`.
+      loss: A function of (model, batch), or of (model, batch, key).
+      batch: The global batch: name to an array, or to its shape and dtype; dim 0 is examples.
+      parallel: The declaration, with `tensor` of at least 2; `data` and `fsdp` split the examples.
+      precision: Dtype of matmuls: "fp32" or "bf16".
+      chip: The GPU, a key of `jaxpar.plan.machine.hardware.HARDWARE`.
+      examples: Whether `tensor` may split examples too where that is cheaper, as data parallelism does for
+        convolutions before dense layers ("one weird trick", Krizhevsky 2014, arXiv:1404.5997).
+      memory: Bytes of a device that parameters, their state and kept activations may take; None for no limit.
+
+    Raises:
+      JaxparError: If the declaration has other axes, the rows do not divide, or nothing fits in `memory`: then with
+        the least that any choice needs.
+    """
+    start = time.perf_counter()
+    blueprint, rows = as_blueprint(model), _rows(parallel, batch)
+    program = trace_program(blueprint, loss, batch, rows=rows, precision=precision)
+    costs, note = costs_on(_hardware(chip), parallel, precision), ""
+    cuts = Cuts(program, parallel.tensor, costs, examples=examples)
+    solution = cuts.solve(memory=memory)
+    if not cuts.splits_parameters(solution):
+        note = (
+            f"{AXIS}={parallel.tensor} costs more than it saves for {rows} examples a device on {chip}, by this model: "
+            "without launches, and with the FLOP of matmuls split as declared"
+        )
+        cuts = Cuts(program, parallel.tensor, replace(costs, launch=0.0), examples=examples)
+        solution = cuts.solve(memory=memory, split=True)
+    named = name_solution(cuts, solution, AXIS, tuple(axis for axis in parallel.sizes if axis in parallel.batch_axes))
+    found = replace(
+        parallel,
+        specs="",
+        paths={**parallel.paths, **named.paths},
+        rules={**named.rules, **parallel.rules},
+        activations={**named.activations, **parallel.activations},
+    )
+    return FoundSpecs(
+        parallel=found,
+        specs=named,
+        solution=solution,
+        reasons=_reasons(cuts, solution, named, memory, split=bool(note)),
+        note=note,
+        unknown=tuple(sorted(program.unknown)),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def find_specs_of_call(blueprint: Blueprint, parallel: Parallel) -> FoundSpecs:
+    """Finds specs for a model's example call: the loss is the mean square of its results, the batch its inputs.
+
+    Raises:
+      JaxparError: As `find_specs`.
+    """
+    leaves, structure = jax.tree.flatten(blueprint.example)
+    arrays = {str(n): leaf for n, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")}
+    batch = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in arrays.items()}
+
+    def loss(model: Any, batch: Mapping[str, Any]) -> Any:
+        args, kwargs = jax.tree.unflatten(structure, [batch.get(str(n), leaf) for n, leaf in enumerate(leaves)])
+        results = [leaf for leaf in jax.tree.leaves(model(*args, **kwargs)) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+        return sum(jnp.mean(jnp.square(leaf.astype(jnp.float32))) for leaf in results)
+
+    return find_specs(blueprint, loss, batch, parallel)
+
+
+def _hardware(chip: str) -> Hardware:
+    if chip in HARDWARE:
+        return HARDWARE[chip]
+    raise refuse(f"chip={chip!r}", rule="a chip whose constants are known", fix=suggest(chip, HARDWARE))
+
+
+def _rows(parallel: Parallel, batch: Mapping[str, Any]) -> int:
+    """Returns the rows of a device."""
+    others = {axis: size for axis, size in parallel.sizes.items() if size != 1 and axis not in ("data", "fsdp", AXIS)}
+    if others or parallel.tensor < 2:
+        shown = ", ".join(f"{axis}={size}" for axis, size in parallel.sizes.items() if size != 1) or "no axis"
+        raise refuse(
+            f"specs to be found for {shown}",
+            rule=f"specs are found for {AXIS}, of size 2 or more, beside data and fsdp",
+            fix=f'jp.Parallel(fsdp=2, {AXIS}=4, specs="found")',
+        )
+    counts = {leaf.shape[0] for leaf in batch.values() if getattr(leaf, "shape", ())}
+    rows, replicas = max(counts, default=0), parallel.data * parallel.fsdp
+    if not rows or rows % replicas:
+        raise refuse(
+            f"{rows} examples over data x fsdp = {replicas}",
+            rule="the replicas divide the examples of the global batch",
+            fix=f"a batch of {replicas * max(1, -(-rows // replicas))} examples",
+        )
+    return rows // replicas
+
+
+def costs_on(hardware: Hardware, parallel: Parallel, precision: str) -> Costs:
+    """Returns the seconds of work and traffic on a device of these machines, under a declaration's other axes."""
+    chip, size = hardware.chip, parallel.tensor
+    inside, itemsize = size <= hardware.per_node, 2 if precision == "bf16" else 4
+    flops = chip.bf16_flops if precision == "bf16" else chip.f32_flops
+    link = hardware.inside if inside else hardware.between
+    bandwidth = chip.bandwidth * hardware.streaming
+    # per element of a parameter: the update, and over the axes that split examples its gathers and its gradient's sum
+    shared = parallel.fsdp if parallel.stage else 1
+    seconds = UPDATE / bandwidth / shared
+    far = hardware.inside if size * parallel.fsdp * parallel.data <= hardware.per_node else hardware.between
+    replicas = parallel.data * parallel.fsdp
+    sent = (3 if parallel.stage == 3 else 2) * itemsize * (replicas - 1) / replicas
+    seconds += sent / far.bandwidth
+    return Costs(
+        flops=flops * hardware.gemm.top, link=link.bandwidth, launch=hardware.launch, memory=bandwidth,
+        parameter=seconds, state=STATE / shared,
+    )  # fmt: skip
+
+
+def trace_program(
+    blueprint: Blueprint, loss: Callable, batch: Mapping[str, Any], *, rows: int, precision: str
+) -> Program:
+    """Traces the loss of `rows` examples and its gradients, and follows the dims of all arrays.
+
+    Raises:
+      JaxparError: If the model or the loss does not accept the batch.
+    """
+    layout, dtype = compose(blueprint, Parallel(), 1), DTYPES[precision]
+    params, model_state = jax.eval_shape(lambda: blueprint.init(jax.random.key(0)))
+    local = {name: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) for name, leaf in batch.items()}
+
+    def mean(params: Any, model_state: Any, batch: Any) -> Any:
+        model = blueprint.bind(params, model_state, partial(read_parameter, layout, dtype=dtype), Compute(dtype=dtype))
+        total, count = as_sums(traceable_loss(loss)(model, batch), accumulate=1)["loss"]
+        return total / jax.lax.stop_gradient(count)
+
+    errors = user_code_errors(
+        f"{blueprint.name} and its loss", rule="model and loss accept the batch", fix="the line that this names"
+    )
+    from jaxpar.models.experts import active_experts  # loaded only where a model is traced
+
+    with errors, sharding_translation(), step_hooks(), implemented({"mixture": active_experts}):
+        closed = jax.make_jaxpr(jax.value_and_grad(mean))(params, model_state, local)
+    paths = [path_of(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+    states, inputs = len(jax.tree.leaves(model_state)), len(jax.tree.leaves(local))
+    first = len(paths) + states
+    return follow(closed.jaxpr, paths, range(first, first + inputs), range(1, len(paths) + 1))
+
+
+def _reasons(cuts: Cuts, solution: Solution, named: NamedSpecs, memory: float | None, *, split: bool) -> dict[str, str]:
+    """Returns, for each name, what the step costs without it."""
+    reasons = {}
+    for name in sorted({*named.names.values()}):
+        states = [state for state, each in named.names.items() if each == name]
+        try:
+            whole = cuts.solve(without=states, memory=memory, split=split)
+        except JaxparError:  # a choice without this name may be impossible, which is the reason then
+            whole = None
+        reasons[name] = (
+            "nothing else fits and splits the work" if whole is None
+            else f"without it the next best costs {(whole.best - solution.best) * 1e3:.3g} ms "
+            f"({whole.best / solution.best - 1:.1%}) more"
+        )  # fmt: skip
+    return reasons

@@ -1,0 +1,203 @@
+"""Writes a solution as names of dims: of parameters by their paths, of activations by their lines.
+
+heads       dims that two activations have as a batch dim of their matmul, as queries and keys
+vocab       dims that are looked up by index: rows of a table, logits
+experts     a batch dim of a parameter and activations
+channels    of convolutions
+examples    dims of examples that the axis splits, in addition to the axes of the batch
+tokens      dims of the batch after that of examples
+mlp         dims that parameters make and other parameters contract
+features    any other
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpar.mesh.axes import AXES
+from jaxpar.sharding.infer_names.dim_pieces import DimPiece, flat
+from jaxpar.sharding.source_lines import SourceLine
+from jaxpar.specs.optimize import Cuts, Solution
+from jaxpar.specs.program import Array, Program
+
+ORDER = ("vocab", "heads", "experts", "channels", "tokens", "mlp")  # of two meanings of a dim the first is its name
+Names = tuple[str | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedSpecs:
+    """A solution in names.
+
+    Attributes:
+      paths: End of a parameter's path, as a regular expression, to the names of its dims.
+      activations: Line of source, with sizes of the last dims, to the names of an array's dims.
+      rules: Names that are no names of the axis' own, to the axis.
+      without_line: Arrays that are cut, but that no line tells apart from others, as text.
+      names: The name of each class of pieces that is cut.
+    """
+
+    paths: Mapping[str, Names]
+    activations: Mapping[str, Names]
+    rules: Mapping[str, Any]
+    without_line: tuple[str, ...]
+    names: Mapping[int, str]
+
+
+def name_solution(cuts: Cuts, solution: Solution, axis: str, batch_axes: tuple[str, ...] = ()) -> NamedSpecs:
+    """Returns the names for a solution over an axis, in a mesh in which other axes split the batch."""
+    meanings, program = _meanings(cuts.program), cuts.program
+    cut = {piece for piece, state in cuts.classes.pieces.items() if state in solution.cut}
+
+    def name(piece: DimPiece) -> str:
+        return next((each for each in ORDER if piece in meanings[each]), "features")
+
+    def names(array: Array) -> Names:
+        firsts = [next(flat(dim), None) for dim in array.dims]
+        return tuple(
+            None if piece is None
+            else ("examples" if piece in cut else "batch") if piece in program.rows
+            else name(piece) if piece in cut
+            else None
+            for piece in firsts
+        )  # fmt: skip
+
+    paths = _by_pattern({path: names(array) for path, array in program.params.items()})
+    activations, without_line = _by_line(program, names)
+    used = {each for given in (*paths.values(), *activations.values()) for each in given if each}
+    rules: dict[str, Any] = {each: axis for each in sorted(used - {"batch", "examples", *AXES[axis].splits})}
+    if "examples" in used:
+        rules["examples"] = (*batch_axes, axis)
+    of_class = {cuts.classes.pieces[piece]: "examples" if piece in program.rows else name(piece) for piece in cut}
+    return NamedSpecs(paths=paths, activations=activations, rules=rules, without_line=without_line, names=of_class)
+
+
+def _meanings(program: Program) -> dict[str, set[DimPiece]]:
+    """Returns the pieces that have each meaning, through all operations."""
+    found: dict[str, set[DimPiece]] = {name: set() for name in ORDER}
+    made, taken = set(), set()
+    for operation in program.operations:
+        learned = [operand.learned for operand in operation.operands]
+        for operands, result in operation.loops:
+            pieces = {piece for piece in (*operands, result) if piece is not None}
+            kind = operation.equation.primitive.name
+            if kind == "gather" and result is None:
+                found["vocab"] |= pieces
+            elif kind == "gather" and any(learned) and operands[0] is None:
+                found["tokens"] |= pieces - program.rows
+            elif kind == "conv_general_dilated" and result is not program.rows and any(learned):
+                found["channels"] |= pieces - program.rows
+            elif kind == "dot_general" and None not in operands and result is not None:
+                if not operation.backward:
+                    found["experts" if any(learned) else "heads"] |= pieces - program.rows
+            elif kind == "dot_general" and any(learned):
+                (taken if result is None else made).update(pieces)
+    for array in program.inputs:
+        if array.dims and set(flat(array.dims[0])) & program.rows:
+            found["tokens"] |= {piece for dim in array.dims[1:] for piece in flat(dim)}
+    for pieces in found.values():
+        _spread(program, pieces)
+    _spread(program, made)
+    _spread(program, taken)
+    found["mlp"] = (made & taken) - _stream(program)
+    return found
+
+
+def _stream(program: Program) -> set[DimPiece]:
+    """Returns the pieces of a residual stream: dims that more than a gate and its partner make."""
+    counts: Counter[DimPiece] = Counter()
+    for operation in program.operations:
+        if not operation.backward and any(operand.learned for operand in operation.operands):
+            counts.update({result for _, result in operation.loops if result is not None})
+    pieces = {piece for piece, count in counts.items() if count > 2}
+    _spread(program, pieces)
+    return pieces
+
+
+def _spread(program: Program, pieces: set[DimPiece]) -> None:
+    """Adds the pieces that operations run over in the same loops."""
+    before = -1
+    while len(pieces) > before:
+        before = len(pieces)
+        for operation in program.operations:
+            for operands, result in operation.loops:
+                loop = {piece for piece in (*operands, result) if piece is not None}
+                if loop & pieces:
+                    pieces |= loop
+
+
+def _by_pattern(names: Mapping[str, Names]) -> dict[str, Names]:
+    """Merges paths that differ in numbers of layers alone and have equal names."""
+    groups: dict[str, dict[str, Names]] = defaultdict(dict)
+    for path, given in names.items():
+        groups["/".join(r"\d+" if part.isdecimal() else re.escape(part) for part in path.split("/"))][path] = given
+    merged: dict[str, Names] = {}
+    for pattern, members in groups.items():
+        if len(set(members.values())) == 1:
+            merged[pattern if len(members) > 1 else re.escape(next(iter(members)))] = next(iter(members.values()))
+        else:
+            merged |= {re.escape(path): given for path, given in members.items()}
+    return merged
+
+
+def _of_operations(program: Program) -> set[int]:
+    """Returns the activations that operations of the forward pass read or make."""
+    return {
+        id(array)
+        for operation in program.operations
+        if not operation.backward
+        for array in (*operation.operands, operation.result)
+    }
+
+
+def _by_line(program: Program, names_of: Callable[[Array], Names]) -> tuple[dict[str, Names], tuple[str, ...]]:
+    """Returns the names of activations by line, and those that no line tells apart."""
+    found: dict[tuple[str, int, int], dict[tuple[int, ...], set[Names]]] = defaultdict(lambda: defaultdict(set))
+    wanted: set[tuple[str, int, int, tuple[int, ...]]] = set()
+    multiplied = _of_operations(program)
+    for array in program.arrays:
+        if array.line is None or array.backward or array.learned:
+            continue
+        names = names_of(array)
+        examples = [place for place, name in enumerate(names) if name in ("batch", "examples")]
+        if len(examples) != 1 or examples[0] == len(names) - 1:
+            continue
+        sizes = array.shape[examples[0] + 1 :]
+        found[array.line.file, array.line.line, len(names)][sizes].add(names)
+        if id(array) in multiplied:
+            wanted.add((array.line.file, array.line.line, len(names), sizes))
+    files = {file for file, _, _ in found}
+    short = {file: _shortest(file, files) for file in files}
+    activations, ambiguous = {}, []
+    for (file, line, rank), by_sizes in found.items():
+        for sizes, options in by_sizes.items():
+            if (file, line, rank, sizes) not in wanted:
+                continue
+            if len(options) > 1:
+                ambiguous.append(str(SourceLine(short[file], line, sizes)))
+                continue
+            names = next(iter(options))
+            count = _needed(sizes, names, by_sizes)
+            activations[str(SourceLine(short[file], line, sizes[len(sizes) - count :]))] = names
+    return activations, tuple(ambiguous)
+
+
+def _needed(sizes: tuple[int, ...], names: Names, others: Mapping[tuple[int, ...], set[Names]]) -> int:
+    """Returns how many of the last sizes tell an array apart from the others of its line."""
+    for count in range(1, len(sizes)):
+        end = sizes[len(sizes) - count :]
+        alike = [options for other, options in others.items() if other[len(other) - count :] == end]
+        if all(options == {names} for options in alike):
+            return count
+    return len(sizes)
+
+
+def _shortest(file: str, files: set[str]) -> str:
+    """Returns the end of a file's path that tells it apart from other files."""
+    parts = file.split("/")
+    for count in range(1, len(parts)):
+        end = "/".join(parts[-count:])
+        if sum(other == end or other.endswith("/" + end) for other in files) == 1:
+            return end
+    return file

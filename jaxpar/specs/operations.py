@@ -1,0 +1,109 @@
+"""Matmuls, convolutions and lookups as loops over dims.
+
+A loop runs over one dim of each array that has it. An operation whose loop is cut over n devices does 1/n of its work,
+reads shards of the operands that have the dim and whole copies of the others, and makes a shard of its result, or, if
+the result lacks the dim, a partial sum of it.
+
+    dot_general   batch dims, free dims of either side, contracted dims
+    convolution   examples, channels in (contracted), channels out; rows and columns are cut by other axes
+    gather        dims of the indices, dims that are taken whole, and the looked-up dim: each device looks up the rows
+                  that it has and adds zeros for the others, which makes a partial sum
+    scatter-add   dims of the updates (a partial sum), dims that are added whole, and the dim that is looked up
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+Loop = tuple[tuple[int | None, ...], int | None]  # the dim of each operand, and of the result, that a loop runs over
+
+
+def loops_of(eqn: JaxprEqn) -> list[Loop] | None:
+    """Returns the loops of an equation by the dims of its operands and result; None if it is no such operation."""
+    name = eqn.primitive.name
+    if name == "dot_general":
+        return list(_dot(eqn))
+    if name == "conv_general_dilated":
+        return _convolution(eqn)
+    if name == "gather":
+        return list(_gather(eqn))
+    if name == "scatter-add":
+        return list(_scatter(eqn))
+    return None
+
+
+def flop_of(eqn: JaxprEqn) -> float:
+    """Returns the FLOP of a matmul or convolution; 0 for a lookup."""
+    out = math.prod(eqn.outvars[0].aval.shape)
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        return 2.0 * out * math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
+    if eqn.primitive.name == "conv_general_dilated":
+        kernel = eqn.invars[1].aval.shape
+        return 2.0 * out * math.prod(kernel) / kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+    return 0.0
+
+
+def _dot(eqn: JaxprEqn) -> Iterator[Loop]:
+    (contracted, batch), ranks = eqn.params["dimension_numbers"], [len(var.aval.shape) for var in eqn.invars]
+    for index, pair in enumerate(zip(*batch, strict=True)):
+        yield pair, index
+    result = len(batch[0])
+    for side, rank in enumerate(ranks):
+        for dim in range(rank):
+            if dim not in contracted[side] and dim not in batch[side]:
+                yield ((dim, None) if side == 0 else (None, dim)), result
+                result += 1
+    for pair in zip(*contracted, strict=True):
+        yield pair, None
+
+
+def _convolution(eqn: JaxprEqn) -> list[Loop]:
+    numbers, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
+    images, kernel, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    if eqn.params["batch_group_count"] > 1:
+        return []
+    examples: Loop = (images[0], None), out[0]
+    if groups == 1:
+        return [examples, ((images[1], kernel[1]), None), ((None, kernel[0]), out[1])]
+    depthwise = groups == eqn.invars[0].aval.shape[images[1]] == eqn.outvars[0].aval.shape[out[1]]
+    return [examples, *([((images[1], kernel[0]), out[1])] if depthwise else [])]
+
+
+def _gather(eqn: JaxprEqn) -> Iterator[Loop]:
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    table, (rank, index_rank) = (
+        eqn.invars[0].aval.shape,
+        (len(var.aval.shape) for var in (eqn.outvars[0], eqn.invars[1])),
+    )
+    dropped = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    whole = [dim for dim in range(len(table)) if dim not in dropped]
+    for dim, out in zip(whole, numbers.offset_dims, strict=True):
+        if sizes[dim] == table[dim]:
+            yield (dim, None), out
+    others = [dim for dim in range(rank) if dim not in numbers.offset_dims]
+    of_index = dict(zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True))
+    for dim, out in zip(range(index_rank - 1), others, strict=True):
+        yield (of_index.get(dim), dim), out
+    if len(numbers.start_index_map) == 1 and numbers.start_index_map[0] in numbers.collapsed_slice_dims:
+        yield (numbers.start_index_map[0], None), None
+
+
+def _scatter(eqn: JaxprEqn) -> Iterator[Loop]:
+    numbers: Any = eqn.params["dimension_numbers"]
+    table, indices, updates = (len(var.aval.shape) for var in eqn.invars)
+    dropped = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    whole = [dim for dim in range(table) if dim not in dropped]
+    for dim, update in zip(whole, numbers.update_window_dims, strict=True):
+        if eqn.invars[0].aval.shape[dim] == eqn.invars[2].aval.shape[update]:
+            yield (dim, None, update), dim
+    others = [dim for dim in range(updates) if dim not in numbers.update_window_dims]
+    of_index = dict(zip(numbers.scatter_indices_batching_dims, numbers.operand_batching_dims, strict=True))
+    for dim, update in zip(range(indices - 1), others, strict=True):
+        yield (of_index.get(dim), dim, update), of_index.get(dim)
+    if len(numbers.scatter_dims_to_operand_dims) == 1:
+        looked_up = numbers.scatter_dims_to_operand_dims[0]
+        if looked_up in numbers.inserted_window_dims:
+            yield (looked_up, None, None), looked_up

@@ -1,0 +1,427 @@
+"""Follows the dims of every array through the program of a loss and its gradients.
+
+    arrays      dims are joined between operations: by elementwise operations, transposes, reshapes, sums and loops
+    operations  matmuls, convolutions and lookups, where an array may change its shards: `operations.py`
+    reductions  sums and maxima along dims, which cost a collective where that dim is cut
+
+A dim is a tuple of pieces (`jaxpar.sharding.infer_names.dim_pieces`). An array may be cut along the first piece of a
+dim. Constants join no dims: one mask or table of angles that all layers read would tie their heads together.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from jaxpar.hlo.attribution import equation_frame
+from jaxpar.hlo.text import SourceFrame
+from jaxpar.sharding.infer_names.dim_pieces import Dim, DimPiece, flat, fresh, join, mix, split
+from jaxpar.sharding.infer_names.operations import CALLS, OPERATIONS, TracedArray, elementwise
+from jaxpar.sharding.infer_names.program import (
+    ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
+)
+from jaxpar.specs.operations import flop_of, loops_of
+
+VIEWS = ("reshape", "transpose", "squeeze", "expand_dims", "convert_element_type", "copy", "reduce_precision")
+ELEMENTWISE = frozenset(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp conj convert_element_type copy "
+    "copy_p cos cosh device_put digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow "
+    "is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not one_minus_square "
+    "optimization_barrier or pcast population_count pow pvary real reduce_precision rem round rsqrt select_n "
+    "sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square "
+    "stop_gradient sub tan tanh xor".split()
+)
+GENERATED = ("iota", "random_bits", "random_seed", "random_wrap", "random_unwrap", "random_fold_in", "random_split",
+             "threefry2x32", "random_clone", "empty", "full")  # fmt: skip
+SUMS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or")
+WINDOWS = ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add",
+           "select_and_gather_add", "rev", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "pad")  # fmt: skip
+FOLLOWED = ("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "dynamic_slice", "split",
+            "concatenate", "unstack", "stack", "dynamic_update_slice", "sort", "argmax", "argmin")  # fmt: skip
+
+
+@dataclass(eq=False)
+class Array:
+    """An array of the program.
+
+    Attributes:
+      dims: Its dims.
+      shape: Its shape.
+      itemsize: Bytes of an element.
+      constant: Whether no parameter and no input decides its values.
+      path: The path of the parameter that it is, or "".
+      learned: Whether it is a parameter, a view of one, or a layer of a stack of them.
+      line: The line of the user's source that computes it; None for an input.
+      times: Number of times that the program computes it.
+      root: The array of which it is a view, such as a reshaped or transposed one; itself if it is no view.
+      readers: Number of equations that read it or a view of it.
+      backward: Whether the backward pass computes it.
+    """
+
+    dims: tuple[Dim, ...]
+    shape: tuple[int, ...]
+    itemsize: int
+    constant: bool = False
+    path: str = ""
+    learned: bool = False
+    line: SourceFrame | None = None
+    times: int = 1
+    root: "Array" = None  # type: ignore[assignment]
+    readers: int = 0
+    backward: bool = False
+
+    def __post_init__(self):
+        self.root = self.root or self
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole array."""
+        return math.prod(self.shape) * self.itemsize
+
+    def pieces(self) -> Iterator[DimPiece]:
+        """Yields the first piece of each dim: those that a cut may be along."""
+        for dim in self.dims:
+            yield from list(flat(dim))[:1]
+
+
+@dataclass(eq=False)
+class Operation:
+    """A matmul, convolution or lookup.
+
+    Attributes:
+      equation: Its equation.
+      operands: The arrays that it reads.
+      result: The array that it makes.
+      flop: FLOP of one.
+      times: Number of times that the program computes it.
+      backward: Whether it is of the backward pass.
+      loops: For each loop, the piece of each operand, and of the result, that it runs over; None where there is none.
+    """
+
+    equation: JaxprEqn
+    operands: list[Array]
+    result: Array
+    flop: float
+    times: int
+    backward: bool = False
+    loops: list[tuple[tuple[DimPiece | None, ...], DimPiece | None]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Program:
+    """The program of a loss and its gradients.
+
+    Attributes:
+      arrays: All arrays that are no constants.
+      operations: All operations, in order.
+      reductions: The array that each reduction makes, and the pieces that it sums over.
+      additions: The result and the operands of each addition of two arrays of one shape.
+      params: The parameters by their paths.
+      inputs: The other inputs.
+      unknown: Names of primitives that were not followed: dims of their arrays are not cut.
+    """
+
+    arrays: list[Array] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+    reductions: list[tuple[Array, tuple[DimPiece, ...]]] = field(default_factory=list)
+    additions: list[tuple[Array, list[Array]]] = field(default_factory=list)
+    params: dict[str, Array] = field(default_factory=dict)
+    inputs: list[Array] = field(default_factory=list)
+    unknown: set[str] = field(default_factory=set)
+    rows: set[DimPiece] = field(default_factory=set)
+
+
+def follow(jaxpr: Jaxpr, paths: Sequence[str], batch: Sequence[int], gradients: Sequence[int]) -> Program:
+    """Returns the program of a jaxpr.
+
+    Args:
+      jaxpr: Loss and gradients.
+      paths: Paths of the parameters, which are its first arguments.
+      batch: Numbers of the arguments whose first dim is that of examples.
+      gradients: Of each parameter, the number of the result that is its gradient; -1 if it has none.
+    """
+    walk = _Walk()
+    inputs = [walk.array(var) for var in jaxpr.invars]
+    for path, array in zip(paths, inputs, strict=False):
+        array.path, array.learned = path, True
+    results = walk.run(jaxpr, inputs)
+    for array, index in zip(inputs, gradients, strict=False):
+        if index >= 0:
+            _join_all(array.dims, results[index].dims)
+    program = walk.program
+    program.params = {array.path: array for array in inputs if array.path}
+    program.inputs = [array for array in inputs if not array.path]
+    walk.align()
+    _mark_rows(program, [inputs[number] for number in batch])
+    return program
+
+
+class _Walk:
+    """Runs a jaxpr on arrays of pieces."""
+
+    def __init__(self) -> None:
+        self.program = Program()
+        self.times = 1
+        self.backward = False
+        self.line: SourceFrame | None = None
+        self.dims_of_loops: list[tuple[Operation, list[list[Dim | None]]]] = []
+
+    def array(self, var: Any, dims: tuple[Dim, ...] | None = None, **fields: Any) -> Array:
+        shape = tuple(getattr(var.aval, "shape", ()))
+        dtype = getattr(var.aval, "dtype", None)
+        made = Array(
+            tuple(fresh(size) for size in shape) if dims is None else dims,
+            shape,
+            getattr(dtype, "itemsize", 4),
+            times=self.times,
+            backward=self.backward,
+            line=self.line,
+            **fields,
+        )
+        if not made.constant:
+            self.program.arrays.append(made)
+        return made
+
+    def run(self, jaxpr: Jaxpr, inputs: Sequence[Array]) -> list[Array]:
+        arrays: dict[Any, Array] = dict(zip(jaxpr.invars, inputs, strict=True))
+        arrays |= {var: self.array(var, constant=True) for var in jaxpr.constvars}
+
+        def read(var: Any) -> Array:
+            return self.array(var, constant=True) if isinstance(var, Literal) else arrays[var]
+
+        for eqn in jaxpr.eqns:
+            operands = [read(var) for var in eqn.invars]
+            arrays.update(zip(eqn.outvars, self.equation(eqn, operands), strict=True))
+        return [read(var) for var in jaxpr.outvars]
+
+    def equation(self, eqn: JaxprEqn, operands: list[Array]) -> list[Array]:
+        before = self.backward, self.line  # scopes and lines in an inner program begin at the call
+        self.backward |= "transpose(" in str(eqn.source_info.name_stack)
+        self.line = equation_frame(eqn, self.line)
+        results = self._equation(eqn, operands)
+        self.backward, self.line = before
+        return results
+
+    def _equation(self, eqn: JaxprEqn, operands: list[Array]) -> list[Array]:
+        name = eqn.primitive.name
+        if name == "scan":
+            return self.scan(eqn, operands)
+        if name == "while":
+            return self.loop(eqn, operands)
+        if name == "cond":
+            results = [self.run(branch.jaxpr, operands[1:]) for branch in eqn.params["branches"]]
+            return [_one_of(arrays) for arrays in zip(*results, strict=True)]
+        if name != "shard_map" and (key := next((key for key in CALLS if key in eqn.params), None)):
+            inner = eqn.params[key]
+            return self.run(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner, operands)
+        if name in VIEWS and not operands[0].constant:
+            dims = self.rule(eqn, operands)[0]
+            return [self.array(eqn.outvars[0], dims, root=operands[0].root, learned=operands[0].learned)]
+        for array in {id(operand.root): operand.root for operand in operands}.values():
+            array.readers += 1
+        return self.leaf(eqn, operands)
+
+    def leaf(self, eqn: JaxprEqn, operands: list[Array]) -> list[Array]:
+        """Handles an equation without an inner program."""
+        name = eqn.primitive.name
+        constant = all(operand.constant for operand in operands) or name in GENERATED
+        if constant or not eqn.outvars:
+            return [self.array(var, constant=True) for var in eqn.outvars]
+        if (loops := loops_of(eqn)) is not None:
+            return [self.operation(eqn, operands, loops)]
+        if name in SUMS:
+            return self.reduction(eqn, operands[0])
+        made = [self.array(var, dims) for var, dims in zip(eqn.outvars, self.rule(eqn, operands), strict=True)]
+        if name in ("add", "add_any") and operands[0].shape == operands[1].shape:
+            self.program.additions.append((made[0], [operand.root for operand in operands]))
+        return made
+
+    def rule(self, eqn: JaxprEqn, operands: list[Array]) -> list[tuple[Dim, ...]]:
+        """Returns the dims of the results of an equation that moves or combines entries."""
+        name = eqn.primitive.name
+        if name in ELEMENTWISE:
+            # a constant gets dims of its own
+            traced = [TracedArray(_fresh(a.shape) if a.constant else a.dims, None) for a in operands]
+            return [array.dims for array in elementwise(eqn, traced)]
+        if name in WINDOWS:
+            return _windows(eqn, operands)
+        if name in FOLLOWED:
+            traced = [TracedArray(a.dims, None) for a in operands]
+            return [array.dims for array in OPERATIONS.get(name, elementwise)(eqn, traced)]
+        self.program.unknown.add(name)
+        results = [_fresh(tuple(getattr(var.aval, "shape", ()))) for var in eqn.outvars]
+        for dim in [dim for array in operands for dim in array.dims] + [dim for dims in results for dim in dims]:
+            mix(dim, f"{name} is not followed")
+        return results
+
+    def operation(self, eqn: JaxprEqn, operands: list[Array], loops: list) -> Array:
+        result = self.array(eqn.outvars[0])
+        made = Operation(eqn, operands, result, flop_of(eqn), self.times, self.backward)
+        self.program.operations.append(made)
+        dims = [
+            [*(None if at is None else array.dims[at] for at, array in zip(ats, operands, strict=False)),
+             None if out is None else result.dims[out]]
+            for ats, out in loops
+        ]  # fmt: skip
+        self.dims_of_loops.append((made, dims))
+        return result
+
+    def reduction(self, eqn: JaxprEqn, operand: Array) -> list[Array]:
+        axes = eqn.params["axes"]
+        dims = tuple(dim for axis, dim in enumerate(operand.dims) if axis not in axes)
+        result = self.array(eqn.outvars[0], dims)
+        summed = tuple(operand.dims[axis] for axis in axes)
+        self.program.reductions.append((result, summed))  # type: ignore[arg-type]
+        return [result]
+
+    def scan(self, eqn: JaxprEqn, operands: list[Array]) -> list[Array]:
+        # by ranks, as releases of JAX name the equation's parameters differently: a stacked array has one more dim
+        inner = eqn.params["jaxpr"]
+        body = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+        stacked = lambda outer, inner: len(outer.aval.shape) > len(inner.aval.shape)  # noqa: E731
+        scanned = sum(stacked(*pair) for pair in zip(eqn.invars, body.invars, strict=True))
+        carried = sum(not stacked(*pair) for pair in zip(eqn.outvars, body.outvars, strict=True))
+        consts = len(operands) - scanned - carried
+        before, self.times = self.times, self.times * eqn.params["length"]
+        carry = self.carry(body.invars[consts : consts + carried], operands[consts : consts + carried])
+        slices = []
+        for var, array in zip(body.invars[consts + carried :], operands[consts + carried :], strict=True):
+            mix(array.dims[0], "a loop runs along it")
+            slices.append(self.array(var, array.dims[1:], constant=array.constant, learned=array.learned))
+        out = self.run(body, [*operands[:consts], *carry, *slices])
+        self.times = before
+        for first, last in zip(carry, out[:carried], strict=True):
+            if not last.constant:
+                _join_all(first.dims, last.dims)
+        results = [self.array(var, array.dims) for var, array in zip(eqn.outvars, carry, strict=False)]
+        for var, array in zip(eqn.outvars[carried:], out[carried:], strict=True):
+            length = fresh(eqn.params["length"])
+            mix(length, "a loop runs along it")
+            results.append(self.array(var, (length, *(_fresh(array.shape) if array.constant else array.dims))))
+        return results
+
+    def carry(self, variables: Sequence[Any], arrays: Sequence[Array]) -> list[Array]:
+        """Returns the arrays that a loop carries: those that are constant at first need not stay so."""
+        return [
+            self.array(var, _fresh(array.shape) if array.constant else array.dims)
+            for var, array in zip(variables, arrays, strict=True)
+        ]
+
+    def loop(self, eqn: JaxprEqn, operands: list[Array]) -> list[Array]:
+        first, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        body = eqn.params["body_jaxpr"].jaxpr
+        carry = self.carry(body.invars[consts:], operands[first + consts :])
+        out = self.run(body, [*operands[first : first + consts], *carry])
+        for start, end in zip(carry, out, strict=True):
+            if not end.constant:
+                _join_all(start.dims, end.dims)
+        return carry
+
+    def align(self) -> None:
+        """Splits the dims of each loop at each other's boundaries, until no dim splits any more."""
+        changed = True
+        while changed:
+            changed = False
+            for _, dims_of_loops in self.dims_of_loops:
+                for dims in dims_of_loops:
+                    present = [dim for dim in dims if dim is not None]
+                    changed |= any(_split_alike(present[0], dim) for dim in present[1:])
+        for operation, dims_of_loops in self.dims_of_loops:
+            for dims in dims_of_loops:
+                operation.loops += _loops_of_pieces(dims)
+        self.program.reductions = [
+            (result, tuple(piece for dim in dims for piece in flat(dim))) for result, dims in self.program.reductions
+        ]  # type: ignore[misc]
+
+
+def _fresh(shape: Sequence[int]) -> tuple[Dim, ...]:
+    return tuple(fresh(size) for size in shape)
+
+
+def _join_all(left: Sequence[Dim], right: Sequence[Dim]) -> None:
+    for first, second in zip(left, right, strict=True):
+        join(first, second)
+
+
+def _one_of(arrays: Sequence[Array]) -> Array:
+    followed = [array for array in arrays if not array.constant] or list(arrays[:1])
+    for array in followed[1:]:
+        _join_all(followed[0].dims, array.dims)
+    return followed[0]
+
+
+def _windows(eqn: JaxprEqn, operands: list[Array]) -> list[tuple[Dim, ...]]:
+    """Returns the dims of a result of windows along some dims, which are not cut: those whose entries move."""
+    source = operands[0]
+    params, rank = eqn.params, len(source.shape)
+    moved = {
+        *(dim for dim, size in enumerate(params.get("window_dimensions", ())) if size > 1),
+        *params.get("dimensions", ()),
+        *([params["axis"] % rank] if "axis" in params else ()),
+        *(dim for dim, config in enumerate(params.get("padding_config", ())) if any(config)),
+    }
+    results = []
+    for var in eqn.outvars:
+        dims = []
+        for dim, size in enumerate(var.aval.shape):
+            whole = dim not in moved and size == source.shape[dim]
+            dims.append(source.dims[dim] if whole else fresh(size))
+            if not whole:
+                mix((*source.dims[dim], *dims[dim]), f"{eqn.primitive.name} runs along it")
+        results.append(tuple(dims))
+    for other in operands[1:]:
+        if other.shape == operands[0].shape and not other.constant:
+            _join_all(source.dims, other.dims)
+        elif not other.constant and len(other.shape) == rank:
+            for dim, size in enumerate(other.shape):
+                if dim not in moved and size == source.shape[dim]:
+                    join(source.dims[dim], other.dims[dim])
+                else:
+                    mix(other.dims[dim], f"{eqn.primitive.name} runs along it")
+    return results
+
+
+def _split_alike(left: Dim, right: Dim) -> bool:
+    """Splits the pieces of two dims of one size at each other's boundaries; returns whether any was split."""
+    ours, theirs, changed = [*flat(left)][::-1], [*flat(right)][::-1], False
+    while ours and theirs:
+        a, b = ours.pop(), theirs.pop()
+        if a.size == b.size:
+            continue
+        large, small, rest = (a, b, ours) if a.size > b.size else (b, a, theirs)
+        if large.size % small.size or large.parts or large.same:
+            return changed
+        split(large, small.size)
+        rest.append(large.parts[1])
+        changed = True
+    return changed
+
+
+def _loops_of_pieces(dims: Sequence[Dim | None]) -> Iterator[tuple[tuple[DimPiece | None, ...], DimPiece | None]]:
+    pieces = [None if dim is None else list(flat(dim)) for dim in dims]
+    sizes = [[piece.size for piece in each] for each in pieces if each is not None]
+    if any(each != sizes[0] for each in sizes):
+        return
+    for index in range(len(sizes[0])):
+        *operands, result = (None if each is None else each[index] for each in pieces)
+        yield tuple(operands), result
+
+
+def _mark_rows(program: Program, batch: Sequence[Array]) -> None:
+    """Finds the pieces that are dims of examples, through all operations."""
+    rows = {piece for array in batch if array.dims for piece in flat(array.dims[0])}
+    while True:
+        found = {
+            piece
+            for operation in program.operations
+            for operands, result in operation.loops
+            if rows & {*operands, result}
+            for piece in (*operands, result)
+            if piece is not None
+        }
+        if found <= rows:
+            break
+        rows |= found
+    program.rows = rows

@@ -1,0 +1,228 @@
+"""Models without a single name of a dim: what is found must come of their programs."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+class Attention(nnx.Module):
+    def __init__(self, dim, heads, kv_heads, rngs):
+        self.heads, self.kv_heads, self.width = heads, kv_heads, dim // heads
+
+        def linear(size):
+            return nnx.Linear(dim, size, use_bias=False, rngs=rngs)
+
+        self.q, self.k, self.v = linear(dim), linear(kv_heads * self.width), linear(kv_heads * self.width)
+        self.o = linear(dim)
+
+    def __call__(self, x):
+        b, t, d = x.shape
+        group = self.heads // self.kv_heads
+        q = self.q(x).reshape(b, t, self.kv_heads, group, self.width)
+        k = self.k(x).reshape(b, t, self.kv_heads, self.width)
+        v = self.v(x).reshape(b, t, self.kv_heads, self.width)
+        scores = jnp.einsum("btkgd,bskd->bkgts", q, k) * self.width**-0.5
+        scores = jnp.where(jnp.tril(jnp.ones((t, t), bool)), scores, -1e9)
+        weights = jax.nn.softmax(scores, axis=-1)
+        out = jnp.einsum("bkgts,bskd->btkgd", weights, v)
+        out = out.reshape(b, t, d)
+        return self.o(out)
+
+
+class Mlp(nnx.Module):
+    def __init__(self, dim, hidden, rngs):
+        self.up = nnx.Linear(dim, hidden, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(hidden, dim, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        hidden = jax.nn.gelu(self.up(x))
+        return self.down(hidden)
+
+
+class Experts(nnx.Module):
+    """A mixture by one-hot dispatch: einsums, with a capacity."""
+
+    def __init__(self, dim, hidden, experts, capacity, rngs):
+        key = rngs.params
+        self.experts, self.capacity = experts, capacity
+        self.route = nnx.Linear(dim, experts, use_bias=False, rngs=rngs)
+        self.up = nnx.Param(jax.random.normal(key(), (experts, dim, hidden)) * 0.02)
+        self.down = nnx.Param(jax.random.normal(key(), (experts, hidden, dim)) * 0.02)
+
+    def __call__(self, x):
+        b, t, d = x.shape
+        rows = x.reshape(b * t, d)
+        probs = jax.nn.softmax(self.route(rows))
+        choice = jax.nn.one_hot(jnp.argmax(probs, -1), self.experts)
+        place = (jnp.cumsum(choice, 0) - 1) * choice
+        slot = jax.nn.one_hot(place.sum(-1), self.capacity)
+        dispatch = choice[:, :, None] * slot[:, None, :]
+        inputs = jnp.einsum("tec,td->ecd", dispatch.astype(x.dtype), rows)
+        hidden = jax.nn.gelu(jnp.einsum("ecd,edf->ecf", inputs, self.up[...].astype(x.dtype)))
+        outputs = jnp.einsum("ecf,efd->ecd", hidden, self.down[...].astype(x.dtype))
+        combine = dispatch * (probs * choice).sum(-1)[:, None, None]
+        return jnp.einsum("tec,ecd->td", combine.astype(x.dtype), outputs).reshape(b, t, d)
+
+
+class Block(nnx.Module):
+    def __init__(self, dim, heads, kv_heads, mixer, rngs):
+        self.before = nnx.RMSNorm(dim, rngs=rngs)
+        self.after = nnx.RMSNorm(dim, rngs=rngs)
+        self.attention = Attention(dim, heads, kv_heads, rngs)
+        self.mixer = mixer(rngs)
+
+    def __call__(self, x):
+        x = x + self.attention(self.before(x))
+        return x + self.mixer(self.after(x))
+
+
+class Gpt(nnx.Module):
+    def __init__(self, rngs, *, vocab=512, dim=64, heads=8, kv_heads=0, hidden=256, layers=2, experts=0, capacity=0):
+        def mixer(rngs):
+            return Experts(dim, hidden, experts, capacity, rngs) if experts else Mlp(dim, hidden, rngs)
+
+        self.embed = nnx.Embed(vocab, dim, rngs=rngs)
+        self.blocks = nnx.List([Block(dim, heads, kv_heads or heads, mixer, rngs) for _ in range(layers)])
+        self.norm = nnx.RMSNorm(dim, rngs=rngs)
+        self.out = nnx.Linear(dim, vocab, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(self.norm(x))
+
+
+class ScannedGpt(nnx.Module):
+    def __init__(self, rngs, *, vocab=512, dim=64, heads=8, hidden=256, layers=4):
+        @nnx.split_rngs(splits=layers)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def make(rngs):
+            return Block(dim, heads, heads, lambda rngs: Mlp(dim, hidden, rngs), rngs)
+
+        self.embed = nnx.Embed(vocab, dim, rngs=rngs)
+        self.blocks = make(rngs)
+        self.norm = nnx.RMSNorm(dim, rngs=rngs)
+        self.out = nnx.Linear(dim, vocab, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def run(x, block):
+            return block(x)
+
+        return self.out(self.norm(run(self.embed(tokens), self.blocks)))
+
+
+class AlexNet(nnx.Module):
+    def __init__(self, rngs, *, width=64, dense=4096, classes=1000, size=224):
+        def conv(a, b, k, s):
+            return nnx.Conv(a, b, (k, k), strides=s, rngs=rngs)
+
+        w = width
+        self.convs = nnx.List(
+            [
+                conv(3, w, 11, 4),
+                conv(w, 3 * w, 5, 1),
+                conv(3 * w, 6 * w, 3, 1),
+                conv(6 * w, 4 * w, 3, 1),
+                conv(4 * w, 4 * w, 3, 1),
+            ]
+        )
+        side = ((-(-size // 4) // 2) // 2) // 2
+        self.dense = nnx.List(
+            [
+                nnx.Linear(4 * w * side * side, dense, rngs=rngs),
+                nnx.Linear(dense, dense, rngs=rngs),
+                nnx.Linear(dense, classes, rngs=rngs),
+            ]
+        )
+
+    def __call__(self, x):
+        for index, conv in enumerate(self.convs):
+            x = jax.nn.relu(conv(x))
+            if index in (0, 1, 4):
+                x = nnx.max_pool(x, (2, 2), strides=(2, 2))
+        x = x.reshape(x.shape[0], -1)
+        for dense in list(self.dense)[:-1]:
+            x = jax.nn.relu(dense(x))
+        return list(self.dense)[-1](x)
+
+
+class Recommender(nnx.Module):
+    def __init__(self, rngs, *, rows=4096, dim=64, features=26, hidden=512):
+        self.table = nnx.Embed(rows, dim, rngs=rngs)
+        self.one = nnx.Linear(features * dim, hidden, rngs=rngs)
+        self.two = nnx.Linear(hidden, 1, rngs=rngs)
+
+    def __call__(self, ids):
+        x = self.table(ids)
+        x = x.reshape(x.shape[0], -1)
+        return self.two(jax.nn.relu(self.one(x)))
+
+
+class Lstm(nnx.Module):
+    def __init__(self, rngs, *, vocab=512, dim=64):
+        self.embed = nnx.Embed(vocab, dim, rngs=rngs)
+        self.inner = nnx.Linear(dim, 4 * dim, use_bias=False, rngs=rngs)
+        self.state = nnx.Linear(dim, 4 * dim, rngs=rngs)
+        self.out = nnx.Linear(dim, vocab, rngs=rngs)
+
+    def __call__(self, tokens):
+        inputs = self.inner(self.embed(tokens))
+
+        def step(carry, x):
+            h, c = carry
+            i, f, g, o = jnp.split(x + self.state(h), 4, axis=-1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            h = jax.nn.sigmoid(o) * jnp.tanh(c)
+            return (h, c), h
+
+        zeros = jnp.zeros((tokens.shape[0], self.state.in_features), inputs.dtype)
+        _, hidden = jax.lax.scan(step, (zeros, zeros), jnp.moveaxis(inputs, 1, 0))
+        return self.out(jnp.moveaxis(hidden, 0, 1))
+
+
+class TwoTowers(nnx.Module):
+    """Texts and pictures, each by a stack of blocks, compared over the whole batch."""
+
+    def __init__(self, rngs, *, dim=64, heads=8, hidden=256, layers=1, vocab=512, patch=48):
+        def block():
+            return Block(dim, heads, heads, lambda rngs: Mlp(dim, hidden, rngs), rngs)
+
+        self.embed = nnx.Embed(vocab, dim, rngs=rngs)
+        self.patches = nnx.Linear(patch, dim, rngs=rngs)
+        self.texts = nnx.List([block() for _ in range(layers)])
+        self.pictures = nnx.List([block() for _ in range(layers)])
+
+    def __call__(self, tokens, patches):
+        text, picture = self.embed(tokens), self.patches(patches)
+        for block in self.texts:
+            text = block(text)
+        for block in self.pictures:
+            picture = block(picture)
+        text, picture = text.mean(1), picture.mean(1)
+        return text @ picture.T
+
+
+def next_token(model, batch):
+    logits = model(batch["x"]).astype(jnp.float32)
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["y"][..., None], axis=-1)
+    return -jnp.sum(picked), jnp.float32(picked.size)
+
+
+def classes(model, batch):
+    logits = model(batch["x"]).astype(jnp.float32)
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["y"][:, None], axis=-1)
+    return -jnp.sum(picked), jnp.float32(picked.size)
+
+
+def clicks(model, batch):
+    logits = model(batch["x"]).astype(jnp.float32)[:, 0]
+    losses = jnp.logaddexp(0.0, logits) - batch["y"] * logits
+    return jnp.sum(losses), jnp.float32(losses.size)
+
+
+def contrastive(model, batch):
+    logits = model(batch["x"], batch["pictures"]).astype(jnp.float32)
+    picked = jnp.diagonal(jax.nn.log_softmax(logits))
+    return -jnp.sum(picked), jnp.float32(picked.size)
