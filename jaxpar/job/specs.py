@@ -7,7 +7,7 @@ from jaxpar.job.check import device_count
 from jaxpar.job.file.schema import Job
 from jaxpar.job.inspect import observe
 from jaxpar.job.parts.batches import abstract_batch
-from jaxpar.job.parts.models import batch_errors, resolve_loss, resolve_model
+from jaxpar.job.parts.models import batch_errors, frozen_paths, resolve_loss, resolve_model
 from jaxpar.mesh.axes import infer_sizes
 from jaxpar.parallel.compose import as_blueprint
 from jaxpar.specs.find import AXIS, FoundSpecs, find_specs
@@ -27,7 +27,7 @@ def specs_of_job(job: Job, *, chip: str, memory: float | None, examples: bool) -
     with batch_errors(job, blueprint.name, batch):
         return find_specs(
             blueprint, loss, batch, sized, precision=job.train.precision.compute, chip=chip, memory=memory,
-            examples=examples,
+            examples=examples, frozen=frozen_paths(job, blueprint),
         )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ section 4), with shared collectives and partial sums as states.
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,7 @@ WHOLE = 0.1  # share of the FLOP that may stay whole where matmuls have to be sp
 TIE = 0.02  # of choices that cost at most this share more than the best one, the simplest is taken
 Row = tuple[dict[int, float], float, float]  # coefficients of columns, and the limits of their sum
 State = int | str | None  # a class of pieces, a partial sum, or None: whole
+Strategy = tuple[tuple[State, ...], State]  # the states of operands, and of the result as made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,9 @@ class Solution:
       relaxed: The optimum of the linear relaxation, in seconds.
       seconds: Seconds that building and solving took.
       memory: Bytes of parameters, gradients, optimizer state and kept activations on a device.
-      traffic: Kind of collective to the bytes that a device sends over the axis in a step.
+      collectives: Collectives of a step over the axis.
+      work: Share of the FLOP of one device without the axis that each device does: 1 / n if all operations are cut.
+      kept: Share of the bytes of kept activations that each device keeps.
       size: Numbers of columns and rows of the program.
     """
 
@@ -81,13 +84,40 @@ class Solution:
     relaxed: float
     seconds: float
     memory: float
-    traffic: Mapping[str, float]
+    collectives: tuple["Sent", ...]
+    work: float
+    kept: float
     size: tuple[int, int]
+
+    @property
+    def traffic(self) -> dict[str, float]:
+        """Kind of collective to the bytes that a device sends over the axis in a step."""
+        totals: Counter[str] = Counter()
+        for sent in self.collectives:
+            totals[sent.kind] += sent.times * sent.bytes
+        return dict(totals)
 
     @property
     def gap(self) -> float:
         """The share of the best choice's cost by which it may be above that of an unknown one."""
         return (self.best - self.bound) / self.best if self.best else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """Equal collectives of a step over the axis.
+
+    Attributes:
+      kind: all-gather, reduce-scatter, all-reduce or all-to-all.
+      bytes: Bytes that a device sends in one.
+      times: Number of them in a step.
+      of_parameters: Whether a parameter is gathered, so that the bytes do not depend on the examples.
+    """
+
+    kind: str
+    bytes: float
+    times: float
+    of_parameters: bool
 
 
 class Cuts:
@@ -111,7 +141,10 @@ class Cuts:
         self._w: dict[Any, int] = {}
         self._memory: defaultdict[int, float] = defaultdict(float)
         self._memory_whole = self._constant = 0.0
-        self._traffic: list[tuple[int, str, float]] = []
+        self._sent: list[tuple[int, Sent]] = []
+        self._flop: list[tuple[list[int], float]] = []
+        self._kept: defaultdict[int, float] = defaultdict(float)
+        self._kept_whole = 0.0
         self._complexity: dict[int, float] = {}
         self._whole_work: dict[int, float] = {}
         self.x: dict[int, int] = {}
@@ -172,10 +205,12 @@ class Cuts:
                 seconds += array.bytes / array.itemsize * self.costs.parameter
                 stored = array.bytes / array.itemsize * self.costs.state
             self._memory_whole += stored
+            self._kept_whole += 0.0 if array.path else stored
             self._constant += seconds
             for state in states:
                 self._cost[self.x[state]] -= share * seconds
                 self._memory[self.x[state]] -= share * stored
+                self._kept[self.x[state]] -= 0.0 if array.path else share * stored
             if len(states) > 1 and (row := tuple(states)) not in seen:
                 seen.add(row)
                 self._row({self.x[state]: 1.0 for state in states}, 0, 1)
@@ -184,10 +219,10 @@ class Cuts:
                 if piece in self.candidates and (state := self.classes.pieces[piece]) in self.x:
                     self._add_traffic(self.x[state], "all-reduce", 2 * share * result.bytes, result.times)
 
-    def _add_traffic(self, column: int, kind: str, sent: float, times: float) -> None:
+    def _add_traffic(self, column: int, kind: str, sent: float, times: float, *, of_parameters: bool = False) -> None:
         """Adds the seconds of `times` collectives, in which a device sends `sent` bytes each, to a column."""
         self._cost[column] += times * (sent / self.costs.link + self.costs.launch)
-        self._traffic.append((column, kind, times * sent))
+        self._sent.append((column, Sent(kind=kind, bytes=sent, times=times, of_parameters=of_parameters)))
 
     def _move(self, size: float, source: State, target: State, *, merged: bool) -> tuple[str, float]:
         """Returns the collective that brings an array from one state to another, and the bytes that a device sends.
@@ -223,17 +258,37 @@ class Cuts:
         seconds = count * operation.times * operation.flop / self.costs.flops
         v = [self._column(seconds / self.n if index else seconds, binary=True) for index in range(len(strategies))]
         self._row(dict.fromkeys(v, 1.0), 1, 1)
+        self._flop.append((v, count * operation.times * operation.flop))
         if len(v) > 1 and operation.flop:
             self._whole_work[v[0]] = count * operation.times * operation.flop
+        self._follow_operands(operation, strategies, v)
         for index, operand in enumerate(operation.operands):
             if not operand.constant:
                 self._flow(operation, index, operand, [strategy[0][index] for strategy in strategies], v, count)
         self._made(operation, [strategy[1] for strategy in strategies], v, count, group)
 
-    def _strategies(self, operation: Operation) -> list[tuple[tuple[State, ...], State]]:
+    def _follow_operands(self, operation: Operation, strategies: Sequence[Strategy], v: Sequence[int]) -> None:
+        """Cuts the loop along which an operand is cut, unless another operand is cut otherwise, as XLA does.
+
+        XLA moves no operand to do more of the work on every device: it cuts the whole operand and sums the parts.
+        """
+        if len(operation.operands) != 2:
+            return
+        cuttable = [set(self._states(operand)) if not operand.constant else set() for operand in operation.operands]
+        for (states, _), column in zip(strategies[1:], v[1:], strict=True):
+            for index, state in enumerate(states):
+                if state not in cuttable[index]:
+                    continue
+                others = cuttable[1 - index] - {states[1 - index]}
+                terms = {column: 1.0, self.x[state]: -1.0}  # type: ignore[index]
+                for other in others - {state}:
+                    terms[self.x[other]] = 1.0
+                self._row(terms, 0, np.inf)
+
+    def _strategies(self, operation: Operation) -> list[Strategy]:
         """Returns the states of operands and result for no cut, and for each loop that may be cut."""
         arrays = (*operation.operands, operation.result)
-        strategies: list[tuple[tuple[State, ...], State]] = [((None,) * len(operation.operands), None)]
+        strategies: list[Strategy] = [((None,) * len(operation.operands), None)]
         for operands, result in operation.loops:
             pieces = (*operands, result)
             size = next(piece.size for piece in pieces if piece is not None)
@@ -272,7 +327,9 @@ class Cuts:
             key = (self.classes.of_array(root), source, target)
             if key not in self._w:
                 self._w[key] = self._column()
-                self._add_traffic(self._w[key], kind, sent, self._array_counts[key[0]] * times)
+                self._add_traffic(
+                    self._w[key], kind, sent, self._array_counts[key[0]] * times, of_parameters=root.learned
+                )
                 self._complexity[self._w[key]] = 1.0 if root.path else 0.5 if kind == "all-to-all" else 0.0
             self._row({self._w[key]: 1.0, column: -1.0}, 0, np.inf)
 
@@ -350,9 +407,7 @@ class Cuts:
             simplest = run(_vector(self._complexity, columns) + cost / best, rows)
             values = values if simplest.x is None else simplest.x
         total = lambda amounts: sum(amount * values[column] for column, amount in amounts.items())  # noqa: E731
-        traffic: Counter[str] = Counter()
-        for column, kind, sent in self._traffic:
-            traffic[kind] += sent * values[column]
+        done = sum(flop * (values[columns[0]] + (1 - values[columns[0]]) / self.n) for columns, flop in self._flop)
         return Solution(
             cut=frozenset(state for state, column in self.x.items() if values[column] > 0.5),
             cost=float(cost @ values) + constant,
@@ -361,7 +416,13 @@ class Cuts:
             relaxed=relaxed.fun / scale + constant,
             seconds=time.perf_counter() - start,
             memory=self._memory_whole + total(self._memory),
-            traffic={kind: sent for kind, sent in traffic.items() if sent > 0.5},
+            collectives=tuple(
+                replace(sent, times=sent.times * float(values[column]))
+                for column, sent in self._sent
+                if values[column] > 1e-6 and sent.bytes
+            ),
+            work=done / max(sum(flop for _, flop in self._flop), 1.0),
+            kept=(self._kept_whole + total(self._kept)) / max(self._kept_whole, 1.0),
             size=(columns, len(self._rows)),
         )
 

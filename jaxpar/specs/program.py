@@ -26,12 +26,12 @@ from jaxpar.specs.operations import flop_of, loops_of
 
 VIEWS = ("reshape", "transpose", "squeeze", "expand_dims", "convert_element_type", "copy", "reduce_precision")
 ELEMENTWISE = frozenset(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp conj convert_element_type copy "
-    "copy_p cos cosh device_put digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow "
-    "is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not one_minus_square "
-    "optimization_barrier or pcast population_count pow pvary real reduce_precision rem round rsqrt select_n "
-    "sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square "
-    "stop_gradient sub tan tanh xor".split()
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp conj "
+    "convert_element_type copy copy_p cos cosh device_put digamma div eq erf erf_inv erfc exp exp2 expm1 floor "
+    "ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not "
+    "one_minus_square optimization_barrier or pcast polynomial population_count pow pvary real "
+    "reduce_precision rem round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic "
+    "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor".split()
 )
 GENERATED = ("iota", "random_bits", "random_seed", "random_wrap", "random_unwrap", "random_fold_in", "random_split",
              "threefry2x32", "random_clone", "empty", "full")  # fmt: skip

@@ -72,7 +72,9 @@ def _equations(
         if line is None:
             continue
         used.add(line)
-        placed = jax.make_jaxpr(lambda x, names=lines[line]: constrain(x, *names))(shape).jaxpr
+        # a parameter that is broadcast to examples has the same rank
+        names = tuple(None if size == 1 else name for size, name in zip(shape.shape, lines[line], strict=True))
+        placed = jax.make_jaxpr(lambda x, names=names: constrain(x, *names))(shape).jaxpr
         if not placed.eqns:  # no name of these has a rule
             continue
         outs[index] = placed.invars[0]

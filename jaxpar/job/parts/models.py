@@ -19,6 +19,7 @@ from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch, open_data
 from jaxpar.job.parts.names import LOSSES, PREFERENCES, check_preferences, custom_loss, model_table, settings_of
 from jaxpar.models.settings.table import MODELS, REFERENCE_MODELS
+from jaxpar.optim.patterns import matching
 from jaxpar.parallel.compose import as_blueprint
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.sharding import linen_model
@@ -222,6 +223,12 @@ def _nnx(job: Job, factory: Callable, loss: Callable) -> Blueprint:
     return _with_finder(job, with_program(blueprint, call), loss)
 
 
+def frozen_paths(job: Job, blueprint: Blueprint) -> set[str]:
+    """Returns the paths of the parameters that the job's optimizer freezes."""
+    frozen, exceptions = job.train.frozen
+    return set(matching(blueprint.leaves, frozen)) - set(matching(blueprint.leaves, exceptions))
+
+
 def _with_finder(job: Job, blueprint: Blueprint, loss: Callable) -> Blueprint:
     """Lets a job's `specs="found"` be found for its own loss and batch."""
     if not job.parallel.specs:
@@ -232,7 +239,10 @@ def _with_finder(job: Job, blueprint: Blueprint, loss: Callable) -> Blueprint:
 
         batch = abstract_batch(job)
         with batch_errors(job, blueprint.name, batch):
-            found = find_specs(blueprint, loss, batch, parallel, precision=job.train.precision.compute)
+            found = find_specs(
+                blueprint, loss, batch, parallel, precision=job.train.precision.compute,
+                frozen=frozen_paths(job, blueprint),
+            )  # fmt: skip
         return found.parallel, found.sentence
 
     return dataclasses.replace(blueprint, find_specs=find)

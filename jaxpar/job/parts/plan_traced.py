@@ -14,10 +14,9 @@ import optax
 from jaxpar.errors import JaxparError
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch
-from jaxpar.job.parts.models import batch_errors, resolve_loss, resolve_model
+from jaxpar.job.parts.models import batch_errors, frozen_paths, resolve_loss, resolve_model
 from jaxpar.job.parts.optimizers import resolve_optimizer
 from jaxpar.models.islands import implemented
-from jaxpar.optim.patterns import matching
 from jaxpar.parallel.compose import as_blueprint, compose
 from jaxpar.parallel.declaration import DECLARED, Parallel
 from jaxpar.parallel.layout import Layout, other_arrays, per_device
@@ -61,19 +60,14 @@ def state_recipe(job: Job) -> Recipe:
 def trained_share(job: Job) -> float:
     """Returns the trained share of a decoder's matmul weights; adapters count as weights."""
     blueprint = as_blueprint(resolve_model(job, resolve_loss(job)))
-    frozen_paths, tied = _frozen_paths(job, blueprint), not any("head" in path for path in blueprint.leaves)
+    frozen, tied = frozen_paths(job, blueprint), not any("head" in path for path in blueprint.leaves)
     sizes = {path: leaf.size for path, leaf in blueprint.leaves.items() if tied or not path.startswith("embed")}
-    return sum(size for path, size in sizes.items() if path not in frozen_paths) / sum(sizes.values())
-
-
-def _frozen_paths(job: Job, blueprint: Blueprint) -> set[str]:
-    frozen, exceptions = job.train.frozen
-    return set(matching(blueprint.leaves, frozen)) - set(matching(blueprint.leaves, exceptions))
+    return sum(size for path, size in sizes.items() if path not in frozen) / sum(sizes.values())
 
 
 def _recipe(job: Job, blueprint: Blueprint, *, timed: bool = False) -> Recipe:
-    frozen_paths, optimizer = _frozen_paths(job, blueprint), resolve_optimizer(job, blueprint)
-    return recipe_of(blueprint, optimizer, frozen_paths, name=job.optimizer.name, timed=timed)
+    frozen, optimizer = frozen_paths(job, blueprint), resolve_optimizer(job, blueprint)
+    return recipe_of(blueprint, optimizer, frozen, name=job.optimizer.name, timed=timed)
 
 
 def recipe_of(
