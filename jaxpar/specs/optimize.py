@@ -32,6 +32,7 @@ from jaxpar.units import show_bytes
 
 PARTIAL = "partial sum"
 WHOLE = 0.1  # share of the FLOP that may stay whole where matmuls have to be split
+GAP = 5e-4  # the search ends once the best choice is proven to be within this share of the best possible
 TIE = 0.02  # of choices that cost at most this share more than the best one, the simplest is taken
 Row = tuple[dict[int, float], float, float]  # coefficients of columns, and the limits of their sum
 State = int | str | None  # a class of pieces, a partial sum, or None: whole
@@ -366,16 +367,14 @@ class Cuts:
     def solve(
         self,
         *,
-        without: Iterable[int] = (),
         memory: float | None = None,
         least: bool = False,
         split: bool = False,
-        limit_s: float = 60.0,
+        limit_s: float = 20.0,
     ) -> Solution:
         """Solves the program exactly, and takes the simplest choice within `TIE` of the best.
 
         Args:
-          without: Classes of pieces that are not cut, to price the next best choice.
           memory: Bytes that parameters, state and kept activations may take on a device.
           least: Minimizes memory instead of seconds.
           split: Whether at most a tenth of the FLOP of matmuls that can be cut may stay whole.
@@ -385,13 +384,7 @@ class Cuts:
           JaxparError: If no choice fits in `memory`; the message has the least that is possible.
         """
         start, columns = time.perf_counter(), len(self._cost)
-        rows = list(self._rows)
-        if memory is not None:
-            rows.append((dict(self._memory), -np.inf, memory - self._memory_whole))
-        if split:
-            rows.append((dict(self._whole_work), -np.inf, WHOLE * sum(self._whole_work.values())))
-        upper = np.where(np.array(self._binary), 1.0, np.inf)
-        upper[[self.x[state] for state in without]] = 0.0
+        rows, upper = self._limited(memory, split=split), np.where(np.array(self._binary), 1.0, np.inf)
         scale, cost = (1e-6, _vector(self._memory, columns)) if least else (1e6, np.array(self._cost))
         run = partial(_minimize, upper=upper, binary=np.array(self._binary), limit_s=limit_s)
         found = run(cost * scale, rows)
@@ -404,7 +397,7 @@ class Cuts:
         values = found.x
         if not least:
             rows.append((dict(enumerate(cost * scale)), -np.inf, ((1 + TIE) * best - constant) * scale))
-            simplest = run(_vector(self._complexity, columns) + cost / best, rows)
+            simplest = run(_vector(self._complexity, columns) + cost / best, rows, limit_s=limit_s / 4)
             values = values if simplest.x is None else simplest.x
         total = lambda amounts: sum(amount * values[column] for column, amount in amounts.items())  # noqa: E731
         done = sum(flop * (values[columns[0]] + (1 - values[columns[0]]) / self.n) for columns, flop in self._flop)
@@ -425,6 +418,26 @@ class Cuts:
             kept=(self._kept_whole + total(self._kept)) / max(self._kept_whole, 1.0),
             size=(columns, len(self._rows)),
         )
+
+    def least_without(self, states: Iterable[int], *, memory: float | None = None, split: bool = False) -> float:
+        """Returns the seconds below which no choice costs that leaves these classes whole: the relaxed optimum.
+
+        It is infinite if there is no such choice.
+        """
+        columns = len(self._cost)
+        rows, upper = self._limited(memory, split=split), np.where(np.array(self._binary), 1.0, np.inf)
+        upper[[self.x[state] for state in states]] = 0.0
+        relaxed = _minimize(np.array(self._cost) * 1e6, rows, upper=upper, binary=np.zeros(columns), limit_s=5.0)
+        return np.inf if relaxed.x is None else relaxed.fun / 1e6 + self._constant
+
+    def _limited(self, memory: float | None, *, split: bool) -> list[Row]:
+        """Returns the rows, with limits of memory and of work that stays whole."""
+        rows = list(self._rows)
+        if memory is not None:
+            rows.append((dict(self._memory), -np.inf, memory - self._memory_whole))
+        if split:
+            rows.append((dict(self._whole_work), -np.inf, WHOLE * sum(self._whole_work.values())))
+        return rows
 
     def splits_parameters(self, solution: Solution) -> bool:
         """Whether a solution cuts any parameter."""
@@ -459,7 +472,7 @@ def _minimize(
     numbers, columns, values = (np.array(each) for each in zip(*entries, strict=True))
     matrix = sparse.csr_matrix((values, (numbers, columns)), shape=(len(rows), len(cost)))
     limits = optimize.LinearConstraint(matrix, [low for _, low, _ in rows], [high for _, _, high in rows])
-    options = {"time_limit": limit_s, "mip_rel_gap": 1e-6}
+    options = {"time_limit": limit_s, "mip_rel_gap": GAP}
     return optimize.milp(
         cost, constraints=limits, bounds=optimize.Bounds(0, upper), integrality=binary, options=options
     )

@@ -38,6 +38,7 @@ GENERATED = ("iota", "random_bits", "random_seed", "random_wrap", "random_unwrap
 SUMS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or")
 WINDOWS = ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add",
            "select_and_gather_add", "rev", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "pad")  # fmt: skip
+OWN = ("shard_map", "reduce", "reduce_window")  # their inner programs are of one device, or of two entries
 FOLLOWED = ("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "dynamic_slice", "split",
             "concatenate", "unstack", "stack", "dynamic_update_slice", "sort", "argmax", "argmin")  # fmt: skip
 
@@ -213,7 +214,7 @@ class _Walk:
         if name == "cond":
             results = [self.run(branch.jaxpr, operands[1:]) for branch in eqn.params["branches"]]
             return [_one_of(arrays) for arrays in zip(*results, strict=True)]
-        if name != "shard_map" and (key := next((key for key in CALLS if key in eqn.params), None)):
+        if name not in OWN and (key := next((key for key in CALLS if key in eqn.params), None)):
             inner = eqn.params[key]
             return self.run(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner, operands)
         if name in VIEWS and not operands[0].constant:

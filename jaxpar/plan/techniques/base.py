@@ -128,6 +128,8 @@ class PlanTechnique:
     Attributes:
       axis: The axis that it communicates over, one of `jaxpar.mesh.axes.AXES`.
       model_type: The class of models that it can price; `Shape` is a decoder.
+      excludes: Function of a model to the reason why it cannot be priced, in place of the names of its dims; "" if it
+        can.
       sizes: Function of model, rows of a batch and choices to the legal sizes of the axis, including 1. By default, the
         sizes that divide the dims that the axis splits.
       rule: The bound of those sizes as text that follows "tensor at most 8".
@@ -150,6 +152,7 @@ class PlanTechnique:
 
     axis: str
     model_type: type = object
+    excludes: Callable[[Any], str] | None = None
     sizes: Callable[[Any, int, Choices], Collection[int]] | None = None
     rule: str = ""
     variants: Callable[[int], Sequence[Mapping[str, Any]]] = lambda _: ({},)
@@ -176,6 +179,8 @@ class PlanTechnique:
             return "its technique has no price, so no layout that uses it is ranked"
         if not isinstance(model, self.model_type):
             return "priced for decoders alone"
+        if self.excludes is not None:
+            return self.excludes(model)
         dims = AXES[self.axis].splits
         return f"no dim is called {' or '.join(dims)}" if dims and not {*dims} & {*model.dims} else ""
 

@@ -15,17 +15,27 @@ from jaxpar.plan.causes import Style
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model.layer_time import tokens
 from jaxpar.plan.model.shape import NamedDims, Shape
+from jaxpar.plan.model.splits import traffic
 from jaxpar.plan.techniques.base import BYTES, PlanTechnique, SentCollective, Settings, divisors, up_to
 
 
-def sizes(shape: Shape, rows: int, choices: Choices) -> list[int]:
-    """Returns the common divisors of heads, kv heads and the feed-forward's width; XLA pads a vocabulary."""
+def sizes(model: Any, rows: int, choices: Choices) -> list[int]:
+    """Returns the sizes that split a model.
+
+    Of a decoder they are the common divisors of heads, kv heads and the feed-forward's width (XLA pads a vocabulary);
+    of other models those for which specs were found.
+    """
+    if not isinstance(model, Shape):
+        return up_to([1, *model.splits], choices.tensor)
+    shape = model
     common = gcd(*(shape.dims[name] for name in ("heads", "kv_heads", "mlp")))
     return up_to(divisors(common), choices.tensor)
 
 
 def sequences(model: NamedDims, choices: Choices, tensor: int, context: int) -> Sequence[Mapping[str, Any]]:
     """Returns the settings of sequence parallelism, which is possible if tensor x context divides a sequence."""
+    if not isinstance(model, Shape):  # its split decides
+        return [{"sequence": False}]
     divides = tensor > 1 and model.dims["seq"] % (tensor * context) == 0
     return [{"sequence": False}, {"sequence": True}][: 1 + divides]
 
@@ -67,13 +77,38 @@ def block(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Iterat
     yield sent("reduce-scatter", repeated_sums * sharded, again=True)
 
 
+def step(model: Any, candidate: Candidate, software: SoftwareModel) -> Iterator[SentCollective]:
+    """Yields the collectives over the tensor axis of a model that is no decoder.
+
+    Those of the forward pass are exposed, and a share of those of the backward pass, which are half of all.
+    """
+    if isinstance(model, Shape):
+        return
+    for kind, payload, times in traffic(model, candidate):
+        yield SentCollective(
+            collective=Collective(
+                kind=kind, axes=("tensor",), dtype="bf16" if software.wire[0] == 2 else "f32", group=candidate.tensor,
+                times=times * candidate.microbatches, payload=payload,
+            ),
+            exposed=1 - software.tensor_overlap / 2,
+        )  # fmt: skip
+
+
+def why_not(model: Any) -> str:
+    """Returns why a model is not planned over the tensor axis; "" if it is."""
+    return (
+        "" if isinstance(model, Shape) or getattr(model, "splits", None) else "no dims that it could split were found"
+    )
+
+
 TENSOR = PlanTechnique(
     axis="tensor",
-    model_type=Shape,
+    excludes=why_not,
     sizes=sizes,
     rule=" and divides the heads",
     settings=Settings(needs=("tensor", "context"), options=sequences),
     block=block,
+    step=step,
     cause="tensor",
     styles={"tensor": Style(letter="T", shade=208, light="#d55e00", dark="#f08a3c")},
     blocks_layers=True,

@@ -57,7 +57,7 @@ def _equation(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
     if name == "cond":
         results = [_run(branch.jaxpr, arrays[1:]) for branch in params["branches"]]
         return [_one_of(result) for result in zip(*results, strict=True)]
-    if key := next((key for key in CALLS if key in params), None):
+    if name not in ("reduce", "reduce_window") and (key := next((key for key in CALLS if key in params), None)):
         return _run(_open(params[key]), arrays)
     return OPERATIONS.get(name, elementwise)(eqn, arrays)
 

@@ -1,0 +1,58 @@
+"""Finds how the tensor axis would split a model that is no decoder, for a plan."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+from jaxpar.errors import JaxparError
+from jaxpar.parallel.declaration import Parallel
+from jaxpar.plan.machine.hardware import HARDWARE
+from jaxpar.plan.model.splits import Split, SplitTraffic
+from jaxpar.sharding.names import Blueprint
+from jaxpar.specs.find import AXIS, costs_on, trace_program
+from jaxpar.specs.names import NamedSpecs, name_solution
+from jaxpar.specs.optimize import Cuts, Sent, Solution
+
+
+def find_splits(
+    blueprint: Blueprint,
+    loss: Callable,
+    batch: Mapping[str, Any],
+    *,
+    rows: int,
+    sizes: Iterable[int],
+    precision: str,
+    frozen: Collection[str],
+) -> dict[int, tuple[Split, NamedSpecs]]:
+    """Returns, for each size of the tensor axis that splits parameters, the split and the names of its dims.
+
+    Args:
+      blueprint: The model.
+      loss: A function of (model, batch), or of (model, batch, key).
+      batch: Name to shape and dtype; the first dim is that of examples.
+      rows: Examples of a microbatch, for which the dims are chosen.
+      sizes: Sizes of the axis to try.
+      precision: Dtype of matmuls: "fp32" or "bf16".
+      frozen: Patterns of the paths of frozen parameters.
+    """
+    program = trace_program(blueprint, loss, batch, rows=rows, precision=precision, frozen=frozen)
+    found = {}
+    for size in sizes:
+        cuts = Cuts(program, size, costs_on(HARDWARE["h100"], Parallel(tensor=size), precision))
+        try:
+            solution = cuts.solve(split=True)
+        except JaxparError:  # no dims of the model can be cut so: the plan has no layout of this size
+            continue
+        if cuts.splits_parameters(solution):
+            found[size] = _split(solution, size, rows), name_solution(cuts, solution, AXIS)
+    return found
+
+
+def _split(solution: Solution, size: int, rows: int) -> Split:
+    traffic = tuple(_traffic(sent, size, rows) for sent in solution.collectives)
+    return Split(work=solution.work, kept=solution.kept, traffic=traffic)
+
+
+def _traffic(sent: Sent, size: int, rows: int) -> SplitTraffic:
+    payload = sent.bytes * size / (size - 1) / (2 if sent.kind == "all-reduce" else 1)
+    constant = payload if sent.of_parameters else 0.0
+    return SplitTraffic(kind=sent.kind, payload_per_row=(payload - constant) / rows, payload=constant, times=sent.times)

@@ -1,0 +1,68 @@
+"""How the tensor axis splits a model that is no decoder: work, kept activations and traffic for each of its sizes.
+
+An integer program on the model's trace finds them (`jaxpar.specs`); a plan only prices them.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxpar.plan.candidate import Candidate
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitTraffic:
+    """Equal collectives over the tensor axis.
+
+    Attributes:
+      kind: all-gather, reduce-scatter, all-reduce or all-to-all.
+      payload_per_row: Bytes of one for each example of a microbatch.
+      payload: Bytes of one, whatever the examples.
+      times: Number of them for a microbatch.
+    """
+
+    kind: str
+    payload_per_row: float
+    payload: float
+    times: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """A model over a tensor axis of one size.
+
+    Attributes:
+      work: Share of the FLOP that each device does.
+      kept: Share of the kept activations that each device keeps.
+      traffic: Collectives over the axis.
+    """
+
+    work: float = 1.0
+    kept: float = 1.0
+    traffic: tuple[SplitTraffic, ...] = ()
+
+
+class SplitModel(Protocol):
+    """A model with a split for each size of the tensor axis that it supports."""
+
+    @property
+    def splits(self) -> Mapping[int, Split]:
+        """Sizes of the axis to the split; 1 is not among them."""
+        ...
+
+
+def by_size(model: SplitModel, candidate: Candidate, value: Any) -> Any:
+    """Returns a number of the split that each candidate's tensor axis has; `value` maps a split to it."""
+    sizes = np.asarray(candidate.tensor)
+    return np.select([sizes == size for size in model.splits], [value(split) for split in model.splits.values()],
+                     value(Split()))  # fmt: skip
+
+
+def traffic(model: SplitModel, candidate: Candidate) -> Iterator[tuple[str, Any, Any]]:
+    """Yields the kind, payload and count of the collectives of a microbatch; 0 of those of other sizes."""
+    for size, split in model.splits.items():
+        for each in split.traffic:
+            payload = each.payload + each.payload_per_row * candidate.microbatch
+            yield each.kind, payload, each.times * np.equal(candidate.tensor, size)
