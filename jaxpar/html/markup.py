@@ -43,6 +43,11 @@ def join(parts: Iterable[str]) -> Markup:
     return Markup("".join(part if isinstance(part, Markup) else escape(part) for part in parts))
 
 
+def breakable(path: str) -> Markup:
+    """A path that a narrow page breaks after a slash rather than inside a word."""
+    return Markup("/<wbr/>".join(escape(word) for word in path.split("/")))
+
+
 def percent(share: float) -> str:
     """Formats a share as a length in SVG."""
     return f"{100 * share:.2f}".rstrip("0").rstrip(".") + "%"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpar.html.markup import Markup, badge, join, table, tag
+from jaxpar.html.markup import Markup, badge, breakable, join, table, tag
 
 CARDS = 4  # cards shown at once; the others are folded
 COLOURS = 9
@@ -82,8 +82,8 @@ def axes_table(rows: Sequence[Sequence[str]]) -> Markup:
     if not rows:
         return Markup()
     head = ("axis", "its devices have", "such as devices", "joined", "what they send each other in a step")
-    words = " What is sent of activations depends on the batch: jp.inspect(step, batch)."
-    note = tag("p", "Bytes of arrays as they are stored; ", badge("exact"), words, cls="jx-small")
+    words = ". What is sent of activations depends on the batch: jp.inspect(step, batch)."
+    note = tag("p", "Bytes of arrays as they are stored: ", badge("exact"), words, cls="jx-small")
     return join([table("Axes", head, [(tag("b", row[0]), *row[1:]) for row in rows], "tttsw"), note])
 
 
@@ -95,7 +95,7 @@ def _card(card: Card) -> Markup:
     size_note = [tag("div", card.less, cls="jx-small")] if card.less else []
     return tag(
         "div",
-        tag("div", tag("b", card.name), count_note),
+        tag("div", tag("b", breakable(card.name)), count_note),
         tag("div", tag("code", card.placed), " ", card.shape, cls="jx-small"),
         grid,
         *size_note,

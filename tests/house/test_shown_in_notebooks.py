@@ -135,11 +135,25 @@ def test_at_a_thousand_pixels_schedules_and_the_ledger_fit_the_page(browser, tmp
         assert browser.ask(WIDER) == [], name
 
 
+FULL = """[...document.querySelectorAll('.jx-cell')].filter(cell => cell.scrollWidth > cell.clientWidth)
+  .map(cell => `${cell.title}: ${cell.scrollWidth} in ${cell.clientWidth}`)"""
+
+
+def test_at_any_width_the_place_of_a_device_fits_its_cell(browser, tmp_path):
+    sizes = {"pipe": 2, "data": 16, "fsdp": 2, "tensor": 2}
+    (tmp_path / "layout.html").write_text(HEAD + jp.compose(decoder, jp.Parallel(**sizes), 128)._repr_html_())
+    for width in (500, 1000, 1400):
+        browser.show(tmp_path / "layout.html", width=width, theme="light")
+        assert browser.ask("document.querySelectorAll('.jx-cell').length") == 16
+        assert browser.ask(FULL) == [], width
+
+
 def test_an_inspection_shows_who_holds_what_as_well():
     layout = jp.compose(decoder, jp.Parallel(data=2, fsdp=2, tensor=2))
     made = report(cards=tuple(cards(layout.placements, layout.sizes)))
     page = Reader(made._repr_html_())
     assert page.wrong == []
-    assert {"Who holds what", "blocks/mlp/gate"} <= {*page.text}
+    assert "Who holds what" in page.text
+    assert "blocks/mlp/gate" in "".join(page.text)  # it may break after a slash
     assert "cards" not in made.to_dict()
     assert "Who holds what" not in Reader(report()._repr_html_()).text

@@ -144,16 +144,18 @@ def _node(shown: LayoutPage, node: int, *, named: bool) -> Markup:
     large = [axis for axis, size in shown.sizes.items() if size > 1]
     first = node * shown.per_node
     last = min(first + shown.per_node, shown.count)
-    cells = []
+    cells, widest = [], 0
     for device in range(first, min(last, first + CELLS)):
         coords = coordinates(device, shown.sizes)
         place = " · ".join(str(coords[axis]) for axis in large)
         title = ", ".join(f"{axis} {coords[axis]}" for axis in large)
+        widest = max(widest, len(place))
         cells.append(tag("div", tag("b", str(device)), tag("span", place, cls="jx-small"), cls="jx-cell", title=title))
     remaining = last - first - CELLS
     more = [tag("p", f"and {remaining} more", cls="jx-more")] if remaining > 0 else []
     head = [tag("div", f"node {node}", cls="jx-small")] if named else []
-    return tag("div", *head, tag("div", *cells, cls="jx-cells-of-a-node"), *more, cls="jx-node")
+    grid = tag("div", *cells, cls="jx-cells-of-a-node", style=f"--place: {widest}ch")
+    return tag("div", *head, grid, *more, cls="jx-node")
 
 
 def links(shown: LayoutPage) -> list[tuple[str, ...]]:
