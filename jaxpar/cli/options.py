@@ -22,12 +22,12 @@ def job_file(name: str) -> str:
 
     So the commands in the help texts run in any folder. A message on stderr reports the replacement.
     """
-    from jaxpar.job.file.shipped import shipped_job
+    from jaxpar.job.file.shipped import replacement_note, shipped_job
 
     shipped = shipped_job(Path(name))
     if shipped is None:
         return name
-    print(f"{name}: not in this folder; taken from {shipped}", file=sys.stderr)
+    print(replacement_note(name), file=sys.stderr)
     return str(shipped)
 
 

@@ -2,13 +2,14 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxpar.errors import refuse, user_code_errors
 from jaxpar.job.file.parse import load
 from jaxpar.job.file.schema import Job
-from jaxpar.job.file.shipped import shipped_job
+from jaxpar.job.file.shipped import replacement_note, shipped_job
 from jaxpar.job.plan import apply_layout, command, model_question, question
 from jaxpar.parallel.declaration import OPTIONAL
 from jaxpar.plan.candidate import Candidate
@@ -137,7 +138,7 @@ def plan(
 
     Args:
       job: A TOML job file or a loaded job; or a step of `jp.train_step`, under any layout. If the working directory
-        lacks a file of `configs/`, it is the one that jaxpar ships.
+        lacks a file of `configs/`, it is the one that jaxpar ships, and a line says so.
       *overrides: For a job, `section.key=value` strings. For a step, its global batch, as arrays or shapes.
       devices: Number of GPUs.
       chip: The GPU, such as h200, or the chip file that `jaxpar measure links` and `gemm` wrote.
@@ -166,7 +167,7 @@ def plan(
     if isinstance(job, Job):
         loaded = job
     else:
-        loaded = load(shipped_job(Path(job)) or Path(job), [*overrides], allow_import=allow_import)
+        loaded = load(_job_file(Path(job)), [*overrides], allow_import=allow_import)
     request = question(loaded, devices=devices, chip=chip, per_node=per_node, options=options)
     result = search(request, top=top)
     name = "JOB" if isinstance(job, Job) else str(job)
@@ -176,3 +177,17 @@ def plan(
         title="a plan" if isinstance(job, Job) else f"{Path(job).stem}: a plan",
         command=command(name, overrides, loaded, best_job),
     )
+
+
+def _job_file(path: Path) -> Path:
+    """Returns the job file, or the shipped one in its place, which is printed once."""
+    shipped = shipped_job(path)
+    if shipped is None:
+        return path
+    _print_once(replacement_note(path))
+    return shipped
+
+
+@cache
+def _print_once(line: str) -> None:
+    print(line)

@@ -13,6 +13,7 @@ from flax import nnx
 import jaxpar as jp
 from jaxpar.checkpoint import Checkpoints
 from jaxpar.cli.main import main
+from jaxpar.job import plan_api
 from jaxpar.job.report.read import read
 from jaxpar.plan.pages.text import page
 from jaxpar.train.api.fit_data import open_fit_data
@@ -246,9 +247,16 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path):
         jp.fit(step_of(fsdp=8), Points(1), steps=2, batch=16, run=tmp_path)
 
 
-def test_a_job_of_configs_is_planned_in_any_folder(tmp_path, monkeypatch):
+def test_a_job_of_configs_is_planned_in_any_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    plan_api._print_once.cache_clear()
     plan = jp.plan("configs/gpu_llama_8b_fsdp8.toml", devices=8, top=1)
+    message = capsys.readouterr().out
+    assert message.startswith("configs/gpu_llama_8b_fsdp8.toml: not in this folder; taken from the installed jaxpar/")
+    jp.plan("configs/gpu_llama_8b_fsdp8.toml", devices=8, top=1)
+    assert not capsys.readouterr().out  # once is enough
+    main(["check", "configs/gpu_llama_8b_fsdp8.toml"])
+    assert message in capsys.readouterr().err  # the command says the same
     assert "jaxpar train configs/gpu_llama_8b_fsdp8.toml" in plan.command
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "gpu_llama_8b_fsdp8.toml").write_text("mine = 1")
