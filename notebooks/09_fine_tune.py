@@ -154,11 +154,12 @@ assert last < 0.8 * first
 # %% [markdown]
 # ## 5. Ask it
 #
-# `jaxpar sample RUN --chat` answers line by line, by the chat template.
+# `jaxpar sample RUN --chat` answers line by line, by the chat template. Each call here is a conversation of its own, as the model has
+# been tuned on single questions.
 
 # %%
-lines = "What comes after Friday?\nIt is Sunday. What is tomorrow?\n"
-print(jaxpar("sample", "runs/tune", "--chat", "--temperature", "0", said=lines))
+for line in ("What comes after Friday?\n", "It is Sunday. What is tomorrow?\n"):
+    print(jaxpar("sample", "runs/tune", "--chat", "--temperature", "0", said=line))
 
 # %% [markdown]
 # ## 6. Take it away
