@@ -24,7 +24,7 @@ What is made of what, in this order:
              jp.save(path, state), jp.restore(path, step): under any other layout too
              jp.from_huggingface(folder, model, rules): weights for jp.init_state(..., params=), in your own model;
              jp.to_huggingface(...) writes the folder again
-             jp.model(layout, state): your own Flax model with the trained parameters, ready to predict
+             jp.model(layout, state), or jp.model("runs/mine"): your own Flax model with the trained parameters
     step     jp.train_step(layout, loss, optimizer): one compiled program; losses jp.next_token_loss,
              jp.classification_loss, jp.dpo_loss (of a model with jp.add_reference), your own
              jp.fit(step, data, steps=200, batch=16, run="runs/mine"): saves, resumes

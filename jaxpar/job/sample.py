@@ -2,18 +2,14 @@
 
 import json
 import re
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxpar.buckets import pull_folder
-from jaxpar.checkpoint import Store
 from jaxpar.data.spec import OURS
 from jaxpar.data.tokens import RunTokenizer
 from jaxpar.errors import Keywords, refuse
@@ -22,16 +18,14 @@ from jaxpar.job.file.parse import loads
 from jaxpar.job.file.run_folder import job_of
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import end_tokens, with_saved_tokenizer
-from jaxpar.job.parts.models import resolve_loss, resolve_model
-from jaxpar.job.parts.optimizers import resolve_optimizer
 from jaxpar.job.pretrained import KEPT
-from jaxpar.mesh.devices import is_simulated, simulate, visible_devices
+from jaxpar.job.run_state import restore_run
+from jaxpar.mesh.devices import is_simulated, simulate
 from jaxpar.parallel.compose import compose
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.adapters import without_adapters
 from jaxpar.sharding.names import Tree
-from jaxpar.step import state
 from jaxpar.step.model import eval_model
 from jaxpar.step.sampling.generator import Generator, Sampling
 
@@ -233,17 +227,8 @@ def _prompt(file: Path, number: int, line: str) -> str:
 
 def _restore(job: Job, folder: Path, parallel: Parallel) -> tuple[Layout, Tree, Tree]:
     """Restores a run's layout, evaluation parameters (adapters merged, no reference), and other model state."""
-    model = resolve_model(job, resolve_loss(job))
-    devices: Any = visible_devices()
-    if parallel == Parallel():
-        devices = devices[:1]
-    layout = compose(model, parallel, devices)
-    shapes = state.abstract(layout, resolve_optimizer(job, layout.blueprint))
-    places = state.shardings(layout, shapes)
-    shapes = jax.tree.map(lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), shapes, places)
-    spec = replace(job.checkpoint, replicas="mean")  # replicas that differ are sampled as their mean
-    store = Store(folder / "checkpoints", spec, say=partial(print, file=sys.stderr), is_owner=False)
-    result, _ = store.restore(shapes)
+    layout, result = restore_run(job, folder, parallel)
+    devices: Any = [*layout.device_mesh.devices.flat]
     is_plain = layout.blueprint.base is None
     plain = layout if is_plain else compose(without_adapters(layout.blueprint), parallel, devices)
     return plain, *eval_model(layout, result)

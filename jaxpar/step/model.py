@@ -1,4 +1,4 @@
-"""`jp.model`: the user's own Flax model, with the parameters that a step evaluates.
+"""`jp.model`: the user's own Flax model, with the parameters that a step evaluates, of a state or of a run folder.
 
     state ─► parameters to evaluate ─► global model of replicas ─► adapters merged ─► the user's module
              EMA, schedule-free        mean, anchor, center        W + alpha / rank A B
@@ -6,7 +6,10 @@
 `jaxpar sample` reads the same parameters of a restored state: `eval_model`.
 """
 
+from collections.abc import Mapping
 from contextlib import nullcontext
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +20,7 @@ from jaxpar.errors import refuse
 from jaxpar.exchange.base import NO_MODEL
 from jaxpar.exchange.global_model import merge_replicas_of_model
 from jaxpar.optim.eval_params import eval_params
+from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.adapters import merge_adapters, without_adapters
 from jaxpar.sharding.names import Tree, path_of
@@ -24,15 +28,28 @@ from jaxpar.step.checks.input_state import check_matches_layout, check_not_donat
 from jaxpar.step.state import State, eval_arrays_on_device
 
 
-def model(layout: Layout, state: State, *, device: Any = None, replica: int | None = None) -> Any:
+def model(
+    layout: Layout | str | Path,
+    state: State | None = None,
+    *,
+    device: Any = None,
+    replica: int | None = None,
+    parallel: Parallel | None = None,
+    at: int | None = None,
+    allow_import: bool = False,
+) -> Any:
     """Returns the user's model with the parameters of a state, ready to predict.
+
+        jp.model(layout, state)
+        jp.model("runs/mine")          a run of `jaxpar train`, from its folder alone, on one device
 
     The parameters are those that `step.evaluate` uses: averages (`ema_params`, schedule-free optimizers), the global
     model of replicas that differ, and adapters merged into their matrices. The arrays are copies, so that a step may
     donate the state afterwards. The model computes in its own dtypes, not in the `precision` of a step.
 
     Args:
-      layout: The layout of the state: the result of `jp.compose`, or `step.layout`.
+      layout: The layout of the state: the result of `jp.compose`, or `step.layout`. Or a run folder, or the address of
+        one in a bucket: then there is no `state`, and the newest intact checkpoint is read.
       state: A state as a step returns it; `outcome.state` of `jp.fit`.
       device: The `jax.Device` of every array, or its `Sharding`, as in `jax.device_put`. By default each array is
         sharded as the layout stores it, so that no device needs the memory of the whole model; call the model inside
@@ -46,10 +63,22 @@ def model(layout: Layout, state: State, *, device: Any = None, replica: int | No
       with the arguments of the module, such as `train=False`, and `module, variables = model.unbind()` takes it apart.
 
     Raises:
-      JaxparError: If the state is of another layout or model, or was donated to a step; or if its replicas are several
-        models (as of the exchanges ensemble and population) and `replica` is None.
+      JaxparError: If the state is of another layout or model, or was donated to a step; if its replicas are several
+        models (as of the exchanges ensemble and population) and `replica` is None; or if the folder has no checkpoint
+        of a run of `jaxpar train`.
     """
-    _check_arguments(layout, state, device)
+    if isinstance(layout, str | Path):
+        _check_run_arguments(layout, state, replica)
+        # imported by name: a job is of a package above this one
+        load_model = import_module("jaxpar.job.run_state").load_model
+        return load_model(layout, parallel=parallel, at=at, device=device, allow_import=allow_import)
+    _check_arguments(layout, state, device, for_runs={"parallel": parallel, "at": at, "allow_import": allow_import})
+    if state is None:
+        raise refuse(
+            "jp.model of a layout without a state",
+            rule="a model has the parameters of a state",
+            fix="jp.model(layout, state), or jp.model('runs/mine') of a run folder",
+        )
     check_not_donated(state)
     check_matches_layout(state, layout)
     _check_replica(layout, replica)
@@ -102,12 +131,28 @@ def _move(x: jax.Array, device: Any) -> jax.Array:
     return jax.device_put(x, device)
 
 
-def _check_arguments(layout: object, state: object, device: object) -> None:
+def _check_run_arguments(folder: str | Path, state: object, replica: object) -> None:
+    for name, value in (("state", state), ("replica", replica)):
+        if value is not None:
+            raise refuse(
+                f"jp.model({str(folder)!r:.100}) with {name}={value!r:.80}",
+                rule="a run folder has the state, and its replicas are read as one model",
+                fix="jp.model(folder), or jp.model(layout, state) with the layout that the state was made with",
+            )
+
+
+def _check_arguments(layout: object, state: object, device: object, *, for_runs: Mapping[str, object]) -> None:
     if not isinstance(layout, Layout):
         raise refuse(
             f"jp.model with layout={layout!r:.80}",
             rule="a layout is what jp.compose returns, and what a step has",
             fix="jp.model(layout, state), or jp.model(step.layout, state)",
+        )
+    if given := [f"{name}={value!r:.80}" for name, value in for_runs.items() if value]:
+        raise refuse(
+            f"jp.model of a layout with {', '.join(given)}",
+            rule="a layout and its state say where the arrays are, and of which step",
+            fix="jp.model(layout, state), or jp.model('runs/mine', ...) of a run folder",
         )
     if isinstance(getattr(state, "state", None), State):
         raise refuse(
