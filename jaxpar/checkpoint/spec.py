@@ -25,6 +25,9 @@ class Checkpoints:
         it, * any text. The others are new.
       rename: Prefix of a path in the checkpoint to its prefix in the job, {"encoder/blocks" = "blocks"}.
       cast: Whether parameters of another dtype in the checkpoint may be taken.
+      rules: For a model of your own that starts from a Hugging Face folder, "module:RULES", a dict as for
+        `jp.from_huggingface`: path of a parameter to tensor and dims. It is also what the run is exported by.
+      skip: With rules, names of tensors that the model does not use; * is any text.
       replicas: How differing replicas resume under another number of them: same (not at all), mean (all from their
         mean), broadcast (all from the first); the last two also let a job without an exchange resume from their model.
     """
@@ -39,19 +42,33 @@ class Checkpoints:
     take: tuple[str, ...] = ("*",)
     rename: Mapping[str, str] = field(default_factory=dict)
     cast: bool = False
+    rules: str = ""
+    skip: tuple[str, ...] = ()
     replicas: Literal["same", "mean", "broadcast"] = "same"
 
     def __post_init__(self):
         most = 2**31 - 1
         ranges = {"every": (0, most), "minutes": (0.0, 1e6), "keep_last": (1, most), "keep_best": (0, most)}
         check_ranges(self, "checkpoint", ranges)
-        for key, default in (("take", ("*",)), ("rename", {}), ("cast", False)):
+        for key, default in (("take", ("*",)), ("rename", {}), ("cast", False), ("rules", ""), ("skip", ())):
             if not self.start_from and getattr(self, key) != default:
                 raise refuse(
                     f"checkpoint.{key} = {getattr(self, key)!r} without checkpoint.start_from",
                     rule=f"{key} needs start_from",
                     fix=f'start_from = "runs/other", or leave {key} out',
                 )
+        if self.rules and (self.take != ("*",) or self.rename):
+            raise refuse(
+                f"checkpoint.rules = {self.rules!r} with take or rename",
+                rule="rules say of each parameter which tensor it is, or None for a new one",
+                fix="leave take and rename out",
+            )
+        if self.skip and not self.rules:
+            raise refuse(
+                f"checkpoint.skip = {[*self.skip]} without checkpoint.rules",
+                rule="skip names tensors that rules do not read",
+                fix="take = [...] for a part of the parameters",
+            )
         if self.replicas not in ("same", "mean", "broadcast"):
             raise refuse(
                 f"checkpoint.replicas = {self.replicas!r:.60}",

@@ -178,6 +178,12 @@ def _check_origin(job: Job) -> None:
         return
     if _has_begun(job) or is_address(start):  # no longer used; or a bucket, which the run's start reads
         return
+    if job.checkpoint.rules:
+        raise refuse(
+            f"checkpoint.rules = {job.checkpoint.rules!r} with start_from = {start!r:.200}, which has no config.json",
+            rule="rules read the tensors of a Hugging Face folder",
+            fix='start_from = "my-llama"; or rename = {...}, for a run or a checkpoint',
+        )
     try:
         listing.find(Path(start))
     except JaxparError as error:

@@ -17,7 +17,7 @@ from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import data_ends, end_tokens, with_saved_tokenizer
 from jaxpar.job.parts.models import resolve_loss, resolve_model
 from jaxpar.job.parts.names import PREFERENCES
-from jaxpar.job.parts.pretrained_start import check_start, decoder_of
+from jaxpar.job.parts.pretrained_start import check_start, decoder_of, rules_of
 from jaxpar.models.huggingface.export import export
 from jaxpar.models.huggingface.folder import (
     ALONG,
@@ -45,20 +45,21 @@ def start_run(built: BuiltJob) -> tuple[State, str]:
       JaxparError: If the folder cannot be read, or does not fit the job.
     """
     job = built.job
-    model, origin = check_start(job, built.layout)
-    params = {path: model.params[source_path] for path, source_path in origin.taken.items()}
+    start = check_start(job, built.layout)
     first_state = start_from_params(
-        built.layout, built.optimizer, params, fresh=origin.fresh, seed=job.train.seed, offload=job.train.offload
+        built.layout, built.optimizer, start.params, fresh=start.origin.fresh, seed=job.train.seed,
+        offload=job.train.offload,
     )  # fmt: skip
     if jax.process_index() == 0:  # the folder may be gone when the run is exported
         source, to = Path(job.checkpoint.start_from).expanduser(), local_folder(job.run.dir) / KEPT
         copy_small_files(source, to, names=(CONFIG, *ALONG))
-    return first_state, f"{origin}, a Hugging Face {model.kind}"
+    return first_state, f"{start.origin}, {start.kind}"
 
 
 def _write_ends(job: Job, run: Path, to: Path) -> None:
     """Writes the run's end-of-text tokens into the exported configs, unless these include them already."""
-    ends = [token for token in end_tokens(job, run, run / KEPT) if token < decoder_of(job).vocab]
+    vocab = read_config(to / CONFIG).get("vocab_size", 0) if job.checkpoint.rules else decoder_of(job).vocab
+    ends = [token for token in end_tokens(job, run, run / KEPT) if token < vocab]
     if not set(data_ends(job, run)) <= set(end_ids(to)):
         for file in (to / CONFIG, to / GENERATION):
             if file.is_file():
@@ -73,19 +74,21 @@ def _write_tokenizer(source: Path, to: Path) -> list[Path]:
 
 
 def export_checkpoint(where: Path, step: int | None, to: Path) -> dict[str, Any]:
-    """Exports the decoder of a checkpoint as a Hugging Face folder: evaluation parameters, with adapters merged.
+    """Exports a checkpoint as a Hugging Face folder: evaluation parameters, with adapters merged.
+
+    The model is jaxpar's decoder, or any that the run started from such a folder by `checkpoint.rules`.
 
     Tokenizer, special ids and generation config come from the run's pretrained model; a run without one exports the
     tokenizer that it was trained with. The eos ids include the ends of the run's own documents and answers.
 
     Raises:
-      JaxparError: If the checkpoint is damaged, is not of a decoder's run, or Hugging Face has no such model.
+      JaxparError: If the checkpoint is damaged, is not of such a run, or Hugging Face has no such model.
     """
     path = listing.find(where, step).resolve()
     manifest = reading.read_manifest(path)
     run = path.parent.parent
     job = with_saved_tokenizer(job_of(run), run)
-    settings = decoder_of(job)
+    settings = None if job.checkpoint.rules else decoder_of(job)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
     targets = {
         name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
@@ -98,9 +101,16 @@ def export_checkpoint(where: Path, step: int | None, to: Path) -> dict[str, Any]
     }
     if job.train.adapters.rank or job.train.loss == PREFERENCES:
         params = by_path(merge_adapters(as_blueprint(resolve_model(job, resolve_loss(job))), params))
-    files = export(params, settings, to, origin=run / KEPT if is_folder(run / KEPT) else None)
+    origin = run / KEPT if is_folder(run / KEPT) else None
+    files = export(params, settings, to, origin=origin) if settings else _export_by_rules(job, params, to, run / KEPT)
     if not is_folder(run / KEPT) and job.data.tokenizer not in OURS:
         files += _write_tokenizer(run / "data" / KEPT_TOKENIZER, to)
     if job.data.is_text:
         _write_ends(job, run, to)
     return {"from": str(path), "to": str(to), "bytes": sum(file.stat().st_size for file in files)}
+
+
+def _export_by_rules(job: Job, params: dict[str, Any], to: Path, origin: Path) -> list[Path]:
+    from jaxpar.train.api.huggingface import write_by_rules  # other runs do not load it
+
+    return write_by_rules(to, params, rules_of(job), origin=origin)

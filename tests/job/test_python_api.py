@@ -229,6 +229,12 @@ WRONG = {
                                                  devices=8),
                             r"type float32\[\] but .* type int32\[\]"),
     "devices that do not divide it": (lambda path: jp.plan(step_of(fsdp=8), BATCH, devices=7), "divides the examples"),
+    "rules": (
+        lambda path: jp.fit(
+            step_of(fsdp=8), Points(), steps=1, batch=16, run=path, checkpoints=Checkpoints(start_from="a", rules="b:C")
+        ),
+        "jp.from_huggingface",
+    ),
     "top": (lambda path: jp.plan("configs/gpu_llama_8b_fsdp8.toml", devices=8, top=0), "top is"),
 }  # fmt: skip
 

@@ -30,9 +30,9 @@ class PretrainedModel(EvaluatedModel):
         Raises:
           JaxparError: If a tensor is missing, or of another shape.
         """
-        model, origin = check_start(self.job, step.layout)
-        params = {path: model.params[source] for path, source in origin.taken.items()}
-        return start_from_params(step.layout, step.optimizer, params, fresh=origin.fresh, seed=self.job.train.seed)
+        start = check_start(self.job, step.layout)
+        fresh, seed = start.origin.fresh, self.job.train.seed
+        return start_from_params(step.layout, step.optimizer, start.params, fresh=fresh, seed=seed)
 
     def check_data(self, fingerprint: str) -> None:
         """Accepts any data, as the folder does not say on which the model was trained."""

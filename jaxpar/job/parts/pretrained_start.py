@@ -1,6 +1,9 @@
 """Checks that a job can start from a Hugging Face model, before text is packed and before any weight is read."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -11,20 +14,37 @@ from jaxpar.data.spec import OURS
 from jaxpar.data.tokenizers.tokenizer_facts import NAME, read_tokenizer
 from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.job.file.dump import toml_value
+from jaxpar.job.file.import_object import import_object
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.names import settings_of
 from jaxpar.models.huggingface.config import differences
 from jaxpar.models.huggingface.folder import TOKENIZERS
-from jaxpar.models.huggingface.load import Pretrained, load
+from jaxpar.models.huggingface.load import Pretrained, Tensor, load
 from jaxpar.models.settings.decoder import DecoderConfig
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.adapters import checkpoint_leaves
 
 
-def check_start(job: Job, layout: Layout) -> tuple[Pretrained, Origin]:
-    """Returns the Hugging Face model that `checkpoint.start_from` names, and how its parameters map to the job's.
+@dataclass(frozen=True, kw_only=True)
+class PretrainedStart:
+    """The parameters of a Hugging Face folder that a job starts from.
 
-    Weights are not read. If only a part is taken, the job's model may be any with parameters of these shapes.
+    Attributes:
+      params: Path in the job to parameter; indexing reads it.
+      origin: How the folder's parameters map to the job's.
+      kind: The folder's family, or the rules by which it is read.
+    """
+
+    params: Mapping[str, Tensor]
+    origin: Origin
+    kind: str
+
+
+def check_start(job: Job, layout: Layout) -> PretrainedStart:
+    """Opens the Hugging Face folder that `checkpoint.start_from` names; weights are not read.
+
+    If only a part is taken, the job's model may be any with parameters of these shapes; by `checkpoint.rules` it may be
+    any model.
 
     Args:
       job: The job.
@@ -34,18 +54,47 @@ def check_start(job: Job, layout: Layout) -> tuple[Pretrained, Origin]:
       JaxparError: If the folder cannot be read, or the job's model or tokenizer differs.
     """
     spec, defaults = job.checkpoint, Checkpoints()
+    if spec.rules:
+        return _start_by_rules(job, layout)
     is_decoder = job.model["name"] == "decoder"
     model = load(spec.start_from, padded_vocab=settings_of(job).padded_vocab if is_decoder else 0)
     is_default = (spec.take, spec.rename, spec.cast) == (defaults.take, defaults.rename, defaults.cast)
-    problems = [*(_other_model(job, model) if is_default else ()), *_other_tokens(job, model)]
+    problems = [*(_other_model(job, model) if is_default else ()), *_other_tokens(job, model.settings.vocab)]
     if problems:
         raise JaxparError(*problems)
-    source_arrays = {path: SavedArray(tensor.shape, str(tensor.dtype), 0) for path, tensor in model.params.items()}
+    origin = _origin(spec, layout, model.params)
+    params = {path: model.params[source_path] for path, source_path in origin.taken.items()}
+    return PretrainedStart(params=params, origin=origin, kind=f"a Hugging Face {model.kind}")
+
+
+def rules_of(job: Job) -> Any:
+    """Imports the rules of `checkpoint.rules`.
+
+    Raises:
+      JaxparError: If there is no such object, or it may not be imported.
+    """
+    return import_object(job.checkpoint.rules, "checkpoint.rules", allowed=job.allow_import)
+
+
+def _start_by_rules(job: Job, layout: Layout) -> PretrainedStart:
+    from jaxpar.train.api.huggingface import from_huggingface  # other jobs do not load it
+
+    spec = job.checkpoint
+    if problems := _other_tokens(job, None):
+        raise JaxparError(*problems)
+    tensors = from_huggingface(spec.start_from, layout, rules_of(job), skip=spec.skip)
+    params = {path: tensor for path, tensor in tensors.items() if tensor is not None}
+    origin = _origin(replace(spec, rules="", skip=(), take=tuple(params)), layout, params)
+    return PretrainedStart(params=params, origin=origin, kind=f"read by {spec.rules}")
+
+
+def _origin(spec: Checkpoints, layout: Layout, params: Mapping[str, Tensor]) -> Origin:
+    source_arrays = {path: SavedArray(tensor.shape, str(tensor.dtype), 0) for path, tensor in params.items()}
     targets = {
         path: SavedArray(leaf.shape, str(jnp.dtype(leaf.dtype)), leaf.bytes)
         for path, leaf in checkpoint_leaves(layout.blueprint).items()
     }
-    return model, start_from.plan(spec, Path(spec.start_from), source_arrays, targets)
+    return start_from.plan(spec, Path(spec.start_from), source_arrays, targets)
 
 
 def decoder_of(job: Job) -> DecoderConfig:
@@ -57,8 +106,8 @@ def decoder_of(job: Job) -> DecoderConfig:
     if job.model["name"] != "decoder":
         raise refuse(
             f"model.name = {job.model['name']!r}",
-            rule="models of Hugging Face are read and written for jaxpar's decoder",
-            fix='model.name = "decoder"',
+            rule="models of Hugging Face are read and written for jaxpar's decoder, and for others by rules",
+            fix='model.name = "decoder", or checkpoint.rules = "my_module:RULES", as for jp.from_huggingface',
         )
     return settings_of(job)
 
@@ -79,17 +128,17 @@ def _other_model(job: Job, found: Pretrained) -> list[Problem]:
     ]
 
 
-def _other_tokens(job: Job, found: Pretrained) -> list[Problem]:
-    """Reports a tokenizer that differs from the one the model was trained with."""
+def _other_tokens(job: Job, vocab: int | None) -> list[Problem]:
+    """Reports a tokenizer that differs from the one the model, of so many tokens (if known), was trained with."""
     if not job.data.is_text:
         return []
     folder = Path(job.checkpoint.start_from).expanduser()
     if job.data.tokenizer not in OURS and read_tokenizer(job.data.tokenizer).digest == _digest(folder):
         return []
     tokenizer = next((path.name for name in TOKENIZERS for path in sorted(folder.glob(name))), None)
-    if tokenizer is None and found.settings.vocab == job.data.tokens:
+    if tokenizer is None and vocab in (None, job.data.tokens):
         return []  # a folder that jaxpar exported from a byte or bpe run
-    text = f"has a tokenizer of its own ({tokenizer})" if tokenizer else f"knows {found.settings.vocab} tokens"
+    text = f"has a tokenizer of its own ({tokenizer})" if tokenizer else f"knows {vocab} tokens"
     return [
         Problem(
             f"data.source = {job.data.source!r} in {job.data.tokens} tokens of data.tokenizer = "

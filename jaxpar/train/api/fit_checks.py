@@ -174,6 +174,10 @@ def _beginning(saved: Checkpoints, state: State | None) -> list[Problem]:
     if saved.start_from and state is not None:
         rule = "a new run begins with one state"
         return [Problem(f"state, and checkpoints.start_from = {saved.start_from!r}", rule, "one of the two")]
+    if saved.rules:
+        rule = "rules of a Hugging Face folder are for jobs; in Python its weights are parameters of the first state"
+        fix = "jp.fit(..., state=jp.init_state(layout, optimizer, params=jp.from_huggingface(folder, model, rules)))"
+        return [Problem(f"checkpoints.rules = {saved.rules!r}", rule, fix)]
     if is_folder(saved.start_from):
         rule = "a folder of Hugging Face's begins the run of a job, which knows its model and tokenizer"
         fix = f'model.name = "{saved.start_from}" in a job: jaxpar train JOB'

@@ -27,10 +27,12 @@ from jaxpar.parallel.compose import as_blueprint
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.adapters import ROOM as ADAPTERS
 from jaxpar.sharding.adapters import checkpoint_leaves, without_adapters
-from jaxpar.sharding.names import Blueprint, Leaf, by_path
+from jaxpar.sharding.names import Blueprint, by_path
 from jaxpar.step.checks.input_state import check_matches_layout, check_not_donated
 from jaxpar.step.model import eval_model
 from jaxpar.step.state import State
+
+MAX_FILE_BYTES = 5 * 10**9
 
 
 def from_huggingface(
@@ -99,7 +101,7 @@ def to_huggingface(
     *,
     origin: str | Path,
     dtype: DTypeLike | None = None,
-    max_file_bytes: int = 5 * 10**9,
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> list[Path]:
     """Writes a trained model as the Hugging Face folder that it was read from, one tensor at a time.
 
@@ -123,19 +125,45 @@ def to_huggingface(
         files cannot be written.
     """
     _check_export(layout, state, origin)
-    leaves: Mapping[str, Leaf] = without_adapters(layout.blueprint).leaves
+    leaves = without_adapters(layout.blueprint).leaves
+    params = by_path(eval_model(layout, state)[0])
+    table = _table(rules, leaves)
+    return _write(folder, params, table, origin=origin, dtype=dtype, max_file_bytes=max_file_bytes)
+
+
+def write_by_rules(
+    folder: str | Path, params: Mapping[str, Any], rules: Mapping[str, Rule], *, origin: str | Path
+) -> list[Path]:
+    """Writes parameters by path, without adapters, as `to_huggingface` does; returns the written files.
+
+    Raises:
+      JaxparError: If the rules do not fit the parameters, or files cannot be written.
+    """
+    return _write(folder, params, _table(rules, params), origin=origin, dtype=None, max_file_bytes=MAX_FILE_BYTES)
+
+
+def _table(rules: Mapping[str, Rule], leaves: Mapping[str, Any]) -> list[ParamMapping]:
     mappings, problems = expand(_check_rules(rules), leaves)
     if problems:
         raise JaxparError(*problems)
-    table = [mapping for mapping in mappings.values() if mapping is not None]
-    params = by_path(eval_model(layout, state)[0])
+    return [mapping for mapping in mappings.values() if mapping is not None]
+
+
+def _write(
+    folder: str | Path,
+    params: Mapping[str, Any],
+    table: list[ParamMapping],
+    *,
+    origin: str | Path,
+    dtype: DTypeLike | None,
+    max_file_bytes: int,
+) -> list[Path]:
     sources = tensor_sources(params, table, None if dtype is None else float_dtype(dtype))
     config = read_config(Path(origin).expanduser() / CONFIG)
     dtypes = {source.dtype.name for source in sources}
     if len(dtypes) == 1:
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtypes.pop()
-    origin = Path(origin).expanduser()
-    return write_model(folder, sources, config, max_file_bytes=max_file_bytes, origin=origin)
+    return write_model(folder, sources, config, max_file_bytes=max_file_bytes, origin=Path(origin).expanduser())
 
 
 def _check_rules(rules: object) -> Mapping[str, Rule]:
