@@ -240,7 +240,7 @@ def _none(path: str | Path, why: str) -> Exception:
         rule='a tokenizer is "bytes", "bpe", a tokenizer.json or a folder with one',
         fix="AutoTokenizer.from_pretrained(folder).save_pretrained(folder) of transformers writes it"
         if "older kind" in why
-        else 'tokenizer = "bytes", or the folder of the model',
+        else 'a folder with a tokenizer.json, such as the model\'s; or tokenizer = "bytes", for text without messages',
     )
 
 
