@@ -3,32 +3,20 @@
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import count
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.errors import refuse, suggest, user_code_errors
-from jaxpar.jaxprs.lookups import demote_matmuls
-from jaxpar.jaxprs.low_rank_path import separate_low_rank
-from jaxpar.models.islands import implemented
-from jaxpar.optim.patterns import matching
-from jaxpar.parallel.compose import as_blueprint, compose
+from jaxpar.errors import refuse, suggest
+from jaxpar.parallel.compose import as_blueprint
 from jaxpar.parallel.declaration import Parallel
-from jaxpar.parallel.read_parameter import read_parameter
 from jaxpar.plan.machine.hardware import HARDWARE, Hardware
-from jaxpar.sharding.author.explicit import sharding_translation
-from jaxpar.sharding.names import Blueprint, Compute, path_of
-from jaxpar.sharding.nnx.hooks import step_hooks
+from jaxpar.sharding.names import Blueprint
 from jaxpar.specs.names import NamedSpecs, name_solution
 from jaxpar.specs.optimize import TIE, Costs, Cuts, Solution
-from jaxpar.specs.program import Program, follow
-from jaxpar.step.losses import as_sums
-from jaxpar.step.numerics import DTYPES
-from jaxpar.step.stochastic_loss.loss import traceable_loss
+from jaxpar.specs.trace import TracedLoss
 from jaxpar.units import show_bytes
 
 AXIS = "tensor"
@@ -142,7 +130,8 @@ def find_specs(
     """
     start = time.perf_counter()
     blueprint, rows = as_blueprint(model), _rows(parallel, batch)
-    program = trace_program(blueprint, loss, batch, rows=rows, precision=precision, frozen=frozen)
+    traced = TracedLoss(blueprint, loss, batch, rows=rows, precision=precision)
+    program = traced.program(frozen)
     costs, note = costs_on(_hardware(chip), parallel, precision), ""
     cuts = Cuts(program, parallel.tensor, costs, examples=examples)
     solution = cuts.solve(memory=memory)
@@ -154,6 +143,8 @@ def find_specs(
         cuts = Cuts(program, parallel.tensor, replace(costs, launch=0.0), examples=examples)
         solution = cuts.solve(memory=memory, split=True)
     named = name_solution(cuts, solution, AXIS, tuple(axis for axis in parallel.sizes if axis in parallel.batch_axes))
+    lines = traced.lines(named.activations)  # without gradients JAX traces some lines otherwise
+    named = replace(named, activations={line: names for line, names in named.activations.items() if line in lines})
     found = replace(
         parallel,
         specs="",
@@ -235,73 +226,6 @@ def costs_on(hardware: Hardware, parallel: Parallel, precision: str) -> Costs:
         flops=flops * hardware.gemm.top, link=link.bandwidth, launch=hardware.launch, memory=bandwidth,
         parameter=seconds, state=STATE / shared,
     )  # fmt: skip
-
-
-def trace_program(
-    blueprint: Blueprint,
-    loss: Callable,
-    batch: Mapping[str, Any],
-    *,
-    rows: int,
-    precision: str,
-    frozen: Collection[str] = (),
-) -> Program:
-    """Traces the loss of `rows` examples and its gradients, and follows the dims of all arrays.
-
-    Parameters whose paths match a pattern in `frozen` have no gradient.
-
-    Raises:
-      JaxparError: If the model or the loss does not accept the batch.
-    """
-    params, model_state = jax.eval_shape(lambda: blueprint.init(jax.random.key(0)))
-    local = {name: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) for name, leaf in batch.items()}
-    leaves = {path_of(keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
-    fixed = {*matching(leaves, frozen), *(path for path, leaf in leaves.items() if not _is_float(leaf))}
-    mean, structure = _mean_loss(blueprint, loss, DTYPES[precision]), jax.tree.structure(params)
-
-    def gradients(trained: dict[str, Any], params: Any, model_state: Any, batch: Any) -> Any:
-        def objective(trained: dict[str, Any]) -> Any:
-            everything = dict(zip(leaves, jax.tree.leaves(params), strict=True)) | trained
-            return mean(jax.tree.unflatten(structure, [everything[path] for path in leaves]), model_state, batch)
-
-        return jax.value_and_grad(objective)(trained)
-
-    def program(params: Any, model_state: Any, batch: Any) -> Any:
-        given = dict(zip(leaves, jax.tree.leaves(params), strict=True))
-        loss, found = gradients({path: given[path] for path in leaves if path not in fixed}, params, model_state, batch)
-        return loss, [found[path] for path in leaves if path not in fixed]
-
-    errors = user_code_errors(
-        f"{blueprint.name} and its loss", rule="model and loss accept the batch", fix="the line that this names"
-    )
-    from jaxpar.models.experts import active_experts  # loaded only where a model is traced
-
-    with errors, sharding_translation(), step_hooks(), implemented({"mixture": active_experts}):
-        closed = jax.make_jaxpr(program)(params, model_state, local)
-    first, numbers = len(leaves) + len(jax.tree.leaves(model_state)), count(1)
-    return follow(
-        closed.jaxpr,
-        [*leaves],
-        range(first, first + len(jax.tree.leaves(local))),
-        [-1 if path in fixed else next(numbers) for path in leaves],
-    )
-
-
-def _is_float(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
-def _mean_loss(blueprint: Blueprint, loss: Callable, dtype: Any) -> Callable:
-    """Returns the mean loss as a function of (params, model state, batch), as a step computes it."""
-    layout = compose(blueprint, Parallel(), 1)
-
-    def run(params: Any, model_state: Any, batch: Any) -> Any:
-        model = blueprint.bind(params, model_state, partial(read_parameter, layout, dtype=dtype), Compute(dtype=dtype))
-        total, examples = as_sums(traceable_loss(loss)(model, batch), accumulate=1)["loss"]
-        return total / jax.lax.stop_gradient(examples)
-
-    computed = separate_low_rank(run) if blueprint.adapters else run
-    return demote_matmuls(computed) if dtype else computed
 
 
 def _reasons(cuts: Cuts, solution: Solution, named: NamedSpecs, memory: float | None, *, split: bool) -> dict[str, str]:

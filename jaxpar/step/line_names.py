@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from jaxpar.errors import JaxparError, Problem
 from jaxpar.hlo.attribution import equation_frame
@@ -43,6 +43,21 @@ def name_lines(function: Callable, activations: Mapping[str, Sequence[str | None
         return result
 
     return run
+
+
+def lines_used(jaxpr: Jaxpr, activations: Mapping[str, Sequence[str | None]]) -> set[str]:
+    """Returns the keys of `activations` that name an array of a jaxpr."""
+    lines = {line: tuple(names) for key, names in activations.items() if (line := parse_line(key))}
+    return {str(line) for line in _used(jaxpr, lines, None)}
+
+
+def _used(jaxpr: Jaxpr, lines: Mapping[SourceLine, Names], enclosing: SourceFrame | None) -> Iterator[SourceLine]:
+    for eqn in jaxpr.eqns:
+        frame = equation_frame(eqn, enclosing)
+        yield from filter(None, (_line_of(frame, shape.shape, lines) for shape in shapes(eqn.outvars)))
+        if not eqn.primitive.name.startswith(_OWN):
+            for inner in jaxprs_in_params(eqn.params):
+                yield from _used(inner, lines, frame)
 
 
 def _unused(line: SourceLine, names: Names) -> Problem:

@@ -8,9 +8,10 @@ from jaxpar.parallel.declaration import Parallel
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.model.splits import Split, SplitTraffic
 from jaxpar.sharding.names import Blueprint
-from jaxpar.specs.find import AXIS, costs_on, trace_program
+from jaxpar.specs.find import AXIS, costs_on
 from jaxpar.specs.names import NamedSpecs, name_solution
 from jaxpar.specs.optimize import Cuts, Sent, Solution
+from jaxpar.specs.trace import TracedLoss
 
 
 def find_splits(
@@ -34,7 +35,7 @@ def find_splits(
       precision: Dtype of matmuls: "fp32" or "bf16".
       frozen: Patterns of the paths of frozen parameters.
     """
-    program = trace_program(blueprint, loss, batch, rows=rows, precision=precision, frozen=frozen)
+    program = TracedLoss(blueprint, loss, batch, rows=rows, precision=precision).program(frozen)
     found = {}
     for size in sizes:
         cuts = Cuts(program, size, costs_on(HARDWARE["h100"], Parallel(tensor=size), precision))

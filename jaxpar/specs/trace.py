@@ -1,0 +1,112 @@
+"""Traces a model's loss and its gradients on shapes, as a step computes them on one device."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.errors import user_code_errors
+from jaxpar.jaxprs.lookups import demote_matmuls
+from jaxpar.jaxprs.low_rank_path import separate_low_rank
+from jaxpar.models.islands import implemented
+from jaxpar.optim.patterns import matching
+from jaxpar.parallel.compose import compose
+from jaxpar.parallel.declaration import Parallel
+from jaxpar.parallel.read_parameter import read_parameter
+from jaxpar.sharding.author.explicit import sharding_translation
+from jaxpar.sharding.names import Blueprint, Compute, path_of
+from jaxpar.sharding.nnx.hooks import step_hooks
+from jaxpar.specs.program import Program, follow
+from jaxpar.step.line_names import lines_used
+from jaxpar.step.losses import as_sums
+from jaxpar.step.numerics import DTYPES
+from jaxpar.step.stochastic_loss.loss import traceable_loss
+
+
+class TracedLoss:
+    """The mean loss of some examples as a function of (params, model state, batch), on shapes."""
+
+    def __init__(self, blueprint: Blueprint, loss: Callable, batch: Mapping[str, Any], *, rows: int, precision: str):
+        """Sets the shapes of the arguments.
+
+        Args:
+          blueprint: The model.
+          loss: A function of (model, batch), or of (model, batch, key).
+          batch: Name to an array, or to its shape and dtype; dim 0 is examples.
+          rows: Examples on a device.
+          precision: Dtype of matmuls: "fp32" or "bf16".
+        """
+        self.blueprint = blueprint
+        params, model_state = jax.eval_shape(lambda: blueprint.init(jax.random.key(0)))
+        local = {name: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) for name, leaf in batch.items()}
+        self.arguments = params, model_state, local
+        self._mean = _mean_loss(blueprint, loss, DTYPES[precision])
+
+    def lines(self, activations: Mapping[str, Sequence[str | None]]) -> set[str]:
+        """Returns the lines of source, of those in `activations`, at which the forward pass computes such arrays."""
+        with self._tracing():
+            return lines_used(jax.make_jaxpr(self._mean)(*self.arguments).jaxpr, activations)
+
+    def program(self, frozen: Collection[str] = ()) -> Program:
+        """Follows the dims of all arrays of the loss and of its gradients.
+
+        Args:
+          frozen: Patterns of paths of parameters that have no gradient.
+
+        Raises:
+          JaxparError: If the model or the loss does not accept the batch.
+        """
+        params, *others = self.arguments
+        structure = jax.tree.structure(params)
+        leaves = {path_of(keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
+        fixed = {*matching(leaves, frozen), *(path for path, leaf in leaves.items() if not _is_float(leaf))}
+        trained = [path for path in leaves if path not in fixed]
+
+        def gradients(params: Any, *others: Any) -> Any:
+            given = dict(zip(leaves, jax.tree.leaves(params), strict=True))
+
+            def objective(values: list[Any]) -> Any:
+                everything = given | dict(zip(trained, values, strict=True))
+                return self._mean(jax.tree.unflatten(structure, [everything[path] for path in leaves]), *others)
+
+            return jax.value_and_grad(objective)([given[path] for path in trained])
+
+        with self._tracing():
+            closed = jax.make_jaxpr(gradients)(params, *others)
+        first, numbers = len(leaves) + len(jax.tree.leaves(others[0])), count(1)
+        batch = range(first, first + len(jax.tree.leaves(others[1])))
+        return follow(closed.jaxpr, [*leaves], batch, [-1 if path in fixed else next(numbers) for path in leaves])
+
+    @contextmanager
+    def _tracing(self) -> Iterator[None]:
+        errors = user_code_errors(
+            f"{self.blueprint.name} and its loss",
+            rule="model and loss accept the batch",
+            fix="the line of the model or the loss that this names",
+        )
+        from jaxpar.models.experts import active_experts  # loaded only where a model is traced
+
+        # shardings that the model itself names have no effect outside of a step
+        with errors, sharding_translation(), step_hooks(), implemented({"mixture": active_experts}):
+            yield
+
+
+def _is_float(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _mean_loss(blueprint: Blueprint, loss: Callable, dtype: Any) -> Callable:
+    """Returns the mean loss as a function of (params, model state, batch), as a step computes it."""
+    layout = compose(blueprint, Parallel(), 1)
+
+    def run(params: Any, model_state: Any, batch: Any) -> Any:
+        model = blueprint.bind(params, model_state, partial(read_parameter, layout, dtype=dtype), Compute(dtype=dtype))
+        total, examples = as_sums(traceable_loss(loss)(model, batch), accumulate=1)["loss"]
+        return total / jax.lax.stop_gradient(examples)
+
+    computed = separate_low_rank(run) if blueprint.adapters else run
+    return demote_matmuls(computed) if dtype else computed
