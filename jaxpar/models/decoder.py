@@ -170,7 +170,7 @@ class Decoder(nnx.Module):
             "balance": (jnp.sum(losses[:, 0]), rows),
             "router_z": (jnp.sum(losses[:, 1]), rows),
             "spilled": (jnp.sum(sums.lost[:, 0]), sent),
-            "dropped": (jnp.sum(sums.lost[:, 1]), sent),
+            "refused" if e.overflow == "refuse" else "dropped": (jnp.sum(sums.lost[:, 1]), sent),
         }
         load = jnp.sum(sums.sent, axis=0)
         if not is_intercepted():  # a stage of a pipeline has a microbatch of one replica, whose maximum is another one

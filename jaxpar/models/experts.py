@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.errors import refuse
+from jaxpar.errors import nearest_divisor, refuse
 from jaxpar.models.blocks.dispatch import Load, Slots, assign_slots
 from jaxpar.models.islands import implementation
 
@@ -30,20 +30,29 @@ class Routing:
       choices: Experts of each token, best first; those after the first k are spare. Shape [batch, seq, k or more].
       weights: Weights of the first k. Shape [batch, seq, k].
       experts: Number of experts.
-      capacity: Slots of an expert for the tokens of a row.
+      capacity: Slots of a buffer for the tokens of a row.
+      sharing: Number of experts that share a buffer.
     """
 
     choices: jax.Array
     weights: jax.Array
     experts: int
     capacity: int
+    sharing: int = 1
+
+    @property
+    def buffers(self) -> int:
+        """Number of buffers."""
+        return self.experts // self.sharing
 
     def slots(self) -> Slots:
         """The slots of each row, see `assign_slots`; all arrays with a leading dim batch."""
 
         def one(choices: jax.Array) -> Slots:
             count = self.weights.shape[-1]
-            return assign_slots(choices, per_token=count, experts=self.experts, capacity=self.capacity)
+            return assign_slots(
+                choices, per_token=count, experts=self.experts, capacity=self.capacity, sharing=self.sharing
+            )
 
         return jax.vmap(one)(self.choices)
 
@@ -56,6 +65,8 @@ def mixture(
     weights: jax.Array,
     *,
     capacity: float | None = None,
+    imbalance: float | None = None,
+    buffers: int = 0,
     counted: jax.Array | None = None,
 ) -> tuple[jax.Array, Load]:
     """Sends each token to the experts that it chose, and returns the weighted sums of what they compute.
@@ -74,6 +85,12 @@ def mixture(
       capacity: Slots of an expert over its mean number of tokens: each expert takes ceil(capacity x k x seq / experts)
         tokens of a row, first choices first (GShard, arXiv:2006.16668). None: every token of a row, so that nothing
         overflows, in memory for seq / (k seq / experts) times as many tokens as there are.
+      imbalance: In place of `capacity`, the "dropless" dispatch: consecutive experts share a buffer, as those of one
+        device do, which takes ceil(imbalance x k x seq / buffers) tokens of a row, for any of its experts. Only what
+        exceeds that overflows. As many bytes travel as by a capacity of the same factor; experts compute blocks of
+        their sorted tokens, with 5/4 of its FLOP at most, see `jaxpar.parallel.techniques.expert_blocks`.
+      buffers: Number of these buffers; it divides the experts, and the size of an axis `expert` divides it. Which
+        choices overflow depends on it, and not on the mesh. 0 means the largest power of 2 up to 8 that divides them.
       counted: Whether a token counts; others (padding) are sent to no expert, and their result is 0. Shape
         [batch, seq], bool.
 
@@ -81,35 +98,57 @@ def mixture(
       (sums, of the shape and dtype of `x`; what became of the choices, see `Load`).
 
     Raises:
-      JaxparError: If the shapes do not fit together, if a token has more choices than there are experts, or if an
-        expert has less than one slot.
+      JaxparError: If the shapes do not fit together, if a token has more choices than there are experts, if an
+        expert has less than one slot, or if buffers would differ or be too small for an even load.
     """
     experts = _check(params, x, choices, weights, counted)
-    share = weights.shape[-1] * x.shape[1] / experts  # tokens of a row for an expert, if all get as many
+    if counted is not None:
+        choices = jnp.where(counted[..., None], choices, experts)
+    per_token, seq = weights.shape[-1], x.shape[1]
+    if imbalance is None:
+        sharing, slots = 1, _slots_of_expert(capacity, per_token, seq, experts)
+    else:
+        sharing = _sharing(imbalance, buffers, capacity, experts)
+        even = per_token * seq * sharing / experts
+        slots = min(seq * min(per_token, sharing), math.ceil(round(imbalance * even, 6)))
+    routing = Routing(choices=choices, weights=weights, experts=experts, capacity=slots, sharing=sharing)
+    run = implementation("mixture", one_after_another)
+    return run(expert, params, x, routing)
+
+
+def _slots_of_expert(capacity: float | None, per_token: int, seq: int, experts: int) -> int:
+    share = per_token * seq / experts  # tokens of a row for an expert, if all get as many
     if capacity is not None and not capacity * share >= 1:
         raise refuse(
             f"capacity={capacity} of {experts} experts: {capacity * share:.3g} tokens of a row for each",
             rule="an expert takes at least one token of a row: capacity x k x seq / experts",
             fix=f"capacity={1 / share:.3g} or more",
         )
-    slots = x.shape[1] if capacity is None else min(x.shape[1], math.ceil(round(capacity * share, 6)))
-    if counted is not None:
-        choices = jnp.where(counted[..., None], choices, experts)
-    routing = Routing(choices=choices, weights=weights, experts=experts, capacity=slots)
-    run = implementation("mixture", one_after_another)
-    return run(expert, params, x, routing)
+    return seq if capacity is None else min(seq, math.ceil(round(capacity * share, 6)))
+
+
+def _sharing(imbalance: float, buffers: int, capacity: float | None, experts: int) -> int:
+    """Returns the number of experts that share a buffer."""
+    count = buffers or math.gcd(experts, 8)
+    if capacity is not None or not imbalance >= 1 or count < 1 or experts % count:
+        more = "" if capacity is None else f", capacity={capacity}"
+        raise refuse(
+            f"imbalance={imbalance}, buffers={buffers}{more} of {experts} experts",
+            rule="the dropless dispatch has no capacity: equal numbers of experts share buffers, which take an even "
+            "load and more",
+            fix=f"imbalance={max(imbalance, 1)}, buffers={nearest_divisor(experts, count) or 1}",
+        )
+    return experts // count
 
 
 def one_after_another(expert: Expert, params: Tree, x: jax.Array, routing: Routing) -> tuple[jax.Array, Load]:
     """Computes all tokens by each expert, in a loop, and adds up those that chose it."""
     slots = routing.slots()
-    # the expert that computes each choice; no expert where it was dropped
-    chosen = slots.of_choice // routing.capacity
     flat = x.reshape(-1, x.shape[-1])
 
     def add(total, number_and_params):
         number, of_expert = number_and_params
-        weight = jnp.sum(jnp.where(chosen == number, routing.weights, 0), axis=-1, keepdims=True)
+        weight = jnp.sum(jnp.where(slots.expert == number, routing.weights, 0), axis=-1, keepdims=True)
         y = expert(of_expert, flat).reshape(*x.shape[:-1], -1)
         return total + weight * y.astype(total.dtype), None
 

@@ -76,7 +76,7 @@ class MixtureLayer(nnx.Module):
     ) -> tuple[jax.Array, RouterSums]:
         """Returns [batch, seq, dim] and the sums of this layer, with one layer in `sent`.
 
-        `limited`: whether experts have a capacity; in decoding they have none, as a row has one token.
+        `limited`: whether an expert may overflow; in decoding they have none, as a row has one token.
         """
         e = self.settings
         # in float32: in 16 bits, scores of many experts are equal, and which one wins is a matter of rounding
@@ -89,10 +89,11 @@ class MixtureLayer(nnx.Module):
         if e.normalize:
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
         params = {"up": self.up[...], "down": self.down[...]} | ({} if self.gate is None else {"gate": self.gate[...]})
-        capacity = e.capacity if limited and e.capacity else None
         y, load = mixture(
-            partial(_expert, self.activation), params, x_bsd, choices, weights * e.scale, capacity=capacity
+            partial(_expert, self.activation), params, x_bsd, choices, weights * e.scale, **e.bound if limited else {}
         )
+        if limited and e.overflow == "refuse":
+            y = jnp.where(load.dropped.sum(-1)[:, None, None] > 0, jnp.nan, y)
         y = y if self.shared is None else y + self.shared(x_bsd)
         sent = load.sent.astype(jnp.float32)
         shares = scores / jnp.sum(scores, axis=-1, keepdims=True)

@@ -146,6 +146,10 @@ def _bad(step: int, values: Mapping[str, float], limit: float, skipped: int) -> 
     loss, norm = values["loss"], values["grad_norm"]
     rule = "training goes on while the loss is finite; nothing is saved after it is not"
     fix = LOWER_RATE
+    if values.get("refused"):
+        got = f"the loss of step {step} is {loss}: experts refuse {values['refused']:.3g} of the choices of tokens"
+        rule = 'with experts.overflow = "refuse" no choice exceeds the bound of the experts'
+        return Problem(got, rule, 'a larger experts.imbalance (or capacity), or experts.overflow = "spill"')
     if skipped:
         got = f"step {step} is bad (loss {loss}, grad_norm {norm}), the last of {skipped} in a row"
         return Problem(got, f"faults.skips = {skipped - 1} may be skipped in a row", fix)

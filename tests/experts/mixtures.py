@@ -33,11 +33,11 @@ def balance(chances, choices):
 class Mixture(nnx.Module):
     """A feed-forward layer of experts."""
 
-    def __init__(self, capacity, spare, rngs):
+    def __init__(self, spare, bound, rngs):
         def weight(shape, names):
             return nnx.Param(jax.random.normal(rngs.params(), shape) / 4, out_sharding=names)
 
-        self.capacity, self.spare = capacity, spare
+        self.spare, self.bound = spare, bound
         self.router = nnx.Linear(DIM, EXPERTS, use_bias=False, rngs=rngs)
         self.gate = weight((EXPERTS, DIM, HIDDEN), ("expert", "embed", "mlp"))
         self.up = weight((EXPERTS, DIM, HIDDEN), ("expert", "embed", "mlp"))
@@ -46,17 +46,17 @@ class Mixture(nnx.Module):
     def __call__(self, x, counted):
         choices, weights, chances = routed(self.router(x) * 4, self.spare)
         params = {"gate": self.gate[...], "up": self.up[...], "down": self.down[...]}
-        y, load = jp.mixture(gated, params, x, choices, weights, capacity=self.capacity, counted=counted)
+        y, load = jp.mixture(gated, params, x, choices, weights, counted=counted, **self.bound)
         return y, balance(chances, choices), load
 
 
 class Model(nnx.Module):
     """Two layers of recurrence-free mixing and experts."""
 
-    def __init__(self, rngs, capacity=None, spare=0, layers=2):
+    def __init__(self, rngs, spare=0, layers=2, **bound):
         self.words = nnx.Embed(VOCAB, DIM, rngs=rngs)
         self.mixing = nnx.List([nnx.Linear(DIM, DIM, rngs=rngs) for _ in range(layers)])
-        self.mixtures = nnx.List([Mixture(capacity, spare, rngs) for _ in range(layers)])
+        self.mixtures = nnx.List([Mixture(spare, bound, rngs) for _ in range(layers)])
         self.head = nnx.Linear(DIM, VOCAB, use_bias=False, rngs=rngs)
 
     def __call__(self, tokens):
@@ -119,27 +119,30 @@ def batch_of(rows=16, seq=SEQ):
     return {"inputs": words, "targets": np.roll(words, -1, axis=1)}
 
 
-def by_hand(params, x, choices, weights, capacity):
-    """The mixture of one row in loops over choices and tokens, with numpy: (sums, sent, kept, spilled, dropped)."""
+def by_hand(params, x, choices, weights, capacity, sharing=1):
+    """The mixture of one row in loops over choices and tokens, with numpy: (sums, sent, kept, spilled, dropped).
+
+    `capacity` is that of a buffer, which `sharing` experts share.
+    """
     tokens, k = weights.shape
     experts = len(params["up"])
-    taken, expert_of = np.zeros(experts, int), np.full((tokens, k), -1)
+    taken, expert_of = np.zeros(experts // sharing, int), np.full((tokens, k), -1)
     counts = {name: np.zeros(experts, int) for name in ("sent", "kept", "spilled", "dropped")}
     for j in range(k):
         for s in range(tokens):
             e = choices[s, j]
             if e < experts:
                 counts["sent"][e] += 1
-                if taken[e] < capacity:
-                    taken[e] += 1
+                if taken[e // sharing] < capacity:
+                    taken[e // sharing] += 1
                     expert_of[s, j] = e
                     counts["kept"][e] += 1
     for j in range(k, choices.shape[1]):
         for s in range(tokens):
             lacking = [i for i in range(k) if expert_of[s, i] < 0 and choices[s, i] < experts]
             e = choices[s, j]
-            if lacking and taken[e] < capacity:
-                taken[e] += 1
+            if lacking and taken[e // sharing] < capacity:
+                taken[e // sharing] += 1
                 expert_of[s, lacking[0]] = e
                 counts["spilled"][choices[s, lacking[0]]] += 1
     counts["dropped"] = counts["sent"] - counts["kept"] - counts["spilled"]

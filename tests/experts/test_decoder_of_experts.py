@@ -71,6 +71,12 @@ def case(experts, *marks, **sizes):
     ],
 )
 def test_a_decoder_of_experts_trains_as_on_one_device(experts, sizes):
+    expected = assert_same_training(experts, sizes)
+    assert ("router_bias" in str(expected.model_state)) == bool(experts.get("balance_rate"))
+
+
+def assert_same_training(experts, sizes):
+    """Compares metrics, parameters and bias; returns the state of one device."""
     rows, state, _ = trained(experts, jp.Parallel(**sizes))
     alone, expected, _ = trained(experts, jp.Parallel(), jax.devices()[:1])
     if "pipe" in sizes:
@@ -80,7 +86,7 @@ def test_a_decoder_of_experts_trains_as_on_one_device(experts, sizes):
     for tree, theirs in ((state.params, expected.params), (state.model_state, expected.model_state)):
         for (path, value), other in zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(theirs), strict=True):
             np.testing.assert_allclose(np.asarray(value), np.asarray(other), atol=2e-5, err_msg=str(path))
-    assert ("router_bias" in str(expected.model_state)) == bool(experts.get("balance_rate"))
+    return expected
 
 
 @pytest.mark.slow

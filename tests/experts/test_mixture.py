@@ -73,7 +73,8 @@ def test_gradients_are_those_of_the_loop():
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_every_choice_is_kept_spilled_or_dropped_and_no_slot_is_given_twice(data):
-    experts = data.draw(st.integers(1, 6))
+    sharing = data.draw(st.integers(1, 3))
+    experts = sharing * data.draw(st.integers(1, 6 // sharing))
     k = data.draw(st.integers(1, experts))
     asked = data.draw(st.integers(k, experts))
     tokens, capacity = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
@@ -85,21 +86,24 @@ def test_every_choice_is_kept_spilled_or_dropped_and_no_slot_is_given_twice(data
         order = [0, *(e for e in order if e)] if favourite else list(order)
         rows.append(order[:asked] if data.draw(st.integers(0, 4)) else [experts] * asked)
     choices = np.array(rows, np.int32)
-    slots = assign_slots(jnp.asarray(choices), per_token=k, experts=experts, capacity=capacity)
+    slots = assign_slots(jnp.asarray(choices), per_token=k, experts=experts, capacity=capacity, sharing=sharing)
     load = jax.tree.map(np.asarray, slots.load)
     np.testing.assert_array_equal(load.sent, load.kept + load.spilled + load.dropped)
     np.testing.assert_array_equal(load.sent, [(choices[:, :k] == e).sum() for e in range(experts)])
-    given_slots = np.asarray(slots.of_choice)
-    used = given_slots[given_slots < experts * capacity]
+    given_slots, end = np.asarray(slots.of_choice), experts // sharing * capacity
+    used = given_slots[given_slots < end]
     assert len(set(used.tolist())) == len(used) == int(load.kept.sum() + load.spilled.sum())
     np.testing.assert_array_equal(np.sort(np.flatnonzero(np.asarray(slots.choice) < tokens * k)), np.sort(used))
-    computed = np.where(given_slots < experts * capacity, given_slots // capacity, -1)
+    computed = np.where(given_slots < end, slots.expert, -1)
+    np.testing.assert_array_equal(computed[computed >= 0] // sharing, used // capacity)
+    np.testing.assert_array_equal(np.asarray(slots.place)[used], computed[computed >= 0] % sharing)
+    assert (np.delete(np.asarray(slots.place), used) == sharing).all()
     for row, own in zip(choices, computed, strict=True):
         served = own[own >= 0].tolist()
         assert len(set(served)) == len(served)
         assert set(served) <= set(row.tolist())
-    # a choice is dropped only if its expert, and each spare one of the token, is full
-    full = np.bincount(computed[computed >= 0], minlength=experts) == capacity
+    # a choice is dropped only if its expert's buffer, and that of each spare one of the token, is full
+    full = np.repeat(np.bincount(used // capacity, minlength=experts // sharing) == capacity, sharing)
     for row, own in zip(choices, computed, strict=True):
         for j in range(k):
             if own[j] < 0 and row[j] < experts:
@@ -146,6 +150,12 @@ CASES = [
     ("kind", "sizes", "options"), CASES, ids=lambda value: str(value) if isinstance(value, dict) else value.__name__
 )
 def test_a_mixture_trains_as_on_one_device(kind, sizes, options):
+    row = assert_trains_as_on_one_device(kind, sizes, options)
+    assert options["capacity"] is None or row["kept"] < row["sent"]
+
+
+def assert_trains_as_on_one_device(kind, sizes, options):
+    """Compares losses, counts and parameters; returns the last step's counts."""
     paths = {"experts/(gate|up)": ("expert", "embed", "mlp"), "experts/down": ("expert", "mlp", "embed")}
     parallel = jp.Parallel(**sizes, paths=paths if kind is LinenModel else {})
     rows, state, layout = trained(kind, parallel, options)
@@ -153,9 +163,9 @@ def test_a_mixture_trains_as_on_one_device(kind, sizes, options):
     for row, other in zip(rows, alone, strict=True):
         assert row.pop("loss") == pytest.approx(other.pop("loss"), rel=1e-5)
         assert row == other
-        assert options["capacity"] is None or row["kept"] < row["sent"]
     for (path, value), other in zip(
         jax.tree.leaves_with_path(state.params), jax.tree.leaves(expected.params), strict=True
     ):
         np.testing.assert_allclose(np.asarray(value), np.asarray(other), atol=2e-5, err_msg=str(path))
     assert any("expert" in str(place.stored) for place in layout.placements.values())
+    return rows[-1]

@@ -6,6 +6,8 @@ The queue of an expert has the first choices of all tokens of a row, in their or
 (GShard: Lepikhin et al. 2020, arXiv:2006.16668). The first `capacity` get a slot. What overflows asks the token's spare
 choices, if it has any. Rows do not compete, so that slots are the same on any mesh.
 
+Experts may share a buffer, which then has one queue for all of them (`dropless`).
+
 A slot belongs to one choice of one token, so both directions of both functions are gathers: JAX would differentiate a
 gather to a scatter, which is slower and not deterministic on GPUs.
 
@@ -40,15 +42,20 @@ class Slots(NamedTuple):
     Attributes:
       of_choice: Slot of each choice, or the number of slots if it has none. Shape [tokens, k], int32.
       choice: The choice (token x k + number) in each slot, or tokens x k if it is empty. Shape [slots], int32.
+      expert: Expert that computes each choice, or the number of experts if none does. Shape [tokens, k], int32.
+      place: Place of the expert of each slot among those that share its buffer, or their number if it is empty. Shape
+        [slots], int32.
       load: Numbers of choices. Shape of each [experts].
     """
 
     of_choice: jax.Array
     choice: jax.Array
+    expert: jax.Array
+    place: jax.Array
     load: Load
 
 
-def assign_slots(choices: jax.Array, *, per_token: int, experts: int, capacity: int) -> Slots:
+def assign_slots(choices: jax.Array, *, per_token: int, experts: int, capacity: int, sharing: int = 1) -> Slots:
     """Assigns the slots of one row.
 
     Args:
@@ -56,42 +63,46 @@ def assign_slots(choices: jax.Array, *, per_token: int, experts: int, capacity: 
         expert ask nobody. Shape [tokens, per_token or more], int.
       per_token: Number of choices that a token has computed.
       experts: Number of experts.
-      capacity: Slots of an expert.
+      capacity: Slots of an expert, or of the experts that share a buffer.
+      sharing: Number of consecutive experts that share a buffer.
     """
-    tokens = choices.shape[0]
-    wanted, used = choices[:, :per_token], jnp.zeros(experts, jnp.int32)
-    position, used = _queue(wanted.T.reshape(-1), used, capacity)
+    tokens, buffers = choices.shape[0], experts // sharing
+    end, wanted, used = buffers * capacity, choices[:, :per_token], jnp.zeros(buffers, jnp.int32)
+    position, used = _queue(wanted.T.reshape(-1) // sharing, used, capacity)
     position = position.reshape(per_token, tokens).T
     kept = position < capacity
-    slots = jnp.where(kept, wanted * capacity + position, experts * capacity)
+    slots = jnp.where(kept, wanted // sharing * capacity + position, end)
+    expert = jnp.where(kept, wanted, experts)
     asks = (wanted >= 0) & (wanted < experts)
     for number in range(per_token, choices.shape[1]):
-        spare = choices[:, number]
-        open_choices = asks & (slots == experts * capacity)
+        open_choices = asks & (slots == end)
         first = jnp.argmax(open_choices, axis=1)
-        asked = jnp.where(jnp.any(open_choices, axis=1), spare, experts)
-        position, used = _queue(asked, used, capacity)
-        found = jnp.where(position < capacity, asked * capacity + position, experts * capacity)
-        slots = jnp.where((jnp.arange(per_token) == first[:, None]) & open_choices, found[:, None], slots)
+        asked = jnp.where(jnp.any(open_choices, axis=1), choices[:, number], experts)
+        position, used = _queue(asked // sharing, used, capacity)
+        fits = (jnp.arange(per_token) == first[:, None]) & open_choices & (position < capacity)[:, None]
+        slots = jnp.where(fits, (asked // sharing * capacity + position)[:, None], slots)
+        expert = jnp.where(fits, asked[:, None], expert)
+    slots, expert = slots.astype(jnp.int32), expert.astype(jnp.int32)
     entries = jnp.arange(tokens * per_token, dtype=jnp.int32)
-    choice = jnp.full((experts * capacity,), tokens * per_token, jnp.int32)
-    choice = choice.at[slots.reshape(-1)].set(entries, mode="drop")
-    sent, computed = _count(wanted, experts), slots < experts * capacity
+    choice = jnp.full((end,), tokens * per_token, jnp.int32).at[slots.reshape(-1)].set(entries, mode="drop")
+    place = jnp.full((end,), sharing, jnp.int32).at[slots.reshape(-1)].set(expert.reshape(-1) % sharing, mode="drop")
+    sent, computed = _count(wanted, experts), slots < end
     kept_counts = _count(jnp.where(kept, wanted, experts), experts)
     spilled = _count(jnp.where(computed & ~kept, wanted, experts), experts)
-    return Slots(slots.astype(jnp.int32), choice, Load(sent, kept_counts, spilled, sent - kept_counts - spilled))
+    load = Load(sent, kept_counts, spilled, sent - kept_counts - spilled)
+    return Slots(slots, choice, expert, place, load)
 
 
 def _queue(asked: jax.Array, used: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the place of each request in its expert's queue, and the used slots of each expert after them."""
-    experts = used.shape[0]
-    asked = jnp.where((asked >= 0) & (asked < experts), asked, experts)
-    # a stable sort keeps the order of the requests within an expert
+    """Returns the place of each request in its buffer's queue, and the used slots of each buffer after them."""
+    buffers = used.shape[0]
+    asked = jnp.where((asked >= 0) & (asked < buffers), asked, buffers)
+    # a stable sort keeps the order of the requests within a buffer
     rank = jnp.argsort(jnp.argsort(asked, stable=True))
-    counts = _count(asked, experts)
+    counts = _count(asked, buffers)
     start = jnp.cumsum(counts) - counts - used
-    start_of_asked = jnp.sum(jnp.where(asked[:, None] == jnp.arange(experts), start, 0), axis=1)
-    position = jnp.where(asked < experts, rank - start_of_asked, capacity)
+    start_of_asked = jnp.sum(jnp.where(asked[:, None] == jnp.arange(buffers), start, 0), axis=1)
+    position = jnp.where(asked < buffers, rank - start_of_asked, capacity)
     return position, jnp.minimum(used + counts, capacity)
 
 

@@ -41,7 +41,9 @@ ONLY: dict[str, tuple[Any, ...]] = {
 MOST_LAYERS = 4096  # as many are compared
 # settings that change no logit: how a decoder is trained and compiled
 FREE = ("dropout", "scan", "padded_vocab")
-FREE_OF_EXPERTS = ("capacity", "overflow", "balance", "router_z", "balance_rate")
+FREE_OF_EXPERTS = (
+    "dispatch", "capacity", "imbalance", "buffers", "overflow", "balance", "router_z", "balance_rate",
+)  # fmt: skip
 
 
 def settings_of(config: Mapping[str, Any]) -> tuple[str, DecoderConfig]:

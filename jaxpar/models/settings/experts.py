@@ -1,7 +1,7 @@
 """The settings of a mixture of experts."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jaxpar.errors import Keywords, check_ranges, nearest_divisor, refuse
 
@@ -27,8 +27,14 @@ class ExpertsConfig(Keywords):
       scale: Factor of the weights.
       groups: Groups of experts of equal number, of which a token takes experts of the best only; 0 for no groups.
       group_limit: Number of groups of which a token takes experts. The score of a group is the sum of its two best.
+      dispatch: Where tokens wait for experts: in slots of each expert (capacity), or in buffers that the experts of a
+        device share (dropless, after arXiv:2211.15841), which overflow only if these together get too many.
       capacity: Tokens of a row that an expert takes, over the mean; 0 for all.
-      overflow: What becomes of a choice whose expert is full: drop it, or spill it to the token's next best expert.
+      imbalance: Of dropless, tokens of a row that a buffer takes, over the mean.
+      buffers: Of dropless, number of buffers, see `jp.mixture`; 0 means the largest power of 2 up to 8 that divides
+        `count`.
+      overflow: What becomes of a choice whose expert is full: drop it, spill it to the token's next best expert, or
+        refuse it: the loss of the step is NaN, which ends the run, and `refused` is the share of such choices.
       balance: Weight of the balance loss, count x sum over experts of (share of choices x mean score), as in Switch
         Transformers (arXiv:2101.03961) but of each row.
       router_z: Weight of the router's z-loss, the mean of logsumexp(logits) squared (ST-MoE, arXiv:2202.08906).
@@ -46,8 +52,11 @@ class ExpertsConfig(Keywords):
     scale: float = 1.0
     groups: int = 0
     group_limit: int = 0
+    dispatch: Literal["capacity", "dropless"] = "capacity"
     capacity: float = 1.25
-    overflow: Literal["drop", "spill"] = "drop"
+    imbalance: float = 2.0
+    buffers: int = 0
+    overflow: Literal["drop", "spill", "refuse"] = "drop"
     balance: float = 0.01
     router_z: float = 0.0
     balance_rate: float = 0.0
@@ -57,12 +66,13 @@ class ExpertsConfig(Keywords):
         check_ranges(
             self,
             "model.experts",
-            dict.fromkeys(("count", "dense_layers", "hidden", "shared", "groups", "group_limit"), (0, high))
+            dict.fromkeys(("count", "dense_layers", "hidden", "shared", "groups", "group_limit", "buffers"), (0, high))
             | {
                 "every": (1, high),
                 "per_token": (1, high),
                 "scale": (0, 1e6),
                 "capacity": (0, high),
+                "imbalance": (1, high),
                 "balance": (0, 1e6),
             }
             | {"router_z": (0, 1e6), "balance_rate": (0, 1)},
@@ -74,6 +84,13 @@ class ExpertsConfig(Keywords):
                 f"experts.per_token = {self.per_token} of experts.count = {self.count}",
                 rule="a token chooses different experts",
                 fix=f"per_token = {self.count} or less",
+            )
+        if self.dispatch == "dropless" and (self.overflow == "drop" or (self.buffers and self.count % self.buffers)):
+            raise refuse(
+                f'experts.dispatch = "dropless", overflow = {self.overflow!r}, buffers = {self.buffers} '
+                f"of experts.count = {self.count}",
+                rule="dropless spills or refuses what exceeds its bound, and equal numbers of experts share buffers",
+                fix=f'overflow = "spill", buffers = {self.buffers and nearest_divisor(self.count, self.buffers)}',
             )
         if self.groups and self.count % self.groups:
             raise refuse(
@@ -94,6 +111,13 @@ class ExpertsConfig(Keywords):
         """The numbers of the layers with experts, of a decoder of `layers` layers."""
         start = -(-(self.dense_layers + 1) // self.every) * self.every - 1
         return range(start, layers, self.every) if self.count else range(0)
+
+    @property
+    def bound(self) -> dict[str, Any]:
+        """The keywords of `jp.mixture` for the numbers of tokens that experts take."""
+        if self.dispatch == "dropless":
+            return {"imbalance": self.imbalance, "buffers": self.buffers}
+        return {"capacity": self.capacity} if self.capacity else {}
 
     @property
     def choices(self) -> int:

@@ -4,6 +4,9 @@
                                                                                          │ the experts of each device
     sums [batch, seq, dim] ◄─ slots [batch, experts, capacity, dim] ◄──all-to-all────────┘
 
+Where experts share buffers (`imbalance`), a buffer takes the place of an expert, and a third all-to-all, forward only,
+sends the number of each slot's expert: 4 bytes a slot.
+
 Only the all-to-alls are manual, over all axes that split slots: XLA gathers over an axis that is left to it before an
 all-to-all. Everything else XLA partitions as it does around the mixture, so that gradients of experts are summed over
 their replicas, to the shards of ZeRO.
@@ -12,11 +15,13 @@ their replicas, to the shards of ZeRO.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec, get_abstract_mesh
 
+from jaxpar.errors import refuse
 from jaxpar.models.blocks.dispatch import Load, combine, dispatch
 from jaxpar.models.dim_names import axes_of, constrain, constrain_to, partial_spec, spec_of
 from jaxpar.models.experts import Expert, Routing, Tree
@@ -28,22 +33,40 @@ AXIS = "expert"
 def mixture(expert: Expert, params: Tree, x: jax.Array, routing: Routing) -> tuple[jax.Array, Load]:
     """Sends the slots of each expert to the device that has it, and back: static shapes, two all-to-alls."""
     slots, split = routing.slots(), _split(x.shape[0])
+    if routing.buffers % split.ways:
+        raise refuse(
+            f"expert={split.ways} for experts that share {routing.buffers} buffers",
+            rule="the devices of `expert` have the same number of buffers",
+            fix=f"buffers={math.lcm(routing.buffers, split.ways)}, which changes what overflows, or "
+            f"expert={math.gcd(routing.buffers, split.ways)}",
+        )
 
     # whole but for rows: of lookups in what other axes split, XLA ends the process in some pipelines
     def by_rows(x: jax.Array) -> jax.Array:
         return constrain(x, "batch", *(None,) * (x.ndim - 1))
 
-    rows, width, of_expert = x.shape[0], x.shape[-1], (routing.experts, routing.capacity)
+    rows, width, of_buffer = x.shape[0], x.shape[-1], (routing.buffers, routing.capacity)
     of_choice, choice = by_rows(slots.of_choice), by_rows(slots.choice)
     with jax.named_scope(DISPATCH):
-        sent = by_rows(jax.vmap(dispatch)(by_rows(x), of_choice, choice)).reshape(rows, *of_expert, width)
+        sent = by_rows(jax.vmap(dispatch)(by_rows(x), of_choice, choice)).reshape(rows, *of_buffer, width)
     empty = [(0, 0), (0, 0), (0, -routing.capacity % split.pieces), (0, 0)]  # slots, for pieces of one size
     tokens = split.to_experts(jnp.pad(sent, empty))
-    y = jax.vmap(expert)(params, tokens.reshape(routing.experts, -1, width))
+    if routing.sharing == 1:
+        y = jax.vmap(expert)(params, tokens.reshape(routing.experts, -1, width))
+    else:
+        place = by_rows(slots.place).reshape(rows, *of_buffer, 1)
+        y = _blocks(expert, params, tokens, split.to_experts(jnp.pad(place, empty, constant_values=routing.sharing)))
     returned = split.to_rows(y.reshape(*tokens.shape[:-1], -1))[:, :, : routing.capacity]
-    returned = by_rows(returned.reshape(rows, math.prod(of_expert), -1))
+    returned = by_rows(returned.reshape(rows, math.prod(of_buffer), -1))
     sums = by_rows(jax.vmap(combine)(returned, by_rows(routing.weights), of_choice, choice))
     return constrain(sums, "batch", "seq", None), slots.load
+
+
+def _blocks(*arguments: Any) -> jax.Array:
+    """Runs `expert_blocks.in_blocks`, which a mixture with a capacity does not load."""
+    from jaxpar.parallel.techniques.expert_blocks import in_blocks
+
+    return in_blocks(*arguments)
 
 
 @dataclass(frozen=True)
