@@ -137,6 +137,31 @@ def test_the_router_scores_in_float32():
     np.testing.assert_array_equal(sums.sent[:, 0], [np.bincount(row.argmax(-1), minlength=64) for row in logits])
 
 
+def test_the_losses_of_a_router_are_those_of_each_row_alone():
+    """Not of means over a shard or a batch: the balance is a product, whose mean over parts is another number."""
+    config = BlockConfig(dim=16, heads=2, kv_heads=2, hidden=8, norm="rms", gated=True, activation="silu", biases=(),
+                         causal=True, dropout=0.0, out_scale=1.0)  # fmt: skip
+    layer = eager(config, ExpertsConfig(count=4, per_token=2))
+    x = 3 * np.random.default_rng(0).normal(size=(5, 12, 16))
+    logits = x @ np.asarray(layer.router[...], np.float64)
+    _, sums = layer(jnp.asarray(x, jnp.float32))
+    for row, losses in zip(logits, np.asarray(sums.losses), strict=True):
+        chances = np.exp(row) / np.exp(row).sum(-1, keepdims=True)
+        share = np.bincount(np.argsort(-row, axis=-1)[:, :2].ravel(), minlength=4) / 24
+        expected = 4 * (share * chances.mean(0)).sum(), (np.log(np.exp(row).sum(-1)) ** 2).mean()
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+def test_microbatches_change_no_loss_of_a_router():
+    experts = QWEN | {"balance": 1.0}
+    rows, accumulated = (
+        trained(experts, jp.Parallel(), jax.devices()[:1], steps=2, accumulate=count)[0] for count in (1, 4)
+    )
+    for row, other in zip(rows, accumulated, strict=True):
+        assert row.pop("load_max") <= other.pop("load_max") * 1.00001
+        assert row == pytest.approx(other, rel=1e-5)
+
+
 def test_the_bias_moves_by_its_rate_towards_experts_with_few_choices():
     _, state, _ = trained(DEEPSEEK, jp.Parallel(), jax.devices()[:1], steps=1)
     (bias,) = [np.asarray(leaf) for leaf in jax.tree.leaves(state.model_state) if leaf.shape == (2, 8)]
