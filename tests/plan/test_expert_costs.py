@@ -60,6 +60,8 @@ def test_what_is_no_expert_is_gathered_over_the_axis_too():
 
 def test_all_sizes_that_divide_experts_and_rows_are_weighed():
     assert {*np.asarray(question().legal().size("expert")).tolist()} == {1, 2, 4, 8}
+    shared = question("model.experts.dispatch=dropless", "model.experts.overflow=spill", "model.experts.buffers=4")
+    assert {*np.asarray(shared.legal().size("expert")).tolist()} == {1, 2, 4}
     assert {*np.asarray(question("model.experts.count=6").legal().size("expert")).tolist()} == {1, 2}
     assert "expert: no dim is called expert" in question("model.experts.count=0").exclusions
 

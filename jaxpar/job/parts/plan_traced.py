@@ -16,6 +16,7 @@ from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch
 from jaxpar.job.parts.models import batch_errors, frozen_paths, resolve_loss, resolve_model
 from jaxpar.job.parts.optimizers import resolve_optimizer
+from jaxpar.models.experts import Routing
 from jaxpar.models.islands import implemented
 from jaxpar.parallel.compose import as_blueprint, compose
 from jaxpar.parallel.declaration import DECLARED, Parallel
@@ -27,6 +28,7 @@ from jaxpar.plan.model.shape import Dims
 from jaxpar.plan.model.state_bytes import Recipe
 from jaxpar.plan.model.tracing import trace
 from jaxpar.plan.techniques.base import divisors
+from jaxpar.plan.techniques.expert import NAME as EXPERTS
 from jaxpar.plan.techniques.table import TECHNIQUES
 from jaxpar.plan.traced_model import TracedModel
 from jaxpar.sharding.author.explicit import sharding_translation
@@ -144,15 +146,16 @@ def trace_model(
             key: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) for key, leaf in batch.items()
         }
 
+    buffers: set[int] = set()
     with (
         sharding_translation(),
         step_hooks(),
         batch_errors(abstract_inputs(2)[1]),
-        implemented({"mixture": mixture}),
+        implemented({"mixture": partial(_mixture, buffers)}),
     ):  # shardings that the model itself names have no effect outside of a step
         model_trace = trace(forward, params, abstract_inputs, takes_remat=blueprint.takes_remat, name=blueprint.name)
         sums = _is_sum(forward("none", accumulate=2), params, abstract_inputs(2))
-    named_dims = _dims(layout)
+    named_dims = _dims(layout, buffers)
     axes = {
         axis: technique.allowed_sizes(named_dims, rows, Choices())
         for axis, technique in TECHNIQUES.items()
@@ -175,14 +178,25 @@ def trace_model(
     )
 
 
-def _dims(layout: Layout) -> Dims:
-    """Collects, per named dim, the greatest common divisor of its sizes and the parameters that have it."""
+def _mixture(buffers: set[int], expert: Any, params: Any, x: jax.Array, routing: Routing) -> tuple[jax.Array, Any]:
+    """A mixture of experts, whose number of buffers is added to `buffers`."""
+    buffers.add(routing.buffers)
+    return mixture(expert, params, x, routing)
+
+
+def _dims(layout: Layout, buffers: Collection[int]) -> Dims:
+    """Collects, per named dim, the greatest common divisor of its sizes and the parameters that have it.
+
+    Devices of `expert` have whole buffers of a mixture, of which there may be fewer than experts.
+    """
     dims, holding = {}, {}
     for place in layout.placements.values():
         for name, size in zip(place.names, place.leaf.shape, strict=True):
             if name:
                 dims[name] = math.gcd(size, dims.get(name, 0))
                 holding[name] = holding.get(name, 0) + place.leaf.size
+    if EXPERTS in dims:
+        dims[EXPERTS] = math.gcd(dims[EXPERTS], *buffers)
     return Dims(dims=dims, parameters_by_dim=holding)
 
 
