@@ -94,6 +94,7 @@ def _traced(step: "Step", batch: Mapping[str, Any], rows: int, devices: int) -> 
     rule, fix = "model and loss accept the batch", "the arrays that they read, or the line of the model that this names"
     return trace_model(
         blueprint, step.loss, recipe, batch, rows=rows, devices=devices, compute=step.numerics.matmuls.compute,
+        frozen=step.layout.frozen,
         batch_errors=lambda _: user_code_errors(f"{blueprint.name} and its loss on {arrays}", rule=rule, fix=fix),
     )  # fmt: skip
 

@@ -1,17 +1,20 @@
 """The plan of any model: traced once on shapes, planned over data, fsdp and expert, and axes of added techniques.
 
-    matmuls       2 FLOP per multiplication of every matmul and convolution in the forward pass; twice that backward
-    elementwise   5 times the bytes of the residuals: written and read in the forward pass; read in the backward pass,
-                  with their gradient written and read; written and read once more if they are recomputed
-    activations   residuals of `jax.vjp` that grow with the batch, under the remat policy
-    working       residuals that one block recomputes; with ZeRO-3, twice the largest array that is gathered at once, or
-                  without recomputation all gathered parameters, which are kept for the backward pass
+    matmuls       2 FLOP per multiplication of every matmul and convolution of the loss and its gradients; parameters
+                  that are not trained have no gradient
+    elementwise   bytes that the other kernels read and write, `model/fusion.py`
+    recompute     the kernels of the program under the remat policy beyond those without it
+    activations   live bytes at the fullest moment of the program, `model/liveness.py`
+    gradients     those that exist at that moment; with microbatches, their sum
+    working       copies of parameters in 16 bits at that moment; with ZeRO-3, twice the largest array that is gathered
+                  at once, or without recomputation all gathered parameters, which are kept for the backward pass
+    optimizer     its state, parameters and gradients read and written, and the kernels of each array
 
-XLA's fusions and extra copies are not modelled: `--verify` compiles.
+The program is traced once per remat policy and estimated as XLA compiles it; `--verify` compiles it.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,22 +28,16 @@ from jaxpar.plan.enumeration import all_layouts, select
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.memory import Memory, bytes_by_zero_stage
+from jaxpar.plan.model.liveness import LEAST, Estimate
 from jaxpar.plan.model.state_bytes import Recipe
-from jaxpar.plan.model.tracing import Kind, ModelTrace
+from jaxpar.plan.model.tracing import ModelTrace
 from jaxpar.plan.techniques.base import Work, divisors
 from jaxpar.plan.techniques.span import gathers_once, gradient_bytes
 from jaxpar.plan.techniques.table import TECHNIQUES
 from jaxpar.plan.techniques.totals import added_bytes, collectives, overlapped_seconds, step_seconds, unused_axes
 from jaxpar.plan.time import StepTime, optimizer
 
-FORWARD, BACKWARD = 2, 3  # reads and writes per residual: in the forward pass; in the backward pass, with its gradient
-AGAIN: Mapping[str, tuple[Kind, ...]] = {
-    # kinds of matmuls that each remat policy recomputes: jax.checkpoint_policies save no convolutions
-    "none": (),
-    "all_dots": ("convolution",),
-    "dots": ("convolution", "batched"),
-    "full": ("convolution", "batched", "weights"),
-}
+REMATS = "all_dots", "dots", "full"  # policies of models that mark blocks, from the least recomputation on
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,7 +51,7 @@ class TracedModel:
       unsupported: Sizes that the model does not support, to the reason.
       largest_array: Parameters of the largest array that is gathered at once: a parameter, or a layer of a stack.
       recipe: Bytes per parameter of the training state.
-      trace: Matmuls and residuals.
+      trace: Matmuls, and estimates of the compiled program.
       itemsize: Bytes of the matmuls' dtype: 2 or 4.
       sum_loss: Whether the loss is a (sum, count), which microbatches need.
       axes: Further axes, of added techniques that can split this model.
@@ -96,8 +93,9 @@ class TracedModel:
         return False
 
     def step_flop(self, rows: int) -> float:
-        """Returns 3 times the FLOP of the forward pass's matmuls and convolutions: backward is twice forward."""
-        return 3.0 * rows * sum(matmul.flop * matmul.times for matmul in self.trace.matmuls)
+        """Returns the FLOP of the matmuls and convolutions of the loss and its gradients, without recomputation."""
+        matmuls = (*self.trace.matmuls, *self.trace.backward)
+        return float(rows) * sum(matmul.flop * matmul.times for matmul in matmuls)
 
     def masked_flop(self, rows: int) -> float:
         """Returns 0: the trace does not show masks."""
@@ -109,7 +107,7 @@ class TracedModel:
 
     def exclusions(self, choices: Choices) -> tuple[str, ...]:
         """Returns the axes, remat policies and sizes that the model does not support, with reasons."""
-        remats = [policy for policy in AGAIN if policy not in self.trace.residual_bytes]
+        remats = [policy for policy in REMATS if policy not in self.trace.programs]
         return (
             *unused_axes(self),
             *["microbatches: the loss is a mean; return (sum, count) to accumulate over them"] * (not self.sum_loss),
@@ -127,7 +125,7 @@ class TracedModel:
         Raises:
           JaxparError: If the devices do not divide the examples.
         """
-        remats = tuple(name for name in choices.remats if name in self.trace.residual_bytes)
+        remats = tuple(name for name in choices.remats if name in self.trace.programs)
         layouts = all_layouts(self, devices=devices, rows=rows, choices=replace(choices, remats=remats))
         if layouts is None:
             replicas = " x ".join(axis for axis in batch_axes() if axis in TECHNIQUES)
@@ -150,51 +148,89 @@ class TracedModel:
         ]
         extra_state = {"state": np.where(np.equal(candidate.zero, 0), *state)} if any(self.other_state.values()) else {}
         parameters, gradients, moments = bytes_by_zero_stage(unsharded_parameters, shard, candidate, self.recipe)
-        residuals, all_residuals = (
-            self._residual_bytes(candidate),
-            candidate.microbatch * self.trace.residual_bytes["none"],
-        )
-        piece = 2.0 * np.equal(candidate.zero, 3) * self.largest_array
+        zero3, accumulates = np.equal(candidate.zero, 3), np.greater(candidate.microbatches, 1)
         whole_gathered = gathers_once(candidate, self.recipe) | model_software.keeps_gathered(candidate)
+        piece = 2.0 * zero3 * self.largest_array
         gathered = self.itemsize * np.where(whole_gathered, unsharded_parameters, piece)
+        summed = gradient_bytes(gradients, candidate, model_software, self.recipe, stacked=0.0)
+        peak = self._peak(candidate, copies=np.equal(gathered, 0), gradients=np.where(accumulates, 0.0, summed))
         return (
             Memory(
                 parameters=parameters,
-                gradients=gradient_bytes(gradients, candidate, model_software, self.recipe),
+                gradients=peak["gradients"] + np.where(accumulates, summed, 0.0),
                 optimizer=moments,
-                activations=residuals,
-                logits=0.0 * residuals,
-                working=(all_residuals - residuals) / max(self.trace.blocks, 1) + gathered,
+                activations=peak["activations"],
+                logits=0.0 * peak["activations"],
+                working=peak["weights"] + gathered,
             )
             .plus(extra_state)
             .plus(added_bytes(self, candidate, model_software, self.recipe))
         )
 
+    def _peak(self, candidate: Candidate, *, copies: Any, gradients: Any) -> dict[str, Any]:
+        """Returns the live bytes at the fullest moment of the loss and its gradients, by class.
+
+        Args:
+          candidate: The layout.
+          copies: Whether the copies of parameters are the program's own, and not gathered.
+          gradients: Bytes of all gradients of a device.
+        """
+        columns = np.broadcast_arrays(candidate.microbatch, candidate.remat, copies, gradients)
+        results: dict[tuple, dict[str, float]] = {}
+        for row in zip(*(column.ravel().tolist() for column in columns), strict=True):
+            if row not in results:
+                microbatch, remat, own, size = row
+                program = self._program(remat)
+                results[row] = program.peak(
+                    microbatch, weights=float(own), gradients=size / max(program.gradient_bytes, 1.0)
+                )
+        rows = [results[row] for row in zip(*(column.ravel().tolist() for column in columns), strict=True)]
+        return {name: np.array([row[name] for row in rows]).reshape(columns[0].shape) for name in rows[0]}
+
     def time(self, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> StepTime:
         """Returns the seconds of a step, by cause."""
-        software, rows, count = self._software(software), candidate.microbatch, candidate.microbatches
-        forward = {kind: self._seconds(kind, rows, hardware) for kind in AGAIN["full"]}
-        forward_seconds, residuals = sum(forward.values()), rows * self.trace.residual_bytes["none"]
-        extra_matmuls = self._by_remat(candidate, lambda name: sum(forward[kind] for kind in AGAIN[name]))
-        extra_traffic = hardware.stream(FORWARD * (residuals - self._residual_bytes(candidate)))
-        elementwise = hardware.stream((FORWARD + BACKWARD) * residuals)
+        software, count = self._software(software), candidate.microbatches
+        plain = self._kernels(candidate, hardware, remat="none")
+        kernels = self._kernels(candidate, hardware)
+        recompute = np.maximum(sum(kernels.values()) - sum(plain.values()), 0.0)
         parameters = self._stored(candidate, whole=True)
         accumulation = np.where(np.greater(count, 1), hardware.stream(software.accumulate * parameters), 0.0)
-        compute = count * (3 * forward_seconds + extra_matmuls + extra_traffic + elementwise + accumulation)
+        compute = count * (sum(plain.values()) + recompute + accumulation)
         zeros = 0.0 * compute
         work = Work(parameters=parameters, layers=self.trace.blocks, compute=compute)
         return StepTime(
-            matmuls=3 * count * forward_seconds,
+            matmuls=count * plain["matmuls"],
             attention=zeros,
-            elementwise=count * (elementwise + accumulation),
-            recompute=count * (extra_matmuls + extra_traffic),
+            elementwise=count * (plain["elementwise"] + accumulation),
+            recompute=count * recompute,
             **{cause: zeros + exposed for cause, exposed in step_seconds(self, candidate, hardware, software).items()},
             **overlapped_seconds(work, candidate, hardware, software),
             bubble=zeros,
             send=zeros,
             stragglers=compute * hardware.straggler_share(candidate.devices),
-            optimizer=optimizer(parameters, candidate, hardware, software),
+            optimizer=optimizer(parameters, candidate, hardware, replace(software, update=self._update_bytes()))
+            + LEAST * self.trace.programs["none"].update_kernels,
         ).times(hardware.calibration)
+
+    def _program(self, remat: str) -> Estimate:
+        """Returns the program under a remat policy; a model that marks no blocks has one program."""
+        return self.trace.programs.get(remat, self.trace.programs["none"])
+
+    def _kernels(self, candidate: Candidate, hardware: Hardware, *, remat: str | None = None) -> dict[str, Any]:
+        """Returns the seconds of a microbatch's matmuls and other kernels, under a remat policy or the candidate's."""
+        columns = np.broadcast_arrays(candidate.microbatch, candidate.remat if remat is None else remat)
+        pairs = [*zip(*(column.ravel().tolist() for column in columns), strict=True)]
+        results = {(rows, policy): self._program(policy).seconds(rows, hardware) for rows, policy in {*pairs}}
+        return {
+            cause: np.array([results[pair][cause] for pair in pairs]).reshape(columns[0].shape)
+            for cause in ("matmuls", "elementwise")
+        }
+
+    def _update_bytes(self) -> float:
+        """Returns the bytes per parameter of the update: state read and written, gradients read by norm and update."""
+        written = self.trace.programs["none"].gradient_bytes / self.parameters
+        trained = self.recipe.gradients / self.recipe.parameters
+        return 2 * (trained * self.recipe.parameters + self.recipe.optimizer + written)
 
     def collectives(self, candidate: Candidate, software: SoftwareModel) -> list[Collective]:
         """Returns the collectives of one step of one layout; see `jaxpar.plan.techniques.totals`."""
@@ -205,8 +241,9 @@ class TracedModel:
         return 0.0
 
     def largest_layer(self, software: SoftwareModel) -> float:
-        """Returns the bytes of the largest array's training state, and of the residuals of one block and one row."""
-        return self.recipe.total * self.largest_array + self.trace.residual_bytes["none"] / max(self.trace.blocks, 1)
+        """Returns the bytes of the largest array's training state, and of the activations of one block and one row."""
+        activations = self.trace.programs["none"].peak(1, weights=0.0, gradients=0.0)["activations"]
+        return self.recipe.total * self.largest_array + activations / max(self.trace.blocks, 1)
 
     def _software(self, software: SoftwareModel) -> SoftwareModel:
         """Returns the software model with collectives in the dtype of the matmuls."""
@@ -230,17 +267,3 @@ class TracedModel:
         keys = [(1, *further_sizes) if whole else (fsdp, *further_sizes) for fsdp, *further_sizes in sizes]
         total = amounts[(1,) * (1 + len(self.axes))]
         return np.array([amounts.get(key, -(-total // math.prod(key))) for key in keys])[indices]
-
-    def _seconds(self, kind: str, rows: np.ndarray | float, hardware: Hardware) -> Any:
-        peak = 1.0 if self.itemsize == 2 else hardware.chip.f32_flops / hardware.chip.bf16_flops
-        matmuls = [matmul for matmul in self.trace.matmuls if matmul.kind == kind]
-        return sum((hardware.matmuls(rows * matmul.flop, matmul.times) for matmul in matmuls), 0.0 * rows) / peak
-
-    def _residual_bytes(self, candidate: Candidate) -> Any:
-        return candidate.microbatch * self._by_remat(candidate, lambda name: self.trace.residual_bytes[name])
-
-    def _by_remat(self, candidate: Candidate, value: Callable[[str], Any]) -> Any:
-        remat = np.asarray(candidate.remat)
-        return np.select(
-            [remat == name for name in self.trace.residual_bytes], [value(name) for name in self.trace.residual_bytes]
-        )

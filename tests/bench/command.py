@@ -88,6 +88,11 @@ def _memory_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", default="", metavar="FILE.jsonl", help="rows to keep, and go on after")
 
 
+def _traced_models_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", metavar="MODEL", action="append", default=[], help="one model, such as 'U-Net'")
+    add_json(parser)
+
+
 def _exchanges_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", metavar="METHOD", action="append", default=[], help="one method, such as 'diloco'")
     _add_seeds(parser)
@@ -227,6 +232,20 @@ def memory(args: argparse.Namespace) -> tuple[Any, int]:
     return _with_status(peaks(job, **drawn, out=args.out))
 
 
+def traced_models(args: argparse.Namespace) -> tuple[Any, int]:
+    """Compares plans of traced models with compiled programs."""
+    from jaxpar.errors import refuse, suggest
+    from jaxpar.mesh.devices import use_cpu_only
+
+    use_cpu_only()
+    from .traced_models import ALL, traced_models
+
+    for name in args.only:
+        if name not in ALL:
+            raise refuse(f"--only {name!r:.60}", rule="a model of the bench has a name", fix=suggest(name, ALL))
+    return _with_status(traced_models(args.only))
+
+
 def exchanges(args: argparse.Namespace) -> tuple[Any, int]:
     """Trains a job by several ways to agree."""
     prefer_huge_pages()
@@ -299,6 +318,7 @@ BENCHES: dict[str, tuple[str, Callable[..., Any], Callable[[argparse.ArgumentPar
     "planner": ("predicted step times beside published ones", planner, _planner_options),
     "layouts": ("the planner beside the compiler, over randomly drawn layouts", layouts, _layouts_options),
     "memory": ("the planner's peak memory beside the compiler's", memory, _memory_options),
+    "traced_models": ("plans of traced models beside their compiled programs", traced_models, _traced_models_options),
     "exchanges": ("the loss of a job by method of exchange, beside an all-reduce", exchanges, _exchanges_options),
     "batches": ("the loss of a job by its batch, at equal epochs", batches, _add_seeds),
     "gpu": ("every claim about GPUs, on one of them, within some minutes", gpu, _gpu_options),

@@ -16,6 +16,7 @@ from jaxpar.errors import JaxparError
 from jaxpar.job.file.parse import loads
 from jaxpar.job.plan import apply_layout
 from jaxpar.job.plan import question as asked_of
+from jaxpar.mesh.target import missing_plugin
 from jaxpar.plan.candidate import Candidate, Choices
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.software import JAXPAR
@@ -72,10 +73,10 @@ def test_a_product_has_2_flop_per_multiplication_and_kind_and_count():
     )
 
 
-def test_kept_is_what_grows_with_the_rows_as_the_policy_leaves_it():
+def test_live_arrays_grow_with_the_rows_as_the_policy_leaves_them():
     def function(remat, p, x):
         def layer(x):
-            return jnp.sin(x @ p["square"])  # keeps x, and what sin's derivative is made of
+            return jnp.sin(x @ p["square"])  # the backward pass reads the matmul's result: sin is computed again
 
         again = jax.checkpoint(layer, policy={"dots": jax.checkpoint_policies.dots_saveable}.get(remat))
         for _ in range(3):
@@ -84,8 +85,62 @@ def test_kept_is_what_grows_with_the_rows_as_the_policy_leaves_it():
 
     found = traced(function, shapes(square=(16, 16)), (16,), takes_remat=True)
     row = 4 * 16
-    assert found.residual_bytes == {"none": 6 * row, "all_dots": 3 * row, "dots": 6 * row, "full": 3 * row}
+    peaks = {name: program.peak(1000, weights=0, gradients=0) for name, program in found.programs.items()}
+    live = {name: peak["activations"] / (1000 * row) for name, peak in peaks.items()}
+    assert 4 <= live["none"] <= 6  # the batch, a result of each layer, and a gradient
+    assert live["full"] <= live["none"]
     assert found.blocks == 3
+    kernels = {name: int(program.runs.sum()) for name, program in found.programs.items()}
+    assert kernels["full"] > kernels["none"]  # it computes two layers again
+    assert [matmul.flop for matmul in found.backward] == 5 * [2 * 16 * 16]  # the batch has no gradient
+
+
+def test_what_is_frozen_has_no_gradient_matmul_of_its_own():
+    def function(remat, p, x):
+        return jnp.sum(jnp.tanh(x @ p["one"]) @ p["two"])
+
+    names = shapes(one=(16, 32), two=(32, 8))
+    whole, head, body = (
+        len(traced(function, names, (16,), frozen=frozen).backward) for frozen in ((), ["one"], ["two"])
+    )
+    assert (whole, head, body) == (3, 1, 2)
+
+
+def test_a_scan_keeps_what_it_stacks_and_no_scan_keeps_less():
+    def unrolled(remat, p, x):
+        for number in range(8):
+            x = jax.nn.silu(x @ p["stack"][number])
+        return jnp.sum(x)
+
+    def scanned(remat, p, x):
+        return jnp.sum(jax.lax.scan(lambda x, w: (jax.nn.silu(x @ w), None), x, p["stack"])[0])
+
+    params, peaks = shapes(stack=(8, 64, 64)), {}
+    for function in (unrolled, scanned):
+        found = traced(function, params, (64,))
+        peaks[function] = found.programs["none"].peak(4096, weights=0, gradients=0)["activations"]
+        assert sum(matmul.times for matmul in (*found.matmuls, *found.backward)) in (23, 24)
+    row = 4096 * 64 * 4
+    residuals = jax.eval_shape(
+        lambda p, x: jax.vjp(lambda p: scanned("none", p, x), p)[1],
+        params,
+        jax.ShapeDtypeStruct((4096, 64), jnp.float32),
+    )
+    stacked = sum(leaf.size * 4 for leaf in jax.tree.leaves(residuals) if leaf.shape[:2] == (8, 4096))
+    assert stacked <= peaks[scanned] <= stacked + 6 * row
+    assert peaks[unrolled] < peaks[scanned]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
+@pytest.mark.parametrize("name", ["recommender", "U-Net", "LSTM"])
+def test_a_plan_is_near_the_compiled_program(name):
+    from bench.plain_models import CASES
+    from bench.traced_models import compare
+
+    error = compare(CASES[name]())["error"]
+    assert abs(error["bytes"]) < 0.06
+    assert abs(error["seconds"]) < 0.12
 
 
 def test_what_keeps_nothing_of_a_row_cannot_be_planned():
@@ -181,7 +236,7 @@ def test_the_state_is_that_of_the_jobs_optimizer():
 def test_float32_takes_longer_and_sends_twice_as_much():
     one = Candidate(fsdp=8, zero=3, microbatch=8)
     half, full = (question(VIT, "model.dim=1024", f"train.precision={name}").seconds(one) for name in ("bf16", "fp32"))
-    assert full.matmuls == pytest.approx(2 * half.matmuls, rel=1e-3)  # 494.7 TF, not 494.75
+    assert full.matmuls == pytest.approx(2 * half.matmuls, rel=0.1)  # two gradients of scores are in float32 in both
     assert full.sharding > half.sharding
 
 

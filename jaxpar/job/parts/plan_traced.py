@@ -12,6 +12,7 @@ import jax
 import optax
 
 from jaxpar.errors import JaxparError
+from jaxpar.jaxprs.lookups import demote_matmuls
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch
 from jaxpar.job.parts.models import batch_errors, frozen_paths, resolve_loss, resolve_model
@@ -50,13 +51,14 @@ def trace_job(job: Job, devices: int) -> TracedModel:
     blueprint, batch = as_blueprint(resolve_model(job, loss)), abstract_batch(job)
     return trace_model(
         blueprint, loss, _recipe(job, blueprint), batch, rows=job.train.global_batch, devices=devices,
-        compute=job.train.precision.compute, batch_errors=partial(batch_errors, job, blueprint.name),
+        compute=job.train.precision.compute, frozen=frozen_paths(job, blueprint),
+        batch_errors=partial(batch_errors, job, blueprint.name),
     )  # fmt: skip
 
 
 def state_recipe(job: Job) -> Recipe:
     """Returns the bytes of training state per parameter; the optimizer's share comes from the shapes of its state."""
-    return _recipe(job, as_blueprint(resolve_model(job, resolve_loss(job))), timed=True)
+    return _recipe(job, as_blueprint(resolve_model(job, resolve_loss(job))))
 
 
 def trained_share(job: Job) -> float:
@@ -67,9 +69,9 @@ def trained_share(job: Job) -> float:
     return sum(size for path, size in sizes.items() if path not in frozen) / sum(sizes.values())
 
 
-def _recipe(job: Job, blueprint: Blueprint, *, timed: bool = False) -> Recipe:
+def _recipe(job: Job, blueprint: Blueprint) -> Recipe:
     frozen, optimizer = frozen_paths(job, blueprint), resolve_optimizer(job, blueprint)
-    return recipe_of(blueprint, optimizer, frozen, name=job.optimizer.name, timed=timed)
+    return recipe_of(blueprint, optimizer, frozen, name=job.optimizer.name)
 
 
 def recipe_of(
@@ -78,7 +80,6 @@ def recipe_of(
     frozen: Collection[str],
     *,
     name: str,
-    timed: bool = False,
 ) -> Recipe:
     """Returns the bytes of training state per parameter of a model.
 
@@ -87,7 +88,6 @@ def recipe_of(
       optimizer: The optimizer; only the shapes of its state are read.
       frozen: Paths of the frozen parameters.
       name: The name of the optimizer.
-      timed: Whether predicted times take frozen parameters into account, as for a decoder.
     """
     params = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in blueprint.leaves.items()}
     tree = nest({tuple(path.split("/")): leaf for path, leaf in params.items()})  # as optax masks expect
@@ -95,7 +95,7 @@ def recipe_of(
     size, state = (sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) for tree in (params, moments))
     count = sum(leaf.size for leaf in params.values())
     trained = sum(leaf.size * leaf.dtype.itemsize for path, leaf in params.items() if path not in frozen)
-    note = f"; {trained / size:.2%} is trained" + ", and times are as if all were" * (not timed) if frozen else ""
+    note = f"; {trained / size:.2%} is trained" if frozen else ""
     return Recipe(
         name=name, parameters=size / count, gradients=round(trained / count, 3),
         optimizer=round(state / count, 3), sharded_from=1,
@@ -112,6 +112,7 @@ def trace_model(
     rows: int,
     devices: int,
     compute: str,
+    frozen: Collection[str] = (),
     batch_errors: Callable[[Mapping[str, Any]], AbstractContextManager[None]],
 ) -> TracedModel:
     """Traces a model for planning over data, fsdp and the axes of added techniques.
@@ -124,6 +125,7 @@ def trace_model(
       rows: Examples per step.
       devices: Number of devices to plan for.
       compute: The dtype of matmuls, fp32 or bf16.
+      frozen: Paths of the frozen parameters.
       batch_errors: Maps a batch to a context that turns exceptions of the user's model and loss into a `JaxparError`.
 
     Raises:
@@ -136,10 +138,14 @@ def trace_model(
         def run(params, inputs):
             model_state, batch = inputs
             compute = Compute(dtype=dtype, remat=remat)
-            model = blueprint.bind(params, model_state, partial(read_parameter, layout), compute)
+            model = blueprint.bind(params, model_state, partial(read_parameter, layout, dtype=dtype), compute)
             return as_sums(traceable_loss(loss)(model, batch), accumulate=accumulate)["loss"][0]
 
-        return run
+        if blueprint.adapters:
+            from jaxpar.jaxprs.low_rank_path import separate_low_rank  # a model without adapters does not load it
+
+            run = separate_low_rank(run)
+        return demote_matmuls(run) if dtype else run  # as a step computes them
 
     def abstract_inputs(rows: int) -> Any:
         return model_state, {
@@ -153,7 +159,15 @@ def trace_model(
         batch_errors(abstract_inputs(2)[1]),
         implemented({"mixture": partial(_mixture, buffers)}),
     ):  # shardings that the model itself names have no effect outside of a step
-        model_trace = trace(forward, params, abstract_inputs, takes_remat=blueprint.takes_remat, name=blueprint.name)
+        model_trace = trace(
+            forward,
+            params,
+            abstract_inputs,
+            takes_remat=blueprint.takes_remat,
+            name=blueprint.name,
+            rows=max(1, rows / devices),
+            frozen=frozen,
+        )
         sums = _is_sum(forward("none", accumulate=2), params, abstract_inputs(2))
     named_dims = _dims(layout, buffers)
     axes = {

@@ -1,20 +1,18 @@
-"""Traces a function on shapes: its matmuls, and the residuals of its backward pass."""
+"""Traces a loss and its gradients on shapes: its matmuls, and an estimate of its compiled program."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxpar.errors import refuse
 from jaxpar.models.settings.computing import POLICIES, model_policy
-from jaxpar.sharding.names import DISPATCH
-
-ROWS = 2, 4  # batch sizes for tracing: a single row could be broadcast
-
-Kind = Literal["weights", "batched", "convolution"]
+from jaxpar.plan.model.liveness import Estimate, estimate
+from jaxpar.plan.model.program import ROWS, MatmulKind, TracedProgram, read_program, value
+from jaxpar.sharding.names import DISPATCH, path_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,97 +21,116 @@ class Matmul:
 
     Attributes:
       flop: FLOP of one, per row.
-      times: Number of them in a forward pass.
+      times: Number of them in a pass.
       kind: "weights", "batched" (has a batch dim) or "convolution".
     """
 
     flop: float
     times: int
-    kind: Kind
+    kind: MatmulKind
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelTrace:
-    """Matmuls and residuals of a forward pass.
+    """Matmuls of a loss and its gradients, and estimates of their compiled program.
 
     Attributes:
       matmuls: Matmuls of a forward pass.
-      residual_bytes: Remat policy to the bytes of residuals per row.
+      backward: Matmuls of a backward pass, without those that remat recomputes.
+      programs: Remat policy to the estimate of the compiled program.
       blocks: Number of blocks under remat; 0 if the model has none.
       slots: Of each mixture of experts (`jp.mixture`), the elements of its slots per row, and the number of such
         mixtures in a forward pass.
     """
 
     matmuls: tuple[Matmul, ...]
-    residual_bytes: Mapping[str, float]
+    backward: tuple[Matmul, ...]
+    programs: Mapping[str, Estimate]
     blocks: int
     slots: tuple[tuple[float, int], ...] = ()
 
 
 def trace(
-    forward: Callable[[str], Callable], params: Any, inputs: Callable[[int], Any], *, takes_remat: bool, name: str
+    forward: Callable[[str], Callable],
+    params: Any,
+    inputs: Callable[[int], Any],
+    *,
+    takes_remat: bool,
+    name: str,
+    rows: float = 64.0,
+    frozen: Collection[str] = (),
 ) -> ModelTrace:
-    """Traces a loss and its backward pass, without compiling and without arrays.
+    """Traces a loss and its gradients, without compiling and without arrays.
 
     Args:
-      forward: Remat policy to a function (params, known) that returns the loss.
+      forward: Remat policy to a function (params, inputs) that returns the loss.
       params: Shapes of the parameters.
       inputs: Rows to the shapes of the other inputs: a batch, and state that is not a parameter.
       takes_remat: Whether the model applies remat to its blocks; remat around a whole model saves nothing.
       name: Name of the model, for messages.
+      rows: Rows of a device for which fusions are chosen.
+      frozen: Paths of parameters without gradients.
 
     Raises:
-      JaxparError: If no residual grows with the rows.
+      JaxparError: If no saved activation grows with the rows, or if ops depend on the number of rows.
     """
-    small, large = (inputs(rows) for rows in ROWS)
-    residuals = {}
-    for policy in [name for name in POLICIES if model_policy(name) == name] if takes_remat else ["none"]:
-        function = forward(policy)
-        residuals[policy] = (_residual_bytes(function, params, large) - _residual_bytes(function, params, small)) / (
-            ROWS[1] - ROWS[0]
-        )
-    if residuals["none"] <= 0:
+    policies = [name for name in POLICIES if model_policy(name) == name] if takes_remat else ["none"]
+    programs = {policy: _program(forward(policy), params, inputs, frozen, name) for policy in policies}
+    trained = len(jax.tree.leaves(params)) - len(_frozen_places(params, frozen))
+    places = range(len(jax.tree.leaves(params)))
+    estimates = {
+        policy: estimate(program, rows, params=places, gradients=range(1, 1 + trained))
+        for policy, program in programs.items()
+    }
+    matmuls = [*programs["none"].matmuls()]
+    if not any(matmul.flop[1:].any() for matmul, _, backward in matmuls if backward):
         raise refuse(
             f"{name}: its backward pass keeps nothing of a row",
             rule="a plan needs a loss that depends on the parameters and on the rows of the batch",
             fix="a model and a loss that read the batch",
         )
+    passes = (
+        tuple(
+            Matmul(flop=float(value(matmul.flop, ROWS[0])) / ROWS[0], times=times, kind=matmul.kind)
+            for matmul, times, backward in matmuls
+            if backward == is_backward
+        )
+        for is_backward in (False, True)
+    )
+    small = inputs(ROWS[0])
     jaxpr = jax.make_jaxpr(forward("none"))(params, small).jaxpr
     remat_jaxpr = jax.make_jaxpr(forward("full"))(params, small).jaxpr if takes_remat else None
     return ModelTrace(
-        matmuls=tuple(Matmul(flop=flop / ROWS[0], times=times, kind=kind) for flop, times, kind in _matmuls(jaxpr)),
-        residual_bytes=residuals,
+        matmuls=next(passes),
+        backward=next(passes),
+        programs=estimates,
         blocks=_blocks(remat_jaxpr) if remat_jaxpr is not None else 0,
         slots=tuple((elements / ROWS[0], times) for elements, times in _slots(jaxpr)),
     )
 
 
-def _residual_bytes(forward: Callable, params: Any, inputs: Any) -> int:
-    """Returns the bytes of residuals of `jax.vjp` with respect to the parameters."""
+def _program(
+    forward: Callable, params: Any, inputs: Callable[[int], Any], frozen: Collection[str], name: str
+) -> TracedProgram:
+    """Reads the program of a loss and of its gradients with respect to the parameters that are not frozen."""
+    leaves, structure = jax.tree.flatten(params)
+    fixed = _frozen_places(params, frozen)
 
-    def pull(params, known):
-        return jax.vjp(lambda params: forward(params, known), params)[1]
+    def run(leaves: list[Any], known: Any) -> tuple[Any, Any]:
+        def loss(trained: list[Any]) -> Any:
+            remaining = iter(trained)
+            merged = [leaf if place in fixed else next(remaining) for place, leaf in enumerate(leaves)]
+            return forward(jax.tree.unflatten(structure, merged), known)
 
-    residuals = jax.tree.leaves(jax.eval_shape(pull, params, inputs))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in residuals)
+        return jax.value_and_grad(loss)([leaf for place, leaf in enumerate(leaves) if place not in fixed])
+
+    small, large = (jax.make_jaxpr(run)(leaves, inputs(rows)).jaxpr for rows in ROWS)
+    return read_program(small, large, name=name)
 
 
-def _matmuls(jaxpr: Any, times: int = 1) -> Iterator[tuple[float, int, Kind]]:
-    """Yields (FLOP, count, kind) of each matmul in a jaxpr; a loop of unknown length counts once."""
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        if name == "dot_general":
-            (contracted, _), (batched, _) = eqn.params["dimension_numbers"]
-            lhs_shape = eqn.invars[0].aval.shape
-            flop = 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs_shape[dim] for dim in contracted)
-            yield flop, times, "batched" if batched else "weights"
-        elif name == "conv_general_dilated":
-            kernel = eqn.invars[1].aval.shape
-            outputs = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
-            yield 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) / outputs, times, "convolution"
-        else:
-            for inner in _inner(eqn):
-                yield from _matmuls(inner, times * eqn.params["length"] if name == "scan" else times)
+def _frozen_places(params: Any, frozen: Collection[str]) -> set[int]:
+    paths = [path_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
+    return {place for place, path in enumerate(paths) if path in frozen}
 
 
 def _slots(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,351 @@
+"""A traced function as a flat list of ops on arrays, whose sizes are polynomials in the number of rows.
+
+    jaxpr of 2 rows ─┐
+                     ├─► ops in program order: calls inlined, views resolved, dead and repeated ops left out
+    jaxpr of 4 rows ─┘   each dim is linear in the rows, so that an array [rows, rows] has a square
+
+Views (reshapes, transposes of matrices) are the array that they show. A scan is one op with a program of its own.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Literal as Constant
+
+from jaxpar.errors import refuse
+
+ROWS = 2, 4  # batch sizes for tracing: a single row could be broadcast
+DEGREE = 3  # of the polynomials
+Kind = Literal["heavy", "reduce", "elementwise", "stack", "loop"]
+MatmulKind = Literal["weights", "batched", "convolution"]
+
+CALLS = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
+CALLS += ("custom_vjp_call_jaxpr", "custom_lin", "shard_map")
+VIEWS = ("reshape", "squeeze", "expand_dims", "sharding_constraint", "copy", "copy_p", "name", "pvary", "reshard")
+VIEWS += ("mesh_cast", "stop_gradient", "optimization_barrier")
+# only listed ops count as elementwise: `fft` has the shape of its operand, too
+ELEMENTWISE = frozenset(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type broadcast_in_dim cbrt ceil clamp "
+    "concatenate convert_element_type cos cosh digamma div dynamic_slice dynamic_update_slice eq erf erf_inv erfc exp "
+    "exp2 expm1 floor gather ge gt integer_pow iota is_finite le lgamma log log1p logistic lt max min mul ne neg "
+    "nextafter not one_minus_square or pad pow random_bits random_fold_in random_seed random_split random_unwrap "
+    "random_wrap reduce_precision rem rev round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical "
+    "sign sin sinh slice split sqrt square sub tan tanh threefry2x32 transpose xor".split()
+)
+REDUCES = frozenset(
+    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin".split()
+)
+PARTS = frozenset(("slice", "split", "dynamic_slice", "gather"))  # read a part of their first operand
+Polynomial = np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class TracedMatmul:
+    """Size and kind of a matmul or a convolution.
+
+    Attributes:
+      flop: FLOP of one. A polynomial in the rows, from the constant on.
+      kind: "weights", "batched" (has a batch dim) or "convolution".
+      copied: Positions of the operands whose batch dims do not lead: a library needs a copy.
+      bits: Bits of the operands' dtype.
+    """
+
+    flop: Any
+    kind: MatmulKind
+    copied: tuple[int, ...]
+    bits: int
+
+
+@dataclass(frozen=True, slots=True)
+class TracedOp:
+    """An op of a program.
+
+    Attributes:
+      name: Name of its primitive.
+      kind: "elementwise" ops are fused; "reduce" ends a fusion; "heavy" ops read and write arrays; "stack" writes a
+        slice of a scan's stacked result; "loop" is a scan.
+      inputs: Numbers of the arrays that it reads.
+      outputs: Numbers of its results.
+      backward: Whether it is part of the backward pass.
+      matmul: The matmul that it is, or None.
+      body: TracedProgram of one turn of a loop, or None.
+      length: Turns of a loop.
+      carried: Number of a loop's results that are its carry; the others are stacks.
+      row: Elements that a reduction over the last dim reads for each result; 0 for other ops.
+    """
+
+    name: str
+    kind: Kind
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    backward: bool = False
+    matmul: TracedMatmul | None = None
+    body: "TracedProgram | None" = None
+    length: int = 1
+    carried: int = 0
+    row: int = 0
+
+
+@dataclass(slots=True)
+class TracedProgram:
+    """Ops in program order, and the arrays that they read and write.
+
+    Attributes:
+      sizes: Bytes of each array. A polynomial in the rows, from the constant on.
+      widths: Bytes of an element of each array.
+      ops: The ops.
+      inputs: Numbers of the arguments' arrays.
+      outputs: Numbers of the results, None for a constant.
+    """
+
+    sizes: list[Any] = field(default_factory=list)
+    widths: list[int] = field(default_factory=list)
+    ops: list[TracedOp] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    outputs: list[int | None] = field(default_factory=list)
+
+    def matmuls(self, times: int = 1, backward: bool = False) -> Iterator[tuple[TracedMatmul, int, bool]]:
+        """Yields each matmul with its number of runs, and whether it is part of the backward pass."""
+        for op in self.ops:
+            if op.matmul is not None:
+                yield op.matmul, times, backward or op.backward
+            elif op.body is not None:
+                yield from op.body.matmuls(times * op.length, backward or op.backward)
+
+
+def read_program(small: Jaxpr, large: Jaxpr, *, name: str) -> TracedProgram:
+    """Reads a function from its jaxprs of `ROWS`.
+
+    Args:
+      small: Jaxpr of 2 rows.
+      large: Jaxpr of 4 rows.
+      name: Name of the model, for messages.
+
+    Raises:
+      JaxparError: If the two have different ops.
+    """
+    programs = [_Reader().read(jaxpr) for jaxpr in (small, large)]
+    counts = [_outline(program) for program in programs]
+    if counts[0] != counts[1]:
+        place = next((i for i, pair in enumerate(zip(*counts, strict=False)) if len({*pair}) > 1), len(min(counts)))
+        ops = [count[place][0] if place < len(count) else "none" for count in counts]
+        raise refuse(
+            f"{name}: op {place} is {ops[0]} for {ROWS[0]} rows and {ops[1]} for {ROWS[1]}",
+            rule="a plan needs a model and a loss whose ops are the same for any number of rows",
+            fix="a model without Python branches on the size of its batch",
+        )
+    return _merge(*programs)
+
+
+def _outline(program: TracedProgram) -> list[tuple]:
+    outline: list[tuple] = []
+    for op in program.ops:
+        outline.append((op.name, op.inputs, op.outputs, op.length))
+        if op.body is not None:
+            outline += _outline(op.body)
+    return outline
+
+
+class _Reader:
+    """Reads a jaxpr: `sizes` are shapes, and FLOP the dims that are multiplied, until two programs are merged."""
+
+    def __init__(self):
+        self.program, self.known, self.barriers = TracedProgram(), {}, 0
+
+    def read(self, jaxpr: Jaxpr, *, scanned: Iterable[int] = (), stacked: Iterable[int] = ()) -> TracedProgram:
+        """Reads a jaxpr; those inputs are slices of scanned arrays, those outputs are stacked."""
+        program, scanned, stacked = self.program, {*scanned}, {*stacked}
+        env = {var: self._array(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars)}
+        program.inputs = [env[var] for var in jaxpr.invars]
+        for place in scanned:
+            var = jaxpr.invars[place]
+            env[var] = self._add("dynamic_slice", "elementwise", (env[var],), (var.aval,))[0]
+        outputs = self._inline(jaxpr, env, backward=False, salt=0)
+        for place in stacked:
+            if (entry := outputs[place]) is not None:
+                aval = jaxpr.outvars[place].aval
+                outputs[place] = self._add("dynamic_update_slice", "stack", (entry,), (aval,))[0]
+        program.outputs = outputs
+        _remove_dead(program)
+        return program
+
+    def _array(self, aval: Any) -> int:
+        self.program.sizes.append(tuple(aval.shape))
+        self.program.widths.append(getattr(aval.dtype, "itemsize", 4))
+        return len(self.program.sizes) - 1
+
+    def _add(self, name: str, kind: Kind, inputs: Sequence[int], avals: Sequence[Any], **details: Any) -> list[int]:
+        outputs = [self._array(aval) for aval in avals]
+        self.program.ops.append(TracedOp(name, kind, tuple(inputs), tuple(outputs), **details))
+        return outputs
+
+    def _inline(self, jaxpr: Jaxpr, env: dict, *, backward: bool, salt: int) -> list[int | None]:
+        read = lambda var: None if isinstance(var, Constant) else env[var]  # noqa: E731
+        for eqn in jaxpr.eqns:
+            inputs = [read(var) for var in eqn.invars]
+            is_backward = backward or "transpose(" in str(eqn.source_info.name_stack)
+            outputs = self._equation(eqn, inputs, is_backward, salt)
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(var) for var in jaxpr.outvars]
+
+    def _equation(self, eqn: JaxprEqn, inputs: list[int | None], backward: bool, salt: int) -> list[int | None]:
+        name, call = eqn.primitive.name, _call(eqn)
+        if name == "cond":
+            call, inputs = eqn.params["branches"][0].jaxpr, inputs[1:]
+        if call is not None:
+            if eqn.params.get("prevent_cse"):  # what remat computes again is not what the forward pass computed
+                self.barriers += 1
+                salt = self.barriers
+            env = dict(zip(call.invars, inputs, strict=True))
+            env.update({var: self._array(var.aval) for var in call.constvars})
+            return self._inline(call, env, backward=backward, salt=salt)
+        if _is_view(eqn):
+            return inputs[: len(eqn.outvars)] if inputs[0] is not None else self._simple(eqn, inputs, backward)
+        if name in ("scan", "while"):
+            return [*self._loop(eqn, inputs, backward)]
+        key = name, salt, tuple(map(_identity, eqn.invars, inputs)), str(sorted(eqn.params.items(), key=str))
+        if key not in self.known:
+            self.known[key] = self._simple(eqn, inputs, backward)
+        return self.known[key]
+
+    def _simple(self, eqn: JaxprEqn, inputs: Sequence[int | None], backward: bool) -> list[int | None]:
+        name = eqn.primitive.name
+        fused = name in ELEMENTWISE or name in VIEWS or self._is_fused_window(eqn, inputs)
+        kind = "elementwise" if fused else "reduce" if name in REDUCES else "heavy"
+        arrays, avals = [entry for entry in inputs if entry is not None], [var.aval for var in eqn.outvars]
+        matmul, shape = _matmul(eqn), _aval(eqn.invars[0]).shape if eqn.invars else ()
+        row = shape[-1] if shape and eqn.params.get("axes") == (len(shape) - 1,) else 0
+        if kind == "elementwise":  # each result of a split is an op of its own
+            return [self._add(name, kind, arrays, [aval], backward=backward)[0] for aval in avals]
+        return [*self._add(name, kind, arrays, avals, backward=backward, matmul=matmul, row=row)]
+
+    def _is_fused_window(self, eqn: JaxprEqn, inputs: Sequence[int | None]) -> bool:
+        """Whether windows do not overlap, as in an average of pixels, or spread pixels again, as in its gradient."""
+        if not eqn.primitive.name.startswith("reduce_window"):
+            return False
+        spread = any(op.name == "pad" and op.outputs[0] == inputs[0] for op in self.program.ops[-4:])
+        sizes, strides = eqn.params["window_dimensions"], eqn.params["window_strides"]
+        return spread or all(size <= stride for size, stride in zip(sizes, strides, strict=True))
+
+    def _loop(self, eqn: JaxprEqn, inputs: Sequence[int | None], backward: bool) -> list[int]:
+        closed = eqn.params["jaxpr" if eqn.primitive.name == "scan" else "body_jaxpr"]
+        body: Jaxpr = closed.jaxpr
+        skipped = len(eqn.invars) - len(body.invars)  # constants of the condition of a `while`
+        # releases name the counts of a scan differently: what is scanned or stacked has a dim more outside
+        outside, inside = eqn.invars[skipped:], body.invars
+        scanned = [i for i, (out, var) in enumerate(zip(outside, inside, strict=True)) if _rank(out) > _rank(var)]
+        stacked = [
+            i for i, (out, var) in enumerate(zip(eqn.outvars, body.outvars, strict=True)) if _rank(out) > _rank(var)
+        ]
+        arrays = [
+            self._constant(var) if entry is None else entry for entry, var in zip(inputs, eqn.invars, strict=True)
+        ]
+        given = arrays[skipped:]
+        return self._add(
+            eqn.primitive.name, "loop", given, [var.aval for var in eqn.outvars], backward=backward,
+            body=_Reader().read(body, scanned=scanned, stacked=stacked), length=eqn.params.get("length", 1),
+            carried=len(eqn.outvars) - len(stacked),
+        )  # fmt: skip
+
+    def _constant(self, var: Any) -> int:
+        return self._add("iota", "elementwise", (), [var.aval])[0]
+
+
+def _rank(var: Any) -> int:
+    return len(var.aval.shape)
+
+
+def _aval(var: Any) -> Any:
+    return var.aval
+
+
+def _identity(var: Any, number: int | None) -> Any:
+    return number if number is not None else ("constant", str(var))
+
+
+def _call(eqn: JaxprEqn) -> Jaxpr | None:
+    """Returns the jaxpr that an equation calls, or None."""
+    if eqn.primitive.name in CALLS:
+        for param in eqn.params.values():
+            jaxpr = getattr(param, "jaxpr", param)
+            if hasattr(jaxpr, "eqns") and len(jaxpr.invars) == len(eqn.invars):
+                return jaxpr
+    return None
+
+
+def _is_view(eqn: JaxprEqn) -> bool:
+    name = eqn.primitive.name
+    if name in VIEWS:
+        return True
+    if not eqn.invars or isinstance(eqn.invars[0], Constant):
+        return False
+    before, after = _aval(eqn.invars[0]), _aval(eqn.outvars[0])
+    if name == "transpose":
+        moved = [dim for dim in eqn.params["permutation"] if before.shape[dim] != 1]
+        return len(before.shape) <= 2 or moved == sorted(moved)
+    if name == "broadcast_in_dim":
+        return before.size == after.size
+    return name == "convert_element_type" and before.dtype == after.dtype
+
+
+def _matmul(eqn: JaxprEqn) -> TracedMatmul | None:
+    """Describes a matmul; its FLOP are the dims that are multiplied."""
+    if eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
+        return None
+    out, (lhs, rhs) = _aval(eqn.outvars[0]).shape, map(_aval, eqn.invars)
+    bits = 8 * lhs.dtype.itemsize
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), batched = eqn.params["dimension_numbers"]
+        copied = tuple(i for i, dims in enumerate(batched) if tuple(dims) != tuple(range(len(dims))))
+        dims = (*out, *(lhs.shape[dim] for dim in contracted))
+        return TracedMatmul(dims, "batched" if batched[0] else "weights", copied, bits)
+    numbers = eqn.params["dimension_numbers"]
+    kernel = [size for dim, size in enumerate(rhs.shape) if dim != numbers.rhs_spec[0]]
+    return TracedMatmul((*out, *kernel), "convolution", (), bits)
+
+
+def _remove_dead(program: TracedProgram) -> None:
+    live, ops = {entry for entry in program.outputs if entry is not None}, []
+    for op in reversed(program.ops):
+        if not live.isdisjoint(op.outputs):
+            ops.append(op)
+            live.update(op.inputs)
+    program.ops = ops[::-1]
+
+
+def _merge(small: TracedProgram, large: TracedProgram) -> TracedProgram:
+    """Returns the program with polynomials in place of shapes."""
+    merged = []
+    for op, other in zip(small.ops, large.ops, strict=True):
+        if op.matmul is not None and other.matmul is not None:
+            flop = 2.0 * _polynomial(op.matmul.flop, other.matmul.flop)
+            merged.append(replace(op, matmul=replace(op.matmul, flop=flop)))
+        elif op.body is not None and other.body is not None:
+            merged.append(replace(op, body=_merge(op.body, other.body)))
+        else:
+            merged.append(op)
+    sizes = [
+        width * _polynomial(*shapes)
+        for width, shapes in zip(small.widths, zip(small.sizes, large.sizes, strict=True), strict=True)
+    ]
+    return TracedProgram(sizes, small.widths, merged, small.inputs, small.outputs)
+
+
+def _polynomial(small: tuple[int, ...], large: tuple[int, ...]) -> Polynomial:
+    """Returns the product of dims as a polynomial in the rows, each dim linear in them."""
+    product = np.zeros(DEGREE + 1)
+    product[0] = 1.0
+    for few, many in zip(small, large, strict=True):
+        slope = (many - few) / (ROWS[1] - ROWS[0])
+        constant = few - slope * ROWS[0]
+        shifted = np.concatenate([[0.0], product[:-1]])
+        product = constant * product + slope * shifted if slope else few * product
+    return product
+
+
+def value(polynomials: Any, rows: float) -> Any:
+    """Returns the values of polynomials [..., degree] at a number of rows."""
+    return np.asarray(polynomials) @ np.power(float(rows), np.arange(DEGREE + 1))

@@ -1,0 +1,129 @@
+"""The arrays that a compiled program writes because of the ops around them, whatever they cost.
+
+    operands of matmuls, sorts, ...   but a matmul computes an op of one array (relu, a scale) while it reads it
+    tanh, erf, sin, cos               if the forward pass reads them, and the backward pass what cheap ops make of them
+    x - max(x) over rows              in a kernel of Triton together with the maximum, if the rows are short and several
+                                      ops read it, as in log_softmax
+    short arrays, spread over others  if a root, a quotient or a logarithm would be computed for every element
+
+Seen in programs that XLA 0.12 compiles for H100s.
+"""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxpar.plan.model.program import TracedOp, TracedProgram
+
+COSTLY = ("tanh", "erf", "erfc", "erf_inv", "sin", "cos", "tan")  # by XLA's count of their instructions
+PROLOGUES = frozenset(
+    "abs add cbrt ceil cos div erf exp exp2 expm1 floor log log1p logistic max min mul neg one_minus_square rsqrt sign "
+    "sin sqrt sub tan tanh".split()
+)  # with one operand that is an array
+LONGEST = 16384  # elements of a row in Triton's softmax: seen for 8,192, and not for 50,304
+ROOTS = ("rsqrt", "sqrt", "div", "log", "exp", "pow", "cbrt")
+SPREAD = 8  # times as many elements
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenArrays:
+    """Arrays that are written in any case.
+
+    Attributes:
+      arrays: Their numbers.
+      in_reader: Results of reductions that the kernel of their reader computes.
+    """
+
+    arrays: set[int]
+    in_reader: set[int]
+
+
+def find_written(program: TracedProgram, sizes: np.ndarray, gradients: set[int]) -> WrittenArrays:
+    """Finds the arrays that are written in any case.
+
+    Args:
+      program: Ops.
+      sizes: Bytes of each array.
+      gradients: Results that the update reads: they are fused with it.
+    """
+    written = {entry for entry in program.outputs if entry is not None} - gradients
+    for op in program.ops:
+        if op.kind in ("heavy", "loop"):
+            written.update(op.inputs[1:] if fills_operand(op) else op.inputs)
+    prologues = _fuse_prologues(program, sizes, written)
+    written |= _costly(program, written) - prologues
+    normalized, maxima = _normalized(program)
+    return WrittenArrays(written | normalized | _spread(program, sizes), maxima)
+
+
+def fills_operand(op: TracedOp) -> bool:
+    """Whether an op writes into its first operand."""
+    return op.name.startswith("scatter")
+
+
+def _fuse_prologues(program: TracedProgram, sizes: np.ndarray, written: set[int]) -> set[int]:
+    """Replaces results of ops that a matmul computes while it reads them by the ops' operands; returns the results."""
+    prologues: set[int] = set()
+    readers: dict[int, set[str]] = defaultdict(set)
+    for op in program.ops:
+        for entry in op.inputs:
+            readers[entry].add(op.name if op.kind in ("heavy", "loop") else "")
+    results = {*program.outputs}
+    for op in reversed(program.ops):
+        entry = op.outputs[0]
+        if op.kind != "elementwise" or op.name not in PROLOGUES or len(op.inputs) != 1 or entry in results:
+            continue
+        if entry in written and readers[entry] <= {"", "dot_general"} and sizes[entry] == sizes[op.inputs[0]]:
+            written.remove(entry)
+            prologues.add(entry)
+            written.add(op.inputs[0])
+            readers[op.inputs[0]] |= readers[entry]
+    return prologues
+
+
+def _costly(program: TracedProgram, written: set[int]) -> set[int]:
+    """Returns the results of costly ops that both passes read, the backward pass after cheap ops."""
+    awaited: set[int] = set()
+    counts = Counter(entry for op in program.ops for entry in {*op.inputs})
+    for op in reversed(program.ops):
+        passed = op.kind == "elementwise" and op.outputs[0] in awaited and op.outputs[0] not in written
+        if passed or (op.backward and op.kind in ("elementwise", "reduce")):
+            awaited.update(op.inputs)
+    costly = {op.outputs[0] for op in program.ops if op.name in COSTLY and not op.backward}
+    return {entry for entry in costly & awaited if counts[entry] > 1}
+
+
+def _normalized(program: TracedProgram) -> tuple[set[int], set[int]]:
+    """Returns the results of x - max(x) that several ops read, and the maxima."""
+    readers = defaultdict(list)
+    for op in program.ops:
+        for entry in {*op.inputs}:
+            readers[entry].append(op)
+    normalized, maxima = set(), set()
+    for op in program.ops:
+        if op.name != "reduce_max" or not 1 < op.row <= LONGEST:
+            continue
+        entry = op.outputs[0]
+        while len(readers[entry]) == 1 and len(readers[entry][0].inputs) == 1:
+            entry = readers[entry][0].outputs[0]
+        for reader in readers[entry]:
+            if reader.name == "sub" and reader.inputs == (op.inputs[0], entry) and len(readers[reader.outputs[0]]) > 1:
+                normalized.add(reader.outputs[0])
+                maxima.add(op.outputs[0])
+    return normalized, maxima
+
+
+def _spread(program: TracedProgram, sizes: np.ndarray) -> set[int]:
+    """Returns the operands of broadcasts that a root, a quotient or a logarithm made."""
+    rooted: set[int] = set()
+    spread: set[int] = set()
+    for op in program.ops:
+        if op.kind != "elementwise" or not op.inputs:
+            continue
+        grows = sizes[op.outputs[0]] >= SPREAD * sizes[op.inputs[0]]
+        if op.name == "broadcast_in_dim" and grows:
+            spread.update(rooted.intersection(op.inputs))
+        elif op.name in ROOTS or not rooted.isdisjoint(op.inputs):
+            rooted.add(op.outputs[0])
+    return spread
