@@ -13,7 +13,7 @@ from jaxpar.exchange.base import Exchange
 from jaxpar.job.file.dump import dumps, toml_value
 from jaxpar.job.file.parse import loads
 from jaxpar.job.file.schema import Job, MeshTable
-from jaxpar.job.parts.plan_model import planner_model
+from jaxpar.job.parts.plan_model import has_formulas, planner_model
 from jaxpar.mesh.chips import CHIPS, Chip, find_chip
 from jaxpar.mesh.memory_pool import pool_of_environment
 from jaxpar.mesh.target import Target
@@ -249,7 +249,8 @@ def overrides(candidate: Candidate, layers: int) -> list[str]:
 def apply_layout(job: Job, candidate: Candidate, layers: int, hardware: Hardware | None = None) -> Job:
     """Returns the job with a planned layout and its number of devices.
 
-    It keeps the job's exchange, sharding rules and paths, `replicate_above` and `context_kernel`.
+    It keeps the exchange, sharding rules, paths and lines, `replicate_above` and `context_kernel`. A model without
+    formulas has the specs that the plan found over `tensor`, `specs = "found"`.
 
     Args:
       job: The job.
@@ -261,9 +262,11 @@ def apply_layout(job: Job, candidate: Candidate, layers: int, hardware: Hardware
       JaxparError: If the job does not support the layout.
     """
     base, devices = job.parallel, int(candidate.devices)
+    found = "found" if candidate.tensor > 1 and not has_formulas(job) else ""
     parallel = type(base)(
-        exchange=base.exchange, rules=base.rules, paths=base.paths, replicate_above=base.replicate_above
-    )
+        exchange=base.exchange, rules=base.rules, paths=base.paths, replicate_above=base.replicate_above,
+        activations=base.activations, specs=found,
+    )  # fmt: skip
     chip = find_chip(hardware.chip.name) if hardware else None
     target = str(machines(hardware, devices, chip)) if hardware and chip and chip.gpu else ""
     mesh = MeshTable(devices=devices, target=target)

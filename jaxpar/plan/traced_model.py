@@ -29,6 +29,7 @@ from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.memory import Memory, bytes_by_zero_stage
 from jaxpar.plan.model.liveness import LEAST, Estimate
+from jaxpar.plan.model.splits import Split, by_size
 from jaxpar.plan.model.state_bytes import Recipe
 from jaxpar.plan.model.tracing import ModelTrace
 from jaxpar.plan.techniques.base import Work, divisors
@@ -56,6 +57,7 @@ class TracedModel:
       sum_loss: Whether the loss is a (sum, count), which microbatches need.
       axes: Further axes, of added techniques that can split this model.
       dims: Names of parameter dims to a number that divides all dims of that name.
+      splits: Sizes of `tensor`, which is then one of `axes`, to the split of the model.
       parameters_by_dim: Names of dims to the parameters in all arrays that have such a dim.
     """
 
@@ -71,6 +73,7 @@ class TracedModel:
     axes: tuple[str, ...] = ()
     dims: Mapping[str, int] = field(default_factory=dict)
     parameters_by_dim: Mapping[str, int] = field(default_factory=dict)
+    splits: Mapping[int, Split] = field(default_factory=dict)
 
     @property
     def parameters(self) -> int:
@@ -159,9 +162,9 @@ class TracedModel:
                 parameters=parameters,
                 gradients=peak["gradients"] + np.where(accumulates, summed, 0.0),
                 optimizer=moments,
-                activations=peak["activations"],
+                activations=peak["activations"] * by_size(self, candidate, lambda split: split.kept),
                 logits=0.0 * peak["activations"],
-                working=peak["weights"] + gathered,
+                working=peak["weights"] * (unsharded_parameters / self.parameters) + gathered,
             )
             .plus(extra_state)
             .plus(added_bytes(self, candidate, model_software, self.recipe))
@@ -221,9 +224,12 @@ class TracedModel:
         columns = np.broadcast_arrays(candidate.microbatch, candidate.remat if remat is None else remat)
         pairs = [*zip(*(column.ravel().tolist() for column in columns), strict=True)]
         results = {(rows, policy): self._program(policy).seconds(rows, hardware) for rows, policy in {*pairs}}
+        # what operations move besides shrinks as the kept activations do
+        shares = {"matmuls": lambda split: split.work, "elementwise": lambda split: split.kept}
         return {
             cause: np.array([results[pair][cause] for pair in pairs]).reshape(columns[0].shape)
-            for cause in ("matmuls", "elementwise")
+            * by_size(self, candidate, share)
+            for cause, share in shares.items()
         }
 
     def _update_bytes(self) -> float:

@@ -18,7 +18,7 @@ from jaxpar.plan.model_protocol import Model, Transformer
 
 def needs_jax(job: Job) -> bool:
     """Whether planning a job imports JAX: to trace its model or state, or because of a user's own loss."""
-    return not _has_formulas(job) or not _is_counted(job) or ":" in job.train.loss
+    return not has_formulas(job) or not _is_counted(job) or ":" in job.train.loss
 
 
 def planner_model(job: Job, devices: int) -> Model:
@@ -33,7 +33,7 @@ def planner_model(job: Job, devices: int) -> Model:
             rule="the planner models steps of one model on one row per example; DPO runs two models on two rows",
             fix="jaxpar inspect JOB, which compiles its step and counts it",
         )
-    if not _has_formulas(job):
+    if not has_formulas(job):
         from jaxpar.job.parts.plan_traced import trace_job
 
         return trace_job(job, devices)
@@ -57,7 +57,7 @@ def _trained(job: Job) -> float:
     return trained_share(job)
 
 
-def _has_formulas(job: Job) -> bool:
+def has_formulas(job: Job) -> bool:
     """Whether there are formulas: for a dense decoder."""
     return model_table(job)[0] == "decoder" and not settings_of(job).experts.count
 

@@ -17,6 +17,7 @@ from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch
 from jaxpar.job.parts.models import batch_errors, frozen_paths, resolve_loss, resolve_model
 from jaxpar.job.parts.optimizers import resolve_optimizer
+from jaxpar.job.parts.plan_splits import find_splits
 from jaxpar.models.experts import Routing
 from jaxpar.models.islands import implemented
 from jaxpar.parallel.compose import as_blueprint, compose
@@ -36,9 +37,12 @@ from jaxpar.sharding.author.explicit import sharding_translation
 from jaxpar.sharding.names import Blueprint, Compute, nest, shard_bytes
 from jaxpar.sharding.nnx.hooks import step_hooks
 from jaxpar.sharding.rules import name_stacks
+from jaxpar.specs.names import NamedSpecs
 from jaxpar.step.losses import as_sums
 from jaxpar.step.numerics import DTYPES
 from jaxpar.step.stochastic_loss.loss import traceable_loss
+
+MOST = 8  # devices of the tensor axis that a plan tries for a model that is no decoder
 
 
 def trace_job(job: Job, devices: int) -> TracedModel:
@@ -175,7 +179,16 @@ def trace_model(
         for axis, technique in TECHNIQUES.items()
         if axis not in DECLARED and not technique.why_not(named_dims)
     }
-    shards, state_bytes, refused = _shards(blueprint, devices, axes)
+    with batch_errors(abstract_inputs(2)[1]):
+        splits = find_splits(
+            blueprint, loss, batch, rows=max(1, rows // devices), sizes=[n for n in divisors(devices) if 1 < n <= MOST],
+            precision=compute, frozen=frozen,
+        )  # fmt: skip
+    if splits:
+        axes = {"tensor": [1, *splits], **axes}
+    shards, state_bytes, refused = _shards(
+        blueprint, devices, axes, {size: names for size, (_, names) in splits.items()}
+    )
     return TracedModel(
         name=blueprint.name,
         shards=shards,
@@ -187,6 +200,7 @@ def trace_model(
         itemsize=4 if dtype is None else dtype(0).dtype.itemsize,
         sum_loss=sums,
         axes=tuple(axes),
+        splits={size: split for size, (split, _) in splits.items()},
         dims=named_dims.dims,
         parameters_by_dim=named_dims.parameters_by_dim,
     )
@@ -215,9 +229,12 @@ def _dims(layout: Layout, buffers: Collection[int]) -> Dims:
 
 
 def _shards(
-    blueprint: Blueprint, devices: int, axes: Mapping[str, Collection[int]]
+    blueprint: Blueprint, devices: int, axes: Mapping[str, Collection[int]], specs: Mapping[int, NamedSpecs]
 ) -> tuple[dict[tuple[int, ...], int], dict[tuple[int, ...], int], dict[tuple[int, ...], str]]:
-    """Returns, by sizes of fsdp and further axes: parameters per device, bytes of other state, reasons of refusal."""
+    """Returns, by sizes of fsdp and further axes: parameters per device, bytes of other state, reasons of refusal.
+
+    `specs` are the names of dims that were found for each size of `tensor`.
+    """
     counts, state_bytes, refused = {}, {}, {}
     sizes_of_axis = divisors(devices)
     for fsdp, *further in product(
@@ -229,6 +246,8 @@ def _shards(
         axis_sizes = {axis: size for axis, size in zip(axes, further, strict=True) if size > 1}
         try:
             parallel = replace(Parallel().sized({"fsdp": fsdp, **axis_sizes}), zero=3 if fsdp > 1 else 0)
+            if names := specs.get(parallel.tensor):
+                parallel = replace(parallel, paths=names.paths, rules=names.rules)
             layout = compose(blueprint, parallel, count)
         except JaxparError as error:
             refused[sizes] = error.problems[0].got
