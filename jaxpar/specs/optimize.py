@@ -152,6 +152,7 @@ class Cuts:
         self.candidates = self._candidates()
         self._arrays()
         self._operations()
+        self._row({self._column(): 1.0}, 0, 0)  # a program without operations has no other column: HiGHS wants one
 
     # columns
 
@@ -397,7 +398,7 @@ class Cuts:
         values = found.x
         if not least:
             rows.append((dict(enumerate(cost * scale)), -np.inf, ((1 + TIE) * best - constant) * scale))
-            simplest = run(_vector(self._complexity, columns) + cost / best, rows, limit_s=limit_s / 4)
+            simplest = run(_vector(self._complexity, columns) + cost / (best or 1.0), rows, limit_s=limit_s / 4)
             values = values if simplest.x is None else simplest.x
         total = lambda amounts: sum(amount * values[column] for column, amount in amounts.items())  # noqa: E731
         done = sum(flop * (values[columns[0]] + (1 - values[columns[0]]) / self.n) for columns, flop in self._flop)

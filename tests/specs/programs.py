@@ -1,0 +1,243 @@
+"""Random small programs, and their best cuts by trying all of them: what the integer program is held to.
+
+    a seed ──► matmuls, elementwise ops, reshapes, sums ──► jaxpr of loss and gradients ──► Program
+    dims to cut (all sets of them) × strategies of operations ──► seconds, by the formulas of Costs
+
+Given the dims, strategies meet only in shared collectives; those already paid are the state of a dynamic program.
+"""
+
+import math
+from itertools import chain
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.sharding.infer_names.dim_pieces import flat
+from jaxpar.specs.optimize import PARTIAL, Costs
+from jaxpar.specs.program import follow
+
+SIZES = (2, 4, 4, 6, 8)
+
+
+def random_costs(rng):
+    """Returns costs under which work and traffic of such programs are of one order."""
+    power = lambda low, high: float(10 ** rng.uniform(low, high))  # noqa: E731
+    return Costs(
+        flops=power(6, 8), link=power(6, 8), launch=power(-7, -5), memory=power(7, 9), parameter=power(-8, -6)
+    )
+
+
+def random_program(rng, *, operations=8):
+    """Returns the program of a random model's loss and gradients; dim 0 of its only input is examples."""
+    params, steps = [], []
+    shape = (int(rng.choice(SIZES)), int(rng.choice(SIZES)), int(rng.choice(SIZES)))
+    shapes = [shape]
+    for _ in range(rng.integers(2, operations + 1)):
+        if (step := _random_step(rng, shapes, params)) is not None:
+            steps.append(step)
+            with_result = jax.eval_shape(
+                lambda ps, xs, step=step: step(ps, xs),
+                [jax.ShapeDtypeStruct(s, "float32") for s in params],
+                [jax.ShapeDtypeStruct(s, "float32") for s in shapes],
+            )
+            shapes.append(with_result.shape)
+
+    def loss(params, x):
+        arrays = [x]
+        for step in steps:
+            arrays.append(step(params, arrays))
+        return sum(jnp.sum(jnp.tanh(array)) for array in arrays[-2:])
+
+    arguments = [jax.ShapeDtypeStruct(s, "float32") for s in params]
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(loss))(arguments, jax.ShapeDtypeStruct(shape, "float32")).jaxpr
+    paths = [f"w{number}" for number in range(len(params))]
+    return follow(jaxpr, paths, [len(params)], range(1, len(params) + 1))
+
+
+def _random_step(rng, shapes, params):
+    """Returns a function of (params, arrays); None where the draw does not suit the shapes."""
+    at = int(rng.integers(len(shapes))) if rng.random() < 0.3 else len(shapes) - 1
+    shape, rank = shapes[at], len(shapes[at])
+    kind = rng.choice(["dense", "dense", "dense", "again", "scale", "wave", "add", "split", "merge", "swap", "sum", "pair"])
+    if kind == "dense" and rank:
+        params.append((shape[-1], int(rng.choice(SIZES))))
+        return lambda ps, xs, w=len(params) - 1: xs[at] @ ps[w]
+    if kind == "again" and rank and (alike := [n for n, p in enumerate(params) if len(p) == 2 and p[0] == shape[-1]]):
+        return lambda ps, xs, w=int(rng.choice(alike)): xs[at] @ ps[w]
+    if kind == "scale" and rank:
+        params.append((shape[-1],))
+        return lambda ps, xs, w=len(params) - 1: xs[at] * ps[w]
+    if kind == "wave":
+        return lambda ps, xs: jnp.sin(xs[at])
+    if kind == "add" and len(alike := [n for n, other in enumerate(shapes) if other == shape]) > 1:
+        return lambda ps, xs, other=int(rng.choice(alike)): xs[at] + xs[other]
+    if kind == "split" and 0 < rank < 4 and shape[-1] % 2 == 0:
+        return lambda ps, xs: xs[at].reshape(*shape[:-1], 2, shape[-1] // 2)
+    if kind == "merge" and rank > 2:
+        return lambda ps, xs: xs[at].reshape(*shape[:-2], shape[-2] * shape[-1])
+    if kind == "swap" and rank > 1:
+        return lambda ps, xs: jnp.swapaxes(xs[at], -1, -2)
+    if kind == "sum" and rank > 1:
+        return lambda ps, xs, axis=int(rng.integers(rank)): xs[at].sum(axis)
+    fits = [n for n, s in enumerate(shapes) if len(s) == rank and s[:-2] == shape[:-2] and s[-1:] == shape[-1:]]
+    if kind == "pair" and rank > 2 and fits:
+        return lambda ps, xs, other=int(rng.choice(fits)): jnp.einsum("...ij,...kj->...ik", xs[at], xs[other])
+    return None
+
+
+class Exhaustive:
+    """All cuts of one program, priced one by one.
+
+    Args:
+      cuts: The `Cuts` whose program, candidates, costs and number of devices are used.
+      alike: Whether members of a class have one decision, as in `Cuts`; otherwise each piece and operation has its own.
+    """
+
+    def __init__(self, cuts, *, examples=False, alike=True):
+        self.n, self.costs, self.program, self.candidates = cuts.n, cuts.costs, cuts.program, cuts.candidates
+        self.barred = set() if examples else cuts.program.rows
+        classes = cuts.classes
+        self.of_piece = (lambda piece: classes.pieces[piece]) if alike else (lambda piece: id(piece))
+        self.of_array = (lambda array: classes.arrays[id(array)]) if alike else id
+        self.of_operation = (lambda operation: classes.operations[operation]) if alike else id
+        touched = [a.root for o in self.program.operations for a in (*o.operands, o.result) if not a.root.constant]
+        self.touched = {id(array): array for array in touched}
+        self.arrays = {**self.touched, **{id(a): a for a in self.program.params.values()}}
+        self.states = {key: self._states(array) for key, array in self.arrays.items()}
+        self.labels = sorted(set(chain(*self.states.values())))
+        self.sums = self._sums()
+        self.members = {}
+        for operation in self.program.operations:
+            self.members.setdefault(self.of_operation(operation), []).append(operation)
+        self.options = [self._options(group[0]) for group in self.members.values()]
+
+    def _states(self, array):
+        return {self.of_piece(p) for dim in array.root.dims for p in flat(dim) if p in self.candidates}
+
+    def _sums(self):
+        """Returns, for each operation's result that is only added to others, the total to which it belongs."""
+        results = {id(operation.result) for operation in self.program.operations}
+        leaves = {key: {key} for key in results}  # of each array that is a sum of results: those
+        totals = {}
+        for total, operands in self.program.additions:
+            if all(operand.readers == 1 and id(operand) in leaves for operand in operands):
+                leaves[id(total)] = set(chain(*(leaves[id(operand)] for operand in operands)))
+                totals[id(total)] = total
+        inner = {id(operand) for total, operands in self.program.additions if id(total) in totals for operand in operands}
+        return {
+            leaf: (total, len(leaves[key]))
+            for key, total in totals.items() if key not in inner for leaf in leaves[key]
+        }  # fmt: skip
+
+    def _options(self, operation):
+        """Returns the states of operands and result under each strategy."""
+        options = [([None] * len(operation.operands), None)]
+        arrays = [*operation.operands, operation.result]
+        for operands, result in operation.loops:
+            pieces = [*operands, result]
+            size = next(piece.size for piece in pieces if piece is not None)
+            first = all(
+                piece is None or array.constant or any(piece is next(flat(dim), None) for dim in array.dims)
+                for piece, array in zip(pieces, arrays, strict=True)
+            )
+            if size % self.n == 0 and first and not any(piece in self.barred for piece in pieces):
+                states = [None if piece is None else self.of_piece(piece) for piece in operands]
+                options.append((states, PARTIAL if result is None else self.of_piece(result)))
+        return options
+
+    def cuts(self):
+        """Yields every set of dims that cuts no array twice."""
+        conflicts = [states for states in self.states.values() if len(states) > 1]
+
+        def extend(chosen, rest):
+            yield chosen
+            for index, label in enumerate(rest):
+                more = chosen | {label}
+                if all(len(states & more) < 2 for states in conflicts):
+                    yield from extend(more, rest[index + 1 :])
+
+        return extend(frozenset(), self.labels)
+
+    def memory(self, cut):
+        """Returns the bytes of parameters, their state and kept activations."""
+        kept = {
+            id(a.root) for o in self.program.operations if o.backward for a in o.operands
+            if not (a.root.constant or a.root.path or a.root.backward)
+        }  # fmt: skip
+        total = 0.0
+        for key, array in self.arrays.items():
+            stored = math.prod(array.shape) * self.costs.state if array.path else array.bytes * (key in kept)
+            total += stored / (self.n if self.states[key] & cut else 1)
+        return total
+
+    def seconds(self, cut):
+        """Returns the seconds of the best strategies for the dims that are cut."""
+        total = 0.0
+        for key, array in self.arrays.items():
+            spent = 2 * array.bytes / self.costs.memory if key in self.touched else 0.0
+            spent += math.prod(array.shape) * self.costs.parameter if array.path else 0.0
+            total += spent / (self.n if self.states[key] & cut else 1)
+        labels = {*self.labels}
+        for result, pieces in self.program.reductions:
+            marked = [p for p in pieces if p in self.candidates and self.of_piece(p) in labels & cut]
+            total += len(marked) * self._sent(2 * result.bytes)
+        return total + self._strategies(cut)
+
+    def _strategies(self, cut):
+        groups = [*self.members.values()]
+        last = {}  # the last operation that may use a shared collective
+        choices = []
+        for number, (group, options) in enumerate(zip(groups, self.options, strict=True)):
+            choices.append([self._choice(group, option, index, cut) for index, option in enumerate(options)])
+            for _, shared in choices[-1]:
+                last |= dict.fromkeys(shared, number)
+        paid = {frozenset(): 0.0}
+        for number, options in enumerate(choices):
+            after = {}
+            for before, cost in paid.items():
+                for own, shared in options:
+                    spent = cost + own + sum(price for key, price in shared.items() if key not in before)
+                    state = frozenset(key for key in before | {*shared} if last[key] > number)
+                    after[state] = min(spent, after.get(state, math.inf))
+            paid = after
+        return min(paid.values())
+
+    def _choice(self, group, option, index, cut):
+        """Returns the seconds of an operation alone, and those of collectives that others may share."""
+        operation, (asked, made) = group[0], option
+        own = len(group) * operation.flop / self.costs.flops / (self.n if index else 1)
+        shared = {}
+        for operand, target in zip(operation.operands, asked, strict=True):
+            if operand.constant:
+                continue
+            source = self._state(operand, cut)
+            if source not in (None, target):
+                merged = any(len([*flat(dim)]) > 1 for dim in operand.dims)
+                exchanged = target is not None and not merged
+                price = self._sent(operand.bytes / (self.n if exchanged else 1))
+                root = self.of_array(operand.root)
+                alike = len({id(a) for a in self._roots() if self.of_array(a) == root})
+                shared["gather", root, source, target, exchanged] = alike * price
+        target = self._state(operation.result, cut)
+        if made not in (None, target):
+            merged = any(len([*flat(dim)]) > 1 for dim in operation.result.dims)
+            factor = (2 if target is None else 1) if made == PARTIAL else 1 if target is None or merged else 1 / self.n
+            price = self._sent(factor * operation.result.bytes)
+            if made == PARTIAL and id(operation.result) in self.sums:
+                total, terms = self.sums[id(operation.result)]
+                key = self.of_array(total), terms
+                totals = {id(t): (self.of_array(t), m) for t, m in self.sums.values()}
+                shared["sum", *key, target] = price * sum(other == key for other in totals.values())
+            else:
+                own += len(group) * price
+        return own, shared
+
+    def _roots(self):
+        return (a.root for o in self.program.operations for a in (*o.operands, o.result) if not a.root.constant)
+
+    def _state(self, array, cut):
+        return next(iter(self.states[id(array.root)] & cut), None)
+
+    def _sent(self, size):
+        return (1 - 1 / self.n) * size / self.costs.link + self.costs.launch if size else 0.0

@@ -1,0 +1,49 @@
+"""The integer program is exact: no set of dims and strategies costs less, as trying all of them shows."""
+
+import numpy as np
+import pytest
+from specs.programs import Exhaustive, random_costs, random_program
+
+from jaxpar.errors import JaxparError
+from jaxpar.specs.optimize import TIE, Cuts
+
+MOST = 1_000  # sets of dims that are tried
+
+
+def compare(seed):
+    """Returns whether a random program was compared with the best of all its cuts: has it few enough?"""
+    rng = np.random.default_rng(seed)
+    program, devices, examples = random_program(rng), int(rng.choice([2, 4])), bool(rng.integers(2))
+    cuts = Cuts(program, devices, random_costs(rng), examples=examples)
+    tried = Exhaustive(cuts, examples=examples)
+    sets = []
+    for cut in tried.cuts():
+        sets.append(cut)
+        if len(sets) > MOST:
+            return False
+    priced = [(tried.seconds(cut), tried.memory(cut), cut) for cut in sets]
+    _assert_best(cuts, tried, priced, None)
+    sizes = sorted({memory for _, memory, _ in priced})
+    if len(sizes) > 2:
+        _assert_best(cuts, tried, priced, sizes[len(sizes) // 2] + 0.5)
+    with pytest.raises(JaxparError, match="the least that any choice of dims needs"):
+        cuts.solve(memory=0.999 * sizes[0] - 1)
+    assert cuts.solve(least=True).memory == pytest.approx(sizes[0])
+    return True
+
+
+def _assert_best(cuts, tried, priced, memory):
+    solution = cuts.solve(memory=memory)
+    best = min(seconds for seconds, size, _ in priced if memory is None or size <= memory)
+    assert solution.best == pytest.approx(best, rel=2e-6)
+    assert solution.relaxed <= best * (1 + 1e-6)
+    assert solution.bound <= best * (1 + 1e-6)
+    assert solution.gap >= -1e-6
+    assert tried.seconds(solution.cut) <= solution.cost * (1 + 1e-6) <= best * (1 + TIE + 1e-5)
+    assert solution.memory == pytest.approx(tried.memory(solution.cut))
+    if memory is not None:
+        assert solution.memory <= memory * (1 + 1e-6)
+
+
+def test_no_cut_of_a_random_program_costs_less_than_the_solution():
+    assert sum(compare(seed) for seed in range(120)) > 90
