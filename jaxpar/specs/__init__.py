@@ -4,5 +4,6 @@ program.py      the jaxpr of loss and gradients ─► arrays, whose dims are jo
 operations.py   matmuls, convolutions, lookups: loops over dims of their operands and results
 classes.py      equal layers ─► one layer with a count
 optimize.py     which dims to cut: an integer program, solved exactly (HiGHS), with its lower bound
+user_input.py   arguments are checked; names of the user's own win
 names.py        the solution as names of dims and rules that a person can read, and paste into a declaration
 """

@@ -17,6 +17,7 @@ from jaxpar.sharding.names import Blueprint
 from jaxpar.specs.names import NamedSpecs, name_solution
 from jaxpar.specs.optimize import TIE, Costs, Cuts, Solution
 from jaxpar.specs.trace import TracedLoss
+from jaxpar.specs.user_input import check_arguments, with_names
 from jaxpar.units import show_bytes
 
 AXIS = "tensor"
@@ -36,6 +37,7 @@ class FoundSpecs:
       reasons: Each name to the seconds and why it is cut.
       unknown: Names of operations that the analysis does not follow: dims of their arrays stay whole.
       note: A sentence on the choice, or "".
+      differing: Names of the user's own that differ from those found, and win.
       seconds: Seconds that tracing, analysis and solving took.
     """
 
@@ -45,6 +47,7 @@ class FoundSpecs:
     reasons: Mapping[str, str]
     unknown: tuple[str, ...]
     note: str
+    differing: tuple[str, ...]
     seconds: float
 
     def __repr__(self) -> str:
@@ -60,8 +63,12 @@ class FoundSpecs:
         names = ", ".join(sorted({*self.specs.names.values()})) or "nothing"
         return (
             f'specs="found": {AXIS} splits {names}; {self.solution.cost * 1e3:.3g} ms of a step\'s work and traffic, '
-            f"modelled, {self.solution.cost / self.solution.bound - 1:.1%} above the least possible"
+            f"modelled, {self.solution.cost / self.solution.bound - 1:.1%} above the least possible{self._differing}"
         )
+
+    @property
+    def _differing(self) -> str:
+        return f"; yours win, unlike the prediction: {'; '.join(self.differing)}" if self.differing else ""
 
     def explain(self) -> str:
         """Returns the names, each with its reason, and the certificate, as text."""
@@ -73,6 +80,7 @@ class FoundSpecs:
         )
         if self.note:
             lines.append(f"  {self.note}")
+        lines += [f"  yours wins, unlike the prediction: {own}" for own in self.differing]
         if solution.cost > 1.0001 * solution.best:
             lines.append(f"  the simplest within {TIE:.0%} of the best, {solution.best * 1e3:.4g} ms")
         sent = ", ".join(f"{kind} {show_bytes(int(size))}" for kind, size in sorted(solution.traffic.items()))
@@ -129,6 +137,7 @@ def find_specs(
         the least that any choice needs.
     """
     start = time.perf_counter()
+    check_arguments(batch, parallel, precision, memory)
     blueprint, rows = as_blueprint(model), _rows(parallel, batch)
     traced = TracedLoss(blueprint, loss, batch, rows=rows, precision=precision)
     program = traced.program(frozen)
@@ -145,19 +154,14 @@ def find_specs(
     named = name_solution(cuts, solution, AXIS, tuple(axis for axis in parallel.sizes if axis in parallel.batch_axes))
     lines = traced.lines(named.activations)  # without gradients JAX traces some lines otherwise
     named = replace(named, activations={line: names for line, names in named.activations.items() if line in lines})
-    found = replace(
-        parallel,
-        specs="",
-        paths={**parallel.paths, **named.paths},
-        rules={**named.rules, **parallel.rules},
-        activations={**named.activations, **parallel.activations},
-    )
+    found, differing = with_names(parallel, named, program.params)
     return FoundSpecs(
         parallel=found,
         specs=named,
         solution=solution,
         reasons=_reasons(cuts, solution, named, memory, split=bool(note)),
         note=note,
+        differing=differing,
         unknown=tuple(sorted(program.unknown)),
         seconds=time.perf_counter() - start,
     )
@@ -170,7 +174,7 @@ def find_specs_of_call(blueprint: Blueprint, parallel: Parallel) -> FoundSpecs:
       JaxparError: As `find_specs`.
     """
     leaves, structure = jax.tree.flatten(blueprint.example)
-    arrays = {str(n): leaf for n, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")}
+    arrays = {str(n): leaf for n, leaf in enumerate(leaves) if getattr(leaf, "shape", ()) and hasattr(leaf, "dtype")}
     batch = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in arrays.items()}
 
     def loss(model: Any, batch: Mapping[str, Any]) -> Any:

@@ -14,6 +14,7 @@ Source of the formulation: edge flows over strategies of operations, as in Alpa 
 section 4), with shared collectives and partial sums as states.
 """
 
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -456,7 +457,7 @@ class Cuts:
             f"{show_bytes(int(memory or 0))} per device over {self.n} devices of the axis",
             rule="parameters, their state and kept activations fit; the least that any choice of dims needs is "
             f"{show_bytes(int(least))}",
-            fix=f"memory of {show_bytes(int(least))}, more devices, fewer rows per device, or remat",
+            fix=f"memory of {math.ceil(least / 2**20)} MiB, more devices, fewer rows per device, or remat",
         )
 
 

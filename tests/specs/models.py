@@ -55,7 +55,7 @@ class Experts(nnx.Module):
         probs = jax.nn.softmax(self.route(rows))
         choice = jax.nn.one_hot(jnp.argmax(probs, -1), self.experts)
         place = (jnp.cumsum(choice, 0) - 1) * choice
-        slot = jax.nn.one_hot(place.sum(-1), self.capacity)
+        slot = jax.nn.one_hot(place.sum(-1).astype(int), self.capacity)
         dispatch = choice[:, :, None] * slot[:, None, :]
         inputs = jnp.einsum("tec,td->ecd", dispatch.astype(x.dtype), rows)
         hidden = jax.nn.gelu(jnp.einsum("ecd,edf->ecf", inputs, self.up[...].astype(x.dtype)))

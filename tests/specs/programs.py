@@ -7,25 +7,24 @@ Given the dims, strategies meet only in shared collectives; those already paid a
 """
 
 import math
+from functools import partial
 from itertools import chain
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxpar.sharding.infer_names.dim_pieces import flat
 from jaxpar.specs.optimize import PARTIAL, Costs
 from jaxpar.specs.program import follow
 
 SIZES = (2, 4, 4, 6, 8)
+KINDS = "dense dense dense again scale wave add split merge swap sum pair".split()
 
 
 def random_costs(rng):
     """Returns costs under which work and traffic of such programs are of one order."""
     power = lambda low, high: float(10 ** rng.uniform(low, high))  # noqa: E731
-    return Costs(
-        flops=power(6, 8), link=power(6, 8), launch=power(-7, -5), memory=power(7, 9), parameter=power(-8, -6)
-    )
+    return Costs(flops=power(6, 8), link=power(6, 8), launch=power(-7, -5), memory=power(7, 9), parameter=power(-8, -6))
 
 
 def random_program(rng, *, operations=8):
@@ -58,20 +57,18 @@ def random_program(rng, *, operations=8):
 def _random_step(rng, shapes, params):
     """Returns a function of (params, arrays); None where the draw does not suit the shapes."""
     at = int(rng.integers(len(shapes))) if rng.random() < 0.3 else len(shapes) - 1
-    shape, rank = shapes[at], len(shapes[at])
-    kind = rng.choice(["dense", "dense", "dense", "again", "scale", "wave", "add", "split", "merge", "swap", "sum", "pair"])
-    if kind == "dense" and rank:
-        params.append((shape[-1], int(rng.choice(SIZES))))
-        return lambda ps, xs, w=len(params) - 1: xs[at] @ ps[w]
+    shape, rank, width = shapes[at], len(shapes[at]), int(rng.choice(SIZES))
+    axis, pick = int(rng.integers(max(1, rank))), lambda several: int(rng.choice(several))
+    kind = rng.choice(KINDS)
+    if kind in ("dense", "scale") and rank:
+        params.append((shape[-1], width) if kind == "dense" else (shape[-1],))
+        return partial(_dense if kind == "dense" else _scale, at, len(params) - 1)
     if kind == "again" and rank and (alike := [n for n, p in enumerate(params) if len(p) == 2 and p[0] == shape[-1]]):
-        return lambda ps, xs, w=int(rng.choice(alike)): xs[at] @ ps[w]
-    if kind == "scale" and rank:
-        params.append((shape[-1],))
-        return lambda ps, xs, w=len(params) - 1: xs[at] * ps[w]
+        return partial(_dense, at, pick(alike))
     if kind == "wave":
         return lambda ps, xs: jnp.sin(xs[at])
     if kind == "add" and len(alike := [n for n, other in enumerate(shapes) if other == shape]) > 1:
-        return lambda ps, xs, other=int(rng.choice(alike)): xs[at] + xs[other]
+        return partial(_add, at, pick(alike))
     if kind == "split" and 0 < rank < 4 and shape[-1] % 2 == 0:
         return lambda ps, xs: xs[at].reshape(*shape[:-1], 2, shape[-1] // 2)
     if kind == "merge" and rank > 2:
@@ -79,11 +76,25 @@ def _random_step(rng, shapes, params):
     if kind == "swap" and rank > 1:
         return lambda ps, xs: jnp.swapaxes(xs[at], -1, -2)
     if kind == "sum" and rank > 1:
-        return lambda ps, xs, axis=int(rng.integers(rank)): xs[at].sum(axis)
+        return lambda ps, xs: xs[at].sum(axis)
     fits = [n for n, s in enumerate(shapes) if len(s) == rank and s[:-2] == shape[:-2] and s[-1:] == shape[-1:]]
-    if kind == "pair" and rank > 2 and fits:
-        return lambda ps, xs, other=int(rng.choice(fits)): jnp.einsum("...ij,...kj->...ik", xs[at], xs[other])
-    return None
+    return partial(_scores, at, pick(fits)) if kind == "pair" and rank > 2 and fits else None
+
+
+def _dense(at, param, params, arrays):
+    return arrays[at] @ params[param]
+
+
+def _scale(at, param, params, arrays):
+    return arrays[at] * params[param]
+
+
+def _add(at, other, params, arrays):
+    return arrays[at] + arrays[other]
+
+
+def _scores(at, other, params, arrays):
+    return jnp.einsum("...ij,...kj->...ik", arrays[at], arrays[other])
 
 
 class Exhaustive:
@@ -124,7 +135,9 @@ class Exhaustive:
             if all(operand.readers == 1 and id(operand) in leaves for operand in operands):
                 leaves[id(total)] = set(chain(*(leaves[id(operand)] for operand in operands)))
                 totals[id(total)] = total
-        inner = {id(operand) for total, operands in self.program.additions if id(total) in totals for operand in operands}
+        inner = {
+            id(operand) for total, operands in self.program.additions if id(total) in totals for operand in operands
+        }
         return {
             leaf: (total, len(leaves[key]))
             for key, total in totals.items() if key not in inner for leaf in leaves[key]

@@ -1,0 +1,86 @@
+"""Checks the arguments of a search for specs, and lets the user's own names win over those that were found."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from numbers import Real
+from typing import Any
+
+from jaxpar.errors import JaxparError, Problem, suggest
+from jaxpar.parallel.declaration import Parallel
+from jaxpar.sharding.source_lines import parse_line
+from jaxpar.specs.names import NamedSpecs
+from jaxpar.step.numerics import DTYPES
+
+
+def check_arguments(batch: object, parallel: object, precision: object, memory: object) -> None:
+    """Raises a `JaxparError` with the problems of arguments of `find_specs`."""
+    problems = [*_batch_problems(batch)]
+    if not isinstance(parallel, Parallel):
+        problems.append(Problem(f"parallel={parallel!r:.60}", "a declaration", "jp.Parallel(fsdp=2, tensor=4)"))
+    elif unknown := [axis for axis, size in parallel.sizes.items() if type(size) is not int or size < 1]:
+        axis = unknown[0]
+        rule = "the size of every axis is known before specs are found"
+        problems.append(Problem(f"{axis}={parallel.sizes[axis]!r:.60}", rule, f"{axis}=2"))
+    if not isinstance(precision, str) or precision not in DTYPES:
+        fix = suggest(str(precision), DTYPES)
+        problems.append(Problem(f"precision={precision!r:.60}", f"one of {', '.join(DTYPES)}", fix))
+    if memory is not None and (not isinstance(memory, Real) or not memory > 0):
+        problems.append(
+            Problem(f"memory={memory!r:.60}", "a number of bytes, or None for no limit", "memory=60 * 2**30")
+        )
+    if problems:
+        raise JaxparError(*problems)
+
+
+def _batch_problems(batch: object) -> Iterable[Problem]:
+    fix = 'batch={"x": jax.ShapeDtypeStruct((16, 1024), "int32")}'
+    if not isinstance(batch, Mapping):
+        yield Problem(f"batch={batch!r:.60}", "names to arrays, or to their shapes and dtypes", fix)
+        return
+    for name, leaf in batch.items():
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype") or not leaf.shape:
+            yield Problem(f"batch[{name!r}]={leaf!r:.60}", "an array, or its shape and dtype; dim 0 is examples", fix)
+
+
+def with_names(parallel: Parallel, named: NamedSpecs, params: Iterable[str]) -> tuple[Parallel, tuple[str, ...]]:
+    """Returns the declaration with the names that were found, and the user's own that differ from them, as text.
+
+    The user's names and rules win: for a parameter by a path, for the activations of a line by a key of that line.
+    """
+    params, differing = [*params], {}
+    for path in params:
+        own, found = _pattern(parallel.paths, path), _pattern(named.paths, path)
+        if own is not None and found is not None and tuple(parallel.paths[own]) != tuple(named.paths[found]):
+            differing[own] = f"paths {own!r}: {_shown(parallel.paths[own])} (found: {_shown(named.paths[found])})"
+    activations = {key: names for key, names in named.activations.items() if not _covered(key, parallel.activations)}
+    for key in named.activations.keys() - activations.keys():
+        differing[key] = f"activations {key!r} (found: {_shown(named.activations[key])})"
+    for name in sorted({*named.names.values()} & {*parallel.rules}):
+        differing[name] = f"rules {name!r}: {parallel.rules[name]}"
+    names = replace(
+        parallel,
+        specs="",
+        paths={**parallel.paths, **{key: value for key, value in named.paths.items() if key not in parallel.paths}},
+        rules={**named.rules, **parallel.rules},
+        activations={**activations, **parallel.activations},
+    )
+    return names, tuple(differing.values())
+
+
+def _pattern(paths: Mapping[str, Any], path: str) -> str | None:
+    """Returns the pattern that names a parameter, which is the first that matches."""
+    return next((pattern for pattern in paths if re.search(rf"(^|/)(?:{pattern})$", path)), None)
+
+
+def _covered(key: str, own: Mapping[str, Any]) -> bool:
+    """Whether a key of the user's names the activations of a key that was found."""
+    line = parse_line(key)
+    lines = [parse_line(each) for each in own]
+    return line is not None and any(
+        each is not None and each.matches(line.file, line.line, line.sizes or each.sizes) for each in lines
+    )
+
+
+def _shown(names: Iterable[str | None]) -> str:
+    return ", ".join(name or "-" for name in names)

@@ -1,0 +1,98 @@
+"""Layouts that were found train as plain Flax and optax do on one device, and pasting their names changes nothing."""
+
+from functools import cache, partial
+
+import jax
+import numpy as np
+import optax
+import plain_loop
+import pytest
+from pairwise import some
+from specs import models
+
+import jaxpar as jp
+
+SGD = optax.sgd(0.05)
+ROWS, LENGTH = 8, 8
+RNG = np.random.default_rng(0)
+TEXTS = {"x": RNG.integers(0, 64, [ROWS, LENGTH], np.int32), "y": RNG.integers(0, 64, [ROWS, LENGTH], np.int32)}
+PICTURES = {"x": RNG.normal(size=[ROWS, 32, 32, 3]).astype(np.float32), "y": RNG.integers(0, 16, ROWS, np.int32)}
+PAIRS = {"x": TEXTS["x"], "pictures": RNG.normal(size=[ROWS, 6, 48]).astype(np.float32)}
+SMALL = {"vocab": 64, "dim": 32, "hidden": 64}
+CASES = {
+    "gpt": (partial(models.Gpt, **SMALL, heads=4), models.next_token, TEXTS),
+    "gqa": (partial(models.Gpt, **SMALL, heads=8, kv_heads=4), models.next_token, TEXTS),
+    "scanned": (partial(models.ScannedGpt, **SMALL, heads=4, layers=2), models.next_token, TEXTS),
+    "mixture": (partial(models.Gpt, **SMALL, heads=4, experts=4, capacity=64), models.next_token, TEXTS),
+    "pictures": (partial(models.AlexNet, width=8, dense=64, classes=16, size=32), models.classes, PICTURES),
+    "lstm": (partial(models.Lstm, vocab=64, dim=32), models.next_token, TEXTS),
+    "towers": (partial(models.TwoTowers, **SMALL, heads=4), models.contrastive, PAIRS),
+}
+LAYOUTS = {"tensor 4, fsdp 2": {"tensor": 4, "fsdp": 2}, "tensor 2, data 2": {"tensor": 2, "data": 2}}
+
+
+@cache
+def plain(case):
+    model, loss, batch = CASES[case]
+    return plain_loop.train(model, model, loss, SGD, batch)
+
+
+def devices(sizes):
+    return jax.devices()[: sizes.get("tensor", 1) * sizes.get("fsdp", 1) * sizes.get("data", 1)]
+
+
+@cache
+def found(case, layout, **options):
+    model, loss, batch = CASES[case]
+    return jp.find_specs(model, loss, batch, jp.Parallel(**LAYOUTS[layout]), **options)
+
+
+def train(layout, case, **numerics):
+    """Returns the losses of three steps and the parameters after them."""
+    _, loss, batch = CASES[case]
+    state, step, losses = jp.init_state(layout, SGD, seed=0), jp.train_step(layout, loss, SGD, **numerics), []
+    for _ in range(plain_loop.STEPS):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses, state.params
+
+
+def split_over_tensor(layout):
+    return [path for path, place in layout.placements.items() if "tensor" in str(place.stored)]
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    some(
+        [(case, layout) for case in CASES for layout in LAYOUTS],
+        [("gpt", "tensor 4, fsdp 2")],
+        [("mixture", "tensor 2, data 2"), ("pictures", "tensor 4, fsdp 2"), ("towers", "tensor 2, data 2"),
+         ("scanned", "tensor 4, fsdp 2"), ("lstm", "tensor 2, data 2"), ("gqa", "tensor 4, fsdp 2")],
+    ),
+)  # fmt: skip
+def test_found_layouts_train_as_one_device_does(case, layout):
+    composed = jp.compose(CASES[case][0], found(case, layout).parallel, devices(LAYOUTS[layout]))
+    assert split_over_tensor(composed)
+    plain_loop.assert_alike(train(composed, case), plain(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("numerics", [{"accumulate": 2}, {"remat": "full"}], ids=str)
+def test_found_layouts_accumulate_and_recompute(numerics):
+    composed = jp.compose(CASES["gpt"][0], found("gpt", "tensor 4, fsdp 2").parallel)
+    plain_loop.assert_alike(train(composed, "gpt", **numerics), plain("gpt"))
+
+
+@pytest.mark.slow
+def test_found_layouts_train_in_bf16_as_one_device_does():
+    specs = found("gpt", "tensor 4, fsdp 2", precision="bf16")
+    losses, _ = train(jp.compose(CASES["gpt"][0], specs.parallel), "gpt", precision="bf16")
+    alone, _ = train(jp.compose(CASES["gpt"][0], jp.Parallel(), 1), "gpt", precision="bf16")
+    np.testing.assert_allclose(losses, alone, rtol=2e-3)
+
+
+@pytest.mark.slow
+def test_examples_over_tensor_train_as_one_device_does():
+    model, loss, batch = CASES["pictures"]
+    specs = jp.find_specs(model, loss, batch, jp.Parallel(tensor=4, fsdp=2), examples=True)
+    plain_loop.assert_alike(train(jp.compose(model, specs.parallel), "pictures"), plain("pictures"))
