@@ -1,0 +1,262 @@
+"""Input that no specs can be found for, or no step can follow, is refused with one message; the user's names win."""
+
+import dataclasses
+import io
+import json
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import plain_loop
+import pytest
+from flax import nnx
+
+import jaxpar as jp
+from jaxpar.cli.main import main
+from jaxpar.errors import JaxparError
+from jaxpar.job.file.parse import load
+from jaxpar.job.run import train
+
+BATCH = {"x": np.ones((8, 64), np.float32)}
+SGD = optax.sgd(0.1)
+TENSOR = jp.Parallel(tensor=8)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs, between=None, dim=64):
+        self.up, self.down = nnx.Linear(dim, 4 * dim, rngs=rngs), nnx.Linear(4 * dim, dim, rngs=rngs)
+        self.between = between
+
+    def __call__(self, x):
+        x = nnx.gelu(self.up(x))
+        return self.down(self.between(x) if self.between else x)
+
+
+UP = f"test_input.py:{Net.__call__.__code__.co_firstlineno + 1}"
+
+
+def squares(model, batch):
+    losses = model(batch["x"]) ** 2
+    return losses.sum(), jnp.float32(losses.size)
+
+
+def find(parallel=TENSOR, model=Net, batch=BATCH, **options):
+    return jp.find_specs(model, squares, batch, parallel, **options)
+
+
+def step(parallel):
+    layout = jp.compose(Net, parallel)
+    return jp.train_step(layout, squares, SGD)(jp.init_state(layout, SGD), BATCH)
+
+
+def compose(model=Net, **sizes):
+    return jp.compose(model, jp.Parallel(**sizes))
+
+
+REFUSED = {
+    "another way of finding": (partial(compose, tensor=8, specs="other"), "specs='other'", "found"),
+    "no line": (partial(compose, tensor=8, activations={"nonsense": ("batch",)}), "nonsense", "model.py:31"),
+    "no names": (partial(compose, tensor=8, activations={UP: "batch"}), "'batch'", "model.py:31"),
+    "no mapping": (partial(compose, tensor=8, activations=[UP]), "activations=", "model.py:31"),
+    "a line that computes nothing": (
+        lambda: step(jp.Parallel(tensor=8, activations={"test_input.py:9999": ("batch", "mlp")})),
+        "test_input.py:9999",
+        "for the lines of today's source",
+    ),
+    "an array of other rank": (
+        lambda: step(jp.Parallel(tensor=8, activations={UP: ("batch", None, "mlp")})),
+        "no such array of 3 dims",
+        "for the lines of today's source",
+    ),
+    "an array of other sizes": (
+        lambda: step(jp.Parallel(tensor=8, activations={f"{UP} [..., 13]": ("batch", "mlp")})),
+        "[..., 13]",
+        "for the lines of today's source",
+    ),
+    "an axis of one device": (lambda: find(jp.Parallel(data=8)), "for data=8", "tensor=4"),
+    "no axis": (lambda: find(jp.Parallel()), "for no axis", "tensor=4"),
+    "context": (lambda: find(jp.Parallel(tensor=4, context=2)), "context=2", "tensor=4"),
+    "pipe": (lambda: find(jp.Parallel(tensor=4, pipe=2)), "pipe=2", "tensor=4"),
+    "expert": (lambda: find(jp.Parallel(tensor=4, axes={"expert": 2})), "expert=2", "tensor=4"),
+    "examples that do not divide": (
+        lambda: find(jp.Parallel(tensor=2, data=2, fsdp=2), batch={"x": np.ones((6, 64), np.float32)}),
+        "6 examples over data x fsdp = 4",
+        "a batch of 8 examples",
+    ),
+    "no batch": (lambda: find(batch={}), "0 examples", "a batch of 1 examples"),
+    "a batch of lists": (lambda: find(batch={"x": [[1.0]]}), "batch['x']", "ShapeDtypeStruct"),
+    "a scalar": (lambda: find(batch={**BATCH, "scale": np.float32(1)}), "batch['scale']", "ShapeDtypeStruct"),
+    "no names of a batch": (lambda: find(batch=BATCH["x"]), "batch=", "ShapeDtypeStruct"),
+    "no declaration": (lambda: find({"tensor": 8}), "parallel=", "jp.Parallel"),
+    "a size to be inferred": (lambda: find(jp.Parallel(tensor=4, data=-1)), "data=-1", "data=2"),
+    "an unknown precision": (lambda: find(precision="bf61"), "precision='bf61'", "bf16"),
+    "an unknown chip": (lambda: find(chip="h101"), "chip='h101'", "h100"),
+    "memory as text": (lambda: find(memory="1GiB"), "memory='1GiB'", "2**30"),
+    "too little memory": (lambda: find(memory=10), "10 B per device", "MiB"),
+    "a bare factory": (partial(compose, tensor=8, specs="found"), "inputs are unknown", "jp.from_nnx(Net, inputs)"),
+    "a loss that fails": (
+        lambda: jp.find_specs(Net, lambda model, batch: model(batch["y"]), BATCH, TENSOR),
+        "no entry 'y'",
+        "the line that this names",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_input_is_refused_with_one_message(case):
+    act, got, fix = REFUSED[case]
+    with pytest.raises(JaxparError) as refusal:
+        act()
+    assert len(refusal.value.problems) == 1
+    assert got in refusal.value.problems[0].got
+    assert fix in refusal.value.problems[0].fix
+
+
+def twice(x):
+    return jnp.concatenate([jax.lax.top_k(x, x.shape[-1] // 2)[0]] * 2, -1)
+
+
+def on_the_host(x):
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return x * jax.pure_callback(np.asarray, shape, jax.lax.stop_gradient(x))
+
+
+@pytest.mark.parametrize(
+    ("between", "operation"),
+    [(twice, "top_k"), (on_the_host, "pure_callback"), (lambda x: jnp.fft.fft(x).real, "fft")],
+)
+def test_operations_that_are_not_followed_are_named_and_leave_dims_whole(between, operation):
+    result = find(model=lambda rngs: Net(rngs, between))
+    assert operation in result.unknown
+    assert f"stay whole: {', '.join(result.unknown)}" in result.explain()
+    assert result.specs.activations[f"{UP} [..., 256]"] == ("batch", None)
+
+
+@pytest.mark.parametrize("between", [partial(jnp.sort, axis=-1), lambda x: jnp.cumsum(x, -1)])
+def test_dims_along_which_entries_move_stay_whole(between):
+    result = find(model=lambda rngs: Net(rngs, between))
+    assert result.unknown == ()
+    assert result.specs.activations[f"{UP} [..., 256]"] == ("batch", None)
+
+
+def test_a_loop_of_unknown_length_is_followed():
+    def halve(x):
+        return x * jax.lax.while_loop(lambda y: jnp.sum(y) > 1, lambda y: y / 2, jax.lax.stop_gradient(x))
+
+    result = find(model=lambda rngs: Net(rngs, halve))
+    assert result.specs.activations[f"{UP} [..., 256]"] == ("batch", "mlp")
+
+
+def test_a_model_without_matmuls_has_nothing_to_split():
+    class Scale(nnx.Module):
+        def __init__(self, rngs):
+            self.scale = nnx.Param(jnp.ones(3))
+
+        def __call__(self, x):
+            return x * self.scale[...].sum()
+
+    assert find(model=Scale).specs.names == {}
+
+
+OWN = {
+    "a path": ({"paths": {"up/kernel": ("mlp", None)}}, "paths 'up/kernel': mlp, - (found: -, mlp)"),
+    "a pattern": ({"paths": {"kernel": (None, None)}}, "paths 'kernel': -, - (found:"),
+    "a line": ({"activations": {UP: ("batch", None)}}, f"activations '{UP} [..., 256]' (found: batch, mlp)"),
+    "a rule": ({"rules": {"mlp": None}}, "rules 'mlp': None"),
+}
+
+
+@pytest.mark.parametrize("case", OWN)
+def test_names_of_the_users_own_win_and_are_named(case):
+    own, words = OWN[case]
+    result = find(jp.Parallel(tensor=8, **own))
+    ((key, names),) = own.items()
+    given = getattr(result.parallel, key)
+    assert next(iter(given)) == next(iter(names)) or key != "paths"  # the first pattern that matches decides
+    assert {**given, **names} == given
+    assert not any(line.startswith(f"{UP} ") for line in given) or case != "a line"
+    assert words in result.explain()
+    assert words in result.sentence
+
+
+def test_a_layout_says_which_names_of_the_users_own_won():
+    model = jp.from_nnx(Net, BATCH["x"])
+    text = jp.compose(model, jp.Parallel(tensor=8, specs="found", paths={"up/kernel": (None, None)})).explain()
+    assert 'specs="found": tensor splits' in text
+    assert "paths 'up/kernel': -, - (found: -, mlp)" in text
+
+
+class Batches:
+    fingerprint = "ones"
+
+    def batch(self, step, size):
+        return {"x": np.ones((size, 64), np.float32)}
+
+
+JOB = """
+[run]
+dir = "{to}/run"
+[mesh]
+simulate = 8
+[parallel]
+fsdp = 2
+tensor = 4
+specs = "{specs}"
+[model]
+name = "test_input:Net"
+[data]
+source = "test_input:Batches"
+[train]
+steps = 3
+global_batch = 8
+loss = "test_input:squares"
+[optimizer]
+name = "sgd"
+learning_rate = 0.1
+decay = "constant"
+warmup = 0
+"""
+
+
+def written(folder, specs):
+    path = folder / "job.toml"
+    path.write_text(JOB.format(to=folder, specs=specs))
+    return path
+
+
+def placed(job):
+    from jaxpar.job.parts.models import resolve_loss, resolve_model
+
+    layout = jp.compose(resolve_model(job, resolve_loss(job)), job.effective_parallel)
+    return {path: layout.describe(path) for path in layout.placements}, layout
+
+
+def test_a_job_with_problems_is_refused_with_all_of_them(tmp_path, capsys):
+    job = written(tmp_path, "").read_text().replace("steps = 3", "stesp = 3").replace("fsdp = 2", "fdsp = 2")
+    (tmp_path / "job.toml").write_text(job)
+    assert main(["specs", str(tmp_path / "job.toml"), "--allow-import"]) == 1
+    words = capsys.readouterr().err
+    assert "stesp" in words
+    assert "fdsp" in words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("specs", ["", "found"])
+def test_a_written_job_is_checked_trains_and_has_the_layout_that_was_found(specs, tmp_path, capsys):
+    job, new, facts = written(tmp_path, specs), tmp_path / "found.toml", tmp_path / "facts.json"
+    assert main(["specs", str(job), "--allow-import", "--write", str(new), "--json", str(facts)]) == 0
+    assert "not followed" not in capsys.readouterr().out
+    facts = json.loads(facts.read_text())
+    assert {"paths", "activations", "traffic", "gap"} <= facts.keys()
+    assert main(["check", str(new), "--allow-import"]) == 0
+    pasted, found = load(new, [], allow_import=True), load(job, ["parallel.specs=found"], allow_import=True)
+    assert pasted.parallel.specs == ""
+    assert placed(pasted)[0] == placed(found)[0]
+    assert "mlp/tensor" in placed(pasted)[0]["up/kernel"]
+    losses, _ = plain_loop.train(Net, Net, squares, optax.sgd(0.1), BATCH)
+    for each in (pasted, found):
+        folder = dataclasses.replace(each.run, dir=str(tmp_path / f"run{each.parallel.specs}"))
+        summary = train(dataclasses.replace(each, run=folder), stream=io.StringIO())
+        np.testing.assert_allclose(summary["loss"], losses[-1], rtol=1e-5)
