@@ -1,0 +1,55 @@
+"""What found specs are predicted to send is what XLA compiles for absent GPUs, and no more than without them."""
+
+from functools import cache, partial
+
+import jax
+import optax
+import pytest
+from specs import models
+
+import jaxpar as jp
+from jaxpar.mesh.target import missing_plugin
+
+pytestmark = [
+    pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}"),
+    pytest.mark.full,
+]
+TARGET, TENSOR = "h100:1x8", jp.Parallel(tensor=8)
+REDUCES, GATHERS = ("all-reduce", "reduce-scatter"), ("all-gather", "all-to-all")
+BATCH = dict.fromkeys(("x", "y"), jax.ShapeDtypeStruct((2, 1024), "int32"))
+WIDE = {"vocab": 16384, "dim": 512, "heads": 8, "hidden": 2048, "layers": 2}
+CASES = {
+    "gpt": partial(models.Gpt, **WIDE),
+    "gqa": partial(models.Gpt, **{**WIDE, "heads": 16}, kv_heads=8),
+    "scanned": partial(models.ScannedGpt, **WIDE),
+    "mixture": partial(models.Gpt, **WIDE, experts=8, capacity=320),
+}
+
+
+@cache
+def found(case):
+    return jp.find_specs(CASES[case], models.next_token, BATCH, TENSOR, precision="bf16")
+
+
+@cache
+def compiled(case, parallel):
+    """Returns the bytes that a device sends over `tensor` in a step, by kind of collective."""
+    declared = found(case).parallel if parallel == "found" else TENSOR
+    layout = jp.compose(CASES[case], declared, jp.target_devices(TARGET))
+    step = jp.train_step(layout, models.next_token, optax.adamw(1e-3), precision="bf16")
+    return jp.inspect(step, BATCH).by_axis.get("tensor", {})
+
+
+def total(sent, kinds=(*REDUCES, *GATHERS)):
+    return sum(size for kind, size in sent.items() if kind in kinds)
+
+
+@pytest.mark.parametrize("case", ["gpt", "scanned", "mixture"])
+def test_bytes_are_sent_as_predicted(case):
+    predicted, sent = found(case).solution.traffic, compiled(case, "found")
+    assert total(sent, REDUCES) == pytest.approx(total(predicted, REDUCES), rel=0.02)
+    assert total(sent, GATHERS) == pytest.approx(total(predicted, GATHERS), rel=0.1)
+
+
+def test_no_more_is_sent_than_without_specs():
+    assert total(compiled("gqa", "found")) <= 1.02 * total(compiled("gqa", "rules"))
