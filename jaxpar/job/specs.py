@@ -72,11 +72,11 @@ def compare_specs(job: Job, found: FoundSpecs, target: str) -> Compared:
     Raises:
       JaxparError: If it cannot be compiled for the target.
     """
-    plain = dataclasses.replace(job, parallel=dataclasses.replace(found.parallel, **_own(job)))
+    plain = dataclasses.replace(job, parallel=dataclasses.replace(found.parallel, **_declared_names(job)))
     reports = [observe(each, target) for each in (with_specs(job, found), plain)]
     compiled, without = ({**report.by_axis.get(AXIS, {})} for report in reports)
     return Compared(found.solution.traffic, compiled, without, (reports[0].total, reports[1].total))
 
 
-def _own(job: Job) -> dict[str, Mapping]:
+def _declared_names(job: Job) -> dict[str, Mapping]:
     return {name: getattr(job.parallel, name) for name in ("paths", "rules", "activations")}

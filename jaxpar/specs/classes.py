@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 from jaxpar.sharding.infer_names.dim_pieces import DimPiece, flat
-from jaxpar.specs.program import Array, Operation, Program
+from jaxpar.specs.program import Array, Operation, TracedProgram
 
 ROUNDS = 4
 
@@ -24,7 +24,7 @@ class Classes:
       operations: Operation to the number of its class.
     """
 
-    def __init__(self, program: Program):
+    def __init__(self, program: TracedProgram):
         arrays = [array for array in program.arrays if array.root is array]
         views = {id(array): array for operation in program.operations for array in operation.operands}
         self._arrays = {**{id(array): array for array in arrays}, **views}
@@ -49,7 +49,7 @@ class Classes:
         """Returns the class of an array."""
         return self.arrays[id(array)]
 
-    def _refine(self, program: Program) -> None:
+    def _refine(self, program: TracedProgram) -> None:
         pieces, arrays, operations = self.pieces, self.arrays, self.operations
         used: dict[int, list[Hashable]] = {}
         for operation in program.operations:

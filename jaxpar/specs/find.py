@@ -15,7 +15,7 @@ from jaxpar.parallel.declaration import Parallel
 from jaxpar.plan.machine.hardware import HARDWARE, Hardware
 from jaxpar.sharding.names import Blueprint
 from jaxpar.specs.names import NamedSpecs, name_solution
-from jaxpar.specs.optimize import TIE, Costs, Cuts, Solution
+from jaxpar.specs.optimize import TIE, Cuts, Solution, StepCosts
 from jaxpar.specs.trace import TracedLoss
 from jaxpar.specs.user_input import check_arguments, with_names
 from jaxpar.units import show_bytes
@@ -212,7 +212,7 @@ def _rows(parallel: Parallel, batch: Mapping[str, Any]) -> int:
     return rows // replicas
 
 
-def costs_on(hardware: Hardware, parallel: Parallel, precision: str) -> Costs:
+def costs_on(hardware: Hardware, parallel: Parallel, precision: str) -> StepCosts:
     """Returns the seconds of work and traffic on a device of these machines, under a declaration's other axes."""
     chip, size = hardware.chip, parallel.tensor
     inside, itemsize = size <= hardware.per_node, 2 if precision == "bf16" else 4
@@ -226,7 +226,7 @@ def costs_on(hardware: Hardware, parallel: Parallel, precision: str) -> Costs:
     replicas = parallel.data * parallel.fsdp
     sent = (3 if parallel.stage == 3 else 2) * itemsize * (replicas - 1) / replicas
     seconds += sent / far.bandwidth
-    return Costs(
+    return StepCosts(
         flops=flops * hardware.gemm.top, link=link.bandwidth, launch=hardware.launch, memory=bandwidth,
         parameter=seconds, state=STATE / shared,
     )  # fmt: skip

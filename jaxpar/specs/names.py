@@ -20,7 +20,7 @@ from jaxpar.mesh.axes import AXES
 from jaxpar.sharding.infer_names.dim_pieces import DimPiece, flat
 from jaxpar.sharding.source_lines import SourceLine
 from jaxpar.specs.optimize import Cuts, Solution
-from jaxpar.specs.program import Array, Program
+from jaxpar.specs.program import Array, TracedProgram
 
 ORDER = ("vocab", "heads", "experts", "channels", "tokens", "mlp")  # of two meanings of a dim the first is its name
 Names = tuple[str | None, ...]
@@ -73,7 +73,7 @@ def name_solution(cuts: Cuts, solution: Solution, axis: str, batch_axes: tuple[s
     return NamedSpecs(paths=paths, activations=activations, rules=rules, without_line=without_line, names=of_class)
 
 
-def _meanings(program: Program) -> dict[str, set[DimPiece]]:
+def _meanings(program: TracedProgram) -> dict[str, set[DimPiece]]:
     """Returns the pieces that have each meaning, through all operations."""
     found: dict[str, set[DimPiece]] = {name: set() for name in ORDER}
     made, taken = set(), set()
@@ -104,7 +104,7 @@ def _meanings(program: Program) -> dict[str, set[DimPiece]]:
     return found
 
 
-def _stream(program: Program) -> set[DimPiece]:
+def _stream(program: TracedProgram) -> set[DimPiece]:
     """Returns the pieces of a residual stream: dims that more than a gate and its partner make."""
     counts: Counter[DimPiece] = Counter()
     for operation in program.operations:
@@ -115,7 +115,7 @@ def _stream(program: Program) -> set[DimPiece]:
     return pieces
 
 
-def _spread(program: Program, pieces: set[DimPiece]) -> None:
+def _spread(program: TracedProgram, pieces: set[DimPiece]) -> None:
     """Adds the pieces that operations run over in the same loops."""
     before = -1
     while len(pieces) > before:
@@ -141,7 +141,7 @@ def _by_pattern(names: Mapping[str, Names]) -> dict[str, Names]:
     return merged
 
 
-def _of_operations(program: Program) -> set[int]:
+def _of_operations(program: TracedProgram) -> set[int]:
     """Returns the activations that operations of the forward pass read or make."""
     return {
         id(array)
@@ -151,7 +151,7 @@ def _of_operations(program: Program) -> set[int]:
     }
 
 
-def _by_line(program: Program, names_of: Callable[[Array], Names]) -> tuple[dict[str, Names], tuple[str, ...]]:
+def _by_line(program: TracedProgram, names_of: Callable[[Array], Names]) -> tuple[dict[str, Names], tuple[str, ...]]:
     """Returns the names of activations by line, and those that no line tells apart."""
     found: dict[tuple[str, int, int], dict[tuple[int, ...], set[Names]]] = defaultdict(lambda: defaultdict(set))
     wanted: set[tuple[str, int, int, tuple[int, ...]]] = set()

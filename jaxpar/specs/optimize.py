@@ -28,7 +28,7 @@ from scipy import optimize, sparse
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.sharding.infer_names.dim_pieces import DimPiece, flat
 from jaxpar.specs.classes import Classes
-from jaxpar.specs.program import Array, Operation, Program
+from jaxpar.specs.program import Array, Operation, TracedProgram
 from jaxpar.units import show_bytes
 
 PARTIAL = "partial sum"
@@ -41,7 +41,7 @@ Strategy = tuple[tuple[State, ...], State]  # the states of operands, and of the
 
 
 @dataclass(frozen=True, kw_only=True)
-class Costs:
+class StepCosts:
     """Seconds of the work and the traffic of one device.
 
     Attributes:
@@ -125,7 +125,7 @@ class Sent:
 class Cuts:
     """The integer program of one program and one axis."""
 
-    def __init__(self, program: Program, devices: int, costs: Costs, *, examples: bool = False):
+    def __init__(self, program: TracedProgram, devices: int, costs: StepCosts, *, examples: bool = False):
         """Builds the columns and rows.
 
         Args:
@@ -199,7 +199,7 @@ class Cuts:
                 self.x.setdefault(state, -1)
         for state in self.x:
             self.x[state] = self._column(binary=True)
-        kept = _kept(self.program)
+        kept = _kept_activations(self.program)
         for key, array in everything.items():
             states = self._states(array)
             seconds = 2 * array.times * array.bytes / self.costs.memory if key in touched else 0.0
@@ -268,7 +268,7 @@ class Cuts:
         for index, operand in enumerate(operation.operands):
             if not operand.constant:
                 self._flow(operation, index, operand, [strategy[0][index] for strategy in strategies], v, count)
-        self._made(operation, [strategy[1] for strategy in strategies], v, count, group)
+        self._result_flow(operation, [strategy[1] for strategy in strategies], v, count, group)
 
     def _follow_operands(self, operation: Operation, strategies: Sequence[Strategy], v: Sequence[int]) -> None:
         """Cuts the loop along which an operand is cut, unless another operand is cut otherwise, as XLA does.
@@ -336,7 +336,7 @@ class Cuts:
                 self._complexity[self._w[key]] = 1.0 if root.path else 0.5 if kind == "all-to-all" else 0.0
             self._row({self._w[key]: 1.0, column: -1.0}, 0, np.inf)
 
-    def _made(self, operation: Operation, made: list[State], v: list[int], count: int, group: Any) -> None:
+    def _result_flow(self, operation: Operation, made: list[State], v: list[int], count: int, group: Any) -> None:
         """Adds the flow from the states in which a result is made to the state of its array."""
         sources, targets = list(dict.fromkeys(made)), [*self._states(operation.result), None]
         merged = any(len(list(flat(dim))) > 1 for dim in operation.result.dims)
@@ -480,7 +480,7 @@ def _minimize(
     )
 
 
-def _kept(program: Program) -> set[int]:
+def _kept_activations(program: TracedProgram) -> set[int]:
     """Returns the arrays that the forward pass makes and an operation of the backward pass reads."""
     return {
         id(array.root)
@@ -491,7 +491,7 @@ def _kept(program: Program) -> set[int]:
     }
 
 
-def _sums(program: Program) -> dict[int, tuple[Array, list[Array]]]:
+def _sums(program: TracedProgram) -> dict[int, tuple[Array, list[Array]]]:
     """Returns the groups of results that are only added to each other: (the sum, its terms) by the sum's identity.
 
     A partial sum that is added to an array which is none costs its collective first; so every reader of a term is the

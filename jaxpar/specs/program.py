@@ -111,7 +111,7 @@ class Operation:
 
 
 @dataclass(eq=False)
-class Program:
+class TracedProgram:
     """The program of a loss and its gradients.
 
     Attributes:
@@ -134,7 +134,7 @@ class Program:
     rows: set[DimPiece] = field(default_factory=set)
 
 
-def follow(jaxpr: Jaxpr, paths: Sequence[str], batch: Sequence[int], gradients: Sequence[int]) -> Program:
+def follow(jaxpr: Jaxpr, paths: Sequence[str], batch: Sequence[int], gradients: Sequence[int]) -> TracedProgram:
     """Returns the program of a jaxpr.
 
     Args:
@@ -163,7 +163,7 @@ class _Walk:
     """Runs a jaxpr on arrays of pieces."""
 
     def __init__(self) -> None:
-        self.program = Program()
+        self.program = TracedProgram()
         self.times = 1
         self.backward = False
         self.line: SourceFrame | None = None
@@ -410,7 +410,7 @@ def _loops_of_pieces(dims: Sequence[Dim | None]) -> Iterator[tuple[tuple[DimPiec
         yield tuple(operands), result
 
 
-def _mark_rows(program: Program, batch: Sequence[Array]) -> None:
+def _mark_rows(program: TracedProgram, batch: Sequence[Array]) -> None:
     """Finds the pieces that are dims of examples, through all operations."""
     rows = {piece for array in batch if array.dims for piece in flat(array.dims[0])}
     while True:

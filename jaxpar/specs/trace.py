@@ -20,7 +20,7 @@ from jaxpar.parallel.read_parameter import read_parameter
 from jaxpar.sharding.author.explicit import sharding_translation
 from jaxpar.sharding.names import Blueprint, Compute, path_of
 from jaxpar.sharding.nnx.hooks import step_hooks
-from jaxpar.specs.program import Program, follow
+from jaxpar.specs.program import TracedProgram, follow
 from jaxpar.step.line_names import lines_used
 from jaxpar.step.losses import as_sums
 from jaxpar.step.numerics import DTYPES
@@ -51,7 +51,7 @@ class TracedLoss:
         with self._tracing():
             return lines_used(jax.make_jaxpr(self._mean)(*self.arguments).jaxpr, activations)
 
-    def program(self, frozen: Collection[str] = ()) -> Program:
+    def program(self, frozen: Collection[str] = ()) -> TracedProgram:
         """Follows the dims of all arrays of the loss and of its gradients.
 
         Args:

@@ -1,7 +1,7 @@
 """Random small programs, and their best cuts by trying all of them: what the integer program is held to.
 
-    a seed ──► matmuls, elementwise ops, reshapes, sums ──► jaxpr of loss and gradients ──► Program
-    dims to cut (all sets of them) × strategies of operations ──► seconds, by the formulas of Costs
+    a seed ──► matmuls, elementwise ops, reshapes, sums ──► jaxpr of loss and gradients ──► TracedProgram
+    dims to cut (all sets of them) × strategies of operations ──► seconds, by the formulas of StepCosts
 
 Given the dims, strategies meet only in shared collectives; those already paid are the state of a dynamic program.
 """
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.sharding.infer_names.dim_pieces import flat
-from jaxpar.specs.optimize import PARTIAL, Costs
+from jaxpar.specs.optimize import PARTIAL, StepCosts
 from jaxpar.specs.program import follow
 
 SIZES = (2, 4, 4, 6, 8)
@@ -24,7 +24,9 @@ KINDS = "dense dense dense again scale wave add split merge swap sum pair".split
 def random_costs(rng):
     """Returns costs under which work and traffic of such programs are of one order."""
     power = lambda low, high: float(10 ** rng.uniform(low, high))  # noqa: E731
-    return Costs(flops=power(6, 8), link=power(6, 8), launch=power(-7, -5), memory=power(7, 9), parameter=power(-8, -6))
+    return StepCosts(
+        flops=power(6, 8), link=power(6, 8), launch=power(-7, -5), memory=power(7, 9), parameter=power(-8, -6)
+    )
 
 
 def random_program(rng, *, operations=8):

@@ -217,7 +217,8 @@ loss = "test_input:squares"
 name = "sgd"
 learning_rate = 0.1
 decay = "constant"
-warmup = 0
+beta1 = 0.0
+clip = 0.0
 """
 
 
