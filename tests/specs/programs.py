@@ -56,6 +56,17 @@ def random_program(rng, *, operations=8):
     return follow(jaxpr, paths, [len(params)], range(1, len(params) + 1))
 
 
+def equal_branches(count=2):
+    """Returns the program of a sum of equal branches, each a pair of matmuls with a nonlinearity between them."""
+
+    def loss(params, x):
+        return jnp.sum(jnp.tanh(sum(jnp.tanh(x @ up) @ down for up, down in params)))
+
+    pairs = [tuple(jax.ShapeDtypeStruct(shape, "float32") for shape in ((5, 8), (8, 5))) for _ in range(count)]
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(loss))(pairs, jax.ShapeDtypeStruct((3, 5), "float32")).jaxpr
+    return follow(jaxpr, [f"w{number}" for number in range(2 * count)], [2 * count], range(1, 2 * count + 1))
+
+
 def _random_step(rng, shapes, params):
     """Returns a function of (params, arrays); None where the draw does not suit the shapes."""
     at = int(rng.integers(len(shapes))) if rng.random() < 0.3 else len(shapes) - 1

@@ -109,6 +109,7 @@ def test_examples_over_tensor_train_as_one_device_does():
     plain_loop.assert_alike(train(jp.compose(model, specs.parallel), "pictures"), plain("pictures"))
 
 
+@pytest.mark.slow
 def test_a_model_with_an_example_finds_its_specs_in_compose():
     model, _, batch = CASES["gpt"]
     layout = jp.compose(jp.from_nnx(model, batch["x"]), jp.Parallel(tensor=4, fsdp=2, specs="found"))
