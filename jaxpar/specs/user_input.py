@@ -25,7 +25,7 @@ def check_arguments(batch: object, parallel: object, precision: object, memory: 
     if not isinstance(precision, str) or precision not in DTYPES:
         fix = suggest(str(precision), DTYPES)
         problems.append(Problem(f"precision={precision!r:.60}", f"one of {', '.join(DTYPES)}", fix))
-    if memory is not None and (not isinstance(memory, Real) or not memory > 0):
+    if memory is not None and (not isinstance(memory, Real) or not float(memory) > 0):
         problems.append(
             Problem(f"memory={memory!r:.60}", "a number of bytes, or None for no limit", "memory=60 * 2**30")
         )

@@ -18,7 +18,7 @@ from jaxpar.specs.optimize import PARTIAL, StepCosts
 from jaxpar.specs.program import follow
 
 SIZES = (2, 4, 4, 6, 8)
-KINDS = "dense dense dense again scale wave add split merge swap sum pair".split()
+KINDS = "dense dense gate gate again scale wave add split merge swap sum pair".split()
 
 
 def random_costs(rng):
@@ -78,6 +78,9 @@ def _random_step(rng, shapes, params):
         return partial(_dense if kind == "dense" else _scale, at, len(params) - 1)
     if kind == "again" and rank and (alike := [n for n, p in enumerate(params) if len(p) == 2 and p[0] == shape[-1]]):
         return partial(_dense, at, pick(alike))
+    if kind == "gate" and rank:
+        params += [(shape[-1], width)] * 2
+        return partial(_gate, at, len(params) - 2)
     if kind == "wave":
         return lambda ps, xs: jnp.sin(xs[at])
     if kind == "add" and len(alike := [n for n, other in enumerate(shapes) if other == shape]) > 1:
@@ -96,6 +99,10 @@ def _random_step(rng, shapes, params):
 
 def _dense(at, param, params, arrays):
     return arrays[at] @ params[param]
+
+
+def _gate(at, param, params, arrays):
+    return arrays[at] @ params[param] * jnp.sin(arrays[at] @ params[param + 1])
 
 
 def _scale(at, param, params, arrays):
