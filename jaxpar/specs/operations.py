@@ -36,18 +36,22 @@ def loops_of(eqn: JaxprEqn) -> list[Loop] | None:
 
 def flop_of(eqn: JaxprEqn) -> float:
     """Returns the FLOP of a matmul or convolution; 0 for a lookup."""
-    out = math.prod(eqn.outvars[0].aval.shape)
+    out = math.prod(_shape(eqn.outvars[0]))
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        return 2.0 * out * math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
+        return 2.0 * out * math.prod(_shape(eqn.invars[0])[dim] for dim in contracted)
     if eqn.primitive.name == "conv_general_dilated":
-        kernel = eqn.invars[1].aval.shape
+        kernel = _shape(eqn.invars[1])
         return 2.0 * out * math.prod(kernel) / kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
     return 0.0
 
 
+def _shape(var: Any) -> tuple[int, ...]:
+    return var.aval.shape
+
+
 def _dot(eqn: JaxprEqn) -> Iterator[Loop]:
-    (contracted, batch), ranks = eqn.params["dimension_numbers"], [len(var.aval.shape) for var in eqn.invars]
+    (contracted, batch), ranks = eqn.params["dimension_numbers"], [len(_shape(var)) for var in eqn.invars]
     for index, pair in enumerate(zip(*batch, strict=True)):
         yield pair, index
     result = len(batch[0])
@@ -68,15 +72,15 @@ def _convolution(eqn: JaxprEqn) -> list[Loop]:
     examples: Loop = (images[0], None), out[0]
     if groups == 1:
         return [examples, ((images[1], kernel[1]), None), ((None, kernel[0]), out[1])]
-    depthwise = groups == eqn.invars[0].aval.shape[images[1]] == eqn.outvars[0].aval.shape[out[1]]
+    depthwise = groups == _shape(eqn.invars[0])[images[1]] == _shape(eqn.outvars[0])[out[1]]
     return [examples, *([((images[1], kernel[0]), out[1])] if depthwise else [])]
 
 
 def _gather(eqn: JaxprEqn) -> Iterator[Loop]:
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     table, (rank, index_rank) = (
-        eqn.invars[0].aval.shape,
-        (len(var.aval.shape) for var in (eqn.outvars[0], eqn.invars[1])),
+        _shape(eqn.invars[0]),
+        (len(_shape(var)) for var in (eqn.outvars[0], eqn.invars[1])),
     )
     dropped = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     whole = [dim for dim in range(len(table)) if dim not in dropped]
@@ -93,11 +97,11 @@ def _gather(eqn: JaxprEqn) -> Iterator[Loop]:
 
 def _scatter(eqn: JaxprEqn) -> Iterator[Loop]:
     numbers: Any = eqn.params["dimension_numbers"]
-    table, indices, updates = (len(var.aval.shape) for var in eqn.invars)
+    table, indices, updates = (len(_shape(var)) for var in eqn.invars)
     dropped = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     whole = [dim for dim in range(table) if dim not in dropped]
     for dim, update in zip(whole, numbers.update_window_dims, strict=True):
-        if eqn.invars[0].aval.shape[dim] == eqn.invars[2].aval.shape[update]:
+        if _shape(eqn.invars[0])[dim] == _shape(eqn.invars[2])[update]:
             yield (dim, None, update), dim
     others = [dim for dim in range(updates) if dim not in numbers.update_window_dims]
     of_index = dict(zip(numbers.scatter_indices_batching_dims, numbers.operand_batching_dims, strict=True))

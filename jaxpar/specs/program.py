@@ -333,8 +333,9 @@ class _Walk:
             for dims in dims_of_loops:
                 operation.loops += _loops_of_pieces(dims)
         self.program.reductions = [
-            (result, tuple(piece for dim in dims for piece in flat(dim))) for result, dims in self.program.reductions
-        ]  # type: ignore[misc]
+            (result, tuple(piece for dim in dims for piece in flat(dim)))  # pyright: ignore[reportArgumentType]
+            for result, dims in self.program.reductions
+        ]
 
 
 def _fresh(shape: Sequence[int]) -> tuple[Dim, ...]:
@@ -366,7 +367,7 @@ def _windows(eqn: JaxprEqn, operands: list[Array]) -> list[tuple[Dim, ...]]:
     results = []
     for var in eqn.outvars:
         dims = []
-        for dim, size in enumerate(var.aval.shape):
+        for dim, size in enumerate(getattr(var.aval, "shape", ())):
             whole = dim not in moved and size == source.shape[dim]
             dims.append(source.dims[dim] if whole else fresh(size))
             if not whole:
