@@ -59,7 +59,7 @@ class FoundSpecs:
 
     @property
     def sentence(self) -> str:
-        """What was found, in one sentence."""
+        """The names and their certificate, in one sentence."""
         names = ", ".join(sorted({*self.specs.names.values()})) or "nothing"
         return (
             f'specs="found": {AXIS} splits {names}; {self.solution.cost * 1e3:.3g} ms of a step\'s work and traffic, '
