@@ -184,7 +184,7 @@ def _by_line(program: TracedProgram, names_of: Callable[[Array], Names]) -> tupl
 
 
 def _needed(sizes: tuple[int, ...], names: Names, others: Mapping[tuple[int, ...], set[Names]]) -> int:
-    """Returns how many of the last sizes tell an array apart from the others of its line."""
+    """Returns the number of last sizes that tell an array apart from the others of its line."""
     for count in range(1, len(sizes)):
         end = sizes[len(sizes) - count :]
         alike = [options for other, options in others.items() if other[len(other) - count :] == end]
