@@ -8,7 +8,6 @@ from jaxpar.exchange.all_reduce import AllReduce
 from jaxpar.exchange.base import Exchange
 from jaxpar.mesh.axes import AXES, batch_axes
 from jaxpar.parallel.pipeline_options import Pipeline
-from jaxpar.sharding.source_lines import line_problems
 
 Axes = str | tuple[str, ...] | None
 DECLARED = ("pipe", "data", "fsdp", "context", "tensor")  # axes of every mesh, each with a field
@@ -162,7 +161,10 @@ class Parallel(Keywords):
         if self.specs not in ("", "found"):
             rule = 'specs="found" finds the dims that `tensor` splits; without it names, annotations and use decide'
             problems.append(Problem(f"specs={self.specs!r:.60}", rule, suggest(str(self.specs), ["found"])))
-        problems += line_problems(self.activations)
+        if self.activations:
+            from jaxpar.sharding.source_lines import line_problems  # other declarations do not load it
+
+            problems += line_problems(self.activations)
         for key, example in (("rules", '{"mlp": "tensor"}'), ("paths", '{"up/kernel": ("embed", "mlp")}')):
             problems += _shape_problems(key, getattr(self, key), example)
         return problems

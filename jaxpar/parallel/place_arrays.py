@@ -16,7 +16,7 @@ from jaxpar.parallel.techniques.all_techniques import all_dim_names, idle_proble
 from jaxpar.parallel.zero import add_axes, add_zero_and_axes, remove_axis
 from jaxpar.sharding.adapters import adapter_choice, base_of
 from jaxpar.sharding.author.rules_in_force import with_author_rules
-from jaxpar.sharding.infer_names.from_use import InferredDims
+from jaxpar.sharding.infer_names.from_words import InferredDims
 from jaxpar.sharding.infer_names.infer_dims import infer_dims
 from jaxpar.sharding.lists import Lists
 from jaxpar.sharding.names import LARGE, Blueprint, Leaf

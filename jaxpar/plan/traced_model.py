@@ -1,4 +1,4 @@
-"""The plan of any model: traced once on shapes, planned over data, fsdp and expert, and axes of added techniques.
+"""The plan of any model: traced once on shapes, planned over data, fsdp, tensor and expert, and added techniques.
 
     matmuls       2 FLOP per multiplication of every matmul and convolution of the loss and its gradients; parameters
                   that are not trained have no gradient
@@ -196,6 +196,10 @@ class TracedModel:
         plain = self._kernels(candidate, hardware, remat="none")
         kernels = self._kernels(candidate, hardware)
         recompute = np.maximum(sum(kernels.values()) - sum(plain.values()), 0.0)
+        recompute *= by_size(self, candidate, lambda split: split.work)
+        # what operations move besides shrinks as the kept activations do
+        plain["matmuls"] *= by_size(self, candidate, lambda split: split.work)
+        plain["elementwise"] *= by_size(self, candidate, lambda split: split.kept)
         parameters = self._stored(candidate, whole=True)
         accumulation = np.where(np.greater(count, 1), hardware.stream(software.accumulate * parameters), 0.0)
         compute = count * (sum(plain.values()) + recompute + accumulation)
@@ -224,12 +228,9 @@ class TracedModel:
         columns = np.broadcast_arrays(candidate.microbatch, candidate.remat if remat is None else remat)
         pairs = [*zip(*(column.ravel().tolist() for column in columns), strict=True)]
         results = {(rows, policy): self._program(policy).seconds(rows, hardware) for rows, policy in {*pairs}}
-        # what operations move besides shrinks as the kept activations do
-        shares = {"matmuls": lambda split: split.work, "elementwise": lambda split: split.kept}
         return {
             cause: np.array([results[pair][cause] for pair in pairs]).reshape(columns[0].shape)
-            * by_size(self, candidate, share)
-            for cause, share in shares.items()
+            for cause in ("matmuls", "elementwise")
         }
 
     def _update_bytes(self) -> float:

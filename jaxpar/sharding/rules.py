@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.errors import Problem
 from jaxpar.mesh.axes import AXES, batch_axes
-from jaxpar.sharding.infer_names.from_use import InferredDims
+from jaxpar.sharding.infer_names.from_words import InferredDims
 from jaxpar.sharding.names import Leaf
 
 Axes = str | tuple[str, ...] | None

@@ -94,7 +94,7 @@ class Solution:
     @property
     def traffic(self) -> dict[str, float]:
         """Kind of collective to the bytes that a device sends over the axis in a step."""
-        totals: Counter[str] = Counter()
+        totals: defaultdict[str, float] = defaultdict(float)
         for sent in self.collectives:
             totals[sent.kind] += sent.times * sent.bytes
         return dict(totals)
@@ -254,7 +254,7 @@ class Cuts:
         ) if groups else Counter()  # fmt: skip
         group_of = {id(member): key for key, (_, members) in groups.items() for member in members}
         for number, operation in first.items():
-            self._operation(operation, counts[number], groups.get(group_of.get(id(operation.result))))
+            self._operation(operation, counts[number], groups.get(group_of.get(id(operation.result), -1)))
 
     def _operation(self, operation: Operation, count: int, group: Any) -> None:
         strategies = self._strategies(operation)
@@ -283,10 +283,9 @@ class Cuts:
                 if state not in cuttable[index]:
                     continue
                 others = cuttable[1 - index] - {states[1 - index]}
-                terms = {column: 1.0, self.x[state]: -1.0}  # type: ignore[index]
-                for other in others - {state}:
-                    terms[self.x[other]] = 1.0
-                self._row(terms, 0, np.inf)
+                if state not in others:  # else the other operand is cut otherwise whenever this one is cut
+                    terms = {column: 1.0, self.x[state]: -1.0}  # type: ignore[index]
+                    self._row(terms | {self.x[other]: 1.0 for other in others}, 0, np.inf)
 
     def _strategies(self, operation: Operation) -> list[Strategy]:
         """Returns the states of operands and result for no cut, and for each loop that may be cut."""
@@ -473,11 +472,11 @@ def _minimize(
     entries = [(number, column, value) for number, (terms, _, _) in enumerate(rows) for column, value in terms.items()]
     numbers, columns, values = (np.array(each) for each in zip(*entries, strict=True))
     matrix = sparse.csr_matrix((values, (numbers, columns)), shape=(len(rows), len(cost)))
-    limits = optimize.LinearConstraint(matrix, [low for _, low, _ in rows], [high for _, _, high in rows])
+    low, high = (np.array([row[side] for row in rows], float) for side in (1, 2))
+    limits: Any = optimize.LinearConstraint(matrix, low, high)  # pyright: ignore[reportArgumentType]
     options = {"time_limit": limit_s, "mip_rel_gap": GAP}
-    return optimize.milp(
-        cost, constraints=limits, bounds=optimize.Bounds(0, upper), integrality=binary, options=options
-    )
+    bounds = optimize.Bounds(0, upper)  # pyright: ignore[reportArgumentType]
+    return optimize.milp(cost, constraints=limits, bounds=bounds, integrality=binary, options=options)
 
 
 def _kept_activations(program: TracedProgram) -> set[int]:

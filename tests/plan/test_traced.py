@@ -240,10 +240,13 @@ def test_float32_takes_longer_and_sends_twice_as_much():
     assert full.sharding > half.sharding
 
 
-def test_every_layout_is_data_and_fsdp_and_all_of_them_are_weighed():
-    plan = search(question(VIT), top=100)
-    assert plan.considered == 4 * 4 * (1 + 3 * 3)  # remats, microbatches, and stages of ZeRO on 2, 4 and 8
-    assert all(each.candidate.pipe == each.candidate.tensor == 1 for each in plan.best)
+def test_every_layout_of_data_fsdp_and_tensor_is_weighed():
+    plan = search(question(VIT), top=500)
+    # remats, and microbatches of replicas of 8, 16, 32 and 64 rows, with stages of ZeRO on each size of fsdp above 1
+    assert plan.considered == 4 * (4 * (1 + 3 * 3) + 5 * (1 + 3 * 2) + 6 * (1 + 3) + 7)
+    every = plan.question.legal()
+    assert {*np.asarray(every.tensor).tolist()} == {1, 2, 4, 8}
+    assert all(each.candidate.pipe == 1 for each in plan.best)
     assert {each.candidate.zero for each in plan.best} == {0, 1, 2, 3}
 
 
@@ -322,7 +325,7 @@ def test_a_model_of_the_users_own_is_planned_written_and_drawn(own, model, capsy
     assert {each["remat"] for each in best} == {"none"}  # it places none
     page = Path("plan.html").read_text()
     assert "examples per second" in page
-    assert "Not weighed: pipe, context and tensor" in page
+    assert "Not weighed: pipe and context" in page
     assert main(["check", "planned.toml"]) == 0
 
 
@@ -346,7 +349,7 @@ def test_what_fsdp_would_split_nothing_of_is_left_out_by_name(own):
         ("blind", [], "keeps nothing of a row"),
         ("broken", [], "images"),
         ("total", ["--devices", "7"], "7 devices for 64 examples"),
-        ("total", ["--devices", "128"], "128 devices for 64 examples"),
+        ("total", ["--devices", "1024"], "1,024 devices for 64 examples"),
     ],
 )
 def test_what_cannot_be_planned_is_one_clear_error(own, loss, words, got, capsys):

@@ -222,7 +222,8 @@ class Exhaustive:
         last = {}  # the last operation that may use a shared collective
         choices = []
         for number, (group, options) in enumerate(zip(groups, self.options, strict=True)):
-            choices.append([self._choice(group, option, index, cut) for index, option in enumerate(options)])
+            allowed = self._allowed(group[0], options, cut)
+            choices.append([self._choice(group, options[index], index, cut) for index in allowed])
             for _, shared in choices[-1]:
                 last |= dict.fromkeys(shared, number)
         paid = {frozenset(): 0.0}
@@ -234,7 +235,20 @@ class Exhaustive:
                     state = frozenset(key for key in before | {*shared} if last[key] > number)
                     after[state] = min(spent, after.get(state, math.inf))
             paid = after
-        return min(paid.values())
+        return min(paid.values(), default=math.inf)
+
+    def _allowed(self, operation, options, cut):
+        """Returns the strategies: if an operand is cut along a loop and no other one otherwise, that loop alone."""
+        states = [None if operand.constant else self._state(operand, cut) for operand in operation.operands]
+        if len(states) != 2:
+            return range(len(options))
+        followed = {
+            number
+            for number, (asked, _) in enumerate(options)
+            for index, state in enumerate(states)
+            if state is not None and asked[index] == state and states[1 - index] in (None, asked[1 - index])
+        }
+        return range(len(options)) if not followed else [*followed] if len(followed) == 1 else []
 
     def _choice(self, group, option, index, cut):
         """Returns the seconds of an operation alone, and those of collectives that others may share."""

@@ -7,7 +7,7 @@ import pytest
 from specs.programs import Exhaustive, equal_branches, random_costs, random_program
 
 from jaxpar.errors import JaxparError
-from jaxpar.specs.optimize import TIE, Cuts
+from jaxpar.specs.optimize import GAP, TIE, Cuts
 from jaxpar.specs.program import follow
 
 MOST = 1_000  # sets of dims that are tried
@@ -25,6 +25,7 @@ def compare(seed):
         if len(sets) > MOST:
             return False
     priced = [(tried.seconds(cut), tried.memory(cut), cut) for cut in sets]
+    priced = [each for each in priced if np.isfinite(each[0])]
     _assert_best(cuts, tried, priced, None)
     sizes = sorted({memory for _, memory, _ in priced})
     if len(sizes) > 2:
@@ -38,7 +39,7 @@ def compare(seed):
 def _assert_best(cuts, tried, priced, memory):
     solution = cuts.solve(memory=memory)
     best = min(seconds for seconds, size, _ in priced if memory is None or size <= memory)
-    assert solution.best == pytest.approx(best, rel=2e-6)
+    assert solution.best == pytest.approx(best, rel=GAP)
     assert solution.relaxed <= best * (1 + 1e-6)
     assert solution.bound <= best * (1 + 1e-6)
     assert solution.gap >= -1e-6

@@ -100,7 +100,7 @@ REFUSED = {
     "a loss that fails": (
         lambda: jp.find_specs(Net, lambda model, batch: model(batch["y"]), BATCH, TENSOR),
         "no entry 'y'",
-        "the line that this names",
+        "the line of the model or the loss that this names",
     ),
 }
 

@@ -17,7 +17,7 @@ from jax.extend.core import Literal as Constant
 
 from jaxpar.errors import refuse
 
-ROWS = 2, 4  # batch sizes for tracing: a single row could be broadcast
+ROWS = 14, 22  # batch sizes for tracing: even, and sizes of no usual dim, which JAX could treat as rows
 DEGREE = 3  # of the polynomials
 Kind = Literal["heavy", "reduce", "elementwise", "stack", "loop"]
 MatmulKind = Literal["weights", "batched", "convolution"]
@@ -120,8 +120,8 @@ def read_program(small: Jaxpr, large: Jaxpr, *, name: str) -> TracedProgram:
     """Reads a function from its jaxprs of `ROWS`.
 
     Args:
-      small: Jaxpr of 2 rows.
-      large: Jaxpr of 4 rows.
+      small: Jaxpr of the smaller number.
+      large: Jaxpr of the larger number.
       name: Name of the model, for messages.
 
     Raises:

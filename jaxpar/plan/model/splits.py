@@ -55,6 +55,8 @@ class SplitModel(Protocol):
 
 def by_size(model: SplitModel, candidate: Candidate, value: Any) -> Any:
     """Returns a number of the split that each candidate's tensor axis has; `value` maps a split to it."""
+    if not model.splits:
+        return value(Split())
     sizes = np.asarray(candidate.tensor)
     return np.select([sizes == size for size in model.splits], [value(split) for split in model.splits.values()],
                      value(Split()))  # fmt: skip

@@ -2,34 +2,17 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from jax.extend.core import Jaxpr
 
 from jaxpar.sharding.infer_names.dim_pieces import Dim, DimPiece, flat
+from jaxpar.sharding.infer_names.from_words import InferredDims
 from jaxpar.sharding.infer_names.program import follow_dims
 
 # A table with more rows than this, in multiples of its width, is split by rows even if no matmul produces them: that
 # sends activations, while gathering would send the table itself. It is the size of a feed-forward matrix.
 WIDE = 4
-
-
-@dataclass(frozen=True, slots=True)
-class InferredDims:
-    """Inferred dims of an unannotated parameter.
-
-    Attributes:
-      names: The name of each dim, or None.
-      pieces: Per dim, the largest number of shards: for a dim of heads x head_dim, the number of heads.
-      why: The evidence, as text.
-      followed: Whether every use of the parameter is known; if so, a dim without a name certainly may not be split.
-    """
-
-    names: tuple[str | None, ...]
-    pieces: tuple[int, ...]
-    why: str
-    followed: bool = False
 
 
 def infer_by_use(jaxpr: Jaxpr, paths: Sequence[str]) -> dict[str, InferredDims]:

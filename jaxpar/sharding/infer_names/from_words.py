@@ -7,9 +7,27 @@ of the module have the same dim 0, and some of them, such as biases, have one di
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from jaxpar.sharding.infer_names.from_use import InferredDims
 from jaxpar.sharding.names import Leaf
+
+
+@dataclass(frozen=True, slots=True)
+class InferredDims:
+    """Inferred dims of an unannotated parameter.
+
+    Attributes:
+      names: The name of each dim, or None.
+      pieces: Per dim, the largest number of shards: for a dim of heads x head_dim, the number of heads.
+      why: The evidence, as text.
+      followed: Whether every use of the parameter is known; if so, a dim without a name certainly may not be split.
+    """
+
+    names: tuple[str | None, ...]
+    pieces: tuple[int, ...]
+    why: str
+    followed: bool = False
+
 
 _IN = r"(query|key|value|[qkv]|[qkv]_proj|(query|key|value)_proj)"
 _OUT = r"(out|o|o_proj|out_proj)"

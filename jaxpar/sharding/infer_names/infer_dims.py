@@ -3,8 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from jaxpar.sharding.infer_names.from_use import InferredDims, infer_by_use
-from jaxpar.sharding.infer_names.from_words import infer_by_words
+from jaxpar.sharding.infer_names.from_words import InferredDims, infer_by_words
 from jaxpar.sharding.names import Blueprint
 
 CUT = {"heads", "mlp", "vocab", "channels"}
@@ -26,6 +25,8 @@ def infer_dims(blueprint: Blueprint, *, use: bool) -> dict[str, InferredDims]:
     words = infer_by_words(blueprint.other_leaves) | infer_by_words(blueprint.leaves)
     if not use or blueprint.program is None or all(leaf.names is not None for leaf in blueprint.leaves.values()):
         return words
+    from jaxpar.sharding.infer_names.from_use import infer_by_use  # models whose dims have names do not load it
+
     closed, paths = blueprint.program()
     used = infer_by_use(closed.jaxpr, paths)
     if not any(CUT & {*dims.names} for dims in used.values() if dims.names != TABLE):
