@@ -29,7 +29,7 @@ from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.memory import Memory, bytes_by_zero_stage
 from jaxpar.plan.model.liveness import LEAST, Estimate
-from jaxpar.plan.model.splits import Split, by_size
+from jaxpar.plan.model.splits import TensorSplit, by_size
 from jaxpar.plan.model.state_bytes import Recipe
 from jaxpar.plan.model.tracing import ModelTrace
 from jaxpar.plan.techniques.base import Work, divisors
@@ -73,7 +73,7 @@ class TracedModel:
     axes: tuple[str, ...] = ()
     dims: Mapping[str, int] = field(default_factory=dict)
     parameters_by_dim: Mapping[str, int] = field(default_factory=dict)
-    splits: Mapping[int, Split] = field(default_factory=dict)
+    splits: Mapping[int, TensorSplit] = field(default_factory=dict)
 
     @property
     def parameters(self) -> int:

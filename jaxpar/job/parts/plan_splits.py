@@ -6,7 +6,7 @@ from typing import Any
 from jaxpar.errors import JaxparError
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.plan.machine.hardware import HARDWARE
-from jaxpar.plan.model.splits import Split, SplitTraffic
+from jaxpar.plan.model.splits import SplitTraffic, TensorSplit
 from jaxpar.sharding.names import Blueprint
 from jaxpar.specs.find import AXIS, costs_on
 from jaxpar.specs.names import NamedSpecs, name_solution
@@ -23,7 +23,7 @@ def find_splits(
     sizes: Iterable[int],
     precision: str,
     frozen: Collection[str],
-) -> dict[int, tuple[Split, NamedSpecs]]:
+) -> dict[int, tuple[TensorSplit, NamedSpecs]]:
     """Returns, for each size of the tensor axis that splits parameters, the split and the names of its dims.
 
     Args:
@@ -48,9 +48,9 @@ def find_splits(
     return found
 
 
-def _split(solution: Solution, size: int, rows: int) -> Split:
+def _split(solution: Solution, size: int, rows: int) -> TensorSplit:
     traffic = tuple(_traffic(sent, size, rows) for sent in solution.collectives)
-    return Split(work=solution.work, kept=solution.kept, traffic=traffic)
+    return TensorSplit(work=solution.work, kept=solution.kept, traffic=traffic)
 
 
 def _traffic(sent: Sent, size: int, rows: int) -> SplitTraffic:

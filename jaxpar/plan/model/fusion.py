@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.plan.model.program import PARTS, TracedOp, TracedProgram, value
+from jaxpar.plan.model.program import PARTS, SizedProgram, TracedOp, value
 from jaxpar.plan.model.written_arrays import fills_operand, find_written
 
 MOST_LEAVES = 10
@@ -56,7 +56,7 @@ class FusedProgram:
     leaves: dict[int, Leaves]
 
 
-def fuse(program: TracedProgram, rows: float, *, gradients: Iterable[int] = ()) -> FusedProgram:
+def fuse(program: SizedProgram, rows: float, *, gradients: Iterable[int] = ()) -> FusedProgram:
     """Decides which arrays a program writes.
 
     Args:
@@ -71,7 +71,7 @@ def fuse(program: TracedProgram, rows: float, *, gradients: Iterable[int] = ()) 
 
 
 class _Fusion:
-    def __init__(self, program: TracedProgram, rows: float, gradients: set[int]):
+    def __init__(self, program: SizedProgram, rows: float, gradients: set[int]):
         self.program, self.rows = program, rows
         self.bytes = value(np.array(program.sizes), rows) if program.sizes else np.zeros(0)
         self.written = find_written(program, self.bytes, gradients)

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.model.fusion import FusedProgram, TracedKernel, fuse
-from jaxpar.plan.model.program import DEGREE, TracedProgram, value
+from jaxpar.plan.model.program import DEGREE, SizedProgram, value
 
 LEAST = 2e-6  # seconds of the smallest kernel: assumed, as in `jaxpar.inspector.timeline`
 CLASSES = ("activations", "weights", "gradients")
@@ -75,7 +75,7 @@ class Estimate:
         return {"matmuls": float(seconds[is_matmul].sum()), "elementwise": float(seconds[~is_matmul].sum())}
 
 
-def estimate(program: TracedProgram, rows: float, *, params: Sequence[int], gradients: Sequence[int]) -> Estimate:
+def estimate(program: SizedProgram, rows: float, *, params: Sequence[int], gradients: Sequence[int]) -> Estimate:
     """Estimates the compiled program of a loss and its gradients.
 
     Args:
@@ -104,7 +104,7 @@ def estimate(program: TracedProgram, rows: float, *, params: Sequence[int], grad
 
 
 def _program_amounts(
-    program: TracedProgram, rows: float, params: Collection[int], gradients: Collection[int]
+    program: SizedProgram, rows: float, params: Collection[int], gradients: Collection[int]
 ) -> tuple[_Amounts, list[bool]]:
     """Returns the amounts of a program, and which of its results are of parameters alone."""
     fused = fuse(program, rows, gradients=gradients)
@@ -148,7 +148,7 @@ def _bodies(fused: FusedProgram, rows: float, params: set[int]) -> tuple[dict[in
 
 
 def _lives(
-    program: TracedProgram, fused: FusedProgram, gradients: Collection[int], of_params: set[int]
+    program: SizedProgram, fused: FusedProgram, gradients: Collection[int], of_params: set[int]
 ) -> dict[int, tuple[int, int]]:
     """Returns the first and the last place of each array that the program writes."""
     end, lives, reads = len(program.ops), {}, {}

@@ -71,7 +71,7 @@ class TracedOp:
       outputs: Numbers of its results.
       backward: Whether it is part of the backward pass.
       matmul: The matmul that it is, or None.
-      body: TracedProgram of one turn of a loop, or None.
+      body: SizedProgram of one turn of a loop, or None.
       length: Turns of a loop.
       carried: Number of a loop's results that are its carry; the others are stacks.
       row: Elements that a reduction over the last dim reads for each result; 0 for other ops.
@@ -83,14 +83,14 @@ class TracedOp:
     outputs: tuple[int, ...]
     backward: bool = False
     matmul: TracedMatmul | None = None
-    body: "TracedProgram | None" = None
+    body: "SizedProgram | None" = None
     length: int = 1
     carried: int = 0
     row: int = 0
 
 
 @dataclass(slots=True)
-class TracedProgram:
+class SizedProgram:
     """Ops in program order, and the arrays that they read and write.
 
     Attributes:
@@ -116,7 +116,7 @@ class TracedProgram:
                 yield from op.body.matmuls(times * op.length, backward or op.backward)
 
 
-def read_program(small: Jaxpr, large: Jaxpr, *, name: str) -> TracedProgram:
+def read_program(small: Jaxpr, large: Jaxpr, *, name: str) -> SizedProgram:
     """Reads a function from its jaxprs of `ROWS`.
 
     Args:
@@ -140,7 +140,7 @@ def read_program(small: Jaxpr, large: Jaxpr, *, name: str) -> TracedProgram:
     return _merge(*programs)
 
 
-def _outline(program: TracedProgram) -> list[tuple]:
+def _outline(program: SizedProgram) -> list[tuple]:
     outline: list[tuple] = []
     for op in program.ops:
         outline.append((op.name, op.inputs, op.outputs, op.length))
@@ -153,9 +153,9 @@ class _Reader:
     """Reads a jaxpr: `sizes` are shapes, and FLOP the dims that are multiplied, until two programs are merged."""
 
     def __init__(self):
-        self.program, self.known, self.barriers = TracedProgram(), {}, 0
+        self.program, self.known, self.barriers = SizedProgram(), {}, 0
 
-    def read(self, jaxpr: Jaxpr, *, scanned: Iterable[int] = (), stacked: Iterable[int] = ()) -> TracedProgram:
+    def read(self, jaxpr: Jaxpr, *, scanned: Iterable[int] = (), stacked: Iterable[int] = ()) -> SizedProgram:
         """Reads a jaxpr; those inputs are slices of scanned arrays, those outputs are stacked."""
         program, scanned, stacked = self.program, {*scanned}, {*stacked}
         env = {var: self._array(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars)}
@@ -307,7 +307,7 @@ def _matmul(eqn: JaxprEqn) -> TracedMatmul | None:
     return TracedMatmul((*out, *kernel), "convolution", (), bits)
 
 
-def _remove_dead(program: TracedProgram) -> None:
+def _remove_dead(program: SizedProgram) -> None:
     live, ops = {entry for entry in program.outputs if entry is not None}, []
     for op in reversed(program.ops):
         if not live.isdisjoint(op.outputs):
@@ -316,7 +316,7 @@ def _remove_dead(program: TracedProgram) -> None:
     program.ops = ops[::-1]
 
 
-def _merge(small: TracedProgram, large: TracedProgram) -> TracedProgram:
+def _merge(small: SizedProgram, large: SizedProgram) -> SizedProgram:
     """Returns the program with polynomials in place of shapes."""
     merged = []
     for op, other in zip(small.ops, large.ops, strict=True):
@@ -331,7 +331,7 @@ def _merge(small: TracedProgram, large: TracedProgram) -> TracedProgram:
         width * _polynomial(*shapes)
         for width, shapes in zip(small.widths, zip(small.sizes, large.sizes, strict=True), strict=True)
     ]
-    return TracedProgram(sizes, small.widths, merged, small.inputs, small.outputs)
+    return SizedProgram(sizes, small.widths, merged, small.inputs, small.outputs)
 
 
 def _polynomial(small: tuple[int, ...], large: tuple[int, ...]) -> Polynomial:

@@ -30,7 +30,7 @@ class SplitTraffic:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class TensorSplit:
     """A model over a tensor axis of one size.
 
     Attributes:
@@ -44,25 +44,25 @@ class Split:
     traffic: tuple[SplitTraffic, ...] = ()
 
 
-class SplitModel(Protocol):
+class TensorSplitModel(Protocol):
     """A model with a split for each size of the tensor axis that it supports."""
 
     @property
-    def splits(self) -> Mapping[int, Split]:
+    def splits(self) -> Mapping[int, TensorSplit]:
         """Sizes of the axis to the split; 1 is not among them."""
         ...
 
 
-def by_size(model: SplitModel, candidate: Candidate, value: Any) -> Any:
+def by_size(model: TensorSplitModel, candidate: Candidate, value: Any) -> Any:
     """Returns a number of the split that each candidate's tensor axis has; `value` maps a split to it."""
     if not model.splits:
-        return value(Split())
+        return value(TensorSplit())
     sizes = np.asarray(candidate.tensor)
     return np.select([sizes == size for size in model.splits], [value(split) for split in model.splits.values()],
-                     value(Split()))  # fmt: skip
+                     value(TensorSplit()))  # fmt: skip
 
 
-def traffic(model: SplitModel, candidate: Candidate) -> Iterator[tuple[str, Any, Any]]:
+def traffic(model: TensorSplitModel, candidate: Candidate) -> Iterator[tuple[str, Any, Any]]:
     """Yields the kind, payload and count of the collectives of a microbatch; 0 of those of other sizes."""
     for size, split in model.splits.items():
         for each in split.traffic:

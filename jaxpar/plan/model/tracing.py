@@ -11,7 +11,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jaxpar.errors import refuse
 from jaxpar.models.settings.computing import POLICIES, model_policy
 from jaxpar.plan.model.liveness import Estimate, estimate
-from jaxpar.plan.model.program import ROWS, MatmulKind, TracedProgram, read_program, value
+from jaxpar.plan.model.program import ROWS, MatmulKind, SizedProgram, read_program, value
 from jaxpar.sharding.names import DISPATCH, path_of
 
 
@@ -111,7 +111,7 @@ def trace(
 
 def _program(
     forward: Callable, params: Any, inputs: Callable[[int], Any], frozen: Collection[str], name: str
-) -> TracedProgram:
+) -> SizedProgram:
     """Reads the program of a loss and of its gradients with respect to the parameters that are not frozen."""
     leaves, structure = jax.tree.flatten(params)
     fixed = _frozen_places(params, frozen)

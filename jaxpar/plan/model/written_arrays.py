@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxpar.plan.model.program import TracedOp, TracedProgram
+from jaxpar.plan.model.program import SizedProgram, TracedOp
 
 COSTLY = ("tanh", "erf", "erfc", "erf_inv", "sin", "cos", "tan")  # by XLA's count of their instructions
 PROLOGUES = frozenset(
@@ -39,7 +39,7 @@ class WrittenArrays:
     in_reader: set[int]
 
 
-def find_written(program: TracedProgram, sizes: np.ndarray, gradients: set[int]) -> WrittenArrays:
+def find_written(program: SizedProgram, sizes: np.ndarray, gradients: set[int]) -> WrittenArrays:
     """Finds the arrays that are written in any case.
 
     Args:
@@ -62,7 +62,7 @@ def fills_operand(op: TracedOp) -> bool:
     return op.name.startswith("scatter")
 
 
-def _fuse_prologues(program: TracedProgram, sizes: np.ndarray, written: set[int]) -> set[int]:
+def _fuse_prologues(program: SizedProgram, sizes: np.ndarray, written: set[int]) -> set[int]:
     """Replaces results of ops that a matmul computes while it reads them by the ops' operands; returns the results."""
     prologues: set[int] = set()
     readers: dict[int, set[str]] = defaultdict(set)
@@ -82,7 +82,7 @@ def _fuse_prologues(program: TracedProgram, sizes: np.ndarray, written: set[int]
     return prologues
 
 
-def _costly(program: TracedProgram, written: set[int]) -> set[int]:
+def _costly(program: SizedProgram, written: set[int]) -> set[int]:
     """Returns the results of costly ops that both passes read, the backward pass after cheap ops."""
     awaited: set[int] = set()
     counts = Counter(entry for op in program.ops for entry in {*op.inputs})
@@ -94,7 +94,7 @@ def _costly(program: TracedProgram, written: set[int]) -> set[int]:
     return {entry for entry in costly & awaited if counts[entry] > 1}
 
 
-def _normalized(program: TracedProgram) -> tuple[set[int], set[int]]:
+def _normalized(program: SizedProgram) -> tuple[set[int], set[int]]:
     """Returns the results of x - max(x) that several ops read, and the maxima."""
     readers = defaultdict(list)
     for op in program.ops:
@@ -114,7 +114,7 @@ def _normalized(program: TracedProgram) -> tuple[set[int], set[int]]:
     return normalized, maxima
 
 
-def _spread(program: TracedProgram, sizes: np.ndarray) -> set[int]:
+def _spread(program: SizedProgram, sizes: np.ndarray) -> set[int]:
     """Returns the operands of broadcasts that a root, a quotient or a logarithm made."""
     rooted: set[int] = set()
     spread: set[int] = set()
