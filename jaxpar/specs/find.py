@@ -142,13 +142,11 @@ def find_specs(
     traced = TracedLoss(blueprint, loss, batch, rows=rows, precision=precision)
     program = traced.program(frozen)
     costs, note = costs_on(_hardware(chip), parallel, precision), ""
+    examples = examples and rows % parallel.tensor == 0
     cuts = Cuts(program, parallel.tensor, costs, examples=examples)
     solution = cuts.solve(memory=memory)
     if not cuts.splits_parameters(solution):
-        note = (
-            f"{AXIS}={parallel.tensor} costs more than it saves for {rows} examples a device on {chip}, by this model: "
-            "without launches, and with the FLOP of matmuls split as declared"
-        )
+        note = _why_no_parameters(cuts, solution, parallel, chip, rows)
         cuts = Cuts(program, parallel.tensor, replace(costs, launch=0.0), examples=examples)
         solution = cuts.solve(memory=memory, split=True)
     named = name_solution(cuts, solution, AXIS, tuple(axis for axis in parallel.sizes if axis in parallel.batch_axes))
@@ -165,6 +163,18 @@ def find_specs(
         unknown=tuple(sorted(program.unknown)),
         seconds=time.perf_counter() - start,
     )
+
+
+def _why_no_parameters(cuts: Cuts, solution: Solution, parallel: Parallel, chip: str, rows: int) -> str:
+    """Returns a sentence on a best choice that splits no parameter, and on what is chosen instead."""
+    names = {*name_solution(cuts, solution, AXIS).names.values()}
+    size, instead = parallel.tensor, "without launches, and with matmuls and parameters split as declared"
+    if "tokens" in names:
+        return (
+            f"best for {rows} examples a device on {chip} would be to split tokens and no parameter, as context={size} "
+            f"does ({solution.cost * 1e3:.3g} ms by this model); this is {instead}"
+        )
+    return f"{AXIS}={size} costs more than it saves for {rows} examples a device on {chip}, by this model: {instead}"
 
 
 def find_specs_of_call(blueprint: Blueprint, parallel: Parallel) -> FoundSpecs:

@@ -33,6 +33,7 @@ from jaxpar.units import show_bytes
 
 PARTIAL = "partial sum"
 WHOLE = 0.1  # share of the FLOP that may stay whole where matmuls have to be split
+NODES = 500  # of the search tree, and not seconds: processes of one job must find the same specs
 GAP = 5e-4  # the search ends once the best choice is proven to be within this share of the best possible
 TIE = 0.02  # of choices that cost at most this share more than the best one, the simplest is taken
 Row = tuple[dict[int, float], float, float]  # coefficients of columns, and the limits of their sum
@@ -371,15 +372,14 @@ class Cuts:
         memory: float | None = None,
         least: bool = False,
         split: bool = False,
-        limit_s: float = 20.0,
     ) -> Solution:
         """Solves the program exactly, and takes the simplest choice within `TIE` of the best.
 
         Args:
           memory: Bytes that parameters, state and kept activations may take on a device.
           least: Minimizes memory instead of seconds.
-          split: Whether at most a tenth of the FLOP of matmuls that can be cut may stay whole.
-          limit_s: Seconds after which the best solution so far is taken, with its gap.
+          split: Whether at most a tenth of the FLOP of matmuls that can be cut may stay whole, and half of the bytes of
+            parameters that can be cut.
 
         Raises:
           JaxparError: If no choice fits in `memory`; the message has the least that is possible.
@@ -387,18 +387,18 @@ class Cuts:
         start, columns = time.perf_counter(), len(self._cost)
         rows, upper = self._limited(memory, split=split), np.where(np.array(self._binary), 1.0, np.inf)
         scale, cost = (1e-6, _vector(self._memory, columns)) if least else (1e6, np.array(self._cost))
-        run = partial(_minimize, upper=upper, binary=np.array(self._binary), limit_s=limit_s)
+        run = partial(_minimize, upper=upper, binary=np.array(self._binary), nodes=NODES)
         found = run(cost * scale, rows)
         if found.x is None:
             raise self._impossible(memory)
-        relaxed = _minimize(cost * scale, rows, upper=upper, binary=np.zeros(columns), limit_s=limit_s)
+        relaxed = _minimize(cost * scale, rows, upper=upper, binary=np.zeros(columns))
         constant = self._memory_whole if least else self._constant
         best = found.fun / scale + constant
         bound = relaxed.fun if found.mip_dual_bound is None else max(found.mip_dual_bound, relaxed.fun)
         values = found.x
         if not least:
             rows.append((dict(enumerate(cost * scale)), -np.inf, ((1 + TIE) * best - constant) * scale))
-            simplest = run(_vector(self._complexity, columns) + cost / (best or 1.0), rows, limit_s=limit_s / 4)
+            simplest = run(_vector(self._complexity, columns) + cost / (best or 1.0), rows, nodes=NODES // 10)
             values = values if simplest.x is None else simplest.x
         total = lambda amounts: sum(amount * values[column] for column, amount in amounts.items())  # noqa: E731
         done = sum(flop * (values[columns[0]] + (1 - values[columns[0]]) / self.n) for columns, flop in self._flop)
@@ -428,7 +428,7 @@ class Cuts:
         columns = len(self._cost)
         rows, upper = self._limited(memory, split=split), np.where(np.array(self._binary), 1.0, np.inf)
         upper[[self.x[state] for state in states]] = 0.0
-        relaxed = _minimize(np.array(self._cost) * 1e6, rows, upper=upper, binary=np.zeros(columns), limit_s=5.0)
+        relaxed = _minimize(np.array(self._cost) * 1e6, rows, upper=upper, binary=np.zeros(columns))
         return np.inf if relaxed.x is None else relaxed.fun / 1e6 + self._constant
 
     def _limited(self, memory: float | None, *, split: bool) -> list[Row]:
@@ -438,6 +438,12 @@ class Cuts:
             rows.append((dict(self._memory), -np.inf, memory - self._memory_whole))
         if split:
             rows.append((dict(self._whole_work), -np.inf, WHOLE * sum(self._whole_work.values())))
+            sizes: defaultdict[int, float] = defaultdict(float)
+            params = [array for array in self.program.params.values() if self._states(array)]
+            for array in params:
+                for state in self._states(array):
+                    sizes[self.x[state]] += array.bytes
+            rows.append((dict(sizes), sum(array.bytes for array in params) / 2, np.inf))
         return rows
 
     def splits_parameters(self, solution: Solution) -> bool:
@@ -467,14 +473,14 @@ def _vector(amounts: Mapping[int, float], size: int) -> np.ndarray:
 
 
 def _minimize(
-    cost: np.ndarray, rows: Sequence[Row], *, upper: np.ndarray, binary: np.ndarray, limit_s: float
+    cost: np.ndarray, rows: Sequence[Row], *, upper: np.ndarray, binary: np.ndarray, nodes: int = 1
 ) -> optimize.OptimizeResult:
     entries = [(number, column, value) for number, (terms, _, _) in enumerate(rows) for column, value in terms.items()]
     numbers, columns, values = (np.array(each) for each in zip(*entries, strict=True))
     matrix = sparse.csr_matrix((values, (numbers, columns)), shape=(len(rows), len(cost)))
     low, high = (np.array([row[side] for row in rows], float) for side in (1, 2))
     limits: Any = optimize.LinearConstraint(matrix, low, high)  # pyright: ignore[reportArgumentType]
-    options = {"time_limit": limit_s, "mip_rel_gap": GAP}
+    options = {"node_limit": nodes, "mip_rel_gap": GAP}
     bounds = optimize.Bounds(0, upper)  # pyright: ignore[reportArgumentType]
     return optimize.milp(cost, constraints=limits, bounds=bounds, integrality=binary, options=options)
 

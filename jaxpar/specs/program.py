@@ -59,6 +59,7 @@ class Array:
       root: The array of which it is a view, such as a reshaped or transposed one; itself if it is no view.
       readers: Number of equations that read it or a view of it.
       backward: Whether the backward pass computes it.
+      share: Share of its entries that a device's examples have, of those that were traced.
     """
 
     dims: tuple[Dim, ...]
@@ -72,14 +73,15 @@ class Array:
     root: "Array" = None  # type: ignore[assignment]
     readers: int = 0
     backward: bool = False
+    share: float = 1.0
 
     def __post_init__(self):
         self.root = self.root or self
 
     @property
-    def bytes(self) -> int:
+    def bytes(self) -> float:
         """Bytes of the whole array."""
-        return math.prod(self.shape) * self.itemsize
+        return math.prod(self.shape) * self.itemsize * self.share
 
     def pieces(self) -> Iterator[DimPiece]:
         """Yields the first piece of each dim: those that a cut may be along."""
@@ -134,7 +136,9 @@ class TracedProgram:
     rows: set[DimPiece] = field(default_factory=set)
 
 
-def follow(jaxpr: Jaxpr, paths: Sequence[str], batch: Sequence[int], gradients: Sequence[int]) -> TracedProgram:
+def follow(
+    jaxpr: Jaxpr, paths: Sequence[str], batch: Sequence[int], gradients: Sequence[int], *, share: float = 1.0
+) -> TracedProgram:
     """Returns the program of a jaxpr.
 
     Args:
@@ -142,6 +146,7 @@ def follow(jaxpr: Jaxpr, paths: Sequence[str], batch: Sequence[int], gradients: 
       paths: Paths of the parameters, which are its first arguments.
       batch: Numbers of the arguments whose first dim is that of examples.
       gradients: Of each parameter, the number of the result that is its gradient; -1 if it has none.
+      share: Examples of a device over those of the jaxpr, which has two at least: a dim of one is no dim.
     """
     walk = _Walk()
     inputs = [walk.array(var) for var in jaxpr.invars]
@@ -156,6 +161,7 @@ def follow(jaxpr: Jaxpr, paths: Sequence[str], batch: Sequence[int], gradients: 
     program.inputs = [array for array in inputs if not array.path]
     walk.align()
     _mark_rows(program, [inputs[number] for number in batch])
+    _scale(program, share)
     return program
 
 
@@ -427,3 +433,13 @@ def _mark_rows(program: TracedProgram, batch: Sequence[Array]) -> None:
             break
         rows |= found
     program.rows = rows
+
+
+def _scale(program: TracedProgram, share: float) -> None:
+    """Sets the share of arrays and operations of examples."""
+    for array in program.arrays:
+        if any(piece in program.rows for dim in array.dims for piece in flat(dim)):
+            array.share = share
+    for operation in program.operations:
+        if any(piece in program.rows for operands, result in operation.loops for piece in (*operands, result)):
+            operation.flop *= share

@@ -42,7 +42,9 @@ class TracedLoss:
         """
         self.blueprint = blueprint
         params, model_state = jax.eval_shape(lambda: blueprint.init(jax.random.key(0)))
-        local = {name: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) for name, leaf in batch.items()}
+        traced = max(rows, 2)
+        local = {name: jax.ShapeDtypeStruct((traced, *leaf.shape[1:]), leaf.dtype) for name, leaf in batch.items()}
+        self._share = rows / traced
         self.arguments = params, model_state, local
         self._mean = _mean_loss(blueprint, loss, DTYPES[precision])
 
@@ -79,7 +81,8 @@ class TracedLoss:
             closed = jax.make_jaxpr(gradients)(params, *others)
         first, numbers = len(leaves) + len(jax.tree.leaves(others[0])), count(1)
         batch = range(first, first + len(jax.tree.leaves(others[1])))
-        return follow(closed.jaxpr, [*leaves], batch, [-1 if path in fixed else next(numbers) for path in leaves])
+        of_leaf = [-1 if path in fixed else next(numbers) for path in leaves]
+        return follow(closed.jaxpr, [*leaves], batch, of_leaf, share=self._share)
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:

@@ -93,6 +93,11 @@ def _traced_models_options(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
+def _found_specs_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", metavar="MODEL", action="append", default=[], help="one model, such as 'LSTM'")
+    add_json(parser)
+
+
 def _exchanges_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", metavar="METHOD", action="append", default=[], help="one method, such as 'diloco'")
     _add_seeds(parser)
@@ -232,6 +237,20 @@ def memory(args: argparse.Namespace) -> tuple[Any, int]:
     return _with_status(peaks(job, **drawn, out=args.out))
 
 
+def found_specs(args: argparse.Namespace) -> tuple[Any, int]:
+    """Compares specs that are found with rules, as compiled for absent GPUs."""
+    from jaxpar.errors import refuse, suggest
+    from jaxpar.mesh.devices import use_cpu_only
+
+    use_cpu_only()
+    from .found_specs import CASES, run
+
+    for name in args.only:
+        if name not in CASES:
+            raise refuse(f"--only {name!r:.60}", rule="a model of the bench has a name", fix=suggest(name, CASES))
+    return run(args.only or [*CASES])
+
+
 def traced_models(args: argparse.Namespace) -> tuple[Any, int]:
     """Compares plans of traced models with compiled programs."""
     from jaxpar.errors import refuse, suggest
@@ -318,6 +337,11 @@ BENCHES: dict[str, tuple[str, Callable[..., Any], Callable[[argparse.ArgumentPar
     "planner": ("predicted step times beside published ones", planner, _planner_options),
     "layouts": ("the planner beside the compiler, over randomly drawn layouts", layouts, _layouts_options),
     "memory": ("the planner's peak memory beside the compiler's", memory, _memory_options),
+    "found_specs": (
+        "specs that are found beside rules, as compiled for absent GPUs",
+        found_specs,
+        _found_specs_options,
+    ),
     "traced_models": ("plans of traced models beside their compiled programs", traced_models, _traced_models_options),
     "exchanges": ("the loss of a job by method of exchange, beside an all-reduce", exchanges, _exchanges_options),
     "batches": ("the loss of a job by its batch, at equal epochs", batches, _add_seeds),

@@ -236,7 +236,7 @@ def test_the_state_is_that_of_the_jobs_optimizer():
 def test_float32_takes_longer_and_sends_twice_as_much():
     one = Candidate(fsdp=8, zero=3, microbatch=8)
     half, full = (question(VIT, "model.dim=1024", f"train.precision={name}").seconds(one) for name in ("bf16", "fp32"))
-    assert full.matmuls == pytest.approx(2 * half.matmuls, rel=0.1)  # two gradients of scores are in float32 in both
+    assert 1.8 * half.matmuls < full.matmuls < 2 * half.matmuls  # two gradients of scores are in float32 in both
     assert full.sharding > half.sharding
 
 

@@ -12,10 +12,14 @@ from specs import models
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
+from jaxpar.models.resnet import ResNet
+from jaxpar.models.settings.table import MODELS
+from jaxpar.models.vgg import VGG
 from jaxpar.sharding.source_lines import parse_line
 from jaxpar.units import parse_bytes
 
 TENSOR = jp.Parallel(tensor=8)
+ResNetConfig, VGGConfig = MODELS["resnet"], MODELS["vgg"]
 WIDE = {"vocab": 32000, "dim": 1024, "heads": 16, "hidden": 4096}
 
 
@@ -27,6 +31,9 @@ def floats(*shape):
     return jax.ShapeDtypeStruct(shape, "float32")
 
 
+RESNET_50 = ResNetConfig(
+    channels=3, classes=1000, blocks=(3, 4, 6, 3), width=64, bottleneck=True, stem="large"
+)  # fmt: skip
 TOKENS = {"x": ints(2, 2048), "y": ints(2, 2048)}
 PICTURES = {"x": floats(128, 224, 224, 3), "y": ints(128)}
 CASES = {
@@ -36,6 +43,13 @@ CASES = {
     "scanned": (partial(models.ScannedGpt, **WIDE, layers=2), models.next_token, TOKENS),
     "mixture": (partial(models.Gpt, **WIDE, layers=2, experts=8, capacity=640), models.next_token, TOKENS),
     "pictures": (models.AlexNet, models.classes, PICTURES),
+    "vgg": (lambda rngs: VGG(VGGConfig(channels=3, classes=1000), rngs=rngs), models.classes, PICTURES),
+    "resnet": (lambda rngs: ResNet(RESNET_50, rngs=rngs), models.classes, PICTURES),
+    "long rows": (
+        partial(models.Gpt, vocab=512, dim=1024, heads=4, hidden=1024, layers=2),
+        models.next_token,
+        {"x": ints(1, 32768), "y": ints(1, 32768)},
+    ),
     "clicks": (
         partial(models.Recommender, rows=2_000_000, features=26, hidden=1024),
         models.clicks,
@@ -104,6 +118,28 @@ def test_experts_are_split_and_their_router_is_whole():
     assert names["blocks/mixer/up"] == names["blocks/mixer/down"] == ("experts", None, None)
     assert names["blocks/mixer/route/kernel"] == (None, None)
     assert found("mixture").solution.traffic["all-to-all"] > 0
+
+
+@pytest.mark.slow
+def test_a_residual_network_is_data_parallel_but_for_its_last_matrices():
+    names = found("resnet", examples=True).specs.paths
+    whole = [path for path, dims in names.items() if not any(dims)]
+    assert all(any(path.startswith(f"blocks/{number}/") for path in whole) for number in range(12))
+    assert not [path for path, dims in names.items() if any(dims) and path.split("/")[1] in map(str, range(13))]
+    assert {lines[0] for lines in found("resnet", examples=True).specs.activations.values()} <= {"examples", "batch"}
+
+
+@pytest.mark.slow
+def test_vgg_has_examples_for_convolutions_and_columns_and_rows_for_dense_layers():
+    names = paths("vgg", examples=True)
+    assert (names["first/kernel"], names["second/kernel"]) == ((None, "mlp"), ("mlp", None))
+    assert all(not any(dims) for path, dims in names.items() if len(dims) == 4)
+
+
+def test_long_rows_are_split_by_tokens_and_context_is_named():
+    specs = found("long rows")
+    assert "as context=8 does" in specs.note
+    assert {dims[1] for dims in specs.specs.activations.values() if len(dims) == 3} == {"tokens"}
 
 
 def test_convolutions_are_split_by_examples_and_dense_layers_by_columns_and_rows():

@@ -94,6 +94,20 @@ def test_found_layouts_accumulate_and_recompute(numerics):
     plain_loop.assert_alike(train(composed, "gpt", **numerics), plain("gpt"))
 
 
+def test_one_example_on_a_device_has_names_too():
+    model, loss, _ = CASES["gpt"]
+    batch = {key: value[:2] for key, value in TEXTS.items()}
+    specs = jp.find_specs(model, loss, batch, jp.Parallel(tensor=4, fsdp=2))
+    assert specs.specs.activations
+    assert all("batch" in names for names in specs.specs.activations.values())
+    layout, losses = jp.compose(model, specs.parallel), []
+    state, step = jp.init_state(layout, SGD, seed=0), jp.train_step(layout, loss, SGD)
+    for _ in range(plain_loop.STEPS):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    plain_loop.assert_alike((losses, state.params), plain_loop.train(model, model, loss, SGD, batch))
+
+
 @pytest.mark.full
 def test_found_layouts_train_in_bf16_as_one_device_does():
     specs = found("gpt", "tensor 4, fsdp 2", precision="bf16")
