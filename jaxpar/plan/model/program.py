@@ -7,7 +7,7 @@
 Views (reshapes, transposes of matrices) are the array that they show. A scan is one op with a program of its own.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -17,7 +17,9 @@ from jax.extend.core import Literal as Constant
 
 from jaxpar.errors import refuse
 
-ROWS = 14, 22  # batch sizes for tracing: even, and sizes of no usual dim, which JAX could treat as rows
+# pairs of batch sizes for tracing: of a size that equals that of another dim JAX may make other ops, and models may
+# choose the number of their chunks by it, so that pairs are tried until both sizes have the same ops
+ROWS = ((14, 22), (16, 32), (2, 4), (6, 12))
 DEGREE = 3  # of the polynomials
 Kind = Literal["heavy", "reduce", "elementwise", "stack", "loop"]
 MatmulKind = Literal["weights", "batched", "convolution"]
@@ -116,28 +118,30 @@ class SizedProgram:
                 yield from op.body.matmuls(times * op.length, backward or op.backward)
 
 
-def read_program(small: Jaxpr, large: Jaxpr, *, name: str) -> SizedProgram:
-    """Reads a function from its jaxprs of `ROWS`.
+def read_program(trace: Callable[[int], Jaxpr], *, name: str) -> SizedProgram:
+    """Reads a function from its jaxprs at two numbers of rows.
 
     Args:
-      small: Jaxpr of the smaller number.
-      large: Jaxpr of the larger number.
+      trace: Maps a number of rows to the jaxpr.
       name: Name of the model, for messages.
 
     Raises:
-      JaxparError: If the two have different ops.
+      JaxparError: If all pairs of numbers have different ops.
     """
-    programs = [_Reader().read(jaxpr) for jaxpr in (small, large)]
-    counts = [_outline(program) for program in programs]
-    if counts[0] != counts[1]:
-        place = next((i for i, pair in enumerate(zip(*counts, strict=False)) if len({*pair}) > 1), len(min(counts)))
-        ops = [count[place][0] if place < len(count) else "none" for count in counts]
-        raise refuse(
-            f"{name}: op {place} is {ops[0]} for {ROWS[0]} rows and {ops[1]} for {ROWS[1]}",
-            rule="a plan needs a model and a loss whose ops are the same for any number of rows",
-            fix="a model without Python branches on the size of its batch",
-        )
-    return _merge(*programs)
+    differing = ""
+    for rows in ROWS:
+        programs = [_Reader().read(trace(count)) for count in rows]
+        outlines = [_outline(program) for program in programs]
+        if outlines[0] == outlines[1]:
+            return _merge(*programs, rows)
+        place = next((i for i, pair in enumerate(zip(*outlines, strict=False)) if len({*pair}) > 1), -1)
+        first, second = (outline[place][0] for outline in outlines)
+        differing = differing or f"op {place} is {first} for {rows[0]} rows and {second} for {rows[1]}"
+    raise refuse(
+        f"{name}: {differing}",
+        rule="a plan needs a model and a loss whose ops are the same for any number of rows",
+        fix="a model without Python branches on the size of its batch",
+    )
 
 
 def _outline(program: SizedProgram) -> list[tuple]:
@@ -316,31 +320,31 @@ def _remove_dead(program: SizedProgram) -> None:
     program.ops = ops[::-1]
 
 
-def _merge(small: SizedProgram, large: SizedProgram) -> SizedProgram:
+def _merge(small: SizedProgram, large: SizedProgram, rows: tuple[int, int]) -> SizedProgram:
     """Returns the program with polynomials in place of shapes."""
     merged = []
     for op, other in zip(small.ops, large.ops, strict=True):
         if op.matmul is not None and other.matmul is not None:
-            flop = 2.0 * _polynomial(op.matmul.flop, other.matmul.flop)
+            flop = 2.0 * _polynomial(op.matmul.flop, other.matmul.flop, rows)
             merged.append(replace(op, matmul=replace(op.matmul, flop=flop)))
         elif op.body is not None and other.body is not None:
-            merged.append(replace(op, body=_merge(op.body, other.body)))
+            merged.append(replace(op, body=_merge(op.body, other.body, rows)))
         else:
             merged.append(op)
     sizes = [
-        width * _polynomial(*shapes)
+        width * _polynomial(*shapes, rows)
         for width, shapes in zip(small.widths, zip(small.sizes, large.sizes, strict=True), strict=True)
     ]
     return SizedProgram(sizes, small.widths, merged, small.inputs, small.outputs)
 
 
-def _polynomial(small: tuple[int, ...], large: tuple[int, ...]) -> Polynomial:
+def _polynomial(small: tuple[int, ...], large: tuple[int, ...], rows: tuple[int, int]) -> Polynomial:
     """Returns the product of dims as a polynomial in the rows, each dim linear in them."""
     product = np.zeros(DEGREE + 1)
     product[0] = 1.0
     for few, many in zip(small, large, strict=True):
-        slope = (many - few) / (ROWS[1] - ROWS[0])
-        constant = few - slope * ROWS[0]
+        slope = (many - few) / (rows[1] - rows[0])
+        constant = few - slope * rows[0]
         shifted = np.concatenate([[0.0], product[:-1]])
         product = constant * product + slope * shifted if slope else few * product
     return product

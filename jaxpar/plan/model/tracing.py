@@ -11,8 +11,10 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jaxpar.errors import refuse
 from jaxpar.models.settings.computing import POLICIES, model_policy
 from jaxpar.plan.model.liveness import Estimate, estimate
-from jaxpar.plan.model.program import ROWS, MatmulKind, SizedProgram, read_program, value
+from jaxpar.plan.model.program import MatmulKind, SizedProgram, read_program, value
 from jaxpar.sharding.names import DISPATCH, path_of
+
+COUNTED = 2  # rows at which amounts are counted: a single row could be broadcast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +93,13 @@ def trace(
         )
     passes = (
         tuple(
-            Matmul(flop=float(value(matmul.flop, ROWS[0])) / ROWS[0], times=times, kind=matmul.kind)
+            Matmul(flop=float(value(matmul.flop, COUNTED)) / COUNTED, times=times, kind=matmul.kind)
             for matmul, times, backward in matmuls
             if backward == is_backward
         )
         for is_backward in (False, True)
     )
-    small = inputs(ROWS[0])
+    small = inputs(COUNTED)
     jaxpr = jax.make_jaxpr(forward("none"))(params, small).jaxpr
     remat_jaxpr = jax.make_jaxpr(forward("full"))(params, small).jaxpr if takes_remat else None
     return ModelTrace(
@@ -105,7 +107,7 @@ def trace(
         backward=next(passes),
         programs=estimates,
         blocks=_blocks(remat_jaxpr) if remat_jaxpr is not None else 0,
-        slots=tuple((elements / ROWS[0], times) for elements, times in _slots(jaxpr)),
+        slots=tuple((elements / COUNTED, times) for elements, times in _slots(jaxpr)),
     )
 
 
@@ -124,8 +126,7 @@ def _program(
 
         return jax.value_and_grad(loss)([leaf for place, leaf in enumerate(leaves) if place not in fixed])
 
-    small, large = (jax.make_jaxpr(run)(leaves, inputs(rows)).jaxpr for rows in ROWS)
-    return read_program(small, large, name=name)
+    return read_program(lambda rows: jax.make_jaxpr(run)(leaves, inputs(rows)).jaxpr, name=name)
 
 
 def _frozen_places(params: Any, frozen: Collection[str]) -> set[int]:
