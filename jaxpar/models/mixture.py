@@ -80,12 +80,10 @@ class MixtureLayer(nnx.Module):
         """
         e = self.settings
         # in float32: in 16 bits, scores of many experts are equal, and which one wins is a matter of rounding
-        logits = jnp.einsum("bsd,de->bse", x_bsd.astype(jnp.float32), self.router[...].astype(jnp.float32))
+        logits = _float32_logits(x_bsd, self.router[...].astype(jnp.float32))
         scores = jax.nn.softmax(logits) if e.scores == "softmax" else jax.nn.sigmoid(logits)
         choices = jax.lax.stop_gradient(self._choose(scores if bias is None else scores + bias))
-        # a sum instead of a lookup: XLA ends the process at some lookups per row inside of pipelines
-        chosen = choices[..., : e.per_token, None] == jnp.arange(e.count)
-        weights = jnp.sum(jnp.where(chosen, scores[..., None, :], 0), axis=-1)
+        weights = _scores_of_choices(scores, choices[..., : e.per_token])
         if e.normalize:
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
         params = {"up": self.up[...], "down": self.down[...]} | ({} if self.gate is None else {"gate": self.gate[...]})
@@ -112,6 +110,41 @@ class MixtureLayer(nnx.Module):
             taken = jnp.any(best[..., None] == jnp.arange(e.groups), axis=-2)
             scores = jnp.where(taken[..., None], grouped, -jnp.inf).reshape(scores.shape)
         return jax.lax.top_k(scores, e.choices)[1]
+
+
+@jax.custom_vjp
+def _float32_logits(x_bsd: jax.Array, router_de: jax.Array) -> jax.Array:
+    """Computes x @ router in float32, and saves x in its own dtype; JAX would save it in float32 as well."""
+    return jnp.einsum("bsd,de->bse", x_bsd.astype(jnp.float32), router_de)
+
+
+def _float32_logits_backward(residuals: tuple[jax.Array, jax.Array], grad_bse: jax.Array):
+    x_bsd, router_de = residuals
+    grad_x = jnp.einsum("bse,de->bsd", grad_bse, router_de).astype(x_bsd.dtype)
+    return grad_x, jnp.einsum("bsd,bse->de", x_bsd.astype(jnp.float32), grad_bse)
+
+
+_float32_logits.defvjp(lambda x, router: (_float32_logits(x, router), (x, router)), _float32_logits_backward)
+
+
+@jax.custom_vjp
+def _scores_of_choices(scores_bse: jax.Array, choices_bsk: jax.Array) -> jax.Array:
+    """Looks up the scores of the chosen experts [batch, seq, k], and saves the choices only."""
+    # a sum instead of a lookup: XLA ends the process at some lookups per row inside of pipelines
+    chosen = choices_bsk[..., None] == jnp.arange(scores_bse.shape[-1])
+    return jnp.sum(jnp.where(chosen, scores_bse[..., None, :], 0), axis=-1)
+
+
+def _scores_of_choices_forward(scores_bse: jax.Array, choices_bsk: jax.Array):
+    return _scores_of_choices(scores_bse, choices_bsk), (choices_bsk, jnp.arange(scores_bse.shape[-1]))
+
+
+def _scores_of_choices_backward(residuals: tuple[jax.Array, jax.Array], grad_bsk: jax.Array):
+    choices_bsk, experts = residuals
+    return jnp.sum(jnp.where(choices_bsk[..., None] == experts, grad_bsk[..., None], 0), axis=-2), None
+
+
+_scores_of_choices.defvjp(_scores_of_choices_forward, _scores_of_choices_backward)
 
 
 def _expert(activation: Activation, params: dict[str, jax.Array], x_nd: jax.Array) -> jax.Array:

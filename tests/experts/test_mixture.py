@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plain_loop import STEPS
 
 import jaxpar as jp
-from jaxpar.models.blocks.dispatch import assign_slots
+from jaxpar.models.blocks.dispatch import assign_slots, combine
 from jaxpar.parallel.techniques.expert_slots import mixture as dispatched
 
 OPTIMIZER = optax.sgd(0.3, momentum=0.9)
@@ -68,6 +68,24 @@ def test_gradients_are_those_of_the_loop():
 
         for ours, plain in zip(*map(jax.tree.leaves, (total(in_an_implementation), total(jp.mixture))), strict=True):
             np.testing.assert_allclose(ours, plain, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 6])
+def test_a_sum_of_slots_saves_the_smaller_of_slots_and_choices(capacity):
+    numbers = np.random.default_rng(0)
+    choices = np.argsort(numbers.random((8, 4)))[:, :2]
+    slots = assign_slots(jnp.asarray(choices), per_token=2, experts=4, capacity=capacity)
+    y, weights = (jnp.asarray(numbers.random(shape), jnp.float32) for shape in ((4 * capacity, 5), (8, 2)))
+
+    def plain(y, weights):
+        return jnp.einsum("sk,skd->sd", weights, jnp.take(y, slots.of_choice, axis=0, mode="fill", fill_value=0))
+
+    expected, plain_gradient = jax.vjp(plain, y, weights)
+    sums, gradient = jax.vjp(lambda y, weights: combine(y, weights, slots.of_choice, slots.choice), y, weights)
+    np.testing.assert_allclose(sums, expected, rtol=1e-6)
+    for ours, theirs in zip(gradient(sums), plain_gradient(sums), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    assert sum(x.size for x in jax.tree.leaves(gradient) if x.shape[1:] == (5,)) == min(4 * capacity, 16) * 5
 
 
 @settings(deadline=None, max_examples=60)

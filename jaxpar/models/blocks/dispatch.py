@@ -134,21 +134,38 @@ dispatch.defvjp(lambda x, of_choice, choice: (dispatch(x, of_choice, choice), of
 def combine(y_nd: jax.Array, weights_sk: jax.Array, of_choice_sk: jax.Array, choice_n: jax.Array) -> jax.Array:
     """Returns the weighted sum of each token's slots, in the dtype of `y`. Shape [tokens, width]."""
     del choice_n
-    dtype = jnp.promote_types(_wide(y_nd.dtype), weights_sk.dtype)
-    parts = (w[:, None].astype(dtype) * _take(y_nd, slot) for w, slot in zip(weights_sk.T, of_choice_sk.T, strict=True))
-    return jnp.asarray(sum(parts), y_nd.dtype)
+    return _weighted_sum(_by_choice(y_nd, of_choice_sk), weights_sk)
+
+
+def _by_choice(y_nd: jax.Array, of_choice_sk: jax.Array) -> list[jax.Array]:
+    """The slots of all tokens' first choices, second choices, and so on. Shape of each [tokens, width]."""
+    return [_take(y_nd, slot) for slot in of_choice_sk.T]
+
+
+def _weighted_sum(parts_sd: list[jax.Array], weights_sk: jax.Array) -> jax.Array:
+    dtype = jnp.promote_types(_wide(parts_sd[0].dtype), weights_sk.dtype)
+    parts = (w[:, None].astype(dtype) * part for w, part in zip(weights_sk.T, parts_sd, strict=True))
+    return jnp.asarray(sum(parts), parts_sd[0].dtype)
+
+
+def _combine_forward(y_nd: jax.Array, weights_sk: jax.Array, of_choice_sk: jax.Array, choice_n: jax.Array):
+    parts = _by_choice(y_nd, of_choice_sk)
+    # the smaller of the two: slots are more than choices where experts have slots to spare
+    saved = parts if of_choice_sk.size <= y_nd.shape[0] else y_nd
+    return _weighted_sum(parts, weights_sk), (saved, weights_sk, of_choice_sk, choice_n)
 
 
 def _combine_backward(residuals: tuple, g_sd: jax.Array) -> tuple[jax.Array, jax.Array, None, None]:
-    y_nd, weights_sk, of_choice_sk, choice_n = residuals
-    dtype = jnp.promote_types(_wide(y_nd.dtype), weights_sk.dtype)
+    saved, weights_sk, of_choice_sk, choice_n = residuals
+    parts = saved if isinstance(saved, list) else _by_choice(saved, of_choice_sk)
+    dtype = jnp.promote_types(_wide(g_sd.dtype), weights_sk.dtype)
     of_slot = _take(weights_sk.reshape(-1, 1), choice_n).astype(dtype)
     dy = of_slot * _take(g_sd, choice_n // weights_sk.shape[1])
-    dw = [jnp.sum(g_sd.astype(dtype) * _take(y_nd, slot), axis=-1) for slot in of_choice_sk.T]
-    return dy.astype(y_nd.dtype), jnp.stack(dw, axis=-1).astype(weights_sk.dtype), None, None
+    dw = [jnp.sum(g_sd.astype(dtype) * part, axis=-1) for part in parts]
+    return dy.astype(g_sd.dtype), jnp.stack(dw, axis=-1).astype(weights_sk.dtype), None, None
 
 
-combine.defvjp(lambda *arguments: (combine(*arguments), arguments), _combine_backward)
+combine.defvjp(_combine_forward, _combine_backward)
 
 
 def _wide(dtype: jnp.dtype) -> jnp.dtype:
