@@ -254,6 +254,22 @@ def test_a_mesh_that_does_not_fit_experts_is_refused(got, sizes, experts):
     assert len(caught.value.problems) == 1
 
 
+def test_experts_of_any_size_are_sharded_by_their_axis_alone():
+    layout = jp.compose(decoder(MIXTRAL), jp.Parallel(expert=8, replicate_above=0))
+    place = layout.placements["blocks/mlp/up"]
+    assert place.stored == place.used == jax.sharding.PartitionSpec(None, "expert")
+
+
+def test_the_router_saves_what_it_reads_in_16_bits_alone():
+    config = BlockConfig(dim=48, heads=2, kv_heads=2, hidden=8, norm="rms", gated=True, activation="silu", biases=(),
+                         causal=True, dropout=0.0, out_scale=1.0)  # fmt: skip
+    graph, state = nnx.split(eager(config, ExpertsConfig(count=4, per_token=2, hidden=40)))
+    state = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state)
+    x = jax.ShapeDtypeStruct((2, 16, 48), jnp.bfloat16)
+    gradient = jax.eval_shape(lambda *args: jax.vjp(lambda state, x: nnx.merge(graph, state)(x)[0], *args)[1], state, x)
+    assert {x.dtype.name for x in jax.tree.leaves(gradient) if x.shape == (2, 16, 48)} == {"bfloat16"}
+
+
 @pytest.mark.parametrize(
     ("got", "experts"),
     [
