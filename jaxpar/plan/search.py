@@ -210,12 +210,12 @@ class Plan:
 
 
 def search(question: Question, *, top: int = 10) -> Plan:
-    """Ranks all legal layouts that fit.
+    """Ranks all legal layouts that fit with memory to spare, or all that fit if none does: see `Question.spare`.
 
     Raises:
       JaxparError: If there is no legal layout, or none fits; it states the missing memory and a change that would fit.
     """
-    considered, fitting, sizes = _fitting(question)
+    question, considered, fitting, sizes = _fitting(question)
     time = question.seconds(fitting)
     seconds, order = time.total, _order(question, fitting, time.total, sizes)
     best, compared = _one_of_each(fitting, order)[:top], np.sort(order)
@@ -236,19 +236,23 @@ def first_layout(question: Question) -> Ranked:
     Raises:
       JaxparError: As `search` does.
     """
-    _, fitting, sizes = _fitting(question)
+    question, _, fitting, sizes = _fitting(question)
     order = _order(question, fitting, question.seconds(fitting).total, sizes)
     return predict(question, select_one(fitting, int(order[0])))
 
 
-def _fitting(question: Question) -> tuple[int, Candidate, np.ndarray]:
-    """Returns the number of legal layouts, the layouts that fit, and their bytes."""
+def _fitting(question: Question) -> tuple[Question, int, Candidate, np.ndarray]:
+    """Returns the question, the number of legal layouts, the layouts that fit, and their bytes.
+
+    If none leaves memory to spare, those that fit without are returned, with a question that spares none.
+    """
     candidates = question.legal()
     sizes = question.bytes(candidates).total
-    fits = np.flatnonzero(sizes <= question.limit(candidates))
-    if not len(fits):
-        raise _fits_nowhere(question, candidates, sizes)
-    return len(sizes), select(candidates, fits), sizes[fits]
+    for asked in (question, replace(question, spare=0.0)):
+        fits = np.flatnonzero(sizes <= asked.limit(candidates))
+        if len(fits):
+            return asked, len(sizes), select(candidates, fits), sizes[fits]
+    raise _fits_nowhere(question, candidates, sizes)
 
 
 def predict(question: Question, candidate: Candidate) -> Ranked:

@@ -57,6 +57,7 @@ class TracedModel:
       sum_loss: Whether the loss is a (sum, count), which microbatches need.
       axes: Further axes, of added techniques that can split this model.
       dims: Names of parameter dims to a number that divides all dims of that name.
+      stacked: Share of the parameters that are stacks of layers, whose gradients a scan returns all at once.
       splits: Sizes of `tensor`, which is then one of `axes`, to the split of the model.
       parameters_by_dim: Names of dims to the parameters in all arrays that have such a dim.
     """
@@ -73,6 +74,7 @@ class TracedModel:
     axes: tuple[str, ...] = ()
     dims: Mapping[str, int] = field(default_factory=dict)
     parameters_by_dim: Mapping[str, int] = field(default_factory=dict)
+    stacked: float = 0.0
     splits: Mapping[int, TensorSplit] = field(default_factory=dict)
 
     @property
@@ -155,7 +157,7 @@ class TracedModel:
         whole_gathered = gathers_once(candidate, self.recipe) | model_software.keeps_gathered(candidate)
         piece = 2.0 * zero3 * self.largest_array
         gathered = self.itemsize * np.where(whole_gathered, unsharded_parameters, piece)
-        summed = gradient_bytes(gradients, candidate, model_software, self.recipe, stacked=0.0)
+        summed = gradient_bytes(gradients, candidate, model_software, self.recipe, stacked=self.stacked)
         peak = self._peak(candidate, copies=np.equal(gathered, 0), gradients=np.where(accumulates, 0.0, summed))
         return (
             Memory(

@@ -11,6 +11,7 @@ from jaxpar.job.plan import apply_layout, overrides
 from jaxpar.job.plan import question as asked_of
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.software import JAXPAR
+from jaxpar.plan.pages.text import page
 from jaxpar.plan.search import predict, search
 
 gpu_compiler = pytest.importorskip("jax_plugins.xla_cuda13", reason="no compiler for absent GPUs: jax-cuda13-pjrt")
@@ -70,8 +71,11 @@ def test_all_sizes_that_divide_experts_and_rows_are_weighed():
 def test_mixtral_on_16_gpus_is_planned_as_its_job_has_it_and_its_peak_is_compiled():
     job = load(ROOT / "configs/gpu_mixtral_8x7b_expert8.toml")
     asked = asked_of(job, devices=16, chip="h100", per_node=None, options={})
-    best = search(asked).best[0]
+    plan = search(asked)
+    best = plan.best[0]
+    assert "none to spare" in page(plan)  # the leanest needs 97 % of the memory
     assert (best.candidate.fsdp, best.candidate.size("expert"), best.candidate.zero) == (2, 8, 3)
     report = observe(apply_layout(job, best.candidate, 32, asked.hardware), "h100:2x8")
     assert best.memory.total == pytest.approx(report.total, rel=0.1)
+    assert report.fits
     assert predict(asked, best.candidate).memory.total == best.memory.total

@@ -195,6 +195,7 @@ def trace_model(
         other_state=state_bytes,
         unsupported=refused,
         largest_array=_largest_gather(blueprint),
+        stacked=_stacked_share(blueprint),
         recipe=recipe,
         trace=model_trace,
         itemsize=4 if dtype is None else dtype(0).dtype.itemsize,
@@ -258,6 +259,13 @@ def _shards(
         )
         state_bytes[sizes] = per_device(layout, other_arrays(layout))
     return counts, state_bytes, refused
+
+
+def _stacked_share(blueprint: Blueprint) -> float:
+    """Returns the share of the parameters that are stacks of layers."""
+    leaves = name_stacks(blueprint.leaves).values()
+    stacks = sum(leaf.size for leaf in leaves if leaf.names and leaf.names[0] == "layers")
+    return stacks / max(1, sum(leaf.size for leaf in leaves))
 
 
 def _largest_gather(blueprint: Blueprint) -> int:

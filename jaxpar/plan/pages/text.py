@@ -84,6 +84,8 @@ def _left_out(plan: Plan) -> str:
 def spare(plan: Plan) -> str:
     """Returns the share of the memory that layouts leave free, as text."""
     share, chunked = plan.question.spare, bool(np.any(plan.points.layouts.chunks > 1))
+    if not share:
+        return "none to spare, which predictions may exceed: --verify 1 compiles the first"
     return f"{share:.0%} to spare" + f", interleaved pipelines with {share + CHUNKED:.0%}" * chunked
 
 
