@@ -35,7 +35,7 @@ class Net(nnx.Module):
         return self.down(self.between(x) if self.between else x)
 
 
-UP = f"test_input.py:{Net.__call__.__code__.co_firstlineno + 1}"
+UP = f"test_specs_input.py:{Net.__call__.__code__.co_firstlineno + 1}"
 
 
 def squares(model, batch):
@@ -62,8 +62,8 @@ REFUSED = {
     "no names": (partial(compose, tensor=8, activations={UP: "batch"}), "'batch'", "model.py:31"),
     "no mapping": (partial(compose, tensor=8, activations=[UP]), "activations=", "model.py:31"),
     "a line that computes nothing": (
-        lambda: step(jp.Parallel(tensor=8, activations={"test_input.py:9999": ("batch", "mlp")})),
-        "test_input.py:9999",
+        lambda: step(jp.Parallel(tensor=8, activations={"test_specs_input.py:9999": ("batch", "mlp")})),
+        "test_specs_input.py:9999",
         "for the lines of today's source",
     ),
     "an array of other rank": (
@@ -206,13 +206,13 @@ fsdp = 2
 tensor = 4
 specs = "{specs}"
 [model]
-name = "test_input:Net"
+name = "test_specs_input:Net"
 [data]
-source = "test_input:Batches"
+source = "test_specs_input:Batches"
 [train]
 steps = 3
 global_batch = 8
-loss = "test_input:squares"
+loss = "test_specs_input:squares"
 [optimizer]
 name = "sgd"
 learning_rate = 0.1
