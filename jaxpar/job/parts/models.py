@@ -114,7 +114,9 @@ def resolve_model(job: Job, loss: Callable) -> Blueprint | Callable:
 
         return resolve_policy(job, partial(_build_model, job))
     model = _build_model(job, loss)
-    return with_adapters(as_blueprint(model), job.train.adapters) if job.train.adapters.rank else model
+    if job.train.adapters.rank:
+        model = with_adapters(as_blueprint(model), job.train.adapters)
+    return _with_finder(job, as_blueprint(model), loss) if job.parallel.specs else model
 
 
 def _build_model(job: Job, loss: Callable) -> Blueprint | Callable:
@@ -207,8 +209,7 @@ def _builtin_model(job: Job) -> Callable:
 def _linen(job: Job, module: Any, loss: Callable) -> Blueprint:
     """Wraps a Linen module; its loss on the shapes of the job's batches serves as the example call."""
     batch = abstract_batch(job)
-    blueprint = linen_model.blueprint(module, partial(_call, loss, batch), name=type(module).__name__)
-    return _with_finder(job, blueprint, loss)
+    return linen_model.blueprint(module, partial(_call, loss, batch), name=type(module).__name__)
 
 
 def _nnx(job: Job, factory: Callable, loss: Callable) -> Blueprint:
@@ -220,7 +221,7 @@ def _nnx(job: Job, factory: Callable, loss: Callable) -> Blueprint:
         with batch_errors(job, blueprint.name, batch):
             _call(loss, batch, model)
 
-    return _with_finder(job, with_program(blueprint, call), loss)
+    return with_program(blueprint, call)
 
 
 def frozen_paths(job: Job, blueprint: Blueprint) -> set[str]:
@@ -231,8 +232,6 @@ def frozen_paths(job: Job, blueprint: Blueprint) -> set[str]:
 
 def _with_finder(job: Job, blueprint: Blueprint, loss: Callable) -> Blueprint:
     """Lets a job's `specs="found"` be found for its own loss and batch."""
-    if not job.parallel.specs:
-        return blueprint
 
     def find(parallel: Parallel) -> tuple[Parallel, str]:
         from jaxpar.specs.find import find_specs
