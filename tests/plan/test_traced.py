@@ -139,7 +139,8 @@ def test_a_plan_is_near_the_compiled_program(name):
     from bench.traced_models import compare
 
     error = compare(CASES[name]())["error"]
-    assert abs(error["bytes"]) < 0.06
+    newest = jax.__version_info__ >= (0, 12)  # the rules are of its XLA; 0.10's writes an LSTM 7 % larger
+    assert abs(error["bytes"]) < (0.06 if newest else 0.1)
     assert abs(error["seconds"]) < 0.12
 
 
