@@ -130,10 +130,10 @@ def read_program(trace: Callable[[int], Jaxpr], *, name: str) -> SizedProgram:
     """
     differing = ""
     for rows in ROWS:
-        programs = [_Reader().read(trace(count)) for count in rows]
-        outlines = [_outline(program) for program in programs]
+        small, large = (_Reader().read(trace(count)) for count in rows)
+        outlines = _outline(small), _outline(large)
         if outlines[0] == outlines[1]:
-            return _merge(*programs, rows)
+            return _merge(small, large, rows)
         place = next((i for i, pair in enumerate(zip(*outlines, strict=False)) if len({*pair}) > 1), -1)
         first, second = (outline[place][0] for outline in outlines)
         differing = differing or f"op {place} is {first} for {rows[0]} rows and {second} for {rows[1]}"
