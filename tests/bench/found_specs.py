@@ -63,8 +63,9 @@ def compare(name: str) -> dict[str, Any]:
     devices = jp.target_devices(f"h100:1x{DEVICES}")
     found = jp.find_specs(model, loss, batch, jp.Parallel(tensor=DEVICES), precision="bf16")
     reports = {}
-    for key, parallel in (("found", found.parallel), ("rules", jp.Parallel(tensor=DEVICES))):
-        step = jp.train_step(jp.compose(model, parallel, devices), loss, optax.adamw(1e-3), precision="bf16")
+    traced = jp.from_nnx(model, *(leaf for key, leaf in batch.items() if key != "y"))  # rules that read its use
+    for key, source, parallel in (("found", model, found.parallel), ("rules", traced, jp.Parallel(tensor=DEVICES))):
+        step = jp.train_step(jp.compose(source, parallel, devices), loss, optax.adamw(1e-3), precision="bf16")
         report = jp.inspect(step, batch)
         reports[key] = {
             "traffic": {kind: size for axis in report.by_axis.values() for kind, size in axis.items()},
