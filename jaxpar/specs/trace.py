@@ -103,13 +103,33 @@ def _is_float(leaf: Any) -> bool:
 
 
 def _mean_loss(blueprint: Blueprint, loss: Callable, dtype: Any) -> Callable:
-    """Returns the mean loss as a function of (params, model state, batch), as a step computes it."""
+    summed = summed_loss(blueprint, loss, dtype)
+
+    def mean(params: Any, model_state: Any, batch: Any) -> Any:
+        total, examples = summed(params, model_state, batch)
+        return total / jax.lax.stop_gradient(examples)
+
+    return mean
+
+
+def summed_loss(
+    blueprint: Blueprint, loss: Callable, dtype: Any, *, remat: str = "none", accumulate: int = 1
+) -> Callable:
+    """Returns the (sum, count) of a loss as a function of (params, model state, batch), as a step computes it.
+
+    Args:
+      blueprint: The model.
+      loss: A function of (model, batch), or of (model, batch, key).
+      dtype: Dtype of matmuls, or None for the model's own.
+      remat: Policy of recomputation.
+      accumulate: Microbatches of a step; with several a loss that is a mean is refused.
+    """
     layout = compose(blueprint, Parallel(), 1)
 
     def run(params: Any, model_state: Any, batch: Any) -> Any:
-        model = blueprint.bind(params, model_state, partial(read_parameter, layout, dtype=dtype), Compute(dtype=dtype))
-        total, examples = as_sums(traceable_loss(loss)(model, batch), accumulate=1)["loss"]
-        return total / jax.lax.stop_gradient(examples)
+        compute = Compute(dtype=dtype, remat=remat)
+        model = blueprint.bind(params, model_state, partial(read_parameter, layout, dtype=dtype), compute)
+        return as_sums(traceable_loss(loss)(model, batch), accumulate=accumulate)["loss"]
 
     computed = separate_low_rank(run) if blueprint.adapters else run
     return demote_matmuls(computed) if dtype else computed

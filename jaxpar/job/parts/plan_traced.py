@@ -12,7 +12,6 @@ import jax
 import optax
 
 from jaxpar.errors import JaxparError
-from jaxpar.jaxprs.lookups import demote_matmuls
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch
 from jaxpar.job.parts.models import batch_errors, frozen_paths, resolve_loss, resolve_model
@@ -23,7 +22,6 @@ from jaxpar.models.islands import implemented
 from jaxpar.parallel.compose import as_blueprint, compose
 from jaxpar.parallel.declaration import DECLARED, Parallel
 from jaxpar.parallel.layout import Layout, other_arrays, per_device
-from jaxpar.parallel.read_parameter import read_parameter
 from jaxpar.parallel.techniques.expert_slots import mixture
 from jaxpar.plan.candidate import Candidate, Choices
 from jaxpar.plan.model.shape import Dims
@@ -34,13 +32,12 @@ from jaxpar.plan.techniques.expert import NAME as EXPERTS
 from jaxpar.plan.techniques.table import TECHNIQUES
 from jaxpar.plan.traced_model import TracedModel
 from jaxpar.sharding.author.explicit import sharding_translation
-from jaxpar.sharding.names import Blueprint, Compute, nest, shard_bytes
+from jaxpar.sharding.names import Blueprint, nest, shard_bytes
 from jaxpar.sharding.nnx.hooks import step_hooks
 from jaxpar.sharding.rules import name_stacks
 from jaxpar.specs.names import NamedSpecs
-from jaxpar.step.losses import as_sums
+from jaxpar.specs.trace import summed_loss
 from jaxpar.step.numerics import DTYPES
-from jaxpar.step.stochastic_loss.loss import traceable_loss
 
 MOST = 8  # devices of the tensor axis that a plan tries for a model that is no decoder
 
@@ -139,17 +136,8 @@ def trace_model(
     params, model_state = jax.eval_shape(blueprint.init, jax.random.key(0))
 
     def forward(remat: str, *, accumulate: int = 1) -> Callable:
-        def run(params, inputs):
-            model_state, batch = inputs
-            compute = Compute(dtype=dtype, remat=remat)
-            model = blueprint.bind(params, model_state, partial(read_parameter, layout, dtype=dtype), compute)
-            return as_sums(traceable_loss(loss)(model, batch), accumulate=accumulate)["loss"][0]
-
-        if blueprint.adapters:
-            from jaxpar.jaxprs.low_rank_path import separate_low_rank  # a model without adapters does not load it
-
-            run = separate_low_rank(run)
-        return demote_matmuls(run) if dtype else run  # as a step computes them
+        summed = summed_loss(blueprint, loss, dtype, remat=remat, accumulate=accumulate)
+        return lambda params, inputs: summed(params, *inputs)[0]
 
     def abstract_inputs(rows: int) -> Any:
         return model_state, {
