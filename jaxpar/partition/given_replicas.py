@@ -2,8 +2,9 @@
 
     seconds per minibatch of a cut     the most over stages of seconds / replicas, and over cuts of the seconds to send
 
-Of the cuts with the fewest seconds, the one that sends the fewest bytes is found. Both by dynamic programming over
-(stage, first layer), which is exact.
+Every device has buffers for the parameters of the fullest stage. So of the cuts within `TIE` of the fewest seconds
+those with the smallest fullest stage are taken, and of these the one that sends the fewest bytes. Each by dynamic
+programming over (stage, first layer), which is exact.
 """
 
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from jaxpar.partition.stage_costs import StageCosts
 from jaxpar.units import show_bytes
 
 CLOSE = 1 + 1e-9  # tolerance for sums of the same numbers in another order
+TIE = 1.02  # of the fewest seconds: a roofline does not tell such cuts apart
 
 
 def cut_seconds(chain: Chain, stages: Sequence[int], replicas: Sequence[int], link: Link) -> float:
@@ -56,10 +58,8 @@ def best_cut(chain: Chain, replicas: Sequence[int], link: Link) -> tuple[int, ..
             rule="a stage has one piece at least",
             fix=f"a pipe of at most {layers}, or smaller pieces",
         )
-    total, crossing = np.cumsum([0.0, *chain.seconds]), np.asarray(chain.crossing)
+    crossing = np.asarray(chain.crossing)
     sent = sends(crossing, link)
-    spans = np.triu(total[None, 1:] - total[:-1, None])  # [first, last]
-    spans[np.tril_indices(layers, -1)] = np.inf
 
     # least[first]: of layers from `first` on, in the stages from one on
     def search(costs: list[np.ndarray], cut: np.ndarray, combine) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -72,15 +72,29 @@ def best_cut(chain: Chain, replicas: Sequence[int], link: Link) -> tuple[int, ..
             choices.append(choice)
         return least, choices[::-1]
 
-    computes = [spans / count for count in replicas]
+    def among(costs: list[np.ndarray], limit: float, of: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return [np.where(cost <= limit, value, np.inf) for cost, value in zip(costs, of, strict=True)]
+
+    computes = [_spans(chain.seconds) / count for count in replicas]
     seconds, _ = search(computes, sent, np.maximum)
-    limit = seconds[0] * CLOSE
-    allowed = [np.where(cost <= limit, 0.0, np.inf) for cost in computes]
-    _, choices = search(allowed, np.where(sent <= limit, crossing, np.inf), np.add)
+    within = seconds[0] * TIE
+    open_cuts = np.where(sent <= within, 0.0, np.inf)
+    parameters = among(computes, within, [_spans(chain.parameters)] * stages)
+    fullest, _ = search(parameters, open_cuts, np.maximum)
+    allowed = among(parameters, fullest[0] * CLOSE, [np.zeros((layers, layers))] * stages)
+    _, choices = search(allowed, open_cuts + crossing, np.add)
     ends = []
     for choice in choices:
         ends.append(int(choice[ends[-1] if ends else 0]) + 1)
     return tuple(int(n) for n in np.diff([0, *ends, layers]))
+
+
+def _spans(of_layers: Sequence[float]) -> np.ndarray:
+    """Returns the sums over the layers from `first` to `last`; shape [first, last], infinite where last < first."""
+    total = np.cumsum([0.0, *of_layers])
+    spans = np.triu(total[None, 1:] - total[:-1, None])
+    spans[np.tril_indices(len(of_layers), -1)] = np.inf
+    return spans
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,13 @@ sends the number of each slot's expert: 4 bytes a slot.
 Only the all-to-alls are manual, over all axes that split slots: XLA gathers over an axis that is left to it before an
 all-to-all. Everything else XLA partitions as it does around the mixture, so that gradients of experts are summed over
 their replicas, to the shards of ZeRO.
+
+One all-to-all crosses nodes too. With two levels, inside the node first and then between nodes, fewer and larger
+messages cross the network. NCCL sends them so by itself since 2.12 (PXN: over NVLink to the GPU at the rail of the
+destination, which sends those of its node in one), and two levels in the program wait for each other.
+Source: https://developer.nvidia.com/blog/doubling-all2all-performance-with-nvidia-collective-communication-library-2-12
+Slots have static shapes: `jax.lax.ragged_all_to_all` does not exist on CPUs, and XLA's kernel of it within one host has
+one block, which reaches a fraction of NVLink's bandwidth. `expert_blocks` bounds the imbalance instead.
 """
 
 import math
