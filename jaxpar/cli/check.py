@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from jaxpar.cli.options import add_job
 
 if TYPE_CHECKING:
+    from jaxpar.errors import Problem
+    from jaxpar.job.file.schema import Job
     from jaxpar.parallel.layout import Layout
 
 EXAMPLE = """\
@@ -55,45 +57,14 @@ def run_check(args: argparse.Namespace) -> tuple[Any, int]:
     if job is None:
         raise JaxparError(*problems)
 
-    from jaxpar.data.sources import report_lengths
-    from jaxpar.job.check import resolve
     from jaxpar.job.checkpoint import check_run
-    from jaxpar.job.inspect import matmul_summary
-    from jaxpar.job.parts.names import vocabulary
-    from jaxpar.job.parts.pictures import describe_pictures
-    from jaxpar.mesh.devices import simulate, use_cpu_only
-    from jaxpar.models.islands import implemented
-    from jaxpar.models.settings.logits import record_logits
-    from jaxpar.parallel.layout import with_logits, with_note
-    from jaxpar.parallel.layout_data import sync_note
 
-    if args.explain and job.mesh.simulate:
-        simulate(job.mesh.simulate)
-    elif job.mesh.names_devices:
-        use_cpu_only()
-    # if these tables have problems, the axis sizes are unknown
-    if not any(problem.got.startswith(("parallel.", "mesh.")) for problem in problems):
-        with record_logits() as logits, implemented({}) as called:
-            resolved = resolve(job, as_written=not problems)
-            problems += resolved.problems or vocabulary(job)
-    else:
-        resolved, logits, called = None, [], set()
-    if problems or resolved is None or resolved.layout is None:
-        raise JaxparError(*problems)
-    layout = resolved.layout
+    layout = _layout(args, job, problems)
     if problems := check_run(job, layout):
         raise JaxparError(*problems)
-    if layout.sizes["pipe"] > 1:
-        logits = logits[-1:]  # those of the schedule, of one microbatch; the earlier ones are of the unpipelined trace
-    else:
-        logits = [each.part(job.train.accumulate) for each in logits]
-    auto = sorted(each for each in called if each.startswith("context by auto"))
-    layout = reduce(with_note, auto, reduce(with_logits, logits, layout))
-    messages = [sync_note(layout), job.optimizer.describe_rate(job.train.global_batch)]
-    messages += [report_lengths(job.data), describe_pictures(job)]
-    messages.append(phases := job.train.growth.describe(job.train.global_batch))
+    phases = job.train.growth.describe(job.train.global_batch)
     details = layout.details if args.explain else ()
-    print(f"ok: {layout.summary()}", *layout.notes, *details, *filter(None, messages), sep="\n")
+    print(f"ok: {layout.summary()}", *layout.notes, *details, *_messages(job, layout), sep="\n")
     placed, other_state = (
         {path: layout.describe(path) for path in places} for places in (layout.placements, layout.other_state)
     )
@@ -101,22 +72,61 @@ def run_check(args: argparse.Namespace) -> tuple[Any, int]:
         "problems": [], "summary": layout.summary(), "notes": [*layout.notes], "parameters": placed,
         "other_state": other_state, "phases": phases,
     }  # fmt: skip
+    schedule_note = ""
     if layout.sizes["pipe"] > 1:
         again = job.train.remat == "full" or job.parallel.pipeline.keep == "inputs"
         result["schedule"], schedule_note = _schedule(layout, again=again)
-    else:
-        schedule_note = ""
     if args.explain:
+        from jaxpar.job.inspect import matmul_summary
+
         result["work"] = matmul_summary(job)
-        print(
-            schedule_note,
-            *("\n" * bool(schedule_note)),
-            layout.explain().partition("\n\n")[2],
-            "\n\n",
-            result["work"],
-            sep="",
-        )
+        note = [schedule_note, "\n"] if schedule_note else []
+        print(*note, layout.explain().partition("\n\n")[2], "\n\n", result["work"], sep="")
     return result, 0
+
+
+def _layout(args: argparse.Namespace, job: "Job", problems: "list[Problem]") -> "Layout":
+    """Returns the layout of a job, with notes on its logits.
+
+    Raises:
+      JaxparError: If there are `problems`, or more that the layout shows.
+    """
+    from jaxpar.errors import JaxparError
+    from jaxpar.job.check import resolve
+    from jaxpar.job.parts.names import vocabulary
+    from jaxpar.mesh.devices import simulate, use_cpu_only
+    from jaxpar.models.islands import implemented
+    from jaxpar.models.settings.logits import record_logits
+    from jaxpar.parallel.layout import with_logits, with_note
+
+    if args.explain and job.mesh.simulate:
+        simulate(job.mesh.simulate)
+    elif job.mesh.names_devices:
+        use_cpu_only()
+    if any(problem.got.startswith(("parallel.", "mesh.")) for problem in problems):
+        raise JaxparError(*problems)  # the axis sizes are unknown
+    with record_logits() as logits, implemented({}) as called:
+        resolved = resolve(job, as_written=not problems)
+        problems = [*problems, *(resolved.problems or vocabulary(job))]
+    if problems or resolved.layout is None:
+        raise JaxparError(*problems)
+    layout = resolved.layout
+    if layout.sizes["pipe"] > 1:
+        logits = logits[-1:]  # those of the schedule, of one microbatch; the earlier ones are of the unpipelined trace
+    else:
+        logits = [each.part(job.train.accumulate) for each in logits]
+    auto = sorted(each for each in called if each.startswith("context by auto"))
+    return reduce(with_note, auto, reduce(with_logits, logits, layout))
+
+
+def _messages(job: "Job", layout: "Layout") -> list[str]:
+    from jaxpar.data.sources import report_lengths
+    from jaxpar.job.parts.pictures import describe_pictures
+    from jaxpar.parallel.layout_data import sync_note
+
+    batch = job.train.global_batch
+    messages = [sync_note(layout), job.optimizer.describe_rate(batch), report_lengths(job.data), describe_pictures(job)]
+    return [*filter(None, [*messages, job.train.growth.describe(batch)])]
 
 
 def _schedule(layout: "Layout", *, again: bool) -> tuple[dict[str, Any], str]:

@@ -59,6 +59,7 @@ from jaxpar.train.metrics import Log
 from jaxpar.train.noise import Noise
 from jaxpar.train.progress import Progress, say_and_record, waiting
 from jaxpar.train.recovery.first_state import explained_state
+from jaxpar.train.run import Outcome
 from jaxpar.train.skipped_batches import SkippedBatches
 from jaxpar.train.step_trace import StepTrace
 from jaxpar.train.watchdog import beat
@@ -173,12 +174,7 @@ def _train(
     )  # fmt: skip
     store.say, store.replicas = progress.say, replicas_of(built.layout)
     with progress:
-        progress.waits("restoring the state" if steps else "making the state")
-        watchdog.begin_activity(0, "restoring" if steps else "starting")
-        with explained_state(built.layout, built.optimizer, offload=job.train.offload):
-            start, at = store.restore(built.step.abstract()) if steps else (_first_state(built, progress), 0)
-            jax.block_until_ready(start.step)  # XLA may report with the arrays that it could not allocate them
-        progress.resume(at)
+        start, at = _restored(built, store, steps, progress, watchdog)
         changes.check(changed, job, at)  # after `restore`, whose mismatches `run.changed` cannot allow
         lost_notes = lost_files(folder) if steps else []
         if is_writer:  # a single writer
@@ -187,20 +183,9 @@ def _train(
         loggers = resolve_loggers(job) if is_writer else ()
         logged = _logged_run(folder, built) if loggers else None
         log = Log(folder, start=at, writes=is_writer, loggers=loggers, run=logged, say=progress.say)
-        batch = job.train.global_batch
-        rate, phases = job.optimizer.describe_rate(batch), job.train.growth.describe(batch)
-        facts = [built.layout.summary(), *built.layout.notes, *filter(None, [rate, phases, _noise_note(built)])]
-        facts += getattr(built.source, "notes", ())
-        facts.append(f"{describe(devices)}, {folder}")
-        progress.say("\n".join(facts) + (f", on from step {at}" if at else ""))
-        for lost_note in lost_notes:
-            progress.say(lost_note)
-        for change in changed:
-            progress.say(f"changed since step {at}: {change}")
-        if jump_note := rate_jump(built, log.recent[-1] if log.recent else {}, at):
-            progress.say(jump_note)
-        if at >= job.train.steps:
-            progress.say(f"nothing to do: trained to step {at} of {job.train.steps}; raise train.steps to go on")
+        newest = log.recent[-1] if log.recent else {}
+        for text in [*_facts(job, built, at), *lost_notes, *_notes_of_resuming(job, built, changed, newest, at)]:
+            progress.say(text)
         run = _loop(built, store, log, progress, watchdog)
         try:
             outcome = loop.run(run, start)
@@ -209,27 +194,68 @@ def _train(
             log.close()
         if job.sweep.over and is_writer:
             progress.say("\n".join(sweep.summarize(folder, job.sweep)))
-        # notes added while the step was traced
-        for note in (*built.step.layout.notes[len(built.layout.notes) :], *built.step.gradients.notes):
-            progress.say(note)
-        if built.step.compiler.matmuls is not None:
-            progress.say("\n".join([str(built.step.compiler.matmuls), *built.step.compiler.matmuls.notes]))
         if is_writer:
             write_json(folder / "run.json", record(built) | {"peak": peak_memory(built.step, devices)})
-        if outcome.stopped_by:
-            end = int(outcome.state.step)
-            progress.say(f"stopped by {outcome.stopped_by}, saved step {end}; the same command goes on from there")
-        parts, size = built.layout.replicas * job.train.accumulate, batch * job.train.growth.factor(job.train.steps - 1)
-        if noise_note := run.noise.describe(size, parts):
-            progress.say(noise_note)
+        for text in _notes_after(job, built, outcome, run):
+            progress.say(text)
     return {
         "run": str(folder),
         "step": int(outcome.state.step),
         "stopped_by": outcome.stopped_by,
         "resumed_from": at,
         "last": outcome.last,
-        "suggested_batch": run.noise.suggested(parts),
+        "suggested_batch": run.noise.suggested(_parts(job, built)),
     }
+
+
+def _restored(
+    built: BuiltJob, store: Store, steps: list[int], progress: Progress, watchdog: SingleProcess
+) -> tuple[State, int]:
+    """Returns the state of the latest checkpoint, or a first one, and its step."""
+    progress.waits("restoring the state" if steps else "making the state")
+    watchdog.begin_activity(0, "restoring" if steps else "starting")
+    with explained_state(built.layout, built.optimizer, offload=built.job.train.offload):
+        start, at = store.restore(built.step.abstract()) if steps else (_first_state(built, progress), 0)
+        jax.block_until_ready(start.step)  # XLA may report with the arrays that it could not allocate them
+    progress.resume(at)
+    return start, at
+
+
+def _facts(job: Job, built: BuiltJob, at: int) -> list[str]:
+    """Returns one text on the layout, the devices and the folder of the run."""
+    batch = job.train.global_batch
+    rate, phases = job.optimizer.describe_rate(batch), job.train.growth.describe(batch)
+    facts = [built.layout.summary(), *built.layout.notes, *filter(None, [rate, phases, _noise_note(built)])]
+    facts += getattr(built.source, "notes", ())
+    facts.append(f"{describe(list(built.layout.device_mesh.devices.flat))}, {local_folder(job.run.dir)}")
+    return ["\n".join(facts) + (f", on from step {at}" if at else "")]
+
+
+def _notes_of_resuming(
+    job: Job, built: BuiltJob, changed: list[changes.KeyChange], newest: dict[str, Any], at: int
+) -> list[str]:
+    notes = [f"changed since step {at}: {change}" for change in changed]
+    notes += filter(None, [rate_jump(built, newest, at)])
+    if at >= job.train.steps:
+        notes.append(f"nothing to do: trained to step {at} of {job.train.steps}; raise train.steps to go on")
+    return notes
+
+
+def _notes_after(job: Job, built: BuiltJob, outcome: Outcome, run: loop.Run) -> list[str]:
+    """Returns what is known once the step was traced and the run has ended."""
+    notes = [*built.step.layout.notes[len(built.layout.notes) :], *built.step.gradients.notes]
+    if (matmuls := built.step.compiler.matmuls) is not None:
+        notes.append("\n".join([str(matmuls), *matmuls.notes]))
+    if outcome.stopped_by:
+        end = int(outcome.state.step)
+        notes.append(f"stopped by {outcome.stopped_by}, saved step {end}; the same command goes on from there")
+    size = job.train.global_batch * job.train.growth.factor(job.train.steps - 1)
+    return [*notes, *filter(None, [run.noise.describe(size, _parts(job, built))])]
+
+
+def _parts(job: Job, built: BuiltJob) -> int:
+    """Returns the number of parts of a batch that are computed apart."""
+    return built.layout.replicas * job.train.accumulate
 
 
 def _logged_run(folder: Path, built: BuiltJob) -> LoggedRun:

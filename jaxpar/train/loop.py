@@ -24,6 +24,7 @@ from jaxpar.errors import JaxparError
 from jaxpar.step.measures.evaluation_loss import derive_measures, evaluation_names
 from jaxpar.step.memory_error import is_out_of_memory
 from jaxpar.step.state import State
+from jaxpar.step.step import Step
 from jaxpar.step.stochastic_loss.loss import key_parameter
 from jaxpar.train.faults import learns_nothing
 from jaxpar.train.feed import Feed, Reader
@@ -76,85 +77,107 @@ def run(job: Run, state: State) -> Outcome:
 def _stretch(job: Run, state: State, feed: Feed, reader: Reader, stop: Stop) -> Outcome:
     """Trains until the run ends; a bad step raises."""
     start = int(state.step)
-    flying: collections.deque = collections.deque()
-    clock = time.perf_counter()
+    rows = _RowsInFlight(job)
     stopped: str | None = None
-    row: dict[str, Any] = {}  # the newest row only: a list of all rows would grow without bound
     due, owed = SaveSchedule(job.checkpoints, start=start), False
 
-    def land() -> dict[str, Any]:
-        nonlocal clock
-        index, metrics, waited = flying.popleft()
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        now = time.perf_counter()
-        row = _row(job, index, values | {"input_wait_seconds": waited}, now - clock)
-        clock = now
-        if job.log:
-            job.log.write(row)
-        return row
-
-    def land_all() -> None:
-        nonlocal row
-        while flying:
-            row = land()
-
     def rescue() -> None:
-        land_all()
+        rows.land()
         if can_save(job, state, start):
             step = int(state.step)
-            say_saved(job, step, partial(_save, job, state, step, row, last=True))
+            say_saved(job, step, partial(_save, job, state, step, rows.newest, last=True))
 
     with saves_before_errors(rescue):
         for index in range(start, job.steps):
             done = index + 1
             _report_activity(job, done, "reading the batch", first=index == start)
-            batch, waited = reader.batch(index, flying[-1][1] if flying else None)
+            batch, waited = reader.batch(index, rows.newest_in_flight)
             _report_activity(job, done, "training", first=index == start)
-            step, measured = job.step_at(index), {}
+            step = job.step_at(index)
             if step is not job.step_at(max(index - 1, start)):  # the batch grows here, so this step compiles
-                land_all()
+                rows.land()
                 if not job.watch.is_skipping:
                     due.mark_saved(index)
-                    _save(job, state, index, row, last=False)  # written during the compilation
-            if job.noise.is_due(done):
-                batch = step.put(batch)
-                measured = {SMALL: step.part_norm(state, batch)}
-            job.trace.begin(done, land_all)
-            state, metrics = step(state, batch, limit=job.watch.limit(done))
-            metrics = metrics | measured
-            flying.append((done, metrics, waited))
+                    _save(job, state, index, rows.newest, last=False)  # written during the compilation
+            job.trace.begin(done, rows.land)
+            state, metrics = _step(job, step, state, batch, done)
+            rows.add(done, metrics, waited)
             stopped = job.watchdog.stopping(stop.name, done)
             last = done == job.steps or stopped is not None
-            evaluating = not stopped and (last or (job.eval_every and done % job.eval_every == 0))
+            evaluating = not stopped and bool(last or (job.eval_every and done % job.eval_every == 0))
             if stopped:
                 _report_stop(job, stopped, done)
             lands = last or evaluating or owed or due.may_save(done) or job.trace.ends(done)
-            while len(flying) > (0 if lands else IN_FLIGHT - 1):
-                row = land()
-                if job.progress and (flying or not evaluating):
-                    job.progress.step(row)
+            rows.land(leave=0 if lands else IN_FLIGHT - 1, evaluating=evaluating, shows=True)
             if job.trace.ends(done) or last:
                 job.trace.end(done)
             owed = due.is_due(done) or owed
             saving = last or (owed and not job.watch.is_skipping)  # no save: the state may cause the skips
             if saving:
                 owed = False
-                _save(job, state, done, row, last=last)
+                _save(job, state, done, rows.newest, last=last)
             if evaluating:
-                with stop.saving(partial(_save, job, state, done, row, last=True)):
-                    stopped = _evaluate(job, state, feed, row, stop)
-                clock = time.perf_counter()
+                with stop.saving(partial(_save, job, state, done, rows.newest, last=True)):
+                    stopped = _evaluate(job, state, feed, rows.newest, stop)
+                rows.restart_clock()
             # if a signal interrupts an evaluation, the resumed run repeats it
-            ends = last or bool(stopped) or (bool(evaluating) and _is_over(job))
+            ends = last or bool(stopped) or (evaluating and _is_over(job))
             if ends or (evaluating and _is_best(job, done)):
                 if not saving:
                     due.mark_saved(done)
-                    _save(job, state, done, row, last=ends)
+                    _save(job, state, done, rows.newest, last=ends)
                 elif ends and job.store:
                     job.store.finish()
             if ends:
                 break
-    return Outcome(state=state, last=row, stopped_by=stopped)
+    return Outcome(state=state, last=rows.newest, stopped_by=stopped)
+
+
+class _RowsInFlight:
+    """The metrics of steps that the devices still compute, and the newest row that was written."""
+
+    def __init__(self, job: Run):
+        self.job, self.newest = job, {}  # a list of all rows would grow without bound
+        self._flying: collections.deque[tuple[int, Any, float]] = collections.deque()
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        self._clock = time.perf_counter()
+
+    @property
+    def newest_in_flight(self) -> Any:
+        return self._flying[-1][1] if self._flying else None
+
+    def add(self, step: int, metrics: Any, waited: float) -> None:
+        self._flying.append((step, metrics, waited))
+
+    def land(self, *, leave: int = 0, shows: bool = False, evaluating: bool = False) -> None:
+        """Waits for the oldest steps and writes their rows, until `leave` are in flight.
+
+        Args:
+          leave: Number of steps that stay in flight.
+          shows: Whether the progress shows the rows.
+          evaluating: Whether an evaluation of the last step follows, with which its row is shown.
+        """
+        while len(self._flying) > leave:
+            step, metrics, waited = self._flying.popleft()
+            values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+            now = time.perf_counter()
+            self.newest = _row(self.job, step, values | {"input_wait_seconds": waited}, now - self._clock)
+            self._clock = now
+            if self.job.log:
+                self.job.log.write(self.newest)
+            if shows and self.job.progress and (self._flying or not evaluating):
+                self.job.progress.step(self.newest)
+
+
+def _step(job: Run, step: Step, state: State, batch: Any, number: int) -> tuple[State, dict[str, Any]]:
+    measured = {}
+    if job.noise.is_due(number):
+        batch = step.put(batch)
+        measured = {SMALL: step.part_norm(state, batch)}
+    state, metrics = step(state, batch, limit=job.watch.limit(number))
+    return state, metrics | measured
 
 
 def _report_stop(job: Run, reason: str, step: int) -> None:
