@@ -161,6 +161,8 @@ def _by_line(program: TracedProgram, names_of: Callable[[Array], Names]) -> tupl
             continue
         names = names_of(array)
         examples = [place for place, name in enumerate(names) if name in ("batch", "examples")]
+        if not examples and names:  # no key may name it, but one of its rank and sizes would
+            found[array.line.file, array.line.line, len(names)][array.shape[1:]].add(names)
         if len(examples) != 1 or examples[0] == len(names) - 1:
             continue
         sizes = array.shape[examples[0] + 1 :]

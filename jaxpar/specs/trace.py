@@ -51,7 +51,8 @@ class TracedLoss:
     def lines(self, activations: Mapping[str, Sequence[str | None]]) -> set[str]:
         """Returns the lines of source, of those in `activations`, at which the forward pass computes such arrays."""
         with self._tracing():
-            return lines_used(jax.make_jaxpr(self._mean)(*self.arguments).jaxpr, activations)
+            jaxpr = jax.make_jaxpr(self._mean)(*self.arguments).jaxpr
+        return lines_used(jaxpr, len(jax.tree.leaves(self.arguments[0])), activations)
 
     def program(self, frozen: Collection[str] = ()) -> TracedProgram:
         """Follows the dims of all arrays of the loss and of its gradients.

@@ -1,14 +1,19 @@
 """Names dims of activations at lines of the model's source, as if these lines called `jp.constrain`.
 
-The loss is traced, and a constraint follows each equation that the line computes. A line is the innermost one outside
-of libraries. Functions with a custom gradient keep their bodies; their results are named.
+The loss is traced, and a constraint follows each equation of the line that makes an activation. A line is the innermost
+one outside of libraries. Functions with a custom gradient keep their bodies; their results are named.
+
+The kernel that a line reads may have the rank and the last sizes of its result: `[7, 7, 3, 16]` and
+`[examples, 32, 32, 16]`. A constraint would split its windows, and XLA, as of jaxlib 0.12, computes wrong numbers from
+some that are split unevenly. So each array is a constant, learned (computed from parameters and constants), or an
+activation: one that is computed from the batch or model state, or that a matmul of a parameter and a constant makes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jaxpar.errors import JaxparError, Problem
 from jaxpar.hlo.attribution import equation_frame
@@ -18,12 +23,16 @@ from jaxpar.models.dim_names import constrain
 from jaxpar.sharding.source_lines import SourceLine, parse_line
 
 _OWN = ("custom_", "shard_map")  # custom gradients and shard_map bodies are not rewritten
+_CONSTANT, _LEARNED, _ACTIVATION = range(3)
+_LOOPS = ("scan", "while")
+_MATMULS = ("dot_general", "conv_general_dilated", "gather")
 
+Origins = dict[Any, int]  # variable to _CONSTANT, _LEARNED or _ACTIVATION
 Names = tuple[str | None, ...]
 
 
 def name_lines(function: Callable, activations: Mapping[str, Sequence[str | None]], *, all_used: bool) -> Callable:
-    """Wraps a function of pytrees of arrays to name the dims of its activations.
+    """Wraps a function of (params, model state, batch) to name the dims of its activations.
 
     Args:
       function: The function.
@@ -33,31 +42,35 @@ def name_lines(function: Callable, activations: Mapping[str, Sequence[str | None
     Raises:
       JaxparError: At a call, if a key matches no array.
     """
-    lines = {line: tuple(names) for key, names in activations.items() if (line := parse_line(key))}
 
-    def run(*args: Any) -> Any:
-        used: set[SourceLine] = set()
-        result = rewrite(function, lambda jaxpr: _named(jaxpr, lines, used))(*args)
-        if all_used and (missing := lines.keys() - used):
-            raise JaxparError(*(_unused(line, lines[line]) for line in missing))
+    def run(params: Any, *others: Any) -> Any:
+        naming = _Naming(activations)
+        learned = len(jax.tree.leaves(params))
+        result = rewrite(function, lambda jaxpr: naming.jaxpr(jaxpr, _of_arguments(jaxpr, learned), None)[0])(
+            params, *others
+        )
+        if all_used and (missing := naming.lines.keys() - naming.used):
+            raise JaxparError(*(_unused(line, naming.lines[line]) for line in missing))
         return result
 
     return run
 
 
-def lines_used(jaxpr: Jaxpr, activations: Mapping[str, Sequence[str | None]]) -> set[str]:
-    """Returns the keys of `activations` that name an array of a jaxpr."""
-    lines = {line: tuple(names) for key, names in activations.items() if (line := parse_line(key))}
-    return {str(line) for line in _used(jaxpr, lines, None)}
+def lines_used(jaxpr: Jaxpr, learned: int, activations: Mapping[str, Sequence[str | None]]) -> set[str]:
+    """Returns the keys of `activations` that name an array of a jaxpr.
+
+    Args:
+      jaxpr: A program.
+      learned: Number of its first arguments that are parameters.
+      activations: As in `jaxpar.parallel.declaration.Parallel`.
+    """
+    naming = _Naming(activations)
+    naming.jaxpr(jaxpr, _of_arguments(jaxpr, learned), None)
+    return {str(line) for line in naming.used}
 
 
-def _used(jaxpr: Jaxpr, lines: Mapping[SourceLine, Names], enclosing: SourceFrame | None) -> Iterator[SourceLine]:
-    for eqn in jaxpr.eqns:
-        frame = equation_frame(eqn, enclosing)
-        yield from filter(None, (_line_of(frame, shape.shape, lines) for shape in shapes(eqn.outvars)))
-        if not eqn.primitive.name.startswith(_OWN):
-            for inner in jaxprs_in_params(eqn.params):
-                yield from _used(inner, lines, frame)
+def _of_arguments(jaxpr: Jaxpr, learned: int) -> list[int]:
+    return [_LEARNED] * learned + [_ACTIVATION] * (len(jaxpr.invars) - learned)
 
 
 def _unused(line: SourceLine, names: Names) -> Problem:
@@ -68,35 +81,77 @@ def _unused(line: SourceLine, names: Names) -> Problem:
     )
 
 
-def _named(
-    jaxpr: Jaxpr, lines: Mapping[SourceLine, Names], used: set[SourceLine], enclosing: SourceFrame | None = None
-) -> Jaxpr:
-    return jaxpr.replace(eqns=[new for eqn in jaxpr.eqns for new in _equations(eqn, lines, used, enclosing)])
+class _Naming:
+    """Adds constraints to a jaxpr and to those of its calls.
 
+    Attributes:
+      lines: Line to the names of the dims of its activations.
+      used: The lines that compute such an activation.
+    """
 
-def _equations(
-    eqn: JaxprEqn, lines: Mapping[SourceLine, Names], used: set[SourceLine], enclosing: SourceFrame | None
-) -> Iterator[JaxprEqn]:
-    frame = equation_frame(eqn, enclosing)
-    if not eqn.primitive.name.startswith(_OWN):
-        change = lambda inner: _named(inner, lines, used, frame)  # noqa: E731
+    def __init__(self, activations: Mapping[str, Sequence[str | None]]):
+        self.lines = {line: tuple(names) for key, names in activations.items() if (line := parse_line(key))}
+        self.used: set[SourceLine] = set()
+
+    def jaxpr(self, jaxpr: Jaxpr, inputs: Sequence[int], enclosing: SourceFrame | None) -> tuple[Jaxpr, list[int]]:
+        """Returns the jaxpr with constraints, and the origins of its results."""
+        origins: Origins = dict(zip(jaxpr.invars, inputs, strict=True))
+        eqns = [new for eqn in jaxpr.eqns for new in self.equation(eqn, origins, enclosing)]
+        return jaxpr.replace(eqns=eqns), [_origin(var, origins) for var in jaxpr.outvars]
+
+    def equation(self, eqn: JaxprEqn, origins: Origins, enclosing: SourceFrame | None) -> Iterator[JaxprEqn]:
+        """Yields the equation, and the constraints on its results; records the origins of these."""
+        frame, inputs = equation_frame(eqn, enclosing), [_origin(var, origins) for var in eqn.invars]
+        results = [_combined(eqn.primitive.name, inputs)] * len(eqn.outvars)
+        if eqn.primitive.name == "optimization_barrier":  # the identity of each operand, before any convolution
+            results = inputs
+        if not eqn.primitive.name.startswith(_OWN):
+            eqn, results = self.calls(eqn, inputs, results, frame)
+        origins.update(zip(eqn.outvars, results, strict=True))
+        outs, constraints = list(eqn.outvars), []
+        for index, (var, shape) in enumerate(zip(eqn.outvars, shapes(eqn.outvars), strict=True)):
+            line = _line_of(frame, shape.shape, self.lines)
+            if line is None or origins[var] != _ACTIVATION:
+                continue
+            self.used.add(line)
+            # a parameter that is broadcast to examples has the same rank
+            names = tuple(None if size == 1 else name for size, name in zip(shape.shape, self.lines[line], strict=True))
+            placed = jax.make_jaxpr(lambda x, names=names: constrain(x, *names))(shape).jaxpr
+            if not placed.eqns:  # no name of these has a rule
+                continue
+            outs[index] = placed.invars[0]
+            *first, last = placed.eqns
+            constraints += [*first, last.replace(outvars=[var], source_info=eqn.source_info)]
+        yield eqn.replace(outvars=outs) if constraints else eqn
+        yield from constraints
+
+    def calls(
+        self, eqn: JaxprEqn, inputs: Sequence[int], results: list[int], frame: SourceFrame | None
+    ) -> tuple[JaxprEqn, list[int]]:
+        """Returns an equation with constraints in its inner programs, and the origins of its results."""
+        if eqn.primitive.name in _LOOPS and _ACTIVATION in inputs:  # a carry that begins as zeros
+            inputs = [_ACTIVATION if origin == _CONSTANT else origin for origin in inputs]
+        made: list[list[int]] = []
+
+        def change(inner: Jaxpr) -> Jaxpr:
+            # the last operands: before them are those of a loop's condition, or the index of a branch
+            changed, origins = self.jaxpr(inner, inputs[len(inputs) - len(inner.invars) :], frame)
+            made.append(origins)
+            return changed
+
         eqn = eqn.replace(params={name: rewrite_param(value, change) for name, value in eqn.params.items()})
-    outs, constraints = list(eqn.outvars), []
-    for index, (var, shape) in enumerate(zip(eqn.outvars, shapes(eqn.outvars), strict=True)):
-        line = _line_of(frame, shape.shape, lines)
-        if line is None:
-            continue
-        used.add(line)
-        # a parameter that is broadcast to examples has the same rank
-        names = tuple(None if size == 1 else name for size, name in zip(shape.shape, lines[line], strict=True))
-        placed = jax.make_jaxpr(lambda x, names=names: constrain(x, *names))(shape).jaxpr
-        if not placed.eqns:  # no name of these has a rule
-            continue
-        outs[index] = placed.invars[0]
-        *first, last = placed.eqns
-        constraints += [*first, last.replace(outvars=[var], source_info=eqn.source_info)]
-    yield eqn.replace(outvars=outs) if constraints else eqn
-    yield from constraints
+        return eqn, made[0] if len(made) == 1 and len(made[0]) == len(results) else results
+
+
+def _origin(var: Any, origins: Origins) -> int:
+    return _CONSTANT if isinstance(var, Literal) else origins.get(var, _CONSTANT)
+
+
+def _combined(primitive: str, inputs: Sequence[int]) -> int:
+    """Returns the origin of an equation's results."""
+    if primitive in _MATMULS and {*inputs} == {_CONSTANT, _LEARNED}:  # of noise, or positions: no bare parameter
+        return _ACTIVATION
+    return max(inputs, default=_CONSTANT)
 
 
 def _line_of(frame: SourceFrame | None, shape: Sequence[int], lines: Mapping[SourceLine, Names]) -> SourceLine | None:
