@@ -16,7 +16,7 @@ REGULAR = "a path rule is a regular expression"
 
 
 def rule_problems(parallel: Parallel, blueprint: Blueprint) -> list[Problem]:
-    """Returns rules for unknown axes, path rules that match nothing, and path rules with unknown dim names."""
+    """Returns rules for unknown axes, path rules that match nothing, and unknown dim names of paths and of lines."""
     leaves, problems = {**blueprint.other_leaves, **blueprint.leaves}, []
     words = {*names_of_dims(parallel.sizes), *parallel.sizes, *parallel.rules, *_names(leaves.values())}
     for name, axes in parallel.rules.items():
@@ -42,6 +42,16 @@ def rule_problems(parallel: Parallel, blueprint: Blueprint) -> list[Problem]:
                     f"{name} -> {tuple(dict.fromkeys(rule_axes))}",
                 )
             )
+    problems += [
+        Problem(
+            f"activations={{{key!r}: {tuple(names)}}} names a dim {name!r} that has no rule",
+            "a line gives a dim a name of jaxpar's, of the model, or of `rules`; or None",
+            suggest(name, words, otherwise=f'None, or rules={{"{name}": "tensor"}} as well'),
+        )
+        for key, names in parallel.activations.items()
+        for name in dict.fromkeys(names)
+        if name and name not in words
+    ]
     for pattern, names in parallel.paths.items():
         problems += [
             Problem(

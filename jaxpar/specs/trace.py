@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr, jaxprs_in_params
 
-from jaxpar.errors import user_code_errors
+from jaxpar.errors import refuse, user_code_errors
 from jaxpar.jaxprs.lookups import demote_matmuls
 from jaxpar.jaxprs.low_rank_path import separate_low_rank
 from jaxpar.models.islands import implemented
@@ -25,6 +26,8 @@ from jaxpar.step.line_names import lines_used
 from jaxpar.step.losses import as_sums
 from jaxpar.step.numerics import DTYPES
 from jaxpar.step.stochastic_loss.loss import traceable_loss
+
+LARGEST = 30_000  # equations that are followed: about a minute. Not seconds: processes of one job must decide alike
 
 
 class TracedLoss:
@@ -61,7 +64,8 @@ class TracedLoss:
           frozen: Patterns of paths of parameters that have no gradient.
 
         Raises:
-          JaxparError: If the model or the loss does not accept the batch.
+          JaxparError: If the model or the loss does not accept the batch, or if the program has more than `LARGEST`
+            equations.
         """
         params, *others = self.arguments
         structure = jax.tree.structure(params)
@@ -80,10 +84,21 @@ class TracedLoss:
 
         with self._tracing():
             closed = jax.make_jaxpr(gradients)(params, *others)
+        self._check_size(_size(closed.jaxpr))
         first, numbers = len(leaves) + len(jax.tree.leaves(others[0])), count(1)
         batch = range(first, first + len(jax.tree.leaves(others[1])))
         of_leaf = [-1 if path in fixed else next(numbers) for path in leaves]
         return follow(closed.jaxpr, [*leaves], batch, of_leaf, share=self._share)
+
+    def _check_size(self, equations: int) -> None:
+        if equations > LARGEST:
+            raise refuse(
+                f"loss and gradients of {self.blueprint.name} in {equations:,} equations: no specs were found, and "
+                "only names of your own, annotations, and rules for matrices cut any dim",
+                rule=f"programs of up to {LARGEST:,} equations are followed, in about a minute",
+                fix="nnx.scan or nn.scan over equal layers, which traces one of them; or specs for fewer layers, whose "
+                "paths and activations the whole model then has as names of its own",
+            )
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:
@@ -97,6 +112,11 @@ class TracedLoss:
         # shardings that the model itself names have no effect outside of a step
         with errors, sharding_translation(), step_hooks(), implemented({"mixture": active_experts}):
             yield
+
+
+def _size(jaxpr: Jaxpr) -> int:
+    """Returns the number of equations, with those of inner programs."""
+    return sum(1 + sum(map(_size, jaxprs_in_params(eqn.params))) for eqn in jaxpr.eqns)
 
 
 def _is_float(leaf: Any) -> bool:

@@ -41,6 +41,14 @@ def _batch_problems(batch: object) -> Iterable[Problem]:
     for name, leaf in batch.items():
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype") or not leaf.shape:
             yield Problem(f"batch[{name!r}]={leaf!r:.60}", "an array, or its shape and dtype; dim 0 is examples", fix)
+            return
+    counts = {name: leaf.shape[0] for name, leaf in batch.items()}
+    if len({*counts.values()}) > 1:
+        yield Problem(
+            f"a batch of {', '.join(f'{name}: {count}' for name, count in counts.items())} examples",
+            "dim 0 of every array of the batch is examples, of one number",
+            "an array that has none, as a mask of positions, in the model or the loss; or one copy of it per example",
+        )
 
 
 def with_names(parallel: Parallel, named: NamedSpecs, params: Iterable[str]) -> tuple[Parallel, tuple[str, ...]]:

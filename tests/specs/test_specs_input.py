@@ -19,6 +19,7 @@ from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.job.file.parse import load
 from jaxpar.job.run import train
+from jaxpar.specs import trace
 
 BATCH = {"x": np.ones((8, 64), np.float32)}
 SGD = optax.sgd(0.1)
@@ -89,6 +90,16 @@ REFUSED = {
     "no batch": (lambda: find(batch={}), "0 examples", "a batch of 1 examples"),
     "a batch of lists": (lambda: find(batch={"x": [[1.0]]}), "batch['x']", "ShapeDtypeStruct"),
     "a scalar": (lambda: find(batch={**BATCH, "scale": np.float32(1)}), "batch['scale']", "ShapeDtypeStruct"),
+    "arrays of other examples": (
+        lambda: find(batch={**BATCH, "mask": np.ones((64, 64), np.float32)}),
+        "x: 8, mask: 64 examples",
+        "one copy of it per example",
+    ),
+    "an activation without a rule": (
+        lambda: step(jp.Parallel(tensor=8, activations={UP: ("batch", "channles")})),
+        "names a dim 'channles' that has no rule",
+        "did you mean 'channels'?",
+    ),
     "no names of a batch": (lambda: find(batch=BATCH["x"]), "batch=", "ShapeDtypeStruct"),
     "no declaration": (lambda: find({"tensor": 8}), "parallel=", "jp.Parallel"),
     "a size to be inferred": (lambda: find(jp.Parallel(tensor=4, data=-1)), "data=-1", "data=2"),
@@ -113,6 +124,13 @@ def test_input_is_refused_with_one_message(case):
     assert len(refusal.value.problems) == 1
     assert got in refusal.value.problems[0].got
     assert fix in refusal.value.problems[0].fix
+
+
+def test_a_program_that_is_too_large_is_refused_with_what_stays_whole(monkeypatch):
+    monkeypatch.setattr(trace, "LARGEST", 10)
+    with pytest.raises(JaxparError, match=r"Net in \d+ equations: no specs were found") as refusal:
+        find()
+    assert "scan over equal layers" in refusal.value.problems[0].fix
 
 
 def twice(x):
