@@ -93,6 +93,21 @@ def _traced_models_options(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
+def _traced_layouts_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--draw", metavar="SEED", type=int, help="of the draw (default: the clock's seconds)")
+    parser.add_argument("--count", metavar="N", type=int, default=48, help="pairs to draw (default 48)")
+    parser.add_argument("--only", metavar="MODEL", action="append", default=[], help="one model, such as 'U-Net'")
+    parser.add_argument("--out", default="", metavar="FILE.jsonl", help="compiled rows to keep, and go on after")
+    parser.add_argument("--minutes", type=float, default=0.0, help="start no compilation later (default: no limit)")
+    add_json(parser)
+
+
+def _traced_decoders_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--draw", metavar="SEED", type=int, help="of the draw (default: the clock's seconds)")
+    parser.add_argument("--count", metavar="N", type=int, default=30, help="jobs to draw (default 30)")
+    add_json(parser)
+
+
 def _found_specs_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", metavar="MODEL", action="append", default=[], help="one model, such as 'LSTM'")
     add_json(parser)
@@ -265,6 +280,33 @@ def traced_models(args: argparse.Namespace) -> tuple[Any, int]:
     return _with_status(traced_models(args.only))
 
 
+def traced_layouts(args: argparse.Namespace) -> tuple[Any, int]:
+    """Compares plans of traced models over drawn layouts with compiled programs."""
+    from jaxpar.errors import refuse, suggest
+    from jaxpar.mesh.devices import use_cpu_only
+
+    use_cpu_only()
+    from .traced_layouts import MODELS, traced_layouts
+
+    for name in args.only:
+        if name not in MODELS:
+            raise refuse(f"--only {name!r:.60}", rule="a model of the bench has a name", fix=suggest(name, MODELS))
+    result = traced_layouts(
+        count=args.count, seed=args.draw, only=tuple(args.only), out=args.out, minutes=args.minutes
+    )
+    return _with_status(result)
+
+
+def traced_decoders(args: argparse.Namespace) -> tuple[Any, int]:
+    """Compares plans of decoders by their trace with those by formulas."""
+    from jaxpar.mesh.devices import use_cpu_only
+
+    use_cpu_only()
+    from .traced_decoders import traced_decoders
+
+    return _with_status(traced_decoders(count=args.count, seed=args.draw))
+
+
 def exchanges(args: argparse.Namespace) -> tuple[Any, int]:
     """Trains a job by several ways to agree."""
     prefer_huge_pages()
@@ -343,6 +385,16 @@ BENCHES: dict[str, tuple[str, Callable[..., Any], Callable[[argparse.ArgumentPar
         _found_specs_options,
     ),
     "traced_models": ("plans of traced models beside their compiled programs", traced_models, _traced_models_options),
+    "traced_layouts": (
+        "plans of traced models beside their compiled programs, over drawn layouts",
+        traced_layouts,
+        _traced_layouts_options,
+    ),
+    "traced_decoders": (
+        "plans of decoders by their trace beside those by formulas, over drawn jobs",
+        traced_decoders,
+        _traced_decoders_options,
+    ),
     "exchanges": ("the loss of a job by method of exchange, beside an all-reduce", exchanges, _exchanges_options),
     "batches": ("the loss of a job by its batch, at equal epochs", batches, _add_seeds),
     "gpu": ("every claim about GPUs, on one of them, within some minutes", gpu, _gpu_options),
