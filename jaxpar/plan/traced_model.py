@@ -2,15 +2,18 @@
 
     matmuls       2 FLOP per multiplication of every matmul and convolution of the loss and its gradients; parameters
                   that are not trained have no gradient
-    elementwise   bytes that the other kernels read and write, `model/fusion.py`
+    elementwise   bytes that the other kernels read and write, `model/fusion.py`; each array's sum over microbatches,
+                  and copies around its collectives over fsdp
     recompute     the kernels of the program under the remat policy beyond those without it
-    activations   live bytes at the fullest moment of the program, `model/liveness.py`
-    gradients     those that exist at that moment; with microbatches, their sum
+    activations   live bytes at the fullest moment of the program, `model/liveness.py`; with microbatches, the batch of
+                  all of them twice: as it is given, and in their order
+    gradients     those that exist at that moment; with microbatches, also their sum
     working       copies of parameters in 16 bits at that moment; with ZeRO-3, twice the largest array that is gathered
                   at once, or without recomputation all gathered parameters, which are kept for the backward pass
     optimizer     its state, parameters and gradients read and written, and the kernels of each array
 
-The program is traced once per remat policy and estimated as XLA compiles it; `--verify` compiles it.
+The program is traced once per remat policy, split by the dims that were found for each size of `tensor`, and estimated
+as XLA compiles it; `--verify` compiles it.
 """
 
 import math
@@ -29,7 +32,7 @@ from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.memory import Memory, bytes_by_zero_stage
 from jaxpar.plan.model.liveness import LEAST, Estimate
-from jaxpar.plan.model.splits import TensorSplit, by_size
+from jaxpar.plan.model.splits import TensorSplit
 from jaxpar.plan.model.state_bytes import Recipe
 from jaxpar.plan.model.tracing import ModelTrace
 from jaxpar.plan.techniques.base import Work, divisors
@@ -38,6 +41,7 @@ from jaxpar.plan.techniques.table import TECHNIQUES
 from jaxpar.plan.techniques.totals import added_bytes, collectives, overlapped_seconds, step_seconds, unused_axes
 from jaxpar.plan.time import StepTime, optimizer
 
+COPIES = 2  # kernels for each array around its gather and its scatter, as XLA 0.12 compiles them for H100s
 REMATS = "all_dots", "dots", "full"  # policies of models that mark blocks, from the least recomputation on
 
 
@@ -60,6 +64,7 @@ class TracedModel:
       stacked: Share of the parameters that are stacks of layers, whose gradients a scan returns all at once.
       splits: Sizes of `tensor`, which is then one of `axes`, to the split of the model.
       parameters_by_dim: Names of dims to the parameters in all arrays that have such a dim.
+      arrays: Of each trained array, its number of layers, 1 if it is no stack, and the parameters of a layer.
     """
 
     name: str
@@ -76,6 +81,7 @@ class TracedModel:
     parameters_by_dim: Mapping[str, int] = field(default_factory=dict)
     stacked: float = 0.0
     splits: Mapping[int, TensorSplit] = field(default_factory=dict)
+    arrays: tuple[tuple[int, int], ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -156,21 +162,32 @@ class TracedModel:
         zero3, accumulates = np.equal(candidate.zero, 3), np.greater(candidate.microbatches, 1)
         whole_gathered = gathers_once(candidate, self.recipe) | model_software.keeps_gathered(candidate)
         piece = 2.0 * zero3 * self.largest_array
-        gathered = self.itemsize * np.where(whole_gathered, unsharded_parameters, piece)
+        # the loop over microbatches has no cast in it that it would repeat
+        cast = np.where(zero3 & accumulates, shard, 0.0)
+        gathered = self.itemsize * (np.where(whole_gathered, unsharded_parameters, piece) + cast)
         summed = gradient_bytes(gradients, candidate, model_software, self.recipe, stacked=self.stacked)
-        peak = self._peak(candidate, copies=np.equal(gathered, 0), gradients=np.where(accumulates, 0.0, summed))
+        # one collective reduces a microbatch's gradients of all arrays that are no stacks
+        several = np.greater(candidate.replicas, 1)
+        unreduced = several * (1 - self.stacked) * model_software.wire[1] * unsharded_parameters
+        peak = self._peak(candidate, copies=np.equal(gathered, 0), gradients=np.where(accumulates, unreduced, summed))
         return (
             Memory(
                 parameters=parameters,
                 gradients=peak["gradients"] + np.where(accumulates, summed, 0.0),
                 optimizer=moments,
-                activations=peak["activations"] * by_size(self, candidate, lambda split: split.kept),
+                activations=peak["activations"] + np.where(accumulates, self._split_batch(candidate), 0.0),
                 logits=0.0 * peak["activations"],
-                working=peak["weights"] * (unsharded_parameters / self.parameters) + gathered,
+                working=peak["weights"] + gathered,
             )
             .plus(extra_state)
             .plus(added_bytes(self, candidate, model_software, self.recipe))
         )
+
+    def _split_batch(self, candidate: Candidate) -> Any:
+        """Returns the bytes of a device's batch of all microbatches, and of its copy in their order."""
+        batch = self.trace.programs["none"].batch
+        rows = np.multiply(candidate.microbatch, candidate.microbatches)
+        return 2 * sum(amount * np.power(np.asarray(rows, float), power) for power, amount in enumerate(batch))
 
     def _peak(self, candidate: Candidate, *, copies: Any, gradients: Any) -> dict[str, Any]:
         """Returns the live bytes at the fullest moment of the loss and its gradients, by class.
@@ -180,12 +197,12 @@ class TracedModel:
           copies: Whether the copies of parameters are the program's own, and not gathered.
           gradients: Bytes of all gradients of a device.
         """
-        columns = np.broadcast_arrays(candidate.microbatch, candidate.remat, copies, gradients)
+        columns = np.broadcast_arrays(candidate.microbatch, candidate.remat, candidate.tensor, copies, gradients)
         results: dict[tuple, dict[str, float]] = {}
         for row in zip(*(column.ravel().tolist() for column in columns), strict=True):
             if row not in results:
-                microbatch, remat, own, size = row
-                program = self._program(remat)
+                microbatch, remat, tensor, own, size = row
+                program = self._program(remat, tensor)
                 results[row] = program.peak(
                     microbatch, weights=float(own), gradients=size / max(program.gradient_bytes, 1.0)
                 )
@@ -198,19 +215,26 @@ class TracedModel:
         plain = self._kernels(candidate, hardware, remat="none")
         kernels = self._kernels(candidate, hardware)
         recompute = np.maximum(sum(kernels.values()) - sum(plain.values()), 0.0)
-        recompute *= by_size(self, candidate, lambda split: split.work)
-        # what operations move besides shrinks as the kept activations do
-        plain["matmuls"] *= by_size(self, candidate, lambda split: split.work)
-        plain["elementwise"] *= by_size(self, candidate, lambda split: split.kept)
+        # stacked residuals that are not written may save more than the repetition costs
+        plain["elementwise"] = plain["elementwise"] + np.minimum(sum(kernels.values()) - sum(plain.values()), 0.0)
         parameters = self._stored(candidate, whole=True)
-        accumulation = np.where(np.greater(count, 1), hardware.stream(software.accumulate * parameters), 0.0)
-        compute = count * (sum(plain.values()) + recompute + accumulation)
+        accumulation = np.where(
+            np.greater(count, 1),
+            self._array_seconds(software.accumulate, candidate, hardware, layers=False),
+            0.0,
+        )
+        copies = np.where(
+            np.greater(candidate.fsdp, 1),
+            COPIES * self._array_seconds(2 * self.itemsize, candidate, hardware, layers=True),
+            0.0,
+        )
+        compute = count * (sum(plain.values()) + recompute + accumulation) + copies
         zeros = 0.0 * compute
         work = Work(parameters=parameters, layers=self.trace.blocks, compute=compute)
         return StepTime(
             matmuls=count * plain["matmuls"],
             attention=zeros,
-            elementwise=count * (plain["elementwise"] + accumulation),
+            elementwise=count * (plain["elementwise"] + accumulation) + copies,
             recompute=count * recompute,
             **{cause: zeros + exposed for cause, exposed in step_seconds(self, candidate, hardware, software).items()},
             **overlapped_seconds(work, candidate, hardware, software),
@@ -221,19 +245,30 @@ class TracedModel:
             + LEAST * self.trace.programs["none"].update_kernels,
         ).times(hardware.calibration)
 
-    def _program(self, remat: str) -> Estimate:
-        """Returns the program under a remat policy; a model that marks no blocks has one program."""
-        return self.trace.programs.get(remat, self.trace.programs["none"])
+    def _program(self, remat: str, tensor: int = 1) -> Estimate:
+        """Returns the program of a device under a remat policy; a model that marks no blocks has one program."""
+        programs = self.trace.split_programs.get(tensor, self.trace.programs)
+        return programs.get(remat, programs["none"])
 
     def _kernels(self, candidate: Candidate, hardware: Hardware, *, remat: str | None = None) -> dict[str, Any]:
         """Returns the seconds of a microbatch's matmuls and other kernels, under a remat policy or the candidate's."""
-        columns = np.broadcast_arrays(candidate.microbatch, candidate.remat if remat is None else remat)
-        pairs = [*zip(*(column.ravel().tolist() for column in columns), strict=True)]
-        results = {(rows, policy): self._program(policy).seconds(rows, hardware) for rows, policy in {*pairs}}
+        policies = candidate.remat if remat is None else remat
+        columns = np.broadcast_arrays(candidate.microbatch, policies, candidate.tensor)
+        keys = [*zip(*(column.ravel().tolist() for column in columns), strict=True)]
+        results = {(rows, *names): self._program(*names).seconds(rows, hardware) for rows, *names in {*keys}}
         return {
-            cause: np.array([results[pair][cause] for pair in pairs]).reshape(columns[0].shape)
+            cause: np.array([results[key][cause] for key in keys]).reshape(columns[0].shape)
             for cause in ("matmuls", "elementwise")
         }
+
+    def _array_seconds(self, width: float, candidate: Candidate, hardware: Hardware, *, layers: bool) -> Any:
+        """Returns the seconds of a kernel of `width` bytes per entry for each array, or for each layer of a stack."""
+        share = self._stored(candidate, whole=True) / self.parameters
+        return sum(
+            (count if layers else 1)
+            * np.maximum(LEAST, hardware.stream(width * share * (size if layers else count * size)))
+            for count, size in self.arrays
+        )
 
     def _update_bytes(self) -> float:
         """Returns the bytes per parameter of the update: state read and written, gradients read by norm and update."""

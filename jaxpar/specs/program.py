@@ -124,6 +124,8 @@ class TracedProgram:
       params: The parameters by their paths.
       inputs: The other inputs.
       unknown: Names of primitives that were not followed: dims of their arrays are not cut.
+      rows: The pieces that are dims of examples.
+      of_variable: The array of each variable of the jaxpr, and of those inside of it, as last computed.
     """
 
     arrays: list[Array] = field(default_factory=list)
@@ -134,6 +136,7 @@ class TracedProgram:
     inputs: list[Array] = field(default_factory=list)
     unknown: set[str] = field(default_factory=set)
     rows: set[DimPiece] = field(default_factory=set)
+    of_variable: dict[Any, Array] = field(default_factory=dict)
 
 
 def follow(
@@ -201,6 +204,7 @@ class _Walk:
         for eqn in jaxpr.eqns:
             operands = [read(var) for var in eqn.invars]
             arrays.update(zip(eqn.outvars, self.equation(eqn, operands), strict=True))
+        self.program.of_variable.update(arrays)
         return [read(var) for var in jaxpr.outvars]
 
     def equation(self, eqn: JaxprEqn, operands: list[Array]) -> list[Array]:

@@ -291,9 +291,7 @@ def traced_layouts(args: argparse.Namespace) -> tuple[Any, int]:
     for name in args.only:
         if name not in MODELS:
             raise refuse(f"--only {name!r:.60}", rule="a model of the bench has a name", fix=suggest(name, MODELS))
-    result = traced_layouts(
-        count=args.count, seed=args.draw, only=tuple(args.only), out=args.out, minutes=args.minutes
-    )
+    result = traced_layouts(count=args.count, seed=args.draw, only=tuple(args.only), out=args.out, minutes=args.minutes)
     return _with_status(result)
 
 

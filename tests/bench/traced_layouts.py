@@ -44,7 +44,8 @@ def decoder(*, rows: int = 8, seq: int = 512) -> Case:
 def vision(*, rows: int = 32, side: int = 128) -> Case:
     """The built-in vision transformer, which marks its blocks for remat."""
     config = jp.ViTConfig(size=side, channels=3, patch=8, classes=1000, layers=4, dim=384, heads=6)
-    return lambda rngs: jp.ViT(config, rngs=rngs), classify, {"inputs": floats(rows, side, side, 3), "labels": ids(rows)}
+    batch = {"inputs": floats(rows, side, side, 3), "labels": ids(rows)}
+    return lambda rngs: jp.ViT(config, rngs=rngs), classify, batch
 
 
 MODELS: dict[str, Callable[..., Case]] = {**CASES, "jp.Decoder": decoder, "jp.ViT": vision}

@@ -11,6 +11,7 @@ from jaxpar.sharding.names import Blueprint
 from jaxpar.specs.find import AXIS, costs_on
 from jaxpar.specs.names import NamedSpecs, name_solution
 from jaxpar.specs.optimize import Cuts, Sent, Solution
+from jaxpar.specs.shares import ArrayShares
 from jaxpar.specs.trace import TracedLoss
 
 
@@ -23,8 +24,8 @@ def find_splits(
     sizes: Iterable[int],
     precision: str,
     frozen: Collection[str],
-) -> dict[int, tuple[TensorSplit, NamedSpecs]]:
-    """Returns, for each size of the tensor axis that splits parameters, the split and the names of its dims.
+) -> dict[int, tuple[TensorSplit, NamedSpecs, ArrayShares]]:
+    """Returns, for each size of the tensor axis that splits parameters, the split, the names of its dims, and shares.
 
     Args:
       blueprint: The model.
@@ -44,13 +45,14 @@ def find_splits(
         except JaxparError:  # no dims of the model can be cut so: the plan has no layout of this size
             continue
         if cuts.splits_parameters(solution):
-            found[size] = _split(solution, size, rows), name_solution(cuts, solution, AXIS)
+            shares = ArrayShares(cuts, solution)
+            found[size] = _split(solution, size, rows), name_solution(cuts, solution, AXIS), shares
     return found
 
 
 def _split(solution: Solution, size: int, rows: int) -> TensorSplit:
     traffic = tuple(_traffic(sent, size, rows) for sent in solution.collectives)
-    return TensorSplit(work=solution.work, kept=solution.kept, traffic=traffic)
+    return TensorSplit(traffic=traffic)
 
 
 def _traffic(sent: Sent, size: int, rows: int) -> SplitTraffic:

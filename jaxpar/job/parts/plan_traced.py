@@ -1,11 +1,11 @@
 """Converts a job for the planner: traces its model, and makes its layout a candidate."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import count, product
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ from jaxpar.plan.techniques.expert import NAME as EXPERTS
 from jaxpar.plan.techniques.table import TECHNIQUES
 from jaxpar.plan.traced_model import TracedModel
 from jaxpar.sharding.author.explicit import sharding_translation
-from jaxpar.sharding.names import Blueprint, nest, shard_bytes
+from jaxpar.sharding.names import Blueprint, nest, path_of, shard_bytes
 from jaxpar.sharding.nnx.hooks import step_hooks
 from jaxpar.sharding.rules import name_stacks
 from jaxpar.specs.names import NamedSpecs
@@ -144,6 +144,12 @@ def trace_model(
             key: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) for key, leaf in batch.items()
         }
 
+    with batch_errors(abstract_inputs(2)[1]):
+        splits = find_splits(
+            blueprint, loss, batch, rows=max(1, rows // devices), sizes=[n for n in divisors(devices) if 1 < n <= MOST],
+            precision=compute, frozen=frozen,
+        )  # fmt: skip
+    numbers = _argument_numbers(params, model_state, batch, frozen)
     buffers: set[int] = set()
     with (
         sharding_translation(),
@@ -159,6 +165,7 @@ def trace_model(
             name=blueprint.name,
             rows=max(1, rows / devices),
             frozen=frozen,
+            splits={size: partial(shares, **numbers) for size, (_, _, shares) in splits.items()},
         )
         sums = _is_sum(forward("none", accumulate=2), params, abstract_inputs(2))
     named_dims = _dims(layout, buffers)
@@ -167,15 +174,10 @@ def trace_model(
         for axis, technique in TECHNIQUES.items()
         if axis not in DECLARED and not technique.why_not(named_dims)
     }
-    with batch_errors(abstract_inputs(2)[1]):
-        splits = find_splits(
-            blueprint, loss, batch, rows=max(1, rows // devices), sizes=[n for n in divisors(devices) if 1 < n <= MOST],
-            precision=compute, frozen=frozen,
-        )  # fmt: skip
     if splits:
         axes = {"tensor": [1, *splits], **axes}
     shards, state_bytes, refused = _shards(
-        blueprint, devices, axes, {size: names for size, (_, names) in splits.items()}
+        blueprint, devices, axes, {size: names for size, (_, names, _) in splits.items()}
     )
     return TracedModel(
         name=blueprint.name,
@@ -184,15 +186,27 @@ def trace_model(
         unsupported=refused,
         largest_array=_largest_gather(blueprint),
         stacked=_stacked_share(blueprint),
+        arrays=_arrays(blueprint, frozen),
         recipe=recipe,
         trace=model_trace,
         itemsize=4 if dtype is None else dtype(0).dtype.itemsize,
         sum_loss=sums,
         axes=tuple(axes),
-        splits={size: split for size, (split, _) in splits.items()},
+        splits={size: split for size, (split, _, _) in splits.items()},
         dims=named_dims.dims,
         parameters_by_dim=named_dims.parameters_by_dim,
     )
+
+
+def _argument_numbers(params: Any, model_state: Any, batch: Any, frozen: Collection[str]) -> dict[str, Sequence]:
+    """Returns the paths of parameters, the numbers of the arguments of the batch, and those of results by parameter."""
+    paths = [path_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
+    first, results = len(paths) + len(jax.tree.leaves(model_state)), count(1)
+    return {
+        "paths": paths,
+        "batch": range(first, first + len(jax.tree.leaves(batch))),
+        "gradients": [-1 if path in frozen else next(results) for path in paths],
+    }
 
 
 def _mixture(buffers: set[int], expert: Any, params: Any, x: jax.Array, routing: Routing) -> tuple[jax.Array, Any]:
@@ -254,6 +268,16 @@ def _stacked_share(blueprint: Blueprint) -> float:
     leaves = name_stacks(blueprint.leaves).values()
     stacks = sum(leaf.size for leaf in leaves if leaf.names and leaf.names[0] == "layers")
     return stacks / max(1, sum(leaf.size for leaf in leaves))
+
+
+def _arrays(blueprint: Blueprint, frozen: Collection[str]) -> tuple[tuple[int, int], ...]:
+    """Returns, of each trained array, its number of layers, 1 if it is no stack, and the entries of a layer."""
+    counts = [
+        (leaf.shape[0] if leaf.names and leaf.names[0] == "layers" else 1, leaf.size)
+        for path, leaf in name_stacks(blueprint.leaves).items()
+        if path not in frozen
+    ]
+    return tuple((count, size // count) for count, size in counts)
 
 
 def _largest_gather(blueprint: Blueprint) -> int:

@@ -41,6 +41,7 @@ class Estimate:
       gradient_bytes: Bytes of all gradients at the end of the program.
       update_kernels: Kernels of the update: norm and update of each array. Convolutions have their own layout of
         weights, in which the update reads and writes the three arrays of the state.
+      batch: Bytes of the inputs that are no parameters. A polynomial in the rows.
     """
 
     live: dict[str, np.ndarray]
@@ -50,6 +51,7 @@ class Estimate:
     runs: np.ndarray
     gradient_bytes: float
     update_kernels: int
+    batch: np.ndarray
 
     def peak(self, rows: float, *, weights: float = 1.0, gradients: float = 1.0) -> dict[str, float]:
         """Returns the live bytes by class at the fullest moment.
@@ -100,6 +102,7 @@ def estimate(program: SizedProgram, rows: float, *, params: Sequence[int], gradi
         runs=np.array(runs),
         update_kernels=2 * len(outputs) + 4 * kernels,
         gradient_bytes=float(value(live["gradients"][-1], rows)),
+        batch=np.zeros(DEGREE + 1) + batch,
     )
 
 

@@ -101,6 +101,8 @@ class SizedProgram:
       ops: The ops.
       inputs: Numbers of the arguments' arrays.
       outputs: Numbers of the results, None for a constant.
+      variables: The variable of each array in `jaxpr`, or in one inside of it.
+      jaxpr: The jaxpr of the smaller number of rows.
     """
 
     sizes: list[Any] = field(default_factory=list)
@@ -108,6 +110,23 @@ class SizedProgram:
     ops: list[TracedOp] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
     outputs: list[int | None] = field(default_factory=list)
+    variables: list[Any] = field(default_factory=list)
+    jaxpr: Jaxpr | None = None
+
+    def split(self, share: Callable[[Any], float]) -> "SizedProgram":
+        """Returns the program of one device of several that split arrays.
+
+        Args:
+          share: Maps a variable to the share of its array that the device has. A matmul is split as the most split of
+            its arrays.
+        """
+        shares, ops = [share(variable) for variable in self.variables], []
+        for op in self.ops:
+            if op.matmul is not None:
+                work = min(shares[entry] for entry in (*op.inputs, *op.outputs))
+                op = replace(op, matmul=replace(op.matmul, flop=work * op.matmul.flop))
+            ops.append(op if op.body is None else replace(op, body=op.body.split(share)))
+        return replace(self, sizes=[part * size for part, size in zip(shares, self.sizes, strict=True)], ops=ops)
 
     def matmuls(self, times: int = 1, backward: bool = False) -> Iterator[tuple[TracedMatmul, int, bool]]:
         """Yields each matmul with its number of runs, and whether it is part of the backward pass."""
@@ -130,10 +149,11 @@ def read_program(trace: Callable[[int], Jaxpr], *, name: str) -> SizedProgram:
     """
     differing = ""
     for rows in ROWS:
-        small, large = (_Reader().read(trace(count)) for count in rows)
+        jaxprs = [trace(count) for count in rows]
+        small, large = (_Reader().read(jaxpr) for jaxpr in jaxprs)
         outlines = _outline(small), _outline(large)
         if outlines[0] == outlines[1]:
-            return _merge(small, large, rows)
+            return replace(_merge(small, large, rows), jaxpr=jaxprs[0])
         place = next((i for i, pair in enumerate(zip(*outlines, strict=False)) if len({*pair}) > 1), -1)
         first, second = (outline[place][0] for outline in outlines)
         differing = differing or f"op {place} is {first} for {rows[0]} rows and {second} for {rows[1]}"
@@ -162,27 +182,28 @@ class _Reader:
     def read(self, jaxpr: Jaxpr, *, scanned: Iterable[int] = (), stacked: Iterable[int] = ()) -> SizedProgram:
         """Reads a jaxpr; those inputs are slices of scanned arrays, those outputs are stacked."""
         program, scanned, stacked = self.program, {*scanned}, {*stacked}
-        env = {var: self._array(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars)}
+        env = {var: self._array(var) for var in (*jaxpr.constvars, *jaxpr.invars)}
         program.inputs = [env[var] for var in jaxpr.invars]
         for place in scanned:
             var = jaxpr.invars[place]
-            env[var] = self._add("dynamic_slice", "elementwise", (env[var],), (var.aval,))[0]
+            env[var] = self._add("dynamic_slice", "elementwise", (env[var],), (var,))[0]
         outputs = self._inline(jaxpr, env, backward=False, salt=0)
         for place in stacked:
             if (entry := outputs[place]) is not None:
-                aval = jaxpr.outvars[place].aval
-                outputs[place] = self._add("dynamic_update_slice", "stack", (entry,), (aval,))[0]
+                variables = (jaxpr.outvars[place],)
+                outputs[place] = self._add("dynamic_update_slice", "stack", (entry,), variables)[0]
         program.outputs = outputs
         _remove_dead(program)
         return program
 
-    def _array(self, aval: Any) -> int:
-        self.program.sizes.append(tuple(aval.shape))
-        self.program.widths.append(getattr(aval.dtype, "itemsize", 4))
+    def _array(self, variable: Any) -> int:
+        self.program.sizes.append(tuple(variable.aval.shape))
+        self.program.widths.append(getattr(variable.aval.dtype, "itemsize", 4))
+        self.program.variables.append(variable)
         return len(self.program.sizes) - 1
 
-    def _add(self, name: str, kind: Kind, inputs: Sequence[int], avals: Sequence[Any], **details: Any) -> list[int]:
-        outputs = [self._array(aval) for aval in avals]
+    def _add(self, name: str, kind: Kind, inputs: Sequence[int], results: Sequence[Any], **details: Any) -> list[int]:
+        outputs = [self._array(variable) for variable in results]
         self.program.ops.append(TracedOp(name, kind, tuple(inputs), tuple(outputs), **details))
         return outputs
 
@@ -204,7 +225,7 @@ class _Reader:
                 self.barriers += 1
                 salt = self.barriers
             env = dict(zip(call.invars, inputs, strict=True))
-            env.update({var: self._array(var.aval) for var in call.constvars})
+            env.update({var: self._array(var) for var in call.constvars})
             return self._inline(call, env, backward=backward, salt=salt)
         if _is_view(eqn):
             return inputs[: len(eqn.outvars)] if inputs[0] is not None else self._simple(eqn, inputs, backward)
@@ -219,12 +240,12 @@ class _Reader:
         name = eqn.primitive.name
         fused = name in ELEMENTWISE or name in VIEWS or self._is_fused_window(eqn, inputs)
         kind = "elementwise" if fused else "reduce" if name in REDUCES else "heavy"
-        arrays, avals = [entry for entry in inputs if entry is not None], [var.aval for var in eqn.outvars]
+        arrays, results = [entry for entry in inputs if entry is not None], eqn.outvars
         matmul, shape = _matmul(eqn), _aval(eqn.invars[0]).shape if eqn.invars else ()
         row = shape[-1] if shape and eqn.params.get("axes") == (len(shape) - 1,) else 0
         if kind == "elementwise":  # each result of a split is an op of its own
-            return [self._add(name, kind, arrays, [aval], backward=backward)[0] for aval in avals]
-        return [*self._add(name, kind, arrays, avals, backward=backward, matmul=matmul, row=row)]
+            return [self._add(name, kind, arrays, [result], backward=backward)[0] for result in results]
+        return [*self._add(name, kind, arrays, results, backward=backward, matmul=matmul, row=row)]
 
     def _is_fused_window(self, eqn: JaxprEqn, inputs: Sequence[int | None]) -> bool:
         """Whether windows do not overlap, as in an average of pixels, or spread pixels again, as in its gradient."""
@@ -249,13 +270,13 @@ class _Reader:
         ]
         given = arrays[skipped:]
         return self._add(
-            eqn.primitive.name, "loop", given, [var.aval for var in eqn.outvars], backward=backward,
+            eqn.primitive.name, "loop", given, eqn.outvars, backward=backward,
             body=_Reader().read(body, scanned=scanned, stacked=stacked), length=eqn.params.get("length", 1),
             carried=len(eqn.outvars) - len(stacked),
         )  # fmt: skip
 
     def _constant(self, var: Any) -> int:
-        return self._add("iota", "elementwise", (), [var.aval])[0]
+        return self._add("iota", "elementwise", (), [var])[0]
 
 
 def _rank(var: Any) -> int:
@@ -335,7 +356,7 @@ def _merge(small: SizedProgram, large: SizedProgram, rows: tuple[int, int]) -> S
         width * _polynomial(*shapes, rows)
         for width, shapes in zip(small.widths, zip(small.sizes, large.sizes, strict=True), strict=True)
     ]
-    return SizedProgram(sizes, small.widths, merged, small.inputs, small.outputs)
+    return SizedProgram(sizes, small.widths, merged, small.inputs, small.outputs, small.variables)
 
 
 def _polynomial(small: tuple[int, ...], large: tuple[int, ...], rows: tuple[int, int]) -> Polynomial:

@@ -1,4 +1,4 @@
-"""How the tensor axis splits a model that is no decoder: work, kept activations and traffic for each of its sizes.
+"""How the tensor axis splits a model that is no decoder: its traffic for each size; work and arrays are traced.
 
 An integer program on the model's trace finds them (`jaxpar.specs`); a plan only prices them.
 """
@@ -34,13 +34,9 @@ class TensorSplit:
     """A model over a tensor axis of one size.
 
     Attributes:
-      work: Share of the FLOP that each device does.
-      kept: Share of the kept activations that each device keeps.
       traffic: Collectives over the axis.
     """
 
-    work: float = 1.0
-    kept: float = 1.0
     traffic: tuple[SplitTraffic, ...] = ()
 
 
@@ -51,15 +47,6 @@ class TensorSplitModel(Protocol):
     def splits(self) -> Mapping[int, TensorSplit]:
         """Sizes of the axis to the split; 1 is not among them."""
         ...
-
-
-def by_size(model: TensorSplitModel, candidate: Candidate, value: Any) -> Any:
-    """Returns a number of the split that each candidate's tensor axis has; `value` maps a split to it."""
-    if not model.splits:
-        return value(TensorSplit())
-    sizes = np.asarray(candidate.tensor)
-    return np.select([sizes == size for size in model.splits], [value(split) for split in model.splits.values()],
-                     value(TensorSplit()))  # fmt: skip
 
 
 def traffic(model: TensorSplitModel, candidate: Candidate) -> Iterator[tuple[str, Any, Any]]:

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -14,6 +15,8 @@ from jaxpar.plan.model.liveness import Estimate, estimate
 from jaxpar.plan.model.program import MatmulKind, SizedProgram, read_program, value
 from jaxpar.sharding.names import DISPATCH, path_of
 
+# maps a jaxpr of (parameters, other inputs) to a function of a variable to the share that a device has of its array
+Shares = Callable[[Jaxpr], Callable[[Any], float]]
 COUNTED = 2  # rows at which amounts are counted: a single row could be broadcast
 
 
@@ -43,6 +46,7 @@ class ModelTrace:
       blocks: Number of blocks under remat; 0 if the model has none.
       slots: Of each mixture of experts (`jp.mixture`), the elements of its slots per row, and the number of such
         mixtures in a forward pass.
+      split_programs: Sizes of `tensor` to the estimates of the program of one of so many devices, as in `programs`.
     """
 
     matmuls: tuple[Matmul, ...]
@@ -50,6 +54,7 @@ class ModelTrace:
     programs: Mapping[str, Estimate]
     blocks: int
     slots: tuple[tuple[float, int], ...] = ()
+    split_programs: Mapping[int, Mapping[str, Estimate]] = field(default_factory=dict)
 
 
 def trace(
@@ -61,6 +66,7 @@ def trace(
     name: str,
     rows: float = 64.0,
     frozen: Collection[str] = (),
+    splits: Mapping[int, Shares] = MappingProxyType({}),
 ) -> ModelTrace:
     """Traces a loss and its gradients, without compiling and without arrays.
 
@@ -72,6 +78,7 @@ def trace(
       name: Name of the model, for messages.
       rows: Rows of a device for which fusions are chosen.
       frozen: Paths of parameters without gradients.
+      splits: Sizes of `tensor` to the shares that a device has of arrays.
 
     Raises:
       JaxparError: If no saved activation grows with the rows, or if ops depend on the number of rows.
@@ -79,10 +86,17 @@ def trace(
     policies = [name for name in POLICIES if model_policy(name) == name] if takes_remat else ["none"]
     programs = {policy: _program(forward(policy), params, inputs, frozen, name) for policy in policies}
     trained = len(jax.tree.leaves(params)) - len(_frozen_places(params, frozen))
-    places = range(len(jax.tree.leaves(params)))
+    places, gradients = range(len(jax.tree.leaves(params))), range(1, 1 + trained)
     estimates = {
-        policy: estimate(program, rows, params=places, gradients=range(1, 1 + trained))
-        for policy, program in programs.items()
+        policy: estimate(program, rows, params=places, gradients=gradients) for policy, program in programs.items()
+    }
+    split_programs = {
+        size: {
+            policy: estimate(program.split(shares(program.jaxpr)), rows, params=places, gradients=gradients)
+            for policy, program in programs.items()
+            if program.jaxpr is not None
+        }
+        for size, shares in splits.items()
     }
     matmuls = [*programs["none"].matmuls()]
     if not any(matmul.flop[1:].any() for matmul, _, backward in matmuls if backward):
@@ -108,6 +122,7 @@ def trace(
         programs=estimates,
         blocks=_blocks(remat_jaxpr) if remat_jaxpr is not None else 0,
         slots=tuple((elements / COUNTED, times) for elements, times in _slots(jaxpr)),
+        split_programs=split_programs,
     )
 
 
