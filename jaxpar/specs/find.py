@@ -16,6 +16,7 @@ from jaxpar.plan.machine.hardware import HARDWARE, Hardware
 from jaxpar.sharding.names import Blueprint
 from jaxpar.specs.names import NamedSpecs, name_solution
 from jaxpar.specs.optimize import TIE, Cuts, Solution, StepCosts
+from jaxpar.specs.program import TracedProgram
 from jaxpar.specs.trace import TracedLoss
 from jaxpar.specs.user_input import check_arguments, with_names
 from jaxpar.units import show_bytes
@@ -143,12 +144,9 @@ def find_specs(
     program = traced.program(frozen)
     costs, note = costs_on(_hardware(chip), parallel, precision), ""
     examples = examples and rows % parallel.tensor == 0
-    cuts = Cuts(program, parallel.tensor, costs, examples=examples)
-    solution = cuts.solve(memory=memory)
-    if not cuts.splits_parameters(solution):
-        note = _why_no_parameters(cuts, solution, parallel, chip, rows)
-        cuts = Cuts(program, parallel.tensor, replace(costs, launch=0.0), examples=examples)
-        solution = cuts.solve(memory=memory, split=True)
+    cuts, solution, *best = choose_dims(program, parallel.tensor, costs, memory=memory, examples=examples)
+    if best:
+        note = _why_no_parameters(*best, parallel, chip, rows)
     named = name_solution(cuts, solution, AXIS, tuple(axis for axis in parallel.sizes if axis in parallel.batch_axes))
     lines = traced.lines(named.activations)  # without gradients JAX traces some lines otherwise
     named = replace(named, activations={line: names for line, names in named.activations.items() if line in lines})
@@ -163,6 +161,22 @@ def find_specs(
         unknown=tuple(sorted(program.unknown)),
         seconds=time.perf_counter() - start,
     )
+
+
+def choose_dims(
+    program: TracedProgram, size: int, costs: StepCosts, *, memory: float | None = None, examples: bool = False
+) -> tuple[Any, ...]:
+    """Returns the cuts and the solution for an axis; followed by the best ones if those split no parameter.
+
+    Raises:
+      JaxparError: If no dims can be cut so, or nothing fits in `memory`.
+    """
+    cuts = Cuts(program, size, costs, examples=examples)
+    solution = cuts.solve(memory=memory)
+    if cuts.splits_parameters(solution):
+        return cuts, solution
+    split = Cuts(program, size, replace(costs, launch=0.0), examples=examples)
+    return split, split.solve(memory=memory, split=True), cuts, solution
 
 
 def _why_no_parameters(cuts: Cuts, solution: Solution, parallel: Parallel, chip: str, rows: int) -> str:

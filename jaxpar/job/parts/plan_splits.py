@@ -8,9 +8,9 @@ from jaxpar.parallel.declaration import Parallel
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.model.splits import SplitTraffic, TensorSplit
 from jaxpar.sharding.names import Blueprint
-from jaxpar.specs.find import AXIS, costs_on
+from jaxpar.specs.find import AXIS, choose_dims, costs_on
 from jaxpar.specs.names import NamedSpecs, name_solution
-from jaxpar.specs.optimize import Cuts, Sent, Solution
+from jaxpar.specs.optimize import Sent, Solution
 from jaxpar.specs.shares import ArrayShares
 from jaxpar.specs.trace import TracedLoss
 
@@ -21,6 +21,7 @@ def find_splits(
     batch: Mapping[str, Any],
     *,
     rows: int,
+    devices: int,
     sizes: Iterable[int],
     precision: str,
     frozen: Collection[str],
@@ -31,22 +32,25 @@ def find_splits(
       blueprint: The model.
       loss: A function of (model, batch), or of (model, batch, key).
       batch: Name to shape and dtype; the first dim is that of examples.
-      rows: Examples of a microbatch, for which the dims are chosen.
+      rows: Examples of the global batch; the dims are chosen for those of a device without microbatches, as in a run.
+      devices: Number of devices.
       sizes: Sizes of the axis to try.
       precision: Dtype of matmuls: "fp32" or "bf16".
       frozen: Patterns of the paths of frozen parameters.
     """
-    program = TracedLoss(blueprint, loss, batch, rows=rows, precision=precision).program(frozen)
     found = {}
     for size in sizes:
-        cuts = Cuts(program, size, costs_on(HARDWARE["h100"], Parallel(tensor=size), precision))
+        local = max(1, rows * size // devices)
+        program = TracedLoss(blueprint, loss, batch, rows=local, precision=precision).program(frozen)
         try:
-            solution = cuts.solve(split=True)
+            cuts, solution, *_ = choose_dims(
+                program, size, costs_on(HARDWARE["h100"], Parallel(tensor=size), precision)
+            )
         except JaxparError:  # no dims of the model can be cut so: the plan has no layout of this size
             continue
         if cuts.splits_parameters(solution):
             shares = ArrayShares(cuts, solution)
-            found[size] = _split(solution, size, rows), name_solution(cuts, solution, AXIS), shares
+            found[size] = _split(solution, size, local), name_solution(cuts, solution, AXIS), shares
     return found
 
 

@@ -146,7 +146,7 @@ def trace_model(
 
     with batch_errors(abstract_inputs(2)[1]):
         splits = find_splits(
-            blueprint, loss, batch, rows=max(1, rows // devices), sizes=[n for n in divisors(devices) if 1 < n <= MOST],
+            blueprint, loss, batch, rows=rows, devices=devices, sizes=[n for n in divisors(devices) if 1 < n <= MOST],
             precision=compute, frozen=frozen,
         )  # fmt: skip
     numbers = _argument_numbers(params, model_state, batch, frozen)

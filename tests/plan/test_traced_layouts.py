@@ -1,0 +1,102 @@
+"""Layouts of traced models: arrays are split by the dims that were found; microbatches and fsdp have their costs."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxpar as jp
+from jaxpar.job.file.parse import loads
+from jaxpar.job.parts.plan_model import planner_model
+from jaxpar.job.parts.plan_traced import trace_job
+from jaxpar.mesh.target import missing_plugin
+from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.machine.hardware import HARDWARE
+from jaxpar.plan.machine.software import JAXPAR
+
+DECODER = """
+[model]
+name = "decoder"
+layers = 4
+dim = 1024
+heads = 16
+hidden = 4096
+vocab = 8192
+[data]
+seq = 512
+[train]
+global_batch = 64
+precision = "bf16"
+"""
+
+
+@pytest.fixture(scope="module")
+def plans():
+    job = loads(DECODER)
+    return {"formulas": planner_model(job, 8), "trace": trace_job(job, 8)}
+
+
+@pytest.mark.parametrize("remat", ["none", "dots"])
+def test_a_traced_decoder_needs_the_bytes_of_its_formulas_under_tensor(plans, remat):
+    """One share of kept activations for all arrays was 1 for scanned layers: they had up to four times the bytes."""
+    for tensor in (2, 4):
+        layout = Candidate(data=8 // tensor, tensor=tensor, microbatch=8 * tensor, remat=remat)
+        predicted, exact = (float(plans[name].memory(layout, JAXPAR).total) for name in ("trace", "formulas"))
+        assert predicted == pytest.approx(exact, rel=0.15)
+
+
+def test_devices_of_tensor_share_the_work_of_matmuls_and_the_arrays_of_heads_and_hidden_units(plans):
+    model = plans["trace"]
+    flop, peaks = {}, {}
+    for size in (1, 2, 4):
+        programs = model.trace.split_programs.get(size, model.trace.programs)
+        flop[size] = float((programs["none"].flop.sum(axis=1) * programs["none"].runs).sum())
+        peaks[size] = programs["none"].peak(8, weights=0, gradients=0)["activations"]
+    assert flop[2] == pytest.approx(flop[1] / 2, rel=0.01)
+    assert flop[4] == pytest.approx(flop[1] / 4, rel=0.01)
+    assert peaks[1] / 4 < peaks[4] < 0.6 * peaks[1]  # the stream between blocks is whole, or split over tokens
+
+
+def test_microbatches_add_the_batch_twice_and_a_kernel_per_array(plans):
+    model, row = plans["trace"], 2 * 4 * 512  # bytes of tokens and targets, int32
+    two, four = (Candidate(data=8, microbatch=2, microbatches=count) for count in (2, 4))
+    memory = [model.memory(layout, JAXPAR) for layout in (two, four)]
+    assert float(memory[1].activations - memory[0].activations) == pytest.approx(2 * (8 - 4) * row, rel=1e-6)
+    tiny = replace(model, arrays=((1, 1),) * 1000)  # of a thousand numbers
+    slow, fast = (
+        float(each.time(four, HARDWARE["h100"], JAXPAR).elementwise) for each in (tiny, replace(tiny, arrays=()))
+    )
+    assert slow - fast == pytest.approx(4 * 1000 * 2e-6, rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
+@pytest.mark.parametrize(
+    ("sizes", "accumulate"),
+    [({"data": 2, "fsdp": 4, "zero": 3}, 2), ({"data": 4, "tensor": 2}, 1)],
+)
+def test_a_layout_needs_the_bytes_of_its_compiled_program(sizes, accumulate):
+    from bench.plain_models import cross_entropy, gpt
+
+    model, _, _ = gpt(rows=64, seq=128, layers=1, dim=256, heads=4, vocab=2048)
+    batch = {key: jax.ShapeDtypeStruct((64, 128), np.int32) for key in ("inputs", "targets")}
+
+    def loss(model, batch):
+        return cross_entropy(model(batch["inputs"]), batch["targets"])
+
+    parallel = jp.Parallel(**sizes)
+    if parallel.tensor > 1:
+        parallel = jp.find_specs(model, loss, batch, parallel, precision="bf16").parallel
+    step = jp.train_step(
+        jp.compose(model, parallel, jp.target_devices("h100:1x8")), loss, optax.adamw(1e-3), precision="bf16",
+        accumulate=accumulate,
+    )  # fmt: skip
+    asked = jp.plan(step, batch, devices=8, top=1).question
+    replicas = parallel.data * parallel.fsdp
+    layout = Candidate(
+        data=parallel.data, fsdp=parallel.fsdp, tensor=parallel.tensor, zero=sizes.get("zero", 0),
+        microbatch=64 // replicas // accumulate, microbatches=accumulate,
+    )  # fmt: skip
+    assert float(asked.bytes(layout).total) == pytest.approx(jp.inspect(step, batch).total, rel=0.1)
