@@ -144,8 +144,8 @@ def find_specs(
     program = traced.program(frozen)
     costs, note = costs_on(_hardware(chip), parallel, precision), ""
     examples = examples and rows % parallel.tensor == 0
-    cuts, solution, *best = choose_dims(program, parallel.tensor, costs, memory=memory, examples=examples)
-    if best:
+    cuts, solution, best = choose_dims(program, parallel.tensor, costs, memory=memory, examples=examples)
+    if best is not None:
         note = _why_no_parameters(*best, parallel, chip, rows)
     named = name_solution(cuts, solution, AXIS, tuple(axis for axis in parallel.sizes if axis in parallel.batch_axes))
     lines = traced.lines(named.activations)  # without gradients JAX traces some lines otherwise
@@ -165,8 +165,8 @@ def find_specs(
 
 def choose_dims(
     program: TracedProgram, size: int, costs: StepCosts, *, memory: float | None = None, examples: bool = False
-) -> tuple[Any, ...]:
-    """Returns the cuts and the solution for an axis; followed by the best ones if those split no parameter.
+) -> tuple[Cuts, Solution, tuple[Cuts, Solution] | None]:
+    """Returns the cuts and the solution for an axis; and the best ones, if those split no parameter.
 
     Raises:
       JaxparError: If no dims can be cut so, or nothing fits in `memory`.
@@ -174,9 +174,9 @@ def choose_dims(
     cuts = Cuts(program, size, costs, examples=examples)
     solution = cuts.solve(memory=memory)
     if cuts.splits_parameters(solution):
-        return cuts, solution
+        return cuts, solution, None
     split = Cuts(program, size, replace(costs, launch=0.0), examples=examples)
-    return split, split.solve(memory=memory, split=True), cuts, solution
+    return split, split.solve(memory=memory, split=True), (cuts, solution)
 
 
 def _why_no_parameters(cuts: Cuts, solution: Solution, parallel: Parallel, chip: str, rows: int) -> str:
