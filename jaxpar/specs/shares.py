@@ -9,6 +9,7 @@ The other trace may recompute activations, and have another number of examples.
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from jax.extend.core import Jaxpr
@@ -35,7 +36,7 @@ class ArrayShares:
         self, jaxpr: Jaxpr, paths: Sequence[str], batch: Sequence[int], gradients: Sequence[int]
     ) -> Callable[[Any], float]:
         """Returns the share that a device has of the array of each variable; see `follow` for the arguments."""
-        program = follow(jaxpr, paths, batch, gradients)
+        program = _followed(jaxpr, tuple(paths), tuple(batch), tuple(gradients))
         cut = self._seeds(program)
         return lambda variable: self._share(program.of_variable.get(variable), cut)
 
@@ -46,6 +47,13 @@ class ArrayShares:
 
     def _share(self, array: Array | None, cut: set[DimPiece]) -> float:
         return 1.0 if array is None or cut.isdisjoint(array.pieces()) else 1.0 / self.size
+
+
+@lru_cache(maxsize=8)  # each size of an axis asks for the same programs, one per remat policy
+def _followed(
+    jaxpr: Jaxpr, paths: tuple[str, ...], batch: tuple[int, ...], gradients: tuple[int, ...]
+) -> TracedProgram:
+    return follow(jaxpr, paths, batch, gradients)
 
 
 def _positions(array: Array, cut: set[DimPiece]) -> tuple[int, ...]:
