@@ -14,8 +14,9 @@ from jaxpar.parallel.compose import as_blueprint
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.plan.machine.hardware import HARDWARE, Hardware
 from jaxpar.sharding.names import Blueprint
+from jaxpar.specs.collectives import StepCosts
 from jaxpar.specs.names import NamedSpecs, name_solution
-from jaxpar.specs.optimize import TIE, Cuts, Solution, StepCosts
+from jaxpar.specs.optimize import TIE, Cuts, Solution
 from jaxpar.specs.program import TracedProgram
 from jaxpar.specs.trace import TracedLoss
 from jaxpar.specs.user_input import check_arguments, with_names

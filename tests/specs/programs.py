@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.sharding.infer_names.dim_pieces import flat
-from jaxpar.specs.optimize import PARTIAL, StepCosts
+from jaxpar.specs.collectives import PARTIAL, StepCosts
 from jaxpar.specs.program import follow
 
 SIZES = (2, 4, 4, 6, 8)

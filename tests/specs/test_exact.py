@@ -1,16 +1,22 @@
 """The integer program is exact: no set of dims and strategies costs less, as trying all of them shows."""
 
+from dataclasses import replace
+from itertools import islice
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from specs.programs import Exhaustive, equal_branches, random_costs, random_program
+from specs.two_axes import ExhaustivePairs
 
 from jaxpar.errors import JaxparError
-from jaxpar.specs.optimize import GAP, TIE, Cuts
+from jaxpar.specs.integer_program import GAP
+from jaxpar.specs.optimize import TIE, Cuts
 from jaxpar.specs.program import follow
 
 MOST = 1_000  # sets of dims that are tried
+MOST_PAIRS = 300  # pairs of sets, of two axes
 
 
 def compare(seed):
@@ -36,6 +42,34 @@ def compare(seed):
     return True
 
 
+def compare_two(seed):
+    """As `compare`, over two axes at once."""
+    rng = np.random.default_rng(seed)
+    program, examples = random_program(rng, operations=6), bool(rng.integers(2))
+    sizes = ((2, 2), (2, 3), (4, 2), (2, 4))[int(rng.integers(4))]
+    costs, slow = random_costs(rng), float(10 ** rng.uniform(-1, 1)) if rng.random() < 0.7 else 1.0
+    cuts = Cuts(program, sizes, replace(costs, link=(costs.link * slow, costs.link)), examples=examples)
+    tried = ExhaustivePairs(cuts, examples=examples)
+    pairs = list(islice(tried.cuts(), MOST_PAIRS + 1))
+    if not 2 < len(pairs) <= MOST_PAIRS:
+        return False
+    priced = [(tried.seconds(cut), tried.memory(cut), cut) for cut in pairs]
+    priced = [each for each in priced if np.isfinite(each[0])]
+    _assert_best(cuts, tried, priced, None)
+    sizes = sorted({memory for _, memory, _ in priced})
+    if len(sizes) > 2:
+        _assert_best(cuts, tried, priced, sizes[len(sizes) // 2] + 0.5)
+    assert cuts.solve(least=True).memory == pytest.approx(sizes[0])
+    return True
+
+
+def _cut(solution, axes):
+    """Returns the classes that are cut; of two axes the classes of each."""
+    if axes == 1:
+        return solution.cut
+    return tuple(frozenset(state for state, on in solution.axes.items() if axis in on) for axis in range(axes))
+
+
 def _assert_best(cuts, tried, priced, memory):
     solution = cuts.solve(memory=memory)
     best = min(seconds for seconds, size, _ in priced if memory is None or size <= memory)
@@ -43,8 +77,9 @@ def _assert_best(cuts, tried, priced, memory):
     assert solution.relaxed <= best * (1 + 1e-6)
     assert solution.bound <= best * (1 + 1e-6)
     assert solution.gap >= -1e-6
-    assert tried.seconds(solution.cut) <= solution.cost * (1 + 1e-6) <= best * (1 + TIE + 1e-5)
-    assert solution.memory == pytest.approx(tried.memory(solution.cut))
+    cut = _cut(solution, len(cuts.sizes))
+    assert tried.seconds(cut) <= solution.cost * (1 + 1e-6) <= best * (1 + TIE + 1e-5)
+    assert solution.memory == pytest.approx(tried.memory(cut))
     if memory is not None:
         assert solution.memory <= memory * (1 + 1e-6)
 
@@ -57,6 +92,16 @@ def test_no_cut_of_a_random_program_costs_less_than_the_solution():
 @pytest.mark.parametrize("start", range(60, 2060, 200))
 def test_no_cut_of_2000_random_programs_costs_less_than_the_solution(start):
     assert sum(compare(seed) for seed in range(start, start + 200)) > 130
+
+
+def test_no_cut_of_a_random_program_over_two_axes_costs_less_than_the_solution():
+    assert sum(compare_two(seed) for seed in range(30)) >= 10
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("start", range(30, 2030, 100))
+def test_no_cut_of_2000_random_programs_over_two_axes_costs_less_than_the_solution(start):
+    assert sum(compare_two(seed) for seed in range(start, start + 100)) > 25
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -8,9 +8,10 @@ from jaxpar.parallel.declaration import Parallel
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.model.splits import SplitTraffic, TensorSplit
 from jaxpar.sharding.names import Blueprint
+from jaxpar.specs.collectives import Sent
 from jaxpar.specs.find import AXIS, choose_dims, costs_on
 from jaxpar.specs.names import NamedSpecs, name_solution
-from jaxpar.specs.optimize import Sent, Solution
+from jaxpar.specs.optimize import Solution
 from jaxpar.specs.shares import ArrayShares
 from jaxpar.specs.trace import TracedLoss
 
