@@ -1,7 +1,8 @@
 """Finds specs for a job, and holds their predicted traffic to the program compiled for absent GPUs."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 
 from jaxpar.job.check import device_count
 from jaxpar.job.file.schema import Job
@@ -10,12 +11,12 @@ from jaxpar.job.parts.batches import abstract_batch
 from jaxpar.job.parts.models import batch_errors, frozen_paths, resolve_loss, resolve_model
 from jaxpar.mesh.axes import infer_sizes
 from jaxpar.parallel.compose import as_blueprint
-from jaxpar.specs.find import AXIS, FoundSpecs, find_specs
+from jaxpar.specs.find import FoundSpecs, axes_of, find_specs
 from jaxpar.units import show_bytes
 
 
 def specs_of_job(job: Job, *, chip: str, memory: float | None, examples: bool) -> FoundSpecs:
-    """Finds the dims that `tensor` should split in a job's model; see `jaxpar.specs.find.find_specs`.
+    """Finds the dims that `tensor` and `context` should split in a job's model; see `jaxpar.specs.find.find_specs`.
 
     Raises:
       JaxparError: If the job has problems, or no specs can be found.
@@ -38,15 +39,17 @@ def with_specs(job: Job, found: FoundSpecs) -> Job:
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """Bytes that a device sends over the axis in a step, by kind of collective, and the bytes of memory of a device.
+    """Bytes that a device sends over the axes in a step, by kind of collective, and the bytes of memory of a device.
 
     Attributes:
+      axes: The axes.
       predicted: Of the specs that were found, as predicted.
       compiled: Of the same, as compiled.
       without: Of the job without them, as compiled.
       memory: Bytes of a device with and without them, as compiled.
     """
 
+    axes: tuple[str, ...]
     predicted: Mapping[str, float]
     compiled: Mapping[str, float]
     without: Mapping[str, float]
@@ -55,7 +58,8 @@ class Compared:
     def __str__(self) -> str:
         columns = self.predicted, self.compiled, self.without
         kinds = sorted({kind for given in columns for kind in given})
-        lines = [f"bytes over {AXIS} per device and step{'predicted':>14}{'compiled':>14}{'without specs':>16}"]
+        title = f"bytes over {' and '.join(self.axes)} per device and step"
+        lines = [f"{title:34}{'predicted':>14}{'compiled':>14}{'without specs':>16}"]
         for name, *amounts in (
             *((kind, *(given.get(kind, 0) for given in columns)) for kind in kinds),
             ("all", *(sum(given.values()) for given in columns)),
@@ -74,8 +78,18 @@ def compare_specs(job: Job, found: FoundSpecs, target: str) -> Compared:
     """
     plain = dataclasses.replace(job, parallel=dataclasses.replace(found.parallel, **_declared_names(job)))
     reports = [observe(each, target) for each in (with_specs(job, found), plain)]
-    compiled, without = ({**report.by_axis.get(AXIS, {})} for report in reports)
-    return Compared(found.solution.traffic, compiled, without, (reports[0].total, reports[1].total))
+    axes = axes_of(found.parallel)
+    compiled, without = (sent_over(report.by_axis, axes) for report in reports)
+    return Compared(axes, found.solution.traffic, compiled, without, (reports[0].total, reports[1].total))
+
+
+def sent_over(by_axis: Mapping[str, Mapping[str, float]], axes: Collection[str]) -> dict[str, float]:
+    """Returns the bytes of collectives over some axes of a report and over no other, by kind."""
+    totals: Counter[str] = Counter()
+    for key, kinds in by_axis.items():
+        if {axis.lstrip("~") for axis in key.split(",")} <= {*axes}:
+            totals.update({kind: size for kind, size in kinds.items()})
+    return dict(totals)
 
 
 def _declared_names(job: Job) -> dict[str, Mapping]:

@@ -3,7 +3,8 @@
 A state has an entry for each axis: the class of pieces along which the axis cuts the array, a partial sum, or None if
 its devices have equal copies. Both axes may cut one dim: the first, which is outermost in the mesh, into chunks, and
 the second each chunk. An array changes its state by one axis at a time, in the order that takes least time: a gather
-over the slower link comes first, while the other axis still cuts the array.
+over the slower link comes first, while the other axis still cuts the array. From or to a dim that both axes cut XLA
+exchanges no shards between dims, but for those of the inner axis alone: it gathers the array and slices it.
 """
 
 from collections.abc import Sequence
@@ -85,6 +86,10 @@ def is_cut(state: State) -> bool:
     return state is not None and state != PARTIAL
 
 
+def _is_twice_cut(states: States) -> bool:
+    return len(states) > 1 and is_cut(states[0]) and states[0] == states[1]
+
+
 class Links:
     """The axes' sizes, and the seconds of their collectives."""
 
@@ -106,10 +111,12 @@ class Links:
             return ()
         orders = [[(axis, target[axis]) for axis in order] for order in permutations(changed)]
         paths = [path for order in orders if (path := self._path(size, source, order, merged)) is not None]
-        if not paths:  # the inner axis cuts the chunks of the dim that the outer one is to leave, or to enter
-            outer, inner = 0, 1
-            detour = [(inner, None), (outer, target[outer]), (inner, target[inner])]
-            paths = [self._path(size, source, detour, merged) or []]
+        if _is_twice_cut(source) or _is_twice_cut(target):
+            exchanged = changed != [1]
+            paths = [path for path in paths if not (exchanged and any(move.kind == "all-to-all" for move in path))]
+        if not paths:  # XLA makes the array whole, and slices it
+            detours = [[*((axis, None) for axis in order), *enumerate(target)] for order in permutations((0, 1))]
+            paths = [path for detour in detours if (path := self._path(size, source, detour, merged)) is not None]
         best, *others = paths
         for path in others:
             if self._total(path) < self._total(best) * (1 - 1e-9):

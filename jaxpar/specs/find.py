@@ -1,5 +1,6 @@
 """Finds specs for a model and its loss: traces them, solves the integer program, and names the solution."""
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -23,13 +24,14 @@ from jaxpar.specs.user_input import check_arguments, with_names
 from jaxpar.units import show_bytes
 
 AXIS = "tensor"
+AXES = ("context", AXIS)  # for which specs are found, outermost first; the others have meanings of their own
 UPDATE = 28  # bytes of memory traffic per parameter of AdamW's update: parameter, gradient and two moments
 STATE = 16  # bytes of a float32 parameter, its gradient and two moments
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class FoundSpecs:
-    """Dims that an axis splits, as found for a model.
+    """Dims that an axis or two split, as found for a model.
 
     Attributes:
       parallel: The declaration with the names and rules that were found, which train and explain as if a person had
@@ -55,18 +57,26 @@ class FoundSpecs:
     def __repr__(self) -> str:
         solution = self.solution
         return (
-            f"<specs over {AXIS}={self.parallel.tensor}: {', '.join(sorted({*self.specs.names.values()})) or 'none'}; "
+            f"<specs over {_shown_axes(self.parallel)}: {', '.join(sorted({*self.specs.names.values()})) or 'none'}; "
             f"{solution.cost * 1e3:.3g} ms modelled, at most {solution.gap:.2%} above the best>"
         )
 
     @property
     def sentence(self) -> str:
         """The names and their certificate, in one sentence."""
-        names = ", ".join(sorted({*self.specs.names.values()})) or "nothing"
         return (
-            f'specs="found": {AXIS} splits {names}; {self.solution.cost * 1e3:.3g} ms of a step\'s work and traffic, '
+            f'specs="found": {self._splits}; {self.solution.cost * 1e3:.3g} ms of a step\'s work and traffic, '
             f"modelled, {self.solution.cost / self.solution.bound - 1:.1%} above the least possible{self._differing}"
         )
+
+    @property
+    def _splits(self) -> str:
+        names = [
+            sorted({name for state, name in self.specs.names.items() if number in self.solution.axes.get(state, ())})
+            for number in range(len(axes_of(self.parallel)))
+        ]
+        pairs = zip(axes_of(self.parallel), names, strict=True)
+        return "; ".join(f"{axis} splits {', '.join(given) or 'nothing'}" for axis, given in pairs)
 
     @property
     def _differing(self) -> str:
@@ -76,7 +86,7 @@ class FoundSpecs:
         """Returns the names, each with its reason, and the certificate, as text."""
         solution, lines = self.solution, []
         lines.append(
-            f"{AXIS}={self.parallel.tensor}: {solution.cost * 1e3:.4g} ms of a step's work and traffic, modelled; no "
+            f"{_shown_axes(self.parallel)}: {solution.cost * 1e3:.4g} ms of a step's work and traffic, modelled; no "
             f"other choice costs less than {solution.bound * 1e3:.4g} ms (gap {solution.gap:.2%}); "
             f"{show_bytes(int(solution.memory))} of state and kept activations; {self.seconds:.1f} s"
         )
@@ -85,13 +95,15 @@ class FoundSpecs:
         lines += [f"  yours wins, unlike the prediction: {own}" for own in self.differing]
         if solution.cost > 1.0001 * solution.best:
             lines.append(f"  the simplest within {TIE:.0%} of the best, {solution.best * 1e3:.4g} ms")
-        sent = ", ".join(f"{kind} {show_bytes(int(size))}" for kind, size in sorted(solution.traffic.items()))
-        lines.append(f"  sent by a device over {AXIS} in a step, predicted: {sent or 'nothing'}")
+        for number, axis in enumerate(axes_of(self.parallel)):
+            traffic = sorted(solution.traffic_over(number).items())
+            sent = ", ".join(f"{kind} {show_bytes(int(size))}" for kind, size in traffic)
+            lines.append(f"  sent by a device over {axis} in a step, predicted: {sent or 'nothing'}")
         lines += [f"  {name:10} {reason}" for name, reason in self.reasons.items()]
         lines += ["parameters"] + [f"  {path:40} {_shown(names)}" for path, names in self.specs.paths.items()]
         lines += ["activations"] + [f"  {line:40} {_shown(names)}" for line, names in self.specs.activations.items()]
         if self.specs.rules:
-            lines += ["rules"] + [f"  {name:40} {axis}" for name, axis in self.specs.rules.items()]
+            lines += ["rules"] + [f"  {name:40} {_shown_rule(axes)}" for name, axes in self.specs.rules.items()]
         if self.specs.without_line:
             lines += ["left to XLA, as a line computes several arrays of one shape"]
             lines += [f"  {line}" for line in self.specs.without_line]
@@ -102,6 +114,19 @@ class FoundSpecs:
 
 def _shown(names: tuple[str | None, ...]) -> str:
     return ", ".join(name or "-" for name in names)
+
+
+def _shown_rule(axes: str | tuple[str, ...]) -> str:
+    return axes if isinstance(axes, str) else ", ".join(axes)
+
+
+def axes_of(parallel: Parallel) -> tuple[str, ...]:
+    """Returns the axes for which specs are found, outermost first."""
+    return tuple(axis for axis in parallel.sizes if axis in AXES and parallel.sizes[axis] != 1)
+
+
+def _shown_axes(parallel: Parallel) -> str:
+    return " x ".join(f"{axis}={parallel.sizes[axis]}" for axis in axes_of(parallel))
 
 
 def find_specs(
@@ -116,7 +141,7 @@ def find_specs(
     examples: bool = False,
     frozen: Collection[str] = (),
 ) -> FoundSpecs:
-    """Finds the dims of parameters and activations that `tensor` should split.
+    """Finds the dims of parameters and activations that `tensor`, `context`, or both should split.
 
     The loss and its gradients are traced on shapes, and the dims are chosen by an integer program that is solved
     exactly: FLOP, bytes over the link, launches and device memory on the given chip. The result is names: of parameters
@@ -126,10 +151,11 @@ def find_specs(
       model: As for `jp.compose`.
       loss: A function of (model, batch), or of (model, batch, key).
       batch: The global batch: name to an array, or to its shape and dtype; dim 0 is examples.
-      parallel: The declaration, with `tensor` of at least 2; `data` and `fsdp` split the examples.
+      parallel: The declaration, with `tensor` or `context` of at least 2; `data` and `fsdp` split the examples. For two
+        axes the dims are chosen together: an array may be cut along two dims, or along one by both.
       precision: Dtype of matmuls: "fp32" or "bf16".
       chip: The GPU, a key of `jaxpar.plan.machine.hardware.HARDWARE`.
-      examples: Whether `tensor` may split examples too where that is cheaper, as data parallelism does for
+      examples: Whether these axes may split examples too where that is cheaper, as data parallelism does for
         convolutions before dense layers ("one weird trick", Krizhevsky 2014, arXiv:1404.5997).
       frozen: Patterns of paths of parameters that the optimizer freezes, as "*/kernel": they have no gradient.
       memory: Bytes of a device that parameters, their state and kept activations may take; None for no limit.
@@ -144,11 +170,13 @@ def find_specs(
     traced = TracedLoss(blueprint, loss, batch, rows=rows, precision=precision)
     program = traced.program(frozen)
     costs, note = costs_on(_hardware(chip), parallel, precision), ""
-    examples = examples and rows % parallel.tensor == 0
-    cuts, solution, best = choose_dims(program, parallel.tensor, costs, memory=memory, examples=examples)
+    axes = axes_of(parallel)
+    sizes = tuple(parallel.sizes[axis] for axis in axes)
+    examples = examples and rows % math.prod(sizes) == 0
+    cuts, solution, best = choose_dims(program, sizes, costs, parameters=AXIS in axes, memory=memory, examples=examples)
     if best is not None:
-        note = _why_no_parameters(*best, parallel, chip, rows)
-    named = name_solution(cuts, solution, AXIS, tuple(axis for axis in parallel.sizes if axis in parallel.batch_axes))
+        note = _why_not(*best, parallel, chip, rows)
+    named = name_solution(cuts, solution, axes, tuple(axis for axis in parallel.sizes if axis in parallel.batch_axes))
     lines = traced.lines(named.activations)  # without gradients JAX traces some lines otherwise
     named = replace(named, activations={line: names for line, names in named.activations.items() if line in lines})
     found, differing = with_names(parallel, named, program.params)
@@ -165,31 +193,45 @@ def find_specs(
 
 
 def choose_dims(
-    program: TracedProgram, size: int, costs: StepCosts, *, memory: float | None = None, examples: bool = False
+    program: TracedProgram,
+    sizes: tuple[int, ...],
+    costs: StepCosts,
+    *,
+    parameters: bool = True,
+    memory: float | None = None,
+    examples: bool = False,
 ) -> tuple[Cuts, Solution, tuple[Cuts, Solution] | None]:
-    """Returns the cuts and the solution for an axis; and the best ones, if those split no parameter.
+    """Returns the cuts and the solution for some axes; and the best ones, if those leave an axis idle.
+
+    Args:
+      program: The program.
+      sizes: Sizes of the axes.
+      costs: Seconds of work and traffic.
+      parameters: Whether some parameter has to be split.
+      memory: As for `Cuts.solve`.
+      examples: As for `Cuts`.
 
     Raises:
       JaxparError: If no dims can be cut so, or nothing fits in `memory`.
     """
-    cuts = Cuts(program, size, costs, examples=examples)
+    cuts = Cuts(program, sizes, costs, examples=examples)
     solution = cuts.solve(memory=memory)
-    if cuts.splits_parameters(solution):
+    if not cuts.idle(solution) and (cuts.splits_parameters(solution) or not parameters):
         return cuts, solution, None
-    split = Cuts(program, size, replace(costs, launch=0.0), examples=examples)
+    split = Cuts(program, sizes, replace(costs, launch=0.0), examples=examples)
     return split, split.solve(memory=memory, split=True), (cuts, solution)
 
 
-def _why_no_parameters(cuts: Cuts, solution: Solution, parallel: Parallel, chip: str, rows: int) -> str:
-    """Returns a sentence on a best choice that splits no parameter, and on what is chosen instead."""
-    names = {*name_solution(cuts, solution, AXIS).names.values()}
-    size, instead = parallel.tensor, "without launches, and with matmuls and parameters split as declared"
-    if "tokens" in names:
+def _why_not(cuts: Cuts, solution: Solution, parallel: Parallel, chip: str, rows: int) -> str:
+    """Returns a sentence on a best choice in which an axis is idle or no parameter is split, and on the one taken."""
+    names, shown = {*name_solution(cuts, solution, axes_of(parallel)).names.values()}, _shown_axes(parallel)
+    instead = "without launches, and with matmuls and parameters split as declared"
+    if not cuts.idle(solution) and any(name.startswith("tokens") for name in names):
         return (
-            f"best for {rows} examples a device on {chip} would be to split tokens and no parameter, as context={size} "
-            f"does ({solution.cost * 1e3:.3g} ms by this model); this is {instead}"
+            f"best for {rows} examples a device on {chip} would be to split tokens and no parameter, as "
+            f"context={cuts.n} does ({solution.cost * 1e3:.3g} ms by this model); this is {instead}"
         )
-    return f"{AXIS}={size} costs more than it saves for {rows} examples a device on {chip}, by this model: {instead}"
+    return f"{shown} costs more than it saves for {rows} examples a device on {chip}, by this model: {instead}"
 
 
 def find_specs_of_call(blueprint: Blueprint, parallel: Parallel) -> FoundSpecs:
@@ -218,12 +260,12 @@ def _hardware(chip: str) -> Hardware:
 
 def _rows(parallel: Parallel, batch: Mapping[str, Any]) -> int:
     """Returns the rows of a device."""
-    others = {axis: size for axis, size in parallel.sizes.items() if size != 1 and axis not in ("data", "fsdp", AXIS)}
-    if others or parallel.tensor < 2:
+    others = {axis: size for axis, size in parallel.sizes.items() if size != 1 and axis not in ("data", "fsdp", *AXES)}
+    if others or not axes_of(parallel):
         shown = ", ".join(f"{axis}={size}" for axis, size in parallel.sizes.items() if size != 1) or "no axis"
         raise refuse(
             f"specs to be found for {shown}",
-            rule=f"specs are found for {AXIS}, of size 2 or more, beside data and fsdp",
+            rule=f"specs are found for {' and '.join(AXES)}, of size 2 or more, beside data and fsdp",
             fix=f'jp.Parallel(fsdp=2, {AXIS}=4, specs="found")',
         )
     counts = {leaf.shape[0] for leaf in batch.values() if getattr(leaf, "shape", ())}
@@ -239,21 +281,22 @@ def _rows(parallel: Parallel, batch: Mapping[str, Any]) -> int:
 
 def costs_on(hardware: Hardware, parallel: Parallel, precision: str) -> StepCosts:
     """Returns the seconds of work and traffic on a device of these machines, under a declaration's other axes."""
-    chip, size = hardware.chip, parallel.tensor
-    inside, itemsize = size <= hardware.per_node, 2 if precision == "bf16" else 4
+    chip, itemsize = hardware.chip, 2 if precision == "bf16" else 4
+    sizes = [parallel.sizes[axis] for axis in axes_of(parallel)] or [1]
+    spans = [math.prod(sizes[number:]) for number in range(len(sizes))]  # devices from the first to the last of a group
+    links = [hardware.inside if span <= hardware.per_node else hardware.between for span in spans]
     flops = chip.bf16_flops if precision == "bf16" else chip.f32_flops
-    link = hardware.inside if inside else hardware.between
     bandwidth = chip.bandwidth * hardware.streaming
     # per element of a parameter: the update, and over the axes that split examples its gathers and its gradient's sum
     shared = parallel.fsdp if parallel.stage else 1
     seconds = UPDATE / bandwidth / shared
-    far = hardware.inside if size * parallel.fsdp * parallel.data <= hardware.per_node else hardware.between
+    far = hardware.inside if math.prod(sizes) * parallel.fsdp * parallel.data <= hardware.per_node else hardware.between
     replicas = parallel.data * parallel.fsdp
     sent = (3 if parallel.stage == 3 else 2) * itemsize * (replicas - 1) / replicas
     seconds += sent / far.bandwidth
     return StepCosts(
-        flops=flops * hardware.gemm.top, link=link.bandwidth, launch=hardware.launch, memory=bandwidth,
-        parameter=seconds, state=STATE / shared,
+        flops=flops * hardware.gemm.top, link=tuple(link.bandwidth for link in links), launch=hardware.launch,
+        memory=bandwidth, parameter=seconds, state=STATE / shared,
     )  # fmt: skip
 
 

@@ -80,7 +80,7 @@ class Formulation(IntegerProgram):
         self._kept: defaultdict[int, float] = defaultdict(float)
         self._kept_whole = 0.0
         self._complexity: dict[int, float] = {}
-        self._whole_work: dict[int, float] = {}
+        self._whole_work: list[dict[int, float]] = [{} for _ in self.sizes]
         self.x: dict[tuple[int, int], int] = {}
         self._pairs: dict[States, int] = {}
         self._joint_columns: dict[Any, dict[States, int]] = {}
@@ -241,8 +241,10 @@ class Formulation(IntegerProgram):
         v = [self._column(flop / self.costs.flops / strategy.devices, binary=True) for strategy in strategies]
         self._row(dict.fromkeys(v, 1.0), 1, 1)
         self._flop.append(({column: each.devices for column, each in zip(v, strategies, strict=True)}, flop))
-        if len(v) > 1 and operation.flop:
-            self._whole_work[v[0]] = flop
+        for axis, whole in enumerate(self._whole_work):
+            alone = [column for column, each in zip(v, strategies, strict=True) if each.loops[axis] is None]
+            if len(alone) < len(v) and flop:
+                whole.update(dict.fromkeys(alone, flop))
         for axis in range(len(self.sizes)):
             self._follow_operands(operation, axis, strategies, v)
         for index, operand in enumerate(operation.operands):

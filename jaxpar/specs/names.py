@@ -8,6 +8,9 @@ examples    dims of examples that the axis splits, in addition to the axes of th
 tokens      dims of the batch after that of examples
 mlp         dims that parameters make and other parameters contract
 features    any other
+
+A name stands for the same axes everywhere. Where axes split several dims of one meaning differently, the names of all
+but those that the innermost axis splits end with the axes: heads, heads_context, heads_context_tensor.
 """
 
 import re
@@ -33,7 +36,7 @@ class NamedSpecs:
     Attributes:
       paths: End of a parameter's path, as a regular expression, to the names of its dims.
       activations: Line of source, with sizes of the last dims, to the names of an array's dims.
-      rules: Names that are no names of the axis' own, to the axis.
+      rules: Names that jaxpar's own rules do not map to the axes that split them, to these axes.
       without_line: Arrays that are cut, but that no line tells apart from others, as text.
       names: The name of each class of pieces that is cut.
     """
@@ -45,32 +48,64 @@ class NamedSpecs:
     names: Mapping[int, str]
 
 
-def name_solution(cuts: Cuts, solution: Solution, axis: str, batch_axes: tuple[str, ...] = ()) -> NamedSpecs:
-    """Returns the names for a solution over an axis, in a mesh in which other axes split the batch."""
-    meanings, program = _meanings(cuts.program), cuts.program
-    cut = {piece for piece, state in cuts.classes.pieces.items() if state in solution.cut}
+def name_solution(
+    cuts: Cuts, solution: Solution, axes: tuple[str, ...], batch_axes: tuple[str, ...] = ()
+) -> NamedSpecs:
+    """Returns the names for a solution.
 
-    def name(piece: DimPiece) -> str:
-        return next((each for each in ORDER if piece in meanings[each]), "features")
+    Args:
+      cuts: The program that was solved.
+      solution: Its solution.
+      axes: Names of its axes, outermost first.
+      batch_axes: Axes of the mesh that split the batch.
+    """
+    program = cuts.program
+    name_of = _names_of_pieces(cuts, solution, axes)
 
     def names(array: Array) -> Names:
         firsts = [next(flat(dim), None) for dim in array.dims]
         return tuple(
-            None if piece is None
-            else ("examples" if piece in cut else "batch") if piece in program.rows
-            else name(piece) if piece in cut
-            else None
+            None if piece is None else name_of.get(piece) or ("batch" if piece in program.rows else None)
             for piece in firsts
         )  # fmt: skip
 
     paths = _by_pattern({path: names(array) for path, array in program.params.items()})
     activations, without_line = _by_line(program, names)
     used = {each for given in (*paths.values(), *activations.values()) for each in given if each}
-    rules: dict[str, Any] = {each: axis for each in sorted(used - {"batch", "examples", *AXES[axis].splits})}
-    if "examples" in used:
-        rules["examples"] = (*batch_axes, axis)
-    of_class = {cuts.classes.pieces[piece]: "examples" if piece in program.rows else name(piece) for piece in cut}
+    rules: dict[str, Any] = {}
+    for piece, name in sorted(name_of.items(), key=lambda item: item[1]):
+        on = tuple(axes[number] for number in solution.axes[cuts.classes.pieces[piece]])
+        on = (*batch_axes, *on) if piece in program.rows else on
+        if name in used and not (len(on) == 1 and name in AXES[on[0]].splits):
+            rules[name] = on if len(on) > 1 else on[0]
+    of_class = {cuts.classes.pieces[piece]: name for piece, name in name_of.items()}
     return NamedSpecs(paths=paths, activations=activations, rules=rules, without_line=without_line, names=of_class)
+
+
+def _names_of_pieces(cuts: Cuts, solution: Solution, axes: tuple[str, ...]) -> dict[DimPiece, str]:
+    """Returns the name of each piece that is cut."""
+    meanings, rows = _meanings(cuts.program), cuts.program.rows
+
+    def meaning(piece: DimPiece) -> str:
+        if piece in rows:
+            return "examples"
+        return next((each for each in ORDER if piece in meanings[each]), "features")
+
+    numbers = {piece: solution.axes[state] for piece, state in cuts.classes.pieces.items() if state in solution.axes}
+    splits: defaultdict[str, set[tuple[int, ...]]] = defaultdict(set)  # of each meaning, the axes
+    for piece, on in numbers.items():
+        splits[meaning(piece)].add(on)
+
+    def name(piece: DimPiece, on: tuple[int, ...]) -> str:
+        words = [axes[number] for number in on]
+        return "_".join((meaning(piece), *words)) if _is_suffixed(on, splits[meaning(piece)]) else meaning(piece)
+
+    return {piece: name(piece, on) for piece, on in numbers.items()}
+
+
+def _is_suffixed(on: tuple[int, ...], options: set[tuple[int, ...]]) -> bool:
+    """Whether a name ends with its axes: where there are several, all but those of the fewest, innermost axes."""
+    return on != min(options, key=lambda each: (len(each), [-number for number in each]))
 
 
 def _meanings(program: TracedProgram) -> dict[str, set[DimPiece]]:
@@ -160,7 +195,7 @@ def _by_line(program: TracedProgram, names_of: Callable[[Array], Names]) -> tupl
         if array.line is None or array.backward or array.learned:
             continue
         names = names_of(array)
-        examples = [place for place, name in enumerate(names) if name in ("batch", "examples")]
+        examples = [place for place, name in enumerate(names) if name and name.split("_")[0] in ("batch", "examples")]
         if not examples and names:  # no key may name it, but one of its rank and sizes would
             found[array.line.file, array.line.line, len(names)][array.shape[1:]].add(names)
         if len(examples) != 1 or examples[0] == len(names) - 1:

@@ -154,7 +154,8 @@ class Cuts(Formulation):
         if memory is not None:
             rows.append((dict(self._memory), -np.inf, memory - self._memory_whole))
         if split:
-            rows.append((dict(self._whole_work), -np.inf, WHOLE * sum(self._whole_work.values())))
+            for axis, whole in enumerate(self._whole_work):
+                rows.append((whole, -np.inf, WHOLE * self._work_of(axis)))
             sizes: defaultdict[int, float] = defaultdict(float)
             params = [array for array in self.program.params.values() if self._cut_columns(array)]
             for array in params:
@@ -162,6 +163,16 @@ class Cuts(Formulation):
                     sizes[column] += array.bytes
             rows.append((dict(sizes), sum(array.bytes for array in params) / 2, np.inf))
         return rows
+
+    def _work_of(self, axis: int) -> float:
+        """Returns the FLOP of the operations that an axis can cut."""
+        whole = self._whole_work[axis]
+        return sum(flop for columns, flop in self._flop if any(column in whole for column in columns))
+
+    def idle(self, solution: Solution) -> list[int]:
+        """Returns the numbers of the axes that cut nothing."""
+        used = {axis for axes in solution.axes.values() for axis in axes}
+        return [axis for axis in range(len(self.sizes)) if axis not in used]
 
     def splits_parameters(self, solution: Solution) -> bool:
         """Whether a solution cuts any parameter."""

@@ -79,7 +79,7 @@ REFUSED = {
     ),
     "an axis of one device": (lambda: find(jp.Parallel(data=8)), "for data=8", "tensor=4"),
     "no axis": (lambda: find(jp.Parallel()), "for no axis", "tensor=4"),
-    "context": (lambda: find(jp.Parallel(tensor=4, context=2)), "context=2", "tensor=4"),
+    "height": (lambda: find(jp.Parallel(tensor=4, height=2)), "height=2", "tensor=4"),
     "pipe": (lambda: find(jp.Parallel(tensor=4, pipe=2)), "pipe=2", "tensor=4"),
     "expert": (lambda: find(jp.Parallel(tensor=4, axes={"expert": 2})), "expert=2", "tensor=4"),
     "examples that do not divide": (

@@ -231,9 +231,17 @@ class ExhaustivePairs(Exhaustive):
             return []
         ways = [self._way(size, before, [(0, after[0]), (1, after[1])], merged)]
         ways.append(self._way(size, before, [(1, after[1]), (0, after[0])], merged))
+        both = any(first == second and first not in (None, SUM) for first, second in (before, after))
+        if both and before[0] != after[0]:
+            ways = [way for way in ways if way is not None and all(kind != "exchange" for (kind, *_), _ in way)]
         ways = [way for way in ways if way is not None]
         if not ways:
-            ways = [self._way(size, before, [(1, None), (0, after[0]), (1, after[1])], merged)]
+            last = [(0, after[0]), (1, after[1])]
+            ways = [
+                self._way(size, before, [(0, None), (1, None), *last], merged),
+                self._way(size, before, [(1, None), (0, None), *last], merged),
+            ]
+            ways = [way for way in ways if way is not None]
         totals = [sum(seconds for _, seconds in way) for way in ways]
         return ways[-1] if totals[-1] < totals[0] * (1 - 1e-9) else ways[0]
 

@@ -44,12 +44,14 @@ def find_splits(
         local = max(1, rows * size // devices)
         program = TracedLoss(blueprint, loss, batch, rows=local, precision=precision).program(frozen)
         try:
-            cuts, solution, _ = choose_dims(program, size, costs_on(HARDWARE["h100"], Parallel(tensor=size), precision))
+            cuts, solution, _ = choose_dims(
+                program, (size,), costs_on(HARDWARE["h100"], Parallel(tensor=size), precision)
+            )
         except JaxparError:  # no dims of the model can be cut so: the plan has no layout of this size
             continue
         if cuts.splits_parameters(solution):
             shares = ArrayShares(cuts, solution)
-            found[size] = _split(solution, size, local), name_solution(cuts, solution, AXIS), shares
+            found[size] = _split(solution, size, local), name_solution(cuts, solution, (AXIS,)), shares
     return found
 
 

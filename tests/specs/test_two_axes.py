@@ -1,0 +1,68 @@
+"""Specs over two axes at once: their names train as one device does, and pasting them changes nothing."""
+
+import ast
+from functools import cache
+
+import jax
+import plain_loop
+import pytest
+from pairwise import some
+from specs.test_trained import CASES, SGD, plain, train
+
+import jaxpar as jp
+from jaxpar.models.dim_names import axes_of
+
+SIZES = {"context": 2, "tensor": 2}
+
+
+@cache
+def found(case, **sizes):
+    model, loss, batch = CASES[case]
+    return jp.find_specs(model, loss, batch, jp.Parallel(**SIZES, **sizes))
+
+
+def compose(case, parallel):
+    return jp.compose(CASES[case][0], parallel, jax.devices()[: 4 * parallel.fsdp])
+
+
+def axes_of_parameters(layout):
+    return {tuple(axes_of(entry)) for place in layout.placements.values() for entry in place.used}
+
+
+@pytest.mark.parametrize(
+    "case", some(["lstm", "gpt", "gqa", "scanned", "towers", "pictures"], ["lstm"], ["gpt", "pictures"])
+)
+def test_two_axes_train_as_one_device_does(case):
+    layout = compose(case, found(case, fsdp=2).parallel)
+    used = {axis for axes in axes_of_parameters(layout) for axis in axes}
+    assert used >= {"context", "tensor"}
+    plain_loop.assert_alike(train(layout, case), plain(case))
+
+
+def test_names_of_two_axes_have_one_meaning_and_can_be_pasted():
+    specs = found("lstm", fsdp=2)
+    fields = ("tensor", "context", "fsdp", "paths", "activations", "rules")
+    pasted = ast.literal_eval(repr({name: getattr(specs.parallel, name) for name in fields}))
+    layouts = [compose("lstm", parallel) for parallel in (specs.parallel, jp.Parallel(**pasted))]
+    assert layouts[0].placements == layouts[1].placements
+    reports = [jp.inspect(jp.train_step(layout, CASES["lstm"][1], SGD), CASES["lstm"][2]) for layout in layouts]
+    assert reports[0].by_axis == reports[1].by_axis
+    assert reports[0].total == reports[1].total
+
+
+def test_a_dim_that_both_axes_cut_has_a_name_of_both():
+    specs = found("gpt")
+    both = [name for name, axes in specs.specs.rules.items() if axes == ("context", "tensor")]
+    assert both
+    assert set(both) & {name for names in specs.specs.paths.values() for name in names}
+    text = specs.explain()
+    assert "context=2 x tensor=2" in text
+    assert "sent by a device over context" in text
+    assert "sent by a device over tensor" in text
+
+
+def test_two_axes_find_their_specs_in_compose():
+    model = jp.from_nnx(CASES["lstm"][0], CASES["lstm"][2]["x"])
+    layout = jp.compose(model, jp.Parallel(**SIZES, fsdp=2, specs="found"))
+    assert 'specs="found": context splits' in layout.explain()
+    assert "; tensor splits" in layout.explain()
