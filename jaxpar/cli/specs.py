@@ -1,4 +1,4 @@
-"""`jaxpar specs JOB`: the dims that `tensor` should split in a job's model, found by an integer program."""
+"""`jaxpar specs JOB`: the dims of a job's model that `tensor` and `context` should split, by an integer program."""
 
 import argparse
 from pathlib import Path
@@ -21,15 +21,15 @@ def add(verbs) -> None:
     """Adds the verb to the subparsers of `jaxpar`."""
     verb = verbs.add_parser(
         "specs",
-        help="the dims that `tensor` should split: found for any model, with a certificate",
-        description="Find the dims of parameters and activations that `tensor` should split in a job's model.",
+        help="the dims that `tensor` and `context` should split: found for any model, with a certificate",
+        description="Find the dims of parameters and activations that `tensor` and `context` should split.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_job(verb)
     verb.add_argument("--chip", default="h100", help="a chip of jaxpar's table, such as h200 (default: h100)")
     verb.add_argument("--memory", metavar="BYTES", help="memory for parameters, their state and kept activations: 8GiB")
-    verb.add_argument("--examples", action="store_true", help="let the axis split examples too, where that is cheaper")
+    verb.add_argument("--examples", action="store_true", help="let the axes split examples too, where that is cheaper")
     verb.add_argument(
         "--verify", metavar="TARGET", help="compile with and without the specs, for CHIP:NODESxGPUS or cpu, and compare"
     )

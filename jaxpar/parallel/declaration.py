@@ -71,8 +71,8 @@ class Parallel(Keywords):
       activations: Line of the model's source, with the sizes of an array's last dims, to the names of its dims:
         {"model.py:31 [..., 4096]": ("batch", None, "mlp")}, as if the line called `jp.constrain`. `specs="found"` and
         `jaxpar specs` write such names.
-      specs: "found" lets an integer program choose the dims that `tensor` splits, of parameters and of activations, in
-        place of rules for matrices: `jp.find_specs`. "" leaves them to names, annotations and use.
+      specs: "found" lets an integer program choose the dims that `tensor` and `context` split, of parameters and of
+        activations, in place of rules for matrices: `jp.find_specs`. "" leaves them to names, annotations and use.
       replicate_above: Bytes up to which a parameter, or another array of the model's state, may stay whole on every
         device of the axis that should shard it; a larger one is refused.
 
@@ -159,7 +159,7 @@ class Parallel(Keywords):
             if name not in AXES or name in with_field or type(size) is not int
         ]
         if self.specs not in ("", "found"):
-            rule = 'specs="found" finds the dims that `tensor` splits; without it names, annotations and use decide'
+            rule = 'specs="found" finds the dims that `tensor` and `context` split; else names and use decide'
             problems.append(Problem(f"specs={self.specs!r:.60}", rule, suggest(str(self.specs), ["found"])))
         if self.activations:
             from jaxpar.sharding.source_lines import line_problems  # other declarations do not load it
