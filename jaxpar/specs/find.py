@@ -169,6 +169,7 @@ def find_specs(
     blueprint, rows = as_blueprint(model), _rows(parallel, batch)
     traced = TracedLoss(blueprint, loss, batch, rows=rows, precision=precision)
     program = traced.program(frozen)
+    _check_examples(program, parallel)
     costs, note = costs_on(_hardware(chip), parallel, precision), ""
     axes = axes_of(parallel)
     sizes = tuple(parallel.sizes[axis] for axis in axes)
@@ -220,6 +221,22 @@ def choose_dims(
         return cuts, solution, None
     split = Cuts(program, sizes, replace(costs, launch=0.0), examples=examples)
     return split, split.solve(memory=memory, split=True), (cuts, solution)
+
+
+def _check_examples(program: TracedProgram, parallel: Parallel) -> None:
+    """Refuses two axes for a model in which entries move along examples, as in a mixture by one-hot dispatch.
+
+    Gradients of that model are wrong where both axes split the heads of its attention, for a cause that is not known:
+    on simulated devices, fsdp=2 x context=2 x tensor=2, the loss of the second step is off by 0.4 %.
+    """
+    moved = sorted({reason for piece in program.rows for reason in piece.facts.mixed})
+    if moved and len(axes_of(parallel)) > 1:
+        raise refuse(
+            f"specs to be found for {_shown_axes(parallel)}, of a model in which entries move along examples "
+            f"({'; '.join(moved)})",
+            rule="two axes at once are for models whose examples are independent: else gradients have come out wrong",
+            fix=f"{AXIS}={math.prod(parallel.sizes[axis] for axis in axes_of(parallel))} and context=1",
+        )
 
 
 def _why_not(cuts: Cuts, solution: Solution, parallel: Parallel, chip: str, rows: int) -> str:

@@ -10,6 +10,7 @@ from pairwise import some
 from specs.test_trained import CASES, SGD, plain, train
 
 import jaxpar as jp
+from jaxpar.errors import JaxparError
 from jaxpar.models.dim_names import axes_of
 
 SIZES = {"context": 2, "tensor": 2}
@@ -66,3 +67,11 @@ def test_two_axes_find_their_specs_in_compose():
     layout = jp.compose(model, jp.Parallel(**SIZES, fsdp=2, specs="found"))
     assert 'specs="found": context splits' in layout.explain()
     assert "; tensor splits" in layout.explain()
+
+
+def test_two_axes_are_refused_where_entries_move_along_examples():
+    with pytest.raises(JaxparError) as refusal:
+        found("mixture", fsdp=2)
+    assert len(refusal.value.problems) == 1
+    assert "cumsum runs along it" in refusal.value.problems[0].got
+    assert refusal.value.problems[0].fix == "tensor=4 and context=1"
