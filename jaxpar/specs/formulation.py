@@ -208,7 +208,7 @@ class Formulation(IntegerProgram):
             for joint, column in (self._joint(states) if any(summed) else {}).items():
                 partial = tuple(PARTIAL if state in summed[axis] else state for axis, state in enumerate(joint))
                 whole = tuple(None if state == PARTIAL else state for state in partial)
-                times = result.times * max((summed[axis][state] for axis, state in enumerate(joint)), default=0)
+                times = result.times * max(summed[axis].get(state, 0) for axis, state in enumerate(joint))  # type: ignore[call-overload]
                 for move in self.links.moves(result.bytes, partial, whole, False):
                     self._add_traffic(column, move, times)
 

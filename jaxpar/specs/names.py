@@ -76,8 +76,9 @@ def name_solution(
     for piece, name in sorted(name_of.items(), key=lambda item: item[1]):
         on = tuple(axes[number] for number in solution.axes[cuts.classes.pieces[piece]])
         on = (*batch_axes, *on) if piece in program.rows else on
-        if name in used and not (len(on) == 1 and name in AXES[on[0]].splits):
-            rules[name] = on if len(on) > 1 else on[0]
+        first, *others = on
+        if name in used and (others or name not in AXES[first].splits):
+            rules[name] = on if others else first
     of_class = {cuts.classes.pieces[piece]: name for piece, name in name_of.items()}
     return NamedSpecs(paths=paths, activations=activations, rules=rules, without_line=without_line, names=of_class)
 
