@@ -101,7 +101,7 @@ def test_no_cut_of_a_random_program_over_two_axes_costs_less_than_the_solution()
 @pytest.mark.full
 @pytest.mark.parametrize("start", range(30, 2030, 100))
 def test_no_cut_of_2000_random_programs_over_two_axes_costs_less_than_the_solution(start):
-    assert sum(compare_two(seed) for seed in range(start, start + 100)) > 25
+    assert sum(compare_two(seed) for seed in range(start, start + 100)) > 15
 
 
 @pytest.mark.parametrize("seed", range(4))
