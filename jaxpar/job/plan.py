@@ -246,6 +246,11 @@ def overrides(candidate: Candidate, layers: int) -> list[str]:
     return words
 
 
+def _head(job: Job, candidate: Candidate) -> list[str]:
+    """Returns the stages that run the head, if a plan without formulas has decided them."""
+    return [f"parallel.pipeline.head={candidate.head}"] * (candidate.pipe > 1 and not has_formulas(job))
+
+
 def apply_layout(job: Job, candidate: Candidate, layers: int, hardware: Hardware | None = None) -> Job:
     """Returns the job with a planned layout and its number of devices.
 
@@ -272,7 +277,11 @@ def apply_layout(job: Job, candidate: Candidate, layers: int, hardware: Hardware
     mesh = MeshTable(devices=devices, target=target)
     plain = dataclasses.replace(job, parallel=parallel, mesh=mesh)
     kernel, rotates = base.context_kernel, candidate.context_by != "gather"
-    words = [*overrides(candidate, layers), *[f"parallel.context_kernel={kernel}"] * (rotates and kernel != "auto")]
+    words = [
+        *overrides(candidate, layers),
+        *_head(job, candidate),
+        *[f"parallel.context_kernel={kernel}"] * (rotates and kernel != "auto"),
+    ]
     return loads(dumps(plain), words, allow_import=job.allow_import)
 
 

@@ -105,17 +105,34 @@ def _command(candidate: Candidate, step: "Step") -> str:
     fields = {axis: size for axis, size in candidate.axes.items() if axis in OPTIONAL}
     further = {axis: size for axis, size in candidate.axes.items() if axis not in OPTIONAL}
     zero = candidate.zero if candidate.shards > 1 or any(size > 1 for size in fields.values()) else None
-    sizes = {"data": candidate.data, "fsdp": candidate.fsdp, "tensor": candidate.tensor, **fields, "zero": zero}
+    sizes = {
+        "pipe": candidate.pipe,
+        "data": candidate.data,
+        "fsdp": candidate.fsdp,
+        "tensor": candidate.tensor,
+        **fields,
+        "zero": zero,
+    }
     parallel_args = [f"{key}={size}" for key, size in sizes.items() if size is not None and (key == "zero" or size > 1)]
     parallel_args += ['specs="found"'] * (candidate.tensor > 1)
     parallel_args += [f"axes={further}"] if any(size > 1 for size in further.values()) else []
+    parallel_args += [_pipeline(candidate)] * (candidate.pipe > 1)
     parallel_args += [f"exchange={exchange!r}"] * (exchange != type(step.layout.parallel)().exchange)
     text = {"compute": precision.compute, "allow": [*precision.allow]} if precision.allow else precision.compute
     step_args = [f"precision={text!r}"] * (text != "fp32")
-    step_args += [f"accumulate={candidate.microbatches}"] * bool(candidate.microbatches > 1)
+    step_args += [f"accumulate={candidate.microbatches}"] * bool(candidate.microbatches > 1 and candidate.pipe == 1)
     step_args += [f"remat={candidate.remat!r}"] * (candidate.remat != "none")
     parallel = f"layout = jp.compose(model, jp.Parallel({', '.join(parallel_args)}))"
     return f"{parallel}; step = jp.train_step({', '.join(['layout', 'loss', 'optimizer', *step_args])})"
+
+
+def _pipeline(candidate: Candidate) -> str:
+    """Formats the pipeline of a layout as an argument of `jp.Parallel`."""
+    chunks = f", chunks={candidate.chunks}" * (candidate.chunks > 1)
+    return (
+        f"pipeline=jp.Pipeline(schedule={candidate.schedule!r}, microbatches={candidate.microbatches}{chunks}, "
+        f"keep='residuals', head={candidate.head!r})"
+    )
 
 
 def plan(
@@ -134,7 +151,7 @@ def plan(
     """Predicts the fastest layouts of a job or a step that fit in memory; nothing runs.
 
         jp.plan("job.toml", "train.global_batch=512", devices=64)
-        jp.plan(step, batch, devices=64)     any model made in Python: traced, over data, fsdp and tensor
+        jp.plan(step, batch, devices=64)     any model made in Python: traced, its equal layers over pipe
 
     The result prints like `jaxpar plan`, renders as a picture in a notebook, and `html(path)` writes the page.
 

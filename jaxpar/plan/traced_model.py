@@ -1,4 +1,4 @@
-"""The plan of any model: traced once on shapes, planned over data, fsdp, tensor and expert, and added techniques.
+"""The plan of any model: traced once on shapes, planned over data, fsdp, tensor, expert and pipe, and added techniques.
 
     matmuls       2 FLOP per multiplication of every matmul and convolution of the loss and its gradients; parameters
                   that are not trained have no gradient
@@ -17,7 +17,7 @@ as XLA compiles it; `--verify` compiles it.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ import numpy as np
 from jaxpar.errors import refuse
 from jaxpar.mesh.axes import batch_axes
 from jaxpar.mesh.collective import Collective
+from jaxpar.pipeline.tables.library import LIBRARY
 from jaxpar.plan.candidate import Candidate, Choices
 from jaxpar.plan.enumeration import all_layouts, select
 from jaxpar.plan.machine.hardware import Hardware
@@ -33,6 +34,7 @@ from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.memory import Memory, bytes_by_zero_stage
 from jaxpar.plan.model.liveness import LEAST, Estimate
 from jaxpar.plan.model.splits import TensorSplit
+from jaxpar.plan.model.stages import StageTrace
 from jaxpar.plan.model.state_bytes import Recipe
 from jaxpar.plan.model.tracing import ModelTrace
 from jaxpar.plan.techniques.base import Work, divisors
@@ -40,6 +42,7 @@ from jaxpar.plan.techniques.span import gathers_once, gradient_bytes
 from jaxpar.plan.techniques.table import TECHNIQUES
 from jaxpar.plan.techniques.totals import added_bytes, collectives, overlapped_seconds, step_seconds, unused_axes
 from jaxpar.plan.time import StepTime, optimizer
+from jaxpar.plan.traced_stages import by_kind, stages_memory, stages_time, supports, value_of
 
 COPIES = 2  # kernels for each array around its gather and its scatter, as XLA 0.12 compiles them for H100s
 REMATS = "all_dots", "dots", "full"  # policies of models that mark blocks, from the least recomputation on
@@ -65,6 +68,8 @@ class TracedModel:
       splits: Sizes of `tensor`, which is then one of `axes`, to the split of the model.
       parameters_by_dim: Names of dims to the parameters in all arrays that have such a dim.
       arrays: Of each trained array, its number of layers, 1 if it is no stack, and the parameters of a layer.
+      stages: The parts of the model in a pipeline; None if a pipeline cannot cut it.
+      no_pipeline: The reason why; "" if it can.
     """
 
     name: str
@@ -82,6 +87,8 @@ class TracedModel:
     stacked: float = 0.0
     splits: Mapping[int, TensorSplit] = field(default_factory=dict)
     arrays: tuple[tuple[int, int], ...] = ()
+    stages: StageTrace | None = None
+    no_pipeline: str = ""
 
     @property
     def parameters(self) -> int:
@@ -90,8 +97,27 @@ class TracedModel:
 
     @property
     def layers(self) -> int:
-        """One: a pipeline is planned for decoders."""
-        return 1
+        """Number of equal layers that a pipeline can cut; 1 if there are none."""
+        return self.stages.layers if self.stages else 1
+
+    @property
+    def pipe_sizes(self) -> tuple[int, ...]:
+        """Numbers of stages that divide the layers, 1 included."""
+        return (1, *self.stages.pipe_sizes) if self.stages else (1,)
+
+    @property
+    def _stages(self) -> StageTrace:
+        if self.stages is None:
+            raise refuse(
+                f"a pipeline of {self.name}",
+                rule=f"no pipeline cuts it: {self.no_pipeline}",
+                fix="a layout with pipe 1",
+            )
+        return self.stages
+
+    def message_bytes(self, candidate: Candidate) -> Any:
+        """Returns the bytes that pass from a stage to the next one for a microbatch."""
+        return value_of(self._stages.message, candidate)
 
     @property
     def unit(self) -> tuple[str, int]:
@@ -123,12 +149,25 @@ class TracedModel:
             *unused_axes(self),
             *["microbatches: the loss is a mean; return (sum, count) to accumulate over them"] * (not self.sum_loss),
             *[f"remat {', '.join(remats)}: {self.name} marks no blocks for it"] * bool(remats),
+            *self._pipelines_left_out(choices),
             *self.unsupported.values(),
         )
 
+    def _pipelines_left_out(self, choices: Choices) -> Iterator[str]:
+        if self.stages is None:
+            return
+        if self.axes:
+            yield f"pipe with {' or '.join(self.axes)}: of {self.name} a stage is priced on whole layers"
+        names = [name for name in LIBRARY if name not in choices.schedules or Candidate(schedule=name).split]
+        whole = [name for name in names if not Candidate(schedule=name).split]
+        if whole:
+            yield f"schedules {', '.join(whole)}: --schedules all weighs them too"
+        if split := [name for name in names if name not in whole]:
+            yield f"schedules {', '.join(split)}: they split backwards, which is priced for decoders"
+
     def storable(self, candidate: Candidate) -> Any:
-        """Whether a layout has no pipeline: a traced model has no stages."""
-        return np.equal(candidate.pipe, 1)
+        """Whether jaxpar's program can store the parameters in equal shards; `legal` has left the others out."""
+        return np.full(np.shape(candidate.pipe), True)
 
     def legal(self, *, devices: int, rows: int, choices: Choices) -> Candidate:
         """Returns all layouts of data, fsdp and further axes, with the model's remat policies.
@@ -148,10 +187,19 @@ class TracedModel:
             )
         sizes, indices = self._sizes(layouts)
         supported = np.array([size in self.shards for size in sizes])[indices]
+        if self.stages:
+            supported = np.where(layouts.pipe > 1, supports(self.stages, layouts), supported)
         return select(layouts, supported & (self.sum_loss | (layouts.microbatches == 1)))
 
     def memory(self, candidate: Candidate, software: SoftwareModel) -> Memory:
         """Returns the bytes of a device, by cause."""
+        return by_kind(
+            candidate,
+            lambda unpipelined: self._memory(unpipelined, software),
+            lambda staged: stages_memory(self._stages, staged, self._software(software), self.recipe),
+        )
+
+    def _memory(self, candidate: Candidate, software: SoftwareModel) -> Memory:
         model_software, unsharded_parameters = self._software(software), self._stored(candidate, whole=True)
         shard = self._stored(candidate, whole=False)
         state = [
@@ -211,6 +259,15 @@ class TracedModel:
 
     def time(self, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> StepTime:
         """Returns the seconds of a step, by cause."""
+        return by_kind(
+            candidate,
+            lambda unpipelined: self._time(unpipelined, hardware, software),
+            lambda staged: stages_time(
+                self._stages, staged, hardware, self._software(software), update=self._update_bytes()
+            ),
+        )
+
+    def _time(self, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> StepTime:
         software, count = self._software(software), candidate.microbatches
         plain = self._kernels(candidate, hardware, remat="none")
         kernels = self._kernels(candidate, hardware)

@@ -17,6 +17,7 @@ from jaxpar.job.parts.batches import abstract_batch
 from jaxpar.job.parts.models import batch_errors, frozen_paths, resolve_loss, resolve_model
 from jaxpar.job.parts.optimizers import resolve_optimizer
 from jaxpar.job.parts.plan_splits import find_splits
+from jaxpar.job.parts.plan_stages import find_stages
 from jaxpar.models.experts import Routing
 from jaxpar.models.islands import implemented
 from jaxpar.parallel.compose import as_blueprint, compose
@@ -174,6 +175,11 @@ def trace_model(
         for axis, technique in TECHNIQUES.items()
         if axis not in DECLARED and not technique.why_not(named_dims)
     }
+    with sharding_translation(), step_hooks(), implemented({"mixture": mixture}):
+        stages, no_pipeline = find_stages(
+            blueprint, loss, batch, rows=max(1, rows / devices), devices=devices, precision=compute,
+            remats=[*model_trace.programs],
+        )  # fmt: skip
     if splits:
         axes = {"tensor": [1, *splits], **axes}
     shards, state_bytes, refused = _shards(
@@ -195,6 +201,8 @@ def trace_model(
         splits={size: split for size, (split, _, _) in splits.items()},
         dims=named_dims.dims,
         parameters_by_dim=named_dims.parameters_by_dim,
+        stages=stages,
+        no_pipeline=no_pipeline,
     )
 
 

@@ -1,0 +1,206 @@
+"""Bytes and seconds of a traced model in a pipeline, from the parts in `model/stages.py`.
+
+    step         span of the schedule's table, with the seconds of a stage's layers and of the head, and those of the
+                 embedding, which a tick has besides; + exposed sharding + optimizer
+    activations  kept bytes of a layer x layers of a part x (microbatch, chunk) pairs in flight, and messages
+    moment       the fullest one of a tick: of the head, of one layer's backward, or of the embedding's
+
+One program runs on all stages: each holds embedding and head, and copies and gradient sums of its parameters while the
+table runs.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.causes import Causes
+from jaxpar.plan.enumeration import select
+from jaxpar.plan.machine.hardware import Hardware
+from jaxpar.plan.machine.software import SoftwareModel
+from jaxpar.plan.memory import Memory, bytes_by_zero_stage
+from jaxpar.plan.model.layer_bytes import updates_in_place
+from jaxpar.plan.model.liveness import LEAST, Estimate
+from jaxpar.plan.model.program import value
+from jaxpar.plan.model.stages import StageTrace
+from jaxpar.plan.model.state_bytes import Recipe
+from jaxpar.plan.techniques import pipe, span
+from jaxpar.plan.techniques.base import Work
+from jaxpar.plan.techniques.totals import overlapped_seconds
+from jaxpar.plan.time import StepTime, optimizer
+
+CausesT = TypeVar("CausesT", bound=Causes)
+SUM = 4  # bytes of a gradient that the table accumulates: float32
+
+
+def per_row(change: Callable[..., Mapping[str, float]], *columns: Any) -> dict[str, Any]:
+    """Evaluates a function of Python values for each of many layouts, once per distinct set of values."""
+    arrays = np.broadcast_arrays(*columns)
+    keys = [*zip(*(array.ravel().tolist() for array in arrays), strict=True)]
+    results = {key: change(*key) for key in dict.fromkeys(keys)}
+    names = results[keys[0]]
+    return {name: np.array([results[key][name] for key in keys]).reshape(arrays[0].shape) for name in names}
+
+
+def by_kind(
+    candidate: Candidate, unpipelined: Callable[[Candidate], CausesT], staged: Callable[[Candidate], CausesT]
+) -> CausesT:
+    """Evaluates layouts without and with a pipeline, each by its own function; causes that one lacks are 0 in it."""
+    piped = np.greater(candidate.pipe, 1)
+    if not piped.any():
+        return unpipelined(candidate)
+    if piped.all():
+        return staged(candidate)
+    columns = candidate.map_fields(lambda column: np.broadcast_to(column, piped.shape))
+    parts = [(~piped, unpipelined(select(columns, ~piped))), (piped, staged(select(columns, piped)))]
+    amounts = {cause: np.zeros(piped.shape) for _, causes in parts for cause in causes}
+    for mask, causes in parts:
+        for cause, amount in causes.items():
+            amounts[cause][mask] = amount
+    return type(parts[0][1])(**amounts)
+
+
+def supports(stages: StageTrace, candidate: Candidate) -> np.ndarray:
+    """Whether the layouts with a pipeline are ones that compose: stages, replicas, and shards of them."""
+    others = [np.equal(size, 1) for axis, size in candidate.sizes.items() if axis not in ("pipe", "data", "fsdp")]
+    legal = per_row(lambda *sizes: {"legal": sizes in stages.shards}, candidate.pipe, candidate.fsdp)["legal"]
+    return np.logical_and.reduce(np.broadcast_arrays(legal, *others))
+
+
+def storage(amounts: Mapping[tuple[int, int], int], pipe: Any, fsdp: Any) -> Any:
+    """Returns the amount that a device stores between steps, by the sizes of `pipe` and `fsdp`."""
+    return per_row(lambda *sizes: {"amount": amounts[sizes]}, pipe, fsdp)["amount"]
+
+
+def stages_memory(stages: StageTrace, candidate: Candidate, software: SoftwareModel, recipe: Recipe) -> Memory:
+    """Returns the bytes of a device, by cause; all layouts have a pipeline."""
+    whole, shard = (storage(stages.shards, candidate.pipe, fsdp) for fsdp in (1, candidate.fsdp))
+    parameters, _, moments = bytes_by_zero_stage(whole, shard, candidate, recipe)
+    held = stages.parameters(candidate.pipe)
+    sharded = np.greater(candidate.fsdp, 1)
+    copies = np.where(sharded | stages.copies, software.wire[0] * held, 0.0)
+    sums = SUM * held / np.where(np.equal(candidate.zero, 2), candidate.fsdp, 1)
+    other = [storage(stages.other_state, candidate.pipe, fsdp) for fsdp in (1, candidate.fsdp)]
+    extra = {"state": np.where(np.equal(candidate.zero, 0), *other)} if any(stages.other_state.values()) else {}
+
+    (in_use, _), _ = pipe.in_flight(candidate)
+    in_place = updates_in_place(candidate, software)
+    kept = per_row(
+        lambda rows, remat: {"bytes": float(value(stages.programs[remat].kept, rows))},
+        candidate.microbatch,
+        candidate.remat,
+    )["bytes"]
+    layers = candidate.layers(stages.layers)
+    slots = layers * (in_use + ~in_place) * kept + (in_use + 1) * value_of(stages.message, candidate)
+    batch = candidate.microbatches * value_of(stages.batch, candidate)
+    # ticks that mix ops sum the gradients of all layers of a chunk at once
+    unsummed = np.where(in_place, 0.0, software.wire[1] * (layers - 1) * stages.layer_parameters)
+    fullest = _moment(stages, candidate, software)
+    return Memory(
+        parameters=parameters,
+        gradients=sums + fullest["gradients"] + unsummed,
+        optimizer=moments,
+        activations=slots + batch + fullest["activations"],
+        logits=fullest["logits"],
+        working=copies + fullest["weights"],
+    ).plus(extra)
+
+
+def _moment(stages: StageTrace, candidate: Candidate, software: SoftwareModel) -> dict[str, Any]:
+    """Returns the live bytes of the fullest moment of a tick, by class; those of the head's activations as logits.
+
+    The gradient of the head is as wide as its sum while the next microbatch's logits exist.
+    """
+    head_gradient = SUM / software.wire[1] * stages.head.gradient_bytes
+
+    def fullest(rows: int, remat: str) -> dict[str, float]:
+        head = stages.head.peak(rows)
+        gradients = max(head["gradients"], head_gradient)
+        moments = [{**head, "gradients": gradients, "logits": head["activations"], "activations": 0.0}]
+        for program in (stages.programs[remat].backward, stages.embedding_gradient):
+            moments.append({**program.peak(rows), "logits": 0.0})
+        return max(moments, key=lambda moment: sum(moment.values()))
+
+    return per_row(fullest, candidate.microbatch, candidate.remat)
+
+
+def stages_time(
+    stages: StageTrace, candidate: Candidate, hardware: Hardware, software: SoftwareModel, *, update: float
+) -> StepTime:
+    """Returns the seconds of a step, by cause; all layouts have a pipeline.
+
+    Args:
+      stages: The parts of the model.
+      candidate: The layouts.
+      hardware: The machines.
+      software: The program.
+      update: Bytes per parameter of the optimizer's step.
+    """
+    layers, held = candidate.layers(stages.layers), stages.parameters(candidate.pipe)
+    layer, first, last = (_seconds(stages, candidate, hardware, part) for part in ("layer", "embedding", "head"))
+    plain = _seconds(stages, replace(candidate, remat="none"), hardware, "layer")
+    sizes = stages.layer_parameters, stages.end_parameters
+    sums, end_sums = (
+        np.maximum(hardware.stream(software.accumulate * size), LEAST * arrays)
+        for size, arrays in zip(sizes, stages.arrays, strict=True)
+    )
+    forward = layers * layer["forward"]
+    backward = layers * (layer["backward"] + sums)
+    # halves of a backward are one op, so that only their sum matters
+    times = (forward, backward / 2, backward / 2, last["forward"] + end_sums, 0.0)
+    send = pipe.send_seconds(value_of(stages.message, candidate), candidate, hardware, software)
+    table = span.counts(
+        *np.broadcast_arrays(candidate.schedule, candidate.pipe, candidate.microbatches, candidate.chunks, send)[:4],
+        run=software.run,
+    )
+    embeddings = candidate.microbatches * (first["forward"] + first["backward"])
+    alone, with_sends = (span.span(table, (*times, extra)) + embeddings for extra in (0.0, send))
+    count, ends = candidate.microbatches * candidate.chunks * layers, candidate.microbatches
+    busy = count * (layer["forward"] + layer["backward"] + sums) + ends * (last["forward"] + end_sums) + embeddings
+    recompute = np.maximum(sum(layer[key] - plain[key] for key in ("forward", "backward")), 0.0)
+    matmuls = count * plain["matmuls"] + ends * (first["matmuls"] + last["matmuls"])
+    work = Work(parameters=held, layers=candidate.chunks * layers, compute=with_sends)
+    zeros = 0.0 * with_sends
+    return StepTime(
+        matmuls=zeros + matmuls,
+        attention=zeros,
+        elementwise=np.maximum(busy - matmuls - count * recompute, 0.0),
+        recompute=zeros + count * recompute,
+        **overlapped_seconds(work, candidate, hardware, software),
+        bubble=np.maximum(alone - busy, 0.0),
+        send=np.maximum(with_sends - alone, 0.0),
+        stragglers=with_sends * hardware.straggler_share(candidate.devices),
+        optimizer=optimizer(held, candidate, hardware, replace(software, update=update))
+        + LEAST * stages.update_kernels,
+    ).times(hardware.calibration)
+
+
+def value_of(polynomial: np.ndarray, candidate: Candidate) -> Any:
+    """Returns the bytes of a microbatch of each layout."""
+    return per_row(lambda rows: {"bytes": float(value(polynomial, rows))}, candidate.microbatch)["bytes"]
+
+
+def _seconds(stages: StageTrace, candidate: Candidate, hardware: Hardware, part: str) -> dict[str, Any]:
+    """Returns the seconds of a part's forward and backward for a microbatch, and those of their matmuls."""
+
+    def of_rows(rows: int, remat: str) -> dict[str, float]:
+        # a masked write into a slot reads what it holds, and a backward copies kept arrays out of it
+        layer = stages.programs[remat]
+        kept = hardware.stream(value(layer.kept, rows))
+        copied = float(kept) if part == "layer" else 0.0
+        programs: Mapping[str, tuple[Estimate, ...]] = {
+            "layer": (layer.forward, layer.backward),
+            "embedding": (stages.embedding, stages.embedding_gradient),
+            "head": (stages.head,),
+        }
+        priced = [program.seconds(rows, hardware) for program in programs[part]]
+        totals = [sum(seconds.values()) for seconds in priced]
+        return {
+            "forward": totals[0] + copied,
+            "backward": sum(totals[1:]) + copied,
+            "matmuls": sum(seconds["matmuls"] for seconds in priced),
+        }
+
+    return per_row(of_rows, candidate.microbatch, candidate.remat)
