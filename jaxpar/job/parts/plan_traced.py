@@ -27,7 +27,7 @@ from jaxpar.parallel.techniques.expert_slots import mixture
 from jaxpar.plan.candidate import Candidate, Choices
 from jaxpar.plan.model.shape import Dims
 from jaxpar.plan.model.state_bytes import Recipe
-from jaxpar.plan.model.tracing import trace
+from jaxpar.plan.model.tracing import ModelTrace, trace
 from jaxpar.plan.techniques.base import divisors
 from jaxpar.plan.techniques.expert import NAME as EXPERTS
 from jaxpar.plan.techniques.table import TECHNIQUES
@@ -37,6 +37,7 @@ from jaxpar.sharding.names import Blueprint, nest, path_of, shard_bytes
 from jaxpar.sharding.nnx.hooks import step_hooks
 from jaxpar.sharding.rules import name_stacks
 from jaxpar.specs.names import NamedSpecs
+from jaxpar.specs.shares import ArrayShares
 from jaxpar.specs.trace import summed_loss
 from jaxpar.step.numerics import DTYPES
 
@@ -133,58 +134,35 @@ def trace_model(
     Raises:
       JaxparError: If the model cannot be traced.
     """
-    layout, dtype = compose(blueprint, Parallel(), 1), DTYPES[compute]
-    params, model_state = jax.eval_shape(blueprint.init, jax.random.key(0))
-
-    def forward(remat: str, *, accumulate: int = 1) -> Callable:
-        summed = summed_loss(blueprint, loss, dtype, remat=remat, accumulate=accumulate)
-        return lambda params, inputs: summed(params, *inputs)[0]
-
-    def abstract_inputs(rows: int) -> Any:
-        return model_state, {
-            key: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) for key, leaf in batch.items()
-        }
-
-    with batch_errors(abstract_inputs(2)[1]):
+    two_rows = {key: jax.ShapeDtypeStruct((2, *leaf.shape[1:]), leaf.dtype) for key, leaf in batch.items()}
+    with batch_errors(two_rows):
         splits = find_splits(
             blueprint, loss, batch, rows=rows, devices=devices, sizes=[n for n in divisors(devices) if 1 < n <= MOST],
             precision=compute, frozen=frozen,
         )  # fmt: skip
-    numbers = _argument_numbers(params, model_state, batch, frozen)
     buffers: set[int] = set()
     with (
         sharding_translation(),
         step_hooks(),
-        batch_errors(abstract_inputs(2)[1]),
+        batch_errors(two_rows),
         implemented({"mixture": partial(_mixture, buffers)}),
     ):  # shardings that the model itself names have no effect outside of a step
-        model_trace = trace(
-            forward,
-            params,
-            abstract_inputs,
-            takes_remat=blueprint.takes_remat,
-            name=blueprint.name,
-            rows=max(1, rows / devices),
-            frozen=frozen,
-            splits={size: partial(shares, **numbers) for size, (_, _, shares) in splits.items()},
-        )
-        sums = _is_sum(forward("none", accumulate=2), params, abstract_inputs(2))
-    named_dims = _dims(layout, buffers)
-    axes = {
-        axis: technique.allowed_sizes(named_dims, rows, Choices())
-        for axis, technique in TECHNIQUES.items()
-        if axis not in DECLARED and not technique.why_not(named_dims)
-    }
+        shares = {size: shares for size, (_, _, shares) in splits.items()}
+        model_trace, sums = _trace_loss(blueprint, loss, batch, shares, max(1, rows / devices), compute, frozen)
     with sharding_translation(), step_hooks(), implemented({"mixture": mixture}):
         stages, no_pipeline = find_stages(
             blueprint, loss, batch, rows=max(1, rows / devices), devices=devices, precision=compute,
             remats=[*model_trace.programs],
         )  # fmt: skip
-    if splits:
-        axes = {"tensor": [1, *splits], **axes}
-    shards, state_bytes, refused = _shards(
-        blueprint, devices, axes, {size: names for size, (_, names, _) in splits.items()}
-    )
+    named_dims, dtype = _dims(compose(blueprint, Parallel(), 1), buffers), DTYPES[compute]
+    axes = {
+        axis: technique.allowed_sizes(named_dims, rows, Choices())
+        for axis, technique in TECHNIQUES.items()
+        if axis not in DECLARED and not technique.why_not(named_dims)
+    }
+    axes = ({"tensor": [1, *splits]} if splits else {}) | axes
+    names_by_size = {size: names for size, (_, names, _) in splits.items()}
+    shards, state_bytes, refused = _shards(blueprint, devices, axes, names_by_size)
     return TracedModel(
         name=blueprint.name,
         shards=shards,
@@ -204,6 +182,38 @@ def trace_model(
         stages=stages,
         no_pipeline=no_pipeline,
     )
+
+
+def _trace_loss(
+    blueprint: Blueprint,
+    loss: Callable,
+    batch: Mapping[str, Any],
+    shares: Mapping[int, ArrayShares],
+    rows: float,
+    compute: str,
+    frozen: Collection[str],
+) -> tuple[ModelTrace, bool]:
+    """Traces the loss and its gradients, and says whether the loss is a sum.
+
+    `shares` are the shares of arrays for each size of `tensor`, and `rows` the examples of a device.
+    """
+    params, model_state = jax.eval_shape(blueprint.init, jax.random.key(0))
+
+    def forward(remat: str, *, accumulate: int = 1) -> Callable:
+        summed = summed_loss(blueprint, loss, DTYPES[compute], remat=remat, accumulate=accumulate)
+        return lambda params, inputs: summed(params, *inputs)[0]
+
+    def abstract_inputs(rows: int) -> Any:
+        return model_state, {
+            key: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) for key, leaf in batch.items()
+        }
+
+    numbers = _argument_numbers(params, model_state, batch, frozen)
+    model_trace = trace(
+        forward, params, abstract_inputs, takes_remat=blueprint.takes_remat, name=blueprint.name, rows=rows,
+        frozen=frozen, splits={size: partial(each, **numbers) for size, each in shares.items()},
+    )  # fmt: skip
+    return model_trace, _is_sum(forward("none", accumulate=2), params, abstract_inputs(2))
 
 
 def _argument_numbers(params: Any, model_state: Any, batch: Any, frozen: Collection[str]) -> dict[str, Sequence]:
