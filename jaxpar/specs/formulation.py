@@ -54,8 +54,9 @@ class Formulation(IntegerProgram):
     """The integer program of one traced program and one axis, or two."""
 
     def __init__(
-        self, program: TracedProgram, devices: int | tuple[int, ...], costs: StepCosts, *, examples: bool = False
-    ):
+        self, program: TracedProgram, devices: int | tuple[int, ...], costs: StepCosts, *, examples: bool = False,
+        both: bool = True,
+    ):  # fmt: skip
         """Builds the columns and rows.
 
         Args:
@@ -63,9 +64,11 @@ class Formulation(IntegerProgram):
           devices: Size of the axis, or of each of two, outermost first.
           costs: Seconds of work and traffic.
           examples: Whether the axes may split examples too.
+          both: Whether two axes may cut one dim together.
         """
         super().__init__()
         self.program, self.costs = program, costs
+        self._both = both
         self.sizes = devices if isinstance(devices, tuple) else (devices,)
         self.n = math.prod(self.sizes)
         self.links = Links(self.sizes, costs)
@@ -143,7 +146,7 @@ class Formulation(IntegerProgram):
             return {}
         columns: dict[States, int] = {}
         for pair in product(*states):
-            if pair[0] != pair[1] or self._size_of[pair[0]] % self.n == 0:
+            if pair[0] != pair[1] or (self._both and self._size_of[pair[0]] % self.n == 0):
                 if pair not in self._pairs:
                     self._pairs[pair] = self._column()
                 columns[pair] = self._pairs[pair]

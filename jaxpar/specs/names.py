@@ -17,6 +17,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from jaxpar.mesh.axes import AXES
@@ -187,13 +188,16 @@ def _of_operations(program: TracedProgram) -> set[int]:
     }
 
 
+_OWN = str(Path(__file__).parents[1])  # jaxpar's layers constrain activations themselves, and differ within a step
+
+
 def _by_line(program: TracedProgram, names_of: Callable[[Array], Names]) -> tuple[dict[str, Names], tuple[str, ...]]:
     """Returns the names of activations by line, and those that no line tells apart."""
     found: dict[tuple[str, int, int], dict[tuple[int, ...], set[Names]]] = defaultdict(lambda: defaultdict(set))
     wanted: set[tuple[str, int, int, tuple[int, ...]]] = set()
     multiplied = _of_operations(program)
     for array in program.arrays:
-        if array.line is None or array.backward or array.learned:
+        if array.line is None or array.line.file.startswith(_OWN) or array.backward or array.learned:
             continue
         names = names_of(array)
         examples = [place for place, name in enumerate(names) if name and name.split("_")[0] in ("batch", "examples")]

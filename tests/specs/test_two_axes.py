@@ -10,7 +10,6 @@ from pairwise import some
 from specs.test_trained import CASES, SGD, plain, train
 
 import jaxpar as jp
-from jaxpar.errors import JaxparError
 from jaxpar.models.dim_names import axes_of
 
 SIZES = {"context": 2, "tensor": 2}
@@ -23,7 +22,7 @@ def found(case, **sizes):
 
 
 def compose(case, parallel):
-    return jp.compose(CASES[case][0], parallel, jax.devices()[: 4 * parallel.fsdp])
+    return jp.compose(CASES[case][0], parallel, jax.devices()[: 4 * parallel.data * parallel.fsdp])
 
 
 def axes_of_parameters(layout):
@@ -34,7 +33,7 @@ def axes_of_parameters(layout):
     "case", some(["lstm", "gpt", "gqa", "scanned", "towers", "pictures"], ["lstm"], ["gpt", "pictures"])
 )
 def test_two_axes_train_as_one_device_does(case):
-    layout = compose(case, found(case, fsdp=2).parallel)
+    layout = compose(case, found(case, data=2).parallel)
     used = {axis for axes in axes_of_parameters(layout) for axis in axes}
     assert used >= {"context", "tensor"}
     plain_loop.assert_alike(train(layout, case), plain(case))
@@ -69,9 +68,9 @@ def test_two_axes_find_their_specs_in_compose():
     assert "; tensor splits" in layout.explain()
 
 
-def test_two_axes_are_refused_where_entries_move_along_examples():
-    with pytest.raises(JaxparError) as refusal:
-        found("mixture", fsdp=2)
-    assert len(refusal.value.problems) == 1
-    assert "cumsum runs along it" in refusal.value.problems[0].got
-    assert refusal.value.problems[0].fix == "tensor=4 and context=1"
+@pytest.mark.filterwarnings("ignore:.*each device computes")  # what no dim of its own splits is computed twice
+def test_beside_fsdp_no_dim_is_cut_by_both_axes():
+    """XLA computes wrong gradients of some parameters that both axes cut along one dim, and fsdp along another."""
+    specs = found("mixture", fsdp=2)
+    assert {len(axes_of(axes)) for axes in specs.specs.rules.values()} == {1}
+    plain_loop.assert_alike(train(compose("mixture", specs.parallel), "mixture"), plain("mixture"))
