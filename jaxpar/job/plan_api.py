@@ -114,7 +114,9 @@ def _command(candidate: Candidate, step: "Step") -> str:
         "zero": zero,
     }
     parallel_args = [f"{key}={size}" for key, size in sizes.items() if size is not None and (key == "zero" or size > 1)]
-    parallel_args += ['specs="found"'] * (candidate.tensor > 1)
+    found = candidate.tensor > 1
+    has_example = step.layout.blueprint.example is not None
+    parallel_args += ['specs="found"'] * (found and has_example)
     parallel_args += [f"axes={further}"] if any(size > 1 for size in further.values()) else []
     parallel_args += [_pipeline(candidate)] * (candidate.pipe > 1)
     parallel_args += [f"exchange={exchange!r}"] * (exchange != type(step.layout.parallel)().exchange)
@@ -122,8 +124,11 @@ def _command(candidate: Candidate, step: "Step") -> str:
     step_args = [f"precision={text!r}"] * (text != "fp32")
     step_args += [f"accumulate={candidate.microbatches}"] * bool(candidate.microbatches > 1 and candidate.pipe == 1)
     step_args += [f"remat={candidate.remat!r}"] * (candidate.remat != "none")
-    parallel = f"layout = jp.compose(model, jp.Parallel({', '.join(parallel_args)}))"
-    return f"{parallel}; step = jp.train_step({', '.join(['layout', 'loss', 'optimizer', *step_args])})"
+    parallel = f"jp.Parallel({', '.join(parallel_args)})"
+    if found and not has_example:  # `compose` would not know the inputs
+        parallel = f"jp.find_specs(model, loss, batch, {parallel}).parallel"
+    step_args = ["layout", "loss", "optimizer", *step_args]
+    return f"layout = jp.compose(model, {parallel}); step = jp.train_step({', '.join(step_args)})"
 
 
 def _pipeline(candidate: Candidate) -> str:
