@@ -49,13 +49,18 @@ class TracedLoss:
         local = {name: jax.ShapeDtypeStruct((traced, *leaf.shape[1:]), leaf.dtype) for name, leaf in batch.items()}
         self._share = rows / traced
         self.arguments = params, model_state, local
+        self._whole_batch = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in batch.items()}
         self._mean = _mean_loss(blueprint, loss, DTYPES[precision])
 
     def lines(self, activations: Mapping[str, Sequence[str | None]]) -> set[str]:
-        """Returns the lines of source, of those in `activations`, at which the forward pass computes such arrays."""
+        """Returns the lines of source, of those in `activations`, at which the forward pass computes such arrays.
+
+        The batch is whole, as a step traces it: of one example some functions of JAX make other arrays than of several.
+        """
+        params, model_state, _ = self.arguments
         with self._tracing():
-            jaxpr = jax.make_jaxpr(self._mean)(*self.arguments).jaxpr
-        return lines_used(jaxpr, len(jax.tree.leaves(self.arguments[0])), activations)
+            jaxpr = jax.make_jaxpr(self._mean)(params, model_state, self._whole_batch).jaxpr
+        return lines_used(jaxpr, len(jax.tree.leaves(params)), activations)
 
     def program(self, frozen: Collection[str] = ()) -> TracedProgram:
         """Follows the dims of all arrays of the loss and of its gradients.

@@ -94,18 +94,29 @@ def test_found_layouts_accumulate_and_recompute(numerics):
     plain_loop.assert_alike(train(composed, "gpt", **numerics), plain("gpt"))
 
 
-def test_one_example_on_a_device_has_names_too():
+@pytest.mark.parametrize("sizes", [{"tensor": 4, "fsdp": 2}, {"tensor": 2}], ids=["of two", "of one"])
+def test_one_example_on_a_device_has_names_too(sizes):
     model, loss, _ = CASES["gpt"]
-    batch = {key: value[:2] for key, value in TEXTS.items()}
-    specs = jp.find_specs(model, loss, batch, jp.Parallel(tensor=4, fsdp=2))
+    batch = {key: value[: sizes.get("fsdp", 1)] for key, value in TEXTS.items()}
+    specs = jp.find_specs(model, loss, batch, jp.Parallel(**sizes))
     assert specs.specs.activations
     assert all("batch" in names for names in specs.specs.activations.values())
-    layout, losses = jp.compose(model, specs.parallel), []
+    layout, losses = jp.compose(model, specs.parallel, devices(sizes)), []
     state, step = jp.init_state(layout, SGD, seed=0), jp.train_step(layout, loss, SGD)
     for _ in range(plain_loop.STEPS):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     plain_loop.assert_alike((losses, state.params), plain_loop.train(model, model, loss, SGD, batch))
+
+
+def test_a_decoder_keeps_the_constraints_of_its_own_layers():
+    config = jp.DecoderConfig(vocab=64, seq=LENGTH, dim=32, layers=2, heads=4)
+    batch = {"inputs": TEXTS["x"], "targets": TEXTS["y"]}
+    specs = jp.find_specs(partial(jp.Decoder, config), jp.next_token_loss, batch, jp.Parallel(fsdp=4, tensor=2))
+    assert specs.specs.paths["blocks/mlp/down"] == (None, "mlp", None)
+    assert not specs.specs.activations
+    step = jp.train_step(jp.compose(partial(jp.Decoder, config), specs.parallel), jp.next_token_loss, SGD)
+    step.lower(jp.init_state(step.layout, SGD), batch)  # lines of these layers are others within a step
 
 
 @pytest.mark.full
