@@ -242,7 +242,7 @@ def _notes_of_resuming(
 
 
 def _notes_after(job: Job, built: BuiltJob, outcome: Outcome, run: loop.Run) -> list[str]:
-    """Returns what is known once the step was traced and the run has ended."""
+    """Returns the notes that are complete once the step was traced and the run has ended."""
     notes = [*built.step.layout.notes[len(built.layout.notes) :], *built.step.gradients.notes]
     if (matmuls := built.step.compiler.matmuls) is not None:
         notes.append("\n".join([str(matmuls), *matmuls.notes]))
