@@ -157,7 +157,7 @@ class TracedModel:
         if self.stages is None:
             return
         if self.axes:
-            yield f"pipe with {' or '.join(self.axes)}: a stage of {self.name} is priced with layers that only pipe cuts"
+            yield f"pipe with {' or '.join(self.axes)}: stages are priced with layers that pipe alone cuts"
         names = [name for name in LIBRARY if name not in choices.schedules or Candidate(schedule=name).split]
         whole = [name for name in names if not Candidate(schedule=name).split]
         if whole:
