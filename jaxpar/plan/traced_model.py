@@ -150,7 +150,7 @@ class TracedModel:
             *["microbatches: the loss is a mean; return (sum, count) to accumulate over them"] * (not self.sum_loss),
             *[f"remat {', '.join(remats)}: {self.name} marks no blocks for it"] * bool(remats),
             *self._pipelines_left_out(choices),
-            *self.unsupported.values(),
+            *dict.fromkeys(self.unsupported.values()),
         )
 
     def _pipelines_left_out(self, choices: Choices) -> Iterator[str]:

@@ -265,13 +265,15 @@ def _shards(
         if devices % count:
             continue
         axis_sizes = {axis: size for axis, size in zip(axes, further, strict=True) if size > 1}
+        names = specs.get(axis_sizes.get("tensor", 1))
         try:
             parallel = replace(Parallel().sized({"fsdp": fsdp, **axis_sizes}), zero=3 if fsdp > 1 else 0)
-            if names := specs.get(parallel.tensor):
+            if names:
                 parallel = replace(parallel, paths=names.paths, rules=names.rules)
             layout = compose(blueprint, parallel, count)
         except JaxparError as error:
-            refused[sizes] = error.problems[0].got
+            found = f"{EXPERTS} with tensor: the names that are found for tensor leave no dim to {EXPERTS}"
+            refused[sizes] = found if names and EXPERTS in axis_sizes else error.problems[0].got
             continue
         counts[sizes] = sum(
             shard_bytes(place.leaf, place.stored, layout.sizes) // jax.numpy.dtype(place.leaf.dtype).itemsize
