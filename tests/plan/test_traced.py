@@ -211,6 +211,18 @@ def test_a_step_whose_chain_has_a_mask_for_each_parameter_is_planned():
     assert masked == plain
 
 
+def test_layouts_that_fit_with_none_to_spare_are_ranked_where_no_other_fits():
+    from test_python_api import BATCH, Net, loss
+
+    import jaxpar as jp
+
+    step = jp.train_step(jp.compose(Net, jp.Parallel(fsdp=8)), loss, optax.adam(1e-3))
+    least = min(jp.plan(step, BATCH, devices=8).points.bytes)
+    plan = jp.plan(step, BATCH, devices=8, memory=f"{int(1.02 * least)}B")
+    assert "none to spare" in str(plan)
+    assert least <= plan.best[0].memory.total <= 1.02 * least
+
+
 @pytest.mark.slow
 def test_a_model_that_names_shardings_itself_is_planned_as_the_one_that_names_none():
     from explicit_model import Explicit, Plain
