@@ -5,7 +5,7 @@ step is traced.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from jaxpar.errors import JaxparError, Problem, suggest
 from jaxpar.parallel.declaration import OPTIONAL, Parallel
@@ -20,73 +20,75 @@ def rule_problems(parallel: Parallel, blueprint: Blueprint) -> list[Problem]:
     leaves, problems = {**blueprint.other_leaves, **blueprint.leaves}, []
     words = {*names_of_dims(parallel.sizes), *parallel.sizes, *parallel.rules, *_names(leaves.values())}
     for name, axes in parallel.rules.items():
-        rule_axes = (axes,) if isinstance(axes, str) else tuple(axes or ())
-        for axis in rule_axes:
-            if axis not in parallel.sizes and axis not in OPTIONAL:  # of size 1
-                problems.append(
-                    Problem(f"rule {name} -> {axis!r}", "a rule names mesh axes", suggest(axis, parallel.sizes))
-                )
-        if "pipe" in rule_axes and name != "layers":
-            problems.append(
-                Problem(
-                    f"rule {name} -> 'pipe'",
-                    "the axis `pipe` splits layers and nothing else",
-                    f"one of: {', '.join(axis for axis in parallel.sizes if axis != 'pipe')}",
-                )
+        problems += _rule_of_a_name(name, (axes,) if isinstance(axes, str) else tuple(axes or ()), parallel)
+    for key, names in parallel.activations.items():
+        problems += _unknown_names(f"activations={{{key!r}: {tuple(names)}}}", "line", dict.fromkeys(names), words)
+    for pattern, names in parallel.paths.items():
+        problems += _unknown_names(f"path rule {pattern!r}", "path rule", names, words)
+        problems += _path_rule(pattern, leaves, blueprint)
+    return problems
+
+
+def _rule_of_a_name(name: str, axes: tuple[str, ...], parallel: Parallel) -> list[Problem]:
+    problems = [
+        Problem(f"rule {name} -> {axis!r}", "a rule names mesh axes", suggest(axis, parallel.sizes))
+        for axis in axes
+        if axis not in parallel.sizes and axis not in OPTIONAL  # of size 1
+    ]
+    if "pipe" in axes and name != "layers":
+        problems.append(
+            Problem(
+                f"rule {name} -> 'pipe'",
+                "the axis `pipe` splits layers and nothing else",
+                f"one of: {', '.join(axis for axis in parallel.sizes if axis != 'pipe')}",
             )
-        if len(set(rule_axes)) < len(rule_axes):
-            problems.append(
-                Problem(
-                    f"rule {name} -> {rule_axes}",
-                    "a dim is split over an axis once",
-                    f"{name} -> {tuple(dict.fromkeys(rule_axes))}",
-                )
+        )
+    if len(set(axes)) < len(axes):
+        problems.append(
+            Problem(
+                f"rule {name} -> {axes}",
+                "a dim is split over an axis once",
+                f"{name} -> {tuple(dict.fromkeys(axes))}",
             )
-    problems += [
+        )
+    return problems
+
+
+def _unknown_names(given: str, kind: str, names: Iterable[str | None], words: set[str]) -> list[Problem]:
+    return [
         Problem(
-            f"activations={{{key!r}: {tuple(names)}}} names a dim {name!r} that has no rule",
-            "a line gives a dim a name of jaxpar's, of the model, or of `rules`; or None",
+            f"{given} names a dim {name!r} that has no rule",
+            f"a {kind} gives a dim a name of jaxpar's, of the model, or of `rules`; or None",
             suggest(name, words, otherwise=f'None, or rules={{"{name}": "tensor"}} as well'),
         )
-        for key, names in parallel.activations.items()
-        for name in dict.fromkeys(names)
+        for name in names
         if name and name not in words
     ]
-    for pattern, names in parallel.paths.items():
-        problems += [
+
+
+def _path_rule(pattern: str, leaves: Mapping[str, Leaf], blueprint: Blueprint) -> list[Problem]:
+    try:
+        matches = any(re.search(rf"(^|/)(?:{pattern})$", path) for path in leaves)
+    except re.error as error:
+        return [
             Problem(
-                f"path rule {pattern!r} names a dim {name!r}",
-                "a path rule gives a dim a name of jaxpar's, of the model, or of `rules`; or None",
-                suggest(name, words, otherwise=f'None, or rules={{"{name}": "tensor"}} as well'),
+                f"path rule {pattern!r}: {error}",
+                REGULAR,
+                f"{re.sub(r'(?<![.)])[*]', '.*', pattern)!r}" if "*" in pattern else repr(re.escape(pattern)),
             )
-            for name in names
-            if name and name not in words
         ]
-        try:
-            matches = any(re.search(rf"(^|/)(?:{pattern})$", path) for path in leaves)
-        except re.error as error:
-            problems.append(
-                Problem(
-                    f"path rule {pattern!r}: {error}",
-                    REGULAR,
-                    f"{re.sub(r'(?<![.)])[*]', '.*', pattern)!r}" if "*" in pattern else repr(re.escape(pattern)),
-                )
-            )
-            continue
-        if not matches:
-            problems.append(
-                Problem(
-                    f"path rule {pattern!r} matches no parameter of {blueprint.name}",
-                    "every rule matches the end of at least one path",
-                    _as_expression(pattern, leaves)
-                    or (
-                        suggest(pattern, blueprint.leaves)
-                        if len(blueprint.leaves) < 20
-                        else "the end of a path that layout.explain(), or `jaxpar check --explain`, lists"
-                    ),
-                )
-            )
-    return problems
+    if matches:
+        return []
+    few = len(blueprint.leaves) < 20
+    listed = "the end of a path that layout.explain(), or `jaxpar check --explain`, lists"
+    fix = suggest(pattern, blueprint.leaves) if few else listed
+    return [
+        Problem(
+            f"path rule {pattern!r} matches no parameter of {blueprint.name}",
+            "every rule matches the end of at least one path",
+            _as_expression(pattern, leaves) or fix,
+        )
+    ]
 
 
 def _as_expression(pattern: str, paths: Iterable[str]) -> str:

@@ -75,7 +75,7 @@ def _repeated(leaf: Any) -> Any:
 
 
 @cache
-def planned(name: str) -> Question:
+def question_of(name: str) -> Question:
     """Returns the question of a model's plan."""
     model, loss, batch = _case(name)
     step = jp.train_step(jp.compose(model, jp.Parallel(), jp.target_devices("h100:1x1")), loss, optax.adamw(1e-3),
@@ -89,7 +89,7 @@ def draw(count: int, *, seed: int, only: tuple[str, ...] = ()) -> Iterator[Pair]
     names = [name for name in MODELS if not only or name in only]
     while len(seen) < count:
         for name in generator.permutation(names).tolist():
-            pair = Pair(model=name, candidate=_draw_layout(planned(name), generator))
+            pair = Pair(model=name, candidate=_draw_layout(question_of(name), generator))
             if pair.name not in seen and len(seen) < count:
                 seen.add(pair.name)
                 yield pair
@@ -115,7 +115,7 @@ def network_prices() -> Hardware:
 
 def predict(pair: Pair) -> dict[str, Any]:
     """Returns the planned bytes and seconds of a pair, and their causes."""
-    question = planned(pair.model)
+    question = question_of(pair.model)
     memory = question.model.memory(pair.candidate, question.software)
     seconds = question.model.time(pair.candidate, network_prices(), question.software)
     return {
@@ -167,7 +167,7 @@ def traced_layouts(
     """
     seed, began = int(time.time()) if seed is None else seed, time.monotonic()
     print(f"seed {seed}: predicted, compiled and the error of the bytes; predicted, replayed and that of the seconds")
-    known, rows = _known(out), []
+    known, rows = _earlier_rows(out), []
     for pair in draw(count, seed=seed, only=only):
         if pair.name not in known:
             if minutes and time.monotonic() - began > 60 * minutes:
@@ -190,7 +190,7 @@ def traced_layouts(
     }  # fmt: skip
 
 
-def _known(out: str) -> dict[str, dict[str, Any]]:
+def _earlier_rows(out: str) -> dict[str, dict[str, Any]]:
     lines = Path(out).read_text().splitlines() if out and Path(out).exists() else []
     return {row["pair"]: row for row in map(json.loads, lines)}
 
