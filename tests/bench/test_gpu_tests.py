@@ -31,12 +31,14 @@ def test_tests_on_gpus_have_no_simulated_devices():
     assert ran(sys.executable, "-c", code).stdout.splitlines()[-1] == "1"
 
 
+@pytest.mark.slow
 def test_asking_the_simulated_tests_for_gpus_is_refused_with_the_way_out():
     done = ran(sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "pytest tests/gpu" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_record_is_made_where_jaxpar_is_on_the_path_and_not_installed(tmp_path):
     (tmp_path / "jaxpar").symlink_to(ROOT / "jaxpar")
     code = (

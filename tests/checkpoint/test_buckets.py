@@ -77,6 +77,7 @@ def test_a_checkpoint_without_its_manifest_is_none(store):
     assert "checkpoints/000008/MANIFEST" in names(store)
 
 
+@pytest.mark.slow
 def test_a_copy_that_is_behind_becomes_that_of_the_bucket(store):
     hooks.run(ADDRESS, "train.steps=4")
     bucket = buckets.Bucket(ADDRESS)
@@ -105,6 +106,7 @@ def test_a_copy_that_is_ahead_is_kept_and_written(gone, store):
     assert [row["step"] for row in hooks.rows(buckets.pull_folder(ADDRESS))] == [*range(1, 11)]
 
 
+@pytest.mark.slow
 def test_reading_leaves_the_copy_of_a_run_alone(store):
     """A run may be writing it: a checkpoint that the bucket does not have yet, and newer rows."""
     seen = []
@@ -126,6 +128,7 @@ def test_reading_leaves_the_copy_of_a_run_alone(store):
     assert seen == [True, True]
 
 
+@pytest.mark.slow
 def test_a_bucket_that_is_away_for_a_while_is_said_and_has_all_at_the_end(store, monkeypatch):
     put, failures = store.put_file, []
 
@@ -143,6 +146,7 @@ def test_a_bucket_that_is_away_for_a_while_is_said_and_has_all_at_the_end(store,
     assert hooks.saved(buckets.pull_folder(ADDRESS)) == [2, 4, 6, 8]
 
 
+@pytest.mark.slow
 def test_a_bucket_that_is_away_at_the_end_is_an_error_that_says_where_the_run_is(store, monkeypatch, tmp_path):
     def broken(self, *given, **more):
         raise RuntimeError("403 forbidden")
@@ -167,6 +171,7 @@ def test_a_run_begins_with_parameters_from_a_bucket(store, tmp_path):
     assert "of step 8" in out or "000008" in out
 
 
+@pytest.mark.slow
 def test_the_verbs_read_a_bucket(store):
     hooks.run(ADDRESS, "checkpoint.every=4", "checkpoint.keep_last=9")
     forget()

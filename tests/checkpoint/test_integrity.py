@@ -91,6 +91,7 @@ def test_what_was_saved_is_restored(store):
     assert store.said == []
 
 
+@pytest.mark.slow
 def test_a_thousand_random_bytes_altered_are_a_thousand_found(run):
     """Any byte of any file, a large file as likely as a small one, and the list of hashes itself."""
     moments, found, hit = random.Random(0), 0, set()
@@ -465,6 +466,7 @@ def test_an_exported_one_is_read_by_orbax(run, tmp_path, capsys):
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 def test_to_list_and_to_verify_take_no_jax(run):
     for words in (["ls", str(run)], ["verify", str(run)], ["show", str(run)]):
         code = f"import sys, jaxpar.cli.main as m; m.main(['checkpoint', *{words}]); print('jax' in sys.modules)"

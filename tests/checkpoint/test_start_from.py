@@ -151,6 +151,7 @@ def created(model, optimizer, **sizes):
     return layout, jp.init_state(layout, optimizer, seed=count)
 
 
+@pytest.mark.slow
 def test_parameters_are_taken_onto_another_layout_and_the_optimizer_begins_with_them(tmp_path):
     chain = optax.contrib.schedule_free_adamw(1e-3)  # its state holds a copy of the parameters
     _, trained = created(lambda rngs: Old(SETTINGS, rngs=rngs), optax.sgd(0.1), data=1)
@@ -273,6 +274,7 @@ def test_a_decoder_leaves_as_safetensors_and_comes_back_bit_for_bit(tmp_path, ca
     assert "a format is jaxpar, safetensors" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_statistics_are_taken_with_the_parameters(tmp_path):
     chain, parallel = optax.sgd(0.1), jp.Parallel(data=8)
     _, state, step = tiny.train(tiny.models()["bare"], parallel, steps=1, chain=chain)

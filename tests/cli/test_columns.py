@@ -13,6 +13,7 @@ CONFIG = "configs/gpu_llama_8b_fsdp8.toml"
 WORDS = st.text("abc ,/:-", max_size=60)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(WORDS, st.from_regex("[0-9]{0,6}", fullmatch=True), WORDS), min_size=1), st.integers(40, 200))
 def test_a_table_of_any_words_fits_and_keeps_every_character(rows, width):
     shown = table(rows, right=(1,), width=width)
@@ -52,6 +53,7 @@ def test_a_plan_fits_a_terminal(width, monkeypatch, capsys):
     assert "Train it so:" in narrow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [80, pytest.param(120, marks=pytest.mark.slow)])
 def test_an_inspection_fits_a_terminal(width, monkeypatch, capsys):
     show_on_terminal(monkeypatch, width)

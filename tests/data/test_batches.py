@@ -86,6 +86,7 @@ def test_a_bpe_is_trained_on_the_text_and_reads_back(tmp_path):
     assert text.decode(batch["inputs"][0].tolist()) in "the cat sat on the mat. " * 20
 
 
+@pytest.mark.slow
 def test_the_default_text_is_this_machines_python():
     files = stdlib_files()
     assert len(files) > 300

@@ -386,6 +386,7 @@ SMALL = ("model.blocks=[1]", "model.width=8", "parallel.data=8", "parallel.fsdp=
          "checkpoint.keep_best=0", "optimizer.decay='constant'")  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_on_pictures_is_resumed_bit_for_bit(tmp_path, capsys):
     write_digits(tmp_path / "pictures", 100)
     words, rows = [*SMALL, f"data.path='{tmp_path}/pictures'"], []

@@ -76,6 +76,7 @@ def bpe(tmp_path_factory):
     return train_bpe(Corpus((folder / "a.txt",)), 320, folder / "bpe.json", lambda _: None)
 
 
+@pytest.mark.slow
 @given(words=st.lists(WORDS, max_size=60), piece=st.integers(1, 9))
 @settings(max_examples=300, deadline=None)
 def test_tokens_of_the_pieces_are_those_of_the_whole_text(tmp_path_factory, bpe, words, piece):

@@ -251,6 +251,7 @@ for _ in range(300):
 """
 
 
+@pytest.mark.slow
 def test_processes_copy_one_tokenizer_into_one_folder_at_once(folders, tmp_path):
     """Two jobs that begin together over one folder of data must not take the unfinished file from each other."""
     command = [sys.executable, "-c", COPY, str(folders["gpt2"]), str(tmp_path / "tokenizer")]

@@ -62,6 +62,7 @@ def ended(name, x):
     return np.stack([x.sum(0)] * group)
 
 
+@pytest.mark.slow
 @each_one
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_table_a_formula_and_a_program_send_the_same_messages(name, group):
@@ -109,6 +110,7 @@ def test_any_device_may_be_the_root():
     np.testing.assert_array_equal(run(scatter, rows, root=1), rows[1])
 
 
+@pytest.mark.slow
 def test_three_ranks_add_up():
     """The sums of MPI's first lesson: ranks 0, 1 and 2 hold their numbers plus one."""
     x = np.array([[1], [2], [3]], np.int32)

@@ -56,6 +56,7 @@ def test_a_code_has_the_bytes_that_are_said(name):
     assert sorted(x.nbytes // 4 for x in code.values()) == sorted(each.elements * each.size for each in said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param("int8", marks=pytest.mark.slow), "int4", pytest.param("ternary", marks=pytest.mark.slow)]
 )
@@ -144,6 +145,7 @@ def trained(exchange, steps=4, sizes=WHOLE, optimizer=CHAIN, state=None, first=0
     return state, losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [WHOLE, pytest.param(EVERY, marks=pytest.mark.slow)], ids=str)
 def test_a_code_that_loses_little_trains_as_none(sizes):
     _, expected = trained(jp.Exchange("all_reduce"), sizes=sizes)

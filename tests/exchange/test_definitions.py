@@ -117,6 +117,7 @@ def test_places_that_all_draw_are_those_of_the_mean_and_lose_nothing_more():
     assert 6 < ((found - given[0]) ** 2).sum(-1).mean() / (given[0] ** 2).sum() < 8  # 1 / share - 1 = 7
 
 
+@pytest.mark.slow
 def test_ternary_codes_have_more_noise_than_their_papers_as_the_mean_is_coded_again():
     given = np.stack([RNG.normal(size=2**14).astype(np.float32)] * 8)
     code, between = jp.Exchange("ternary", smallest=8), replicas(8)

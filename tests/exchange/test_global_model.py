@@ -57,6 +57,7 @@ def trained(request):
     return request.param, layout, step, state
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_of_the_global_model(trained):
     name, _, step, state = trained
     one = {"up": {}, "down": {}}
@@ -71,6 +72,7 @@ def saved(tmp_path, layout, state):
     store.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", some([{"fsdp": 4}, CUBE], [CUBE]), ids=str)
 def test_a_new_run_begins_with_the_global_model(sizes, trained, tmp_path):
     name, layout, _, state = trained
@@ -82,6 +84,7 @@ def test_a_new_run_begins_with_the_global_model(sizes, trained, tmp_path):
     jp.train_step(other, loss, CHAIN)(begun, batch(3))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_as_one_model(trained, tmp_path):
     name, layout, _, state = trained
     saved(tmp_path, layout, state)
@@ -113,6 +116,7 @@ def squares(model, batch):
     return jnp.sum((model(batch["x"]) - 1) ** 2), batch["x"].shape[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "exchange",
     [pytest.param(jp.Exchange("diloco", every=2), marks=pytest.mark.slow), jp.Exchange("sign", smallest=8)],

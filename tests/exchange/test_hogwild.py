@@ -165,6 +165,7 @@ eval_batches = 2
 """
 
 
+@pytest.mark.slow
 def test_the_verb_prints_a_row_for_each_number_of_threads(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.toml").write_text(JOB)

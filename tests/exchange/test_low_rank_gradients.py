@@ -74,6 +74,7 @@ def test_what_is_sent_and_what_is_lost_is_all_there_was():
     assert np.linalg.matrix_rank(np.asarray(mean), tol=1e-4) == 2
 
 
+@pytest.mark.slow
 def test_a_warm_start_comes_to_the_best_of_its_rank():
     """Of equal gradients the power method finds the largest singular values; drawn anew each time it does not."""
     given = gradients()
@@ -88,6 +89,7 @@ def test_a_warm_start_comes_to_the_best_of_its_rank():
     assert errors[-1] == pytest.approx(1, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_factors_of_few_examples_are_the_gradient():
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(4, 3, 24)), rng.normal(size=(4, 3, 16))
@@ -115,6 +117,7 @@ def test_the_published_example_of_factors():
 # steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("exchange", "sizes"),
     [

@@ -36,6 +36,7 @@ def folders(tmp_path_factory):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["mean", pytest.param("broadcast", marks=pytest.mark.slow)])
 def test_replicas_that_differ_go_on_as_their_mean_or_as_the_first(how, folders):
     folder, before = folders("diloco", DILOCO)
@@ -56,6 +57,7 @@ def test_replicas_that_differ_go_on_as_their_mean_or_as_the_first(how, folders):
     assert np.isfinite(losses).all()
 
 
+@pytest.mark.slow
 def test_errors_that_replicas_remember_become_their_mean(folders):
     folder, before = folders("sign", CODES["sign"])
     state, _ = Store(folder, Checkpoints(replicas="mean"), say=lambda text: None).restore(like(TWO, CODES["sign"]))
@@ -64,6 +66,7 @@ def test_errors_that_replicas_remember_become_their_mean(folders):
     assert_same_arrays(state.params, before.params, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "exchange", [DILOCO, pytest.param(CODES["sign"], marks=pytest.mark.slow)], ids=["diloco", "sign"]
 )

@@ -61,6 +61,7 @@ def named(value):
     return getattr(value, "__name__", str(value))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "of"), some([(sizes, of) for sizes in LAYOUTS for of in (loss, noisy)], [(LAYOUTS[1], noisy)]), ids=named
 )
@@ -74,6 +75,7 @@ def test_each_member_trains_as_in_a_run_of_its_own(sizes, of):
     assert len(step.programs) == 1  # for all settings
 
 
+@pytest.mark.slow
 def test_a_member_whose_numbers_are_not_finite_stands_still_and_no_other_does():
     values = {"learning_rate": (1e-2, 1e30)}
     state, rows, step = trained(composed(dict(data=2), Population(values=values)), chain.build(SPEC, STEPS, values))
@@ -83,6 +85,7 @@ def test_a_member_whose_numbers_are_not_finite_stands_still_and_no_other_does():
     assert step.gradients.evaluation_metrics({"loss/0": np.nan, "loss/1": 2.0, "accuracy/1": 0.5})["loss"] == 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchanges", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_nothing_travels_between_members_but_where_they_copy(exchanges):
     values = {"learning_rate": VALUES["learning_rate"] * 2}
@@ -105,6 +108,7 @@ def bowl(model, batch):
     return jnp.sum(model.at[...] ** 2) / 2 * batch["x"].size, batch["x"].size
 
 
+@pytest.mark.slow
 def test_on_a_quadratic_the_worst_copies_the_best_to_the_bit():
     rates = (0.1, 0.9, 1.5, 1.8)  # each step multiplies by 1 - rate
     exchange = Pbt(values={"learning_rate": rates}, every=3, within={"learning_rate": (0.1, 1.9)})
@@ -123,6 +127,7 @@ def test_on_a_quadratic_the_worst_copies_the_best_to_the_bit():
     np.testing.assert_array_equal(now[1:], np.float32(rates[1:]))
 
 
+@pytest.mark.slow
 def test_explored_settings_stay_in_their_range_and_draws_differ_between_meetings():
     exchange = Pbt(values={"learning_rate": tuple(np.linspace(0.1, 1, 64))}, within={"learning_rate": (0.5, 0.9)})
     key = lambda met: jax.random.fold_in(jax.random.key(0), met)  # noqa: E731

@@ -55,6 +55,7 @@ def test_the_mean_after_every_step_of_sgd_is_a_synchronous_step(sizes):
     assert_same_arrays([x[0] for x in jax.tree.leaves(state.params)], jax.tree.leaves(same.params), 1e-6)
 
 
+@pytest.mark.slow
 def test_diloco_that_goes_all_the_way_is_local():
     local = trained(jp.Exchange("local", every=3))
     diloco = trained(jp.Exchange("diloco", every=3, lr=1.0, momentum=0.0))
@@ -62,12 +63,14 @@ def test_diloco_that_goes_all_the_way_is_local():
     assert_equal_bits(diloco[0].params, local[0].params)
 
 
+@pytest.mark.slow
 def test_an_elastic_center_that_draws_nobody_is_an_ensemble():
     elastic, ensemble = trained(jp.Exchange("easgd", every=2, alpha=0.0)), trained(jp.Exchange("ensemble"))
     assert elastic[1] == ensemble[1]
     assert_equal_bits(elastic[0].params, ensemble[0].params)
 
 
+@pytest.mark.slow
 def test_gossip_of_all_with_all_is_local():
     matrix = np.full((4, 4), 1 / 4)
     gossip, losses = trained(jp.Exchange("gossip", every=2, graph=matrix))
@@ -150,6 +153,7 @@ def heard(each, own):
     return [mean([each[i - 1], each[i], each[(i + 1) % count]]) for i in range(count)], own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("exchange", "meet"),
     [
@@ -186,6 +190,7 @@ def test_momentum_is_averaged_where_it_is_asked_for():
 # fragments
 
 
+@pytest.mark.slow
 def test_one_fragment_without_delay_is_diloco():
     one = trained(jp.Exchange("streaming", every=3, fragments=1))
     diloco = trained(jp.Exchange("diloco", every=3))
@@ -404,6 +409,7 @@ def test_what_is_averaged_of_an_optimizer_is_counted():
     assert "on top" not in step.layout.explain()
 
 
+@pytest.mark.slow
 def test_an_ensemble_sends_nothing():
     layout, found = compiled(jp.Exchange("ensemble"), 0)
     assert replica_messages(layout) == ()

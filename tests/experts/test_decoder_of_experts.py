@@ -54,6 +54,7 @@ def case(experts, *marks, **sizes):
     return pytest.param(experts, sizes, id=f"{name}, {', '.join(f'{k} {v}' for k, v in sizes.items())}", marks=marks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("experts", "sizes"),
     [
@@ -107,6 +108,7 @@ def eager(config, experts):
         return MixtureLayer(config, experts, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.slow
 def test_without_overflow_experts_of_one_kind_are_one_dense_layer():
     """All experts equal and normalized weights: the router chooses, and nothing changes."""
     layer = eager(
@@ -152,6 +154,7 @@ def test_the_losses_of_a_router_are_those_of_each_row_alone():
         np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_microbatches_change_no_loss_of_a_router():
     experts = QWEN | {"balance": 1.0}
     rows, accumulated = (
@@ -162,6 +165,7 @@ def test_microbatches_change_no_loss_of_a_router():
         assert row == pytest.approx(other, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_bias_moves_by_its_rate_towards_experts_with_few_choices():
     _, state, _ = trained(DEEPSEEK, jp.Parallel(), jax.devices()[:1], steps=1)
     (bias,) = [np.asarray(leaf) for leaf in jax.tree.leaves(state.model_state) if leaf.shape == (2, 8)]
@@ -170,6 +174,7 @@ def test_the_bias_moves_by_its_rate_towards_experts_with_few_choices():
     assert (bias < 0).any()
 
 
+@pytest.mark.slow
 def test_evaluation_leaves_the_bias_and_counts_alike():
     _, state, step = trained(DEEPSEEK, jp.Parallel(expert=4, data=2), steps=1)
     sums = step.evaluate(state, batch_of())
@@ -207,6 +212,7 @@ def assert_tokens_travel_over_expert_alone(report, of_layer, ways):
     return [entry for entry in moved if entry not in tokens]
 
 
+@pytest.mark.slow
 def test_tokens_travel_twice_each_way_and_gradients_of_experts_stay_with_their_replicas():
     experts = {"count": 8, "per_token": 2, "capacity": 1.0, "hidden": 96}
     report = inspected(experts, jp.Parallel(expert=4, data=2), "h100:1x8", 32)
@@ -299,6 +305,7 @@ def test_settings_of_experts_may_be_a_dict():
         jp.DecoderConfig(experts={"cuont": 8})
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_cross_entropy_and_the_weighted_losses_of_the_routers():
     rows, _, _ = trained(QWEN | {"balance": 0.02}, jp.Parallel(), jax.devices()[:1], steps=1)
     (row,) = rows

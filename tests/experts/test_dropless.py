@@ -28,6 +28,7 @@ def to_one_expert(choices):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [jp.mixture, in_an_implementation], ids=["loop", "buffers"])
 @pytest.mark.parametrize(("imbalance", "buffers", "spare"), [(1.0, 4, 0), (1.0, 2, 3), (1.25, 8, 2)])
 def test_sums_and_counts_are_those_of_plain_loops(imbalance, buffers, spare, run):
@@ -46,6 +47,7 @@ def test_sums_and_counts_are_those_of_plain_loops(imbalance, buffers, spare, run
                 np.testing.assert_array_equal(getattr(load, name)[row], count, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_large_bound_gives_the_sums_and_gradients_of_all_tokens_at_their_experts():
     with jax.enable_x64(True):
         params, x, choices, weights = example(1)
@@ -77,6 +79,7 @@ def test_blocks_compute_each_token_by_its_expert_for_any_load(place):
 BLOCKS = jax.jit(lambda *arguments: in_blocks(lambda params, x: params * x, *arguments))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(seed=st.integers(0, 1000), skew=st.floats(0, 5))
 def test_buffers_of_as_many_slots_drop_no_more_than_those_of_single_experts(seed, skew):
@@ -101,6 +104,7 @@ def test_experts_compute_five_quarters_of_the_slots_at_most(imbalance, buffers):
     assert capacity < flop(imbalance=imbalance, buffers=buffers) <= 1.25 * capacity
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
@@ -125,6 +129,7 @@ def test_a_decoder_of_dropless_experts_trains_as_on_one_device(sizes):
     assert_same_training(SPILL | {"buffers": 2}, sizes)
 
 
+@pytest.mark.slow
 def test_a_run_ends_where_choices_are_refused(tmp_path):
     layout = jp.compose(decoder(REFUSE), jp.Parallel(), jax.devices()[:1])
     step = jp.train_step(layout, jp.next_token_loss, OPTIMIZER)
@@ -162,6 +167,7 @@ def test_settings_of_a_decoder_that_drops_or_whose_buffers_differ_are_refused(wr
     assert 'overflow = "spill"' in str(caught.value)
 
 
+@pytest.mark.slow
 def test_fewer_buffers_than_devices_are_refused():
     with pytest.raises(jp.JaxparError, match="expert=4 for experts that share 2 buffers") as caught:
         trained(SPILL | {"buffers": 2}, jp.Parallel(expert=4, data=2))

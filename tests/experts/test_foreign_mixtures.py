@@ -104,6 +104,7 @@ def experts_of(layout):
     return {path for path, place in layout.placements.items() if place.whole[:1] == ("expert",)}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*times its share")  # a dense dispatch computes slots of all rows on each device
 @pytest.mark.parametrize("sizes", [{"expert": 4, "data": 2}, {"expert": 2, "fsdp": 2, "tensor": 2}], ids=str)
 def test_a_mixture_of_einsums_is_cut_by_experts(sizes):
@@ -132,6 +133,7 @@ class Unnamed(nnx.Module):
         return self.head(x + y + x[:, :0].sum(1, keepdims=True))
 
 
+@pytest.mark.slow
 def test_a_model_without_names_around_its_experts_trains_as_on_one_device():
     batch, losses = tokens(), []
     for sizes, devices in (({"expert": 4, "data": 2}, None), ({}, jax.devices()[:1])):
@@ -142,6 +144,7 @@ def test_a_model_without_names_around_its_experts_trains_as_on_one_device():
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_what_is_unpacked_and_stacked_is_read_through():
     """Names under `tensor` are those of a model that slices and joins: of heads, and of a gated layer."""
 
@@ -180,6 +183,7 @@ def test_a_rule_may_name_an_axis_of_size_one():
         jp.compose(Unnamed, jp.Parallel(rules={"devices": "exprt"}), jax.devices()[:1])
 
 
+@pytest.mark.slow
 def test_the_first_step_says_what_a_foreign_dispatch_costs_and_what_would_cost_less():
     batch = tokens()
     model = jp.from_nnx(Sorted, batch["tokens"][:1, :-1])
@@ -188,6 +192,7 @@ def test_the_first_step_says_what_a_foreign_dispatch_costs_and_what_would_cost_l
     assert len(warned) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*times its share")  # XLA has no partitioned ragged matmul: all rows on each device
 @pytest.mark.parametrize("kind", [Sorted, Vmapped, Interleaved])
 def test_other_mixtures_are_cut_by_experts(kind):

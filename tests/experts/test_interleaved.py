@@ -80,6 +80,7 @@ def model(request):
         return jp.Decoder(settings, rngs=nnx.Rngs(0)), settings
 
 
+@pytest.mark.slow
 def test_logits_and_losses_are_those_of_a_loop(model):
     decoder, settings = model
     tokens = jax.random.randint(jax.random.key(0), (2, 16), 0, 32)
@@ -94,6 +95,7 @@ def test_logits_and_losses_are_those_of_a_loop(model):
     assert float(sums.measures["dropped"][1]) == 2 * 16 * 2 * len(settings.layers_with_experts)
 
 
+@pytest.mark.slow
 def test_decoding_goes_on_as_whole_rows(model):
     decoder, _ = model
     tokens = jax.random.randint(jax.random.key(1), (2, 7), 0, 32)
@@ -119,6 +121,7 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("experts", "layers", "sizes"), LAYOUTS)
 def test_dense_layers_and_experts_train_as_on_one_device(experts, layers, sizes):
     settings = settings_of(layers, experts=experts | {"capacity": 1.0})
@@ -130,6 +133,7 @@ def test_dense_layers_and_experts_train_as_on_one_device(experts, layers, sizes)
             np.testing.assert_allclose(np.asarray(value), np.asarray(reference), atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("got", "settings", "pipe"),
     [

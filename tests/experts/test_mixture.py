@@ -31,6 +31,7 @@ def example(seed, rows=3, seq=10, spare=0, experts=EXPERTS, dtype=np.float64):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_slots", [False, True])
 @pytest.mark.parametrize(("capacity", "spare"), [(None, 0), (1.0, 0), (1.0, 3), (0.5, 2)])
 def test_sums_and_counts_are_those_of_plain_loops(capacity, spare, in_slots):
@@ -70,6 +71,7 @@ def test_gradients_are_those_of_the_loop():
             np.testing.assert_allclose(ours, plain, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [1, 2, 6])
 def test_a_sum_of_slots_saves_the_smaller_of_slots_and_choices(capacity):
     numbers = np.random.default_rng(0)
@@ -88,6 +90,7 @@ def test_a_sum_of_slots_saves_the_smaller_of_slots_and_choices(capacity):
     assert sum(x.size for x in jax.tree.leaves(gradient) if x.shape[1:] == (5,)) == min(4 * capacity, 16) * 5
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_every_choice_is_kept_spilled_or_dropped_and_no_slot_is_given_twice(data):
@@ -164,6 +167,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "sizes", "options"), CASES, ids=lambda value: str(value) if isinstance(value, dict) else value.__name__
 )

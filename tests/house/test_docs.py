@@ -58,6 +58,7 @@ def test_the_readme_is_one_page_with_a_picture():
     assert README.index("](notebooks/pictures/jaxpar.svg)") < README.index("```")
 
 
+@pytest.mark.slow
 def test_the_model_of_the_readme_trains():
     code = next(block for block in blocks("python") if "nnx.Module" in block)
     names = {"jp": jp, "optax": optax, "nnx": nnx}
@@ -87,6 +88,7 @@ def test_the_first_code_of_the_readme_is_short_early_and_prints_what_it_says():
     assert float(loss) == pytest.approx(shown if sys.version_info < (3, 13) else 2.27, abs=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [
@@ -209,6 +211,7 @@ def test_print_defaults_is_a_job_and_explains_every_key(capsys):
             assert meaning.strip(), f"{cls.__name__}.{key} has no meaning"
 
 
+@pytest.mark.slow
 def test_a_resolved_job_reads_back_as_itself():
     for path in JOBS:
         job = parse.load(path)

@@ -47,6 +47,7 @@ def imports(path):
     return found & FILES.keys()
 
 
+@pytest.mark.slow
 def test_no_module_imports_itself_by_way_of_others():
     graph = {module: imports(path) for module, path in FILES.items()}
     while leaves := {module for module, needs in graph.items() if not needs & graph.keys()}:
@@ -78,6 +79,7 @@ def definitions(path):
     return [node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)]
 
 
+@pytest.mark.slow
 def test_no_function_class_or_module_is_named_by_a_participle_a_pronoun_or_a_preposition():
     names = [f"{module}.{node.name}" for module, path in FILES.items() for node in definitions(path)]
     assert [name for name in [*FILES, *names] if name.rpartition(".")[2].strip("_") in WORDS] == []
@@ -89,6 +91,7 @@ def test_a_docstring_says_who_does_what():
     assert [(module, text) for module, text in texts if HEADS.match(text)] == []
 
 
+@pytest.mark.slow
 def test_no_two_public_classes_have_one_name():
     modules = defaultdict(list)
     for module, path in FILES.items():

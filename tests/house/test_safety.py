@@ -126,6 +126,7 @@ def test_a_module_is_no_path(name, allowed, home):
 JOB = '[mesh]\nsimulate = 8\n[parallel]\ndata = 8\n[model]\nname = "mlp"\n[data]\nsource = "digits"\n'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["model.name", "train.loss", "data.source"])
 def test_every_key_that_names_an_object_is_guarded(key, home):
     job = loads(JOB, [f"{key}=os:system"])
@@ -144,6 +145,7 @@ def test_the_file_itself_cannot_allow_it(home):
     assert not loads(dumps(allowed)).allow_import
 
 
+@pytest.mark.slow
 def test_the_command_asks_for_the_flag(home, capsys):
     (home / "job.toml").write_text(JOB)
     assert main(["check", "job.toml", "train.loss=os:system"]) == 1

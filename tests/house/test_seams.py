@@ -53,6 +53,7 @@ def alone():
     return trained(jp.Parallel(), devices=jax.devices()[:1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -88,6 +89,7 @@ def test_an_axis_that_no_technique_uses_is_refused():
         jp.compose(wide, jp.Parallel(data=4, axes={"toi": 2}))
 
 
+@pytest.mark.slow
 def test_its_collective_is_found_in_the_ledger():
     devices = jp.target_devices("h100:1x8")
     step = jp.train_step(jp.compose(wide, jp.Parallel(data=4, axes={"toy": 2}), devices), toy_axis.loss, OPTIMIZER)

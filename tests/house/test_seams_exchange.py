@@ -192,6 +192,7 @@ def by_hand(replicas, steps=5, every=2):
     return jax.tree.map(lambda *x: jnp.stack(x), *each), losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", some(LAYOUTS.values(), [LAYOUTS["data"]], [LAYOUTS["fsdp"]]), ids=LAYOUTS)
 def test_each_replica_trains_as_it_would_alone(sizes):
     want, expected = by_hand(sizes["data"])
@@ -203,6 +204,7 @@ def test_each_replica_trains_as_it_would_alone(sizes):
     assert np.abs(spread - spread[:1]).max() > 1e-4  # after five steps they have gone apart again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", some(["ring", "halving"], ["ring"]))
 def test_they_average_by_any_algorithm(algorithm):
     want, expected = by_hand(4)
@@ -211,6 +213,7 @@ def test_they_average_by_any_algorithm(algorithm):
     assert_same_arrays(jax.tree.leaves(state.params), jax.tree.leaves(want))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "numerics",
     some([{"accumulate": 2}, {"remat": "full"}, {"guard": True}], [{"accumulate": 2}], [{"guard": True}]),
@@ -239,6 +242,7 @@ def test_an_evaluation_is_of_the_mean_of_replicas():
     np.testing.assert_allclose(found, sums_of(mean, batch(9)), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes", some([dict(data=4, fsdp=2), dict(data=2, fsdp=2, zero=1, tensor=2)], [dict(data=4, fsdp=2)], []), ids=str
 )
@@ -268,6 +272,7 @@ def over_data(report):
     return [entry for entry in report.ledger if "data" in entry.axis]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", some([dict(data=8), dict(data=2, fsdp=2, tensor=2)], [dict(data=8)], []), ids=str)
 def test_what_it_says_it_sends_is_in_the_step_that_exchanges_and_nothing_in_the_others(sizes):
     layout, between = inspected(sizes, exchanges=True)
@@ -280,6 +285,7 @@ def test_what_it_says_it_sends_is_in_the_step_that_exchanges_and_nothing_in_the_
     assert [flag for flag in alone.flags if flag.kind == "idle axis"] == []
 
 
+@pytest.mark.slow
 def test_the_default_sends_gradients_as_it_says():
     layout, report = inspected(dict(data=8), exchanges=False, exchange=AllReduce())
     found = [entry for entry in over_data(report) if entry.parameters]
@@ -289,6 +295,7 @@ def test_the_default_sends_gradients_as_it_says():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", some(["ring", "tree"], ["ring"]))
 def test_an_algorithm_sends_the_messages_of_its_table(algorithm):
     exchange = Half(algorithm=algorithm)
@@ -311,6 +318,7 @@ HALF_FROZEN = optax.multi_transform(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "exchange",
     [
@@ -497,6 +505,7 @@ def test_a_plan_prices_the_bytes_that_its_layouts_send():
     assert sent == pytest.approx(4 * asked().model.parameters / 2, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_plan_shows_it_and_writes_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("job.toml").write_text(PLANNED)

@@ -104,6 +104,7 @@ def trained(model, **parallel):
     return losses, state.params
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("with_ring")
 @pytest.mark.parametrize(
     ("model", "how", "sizes"),
@@ -161,6 +162,7 @@ def test_without_context_the_program_is_that_of_the_plain_function(sizes):
     assert lowered(lambda rngs: Mine(rngs), **sizes).as_text() == lowered(lambda rngs: Plain(rngs), **sizes).as_text()
 
 
+@pytest.mark.slow
 def test_gathering_is_a_constraint_and_a_ring_sends_to_the_next(with_ring):
     texts = {how: lowered(MODELS["nnx"], how={"context": how}, **CONTEXT_2).as_text() for how in ("gather", "ring")}
     assert ["collective_permute" in text for text in texts.values()] == [False, True]

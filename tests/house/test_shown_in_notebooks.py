@@ -58,6 +58,7 @@ def test_a_layout_says_what_each_device_holds_and_what_is_sent():
     assert "diloco every 20 steps" in Reader(apart._repr_html_()).said
 
 
+@pytest.mark.slow
 def test_each_value_is_one_line_in_text():
     layout, optimizer = jp.compose(decoder, jp.Parallel(data=2, fsdp=4)), optax.adam(1e-3)
     step, state = jp.train_step(layout, jp.next_token_loss, optimizer), jp.init_state(layout, optimizer)
@@ -148,6 +149,7 @@ def test_at_any_width_the_place_of_a_device_fits_its_cell(browser, tmp_path):
         assert browser.ask(FULL) == [], width
 
 
+@pytest.mark.slow
 def test_an_inspection_shows_who_holds_what_as_well():
     layout = jp.compose(decoder, jp.Parallel(data=2, fsdp=2, tensor=2))
     made = report(cards=tuple(cards(layout.placements, layout.sizes)))

@@ -49,6 +49,7 @@ def kinds(report):
     return [flag.kind for flag in report.flags]
 
 
+@pytest.mark.slow
 @gpu_compiler
 @pytest.mark.parametrize(
     "parallel",
@@ -126,6 +127,7 @@ def test_a_constraint_that_replicates_is_found_at_its_line():
     assert kinds(clean) == []
 
 
+@pytest.mark.slow
 @gpu_compiler
 def test_a_psum_per_microbatch_is_found_and_one_for_all_is_not():
     mesh = mesh_of(data=8)
@@ -266,6 +268,7 @@ def test_an_axis_that_never_communicates_is_found():
     assert "idle=4" in report.flags[0].text
 
 
+@pytest.mark.slow
 @gpu_compiler
 def test_what_xla_computes_again_to_save_memory_is_found():
     """Told of a smaller GPU, XLA repeats products of its own accord: as many FLOP more as the report says."""

@@ -423,6 +423,7 @@ def test_in_a_browser_nothing_is_cut_off_pale_or_run(browser, artifacts, name):
     assert len(grounds) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpus", "much", "long words", "hostile", "large pipeline"])
 def test_on_paper_everything_is_open_light_and_within_the_margins(browser, artifacts, name):
     file = artifacts / f"paper_{name}.html"
@@ -438,6 +439,7 @@ def test_on_paper_everything_is_open_light_and_within_the_margins(browser, artif
     assert file.with_suffix(".pdf").read_bytes().startswith(b"%PDF")
 
 
+@pytest.mark.slow
 def test_in_a_notebook_the_fragment_takes_the_notebooks_theme_and_leaves_it_alone(browser, artifacts):
     host = "<!DOCTYPE html><p id='own'>host</p><table><tr><td id='cell'>cell</td></tr></table>"
     look = "['own', 'cell'].map(id => JSON.stringify({...getComputedStyle(document.getElementById(id))}))"

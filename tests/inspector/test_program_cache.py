@@ -48,6 +48,7 @@ def facts(report):
     return {name: getattr(report, name) for name in FACTS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [None, pytest.param("h100:1x2", marks=pytest.mark.full)])
 def test_a_second_inspection_compiles_nothing_and_finds_the_same(target, compiles):
     if target and (missing := missing_plugin()):
@@ -58,6 +59,7 @@ def test_a_second_inspection_compiles_nothing_and_finds_the_same(target, compile
     assert facts(second) == facts(first)
 
 
+@pytest.mark.slow
 def test_another_program_device_option_setting_flag_or_version_has_another_file(compiles, monkeypatch):
     devices = jax.devices()[:2]
     step = step_of(devices)
@@ -87,6 +89,7 @@ def test_another_program_device_option_setting_flag_or_version_has_another_file(
     assert file() == found[0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
 def test_a_chip_of_the_same_name_with_less_memory_is_another(compiles):
     chip, found = find_chip("h100"), set()
@@ -107,6 +110,7 @@ def test_a_damaged_file_is_said_and_not_read(damage, tmp_path):
         assert program_cache.read(file) is None
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_is_said_and_the_report_is_made(compiles, tmp_path):
     (tmp_path / "inspected").write_text("a file where a folder should be")
     with pytest.warns(UserWarning, match=f"{tmp_path}/inspected.*; the program is (compiled again|not cached)"):

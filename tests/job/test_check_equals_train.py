@@ -164,6 +164,7 @@ MISFITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "words"),
     some(MISFITS.values(), [MISFITS["another width"]], [MISFITS["a name of nothing"]]),
@@ -187,6 +188,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "words"), some(CHANGES.values(), [CHANGES["never"], CHANGES["must"]]), ids=CHANGES
 )
@@ -213,6 +215,7 @@ def test_a_run_whose_files_are_damaged(name, text, words, copy, capsys):
     refused_by_both(capsys, words, "run.dir=run")
 
 
+@pytest.mark.slow
 def test_a_run_that_may_go_on_is_ok(copy, capsys):
     assert main(["check", "job.toml", "run.dir=run"]) == 0
     assert main(["check", "job.toml", "run.dir=run", "train.steps=4"]) == 0

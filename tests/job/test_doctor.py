@@ -65,6 +65,7 @@ def test_a_machine_that_is_well_and_a_job_that_fits_it(job, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_flag_that_xla_does_not_know_is_found_though_it_ends_the_process(job):
     done, seconds = doctor(*job, XLA_FLAGS="--xla_no_such_flag=1")
     assert done.returncode == 1
@@ -98,6 +99,7 @@ def test_a_process_that_dies_is_quoted():
     assert "OSError: no GPU" in found.text
 
 
+@pytest.mark.slow
 def test_a_job_that_is_wrong_is_said_and_the_machine_looked_at(tmp_path, capsys):
     (tmp_path / "job.toml").write_text(JOB + "[train.x]\n")
     assert main(["doctor", str(tmp_path / "none.toml")]) == 1

@@ -42,6 +42,7 @@ def trained(folder, *overrides):
     return [row["loss"] for row in rows], rows, said.getvalue()
 
 
+@pytest.mark.slow
 def test_a_run_starts_at_its_reference_and_is_exported_without_it(tmp_path):
     losses, rows, said = trained(tmp_path / "first")
     assert losses[0] == pytest.approx(np.log(2), abs=1e-6)

@@ -113,6 +113,7 @@ def written(folder):
     return {path: path.lstat().st_mtime_ns for path in folder.rglob("*")}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_the_scores_that_training_logged_and_the_run_stays_as_it_was(run, tmp_path, capsys):
     before = written(run)
     assert main(["evaluate", str(run), "--checkpoints", "all", "--json", str(tmp_path / "scores.json")]) == 0
@@ -130,10 +131,12 @@ def test_a_checkpoint_has_the_scores_that_training_logged_and_the_run_stays_as_i
     assert printed[4].split()[:2] == ["4", "more"]
 
 
+@pytest.mark.slow
 def test_the_scores_are_the_same_on_one_device(run):
     check_logged(run, *ONE)
 
 
+@pytest.mark.slow
 def test_best_steps_and_one_checkpoint_choose_what_is_evaluated(run):
     wanted = logged(run)
     best = min(wanted, key=lambda step: wanted[step]["eval_loss"])
@@ -183,6 +186,7 @@ def windows(tokens, seq=SEQ):
     return np.stack([tokens[i * seq : (i + 1) * seq + 1] for i in range(count)]).astype(np.int32)
 
 
+@pytest.mark.slow
 def test_the_loss_of_other_text_is_that_of_plain_flax_and_numpy(run, tmp_path):
     text = "".join(f"{i} times {i} is {i * i}, \u00fc\n" for i in range(30)) + "the end"
     (tmp_path / "test.txt").write_text(text)
@@ -202,6 +206,7 @@ def test_the_loss_of_other_text_is_that_of_plain_flax_and_numpy(run, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_bpe_of_the_run_reads_other_text_and_its_bytes_are_counted(tmp_path):
     run = train_run(tmp_path, "bpe", "data.tokenizer=bpe", "data.vocab=300", "train.steps=2", devices=2)
     (own,) = scores(run).scores
@@ -257,6 +262,7 @@ def rows_of(folder):
     return [[*tokenizer.encode(json.loads(line)["text"]).ids, end] for line in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [LLAMA, pytest.param(GPT2, marks=pytest.mark.slow)], ids=["llama", "gpt2"])
 def test_a_folder_of_hugging_face_has_the_loss_of_plain_flax(settings, tmp_path):
     folder = pretrained(tmp_path / "mine", settings)
@@ -320,6 +326,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED)
 def test_an_evaluation_that_cannot_be_is_refused_with_a_way_out(case, run, capsys):
     words, *messages = REFUSED[case]
@@ -357,6 +364,7 @@ def test_the_best_checkpoint_needs_a_score(run, tmp_path):
         scores(other, checkpoints="best")
 
 
+@pytest.mark.slow
 def test_a_run_without_held_out_examples_says_which_data_to_name(run, tmp_path):
     other = copied(run, tmp_path / "run", "data", held_out=0.0, sets={})
     with pytest.raises(JaxparError, match=r"(?s)holds no example out.*data\.sets\.test\.path=FILE"):

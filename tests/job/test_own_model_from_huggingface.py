@@ -48,6 +48,7 @@ def jaxpar(tmp_path, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_a_job_of_an_own_model_starts_from_the_folder_and_is_written_back(tmp_path, jaxpar):
     status, text = jaxpar("train", "job.toml")
     assert status == 0, text

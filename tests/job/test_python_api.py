@@ -70,6 +70,7 @@ def same(left, right):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(left), jax.device_get(right))
 
 
+@pytest.mark.slow
 def test_a_fit_that_is_resumed_ends_as_one_that_was_not_and_another_layout_goes_on(tmp_path, capsys):
     whole = jp.fit(step_of(fsdp=8), Points(), steps=8, batch=16)
     first = jp.fit(step_of(fsdp=8), Points(), steps=5, batch=16, run=tmp_path / "run", eval_every=5, show_every=5)
@@ -95,6 +96,7 @@ def test_a_fit_that_is_resumed_ends_as_one_that_was_not_and_another_layout_goes_
     assert sorted(each.name for each in path.parent.iterdir()) == ["000008", "000008.left"]
 
 
+@pytest.mark.slow
 def test_a_fit_ends_when_evaluations_get_no_better_and_tells_its_loggers(tmp_path):
     class Logger:
         rows = []
@@ -152,6 +154,7 @@ class Numbered:
         return [Points(7).batch(0, 8)]
 
 
+@pytest.mark.slow
 def test_a_fit_says_how_many_examples_are_held_out_and_goes_on_with_no_other_share(tmp_path, capsys):
     ended = [jp.fit(step_of(fsdp=8), ROWS, steps=1, batch=8, held_out=share) for share in (None, 0.25, 0)]
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("data: ")]
@@ -247,12 +250,14 @@ def test_what_is_wrong_is_refused_with_the_way_out(case, tmp_path):
     assert all(problem.rule and problem.fix for problem in caught.value.problems)
 
 
+@pytest.mark.slow
 def test_a_run_does_not_go_on_with_other_data(tmp_path):
     jp.fit(step_of(fsdp=8), Points(), steps=1, batch=16, run=tmp_path)
     with pytest.raises(jp.JaxparError, match="points 1"):
         jp.fit(step_of(fsdp=8), Points(1), steps=2, batch=16, run=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_job_of_configs_is_planned_in_any_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     plan_api._print_once.cache_clear()

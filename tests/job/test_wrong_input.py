@@ -1026,6 +1026,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("runs")
 @pytest.mark.parametrize(
     ("damage", "overrides", "words"), [pytest.param(d, o, words, id=k) for k, (d, o, *words) in RUNS.items()]

@@ -377,6 +377,7 @@ def test_a_process_that_is_missing_ends_the_others_with_an_error_not_an_abort():
         assert "process 2 did not come" in out
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_is_not_there_is_named_in_time():
     port = free_port()
     ((code, out, _),) = finish(start(1, port=port, timeout=1))
@@ -384,6 +385,7 @@ def test_a_coordinator_that_is_not_there_is_named_in_time():
     assert f"process 1 of 2 on {socket.gethostname()}, coordinator 127.0.0.1:{port}: no answer from the coordi" in out
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_named():
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

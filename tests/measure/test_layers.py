@@ -68,6 +68,7 @@ def test_bytes_of_another_precision_and_a_table_that_is_the_head_too():
     assert_bytes(measured(other, precision="bf16", remat="full"), other, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 def test_a_layer_stores_its_parameters_its_activations_and_a_gradient_of_each(profile, precision):
     """w + f + grad w + grad o, three times: by the planner's formulas, as counted, and of `jax.vjp`'s own arrays."""
@@ -129,6 +130,7 @@ def test_pieces_one_after_the_other_are_the_model():
     assert jax.jit(pieces.head)(shared, (model_state, batch), x) == pytest.approx(want, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_users_own_model_and_loss():
     batch = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in next(batches(1)).items()}
     profile = bench.measure(partial(Staged, layers=2, rate=0.1), token_loss, batch, Numerics())

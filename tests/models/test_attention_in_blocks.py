@@ -68,6 +68,7 @@ CASE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "block", "grouped", "masks"),
     [
@@ -157,6 +158,7 @@ def test_memory_is_linear_in_tokens_and_no_array_has_two_dims_of_them():
     assert not [dims for dims in shapes if sum(dim >= 4096 for dim in dims) > 1 or np.prod(dims) >= 4096**2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "masks",
     [
@@ -181,6 +183,7 @@ def test_long_rows_run_by_blocks_and_it_is_noted(masks, monkeypatch):
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_queries_that_devices_share_do_not_run_by_blocks(monkeypatch):
     """A walk takes one pair of blocks after the other: every device would make all of them."""
     monkeypatch.setattr(fused, "LONG", 8)
@@ -216,6 +219,7 @@ def test_a_window_over_another_sequence_and_an_implementation_without_windows_ar
             jp.attention(Q, Q, Q, window=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [{}, pytest.param({"context": 8, "context_by": "ring"}, marks=pytest.mark.slow)])
 def test_masks_are_not_kept_for_a_scan_over_layers(parallel):
     """What layers share is computed before their scan, and kept: of places alone the masks of all pairs of blocks."""

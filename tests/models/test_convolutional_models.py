@@ -24,6 +24,7 @@ RESNET_50 = ResNetConfig(channels=3, classes=1000, blocks=(3, 4, 6, 3), width=64
 OPTIMIZER = optax.sgd(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "parameters"),
     [
@@ -41,6 +42,7 @@ def test_models_have_their_published_sizes(model, parameters):
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(abstract, nnx.Param))) == parameters
 
 
+@pytest.mark.slow
 def test_googlenet_has_22_layers():
     """Along its longest path: three of the stem, two in each of nine inceptions, and the classifier."""
     model = nnx.eval_shape(lambda: GoogLeNet(GoogLeNetConfig(), rngs=nnx.Rngs(0)))
@@ -84,6 +86,7 @@ SMALL = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in SMALL])
 @pytest.mark.parametrize(
     "sizes",
@@ -107,6 +110,7 @@ def model_of_rngs(model):
     return lambda rngs: model(rngs=rngs)
 
 
+@pytest.mark.slow
 def test_images_that_levels_do_not_halve_are_refused():
     model = UNet(UNetConfig(levels=3), rngs=nnx.Rngs(0))
     with pytest.raises(jp.JaxparError, match=r"30 x 32 in a U-Net of 3 levels(.|\n)*images of 32 x 32"):

@@ -89,6 +89,7 @@ def tokenizing():
     return tokenizing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "token"), [("", "<|end_of_text|>"), pytest.param("<|eot|>", "<|eot|>", marks=pytest.mark.full)]
 )

@@ -105,6 +105,7 @@ def deep(table, ids):
     return table.at[ids].add(x)
 
 
+@pytest.mark.slow
 def test_all_lookups_are_found_wherever_they_stand_and_none_is_changed():
     seen = []
 

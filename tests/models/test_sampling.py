@@ -93,6 +93,7 @@ def test_tokens_with_a_cache_on_any_layout_are_those_without_on_one_device(name,
     assert held.shape == (2, 8, 16, 2 if name == "llama" else 4, 4)
 
 
+@pytest.mark.slow
 def test_a_row_draws_the_same_beside_any_others():
     made, sampling = generator(LLAMA, jp.Parallel()), Sampling(temperature=2.0)
     alone = made.generate(PROMPTS[:1], sampling, max_new_tokens=8)
@@ -114,6 +115,7 @@ def nucleus(logits, temperature, k, p):
     return {token: value / share[:count].sum() for token, value in zip(best[:count], share, strict=False)}
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(
     logits=st.lists(st.integers(-8, 8), min_size=12, max_size=12),
@@ -135,6 +137,7 @@ def test_top_k_and_top_p_keep_what_the_papers_say(logits, temperature, k, p):
         assert set(got) ^ set(want) <= {min(set(got) | set(want), key=lambda token: scores[token])}
 
 
+@pytest.mark.slow
 def test_draws_have_the_probabilities_of_what_is_kept():
     logits = np.array([2.0, 1.0, 0.5, 0.0, -1.0], np.float32)
     sampling, count = Sampling(temperature=0.9, top_k=4, top_p=0.9, seed=1), 20_000
@@ -218,6 +221,7 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("trained")  # one worker, so that there is one run
 @pytest.mark.parametrize(
     "words",
@@ -293,6 +297,7 @@ def test_a_chat_is_rendered_by_the_template_and_each_turn_sees_those_before(tmp_
     assert seen == [template.render(said[:1], True)[0], template.render(said[:3], True)[0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model", [pytest.param(Staged, marks=pytest.mark.slow), Decoding, pytest.param(Doubled, marks=pytest.mark.slow)]
 )

@@ -37,6 +37,7 @@ def logits(layout, params, batch):
     return np.asarray(jax.jit(call)(params))
 
 
+@pytest.mark.slow
 @FEW
 @pytest.mark.parametrize(
     "name", ["annotated", pytest.param("bare", marks=pytest.mark.full), pytest.param("linen", marks=pytest.mark.full)]
@@ -60,6 +61,7 @@ def test_adapters_are_trained_over_a_cube_as_on_one_device_and_the_base_keeps_it
     assert all("/adapters/" in path for path in moments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param("annotated", marks=pytest.mark.slow), pytest.param("bare", marks=pytest.mark.full), "linen"]
 )
@@ -91,6 +93,7 @@ class Sliced(nnx.Module):
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, self.w[...])[0]
 
 
+@pytest.mark.slow
 def test_a_stack_that_is_read_whole_has_its_layers_corrections():
     plain, layout = (jp.compose(each, jp.Parallel(), 1) for each in (Sliced, jp.add_lora(Sliced, rank=2, paths=["w"])))
     params, _ = layout.blueprint.init(jax.random.key(1))
@@ -101,6 +104,7 @@ def test_a_stack_that_is_read_whole_has_its_layers_corrections():
     assert np.abs(got - logits(plain, {"w": params["w"]}, batch)).max() > 0.1
 
 
+@pytest.mark.slow
 def test_corrections_of_several_matrices_at_once_are_added():
     """Of experts, say: what is multiplied over the outputs is as wide as the rank, so that only the dims tell."""
     w, a, b, y = (
@@ -140,6 +144,7 @@ ADDED = {
 ADDED["in half precision"] = BESIDE.pop("in half precision")  # of which it takes a part
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", BESIDE | ADDED)
 def test_a_correction_beside_its_matrix_is_what_is_added_to_it(read):
     def loss(a, b, *, made):

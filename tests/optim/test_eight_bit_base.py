@@ -66,6 +66,7 @@ def reference(name, layout, begun, steps=3):
     return np.array(losses), state.params
 
 
+@pytest.mark.slow
 @FEW
 @pytest.mark.parametrize("name", ["annotated", *MORE])
 def test_a_base_in_8_bits_is_trained_over_a_cube_as_its_floats_are_on_one_device(name):
@@ -118,6 +119,7 @@ def test_what_is_merged_of_8_bits_computes_the_same_without_adapters(name):
         assert np.abs(x - by_path(untouched)[path]).max() <= np.abs(by_path(untouched)[path]).max() / 127 * 0.501
 
 
+@pytest.mark.slow
 def test_a_matrix_is_within_half_a_scale_of_what_it_was_and_zeros_stay():
     wide = jax.random.normal(jax.random.key(0), (3, 8, 4, 6)).at[:, :, 1, 2].set(0)
     held, scales = rounded(wide, lead=1, inputs=1)
@@ -351,6 +353,7 @@ def test_a_folder_is_tuned_in_8_bits_resumed_and_exported_as_its_rounded_matrice
         np.testing.assert_allclose(written.params[path][...], want, rtol=1e-5, atol=1e-6, err_msg=path)
 
 
+@pytest.mark.slow
 def test_a_plan_and_a_check_count_a_base_in_8_bits(folder):
     eight, plain = (job(folder, "x", train=train) for train in (EIGHT, TUNED))
     assert check(eight) == []

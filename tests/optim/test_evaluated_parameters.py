@@ -112,6 +112,7 @@ def test_what_is_evaluated_on_a_mesh_is_what_optax_evaluates_on_one_device(name,
         assert leaf.sharding.is_equivalent_to(by_path(state.params)[path].sharding, leaf.ndim)
 
 
+@pytest.mark.slow
 def test_paths_of_what_is_evaluated_are_read_once_and_not_at_each_batch(monkeypatch):
     layout, batch = jp.compose(MODEL, jp.Parallel(), jax.devices()[:1]), next(batches(1))
     state, step = jp.init_state(layout, CHAINS["ema"], seed=1), jp.train_step(layout, token_loss, CHAINS["ema"])
@@ -210,6 +211,7 @@ def test_a_state_is_known_by_all_its_names():
 # replicas that differ
 
 
+@pytest.mark.slow
 def test_replicas_whose_meetings_leave_optimizers_behind_are_refused():
     def step_of(exchange, chain):
         return jp.train_step(jp.compose(MODEL, jp.Parallel(data=8, exchange=exchange)), token_loss, chain)
@@ -370,6 +372,7 @@ def test_a_run_is_exported_and_sampled_as_it_is_evaluated(name, finished, tmp_pa
             np.testing.assert_allclose(held[path], wanted, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(CHAINS, ["ema"], []))
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_what_a_checkpoint_evaluates_is_made_by_one_program(name, dtype, tmp_path, caplog):

@@ -132,6 +132,7 @@ def reduced(layout, chain, **numerics):
 TRAINED = 4 * (2 * 512 * RANK + 8 * 512 + 8)
 
 
+@pytest.mark.slow
 @absent
 @pytest.mark.parametrize(
     ("layout", "numerics"),
@@ -158,6 +159,7 @@ def test_replicas_that_step_apart_say_that_they_send_no_frozen_parameter():
     assert f"send {show_bytes(share)} a device every 2 steps" in layout.explain()
 
 
+@pytest.mark.slow
 def test_a_clip_over_all_parameters_reads_the_gradients_of_frozen_ones():
     assert reduced(jp.Parallel(data=8), "clipped outside") > 4 * 2 * 512 * 512
 

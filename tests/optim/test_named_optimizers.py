@@ -56,6 +56,7 @@ def message(text):
     return str(refused.value)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*optimistic_adam")  # for its successor
 def test_an_optimizer_of_optax_is_optaxs_own_program_at_the_jobs_rate():
     rate = optax.cosine_decay_schedule(1e-3, STEPS, alpha=0.1)
@@ -170,6 +171,7 @@ def own(tmp_path, monkeypatch):
     monkeypatch.delitem(__import__("sys").modules, "my_optim", raising=False)
 
 
+@pytest.mark.slow
 def test_ones_own_functions_are_given_the_rate_their_arguments_and_the_steps(own):
     made = job("""
     name = "my_optim:nadam"
@@ -242,6 +244,7 @@ def test_steps_of_many_updates_take_no_optimizer_that_counts_its_own():
         check_optimizer(loads(f"{unflushed}'sgd'\nschedule = 'reduce_on_plateau'"))
 
 
+@pytest.mark.slow
 def test_what_optimizers_ask_for_besides_gradients_is_in_their_program(own):
     plateau = job('learning_rate = 0.1\nclip = 0\nname = "sgd"\nschedule = { name = "reduce_on_plateau" }')
     flat = optax.chain(optax.sgd(optax.constant_schedule(0.1), momentum=0.9), optax.contrib.reduce_on_plateau())
@@ -304,6 +307,7 @@ def test_several_steps_of_a_chain_make_one_update_on_a_cube_as_on_one_device():
     assert_same_arrays(state.params, alone.params)
 
 
+@pytest.mark.slow
 def test_muon_makes_each_layers_matrices_orthogonal_and_leaves_vectors_tables_and_heads_to_adamw():
     decoder = "mesh.simulate = 1\n[model]\nname = 'decoder'\nlayers = 2\ndim = 8\nheads = 2\nuse_bias = true\n"
     optimizer = "[optimizer]\nname = 'muon'\nclip = 0\nlearning_rate = 1.0\ndecay = 'constant'"

@@ -60,6 +60,7 @@ def ran(optimizer, params, grads, steps=3):
     return params
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*optimistic_adam")  # for its successor
 @pytest.mark.parametrize(
     "name",
@@ -118,6 +119,7 @@ def test_stacked_layers_move_as_layers_apart(name):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), apart(stacked), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(LAYERWISE, ["lamb"], ["adafactor", "fromage", "lars", "novograd", "sm3"]))
 def test_a_stack_taken_for_one_parameter_moves_otherwise(name):
     """So the test above can fail: optax's own, given the stack, is another."""
@@ -128,6 +130,7 @@ def test_a_stack_taken_for_one_parameter_moves_otherwise(name):
     assert max(gaps) > 1e-3
 
 
+@pytest.mark.slow
 def test_lars_leaves_biases_and_norms_without_a_ratio():
     params, grads = (
         {"w": jnp.full((4, 4), 100.0), "bias": jnp.full(4, 100.0)},
@@ -141,6 +144,7 @@ def test_lars_leaves_biases_and_norms_without_a_ratio():
     assert float(jnp.abs(updates["w"]).max()) < 1.0
 
 
+@pytest.mark.slow
 def test_any_optax_chain_is_made_so():
     (params, unstacked), (grads, of_unstacked) = trees(0, SCALES), trees(1, SCALES[::-1])
     own = optax.chain(optax.scale_by_adam(), optax.scale_by_trust_ratio(), optax.scale(-0.1))

@@ -122,6 +122,7 @@ def trained(optimizer, sizes, numerics, devices=None, steps=2):
     return step, state, losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(FORMS, ["a list for all"], ["in a chain"]))
 def test_state_in_another_form_is_cut_and_its_numbers_are_those_of_one_device(name):
     _, alone, wanted = trained(FORMS[name], {}, {}, jax.devices()[:1])
@@ -143,6 +144,7 @@ def test_state_in_another_form_is_cut_and_its_numbers_are_those_of_one_device(na
         assert all(len(x.sharding.spec) for x in jax.tree.leaves(state.optimizer) if x.nbytes >= 64 * 1024)
 
 
+@pytest.mark.slow
 def test_in_stage_0_it_is_whole_and_small_counts_stay_whole():
     layout = jp.compose(Net, jp.Parallel(fsdp=8, zero=0))
     state = jp.init_state(layout, FORMS["codes in blocks"])
@@ -157,6 +159,7 @@ def test_in_stage_0_it_is_whole_and_small_counts_stay_whole():
         assert not mean.sharding.is_fully_replicated  # of floating point, as Adafactor's are
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_it_is_restored_on_another_layout(tmp_path):
     optimizer = FORMS["codes in blocks"]
     step, state, _ = trained(optimizer, *LAYOUTS["zero 1"])

@@ -69,6 +69,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "variant", "layout"),
     some(CASES, [("linen", "plain", "data 2 x context 4")], [("llama", "plain", "context 4 x tensor 2, sequence")]),
@@ -117,6 +118,7 @@ def test_a_piece_may_have_fewer_tokens_than_the_others():
     assert_same_arrays(state.params, reference.params)
 
 
+@pytest.mark.slow
 def test_a_step_may_be_lowered_twice_though_jax_traces_it_once():
     step = jp.train_step(jp.compose(KINDS["llama"], jp.Parallel(data=4, context=2)), jp.next_token_loss, optax.sgd(0.1))
     ids = jax.ShapeDtypeStruct((8, SEQ), jnp.int32)
@@ -143,6 +145,7 @@ class OwnNames(nnx.Module):
         return self.out(jnp.tanh(x))
 
 
+@pytest.mark.slow
 def test_a_rule_for_a_name_of_the_model_cuts_its_sequence():
     """The refusal says which names have no rule; with the rule that it shows, the step equals one device."""
     said = r"context=2, but OwnNames names no.*\n.*\n.*rules=\{'place': 'context'\}.*: place, rows, width"

@@ -127,6 +127,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "kind", "mask", "layout", "remat"),
     some(

@@ -94,6 +94,7 @@ CASES = [  # devices, those that exchange heads, heads and those of keys, tokens
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("devices", "ulysses", "grouped", "tokens", "causal", "window"), some(CASES, [CASES[2]], []))
 def test_parts_by_a_kernel_have_the_values_and_gradients_of_one_device_in_float64(
     devices, ulysses, grouped, tokens, causal, window
@@ -161,6 +162,7 @@ def rounded(wrong):
     return fused.FusedKernel(forward, backward)
 
 
+@pytest.mark.slow
 def test_a_trial_passes_a_kernel_that_is_right_and_refuses_others():
     right = relative_errors(REFERENCE, "bfloat16", head_dim=64, shared=2)
     assert max(right.values()) < BAND["bfloat16"] / 5
@@ -172,6 +174,7 @@ def test_a_trial_passes_a_kernel_that_is_right_and_refuses_others():
             check_kernel(rounded(wrong), "bfloat16", 64, 2)
 
 
+@pytest.mark.slow
 def test_a_trial_of_a_window_longer_than_itself_finds_a_kernel_that_leaves_it_out():
     def no_window(run):
         return lambda *arrays, causal, window=None: run(*arrays, causal=causal)
@@ -315,6 +318,7 @@ def test_on_a_gpu_that_is_here_the_kernel_is_tried_out_before_it_is_taken(monkey
     assert tried[1:] == [(fused.CUDNN, "bfloat16", 64, 2, None)]
 
 
+@pytest.mark.slow
 def test_a_trial_takes_no_part_in_the_trace_mesh_and_settings_of_who_asks():
     mesh = jax.make_mesh((2,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
 

@@ -44,6 +44,7 @@ def report(model, parallel, batch=4, size=256, channels=3, dims=2):
     return jp.inspect(jp.train_step(layout, loss, optax.sgd(0.1)), arrays)
 
 
+@pytest.mark.slow
 def test_halos_are_the_rows_that_kernels_reach_and_no_image_is_gathered():
     kernels, channels, batch, size = (5, 3, 1, 7), (3, 8, 16, 16, 4), 4, 256
     ledger = report(partial(Chain, kernels, channels), jp.Parallel(height=8)).ledger
@@ -77,6 +78,7 @@ class Upsampled(nnx.Module):
         return self.head(jax.image.resize(x, (*images.shape[:-1], 16), "bilinear"))
 
 
+@pytest.mark.slow
 def test_images_that_are_resized_exchange_the_rows_of_an_interpolation():
     ledger = report(Upsampled, jp.Parallel(height=8)).ledger
     assert {entry.kind for entry in ledger if entry.cause != HALO} == {"all-reduce"}
@@ -85,6 +87,7 @@ def test_images_that_are_resized_exchange_the_rows_of_an_interpolation():
     assert sent == 2 * sum(row) * 4 * 4
 
 
+@pytest.mark.slow
 def test_a_device_computes_and_stores_its_piece():
     model = partial(Chain, (3,) * 8, (16, *(32,) * 8))
     one = report(model, jp.Parallel(data=8), batch=8, size=512, channels=16)

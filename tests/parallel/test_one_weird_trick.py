@@ -34,6 +34,7 @@ def loss(model, batch):
     return losses.sum(), losses.size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "examples"),
     [({"tensor": 8}, "tensor"), ({"data": 2, "tensor": 4}, ("data", "tensor")),
@@ -55,6 +56,7 @@ def test_losses_and_parameters_are_those_of_flax_alone(sizes, examples):
     assert_alike(steps(layout, loss, OPTIMIZER, batch), expected)
 
 
+@pytest.mark.slow
 def test_a_model_without_convolutions_does_not_use_the_rule():
     class Dense(nn.Module):
         @nn.compact
@@ -74,6 +76,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("AlexNet"), pytest.param("VGG-16", marks=pytest.mark.slow)])
 def test_the_hybrid_sends_least_and_what_theory_says(name):
     """By bytes on the wire of one of 8 H100s in a step; N devices, B examples, float32."""

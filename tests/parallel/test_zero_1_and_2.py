@@ -104,6 +104,7 @@ def next_token(model, batch):
 LOSSES = {"user's": token_loss, "decoder": next_token}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "precision", "zero", "accumulate"),
     some(
@@ -176,6 +177,7 @@ def test_what_a_program_does_with_a_parameter_is_counted():
     }
 
 
+@pytest.mark.slow
 def test_a_penalty_reads_the_float32_parameters():
     """Not a copy of 8 bits: a weight's own square is its gradient's half."""
 

@@ -188,6 +188,7 @@ def assert_equals(got, want):
 # --- which function is trained --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "keep", "chain", "rate"),
     [

@@ -88,6 +88,7 @@ def test_a_phased_table_compiles_without_a_conditional(name):
     assert "while" in opcodes(module)
 
 
+@pytest.mark.slow
 @each(MIXED)
 def test_a_mixed_table_chooses_and_sends_outside_of_what_it_chooses(name):
     _, _, module = found(name)

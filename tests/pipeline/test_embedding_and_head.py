@@ -126,6 +126,7 @@ def test_a_declared_head_is_obeyed(head):
     assert large(layout.parallel.pipeline.head, vocab=4096).placements == layout.placements
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", some(["auto", "last", "spread"], ["auto"], []))
 def test_a_job_is_checked_with_any_head_and_says_where_it_is(head, capsys):
     small = ["model.layers=4", "model.dim=256", "model.heads=4", "model.kv_heads=4", "model.hidden=256", "data.seq=64"]

@@ -66,6 +66,7 @@ def trained(module, parallel, devices, **settings):
     return np.array(losses), state.params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
     [

@@ -134,6 +134,7 @@ def assert_halves_make_a_backward(stage, cut, params, known, x, g):
     assert_close(together, want[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", some(STAGES, ["mixed"], ["scan, all_dots", "scan, full", "unrolled, none", "shared", "nested"])
 )
@@ -141,6 +142,7 @@ def test_b_and_w_make_the_backward(name):
     assert_halves_make_a_backward(STAGES[name], made(name), *example())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(STAGES, ["scan, all_dots", "unrolled, dots", "nested"]))
 def test_b_and_w_multiply_as_much_as_the_backward(name):
     """To the FLOP: no product is made twice, and none that B needs not is made in B."""
@@ -165,6 +167,7 @@ def test_b_and_w_multiply_as_much_as_the_backward(name):
         assert forward + b == forward_flop(inputs, params, x, g) or name == "nested"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_compiled_halves_compute_as_much_as_the_backward(policy):
     """With what is elementwise, as XLA counts it; loops it would count once."""
@@ -383,6 +386,7 @@ def lifetimes(plan, stage):
     return mail, kept, stash
 
 
+@pytest.mark.slow
 def test_pools_are_as_large_as_the_most_that_is_alive():
     for each in TABLES:
         plan = table(*each)
@@ -394,6 +398,7 @@ def test_pools_are_as_large_as_the_most_that_is_alive():
             assert made.residual_slots == max(plan.peak), each
 
 
+@pytest.mark.slow
 def test_loops_spell_the_ticks_in_order():
     for each in TABLES:
         plan = table(*each)

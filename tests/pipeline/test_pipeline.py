@@ -146,6 +146,7 @@ def test_losses_and_parameters_equal_one_device(name, keep, mesh):
     assert_equals(run(name, keep, mesh), alone(layers_of(name, mesh)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "keep", "mesh"), [case_of(each, *[pytest.mark.slow] * (i not in (0, 6))) for i, each in enumerate(EACH)]
 )
@@ -160,6 +161,7 @@ def test_evaluation_equals_one_device(name, keep, mesh):
 POLLUTED = {"zb_h1": []} | {name: [pytest.mark.slow] for name in ("1f1b", "1f1b_phased")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "keep", "mesh"),
     [case_of(each, *POLLUTED.get(each[0], [pytest.mark.full])) for each in EACH],
@@ -199,10 +201,12 @@ def test_remat_changes_nothing(name, keep, remat):
     assert_equals(run(name, keep, "pipe 2", remat=remat), alone())
 
 
+@pytest.mark.slow
 def test_untied_tables_equal_one_device():
     assert_equals(run("interleaved", "residuals", "pipe 2 x data 2 x fsdp 2", tied=False), alone(tied=False))
 
 
+@pytest.mark.slow
 def test_a_table_of_the_users_own_equals_one_device(tmp_path):
     """Backwards in another order than any schedule of the library has."""
     rows = schedule("gpipe", stages=2, microbatches=4).cells

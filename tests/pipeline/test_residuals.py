@@ -62,6 +62,7 @@ def joint(params, x, g):
     return y, *pull(g)
 
 
+@pytest.mark.slow
 def test_a_lean_scan_has_the_results_of_before_to_the_bit():
     params, x, g = given_()
     traced = Traced(joint, params, x, g)

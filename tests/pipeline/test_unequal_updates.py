@@ -111,6 +111,7 @@ def case(weights, chain, pipeline, *, marks=(), **sizes):
     return pytest.param(weights, chain, pipeline, sizes, id=", ".join(words), marks=marks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weights", "chain", "pipeline", "sizes"),
     [
@@ -145,6 +146,7 @@ def test_a_step_is_its_replay(weights, chain, pipeline, sizes):
         np.testing.assert_allclose(np.asarray(value), other, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weights", "sizes", "pipeline", "over_pipe", "over_data"),
     [
@@ -175,6 +177,7 @@ def test_gradients_are_summed_over_replicas_only_where_these_update(weights, siz
     assert {entry.loop for entry in of_batch} == ({(over_data,)} if over_data else set())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "optimizer", "sizes", "message"),
     [

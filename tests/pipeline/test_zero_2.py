@@ -34,6 +34,7 @@ def alone():
     return on_one_device(MODEL, steps=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "pipeline"),
     [

@@ -82,6 +82,7 @@ def test_every_row_has_its_case_and_every_situation_exactly_one_row():
         assert sum(rule.fires(Situation(nodes=nodes, model=model, links=links)) for rule in RULES) == 1
 
 
+@pytest.mark.slow
 def test_an_option_is_the_fastest_of_its_kind_that_fits():
     advice = advise(search(question(LLAMA_8B, 8)))
     plan = search(question(LLAMA_8B, 8), top=1000)
@@ -100,6 +101,7 @@ def test_no_pipeline_inside_one_nvlink_domain_though_the_table_calls_it_on_a_par
     assert pipeline.time.total > (1 + MARGIN) * advice.recommended.time.total
 
 
+@pytest.mark.slow
 def test_slow_links_between_nodes_want_a_pipeline():
     advice = advise(search(question(LLAMA_70B, 64, 128, between=3e9)))
     own, first = advice.recommended, advice.plan.best[0]
@@ -110,6 +112,7 @@ def test_slow_links_between_nodes_want_a_pipeline():
     assert own.time.total <= (1 + advice.plan.question.margin) * first.time.total
 
 
+@pytest.mark.slow
 def test_where_they_differ_it_says_by_how_much_and_why():
     advice = advise(search(question(LLAMA_8B, 64, between=5e8)))
     assert not advice.agrees
@@ -118,6 +121,7 @@ def test_where_they_differ_it_says_by_how_much_and_why():
     assert re.search(rf"they differ: .*takes \+{advice.gap:.1%}, sharding \+", advice.verdict)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_named_with_what_it_needs():
     advice = advise(search(question(LLAMA_8B, 8, memory=220 * 10**8)))
     said = {option.layouts.name: option.why for option in advice.options}
@@ -146,6 +150,7 @@ def test_tensor_parallelism_stays_in_a_node():
                 assert every.fsdp[layouts.mask(every, 4)].max() == 4
 
 
+@pytest.mark.slow
 def test_the_verb_prints_it_and_writes_it_as_json(tmp_path, capsys):
     out = tmp_path / "plan.json"
     words = ["plan", JOB, "--devices", "8", "--attention", "fused", "--top", "1"]

@@ -138,6 +138,7 @@ def asked(**given):
     return Question(**({"model": Transformer(shape=SMALL)} | known | given))
 
 
+@pytest.mark.slow
 def test_a_sample_has_every_kind_alike_and_depends_on_its_seed():
     drawn = [each.candidate for each in sample(asked(), 50, seed=3)]
     kinds = Counter((each.pipe > 1, each.context > 1, each.tensor > 1, each.zero) for each in drawn)
@@ -166,6 +167,7 @@ def checked(*pairs):
     ]
 
 
+@pytest.mark.slow
 def test_agreement_is_the_errors_of_what_was_compiled():
     found = agreement(checked((1.0, 1.09), (1.2, 0.92), (0.9, 1.2)))
     assert found["layouts"] == 3
@@ -195,6 +197,7 @@ def test_what_does_not_fit_as_compiled_is_not_proposed():
         proposal(plan, [refused])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("limit", "fits"), [("40GiB", True), pytest.param("39GiB", False, marks=pytest.mark.slow)])
 def test_what_is_compiled_has_to_fit_the_memory_that_was_asked_for(limit, fits, monkeypatch):
     monkeypatch.setattr("jaxpar.job.verify.observe", lambda job, target: compiled_to(40 * 2**30))  # of an H100's 72 GiB
@@ -204,6 +207,7 @@ def test_what_is_compiled_has_to_fit_the_memory_that_was_asked_for(limit, fits, 
     assert found.fits is fits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "memory", "nvlink", "network"),
     [

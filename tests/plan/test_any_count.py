@@ -46,6 +46,7 @@ def composes(settings, candidate):
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "devices",
     [

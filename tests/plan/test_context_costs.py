@@ -119,6 +119,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "chip", "size", "remat"),
     some(
@@ -365,6 +366,7 @@ def test_a_plan_counts_logits_in_as_many_chunks_as_a_step_makes(tokens):
     assert logit_chunks(tokens, 128256, whole) == 1
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_job_that_offloads_says_what_is_on_the_host_and_its_time():
     """32 layers with inputs of 16,384 tokens x 4,096 in bf16: 4 GiB, one of which stays on the device at a time."""
     job = load(JOB, ["train.remat=offload"])

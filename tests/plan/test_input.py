@@ -81,6 +81,7 @@ def asked(**given):
     return Question(**usual | given)
 
 
+@pytest.mark.slow
 def test_a_plan_doubts_latency_overlap_and_the_efficiency_of_small_microbatches():
     question = asked()
     plan = search(question, top=1)
@@ -139,6 +140,7 @@ def test_a_doubt_changes_no_step_by_more_than_twice():
             np.testing.assert_array_equal(after[cause], before[cause], f"{cause}: {doubt.description}")
 
 
+@pytest.mark.slow
 def test_a_doubt_weighs_what_it_may_put_first_and_not_all_that_fits():
     weighed = []
 

@@ -55,6 +55,7 @@ def test_a_peak_is_what_xla_assigns(name):
     assert asked.bytes(candidate).total == pytest.approx(found["bytes"], rel=0.08)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_logits_is_not_in_float32_where_they_are_not():
     """XLA keeps what stands before a barrier as it is: a cast after it is a second array of the size of all logits."""
     vocab = 640

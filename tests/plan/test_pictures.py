@@ -117,6 +117,7 @@ def test_columns_of_parts_add_up_to_the_whole(parts, columns):
     assert all(length >= 0 for length in lengths(parts, scale, columns))
 
 
+@pytest.mark.slow
 def test_bars_of_a_terminal_are_as_long_as_the_steps_and_coloured_only_if_asked():
     given = plan("slow links")
     _, _, *lines = bars(given, colour=False).splitlines()
@@ -132,6 +133,7 @@ def test_bars_of_a_terminal_are_as_long_as_the_steps_and_coloured_only_if_asked(
     assert plain != page(given, colour=True)
 
 
+@pytest.mark.slow
 def test_every_cause_has_a_letter_and_a_colour_of_its_own():
     first = plan().best[0]
     found = styles()
@@ -144,6 +146,7 @@ def test_every_cause_has_a_letter_and_a_colour_of_its_own():
 # PAGE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(NAMES, ["many", "one device"]))
 def test_every_ranked_layout_is_there_once_with_its_numbers(name):
     given = plan(name)
@@ -243,6 +246,7 @@ def test_thinning_keeps_one_dot_of_each_cell():
 # VERB AND BROWSER
 
 
+@pytest.mark.slow
 def test_the_verb_writes_the_page(tmp_path, capsys):
     out = tmp_path / "plan.html"
     assert main(["plan", JOB, "--devices", "64", "--top", "3", "--html", str(out)]) == 0
@@ -275,6 +279,7 @@ def test_in_a_browser_nothing_is_cut_off_pale_or_run(browser, tmp_path, name):
     assert len(grounds) == 2
 
 
+@pytest.mark.slow
 def test_a_page_names_both_ways_to_count_attention(capsys):
     """Of 1M tokens nearly all is attention, of which a causal mask drops half."""
     shape = replace(LLAMA_8B, seq=2**20)

@@ -111,6 +111,7 @@ def test_all_schedules_of_a_search_are_of_the_library():
     assert set(Choices().schedules) <= set(LIBRARY)
 
 
+@pytest.mark.slow
 def test_the_first_is_the_simplest_within_the_margin_and_the_rest_follow_by_time():
     plan = search(question())
     first, *rest = plan.best
@@ -126,6 +127,7 @@ def test_the_first_is_the_simplest_within_the_margin_and_the_rest_follow_by_time
     assert all(each.memory.total <= H100.memory for each in plan.best)
 
 
+@pytest.mark.slow
 def test_of_what_is_as_simple_and_as_fast_less_memory_is_first():
     plan = search(question(rows=512, choices=Choices(remats=("full",)), margin=0.14))  # 5 % on eight nodes
     first, second = plan.best[:2]
@@ -138,6 +140,7 @@ def test_of_what_is_as_simple_and_as_fast_less_memory_is_first():
     assert "but more memory" in said
 
 
+@pytest.mark.slow
 def test_without_a_margin_the_fastest_is_first():
     plan = search(question(margin=0.0))
     assert plan.best[0].candidate == plan.fastest.candidate
@@ -199,6 +202,7 @@ def test_state_is_shared_by_more_than_512_devices_only_where_that_pays_by_a_marg
     assert (search(less).points.layouts.fsdp > 512).all()
 
 
+@pytest.mark.slow
 def test_405b_is_planned_onto_512_gpus():
     plan = search(question(LLAMA_405B, 512, 512, choices=Choices(tensor=8)))
     assert plan.best[0].memory.total < H100.memory
@@ -224,6 +228,7 @@ def test_more_devices_than_the_model_can_use_are_refused(shape, devices, rows, s
         search(question(shape, devices, rows))
 
 
+@pytest.mark.slow
 def test_the_page_names_the_first_its_causes_and_what_it_hangs_on():
     plan = search(question(), top=3)
     text = page(plan)
@@ -322,6 +327,7 @@ def test_layers_that_do_not_divide_are_dealt():
     assert "parallel.pipeline.layers=[2, 2, 1, 1]" in words
 
 
+@pytest.mark.slow
 def test_the_verb_prints_a_plan_and_writes_a_job_that_loads(tmp_path, capsys):
     out = tmp_path / "planned.toml"
     assert main(["plan", JOB, "--devices", "64", "--top", "3", "--write", str(out)]) == 0

@@ -263,6 +263,7 @@ def test_planning_needs_no_jax():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_layouts_take_seconds():
     many = _layouts(np.random.default_rng(4), 100_000)
     start = time.process_time()
@@ -270,6 +271,7 @@ def test_a_hundred_thousand_layouts_take_seconds():
     assert time.process_time() - start < 4
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(
     seed=st.integers(0, 2**31),
@@ -294,6 +296,7 @@ def test_better_hardware_is_never_slower(seed, faster, part, software):
     assert (after <= before * (1 + 1e-12)).all()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=20)
 @given(seed=st.integers(0, 2**31))
 def test_more_work_is_never_faster(seed):

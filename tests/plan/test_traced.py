@@ -150,6 +150,7 @@ def test_what_keeps_nothing_of_a_row_cannot_be_planned():
         traced(lambda remat, p, x: jnp.sum(p["w"]), shapes(w=(3,)), (2,))
 
 
+@pytest.mark.slow
 def test_flop_of_a_vision_transformer_are_those_of_its_matrices():
     model = question(VIT).model
     patches, dim = 16, 64  # 8 x 8 pixels in patches of 2 x 2, and no token for the class
@@ -177,6 +178,7 @@ def test_static_bytes_are_those_of_the_layout(text):
         assert found.optimizer == pytest.approx(2 * exact, rel=1e-3)  # adamw; and a counter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [VIT, pytest.param(CONV, marks=pytest.mark.slow)], ids=["vit", "resnet"])
 def test_a_step_made_in_python_is_planned_as_the_job_of_the_same_model(text):
     """Whatever its own layout is; with statistics and a frozen part too."""
@@ -196,6 +198,7 @@ def test_a_step_made_in_python_is_planned_as_the_job_of_the_same_model(text):
     assert "layout = jp.compose" in ours._repr_html_()
 
 
+@pytest.mark.slow
 def test_a_step_whose_chain_has_a_mask_for_each_parameter_is_planned():
     from test_python_api import BATCH, Net, loss
 
@@ -211,6 +214,7 @@ def test_a_step_whose_chain_has_a_mask_for_each_parameter_is_planned():
     assert masked == plain
 
 
+@pytest.mark.slow
 def test_layouts_that_fit_with_none_to_spare_are_ranked_where_no_other_fits():
     from test_python_api import BATCH, Net, loss
 
@@ -247,6 +251,7 @@ def test_the_state_is_that_of_the_jobs_optimizer():
     assert held["sgd"] == held["lion"] == pytest.approx(whole, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_float32_takes_longer_and_sends_twice_as_much():
     one = Candidate(fsdp=8, zero=3, microbatch=8)
     half, full = (question(VIT, "model.dim=1024", f"train.precision={name}").seconds(one) for name in ("bf16", "fp32"))
@@ -254,6 +259,7 @@ def test_float32_takes_longer_and_sends_twice_as_much():
     assert full.sharding > half.sharding
 
 
+@pytest.mark.slow
 def test_every_layout_of_data_fsdp_and_tensor_is_weighed():
     plan = search(question(VIT), top=500)
     # remats, and microbatches of replicas of 8, 16, 32 and 64 rows, with stages of ZeRO on each size of fsdp above 1
@@ -267,6 +273,7 @@ def test_every_layout_of_data_fsdp_and_tensor_is_weighed():
     assert {each.candidate.zero for each in plan.best} == {0, 1, 2, 3}
 
 
+@pytest.mark.slow
 def test_slow_links_make_what_moves_least_the_first():
     """On a network that is the bottleneck, ZeRO inside of nodes moves less between them than over all devices."""
     plan = search(question(VIT, "model.dim=1024", "model.heads=16", devices=16, between="0.5GB"))
@@ -274,6 +281,7 @@ def test_slow_links_make_what_moves_least_the_first():
     assert first.data > 1 or first.zero < 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [VIT, pytest.param(CONV, marks=pytest.mark.slow)], ids=["vit", "resnet"])
 def test_a_planned_job_can_be_made_and_is_what_was_planned(text):
     job, plan = loads(text), search(question(text))
@@ -329,6 +337,7 @@ def own(tmp_path, monkeypatch):
     return job
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["Net", pytest.param("Old", marks=pytest.mark.slow)])
 def test_a_model_of_the_users_own_is_planned_written_and_drawn(own, model, capsys):
     words = ["--write", "planned.toml", "--html", "plan.html", "--json", "plan.json", "--advise"]
@@ -347,6 +356,7 @@ def test_a_model_of_the_users_own_is_planned_written_and_drawn(own, model, capsy
     assert main(["check", "planned.toml"]) == 0
 
 
+@pytest.mark.slow
 def test_a_mean_has_no_microbatches(own):
     text = Path(own("mean")).read_text()
     plan = search(question(text), top=100)
@@ -361,6 +371,7 @@ def test_what_fsdp_would_split_nothing_of_is_left_out_by_name(own):
     assert any("fsdp=7 does nothing" in each for each in plan.question.exclusions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "words", "got"),
     [

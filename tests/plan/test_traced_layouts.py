@@ -38,6 +38,7 @@ def plans():
     return {"formulas": planner_model(job, 8), "trace": trace_job(job, 8)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "dots"])
 def test_a_traced_decoder_needs_the_bytes_of_its_formulas_under_tensor(plans, remat):
     """One share of kept activations for all arrays was 1 for scanned layers: they had up to four times the bytes."""

@@ -77,6 +77,7 @@ def piped(**given):
     return Candidate(**{"schedule": "1f1b_phased", "pipe": 4, "data": 2, "microbatches": 8, "microbatch": 32} | given)
 
 
+@pytest.mark.slow
 def test_all_stages_of_equal_layers_that_compose_are_weighed(plan):
     every = plan.question.legal()
     assert {*np.asarray(every.pipe).tolist()} == {1, 2, 4}
@@ -95,6 +96,7 @@ def test_a_device_stores_what_the_layout_stores_and_holds_a_stage_while_the_tabl
     assert plan.question.model.stages.parameters(4) == layer + ends
 
 
+@pytest.mark.slow
 def test_stages_wait_as_the_table_says(plan):
     """The share of F and B in which a stage waits is that of the closed form (P - 1) / (M + P - 1)."""
     stages, hardware = plan.question.model.stages, HARDWARE["h100"]
@@ -110,6 +112,7 @@ def test_stages_wait_as_the_table_says(plan):
         assert float(time.bubble) / (in_layers + float(time.bubble)) == pytest.approx((pipe - 1) / (count + pipe - 1))
 
 
+@pytest.mark.slow
 def test_what_passes_between_stages_is_the_input_of_a_layer(plan):
     for schedule, ticks in (("1f1b_phased", 2 * (8 + 3)), ("1f1b", 2 * 2 * (8 + 3))):  # of 1f1b all send both ways
         (message,) = plan.question.model.collectives(piped(schedule=schedule), plan.question.software)
@@ -129,6 +132,7 @@ def test_more_microbatches_wait_less_and_more_in_flight_keep_more(plan):
     assert all_of_them > 3 * one  # 32 microbatches in flight, and 7; besides the batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
@@ -143,6 +147,7 @@ def test_a_model_that_no_pipeline_cuts_says_why(model, reason):
     assert {each.candidate.pipe for each in plan.best} == {1}
 
 
+@pytest.mark.slow
 def test_a_loss_of_examples_that_is_a_mean_has_no_pipeline():
     model, loss = own()
     plan = plan_of(model, lambda model, batch: loss(model, batch)[0])
@@ -156,6 +161,7 @@ def planned_on_slow_links():
     return model, loss, plan_of(model, loss, {"inputs": jax.ShapeDtypeStruct((32, 8, 8), "float32")}, inside="2MB")
 
 
+@pytest.mark.slow
 def test_the_printed_layout_is_planned_and_trains_as_flax_and_optax_alone():
     model, loss, plan = planned_on_slow_links()
     first = plan.best[0].candidate

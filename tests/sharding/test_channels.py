@@ -95,6 +95,7 @@ def test_groups_of_several_channels_are_not_split_by_a_pair():
     assert dims["grouped/kernel"] in ([], [3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Pair(), Bottleneck(), Inverted()], ids=lambda model: type(model).__name__)
 @pytest.mark.parametrize(
     "sizes",
@@ -110,6 +111,7 @@ def test_losses_and_parameters_are_those_of_flax_alone(model, sizes):
     assert_alike(steps(layout, loss, OPTIMIZER, batch), expected)
 
 
+@pytest.mark.slow
 def test_a_pair_is_one_all_reduce_forward_and_one_backward():
     class Deep(nn.Module):
         @nn.compact

@@ -28,6 +28,7 @@ def alone():
     return losses, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
@@ -79,6 +80,7 @@ def linen_with(mesh):
     return jp.from_linen(KeepsMeshInLinen(mesh), np.zeros((2, 8), np.int32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("made_with", "sizes", "layout"),
     [

@@ -99,6 +99,7 @@ def trained(name, sizes, numerics, devices=None):
     return losses, float(total) / float(count), state.params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(MODELS, ["gumbel"], ["in a scan"]))
 def test_streams_of_training_alone_are_drawn_from_on_every_layout_alike(name):
     losses, evaluated, params = trained(name, {}, {}, jax.devices()[:1])
@@ -126,6 +127,7 @@ class Piped(nn.Module):
         return nn.Dense(DIM)(jp.pipelined(lambda x: layers(x, None)[0], nn.Dense(DIM)(x)))
 
 
+@pytest.mark.slow
 def test_a_pipeline_names_the_example_call_that_shows_them():
     parallel = jp.Parallel(pipe=2, data=4, pipeline=jp.Pipeline(microbatches=2))
     layout, optimizer = jp.compose(jp.from_linen(Piped(), jnp.zeros([1, DIM])), parallel), optax.sgd(0.1)

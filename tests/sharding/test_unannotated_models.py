@@ -205,6 +205,7 @@ def lowered(model, batch):
     return step.lower(step.abstract(), batch)
 
 
+@pytest.mark.slow
 def test_the_first_step_says_which_parameters_of_an_nnx_model_it_reads_otherwise():
     told = r"f32\[256, 256/tensor\] \(.*\), and by what the model does with it would be f32\[heads/tensor, embed\]"
     with pytest.warns(UserWarning, match=rf"(?s)OwnWords: mixer/merge/kernel .*{told}.*jp\.from_nnx\(OwnWords, batch"):
@@ -212,6 +213,7 @@ def test_the_first_step_says_which_parameters_of_an_nnx_model_it_reads_otherwise
     lowered(jp.from_nnx(OWN_WORDS, TOKENS), tokens_of(8))  # where a warning is an error
 
 
+@pytest.mark.slow
 def test_a_kernel_that_is_cut_alike_and_gathered_by_one_reading_alone_is_no_warning():
     """By paths logits are summed; by use the classifier would be gathered, for more bytes (ViT-L: 46 to 52 MiB)."""
     layout = jp.compose(partial(models.ViT, 1024, 4096, 8, size=32, layers=2), jp.Parallel(data=2, tensor=4))
@@ -320,6 +322,7 @@ def test_scores_that_are_summed_over_tensor_are_a_flag():
     assert not [flag for flag in inspected(QWEN3, tensor=8).flags if flag.kind == "summed scores"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes", [{"tensor": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 8, "tensor": 8}], ids=str
 )

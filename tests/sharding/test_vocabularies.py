@@ -13,6 +13,7 @@ from jaxpar.mesh.target import missing_plugin
 from jaxpar.sharding.constrain import activation_names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

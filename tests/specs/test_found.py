@@ -85,6 +85,7 @@ MEGATRON = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["gpt", pytest.param("gqa", marks=pytest.mark.slow)])
 def test_columns_rows_and_a_head_over_the_vocabulary_are_found_for_a_gpt(case):
     assert {path: paths(case)[path] for path in MEGATRON} == MEGATRON
@@ -136,12 +137,14 @@ def test_vgg_has_examples_for_convolutions_and_columns_and_rows_for_dense_layers
     assert all(not any(dims) for path, dims in names.items() if len(dims) == 4)
 
 
+@pytest.mark.slow
 def test_long_rows_are_split_by_tokens_and_context_is_named():
     specs = found("long rows")
     assert "as context=8 does" in specs.note
     assert {dims[1] for dims in specs.specs.activations.values() if len(dims) == 3} == {"tokens"}
 
 
+@pytest.mark.slow
 def test_convolutions_are_split_by_examples_and_dense_layers_by_columns_and_rows():
     names = paths("pictures", examples=True)  # "one weird trick": Krizhevsky 2014
     assert {each for path, dims in names.items() if path.startswith("convs") for each in dims} == {None}
@@ -178,6 +181,7 @@ def test_a_linen_model_has_columns_rows_and_a_head_over_the_vocabulary():
     assert names["Dense_4/kernel"] == (None, "vocab")
 
 
+@pytest.mark.slow
 def test_less_memory_changes_the_choice_until_nothing_fits():
     free = found("pictures")
     tight = found("pictures", memory=0.9 * free.solution.memory)
@@ -190,6 +194,7 @@ def test_less_memory_changes_the_choice_until_nothing_fits():
     assert found("pictures", memory=parse_bytes(least)).solution.memory <= parse_bytes(least)
 
 
+@pytest.mark.slow
 def test_equal_layers_have_equal_names():
     # one pattern for all layers of a matrix is written only if all have the same names
     blocks = [path for path in found("gpt").specs.paths if path.startswith("blocks/")]

@@ -73,6 +73,7 @@ def split_over_tensor(layout):
     return [path for path, place in layout.placements.items() if "tensor" in str(place.stored)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "layout"),
     some(
@@ -94,6 +95,7 @@ def test_found_layouts_accumulate_and_recompute(numerics):
     plain_loop.assert_alike(train(composed, "gpt", **numerics), plain("gpt"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"tensor": 4, "fsdp": 2}, {"tensor": 2}], ids=["of two", "of one"])
 def test_one_example_on_a_device_has_names_too(sizes):
     model, loss, _ = CASES["gpt"]
@@ -109,6 +111,7 @@ def test_one_example_on_a_device_has_names_too(sizes):
     plain_loop.assert_alike((losses, state.params), plain_loop.train(model, model, loss, SGD, batch))
 
 
+@pytest.mark.slow
 def test_a_decoder_keeps_the_constraints_of_its_own_layers():
     config = jp.DecoderConfig(vocab=64, seq=LENGTH, dim=32, layers=2, heads=4)
     batch = {"inputs": TEXTS["x"], "targets": TEXTS["y"]}

@@ -61,6 +61,7 @@ MESHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(MESHES, ["explicit, whole"]))
 @pytest.mark.parametrize("sizes", [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
 def test_a_batch_on_another_mesh_of_the_same_devices_is_placed(name, sizes):
@@ -108,6 +109,7 @@ def test_a_list_of_views_is_refused_with_a_batch_without_it(name):
         jp.fit(step, [LISTS[name]], steps=1, batch=16)
 
 
+@pytest.mark.slow
 def test_the_batch_that_the_message_names_trains():
     batch = {"views": [X, Y]}
     flat = {f"views_{i}": x for i, x in enumerate(batch["views"])}
@@ -115,6 +117,7 @@ def test_the_batch_that_the_message_names_trains():
     np.testing.assert_allclose(trained(flat, views, sizes={"data": 2, "fsdp": 4}, accumulate=2), wanted, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "batch",
     [

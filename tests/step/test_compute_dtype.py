@@ -213,6 +213,7 @@ def test_what_stays_in_float32_is_listed_and_allowed_by_the_names_in_the_list(al
     assert "Router.__call__ (test_compute_dtype.py" in found.notes[0]
 
 
+@pytest.mark.slow
 def test_gradients_of_scores_that_are_float32_are_listed_and_refused_nowhere():
     """JAX's attention on a processor: of long sequences they are more than 5 % of the FLOP, and no author's."""
     settings = jp.DecoderConfig(vocab=VOCAB, seq=128, layers=1, dim=32, heads=2, hidden=32)

@@ -41,6 +41,7 @@ def plain_logits(x, head):
     return jnp.einsum("bsd,dv->bsv", x, head)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "plain", "shapes"),
     [
@@ -68,6 +69,7 @@ def test_an_own_backward_pass_is_that_of_jax_and_keeps_the_inputs_alone(own, pla
     assert sorted(kept) == sorted(shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("causal", "groups"),
     some([(True, 4), (True, 2), (False, 4), (False, 2)], [(False, 4)], [(True, 2)]),

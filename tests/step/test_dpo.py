@@ -148,6 +148,7 @@ def plain(params):
     return np.array(rows), params
 
 
+@pytest.mark.slow
 def test_a_cube_trains_as_plain_optax_does_and_the_reference_keeps_its_bits():
     model = jp.add_reference(Policy)
     begun = jp.init_state(jp.compose(model, jp.Parallel(), jax.devices()[:1]), ADAM, seed=1).params
@@ -163,6 +164,7 @@ def test_a_cube_trains_as_plain_optax_does_and_the_reference_keeps_its_bits():
             assert (value == by_path(start)[path]).all()
 
 
+@pytest.mark.slow
 def test_a_reference_has_no_optimizer_state_and_is_sharded_as_the_model_is():
     layout = jp.compose(jp.add_reference(Policy), CUBE)
     optimizer = jp.freeze(ADAM, ["reference"])
@@ -180,6 +182,7 @@ def test_a_reference_has_no_optimizer_state_and_is_sharded_as_the_model_is():
     assert moved == set(copies.values())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*each device computes")
 @pytest.mark.parametrize("base", ["float", pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_model_with_adapters_is_its_own_reference(base):
@@ -224,6 +227,7 @@ def test_a_reference_has_no_dropout():
     assert (first != policy).any()
 
 
+@pytest.mark.slow
 def test_log_probabilities_in_chunks_have_the_gradients_of_whole_logits():
     batch, weights = pairs(0), jnp.arange(1.0, PAIRS + 1)
     arrays = [jnp.asarray(batch[f"chosen_{name}"]) for name in ("inputs", "targets", "mask")]
@@ -248,6 +252,7 @@ def step_of(model, optimizer):
     return jp.train_step(jp.compose(model, jp.Parallel(), jax.devices()[:1]), jp.dpo_loss, optimizer)
 
 
+@pytest.mark.slow
 def test_what_a_reference_does_not_compose_with_is_refused_in_words():
     model = jp.add_reference(Policy)
     assert 'jp.freeze(optimizer, ["reference"])' in refused(lambda: step_of(model, ADAM))

@@ -46,6 +46,7 @@ def loss_of(how, labels, weights):
     return lambda x, head: sum_of_losses(how, x, head.T if how.table else head, labels, weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", [False, True])
 @pytest.mark.parametrize(
     "chunks", [pytest.param(1, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full), 5]
@@ -104,6 +105,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", some(LAYOUTS, ["ZeRO-1, tied, microbatches"], ["context", "pipeline"]))
 def test_every_layout_trains_as_one_device_does_on_whole_logits(case):
     sizes = LAYOUTS[case]
@@ -175,6 +177,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", some(MODELS, ["tied"], ["linen"]))
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_a_model_of_a_user_offers_a_method_and_a_name(model, precision):
@@ -214,6 +217,7 @@ def test_what_does_not_offer_itself_is_asked_for_its_logits(model):
     assert not any("logits" in note for note in step.layout.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     ["tied", pytest.param("linen", marks=pytest.mark.slow), pytest.param("decoder", marks=pytest.mark.full)],

@@ -58,6 +58,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Small.* times its share")  # Muon's matmuls are of whole updates, on every device
 @pytest.mark.parametrize("name", some(OPTIMIZERS, ["sgd"], ["lion", "muon"]))
 def test_any_optax_chain_equals_one_device_and_is_sharded(name):
@@ -95,6 +96,7 @@ def float32_loss(model, batch):
     return token_loss(Upcast(), batch)
 
 
+@pytest.mark.slow
 def test_bf16_that_would_silently_be_float32_is_refused():
     class Stubborn(Small):
         def __call__(self, tokens):
@@ -141,6 +143,7 @@ def test_offload_is_refused_where_there_is_no_host_memory(monkeypatch):
         jp.init_state(layout, optax.sgd(0.1), offload=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", some(POLICIES, ["full"], ["dots"]))
 def test_every_remat_policy_gives_the_same_losses_bitwise_in_order(policy):
     want, _, _ = on_one_device(models()["annotated"], steps=2)
@@ -191,6 +194,7 @@ def test_the_reported_loss_is_the_sum_over_tokens_divided_once():
     assert evaluated[0] / evaluated[1] == pytest.approx(want, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_global_norm_clipping_sees_the_whole_gradient():
     chain = optax.chain(optax.clip_by_global_norm(1e-3), optax.sgd(1.0))
     before = jp.init_state(jp.compose(Small, CUBE), chain, seed=1).params
@@ -201,6 +205,7 @@ def test_global_norm_clipping_sees_the_whole_gradient():
     assert float(optax.tree.norm(moved)) == pytest.approx(1e-3, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_hundred_unblocked_steps_do_not_deadlock_the_simulated_mesh():
     layout = jp.compose(Small, CUBE)
     chain = optax.sgd(0.1)
@@ -212,6 +217,7 @@ def test_a_hundred_unblocked_steps_do_not_deadlock_the_simulated_mesh():
     assert np.isfinite(float(metrics["loss"]))
 
 
+@pytest.mark.slow
 def test_no_device_and_no_host_buffer_ever_holds_the_whole_model():
     """The initial program's own buffers, as compiled: nothing on a device is as large as the model."""
     from jaxpar.step.state import abstract, initializer, shardings
@@ -234,6 +240,7 @@ def test_no_device_and_no_host_buffer_ever_holds_the_whole_model():
     assert made.temp_size_in_bytes < whole / 4
 
 
+@pytest.mark.slow
 def test_state_born_sharded_has_the_same_numbers_on_every_layout():
     want = jp.init_state(jp.compose(Small, jp.Parallel(), jax.devices()[:1]), optax.sgd(0.1), seed=3).params
     for parallel in (jp.Parallel(data=8), jp.Parallel(fsdp=8), CUBE):

@@ -72,6 +72,7 @@ def of(sizes):
     return tuple(sizes.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", some(LAYOUTS.values(), [LAYOUTS["2x2x2"]]), ids=LAYOUTS)
 def test_every_layout_draws_what_one_device_does(sizes):
     losses, *drawn = run(of(sizes))
@@ -88,6 +89,7 @@ def test_microbatches_of_a_pipeline_draw_what_accumulated_ones_do():
     np.testing.assert_allclose(pipe[0], losses, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_steps_and_seeds_draw_other_numbers_and_evaluations_the_same():
     _, (first, second), evaluated = run(of(ONE))
     assert first != second
@@ -95,6 +97,7 @@ def test_steps_and_seeds_draw_other_numbers_and_evaluations_the_same():
     assert evaluated[0] == evaluated[1] != first
 
 
+@pytest.mark.slow
 def test_a_step_draws_by_its_number_so_that_a_run_goes_on_as_if_it_had_not_ended():
     layout = jp.compose(Stack, jp.Parallel(data=8))
     step, again = (jp.train_step(layout, noisy, optax.sgd(0.1)) for _ in range(2))
@@ -145,6 +148,7 @@ seed = 1
 """
 
 
+@pytest.mark.slow
 def test_a_job_gives_its_loss_keys_of_its_seed():
     job = loads(JOB, allow_import=True)
     assert not check(job)

@@ -39,6 +39,7 @@ def test_shards_of_all_layers_are_scattered_at_once_where_little_waits(monkeypat
     assert launches(data=2, fsdp=2, tensor=2) >= found + SHAPE["layers"] - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_gradients_are_those_of_jax(again):
     """Also of layers that look at the whole batch, and of what is read otherwise than in a matmul."""
@@ -83,6 +84,7 @@ def scaled(x, w, by):
     return x + by * jnp.tanh(jnp.einsum("bsd,df->bsf", x, w[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layer",
     [
@@ -108,6 +110,7 @@ def test_gradients_are_those_of_jax_whatever_reads_or_cuts_a_matrix(layer):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-4), found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cuts",
     [
@@ -141,6 +144,7 @@ def test_gradients_that_wait_for_their_reduce_scatter_are_those_of_jax(cuts):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-4), found, wanted)
 
 
+@pytest.mark.slow
 def test_a_matrix_that_two_axes_cut_along_one_dim_is_summed_by_xla():
     """`fsdp` of 3 divides 24 columns, which `tensor` cuts, and not 20 rows."""
     settings = jp.DecoderConfig(**{**SHAPE, "layers": 2, "dim": 20, "hidden": 24})

@@ -69,6 +69,7 @@ def test_what_is_asked_for_is_found_and_may_choose_the_best_checkpoint(own):
     assert "eval_accuracy, eval_surprised, eval_perplexity, eval_bits_per_byte" in problem.rule
 
 
+@pytest.mark.slow
 def test_each_set_has_its_metrics_and_the_best_may_be_by_one_of_them(own, tmp_path):
     (tmp_path / "wiki.txt").write_text("a text. " * 100)
     sets = """data.sets = { wiki = { source = "text", path = "wiki.txt" }, mine = { source = "my_measures:held" } }"""

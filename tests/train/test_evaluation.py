@@ -109,6 +109,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(LAYOUTS, ["data 4, accumulate"]))
 def test_a_loss_with_its_own_mask_is_evaluated_as_on_one_device(name):
     parallel, numerics = LAYOUTS[name]

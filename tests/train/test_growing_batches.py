@@ -41,6 +41,7 @@ def test_draws_follow_one_another_and_double_with_the_batch():
     assert Growth().draws(7) == range(7, 8)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(2, 4)), max_size=4), st.integers(1, 7), st.integers(2, 60))
 def test_no_example_is_left_out_and_none_comes_twice(lengths, batch, examples):
     begins = np.cumsum([length for length, _ in lengths])

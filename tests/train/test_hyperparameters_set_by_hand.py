@@ -65,6 +65,7 @@ def by_optax(rates):
     return params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "value", some(VALUES, ["array in float16"], ["numpy", "numpy, 64 bits", "array", "array on another device"])
 )

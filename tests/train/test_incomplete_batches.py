@@ -159,6 +159,7 @@ def test_examples_that_see_each_other_are_evaluated_without_copies(loss):
     assert all("does not add up" in line and "a batch of 8" in line for line in said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [squares, mean_squares])
 def test_a_loss_that_adds_up_compiles_one_program_and_nothing_is_said(loss):
     counts = (2, 9, 11, 16, 17, 24, 27)
@@ -169,6 +170,7 @@ def test_a_loss_that_adds_up_compiles_one_program_and_nothing_is_said(loss):
     assert len(step.programs) == 1
 
 
+@pytest.mark.slow
 def test_one_example_alone_is_compared_in_batches_of_two_sizes():
     found, said, _, model = evaluated(squares, (1,))
     assert found["eval_n1_loss"] == pytest.approx(plain(squares, model, 1)["loss"], rel=1e-5)
@@ -181,6 +183,7 @@ def test_one_example_alone_is_compared_in_batches_of_two_sizes():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [17, 27])
 def test_examples_that_the_mesh_does_not_divide_are_left_out_and_said(count):
     found, said, _, model = evaluated(clip, (count,))
@@ -190,12 +193,14 @@ def test_examples_that_the_mesh_does_not_divide_are_left_out_and_said(count):
     assert "multiples of 8" in said[0]
 
 
+@pytest.mark.slow
 def test_each_process_reads_its_own_rows_of_them():
     found, said, _, model = evaluated(clip, (24,), rows=np.arange(SIZE))
     assert found["eval_n24_loss"] == pytest.approx(plain(clip, model, 24)["loss"], rel=1e-5)
     assert "a batch of 8" in said[0]
 
 
+@pytest.mark.slow
 def test_microbatches_of_updates_do_not_bound_what_is_evaluated():
     found, said, _, model = evaluated(clip, (20,), jp.Parallel(data=2, fsdp=2, tensor=2), accumulate=4)
     assert found["eval_n20_loss"] == pytest.approx(plain(clip, model, 20)["loss"], rel=1e-5)
@@ -222,6 +227,7 @@ learning_rate = 0.0
 """
 
 
+@pytest.mark.slow
 def test_a_job_says_how_such_examples_are_evaluated(tmp_path):
     np.savez(tmp_path / "train.npz", **examples(120))
     np.savez(tmp_path / "held.npz", **examples(24, 24))

@@ -34,6 +34,7 @@ def elsewhere():
     return replace(lock.Holder(), host="far", machine="another boot", pid=7)
 
 
+@pytest.mark.slow
 def test_a_second_run_on_a_folder_is_refused_and_spoils_nothing(tmp_path):
     refused = []
 
@@ -51,6 +52,7 @@ def test_a_second_run_on_a_folder_is_refused_and_spoils_nothing(tmp_path):
     assert "lock" not in said
 
 
+@pytest.mark.slow
 def test_a_lock_of_a_process_that_is_gone_is_broken_with_a_word(tmp_path):
     put(tmp_path, replace(lock.Holder(), pid=gone()))
     outcome, said = hooks.run(tmp_path, "train.steps=1")

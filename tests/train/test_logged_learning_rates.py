@@ -111,6 +111,7 @@ def test_a_schedule_in_a_users_chain_counts_steps_too(job):
     assert int(state.optimizer.inner_state[0].count) == 3 * UPDATES["stash"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", some(UPDATES, ["flush"]))
 def test_a_layout_knows_its_updates_and_says_so(weights, job):
     layout = job(weights).layout

@@ -71,6 +71,7 @@ def rows(folder):
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_run_that_gets_no_better_ends_saved_and_stays_ended(folder):
     done, said = trained(folder, train="patience = 2")
     assert (done["step"], done["stopped_by"]) == (6, None)  # the best is the first, of step 2
@@ -97,6 +98,7 @@ def test_the_best_are_kept_by_any_metric_and_direction(folder):
     assert sorted(found[step] for step in kept)[-2:] == sorted(found.values())[-2:]
 
 
+@pytest.mark.slow
 def test_any_object_is_told_every_row(folder):
     (folder / "noted_rows.py").write_text(
         "class Noted:\n    seen, closed = [], []\n    def log(self, step, values): self.seen.append((step, values))\n"
@@ -116,6 +118,7 @@ def test_any_object_is_told_every_row(folder):
     assert "Broken.log(1, ...): no such host (noted_rows.py, line 6); training goes on" in out
 
 
+@pytest.mark.slow
 def test_a_job_names_tensorboard_and_its_curves_go_on_when_it_resumes(folder):
     loggers = 'loggers = ["tensorboard"]'
     trained(folder, "train.steps=4", metrics=loggers)

@@ -48,6 +48,7 @@ def bits(state):
     return [np.asarray(leaf).tobytes() for leaf in jax.device_get(jax.tree.leaves(jax.tree.map(tiny._bits, parts)))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", some(CASES, ["zero3"], ["pipeline without a flush"]))
 def test_a_skipped_step_leaves_the_state_bit_for_bit(case):
     model, parallel, numerics = CASES[case]
@@ -151,6 +152,7 @@ def losses(rows):
     return [(row["loss"], row["grad_norm"]) for row in rows]
 
 
+@pytest.mark.slow
 def test_stop_names_the_step_and_saves_nothing_after_it(tmp_path):
     with pytest.raises(JaxparError, match=r"the loss of step 6 is nan \(grad_norm 0.0\)"):
         run(tmp_path, bad={5: "overflow"})
@@ -170,6 +172,7 @@ def test_skip_goes_on_and_says_so(tmp_path):
     assert "step 6 skipped: loss nan" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["stop", pytest.param("skip", marks=pytest.mark.full)])
 def test_steps_in_which_nothing_counts_are_said_and_do_not_end_a_run(tmp_path, policy):
     words = [f"faults.on_bad_step={policy}", "faults.skips=1", "faults.spike=3.0"]
@@ -219,11 +222,13 @@ def test_a_run_goes_back_three_times_at_most(tmp_path):
         run(tmp_path, "faults.on_bad_step=rollback", bad=bad)
 
 
+@pytest.mark.slow
 def test_without_a_checkpoint_there_is_nothing_to_go_back_to(tmp_path):
     with pytest.raises(JaxparError, match=r"the loss of step 3 is nan .*, and no checkpoint to go back to"):
         run(tmp_path, "faults.on_bad_step=rollback", bad={2: "overflow"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", some(["stop", "skip", "rollback"], ["rollback"], ["skip"]))
 def test_a_spike_is_a_bad_step(tmp_path, policy):
     words = [f"faults.on_bad_step={policy}", "faults.spike=1.5", "train.steps=24"]
@@ -237,6 +242,7 @@ def test_a_spike_is_a_bad_step(tmp_path, policy):
     assert (tmp_path / "skipped_batches.json").exists() is (policy == "rollback")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "got"),
     [

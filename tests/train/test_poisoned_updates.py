@@ -76,6 +76,7 @@ def losses(folder):
     return [row["loss"] for row in hooks.rows(folder)]
 
 
+@pytest.mark.slow
 def test_parameters_that_are_none_are_not_saved(tmp_path):
     with pytest.raises(JaxparError, match="the parameters of step 7 are not finite"):
         run(tmp_path, scales={6: OVERFLOWS})
@@ -91,6 +92,7 @@ def test_a_rollback_passes_over_what_spoils_the_parameters(tmp_path):
     assert "back to step 6" in said
 
 
+@pytest.mark.slow
 def test_a_step_that_spoils_the_parameters_is_skipped(tmp_path):
     outcome, _ = run(tmp_path, "faults.on_bad_step=skip", scales={6: OVERFLOWS})
     assert outcome["step"] == 12
@@ -118,6 +120,7 @@ def test_a_rollback_goes_further_back_where_the_newest_fails_at_once(tmp_path):
     assert (tmp_path / "checkpoints" / "000007.left").is_dir()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_the_step_that_is_named(tmp_path):
     with pytest.raises(JaxparError, match="the loss of step 8 is nan"):
         run(tmp_path, scales={6: WRECKS})

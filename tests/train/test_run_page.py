@@ -187,6 +187,7 @@ def test_a_layout_is_predicted_as_the_plan_that_it_came_from(tmp_path):
     assert predict(tmp_path, {"devices": "8 x cpu (simulated)", "candidate": recorded}) == {"why": "simulated devices"}
 
 
+@pytest.mark.slow
 def test_in_a_browser_nothing_of_a_run_is_cut_off_pale_or_run(browser, tmp_path):
     file = tmp_path / "run.html"
     file.write_text(render(read(run_folder(tmp_path / "mine", commit=HOSTILE))))

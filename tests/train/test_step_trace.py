@@ -33,6 +33,7 @@ def programs(path):
     return {name: len(ids) for name, ids in runs.items()}
 
 
+@pytest.mark.slow
 def test_a_job_profiles_the_steps_that_it_names_and_its_page_links_them(folder, monkeypatch):  # noqa: F811
     lines, landed, stop = io.StringIO(), [], jax.profiler.stop_trace
     monkeypatch.setattr("jax.profiler.stop_trace", lambda: (landed.append(len(rows(folder))), stop()))

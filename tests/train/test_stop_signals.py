@@ -28,6 +28,7 @@ def with_defaults():
         signal.signal(number, handler)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", some(SIGNALS, [signal.SIGTERM], [signal.SIGINT]))
 def test_each_signal_saves_the_step_and_the_run_goes_on(number, tmp_path):
     outcome, out = hooks.run(tmp_path, batch=hooks.signalling(number, 4))
@@ -50,6 +51,7 @@ def test_a_warning_with_a_handler_of_the_users_stays_the_users(number):
     assert number not in stop_signals()
 
 
+@pytest.mark.slow
 def test_faulthandlers_signal_stays_its_own(tmp_path):
     with (tmp_path / "stacks").open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file)

@@ -12,6 +12,7 @@ from jaxpar.job.file.parse import loads
 from jaxpar.launch.supervise import Attempt, Launch, ProcessExit, supervise
 
 
+@pytest.mark.slow
 def test_a_stop_saves_at_once_and_evaluates_not_at_all(tmp_path):
     asked = []
     outcome, said = hooks.run(tmp_path, batch=hooks.signalling(signal.SIGTERM, 4), evaluation=asked.append)
@@ -21,6 +22,7 @@ def test_a_stop_saves_at_once_and_evaluates_not_at_all(tmp_path):
     assert said.index("SIGTERM: saving step 5") < said.index("stopped by SIGTERM, saved step 5")
 
 
+@pytest.mark.slow
 def test_a_stop_in_an_evaluation_breaks_it_off(tmp_path, monkeypatch):
     monkeypatch.setattr(hooks.Hooked, "held_out", 40)
     asked, send = [], hooks.signalling(signal.SIGTERM, 1)
@@ -32,6 +34,7 @@ def test_a_stop_in_an_evaluation_breaks_it_off(tmp_path, monkeypatch):
     assert not any("eval_loss" in row for row in hooks.rows(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_stopped_run_evaluates_at_its_end_when_it_goes_on(tmp_path):
     hooks.run(tmp_path, batch=hooks.signalling(signal.SIGTERM, 7))
     assert "eval_loss" not in hooks.rows(tmp_path)[-1]
@@ -44,6 +47,7 @@ def test_a_stopped_run_evaluates_at_its_end_when_it_goes_on(tmp_path):
     assert asked == []
 
 
+@pytest.mark.slow
 def test_an_error_in_the_last_evaluation_loses_nothing(tmp_path):
     def breaks(index):
         raise FileNotFoundError("held out")
@@ -58,6 +62,7 @@ def test_an_error_in_the_last_evaluation_loses_nothing(tmp_path):
     assert "eval_loss" in hooks.rows(tmp_path)[-1]
 
 
+@pytest.mark.slow
 def test_the_last_step_is_on_the_disk_before_it_is_evaluated(tmp_path):
     there = []
     hooks.run(tmp_path, evaluation=lambda index: there.append(hooks.saved(tmp_path)))
@@ -173,6 +178,7 @@ def test_a_run_that_was_stopped_on_purpose_is_not_started_again(statuses, starts
     assert result["status"] == (statuses[0] if starts == 1 else 1)
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once_and_a_second_sigterm_does_not(tmp_path):
     def twice(number):
         def hook(index):

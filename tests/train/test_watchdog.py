@@ -133,6 +133,7 @@ def test_digests_add_up_in_any_grouping(rows, cut):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lost",
     [pytest.param(0, marks=pytest.mark.slow), pytest.param(16, marks=pytest.mark.slow), 299],
@@ -204,6 +205,7 @@ def test_a_hang_in_a_step_is_found_in_time_whatever_was_compiled(tmp_path):
     assert "process 0 " in turns(watch, clock, 3.0)[2].got
 
 
+@pytest.mark.slow
 def test_a_step_says_when_it_compiles(tmp_path):
     layout = jp.compose(tiny.Annotated, jp.Parallel(data=2), jax.devices()[:2])
     chain, batches, said = tiny.optimizer(), list(tiny.batches(2)), []
