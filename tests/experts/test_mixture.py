@@ -167,9 +167,10 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "sizes", "options"), CASES, ids=lambda value: str(value) if isinstance(value, dict) else value.__name__
+    ("kind", "sizes", "options"),
+    [case if case is CASES[1] else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+    ids=lambda value: str(value) if isinstance(value, dict) else value.__name__,
 )
 def test_a_mixture_trains_as_on_one_device(kind, sizes, options):
     row = assert_trains_as_on_one_device(kind, sizes, options)
