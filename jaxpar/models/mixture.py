@@ -82,7 +82,7 @@ class MixtureLayer(nnx.Module):
         # in float32: in 16 bits, scores of many experts are equal, and which one wins is a matter of rounding
         logits = _float32_logits(x_bsd, self.router[...].astype(jnp.float32))
         scores = jax.nn.softmax(logits) if e.scores == "softmax" else jax.nn.sigmoid(logits)
-        choices = jax.lax.stop_gradient(self._choose(scores if bias is None else scores + bias))
+        choices = self._choose(jax.lax.stop_gradient(scores if bias is None else scores + bias))
         weights = _scores_of_choices(scores, choices[..., : e.per_token])
         if e.normalize:
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
@@ -94,7 +94,7 @@ class MixtureLayer(nnx.Module):
             y = jnp.where(load.dropped.sum(-1)[:, None, None] > 0, jnp.nan, y)
         y = y if self.shared is None else y + self.shared(x_bsd)
         sent = load.sent.astype(jnp.float32)
-        shares = scores / jnp.sum(scores, axis=-1, keepdims=True)
+        shares = scores if e.scores == "softmax" else scores / jnp.sum(scores, axis=-1, keepdims=True)
         balance = e.count * jnp.sum(sent / jnp.sum(sent, axis=-1, keepdims=True) * jnp.mean(shares, axis=1), axis=-1)
         z = jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2, axis=-1)
         lost = jnp.stack([load.spilled.sum(-1), load.dropped.sum(-1)], axis=-1).astype(jnp.float32)
@@ -105,11 +105,17 @@ class MixtureLayer(nnx.Module):
         e = self.settings
         if e.groups:
             grouped = scores.reshape(*scores.shape[:-1], e.groups, -1)
-            best_two = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
-            _, best = jax.lax.top_k(best_two, e.group_limit)
+            best_two = jnp.sort(grouped, descending=True)[..., :2].sum(-1)
+            best = _best(best_two, e.group_limit)
             taken = jnp.any(best[..., None] == jnp.arange(e.groups), axis=-2)
             scores = jnp.where(taken[..., None], grouped, -jnp.inf).reshape(scores.shape)
-        return jax.lax.top_k(scores, e.choices)[1]
+        return _best(scores, e.choices)
+
+
+def _best(scores: jax.Array, count: int) -> jax.Array:
+    """Returns the numbers of the highest scores, best first: those of `jax.lax.top_k`."""
+    # XLA partitions `top_k` as if the scores were sharded: it sorts the best of each token a second time
+    return jnp.argsort(-scores, axis=-1)[..., :count]
 
 
 @jax.custom_vjp

@@ -68,8 +68,8 @@ def assign_slots(choices: jax.Array, *, per_token: int, experts: int, capacity: 
     """
     tokens, buffers = choices.shape[0], experts // sharing
     end, wanted, used = buffers * capacity, choices[:, :per_token], jnp.zeros(buffers, jnp.int32)
-    position, used = _queue(wanted.T.reshape(-1) // sharing, used, capacity)
-    position = position.reshape(per_token, tokens).T
+    position, counts = _queue(wanted.T.reshape(-1) // sharing, used, capacity)
+    position, used = position.reshape(per_token, tokens).T, jnp.minimum(counts, capacity)
     kept = position < capacity
     slots = jnp.where(kept, wanted // sharing * capacity + position, end)
     expert = jnp.where(kept, wanted, experts)
@@ -78,7 +78,8 @@ def assign_slots(choices: jax.Array, *, per_token: int, experts: int, capacity: 
         open_choices = asks & (slots == end)
         first = jnp.argmax(open_choices, axis=1)
         asked = jnp.where(jnp.any(open_choices, axis=1), choices[:, number], experts)
-        position, used = _queue(asked // sharing, used, capacity)
+        position, more = _queue(asked // sharing, used, capacity)
+        used = jnp.minimum(used + more, capacity)
         fits = (jnp.arange(per_token) == first[:, None]) & open_choices & (position < capacity)[:, None]
         slots = jnp.where(fits, (asked // sharing * capacity + position)[:, None], slots)
         expert = jnp.where(fits, asked[:, None], expert)
@@ -86,15 +87,19 @@ def assign_slots(choices: jax.Array, *, per_token: int, experts: int, capacity: 
     entries = jnp.arange(tokens * per_token, dtype=jnp.int32)
     choice = jnp.full((end,), tokens * per_token, jnp.int32).at[slots.reshape(-1)].set(entries, mode="drop")
     place = jnp.full((end,), sharing, jnp.int32).at[slots.reshape(-1)].set(expert.reshape(-1) % sharing, mode="drop")
-    sent, computed = _count(wanted, experts), slots < end
-    kept_counts = _count(jnp.where(kept, wanted, experts), experts)
-    spilled = _count(jnp.where(computed & ~kept, wanted, experts), experts)
+    if sharing == 1:  # the queue has counted them
+        sent, kept_counts = counts, jnp.minimum(counts, capacity)
+    else:
+        sent, kept_counts = (_count(chosen, experts) for chosen in (wanted, jnp.where(kept, wanted, experts)))
+    spilled = jnp.zeros_like(sent)
+    if choices.shape[1] > per_token:
+        spilled = _count(jnp.where((slots < end) & ~kept, wanted, experts), experts)
     load = Load(sent, kept_counts, spilled, sent - kept_counts - spilled)
     return Slots(slots, choice, expert, place, load)
 
 
 def _queue(asked: jax.Array, used: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the place of each request in its buffer's queue, and the used slots of each buffer after them."""
+    """Returns the place of each request in its buffer's queue, and the number of requests of each buffer."""
     buffers = used.shape[0]
     asked = jnp.where((asked >= 0) & (asked < buffers), asked, buffers)
     # a stable sort keeps the order of the requests within a buffer
@@ -103,7 +108,7 @@ def _queue(asked: jax.Array, used: jax.Array, capacity: int) -> tuple[jax.Array,
     start = jnp.cumsum(counts) - counts - used
     start_of_asked = jnp.sum(jnp.where(asked[:, None] == jnp.arange(buffers), start, 0), axis=1)
     position = jnp.where(asked < buffers, rank - start_of_asked, capacity)
-    return position, jnp.minimum(used + counts, capacity)
+    return position, counts
 
 
 def _count(chosen: jax.Array, experts: int) -> jax.Array:
@@ -123,8 +128,8 @@ def dispatch(x_sd: jax.Array, of_choice_sk: jax.Array, choice_n: jax.Array) -> j
 
 
 def _dispatch_backward(of_choice_sk: jax.Array, g_nd: jax.Array) -> tuple[jax.Array, None, None]:
-    total = sum(_take(g_nd, slot).astype(_wide(g_nd.dtype)) for slot in of_choice_sk.T)
-    return jnp.asarray(total, g_nd.dtype), None, None
+    total = jnp.sum(_take(g_nd, of_choice_sk.T), axis=0, dtype=_wide(g_nd.dtype))
+    return total.astype(g_nd.dtype), None, None
 
 
 dispatch.defvjp(lambda x, of_choice, choice: (dispatch(x, of_choice, choice), of_choice), _dispatch_backward)
