@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar.errors import refuse
+from jaxpar.jaxprs.casts import cast_stacks
 from jaxpar.jaxprs.dataflow import Traced
 from jaxpar.jaxprs.dead_code import PrunedJaxpr
 from jaxpar.jaxprs.gradient_sums.hoist import hoist_gradient_sums
@@ -214,6 +215,7 @@ class Unpipelined(Gradients):
 
             computed = separate_low_rank(run)
         computed = demote_matmuls(computed) if compute.dtype else computed
+        computed = cast_stacks(computed) if compute.dtype and train else computed
         if activations := self.layout.parallel.activations:
             from jaxpar.step.line_names import name_lines  # a step that names no lines does not load it
 
