@@ -126,6 +126,7 @@ class TracedProgram:
       unknown: Names of primitives that were not followed: dims of their arrays are not cut.
       rows: The pieces that are dims of examples.
       of_variable: The array of each variable of the jaxpr, and of those inside of it, as last computed.
+      constants: Each constant that an elementwise operation reads, and the result, if both have one shape.
     """
 
     arrays: list[Array] = field(default_factory=list)
@@ -137,6 +138,7 @@ class TracedProgram:
     unknown: set[str] = field(default_factory=set)
     rows: set[DimPiece] = field(default_factory=set)
     of_variable: dict[Any, Array] = field(default_factory=dict)
+    constants: list[tuple[Array, Array]] = field(default_factory=list)
 
 
 def follow(
@@ -245,6 +247,10 @@ class _Walk:
         if name in SUMS:
             return self.reduction(eqn, operands[0])
         made = [self.array(var, dims) for var, dims in zip(eqn.outvars, self.rule(eqn, operands), strict=True)]
+        if name in ELEMENTWISE:
+            self.program.constants += [
+                (array, made[0]) for array in operands if array.constant and array.shape == made[0].shape
+            ]
         if name in ("add", "add_any") and operands[0].shape == operands[1].shape:
             self.program.additions.append((made[0], [operand.root for operand in operands]))
         return made

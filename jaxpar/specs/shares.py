@@ -3,6 +3,7 @@
     parameters     cut along the dims that were chosen, by their paths
     activations    as the arrays of the same line and shape in the trace for which dims were chosen
     backward pass  an operation that runs over a cut dim is split along it, and its other arrays with it
+    constants      as the result of the elementwise operation that reads them, such as masked scores of a mask
 
 The other trace may recompute activations, and have another number of examples.
 """
@@ -38,7 +39,15 @@ class ArrayShares:
         """Returns the share that a device has of the array of each variable; see `follow` for the arguments."""
         program = _followed(jaxpr, tuple(paths), tuple(batch), tuple(gradients))
         cut = self._seeds(program)
-        return lambda variable: self._share(program.of_variable.get(variable), cut)
+        results: dict[int, list[float]] = defaultdict(list)
+        for constant, result in program.constants:
+            results[id(constant)].append(self._share(result, cut))
+
+        def share(variable: Any) -> float:
+            array = program.of_variable.get(variable)
+            return max(results[id(array)]) if id(array) in results else self._share(array, cut)
+
+        return share
 
     def _seeds(self, program: TracedProgram) -> set[DimPiece]:
         places = [(array, self.of_path.get(path, ())) for path, array in program.params.items()]

@@ -75,13 +75,15 @@ def test_microbatches_add_the_batch_twice_and_a_kernel_per_array(plans):
 @pytest.mark.slow
 @pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
 @pytest.mark.parametrize(
-    ("sizes", "accumulate"),
-    [({"data": 2, "fsdp": 4, "zero": 3}, 2), ({"data": 4, "tensor": 2}, 1)],
-)
-def test_a_layout_needs_the_bytes_of_its_compiled_program(sizes, accumulate):
+    ("sizes", "accumulate", "layers"),
+    [({"data": 2, "fsdp": 4, "zero": 3}, 2, {"layers": 1}), ({"data": 4, "tensor": 2}, 1, {"layers": 1}),
+     ({"data": 2, "tensor": 4}, 1, {"layers": 2, "scanned": True})],
+)  # fmt: skip
+def test_a_layout_needs_the_bytes_of_its_compiled_program(sizes, accumulate, layers):
+    """The scan reads a causal mask, of which a device has its heads, and arrays of one constant, which it makes."""
     from bench.plain_models import cross_entropy, gpt
 
-    model, _, _ = gpt(rows=64, seq=128, layers=1, dim=256, heads=4, vocab=2048)
+    model, _, _ = gpt(rows=64, seq=128, dim=256, heads=4, vocab=2048, **layers)
     batch = {key: jax.ShapeDtypeStruct((64, 128), np.int32) for key in ("inputs", "targets")}
 
     def loss(model, batch):

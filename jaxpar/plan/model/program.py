@@ -7,7 +7,7 @@
 Views (reshapes, transposes of matrices) are the array that they show. A scan is one op with a program of its own.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -41,6 +41,7 @@ REDUCES = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin".split()
 )
 PARTS = frozenset(("slice", "split", "dynamic_slice", "gather"))  # read a part of their first operand
+VARIED = frozenset(("iota", "concatenate", "pad", "dynamic_update_slice"))  # of constants make arrays of several values
 Polynomial = np.ndarray
 
 
@@ -178,15 +179,25 @@ class _Reader:
 
     def __init__(self):
         self.program, self.known, self.barriers = SizedProgram(), {}, 0
+        self.uniform: set[int] = set()  # arrays of one constant value
 
-    def read(self, jaxpr: Jaxpr, *, scanned: Iterable[int] = (), stacked: Iterable[int] = ()) -> SizedProgram:
-        """Reads a jaxpr; those inputs are slices of scanned arrays, those outputs are stacked."""
+    def read(
+        self,
+        jaxpr: Jaxpr,
+        *,
+        scanned: Iterable[int] = (),
+        stacked: Iterable[int] = (),
+        constants: Collection[int] = (),
+    ) -> SizedProgram:
+        """Reads a jaxpr; those inputs are slices of scanned arrays, or constants, and those outputs are stacked."""
         program, scanned, stacked = self.program, {*scanned}, {*stacked}
-        env = {var: self._array(var) for var in (*jaxpr.constvars, *jaxpr.invars)}
-        program.inputs = [env[var] for var in jaxpr.invars]
+        env: dict[Any, int | None] = {var: self._array(var) for var in jaxpr.constvars}
+        env |= {var: None if place in constants else self._array(var) for place, var in enumerate(jaxpr.invars)}
+        program.inputs = [entry for var in jaxpr.invars if (entry := env[var]) is not None]
         for place in scanned:
             var = jaxpr.invars[place]
-            env[var] = self._add("dynamic_slice", "elementwise", (env[var],), (var,))[0]
+            if (entry := env[var]) is not None:
+                env[var] = self._add("dynamic_slice", "elementwise", (entry,), (var,))[0]
         outputs = self._inline(jaxpr, env, backward=False, salt=0)
         for place in stacked:
             if (entry := outputs[place]) is not None:
@@ -205,6 +216,8 @@ class _Reader:
     def _add(self, name: str, kind: Kind, inputs: Sequence[int], results: Sequence[Any], **details: Any) -> list[int]:
         outputs = [self._array(variable) for variable in results]
         self.program.ops.append(TracedOp(name, kind, tuple(inputs), tuple(outputs), **details))
+        if kind == "elementwise" and name not in VARIED and self.uniform.issuperset(inputs):
+            self.uniform.update(outputs)
         return outputs
 
     def _inline(self, jaxpr: Jaxpr, env: dict, *, backward: bool, salt: int) -> list[int | None]:
@@ -268,15 +281,18 @@ class _Reader:
         arrays = [
             self._constant(var) if entry is None else entry for entry, var in zip(inputs, eqn.invars, strict=True)
         ]
-        given = arrays[skipped:]
+        carried, given = len(eqn.outvars) - len(stacked), arrays[skipped:]
+        # XLA makes arrays of one constant value inside of the loop, where they are fused
+        unchanged = range(len(inside) - len(scanned) - carried)
+        constants = {place for place in unchanged if given[place] in self.uniform}
         return self._add(
-            eqn.primitive.name, "loop", given, eqn.outvars, backward=backward,
-            body=_Reader().read(body, scanned=scanned, stacked=stacked), length=eqn.params.get("length", 1),
-            carried=len(eqn.outvars) - len(stacked),
+            eqn.primitive.name, "loop", [entry for place, entry in enumerate(given) if place not in constants],
+            eqn.outvars, backward=backward, length=eqn.params.get("length", 1), carried=carried,
+            body=_Reader().read(body, scanned=scanned, stacked=stacked, constants=constants),
         )  # fmt: skip
 
     def _constant(self, var: Any) -> int:
-        return self._add("iota", "elementwise", (), [var])[0]
+        return self._add("broadcast_in_dim", "elementwise", (), [var])[0]
 
 
 def _rank(var: Any) -> int:
