@@ -32,7 +32,7 @@ from jaxpar.plan.enumeration import all_layouts, select
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.memory import Memory, bytes_by_zero_stage
-from jaxpar.plan.model.liveness import LEAST, Estimate
+from jaxpar.plan.model.liveness import LEAST, REDUCED, SCATTERED, Estimate
 from jaxpar.plan.model.splits import TensorSplit
 from jaxpar.plan.model.stages import StageTrace
 from jaxpar.plan.model.state_bytes import Recipe
@@ -245,15 +245,20 @@ class TracedModel:
           copies: Whether the copies of parameters are the program's own, and not gathered.
           gradients: Bytes of all gradients of a device.
         """
-        columns = np.broadcast_arrays(candidate.microbatch, candidate.remat, candidate.tensor, copies, gradients)
+        # gradients of replicas are scattered over fsdp, or all-reduced
+        combined = np.where(np.greater(candidate.fsdp, 1), SCATTERED, np.where(candidate.replicas > 1, REDUCED, 0))
+        columns = np.broadcast_arrays(
+            candidate.microbatch, candidate.remat, candidate.tensor, copies, gradients, combined
+        )
         results: dict[tuple, dict[str, float]] = {}
         for row in zip(*(column.ravel().tolist() for column in columns), strict=True):
             if row not in results:
-                microbatch, remat, tensor, own, size = row
+                microbatch, remat, tensor, own, size, bytes_combined = row
                 program = self._program(remat, tensor)
                 results[row] = program.peak(
-                    microbatch, weights=float(own), gradients=size / max(program.gradient_bytes, 1.0)
-                )
+                    microbatch, weights=float(own), gradients=size / max(program.gradient_bytes, 1.0),
+                    combined=bytes_combined,
+                )  # fmt: skip
         rows = [results[row] for row in zip(*(column.ravel().tolist() for column in columns), strict=True)]
         return {name: np.array([row[name] for row in rows]).reshape(columns[0].shape) for name in rows[0]}
 

@@ -20,6 +20,8 @@ from jaxpar.mesh.target import missing_plugin
 from jaxpar.plan.candidate import Candidate, Choices
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.software import JAXPAR
+from jaxpar.plan.model.liveness import SCATTERED
+from jaxpar.plan.model.program import value
 from jaxpar.plan.model.tracing import Matmul, trace
 from jaxpar.plan.search import search
 
@@ -130,6 +132,54 @@ def test_a_scan_keeps_what_it_stacks_and_no_scan_keeps_less():
     stacked = sum(leaf.size * 4 for leaf in jax.tree.leaves(residuals) if leaf.shape[:2] == (8, 4096))
     assert stacked <= peaks[scanned] <= stacked + 6 * row
     assert peaks[unrolled] < peaks[scanned]
+
+
+def test_a_scan_does_not_read_arrays_of_one_constant_value():
+    def masked(fill, x, w):
+        return jax.nn.silu(jnp.where(x > 0, x, fill) @ w), None
+
+    def inside(remat, p, x):
+        return jnp.sum(jax.lax.scan(lambda x, w: masked(-1e30, x, w), x, p["stack"])[0])
+
+    def outside(remat, p, x):
+        fill = jnp.full(x.shape, -1e30)  # as JAX moves constants out of a scan
+        return jnp.sum(jax.lax.scan(lambda x, w: masked(fill, x, w), x, p["stack"])[0])
+
+    peaks, traffic = [], []
+    for function in (inside, outside):
+        program = traced(function, shapes(stack=(8, 64, 64)), (64,)).programs["none"]
+        peaks.append(program.peak(4096, weights=0, gradients=0)["activations"])
+        traffic.append(float((program.runs * value(program.traffic, 4096)).sum()))
+    assert peaks[1] == pytest.approx(peaks[0], rel=1e-3)
+    assert traffic[1] == pytest.approx(traffic[0], rel=1e-3)
+
+
+def test_a_max_pooling_keeps_positions_for_its_gradient():
+    def function(remat, p, x):
+        image = jax.nn.relu(jax.lax.conv(x, p["kernel"], (1, 1), "SAME"))
+        pooled = jax.lax.reduce_window(image, -jnp.inf, jax.lax.max, (1, 1, 3, 3), (1, 1, 2, 2), "SAME")
+        return jnp.sum(jnp.sin(pooled))
+
+    program = traced(function, shapes(kernel=(16, 1, 3, 3)), (1, 8, 8)).programs["none"]
+    live = program.peak(1000, weights=0, gradients=0)["activations"] / 1000
+    image, pooled = 4 * 16 * 8 * 8, 4 * 16 * 4 * 4
+    # the batch; relu's operand, result and zeros; pooled values, a maximum and four numbers of its position
+    assert live == pytest.approx(4 * 8 * 8 + 3 * image + (1 + 1 + 4) * pooled)
+
+
+@pytest.mark.parametrize(("width", "waits"), [(64, True), (2048, False)])
+def test_what_small_gradients_read_is_kept_until_their_collective(width, waits):
+    def function(remat, p, x):
+        for name in ("one", "two", "three", "four"):
+            x = jnp.sin(x @ p[name])
+        return jnp.sum(x)
+
+    names = shapes(**dict.fromkeys(("one", "two", "three", "four"), (width, width)))
+    program = traced(function, names, (width,)).programs["none"]
+    alone, combined = (
+        program.peak(4096, weights=0, gradients=0, combined=size)["activations"] for size in (0, SCATTERED)
+    )
+    assert (combined > alone + 4096 * 4 * width) == waits  # a weight of 16 MiB has a collective of its own
 
 
 @pytest.mark.slow

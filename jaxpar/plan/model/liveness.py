@@ -3,28 +3,36 @@
 array                  from the kernel that writes it to the last one that reads it
 of parameters alone    such as weights in 16 bits: from the first kernel that reads it
 gradient               to the end of the program: the update follows
+gradient of replicas   XLA combines their collectives up to some bytes, and runs the matmuls whose results one of them
+                       takes when the last of these can run: what they read is kept until then
 scan                   its stacked results, and the arrays of one turn
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from jaxpar.mesh.preset import SMALL
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.model.fusion import FusedProgram, TracedKernel, fuse
+from jaxpar.plan.model.pooling import keep_positions
 from jaxpar.plan.model.program import DEGREE, SizedProgram, value
+from jaxpar.plan.model.written_arrays import fills_operand
 
 LEAST = 2e-6  # seconds of the smallest kernel: assumed, as in `jaxpar.inspector.timeline`
 CLASSES = ("activations", "weights", "gradients")
+# bytes up to which collectives are combined: of fsdp as `jaxpar.mesh.preset` says, all-reduces as XLA does by itself
+SCATTERED, REDUCED = SMALL, 30 * 2**20
+Live = dict[str, np.ndarray]
 
 
 @dataclass(slots=True)
 class _Amounts:
-    """Live bytes by class at each moment, [moments, degree]; kernels as (traffic, FLOP, bits, runs)."""
+    """Live bytes as in `Estimate`, [moments, degree]; kernels as (traffic, FLOP, bits, runs)."""
 
-    curves: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in CLASSES})
+    curves: dict[int, dict[str, list[Any]]] = field(default_factory=dict)
     kernels: list[tuple[Any, Any, int, int]] = field(default_factory=list)
 
 
@@ -33,7 +41,8 @@ class Estimate:
     """The estimate of a compiled program, for any number of rows.
 
     Attributes:
-      live: Class (activations, weights, gradients) to the live bytes at each moment. Shape [moments, degree].
+      live: Bytes up to which collectives of gradients are combined, 0 without replicas, to: class (activations,
+        weights, gradients) to the live bytes at each moment. Shape [moments, degree].
       traffic: Bytes that each kernel reads and writes. Shape [kernels, degree].
       flop: FLOP of each kernel's matmul. Shape [kernels, degree].
       bits: Bits of each matmul's operands; 0 for other kernels. Shape [kernels].
@@ -44,7 +53,7 @@ class Estimate:
       batch: Bytes of the inputs that are no parameters. A polynomial in the rows.
     """
 
-    live: dict[str, np.ndarray]
+    live: dict[int, Live]
     traffic: np.ndarray
     flop: np.ndarray
     bits: np.ndarray
@@ -53,16 +62,18 @@ class Estimate:
     update_kernels: int
     batch: np.ndarray
 
-    def peak(self, rows: float, *, weights: float = 1.0, gradients: float = 1.0) -> dict[str, float]:
+    def peak(self, rows: float, *, weights: float = 1.0, gradients: float = 1.0, combined: int = 0) -> dict[str, float]:
         """Returns the live bytes by class at the fullest moment.
 
         Args:
           rows: Rows of a device.
           weights: Factor on the bytes of copies of parameters.
           gradients: Factor on the bytes of gradients.
+          combined: Bytes up to which collectives of gradients are combined, `SCATTERED` or `REDUCED`; 0 without
+            replicas.
         """
         factors = {"activations": 1.0, "weights": weights, "gradients": gradients}
-        amounts = {name: factors[name] * value(live, rows) for name, live in self.live.items()}
+        amounts = {name: factors[name] * value(live, rows) for name, live in self.live[combined].items()}
         fullest = int(np.argmax(sum(amounts.values())))
         return {name: float(amount[fullest]) for name, amount in amounts.items()}
 
@@ -91,8 +102,10 @@ def estimate(program: SizedProgram, rows: float, *, params: Sequence[int], gradi
     amounts, _ = _program_amounts(program, rows, inputs, outputs)
     kernels = sum(op.matmul.kind == "convolution" for op in program.ops if op.matmul and op.backward) // 2
     batch = sum(program.sizes[entry] for entry in program.inputs if entry not in inputs)
-    live = {name: np.array(curve) for name, curve in amounts.curves.items()}
-    live["activations"] = live["activations"] + batch
+    live = {
+        combined: {name: np.array(curve) + batch * (name == "activations") for name, curve in curves.items()}
+        for combined, curves in amounts.curves.items()
+    }
     traffic, flop, bits, runs = zip(*amounts.kernels, strict=True)
     return Estimate(
         live=live,
@@ -101,7 +114,7 @@ def estimate(program: SizedProgram, rows: float, *, params: Sequence[int], gradi
         bits=np.array(bits),
         runs=np.array(runs),
         update_kernels=2 * len(outputs) + 4 * kernels,
-        gradient_bytes=float(value(live["gradients"][-1], rows)),
+        gradient_bytes=float(value(live[0]["gradients"][-1], rows)),
         batch=np.zeros(DEGREE + 1) + batch,
     )
 
@@ -110,26 +123,56 @@ def _program_amounts(
     program: SizedProgram, rows: float, params: Collection[int], gradients: Collection[int]
 ) -> tuple[_Amounts, list[bool]]:
     """Returns the amounts of a program, and which of its results are of parameters alone."""
+    program = keep_positions(program)
     fused = fuse(program, rows, gradients=gradients)
     bodies, of_params = _bodies(fused, rows, {*params})
-    lives = _lives(program, fused, gradients, of_params)
+    amounts = _Amounts()
+    for combined in (0, SCATTERED, REDUCED) if gradients else (0,):
+        delays = _delays(program, fused, gradients, rows, combined) if combined else {}
+        lives = _lives(program, fused, gradients, of_params, delays)
+        amounts.curves[combined] = _curves(program, lives, bodies, of_params, _gradient_arrays(fused, gradients))
+    for kernel in fused.kernels:
+        amounts.kernels += _kernel_amounts(kernel, bodies.get(kernel.place))
+    return amounts, [entry in of_params for entry in program.outputs]
+
+
+def _curves(
+    program: SizedProgram,
+    lives: dict[int, tuple[int, int]],
+    bodies: dict[int, _Amounts],
+    of_params: set[int],
+    of_gradients: set[int],
+) -> dict[str, list[Any]]:
+    """Returns the live bytes by class at each moment."""
     end = len(program.ops)
     changes = {name: np.zeros((end + 2, DEGREE + 1)) for name in CLASSES}
-    of_gradients = _gradient_arrays(fused, gradients)
     for entry, (first, last) in lives.items():
         name = "gradients" if entry in of_gradients else "weights" if entry in of_params else "activations"
         changes[name][first] += program.sizes[entry]
         changes[name][last + 1] -= program.sizes[entry]
-    levels = {name: np.cumsum(change, axis=0)[: end + 1] for name, change in changes.items()}
-    amounts = _Amounts()
-    for place in range(end + 1):
-        body = bodies.get(place)
-        for name in CLASSES:
-            inner = body.curves[name] if body is not None else [0.0]
-            amounts.curves[name] += [levels[name][place] + more for more in inner]
+    curves: dict[str, list[Any]] = {name: [] for name in CLASSES}
+    for name, change in changes.items():
+        for place, level in enumerate(np.cumsum(change, axis=0)[: end + 1]):
+            inner = bodies[place].curves[0][name] if place in bodies else [0.0]
+            curves[name] += [level + more for more in inner]
+    return curves
+
+
+def _delays(
+    program: SizedProgram, fused: FusedProgram, gradients: Collection[int], rows: float, combined: int
+) -> dict[int, int]:
+    """Returns the place of each matmul that makes a gradient, to that of the last one of its collective."""
+    of_gradients, delays, group, size = _gradient_arrays(fused, gradients), {}, [], 0.0
     for kernel in fused.kernels:
-        amounts.kernels += _kernel_amounts(kernel, bodies.get(kernel.place))
-    return amounts, [entry in of_params for entry in program.outputs]
+        if kernel.op.matmul is None or kernel.is_copy or of_gradients.isdisjoint(kernel.op.outputs):
+            continue
+        added = sum(float(value(program.sizes[entry], rows)) for entry in kernel.op.outputs)
+        if size + added > combined:
+            group, size = [], 0.0
+        group.append(kernel.place)
+        size += added
+        delays |= dict.fromkeys(group, kernel.place)
+    return delays
 
 
 def _gradient_arrays(fused: FusedProgram, gradients: Collection[int]) -> set[int]:
@@ -151,20 +194,25 @@ def _bodies(fused: FusedProgram, rows: float, params: set[int]) -> tuple[dict[in
 
 
 def _lives(
-    program: SizedProgram, fused: FusedProgram, gradients: Collection[int], of_params: set[int]
+    program: SizedProgram,
+    fused: FusedProgram,
+    gradients: Collection[int],
+    of_params: set[int],
+    delays: Mapping[int, int],
 ) -> dict[int, tuple[int, int]]:
-    """Returns the first and the last place of each array that the program writes."""
+    """Returns the first and the last place of each array that is written; `delays` maps places to later ones."""
     end, lives, reads = len(program.ops), {}, {}
     for kernel in fused.kernels:
         for leaf in kernel.leaves:
-            reads.setdefault(leaf, []).append(kernel.place)
+            reads.setdefault(leaf, []).append(delays.get(kernel.place, kernel.place))
     kept = _gradient_arrays(fused, gradients) | {entry for entry in program.outputs if entry is not None}
     for kernel in fused.kernels:
         if kernel.op.kind == "stack" or kernel.is_copy:
             continue
         for number, entry in enumerate(kernel.op.outputs):
             carried = kernel.op.body is not None and number < kernel.op.carried
-            first = kernel.place + carried
+            filled = fills_operand(kernel.op) and max(reads.get(kernel.op.inputs[0], [-1])) == kernel.place
+            first = delays.get(kernel.place, kernel.place) + (carried or filled)  # in the place of an operand
             last = end if entry in kept else max(reads.get(entry, [first]))
             if entry in of_params and entry in reads and kernel.op.body is None:
                 first = min(reads[entry])

@@ -100,7 +100,9 @@ def estimate_part(
     inputs = {program.inputs[place] for place in range(params)}
     others = sum(program.sizes[entry] for entry in program.inputs if entry not in inputs)
     result = estimate(program, rows, params=range(params), gradients=range(*gradients))
-    live = result.live | {"activations": result.live["activations"] - others}
+    live = {
+        combined: curves | {"activations": curves["activations"] - others} for combined, curves in result.live.items()
+    }
     return replace(result, live=live)
 
 
