@@ -2,6 +2,7 @@
 
 A draw takes a model, then a kind of layout (its axes, ZeRO stage and remat policy), then a layout of that kind. Bytes
 are all that the program needs on a device; seconds are replayed from it, with the replay's prices in the plan too.
+Pipelines are not among the layouts: `tests/plan/test_traced_stages.py` compiles them.
 """
 
 import json
@@ -97,7 +98,7 @@ def draw(count: int, *, seed: int, only: tuple[str, ...] = ()) -> Iterator[Pair]
 
 def _draw_layout(question: Question, generator: np.random.Generator) -> Candidate:
     layouts = question.legal()
-    usual = np.flatnonzero(layouts.microbatches <= MICROBATCHES)
+    usual = np.flatnonzero((layouts.microbatches <= MICROBATCHES) & (layouts.pipe == 1))
     axes = [np.asarray(layouts.size(axis)) > 1 for axis in ("data", "fsdp", "tensor")]
     kinds = np.stack([*axes, layouts.zero, np.unique(layouts.remat, return_inverse=True)[1],
                       np.asarray(layouts.microbatches) > 1])[:, usual]  # fmt: skip
