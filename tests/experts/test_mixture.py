@@ -31,9 +31,19 @@ def example(seed, rows=3, seq=10, spare=0, experts=EXPERTS, dtype=np.float64):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("in_slots", [False, True])
-@pytest.mark.parametrize(("capacity", "spare"), [(None, 0), (1.0, 0), (1.0, 3), (0.5, 2)])
+@pytest.mark.parametrize(
+    ("capacity", "spare", "in_slots"),
+    [
+        (1.0, 3, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (None, 0, False), (1.0, 0, False), (1.0, 3, False), (0.5, 2, False),
+                (None, 0, True), (1.0, 0, True), (0.5, 2, True),
+            ]
+        ),
+    ],
+)  # fmt: skip
 def test_sums_and_counts_are_those_of_plain_loops(capacity, spare, in_slots):
     with jax.enable_x64(True):
         params, x, choices, weights = example(0, spare=spare)
