@@ -255,7 +255,7 @@ def apply_layout(job: Job, candidate: Candidate, layers: int, hardware: Hardware
     """Returns the job with a planned layout and its number of devices.
 
     It keeps the exchange, sharding rules, paths and lines, `replicate_above` and `context_kernel`. A model without
-    formulas has the specs that the plan found over `tensor`, `specs = "found"`.
+    formulas has the specs that the plan found over `context` and `tensor`, `specs = "found"`.
 
     Args:
       job: The job.
@@ -267,7 +267,7 @@ def apply_layout(job: Job, candidate: Candidate, layers: int, hardware: Hardware
       JaxparError: If the job does not support the layout.
     """
     base, devices = job.parallel, int(candidate.devices)
-    found = "found" if candidate.tensor > 1 and not has_formulas(job) else ""
+    found = "found" if max(candidate.context, candidate.tensor) > 1 and not has_formulas(job) else ""
     parallel = type(base)(
         exchange=base.exchange, rules=base.rules, paths=base.paths, replicate_above=base.replicate_above,
         activations=base.activations, specs=found,

@@ -109,12 +109,13 @@ def _command(candidate: Candidate, step: "Step") -> str:
         "pipe": candidate.pipe,
         "data": candidate.data,
         "fsdp": candidate.fsdp,
+        "context": candidate.context,
         "tensor": candidate.tensor,
         **fields,
         "zero": zero,
     }
     parallel_args = [f"{key}={size}" for key, size in sizes.items() if size is not None and (key == "zero" or size > 1)]
-    found = candidate.tensor > 1
+    found = max(candidate.context, candidate.tensor) > 1
     has_example = step.layout.blueprint.example is not None
     parallel_args += ['specs="found"'] * (found and has_example)
     parallel_args += [f"axes={further}"] if any(size > 1 for size in further.values()) else []
@@ -126,7 +127,8 @@ def _command(candidate: Candidate, step: "Step") -> str:
     step_args += [f"remat={candidate.remat!r}"] * (candidate.remat != "none")
     parallel = f"jp.Parallel({', '.join(parallel_args)})"
     if found and not has_example:  # `compose` would not know the inputs
-        parallel = f"jp.find_specs(model, loss, batch, {parallel}).parallel"
+        found_for = f", precision={precision.compute!r}" * (precision.compute != "fp32")
+        parallel = f"jp.find_specs(model, loss, batch, {parallel}{found_for}).parallel"
     step_args = ["layout", "loss", "optimizer", *step_args]
     return f"layout = jp.compose(model, {parallel}); step = jp.train_step({', '.join(step_args)})"
 

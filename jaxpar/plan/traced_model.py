@@ -1,4 +1,5 @@
-"""The plan of any model: traced once on shapes, planned over data, fsdp, tensor, expert and pipe, and added techniques.
+"""The plan of any model: traced once on shapes, planned over data, fsdp, context, tensor, expert and pipe, and added
+techniques.
 
     matmuls       2 FLOP per multiplication of every matmul and convolution of the loss and its gradients; parameters
                   that are not trained have no gradient
@@ -12,8 +13,8 @@
                   at once, or without recomputation all gathered parameters, which are kept for the backward pass
     optimizer     its state, parameters and gradients read and written, and the kernels of each array
 
-The program is traced once per remat policy, split by the dims that were found for each size of `tensor`, and estimated
-as XLA compiles it; `--verify` compiles it.
+The program is traced once per remat policy, split by the dims that were found for sizes of `context` and `tensor`, and
+estimated as XLA compiles it; `--verify` compiles it.
 """
 
 import math
@@ -33,7 +34,7 @@ from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.memory import Memory, bytes_by_zero_stage
 from jaxpar.plan.model.liveness import LEAST, REDUCED, SCATTERED, Estimate
-from jaxpar.plan.model.splits import TensorSplit
+from jaxpar.plan.model.splits import ModelSplit, Sizes
 from jaxpar.plan.model.stages import StageTrace
 from jaxpar.plan.model.state_bytes import Recipe
 from jaxpar.plan.model.tracing import ModelTrace
@@ -65,7 +66,8 @@ class TracedModel:
       axes: Further axes, of added techniques that can split this model.
       dims: Names of parameter dims to a number that divides all dims of that name.
       stacked: Share of the parameters that are stacks of layers, whose gradients a scan returns all at once.
-      splits: Sizes of `tensor`, which is then one of `axes`, to the split of the model.
+      splits: Sizes of `context` and `tensor`, which are then among `axes`, to the split of the model.
+      no_splits: Sizes of these axes that are left out, each with the reason.
       parameters_by_dim: Names of dims to the parameters in all arrays that have such a dim.
       arrays: Of each trained array, its number of layers, 1 if it is no stack, and the parameters of a layer.
       stages: The parts of the model in a pipeline; None if a pipeline cannot cut it.
@@ -85,7 +87,8 @@ class TracedModel:
     dims: Mapping[str, int] = field(default_factory=dict)
     parameters_by_dim: Mapping[str, int] = field(default_factory=dict)
     stacked: float = 0.0
-    splits: Mapping[int, TensorSplit] = field(default_factory=dict)
+    splits: Mapping[Sizes, ModelSplit] = field(default_factory=dict)
+    no_splits: tuple[str, ...] = ()
     arrays: tuple[tuple[int, int], ...] = ()
     stages: StageTrace | None = None
     no_pipeline: str = ""
@@ -149,6 +152,7 @@ class TracedModel:
             *unused_axes(self),
             *["microbatches: the loss is a mean; return (sum, count) to accumulate over them"] * (not self.sum_loss),
             *[f"remat {', '.join(remats)}: {self.name} marks no blocks for it"] * bool(remats),
+            *self.no_splits,
             *self._pipelines_left_out(choices),
             *dict.fromkeys(self.unsupported.values()),
         )
@@ -248,13 +252,13 @@ class TracedModel:
         # gradients of replicas are scattered over fsdp, or all-reduced
         combined = np.where(np.greater(candidate.fsdp, 1), SCATTERED, np.where(candidate.replicas > 1, REDUCED, 0))
         columns = np.broadcast_arrays(
-            candidate.microbatch, candidate.remat, candidate.tensor, copies, gradients, combined
+            candidate.microbatch, candidate.remat, candidate.context, candidate.tensor, copies, gradients, combined
         )
         results: dict[tuple, dict[str, float]] = {}
         for row in zip(*(column.ravel().tolist() for column in columns), strict=True):
             if row not in results:
-                microbatch, remat, tensor, own, size, bytes_combined = row
-                program = self._program(remat, tensor)
+                microbatch, remat, context, tensor, own, size, bytes_combined = row
+                program = self._program(remat, context, tensor)
                 results[row] = program.peak(
                     microbatch, weights=float(own), gradients=size / max(program.gradient_bytes, 1.0),
                     combined=bytes_combined,
@@ -307,15 +311,15 @@ class TracedModel:
             + LEAST * self.trace.programs["none"].update_kernels,
         ).times(hardware.calibration)
 
-    def _program(self, remat: str, tensor: int = 1) -> Estimate:
+    def _program(self, remat: str, context: int, tensor: int) -> Estimate:
         """Returns the program of a device under a remat policy; a model that marks no blocks has one program."""
-        programs = self.trace.split_programs.get(tensor, self.trace.programs)
+        programs = self.trace.split_programs.get((context, tensor), self.trace.programs)
         return programs.get(remat, programs["none"])
 
     def _kernels(self, candidate: Candidate, hardware: Hardware, *, remat: str | None = None) -> dict[str, Any]:
         """Returns the seconds of a microbatch's matmuls and other kernels, under a remat policy or the candidate's."""
         policies = candidate.remat if remat is None else remat
-        columns = np.broadcast_arrays(candidate.microbatch, policies, candidate.tensor)
+        columns = np.broadcast_arrays(candidate.microbatch, policies, candidate.context, candidate.tensor)
         keys = [*zip(*(column.ravel().tolist() for column in columns), strict=True)]
         results = {(rows, *names): self._program(*names).seconds(rows, hardware) for rows, *names in {*keys}}
         return {

@@ -52,14 +52,14 @@ class Sent:
       kind: all-gather, reduce-scatter, all-reduce or all-to-all.
       bytes: Bytes that a device sends in one.
       times: Number of them in a step.
-      of_parameters: Whether a parameter is gathered, so that the bytes do not depend on the examples.
+      of_examples: Whether the array has a dim of examples, so that the bytes depend on their number.
     """
 
     axis: int = 0
     kind: str
     bytes: float
     times: float
-    of_parameters: bool
+    of_examples: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -269,10 +269,17 @@ def _rows(parallel: Parallel, batch: Mapping[str, Any]) -> int:
     others = {axis: size for axis, size in parallel.sizes.items() if size != 1 and axis not in ("data", "fsdp", *AXES)}
     if others or not axes_of(parallel):
         shown = ", ".join(f"{axis}={size}" for axis, size in parallel.sizes.items() if size != 1) or "no axis"
+        fix = f'jp.Parallel(fsdp=2, {AXIS}=4, specs="found")'
+        if (experts := others.get("expert")) is not None:
+            size = parallel.tensor if parallel.tensor > 1 else experts
+            fix = (
+                f"jp.Parallel(expert={experts}) without specs, whose experts are read from the model's use or named by "
+                f'paths; or jp.Parallel({AXIS}={size}, specs="found"), which splits experts where that costs least'
+            )
         raise refuse(
             f"specs to be found for {shown}",
             rule=f"specs are found for {' and '.join(AXES)}, of size 2 or more, beside data and fsdp",
-            fix=f'jp.Parallel(fsdp=2, {AXIS}=4, specs="found")',
+            fix=fix,
         )
     counts = {leaf.shape[0] for leaf in batch.values() if getattr(leaf, "shape", ())}
     rows, replicas = max(counts, default=0), parallel.data * parallel.fsdp

@@ -213,13 +213,16 @@ class Formulation(IntegerProgram):
                 whole = tuple(None if state == PARTIAL else state for state in partial)
                 times = result.times * max(summed[axis].get(state, 0) for axis, state in enumerate(joint))  # type: ignore[call-overload]
                 for move in self.links.moves(result.bytes, partial, whole, False):
-                    self._add_traffic(column, move, times)
+                    self._add_traffic(column, move, times, of_examples=self._has_examples(result))
 
-    def _add_traffic(self, column: int, move: Move, times: float, *, of_parameters: bool = False) -> None:
+    def _add_traffic(self, column: int, move: Move, times: float, *, of_examples: bool) -> None:
         """Adds the seconds of a move that is made so many times to a column."""
         self._cost[column] += times * self.links.seconds(move.axis, move.bytes)
-        sent = Sent(axis=move.axis, kind=move.kind, bytes=move.bytes, times=times, of_parameters=of_parameters)
+        sent = Sent(axis=move.axis, kind=move.kind, bytes=move.bytes, times=times, of_examples=of_examples)
         self._sent.append((column, sent))
+
+    def _has_examples(self, array: Array) -> bool:
+        return any(piece in self.program.rows for dim in array.dims for piece in flat(dim))
 
     # operations
 
@@ -321,7 +324,7 @@ class Formulation(IntegerProgram):
             if key not in self._w:
                 self._w[key] = self._column()
                 count = self._array_counts[of_array] * times
-                self._add_traffic(self._w[key], move, count, of_parameters=root.learned)
+                self._add_traffic(self._w[key], move, count, of_examples=self._has_examples(root))
                 self._complexity[self._w[key]] = 1.0 if root.path else 0.5 if move.kind == "all-to-all" else 0.0
             self._row({self._w[key]: 1.0} | dict.fromkeys(users, -1.0), 0, np.inf)
 
@@ -354,17 +357,19 @@ class Formulation(IntegerProgram):
         for target, y in given.items():
             self._row({columns[target, s]: 1.0 for s in dict.fromkeys(made)} | {y: -1.0}, 0, 0)
         flows = {(source, target): column for (target, source), column in columns.items()}
+        of_examples = self._has_examples(operation.result)
         for move, users in self._movers(operation.result.bytes, flows, _is_merged(operation.result)).items():
             if move.kind in ("all-reduce", "reduce-scatter") and group is not None:
                 result, members = group
                 key = ("sum", self.classes.of_array(result), len(members), move.source, move.target)
                 if key not in self._w:
                     self._w[key] = self._column()
-                    self._add_traffic(self._w[key], move, self._group_counts[key[1], key[2]] * operation.times)
+                    times = self._group_counts[key[1], key[2]] * operation.times
+                    self._add_traffic(self._w[key], move, times, of_examples=of_examples)
                 self._row({self._w[key]: 1.0} | dict.fromkeys(users, -1.0), 0, np.inf)
             else:
                 for column in users:
-                    self._add_traffic(column, move, count * operation.times)
+                    self._add_traffic(column, move, count * operation.times, of_examples=of_examples)
 
 
 def _size_of(operation: Operation, loop: int | None) -> int:

@@ -40,6 +40,7 @@ class NamedSpecs:
       rules: Names that jaxpar's own rules do not map to the axes that split them, to these axes.
       without_line: Arrays that are cut, but that no line tells apart from others, as text.
       names: The name of each class of pieces that is cut.
+      axes: Each such name to the axes that were found for it, outermost first.
     """
 
     paths: Mapping[str, Names]
@@ -47,6 +48,7 @@ class NamedSpecs:
     rules: Mapping[str, Any]
     without_line: tuple[str, ...]
     names: Mapping[int, str]
+    axes: Mapping[str, tuple[str, ...]]
 
 
 def name_solution(
@@ -80,8 +82,14 @@ def name_solution(
         first, *others = on
         if name in used and (others or name not in AXES[first].splits):
             rules[name] = on if others else first
+    axes_of_name = {
+        name: tuple(axes[number] for number in solution.axes[cuts.classes.pieces[piece]])
+        for piece, name in name_of.items()
+    }
     of_class = {cuts.classes.pieces[piece]: name for piece, name in name_of.items()}
-    return NamedSpecs(paths=paths, activations=activations, rules=rules, without_line=without_line, names=of_class)
+    return NamedSpecs(
+        paths=paths, activations=activations, rules=rules, without_line=without_line, names=of_class, axes=axes_of_name
+    )
 
 
 def _names_of_pieces(cuts: Cuts, solution: Solution, axes: tuple[str, ...]) -> dict[DimPiece, str]:

@@ -8,8 +8,9 @@
 The other trace may recompute activations, and have another number of examples.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -19,19 +20,21 @@ from jaxpar.sharding.infer_names.dim_pieces import DimPiece, flat
 from jaxpar.specs.optimize import Cuts, Solution
 from jaxpar.specs.program import Array, TracedProgram, follow
 
+CutDims = tuple[tuple[int, tuple[int, ...]], ...]  # numbers of dims, each with the numbers of the axes that cut it
+
 
 class ArrayShares:
     """The dims that a solution cuts, for other traces of the same model and loss."""
 
     def __init__(self, cuts: Cuts, solution: Solution):
-        self.size = cuts.n
+        self.sizes = cuts.sizes
         program, pieces = cuts.program, cuts.classes.pieces
-        cut = {piece for piece, state in pieces.items() if state in solution.cut}
-        self.of_path = {path: _positions(array, cut) for path, array in program.params.items()}
-        of_line: defaultdict[Hashable, set[tuple[int, ...]]] = defaultdict(set)
+        cut = {piece: solution.axes[state] for piece, state in pieces.items() if state in solution.axes}
+        self.of_path = {path: _dims_of_axes(array, cut) for path, array in program.params.items()}
+        of_line: defaultdict[Hashable, set[CutDims]] = defaultdict(set)
         for array in program.arrays:
-            of_line[_line_and_shape(array, program)].add(_positions(array, cut))
-        self.of_line = {key: next(iter(positions)) for key, positions in of_line.items() if len(positions) == 1}
+            of_line[_line_and_shape(array, program)].add(_dims_of_axes(array, cut))
+        self.of_line = {key: next(iter(dims)) for key, dims in of_line.items() if len(dims) == 1}
 
     def __call__(
         self, jaxpr: Jaxpr, paths: Sequence[str], batch: Sequence[int], gradients: Sequence[int]
@@ -49,13 +52,22 @@ class ArrayShares:
 
         return share
 
-    def _seeds(self, program: TracedProgram) -> set[DimPiece]:
+    def _seeds(self, program: TracedProgram) -> Mapping[DimPiece, set[int]]:
+        """Returns the pieces that are cut, each with the numbers of the axes that cut it."""
         places = [(array, self.of_path.get(path, ())) for path, array in program.params.items()]
         places += [(array, self.of_line.get(_line_and_shape(array, program), ())) for array in program.arrays]
-        return {piece for array, dims in places for dim in dims for piece in [*flat(array.dims[dim])][:1]}
+        seeds: defaultdict[DimPiece, set[int]] = defaultdict(set)
+        for array, dims in places:
+            for dim, axes in dims:
+                for piece in [*flat(array.dims[dim])][:1]:
+                    seeds[piece] |= {*axes}
+        return seeds
 
-    def _share(self, array: Array | None, cut: set[DimPiece]) -> float:
-        return 1.0 if array is None or cut.isdisjoint(array.pieces()) else 1.0 / self.size
+    def _share(self, array: Array | None, cut: Mapping[DimPiece, set[int]]) -> float:
+        if array is None:
+            return 1.0
+        axes = {axis for piece in array.pieces() for axis in cut.get(piece, ())}
+        return 1.0 / math.prod(self.sizes[axis] for axis in axes)
 
 
 @lru_cache(maxsize=8)  # each size of an axis asks for the same programs, one per remat policy
@@ -65,10 +77,10 @@ def _followed(
     return follow(jaxpr, paths, batch, gradients)
 
 
-def _positions(array: Array, cut: set[DimPiece]) -> tuple[int, ...]:
-    """Returns the dims of an array whose first piece is cut."""
+def _dims_of_axes(array: Array, cut: Mapping[DimPiece, tuple[int, ...]]) -> CutDims:
+    """Returns the dims of an array whose first piece is cut, each with the numbers of the axes that cut it."""
     firsts = [next(flat(dim), None) for dim in array.dims]
-    return tuple(index for index, piece in enumerate(firsts) if piece in cut)
+    return tuple((index, cut[piece]) for index, piece in enumerate(firsts) if piece in cut)
 
 
 def _line_and_shape(array: Array, program: TracedProgram) -> Hashable:

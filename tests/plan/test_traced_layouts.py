@@ -52,7 +52,7 @@ def test_devices_of_tensor_share_the_work_of_matmuls_and_the_arrays_of_heads_and
     model = plans["trace"]
     flop, peaks = {}, {}
     for size in (1, 2, 4):
-        programs = model.trace.split_programs.get(size, model.trace.programs)
+        programs = model.trace.split_programs.get((1, size), model.trace.programs)
         flop[size] = float((programs["none"].flop.sum(axis=1) * programs["none"].runs).sum())
         peaks[size] = programs["none"].peak(8, weights=0, gradients=0)["activations"]
     assert flop[2] == pytest.approx(flop[1] / 2, rel=0.01)

@@ -103,6 +103,12 @@ REFUSED = {
     "no names of a batch": (lambda: find(batch=BATCH["x"]), "batch=", "ShapeDtypeStruct"),
     "no declaration": (lambda: find({"tensor": 8}), "parallel=", "jp.Parallel"),
     "a size to be inferred": (lambda: find(jp.Parallel(tensor=4, data=-1)), "data=-1", "data=2"),
+    "an axis of experts": (
+        lambda: find(jp.Parallel(expert=4)),
+        "specs to be found for expert=4",
+        "jp.Parallel(expert=4) without specs, whose experts are read from the model's use or named by paths; or "
+        'jp.Parallel(tensor=4, specs="found"), which splits experts',
+    ),
     "an unknown precision": (lambda: find(precision="bf61"), "precision='bf61'", "bf16"),
     "an unknown chip": (lambda: find(chip="h101"), "chip='h101'", "h100"),
     "memory as text": (lambda: find(memory="1GiB"), "memory='1GiB'", "2**30"),

@@ -1,19 +1,42 @@
-"""Finds how the tensor axis would split a model that is no decoder, for a plan."""
+"""Finds how `context` and `tensor` would split a model that is no decoder, for a plan."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from jaxpar.errors import JaxparError
+from jaxpar.models.islands import implemented
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.plan.machine.hardware import HARDWARE
-from jaxpar.plan.model.splits import SplitTraffic, TensorSplit
+from jaxpar.plan.model.splits import AXES, ModelSplit, Sizes, SplitTraffic
 from jaxpar.sharding.names import Blueprint
 from jaxpar.specs.collectives import Sent
-from jaxpar.specs.find import AXIS, choose_dims, costs_on
+from jaxpar.specs.find import choose_dims, costs_on
 from jaxpar.specs.names import NamedSpecs, name_solution
 from jaxpar.specs.optimize import Solution
+from jaxpar.specs.program import TracedProgram
 from jaxpar.specs.shares import ArrayShares
 from jaxpar.specs.trace import TracedLoss
+
+MOST_TENSOR, MOST_CONTEXT = 8, 16  # largest sizes that a plan tries for a model that is no decoder
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FoundSplit:
+    """Dims that were found for sizes of `context` and `tensor`.
+
+    Attributes:
+      split: Their traffic.
+      names: Names of the dims.
+      shares: The shares that a device has of arrays.
+      solution: The solution.
+    """
+
+    split: ModelSplit
+    names: NamedSpecs
+    shares: ArrayShares
+    solution: Solution
 
 
 def find_splits(
@@ -23,11 +46,11 @@ def find_splits(
     *,
     rows: int,
     devices: int,
-    sizes: Iterable[int],
+    sizes: Collection[int],
     precision: str,
     frozen: Collection[str],
-) -> dict[int, tuple[TensorSplit, NamedSpecs, ArrayShares]]:
-    """Returns, for each size of the tensor axis that splits parameters, the split, the names of its dims, and shares.
+) -> tuple[dict[Sizes, FoundSplit], tuple[str, ...]]:
+    """Returns the splits of a model by sizes of `context` and `tensor`, and a sentence on each that is left out.
 
     Args:
       blueprint: The model.
@@ -35,32 +58,75 @@ def find_splits(
       batch: Name to shape and dtype; the first dim is that of examples.
       rows: Examples of the global batch; the dims are chosen for those of a device without microbatches, as in a run.
       devices: Number of devices.
-      sizes: Sizes of the axis to try.
+      sizes: Sizes to try, of at least 2; `MOST_TENSOR` and `MOST_CONTEXT` bound those of each axis.
       precision: Dtype of matmuls: "fp32" or "bf16".
       frozen: Patterns of the paths of frozen parameters.
     """
-    found = {}
-    for size in sizes:
-        local = max(1, rows * size // devices)
-        program = TracedLoss(blueprint, loss, batch, rows=local, precision=precision).program(frozen)
-        try:
-            cuts, solution, _ = choose_dims(
-                program, (size,), costs_on(HARDWARE["h100"], Parallel(tensor=size), precision)
-            )
-        except JaxparError:  # no dims of the model can be cut so: the plan has no layout of this size
-            continue
-        if cuts.splits_parameters(solution):
-            shares = ArrayShares(cuts, solution)
-            found[size] = _split(solution, size, local), name_solution(cuts, solution, (AXIS,)), shares
-    return found
+    islands: set[str] = set()
+
+    @cache
+    def program(local: int) -> TracedProgram:
+        with implemented({}) as called:
+            traced = TracedLoss(blueprint, loss, batch, rows=local, precision=precision).program(frozen)
+        islands.update(called)
+        return traced
+
+    def find(context: int, tensor: int) -> FoundSplit | None:
+        local = max(1, rows * context * tensor // devices)
+        return _find(program(local), (context, tensor), local, precision)
+
+    found, idle, equal = {}, [], []
+    for size in (size for size in sizes if size <= MOST_TENSOR):
+        if (split := find(1, size)) is not None:
+            found[1, size] = split
+    if "attention" in islands:  # the step runs it by `context_by`, whatever dims are found in its plain form
+        return found, ("context: how jp.attention meets the keys of other devices is priced for decoders",)
+    for size in (size for size in sizes if size <= MOST_CONTEXT and rows % (devices // size) == 0):
+        split, of_tensor = find(size, 1), found.get((1, size))
+        if split is None or not splits_activations(split.names, "context"):
+            idle.append(size)
+        elif of_tensor is not None and split.solution.axes == of_tensor.solution.axes:
+            equal.append(size)
+        else:
+            found[size, 1] = split
+    sentences = (
+        ("splits no activation of this model, and its devices would do the same work", idle),
+        ("the dims found for it are those of tensor", equal),
+    )
+    no_splits = [f"context {', '.join(map(str, given))}: {reason}" for reason, given in sentences if given]
+    if all(any(sizes[number] > 1 for sizes in found) for number in range(len(AXES))):
+        no_splits.append("context with tensor: a plan finds the dims of one of them; jp.find_specs finds both together")
+    return found, tuple(no_splits)
 
 
-def _split(solution: Solution, size: int, rows: int) -> TensorSplit:
-    traffic = tuple(_traffic(sent, size, rows) for sent in solution.collectives)
-    return TensorSplit(traffic=traffic)
+def _find(program: TracedProgram, sizes: Sizes, rows: int, precision: str) -> FoundSplit | None:
+    """Returns the split by these sizes; None if no dims can be cut so, or `tensor` would cut no parameter."""
+    by_axis = {axis: size for axis, size in zip(AXES, sizes, strict=True) if size > 1}
+    costs, needs_parameters = costs_on(HARDWARE["h100"], Parallel(**by_axis), precision), "tensor" in by_axis
+    try:
+        cuts, solution, _ = choose_dims(program, tuple(by_axis.values()), costs, parameters=needs_parameters)
+    except JaxparError:  # no dims of the model can be cut so: the plan has no layout of this size
+        return None
+    if needs_parameters and not cuts.splits_parameters(solution):
+        return None
+    axes = tuple(by_axis)
+    traffic = tuple(_traffic(sent, axes[sent.axis], by_axis[axes[sent.axis]], rows) for sent in solution.collectives)
+    return FoundSplit(
+        split=ModelSplit(traffic=traffic),
+        names=name_solution(cuts, solution, axes),
+        shares=ArrayShares(cuts, solution),
+        solution=solution,
+    )
 
 
-def _traffic(sent: Sent, size: int, rows: int) -> SplitTraffic:
+def splits_activations(names: NamedSpecs, axis: str) -> bool:
+    """Whether an axis splits a dim of an activation, by the names that were found for it or for it and others."""
+    given = {name for dims in names.activations.values() for name in dims if name}
+    return any(axis in names.axes.get(name, ()) for name in given)
+
+
+def _traffic(sent: Sent, axis: str, size: int, rows: int) -> SplitTraffic:
     payload = sent.bytes * size / (size - 1) / (2 if sent.kind == "all-reduce" else 1)
-    constant = payload if sent.of_parameters else 0.0
-    return SplitTraffic(kind=sent.kind, payload_per_row=(payload - constant) / rows, payload=constant, times=sent.times)
+    per_row = payload / rows if sent.of_examples else 0.0
+    constant = 0.0 if sent.of_examples else payload
+    return SplitTraffic(axis=axis, kind=sent.kind, payload_per_row=per_row, payload=constant, times=sent.times)

@@ -26,6 +26,7 @@ from jaxpar.parallel.layout import Layout, other_arrays, per_device
 from jaxpar.parallel.techniques.expert_slots import mixture
 from jaxpar.plan.candidate import Candidate, Choices
 from jaxpar.plan.model.shape import Dims
+from jaxpar.plan.model.splits import AXES, Sizes, split_sizes
 from jaxpar.plan.model.state_bytes import Recipe
 from jaxpar.plan.model.tracing import ModelTrace, trace
 from jaxpar.plan.techniques.base import divisors
@@ -40,8 +41,6 @@ from jaxpar.specs.names import NamedSpecs
 from jaxpar.specs.shares import ArrayShares
 from jaxpar.specs.trace import summed_loss
 from jaxpar.step.numerics import DTYPES
-
-MOST = 8  # devices of the tensor axis that a plan tries for a model that is no decoder
 
 
 def trace_job(job: Job, devices: int) -> TracedModel:
@@ -118,7 +117,7 @@ def trace_model(
     frozen: Collection[str] = (),
     batch_errors: Callable[[Mapping[str, Any]], AbstractContextManager[None]],
 ) -> TracedModel:
-    """Traces a model for planning over data, fsdp and the axes of added techniques.
+    """Traces a model for planning over data, fsdp, context, tensor, pipe and the axes of added techniques.
 
     Args:
       blueprint: The model.
@@ -136,9 +135,9 @@ def trace_model(
     """
     two_rows = {key: jax.ShapeDtypeStruct((2, *leaf.shape[1:]), leaf.dtype) for key, leaf in batch.items()}
     with batch_errors(two_rows):
-        splits = find_splits(
-            blueprint, loss, batch, rows=rows, devices=devices, sizes=[n for n in divisors(devices) if 1 < n <= MOST],
-            precision=compute, frozen=frozen,
+        splits, no_splits = find_splits(
+            blueprint, loss, batch, rows=rows, devices=devices, sizes=divisors(devices)[1:], precision=compute,
+            frozen=frozen,
         )  # fmt: skip
     buffers: set[int] = set()
     with (
@@ -147,7 +146,7 @@ def trace_model(
         batch_errors(two_rows),
         implemented({"mixture": partial(_mixture, buffers)}),
     ):  # shardings that the model itself names have no effect outside of a step
-        shares = {size: shares for size, (_, _, shares) in splits.items()}
+        shares = {sizes: each.shares for sizes, each in splits.items()}
         model_trace, sums = _trace_loss(blueprint, loss, batch, shares, max(1, rows / devices), compute, frozen)
     with sharding_translation(), step_hooks(), implemented({"mixture": mixture}):
         stages, no_pipeline = find_stages(
@@ -160,9 +159,10 @@ def trace_model(
         for axis, technique in TECHNIQUES.items()
         if axis not in DECLARED and not technique.why_not(named_dims)
     }
-    axes = ({"tensor": [1, *splits]} if splits else {}) | axes
-    names_by_size = {size: names for size, (_, names, _) in splits.items()}
-    shards, state_bytes, refused = _shards(blueprint, devices, axes, names_by_size)
+    axes = {axis: each for axis in AXES if len(each := split_sizes(splits, axis)) > 1} | axes
+    shards, state_bytes, refused = _shards(
+        blueprint, devices, axes, {sizes: each.names for sizes, each in splits.items()}, rows=rows
+    )
     return TracedModel(
         name=blueprint.name,
         shards=shards,
@@ -176,7 +176,8 @@ def trace_model(
         itemsize=4 if dtype is None else dtype(0).dtype.itemsize,
         sum_loss=sums,
         axes=tuple(axes),
-        splits={size: split for size, (split, _, _) in splits.items()},
+        splits={sizes: each.split for sizes, each in splits.items()},
+        no_splits=no_splits,
         dims=named_dims.dims,
         parameters_by_dim=named_dims.parameters_by_dim,
         stages=stages,
@@ -188,14 +189,14 @@ def _trace_loss(
     blueprint: Blueprint,
     loss: Callable,
     batch: Mapping[str, Any],
-    shares: Mapping[int, ArrayShares],
+    shares: Mapping[Sizes, ArrayShares],
     rows: float,
     compute: str,
     frozen: Collection[str],
 ) -> tuple[ModelTrace, bool]:
     """Traces the loss and its gradients, and says whether the loss is a sum.
 
-    `shares` are the shares of arrays for each size of `tensor`, and `rows` the examples of a device.
+    `shares` are the shares of arrays for sizes of `context` and `tensor`, and `rows` the examples of a device.
     """
     params, model_state = jax.eval_shape(blueprint.init, jax.random.key(0))
 
@@ -211,7 +212,7 @@ def _trace_loss(
     numbers = _argument_numbers(params, model_state, batch, frozen)
     model_trace = trace(
         forward, params, abstract_inputs, takes_remat=blueprint.takes_remat, name=blueprint.name, rows=rows,
-        frozen=frozen, splits={size: partial(each, **numbers) for size, each in shares.items()},
+        frozen=frozen, splits={sizes: partial(each, **numbers) for sizes, each in shares.items()},
     )  # fmt: skip
     return model_trace, _is_sum(forward("none", accumulate=2), params, abstract_inputs(2))
 
@@ -250,11 +251,17 @@ def _dims(layout: Layout, buffers: Collection[int]) -> Dims:
 
 
 def _shards(
-    blueprint: Blueprint, devices: int, axes: Mapping[str, Collection[int]], specs: Mapping[int, NamedSpecs]
+    blueprint: Blueprint,
+    devices: int,
+    axes: Mapping[str, Collection[int]],
+    specs: Mapping[Sizes, NamedSpecs],
+    *,
+    rows: int,
 ) -> tuple[dict[tuple[int, ...], int], dict[tuple[int, ...], int], dict[tuple[int, ...], str]]:
     """Returns, by sizes of fsdp and further axes: parameters per device, bytes of other state, reasons of refusal.
 
-    `specs` are the names of dims that were found for each size of `tensor`.
+    `specs` are the names of dims that were found for sizes of `context` and `tensor`, and `rows` the examples of a
+    step, which replicas divide.
     """
     counts, state_bytes, refused = {}, {}, {}
     sizes_of_axis = divisors(devices)
@@ -265,14 +272,18 @@ def _shards(
         if devices % count:
             continue
         axis_sizes = {axis: size for axis, size in zip(axes, further, strict=True) if size > 1}
-        names = specs.get(axis_sizes.get("tensor", 1))
+        split = axis_sizes.get("context", 1), axis_sizes.get("tensor", 1)
+        names = specs.get(split)
+        if split != (1, 1) and (names is None or rows % (devices // math.prod(split))):
+            continue
         try:
             parallel = replace(Parallel().sized({"fsdp": fsdp, **axis_sizes}), zero=3 if fsdp > 1 else 0)
             if names:
-                parallel = replace(parallel, paths=names.paths, rules=names.rules)
+                parallel = replace(parallel, paths=names.paths, rules=names.rules, activations=names.activations)
             layout = compose(blueprint, parallel, count)
         except JaxparError as error:
-            found = f"{EXPERTS} with tensor: the names that are found for tensor leave no dim to {EXPERTS}"
+            axis = " and ".join(axis for axis in AXES if axis in axis_sizes)
+            found = f"{EXPERTS} with {axis}: the names that are found for {axis} leave no dim to {EXPERTS}"
             refused[sizes] = found if names and EXPERTS in axis_sizes else error.problems[0].got
             continue
         counts[sizes] = sum(

@@ -1,9 +1,9 @@
-"""How the tensor axis splits a model that is no decoder: its traffic for each size; work and arrays are traced.
+"""How `context` and `tensor` split a model that is no decoder: their traffic; work and arrays are traced.
 
 An integer program on the model's trace finds them (`jaxpar.specs`); a plan only prices them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,18 +11,23 @@ import numpy as np
 
 from jaxpar.plan.candidate import Candidate
 
+AXES = ("context", "tensor")  # whose dims are found, outermost first: a split's sizes are in this order
+Sizes = tuple[int, int]
+
 
 @dataclass(frozen=True, kw_only=True)
 class SplitTraffic:
-    """Equal collectives over the tensor axis.
+    """Equal collectives over an axis.
 
     Attributes:
+      axis: "context" or "tensor".
       kind: all-gather, reduce-scatter, all-reduce or all-to-all.
       payload_per_row: Bytes of one for each example of a microbatch.
       payload: Bytes of one, whatever the examples.
       times: Number of them for a microbatch.
     """
 
+    axis: str
     kind: str
     payload_per_row: float
     payload: float
@@ -30,28 +35,35 @@ class SplitTraffic:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorSplit:
-    """A model over a tensor axis of one size.
+class ModelSplit:
+    """A model over `context` and `tensor` of certain sizes.
 
     Attributes:
-      traffic: Collectives over the axis.
+      traffic: Collectives over these axes.
     """
 
     traffic: tuple[SplitTraffic, ...] = ()
 
 
-class TensorSplitModel(Protocol):
-    """A model with a split for each size of the tensor axis that it supports."""
+class SplitsModel(Protocol):
+    """A model with a split for each pair of sizes of `context` and `tensor` that it supports."""
 
     @property
-    def splits(self) -> Mapping[int, TensorSplit]:
-        """Sizes of the axis to the split; 1 is not among them."""
+    def splits(self) -> Mapping[Sizes, ModelSplit]:
+        """Sizes of `context` and `tensor` to the split; (1, 1) is not among them."""
         ...
 
 
-def traffic(model: TensorSplitModel, candidate: Candidate) -> Iterator[tuple[str, Any, Any]]:
-    """Yields the kind, payload and count of the collectives of a microbatch; 0 of those of other sizes."""
-    for size, split in model.splits.items():
-        for each in split.traffic:
-            payload = each.payload + each.payload_per_row * candidate.microbatch
-            yield each.kind, payload, each.times * np.equal(candidate.tensor, size)
+def split_sizes(splits: Iterable[Sizes], axis: str) -> list[int]:
+    """Returns the sizes of an axis in any of these splits, with 1, smallest first."""
+    return sorted({1, *(sizes[AXES.index(axis)] for sizes in splits)})
+
+
+def traffic(model: SplitsModel, candidate: Candidate, axis: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yields the kind, payload and count of the collectives of a microbatch over an axis; 0 of those of other sizes."""
+    for (context, tensor), split in model.splits.items():
+        active = np.equal(candidate.context, context) & np.equal(candidate.tensor, tensor)
+        for entry in split.traffic:
+            if entry.axis == axis:
+                payload = entry.payload + entry.payload_per_row * candidate.microbatch
+                yield entry.kind, payload, entry.times * active

@@ -13,6 +13,7 @@ from jaxpar.errors import refuse
 from jaxpar.models.settings.computing import POLICIES, model_policy
 from jaxpar.plan.model.liveness import Estimate, estimate
 from jaxpar.plan.model.program import MatmulKind, SizedProgram, read_program, value
+from jaxpar.plan.model.splits import Sizes
 from jaxpar.sharding.names import DISPATCH, path_of
 
 # maps a jaxpr of (parameters, other inputs) to a function of a variable to the share that a device has of its array
@@ -46,7 +47,8 @@ class ModelTrace:
       blocks: Number of blocks under remat; 0 if the model has none.
       slots: Of each mixture of experts (`jp.mixture`), the elements of its slots per row, and the number of such
         mixtures in a forward pass.
-      split_programs: Sizes of `tensor` to the estimates of the program of one of so many devices, as in `programs`.
+      split_programs: Sizes of `context` and `tensor` to the estimates of the program of one of so many devices, as in
+        `programs`.
     """
 
     matmuls: tuple[Matmul, ...]
@@ -54,7 +56,7 @@ class ModelTrace:
     programs: Mapping[str, Estimate]
     blocks: int
     slots: tuple[tuple[float, int], ...] = ()
-    split_programs: Mapping[int, Mapping[str, Estimate]] = field(default_factory=dict)
+    split_programs: Mapping[Sizes, Mapping[str, Estimate]] = field(default_factory=dict)
 
 
 def trace(
@@ -66,7 +68,7 @@ def trace(
     name: str,
     rows: float = 64.0,
     frozen: Collection[str] = (),
-    splits: Mapping[int, Shares] = MappingProxyType({}),
+    splits: Mapping[Sizes, Shares] = MappingProxyType({}),
 ) -> ModelTrace:
     """Traces a loss and its gradients, without compiling and without arrays.
 
@@ -78,7 +80,7 @@ def trace(
       name: Name of the model, for messages.
       rows: Rows of a device for which fusions are chosen.
       frozen: Paths of parameters without gradients.
-      splits: Sizes of `tensor` to the shares that a device has of arrays.
+      splits: Sizes of `context` and `tensor` to the shares that a device has of arrays.
 
     Raises:
       JaxparError: If no saved activation grows with the rows, or if ops depend on the number of rows.
@@ -91,12 +93,12 @@ def trace(
         policy: estimate(program, rows, params=places, gradients=gradients) for policy, program in programs.items()
     }
     split_programs = {
-        size: {
+        sizes: {
             policy: estimate(program.split(shares(program.jaxpr)), rows, params=places, gradients=gradients)
             for policy, program in programs.items()
             if program.jaxpr is not None
         }
-        for size, shares in splits.items()
+        for sizes, shares in splits.items()
     }
     matmuls = [*programs["none"].matmuls()]
     if not any(matmul.flop[1:].any() for matmul, _, backward in matmuls if backward):

@@ -24,8 +24,11 @@ from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model import ring_attention
 from jaxpar.plan.model.layer_time import attention, scores
 from jaxpar.plan.model.shape import NamedDims, Shape
-from jaxpar.plan.techniques.base import BYTES, PlanTechnique, SentCollective, Settings
+from jaxpar.plan.model.splits import split_sizes, traffic
+from jaxpar.plan.model.state_bytes import Recipe
+from jaxpar.plan.techniques.base import BYTES, PlanTechnique, SentCollective, Settings, divisors, up_to
 from jaxpar.plan.techniques.context_forms import moved_share
+from jaxpar.plan.techniques.split_traffic import split_traffic, why_no_split
 
 # tokens of a row from which a search tries Ulysses, and above which also rings; `crossover` has where they are faster
 SHORT, LONG = 4096, 8192
@@ -125,6 +128,32 @@ class _Maker:
         return SentCollective(collective=collective, exposed=self.exposed, overlapped_compute=beside, recomputed=again)
 
 
+def step(model: Any, candidate: Candidate, software: SoftwareModel) -> Iterator[SentCollective]:
+    """Yields the collectives over the context axis of a model that is no decoder."""
+    yield from split_traffic(model, candidate, software, "context", software.context_overlap)
+
+
+def gathered(model: Any, candidate: Candidate, software: SoftwareModel, recipe: Recipe) -> Mapping[str, Any]:
+    """Returns the bytes of gathered arrays of a model that is no decoder: twice the largest, as keys and values."""
+    if isinstance(model, Shape):
+        return {}
+    payloads = [
+        size * (times > 0) for kind, size, times in traffic(model, candidate, "context") if kind == "all-gather"
+    ]
+    return {"working": 2.0 * np.maximum.reduce(np.broadcast_arrays(0.0, *payloads))}
+
+
+def why_not(model: Any) -> str:
+    """Returns why a model is not planned over the context axis; "" if it is."""
+    return why_no_split(model, "context")
+
+
+def sizes(model: Any, rows: int, choices: Choices) -> list[int]:
+    """Returns the sizes that split a model: of a decoder those that divide its tokens, of others those found."""
+    allowed = divisors(model.dims["seq"]) if isinstance(model, Shape) else split_sizes(model.splits, "context")
+    return up_to(allowed, choices.context)
+
+
 def form_options(
     model: NamedDims, choices: Choices, context: int, tensor: int, fsdp: int, zero: int, pipe: int
 ) -> Sequence[Mapping[str, Any]]:
@@ -160,10 +189,13 @@ def allowed_forms(model: Shape, context: int, tensor: int) -> list[tuple[str, in
 
 CONTEXT = PlanTechnique(
     axis="context",
-    model_type=Shape,
+    excludes=why_not,
+    sizes=sizes,
     rule=" and divides the tokens of a row",
     settings=Settings(needs=("context", "tensor", "fsdp", "zero", "pipe"), options=form_options),
     block=block,
+    step=step,
+    bytes=gathered,
     cause="context",
     styles={"context": Style(letter="C", shade=173, light="#f0b27a", dark="#c97f45")},
 )

@@ -15,8 +15,9 @@ from jaxpar.plan.causes import Style
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model.layer_time import tokens
 from jaxpar.plan.model.shape import NamedDims, Shape
-from jaxpar.plan.model.splits import traffic
+from jaxpar.plan.model.splits import split_sizes
 from jaxpar.plan.techniques.base import BYTES, PlanTechnique, SentCollective, Settings, divisors, up_to
+from jaxpar.plan.techniques.split_traffic import split_traffic, why_no_split
 
 
 def sizes(model: Any, rows: int, choices: Choices) -> list[int]:
@@ -26,7 +27,7 @@ def sizes(model: Any, rows: int, choices: Choices) -> list[int]:
     of other models those for which specs were found.
     """
     if not isinstance(model, Shape):
-        return up_to([1, *model.splits], choices.tensor)
+        return up_to(split_sizes(model.splits, "tensor"), choices.tensor)
     shape = model
     common = gcd(*(shape.dims[name] for name in ("heads", "kv_heads", "mlp")))
     return up_to(divisors(common), choices.tensor)
@@ -78,27 +79,13 @@ def block(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Iterat
 
 
 def step(model: Any, candidate: Candidate, software: SoftwareModel) -> Iterator[SentCollective]:
-    """Yields the collectives over the tensor axis of a model that is no decoder.
-
-    Those of the forward pass are exposed, and a share of those of the backward pass, which are half of all.
-    """
-    if isinstance(model, Shape):
-        return
-    for kind, payload, times in traffic(model, candidate):
-        yield SentCollective(
-            collective=Collective(
-                kind=kind, axes=("tensor",), dtype="bf16" if software.wire[0] == 2 else "f32", group=candidate.tensor,
-                times=times * candidate.microbatches, payload=payload,
-            ),
-            exposed=1 - software.tensor_overlap / 2,
-        )  # fmt: skip
+    """Yields the collectives over the tensor axis of a model that is no decoder."""
+    yield from split_traffic(model, candidate, software, "tensor", software.tensor_overlap)
 
 
 def why_not(model: Any) -> str:
     """Returns why a model is not planned over the tensor axis; "" if it is."""
-    return (
-        "" if isinstance(model, Shape) or getattr(model, "splits", None) else "no dims that it could split were found"
-    )
+    return why_no_split(model, "tensor")
 
 
 TENSOR = PlanTechnique(
