@@ -111,6 +111,19 @@ def test_sizes_that_split_what_tensor_splits_or_nothing_are_left_out_with_a_sent
     assert sentences[0].startswith("context 2, 8: splits no activation of this model")
 
 
+def test_dims_are_found_for_the_replicas_of_a_run():
+    """Without their sums of gradients, a plan of 64 devices left whole parameters that a run splits."""
+
+    def mean(model, batch):
+        return jnp.mean(model(batch["x"]) ** 2)
+
+    batch = {"x": jax.ShapeDtypeStruct((8, 64), "float32")}
+    found, _ = splits_of(Wide, mean, batch, rows=8)
+    run = jp.find_specs(Wide, mean, batch, jp.Parallel(data=4, tensor=2))
+    assert found[1, 2].solution.cost == pytest.approx(run.solution.cost, rel=1e-9)
+    assert found[1, 2].names.paths == run.specs.paths
+
+
 def test_context_is_left_out_where_the_model_calls_an_attention_that_meets_other_keys():
     def attend(model, batch):
         x = model.up(batch["x"]).reshape(*batch["x"].shape[:2], 4, -1)

@@ -72,8 +72,9 @@ def find_splits(
         return traced
 
     def find(context: int, tensor: int) -> FoundSplit | None:
-        local = max(1, rows * context * tensor // devices)
-        return _find(program(local), (context, tensor), local, precision)
+        replicas = devices // (context * tensor)
+        local = max(1, rows // replicas)
+        return _find(program(local), (context, tensor), local, replicas, precision)
 
     found, idle, equal = {}, [], []
     for size in (size for size in sizes if size <= MOST_TENSOR):
@@ -99,10 +100,14 @@ def find_splits(
     return found, tuple(no_splits)
 
 
-def _find(program: TracedProgram, sizes: Sizes, rows: int, precision: str) -> FoundSplit | None:
-    """Returns the split by these sizes; None if no dims can be cut so, or `tensor` would cut no parameter."""
+def _find(program: TracedProgram, sizes: Sizes, rows: int, replicas: int, precision: str) -> FoundSplit | None:
+    """Returns the split by these sizes; None if no dims can be cut so, or `tensor` would cut no parameter.
+
+    As in a run, a parameter costs its update and the sum of its gradient over the replicas, here those of `data`.
+    """
     by_axis = {axis: size for axis, size in zip(AXES, sizes, strict=True) if size > 1}
-    costs, needs_parameters = costs_on(HARDWARE["h100"], Parallel(**by_axis), precision), "tensor" in by_axis
+    costs = costs_on(HARDWARE["h100"], Parallel(data=replicas, **by_axis), precision)
+    needs_parameters = "tensor" in by_axis
     try:
         cuts, solution, _ = choose_dims(program, tuple(by_axis.values()), costs, parameters=needs_parameters)
     except JaxparError:  # no dims of the model can be cut so: the plan has no layout of this size
