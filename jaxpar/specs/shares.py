@@ -80,7 +80,7 @@ def _followed(
 def _dims_of_axes(array: Array, cut: Mapping[DimPiece, tuple[int, ...]]) -> CutDims:
     """Returns the dims of an array whose first piece is cut, each with the numbers of the axes that cut it."""
     firsts = [next(flat(dim), None) for dim in array.dims]
-    return tuple((index, cut[piece]) for index, piece in enumerate(firsts) if piece in cut)
+    return tuple((index, cut[piece]) for index, piece in enumerate(firsts) if piece is not None and piece in cut)
 
 
 def _line_and_shape(array: Array, program: TracedProgram) -> Hashable:

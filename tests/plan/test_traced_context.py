@@ -108,7 +108,7 @@ def test_sizes_that_split_what_tensor_splits_or_nothing_are_left_out_with_a_sent
 
     found, sentences = splits_of(Scale, table, {"x": jax.ShapeDtypeStruct((8, 64), "float32")}, rows=8)
     assert found == {}
-    assert sentences[0].startswith("context 2, 8: splits no activation of this model")
+    assert sentences[0].startswith("context 2, 8: splits no activation along a dim of the batch")
 
 
 def test_dims_are_found_for_the_replicas_of_a_run():

@@ -84,14 +84,14 @@ def find_splits(
         return found, ("context: how jp.attention meets the keys of other devices is priced for decoders",)
     for size in (size for size in sizes if size <= MOST_CONTEXT and rows % (devices // size) == 0):
         split, of_tensor = find(size, 1), found.get((1, size))
-        if split is None or not splits_activations(split.names, "context"):
-            idle.append(size)
-        elif of_tensor is not None and split.solution.axes == of_tensor.solution.axes:
+        if split is not None and of_tensor is not None and split.solution.axes == of_tensor.solution.axes:
             equal.append(size)
+        elif split is None or not splits_tokens(split.names, "context"):
+            idle.append(size)
         else:
             found[size, 1] = split
     sentences = (
-        ("splits no activation of this model, and its devices would do the same work", idle),
+        ("splits no activation along a dim of the batch, such as tokens", idle),
         ("the dims found for it are those of tensor", equal),
     )
     no_splits = [f"context {', '.join(map(str, given))}: {reason}" for reason, given in sentences if given]
@@ -106,7 +106,7 @@ def _find(program: TracedProgram, sizes: Sizes, rows: int, replicas: int, precis
     As in a run, a parameter costs its update and the sum of its gradient over the replicas, here those of `data`.
     """
     by_axis = {axis: size for axis, size in zip(AXES, sizes, strict=True) if size > 1}
-    costs = costs_on(HARDWARE["h100"], Parallel(data=replicas, **by_axis), precision)
+    costs = costs_on(HARDWARE["h100"], Parallel(data=replicas, context=sizes[0], tensor=sizes[1]), precision)
     needs_parameters = "tensor" in by_axis
     try:
         cuts, solution, _ = choose_dims(program, tuple(by_axis.values()), costs, parameters=needs_parameters)
@@ -124,10 +124,10 @@ def _find(program: TracedProgram, sizes: Sizes, rows: int, replicas: int, precis
     )
 
 
-def splits_activations(names: NamedSpecs, axis: str) -> bool:
-    """Whether an axis splits a dim of an activation, by the names that were found for it or for it and others."""
+def splits_tokens(names: NamedSpecs, axis: str) -> bool:
+    """Whether an axis splits a dim of an activation that is one of the batch, by the names that were found."""
     given = {name for dims in names.activations.values() for name in dims if name}
-    return any(axis in names.axes.get(name, ()) for name in given)
+    return any(axis in names.axes.get(name, ()) for name in given if name.split("_")[0] == "tokens")
 
 
 def _traffic(sent: Sent, axis: str, size: int, rows: int) -> SplitTraffic:
