@@ -84,7 +84,8 @@ def _cast(jaxpr: Jaxpr, var: Var) -> JaxprEqn | None:
 def _is_narrower(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name != "convert_element_type":
         return False
-    before, after = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+    (read,), after = shapes(eqn.invars), eqn.params["new_dtype"]
+    before = read.dtype
     floats = jnp.issubdtype(before, jnp.floating) and jnp.issubdtype(after, jnp.floating)
     return floats and jnp.dtype(after).itemsize < before.itemsize
 
