@@ -94,7 +94,7 @@ def _row(path: str, index: int, dims: Sequence[Dim], pairs: Mapping[DimPiece, st
         return pairs[leading[0]], math.prod(piece.size for piece in dim[: last + 1])
     other_entries = math.prod(piece.size for n, other_dim in enumerate(dims) if n != index for piece in other_dim)
     facts = dim[0].facts
-    if len(dims) > 2 and path in facts.batched_by:  # a stack of matrices, each for other tokens
+    if _of_experts(path, dims, index):
         return "expert", size
     tied = facts.looked_up and facts.produced_by
     read_out = facts.produced_by and not facts.contracted_by and not facts.looked_up and len(dims) > 1
@@ -106,6 +106,25 @@ def _row(path: str, index: int, dims: Sequence[Dim], pairs: Mapping[DimPiece, st
     if any(piece.facts.batched_count or "contracted between activations" in piece.facts.mixed for piece in dim):
         return "head_dim", size
     return "embed" if facts.produced_by or facts.contracted_by else None, size
+
+
+def _of_experts(path: str, dims: Sequence[Dim], index: int) -> bool:
+    """Whether a dim has an entry for each expert: of a stack of matrices, each for other tokens, or of their biases.
+
+    Matmuls may compute the tokens of all experts from the same input: then the dim is batched in the next matmul only.
+    """
+    facts = dims[index][0].facts
+    if len(dims) > 2 and path in facts.batched_by:
+        return True
+    # more batched matmuls than those by parameters are of two activations: heads of attention
+    if not facts.batched_by or facts.batched_count > len(facts.batched_by):
+        return False
+    own = [n for n, dim in enumerate(dims) if not any(piece.facts.scanned for piece in dim)]
+    if len(own) > 2:
+        return index == own[0] and path in facts.produced_by
+    every = [piece.facts for dim in dims for piece in dim]
+    multiplied = any(path in f.produced_by | f.contracted_by | f.batched_by for f in every)
+    return len(own) == 2 and index == own[0] and not multiplied
 
 
 def _explain(path: str, piece: DimPiece, name: str) -> str:

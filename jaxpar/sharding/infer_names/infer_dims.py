@@ -55,6 +55,6 @@ def _better(used: InferredDims, named: InferredDims | None) -> bool:
 
     Heads may be split even if a norm over all heads mixes them: it costs only a small all-reduce.
     """
-    if CUT & {*used.names}:
+    if (CUT | {"expert"}) & {*used.names}:
         return True
     return used.followed and (named is None or not (CUT - {"vocab"}) & {*named.names})
