@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import tempfile
+from collections import defaultdict
 from importlib.metadata import version
 from pathlib import Path
 
@@ -47,10 +48,31 @@ def pytest_configure(config):
         raise pytest.UsageError("tests on GPUs are run by `pytest tests/gpu`")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not choose
 def pytest_collection_modifyitems(items):
-    """Puts files with slow tests first: a long one that begins last leaves the other worker idle."""
+    """Thins out grids, and puts files with slow tests first: a long one that begins last leaves a worker idle."""
+    thin_out(items)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def thin_out(items):
+    """Marks slow cases of tests with `spread(n)` as full, but for n that lie evenly among them."""
+    grids = defaultdict(list)
+    for item in items:
+        if (
+            item.get_closest_marker("spread")
+            and item.get_closest_marker("slow")
+            and not item.get_closest_marker("full")
+        ):
+            grids[item.nodeid.partition("[")[0]].append(item)
+    for cases in grids.values():
+        (count,) = cases[0].get_closest_marker("spread").args
+        stride = max(1, len(cases) // count)  # and one further each time, so that all parameters of a grid change
+        chosen = {len(cases) * number // count + number % stride for number in range(count)}
+        for number, item in enumerate(cases):
+            if number not in chosen:
+                item.add_marker(pytest.mark.full)
 
 
 @pytest.fixture(autouse=True)

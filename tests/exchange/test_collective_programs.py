@@ -62,6 +62,7 @@ def ended(name, x):
     return np.stack([x.sum(0)] * group)
 
 
+@pytest.mark.spread(12)
 @pytest.mark.slow
 @each_one
 @pytest.mark.parametrize("group", GROUPS)

@@ -154,6 +154,7 @@ def test_a_code_that_loses_little_trains_as_none(sizes):
     assert losses != expected
 
 
+@pytest.mark.spread(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"data": 4, "fsdp": 2, "zero": 0}, {"data": 2, "tensor": 4}], ids=str)
 @pytest.mark.parametrize(
@@ -223,6 +224,7 @@ def by_kind(found):
     return sizes
 
 
+@pytest.mark.spread(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", some([WHOLE, EVERY], [WHOLE], []), ids=str)
 @each_code

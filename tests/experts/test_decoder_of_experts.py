@@ -54,6 +54,7 @@ def case(experts, *marks, **sizes):
     return pytest.param(experts, sizes, id=f"{name}, {', '.join(f'{k} {v}' for k, v in sizes.items())}", marks=marks)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("experts", "sizes"),

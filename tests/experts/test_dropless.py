@@ -28,6 +28,7 @@ def to_one_expert(choices):
     )
 
 
+@pytest.mark.spread(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [jp.mixture, in_an_implementation], ids=["loop", "buffers"])
 @pytest.mark.parametrize(("imbalance", "buffers", "spare"), [(1.0, 4, 0), (1.0, 2, 3), (1.25, 8, 2)])

@@ -31,6 +31,7 @@ def example(seed, rows=3, seq=10, spare=0, experts=EXPERTS, dtype=np.float64):
     )
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     ("capacity", "spare", "in_slots"),
     [
@@ -101,7 +102,7 @@ def test_a_sum_of_slots_saves_the_smaller_of_slots_and_choices(capacity):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(data=st.data())
 def test_every_choice_is_kept_spilled_or_dropped_and_no_slot_is_given_twice(data):
     sharing = data.draw(st.integers(1, 3))
@@ -177,6 +178,7 @@ CASES = [
 ]
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     ("kind", "sizes", "options"),
     [case if case is CASES[1] else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],

@@ -60,6 +60,7 @@ def ran(optimizer, params, grads, steps=3):
     return params
 
 
+@pytest.mark.spread(4)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*optimistic_adam")  # for its successor
 @pytest.mark.parametrize(

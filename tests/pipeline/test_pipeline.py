@@ -138,6 +138,7 @@ def test_the_covering_cases_cover_every_pair():
     assert len(PAIRS) <= 35  # 30 are needed for schedules x stages
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     ("name", "keep", "mesh"),
     [case_of(each, *rarely(each)) for each in CASES],

@@ -95,6 +95,7 @@ def test_groups_of_several_channels_are_not_split_by_a_pair():
     assert dims["grouped/kernel"] in ([], [3])
 
 
+@pytest.mark.spread(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [Pair(), Bottleneck(), Inverted()], ids=lambda model: type(model).__name__)
 @pytest.mark.parametrize(
