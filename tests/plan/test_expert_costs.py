@@ -1,5 +1,6 @@
 """What a plan says of `expert`, beside the program that XLA compiles: bytes of tokens, gathers, and memory."""
 
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -31,11 +32,13 @@ precision = "bf16"
 """
 
 
+@cache  # a mixture is traced, which takes seconds
 def question(*changes, devices=8):
     return asked_of(loads(JOB, list(changes)), devices=devices, chip="h100", per_node=None, options={})
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("expert costs")
 def test_the_all_to_alls_of_a_plan_are_those_of_the_program():
     asked = question()
     layout = Candidate(fsdp=2, axes={"expert": 4}, zero=3, remat="full", microbatches=2, microbatch=4)
@@ -49,6 +52,7 @@ def test_the_all_to_alls_of_a_plan_are_those_of_the_program():
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("expert costs")
 def test_what_is_no_expert_is_gathered_over_the_axis_too():
     asked = question()
     layout = Candidate(fsdp=1, axes={"expert": 8}, zero=0, remat="none", microbatches=1, microbatch=8)
@@ -61,6 +65,7 @@ def test_what_is_no_expert_is_gathered_over_the_axis_too():
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("expert costs")
 def test_all_sizes_that_divide_experts_and_rows_are_weighed():
     assert {*np.asarray(question().legal().size("expert")).tolist()} == {1, 2, 4, 8}
     shared = question("model.experts.dispatch=dropless", "model.experts.overflow=spill", "model.experts.buffers=4")
