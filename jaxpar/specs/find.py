@@ -173,7 +173,8 @@ def find_specs(
     axes = axes_of(parallel)
     sizes = tuple(parallel.sizes[axis] for axis in axes)
     examples = examples and rows % math.prod(sizes) == 0
-    # two axes and fsdp: of parameters whose dim both axes cut XLA (jaxlib 0.12) computes wrong gradients in some models
+    # two axes and fsdp: XLA (jaxlib 0.12) stores a wrong result of a matmul that sums over an axis where that axis cuts
+    # one dim of it and two others another: einsum("bsh,bsd->hd") of P(None, a, None) twice, stored as P(a, (c, b))
     cuts, solution, best = choose_dims(
         program, sizes, costs, parameters=AXIS in axes, memory=memory, examples=examples,
         both=parallel.sizes["fsdp"] == 1,
