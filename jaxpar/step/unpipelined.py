@@ -165,7 +165,9 @@ class Unpipelined(Gradients):
         """The axis over which layer gradients are summed after the scan instead of in it, or "": see
         `hoist_gradient_sums`.
         """
-        return "data" if self.layout.sizes["data"] > 1 else "fsdp" if self._cut_by_fsdp else ""
+        if self.layout.sizes["data"] > 1:
+            return "data"
+        return "fsdp" if self._cut_by_fsdp else "expert" if self._cut_by_expert else ""
 
     @property
     def _cut_by_fsdp(self) -> bool:
@@ -174,6 +176,16 @@ class Unpipelined(Gradients):
         sizes, stage = self.layout.sizes, self.layout.parallel.stage
         only_data_and_fsdp = self.layout.replicas == sizes["data"] * sizes["fsdp"] and sizes["context"] == 1
         return stage == 3 and only_data_and_fsdp and sizes["fsdp"] > 1
+
+    @property
+    def _cut_by_expert(self) -> bool:
+        """Whether gradients are reduce-scattered over `expert` and summed over no other axis, on devices with streams.
+
+        Simulated devices run collectives one after another, whether the reduce-scatter is explicit or not.
+        """
+        layout, sizes = self.layout, self.layout.sizes
+        alone = layout.replicas == sizes.get("expert") and sizes["context"] == 1 and layout.parallel.stage == 3
+        return alone and layout.mesh is not None and layout.mesh.devices.flat[0].platform != "cpu"
 
     def _gathered(self, params: Tree, model_state: Tree, batch: Mapping[str, Any], *, train: bool) -> Tree:
         """Gathers the parameters once per step in ZeRO stages 1 and 2; else returns them unchanged."""

@@ -135,8 +135,8 @@ def temporary(report):
 
 
 ALONE, REPLICAS = 0, 1  # numbers of `LAYOUTS`
-MEMORY = "0.2 % more (expert=8): casts of shards that the loop gathers; 1.1 % (expert=4, data=2)"
-STEP = "a modelled step takes 2.6 % (expert=8), 5.6 % (expert=4, data=2) more: kernels, waits, copies to sum gradients"
+MEMORY = "0.06 % more (expert=8): casts of shards that the loop gathers; 1.1 % (expert=4, data=2)"
+STEP = "a modelled step takes 5.6 % more (expert=4, data=2): copies to sum gradients over data in the loop, and waits"
 
 
 def layouts(*broken, reason):
@@ -170,7 +170,7 @@ def test_temporary_memory_is_at_most_the_twins(number):
 
 
 @pytest.mark.full
-@layouts(ALONE, REPLICAS, reason=STEP)
+@layouts(REPLICAS, reason=STEP)
 def test_the_modelled_step_takes_at_most_a_hundredth_more_than_the_twins(number):
     ours, theirs = reports(number)
     assert ours.timeline.seconds <= 1.01 * theirs.timeline.seconds

@@ -145,6 +145,38 @@ def test_gradients_that_wait_for_their_reduce_scatter_are_those_of_jax(cuts):
 
 
 @pytest.mark.slow
+def test_large_gradients_are_scattered_in_the_scan_and_cast_afterwards(monkeypatch):
+    """Devices send the float32 of a sum over examples, of which the model reads 16 bits."""
+    monkeypatch.setattr(find, "SMALL", 0)
+
+    @partial(jax.custom_vjp, nondiff_argnums=(1,))
+    def stored(w, on):
+        return w
+
+    on_rows, on_columns = PartitionSpec("expert", "tensor"), PartitionSpec(None, "expert")
+    stored.defvjp(lambda w, _: (w, None), lambda on, _, grad: (jax.lax.with_sharding_constraint(grad, on),))
+
+    def loss(params, x):
+        def layer(x, own):
+            first = stored(own[0].astype(jnp.bfloat16), on_rows).astype(x.dtype)
+            second = stored(own[1], on_columns)
+            y = jnp.einsum("bsd,df->bsf", x, first) + jnp.einsum("bsd,df->bsf", x, second)
+            return x + jnp.tanh(y - jnp.mean(y, axis=0)), None
+
+        return jnp.sum(jnp.square(jax.lax.scan(layer, x, params)[0]))
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    *params, x = map(jax.random.normal, keys, [(3, 8, 8), (3, 8, 8), (8, 4, 8)])
+    mesh = jax.make_mesh((4, 2), ("expert", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        run = room.hoist_gradient_sums(jax.grad(loss), "expert", 4, rows=8)
+        made = str(jax.make_jaxpr(run)(params, x))
+        found, wanted = jax.jit(run)(params, x), jax.jit(jax.grad(loss))(params, x)
+    assert made.count("reduce_scatter[") == 2
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-4), found, wanted)
+
+
+@pytest.mark.slow
 def test_a_matrix_that_two_axes_cut_along_one_dim_is_summed_by_xla():
     """`fsdp` of 3 divides 24 columns, which `tensor` cuts, and not 20 rows."""
     settings = jp.DecoderConfig(**{**SHAPE, "layers": 2, "dim": 20, "hidden": 24})

@@ -36,13 +36,18 @@ class ExampleSum:
     def can_wait(self, axis: str) -> bool:
         """Whether the gradient can be [replica, ...] until a single reduce-scatter over the axis, or until the end.
 
-        It cannot if the axis shares a dim with another axis or does not divide it, or if the gradient is cast before,
-        because devices send the dtype of the sum.
+        It cannot if `can_scatter` is false for an axis that shards it, or if the gradient is cast before, because
+        devices send the dtype of the sum.
         """
         index = self.scatter_index(axis)
         if any(map(is_cast, self.later_equations[:index])):
             return False
-        return index is None or split_dim(self.later_equations[index], axis) is not None
+        return index is None or self.can_scatter(axis)
+
+    def can_scatter(self, axis: str) -> bool:
+        """Whether an explicit reduce-scatter can shard the gradient over the axis: see `split_dim`."""
+        index = self.scatter_index(axis)
+        return index is not None and split_dim(self.later_equations[index], axis) is not None
 
     def remaining_equations(self, axis: str) -> tuple[JaxprEqn, ...]:
         """Returns `later_equations` from the equation that shards the gradient over an axis."""
@@ -75,7 +80,10 @@ def body_of(scan: Scan) -> tuple[Jaxpr, Sequence]:
 
 
 def find_sums(eqn: JaxprEqn, axis: str, ways: int, rows: int) -> dict[int, ExampleSum]:
-    """Returns the sums over examples among the stacked outputs of a scan, by index; none if they are large."""
+    """Returns the sums over examples among the stacked outputs of a scan, by index.
+
+    Large sums are left out if they would wait until the end; a reduce-scatter in the scan has no limit.
+    """
     if eqn.primitive.name != "scan":
         return {}
     scan = Scan(eqn)
@@ -83,12 +91,14 @@ def find_sums(eqn: JaxprEqn, axis: str, ways: int, rows: int) -> dict[int, Examp
     producers = {var: body_eqn for body_eqn in body.eqns for var in body_eqn.outvars}
     reads = [*body.outvars, *(var for body_eqn in body.eqns for var in body_eqn.invars)]
     times = Counter(var for var in reads if not isinstance(var, Literal))
-    sums = {}
-    for i, var in enumerate(body.outvars[scan.carry :]):
-        if rows % ways == 0 and (gradient := _sum(var, producers, times, rows)) and gradient.can_wait(axis):
-            sums[i] = gradient
-    size = sum(body.outvars[scan.carry + i].aval.size * body.outvars[scan.carry + i].aval.dtype.itemsize for i in sums)
-    return sums if size <= SMALL else {}
+    if rows % ways:
+        return {}
+    outputs = body.outvars[scan.carry :]
+    sums = {i: gradient for i, var in enumerate(outputs) if (gradient := _sum(var, producers, times, rows))}
+    scattered = {i: gradient for i, gradient in sums.items() if gradient.can_scatter(axis)}
+    waiting = {i: gradient for i, gradient in sums.items() if i not in scattered and gradient.can_wait(axis)}
+    size = sum(outputs[i].aval.size * outputs[i].aval.dtype.itemsize for i in waiting)
+    return scattered | waiting if size <= SMALL else scattered
 
 
 def _sum(var: Var | Literal, made: dict[Var, JaxprEqn], times: Counter[Var], rows: int) -> ExampleSum | None:
@@ -116,12 +126,13 @@ def _of_examples(shape: tuple[int, ...], rows: int) -> bool:
 def split_dim(eqn: JaxprEqn, axis: str) -> int | None:
     """Returns the dim that an equation's constraint splits over only this axis; None if there is no such dim.
 
-    None also if shards are unequal or a dim is left to XLA, for which there is no reduce-scatter.
+    None also if shards are unequal or a dim is left to XLA, for which there is no reduce-scatter, or if two axes split
+    another dim, where XLA computes wrong sums.
     """
     if axis not in constraint_axes(eqn):
         return None
     target, shape = eqn.params["sharding"], shapes(eqn.outvars)[0].shape
-    if FREE in target.spec:
+    if FREE in target.spec or any(len(axes_of(entry)) > 1 for entry in target.spec):
         return None
     if any(
         size % ways for size, ways in zip(shape, shard_counts(target.spec, len(shape), target.mesh.shape), strict=True)

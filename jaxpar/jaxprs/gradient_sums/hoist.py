@@ -11,8 +11,9 @@ batch.
 
 A sum per layer overlaps with the next layer's computation, so this rewrite is for layers whose all-reduce takes little
 longer than its launch. If replicas shard the gradient, its reduce-scatter stays in the scan but becomes explicit,
-because XLA overlaps an explicit reduce-scatter with the next iteration, unlike one that it inserts itself. With `data`
-too, the reduce-scatter also leaves the scan, if the unreduced gradients of all layers take little memory.
+however large it is: XLA pipelines a loop by its explicit reduce-scatters, which then overlap with the next iteration.
+Its own it makes from all-reduces only after that pass. With `data` too, the reduce-scatter also leaves the scan, if the
+unreduced gradients of all layers take little memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -116,9 +117,14 @@ def _run(
 
 
 def _replica_gradient(one: ExampleSum, env: Env, axes: Axes, ways: int) -> jax.Array:
-    """Returns the gradient per replica, shape [replica, ...]; if the scan scatters it, the sum over replicas."""
+    """Returns the gradient per replica, shape [replica, ...]; if the scan scatters it, the sum over replicas.
+
+    Casts follow the reduce-scatter: devices send the dtype of the sum, as XLA does.
+    """
     if not isinstance(axes, str):
         return _device_gradient(one, env, axes, ways)
+    index = one.scatter_index(axes)
+    casts = [eqn for eqn in one.later_equations[:index] if is_cast(eqn)]
     x, scattered = (
         _with_source_info(one.eqn, partial(_summed, one.eqn, axes, ways), *(env[var] for var in one.eqn.invars)),
         False,
@@ -128,9 +134,12 @@ def _replica_gradient(one: ExampleSum, env: Env, axes: Axes, ways: int) -> jax.A
             env[eqn.invars[0]] = x
             env.run(eqn)
             x = env[eqn.outvars[0]]
-        elif scattered := i == one.scatter_index(axes):
+        elif scattered := i == index:
             x = _with_source_info(eqn, partial(_scattered, eqn, axes), x)
-        else:
+            for cast in casts:
+                to_dtype = partial(jax.lax.convert_element_type, new_dtype=cast.params["new_dtype"])
+                x = _with_source_info(cast, to_dtype, x)
+        elif not is_cast(eqn):
             x = _with_source_info(eqn, partial(_apply_to_replicas, eqn, axes), x)
     return x if scattered else _shard_leading_dim(x, axes)
 
