@@ -5,6 +5,7 @@ receive the owner's values at the end of the step. Schedules advance once per st
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from jaxpar.step.losses import Sums
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.pipelined.equal_layers import layers_of
 from jaxpar.step.pipelined.model_state import salt_by_replica
+from jaxpar.step.pipelined.shardings import place, table_names
 from jaxpar.step.pipelined.split_model import loss_counts
 from jaxpar.step.pipelined.synchronous import Pipelined
 from jaxpar.step.state import State
@@ -54,9 +56,9 @@ class AsyncPipelined(Pipelined):
                 rule="where weights change in the middle of a step, the layers are stored as a stack",
                 fix="layers stacked by nnx.vmap or nn.scan, or weights='flush'",
             )
-        if self.shardings.layers_per_stage:
+        if layers := layout.parallel.pipeline.layers:
             raise refuse(
-                f"weights={weights!r} with layers={self.shardings.layers_per_stage}",
+                f"weights={weights!r} with layers={tuple(layers)}",
                 rule="where weights change in the middle of a step, every stage has as many layers",
                 fix="layers=(), or weights='flush'",
             )
@@ -93,7 +95,7 @@ class AsyncPipelined(Pipelined):
 
         def local(rows, replica, shared, layers, state, model_states, batch):
             model = self.split_model.model(train=True)
-            with self.shardings.table_names():
+            with table_names(self.shardings.layout):
                 inputs = (
                     salt_by_replica(model_states, replica[0], self.shardings.replicas),
                     self.split_model.microbatches(batch),
@@ -103,7 +105,7 @@ class AsyncPipelined(Pipelined):
                     plan=self.plan,
                     model=model,
                     update=stage_update(pause_schedules(optimizer), self._join, self._split, self._reduce),
-                    place=self.shardings.place,
+                    place=partial(place, self.shardings.layout),
                     keep=self.layout.parallel.pipeline.keep,
                     fill=self.fill,
                 )
@@ -129,11 +131,8 @@ class AsyncPipelined(Pipelined):
             sums, square = jax.tree.map(lambda x: jax.lax.psum(x, self.shardings.manual), (result.sums, result.square))
             return shared, layers, state, sums, square / self.shardings.replicas
 
-        data_spec, replicated, pipe_spec = (
-            PartitionSpec(self.shardings.batch_axes),
-            PartitionSpec(),
-            PartitionSpec("pipe"),
-        )
+        data_spec = PartitionSpec(self.shardings.batch_axes)
+        replicated, pipe_spec = PartitionSpec(), PartitionSpec("pipe")
         shared, layers, state, sums, square = jax.shard_map(
             local,
             mesh=self.layout.device_mesh,

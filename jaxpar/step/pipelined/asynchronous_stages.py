@@ -25,6 +25,7 @@ from jaxpar.sharding.names import SCOPE, Tree, by_path, nest, path_of
 from jaxpar.step.gradients import Batch, metrics
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.pipelined.asynchronous import check_unsharded
+from jaxpar.step.pipelined.shardings import table_names
 from jaxpar.step.pipelined.unequal_stages import TracedMicrobatch, UnequalStages, manual_spec
 from jaxpar.step.state import State
 
@@ -57,7 +58,7 @@ class AsyncUnequalStages(UnequalStages):
         by_rows, whole = PartitionSpec(shardings.batch_axes), PartitionSpec()
 
         def local(replica, params, owned, counts, model_state, batch):
-            with shardings.table_names():
+            with table_names(layout):
                 traced = self._trace(stored, model_state, batch, replica[0], train=True)
                 stage_replicas, parts = self._cut(traced.pieces, train=True)
                 shapes = {path: jax.ShapeDtypeStruct(value.shape, value.dtype) for path, value in stored.items()}

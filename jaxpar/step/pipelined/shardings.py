@@ -70,13 +70,8 @@ class Shardings:
         """Path to the dim that `fsdp` splits in sums of gradients inside the table; other sums are unsharded."""
         if self.layout.parallel.stage != 2 and not self.per_tick:
             return {}
-        cut = {path: _axes_of(self._run_on(path, "updated")) for path in self.layout.placements}
+        cut = {path: _axes_of(_run_on(self.layout, path, "updated")) for path in self.layout.placements}
         return {path: dim for path, entries in cut.items() for dim, axes in enumerate(entries) if "fsdp" in axes}
-
-    @cached_property
-    def xla_axes(self) -> tuple[str, ...]:
-        """Axes that XLA partitions inside the table."""
-        return tuple(axis for axis, size in self.layout.sizes.items() if size > 1 and axis not in self.manual)
 
     @cached_property
     def shards(self) -> Shards | None:
@@ -84,146 +79,150 @@ class Shardings:
         if not self.dims:
             return None
         dims = {path: dim for path, dim in self.dims.items() if path in self.shared or not self.per_tick}
-        specs = {path: spec for path in dims if (spec := self._automatic_spec(path)) is not None}
+        specs = {path: spec for path in dims if (spec := _automatic_spec(self, path)) is not None}
         count = self.layout.sizes["fsdp"]
-        return Shards(axis="fsdp", num_shards=count, dims=dims, other_axes=self.xla_axes, specs=specs)
+        return Shards(axis="fsdp", num_shards=count, dims=dims, other_axes=_xla_axes(self.layout), specs=specs)
 
     def manual_axes(self, path: str) -> tuple[str | None, ...]:
         """Returns the manual axis that splits each dim of a sum of gradients."""
         dim = self.dims.get(path, -1)
         return (*(None,) * dim, "fsdp") if dim >= 0 else ()
 
-    def table_spec(self, path: str) -> PartitionSpec:
-        """Returns the part of a layer parameter's spec inside the table that is over manual axes."""
-        return PartitionSpec("pipe", *(self.manual_axes(path)[1:] if self.per_tick else ()))
-
-    @property
-    def layers_per_stage(self) -> tuple[int, ...]:
-        """Number of layers of each stage, or () if all have the same number."""
-        return tuple(self.layout.parallel.pipeline.layers)
-
     @property
     def replicas(self) -> int:
         """Number of shards of the batch over manual axes."""
         return math.prod(self.layout.sizes[axis] for axis in self.batch_axes)
-
-    def table_names(self):
-        """Names of activation dims to the axes that are not manual inside the table."""
-        sizes = {axis: 1 if axis in self.manual else size for axis, size in self.layout.sizes.items()}
-        return activation_names(self.layout.names, sizes)
-
-    def spread_head_names(self):
-        """Names of activation dims to axes for the spread head, which may also use `pipe`."""
-        sizes = {axis: 1 if axis in self.batch_axes else size for axis, size in self.layout.sizes.items()}
-        return activation_names(self.layout.names, sizes)
 
     def cast(self, value: jax.Array) -> jax.Array:
         """Casts a floating-point parameter to the matmul dtype."""
         floating = self.dtype is not None and jnp.issubdtype(value.dtype, jnp.floating)
         return value.astype(self.dtype) if floating else value
 
-    def cast_and_gather(self, path: str, value: jax.Array) -> jax.Array:
-        """Casts and then gathers a shared parameter for the table."""
-        return self.gather_for_table(path, self.cast(value))
 
-    def layer(self, path: str, value: jax.Array) -> jax.Array:
-        """Casts a parameter when a layer reads it; gathers it over `fsdp` unless the step gathers all at once."""
-        if not self.per_tick or path not in self.dims:
-            return self.cast(value)
-        num_scanned = len(self.layout.placements[path].leaf.shape) - value.ndim  # dims that scans have removed
-        spec, read = self._automatic_spec(path), jax.eval_shape(self.cast, value)
-        gather = Gather(
-            axis="fsdp",
-            dim=self.dims[path] - num_scanned,
-            dtype=read.dtype,
-            shard_dtype=value.dtype,
-            other_axes=() if spec is None else self.xla_axes,
-            spec=PartitionSpec(*(spec or ())[num_scanned:]),
-        )
-        return gather_parameter(value, gather)
+def table_spec(shardings: Shardings, path: str) -> PartitionSpec:
+    """Returns the part of a layer parameter's spec inside the table that is over manual axes."""
+    return PartitionSpec("pipe", *(shardings.manual_axes(path)[1:] if shardings.per_tick else ()))
 
-    def move_to_stages(self, layers: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Moves the layers to the stages that run them."""
-        if not self.layers_per_stage:
-            return redistribute_layers(self.layout.device_mesh, self.layout.schedule.cut, layers)
-        # padding repeats a layer, so this is not a permutation: XLA gathers by index
-        order, _ = padded_layers(self.layers_per_stage)
-        moved = {path: jnp.take(value, order, axis=0) for path, value in layers.items()}
-        return {path: self.constrain(value, self._run_on(path, "stored")) for path, value in moved.items()}
 
-    def move_to_storage(self, layers: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Moves the layers back to where they are stored."""
-        if not self.layers_per_stage:
-            # otherwise XLA merges the slices of `redistribute_layers` with those for the shards, and reduces
-            # everything before slicing
-            layers = jax.lax.optimization_barrier(layers) if self.layout.schedule.chunks > 1 else layers
-            return redistribute_layers(self.layout.device_mesh, self.layout.schedule.cut, layers, reverse=True)
-        _, places = padded_layers(self.layers_per_stage)
-        specs = {path: pick(update_specs(self.layout), words) for path, words in self.stacked.items()}
-        moved = {path: self.constrain(value, specs[path]) for path, value in layers.items()}
-        return {path: self.constrain(jnp.take(value, places, axis=0), specs[path]) for path, value in moved.items()}
+def table_names(layout: Layout):
+    """Names of activation dims to the axes that are not manual inside the table."""
+    sizes = {axis: 1 if AXES[axis].manual else size for axis, size in layout.sizes.items()}
+    return activation_names(layout.names, sizes)
 
-    def gather_for_table(self, path: str, value: jax.Array) -> jax.Array:
-        """Gathers a parameter over `fsdp`, once per step."""
-        with jax.named_scope(SCOPE + path.replace("/", ".")):
-            # constrained to shards first: otherwise XLA may gather before the cast, with twice the bytes
-            return self.constrain(self.constrain(value, self._run_on(path, "stored")), self._run_on(path, "used"))
 
-    def shard_end_gradient(self, path: str, value: jax.Array) -> jax.Array:
-        """Shards a gradient of the spread embedding or head over `pipe` and `tensor`, within a replica of the batch."""
-        return constrain_to(value, _drop_axes(self.layout.placements[path].used, self.batch_axes))
+def spread_head_names(shardings: Shardings):
+    """Names of activation dims to axes for the spread head, which may also use `pipe`."""
+    sizes = {axis: 1 if axis in shardings.batch_axes else size for axis, size in shardings.layout.sizes.items()}
+    return activation_names(shardings.layout.names, sizes)
 
-    def sum_gradients(self, path: str, stacked: jax.Array, over) -> jax.Array:
-        """Sums gradients [ways, ...] over dim 0, sharded as the update reads them."""
-        with jax.named_scope(GRADIENT):
-            # dim 0 has one entry per device: XLA makes one reduction of the sum, to the shards of `updated`
-            return jnp.sum(self.constrain(stacked, PartitionSpec(over, *self._run_on(path, "updated"))), axis=0)
 
-    def constrain(self, value: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """Constrains a value to a spec."""
-        return jax.lax.with_sharding_constraint(value, self.layout.sharding(spec))
+def read_in_layer(shardings: Shardings, path: str, value: jax.Array) -> jax.Array:
+    """Casts a parameter when a layer reads it; gathers it over `fsdp` unless the step gathers all at once."""
+    if not shardings.per_tick or path not in shardings.dims:
+        return shardings.cast(value)
+    num_scanned = len(shardings.layout.placements[path].leaf.shape) - value.ndim  # dims that scans have removed
+    spec, read = _automatic_spec(shardings, path), jax.eval_shape(shardings.cast, value)
+    gather = Gather(
+        axis="fsdp",
+        dim=shardings.dims[path] - num_scanned,
+        dtype=read.dtype,
+        shard_dtype=value.dtype,
+        other_axes=() if spec is None else _xla_axes(shardings.layout),
+        spec=PartitionSpec(*(spec or ())[num_scanned:]),
+    )
+    return gather_parameter(value, gather)
 
-    def place(self, what: str, tree: Tree) -> Tree:
-        """Constrains a tree inside the table over the axes that are not manual."""
-        if what in ("x", "slots"):
-            dims = ((), self.layout.names["seq"], ())
-            leading = ((),) * (what == "slots")
 
-            def placed(x):  # [batch, seq, embed], or a tree with known dim 0 only
-                ndim = x.ndim - len(leading)
-                return self.constrain_in_table(x, (*leading, *(dims if ndim == 3 else dims[: min(ndim, 1)])))
+def move_to_stages(layout: Layout, layers: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Moves the layers to the stages that run them."""
+    if not layout.parallel.pipeline.layers:
+        return redistribute_layers(layout.device_mesh, layout.schedule.cut, layers)
+    # padding repeats a layer, so this is not a permutation: XLA gathers by index
+    order, _ = padded_layers(layout.parallel.pipeline.layers)
+    moved = {path: jnp.take(value, order, axis=0) for path, value in layers.items()}
+    return {path: constrain(layout, value, _run_on(layout, path, "stored")) for path, value in moved.items()}
 
-            return jax.tree.map(placed, tree)
-        specs = {path: self.layout.placements[path].used for path in tree}
-        if what == "layers":
-            return {path: self.constrain_in_table(x, ((), (), *specs[path][1:])) for path, x in tree.items()}
-        return {path: self.constrain_in_table(x, specs[path]) for path, x in tree.items()}
 
-    def constrain_in_table(self, x: jax.Array, entries) -> jax.Array:
-        """Constrains a value inside the table; omits manual axes and axes of size 1."""
-        dims = ((entry,) if isinstance(entry, str) else entry or () for entry in entries)
-        free = [tuple(a for a in axes if a not in self.manual and self.layout.sizes[a] > 1) for axes in dims]
-        if not any(size > 1 for axis, size in self.layout.sizes.items() if axis not in self.manual):
-            return x
-        return constrain_to(x, PartitionSpec(*(axes or None for axes in free)))
+def move_to_storage(layout: Layout, layers: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Moves the layers back to where they are stored."""
+    if not layout.parallel.pipeline.layers:
+        # otherwise XLA merges the slices of `redistribute_layers` with those for the shards, and reduces before slicing
+        layers = jax.lax.optimization_barrier(layers) if layout.schedule.chunks > 1 else layers
+        return redistribute_layers(layout.device_mesh, layout.schedule.cut, layers, reverse=True)
+    _, places = padded_layers(layout.parallel.pipeline.layers)
+    specs = {path: pick(update_specs(layout), tuple(path.split("/"))) for path in layers}
+    moved = {path: constrain(layout, value, specs[path]) for path, value in layers.items()}
+    return {path: constrain(layout, jnp.take(value, places, axis=0), specs[path]) for path, value in moved.items()}
 
-    def _automatic_spec(self, path: str) -> PartitionSpec | None:
-        """Returns the spec of a parameter over XLA's axes, unless one of them splits the same dim as `fsdp`."""
-        spec, dim = self._run_on(path, "used"), self.dims[path]
-        is_separate = not any(set(axes).intersection(self.xla_axes) for axes in _axes_of(spec)[dim : dim + 1])
-        return _drop_axes(spec, self.manual) if is_separate else None
 
-    def _run_on(self, path: str, which: str) -> PartitionSpec:
-        """Returns the spec of a parameter during the table, where `pipe` splits layers."""
-        words = tuple(path.split("/"))
-        spec = (
-            pick(update_specs(self.layout), words)
-            if which == "updated"
-            else getattr(self.layout.placements[path], which)
-        )
-        if path not in self.stacked:
-            return spec
-        return PartitionSpec("pipe", *_drop_axes(spec, ("pipe",))[1:])
+def gather_for_table(layout: Layout, path: str, value: jax.Array) -> jax.Array:
+    """Gathers a parameter over `fsdp`, once per step."""
+    with jax.named_scope(SCOPE + path.replace("/", ".")):
+        # constrained to shards first: otherwise XLA may gather before the cast, with twice the bytes
+        shard = constrain(layout, value, _run_on(layout, path, "stored"))
+        return constrain(layout, shard, _run_on(layout, path, "used"))
+
+
+def shard_end_gradient(shardings: Shardings, path: str, value: jax.Array) -> jax.Array:
+    """Shards a gradient of the spread embedding or head over `pipe` and `tensor`, within a replica of the batch."""
+    return constrain_to(value, _drop_axes(shardings.layout.placements[path].used, shardings.batch_axes))
+
+
+def sum_gradients(layout: Layout, path: str, stacked: jax.Array, over) -> jax.Array:
+    """Sums gradients [ways, ...] over dim 0, sharded as the update reads them."""
+    with jax.named_scope(GRADIENT):
+        # dim 0 has one entry per device: XLA makes one reduction of the sum, to the shards of `updated`
+        return jnp.sum(constrain(layout, stacked, PartitionSpec(over, *_run_on(layout, path, "updated"))), axis=0)
+
+
+def constrain(layout: Layout, value: jax.Array, spec: PartitionSpec) -> jax.Array:
+    return jax.lax.with_sharding_constraint(value, layout.sharding(spec))
+
+
+def place(layout: Layout, what: str, tree: Tree) -> Tree:
+    """Constrains a tree inside the table over the axes that are not manual."""
+    if what in ("x", "slots"):
+        dims = ((), layout.names["seq"], ())
+        leading = ((),) * (what == "slots")
+
+        def placed(x):  # [batch, seq, embed], or a tree with known dim 0 only
+            ndim = x.ndim - len(leading)
+            return constrain_in_table(layout, x, (*leading, *(dims if ndim == 3 else dims[: min(ndim, 1)])))
+
+        return jax.tree.map(placed, tree)
+    specs = {path: layout.placements[path].used for path in tree}
+    if what == "layers":
+        return {path: constrain_in_table(layout, x, ((), (), *specs[path][1:])) for path, x in tree.items()}
+    return {path: constrain_in_table(layout, x, specs[path]) for path, x in tree.items()}
+
+
+def constrain_in_table(layout: Layout, x: jax.Array, entries) -> jax.Array:
+    """Constrains a value inside the table; omits manual axes and axes of size 1."""
+    dims = ((entry,) if isinstance(entry, str) else entry or () for entry in entries)
+    free = [tuple(a for a in axes if not AXES[a].manual and layout.sizes[a] > 1) for axes in dims]
+    if not _xla_axes(layout):
+        return x
+    return constrain_to(x, PartitionSpec(*(axes or None for axes in free)))
+
+
+def _automatic_spec(shardings: Shardings, path: str) -> PartitionSpec | None:
+    """Returns the spec of a parameter over XLA's axes, unless one of them splits the same dim as `fsdp`."""
+    spec, dim = _run_on(shardings.layout, path, "used"), shardings.dims[path]
+    is_separate = not any(set(axes).intersection(_xla_axes(shardings.layout)) for axes in _axes_of(spec)[dim : dim + 1])
+    return _drop_axes(spec, shardings.manual) if is_separate else None
+
+
+def _xla_axes(layout: Layout) -> tuple[str, ...]:
+    return tuple(axis for axis, size in layout.sizes.items() if size > 1 and not AXES[axis].manual)
+
+
+def _run_on(layout: Layout, path: str, which: str) -> PartitionSpec:
+    """Returns the spec of a parameter during the table, where `pipe` splits layers."""
+    words = tuple(path.split("/"))
+    spec = pick(update_specs(layout), words) if which == "updated" else getattr(layout.placements[path], which)
+    if path not in layout.stacked_paths:
+        return spec
+    return PartitionSpec("pipe", *_drop_axes(spec, ("pipe",))[1:])
 
 
 def _drop_axes(spec: PartitionSpec, left_out: tuple[str, ...]) -> PartitionSpec:

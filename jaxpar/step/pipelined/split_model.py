@@ -19,7 +19,7 @@ from jaxpar.pipeline.run.slots import Interleaved, load, slot_shapes
 from jaxpar.pipeline.run.traced_model import PipelineFunctions
 from jaxpar.sharding.names import Compute, Tree
 from jaxpar.step.numerics import Numerics
-from jaxpar.step.pipelined.shardings import Shardings
+from jaxpar.step.pipelined.shardings import Shardings, constrain_in_table
 from jaxpar.step.pipelined.submodules import Submodules
 
 
@@ -48,9 +48,9 @@ class SplitModel:
         if compute.dtype:
             parts = {name: demote_matmuls(part) for name, part in parts.items()}
         if splits_tables(layout):
-            gather = lambda x: shardings.constrain_in_table(x, ())  # noqa: E731
+            gather = lambda x: constrain_in_table(layout, x, ())  # noqa: E731
             parts = {name: replicate_lookups(part, gather) for name, part in parts.items()}
-        return PipelineFunctions(name=layout.blueprint.name, layers=shardings.layers_per_stage, **parts)
+        return PipelineFunctions(name=layout.blueprint.name, layers=tuple(layout.parallel.pipeline.layers), **parts)
 
     def microbatches(self, batch: Mapping[str, jax.Array]) -> Tree:
         """Makes slots of this device's rows: rows i, i + count, ... are microbatch i."""

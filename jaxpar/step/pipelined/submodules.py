@@ -21,7 +21,7 @@ from jaxpar.sharding.names import SCOPE, Blueprint, Compute, Tree, nest
 from jaxpar.step.losses import as_sums
 from jaxpar.step.pipelined import layer_state
 from jaxpar.step.pipelined import layer_state as layer_keys
-from jaxpar.step.pipelined.shardings import Shardings
+from jaxpar.step.pipelined.shardings import Shardings, read_in_layer
 from jaxpar.step.state import fold_in_number
 
 Parameters = Mapping[str, Any]
@@ -151,7 +151,7 @@ class Submodules:
         if stacked != self.in_layers:
             raise _misplaced(self.blueprint.name, path, "outside" if stacked else "inside")
         with jax.named_scope(SCOPE + path.replace("/", ".")):
-            return self.shardings.layer(path, value) if self.in_layers else self.shardings.cast(value)
+            return read_in_layer(self.shardings, path, value) if self.in_layers else self.shardings.cast(value)
 
     def _taken(self, inner: Callable, x: Tree, per_layer) -> Tree:
         """Runs layers, and refuses reads of parameters outside of the stack."""

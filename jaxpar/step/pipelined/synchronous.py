@@ -16,6 +16,7 @@ partitions `tensor`, so that blocks need no code for it.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -39,9 +40,21 @@ from jaxpar.step.losses import Sums
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.parameters.frozen import zero_frozen
 from jaxpar.step.parameters.overwritten import check_overwritten, divide_by_count
-from jaxpar.step.pipelined import shardings as lists
 from jaxpar.step.pipelined.model_state import ModelStates, salt_by_replica
-from jaxpar.step.pipelined.shardings import Shardings
+from jaxpar.step.pipelined.shardings import (
+    Shardings,
+    gather_for_table,
+    move_to_stages,
+    move_to_storage,
+    place,
+    shard_end_gradient,
+    spread_head_names,
+    stack_layers,
+    sum_gradients,
+    table_names,
+    table_spec,
+    unstack_layers,
+)
 from jaxpar.step.pipelined.split_model import SplitModel, loss_counts, with_scaled_gradient
 from jaxpar.step.state import State
 
@@ -67,15 +80,15 @@ class Pipelined(Gradients):
     def gradients(self, params: Tree, model_state: Tree, batch: Mapping[str, jax.Array]) -> tuple[Tree, Sums, Tree]:
         """Returns the gradients of the mean loss over all microbatches, the loss sums, and the new model state."""
         model_states, after = self.model_states.before_microbatches(params, model_state, batch)
-        params = lists.stack_layers(self.layout, params)
+        params = stack_layers(self.layout, params)
         sums, shared, layers = self._run(params, model_states, batch, train=True)
         with jax.named_scope(GRADIENT):
-            layers = self.shardings.move_to_storage(layers)
+            layers = move_to_storage(self.shardings.layout, layers)
         gradients = nest(
             {self.shardings.shared[path]: value for path, value in shared.items()}
             | {self.shardings.stacked[path]: value for path, value in layers.items()}
         )
-        gradients = lists.unstack_layers(
+        gradients = unstack_layers(
             self.layout, divide_by_count(gradients, jnp.ones(()) if self.scales_by_count else sums["loss"][1], params)
         )
         return zero_frozen(self.frozen, self.layout, gradients), sums, after
@@ -93,27 +106,28 @@ class Pipelined(Gradients):
             params, model_state, batch, train=False
         )  # refuses models that a pipeline cannot split
         model_states = jax.tree.map(lambda x: jnp.broadcast_to(x, (self.schedule.microbatches, *x.shape)), model_state)
-        return self._run(lists.stack_layers(self.layout, params), model_states, batch, train=False)[0]
+        return self._run(stack_layers(self.layout, params), model_states, batch, train=False)[0]
 
     def _run(self, params: Tree, model_states: Tree, batch: Mapping[str, jax.Array], *, train: bool):
-        shardings = self.shardings
+        shardings, layout = self.shardings, self.shardings.layout
         table = program(self.schedule, forward_only=not train)
         shared = {
-            path: shardings.cast_and_gather(path, pick(params, words)) for path, words in shardings.shared.items()
+            path: gather_for_table(layout, path, shardings.cast(pick(params, words)))
+            for path, words in shardings.shared.items()
         }
         layers = {path: pick(params, words) for path, words in shardings.stacked.items()}
         if not shardings.per_tick:  # else they are cast where they are gathered, and gradients keep the stored dtype
             layers = {path: shardings.cast(value) for path, value in layers.items()}
         with jax.named_scope(f"{SCOPE}layers dealt to the stages"):
-            layers = shardings.move_to_stages(layers)
+            layers = move_to_stages(layout, layers)
         if not shardings.per_tick:
-            layers = {path: shardings.gather_for_table(path, value) for path, value in layers.items()}
+            layers = {path: gather_for_table(layout, path, value) for path, value in layers.items()}
 
         if self.layout.parallel.pipeline.head == "spread":
             return self._run_spread(table, shared, layers, model_states, batch, train=train)
 
         def local(rows, replica, shared, layers, model_states, batch):
-            with shardings.table_names():
+            with table_names(layout):
                 known = (
                     salt_by_replica(model_states, replica[0], shardings.replicas),
                     self.split_model.microbatches(batch),
@@ -151,28 +165,28 @@ class Pipelined(Gradients):
                 rows,
                 batch_spec,
                 PartitionSpec(),
-                {path: shardings.table_spec(path) for path in layers},
+                {path: table_spec(shardings, path) for path in layers},
                 PartitionSpec(),
                 batch_spec,
             ),
             out_specs=(PartitionSpec(), *grad_specs),
             check_vma=False,
         )(table.rows, jnp.arange(shardings.replicas), shared, layers, model_states, batch)
-        shared = {path: shardings.sum_gradients(path, value, ("pipe", "data")) for path, value in shared.items()}
-        layers = {path: shardings.sum_gradients(path, value, "data") for path, value in layers.items()}
+        shared = {path: sum_gradients(layout, path, value, ("pipe", "data")) for path, value in shared.items()}
+        layers = {path: sum_gradients(layout, path, value, "data") for path, value in layers.items()}
         return sums, shared, layers
 
     def _run_spread(
         self, table: Program, shared: dict, layers: dict, model_states: Tree, batch: Mapping, *, train: bool
     ):
-        shardings = self.shardings
+        shardings, layout = self.shardings, self.shardings.layout
         around = ShardMaps(
             mesh=self.layout.device_mesh,
             batch_axes=shardings.batch_axes,
-            stages=shardings.table_names,
-            head=shardings.spread_head_names,
-            place=shardings.place,
-            place_head=lambda tree: {path: shardings.shard_end_gradient(path, value) for path, value in tree.items()},
+            stages=partial(table_names, layout),
+            head=partial(spread_head_names, shardings),
+            place=partial(place, layout),
+            place_head=lambda tree: {path: shard_end_gradient(shardings, path, value) for path, value in tree.items()},
         )
 
         def known_inputs(replica, model_states, batch):
@@ -197,8 +211,8 @@ class Pipelined(Gradients):
             return sums, {}, {}
         with jax.named_scope(GRADIENT):
             layers, ends = around.reduce_gradients(result["stages"]["layers"], result["ends"]["shared"])
-            layers = {path: shardings.sum_gradients(path, value, "data") for path, value in layers.items()}
-            summed = {path: shardings.sum_gradients(path, value, "data") for path, value in ends.items()}
+            layers = {path: sum_gradients(layout, path, value, "data") for path, value in layers.items()}
+            summed = {path: sum_gradients(layout, path, value, "data") for path, value in ends.items()}
         leaves = {path: self.layout.placements[path].leaf for path in shardings.shared}
         return sums, {path: summed.get(path, jnp.zeros(leaf.shape)) for path, leaf in leaves.items()}, layers
 
@@ -225,5 +239,5 @@ class Pipelined(Gradients):
         keep, shardings = self.layout.parallel.pipeline.keep, self.shardings
         return execute(
             table, model, rows, shared, layers, known,
-            keep=keep, place=shardings.place, shards=shardings.shards, fill=self.fill,
+            keep=keep, place=partial(place, shardings.layout), shards=shardings.shards, fill=self.fill,
         )  # fmt: skip

@@ -9,6 +9,7 @@ The model's parts come from tracing its loss: part 0 begins before `jp.pipelined
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ from jaxpar.step.numerics import Numerics
 from jaxpar.step.parameters.frozen import zero_frozen
 from jaxpar.step.parameters.overwritten import check_overwritten, divide_by_count
 from jaxpar.step.pipelined.model_state import salt_by_replica
-from jaxpar.step.pipelined.shardings import Shardings
+from jaxpar.step.pipelined.shardings import Shardings, constrain, table_names
 from jaxpar.step.pipelined.traced_pieces import TracedPieces, trace_pieces
 from jaxpar.step.state import State
 
@@ -105,7 +106,7 @@ class UnequalStages(Gradients):
         by_rows = PartitionSpec(shardings.batch_axes)
 
         def local(replica, params, model_state, batch):
-            with shardings.table_names():
+            with table_names(layout):
                 traced = self._trace(stored, model_state, batch, replica[0], train=train)
                 table = self._table(traced.pieces, stored, train=train)
                 exchange = ShardExchange(table.buffers, table.replicas, specs, layout.sizes)
@@ -132,7 +133,7 @@ class UnequalStages(Gradients):
         if not train:
             return sums, {}, model_state
         gradients = nest({tuple(path.split("/")): value for path, value in gradients.items()})
-        gradients = jax.tree.map(shardings.constrain, gradients, update_specs(layout))
+        gradients = jax.tree.map(partial(constrain, layout), gradients, update_specs(layout))
         return sums, gradients, jax.tree.unflatten(jax.tree.structure(model_state), state)
 
     def _trace(
