@@ -96,29 +96,23 @@ class Unpipelined(Gradients):
         traced, shapes = jax.make_jaxpr(partial(one, mean=False), return_shape=True)(params, model_state, first)
         # the gradient of a sum of losses may overflow float16 where that of the mean does not
         short = any(is_short(leaf.dtype) for leaf in jax.tree.leaves(stored))
-        mean = short or bool(self._overwritten) or computes_in(traced.jaxpr, jnp.float16)
+        overwritten = self.layout.blueprint.overwritten  # their new value is the mean loss's gradient, as in plain Flax
+        mean = short or bool(overwritten) or computes_in(traced.jaxpr, jnp.float16)
 
         def body(carry, batch):
             gradients, sums, state = carry
-            increment, new_sums, after = one(
-                params, replace_paths(self._overwritten, state, model_state), batch, mean=mean
-            )
-            state = maximum_at_paths(self._overwritten, state, after)
+            increment, new_sums, after = one(params, replace_paths(overwritten, state, model_state), batch, mean=mean)
+            state = maximum_at_paths(overwritten, state, after)
             gradients = constrain_tree(self.layout, jax.tree.map(jnp.add, gradients, increment), specs)
             return (gradients, jax.tree.map(jnp.add, sums, new_sums), state), None
 
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, accumulator_dtype(x.dtype)), shapes[:2])
         zeros = (constrain_tree(self.layout, zeros[0], specs), zeros[1])
-        initial = fill_minus_infinity(self._overwritten, model_state)
+        initial = fill_minus_infinity(overwritten, model_state)
         (gradients, sums, model_state), _ = jax.lax.scan(body, (*zeros, initial), micro)
         # in stage 1 the update reads shards: without this constraint XLA shards inside the loop, and gathers every turn
         gradients = constrain_tree(self.layout, gradients, specs)
         return divide_by_count(gradients, sums["loss"][1], stored), sums, model_state
-
-    @property
-    def _overwritten(self) -> frozenset[str]:
-        """Paths of model state whose new value is the mean loss's gradient by it, as in plain Flax."""
-        return self.layout.blueprint.overwritten
 
     def update(
         self, optimizer: optax.GradientTransformation, state: State, batch: Mapping[str, Any], on_device: Callable
@@ -159,33 +153,6 @@ class Unpipelined(Gradients):
         """Returns the loss sums of a batch: one forward pass, without dropout."""
         params = self._gathered(params, model_state, batch, train=False)
         return self._forward(params, model_state, batch, train=False)[0]
-
-    @property
-    def _summed_over(self) -> str:
-        """The axis over which layer gradients are summed after the scan instead of in it, or "": see
-        `hoist_gradient_sums`.
-        """
-        if self.layout.sizes["data"] > 1:
-            return "data"
-        return "fsdp" if self._cut_by_fsdp else "expert" if self._cut_by_expert else ""
-
-    @property
-    def _cut_by_fsdp(self) -> bool:
-        """Whether gradients are reduce-scattered over `fsdp` and summed over no other axis than `data`."""
-        # sums over other axes that split the batch would be sent unsharded before the reduce-scatter
-        sizes, stage = self.layout.sizes, self.layout.parallel.stage
-        only_data_and_fsdp = self.layout.replicas == sizes["data"] * sizes["fsdp"] and sizes["context"] == 1
-        return stage == 3 and only_data_and_fsdp and sizes["fsdp"] > 1
-
-    @property
-    def _cut_by_expert(self) -> bool:
-        """Whether gradients are reduce-scattered over `expert` and summed over no other axis, on devices with streams.
-
-        Simulated devices run collectives one after another, whether the reduce-scatter is explicit or not.
-        """
-        layout, sizes = self.layout, self.layout.sizes
-        alone = layout.replicas == sizes.get("expert") and sizes["context"] == 1 and layout.parallel.stage == 3
-        return alone and layout.mesh is not None and layout.mesh.devices.flat[0].platform != "cpu"
 
     def _gathered(self, params: Tree, model_state: Tree, batch: Mapping[str, Any], *, train: bool) -> Tree:
         """Gathers the parameters once per step in ZeRO stages 1 and 2; else returns them unchanged."""
@@ -259,14 +226,39 @@ class Unpipelined(Gradients):
         if not self.layout.blueprint.takes_remat:
             objective = remat(objective, model_policy(self.numerics.remat))
         differentiated = jax.grad(objective, has_aux=True)
-        if axis := self._summed_over:
+        if axis := _summed_over(self.layout):
             rows = max((value.shape[0] for value in batch.values() if value.shape), default=1)
             sizes = self.layout.sizes
-            shards = ("fsdp", sizes["fsdp"]) if axis == "data" and self._cut_by_fsdp else None
+            shards = ("fsdp", sizes["fsdp"]) if axis == "data" and _cut_by_fsdp(self.layout) else None
             differentiated = hoist_gradient_sums(differentiated, axis, sizes[axis], rows=rows, shards=shards)
-        overwritten = select_paths(self._overwritten, model_state)
+        overwritten = select_paths(self.layout.blueprint.overwritten, model_state)
         (gradients, new_overwritten), (sums, after) = differentiated((drop_paths(self.frozen, params), overwritten))
         after = fill_missing(new_overwritten, after)
         stored = drop_paths(self.frozen, abstract_params(self.layout))
         gradients = jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), gradients, stored)
         return constrain_tree(self.layout, gradients, specs), sums, after
+
+
+def _cut_by_fsdp(layout: Layout) -> bool:
+    """Whether gradients are reduce-scattered over `fsdp` and summed over no other axis than `data`."""
+    # sums over other axes that split the batch would be sent unsharded before the reduce-scatter
+    sizes, stage = layout.sizes, layout.parallel.stage
+    only_data_and_fsdp = layout.replicas == sizes["data"] * sizes["fsdp"] and sizes["context"] == 1
+    return stage == 3 and only_data_and_fsdp and sizes["fsdp"] > 1
+
+
+def _cut_by_expert(layout: Layout) -> bool:
+    """Whether gradients are reduce-scattered over `expert` and summed over no other axis, on devices with streams.
+
+    Simulated devices run collectives one after another, whether the reduce-scatter is explicit or not.
+    """
+    alone = layout.replicas == layout.sizes.get("expert") and layout.sizes["context"] == 1
+    on_devices = layout.mesh is not None and layout.mesh.devices.flat[0].platform != "cpu"
+    return alone and layout.parallel.stage == 3 and on_devices
+
+
+def _summed_over(layout: Layout) -> str:
+    """Returns the axis over which layer gradients are summed after the scan instead of in it, or ""."""
+    if layout.sizes["data"] > 1:
+        return "data"
+    return "fsdp" if _cut_by_fsdp(layout) else "expert" if _cut_by_expert(layout) else ""

@@ -27,7 +27,7 @@ from jaxpar.step.losses import Sums
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.pipelined.equal_layers import layers_of
 from jaxpar.step.pipelined.model_state import salt_by_replica
-from jaxpar.step.pipelined.shardings import place, table_names
+from jaxpar.step.pipelined.shardings import Shardings, place, table_names
 from jaxpar.step.pipelined.split_model import loss_counts
 from jaxpar.step.pipelined.synchronous import Pipelined
 from jaxpar.step.state import State
@@ -122,7 +122,7 @@ class AsyncPipelined(Pipelined):
                     return jax.lax.psum(masked, "pipe")
 
             def settled(keys, spec, value):
-                return value if spec == PartitionSpec("pipe") else owned(self._owner_path(keys), value)
+                return value if spec == PartitionSpec("pipe") else owned(_owner_path(self.shardings, keys), value)
 
             shared, layers = result.params
             # frozen parameters are equal on all stages
@@ -141,7 +141,7 @@ class AsyncPipelined(Pipelined):
             out_specs=(replicated, pipe_spec, specs, replicated, replicated),
             check_vma=False,
         )(self.plan.program.rows, jnp.arange(self.shardings.replicas), shared, layers, state, model_states, batch)
-        return self._tree(shared, layers), advance_schedules(state), sums, after, jnp.sqrt(square)
+        return _tree(self.shardings, shared, layers), advance_schedules(state), sums, after, jnp.sqrt(square)
 
     def _check_state(self, state: Any) -> None:
         """Refuses an optimizer whose state cannot be split like the stack, such as Adafactor's."""
@@ -155,12 +155,8 @@ class AsyncPipelined(Pipelined):
                     fix="Adam, SGD or another of that kind, or weights='flush'",
                 )
 
-    def _tree(self, shared: Mapping, layers: Mapping) -> Tree:
-        stacked = {self.shardings.stacked[path]: value for path, value in layers.items()}
-        return nest({self.shardings.shared[path]: value for path, value in shared.items()} | stacked)
-
     def _join(self, shared: Mapping, chunks: Mapping) -> Tree:
-        return self._tree(shared, {path: value[0] for path, value in chunks.items()})
+        return _tree(self.shardings, shared, {path: value[0] for path, value in chunks.items()})
 
     def _split(self, tree: Tree) -> tuple[dict, dict]:
         shared = {path: pick(tree, words) for path, words in self.shardings.shared.items()}
@@ -174,10 +170,6 @@ class AsyncPipelined(Pipelined):
 
         with jax.named_scope(GRADIENT):
             return [{path: one(path, x) for path, x in tree.items()} for tree in gradients]
-
-    def _owner_path(self, keys) -> str:
-        words = path_of(keys).split("/")
-        return next((p for i in range(len(words)) if (p := "/".join(words[i:])) in self.shardings.shared), "")
 
     def _owners(self, model, shared: Mapping, known: Tree) -> dict[str, int]:
         microbatch = slot_shapes(known)
@@ -205,3 +197,13 @@ class AsyncPipelined(Pipelined):
         per_update = jax.lax.psum(counts, self.shardings.batch_axes).reshape(-1, self.plan.per_update).sum(1)
         scales = jnp.where(per_update == 0, 0.0, 1.0 / per_update)  # if nothing counts the gradient is 0
         return jnp.repeat(scales, self.plan.per_update)
+
+
+def _tree(shardings: Shardings, shared: Mapping, layers: Mapping) -> Tree:
+    stacked = {shardings.stacked[path]: value for path, value in layers.items()}
+    return nest({shardings.shared[path]: value for path, value in shared.items()} | stacked)
+
+
+def _owner_path(shardings: Shardings, keys) -> str:
+    words = path_of(keys).split("/")
+    return next((p for i in range(len(words)) if (p := "/".join(words[i:])) in shardings.shared), "")

@@ -72,7 +72,7 @@ class Submodules:
             )
         layers, x, per_layer = call_args
         if isinstance(layers, SequentialLayers) and self.layout.lists:
-            self.span = self._count // len(layers.layers)
+            self.span = _layer_count(self.layout) // len(layers.layers)
         state_leaves = layer_state.leaf_indices(self.layout, known[0])
         # NNX modules store their keys; Linen derives them from layer names
         needs_keys = self.layout.lists and not state_leaves
@@ -173,11 +173,11 @@ class Submodules:
         """Shortens the scan of a model with a fixed number of layers to those of one stage."""
         if not self.blueprint.counts_layers or per_layer:
             return layers
-        return shorten_scan(layers, self._count, self.blueprint.name)
+        return shorten_scan(layers, _layer_count(self.layout), self.blueprint.name)
 
-    @property
-    def _count(self) -> int:
-        return self.layout.placements[next(iter(self.layout.stacked_paths))].leaf.shape[0]
+
+def _layer_count(layout: Layout) -> int:
+    return layout.placements[next(iter(layout.stacked_paths))].leaf.shape[0]
 
 
 def _misplaced(name: str, path: str, where: str) -> JaxparError:

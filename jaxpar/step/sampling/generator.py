@@ -197,12 +197,12 @@ class Generator:
         lengths = np.array([len(context) for context in contexts], np.int32)
         with self._traced():
             if not self.cached:
-                return self._whole(*self._values, self._put(tokens), self._put(lengths)), None
-            return self._first(*self._values, self._put(tokens), self._put(lengths))
+                return self._whole(*self._values, _put(self.layout, tokens), _put(self.layout, lengths)), None
+            return self._first(*self._values, _put(self.layout, tokens), _put(self.layout, lengths))
 
     def _stepped(self, cache: KVCache, token: np.ndarray) -> tuple[jax.Array, KVCache]:
         with self._traced():
-            return self._next(*self._values, cache, self._put(token[:, None]))
+            return self._next(*self._values, cache, _put(self.layout, token[:, None]))
 
     @cached_property
     def _first(self) -> Any:
@@ -232,9 +232,6 @@ class Generator:
             params, model_state, partial(read_parameter, self.layout), Compute(train=False)
         )
 
-    def _put(self, value: np.ndarray) -> jax.Array:
-        return jax.device_put(value, batch_sharding(self.layout, value.shape))
-
     @contextmanager
     def _traced(self):
         with (
@@ -243,3 +240,7 @@ class Generator:
             all_techniques.tracing(self.layout, self._used),
         ):
             yield
+
+
+def _put(layout: Layout, value: np.ndarray) -> jax.Array:
+    return jax.device_put(value, batch_sharding(layout, value.shape))

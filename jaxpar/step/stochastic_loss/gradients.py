@@ -63,7 +63,7 @@ class KeyedGradients(Gradients):
 
     def gradients(self, params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> tuple[Tree, Sums, Tree]:
         """Returns gradients, sums and the new model state, with the evaluation key."""
-        keyed_state = self._with_key(model_state, jax.random.key(self.seed))
+        keyed_state = _with_key(self.layout, model_state, jax.random.key(self.seed))
         grads, sums, after = self.inner.gradients(params, keyed_state, batch)
         return grads, sums, after["model"]
 
@@ -72,7 +72,7 @@ class KeyedGradients(Gradients):
     ) -> tuple[State, dict[str, jax.Array]]:
         """Runs a step with the key of its step number."""
         key = jax.random.fold_in(jax.random.key(self.seed), state.step)
-        keyed_state = dataclasses.replace(state, model_state=self._with_key(state.model_state, key))
+        keyed_state = dataclasses.replace(state, model_state=_with_key(self.layout, state.model_state, key))
         new_state, metrics = self.inner.update(optimizer, keyed_state, batch, on_device)
         self.notes = self.inner.notes  # some are known once the loss is traced
         return dataclasses.replace(new_state, model_state=new_state.model_state["model"]), metrics
@@ -85,7 +85,7 @@ class KeyedGradients(Gradients):
         """Returns the sums of a batch, with the evaluation key."""
         key = jax.random.key(self.seed)
         per_replica = self.layout.parallel.exchange.global_model == NO_MODEL
-        keyed_state = self._with_key(model_state, key) if per_replica else {"model": model_state, "key": key}
+        keyed_state = _with_key(self.layout, model_state, key) if per_replica else {"model": model_state, "key": key}
         return self.inner.evaluate(params, keyed_state, batch)
 
     def sync_round(self, step: int) -> int:
@@ -108,7 +108,8 @@ class KeyedGradients(Gradients):
         """Returns the evaluation metrics."""
         return self.inner.evaluation_metrics(means)
 
-    def _with_key(self, model_state: Tree, key: jax.Array) -> Tree:
-        if self.layout.parallel.exchange.per_replica:
-            key = replicate_model_state(self.layout, key)
-        return {"model": model_state, "key": key}
+
+def _with_key(layout: Layout, model_state: Tree, key: jax.Array) -> Tree:
+    if layout.parallel.exchange.per_replica:
+        key = replicate_model_state(layout, key)
+    return {"model": model_state, "key": key}
