@@ -189,7 +189,7 @@ class Lock:
 
     def _now(self) -> float:
         """Returns the time by the clock of the file system: the modification time of a file touched now."""
-        probe = self._temporary_path()
+        probe = self.path.with_name(f"lock.{uuid.uuid4().hex}")
         try:
             probe.touch()
             return probe.stat().st_mtime
@@ -198,9 +198,6 @@ class Lock:
         finally:
             with suppress(OSError):
                 probe.unlink(missing_ok=True)
-
-    def _temporary_path(self) -> Path:
-        return self.path.with_name(f"lock.{uuid.uuid4().hex}")
 
     def _refused(self, held: Holder | None) -> JaxparError:
         fix = "another run.dir, or wait until that run has ended"

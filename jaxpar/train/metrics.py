@@ -101,7 +101,7 @@ class Log:
     def _open(self, start: int) -> None:
         rule, fix = "each line is a JSON object with a step", f"mv {self.path} {self.path}.damaged"
         with file_errors(self.path, rule=rule, fix=fix, say=str):
-            every = [(line, json.loads(line)) for line in self._lines()]
+            every = [(line, json.loads(line)) for line in _lines(self.path)]
             rows = [(line, row) for line, row in every if row["step"] <= start]
             self._replaced = {row["step"]: row.get("loss") for _, row in every if row["step"] > start}
         self.recent = [row for _, row in rows[-RECENT:]]
@@ -129,17 +129,12 @@ class Log:
         if self._file is None:
             return
         self._row = _plain(row)
-        if self._replaced and not self._is_repeated(self._row):
+        if self._replaced and not _is_repeated(self._replaced, self._row):
             self._replaced = {}
             self._begin_loggers(row["step"] - 1, repeats=False)
         self._rows.append(_line(self._row))
         self._write()
         self._draw(self._row)
-
-    def _is_repeated(self, row: Mapping[str, Any]) -> bool:
-        """Returns whether a row has the loss that its step had before the run resumed, or is the first of its step."""
-        earlier, loss = self._replaced.pop(row["step"], None), row.get("loss")
-        return earlier is None or loss is None or math.isclose(earlier, loss, rel_tol=SAME)
 
     def amend(self, more: Mapping[str, Any], *, step: int) -> None:
         """Adds metrics to the last row, that of `step`. One write replaces the row, so that a kill leaves it whole."""
@@ -192,12 +187,19 @@ class Log:
         if values := {key: value for key, value in row.items() if key != "step" and value is not None}:
             self._loggers.log(self._row["step"], values)
 
-    def _lines(self) -> list[str]:
-        """Returns the complete lines of the file, without a last line that a crash truncated."""
-        if not self.path.exists():
-            return []
-        text = self.path.read_text()
-        return [line for line in text[: text.rfind("\n") + 1].splitlines() if line.strip()]
+
+def _is_repeated(earlier_losses: dict[int, float | None], row: Mapping[str, Any]) -> bool:
+    """Returns whether a row has the loss that its step had before the run resumed, or is the first of its step."""
+    earlier, loss = earlier_losses.pop(row["step"], None), row.get("loss")
+    return earlier is None or loss is None or math.isclose(earlier, loss, rel_tol=SAME)
+
+
+def _lines(path: Path) -> list[str]:
+    """Returns the complete lines of the file, without a last line that a crash truncated."""
+    if not path.exists():
+        return []
+    text = path.read_text()
+    return [line for line in text[: text.rfind("\n") + 1].splitlines() if line.strip()]
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -153,8 +153,8 @@ class WatchdogThread(SingleProcess):
             return error
         # not watched: this process ends anyway, and should name the failed process, not one that is silent as a result
         begin, quiet = time.monotonic(), 2 * self._watchdog.interval
-        self._wait(lambda: self._failed() is not None or time.monotonic() - begin > 2 * quiet, watched=False)
-        if failed := self._failed():
+        self._wait(lambda: bool(_failed_peer(self._watchdog)) or time.monotonic() - begin > 2 * quiet, watched=False)
+        if failed := _failed_peer(self._watchdog):
             return LostPeer(Problem(failed, "all processes of a run train until its end", ON))
         silent = self._watchdog.known.silent
         who = f"{silent[1]}, which was {silent[2]}" if silent and silent[0] > quiet else "a process"
@@ -172,10 +172,6 @@ class WatchdogThread(SingleProcess):
                 # process 0 waits longer: it hosts JAX's coordination service, and the others are aborted when that
                 # ends, even before they can report
                 time.sleep(PAUSE * (1 if self.process else 2))
-
-    def _failed(self) -> str | None:
-        failed = self._watchdog.known.failed
-        return failed[1] if failed and failed[0] != self.process else None
 
     def _wait(self, done: Callable[[], bool], *, watched: bool = True) -> None:
         """Waits until `done()` holds; in the meantime the thread takes its turns more often.
@@ -225,6 +221,11 @@ class WatchdogThread(SingleProcess):
                 self._end(problem)
             with self._turned:
                 self._turned.notify_all()
+
+
+def _failed_peer(own: Watchdog) -> str:
+    failed = own.known.failed
+    return failed[1] if failed and failed[0] != own.process else ""
 
 
 class Away:
