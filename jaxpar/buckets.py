@@ -97,7 +97,7 @@ class Bucket:
         self.local, self._say = local_folder(self.address, kind=kind), say
         self._lock, self._failed = threading.Lock(), ""
         self._pushed: dict[str, tuple[int, int]] = {}
-        with self._talking("opened"):
+        with _Talking(self.address, "opened"):
             self._files, root = _file_system(self.address)
         self._root = root.rstrip("/")
 
@@ -110,29 +110,29 @@ class Bucket:
         Raises:
           JaxparError: If the bucket cannot be read.
         """
-        with self._talking("read"):
+        with _Talking(self.address, "read"):
             self._files.invalidate_cache()
             sizes = {name: info["size"] for name, info in self._remote() if not LOCAL.fullmatch(name)}
         complete = {folder for name in sizes if (folder := _checkpoint(name)) and f"{folder}/{MANIFEST}" in sizes}
-        newest, newest_remote = max(self._whole_here(), default=""), max(complete, default="")
+        newest, newest_remote = max(_complete_checkpoints(self.local), default=""), max(complete, default="")
         if newest > newest_remote:
             self._say(f"{self.local} has {newest}, {self.address} {newest_remote or 'no checkpoint'}: on from the copy")
             return
         files = {name: size for name, size in sizes.items() if not (folder := _checkpoint(name)) or folder in complete}
-        for name in self._here().keys() - files.keys():
+        for name in _copied_files(self.local).keys() - files.keys():
             (self.local / name).unlink(missing_ok=True)
         for folder in (self.local / "checkpoints").glob("*"):
             if f"checkpoints/{folder.name}" not in complete:
                 shutil.rmtree(folder, ignore_errors=True)
         unchanged = {folder for folder in complete if self._is_same(f"{folder}/{MANIFEST}")}
-        with self._talking("read"):
+        with _Talking(self.address, "read"):
             for name, size in sorted(files.items()):
                 path = self.local / name
                 if _checkpoint(name) in unchanged and path.is_file() and path.stat().st_size == size:
                     continue  # its MANIFEST, which is the bucket's, has the hash of every byte
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._files.get_file(f"{self._root}/{name}", str(path))
-        self._pushed = self._here()
+        self._pushed = _copied_files(self.local)
 
     @contextmanager
     def synchronized(self) -> Iterator[None]:
@@ -154,7 +154,7 @@ class Bucket:
         """Makes the bucket equal to the copy. A failure is printed; the next push tries again, and `finish` raises."""
         with self._lock:
             try:
-                with self._talking("written"):
+                with _Talking(self.address, "written"):
                     self._push()
             except JaxparError as error:
                 if not self._failed:
@@ -178,7 +178,7 @@ class Bucket:
             )
 
     def _push(self) -> None:
-        files = self._here()
+        files = _copied_files(self.local)
         changed = [name for name in files if self._pushed.get(name) != files[name]]
         for name in sorted(changed, key=lambda name: (name.endswith(MANIFEST), name)):
             try:
@@ -188,15 +188,11 @@ class Bucket:
                     raise
                 continue  # of a checkpoint deleted in the meantime
             self._pushed[name] = files[name]
-        for name in sorted(self._pushed.keys() - self._here().keys(), key=lambda name: not name.endswith(MANIFEST)):
+        deleted = self._pushed.keys() - _copied_files(self.local).keys()
+        for name in sorted(deleted, key=lambda name: not name.endswith(MANIFEST)):
             if self._files.exists(f"{self._root}/{name}"):
                 self._files.rm_file(f"{self._root}/{name}")
             del self._pushed[name]
-
-    def _whole_here(self) -> list[str]:
-        """Returns the folders of the copy's checkpoints that have a MANIFEST."""
-        names = (path.parent.name for path in self.local.glob(f"checkpoints/*/{MANIFEST}"))
-        return [f"checkpoints/{name}" for name in names if name.isdigit()]
 
     def _put(self, name: str) -> None:
         """Writes a file atomically, as object stores do; on a disk by renaming the complete file."""
@@ -206,21 +202,6 @@ class Bucket:
         if part != target:
             self._files.mv(part, target)
 
-    def _here(self) -> dict[str, tuple[int, int]]:
-        """Returns (size, mtime) of the copy's files, by name."""
-        files = {}
-        for folder, _, names in os.walk(self.local):
-            for file_name in names:
-                path = Path(folder, file_name)
-                name = path.relative_to(self.local).as_posix()
-                try:
-                    status = path.stat()
-                except FileNotFoundError:
-                    continue
-                if not LOCAL.fullmatch(name):
-                    files[name] = status.st_size, status.st_mtime_ns
-        return files
-
     def _remote(self) -> Iterator[tuple[str, dict[str, Any]]]:
         if self._files.exists(self._root):
             for path, info in self._files.find(self._root, detail=True).items():
@@ -229,11 +210,30 @@ class Bucket:
     def _is_same(self, name: str) -> bool:
         """Whether a small file is equal in copy and bucket."""
         path = self.local / name
-        with self._talking("read"):
+        with _Talking(self.address, "read"):
             return path.is_file() and path.read_bytes() == self._files.cat_file(f"{self._root}/{name}")
 
-    def _talking(self, what: str) -> "_Talking":
-        return _Talking(self.address, what)
+
+def _copied_files(local: Path) -> dict[str, tuple[int, int]]:
+    """Returns (size, mtime) of the copy's files, by name."""
+    files = {}
+    for folder, _, names in os.walk(local):
+        for file_name in names:
+            path = Path(folder, file_name)
+            name = path.relative_to(local).as_posix()
+            try:
+                status = path.stat()
+            except FileNotFoundError:
+                continue
+            if not LOCAL.fullmatch(name):
+                files[name] = status.st_size, status.st_mtime_ns
+    return files
+
+
+def _complete_checkpoints(folder: Path) -> list[str]:
+    """Returns the folders of the copy's checkpoints that have a MANIFEST."""
+    names = (path.parent.name for path in folder.glob(f"checkpoints/*/{MANIFEST}"))
+    return [f"checkpoints/{name}" for name in names if name.isdigit()]
 
 
 class _Talking:

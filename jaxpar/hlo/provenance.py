@@ -48,17 +48,17 @@ class DataFlow:
         computation, op = self.places[name]
         # entry i of a loop's result is entry i of its carry: the initial value, or returned by the previous iteration
         if op.opcode == "while" and index:
-            return (op.operands[0], index) if through_loops else self._returned(op.callees[0], index)
+            return (op.operands[0], index) if through_loops else _returned(self.module, op.callees[0], index)
         if op.opcode == "parameter" and computation in self.callers:
             caller = self.callers[computation][1]
             if caller.opcode == "while":
                 if index:
-                    return (caller.operands[0], index) if through_loops else self._returned(computation, index)
+                    return (caller.operands[0], index) if through_loops else _returned(self.module, computation, index)
                 return None
             number = int(op.operand_text) if op.operand_text.isdigit() else 0
             return (caller.operands[number], index) if number < len(caller.operands) else None
         if op.opcode in ("fusion", "fusion-start", "call", "async-start") and op.callees:
-            return self._returned(op.callees[0], index)
+            return _returned(self.module, op.callees[0], index)
         if op.opcode == "get-tuple-element":
             return op.operands[0], (int(op.attribute("index") or 0), *index)
         if op.opcode == "tuple" and index and index[0] < len(op.operands):
@@ -73,12 +73,6 @@ class DataFlow:
             return (op.operands[entry[0]], entry[1:]) if entry and entry[0] < len(op.operands) else None
         return None
 
-    def _returned(self, computation: str, index: Index) -> tuple[str, Index]:
-        root = next(op for op in self.module.computations[computation] if op.root)
-        if root.opcode == "tuple" and index and index[0] < len(root.operands):
-            return root.operands[index[0]], index[1:]
-        return root.name, index
-
     def parts(self, op: Op) -> list[Op]:
         """Returns the values that XLA concatenated to send them as one, or the value itself."""
         op = self._outside(op)
@@ -89,7 +83,7 @@ class DataFlow:
             concatenation = next(node for node in inner if node.root)
             parameters = {node.name: int(node.operand_text) for node in inner if node.opcode == "parameter"}
         if concatenation.opcode != "concatenate" or len(concatenation.arrays[0].dims) != 1:
-            return [self._unflattened(op, siblings)]
+            return [_unflattened(self.module, op, siblings)]
         operands = []
         for name in concatenation.operands:
             if parameters is None:
@@ -98,7 +92,7 @@ class DataFlow:
                 operands.append(siblings[op.operands[parameters[name]]])
             else:
                 return [op]
-        return [self._unflattened(node, siblings) for node in operands]
+        return [_unflattened(self.module, node, siblings) for node in operands]
 
     def _outside(self, op: Op) -> Op:
         """Returns the operand of the fusion that a parameter inside of it refers to."""
@@ -111,22 +105,6 @@ class DataFlow:
                 self.module.ops_by_name[caller_computation][caller.operands[int(op.operand_text)]],
                 caller_computation,
             )
-        return op
-
-    def _unflattened(self, op: Op, here: dict[str, Op]) -> Op:
-        """Returns the value before reshapes, which do not change bytes."""
-        is_call = op.opcode == "fusion" and len(op.callees) == 1
-        if is_call:
-            root = next(node for node in self.module.computations[op.callees[0]] if node.root)
-            if root.opcode not in _RESHAPES:
-                return op
-            source = self._unflattened(root, self.module.ops_by_name[op.callees[0]])
-            return op if source.opcode == "parameter" else source
-        while op.opcode in _RESHAPES and op.operands and op.operands[0] in here:
-            operand = here[op.operands[0]]
-            if len(operand.arrays) != 1 or operand.bytes != op.bytes:
-                break
-            op = operand
         return op
 
     def label(self, op: Op) -> str:
@@ -166,3 +144,27 @@ class DataFlow:
                 return None
             name, index = source
         return None
+
+
+def _unflattened(module: Module, op: Op, here: dict[str, Op]) -> Op:
+    """Returns the value before reshapes, which do not change bytes."""
+    is_call = op.opcode == "fusion" and len(op.callees) == 1
+    if is_call:
+        root = next(node for node in module.computations[op.callees[0]] if node.root)
+        if root.opcode not in _RESHAPES:
+            return op
+        source = _unflattened(module, root, module.ops_by_name[op.callees[0]])
+        return op if source.opcode == "parameter" else source
+    while op.opcode in _RESHAPES and op.operands and op.operands[0] in here:
+        operand = here[op.operands[0]]
+        if len(operand.arrays) != 1 or operand.bytes != op.bytes:
+            break
+        op = operand
+    return op
+
+
+def _returned(module: Module, computation: str, index: Index) -> tuple[str, Index]:
+    root = next(op for op in module.computations[computation] if op.root)
+    if root.opcode == "tuple" and index and index[0] < len(root.operands):
+        return root.operands[index[0]], index[1:]
+    return root.name, index

@@ -90,7 +90,7 @@ class Tables:
             columns, best = self._columns(level), {}
             for m in range(1, self.tree[level - 1].size + 1):
                 best[m] = self._alike(level, stages, m, self._behind(level, m, m, behind))[:, columns]
-                for first, head_stages, tail_stages in self._shares(level, stages, m):
+                for first, head_stages, tail_stages in _shares(self.tree, level, stages, m):
                     head = self._alike(level, head_stages, first, self._behind(level, m, first, behind))
                     tail = best if tail_stages == ANY else self._best(level, tail_stages, behind)
                     best[m] = np.minimum(best[m], self._after(head, level, tail[m - first]))
@@ -127,16 +127,6 @@ class Tables:
             return 0
         return -(-(devices(self.tree[: level - 1]) * (parts - first) + behind) // first)
 
-    def _shares(self, level: int, stages: int, parts: int) -> Iterator[tuple[int, int, int]]:
-        """Yields the possible (parts and stages of the first segment, stages of the rest), most parts first."""
-        size = devices(self.tree[: level - 1])
-        for first in range(parts - 1, 0, -1):
-            if stages == ANY:
-                yield first, ANY, ANY
-                continue
-            for head_stages in range(max(1, stages - size * (parts - first)), min(size, stages - 1) + 1):
-                yield first, head_stages, stages - head_stages
-
     def _parts(self, level: int, stages: int, behind: int, m: int, i: int, j: int) -> Iterator[Segment]:
         """Yields the segments of the best plan with this number of stages for layers i to j."""
         column = self._columns(level).index(j)
@@ -144,7 +134,7 @@ class Tables:
         if self._alike(level, stages, m, self._behind(level, m, m, behind))[i, j] <= limit:
             yield self._part(level, stages, self._behind(level, m, m, behind), m, i, j)
             return
-        for first, head_stages, tail_stages in self._shares(level, stages, m):
+        for first, head_stages, tail_stages in _shares(self.tree, level, stages, m):
             behind_head = self._behind(level, m, first, behind)
             head, tail = (
                 self._alike(level, head_stages, first, behind_head),
@@ -162,3 +152,14 @@ class Tables:
         size = self.tree[level - 2].size
         inner = self._parts(level - 1, stages, behind, size, i, j) if level > 1 else ()
         return Segment(i, j + 1, replicas, tuple(inner))
+
+
+def _shares(tree: Sequence[Level], level: int, stages: int, parts: int) -> Iterator[tuple[int, int, int]]:
+    """Yields the possible (parts and stages of the first segment, stages of the rest), most parts first."""
+    size = devices(tree[: level - 1])
+    for first in range(parts - 1, 0, -1):
+        if stages == ANY:
+            yield first, ANY, ANY
+            continue
+        for head_stages in range(max(1, stages - size * (parts - first)), min(size, stages - 1) + 1):
+            yield first, head_stages, stages - head_stages
