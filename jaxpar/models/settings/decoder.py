@@ -153,70 +153,10 @@ class DecoderConfig(Keywords):
                 rule="a padded vocabulary has a row for every token, and more",
                 fix=f"padded_vocab = {-(-self.vocab // 128) * 128}, or 0",
             )
-        self._check_attention()
-        self._check_biases()
-        self._check_layer_lists()
-        self._check_layers_with_experts()
-
-    def _check_attention(self) -> None:
-        even = self.position == "rotary"
-        if not self.head_dim:
-            check_heads(self.dim, self.heads, kv_heads=self.kv_heads, even=even)
-        elif self.kv_heads and self.heads % self.kv_heads:
-            check_heads(self.heads * self.head_dim, self.heads, kv_heads=self.kv_heads)
-        rotary_dims = int(self.head_width * self.rope_share)
-        if even and (rotary_dims < 2 or rotary_dims % 2):
-            raise refuse(
-                f"{rotary_dims} rotary dims: head_dim = {self.head_width}, rope_share = {self.rope_share}",
-                rule="rotary positions turn pairs of a head's dims",
-                fix="head_dim = 64, rope_share = 1.0, or position = 'learned'",
-            )
-        stretch = tuple(self.rope_stretch)
-        if stretch and not (
-            len(stretch) == 4 and stretch[0] >= 1 and 0 < stretch[1] < stretch[2] < 1e9 > stretch[3] > 0
-        ):
-            raise refuse(
-                f"rope_stretch = {list(stretch)!r:.80}",
-                rule="rope_stretch is [factor >= 1, low, high, seq] with 0 < low < high < 1e9 and 0 < seq < 1e9, or []",
-                fix="rope_stretch = [8.0, 1.0, 4.0, 8192.0]",
-            )
-
-    def _check_biases(self) -> None:
-        if unknown := [name for name in self.biases if name not in get_args(BiasedPart)]:
-            raise refuse(
-                f"biases = {list(self.biases)!r:.80}",
-                rule="biases lists qkv, out or mlp",
-                fix=f"biases without {unknown[0]!r:.40}",
-            )
-        if self.experts.count and "mlp" in self.biased_parts:
-            key = "use_bias = True" if self.use_bias else f"biases = {list(self.biases)}"
-            raise refuse(
-                f"{key} with experts.count = {self.experts.count}",
-                rule="the matrices of experts have no biases",
-                fix="use_bias = False and no mlp in biases, or experts.count = 0",
-            )
-
-    def _check_layers_with_experts(self) -> None:
-        e = self.experts
-        if e.count and not self.layers_with_experts:
-            raise refuse(
-                f"experts.dense_layers = {e.dense_layers}, every = {e.every} of {self.layers} layers",
-                rule="a layer has experts: one of number i (from 0) with (i + 1) % every = 0 and i >= dense_layers",
-                fix=f"layers = {e.layers_with_experts(2**62)[0] + 1} or more, or experts.count = 0",
-            )
-
-    def _check_layer_lists(self) -> None:
-        ranges = {"windows": (0, 2**31 - 1), "rope_bases": (0, 1e30), "rope_factors": (1e-6, 1e6)}
-        for name, (low, high) in ranges.items():
-            values = getattr(self, name)
-            bad = [value for value in values if type(value) not in (int, float) or not low <= value <= high]
-            if bad or len(values) > self.layers:
-                got = f"{name} = {list(values)!r:.80}" + (f" of {self.layers} layers" if not bad else "")
-                raise refuse(
-                    got,
-                    rule=f"{name} lists numbers of {low} to {high:g}, at most one for each layer",
-                    fix=f"{name} = []",
-                )
+        _check_attention(self)
+        _check_biases(self)
+        _check_layer_lists(self)
+        _check_layers_with_experts(self)
 
     @property
     def vocab_rows(self) -> int:
@@ -263,3 +203,65 @@ class DecoderConfig(Keywords):
         """Width of the feed-forward."""
         gated = -(-8 * self.dim // 3 // 64) * 64 if self.dim >= 64 else 4 * self.dim
         return self.hidden or (gated if self.gated else 4 * self.dim)
+
+
+def _check_attention(config: DecoderConfig) -> None:
+    even = config.position == "rotary"
+    if not config.head_dim:
+        check_heads(config.dim, config.heads, kv_heads=config.kv_heads, even=even)
+    elif config.kv_heads and config.heads % config.kv_heads:
+        check_heads(config.heads * config.head_dim, config.heads, kv_heads=config.kv_heads)
+    rotary_dims = int(config.head_width * config.rope_share)
+    if even and (rotary_dims < 2 or rotary_dims % 2):
+        raise refuse(
+            f"{rotary_dims} rotary dims: head_dim = {config.head_width}, rope_share = {config.rope_share}",
+            rule="rotary positions turn pairs of a head's dims",
+            fix="head_dim = 64, rope_share = 1.0, or position = 'learned'",
+        )
+    stretch = tuple(config.rope_stretch)
+    if stretch and not (len(stretch) == 4 and stretch[0] >= 1 and 0 < stretch[1] < stretch[2] < 1e9 > stretch[3] > 0):
+        raise refuse(
+            f"rope_stretch = {list(stretch)!r:.80}",
+            rule="rope_stretch is [factor >= 1, low, high, seq] with 0 < low < high < 1e9 and 0 < seq < 1e9, or []",
+            fix="rope_stretch = [8.0, 1.0, 4.0, 8192.0]",
+        )
+
+
+def _check_biases(config: DecoderConfig) -> None:
+    if unknown := [name for name in config.biases if name not in get_args(BiasedPart)]:
+        raise refuse(
+            f"biases = {list(config.biases)!r:.80}",
+            rule="biases lists qkv, out or mlp",
+            fix=f"biases without {unknown[0]!r:.40}",
+        )
+    if config.experts.count and "mlp" in config.biased_parts:
+        key = "use_bias = True" if config.use_bias else f"biases = {list(config.biases)}"
+        raise refuse(
+            f"{key} with experts.count = {config.experts.count}",
+            rule="the matrices of experts have no biases",
+            fix="use_bias = False and no mlp in biases, or experts.count = 0",
+        )
+
+
+def _check_layers_with_experts(config: DecoderConfig) -> None:
+    e = config.experts
+    if e.count and not config.layers_with_experts:
+        raise refuse(
+            f"experts.dense_layers = {e.dense_layers}, every = {e.every} of {config.layers} layers",
+            rule="a layer has experts: one of number i (from 0) with (i + 1) % every = 0 and i >= dense_layers",
+            fix=f"layers = {e.layers_with_experts(2**62)[0] + 1} or more, or experts.count = 0",
+        )
+
+
+def _check_layer_lists(config: DecoderConfig) -> None:
+    ranges = {"windows": (0, 2**31 - 1), "rope_bases": (0, 1e30), "rope_factors": (1e-6, 1e6)}
+    for name, (low, high) in ranges.items():
+        values = getattr(config, name)
+        bad = [value for value in values if type(value) not in (int, float) or not low <= value <= high]
+        if bad or len(values) > config.layers:
+            got = f"{name} = {list(values)!r:.80}" + (f" of {config.layers} layers" if not bad else "")
+            raise refuse(
+                got,
+                rule=f"{name} lists numbers of {low} to {high:g}, at most one for each layer",
+                fix=f"{name} = []",
+            )
