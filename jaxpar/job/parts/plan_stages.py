@@ -144,13 +144,11 @@ class _Parts:
     def _model(self, remat: str, rows: int) -> PipelineModel:
         split_model = self.gradients.split_model
         parts = replace(split_model, numerics=replace(split_model.numerics, remat=remat)).model(train=True)
-        shared, chunk = ({path: self._cast(path) for path in paths} for paths in self._paths)
+        shared, chunk = (
+            {path: self._cast(path) for path in paths} for paths in (self.shardings.shared, self.shardings.stacked)
+        )
         chunk = {path: _shape(leaf, (1, self.span, *leaf.shape[1:])) for path, leaf in chunk.items()}
         return PipelineModel(parts, self.layout.schedule, shared, chunk, self._inputs(rows), forward_only=False)
-
-    @property
-    def _paths(self) -> tuple[Collection[str], Collection[str]]:
-        return self.shardings.shared, self.shardings.stacked
 
     def _cast(self, path: str) -> jax.ShapeDtypeStruct:
         leaf = self.layout.placements[path].leaf

@@ -203,7 +203,7 @@ class SpreadTable:
         active = (number == OP_NUMBER["B"]) & (part == 0)
         dx = jax.tree.map(lambda leaf: jnp.where(active, leaf[self.first], 0).astype(leaf.dtype), out)
         back = self.around.on_replicas(self._embed_back)
-        ends = back(self.embedding, self.inputs, dx, state["ends"], self._per_replica(microbatch))
+        ends = back(self.embedding, self.inputs, dx, state["ends"], _broadcast(self.replica_count, microbatch))
         return {"stages": stages, "ends": ends}
 
     def _looked_up(self, rows: jax.Array) -> Tree:
@@ -212,8 +212,10 @@ class SpreadTable:
         def embed(shared: Mapping[str, Any], inputs: Tree, microbatch: jax.Array) -> Tree:
             return self.model.embed(shared, load(inputs, microbatch))[0]
 
-        microbatch = self._per_replica(rows[self.first, COLUMNS.index("microbatch")])
-        return self._on_every_stage(self.around.on_replicas(embed)(self.embedding, self.inputs, microbatch))
+        microbatch = _broadcast(self.replica_count, rows[self.first, COLUMNS.index("microbatch")])
+        return _broadcast(
+            self.program.schedule.stages, self.around.on_replicas(embed)(self.embedding, self.inputs, microbatch)
+        )
 
     def _with_head(self, kind: TickKind, state: dict, rows: jax.Array, x: tuple) -> dict:
         """Runs a tick in which the last part runs forward, and so the head."""
@@ -233,19 +235,11 @@ class SpreadTable:
 
         stages, y = self._on_stages(chunk)(rows, state["stages"], *x)
         stages = state["stages"] | stages
-        microbatch = self._per_replica(rows[self.last, COLUMNS.index("microbatch")])
+        microbatch = _broadcast(self.replica_count, rows[self.last, COLUMNS.index("microbatch")])
         out = jax.tree.map(lambda leaf: leaf[self.last], y)
         ends, dy = self.around.on_replicas(self._head)(self.head, self.inputs, out, state["ends"], microbatch)
-        delivered = self._on_stages(deliver)(rows, stages, y, self._on_every_stage(dy))
+        delivered = self._on_stages(deliver)(rows, stages, y, _broadcast(self.program.schedule.stages, dy))
         return {"stages": stages | delivered, "ends": ends}
-
-    def _per_replica(self, number: jax.Array) -> jax.Array:
-        """Broadcasts a number to [replicas]."""
-        return jnp.broadcast_to(number, (self.replica_count,))
-
-    def _on_every_stage(self, tree: Tree) -> Tree:
-        """Broadcasts [replicas, ...] to [stages, replicas, ...]."""
-        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.program.schedule.stages, *leaf.shape)), tree)
 
     def _on_stages(self, function: Callable) -> Callable:
         """Wraps `function(stage, row, *stacked)` to a function of (rows, *stacked) that runs on every stage."""
@@ -281,21 +275,27 @@ class SpreadTable:
             return state | {"sums": jax.tree.map(jnp.add, state["sums"], total(shared, y)[1])}, y
         _, pull, sums = jax.vjp(total, shared, y, has_aux=True)
         dshared, dy = pull(jnp.ones((), jnp.float32))
-        shared, dy = jax.lax.optimization_barrier((self._added(state, dshared), dy))  # as in `Stage.forward`
+        shared, dy = jax.lax.optimization_barrier((_added(self.around, state, dshared), dy))  # as in `Stage.forward`
         return {"sums": jax.tree.map(jnp.add, state["sums"], sums), "shared": shared}, dy
 
     def _embed_back(self, shared: Mapping[str, Any], known: Tree, dx: Tree, state: dict, microbatch: jax.Array) -> dict:
         _, pull = jax.vjp(lambda shared: self.model.embed(shared, load(known, microbatch))[0], shared)
-        return state | {"shared": self._added(state, pull(dx)[0])}
+        return state | {"shared": _added(self.around, state, pull(dx)[0])}
 
-    def _added(self, state: dict, more: Mapping[str, Any]) -> Tree:
-        """Adds the gradients of embedding or head to the sums."""
-        return state["shared"] | self.around.place_head({path: add(state["shared"][path], more[path]) for path in more})
+
+def _added(around: ShardMaps, state: dict, more: Mapping[str, Any]) -> Tree:
+    """Adds the gradients of embedding or head to the sums."""
+    return state["shared"] | around.place_head({path: add(state["shared"][path], more[path]) for path in more})
 
 
 def _changed(before: dict, after: dict) -> dict:
     """Returns only the entries that an op changes, because XLA copies the results of the stages in every tick."""
     return {key: value for key, value in after.items() if value is not before[key]}
+
+
+def _broadcast(count: int, tree: Tree) -> Tree:
+    """Broadcasts [...] to [count, ...]."""
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), tree)
 
 
 def _peeled(tree: Tree, dims: int) -> Tree:
