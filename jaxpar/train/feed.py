@@ -69,6 +69,7 @@ class Feed:
         self.layout, self.size = layout, size
         self.good, self.skipped, self.faults, self.say = good, skipped, faults or Faults(), say
         self.growth = growth or Growth()
+        self._skips = skipped is not None and self.faults.on_bad_batch == "skip"
         self.rows: Rows = rows_here(layout, size) if jax.process_count() > 1 else None
         self._one = threading.Lock()  # a thread may read ahead, and sources need not be thread-safe
         self._evaluation_feeds: dict[str, Feed] = {}
@@ -109,16 +110,33 @@ class Feed:
         while True:
             index = draw if self.skipped is None else self.skipped.batch_of(draw)
             try:
-                batch = self.source.batch(index, self.size, *self._wanted_rows)
-                return self._select_rows(self._checked(batch, partial(self._where, index)))
+                batch = self.source.batch(index, self.size, *self._wanted_rows())
+                if self.good is not None:
+                    self.good.check(batch, partial(_position, self.source, self.size, index), *self._wanted_rows())
+                return select_rows(batch, self.rows) if self._skips else batch
             except CorruptBatch as error:
-                skipped = self._pass(f"the batch of step {step + 1}", error, passed)
+                skipped = _pass_over(self, f"the batch of step {step + 1}", error, passed)
                 skipped.pass_over(draw, error.problems[0].got)
 
     def read_evaluation(self, index: int) -> list[WeightedBatch]:
         """Returns this process's rows of the index-th held-out batch, on the host."""
         with self._one:
-            return self._read_evaluation(index)
+            passed: list[CorruptBatch] = []
+            while True:
+                at = index
+                for bad in self._bad_out:
+                    at += bad <= at
+                try:
+                    # a user's source may return None instead of an empty list
+                    batches = self.source.evaluation(at, self.size, *self._wanted_rows()) or []
+                    for each in batches:
+                        if self.good is not None:
+                            self.good.check(each.batch, lambda _, at=at: f"held-out batch {at}", *self._wanted_rows())
+                    rows = self.rows if self._skips else None  # of this process, if it has read those of all
+                    return [replace(each, batch=select_rows(each.batch, rows)) for each in batches]
+                except CorruptBatch as error:
+                    _pass_over(self, "a held-out batch", error, passed)
+                    self._bad_out = sorted([*self._bad_out, at])
 
     def rearranged(self, index: int, rows: np.ndarray) -> Mapping[str, Any]:
         """Returns the given rows of the index-th (padded) held-out batch as a batch of `len(rows)`, see `placed`.
@@ -135,83 +153,49 @@ class Feed:
         part.rows, part.size = here, len(rows)
         return part.placed(batch)
 
-    def _read_evaluation(self, index: int) -> list[WeightedBatch]:
-        passed: list[CorruptBatch] = []
-        while True:
-            at = index
-            for bad in self._bad_out:
-                at += bad <= at
-            try:
-                batches = (
-                    self.source.evaluation(at, self.size, *self._wanted_rows) or []
-                )  # a user's source may return None instead of an empty list
-                for each in batches:
-                    self._checked(each.batch, lambda _, at=at: f"held-out batch {at}")
-                return [replace(each, batch=self._select_rows(each.batch)) for each in batches]
-            except CorruptBatch as error:
-                self._pass("a held-out batch", error, passed)
-                self._bad_out = sorted([*self._bad_out, at])
-
-    @property
-    def _skips(self) -> bool:
-        return self.skipped is not None and self.faults.on_bad_batch == "skip"
-
-    @property
-    def _wanted(self) -> Rows:
-        """The rows to read; None (all) if corrupt batches are skipped, as all processes must skip the same batches."""
-        return None if self._skips else self.rows
-
-    @property
-    def _wanted_rows(self) -> tuple[Rows, ...]:
-        """`_wanted` as an extra argument of the source, left out for all rows: simple sources need no such argument."""
-        return () if self._wanted is None else (self._wanted,)
-
-    def _select_rows(self, batch: Batch) -> Batch:
-        return select_rows(batch, self.rows) if self._skips else batch
-
-    def _checked(self, batch: Batch, lies: Callable[[int], str]) -> Batch:
-        return batch if self.good is None else self.good.check(batch, lies, self._wanted)
-
-    def _where(self, index: int, row: int) -> str:
-        """Describes the position of a row of a training batch in the data."""
-        where = getattr(self.source, "where", None)
-        return where(index, self.size, row) if where else f"batch {index} of {self.source.fingerprint}"
-
-    def _pass(self, what: str, error: CorruptBatch, passed: list[CorruptBatch]) -> SkippedBatches:
-        """Reports a skipped batch; raises if the job stops at corrupt batches, or too many were skipped in a row."""
-        problem = error.problems[0]
-        got = f"{what} is corrupt: {problem.got}"
-        if self.skipped is None or not self._skips:
-            skip = "" if self.skipped is None else "; or faults.on_bad_batch = 'skip'"
-            raise refuse(got, rule=problem.rule, fix=problem.fix + skip) from error
-        passed.append(error)
-        if len(passed) > self.faults.skips:
-            raise refuse(
-                f"{len(passed)} corrupt batches one after the other, the last: {problem.got}",
-                rule=f"faults.skips = {self.faults.skips} may be skipped in a row",
-                fix=problem.fix,
-            ) from error
-        self.say(f"{got}; passed over")
-        return self.skipped
+    def _wanted_rows(self) -> tuple[np.ndarray, ...]:
+        """Returns the rows to read as an extra argument of the source; () for all, as simple sources do not have it."""
+        # all processes must skip the same corrupt batches: each reads all rows
+        return () if self._skips or self.rows is None else (self.rows,)
 
     def placed(self, batch: Batch) -> dict[str, Any]:
         """Assembles the rows of all processes into global arrays; in a single process, the step places the batch."""
-        return batch if self.rows is None else {name: self._global(value) for name, value in batch.items()}
+        if self.rows is None:
+            return batch
+        return {name: _global_array(self.layout, self.size, self.rows, value) for name, value in batch.items()}
 
-    def _global(self, value: np.ndarray) -> jax.Array:
-        """Returns the global array [size * draws, ...] from this process's rows of merged draws."""
-        held: Any = self.rows
-        times = len(value) // len(held)
-        rows, size = (held[:, None] * times + np.arange(times)).ravel(), self.size * times
-        shape = (size, *value.shape[1:])
 
-        def shard(index):
-            begin, end, _ = index[0].indices(size)
-            at = np.searchsorted(rows, begin)
-            return value[(slice(at, at + end - begin), *index[1:])]
+def _pass_over(feed: Feed, what: str, error: CorruptBatch, passed: list[CorruptBatch]) -> SkippedBatches:
+    """Reports a skipped batch; raises if the job stops at corrupt batches, or too many were skipped in a row."""
+    problem = error.problems[0]
+    got = f"{what} is corrupt: {problem.got}"
+    if feed.skipped is None or not feed._skips:
+        skip = "" if feed.skipped is None else "; or faults.on_bad_batch = 'skip'"
+        raise refuse(got, rule=problem.rule, fix=problem.fix + skip) from error
+    passed.append(error)
+    if len(passed) > feed.faults.skips:
+        raise refuse(
+            f"{len(passed)} corrupt batches one after the other, the last: {problem.got}",
+            rule=f"faults.skips = {feed.faults.skips} may be skipped in a row",
+            fix=problem.fix,
+        ) from error
+    feed.say(f"{got}; passed over")
+    return feed.skipped
 
-        value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype))
-        return jax.make_array_from_callback(shape, batch_sharding(self.layout, shape), shard)
+
+def _global_array(layout: Layout, size: int, here: Any, value: np.ndarray) -> jax.Array:
+    """Returns the global array [size * draws, ...] from this process's rows of merged draws."""
+    times = len(value) // len(here)
+    rows, size = (here[:, None] * times + np.arange(times)).ravel(), size * times
+    shape = (size, *value.shape[1:])
+
+    def shard(index):
+        begin, end, _ = index[0].indices(size)
+        at = np.searchsorted(rows, begin)
+        return value[(slice(at, at + end - begin), *index[1:])]
+
+    value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype))
+    return jax.make_array_from_callback(shape, batch_sharding(layout, shape), shard)
 
 
 class Reader:
@@ -264,6 +248,11 @@ class Reader:
             if each not in self._wanted_rows:
                 self._wanted_rows[each] = self._pool.submit(self.feed.read, each)
         return self._wanted_rows.pop(step).result()
+
+
+def _position(source: Any, size: int, index: int, row: int) -> str:
+    where = getattr(source, "where", None)
+    return where(index, size, row) if where else f"batch {index} of {source.fingerprint}"
 
 
 def rows_here(layout: Layout, size: int) -> np.ndarray:
