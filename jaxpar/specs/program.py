@@ -164,7 +164,7 @@ def follow(
     program = walk.program
     program.params = {array.path: array for array in inputs if array.path}
     program.inputs = [array for array in inputs if not array.path]
-    walk.align()
+    _align(walk)
     _mark_rows(program, [inputs[number] for number in batch])
     _scale(program, share)
     return program
@@ -230,7 +230,7 @@ class _Walk:
             inner = eqn.params[key]
             return self.run(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner, operands)
         if name in VIEWS and not operands[0].constant:
-            dims = self.rule(eqn, operands)[0]
+            dims = _dims_of_results(self.program, eqn, operands)[0]
             return [self.array(eqn.outvars[0], dims, root=operands[0].root, learned=operands[0].learned)]
         for array in {id(operand.root): operand.root for operand in operands}.values():
             array.readers += 1
@@ -245,8 +245,12 @@ class _Walk:
         if (loops := loops_of(eqn)) is not None:
             return [self.operation(eqn, operands, loops)]
         if name in SUMS:
-            return self.reduction(eqn, operands[0])
-        made = [self.array(var, dims) for var, dims in zip(eqn.outvars, self.rule(eqn, operands), strict=True)]
+            axes, dims = eqn.params["axes"], operands[0].dims
+            result = self.array(eqn.outvars[0], tuple(dim for axis, dim in enumerate(dims) if axis not in axes))
+            self.program.reductions.append((result, tuple(dims[axis] for axis in axes)))  # type: ignore[arg-type]
+            return [result]
+        results = _dims_of_results(self.program, eqn, operands)
+        made = [self.array(var, dims) for var, dims in zip(eqn.outvars, results, strict=True)]
         if name in ELEMENTWISE:
             self.program.constants += [
                 (array, made[0]) for array in operands if array.constant and array.shape == made[0].shape
@@ -254,24 +258,6 @@ class _Walk:
         if name in ("add", "add_any") and operands[0].shape == operands[1].shape:
             self.program.additions.append((made[0], [operand.root for operand in operands]))
         return made
-
-    def rule(self, eqn: JaxprEqn, operands: list[Array]) -> list[tuple[Dim, ...]]:
-        """Returns the dims of the results of an equation that moves or combines entries."""
-        name = eqn.primitive.name
-        if name in ELEMENTWISE:
-            # a constant gets dims of its own
-            traced = [TracedArray(_fresh(a.shape) if a.constant else a.dims, None) for a in operands]
-            return [array.dims for array in elementwise(eqn, traced)]
-        if name in WINDOWS:
-            return _windows(eqn, operands)
-        if name in FOLLOWED:
-            traced = [TracedArray(a.dims, None) for a in operands]
-            return [array.dims for array in OPERATIONS.get(name, elementwise)(eqn, traced)]
-        self.program.unknown.add(name)
-        results = [_fresh(tuple(getattr(var.aval, "shape", ()))) for var in eqn.outvars]
-        for dim in [dim for array in operands for dim in array.dims] + [dim for dims in results for dim in dims]:
-            mix(dim, f"{name} is not followed")
-        return results
 
     def operation(self, eqn: JaxprEqn, operands: list[Array], loops: list) -> Array:
         result = self.array(eqn.outvars[0])
@@ -284,14 +270,6 @@ class _Walk:
         ]  # fmt: skip
         self.dims_of_loops.append((made, dims))
         return result
-
-    def reduction(self, eqn: JaxprEqn, operand: Array) -> list[Array]:
-        axes = eqn.params["axes"]
-        dims = tuple(dim for axis, dim in enumerate(operand.dims) if axis not in axes)
-        result = self.array(eqn.outvars[0], dims)
-        summed = tuple(operand.dims[axis] for axis in axes)
-        self.program.reductions.append((result, summed))  # type: ignore[arg-type]
-        return [result]
 
     def scan(self, eqn: JaxprEqn, operands: list[Array]) -> list[Array]:
         # by ranks, as releases of JAX name the equation's parameters differently: a stacked array has one more dim
@@ -336,22 +314,41 @@ class _Walk:
                 _join_all(start.dims, end.dims)
         return carry
 
-    def align(self) -> None:
-        """Splits the dims of each loop at each other's boundaries, until no dim splits any more."""
-        changed = True
-        while changed:
-            changed = False
-            for _, dims_of_loops in self.dims_of_loops:
-                for dims in dims_of_loops:
-                    present = [dim for dim in dims if dim is not None]
-                    changed |= any(_split_alike(present[0], dim) for dim in present[1:])
-        for operation, dims_of_loops in self.dims_of_loops:
+
+def _dims_of_results(program: TracedProgram, eqn: JaxprEqn, operands: list[Array]) -> list[tuple[Dim, ...]]:
+    name = eqn.primitive.name
+    if name in ELEMENTWISE:
+        # a constant gets dims of its own
+        traced = [TracedArray(_fresh(a.shape) if a.constant else a.dims, None) for a in operands]
+        return [array.dims for array in elementwise(eqn, traced)]
+    if name in WINDOWS:
+        return _windows(eqn, operands)
+    if name in FOLLOWED:
+        traced = [TracedArray(a.dims, None) for a in operands]
+        return [array.dims for array in OPERATIONS.get(name, elementwise)(eqn, traced)]
+    program.unknown.add(name)
+    results = [_fresh(tuple(getattr(var.aval, "shape", ()))) for var in eqn.outvars]
+    for dim in [dim for array in operands for dim in array.dims] + [dim for dims in results for dim in dims]:
+        mix(dim, f"{name} is not followed")
+    return results
+
+
+def _align(walk: _Walk) -> None:
+    """Splits the dims of each loop at each other's boundaries, until no dim splits any more."""
+    changed = True
+    while changed:
+        changed = False
+        for _, dims_of_loops in walk.dims_of_loops:
             for dims in dims_of_loops:
-                operation.loops += _loops_of_pieces(dims)
-        self.program.reductions = [
-            (result, tuple(piece for dim in dims for piece in flat(dim)))  # pyright: ignore[reportArgumentType]
-            for result, dims in self.program.reductions
-        ]
+                present = [dim for dim in dims if dim is not None]
+                changed |= any(_split_alike(present[0], dim) for dim in present[1:])
+    for operation, dims_of_loops in walk.dims_of_loops:
+        for dims in dims_of_loops:
+            operation.loops += _loops_of_pieces(dims)
+    walk.program.reductions = [
+        (result, tuple(piece for dim in dims for piece in flat(dim)))  # pyright: ignore[reportArgumentType]
+        for result, dims in walk.program.reductions
+    ]
 
 
 def _fresh(shape: Sequence[int]) -> tuple[Dim, ...]:

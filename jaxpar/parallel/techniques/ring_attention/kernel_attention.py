@@ -73,7 +73,7 @@ class KernelAttention:
         """Attends to another group's keys, and merges the results into the output and the logsumexp."""
         if not self.rule.causal:
             return merge(sums, self.kernel.forward(queries, *kv, causal=False))
-        for start_q, start_k, (size_q, size_k) in self._squares(queries, kv, other):
+        for start_q, start_k, (size_q, size_k) in _squares(self.ways.group, queries, kv, other):
             q, (k, v) = _cut(queries, start_q, size_q), _cut(kv, start_k, size_k, 2)
             part = self.kernel.forward(q, k, v, causal=False)
             out, logsumexp = sums
@@ -101,7 +101,7 @@ class KernelAttention:
             part_q, grads_kv = self._back(queries, kv, end, causal=False)
             return of_q + part_q, grads_kv
         grads_kv = zero_grads(kv)
-        for start_q, start_k, (size_q, size_k) in self._squares(queries, kv, other):
+        for start_q, start_k, (size_q, size_k) in _squares(self.ways.group, queries, kv, other):
             q, keys = _cut(queries, start_q, size_q), _cut(kv, start_k, size_k, 2)
             part_q, part_kv = self._back(q, keys, end.chunk(start_q, size_q), causal=False)
             of_q = _put(of_q, _cut(of_q, start_q, size_q) + part_q, start_q)
@@ -117,11 +117,12 @@ class KernelAttention:
         of_q, of_k, of_v = self.kernel.backward(q, *kv, end.out, end.logsumexp, end.grad, **mask)
         return of_q.astype(accumulator_dtype(q)), jnp.stack([of_k, of_v]).astype(accumulator_dtype(q))
 
-    def _squares(self, q: jax.Array, kv: jax.Array, other: jax.Array) -> list[tuple]:
-        """Returns (start of queries, start of keys, sizes) of the two unmasked pairs of chunks."""
-        sizes = size_q, size_k = q.shape[1] // 2, kv.shape[2] // 2
-        earlier = other < self.ways.group
-        return [(size_q, 0, sizes), (jnp.where(earlier, 0, size_q), jnp.where(earlier, 0, size_k), sizes)]
+
+def _squares(group: Any, q: jax.Array, kv: jax.Array, other: jax.Array) -> list[tuple]:
+    """Returns (start of queries, start of keys, sizes) of the two unmasked pairs of chunks."""
+    sizes = size_q, size_k = q.shape[1] // 2, kv.shape[2] // 2
+    earlier = other < group
+    return [(size_q, 0, sizes), (jnp.where(earlier, 0, size_q), jnp.where(earlier, 0, size_k), sizes)]
 
 
 def _cut(x: jax.Array, start: int | jax.Array, size: int, axis: int = 1) -> jax.Array:
