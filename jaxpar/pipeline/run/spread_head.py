@@ -294,7 +294,6 @@ def _changed(before: dict, after: dict) -> dict:
 
 
 def _broadcast(count: int, tree: Tree) -> Tree:
-    """Broadcasts [...] to [count, ...]."""
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), tree)
 
 
