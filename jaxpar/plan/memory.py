@@ -17,7 +17,14 @@ import numpy as np
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.causes import Causes
 from jaxpar.plan.machine.software import SoftwareModel
-from jaxpar.plan.model.layer_bytes import layer_bytes, spare_parameters, stage_parameters, stash_bytes, updates_in_place
+from jaxpar.plan.model.layer_bytes import (
+    layer_bytes,
+    score_copies,
+    spare_parameters,
+    stage_parameters,
+    stash_bytes,
+    updates_in_place,
+)
 from jaxpar.plan.model.peak_moments import moments
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.state_bytes import JAXPAR, Recipe
@@ -100,12 +107,18 @@ def _spmd_program(
     slots = in_use + (table & ~updates_in_place(candidate, software))
     stash = (stashed + np.greater(stashed, 0)) * stash_bytes(shape, candidate)
     activations = layers * (slots * residuals + stash) + message * (in_use + 1)
-    for gradients, logits, working, present in moments(shape, candidate, software, recipe):
+    at_loss, *later = moments(shape, candidate, software, recipe)
+    between = at_loss._replace(logits=0.0 * at_loss.logits)
+    copies = layers * score_copies(shape, candidate, software)
+    for (gradients, logits, working, present), copied in [
+        (between, copies),
+        *((each, 0.0) for each in (at_loss, *later)),
+    ]:
         yield Memory(
             parameters=parameters,
             gradients=gradients,
             optimizer=optimizer,
-            activations=present * activations,
+            activations=present * activations + copied,
             logits=logits,
             working=working,
         )

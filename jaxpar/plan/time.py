@@ -104,7 +104,8 @@ def step_time(shape: Shape, candidate: Candidate, hardware: Hardware, software: 
         matmuls=count * (forward.matmuls + backward.matmuls) + heads * (head_f.matmuls + head_b.matmuls),
         attention=count * (forward.core + forward.scores + backward.core + backward.scores),
         elementwise=count * (forward.elementwise + backward.elementwise)
-        + heads * (head_f.elementwise + head_b.elementwise),
+        + heads * (head_f.elementwise + head_b.elementwise)
+        + layer_time.collective_copies(parameters, candidate, hardware, software),
         recompute=count * recompute.total,
         **{cause: count * sum(exposed) + step_collectives[cause] for cause, exposed in collectives.items()},
         **overlapped_seconds(work, candidate, hardware, software),

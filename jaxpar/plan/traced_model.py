@@ -30,10 +30,10 @@ from jaxpar.mesh.collective import Collective
 from jaxpar.pipeline.tables.library import LIBRARY
 from jaxpar.plan.candidate import Candidate, Choices
 from jaxpar.plan.enumeration import all_layouts, select
-from jaxpar.plan.machine.hardware import Hardware
+from jaxpar.plan.machine.hardware import SMALLEST_KERNEL, Hardware
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.memory import Memory, bytes_by_zero_stage
-from jaxpar.plan.model.liveness import LEAST, REDUCED, SCATTERED, Estimate
+from jaxpar.plan.model.liveness import REDUCED, SCATTERED, Estimate
 from jaxpar.plan.model.splits import ModelSplit, Sizes
 from jaxpar.plan.model.stages import StageTrace
 from jaxpar.plan.model.state_bytes import Recipe
@@ -308,7 +308,7 @@ class TracedModel:
             send=zeros,
             stragglers=compute * hardware.straggler_share(candidate.devices),
             optimizer=optimizer(parameters, candidate, hardware, replace(software, update=self._update_bytes()))
-            + LEAST * self.trace.programs["none"].update_kernels,
+            + SMALLEST_KERNEL * self.trace.programs["none"].update_kernels,
         ).times(hardware.calibration)
 
     def _program(self, remat: str, context: int, tensor: int) -> Estimate:
@@ -319,9 +319,14 @@ class TracedModel:
     def _kernels(self, candidate: Candidate, hardware: Hardware, *, remat: str | None = None) -> dict[str, Any]:
         """Returns the seconds of a microbatch's matmuls and other kernels, under a remat policy or the candidate's."""
         policies = candidate.remat if remat is None else remat
-        columns = np.broadcast_arrays(candidate.microbatch, policies, candidate.context, candidate.tensor)
+        # with shards or several microbatches, a step casts its shards once
+        casts = np.equal(candidate.fsdp, 1) & np.equal(candidate.microbatches, 1)
+        columns = np.broadcast_arrays(candidate.microbatch, casts, policies, candidate.context, candidate.tensor)
         keys = [*zip(*(column.ravel().tolist() for column in columns), strict=True)]
-        results = {(rows, *names): self._program(*names).seconds(rows, hardware) for rows, *names in {*keys}}
+        results = {
+            (rows, casts, *names): self._program(*names).seconds(rows, hardware, casts=casts)
+            for rows, casts, *names in {*keys}
+        }
         return {
             cause: np.array([results[key][cause] for key in keys]).reshape(columns[0].shape)
             for cause in ("matmuls", "elementwise")
@@ -332,7 +337,7 @@ class TracedModel:
         share = self._stored(candidate, whole=True) / self.parameters
         return sum(
             (count if layers else 1)
-            * np.maximum(LEAST, hardware.stream(width * share * (size if layers else count * size)))
+            * np.maximum(SMALLEST_KERNEL, hardware.stream(width * share * (size if layers else count * size)))
             for count, size in self.arrays
         )
 

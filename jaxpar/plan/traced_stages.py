@@ -18,11 +18,11 @@ import numpy as np
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.causes import Causes
 from jaxpar.plan.enumeration import select
-from jaxpar.plan.machine.hardware import Hardware
+from jaxpar.plan.machine.hardware import SMALLEST_KERNEL, Hardware
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.memory import Memory, bytes_by_zero_stage
 from jaxpar.plan.model.layer_bytes import updates_in_place
-from jaxpar.plan.model.liveness import LEAST, Estimate
+from jaxpar.plan.model.liveness import Estimate
 from jaxpar.plan.model.program import value
 from jaxpar.plan.model.stages import StageTrace
 from jaxpar.plan.model.state_bytes import Recipe
@@ -143,7 +143,7 @@ def stages_time(
     plain = _seconds(stages, replace(candidate, remat="none"), hardware, "layer")
     sizes = stages.layer_parameters, stages.end_parameters
     sums, end_sums = (
-        np.maximum(hardware.stream(software.accumulate * size), LEAST * arrays)
+        np.maximum(hardware.stream(software.accumulate * size), SMALLEST_KERNEL * arrays)
         for size, arrays in zip(sizes, stages.arrays, strict=True)
     )
     forward = layers * layer["forward"]
@@ -173,7 +173,7 @@ def stages_time(
         send=np.maximum(with_sends - alone, 0.0),
         stragglers=with_sends * hardware.straggler_share(candidate.devices),
         optimizer=optimizer(held, candidate, hardware, replace(software, update=update))
-        + LEAST * stages.update_kernels,
+        + SMALLEST_KERNEL * stages.update_kernels,
     ).times(hardware.calibration)
 
 

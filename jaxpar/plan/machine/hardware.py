@@ -25,6 +25,7 @@ from jaxpar.plan.machine.kernels import Gemm
 # a collective over both levels takes the slower level's time and this share of the faster one's: all-gathers of
 # nccl-tests reach 324 GB/s on 4 x 8 H100s, the single levels 368 and 369
 TOGETHER = 0.136
+SMALLEST_KERNEL = 2e-6  # seconds of the smallest kernel: assumed, as in `jaxpar.inspector.timeline`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +85,10 @@ class Hardware:
     def stream(self, size: np.ndarray | float) -> Any:
         """Returns the seconds of reading or writing so many bytes of device memory."""
         return size / (self.chip.bandwidth * self.streaming)
+
+    def kernels(self, size: np.ndarray | float, count: np.ndarray | float) -> Any:
+        """Returns the seconds of `count` kernels that move so many bytes in total, each at least the smallest's."""
+        return np.maximum(self.stream(size), count * SMALLEST_KERNEL)
 
     def members(self, group: np.ndarray | float, stride: np.ndarray | float) -> Any:
         """Returns the number of devices of a group in one node; neighbours in the group are `stride` devices apart.

@@ -177,6 +177,34 @@ class PairCost:
         return self.scores[way] * scores + self.queries[way] * queries + self.keys[way] * keys
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockKernels:
+    """Numbers of kernels of a block, each of which takes at least as long as the smallest one; (forward, backward).
+
+    Attributes:
+      arrays: Elementwise kernels on arrays of all tokens, without those of scores.
+      numbers: Kernels on a number per token or per channel, such as sums of a norm.
+      weights: Kernels per matrix: a cast or a slice of its weights in both passes, and in the backward pass also its
+        gradient's, which is written to a stack.
+      around_collectives: Further ones per matrix in the backward pass, if devices share the training state.
+      cast_bytes: Bytes per weight that a pass reads and writes to cast it, if no copy in 16 bits exists.
+      copy_bytes: Bytes per parameter and step of copies around fsdp's gather and scatter.
+      stacks: Kernels that write residuals to stacks of all layers, without recomputation.
+      matmuls: Matmuls of unfused attention, each with the fixed cost of a matmul.
+      source: Source of the numbers.
+    """
+
+    arrays: Both
+    numbers: Both
+    weights: Both
+    around_collectives: float
+    cast_bytes: float
+    copy_bytes: float
+    stacks: float
+    matmuls: Both
+    source: str
+
+
 # The share of its peak that a chip reaches in a matmul, by size and by shape.
 #
 #     seconds of [m, k] x [k, n]  =  waves x (2 x 128 x 256 x k / (peak / cores x top) + wave)  +  half / (peak x top)
@@ -221,6 +249,10 @@ class Gemm:
         """
         return self.top * flop / (flop + self.half)
 
+    def fixed(self, peak: float) -> float:
+        """Returns the seconds of a matmul that do not depend on its size, on a chip of so many FLOP per second."""
+        return self.half / (peak * self.top)
+
     def seconds(self, m: np.ndarray | float, k: np.ndarray | float, n: np.ndarray | float, *, peak: float) -> Any:
         """Returns the seconds of a matmul [m, k] x [k, n].
 
@@ -230,8 +262,7 @@ class Gemm:
           n: Columns of the result.
           peak: FLOP per second of the chip.
         """
-        cores = self.cores
-        fixed = self.half / (peak * self.top)
+        cores, fixed = self.cores, self.fixed(peak)
         if not cores:
             return 2.0 * m * k * n / (peak * self.top) + fixed
         even = 1.0 * m * n / (TILE[0] * TILE[1] * cores)

@@ -14,7 +14,7 @@ from jaxpar.errors import check_ranges, refuse
 from jaxpar.exchange.all_reduce import AllReduce
 from jaxpar.exchange.base import Exchange
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.machine.kernels import CUDNN, FLASH_2, Kernel, PairCost, RingKernel
+from jaxpar.plan.machine.kernels import CUDNN, FLASH_2, BlockKernels, Kernel, PairCost, RingKernel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +32,7 @@ class SoftwareModel:
       scores: Memory traffic per score of unfused attention in bytes, forward and backward.
       saved_scores: Bytes per score saved for the backward pass, and the part of them that matmuls produce; 0 for fused
         attention.
+      stacked_scores: Bytes per score of the same in `stacking_traffic`, with copies to other layouts, if different.
       working_scores: Bytes per score in a layer's backward if no scores are saved.
       softmax_split: Most keys of a row for which the softmax of unfused attention is one kernel (0: any number); and
         the additional forward traffic per score beyond that.
@@ -39,11 +40,13 @@ class SoftwareModel:
         head: scores with one more dim are scaled outside of the softmax's kernel.
       pair_cost: Cost of blockwise attention per pair of blocks.
       extra_score_copies: Extra copies of the attention scores because XLA picks different layouts in the forward and
-        the backward pass (only if rows x kv_heads per device > 1); plus a quarter of a copy during the layer's
-        backward if rows > kv_heads.
+        the backward pass (only if rows x kv_heads per device > 1). Without a pipeline they exist between the passes;
+        plus a quarter of a copy during the layer's backward if rows > kv_heads.
       residual: Bytes per element [tokens, dim] that a layer saves without recomputation.
       stream: Bytes per element [tokens, dim] of norms, dropout and residual adds, forward and backward.
       inner: Bytes per element of the widths that the tensor axis splits: q, k, v and the feed-forward's hidden.
+      block_kernels: Numbers of kernels of a block, which matter if they are small; None if the constants are fitted to
+        runs of large models, and contain them.
       logits: Bytes per logit of the loss, forward and backward together.
       accumulate: Bytes per parameter and microbatch of gradient accumulation.
       update: Bytes per parameter of the optimizer's step, all reads and writes.
@@ -86,6 +89,7 @@ class SoftwareModel:
     kernel: Kernel | None = None
     scores: tuple[float, float] = (0.0, 0.0)
     saved_scores: tuple[float, float] = (0.0, 0.0)
+    stacked_scores: tuple[float, float] | None = None
     working_scores: float = 0.0
     softmax_split: tuple[int, float] = (0, 0.0)
     scaling_traffic: float = 0.0
@@ -94,6 +98,7 @@ class SoftwareModel:
     residual: float = 8.0
     stream: tuple[float, float]
     inner: tuple[float, float]
+    block_kernels: BlockKernels | None = None
     logits: float
     accumulate: float
     update: float
@@ -254,6 +259,22 @@ MAXTEXT = replace(
 _WHOLE = replace(
     MAXTEXT,
     accumulate=12.0,  # the microbatch's gradient written 4, the sum read 4 and written 4
+    # replayed programs: three reductions that read 2, and the gradient, which reads 2 and writes 2
+    logits=10.0,
+    update=32.0,  # norm 4, Adam 16 + 12; clipping is fused with it
+    block_kernels=BlockKernels(
+        arrays=(9, 12),
+        numbers=(6, 12),
+        weights=(1, 2),
+        around_collectives=1.5,
+        cast_bytes=6.0,
+        copy_bytes=8.0,
+        stacks=13,
+        matmuls=(2, 4),
+        source="counted in decoders of 4 layers of 2,048 and 24 of 512, compiled by XLA 0.12 for one H100: besides "
+        "matmuls 23 to 26 and 40 to 43 kernels with remat dots, 39 and 40 to 42 without recomputation, of which three "
+        "to five of scores; in ZeRO-1 over 8 devices 24 and 49",
+    ),
     wire=(2.0, 2.0),  # cast before collectives: tests/inspector/test_collectives.py
     residual=8.0,  # two norms' inputs, and their outputs, inputs of matmuls: `models/custom_gradients.py`
     # a scan over layers copies it into one array for all layers and out of it again; a buffer is cleared
@@ -286,10 +307,9 @@ _UNFUSED = replace(
     # from the kernels of an 8B model on 64 H100s: forward QK^T writes 4, mask and softmax 4 + 4 + 2, PV reads 2
     # backward: dP 4, softmax 4 + 4 and select 4, half of it concurrent with matmuls
     scores=(16.0, 15.0),
-    saved_scores=(
-        11.0,
-        4.0,
-    ),  # of a Llama 8B compiled by XLA 0.12: 6 to 12 depending on layout; float32 results of matmuls
+    # of decoders compiled by XLA 0.12: float32 results of matmuls, and attention weights in 16 bits
+    saved_scores=(6.0, 4.0),
+    stacked_scores=(11.0, 4.0),  # replayed in the same programs
     working_scores=11.0,  # in the same programs
     extra_score_copies=1.0,
     source="jaxpar as XLA compiles it where there is no cuDNN: scores in float32, to memory and back; overlap as "
@@ -304,6 +324,7 @@ _PIECES = replace(
     softmax_split=(16384, 6.8),  # three kernels: maximum and sum are computed first, and each reads 4
     scaling_traffic=6.8,  # reads and writes 4
     saved_scores=(2.0, 0.0),  # attention weights in 16 bits: `parallel/techniques/attention_gather.py`
+    stacked_scores=None,
     # float32 scores, recomputed, and attention weights; then the weights, their gradient and the scores'
     working_scores=6.0,
     extra_score_copies=0.0,

@@ -94,7 +94,9 @@ def attention(shape: Shape, candidate: Candidate, hardware: Hardware, software: 
         core_f, core_b = core = software.core
         if software.kernel:
             core_f, core_b = software.kernel.peak_shares(hardware.chip.key, shape.seq, shape.head_width, default=core)
-        return flop / (peak * core_f), flop * (2.5 if fused else 2.0) / (peak * core_b)
+        counts = (0, 0) if fused or software.block_kernels is None else software.block_kernels.matmuls
+        fixed_f, fixed_b = (count * hardware.gemm.fixed(peak) for count in counts)
+        return fixed_f + flop / (peak * core_f), fixed_b + flop * (2.5 if fused else 2.0) / (peak * core_b)
 
     forward, backward = software.cost(seconds, candidate)
     ring_mask, share = ring_attention.uses_ring(candidate), ring_attention.computed_share(shape, candidate)
@@ -173,11 +175,60 @@ def elementwise(shape: Shape, candidate: Candidate, hardware: Hardware, software
     copied = np.where(np.greater(candidate.pipe, 1), 2, 1) * software.stacking_traffic
 
     def residuals(variant: SoftwareModel):
-        return layer_bytes(shape, candidate, replace(variant, extra_score_copies=0.0, split_sequences=None))[:1]
+        stacked = variant.stacked_scores or variant.saved_scores
+        plain = replace(variant, saved_scores=stacked, extra_score_copies=0.0, split_sequences=None)
+        return layer_bytes(shape, candidate, plain)[:1]
 
     copy_bytes = copied / 2 * software.cost(residuals, candidate)[0]
-    waits = software.host_stalls
-    return hardware.stream(forward + copy_bytes) + waits[0], hardware.stream(backward + copy_bytes + sums) + waits[1]
+    passes = (forward, copy_bytes, 0.0), (backward, copy_bytes, sums)
+    return tuple(
+        _kernel_seconds(shape, candidate, hardware, software, way, *amounts) + software.host_stalls[way]
+        for way, amounts in enumerate(passes)
+    )
+
+
+def _kernel_seconds(
+    shape: Shape,
+    candidate: Candidate,
+    hardware: Hardware,
+    software: SoftwareModel,
+    way: int,
+    arrays: np.ndarray | float,
+    stacks: np.ndarray | float,
+    weights: np.ndarray | float,
+) -> Any:
+    """Returns the seconds of kernels that read and write so many bytes of arrays, stacks of residuals, and weights.
+
+    Way is 0 forward, 1 backward. Each kernel takes at least as long as the smallest one.
+    """
+    kernels = software.block_kernels
+    if kernels is None:
+        return hardware.stream(arrays + stacks + weights)
+    # with shards, microbatches or stages, weights in 16 bits exist for the whole step
+    shared = np.greater(candidate.shards, 1)
+    casts = ~shared & np.equal(candidate.microbatches, 1) & np.equal(candidate.pipe, 1)
+    weights = weights + casts * kernels.cast_bytes * shape.device_layer_parameters(candidate.tensor)
+    count = (6 + shape.gated) * (kernels.weights[way] + way * shared * kernels.around_collectives)
+    stack_count = kernels.stacks * np.equal(candidate.remat, "none") * (1 - way)
+    return (
+        hardware.kernels(arrays, kernels.arrays[way])
+        + hardware.kernels(stacks, stack_count)
+        + hardware.kernels(weights, count)
+        + hardware.kernels(0.0, kernels.numbers[way])
+    )
+
+
+def collective_copies(
+    parameters: np.ndarray | float, candidate: Candidate, hardware: Hardware, software: SoftwareModel
+) -> Any:
+    """Returns the seconds of a step's copies of so many parameters and gradients around fsdp's collectives.
+
+    A pipeline gathers and reduces outside of its table, without them.
+    """
+    if software.block_kernels is None:
+        return 0.0
+    shared = np.greater(candidate.shards, 1) & np.equal(candidate.pipe, 1)
+    return hardware.stream(shared * software.block_kernels.copy_bytes * parameters)
 
 
 def accumulation_bytes(parameters: np.ndarray | float, candidate: Candidate, software: SoftwareModel) -> Any:

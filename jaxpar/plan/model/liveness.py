@@ -6,6 +6,7 @@ gradient               to the end of the program: the update follows
 gradient of replicas   XLA combines their collectives up to some bytes, and runs the matmuls whose results one of them
                        takes when the last of these can run: what they read is kept until then
 scan                   its stacked results, and the arrays of one turn
+stacks of scores       twice before the scan that reads them: XLA copies them into the layout of the backward pass
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -15,13 +16,12 @@ from typing import Any
 import numpy as np
 
 from jaxpar.mesh.preset import SMALL
-from jaxpar.plan.machine.hardware import Hardware
+from jaxpar.plan.machine.hardware import SMALLEST_KERNEL, Hardware
 from jaxpar.plan.model.fusion import FusedProgram, TracedKernel, fuse
 from jaxpar.plan.model.pooling import keep_positions
 from jaxpar.plan.model.program import DEGREE, SizedProgram, value
 from jaxpar.plan.model.written_arrays import fills_operand
 
-LEAST = 2e-6  # seconds of the smallest kernel: assumed, as in `jaxpar.inspector.timeline`
 CLASSES = ("activations", "weights", "gradients")
 # bytes up to which collectives are combined: of fsdp as `jaxpar.mesh.preset` says, all-reduces as XLA does by itself
 SCATTERED, REDUCED = SMALL, 30 * 2**20
@@ -30,10 +30,10 @@ Live = dict[str, np.ndarray]
 
 @dataclass(slots=True)
 class _Amounts:
-    """Live bytes as in `Estimate`, [moments, degree]; kernels as (traffic, FLOP, bits, runs)."""
+    """Live bytes as in `Estimate`, [moments, degree]; kernels as (traffic, FLOP, bits, runs, is a cast of weights)."""
 
     curves: dict[int, dict[str, list[Any]]] = field(default_factory=dict)
-    kernels: list[tuple[Any, Any, int, int]] = field(default_factory=list)
+    kernels: list[tuple[Any, Any, int, int, bool]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +47,7 @@ class Estimate:
       flop: FLOP of each kernel's matmul. Shape [kernels, degree].
       bits: Bits of each matmul's operands; 0 for other kernels. Shape [kernels].
       runs: Runs of each kernel in a step. Shape [kernels].
+      casts: Whether each kernel only casts parameters. Shape [kernels].
       gradient_bytes: Bytes of all gradients at the end of the program.
       update_kernels: Kernels of the update: norm and update of each array. Convolutions have their own layout of
         weights, in which the update reads and writes the three arrays of the state.
@@ -58,6 +59,7 @@ class Estimate:
     flop: np.ndarray
     bits: np.ndarray
     runs: np.ndarray
+    casts: np.ndarray
     gradient_bytes: float
     update_kernels: int
     batch: np.ndarray
@@ -77,14 +79,20 @@ class Estimate:
         fullest = int(np.argmax(sum(amounts.values())))
         return {name: float(amount[fullest]) for name, amount in amounts.items()}
 
-    def seconds(self, rows: float, hardware: Hardware) -> dict[str, float]:
-        """Returns the seconds of matmuls and of the other kernels."""
+    def seconds(self, rows: float, hardware: Hardware, *, casts: bool = True) -> dict[str, float]:
+        """Returns the seconds of matmuls and of the other kernels.
+
+        Args:
+          rows: Rows of a device.
+          hardware: The machine.
+          casts: Whether the program casts parameters; else slices of a cast copy take the time of small kernels.
+        """
         flop, traffic = value(self.flop, rows), value(self.traffic, rows)
         is_matmul = self.bits > 0
         full_precision = hardware.chip.bf16_flops / hardware.chip.f32_flops
         compute = hardware.matmuls(np.where(is_matmul, flop, 1.0)) * np.where(self.bits > 16, full_precision, 1.0)
-        seconds = np.maximum(np.maximum(np.where(is_matmul, compute, 0.0), hardware.stream(traffic)), LEAST)
-        seconds = self.runs * seconds
+        seconds = np.maximum(np.maximum(np.where(is_matmul, compute, 0.0), hardware.stream(traffic)), SMALLEST_KERNEL)
+        seconds = self.runs * np.where(self.casts & (not casts), SMALLEST_KERNEL, seconds)
         return {"matmuls": float(seconds[is_matmul].sum()), "elementwise": float(seconds[~is_matmul].sum())}
 
 
@@ -106,13 +114,14 @@ def estimate(program: SizedProgram, rows: float, *, params: Sequence[int], gradi
         combined: {name: np.array(curve) + batch * (name == "activations") for name, curve in curves.items()}
         for combined, curves in amounts.curves.items()
     }
-    traffic, flop, bits, runs = zip(*amounts.kernels, strict=True)
+    traffic, flop, bits, runs, casts = zip(*amounts.kernels, strict=True)
     return Estimate(
         live=live,
         traffic=np.array(traffic),
         flop=np.array(flop),
         bits=np.array(bits),
         runs=np.array(runs),
+        casts=np.array(casts),
         update_kernels=2 * len(outputs) + 4 * kernels,
         gradient_bytes=float(value(live[0]["gradients"][-1], rows)),
         batch=np.zeros(DEGREE + 1) + batch,
@@ -132,7 +141,7 @@ def _program_amounts(
         lives = _lives(program, fused, gradients, of_params, delays)
         amounts.curves[combined] = _curves(program, lives, bodies, of_params, _gradient_arrays(fused, gradients))
     for kernel in fused.kernels:
-        amounts.kernels += _kernel_amounts(kernel, bodies.get(kernel.place))
+        amounts.kernels += _kernel_amounts(kernel, bodies.get(kernel.place), of_params)
     return amounts, [entry in of_params for entry in program.outputs]
 
 
@@ -151,11 +160,45 @@ def _curves(
         changes[name][first] += program.sizes[entry]
         changes[name][last + 1] -= program.sizes[entry]
     curves: dict[str, list[Any]] = {name: [] for name in CLASSES}
+    copied = _copied_stacks(program)
     for name, change in changes.items():
-        for place, level in enumerate(np.cumsum(change, axis=0)[: end + 1]):
+        levels = np.cumsum(change, axis=0)[: end + 1]
+        for place, level in enumerate(levels):
+            if place in copied:
+                curves[name].append(levels[place - 1] + copied[place] * (name == "activations"))
             inner = bodies[place].curves[0][name] if place in bodies else [0.0]
             curves[name] += [level + more for more in inner]
     return curves
+
+
+def _copied_stacks(program: SizedProgram) -> dict[int, Any]:
+    """Returns the place of each backward scan, to the bytes of the stacks of scores that it reads."""
+    stacks: set[int] = set()
+    copied: dict[int, Any] = {}
+    for place, op in enumerate(program.ops):
+        if op.body is None:
+            continue
+        if op.backward and (read := stacks.intersection(op.inputs)):
+            copied[place] = sum(program.sizes[entry] for entry in read)
+        scores = _scores(op.body)
+        pairs = zip(op.outputs[op.carried :], op.body.outputs[op.carried :], strict=True)
+        stacks.update(outer for outer, inner in pairs if inner in scores)
+    return copied
+
+
+def _scores(body: SizedProgram) -> set[int]:
+    """Returns the first batched matmul's results of a scan's body, and what elementwise ops and stacks make of them."""
+    scores: set[int] = set()
+    elements: Any = None
+    for op in body.ops:
+        counts = [np.asarray(body.sizes[entry]) / body.widths[entry] for entry in op.outputs]
+        first = op.matmul is not None and op.matmul.kind == "batched" and elements is None
+        if first:
+            elements = counts[0]
+        derived = op.kind in ("elementwise", "stack") and not scores.isdisjoint(op.inputs)
+        if first or (derived and np.allclose(counts[0], elements)):
+            scores.update(op.outputs)
+    return scores
 
 
 def _delays(
@@ -220,14 +263,17 @@ def _lives(
     return lives
 
 
-def _kernel_amounts(kernel: TracedKernel, body: _Amounts | None) -> Iterator[tuple[Any, Any, int, int]]:
+def _kernel_amounts(
+    kernel: TracedKernel, body: _Amounts | None, of_params: Collection[int]
+) -> Iterator[tuple[Any, Any, int, int, bool]]:
     op, matmul = kernel.op, None if kernel.is_copy else kernel.op.matmul
     if body is not None:
-        for traffic, flop, bits, runs in body.kernels:
-            yield traffic, flop, bits, runs * op.length
+        for traffic, flop, bits, runs, is_cast in body.kernels:
+            yield traffic, flop, bits, runs * op.length, is_cast
         return
     zeros = np.zeros(DEGREE + 1)
     if matmul is None:
-        yield kernel.traffic + zeros, zeros, 0, 1
+        is_cast = op.name == "convert_element_type" and bool(kernel.leaves) and kernel.leaves.issubset(of_params)
+        yield kernel.traffic + zeros, zeros, 0, 1, is_cast
     else:
-        yield kernel.traffic + zeros, matmul.flop, matmul.bits, 1
+        yield kernel.traffic + zeros, matmul.flop, matmul.bits, 1, False

@@ -4,6 +4,8 @@
     tanh, erf, sin, cos               if the forward pass reads them, and the backward pass what cheap ops make of them
     x - max(x) over rows              in a kernel of Triton together with the maximum, if the rows are short and several
                                       ops read it, as in log_softmax
+    softmax                           maximum and sum of short rows are in the kernel of the quotient that alone reads
+                                      them
     short arrays, spread over others  if a root, a quotient or a logarithm would be computed for every element
 
 Seen in programs that XLA 0.12 compiles for H100s.
@@ -54,7 +56,7 @@ def find_written(program: SizedProgram, sizes: np.ndarray, gradients: set[int]) 
     prologues = _fuse_prologues(program, sizes, written)
     written |= _costly(program, written) - prologues
     normalized, maxima = _normalized(program)
-    return WrittenArrays(written | normalized | _spread(program, sizes), maxima)
+    return WrittenArrays(written | normalized | _spread(program, sizes), maxima | _of_softmax(program))
 
 
 def fills_operand(op: TracedOp) -> bool:
@@ -112,6 +114,27 @@ def _normalized(program: SizedProgram) -> tuple[set[int], set[int]]:
                 normalized.add(reader.outputs[0])
                 maxima.add(op.outputs[0])
     return normalized, maxima
+
+
+def _of_softmax(program: SizedProgram) -> set[int]:
+    """Returns the maxima and the sums of softmaxes of short rows, of which only the quotient is read elsewhere."""
+    readers: dict[int, list[TracedOp]] = defaultdict(list)
+    for op in program.ops:
+        for entry in {*op.inputs}:
+            readers[entry].append(op)
+    reduced: set[int] = set()
+    for op in program.ops:
+        if op.name != "reduce_max" or not 1 < op.row <= LONGEST:
+            continue
+        chain = [op]
+        while len(found := readers[chain[-1].outputs[0]]) == 1 and found[0].kind == "elementwise":
+            chain.append(found[0])
+        tail = {reader.name: reader for reader in readers[chain[-1].outputs[0]]}
+        if {*tail} != {"reduce_sum", "div"} or chain[-1].name != "exp" or "sub" not in [link.name for link in chain]:
+            continue
+        if tail["reduce_sum"].row == op.row and readers[tail["reduce_sum"].outputs[0]] == [tail["div"]]:
+            reduced.update((*op.outputs, *tail["reduce_sum"].outputs))
+    return reduced.difference(program.outputs)
 
 
 def _spread(program: SizedProgram, sizes: np.ndarray) -> set[int]:
