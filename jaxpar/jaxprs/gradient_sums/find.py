@@ -97,7 +97,7 @@ def find_sums(eqn: JaxprEqn, axis: str, ways: int, rows: int) -> dict[int, Examp
     sums = {i: gradient for i, var in enumerate(outputs) if (gradient := _sum(var, producers, times, rows))}
     scattered = {i: gradient for i, gradient in sums.items() if gradient.can_scatter(axis)}
     waiting = {i: gradient for i, gradient in sums.items() if i not in scattered and gradient.can_wait(axis)}
-    size = sum(outputs[i].aval.size * outputs[i].aval.dtype.itemsize for i in waiting)
+    size = sum(x.size * x.dtype.itemsize for x in shapes(outputs[i] for i in waiting))
     return scattered | waiting if size <= SMALL else scattered
 
 
