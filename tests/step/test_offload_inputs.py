@@ -106,8 +106,10 @@ def test_the_device_is_rid_of_the_inputs_of_layers_and_the_host_has_them():
         told = [note for note in found.notes if "host memory" in note]
         assert bool(told) == (remat == "offload")
     inputs = 2 * layers * rows * seq * dim
-    # one input stays on the device, for the layer whose turn it is
-    assert took["full"][0] - took["offload"][0] == pytest.approx(inputs * (layers - 1) / layers, rel=0.02)
+    # one input stays on the device, for the layer whose turn it is; gradients are stacked in 16 bits, and in 32 where a
+    # layer with remat casts its weights
+    saved, stacks = took["full"][0] - took["offload"][0], 2 * layers * 7 * dim**2
+    assert 0.98 * inputs * (layers - 1) / layers < saved < 1.02 * inputs * (layers - 1) / layers + stacks
     assert took["full"][1] == 0
     assert took["offload"][1] == pytest.approx(inputs, rel=0.02)
     assert (
