@@ -15,7 +15,18 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var  # pyright: ignore[reportPrivateImportUsage]
 
-from jaxpar.jaxprs.dataflow import CALLS, REMAT, Env, Scan, consts_of, jaxpr_of, rewrite, rewrite_param, shapes
+from jaxpar.jaxprs.dataflow import (
+    CALLS,
+    REMAT,
+    Env,
+    Scan,
+    consts_of,
+    jaxpr_of,
+    replace_equations,
+    rewrite,
+    rewrite_param,
+    shapes,
+)
 
 _PLAIN_CALLS = tuple(name for name in CALLS if name not in REMAT)
 
@@ -30,9 +41,7 @@ def cast_stacks(function: Callable) -> Callable:
 
 
 def _changed(jaxpr: Jaxpr) -> Jaxpr:
-    eqns = [new for eqn in jaxpr.eqns for new in _equations(eqn)]
-    unchanged = len(eqns) == len(jaxpr.eqns) and all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
-    return jaxpr if unchanged else jaxpr.replace(eqns=eqns)
+    return replace_equations(jaxpr, _equations)
 
 
 def _equations(eqn: JaxprEqn) -> Iterator[JaxprEqn]:

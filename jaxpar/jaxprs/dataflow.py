@@ -129,6 +129,13 @@ def shapes(avals: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in abstract]
 
 
+def replace_equations(jaxpr: Jaxpr, equations: Callable[[JaxprEqn], Iterable[JaxprEqn]]) -> Jaxpr:
+    """Returns the jaxpr with each equation replaced by those given for it; the same object if none is replaced."""
+    eqns = [new for eqn in jaxpr.eqns for new in equations(eqn)]
+    unchanged = len(eqns) == len(jaxpr.eqns) and all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
+    return jaxpr if unchanged else jaxpr.replace(eqns=eqns)
+
+
 def subfunction(
     jaxpr: Jaxpr, consts: Sequence, ins: Sequence[Var], eqns: Sequence[JaxprEqn], outs: Sequence
 ) -> Callable:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal  # pyright: ignore[reportPrivateImportUsage]
 
 from jaxpar.errors import refuse
-from jaxpar.jaxprs.dataflow import Env, jaxprs_in_params, rewrite, rewrite_param
+from jaxpar.jaxprs.dataflow import Env, jaxprs_in_params, replace_equations, rewrite, rewrite_param
 
 Whole = Callable[[jax.Array], jax.Array]
 
@@ -121,9 +121,7 @@ def demote_matmuls(function: Callable) -> Callable:
 
 
 def _changed(jaxpr: Jaxpr) -> Jaxpr:
-    eqns = [new for eqn in jaxpr.eqns for new in _equations(eqn)]
-    unchanged = len(eqns) == len(jaxpr.eqns) and all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
-    return jaxpr if unchanged else jaxpr.replace(eqns=eqns)
+    return replace_equations(jaxpr, _equations)
 
 
 def _equations(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
