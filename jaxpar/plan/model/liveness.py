@@ -189,14 +189,14 @@ def _copied_stacks(program: SizedProgram) -> dict[int, Any]:
 def _scores(body: SizedProgram) -> set[int]:
     """Returns the first batched matmul's results of a scan's body, and what elementwise ops and stacks make of them."""
     scores: set[int] = set()
-    elements: Any = None
+    elements = None
     for op in body.ops:
         counts = [np.asarray(body.sizes[entry]) / body.widths[entry] for entry in op.outputs]
         first = op.matmul is not None and op.matmul.kind == "batched" and elements is None
         if first:
             elements = counts[0]
         derived = op.kind in ("elementwise", "stack") and not scores.isdisjoint(op.inputs)
-        if first or (derived and np.allclose(counts[0], elements)):
+        if first or (derived and elements is not None and np.allclose(counts[0], elements)):
             scores.update(op.outputs)
     return scores
 
