@@ -57,17 +57,17 @@ def pytest_collection_modifyitems(items):
 
 
 def thin_out(items):
-    """Marks slow cases of tests with `spread(n)` as full, but for n that lie evenly among them."""
+    """Marks slow cases of a grid as full, but for two, or an eighth of a large grid, that lie evenly among them.
+
+    `spread(n)` says another number.
+    """
     grids = defaultdict(list)
     for item in items:
-        if (
-            item.get_closest_marker("spread")
-            and item.get_closest_marker("slow")
-            and not item.get_closest_marker("full")
-        ):
+        if item.get_closest_marker("slow") and not item.get_closest_marker("full"):
             grids[item.nodeid.partition("[")[0]].append(item)
     for cases in grids.values():
-        (count,) = cases[0].get_closest_marker("spread").args
+        spread = cases[0].get_closest_marker("spread")
+        count = min(len(cases), spread.args[0] if spread else max(2, len(cases) // 8))
         stride = max(1, len(cases) // count)  # and one further each time, so that all parameters of a grid change
         chosen = {len(cases) * number // count + number % stride for number in range(count)}
         for number, item in enumerate(cases):

@@ -35,7 +35,7 @@ def test_errors_are_of_all_and_of_each_kind():
     ]  # fmt: skip
 
 
-@pytest.mark.slow  # two layouts, compiled for absent GPUs
+@pytest.mark.full
 @pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
 def test_the_bench_compares_peaks_and_goes_on_after_what_it_has(tmp_path, capsys, monkeypatch):
     out = tmp_path / "peaks.jsonl"

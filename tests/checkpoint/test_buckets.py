@@ -229,7 +229,7 @@ def test_a_fit_saves_itself_in_a_bucket(store):
 JOB = hooks.JOB.replace('source = "hooks:Hooked"', "seq = 32").replace("vocab = 32", "vocab = 256")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_process_that_is_killed_goes_on_from_the_bucket_on_another_machine(tmp_path):
     address = f"file://{tmp_path}/bucket/run"
     (tmp_path / "job.toml").write_text(JOB.replace("steps = 8", "steps = 400"))

@@ -87,7 +87,7 @@ def test_a_method_that_there_is_not_is_refused(text, said):
     assert said in str(caught.value)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_methods_are_compared_on_one_page(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("job.toml").write_text(JOB)

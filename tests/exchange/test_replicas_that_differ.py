@@ -265,7 +265,7 @@ def test_a_way_that_travels_as_a_code_is_nearly_the_way(wire, step, monkeypatch)
         assert (np.asarray(other) == np.asarray(other)[:1]).all()  # all replicas decode the same
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("wire", "share"),
     [

@@ -35,7 +35,7 @@ def test_an_exchange_says_beside_which_form_it_does_not_step(name, by):
         jp.compose(partial(jp.Decoder, SETTINGS), jp.Parallel(data=2, context=4, context_by=by, exchange=exchange), 8)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_diloco_beside_gathered_keys_is_diloco_without_context():
     def losses(**sizes):
         layout = jp.compose(

@@ -54,7 +54,7 @@ def case(experts, *marks, **sizes):
     return pytest.param(experts, sizes, id=f"{name}, {', '.join(f'{k} {v}' for k, v in sizes.items())}", marks=marks)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("experts", "sizes"),
@@ -91,6 +91,7 @@ def assert_same_training(experts, sizes):
     return expected
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"pipe": 2, "expert": 2, "fsdp": 2, "zero": 1}, {"expert": 8}, {"data": 8}], ids=str)
 def test_a_checkpoint_goes_on_under_another_layout(sizes, tmp_path):
@@ -225,6 +226,7 @@ def test_tokens_travel_twice_each_way_and_gradients_of_experts_stay_with_their_r
     assert report.flop.total == pytest.approx(dense.flop.total + router, rel=0.01)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ways", "settings"),

@@ -124,6 +124,7 @@ def test_a_dropless_mixture_trains_as_on_one_device(sizes, options):
     assert (row["kept"] < row["sent"]) == (options["imbalance"] < 4)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"pipe": 2, "expert": 2, "fsdp": 2}, {"expert": 2, "tensor": 2, "data": 2}], ids=str)
 def test_a_decoder_of_dropless_experts_trains_as_on_one_device(sizes):

@@ -80,7 +80,7 @@ def model(request):
         return jp.Decoder(settings, rngs=nnx.Rngs(0)), settings
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.slow
 def test_logits_and_losses_are_those_of_a_loop(model):
     decoder, settings = model
@@ -96,7 +96,7 @@ def test_logits_and_losses_are_those_of_a_loop(model):
     assert float(sums.measures["dropped"][1]) == 2 * 16 * 2 * len(settings.layers_with_experts)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.slow
 def test_decoding_goes_on_as_whole_rows(model):
     decoder, _ = model
@@ -123,6 +123,7 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("experts", "layers", "sizes"), LAYOUTS)
 def test_dense_layers_and_experts_train_as_on_one_device(experts, layers, sizes):

@@ -188,6 +188,7 @@ def test_every_job_passes_its_check(job):
     assert check(parse.load(job)) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("steps", "least"), some([(200, 95), (600, 97)], [], [(200, 95)]))
 def test_the_digits_are_read(steps, least):
     done = shell(f"jaxpar train configs/digits.toml run.dir=$(mktemp -d)/digits train.steps={steps}")

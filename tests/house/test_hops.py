@@ -88,7 +88,7 @@ def watched():
         sys.setprofile(None)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_batch_of_text_reaches_the_loss_through_twelve_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("a line of text\n" * 100)

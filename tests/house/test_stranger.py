@@ -54,7 +54,7 @@ def share_packages(environment):
     (site / "packages.pth").write_text(f"import site; site.addsitedir({packages!r})\n")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_installed_package_wins_over_the_folder_of_a_clone(clone, environment):
     installed = ran(environment / "pip", "install", "-q", "--no-deps", "-I", "-e", "./jaxpar", folder=clone)
     assert installed.returncode == 0, installed.stderr
@@ -187,7 +187,7 @@ def saved(tmp_path_factory):
     return folder, done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_arrays_of_tokens_are_tokens_per_second(saved):
     _, said = saved
     assert "tokens/s" in said

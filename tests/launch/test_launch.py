@@ -124,7 +124,7 @@ def test_processes_have_the_losses_of_one(folder, alone, launched, count):
     assert "launch:" not in err
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.xdist_group("launch")
 def test_as_many_devices_give_the_same_bits_on_any_number_of_processes(folder, launched):
     found = [[(row["loss"], row["grad_norm"]) for row in rows(folder, launched(count)[0])] for count in (1, 2, 4)]
@@ -154,7 +154,7 @@ def test_a_killed_process_starts_all_again_from_the_newest_checkpoint(folder, la
     assert losses(folder, "killed") == losses(folder, launched(2)[0])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.xdist_group("launch")
 def test_without_a_process_that_is_gone_for_good_the_others_go_on(folder):
     (folder / "gone.py").write_text(
@@ -237,7 +237,7 @@ def test_a_signal_to_one_stops_all_after_the_same_step(folder):
     assert [path.name for path in (folder / "told" / "checkpoints").iterdir() if path.name.isdigit()] == [f"{last:06d}"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.xdist_group("launch")
 def test_a_refused_job_is_said_once_and_not_started_again(folder):
     _, err = end(start(folder, "launch", "-n", "3", "train", job(folder, "thirds")), status=1)
@@ -275,7 +275,7 @@ def test_a_fault_is_found_in_time_and_named(name):
     assert found.seconds <= found.within
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.xdist_group("launch")
 def test_two_hosts_are_two_network_namespaces(folder, tmp_path):
     if os.geteuid() != 0 or not Path("/sbin/ip").exists() or not can_make_namespaces():

@@ -145,7 +145,7 @@ def test_doctor_says_whether_the_run_folder_is_shared(shared, tmp_path):
     assert list(tmp_path.glob("*/*")) == []
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_node_that_comes_back_with_its_supervisor_joins_again(tmp_path):
     port, run = free_port(), tmp_path / "run"
     shardings = [tmp_path / "0", tmp_path / "1"]

@@ -90,7 +90,7 @@ def test_a_process_ends_though_its_last_words_cannot_be_said(ending, stderr):
             os.close(reading)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "ignored", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.full)]
 )

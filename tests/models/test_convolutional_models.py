@@ -86,7 +86,7 @@ SMALL = {
 }  # fmt: skip
 
 
-@pytest.mark.spread(7)
+@pytest.mark.spread(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in SMALL])
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ def train(name, parallel, **numerics):
     return layout, losses, state
 
 
+@pytest.mark.spread(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout"), [case_of(case) for case in EVERY])
 def test_a_published_model_trains_as_a_plain_loop_does(name, layout):

@@ -102,7 +102,7 @@ def test_parts_by_a_kernel_have_the_values_and_gradients_of_one_device_in_float6
     compare(devices, ulysses, grouped, tokens, causal, window)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @settings(max_examples=3, deadline=None)
 @given(
     ways=st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 2), (5, 1), (6, 3), (7, 1), (8, 1), (8, 4)]),

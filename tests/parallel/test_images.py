@@ -131,6 +131,7 @@ def test_a_linen_model_of_flax_is_not_edited(parallel):
     assert_equal(trained(model, batch, parallel), train(model, Classifier(), loss, OPTIMIZER, batch))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"remat": "full"}], ids=str)
 def test_accumulation_and_rematerialization_change_nothing(options, segmented):

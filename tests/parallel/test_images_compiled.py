@@ -96,7 +96,7 @@ def test_a_device_computes_and_stores_its_piece():
     assert cut.total <= 1.05 * one.total + 8 * 2 * 512 * 32 * 8 * 4  # and halos: two rows for each layer
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_volume_that_fits_no_gpu_fits_eight():
     """A 3-D U-Net on 512^3 voxels in bf16; a device's share is what it needs for a volume of an eighth of the rows."""
 

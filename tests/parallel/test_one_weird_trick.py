@@ -76,6 +76,7 @@ MODELS = {
 }
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("AlexNet"), pytest.param("VGG-16", marks=pytest.mark.slow)])
 def test_the_hybrid_sends_least_and_what_theory_says(name):

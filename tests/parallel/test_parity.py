@@ -54,6 +54,7 @@ def test_the_cases_of_every_run_have_each_layout_and_each_kind_of_step():
     }
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(("kind", "variant", "layout"), [case_of(each) for each in EVERY])
 def test_losses_and_parameters_equal_one_device(kind, variant, layout):
     want, reference = alone(kind, variant)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*times its share:UserWarning")
 METHODS = [method.name.lower().replace("_", "-") for method in jax.image.ResizeMethod]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @settings(deadline=None)
 @given(
     size=st.integers(8, 40), result=st.integers(8, 80), ways=st.sampled_from([2, 4, 8]),

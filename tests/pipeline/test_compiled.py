@@ -81,6 +81,7 @@ def payload(report, axis, kind):
     return sum(e.step_payload for e in report.ledger if (e.axis, e.kind) == (axis, kind) and e.payload > 64)
 
 
+@pytest.mark.spread(1)
 @each(PHASED)
 def test_a_phased_table_compiles_without_a_conditional(name):
     _, _, module = found(name)

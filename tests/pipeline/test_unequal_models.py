@@ -143,6 +143,7 @@ def case(name, schedule, *, marks=(), chunks=1, keep="inputs", **sizes):
     )
 
 
+@pytest.mark.spread(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options", "sizes"),

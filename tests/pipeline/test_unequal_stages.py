@@ -139,6 +139,7 @@ def test_losses_and_parameters_are_those_of_flax_alone(kind, parallel):
         np.testing.assert_allclose(np.asarray(value), other, atol=2e-5)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*times its share:UserWarning")  # Muon's own matmuls, each on all rows of `data`
 @pytest.mark.parametrize("optimizer", [optax.contrib.muon(1e-3), optax.lamb(1e-2)], ids=["muon", "lamb"])
@@ -293,6 +294,7 @@ def compiled(microbatches, keep, rows):
     return jp.train_step(layout, loss, OPTIMIZER), arrays
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("keep", ["inputs", "residuals"])
 def test_temporary_memory_does_not_grow_with_microbatches(keep):
@@ -304,6 +306,7 @@ def test_temporary_memory_does_not_grow_with_microbatches(keep):
     assert held[1] == pytest.approx(held[0], rel=0.01)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("keep", "again"), [("residuals", 0), ("inputs", FIRST + OTHERS - LAST)])
 def test_kept_residuals_are_not_computed_again(keep, again):

@@ -51,7 +51,7 @@ def test_zero_2_in_a_pipeline_equals_one_device(mesh, pipeline):
     assert_same_arrays(state.params, alone()[1].params)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_zero_2_cuts_a_bias_that_tensor_splits_too():
     """Both axes on one dim: which of them counts first is a matter of order, and a wrong one permutes the gradient."""
     shape = {"vocab": 32, "seq": 8, "layers": 2, "dim": 16, "heads": 4, "hidden": 32}

@@ -64,7 +64,7 @@ def test_what_is_no_expert_is_gathered_over_the_axis_too():
     assert "parallel.zero=0" in overrides(layout, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.xdist_group("expert costs")
 def test_all_sizes_that_divide_experts_and_rows_are_weighed():
     assert {*np.asarray(question().legal().size("expert")).tolist()} == {1, 2, 4, 8}
@@ -80,7 +80,7 @@ def mixtral():
     return job, asked_of(job, devices=16, chip="h100", per_node=None, options={})
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_job_of_mixtral_needs_the_memory_that_its_plan_says(mixtral):
     job, asked = mixtral
     rows = job.train.global_batch // (16 * job.train.accumulate)

@@ -40,7 +40,7 @@ def test_a_frozen_embedding_saves_no_product():
 
 
 @absent
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_compiled_program_has_as_many_fewer_products():
     small = [f"model.{name}" for name in ("layers=2", "dim=512", "heads=8", "kv_heads=8", "hidden=2048", "seq=512")]
     small += ["model.vocab=4096", "data.vocab=4096", "data.seq=512", "train.remat=none", "train.accumulate=1"]

@@ -106,7 +106,7 @@ def test_a_plan_doubts_latency_overlap_and_the_efficiency_of_small_microbatches(
         assert then.time.total > predict(question, then.candidate).time.total
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "given",
     [

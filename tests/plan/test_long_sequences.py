@@ -136,7 +136,7 @@ def test_bubbles_stand_beside_the_layouts_that_have_them():
         assert f"  {speed(plan.question, plan.best[i - 1]).bubble:.0%}  " in rows[i]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_too_few_rows_of_128k_tokens_on_16384_gpus_are_called_hopeless_with_what_would_help(capsys):
     """Half of the batch that Llama 3 ran there: with all of it, and cuDNN's kernel for the pieces, MFU is 36 %."""
     words = ["plan", LARGE, "--devices", "16384", "data.seq=131072", "train.global_batch=64", "--top", "1"]
@@ -148,6 +148,7 @@ def test_too_few_rows_of_128k_tokens_on_16384_gpus_are_called_hopeless_with_what
     assert any("--devices" in line for line in helps)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("given", "wanted"), [
     ({"rows": 128}, False),

@@ -247,7 +247,7 @@ def pipelined(schedule, *, remat, **more):
     return total(program), float(planned.total - planned.optimizer)
 
 
-@pytest.mark.slow  # a pipeline, compiled for GPUs
+@pytest.mark.full
 @pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
 @pytest.mark.parametrize(
     "queries",

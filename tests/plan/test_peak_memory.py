@@ -43,6 +43,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.full, pytest.mark.slow][n < 2]) for n, name in enumerate(LAYOUTS)]
 )

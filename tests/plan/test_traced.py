@@ -228,6 +228,7 @@ def test_static_bytes_are_those_of_the_layout(text):
         assert found.optimizer == pytest.approx(2 * exact, rel=1e-3)  # adamw; and a counter
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("text", [VIT, pytest.param(CONV, marks=pytest.mark.slow)], ids=["vit", "resnet"])
 def test_a_step_made_in_python_is_planned_as_the_job_of_the_same_model(text):
@@ -301,7 +302,7 @@ def test_the_state_is_that_of_the_jobs_optimizer():
     assert held["sgd"] == held["lion"] == pytest.approx(whole, rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_float32_takes_longer_and_sends_twice_as_much():
     one = Candidate(fsdp=8, zero=3, microbatch=8)
     half, full = (question(VIT, "model.dim=1024", f"train.precision={name}").seconds(one) for name in ("bf16", "fp32"))
@@ -323,7 +324,7 @@ def test_every_layout_of_data_fsdp_and_tensor_is_weighed():
     assert {each.candidate.zero for each in plan.best} == {0, 1, 2, 3}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_slow_links_make_what_moves_least_the_first():
     """On a network that is the bottleneck, ZeRO inside of nodes moves less between them than over all devices."""
     plan = search(question(VIT, "model.dim=1024", "model.heads=16", devices=16, between="0.5GB"))
@@ -331,6 +332,7 @@ def test_slow_links_make_what_moves_least_the_first():
     assert first.data > 1 or first.zero < 3
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("text", [VIT, pytest.param(CONV, marks=pytest.mark.slow)], ids=["vit", "resnet"])
 def test_a_planned_job_can_be_made_and_is_what_was_planned(text):

@@ -39,6 +39,7 @@ def plans():
     return {"formulas": planner_model(job, 8), "trace": trace_job(job, 8)}
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "remat",

@@ -95,6 +95,7 @@ def test_found_layouts_accumulate_and_recompute(numerics):
     plain_loop.assert_alike(train(composed, "gpt", **numerics), plain("gpt"))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"tensor": 4, "fsdp": 2}, {"tensor": 2}], ids=["of two", "of one"])
 def test_one_example_on_a_device_has_names_too(sizes):

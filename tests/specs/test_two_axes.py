@@ -71,7 +71,7 @@ def test_two_axes_find_their_specs_in_compose():
     assert "; tensor splits" in layout.explain()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*each device computes")  # what no dim of its own splits is computed twice
 def test_beside_fsdp_no_dim_is_cut_by_both_axes():
     """XLA computes wrong gradients of some parameters that both axes cut along one dim, and fsdp along another."""

@@ -148,6 +148,7 @@ def test_adapters_come_back_merged():
     check_close(logits(jp.model(layout, state)), logits(expected))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "settings"), [("local", {"every": 2}), ("diloco", {"every": 2})])
 def test_replicas_come_back_as_their_global_model_or_one_by_one(name, settings):

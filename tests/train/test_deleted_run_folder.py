@@ -150,7 +150,7 @@ def test_the_lock_of_a_deleted_folder_is_taken_again(tmp_path, monkeypatch):
     assert not (folder / "lock").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="no /proc to find processes in")
 @pytest.mark.xdist_group("supervisor")
 def test_launched_processes_train_on_and_are_watched(tmp_path):

@@ -71,7 +71,7 @@ def test_launched_processes_go_on_when_nobody_reads(output, tmp_path):
     assert "the run goes on, and says so in run/output.log" in err
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_whose_reader_stops_reading_goes_on_and_hears_signals(tmp_path):
     write(tmp_path, seconds=0)
     run = start(tmp_path, "launch", "-n", "2", "train", "job.toml")

@@ -201,7 +201,7 @@ def here(job, target, layout, *overrides, stream=None):
     return losses(target)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_that_breaks_between_a_save_and_its_evaluation_evaluates_when_it_goes_on(tmp_path, monkeypatch):
     class Gone(BaseException):
         """Stands for a kill."""
@@ -238,6 +238,7 @@ def undisturbed(folder):
     return here(write_job(folder), folder / "undisturbed", "data", "model.dropout=0.0")
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "way",
     [
