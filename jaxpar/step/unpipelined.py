@@ -7,6 +7,7 @@ The layout has the specs of all arrays. `pipelined` computes the same if the lay
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from jaxpar.errors import refuse
 from jaxpar.jaxprs.casts import cast_stacks
 from jaxpar.jaxprs.dataflow import Traced
 from jaxpar.jaxprs.dead_code import PrunedJaxpr
+from jaxpar.jaxprs.gradient_sums.find import SMALL
 from jaxpar.jaxprs.gradient_sums.hoist import hoist_gradient_sums
 from jaxpar.jaxprs.lookups import demote_matmuls
 from jaxpar.models.remat import remat
@@ -229,8 +231,12 @@ class Unpipelined(Gradients):
         if axis := _summed_over(self.layout):
             rows = max((value.shape[0] for value in batch.values() if value.shape), default=1)
             sizes = self.layout.sizes
-            shards = ("fsdp", sizes["fsdp"]) if axis == "data" and _cut_by_fsdp(self.layout) else None
-            differentiated = hoist_gradient_sums(differentiated, axis, sizes[axis], rows=rows, shards=shards)
+            cuts = {"fsdp": _cut_by_fsdp, "expert": _cut_by_expert} if axis == "data" else {}
+            shards = next(((name, sizes[name]) for name, cut in cuts.items() if cut(self.layout)), None)
+            limit = SMALL if shards and shards[0] == "fsdp" and _between_machines(self.layout) else math.inf
+            differentiated = hoist_gradient_sums(
+                differentiated, axis, sizes[axis], rows=rows, shards=shards, limit=limit
+            )
         overwritten = select_paths(self.layout.blueprint.overwritten, model_state)
         (gradients, new_overwritten), (sums, after) = differentiated((drop_paths(self.frozen, params), overwritten))
         after = fill_missing(new_overwritten, after)
@@ -248,13 +254,22 @@ def _cut_by_fsdp(layout: Layout) -> bool:
 
 
 def _cut_by_expert(layout: Layout) -> bool:
-    """Whether gradients are reduce-scattered over `expert` and summed over no other axis, on devices with streams.
+    """Whether gradients are reduce-scattered over `expert` and summed over no other axis than `data`, on GPUs.
 
-    Simulated devices run collectives one after another, whether the reduce-scatter is explicit or not.
+    Simulated devices have no streams: collectives run one after another, explicit or not.
     """
-    alone = layout.replicas == layout.sizes.get("expert") and layout.sizes["context"] == 1
+    sizes, experts = layout.sizes, layout.sizes.get("expert", 1)
+    alone = experts > 1 and layout.replicas == sizes["data"] * experts and sizes["context"] == 1
     on_devices = layout.mesh is not None and layout.mesh.devices.flat[0].platform != "cpu"
     return alone and layout.parallel.stage == 3 and on_devices
+
+
+def _between_machines(layout: Layout) -> bool:
+    """Whether the mesh has devices of several machines, between which sums of large shards overlap in the scan.
+
+    They overlap with the gathers and reduce-scatters over `fsdp` inside of machines, which use other links.
+    """
+    return layout.mesh is None or len({device.process_index for device in layout.mesh.devices.flat}) > 1
 
 
 def _summed_over(layout: Layout) -> str:

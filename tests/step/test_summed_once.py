@@ -176,6 +176,79 @@ def test_large_gradients_are_scattered_in_the_scan_and_cast_afterwards(monkeypat
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-4), found, wanted)
 
 
+def stored_on(spec):
+    """Returns the identity, whose gradient is stored by a spec."""
+
+    @jax.custom_vjp
+    def stored(w):
+        return w
+
+    stored.defvjp(lambda w: (w, None), lambda _, grad: (jax.lax.with_sharding_constraint(grad, spec),))
+    return stored
+
+
+def gradients_of_both(loss, args, sizes, axes, **options):
+    """Returns the gradients of a loss with its sums moved, those of JAX, and the text of the program of the former."""
+    with jax.set_mesh(jax.make_mesh(sizes, axes, axis_types=(AxisType.Auto,) * len(axes))):
+        run = room.hoist_gradient_sums(jax.grad(loss), "data", 2, rows=8, **options)
+        return jax.jit(run)(*args), jax.jit(jax.grad(loss))(*args), str(jax.make_jaxpr(run)(*args))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("limit", [1279, 1280])
+def test_replicas_keep_shards_of_large_gradients_and_sum_them_after_the_scan(monkeypatch, again, limit):
+    """Casts wait for the sum as well; what two axes cut along one dim, and what no axis cuts, is left to XLA."""
+    monkeypatch.setattr(find, "SMALL", 0)
+    by_rows, by_columns = stored_on(PartitionSpec("fsdp", "tensor")), stored_on(PartitionSpec(None, "fsdp"))
+    by_both = stored_on(PartitionSpec(("tensor", "fsdp")))
+
+    def layer(x, w):
+        y = jnp.einsum("bsd,df->bsf", x, by_rows(w[0].astype(jnp.float32)).astype(x.dtype))
+        y = y + jnp.einsum("bsd,fd->bsf", x, by_columns(w[1])) + jnp.einsum("bsd,df->bsf", x, by_both(w[2]))
+        return x + jnp.tanh(y - jnp.mean(y, axis=0) + x * w[3][0]), None
+
+    def loss(params, x):
+        scanned = jax.checkpoint(layer, prevent_cse=False) if again else layer
+        return jnp.sum(jnp.square(jax.lax.scan(scanned, x, params)[0]))
+
+    with jax.enable_x64(True):  # a sum in another order is rounded otherwise when it is cast
+        *params, x = map(jax.random.normal, jax.random.split(jax.random.key(0), 5), [(3, 16, 16)] * 4 + [(8, 4, 16)])
+        found, wanted, made = gradients_of_both(
+            loss, (params, x), (2, 2, 2), ("data", "fsdp", "tensor"), shards=("fsdp", 2), limit=limit
+        )
+    # shards of a layer, in bytes per device: 256 numbers of 4 bytes on four devices, and of 8 bytes on two
+    count = 2 if limit >= 256 * (4 / 4 + 8 / 2) else 0
+    assert made.count("reduce_scatter[") == made.count("f64[3,16,16] = reduce_sum[axes=(1,)") == count
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-4), found, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_replicas_keep_gradients_of_their_experts_and_sum_them_after_the_scan(pieces):
+    """Only where the tokens of an expert are those of one replica after the other, as the island's specs say."""
+    by_rows, by_expert = PartitionSpec("data", "expert"), PartitionSpec("expert", None, "data")
+
+    def swapped(x, before, after, *dims):
+        def local(x):
+            return jax.lax.all_to_all(x.reshape(4, -1, 8), "expert", 0, 0).reshape(1, *dims, 8)
+
+        return jax.shard_map(local, in_specs=before, out_specs=after)(x)
+
+    def layer(x, w):
+        slots = swapped(x.reshape(2, 4, 4, 8), by_rows, by_expert, pieces, 4 // pieces)
+        y = jnp.einsum("etd,edf->etf", jnp.tanh(slots.reshape(4, -1, 8)), w).reshape(slots.shape)
+        return x + jnp.tanh(swapped(y, by_expert, by_rows, 1, 4)).reshape(x.shape), None
+
+    def loss(params, x):
+        return jnp.sum(jnp.square(jax.lax.scan(layer, x, params)[0]))
+
+    args = jax.random.normal(jax.random.key(0), (3, 4, 8, 8)), jax.random.normal(jax.random.key(1), (8, 4, 8))
+    found, wanted, made = gradients_of_both(loss, args, (2, 4), ("data", "expert"), shards=("expert", 4))
+    assert ("f32[3,2,4,8,8]" in made) == (pieces == 1)
+    np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-4)
+
+
 @pytest.mark.slow
 def test_a_matrix_that_two_axes_cut_along_one_dim_is_summed_by_xla():
     """`fsdp` of 3 divides 24 columns, which `tensor` cuts, and not 20 rows."""

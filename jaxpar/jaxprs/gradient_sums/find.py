@@ -22,12 +22,14 @@ class ExampleSum:
     """A gradient of a layer: a sum over examples, and the equations after it.
 
     Attributes:
-      eqn: The equation that sums over dim 0 of its operands, and possibly over other dims.
+      eqn: The equation that sums over a dim of its operands that holds examples, and possibly over other dims.
       later_equations: The equations, with a single input each, that compute the gradient from the sum.
+      dim: That dim: 0, or 1 of a matmul per expert, [experts, tokens, ...].
     """
 
     eqn: JaxprEqn
     later_equations: tuple[JaxprEqn, ...]
+    dim: int = 0
 
     def scatter_index(self, axis: str) -> int | None:
         """Returns the index in `later_equations` of the equation that shards the gradient over an axis, or None."""
@@ -54,13 +56,18 @@ class ExampleSum:
         index = self.scatter_index(axis)
         return () if index is None else self.later_equations[index:]
 
-    def extra_bytes(self, axis: str) -> float:
-        """Returns the additional bytes per device of the gradient before the axis shards it."""
+    def shard_bytes(self, axis: str) -> float:
+        """Returns the bytes per device of the gradient where the axis shards it; 0 if it does not."""
         if not (remaining := self.remaining_equations(axis)):
             return 0
         sharding, gradient = remaining[0].params["sharding"], shapes(remaining[0].outvars)[0]
         ways = math.prod(shard_counts(sharding.spec, len(gradient.shape), sharding.mesh.shape))
-        return gradient.size * gradient.dtype.itemsize / ways * (sharding.mesh.shape[axis] - 1)
+        return gradient.size * gradient.dtype.itemsize / ways
+
+    def extra_bytes(self, axis: str) -> float:
+        """Returns the additional bytes per device of the gradient before the axis shards it."""
+        remaining = self.remaining_equations(axis)
+        return self.shard_bytes(axis) * (remaining[0].params["sharding"].mesh.shape[axis] - 1) if remaining else 0
 
 
 def body_of(scan: Scan) -> tuple[Jaxpr, Sequence]:
@@ -80,28 +87,49 @@ def body_of(scan: Scan) -> tuple[Jaxpr, Sequence]:
 
 
 def find_sums(eqn: JaxprEqn, axis: str, ways: int, rows: int) -> dict[int, ExampleSum]:
-    """Returns the sums over examples among the stacked outputs of a scan, by index.
+    """Returns the sums over examples among the stacked outputs of a scan, by index; not those of experts.
 
     Large sums are left out if they would wait until the end; a reduce-scatter in the scan has no limit.
     """
-    if eqn.primitive.name != "scan":
+    sums = {i: gradient for i, gradient in _all_sums(eqn, axis, ways, rows).items() if gradient.dim == 0}
+    scattered = {i: gradient for i, gradient in sums.items() if gradient.can_scatter(axis)}
+    waiting = {i: gradient for i, gradient in sums.items() if i not in scattered and gradient.can_wait(axis)}
+    outputs = shapes(gradient.eqn.outvars[0] for gradient in waiting.values())
+    size = sum(x.size * x.dtype.itemsize for x in outputs)
+    return scattered | waiting if size <= SMALL else scattered
+
+
+def find_shard_sums(eqn: JaxprEqn, axis: str, ways: int, rows: int, shards: str, limit: float) -> dict[int, ExampleSum]:
+    """Returns the sums that each replica along `axis` can keep as shards until the end of a scan, by index.
+
+    The reduce-scatter of these gradients is over `shards` alone, in the scan. Gradients of experts, whose examples
+    `shards` does not split, need none. There are no such sums if a layer's shards exceed `limit`, in bytes per device.
+    """
+
+    def fits(gradient: ExampleSum) -> bool:
+        cut = gradient.scatter_index(shards) is None if gradient.dim else gradient.can_scatter(shards)
+        return cut and gradient.scatter_index(axis) is None
+
+    sums = {i: gradient for i, gradient in _all_sums(eqn, axis, ways, rows).items() if fits(gradient)}
+    return sums if sum(gradient.shard_bytes(shards) for gradient in sums.values()) <= limit else {}
+
+
+def _all_sums(eqn: JaxprEqn, axis: str, ways: int, rows: int) -> dict[int, ExampleSum]:
+    if eqn.primitive.name != "scan" or rows % ways:
         return {}
     scan = Scan(eqn)
     body, _ = body_of(scan)
     producers = {var: body_eqn for body_eqn in body.eqns for var in body_eqn.outvars}
     reads = [*body.outvars, *(var for body_eqn in body.eqns for var in body_eqn.invars)]
     times = Counter(var for var in reads if not isinstance(var, Literal))
-    if rows % ways:
-        return {}
-    outputs = body.outvars[scan.carry :]
-    sums = {i: gradient for i, var in enumerate(outputs) if (gradient := _sum(var, producers, times, rows))}
-    scattered = {i: gradient for i, gradient in sums.items() if gradient.can_scatter(axis)}
-    waiting = {i: gradient for i, gradient in sums.items() if i not in scattered and gradient.can_wait(axis)}
-    size = sum(x.size * x.dtype.itemsize for x in shapes(outputs[i] for i in waiting))
-    return scattered | waiting if size <= SMALL else scattered
+    of_experts = _expert_tokens(body, producers, axis)
+    outputs = enumerate(body.outvars[scan.carry :])
+    return {i: gradient for i, var in outputs if (gradient := _sum(var, producers, times, rows, of_experts))}
 
 
-def _sum(var: Var | Literal, made: dict[Var, JaxprEqn], times: Counter[Var], rows: int) -> ExampleSum | None:
+def _sum(
+    var: Var | Literal, made: dict[Var, JaxprEqn], times: Counter[Var], rows: int, of_experts: set[tuple[int, ...]]
+) -> ExampleSum | None:
     chain: list[JaxprEqn] = []
     while not isinstance(var, Literal) and (eqn := made.get(var)) is not None and times[var] == 1:
         name = eqn.primitive.name
@@ -109,13 +137,36 @@ def _sum(var: Var | Literal, made: dict[Var, JaxprEqn], times: Counter[Var], row
             chain.append(eqn)
             var = eqn.invars[0]
             continue
+        shape = shapes(eqn.invars)[0].shape
         if name == "dot_general":
             (left, right), batch = eqn.params["dimension_numbers"]
             over = any(pair == (0, 0) for pair in zip(left, right, strict=True)) and not any(batch)
+            if all(tuple(dims) == (1,) for dims in (left, right)) and all(tuple(dims) == (0,) for dims in batch):
+                return ExampleSum(eqn, tuple(chain[::-1]), dim=1) if shape[:2] in of_experts else None
         else:
             over = name == "reduce_sum" and 0 in eqn.params["axes"]
-        return ExampleSum(eqn, tuple(chain[::-1])) if over and _of_examples(shapes(eqn.invars)[0].shape, rows) else None
+        return ExampleSum(eqn, tuple(chain[::-1])) if over and _of_examples(shape, rows) else None
     return None
+
+
+def _expert_tokens(body: Jaxpr, producers: dict[Var, JaxprEqn], axis: str) -> set[tuple[int, ...]]:
+    """Returns the dims (experts, tokens) of arrays [experts, tokens, ...] whose tokens the axis splits, outermost.
+
+    These are reshaped results of a `shard_map`, whose specs say so. XLA would move tokens to split other dims.
+    """
+    result = set()
+    for eqn in body.eqns:
+        var = eqn.invars[0] if eqn.primitive.name == "reshape" else None
+        island = None if var is None or isinstance(var, Literal) else producers.get(var)
+        if island is None or island.primitive.name != "shard_map":
+            continue
+        before, after = shapes(eqn.invars)[0].shape, shapes(eqn.outvars)[0].shape
+        spec = island.params["out_specs"][island.outvars.index(var)]
+        dim = next((dim for dim, entry in enumerate(spec) if axes_of(entry)[:1] == (axis,)), 0)
+        merged = len(after) > 1 and before[0] == after[0] and after[1] % before[dim] == 0
+        if dim > 0 and merged and math.prod(before[1:dim]) == 1:
+            result.add(after[:2])
+    return result
 
 
 def _of_examples(shape: tuple[int, ...], rows: int) -> bool:
