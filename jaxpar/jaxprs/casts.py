@@ -13,13 +13,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var  # pyright: ignore[reportPrivateImportUsage]
+from jax.extend.core import (
+    ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    jaxpr_as_fun,
+)
 
 from jaxpar.jaxprs.dataflow import (
     CALLS,
     REMAT,
     Env,
     Scan,
+    Traced,
     consts_of,
     jaxpr_of,
     replace_equations,
@@ -38,6 +46,32 @@ def cast_stacks(function: Callable) -> Callable:
       function: A function of pytrees of arrays, before it is differentiated.
     """
     return rewrite(function, _changed)
+
+
+def uncast_gradients(function: Callable) -> Callable:
+    """Rewrites a function so that it does not cast its gradients to a wider dtype, if that is all that is left to do.
+
+    Args:
+      function: Returns ((gradients, ...), ...), pytrees of arrays. The casts are top-level equations.
+    """
+
+    def run(*args: Any) -> Any:
+        traced = Traced(function, *args)
+        jaxpr, count = traced.closed.jaxpr, len(jax.tree.leaves(traced.shapes[0][0]))
+        casts = {eqn.outvars[0]: eqn.invars[0] for eqn in jaxpr.eqns if _widens(eqn)}
+        outs = [casts.get(var, var) if isinstance(var, Var) else var for var in jaxpr.outvars[:count]]
+        changed = jaxpr.replace(outvars=[*outs, *jaxpr.outvars[count:]])
+        results = jaxpr_as_fun(ClosedJaxpr(changed, traced.closed.consts))(*jax.tree.leaves(args))
+        return jax.tree.unflatten(traced.outputs, results)
+
+    return run
+
+
+def _widens(eqn: JaxprEqn) -> bool:
+    if eqn.primitive.name != "convert_element_type" or isinstance(eqn.invars[0], Literal):
+        return False
+    old, new = shapes(eqn.invars)[0].dtype, shapes(eqn.outvars)[0].dtype
+    return all(jnp.issubdtype(x, jnp.floating) for x in (old, new)) and old.itemsize < new.itemsize
 
 
 def _changed(jaxpr: Jaxpr) -> Jaxpr:

@@ -130,7 +130,7 @@ def update_params(
     Args:
       layout: The sharding of all arrays.
       optimizer: The optax chain.
-      gradients: The gradients of all parameters.
+      gradients: The gradients of all parameters, in the dtype of each or in fewer bits.
       read_opt_state: Returns the optimizer state in device memory.
       params: The stored parameters.
       loss: The mean loss, for an optimizer that takes it.
@@ -141,6 +141,8 @@ def update_params(
         # the norm waits for the last gradient: otherwise XLA sends the head's together with that of the residual
         # stream, for which the whole backward pass then waits, and which waits for the head's sum over `data`
         gradients = jax.lax.optimization_barrier(gradients)
+    # after the barrier, which stores its operands: the norm and the optimizer read gradients of 16 bits, and cast them
+    gradients = jax.tree.map(lambda gradient, param: gradient.astype(param.dtype), gradients, params)
     norm, opt_state = norm_of(layout, gradients), read_opt_state()
 
     def update(gradients: Tree) -> tuple[Tree, Any]:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar.errors import refuse
-from jaxpar.jaxprs.casts import cast_stacks
+from jaxpar.jaxprs.casts import cast_stacks, uncast_gradients
 from jaxpar.jaxprs.dataflow import Traced
 from jaxpar.jaxprs.dead_code import PrunedJaxpr
 from jaxpar.jaxprs.gradient_sums.find import SMALL
@@ -69,11 +69,17 @@ class Unpipelined(Gradients):
 
     def gradients(self, params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> tuple[Tree, Sums, Tree]:
         """Returns the gradients of the mean loss over all microbatches, the loss sums, and the new model state."""
+        gradients, sums, after = self._uncast_gradients(params, model_state, batch)
+        gradients = jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), gradients, abstract_params(self.layout))
+        return gradients, sums, after
+
+    def _uncast_gradients(self, params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> tuple[Tree, Sums, Tree]:
+        """Returns the same as `gradients`, but gradients that a cast from 16 bits ends are not cast."""
         gradients, sums, after = self._trained(params, model_state, batch)
         return zero_frozen(self.frozen, self.layout, gradients), sums, after
 
     def _trained(self, params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> tuple[Tree, Sums, Tree]:
-        """Returns the same as `gradients`, with None for frozen parameters."""
+        """Returns the same as `_uncast_gradients`, with None for frozen parameters."""
         specs = drop_paths(self.frozen, gradient_specs(self.layout))
         count = self.numerics.accumulate
         if count == 1:
@@ -120,7 +126,7 @@ class Unpipelined(Gradients):
         self, optimizer: optax.GradientTransformation, state: State, batch: Mapping[str, Any], on_device: Callable
     ) -> tuple[State, dict[str, jax.Array]]:
         """Updates the parameters once, by the gradients of the batch."""
-        results = self.gradients(state.params, state.model_state, batch)
+        results = self._uncast_gradients(state.params, state.model_state, batch)
         if (assigned := self.layout.blueprint.assigned) is not None:
             state = dataclasses.replace(
                 state, params=self._params_after_call(assigned, state.params, state.model_state, batch)
@@ -237,11 +243,15 @@ class Unpipelined(Gradients):
             differentiated = hoist_gradient_sums(
                 differentiated, axis, sizes[axis], rows=rows, shards=shards, limit=limit
             )
+        # stages 1 and 2 shard the gradients that they have cast
+        uncast = self.numerics.accumulate == 1 and self.layout.parallel.stage not in (1, 2)
+        differentiated = uncast_gradients(differentiated) if uncast else differentiated
         overwritten = select_paths(self.layout.blueprint.overwritten, model_state)
         (gradients, new_overwritten), (sums, after) = differentiated((drop_paths(self.frozen, params), overwritten))
         after = fill_missing(new_overwritten, after)
-        stored = drop_paths(self.frozen, abstract_params(self.layout))
-        gradients = jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), gradients, stored)
+        if not uncast:
+            stored = drop_paths(self.frozen, abstract_params(self.layout))
+            gradients = jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), gradients, stored)
         return constrain_tree(self.layout, gradients, specs), sums, after
 
 

@@ -72,3 +72,20 @@ def test_what_travels_for_norm_and_clipping_is_one_number():
     sent = re.findall(r"= (\S.*?) all-reduce(?:-start)?\(", text)
     assert sum(each.count("f32[]") for each in sent) == 2, "the loss, and the norm"
     np.testing.assert_allclose(step(state, batch)[1]["grad_norm"], optax.tree.norm(gradients), rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_gradients_of_16_bits_wait_for_the_norm_in_16_bits():
+    """A barrier stores what it waits for; in float32 that would be a copy of all gradients."""
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0))
+    layout = jp.compose(MODEL, jp.Parallel(fsdp=8), jax.devices())
+    step, state = (
+        jp.train_step(layout, jp.next_token_loss, optimizer, precision="bf16"),
+        jp.init_state(layout, optimizer),
+    )
+    batch = {name: np.zeros((8, 16), np.int32) for name in ("inputs", "targets")}
+    barriers = re.findall(r"optimization_barrier [^\n]*: ([^\n]*)", step.lower(state, batch).as_text())
+    last = max(barriers, key=lambda types: types.count("tensor"))
+    assert last.count("bf16>") == last.count("tensor") == len(jax.tree.leaves(state.params))
+    gradients = step.compute_gradients(state.params, state.model_state, step.put(batch))[0]
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
