@@ -23,7 +23,7 @@ from jaxpar.sharding.calls.compute_dtype import compute_nnx
 from jaxpar.sharding.names import OVERWRITE, Blueprint, Compute, Leaf, Tree, Use, nest, path_of, pick
 from jaxpar.sharding.nnx.attributes import check_module, check_shapes, mark_arrays
 from jaxpar.sharding.nnx.hooks import ASSIGNING, assignment_error, has_use, hook, with_use
-from jaxpar.sharding.rules import fitted, flat_dims
+from jaxpar.sharding.rules import fitted, flat_dims, without_blank_names
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -154,7 +154,7 @@ def blueprint(factory: Callable[..., Any], *, name: str) -> Blueprint:
     parts = _Parts(name=name, graph=graph, params=params, rest=rest, others=others, bridges=bridges)
     return Blueprint(
         name=type(abstract).__name__,
-        leaves=leaves,
+        leaves=without_blank_names(leaves),
         init=init,
         bind=parts.bind,
         collect=parts.collect,

@@ -162,6 +162,17 @@ def name_stacks(leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
     }
 
 
+def without_blank_names(leaves: dict[str, Leaf]) -> dict[str, Leaf]:
+    """Drops the names of a model whose annotations name no dim at all.
+
+    Authors who turn sharding off leave `P(None, None)` on every parameter. That says no more of a parameter than no
+    annotation does, and dims are then inferred; in a model that names some dims, None means a whole dim.
+    """
+    if any(name for leaf in leaves.values() for name in leaf.names or ()):
+        return leaves
+    return {path: replace(leaf, names=None, axes=None) for path, leaf in leaves.items()}
+
+
 def axes_of_name(name: Any, names: Mapping[str, Axes]) -> tuple[str, ...]:
     """Returns the mesh axes of a dim's name, of several names for one dim, or of an axis itself."""
     if isinstance(name, (tuple, list)):  # P(("data", "fsdp"), None): several mesh axes on one dim

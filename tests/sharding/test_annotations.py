@@ -341,11 +341,23 @@ def test_what_the_mesh_does_not_have_is_refused_with_the_way_out(model, fix):
         assert stored(model, jp.Parallel(data=2, tensor=4, rules={"x": "tensor"})) == ROWS
 
 
-def test_a_model_whose_author_left_all_dims_whole_is_told_how_to_name_them():
-    model = param(out_sharding=(None, None), eager_sharding=False)
-    with pytest.raises(JaxparError, match=r"paths=\{'w': \(None, 'mlp'\)\}"):
-        jp.compose(model, SPLIT)
-    assert stored(model, jp.Parallel(data=2, tensor=4, paths={"w": (None, "mlp")})) == COLUMNS
+class Pair(nnx.Module):
+    """Two matrices with the annotations of an author who may turn sharding off."""
+
+    def __init__(self, rngs, *, axis):
+        self.up = nnx.Param(INIT(rngs.params(), SHAPE, out_sharding=P(None, axis)))
+        self.down = nnx.Param(INIT(rngs.params(), SHAPE[::-1]), out_sharding=P(None, None), eager_sharding=False)
+
+    def __call__(self, x):
+        return jnp.sum(x @ self.up[...] @ self.down[...], axis=-1)
+
+
+def test_annotations_that_name_no_dim_of_the_model_say_nothing():
+    off, on = (partial(Pair, axis=axis) for axis in (None, "tensor"))
+    assert (stored(off, path="up"), stored(off, path="down")) == (COLUMNS, ROWS)
+    assert (stored(on, path="up"), stored(on, path="down")) == (COLUMNS, P())  # here None is a dim that stays whole
+    with pytest.raises(JaxparError, match="tensor=4 does nothing"):
+        jp.compose(on, jp.Parallel(data=2, tensor=4, rules={"tensor": None}))
 
 
 def test_a_pattern_meant_as_a_glob_is_told_as_an_expression():

@@ -25,7 +25,7 @@ from jaxpar.sharding.linen.parameters import Parameters
 from jaxpar.sharding.linen.streams import Path, recording_sows, split_sown
 from jaxpar.sharding.names import OVERWRITE, Leaf, Tree, Use, nest, path_of, pick
 from jaxpar.sharding.nnx_model import axes_in, names_in
-from jaxpar.sharding.rules import fitted, flat_dims
+from jaxpar.sharding.rules import fitted, flat_dims, without_blank_names
 
 HIDDEN = ("params", "intermediates")  # collections that are not part of the model's state
 NONE: Mapping[str, tuple] = MappingProxyType({})
@@ -116,7 +116,7 @@ class Variables:
         params = boxed.get("params", {})
         return cls(
             params=jax.tree.structure(unbox(params)),
-            leaves=_leaves(params, name, flat, annotations.get("params", {}), specs),
+            leaves=without_blank_names(_leaves(params, name, flat, annotations.get("params", {}), specs)),
             others=_leaves(rest, name, annotations=_state_annotations(annotations)),
             state_collections=lasting,
             sown=("intermediates", *sown),  # Linen does not list it among a module's variables
