@@ -28,7 +28,7 @@ from jaxpar.errors import JaxparError, Problem
 from jaxpar.exchange.base import NO_MODEL
 from jaxpar.exchange.global_model import several_models
 from jaxpar.models.blocks.int8 import rounded
-from jaxpar.optim.patterns import has_prefix, matching, nearest_path
+from jaxpar.optim.patterns import has_prefix, matching, nearest_path, nearest_pattern
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.adapters import ROOM as ADAPTERS
 from jaxpar.sharding.adapters import SCALES, Adapter
@@ -218,7 +218,7 @@ def plan(spec: Checkpoints, path: Path, saved: Mapping[str, SavedArray], wanted:
     renames = {_renamed(name, spec.rename): name for name in saved}
     mistakes = [
         Problem(f"checkpoint.take: {pattern!r} matches nothing",
-                "each pattern matches at least one parameter of the job", nearest_path(pattern, wanted))
+                "each pattern matches at least one parameter of the job", nearest_pattern(pattern, wanted))
         for pattern in spec.take
         if not matching(wanted, [pattern])
     ]  # fmt: skip

@@ -27,7 +27,7 @@ def matching(paths: Iterable[str], patterns: Iterable[str]) -> list[str]:
 
 
 def unmatched(key: str, patterns: Iterable[str], paths: Sequence[str], *, noun: str = "parameter") -> list[Problem]:
-    """Reports each pattern that matches no path, with the nearest path.
+    """Reports each pattern that matches no path, with a pattern that does, or the nearest path.
 
     Args:
       key: The setting of the patterns, such as `train.freeze`.
@@ -37,10 +37,38 @@ def unmatched(key: str, patterns: Iterable[str], paths: Sequence[str], *, noun: 
     """
     rule = f"each pattern matches at least one {noun}"
     return [
-        Problem(f"{key}: {pattern!r} matches nothing", rule, nearest_path(pattern, paths))
+        Problem(f"{key}: {pattern!r} matches nothing", rule, nearest_pattern(pattern, paths))
         for pattern in patterns
         if not matching(paths, [pattern])
     ]
+
+
+def nearest_pattern(pattern: str, paths: Iterable[str]) -> str:
+    """Suggests a pattern that matches some path in place of one that matches none; else the nearest path.
+
+    Users write the name of a layer alone, as in peft's `target_modules`, a regular expression, dots between names, or
+    other letters than Linen, which calls a layer by its class.
+
+    >>> nearest_pattern("query", ["blocks/0/query/kernel"]), nearest_pattern("*dense*", ["Dense_0/kernel"])
+    ("did you mean '*/query/*'?", "did you mean '*Dense*'?")
+    """
+    paths = list(paths)
+    word = pattern.replace(".*", "*").strip("/")
+    forms = [form for text in (word, word.replace(".", "/")) for form in (text, f"*/{text}", f"*/{text}/*")]
+    for form in forms:
+        if path := next((path for path in paths if matches(path.lower(), form.lower())), None):
+            return f"did you mean {_with_letters(form, path)!r}?"
+    return nearest_path(pattern, paths)
+
+
+def _with_letters(pattern: str, path: str) -> str:
+    """Returns a pattern with the upper and lower case of a path that it matches without regard to case."""
+    end, letters = 0, []
+    for text in pattern.split("*"):
+        start = path.lower().find(text.lower(), end)
+        end = start + len(text) if start >= 0 else end
+        letters.append(path[start:end] if start >= 0 else text)
+    return "*".join(letters)
 
 
 def nearest_path(pattern: str, paths: Iterable[str]) -> str:
