@@ -114,7 +114,7 @@ def user_code_errors(what: str, *, rule: str, fix: str) -> Iterator[None]:
     """Turns any error of the user's own code into a `JaxparError` that begins with the user's line.
 
     Catches everything, because a user's code may raise anything, and raises it again with its cause; a `JaxparError`
-    passes unchanged. Collectives of `pmap` have their own rule and fix.
+    passes unchanged. Collectives of `pmap`, and lists of modules in NNX, have their own rule and fix.
     """
     try:
         yield
@@ -124,7 +124,14 @@ def user_code_errors(what: str, *, rule: str, fix: str) -> Iterator[None]:
         if isinstance(error, NameError) and "unbound axis name" in str(error):  # JAX's, of `lax.pmean` and its like
             rule = "a model and its loss see all examples of the batch, so that there are no replicas to average over"
             fix = "no pmean, and jnp.mean or jnp.sum over the batch, with a weight for padding, where a psum stands"
+        if found := _STATIC.search(str(error)):
+            kind, name = found.groups()
+            rule = f"since Flax 0.12 an NNX module holds modules and arrays in an nnx.List or nnx.Dict, not in a {kind}"
+            fix = f"self.{name} = nnx.{'Dict' if kind == 'dict' else 'List'}(...) where it is a {kind}"
         raise refuse(f"{users_line(error)}{what}: {describe_exception(error)}", rule=rule, fix=fix) from error
+
+
+_STATIC = re.compile(r"<class '(list|dict|tuple)'>'? (?:in|assigned to) static attribute '(\w+)'")  # Flax's words
 
 
 def users_line(error: BaseException) -> str:

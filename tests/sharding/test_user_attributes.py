@@ -10,6 +10,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jaxpar as jp
+from jaxpar.errors import JaxparError
 
 SGD = optax.sgd(0.1)
 BATCH = {"x": np.random.default_rng(0).normal(size=[16, 16]).astype(np.float32)}
@@ -134,3 +135,29 @@ class NnxByName(nnx.Module):
 def test_a_dtype_by_its_name_stays_a_name(model):
     _, text = program(model, precision="bf16")
     assert "bf16[16,16]" in text.replace("x", ",") or "16x16xbf16" in text
+
+
+class Stored(nnx.Module):
+    """Layers in a container of Python's, as models had them before Flax 0.12."""
+
+    def __init__(self, rngs, container, filled):
+        layer = nnx.Linear(16, 16, rngs=rngs)
+        self.layers = container([("a", layer)] if container is dict else [layer] * filled)
+        if not filled:
+            self.layers.append(layer)  # Flax sees it once the module is made
+
+
+@pytest.mark.parametrize(
+    ("container", "filled", "fix"),
+    [
+        (list, True, "self.layers = nnx.List(...)"),
+        (list, False, "self.layers = nnx.List(...)"),
+        (tuple, True, "self.layers = nnx.List(...)"),
+        (dict, True, "self.layers = nnx.Dict(...)"),
+    ],
+)
+def test_modules_in_a_container_of_python_are_refused_with_flax_s(container, filled, fix):
+    model = lambda rngs: Stored(rngs, container, filled)  # noqa: E731
+    with pytest.raises(JaxparError, match="since Flax 0") as caught:
+        jp.compose(model, jp.Parallel(data=8))
+    assert fix in str(caught.value)
