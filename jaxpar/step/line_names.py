@@ -37,7 +37,7 @@ def name_lines(function: Callable, activations: Mapping[str, Sequence[str | None
     Args:
       function: The function.
       activations: As in `jaxpar.parallel.declaration.Parallel`.
-      all_used: Whether every key must match an array.
+      all_used: Whether every key must match an array: an activation, or one that this function makes of constants.
 
     Raises:
       JaxparError: At a call, if a key matches no array.
@@ -49,7 +49,7 @@ def name_lines(function: Callable, activations: Mapping[str, Sequence[str | None
         result = rewrite(function, lambda jaxpr: naming.jaxpr(jaxpr, _of_arguments(jaxpr, learned), None)[0])(
             params, *others
         )
-        if all_used and (missing := naming.lines.keys() - naming.used):
+        if all_used and (missing := naming.lines.keys() - naming.used - naming.constant):
             raise JaxparError(*(_unused(line, naming.lines[line]) for line in missing))
         return result
 
@@ -77,7 +77,7 @@ def _unused(line: SourceLine, names: Names) -> Problem:
     return Problem(
         f"activations={{{str(line)!r}: {names}}}: the line computes no such array of {len(names)} dims",
         "every key names an array of the model's forward pass: a line, the sizes of its last dims, a name for each dim",
-        "`jaxpar specs JOB`, or jp.find_specs, for the lines of today's source",
+        "`jaxpar specs JOB`, or jp.find_specs of this loss, for the lines of today's source",
     )
 
 
@@ -87,11 +87,14 @@ class _Naming:
     Attributes:
       lines: Line to the names of the dims of its activations.
       used: The lines that compute such an activation.
+      constant: The lines that compute such an array from constants alone, as from a mask of ones that the loss makes
+        and the example of the model's inputs had as an input.
     """
 
     def __init__(self, activations: Mapping[str, Sequence[str | None]]):
         self.lines = {line: tuple(names) for key, names in activations.items() if (line := parse_line(key))}
         self.used: set[SourceLine] = set()
+        self.constant: set[SourceLine] = set()
 
     def jaxpr(self, jaxpr: Jaxpr, inputs: Sequence[int], enclosing: SourceFrame | None) -> tuple[Jaxpr, list[int]]:
         """Returns the jaxpr with constraints, and the origins of its results."""
@@ -111,6 +114,8 @@ class _Naming:
         outs, constraints = list(eqn.outvars), []
         for index, (var, shape) in enumerate(zip(eqn.outvars, shapes(eqn.outvars), strict=True)):
             line = _line_of(frame, shape.shape, self.lines)
+            if line is not None and origins[var] == _CONSTANT:
+                self.constant.add(line)
             if line is None or origins[var] != _ACTIVATION:
                 continue
             self.used.add(line)

@@ -5,11 +5,13 @@ import dataclasses
 from functools import cache, partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import plain_loop
 import pytest
 from flax import linen as nn
+from flax import nnx
 from pairwise import some
 from specs import models
 
@@ -110,6 +112,31 @@ def test_one_example_on_a_device_has_names_too(sizes):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     plain_loop.assert_alike((losses, state.params), plain_loop.train(model, model, loss, SGD, batch))
+
+
+class Masked(nnx.Module):
+    """Reads where the tokens of a row begin from a mask, as decoders of padded rows do."""
+
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(32, 64, rngs=rngs), nnx.Linear(64, 32, rngs=rngs)
+
+    def __call__(self, x, mask):
+        angles = jnp.einsum("bt,k->btk", mask * jnp.arange(LENGTH), 1 / jnp.arange(1, 33))
+        return self.down(nnx.gelu(self.up(x + jnp.sin(angles))))
+
+
+def unmasked(model, batch):
+    losses = (model(batch["x"], jnp.ones(batch["x"].shape[:2])) - batch["x"]) ** 2
+    return losses.sum(), losses.size
+
+
+def test_a_loss_may_pass_constants_where_the_example_call_has_inputs():
+    batch = {"x": RNG.normal(size=[ROWS, LENGTH, 32]).astype(np.float32)}
+    model = jp.from_nnx(Masked, batch["x"], np.ones([ROWS, LENGTH], np.float32))
+    layout = jp.compose(model, jp.Parallel(tensor=4, data=2, specs="found"))
+    assert [names for names in layout.parallel.activations.values() if "mlp" not in names]  # of what the mask decides
+    result = plain_loop.steps(layout, unmasked, SGD, batch)
+    plain_loop.assert_alike(result, plain_loop.train(Masked, Masked, unmasked, SGD, batch))
 
 
 @pytest.mark.slow
