@@ -156,8 +156,9 @@ def _expert_tokens(body: Jaxpr, producers: dict[Var, JaxprEqn], axis: str) -> se
     """
     result = set()
     for eqn in body.eqns:
-        var = eqn.invars[0] if eqn.primitive.name == "reshape" else None
-        island = None if var is None or isinstance(var, Literal) else producers.get(var)
+        if eqn.primitive.name != "reshape" or isinstance(var := eqn.invars[0], Literal):
+            continue
+        island = producers.get(var)
         if island is None or island.primitive.name != "shard_map":
             continue
         before, after = shapes(eqn.invars)[0].shape, shapes(eqn.outvars)[0].shape

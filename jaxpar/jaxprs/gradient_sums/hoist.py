@@ -250,10 +250,10 @@ def _summed(one: ExampleSum, axes: Axes, ways: int, *args: jax.Array) -> jax.Arr
     parts = [_shard_dim(x, axes, dim) for x in split]
     if one.eqn.primitive.name == "reduce_sum":
         return jnp.sum(parts[0], axis=tuple(dim + 1 for dim in params["axes"]))
-    (left, right), batch = params["dimension_numbers"]
-    over = [i + 1 for i in left], [i + 1 for i in right]
+    (left, right), (left_batch, right_batch) = params["dimension_numbers"]
+    over, batch = ([i + 1 for i in left], [i + 1 for i in right]), ([dim, *left_batch], [dim, *right_batch])
     options = {name: params[name] for name in ("precision", "preferred_element_type")}
-    return jax.lax.dot_general(*parts, (over, tuple([dim, *dims] for dims in batch)), **options)
+    return jax.lax.dot_general(parts[0], parts[1], (over, batch), **options)
 
 
 def _apply_to_replicas(eqn: JaxprEqn, axes: Axes, x: jax.Array) -> jax.Array:
