@@ -12,7 +12,8 @@ passes call this one.
   piece is convolved in `jax.shard_map`, and the rows that it needs of its neighbours (its halo) arrive by `ppermute`:
   zeros beyond the borders of the image, as in padding. Backward, gradients of these rows go back to their owner.
 * XLA splits a grouped convolution only if each channel is a group with one output channel. Others (ResNeXt's; the
-  patches of an unshared convolution) and their gradients it runs unsharded, whatever constraints say.
+  patches of an unshared convolution) and their gradients it runs unsharded, whatever constraints say. The gradient of
+  a depthwise kernel is wrong where images are whole on an axis: see `_is_counted_again` in `split_windows.py`.
 """
 
 from collections.abc import Iterator

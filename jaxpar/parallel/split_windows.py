@@ -41,7 +41,9 @@ def convolve(
     pieces: dict[int, Piece] = {}
     if split := image_axes(params):
         images, pieces = cut_images(images, kernel, params, split)
-    grouped = not get_abstract_mesh().empty and is_grouped(images.shape, kernel.shape, params)
+    grouped = not get_abstract_mesh().empty and (
+        is_grouped(images.shape, kernel.shape, params) or _is_counted_again(images.shape, params)
+    )
     if _is_mapped(images) or _is_mapped(kernel):
         with merging_replicas():  # the convolution that the `vmap` makes of this one is bound in here
             return bind(images, kernel, **params)
@@ -73,6 +75,18 @@ def is_grouped(images: tuple[int, ...], kernel: tuple[int, ...], params: Mapping
     """Whether a convolution has groups of several channels, which XLA does not split."""
     dims, count = params["dimension_numbers"], params["feature_group_count"]
     return count > 1 and not count == images[dims.lhs_spec[1]] == kernel[dims.rhs_spec[0]]
+
+
+def _is_counted_again(images: tuple[int, ...], params: Mapping[str, Any]) -> bool:
+    """Whether XLA would compute a wrong gradient of the kernel: of depthwise groups, on some meshes.
+
+    Where examples are split over some axes and the images are whole on others (`data 2 x tensor 4`), XLA (jaxlib 0.10
+    to 0.12) sums the gradient over all of them: it is 4 times too large (tests/hlo/test_xla_faults.py).
+    """
+    mesh = get_abstract_mesh()
+    examples = example_axes(images[params["dimension_numbers"].lhs_spec[0]])
+    others = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in (*mesh.manual_axes, *examples)]
+    return params["feature_group_count"] > 1 and bool(examples and others)
 
 
 def cut_images(
