@@ -68,7 +68,7 @@ def traced_matmuls(
                 yield from traced_matmuls(branch.jaxpr, schedule, runs, skip=skip)
             continue
         for value in params.values():
-            for inner in _jaxprs(value):
+            for inner in inner_jaxprs(value):
                 yield from traced_matmuls(inner, schedule, inner_times, skip=skip)
 
 
@@ -91,7 +91,7 @@ def equation_flop(equation: Any) -> int:
     """Returns the FLOP of an equation with its inner jaxprs; of a conditional, those of its largest branch."""
     name = equation.primitive.name
     times = equation.params.get("length", 1) if name == "scan" else 1
-    inner = [_count(sub) for value in equation.params.values() for sub in _jaxprs(value)]
+    inner = [_count(sub) for value in equation.params.values() for sub in inner_jaxprs(value)]
     return matmul_flop(equation) + (max(inner, default=0) if name == "cond" else times * sum(inner))
 
 
@@ -99,11 +99,12 @@ def _count(jaxpr: Jaxpr) -> int:
     return sum(map(equation_flop, jaxpr.eqns))
 
 
-def _jaxprs(value):
+def inner_jaxprs(value: Any) -> Iterator[Jaxpr]:
+    """Yields the jaxprs in a parameter of an equation: a jaxpr, or those of a sequence."""
     if hasattr(value, "eqns"):
         yield value
     elif hasattr(value, "jaxpr"):
         yield value.jaxpr
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _jaxprs(item)
+            yield from inner_jaxprs(item)

@@ -141,6 +141,10 @@ class Compiler:
         check_rules(self.layout.parallel, self.layout.blueprint, self._use.names)
         all_techniques.check(self.layout, self._use, lowered)
         check_dims(self.layout, lambda model: traceable_loss(self._loss)(model, jax.tree.map(zeros_like_input, batch)))
+        if (count := self._numerics.accumulate * self.layout.microbatches) > 1:
+            from jaxpar.step.checks.row_pairs import check_row_pairs  # a step without microbatches has no pairs to lose
+
+            check_row_pairs(self.layout, self._loss, batch, count)
         schedule = self.layout.schedule if self.layout.sizes["pipe"] > 1 else None
         self.share = flop_share(traced.jaxpr.jaxpr, self.layout.devices, schedule)
         if self._numerics.dtype:
