@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from jaxpar.jaxprs.dataflow import Env, Scan, variables
 
-MANY = 4  # dims of a layer's array up to which XLA was observed to use one layout, e.g. of ungrouped heads
+MATRIX = 2  # dims of a layer's array up to which XLA was observed to use one layout
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,12 @@ class BufferEntry:
 
 
 def _row_major(one: jax.Array) -> jax.Array:
-    """Constrains an array of many dims to row-major layout, so that all readers and writers use the same layout.
+    """Constrains an array of several dims to row-major layout, so that all readers and writers use the same layout.
 
-    Otherwise XLA chooses one layout for scores of grouped queries, [batch, kv_heads, group, queries, keys], where a
-    forward writes them, another where backward-only ticks read them, and copies all slots in between.
+    Otherwise XLA chooses one layout for heads, [batch, tokens, heads, dim], or for scores of grouped queries where a
+    forward writes them, another where backward ticks read them, and copies all slots in between, in every tick.
     """
-    if one.ndim <= MANY:
+    if one.ndim <= MATRIX:
         return one
     return with_layout_constraint(one, Layout(major_to_minor=tuple(range(one.ndim))))
 

@@ -33,6 +33,8 @@ from jaxpar.plan.time import StepTime, optimizer
 
 CausesT = TypeVar("CausesT", bound=Causes)
 SUM = 4  # bytes of a gradient that the table accumulates: float32
+TICK = 16  # small kernels of a tick besides its layers: rows of the table, slots, messages; XLA 0.12 makes 12 to 20
+MASKED = 4  # bytes that a masked write into a slot moves for each that a forward writes anyway
 
 
 def per_row(change: Callable[..., Mapping[str, float]], *columns: Any) -> dict[str, Any]:
@@ -146,8 +148,8 @@ def stages_time(
         np.maximum(hardware.stream(software.accumulate * size), SMALLEST_KERNEL * arrays)
         for size, arrays in zip(sizes, stages.arrays, strict=True)
     )
-    forward = layers * layer["forward"]
-    backward = layers * (layer["backward"] + sums)
+    forward = layers * layer["forward"] + TICK * SMALLEST_KERNEL
+    backward = layers * (layer["backward"] + sums) + TICK * SMALLEST_KERNEL
     # halves of a backward are one op, so that only their sum matters
     times = (forward, backward / 2, backward / 2, last["forward"] + end_sums, 0.0)
     send = pipe.send_seconds(value_of(stages.message, candidate), candidate, hardware, software)
@@ -157,8 +159,8 @@ def stages_time(
     )
     embeddings = candidate.microbatches * (first["forward"] + first["backward"])
     alone, with_sends = (span.span(table, (*times, extra)) + embeddings for extra in (0.0, send))
-    count, ends = candidate.microbatches * candidate.chunks * layers, candidate.microbatches
-    busy = count * (layer["forward"] + layer["backward"] + sums) + ends * (last["forward"] + end_sums) + embeddings
+    cells, ends = candidate.microbatches * candidate.chunks, candidate.microbatches
+    count, busy = cells * layers, cells * (forward + backward) + ends * (last["forward"] + end_sums) + embeddings
     recompute = np.maximum(sum(layer[key] - plain[key] for key in ("forward", "backward")), 0.0)
     matmuls = count * plain["matmuls"] + ends * (first["matmuls"] + last["matmuls"])
     work = Work(parameters=held, layers=candidate.chunks * layers, compute=with_sends)
@@ -185,8 +187,8 @@ def value_of(polynomial: np.ndarray, candidate: Candidate) -> Any:
 def _seconds(stages: StageTrace, candidate: Candidate, hardware: Hardware, part: str) -> dict[str, Any]:
     """Returns the seconds of a part's forward and backward for a microbatch, and those of their matmuls."""
 
-    def of_rows(rows: int, remat: str) -> dict[str, float]:
-        # a masked write into a slot reads what it holds, and a backward copies kept arrays out of it
+    def of_rows(rows: int, remat: str, masked: bool) -> dict[str, float]:
+        # a forward copies kept arrays into a slot, and a backward out of it
         layer = stages.programs[remat]
         kept = hardware.stream(value(layer.kept, rows))
         copied = float(kept) if part == "layer" else 0.0
@@ -198,9 +200,12 @@ def _seconds(stages: StageTrace, candidate: Candidate, hardware: Hardware, part:
         priced = [program.seconds(rows, hardware) for program in programs[part]]
         totals = [sum(seconds.values()) for seconds in priced]
         return {
-            "forward": totals[0] + copied,
+            "forward": totals[0] + (MASKED if masked else 1) * copied,
             "backward": sum(totals[1:]) + copied,
             "matmuls": sum(seconds["matmuls"] for seconds in priced),
         }
 
-    return per_row(of_rows, candidate.microbatch, candidate.remat)
+    (in_use, _), _ = pipe.in_flight(candidate)
+    # idle stages have no free slot once all microbatches are in flight: see `jaxpar.pipeline.run.program`
+    masked = np.greater_equal(in_use, candidate.microbatches * candidate.chunks) & candidate.phased
+    return per_row(of_rows, candidate.microbatch, candidate.remat, masked)

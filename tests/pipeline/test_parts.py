@@ -295,7 +295,8 @@ def expanded(loops):
 def replay(made, *, forward_only=False):
     """An interpreter on symbols: runs the rows as any executor must, and checks every read.
 
-    A value is what an op is to be given: ("x" or "g", microbatch, part), or what one op leaves for another.
+    A value is what an op is to be given: ("x" or "g", microbatch, part), or what one op leaves for another. A stage
+    that does not run the op of a tick writes "unused" into its slot of the op's pool, unless such writes are masked.
     """
     plan = made.schedule
     names, last = {number: op for op, number in OP_NUMBER.items()}, plan.parts - 1
@@ -306,6 +307,9 @@ def replay(made, *, forward_only=False):
         for stage in range(plan.stages):
             row = dict(zip(COLUMNS, made.rows[tick, stage].tolist(), strict=True))
             op, microbatch, part, pool = names[row["op"]], row["microbatch"], row["part"], pools[stage]
+            for writer, name, count in (("F", "kept", made.residual_slots), ("B", "stash", made.stash_slots)):
+                if count and writer in kind.ops and op != writer and name not in made.masked_pools:
+                    writes.append((stage, name, row[name], "unused"))
             if op is None:
                 continue
             assert op in kind.ops
@@ -348,6 +352,13 @@ def replay(made, *, forward_only=False):
             )
             pools[stage][name][slot] = value
     return done
+
+
+def test_idle_stages_have_free_slots_unless_all_forwards_precede():
+    for name, masked in (("gpipe", {"kept"}), ("1f1b_phased", set()), ("interleaved_phased", set()), ("zb_h2", set())):
+        chunks = 2 if name == "interleaved_phased" else 1
+        assert program(table(name, 4, 8, chunks)).masked_pools == masked, name
+    assert program(table("1f1b_phased", 4, 4, 1)).masked_pools == {"kept"}  # too few microbatches: all are in flight
 
 
 @pytest.mark.parametrize("name", some(LIBRARY, ["gpipe", "1f1b", "1f1b_phased"]))

@@ -7,6 +7,10 @@
 There are three pools of slots. `messages` holds arrays from another part, inputs x and gradients g, until the backward
 that reads them. `kept` holds the residuals of a forward for its backward, `stash` those of a B for its W. Interval
 colouring assigns the slots, so a pool has exactly as many slots as values that are alive at once.
+
+A stage that is idle in a tick computes and writes too, because all stages run the same code. It writes into a slot that
+is free then, which costs a write. Where a stage has none, as after the forwards of `gpipe`, every write of that pool
+selects between the new and the old value, which XLA compiles to three reads and two writes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -62,6 +66,13 @@ class Loop(NamedTuple):
         return sum(1 if isinstance(item, TickKind) else item.bodies for item in self.body)
 
 
+class Pool(NamedTuple):
+    """The number of slots of a pool, and whether a stage that drops a value may have no free one."""
+
+    slots: int
+    masked: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class Program:
     """The program that the executor runs.
@@ -73,6 +84,7 @@ class Program:
       message_slots: Slots for inputs and gradients from other parts.
       residual_slots: Slots for the residuals of a forward; 0 for an evaluation.
       stash_slots: Slots for the residuals of a B; 0 if B and W are one op.
+      masked_pools: Pools among `kept` and `stash` in which idle stages do not always have a free slot.
       right: Pairs (from, to) of a stage and the next one, if it sends to that.
       left: Pairs (from, to) of a stage and the previous one, if it sends to that.
     """
@@ -83,6 +95,7 @@ class Program:
     message_slots: int
     residual_slots: int
     stash_slots: int
+    masked_pools: frozenset[str]
     right: tuple[tuple[int, int], ...]
     left: tuple[tuple[int, int], ...]
 
@@ -109,13 +122,18 @@ def program(schedule: Schedule, *, forward_only: bool = False) -> Program:
         flags = [any(flag) for flag in zip(*(kind[1:] for kind in kinds), strict=True)]
         kinds = [TickKind(ops, *flags)] * len(kinds)
     kinds = _alike(kinds)
+    kept = stash = Pool(0, False)
+    if not forward_only:
+        kept = _assign_pool(rows, places, kinds, "F", "B", "kept")
+        stash = _assign_pool(rows, places, kinds, "B", "W", "stash") if schedule.split else stash
     return Program(
         schedule=schedule,
         rows=rows,
         loops=_nested(kinds),
         message_slots=_messages(schedule, rows, places, forward_only=forward_only),
-        residual_slots=0 if forward_only else _between(rows, places, "F", "B", "kept"),
-        stash_slots=_between(rows, places, "B", "W", "stash") if schedule.split and not forward_only else 0,
+        residual_slots=kept.slots,
+        stash_slots=stash.slots,
+        masked_pools=frozenset(name for name, pool in (("kept", kept), ("stash", stash)) if pool.masked),
         right=_pairs(schedule, places, "right"),
         left=_pairs(schedule, places, "left"),
     )
@@ -190,15 +208,26 @@ def _messages(schedule: Schedule, rows: np.ndarray, at, *, forward_only: bool) -
     return max(_colour(rows[:, stage], stage_spans) for stage, stage_spans in enumerate(spans))
 
 
-def _between(rows: np.ndarray, at, write: str, read: str, pool: str) -> int:
-    """Assigns slots to the values that op `write` saves for op `read`; returns their number."""
+def _assign_pool(rows: np.ndarray, at, kinds: Sequence[TickKind], write: str, read: str, pool: str) -> Pool:
+    """Assigns slots to the values that op `write` saves for op `read`, and free slots to stages that drop a value."""
     column = COLUMNS.index(pool)
     spans: list[list] = [[] for _ in range(rows.shape[1])]
     for (op, microbatch, part), (tick, stage) in at.items():
         if op == write:
             end, _ = at[read, microbatch, part]
             spans[stage].append((tick, end, [(tick, column), (end, column)]))
-    return max(_colour(rows[:, stage], stage_spans) for stage, stage_spans in enumerate(spans))
+    slots = max(_colour(rows[:, stage], stage_spans) for stage, stage_spans in enumerate(spans))
+    masked = False
+    for stage, stage_spans in enumerate(spans):
+        taken = [(start, end, rows[start, stage, column]) for start, end, _ in stage_spans]
+        for tick, kind in enumerate(kinds):
+            # a cell that reads a slot for the last time may write into it: reads come first in a tick
+            if write in kind.ops and rows[tick, stage, column] < 0:
+                used = {slot for start, end, slot in taken if start <= tick < end}
+                free = next((slot for slot in range(slots) if slot not in used), -1)
+                rows[tick, stage, column] = free
+                masked |= free < 0
+    return Pool(slots, masked)
 
 
 def _colour(rows: np.ndarray, spans: Iterable[tuple[int, int, list[tuple[int, int]]]]) -> int:

@@ -210,7 +210,7 @@ class Stage:
             into_places = self.traced.halves.forward_in_place
             assert into_places is not None  # present if the backward is not split
             layers = self._read_in_place(chunk, row)
-            y, slots = into_places(layers, layer_args, x, self._places(state, row, row.op == OP_NUMBER["F"]))
+            y, slots = into_places(layers, layer_args, x, self._places(state, row, self._writes("kept", row, "F")))
         else:
             y, residuals = self.traced.halves.forward(chunk, layer_args, x)
         if not kind.last:
@@ -238,6 +238,10 @@ class Stage:
         """
         several_chunks = self.schedule.chunks > 1
         return jax.tree.map(lambda buffer: BufferEntry(buffer, row.chunk), self.chunks) if several_chunks else chunk
+
+    def _writes(self, pool: str, row: TableRow, op: str) -> jax.Array | bool:
+        """Whether the stage writes into its slot of a pool: always if the slot of an idle stage is a free one."""
+        return row.op == OP_NUMBER[op] if pool in self.program.masked_pools else True
 
     def _places(self, state: dict, row: TableRow, take: jax.Array | bool = True) -> list[BufferEntry]:
         return [BufferEntry(buffer, row.residuals, take) for buffer in state["kept"]]
@@ -306,18 +310,17 @@ class Stage:
     def write(self, kind: TickKind, state: dict, row: TableRow, done: _OpResult) -> dict:
         """Stores the results of an op, sends `out`, and stores the messages that arrive; returns the new state.
 
-        Every write depends on the op in this stage's row: in a masked tick, an idle stage computes on stale slots, and
-        must not store its results.
+        In a masked tick, an idle stage computes on stale slots. What it writes goes to a free slot, or is masked.
         """
         state = dict(state)
         if state["kept"] and done.residuals is not None:
-            state["kept"] = store(state["kept"], done.residuals, row.residuals, row.op == OP_NUMBER["F"])
+            state["kept"] = store(state["kept"], done.residuals, row.residuals, self._writes("kept", row, "F"))
         if done.slots is not None:
             state["kept"] = done.slots
         if done.total is not None:
             state["layers"] = self.place("layers", done.total)
         if state["stash"] and done.stash is not None:
-            state["stash"] = store(state["stash"], done.stash, row.stash, row.op == OP_NUMBER["B"])
+            state["stash"] = store(state["stash"], done.stash, row.stash, self._writes("stash", row, "B"))
         if done.layers is not None:
             sums, summed = load(state["layers"], row.chunk), row.op == OP_NUMBER["W" if self.schedule.split else "B"]
             gradients = done.layers if self.shards is None else self.shards.scatter(done.layers)
