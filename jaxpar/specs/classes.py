@@ -1,8 +1,8 @@
-"""Groups equal parts of a program: the layers of a stack are solved once, with a count.
+"""Groups equal parts of a program into classes, so that the integer program decides once for all layers of a stack.
 
-Pieces, arrays and operations begin with what is seen of each alone (sizes, shapes, kinds), and are then told apart by
-their neighbours, a few rounds long (Weisfeiler and Leman 1968). Members of a class have one decision: that loses
-nothing in the linear relaxation, whose optimum is symmetric, and gives equal layers equal rules.
+The first classes are by properties alone (sizes, shapes, primitives). Each of `ROUNDS` rounds then separates members
+that have different neighbours (color refinement, Weisfeiler and Leman 1968). One decision per class loses nothing in
+the linear relaxation, whose optimum is symmetric, and gives equal layers equal rules.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ ROUNDS = 4
 
 
 class Classes:
-    """The class of each piece, array and operation of a program, as numbers.
+    """The classes of equal pieces (of dims), arrays and operations of a program, as numbers.
 
     Attributes:
       pieces: Piece to the number of its class.
@@ -42,11 +42,11 @@ class Classes:
             self._refine(program)
 
     def of_piece(self, piece: DimPiece | None) -> int | None:
-        """Returns the class of a piece; None for None."""
+        """Returns the number of a piece's class; None for None."""
         return None if piece is None else self.pieces[piece]
 
     def of_array(self, array: Array) -> int:
-        """Returns the class of an array."""
+        """Returns the number of an array's class."""
         return self.arrays[id(array)]
 
     def _refine(self, program: TracedProgram) -> None:
@@ -102,7 +102,7 @@ def _multiset(items: Iterable[Hashable]) -> Hashable:
 
 
 def _set(items: Iterable[Hashable]) -> Hashable:
-    """As a set: a stream that all layers read has as many readers as there are layers."""
+    """Ignores how often an item occurs: dims of the residual stream occur once for each layer that reads it."""
     return frozenset(items)
 
 

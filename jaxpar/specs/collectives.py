@@ -1,10 +1,11 @@
-"""Collectives that bring an array from one state to another, over one mesh axis or two, and their seconds.
+"""Collectives that reshard an array over one mesh axis or two, and their seconds.
 
-A state has an entry for each axis: the class of pieces along which the axis cuts the array, a partial sum, or None if
-its devices have equal copies. Both axes may cut one dim: the first, which is outermost in the mesh, into chunks, and
-the second each chunk. An array changes its state by one axis at a time, in the order that takes least time: a gather
-over the slower link comes first, while the other axis still cuts the array. From or to a dim that both axes cut XLA
-exchanges no shards between dims, but for those of the inner axis alone: it gathers the array and slices it.
+The state of an array has an entry for each axis: the class of pieces along which the axis cuts (splits) the array, a
+partial sum, or None if the array is replicated over the axis. Both axes may cut one dim: the first, which is outermost
+in the mesh, into chunks, and the second each chunk. An array changes its state over one axis at a time, in the order
+that takes least time: a gather over the slower link comes first, while the other axis still cuts the array. If both
+axes cut a dim, XLA has an all-to-all between it and another dim only over the inner axis: else it gathers the array
+and slices it.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from functools import lru_cache
 from itertools import permutations
 
 PARTIAL = "partial sum"
-State = int | str | None  # over one axis: a class of pieces, a partial sum, or None: whole
+State = int | str | None  # over one axis: the class of the pieces that it cuts, a partial sum, or None: replicated
 States = tuple[State, ...]  # over each axis
 
 
@@ -27,7 +28,7 @@ class StepCosts:
       launch: Seconds of a collective before its first byte.
       memory: Bytes per second of device memory.
       parameter: Seconds per element of a parameter for its update, and for its gathers and sums over other axes.
-      state: Bytes per element of a parameter of parameters, gradients and optimizer state.
+      state: Bytes of an element of a parameter together with its gradient and optimizer state.
     """
 
     flops: float
@@ -44,15 +45,15 @@ class StepCosts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sent:
-    """Equal collectives of a step over an axis.
+class RepeatedCollective:
+    """A collective over one axis that a step runs a number of times.
 
     Attributes:
-      axis: Number of the axis.
+      axis: Index of the axis.
       kind: all-gather, reduce-scatter, all-reduce or all-to-all.
-      bytes: Bytes that a device sends in one.
-      times: Number of them in a step.
-      of_examples: Whether the array has a dim of examples, so that the bytes depend on their number.
+      bytes: Bytes that a device sends each time.
+      times: How often a step runs it.
+      of_examples: Whether the array has a dim of examples: the bytes are then proportional to the number of examples.
     """
 
     axis: int = 0
@@ -63,15 +64,15 @@ class Sent:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Move:
-    """A collective over one axis, which changes the state of an array there.
+class Resharding:
+    """A collective over one axis that changes the state of an array.
 
     Attributes:
-      axis: Number of the axis.
+      axis: Index of the axis.
       kind: all-gather, reduce-scatter, all-reduce or all-to-all.
       bytes: Bytes that a device sends.
-      source: States before.
-      target: States after.
+      source: States over all axes before the collective.
+      target: States over all axes after it.
     """
 
     axis: int
@@ -91,7 +92,7 @@ def _is_twice_cut(states: States) -> bool:
 
 
 class Links:
-    """The axes' sizes, and the seconds of their collectives."""
+    """The axes' sizes and links, and the collectives that reshard arrays over them in the least time."""
 
     def __init__(self, sizes: Sequence[int], costs: StepCosts):
         self.sizes, self.costs = tuple(sizes), costs
@@ -101,10 +102,10 @@ class Links:
         """Returns the seconds of a collective over an axis in which a device sends so many bytes."""
         return sent / self.costs.links[axis] + self.costs.launch
 
-    def _moves(self, size: float, source: States, target: States, merged: bool) -> tuple[Move, ...]:
-        """Returns the collectives that bring an array of `size` bytes from one state to another; slices are none.
+    def _moves(self, size: float, source: States, target: States, merged: bool) -> tuple[Resharding, ...]:
+        """Returns the collectives that reshard an array of `size` bytes; slicing a replicated array needs none.
 
-        An exchange all to all from or to a dim that a reshape merged with another is a gather in XLA.
+        `merged` says that a reshape merged dims of the array into one: XLA then gathers in place of an all-to-all.
         """
         changed = [axis for axis, pair in enumerate(zip(source, target, strict=True)) if pair[0] != pair[1]]
         if not changed or not size:
@@ -114,7 +115,7 @@ class Links:
         if _is_twice_cut(source) or _is_twice_cut(target):
             exchanged = changed != [1]
             paths = [path for path in paths if not (exchanged and any(move.kind == "all-to-all" for move in path))]
-        if not paths:  # XLA makes the array whole, and slices it
+        if not paths:  # XLA gathers the array over both axes, and slices it
             detours = [[*((axis, None) for axis in order), *enumerate(target)] for order in permutations((0, 1))]
             paths = [path for detour in detours if (path := self._path(size, source, detour, merged)) is not None]
         best, *others = paths
@@ -123,15 +124,15 @@ class Links:
                 best = path
         return tuple(best)
 
-    def _total(self, path: Sequence[Move]) -> float:
+    def _total(self, path: Sequence[Resharding]) -> float:
         return sum(self.seconds(move.axis, move.bytes) for move in path)
 
     def _path(
         self, size: float, source: States, changes: Sequence[tuple[int, State]], merged: bool
-    ) -> list[Move] | None:
-        """Returns the collectives for changes one after the other; None if the chunks of a dim were to change places.
+    ) -> list[Resharding] | None:
+        """Returns the collectives of a sequence of changes, each over one axis; None if one would permute chunks.
 
-        The devices of the outer axis have neighbouring chunks of a dim only if the inner axis does not cut it.
+        A gather over the outer axis joins contiguous chunks of a dim only if the inner axis does not cut that dim.
         """
         path, states = [], source
         for axis, after in changes:
@@ -140,14 +141,14 @@ class Links:
                 return None
             local = size
             for other, state in others:
-                # of sums over both axes, the second is one of the first's shards
+                # of two sums, one over each axis, the second sums only a shard of the first's result
                 of_shards = state is None and source[other] == before == PARTIAL and after is None
                 if is_cut(state) or of_shards:
                     local /= self.sizes[other]
             kind, sent = self._collective(axis, local, before, after, merged)
             result = (*states[:axis], after, *states[axis + 1 :])
             if kind:
-                path.append(Move(axis=axis, kind=kind, bytes=sent, source=states, target=result))
+                path.append(Resharding(axis=axis, kind=kind, bytes=sent, source=states, target=result))
             states = result
         return path
 

@@ -17,31 +17,30 @@ from jaxpar.plan.machine.hardware import HARDWARE, Hardware
 from jaxpar.sharding.names import Blueprint
 from jaxpar.specs.collectives import StepCosts
 from jaxpar.specs.names import NamedSpecs, name_solution
-from jaxpar.specs.optimize import TIE, Cuts, Solution
+from jaxpar.specs.optimize import TIE, Solution, SpecsSolver
 from jaxpar.specs.program import TracedProgram
 from jaxpar.specs.trace import TracedLoss
-from jaxpar.specs.user_input import check_arguments, with_names
+from jaxpar.specs.user_input import check_arguments, merge_names
 from jaxpar.units import show_bytes
 
 AXIS = "tensor"
-AXES = ("context", AXIS)  # for which specs are found, outermost first; the others have meanings of their own
+AXES = ("context", AXIS)  # for which specs are found, outermost first; every other axis has a fixed meaning
 UPDATE = 28  # bytes of memory traffic per parameter of AdamW's update: parameter, gradient and two moments
 STATE = 16  # bytes of a float32 parameter, its gradient and two moments
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class FoundSpecs:
-    """Dims that an axis or two split, as found for a model.
+    """The dims of a model's parameters and activations that an axis, or each of two, should split.
 
     Attributes:
-      parallel: The declaration with the names and rules that were found, which train and explain as if a person had
-        written them.
+      parallel: The declaration with the names and rules that were found; a step treats them like the user's own.
       specs: Names of the dims of parameters and of activations, and the rules for them.
       solution: The modelled seconds of a step, their lower bound, and the bytes of a device.
-      reasons: Each name to the seconds and why it is cut.
-      unknown: Names of operations that the analysis does not follow: dims of their arrays stay whole.
-      note: A sentence on the choice, or "".
-      differing: Names of the user's own that differ from those found, and win.
+      reasons: Each name to the reason for its split: the seconds of a step that does not split its dims.
+      unknown: Names of primitives that the analysis does not know: dims of their arrays stay unsplit.
+      note: Says that the cheapest choice would leave an axis idle or split no parameter, if that is so; else "".
+      differing: The user's own names that differ from those found; the user's are used.
       seconds: Seconds that tracing, analysis and solving took.
     """
 
@@ -63,7 +62,7 @@ class FoundSpecs:
 
     @property
     def sentence(self) -> str:
-        """The names and their certificate, in one sentence."""
+        """The names, their cost and its lower bound, in one sentence."""
         return (
             f'specs="found": {self._splits}; {self.solution.cost * 1e3:.3g} ms of a step\'s work and traffic, '
             f"modelled, {self.solution.cost / self.solution.bound - 1:.1%} above the least possible{self._differing}"
@@ -83,7 +82,7 @@ class FoundSpecs:
         return f"; yours win, unlike the prediction: {'; '.join(self.differing)}" if self.differing else ""
 
     def explain(self) -> str:
-        """Returns the names, each with its reason, and the certificate, as text."""
+        """Returns the names, each with its reason, their cost and its lower bound, as text."""
         solution, lines = self.solution, []
         lines.append(
             f"{_shown_axes(self.parallel)}: {solution.cost * 1e3:.4g} ms of a step's work and traffic, modelled; no "
@@ -161,35 +160,36 @@ def find_specs(
       memory: Bytes of a device that parameters, their state and kept activations may take; None for no limit.
 
     Raises:
-      JaxparError: If the declaration has other axes, the rows do not divide, or nothing fits in `memory`: then with
-        the least that any choice needs.
+      JaxparError: If the declaration has other axes, if the replicas do not divide the examples, or if nothing fits in
+        `memory`; the message then has the least bytes that any choice needs.
     """
     start = time.perf_counter()
     check_arguments(batch, parallel, precision, memory)
     blueprint, rows = as_blueprint(model), _rows(parallel, batch)
     traced = TracedLoss(blueprint, loss, batch, rows=rows, precision=precision)
     program = traced.program(frozen)
-    costs, note = costs_on(_hardware(chip), parallel, precision), ""
+    costs, note = step_costs(_hardware(chip), parallel, precision), ""
     axes = axes_of(parallel)
     sizes = tuple(parallel.sizes[axis] for axis in axes)
     examples = examples and rows % math.prod(sizes) == 0
-    # two axes and fsdp: XLA (jaxlib 0.12) stores a wrong result of a matmul that sums over an axis where that axis cuts
-    # one dim of it and two others another: einsum("bsh,bsd->hd") of P(None, a, None) twice, stored as P(a, (c, b))
-    cuts, solution, best = choose_dims(
+    # with fsdp, two axes do not cut one dim together: XLA (jaxlib 0.12) computes a wrong result of a matmul that sums
+    # over axis a, if it is stored with one dim split by a and another by two other axes:
+    # einsum("bsh,bsd->hd") of two operands P(None, a, None), stored as P(a, (c, b))
+    solver, solution, best = choose_dims(
         program, sizes, costs, parameters=AXIS in axes, memory=memory, examples=examples,
         both=parallel.sizes["fsdp"] == 1,
     )  # fmt: skip
     if best is not None:
-        note = _why_not(*best, parallel, chip, rows)
-    named = name_solution(cuts, solution, axes, tuple(axis for axis in parallel.sizes if axis in parallel.batch_axes))
-    lines = traced.lines(named.activations)  # without gradients JAX traces some lines otherwise
+        note = _note_on_cheapest(*best, parallel, chip, rows)
+    named = name_solution(solver, solution, axes, tuple(axis for axis in parallel.sizes if axis in parallel.batch_axes))
+    lines = traced.lines(named.activations)  # some lines compute other arrays when JAX traces them without gradients
     named = replace(named, activations={line: names for line, names in named.activations.items() if line in lines})
-    found, differing = with_names(parallel, named, program.params)
+    found, differing = merge_names(parallel, named, program.params)
     return FoundSpecs(
         parallel=found,
         specs=named,
         solution=solution,
-        reasons=_reasons(cuts, solution, named, memory, split=bool(note)),
+        reasons=_reasons(solver, solution, named, memory, split=bool(note)),
         note=note,
         differing=differing,
         unknown=tuple(sorted(program.unknown)),
@@ -206,37 +206,41 @@ def choose_dims(
     memory: float | None = None,
     examples: bool = False,
     both: bool = True,
-) -> tuple[Cuts, Solution, tuple[Cuts, Solution] | None]:
-    """Returns the cuts and the solution for some axes; and the best ones, if those leave an axis idle.
+) -> tuple[SpecsSolver, Solution, tuple[SpecsSolver, Solution] | None]:
+    """Chooses the dims that each axis cuts, so that every axis cuts some matmuls.
+
+    If the cheapest choice leaves an axis idle (or, with `parameters`, splits none), a second program is solved: without
+    launches, and with a limit on unsplit matmuls and parameters. Returns the program and its solution; and the cheapest
+    choice in the same form, or None if it is the one returned.
 
     Args:
       program: The program.
       sizes: Sizes of the axes.
       costs: Seconds of work and traffic.
       parameters: Whether some parameter has to be split.
-      memory: As for `Cuts.solve`.
-      examples: As for `Cuts`, like the next.
+      memory: Bytes that parameters, state and saved activations may take on a device, or None for no limit.
+      examples: Whether the axes may split examples too.
       both: Whether two axes may cut one dim together.
 
     Raises:
-      JaxparError: If no dims can be cut so, or nothing fits in `memory`.
+      JaxparError: If the axes divide too few dims of matmuls, or nothing fits in `memory`.
     """
-    cuts = Cuts(program, sizes, costs, examples=examples, both=both)
-    solution = cuts.solve(memory=memory)
-    if not cuts.idle(solution) and (cuts.splits_parameters(solution) or not parameters):
-        return cuts, solution, None
-    split = Cuts(program, sizes, replace(costs, launch=0.0), examples=examples, both=both)
-    return split, split.solve(memory=memory, split=True), (cuts, solution)
+    solver = SpecsSolver(program, sizes, costs, examples=examples, both=both)
+    solution = solver.solve(memory=memory)
+    if not solver.idle(solution) and (solver.splits_parameters(solution) or not parameters):
+        return solver, solution, None
+    split = SpecsSolver(program, sizes, replace(costs, launch=0.0), examples=examples, both=both)
+    return split, split.solve(memory=memory, split=True), (solver, solution)
 
 
-def _why_not(cuts: Cuts, solution: Solution, parallel: Parallel, chip: str, rows: int) -> str:
-    """Returns a sentence on a best choice in which an axis is idle or no parameter is split, and on the one taken."""
-    names, shown = {*name_solution(cuts, solution, axes_of(parallel)).names.values()}, _shown_axes(parallel)
+def _note_on_cheapest(solver: SpecsSolver, solution: Solution, parallel: Parallel, chip: str, rows: int) -> str:
+    """Says why the cheapest choice, which leaves an axis idle or splits no parameter, is not the one taken."""
+    names, shown = {*name_solution(solver, solution, axes_of(parallel)).names.values()}, _shown_axes(parallel)
     instead = "without launches, and with matmuls and parameters split as declared"
-    if not cuts.idle(solution) and any(name.startswith("tokens") for name in names):
+    if not solver.idle(solution) and any(name.startswith("tokens") for name in names):
         return (
             f"best for {rows} examples a device on {chip} would be to split tokens and no parameter, as "
-            f"context={cuts.n} does ({solution.cost * 1e3:.3g} ms by this model); this is {instead}"
+            f"context={solver.n} does ({solution.cost * 1e3:.3g} ms by this model); this is {instead}"
         )
     return f"{shown} costs more than it saves for {rows} examples a device on {chip}, by this model: {instead}"
 
@@ -266,7 +270,7 @@ def _hardware(chip: str) -> Hardware:
 
 
 def _rows(parallel: Parallel, batch: Mapping[str, Any]) -> int:
-    """Returns the rows of a device."""
+    """Returns the number of examples on a device."""
     others = {axis: size for axis, size in parallel.sizes.items() if size != 1 and axis not in ("data", "fsdp", *AXES)}
     if others or not axes_of(parallel):
         shown = ", ".join(f"{axis}={size}" for axis, size in parallel.sizes.items() if size != 1) or "no axis"
@@ -293,15 +297,15 @@ def _rows(parallel: Parallel, batch: Mapping[str, Any]) -> int:
     return rows // replicas
 
 
-def costs_on(hardware: Hardware, parallel: Parallel, precision: str) -> StepCosts:
-    """Returns the seconds of work and traffic on a device of these machines, under a declaration's other axes."""
+def step_costs(hardware: Hardware, parallel: Parallel, precision: str) -> StepCosts:
+    """Returns the costs of work and traffic on a device of this hardware, given the sizes of all axes."""
     chip, itemsize = hardware.chip, 2 if precision == "bf16" else 4
     sizes = [parallel.sizes[axis] for axis in axes_of(parallel)] or [1]
-    spans = [math.prod(sizes[number:]) for number in range(len(sizes))]  # devices from the first to the last of a group
+    spans = [math.prod(sizes[number:]) for number in range(len(sizes))]  # devices that a group of an axis spans
     links = [hardware.inside if span <= hardware.per_node else hardware.between for span in spans]
     flops = chip.bf16_flops if precision == "bf16" else chip.f32_flops
     bandwidth = chip.bandwidth * hardware.streaming
-    # per element of a parameter: the update, and over the axes that split examples its gathers and its gradient's sum
+    # of an element of a parameter: its update, and its gathers and gradient sum over the axes that split examples
     shared = parallel.fsdp if parallel.stage else 1
     seconds = UPDATE / bandwidth / shared
     far = hardware.inside if math.prod(sizes) * parallel.fsdp * parallel.data <= hardware.per_node else hardware.between
@@ -314,11 +318,13 @@ def costs_on(hardware: Hardware, parallel: Parallel, precision: str) -> StepCost
     )  # fmt: skip
 
 
-def _reasons(cuts: Cuts, solution: Solution, named: NamedSpecs, memory: float | None, *, split: bool) -> dict[str, str]:
-    """Returns, for each name, what a step costs at least without it."""
+def _reasons(
+    solver: SpecsSolver, solution: Solution, named: NamedSpecs, memory: float | None, *, split: bool
+) -> dict[str, str]:
+    """Returns for each name the least cost of a step that does not split its dims, as text."""
     reasons = {}
     for name in sorted({*named.names.values()}):
-        least = cuts.least_without(
+        least = solver.least_without(
             [state for state, each in named.names.items() if each == name], memory=memory, split=split
         )
         reasons[name] = (

@@ -3,14 +3,15 @@
     x[a, c]    whether axis a cuts the dims of class c; an axis cuts at most one such dim of an array
     y[s]       for two axes: the pair of classes that they cut; arrays with the same classes share it
     v[o, k]    the loop of operation o that each axis cuts, or none: its devices then do the same work
-    e[i, s, t] the state s of operand i, and the state t that the loops ask for: gathered, or exchanged all to all
-    f[o, r, s] the state r of a result as made (a shard, whole, or a partial sum), and its state s
-    w[a, s, t] whether array a is brought from s to t over one axis: once for all that read it
+    e[i, s, t] the state s of operand i, and the state t in which the loops read it: after a gather or an all-to-all
+    f[o, r, s] the state r in which an operation computes its result (a shard, replicated, or a partial sum), and the
+               state s that the result then gets
+    w[a, s, t] whether array a is resharded from s to t over one axis, once for all its readers
 
 Flows e and f have the states as marginals: this form is tighter than products of x and v, and its linear relaxation is
 nearly always integral. A state has an entry for each axis, since the bytes that one axis sends depend on whether the
 other one cuts the array. The costs are seconds: FLOP at the chip's rate, bytes over the link and a launch for each
-collective, bytes of device memory for arrays that operations read or make, and sums along a dim that is cut.
+collective, bytes of device memory for arrays that operations read or compute, and sums along a dim that is cut.
 
 Source of the formulation: edge flows over strategies of operations, as in Alpa (Zheng et al. 2022, arXiv:2201.12023,
 section 4), with shared collectives and partial sums as states.
@@ -27,7 +28,7 @@ import numpy as np
 
 from jaxpar.sharding.infer_names.dim_pieces import DimPiece, flat
 from jaxpar.specs.classes import Classes
-from jaxpar.specs.collectives import PARTIAL, Links, Move, Sent, State, States, StepCosts, is_cut
+from jaxpar.specs.collectives import PARTIAL, Links, RepeatedCollective, Resharding, State, States, StepCosts, is_cut
 from jaxpar.specs.integer_program import IntegerProgram
 from jaxpar.specs.partial_sums import sums_of_results
 from jaxpar.specs.program import Array, Operation, TracedProgram
@@ -35,12 +36,12 @@ from jaxpar.specs.program import Array, Operation, TracedProgram
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """The loop of an operation that each axis cuts.
+    """One way to split an operation: the loop of it that each axis cuts, or none.
 
     Attributes:
-      loops: For each axis the number of the loop, or None.
-      operands: The states of operands that the loops ask for.
-      result: The states of the result as made.
+      loops: For each axis the index of the loop, or None.
+      operands: The states in which the operation reads each operand.
+      result: The states of the result before any collective: a partial sum where a loop contracts.
       devices: Number of devices that share the work.
     """
 
@@ -78,7 +79,7 @@ class Formulation(IntegerProgram):
         self._w: dict[Any, int] = {}
         self._memory: defaultdict[int, float] = defaultdict(float)
         self._memory_whole = self._constant = 0.0
-        self._sent: list[tuple[int, Sent]] = []
+        self._collectives: list[tuple[int, RepeatedCollective]] = []
         self._flop: list[tuple[dict[int, int], float]] = []
         self._kept: defaultdict[int, float] = defaultdict(float)
         self._kept_whole = 0.0
@@ -97,7 +98,7 @@ class Formulation(IntegerProgram):
     # states of arrays
 
     def _candidates(self, devices: int) -> set[DimPiece]:
-        """Returns the pieces that may be cut: of a size that the devices divide, and first in every dim."""
+        """Returns the pieces that may be cut: the devices divide their size, and they are first in every dim."""
         found: set[DimPiece] = set()
         barred: set[DimPiece] = set(self._whole)
         for array in self.program.arrays:
@@ -116,32 +117,37 @@ class Formulation(IntegerProgram):
         return sorted({self.classes.pieces[piece] for piece in pieces})
 
     def _cut_columns(self, array: Array) -> Mapping[States, int]:
-        """Returns the columns of the states in which an axis cuts an array."""
-        return self._joint(tuple(tuple(self._states(array, axis)) for axis in range(len(self.sizes))), exclusive=True)
+        """Returns the column of each state in which some axis cuts the array."""
+        return self._state_columns(
+            tuple(tuple(self._states(array, axis)) for axis in range(len(self.sizes))), exclusive=True
+        )
 
-    def _joint(self, states: tuple[tuple[int, ...], ...], *, exclusive: bool = False) -> Mapping[States, int]:
-        """Returns the columns of joint states, of which each axis has these; adds them where they are new.
+    def _state_columns(self, states: tuple[tuple[int, ...], ...], *, exclusive: bool = False) -> Mapping[States, int]:
+        """Returns the column of each joint state of the axes, and adds it if there is none.
 
         Args:
-          states: The classes that each axis may cut.
-          exclusive: Whether one axis cuts at most one of them; of two axes each does.
+          states: For each axis, the classes that it may cut.
+          exclusive: Whether a single axis cuts at most one of them; two axes always do.
         """
         key = states, exclusive or len(states) > 1
         if key not in self._joint_columns:
             columns = self._joint_columns[key] = self._pair_columns(states) if all(states) else {}
-            if not columns:  # one axis, or two of which one cuts no such array
+            if not columns:  # there is one axis, or only one of two may cut such an array
                 alone = [axis for axis, given in enumerate(states) if given]
                 for axis in alone:
-                    columns |= {self._on(axis, state): self.x[axis, state] for state in states[axis]}
+                    columns |= {self._one_axis_state(axis, state): self.x[axis, state] for state in states[axis]}
             if key[1] and len(columns) > 1:
                 self._row(dict.fromkeys(columns.values(), 1.0), 0, 1)
         return self._joint_columns[key]
 
-    def _on(self, axis: int, state: State) -> States:
+    def _one_axis_state(self, axis: int, state: State) -> States:
         return tuple(state if number == axis else None for number in range(len(self.sizes)))
 
     def _pair_columns(self, states: tuple[tuple[int, ...], ...]) -> dict[States, int]:
-        """Adds the columns of pairs, which all arrays share, and of one state alone, with x as their sums."""
+        """Adds a column per pair of classes, shared by all arrays, and one per class cut by one axis alone.
+
+        The columns with a class sum to its x.
+        """
         if len(states) == 1:
             return {}
         columns: dict[States, int] = {}
@@ -153,17 +159,17 @@ class Formulation(IntegerProgram):
         both = dict(columns)
         for axis, given in enumerate(states):
             for state in given:
-                columns[self._on(axis, state)] = alone = self._column()
+                columns[self._one_axis_state(axis, state)] = alone = self._column()
                 terms = {column: 1.0 for pair, column in both.items() if pair[axis] == state}
                 self._row(terms | {alone: 1.0, self.x[axis, state]: -1.0}, 0, 0)
         return columns
 
     def _devices(self, states: States) -> int:
-        """Returns the number of devices over which an array of these states is split."""
+        """Returns the number of shards of an array in these states."""
         return math.prod(size for size, state in zip(self.sizes, states, strict=True) if is_cut(state))
 
     def _arrays(self) -> None:
-        """Adds x, at most one of which is 1 per array and axis; and the traffic and memory that a cut saves."""
+        """Adds x, and subtracts the memory traffic and the bytes that a cut of each array saves."""
         touched = {
             id(array.root): array.root
             for operation in self.program.operations
@@ -208,18 +214,20 @@ class Formulation(IntegerProgram):
                 tuple(sorted({*summed[axis], *(state for state in kept[axis] if (axis, state) in self.x)}))
                 for axis in range(len(self.sizes))
             )
-            for joint, column in (self._joint(states) if any(summed) else {}).items():
+            for joint, column in (self._state_columns(states) if any(summed) else {}).items():
                 partial = tuple(PARTIAL if state in summed[axis] else state for axis, state in enumerate(joint))
                 whole = tuple(None if state == PARTIAL else state for state in partial)
                 times = result.times * max(summed[axis].get(state, 0) for axis, state in enumerate(joint))  # type: ignore[call-overload]
                 for move in self.links.moves(result.bytes, partial, whole, False):
                     self._add_traffic(column, move, times, of_examples=self._has_examples(result))
 
-    def _add_traffic(self, column: int, move: Move, times: float, *, of_examples: bool) -> None:
-        """Adds the seconds of a move that is made so many times to a column."""
+    def _add_traffic(self, column: int, move: Resharding, times: float, *, of_examples: bool) -> None:
+        """Adds the seconds of a collective, run `times` times in a step, to the cost of a column."""
         self._cost[column] += times * self.links.seconds(move.axis, move.bytes)
-        sent = Sent(axis=move.axis, kind=move.kind, bytes=move.bytes, times=times, of_examples=of_examples)
-        self._sent.append((column, sent))
+        sent = RepeatedCollective(
+            axis=move.axis, kind=move.kind, bytes=move.bytes, times=times, of_examples=of_examples
+        )
+        self._collectives.append((column, sent))
 
     def _has_examples(self, array: Array) -> bool:
         return any(piece in self.program.rows for dim in array.dims for piece in flat(dim))
@@ -261,9 +269,9 @@ class Formulation(IntegerProgram):
     def _follow_operands(
         self, operation: Operation, axis: int, strategies: Sequence[Strategy], v: Sequence[int]
     ) -> None:
-        """Cuts the loop along which an operand is cut, unless another operand is cut otherwise, as XLA does.
+        """Requires the loop that follows from an operand's cut, as XLA does, unless the other operand's cut differs.
 
-        XLA moves no operand to do more of the work on every device: it cuts the whole operand and sums the parts.
+        XLA does not gather a sharded operand if the other one is replicated: it slices that one, and sums the results.
         """
         if len(operation.operands) != 2:
             return
@@ -277,12 +285,12 @@ class Formulation(IntegerProgram):
                 if state not in cuttable[index]:
                     continue
                 others = cuttable[1 - index] - {states[1 - index]}
-                if state not in others:  # else the other operand is cut otherwise whenever this one is cut
+                if state not in others:  # else whenever this operand is cut, so is the other, along another loop
                     terms = dict.fromkeys(users, 1.0) | {self.x[axis, state]: -1.0}  # type: ignore[index]
                     self._row(terms | {self.x[axis, other]: 1.0 for other in others}, 0, np.inf)
 
     def _strategies(self, operation: Operation) -> list[Strategy]:
-        """Returns the states of operands and result for no cut, and for the loops that may be cut."""
+        """Returns all ways to split an operation, with the states of its operands and its result."""
         whole = (None, (None,) * len(operation.operands), None)
         options = [[whole, *self._loops(operation, axis)] for axis in range(len(self.sizes))]
         strategies = []
@@ -311,15 +319,15 @@ class Formulation(IntegerProgram):
                 made = PARTIAL if result is None else self.classes.pieces[result]
                 yield number, tuple(map(self.classes.of_piece, operands)), made
 
-    def _flow(self, operation: Operation, operand: Array, asked: Sequence[States], v: Sequence[int]) -> None:
-        """Adds the flow from the states of an operand's array to the states that strategies ask for."""
+    def _flow(self, operation: Operation, operand: Array, targets: Sequence[States], v: Sequence[int]) -> None:
+        """Adds the flow from the states of an operand's array to the states in which strategies read it."""
         given, root = self._cut_columns(operand), operand.root
-        columns = self._flow_columns([*given, self._on(0, None)], asked, v)
+        columns = self._flow_columns([*given, self._one_axis_state(0, None)], targets, v)
         for source, y in given.items():
-            self._row({columns[source, t]: 1.0 for t in dict.fromkeys(asked)} | {y: -1.0}, 0, 0)
+            self._row({columns[source, t]: 1.0 for t in dict.fromkeys(targets)} | {y: -1.0}, 0, 0)
         times, merged = max(operation.times, root.times), _is_merged(operand)
         of_array = self.classes.of_array(root)
-        for move, users in self._movers(operand.bytes, columns, merged).items():
+        for move, users in self._flow_collectives(operand.bytes, columns, merged).items():
             key = (of_array, move.source, move.target)
             if key not in self._w:
                 self._w[key] = self._column()
@@ -331,7 +339,7 @@ class Formulation(IntegerProgram):
     def _flow_columns(
         self, others: Sequence[States], of_strategies: Sequence[States], v: Sequence[int]
     ) -> dict[tuple[States, States], int]:
-        """Adds the columns between an array's states and those of strategies, with v as their sums."""
+        """Adds a column for each pair of an array's state and a strategy's state; those of a strategy sum to its v."""
         users = dict.fromkeys(of_strategies)
         columns = {(other, state): self._column() for other in others for state in users}
         for state in users:
@@ -340,9 +348,11 @@ class Formulation(IntegerProgram):
             self._row(terms, 0, 0)
         return columns
 
-    def _movers(self, size: float, columns: Mapping[tuple[States, States], int], merged: bool) -> dict[Move, list[int]]:
-        """Returns the moves of a flow, each with the columns that use it."""
-        users: dict[Move, list[int]] = {}
+    def _flow_collectives(
+        self, size: float, columns: Mapping[tuple[States, States], int], merged: bool
+    ) -> dict[Resharding, list[int]]:
+        """Returns the collectives of a flow, each with the columns that need it."""
+        users: dict[Resharding, list[int]] = {}
         for (source, target), column in columns.items():
             for move in self.links.moves(size, source, target, merged):
                 users.setdefault(move, []).append(column)
@@ -351,14 +361,14 @@ class Formulation(IntegerProgram):
     def _result_flow(
         self, operation: Operation, made: Sequence[States], v: Sequence[int], count: int, group: Any
     ) -> None:
-        """Adds the flow from the states in which a result is made to the state of its array."""
+        """Adds the flow from the states in which an operation computes its result to the states of that array."""
         given = self._cut_columns(operation.result)
-        columns = self._flow_columns([*given, self._on(0, None)], made, v)
+        columns = self._flow_columns([*given, self._one_axis_state(0, None)], made, v)
         for target, y in given.items():
             self._row({columns[target, s]: 1.0 for s in dict.fromkeys(made)} | {y: -1.0}, 0, 0)
         flows = {(source, target): column for (target, source), column in columns.items()}
         of_examples = self._has_examples(operation.result)
-        for move, users in self._movers(operation.result.bytes, flows, _is_merged(operation.result)).items():
+        for move, users in self._flow_collectives(operation.result.bytes, flows, _is_merged(operation.result)).items():
             if move.kind in ("all-reduce", "reduce-scatter") and group is not None:
                 result, members = group
                 key = ("sum", self.classes.of_array(result), len(members), move.source, move.target)
@@ -382,7 +392,7 @@ def _is_merged(array: Array) -> bool:
 
 
 def _kept_activations(program: TracedProgram) -> set[int]:
-    """Returns the arrays that the forward pass makes and an operation of the backward pass reads."""
+    """Returns the ids of arrays that the forward pass computes and an operation of the backward pass reads."""
     return {
         id(array.root)
         for operation in program.operations

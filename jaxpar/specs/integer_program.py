@@ -1,4 +1,4 @@
-"""Columns with costs, rows that limit sums of columns, and HiGHS, which minimizes the cost."""
+"""An integer linear program, solved by HiGHS: columns (variables) with costs, and rows (constraints) on their sums."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 from scipy import optimize, sparse
 
-GAP = 5e-4  # the search ends once the best choice is proven to be within this share of the best possible
+GAP = 5e-4  # the search ends once the best solution is proven to be at most this share above the optimum
 Row = tuple[Mapping[int, float], float, float]  # coefficients of columns, and the limits of their sum
 
 
 class IntegerProgram:
-    """Columns and rows, as they are added."""
+    """The columns and rows added so far."""
 
     def __init__(self) -> None:
         self._cost: list[float] = []
@@ -37,13 +37,13 @@ def vector(amounts: Mapping[int, float], size: int) -> np.ndarray:
 def minimize(
     cost: np.ndarray, rows: Sequence[Row], *, upper: np.ndarray, binary: np.ndarray, nodes: int = 1
 ) -> optimize.OptimizeResult:
-    """Returns the columns of least cost.
+    """Returns the values of the columns that have the least cost.
 
     Args:
       cost: Cost of each column. Shape [columns].
-      rows: Limits of sums.
+      rows: Coefficients of columns, and the lower and upper limit of their sum.
       upper: Largest value of each column; the least is 0. Shape [columns].
-      binary: Whether each column is a whole number. Shape [columns].
+      binary: Whether each column is an integer. Shape [columns].
       nodes: Limit of the search tree.
     """
     entries = [(number, column, value) for number, (terms, _, _) in enumerate(rows) for column, value in terms.items()]

@@ -1,6 +1,6 @@
-"""Writes a solution as names of dims: of parameters by their paths, of activations by their lines.
+"""Writes a solution as names of dims: of parameters by their paths, of activations by the lines that compute them.
 
-heads       dims that two activations have as a batch dim of their matmul, as queries and keys
+heads       batch dims of a matmul of two activations, such as queries and keys
 vocab       dims that are looked up by index: rows of a table, logits
 experts     a batch dim of a parameter and activations
 channels    of convolutions
@@ -9,8 +9,8 @@ tokens      dims of the batch after that of examples
 mlp         dims that parameters make and other parameters contract
 features    any other
 
-A name stands for the same axes everywhere. Where axes split several dims of one meaning differently, the names of all
-but those that the innermost axis splits end with the axes: heads, heads_context, heads_context_tensor.
+A name stands for the same axes everywhere. If some heads are split by one axis and others by another, or by both, the
+names end with the axes, except for those that the innermost axis splits: heads, heads_context, heads_context_tensor.
 """
 
 import re
@@ -23,22 +23,22 @@ from typing import Any
 from jaxpar.mesh.axes import AXES
 from jaxpar.sharding.infer_names.dim_pieces import DimPiece, flat
 from jaxpar.sharding.source_lines import SourceLine
-from jaxpar.specs.optimize import Cuts, Solution
+from jaxpar.specs.optimize import Solution, SpecsSolver
 from jaxpar.specs.program import Array, TracedProgram
 
-ORDER = ("vocab", "heads", "experts", "channels", "tokens", "mlp")  # of two meanings of a dim the first is its name
+ORDER = ("vocab", "heads", "experts", "channels", "tokens", "mlp")  # a dim with two meanings has the first
 Names = tuple[str | None, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class NamedSpecs:
-    """A solution in names.
+    """A solution as names of dims.
 
     Attributes:
       paths: End of a parameter's path, as a regular expression, to the names of its dims.
       activations: Line of source, with sizes of the last dims, to the names of an array's dims.
-      rules: Names that jaxpar's own rules do not map to the axes that split them, to these axes.
-      without_line: Arrays that are cut, but that no line tells apart from others, as text.
+      rules: Name to the axes that split it, for names that jaxpar's own rules do not map to these axes.
+      without_line: Arrays that are cut but have no key: their line computes others of the same sizes. As text.
       names: The name of each class of pieces that is cut.
       axes: Each such name to the axes that were found for it, outermost first.
     """
@@ -52,18 +52,18 @@ class NamedSpecs:
 
 
 def name_solution(
-    cuts: Cuts, solution: Solution, axes: tuple[str, ...], batch_axes: tuple[str, ...] = ()
+    solver: SpecsSolver, solution: Solution, axes: tuple[str, ...], batch_axes: tuple[str, ...] = ()
 ) -> NamedSpecs:
     """Returns the names for a solution.
 
     Args:
-      cuts: The program that was solved.
+      solver: The program that was solved.
       solution: Its solution.
       axes: Names of its axes, outermost first.
       batch_axes: Axes of the mesh that split the batch.
     """
-    program = cuts.program
-    name_of = _names_of_pieces(cuts, solution, axes)
+    program = solver.program
+    name_of = _names_of_pieces(solver, solution, axes)
 
     def names(array: Array) -> Names:
         firsts = [next(flat(dim), None) for dim in array.dims]
@@ -77,31 +77,31 @@ def name_solution(
     used = {each for given in (*paths.values(), *activations.values()) for each in given if each}
     rules: dict[str, Any] = {}
     for piece, name in sorted(name_of.items(), key=lambda item: item[1]):
-        on = tuple(axes[number] for number in solution.axes[cuts.classes.pieces[piece]])
+        on = tuple(axes[number] for number in solution.axes[solver.classes.pieces[piece]])
         on = (*batch_axes, *on) if piece in program.rows else on
         first, *others = on
         if name in used and (others or name not in AXES[first].splits):
             rules[name] = on if others else first
     axes_of_name = {
-        name: tuple(axes[number] for number in solution.axes[cuts.classes.pieces[piece]])
+        name: tuple(axes[number] for number in solution.axes[solver.classes.pieces[piece]])
         for piece, name in name_of.items()
     }
-    of_class = {cuts.classes.pieces[piece]: name for piece, name in name_of.items()}
+    of_class = {solver.classes.pieces[piece]: name for piece, name in name_of.items()}
     return NamedSpecs(
         paths=paths, activations=activations, rules=rules, without_line=without_line, names=of_class, axes=axes_of_name
     )
 
 
-def _names_of_pieces(cuts: Cuts, solution: Solution, axes: tuple[str, ...]) -> dict[DimPiece, str]:
-    """Returns the name of each piece that is cut."""
-    meanings, rows = _meanings(cuts.program), cuts.program.rows
+def _names_of_pieces(solver: SpecsSolver, solution: Solution, axes: tuple[str, ...]) -> dict[DimPiece, str]:
+    """Returns the name of each piece (of a dim) that an axis cuts."""
+    meanings, rows = _meanings(solver.program), solver.program.rows
 
     def meaning(piece: DimPiece) -> str:
         if piece in rows:
             return "examples"
         return next((each for each in ORDER if piece in meanings[each]), "features")
 
-    numbers = {piece: solution.axes[state] for piece, state in cuts.classes.pieces.items() if state in solution.axes}
+    numbers = {piece: solution.axes[state] for piece, state in solver.classes.pieces.items() if state in solution.axes}
     splits: defaultdict[str, set[tuple[int, ...]]] = defaultdict(set)  # of each meaning, the axes
     for piece, on in numbers.items():
         splits[meaning(piece)].add(on)
@@ -114,12 +114,12 @@ def _names_of_pieces(cuts: Cuts, solution: Solution, axes: tuple[str, ...]) -> d
 
 
 def _is_suffixed(on: tuple[int, ...], options: set[tuple[int, ...]]) -> bool:
-    """Whether a name ends with its axes: where there are several, all but those of the fewest, innermost axes."""
+    """Whether a name ends with its axes: all do, except for those of the fewest, innermost axes."""
     return on != min(options, key=lambda each: (len(each), [-number for number in each]))
 
 
 def _meanings(program: TracedProgram) -> dict[str, set[DimPiece]]:
-    """Returns the pieces that have each meaning, through all operations."""
+    """Returns the pieces of each meaning, with all pieces that operations join to them."""
     found: dict[str, set[DimPiece]] = {name: set() for name in ORDER}
     made, taken = set(), set()
     for operation in program.operations:
@@ -131,7 +131,7 @@ def _meanings(program: TracedProgram) -> dict[str, set[DimPiece]]:
                 found["vocab"] |= pieces
             elif kind == "gather" and any(learned) and operands[0] is None:
                 found["tokens"] |= pieces - program.rows
-            elif kind == "conv_general_dilated" and result is not program.rows and any(learned):
+            elif kind == "conv_general_dilated" and any(learned):
                 found["channels"] |= pieces - program.rows
             elif kind == "dot_general" and None not in operands and result is not None:
                 if not operation.backward:
@@ -142,26 +142,26 @@ def _meanings(program: TracedProgram) -> dict[str, set[DimPiece]]:
         if array.dims and set(flat(array.dims[0])) & program.rows:
             found["tokens"] |= {piece for dim in array.dims[1:] for piece in flat(dim)}
     for pieces in found.values():
-        _spread(program, pieces)
-    _spread(program, made)
-    _spread(program, taken)
-    found["mlp"] = (made & taken) - _stream(program)
+        _add_joined(program, pieces)
+    _add_joined(program, made)
+    _add_joined(program, taken)
+    found["mlp"] = (made & taken) - _residual_stream(program)
     return found
 
 
-def _stream(program: TracedProgram) -> set[DimPiece]:
-    """Returns the pieces of a residual stream: dims that more than a gate and its partner make."""
+def _residual_stream(program: TracedProgram) -> set[DimPiece]:
+    """Returns the pieces of a residual stream: output dims of more than two parameters (a gated MLP has two)."""
     counts: Counter[DimPiece] = Counter()
     for operation in program.operations:
         if not operation.backward and any(operand.learned for operand in operation.operands):
             counts.update({result for _, result in operation.loops if result is not None})
     pieces = {piece for piece, count in counts.items() if count > 2}
-    _spread(program, pieces)
+    _add_joined(program, pieces)
     return pieces
 
 
-def _spread(program: TracedProgram, pieces: set[DimPiece]) -> None:
-    """Adds the pieces that operations run over in the same loops."""
+def _add_joined(program: TracedProgram, pieces: set[DimPiece]) -> None:
+    """Adds all pieces that share a loop of an operation with one of these, repeatedly."""
     before = -1
     while len(pieces) > before:
         before = len(pieces)
@@ -173,7 +173,7 @@ def _spread(program: TracedProgram, pieces: set[DimPiece]) -> None:
 
 
 def _by_pattern(names: Mapping[str, Names]) -> dict[str, Names]:
-    """Merges paths that differ in numbers of layers alone and have equal names."""
+    """Merges paths with equal names that differ only in layer numbers to one regular expression."""
     groups: dict[str, dict[str, Names]] = defaultdict(dict)
     for path, given in names.items():
         groups["/".join(r"\d+" if part.isdecimal() else re.escape(part) for part in path.split("/"))][path] = given
@@ -186,8 +186,8 @@ def _by_pattern(names: Mapping[str, Names]) -> dict[str, Names]:
     return merged
 
 
-def _of_operations(program: TracedProgram) -> set[int]:
-    """Returns the activations that operations of the forward pass read or make."""
+def _operation_arrays(program: TracedProgram) -> set[int]:
+    """Returns the ids of the activations that operations of the forward pass read or compute."""
     return {
         id(array)
         for operation in program.operations
@@ -200,16 +200,16 @@ _OWN = str(Path(__file__).parents[1])  # jaxpar's layers constrain activations t
 
 
 def _by_line(program: TracedProgram, names_of: Callable[[Array], Names]) -> tuple[dict[str, Names], tuple[str, ...]]:
-    """Returns the names of activations by line, and those that no line tells apart."""
+    """Returns the names of activations by line and sizes, and the keys for which a line has several names."""
     found: dict[tuple[str, int, int], dict[tuple[int, ...], set[Names]]] = defaultdict(lambda: defaultdict(set))
     wanted: set[tuple[str, int, int, tuple[int, ...]]] = set()
-    multiplied = _of_operations(program)
+    multiplied = _operation_arrays(program)
     for array in program.arrays:
         if array.line is None or array.line.file.startswith(_OWN) or array.backward or array.learned:
             continue
         names = names_of(array)
         examples = [place for place, name in enumerate(names) if name and name.split("_")[0] in ("batch", "examples")]
-        if not examples and names:  # no key may name it, but one of its rank and sizes would
+        if not examples and names:  # it has no key of its own, but another array's key must not match it
             found[array.line.file, array.line.line, len(names)][array.shape[1:]].add(names)
         if len(examples) != 1 or examples[0] == len(names) - 1:
             continue
@@ -218,7 +218,7 @@ def _by_line(program: TracedProgram, names_of: Callable[[Array], Names]) -> tupl
         if id(array) in multiplied:
             wanted.add((array.line.file, array.line.line, len(names), sizes))
     files = {file for file, _, _ in found}
-    short = {file: _shortest(file, files) for file in files}
+    short = {file: _shortest_suffix(file, files) for file in files}
     activations, ambiguous = {}, []
     for (file, line, rank), by_sizes in found.items():
         for sizes, options in by_sizes.items():
@@ -228,13 +228,13 @@ def _by_line(program: TracedProgram, names_of: Callable[[Array], Names]) -> tupl
                 ambiguous.append(str(SourceLine(short[file], line, sizes)))
                 continue
             names = next(iter(options))
-            count = _needed(sizes, names, by_sizes)
+            count = _needed_sizes(sizes, names, by_sizes)
             activations[str(SourceLine(short[file], line, sizes[len(sizes) - count :]))] = names
     return activations, tuple(ambiguous)
 
 
-def _needed(sizes: tuple[int, ...], names: Names, others: Mapping[tuple[int, ...], set[Names]]) -> int:
-    """Returns the number of last sizes that tell an array apart from the others of its line."""
+def _needed_sizes(sizes: tuple[int, ...], names: Names, others: Mapping[tuple[int, ...], set[Names]]) -> int:
+    """Returns how many of the last sizes a key needs, so that it matches no array of the line with other names."""
     for count in range(1, len(sizes)):
         end = sizes[len(sizes) - count :]
         alike = [options for other, options in others.items() if other[len(other) - count :] == end]
@@ -243,8 +243,8 @@ def _needed(sizes: tuple[int, ...], names: Names, others: Mapping[tuple[int, ...
     return len(sizes)
 
 
-def _shortest(file: str, files: set[str]) -> str:
-    """Returns the end of a file's path that tells it apart from other files."""
+def _shortest_suffix(file: str, files: set[str]) -> str:
+    """Returns the shortest end of a file's path that no other file has."""
     parts = file.split("/")
     for count in range(1, len(parts)):
         end = "/".join(parts[-count:])

@@ -1,13 +1,13 @@
-"""Matmuls, convolutions and lookups as loops over dims.
+"""Matmuls, convolutions and lookups as loops over dims, like the letters of an einsum.
 
-A loop runs over one dim of each array that has it. An operation whose loop is cut over n devices does 1/n of its work,
-reads shards of the operands that have the dim and whole copies of the others, and makes a shard of its result, or, if
-the result lacks the dim, a partial sum of it.
+A loop runs over at most one dim of each operand and of the result. If n devices split a loop, each does 1/n of the
+operation's work: it reads shards of the operands that have the dim, whole copies of the others, and computes a shard
+of the result, or a partial sum if the result lacks the dim.
 
     dot_general   batch dims, free dims of either side, contracted dims
     convolution   examples, channels in (contracted), channels out; rows and columns are cut by other axes
     gather        dims of the indices, dims that are taken whole, and the looked-up dim: each device looks up the rows
-                  that it has and adds zeros for the others, which makes a partial sum
+                  of its own shard and takes zeros for all others, which gives a partial sum
     scatter-add   dims of the updates (a partial sum), dims that are added whole, and the dim that is looked up
 """
 
@@ -21,7 +21,7 @@ Loop = tuple[tuple[int | None, ...], int | None]  # the dim of each operand, and
 
 
 def loops_of(eqn: JaxprEqn) -> list[Loop] | None:
-    """Returns the loops of an equation by the dims of its operands and result; None if it is no such operation."""
+    """Returns the loops of an equation, as indices of dims; None if it is no matmul, convolution or lookup."""
     name = eqn.primitive.name
     if name == "dot_general":
         return list(_dot(eqn))

@@ -1,4 +1,4 @@
-"""Solves the integer program of `formulation.py` exactly, with a lower bound, and takes the simplest of the best."""
+"""Solves the integer program of `formulation.py` exactly, with a lower bound; of near ties the simplest choice wins."""
 
 import math
 import time
@@ -10,32 +10,32 @@ from functools import partial
 import numpy as np
 
 from jaxpar.errors import JaxparError, refuse
-from jaxpar.specs.collectives import Sent
+from jaxpar.specs.collectives import RepeatedCollective
 from jaxpar.specs.formulation import Formulation
 from jaxpar.specs.integer_program import Row, minimize, vector
 from jaxpar.units import show_bytes
 
 WHOLE = 0.1  # share of the FLOP that may stay whole where matmuls have to be split
-NODES = 500  # of the search tree, and not seconds: processes of one job must find the same specs
-TIE = 0.02  # of choices that cost at most this share more than the best one, the simplest is taken
+NODES = 500  # limit of the search tree; not a time limit, because all processes of a job must find the same specs
+TIE = 0.02  # choices that cost at most this share more than the best one count as equal
 
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """The dims to cut.
+    """The dims that each axis cuts, and the predicted cost.
 
     Attributes:
-      axes: Each class of pieces that is cut, to the numbers of the axes that cut it.
+      axes: Each class of pieces that is cut, to the indices of the axes that cut it.
       cost: Seconds of the modelled step.
-      best: Seconds of the best choice, of which this one is the simplest within `TIE`.
-      bound: No choice of dims costs less, in seconds, by the linear relaxation and the solver's own search.
+      best: Seconds of the cheapest choice; this one is the simplest that costs at most `TIE` more.
+      bound: Seconds below which no choice can cost, by the linear relaxation and the solver's search.
       relaxed: The optimum of the linear relaxation, in seconds.
       seconds: Seconds that building and solving took.
-      memory: Bytes of parameters, gradients, optimizer state and kept activations on a device.
+      memory: Bytes of parameters, gradients, optimizer state and saved activations on a device.
       collectives: Collectives of a step over the axes.
-      work: Share of the FLOP of one device without the axes that each device does: 1 / n if all operations are cut.
-      kept: Share of the bytes of kept activations that each device keeps.
-      size: Numbers of columns and rows of the program.
+      work: FLOP of a device as a share of those without the axes: 1 / n if all operations are cut over n devices.
+      kept: Saved activations of a device, in bytes, as a share of those without the axes.
+      size: Numbers of columns and rows of the integer program.
     """
 
     axes: Mapping[int, tuple[int, ...]]
@@ -45,7 +45,7 @@ class Solution:
     relaxed: float
     seconds: float
     memory: float
-    collectives: tuple["Sent", ...]
+    collectives: tuple[RepeatedCollective, ...]
     work: float
     kept: float
     size: tuple[int, int]
@@ -61,10 +61,10 @@ class Solution:
         return self._traffic(self.collectives)
 
     def traffic_over(self, axis: int) -> dict[str, float]:
-        """Returns the same for one axis, by its number."""
+        """Kind of collective to the bytes that a device sends in a step over one axis, by its index."""
         return self._traffic(sent for sent in self.collectives if sent.axis == axis)
 
-    def _traffic(self, collectives: Iterable[Sent]) -> dict[str, float]:
+    def _traffic(self, collectives: Iterable[RepeatedCollective]) -> dict[str, float]:
         totals: defaultdict[str, float] = defaultdict(float)
         for sent in collectives:
             totals[sent.kind] += sent.times * sent.bytes
@@ -72,11 +72,11 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """The share of the best choice's cost by which it may be above that of an unknown one."""
+        """How far the cheapest choice may be above the true optimum, as a share of its cost."""
         return (self.best - self.bound) / self.best if self.best else 0.0
 
 
-class Cuts(Formulation):
+class SpecsSolver(Formulation):
     """The integer program of one traced program, and its solution."""
 
     def solve(
@@ -90,15 +90,15 @@ class Cuts(Formulation):
 
         Args:
           memory: Bytes that parameters, state and kept activations may take on a device.
-          least: Minimizes memory instead of seconds.
-          split: Whether at most a tenth of the FLOP of matmuls that can be cut may stay whole, and half of the bytes of
-            parameters that can be cut.
+          least: Whether to minimize memory instead of seconds.
+          split: Whether each axis must cut nine tenths of the FLOP of the matmuls that it can cut, and the axes half of
+            the bytes of the parameters that they can cut.
 
         Raises:
-          JaxparError: If no choice fits in `memory`; the message has the least that is possible.
+          JaxparError: If no choice fits in `memory`; the message has the least bytes that any choice needs.
         """
         start, columns = time.perf_counter(), len(self._cost)
-        rows, upper = self._limited(memory, split=split), np.where(np.array(self._binary), 1.0, np.inf)
+        rows, upper = self._limited_rows(memory, split=split), np.where(np.array(self._binary), 1.0, np.inf)
         scale, cost = (1e-6, vector(self._memory, columns)) if least else (1e6, np.array(self._cost))
         run = partial(minimize, upper=upper, binary=np.array(self._binary), nodes=NODES)
         found = run(cost * scale, rows)
@@ -127,9 +127,9 @@ class Cuts(Formulation):
             seconds=time.perf_counter() - start,
             memory=self._memory_whole + total(self._memory),
             collectives=tuple(
-                replace(sent, times=sent.times * float(values[column]))
-                for column, sent in self._sent
-                if values[column] > 1e-6 and sent.bytes
+                replace(collective, times=collective.times * float(values[column]))
+                for column, collective in self._collectives
+                if values[column] > 1e-6 and collective.bytes
             ),
             work=done / max(sum(flop for _, flop in self._flop), 1.0),
             kept=(self._kept_whole + total(self._kept)) / max(self._kept_whole, 1.0),
@@ -137,19 +137,16 @@ class Cuts(Formulation):
         )
 
     def least_without(self, states: Iterable[int], *, memory: float | None = None, split: bool = False) -> float:
-        """Returns the seconds below which no choice costs that leaves these classes whole: the relaxed optimum.
-
-        It is infinite if there is no such choice.
-        """
+        """Returns a lower bound of the seconds if these classes stay uncut; infinite if there is no such choice."""
         columns = len(self._cost)
-        rows, upper = self._limited(memory, split=split), np.where(np.array(self._binary), 1.0, np.inf)
+        rows, upper = self._limited_rows(memory, split=split), np.where(np.array(self._binary), 1.0, np.inf)
         states = {*states}
         upper[[column for (_, state), column in self.x.items() if state in states]] = 0.0
         relaxed = minimize(np.array(self._cost) * 1e6, rows, upper=upper, binary=np.zeros(columns))
         return np.inf if relaxed.x is None else relaxed.fun / 1e6 + self._constant
 
-    def _limited(self, memory: float | None, *, split: bool) -> list[Row]:
-        """Returns the rows, with limits of memory and of work that stays whole."""
+    def _limited_rows(self, memory: float | None, *, split: bool) -> list[Row]:
+        """Returns the rows of the program, and those that limit the memory and the uncut work."""
         rows = list(self._rows)
         if memory is not None:
             rows.append((dict(self._memory), -np.inf, memory - self._memory_whole))
@@ -170,7 +167,7 @@ class Cuts(Formulation):
         return sum(flop for columns, flop in self._flop if any(column in whole for column in columns))
 
     def idle(self, solution: Solution) -> list[int]:
-        """Returns the numbers of the axes that cut nothing."""
+        """Returns the indices of the axes that cut nothing."""
         used = {axis for axes in solution.axes.values() for axis in axes}
         return [axis for axis in range(len(self.sizes)) if axis not in used]
 

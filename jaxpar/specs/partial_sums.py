@@ -1,13 +1,12 @@
-"""Finds results of operations that are only added to each other: their partial sums are reduced once, as one sum."""
+"""Finds results of operations that are only added to each other: XLA adds their partial sums, and reduces only once."""
 
 from jaxpar.specs.program import Array, TracedProgram
 
 
 def sums_of_results(program: TracedProgram) -> dict[int, tuple[Array, list[Array]]]:
-    """Returns the groups of results that are only added to each other: (the sum, its terms) by the sum's identity.
+    """Returns the groups of results that are only added to each other: (the sum, its terms) by the id of the sum.
 
-    A partial sum that is added to an array which is none costs its collective first; so every reader of a term is the
-    addition.
+    All terms must be results of operations, and have no other reader: before another use, a partial sum is reduced.
     """
     results = {id(operation.result) for operation in program.operations}
     terms: dict[int, list[Array]] = {}

@@ -1,11 +1,11 @@
-"""Follows the dims of every array through the program of a loss and its gradients.
+"""Follows the dims of every array through the program (jaxpr) of a loss and its gradients.
 
-    arrays      dims are joined between operations: by elementwise operations, transposes, reshapes, sums and loops
-    operations  matmuls, convolutions and lookups, where an array may change its shards: `operations.py`
-    reductions  sums and maxima along dims, which cost a collective where that dim is cut
+    arrays      elementwise operations, transposes, reshapes, sums and loops join dims of different arrays to one
+    operations  matmuls, convolutions and lookups, before and after which an array may be resharded: `operations.py`
+    reductions  sums and maxima along dims, which need a collective if an axis cuts that dim
 
-A dim is a tuple of pieces (`jaxpar.sharding.infer_names.dim_pieces`). An array may be cut along the first piece of a
-dim. Constants join no dims: one mask or table of angles that all layers read would tie their heads together.
+A dim is a tuple of pieces, which reshapes split and merge (`jaxpar.sharding.infer_names.dim_pieces`). An array may be
+cut along the first piece of a dim. Constants join no dims: else a mask that all layers read would join their heads.
 """
 
 import math
@@ -38,7 +38,7 @@ GENERATED = ("iota", "random_bits", "random_seed", "random_wrap", "random_unwrap
 SUMS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or")
 WINDOWS = ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add",
            "select_and_gather_add", "rev", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "pad")  # fmt: skip
-OWN = ("shard_map", "reduce", "reduce_window")  # their inner programs are of one device, or of two entries
+OWN = ("shard_map", "reduce", "reduce_window")  # not followed inside: programs of one device, or of two scalars
 FOLLOWED = ("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "dynamic_slice", "split",
             "concatenate", "unstack", "stack", "dynamic_update_slice", "sort", "argmax", "argmin")  # fmt: skip
 
@@ -51,15 +51,15 @@ class Array:
       dims: Its dims.
       shape: Its shape.
       itemsize: Bytes of an element.
-      constant: Whether no parameter and no input decides its values.
+      constant: Whether its values depend on no parameter and no input.
       path: The path of the parameter that it is, or "".
       learned: Whether it is a parameter, a view of one, or a layer of a stack of them.
       line: The line of the user's source that computes it; None for an input.
-      times: Number of times that the program computes it.
-      root: The array of which it is a view, such as a reshaped or transposed one; itself if it is no view.
+      times: How often the program computes it: more than once in a loop.
+      root: The array of which it is a view, by a reshape or transpose; itself if it is no view.
       readers: Number of equations that read it or a view of it.
       backward: Whether the backward pass computes it.
-      share: Share of its entries that a device's examples have, of those that were traced.
+      share: Examples of a device / examples of the trace, if it has a dim of examples; else 1.
     """
 
     dims: tuple[Dim, ...]
@@ -84,7 +84,7 @@ class Array:
         return math.prod(self.shape) * self.itemsize * self.share
 
     def pieces(self) -> Iterator[DimPiece]:
-        """Yields the first piece of each dim: those that a cut may be along."""
+        """Yields the first piece of each dim, the only one that an axis may cut."""
         for dim in self.dims:
             yield from list(flat(dim))[:1]
 
@@ -96,11 +96,11 @@ class Operation:
     Attributes:
       equation: Its equation.
       operands: The arrays that it reads.
-      result: The array that it makes.
-      flop: FLOP of one.
-      times: Number of times that the program computes it.
-      backward: Whether it is of the backward pass.
-      loops: For each loop, the piece of each operand, and of the result, that it runs over; None where there is none.
+      result: The array that it computes.
+      flop: FLOP each time.
+      times: How often the program runs it: more than once in a loop.
+      backward: Whether it belongs to the backward pass.
+      loops: For each loop, the piece of each operand and of the result that it runs over; None if it runs over none.
     """
 
     equation: JaxprEqn
@@ -117,15 +117,15 @@ class TracedProgram:
     """The program of a loss and its gradients.
 
     Attributes:
-      arrays: All arrays that are no constants.
+      arrays: All arrays that are not constant.
       operations: All operations, in order.
-      reductions: The array that each reduction makes, and the pieces that it sums over.
+      reductions: The result of each reduction, and the pieces that it sums over.
       additions: The result and the operands of each addition of two arrays of one shape.
       params: The parameters by their paths.
       inputs: The other inputs.
       unknown: Names of primitives that were not followed: dims of their arrays are not cut.
       rows: The pieces that are dims of examples.
-      of_variable: The array of each variable of the jaxpr, and of those inside of it, as last computed.
+      of_variable: The array of each variable of the jaxpr and of its inner jaxprs, as last computed.
       constants: Each constant that an elementwise operation reads, and the result, if both have one shape.
     """
 
@@ -141,37 +141,38 @@ class TracedProgram:
     constants: list[tuple[Array, Array]] = field(default_factory=list)
 
 
-def follow(
+def follow_dims(
     jaxpr: Jaxpr, paths: Sequence[str], batch: Sequence[int], gradients: Sequence[int], *, share: float = 1.0
 ) -> TracedProgram:
-    """Returns the program of a jaxpr.
+    """Follows the dims through a jaxpr.
 
     Args:
-      jaxpr: Loss and gradients.
+      jaxpr: Computes a loss and its gradients.
       paths: Paths of the parameters, which are its first arguments.
-      batch: Numbers of the arguments whose first dim is that of examples.
-      gradients: Of each parameter, the number of the result that is its gradient; -1 if it has none.
-      share: Examples of a device over those of the jaxpr, which has two at least: a dim of one is no dim.
+      batch: Indices of the arguments whose dim 0 is examples.
+      gradients: For each parameter, the index of the result that is its gradient; -1 if it has none.
+      share: Examples of a device / examples of the jaxpr. For one example per device the jaxpr has two, because a dim
+        of size 1 is not followed.
     """
-    walk = _Walk()
-    inputs = [walk.array(var) for var in jaxpr.invars]
+    interpreter = _Interpreter()
+    inputs = [interpreter.array(var) for var in jaxpr.invars]
     for path, array in zip(paths, inputs, strict=False):
         array.path, array.learned = path, True
-    results = walk.run(jaxpr, inputs)
+    results = interpreter.run(jaxpr, inputs)
     for array, index in zip(inputs, gradients, strict=False):
         if index >= 0:
             _join_all(array.dims, results[index].dims)
-    program = walk.program
+    program = interpreter.program
     program.params = {array.path: array for array in inputs if array.path}
     program.inputs = [array for array in inputs if not array.path]
-    _align(walk)
-    _mark_rows(program, [inputs[number] for number in batch])
-    _scale(program, share)
+    _align(interpreter)
+    _set_examples(program, [inputs[number] for number in batch])
+    _scale_examples(program, share)
     return program
 
 
-class _Walk:
-    """Runs a jaxpr on arrays of pieces."""
+class _Interpreter:
+    """Interprets a jaxpr with `Array`s in place of values."""
 
     def __init__(self) -> None:
         self.program = TracedProgram()
@@ -225,7 +226,7 @@ class _Walk:
             return self.loop(eqn, operands)
         if name == "cond":
             results = [self.run(branch.jaxpr, operands[1:]) for branch in eqn.params["branches"]]
-            return [_one_of(arrays) for arrays in zip(*results, strict=True)]
+            return [_join_branches(arrays) for arrays in zip(*results, strict=True)]
         if name not in OWN and (key := next((key for key in CALLS if key in eqn.params), None)):
             inner = eqn.params[key]
             return self.run(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner, operands)
@@ -272,7 +273,8 @@ class _Walk:
         return result
 
     def scan(self, eqn: JaxprEqn, operands: list[Array]) -> list[Array]:
-        # by ranks, as releases of JAX name the equation's parameters differently: a stacked array has one more dim
+        # inputs by their ranks (a stacked one has one dim more), as releases of JAX name the equation's parameters
+        # differently
         inner = eqn.params["jaxpr"]
         body = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
         stacked = lambda outer, inner: len(outer.aval.shape) > len(inner.aval.shape)  # noqa: E731
@@ -298,7 +300,7 @@ class _Walk:
         return results
 
     def carry(self, variables: Sequence[Any], arrays: Sequence[Array]) -> list[Array]:
-        """Returns the arrays that a loop carries: those that are constant at first need not stay so."""
+        """Returns the arrays that a loop carries: a constant at first may depend on parameters after an iteration."""
         return [
             self.array(var, _fresh(array.shape) if array.constant else array.dims)
             for var, array in zip(variables, arrays, strict=True)
@@ -318,7 +320,7 @@ class _Walk:
 def _dims_of_results(program: TracedProgram, eqn: JaxprEqn, operands: list[Array]) -> list[tuple[Dim, ...]]:
     name = eqn.primitive.name
     if name in ELEMENTWISE:
-        # a constant gets dims of its own
+        # a constant joins no dims
         traced = [TracedArray(_fresh(a.shape) if a.constant else a.dims, None) for a in operands]
         return [array.dims for array in elementwise(eqn, traced)]
     if name in WINDOWS:
@@ -333,21 +335,21 @@ def _dims_of_results(program: TracedProgram, eqn: JaxprEqn, operands: list[Array
     return results
 
 
-def _align(walk: _Walk) -> None:
-    """Splits the dims of each loop at each other's boundaries, until no dim splits any more."""
+def _align(interpreter: _Interpreter) -> None:
+    """Splits the dims that one loop runs over into pieces of equal sizes, until no loop has dims with other sizes."""
     changed = True
     while changed:
         changed = False
-        for _, dims_of_loops in walk.dims_of_loops:
+        for _, dims_of_loops in interpreter.dims_of_loops:
             for dims in dims_of_loops:
                 present = [dim for dim in dims if dim is not None]
                 changed |= any(_split_alike(present[0], dim) for dim in present[1:])
-    for operation, dims_of_loops in walk.dims_of_loops:
+    for operation, dims_of_loops in interpreter.dims_of_loops:
         for dims in dims_of_loops:
             operation.loops += _loops_of_pieces(dims)
-    walk.program.reductions = [
+    interpreter.program.reductions = [
         (result, tuple(piece for dim in dims for piece in flat(dim)))  # pyright: ignore[reportArgumentType]
-        for result, dims in walk.program.reductions
+        for result, dims in interpreter.program.reductions
     ]
 
 
@@ -360,7 +362,7 @@ def _join_all(left: Sequence[Dim], right: Sequence[Dim]) -> None:
         join(first, second)
 
 
-def _one_of(arrays: Sequence[Array]) -> Array:
+def _join_branches(arrays: Sequence[Array]) -> Array:
     followed = [array for array in arrays if not array.constant] or list(arrays[:1])
     for array in followed[1:]:
         _join_all(followed[0].dims, array.dims)
@@ -368,7 +370,7 @@ def _one_of(arrays: Sequence[Array]) -> Array:
 
 
 def _windows(eqn: JaxprEqn, operands: list[Array]) -> list[tuple[Dim, ...]]:
-    """Returns the dims of a result of windows along some dims, which are not cut: those whose entries move."""
+    """Returns the dims of results; dims along which entries move (windows, padding, reversal) are not cut."""
     source = operands[0]
     params, rank = eqn.params, len(source.shape)
     moved = {
@@ -399,7 +401,7 @@ def _windows(eqn: JaxprEqn, operands: list[Array]) -> list[tuple[Dim, ...]]:
 
 
 def _split_alike(left: Dim, right: Dim) -> bool:
-    """Splits the pieces of two dims of one size at each other's boundaries; returns whether any was split."""
+    """Splits pieces of two dims of one size until both have the same sizes of pieces; returns whether any was split."""
     ours, theirs, changed = [*flat(left)][::-1], [*flat(right)][::-1], False
     while ours and theirs:
         a, b = ours.pop(), theirs.pop()
@@ -424,8 +426,8 @@ def _loops_of_pieces(dims: Sequence[Dim | None]) -> Iterator[tuple[tuple[DimPiec
         yield tuple(operands), result
 
 
-def _mark_rows(program: TracedProgram, batch: Sequence[Array]) -> None:
-    """Finds the pieces that are dims of examples, through all operations."""
+def _set_examples(program: TracedProgram, batch: Sequence[Array]) -> None:
+    """Sets the pieces that are dims of examples: those of the batch, and all that operations join to them."""
     rows = {piece for array in batch if array.dims for piece in flat(array.dims[0])}
     while True:
         found = {
@@ -442,8 +444,8 @@ def _mark_rows(program: TracedProgram, batch: Sequence[Array]) -> None:
     program.rows = rows
 
 
-def _scale(program: TracedProgram, share: float) -> None:
-    """Sets the share of arrays and operations of examples."""
+def _scale_examples(program: TracedProgram, share: float) -> None:
+    """Scales the bytes of arrays and the FLOP of operations that have a dim of examples."""
     for array in program.arrays:
         if any(piece in program.rows for dim in array.dims for piece in flat(dim)):
             array.share = share

@@ -1,11 +1,11 @@
-"""The shares of arrays that a device has, in another trace of a model whose dims were chosen.
+"""Applies a solution to another trace of the same model: the share of every array that a device has.
 
-    parameters     cut along the dims that were chosen, by their paths
-    activations    as the arrays of the same line and shape in the trace for which dims were chosen
-    backward pass  an operation that runs over a cut dim is split along it, and its other arrays with it
-    constants      as the result of the elementwise operation that reads them, such as masked scores of a mask
+    parameters     are cut along the dims of the solution, by their paths
+    activations    are cut like the array of the same source line and shape in the trace that was solved
+    backward pass  an operation with a loop over a cut dim is split along it, and so are its other arrays
+    constants      are cut like the result of the elementwise operation that reads them: a mask like its scores
 
-The other trace may recompute activations, and have another number of examples.
+The other trace may recompute activations, or have another number of examples.
 """
 
 import math
@@ -17,18 +17,18 @@ from typing import Any
 from jax.extend.core import Jaxpr
 
 from jaxpar.sharding.infer_names.dim_pieces import DimPiece, flat
-from jaxpar.specs.optimize import Cuts, Solution
-from jaxpar.specs.program import Array, TracedProgram, follow
+from jaxpar.specs.optimize import Solution, SpecsSolver
+from jaxpar.specs.program import Array, TracedProgram, follow_dims
 
-CutDims = tuple[tuple[int, tuple[int, ...]], ...]  # numbers of dims, each with the numbers of the axes that cut it
+CutDims = tuple[tuple[int, tuple[int, ...]], ...]  # indices of dims, each with the indices of the axes that cut it
 
 
 class ArrayShares:
     """The dims that a solution cuts, for other traces of the same model and loss."""
 
-    def __init__(self, cuts: Cuts, solution: Solution):
-        self.sizes = cuts.sizes
-        program, pieces = cuts.program, cuts.classes.pieces
+    def __init__(self, solver: SpecsSolver, solution: Solution):
+        self.sizes = solver.sizes
+        program, pieces = solver.program, solver.classes.pieces
         cut = {piece: solution.axes[state] for piece, state in pieces.items() if state in solution.axes}
         self.of_path = {path: _dims_of_axes(array, cut) for path, array in program.params.items()}
         of_line: defaultdict[Hashable, set[CutDims]] = defaultdict(set)
@@ -39,8 +39,8 @@ class ArrayShares:
     def __call__(
         self, jaxpr: Jaxpr, paths: Sequence[str], batch: Sequence[int], gradients: Sequence[int]
     ) -> Callable[[Any], float]:
-        """Returns the share that a device has of the array of each variable; see `follow` for the arguments."""
-        program = _followed(jaxpr, tuple(paths), tuple(batch), tuple(gradients))
+        """Returns the share that a device has of the array of each variable; see `follow_dims` for the arguments."""
+        program = _cached_program(jaxpr, tuple(paths), tuple(batch), tuple(gradients))
         cut = self._seeds(program)
         results: dict[int, list[float]] = defaultdict(list)
         for constant, result in program.constants:
@@ -53,7 +53,7 @@ class ArrayShares:
         return share
 
     def _seeds(self, program: TracedProgram) -> Mapping[DimPiece, set[int]]:
-        """Returns the pieces that are cut, each with the numbers of the axes that cut it."""
+        """Returns the pieces that are cut, each with the indices of the axes that cut it."""
         places = [(array, self.of_path.get(path, ())) for path, array in program.params.items()]
         places += [(array, self.of_line.get(_line_and_shape(array, program), ())) for array in program.arrays]
         seeds: defaultdict[DimPiece, set[int]] = defaultdict(set)
@@ -70,15 +70,15 @@ class ArrayShares:
         return 1.0 / math.prod(self.sizes[axis] for axis in axes)
 
 
-@lru_cache(maxsize=8)  # each size of an axis asks for the same programs, one per remat policy
-def _followed(
+@lru_cache(maxsize=8)  # every size of an axis needs the same programs, one per remat policy
+def _cached_program(
     jaxpr: Jaxpr, paths: tuple[str, ...], batch: tuple[int, ...], gradients: tuple[int, ...]
 ) -> TracedProgram:
-    return follow(jaxpr, paths, batch, gradients)
+    return follow_dims(jaxpr, paths, batch, gradients)
 
 
 def _dims_of_axes(array: Array, cut: Mapping[DimPiece, tuple[int, ...]]) -> CutDims:
-    """Returns the dims of an array whose first piece is cut, each with the numbers of the axes that cut it."""
+    """Returns the dims of an array whose first piece is cut, each with the indices of the axes that cut it."""
     firsts = [next(flat(dim), None) for dim in array.dims]
     return tuple((index, cut[piece]) for index, piece in enumerate(firsts) if piece is not None and piece in cut)
 

@@ -1,4 +1,4 @@
-"""Traces a model's loss and its gradients on shapes, as a step computes them on one device."""
+"""Traces a model's loss and its gradients on shapes, as a step on one device computes them."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,17 +21,17 @@ from jaxpar.parallel.read_parameter import read_parameter
 from jaxpar.sharding.author.explicit import sharding_translation
 from jaxpar.sharding.names import Blueprint, Compute, path_of
 from jaxpar.sharding.nnx.hooks import step_hooks
-from jaxpar.specs.program import TracedProgram, follow
+from jaxpar.specs.program import TracedProgram, follow_dims
 from jaxpar.step.line_names import lines_used
 from jaxpar.step.losses import as_sums
 from jaxpar.step.numerics import DTYPES
 from jaxpar.step.stochastic_loss.loss import traceable_loss
 
-LARGEST = 30_000  # equations that are followed: about a minute. Not seconds: processes of one job must decide alike
+LARGEST = 30_000  # most equations: about a minute. Not a time limit, as all processes of a job must decide the same
 
 
 class TracedLoss:
-    """The mean loss of some examples as a function of (params, model state, batch), on shapes."""
+    """Traces the mean loss as a function of (params, model state, batch), for the examples of one device."""
 
     def __init__(self, blueprint: Blueprint, loss: Callable, batch: Mapping[str, Any], *, rows: int, precision: str):
         """Sets the shapes of the arguments.
@@ -53,9 +53,9 @@ class TracedLoss:
         self._mean = _mean_loss(blueprint, loss, DTYPES[precision])
 
     def lines(self, activations: Mapping[str, Sequence[str | None]]) -> set[str]:
-        """Returns the lines of source, of those in `activations`, at which the forward pass computes such arrays.
+        """Returns the keys of `activations` (lines of source) that match an array of the forward pass.
 
-        The batch is whole, as a step traces it: of one example some functions of JAX make other arrays than of several.
+        Like a step, this traces the global batch: some functions of JAX compute other arrays for a single example.
         """
         params, model_state, _ = self.arguments
         with self._tracing():
@@ -93,7 +93,7 @@ class TracedLoss:
         first, numbers = len(leaves) + len(jax.tree.leaves(others[0])), count(1)
         batch = range(first, first + len(jax.tree.leaves(others[1])))
         of_leaf = [-1 if path in fixed else next(numbers) for path in leaves]
-        return follow(closed.jaxpr, [*leaves], batch, of_leaf, share=self._share)
+        return follow_dims(closed.jaxpr, [*leaves], batch, of_leaf, share=self._share)
 
     def _check_size(self, equations: int) -> None:
         if equations > LARGEST:
@@ -114,13 +114,13 @@ class TracedLoss:
         )
         from jaxpar.models.experts import active_experts  # loaded only where a model is traced
 
-        # shardings that the model itself names have no effect outside of a step
+        # outside of a step, shardings in the model's own code have no effect
         with errors, sharding_translation(), step_hooks(), implemented({"mixture": active_experts}):
             yield
 
 
 def _size(jaxpr: Jaxpr) -> int:
-    """Returns the number of equations, with those of inner programs."""
+    """Returns the number of equations, including those of inner jaxprs."""
     return sum(1 + sum(map(_size, jaxprs_in_params(eqn.params))) for eqn in jaxpr.eqns)
 
 

@@ -1,4 +1,4 @@
-"""Checks the arguments of a search for specs, and lets the user's own names win over those that were found."""
+"""Checks the arguments of `find_specs`, and merges the names that it found with the user's own, which take priority."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -51,10 +51,10 @@ def _batch_problems(batch: object) -> Iterable[Problem]:
         )
 
 
-def with_names(parallel: Parallel, named: NamedSpecs, params: Iterable[str]) -> tuple[Parallel, tuple[str, ...]]:
-    """Returns the declaration with the names that were found, and the user's own that differ from them, as text.
+def merge_names(parallel: Parallel, named: NamedSpecs, params: Iterable[str]) -> tuple[Parallel, tuple[str, ...]]:
+    """Adds the names that were found to the declaration; also returns the user's own that differ from them, as text.
 
-    The user's names and rules win: for a parameter by a path, for the activations of a line by a key of that line.
+    The user's names and rules take priority: those of a path for its parameter, those of a line for its activations.
     """
     params, differing = [*params], {}
     for path in params:
@@ -77,12 +77,12 @@ def with_names(parallel: Parallel, named: NamedSpecs, params: Iterable[str]) -> 
 
 
 def _pattern(paths: Mapping[str, Any], path: str) -> str | None:
-    """Returns the pattern that names a parameter, which is the first that matches."""
+    """Returns the first pattern that matches a parameter's path, whose names it gets."""
     return next((pattern for pattern in paths if re.search(rf"(^|/)(?:{pattern})$", path)), None)
 
 
 def _covered(key: str, own: Mapping[str, Any]) -> bool:
-    """Whether a key of the user's names the activations of a key that was found."""
+    """Whether the user names the activations of a key that was found."""
     line = parse_line(key)
     lines = [parse_line(each) for each in own]
     return line is not None and any(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxpar.sharding.infer_names.dim_pieces import flat
 from jaxpar.specs.collectives import PARTIAL, StepCosts
-from jaxpar.specs.program import follow
+from jaxpar.specs.program import follow_dims
 
 SIZES = (2, 4, 4, 6, 8)
 KINDS = "dense dense gate gate again scale wave add split merge swap sum pair".split()
@@ -53,7 +53,7 @@ def random_program(rng, *, operations=8):
     arguments = [jax.ShapeDtypeStruct(s, "float32") for s in params]
     jaxpr = jax.make_jaxpr(jax.value_and_grad(loss))(arguments, jax.ShapeDtypeStruct(shape, "float32")).jaxpr
     paths = [f"w{number}" for number in range(len(params))]
-    return follow(jaxpr, paths, [len(params)], range(1, len(params) + 1))
+    return follow_dims(jaxpr, paths, [len(params)], range(1, len(params) + 1))
 
 
 def equal_branches(count=2):
@@ -64,7 +64,7 @@ def equal_branches(count=2):
 
     pairs = [tuple(jax.ShapeDtypeStruct(shape, "float32") for shape in ((5, 8), (8, 5))) for _ in range(count)]
     jaxpr = jax.make_jaxpr(jax.value_and_grad(loss))(pairs, jax.ShapeDtypeStruct((3, 5), "float32")).jaxpr
-    return follow(jaxpr, [f"w{number}" for number in range(2 * count)], [2 * count], range(1, 2 * count + 1))
+    return follow_dims(jaxpr, [f"w{number}" for number in range(2 * count)], [2 * count], range(1, 2 * count + 1))
 
 
 def _random_step(rng, shapes, params):
@@ -121,14 +121,16 @@ class Exhaustive:
     """All cuts of one program, priced one by one.
 
     Args:
-      cuts: The `Cuts` whose program, candidates, costs and number of devices are used.
-      alike: Whether members of a class have one decision, as in `Cuts`; otherwise each piece and operation has its own.
+      solver: The `SpecsSolver` whose program, candidates, costs and number of devices are used.
+      alike: Whether members of a class have one decision, as in `SpecsSolver`; otherwise each piece and operation has
+        its own.
     """
 
-    def __init__(self, cuts, *, examples=False, alike=True):
-        self.n, self.costs, self.program, self.candidates = cuts.n, cuts.costs, cuts.program, cuts.candidates
-        self.barred = set() if examples else cuts.program.rows
-        classes = cuts.classes
+    def __init__(self, solver, *, examples=False, alike=True):
+        self.n, self.sizes, self.costs, self.program = solver.n, solver.sizes, solver.costs, solver.program
+        self.barred = set() if examples else solver.program.rows
+        self.candidates = self._candidates(solver)
+        classes = solver.classes
         self.of_piece = (lambda piece: classes.pieces[piece]) if alike else (lambda piece: id(piece))
         self.of_array = (lambda array: classes.arrays[id(array)]) if alike else id
         self.of_operation = (lambda operation: classes.operations[operation]) if alike else id
@@ -136,12 +138,18 @@ class Exhaustive:
         self.touched = {id(array): array for array in touched}
         self.arrays = {**self.touched, **{id(a): a for a in self.program.params.values()}}
         self.states = {key: self._states(array) for key, array in self.arrays.items()}
-        self.labels = sorted(set(chain(*self.states.values())))
+        self.labels = self._labels()
         self.sums = self._sums()
         self.members = {}
         for operation in self.program.operations:
             self.members.setdefault(self.of_operation(operation), []).append(operation)
         self.options = [self._options(group[0]) for group in self.members.values()]
+
+    def _candidates(self, solver):
+        return solver.candidates
+
+    def _labels(self):
+        return sorted(set(chain(*self.states.values())))
 
     def _states(self, array):
         return {self.of_piece(p) for dim in array.root.dims for p in flat(dim) if p in self.candidates}

@@ -22,31 +22,21 @@ class ExhaustivePairs(Exhaustive):
     """All cuts of one program over two axes, priced one by one.
 
     Args:
-      cuts: The `Cuts` whose program, classes, costs and sizes of axes are used.
+      solver: The `SpecsSolver` whose program, classes, costs and sizes of axes are used.
     """
 
-    def __init__(self, cuts, *, examples=False):
-        self.sizes, self.costs, self.program = cuts.sizes, cuts.costs, cuts.program
-        self.link = cuts.costs.link
-        self.barred = set() if examples else cuts.program.rows
-        self.candidates = [self._fit(size) for size in self.sizes]
-        classes = cuts.classes
-        self.of_piece = lambda piece: classes.pieces[piece]
-        self.of_array = lambda array: classes.arrays[id(array)]
-        self.of_operation = lambda operation: classes.operations[operation]
-        self.entries = {classes.pieces[piece]: piece.size for piece in classes.pieces}
-        touched = [a.root for o in self.program.operations for a in (*o.operands, o.result) if not a.root.constant]
-        self.touched = {id(array): array for array in touched}
-        self.arrays = {**self.touched, **{id(a): a for a in self.program.params.values()}}
-        self.states = {key: self._states(array) for key, array in self.arrays.items()}
-        self.labels = [sorted(set(chain(*(states[axis] for states in self.states.values())))) for axis in (0, 1)]
+    def __init__(self, solver, *, examples=False):
+        super().__init__(solver, examples=examples)
+        self.link = solver.costs.link
+        self.entries = {state: piece.size for piece, state in solver.classes.pieces.items()}
         self.summed = self._summed()
-        self.sums = self._sums()
-        self.members = {}
-        for operation in self.program.operations:
-            self.members.setdefault(self.of_operation(operation), []).append(operation)
-        self.options = [self._options(group[0]) for group in self.members.values()]
         self.counts = Counter(self.of_array(root) for root in {id(a): a for a in self._roots()}.values())
+
+    def _candidates(self, solver):
+        return [self._fit(size) for size in self.sizes]
+
+    def _labels(self):
+        return [sorted(set(chain(*(states[axis] for states in self.states.values())))) for axis in (0, 1)]
 
     def _fit(self, size):
         fit, bad = set(), set(self.barred)

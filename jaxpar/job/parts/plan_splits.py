@@ -11,8 +11,8 @@ from jaxpar.parallel.declaration import Parallel
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.model.splits import AXES, ModelSplit, Sizes, SplitTraffic
 from jaxpar.sharding.names import Blueprint
-from jaxpar.specs.collectives import Sent
-from jaxpar.specs.find import choose_dims, costs_on
+from jaxpar.specs.collectives import RepeatedCollective
+from jaxpar.specs.find import choose_dims, step_costs
 from jaxpar.specs.names import NamedSpecs, name_solution
 from jaxpar.specs.optimize import Solution
 from jaxpar.specs.program import TracedProgram
@@ -106,20 +106,20 @@ def _find(program: TracedProgram, sizes: Sizes, rows: int, replicas: int, precis
     As in a run, a parameter costs its update and the sum of its gradient over the replicas, here those of `data`.
     """
     by_axis = {axis: size for axis, size in zip(AXES, sizes, strict=True) if size > 1}
-    costs = costs_on(HARDWARE["h100"], Parallel(data=replicas, context=sizes[0], tensor=sizes[1]), precision)
+    costs = step_costs(HARDWARE["h100"], Parallel(data=replicas, context=sizes[0], tensor=sizes[1]), precision)
     needs_parameters = "tensor" in by_axis
     try:
-        cuts, solution, _ = choose_dims(program, tuple(by_axis.values()), costs, parameters=needs_parameters)
+        solver, solution, _ = choose_dims(program, tuple(by_axis.values()), costs, parameters=needs_parameters)
     except JaxparError:  # no dims of the model can be cut so: the plan has no layout of this size
         return None
-    if needs_parameters and not cuts.splits_parameters(solution):
+    if needs_parameters and not solver.splits_parameters(solution):
         return None
     axes = tuple(by_axis)
     traffic = tuple(_traffic(sent, axes[sent.axis], by_axis[axes[sent.axis]], rows) for sent in solution.collectives)
     return FoundSplit(
         split=ModelSplit(traffic=traffic),
-        names=name_solution(cuts, solution, axes),
-        shares=ArrayShares(cuts, solution),
+        names=name_solution(solver, solution, axes),
+        shares=ArrayShares(solver, solution),
         solution=solution,
     )
 
@@ -130,7 +130,7 @@ def splits_tokens(names: NamedSpecs, axis: str) -> bool:
     return any(axis in names.axes.get(name, ()) for name in given if name.split("_")[0] == "tokens")
 
 
-def _traffic(sent: Sent, axis: str, size: int, rows: int) -> SplitTraffic:
+def _traffic(sent: RepeatedCollective, axis: str, size: int, rows: int) -> SplitTraffic:
     payload = sent.bytes * size / (size - 1) / (2 if sent.kind == "all-reduce" else 1)
     per_row = payload / rows if sent.of_examples else 0.0
     constant = 0.0 if sent.of_examples else payload
