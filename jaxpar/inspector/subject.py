@@ -42,8 +42,8 @@ class Subject:
       schedule: The schedule of its pipeline; None without one.
       cards: The shards of its parameters, and the devices that hold them.
       notes: Remarks for the reader of a report.
-      cacheable: Whether jaxpar jitted it, without compiler options; a user's `jit` may have some, and its text hides
-        them.
+      cacheable: Whether its compiled form may be cached by its text: not if a user's `jit` may have compiler options,
+        which the text does not show.
       compiler_options: Compiler options of XLA when the program is compiled to be run.
     """
 

@@ -49,7 +49,7 @@ def cast_stacks(function: Callable) -> Callable:
 
 
 def uncast_gradients(function: Callable) -> Callable:
-    """Rewrites a function so that it does not cast its gradients to a wider dtype, if that is all that is left to do.
+    """Rewrites a function so that it returns gradients before their last cast to a wider dtype.
 
     Args:
       function: Returns ((gradients, ...), ...), pytrees of arrays. The casts are top-level equations.

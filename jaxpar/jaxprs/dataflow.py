@@ -41,7 +41,7 @@ class Traced:
     def __call__(self, *args: Any) -> Any:
         """Calls the function."""
         leaves, tree = jax.tree.flatten(args)
-        # a bug in the calling code, not of the user: leaves in another order would silently give wrong numbers
+        # such a call is a bug in jaxpar, not the user's: leaves in another order would silently give wrong numbers
         if tree != self.inputs:
             raise TypeError(f"traced for {self.inputs}, called with {tree}")
         return jax.tree.unflatten(self.outputs, self._run(*leaves))

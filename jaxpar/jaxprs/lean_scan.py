@@ -76,7 +76,7 @@ def _pairs(jaxpr: Jaxpr, x: Collection[Var]) -> list[ScanPair]:
     of_x, pairs = after(jaxpr.eqns, x), []
     for forward in scans:
         scan, stacks = Scan(forward), {}
-        free = {*scan.body.invars[: scan.consts], *scan.body.invars[scan.consts + scan.carry :]}  # needs no saving
+        free = {*scan.body.invars[: scan.consts], *scan.body.invars[scan.consts + scan.carry :]}  # never saved
         for outer, inner in zip(forward.outvars[scan.carry :], scan.body.outvars[scan.carry :], strict=True):
             reading_eqns = readers.get(outer, [])
             plain = isinstance(inner, Literal) or inner in free or outer in jaxpr.outvars

@@ -6,8 +6,8 @@
 XLA (jaxlib 0.10 to 0.12) aborts the process when it partitions a gather whose table is split over one axis and whose
 indices are split over another, while a third, `pipe`, is manual. So this module replicates the indices and results of
 each gather and scatter in the model, and leaves the table sharded. JAX differentiates these constraints together with
-the lookup, so the gradient of a gather, a scatter, also has replicated indices and updates. Lookups in a table of each
-row, as those of a mixture of experts, are as they were.
+the lookup, so the gradient of a gather, a scatter, also has replicated indices and updates. Lookups with a table per
+example, such as those of a mixture of experts, are not changed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -65,7 +65,7 @@ def _run(jaxpr: Jaxpr, consts: Sequence, args: Sequence, whole: Whole) -> list:
 
 
 def _looks_up(eqn: JaxprEqn) -> bool:
-    """Whether an equation looks up entries of one table for all rows."""
+    """Whether an equation looks up entries of a table that all examples share."""
     name = eqn.primitive.name
     if name != "gather" and not name.startswith("scatter"):
         return False
@@ -77,7 +77,7 @@ def _has_lookup(eqn: JaxprEqn) -> bool:
 
 
 def _inside(eqn: JaxprEqn, whole: Whole) -> JaxprEqn:
-    """Changes the lookups inside of an equation's loops, branches and calls."""
+    """Replicates the lookups inside of an equation's loops, branches and calls."""
     if not _has_lookup(eqn):
         return eqn
     if eqn.primitive.name.startswith("custom_"):

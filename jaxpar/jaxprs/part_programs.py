@@ -89,12 +89,12 @@ class PartProgram:
 
 
 class JaxprCut:
-    """A jaxpr, and the values that a cut of it sends from part to part.
+    """A jaxpr to be cut into parts, and the variables that one part may send to another.
 
     Attributes:
       jaxpr: The jaxpr.
       inputs: Its inputs by kind.
-      sent: Variables that depend on both parameters and data; where a part reads one of another, it is sent.
+      sent: Variables that depend on both parameters and data: a part that reads one of another part receives it.
     """
 
     def __init__(self, jaxpr: ClosedJaxpr, inputs: Inputs):

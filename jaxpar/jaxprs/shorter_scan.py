@@ -48,7 +48,7 @@ def shorten_scan(layers: Callable, count: int, name: str) -> Callable:
 
 
 class _Evaluation:
-    """Runs a jaxpr in which some arrays have fewer entries in dim 0 than they were traced for."""
+    """Runs a jaxpr on arrays some of which have a smaller dim 0 than when it was traced."""
 
     def __init__(self, count: int, depth: int, name: str):
         self.count, self.depth, self.name, self.scans = count, depth, name, 0

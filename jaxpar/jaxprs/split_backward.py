@@ -71,8 +71,8 @@ def halves(stage: Callable, params: Any, inputs: Any, x: Any, *, split: bool, wh
       inputs: The inputs `known`, which are not trained.
       x: The input of the stage.
       split: Whether to split the backward into `input_grad` and `weight_grad`.
-      whole: Whether what follows from parameters and `known` alone is a residual too, as in a stage that begins with
-        the batch; else it is recomputed.
+      whole: Whether values that depend only on parameters and `known` are saved too, as in a stage that begins with the
+        batch; else the backward recomputes them.
     """
     joint = _JointJaxpr(stage, params, inputs, x, least=not split, whole=whole)
     residuals = shapes(joint.crossing)

@@ -1,4 +1,4 @@
-"""Convolutions in the one form that XLA runs fast on processors inside a loop: images NHWC, kernels HWIO.
+"""Convolutions in the only form that XLA runs fast on CPUs inside a loop: images NHWC, kernels HWIO.
 
 Gradients of a convolution are convolutions with other dimension numbers. In straight code XLA transposes their
 operands; inside the body of a `lax.scan` or a branch of a `lax.switch` it runs them as they are, 14 times slower
@@ -15,10 +15,10 @@ from jax import lax
 
 
 def run_canonical(bind: Callable[..., jax.Array], images: jax.Array, kernel: jax.Array, **params: Any) -> jax.Array:
-    """Runs a convolution in the form that is fast in a loop; one with groups as it is.
+    """Runs a convolution in the form that is fast in a loop; convolutions with groups are unchanged.
 
     Args:
-      bind: The convolution itself.
+      bind: The original convolution primitive.
       images: The images.
       kernel: The kernel.
       params: Parameters of the convolution.

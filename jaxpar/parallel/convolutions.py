@@ -33,7 +33,7 @@ def split_convolutions(*, processors: bool) -> Iterator[None]:
     """Splits convolutions over the mesh of a step that is traced in this context.
 
     Args:
-      processors: Whether the devices are processors.
+      processors: Whether the devices are CPUs.
     """
     if "bind" in vars(CONVOLUTION):
         yield

@@ -112,7 +112,7 @@ class Piece:
 def piece_of(
     dim: int, axes: tuple[str, ...], images: tuple[int, ...], kernel: tuple[int, ...], params: Mapping[str, Any]
 ) -> Piece | None:
-    """Returns the pieces along a dim, or None with a note if there are fewer rows than devices."""
+    """Returns the pieces along a dim; None, after a note to the user, if there are fewer rows than devices."""
     return piece_of_window(window_of(dim, images, kernel, params), dim, axes)
 
 
@@ -146,14 +146,14 @@ def window_of(dim: int, images: tuple[int, ...], kernel: tuple[int, ...], params
 
 
 def split_window(window: Window, name: str, axes: tuple[str, ...], ways: int) -> Piece:
-    """Returns one device's piece of an image under a window, on so many devices.
+    """Divides an image among devices, for a convolution with this window.
 
     >>> piece = split_window(Window(size=32, result=32, span=3, stride=1, low=1, base=1), "height", ("height",), 4)
     >>> piece.rows, piece.halo, piece.count
     (8, (1, 1), 10)
     """
     rows, results = -(-window.size // ways), -(-window.result // ways)
-    results += -results * window.stride % window.base  # so that all devices begin at one phase of a dilated image
+    results += -results * window.stride % window.base  # so that every device begins at the same phase of the dilation
     firsts = [device * results * window.stride - window.low for device in range(ways)]
     phase = firsts[0] % window.base
     count = ((results - 1) * window.stride + window.span - 1 + phase) // window.base + 1

@@ -1,8 +1,8 @@
-"""`jax.image.resize` of images in pieces: each device interpolates its own rows, in `jax.shard_map`.
+"""`jax.image.resize` of sharded images: each device interpolates its own rows, in `jax.shard_map`.
 
-XLA gathers the image otherwise: along each dim a resize is a product of a matrix [result rows, rows] with the image
-(for "nearest", a gather of rows), and XLA does not see that the matrix is a band. So a device is given its rows of
-the band, and receives of its neighbours the few rows beyond its piece that these reach.
+Along each dim a resize is a matmul of a matrix [result rows, rows] with the image (for "nearest", a gather of rows).
+XLA does not see that the matrix is banded, and would gather the image. Here each device has the band of its own result
+rows, and receives from its neighbours the few rows outside of its piece on which they depend.
 """
 
 import math
@@ -75,11 +75,11 @@ def split_resizes() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """The rows of an interpolation's matrix of each device.
+    """An interpolation matrix, divided among devices by rows of the result; only the columns that are not zero.
 
     Attributes:
-      piece: The rows that a device needs: its `count` rows are the columns of the band.
-      weights: Shape [devices, rows of a device's result, count]. Rows beyond the result are zero.
+      piece: The rows of the image that a device needs, its own and its neighbours': `count` of them.
+      weights: Weights of these rows. Shape [devices, rows of a device's result, count]; zero beyond the result.
     """
 
     piece: Piece
@@ -97,10 +97,10 @@ class Band:
 
 
 def split_band(weights: np.ndarray, name: str, axes: tuple[str, ...], ways: int) -> Band:
-    """Returns the bands of a matrix on so many devices.
+    """Divides the interpolation matrix of one dim among devices.
 
     Args:
-      weights: Shape [rows of the result, rows].
+      weights: The matrix. Shape [rows of the result, rows of the image].
       name: Name of the dim.
       axes: Mesh axes of the pieces.
       ways: Number of pieces.
@@ -118,7 +118,7 @@ def split_band(weights: np.ndarray, name: str, axes: tuple[str, ...], ways: int)
     used = {device: np.flatnonzero(part.any(axis=0)) for device, part in enumerate(parts) if part.any()}
     reached = {device: (int(columns[0]), int(columns[-1]) + 1) for device, columns in used.items()}
     count = max(end - first for first, end in reached.values())
-    # at a border a device reaches fewer rows: its window begins where those of the others do, if it covers them there
+    # a device at a border needs fewer rows: its window begins at the same offset as all others if that covers them
     common = min(first - device * rows for device, (first, _) in reached.items())
     firsts = [
         min(max(device * rows + common, reached[device][1] - count), reached[device][0])
@@ -158,7 +158,7 @@ def _band(
     ways = math.prod(get_abstract_mesh().shape[axis] for axis in axes)
     if not enough_rows(*sizes, SPATIAL[spatial], ways):
         return None
-    with ThreadPoolExecutor(1) as thread:  # it has neither this one's trace nor its mesh, of devices that may be absent
+    with ThreadPoolExecutor(1) as thread:  # without this thread's trace and mesh, whose devices may be absent
         weights = thread.submit(_matrix, resize, *sizes, *settings).result()
     return split_band(weights, SPATIAL[spatial], axes, ways)
 
@@ -166,7 +166,7 @@ def _band(
 def _matrix(
     resize: Callable[..., jax.Array], size: int, result: int, method: str | jax.image.ResizeMethod, antialias: bool
 ) -> np.ndarray:
-    """Returns the matrix of a resize along one dim: the identity, resized. Shape [result, size]."""
+    """Returns the matrix of a resize along one dim, by resizing the identity matrix. Shape [result, size]."""
     return np.asarray(resize(jnp.eye(size, dtype=jnp.float32), (result, size), method, antialias))
 
 

@@ -23,10 +23,10 @@ from jaxpar.parallel.split_resizes import split_resizes
 def convolve(
     bind: Callable[..., jax.Array], images: jax.Array, kernel: jax.Array, params: Mapping[str, Any], *, processors: bool
 ) -> jax.Array:
-    """Runs a convolution of a traced step on the axes that split its examples, its groups and its images.
+    """Runs a convolution of a step over the mesh axes that split its examples, its groups of channels, or its images.
 
     Args:
-      bind: The convolution itself.
+      bind: The original convolution primitive.
       images: The images.
       kernel: The kernel.
       params: Parameters of the convolution.
@@ -78,10 +78,10 @@ def is_grouped(images: tuple[int, ...], kernel: tuple[int, ...], params: Mapping
 
 
 def _is_counted_again(images: tuple[int, ...], params: Mapping[str, Any]) -> bool:
-    """Whether XLA would compute a wrong gradient of the kernel: of depthwise groups, on some meshes.
+    """Whether XLA would compute a wrong gradient of a depthwise kernel.
 
-    Where examples are split over some axes and the images are whole on others (`data 2 x tensor 4`), XLA (jaxlib 0.10
-    to 0.12) sums the gradient over all of them: it is 4 times too large (tests/hlo/test_xla_faults.py).
+    If some axes split the examples and the images are replicated over others (`data 2 x tensor 4`), XLA (jaxlib 0.10
+    to 0.12) sums the gradient over all axes: here it is 4 times too large (tests/hlo/test_xla_faults.py).
     """
     mesh = get_abstract_mesh()
     examples = example_axes(images[params["dimension_numbers"].lhs_spec[0]])
@@ -92,9 +92,9 @@ def _is_counted_again(images: tuple[int, ...], params: Mapping[str, Any]) -> boo
 def cut_images(
     images: jax.Array, kernel: jax.Array, params: Mapping[str, Any], split: Mapping[int, tuple[str, ...]]
 ) -> tuple[jax.Array, dict[int, Piece]]:
-    """Returns the images of a convolution, and their pieces by dim; dims that stay whole are constrained to be so.
+    """Returns the images of a convolution, and their pieces by dim; constrains all other spatial dims to be unsplit.
 
-    Otherwise XLA would split the convolution along them as its operands are split.
+    Otherwise XLA would split the convolution along them if its operands happen to be split.
     """
     shapes, numbers = (images.shape, kernel.shape), params["dimension_numbers"]
     pieces = {dim: piece for dim, axes in split.items() if (piece := piece_of(dim, axes, *shapes, params))}
@@ -111,15 +111,15 @@ def run_split(
     *,
     grouped: bool,
 ) -> jax.Array:
-    """Convolves on every device its examples, its groups of channels and its pieces of the images.
+    """Runs a convolution in `jax.shard_map`: each device has its examples, its groups and its pieces of the images.
 
     Args:
-      bind: The convolution itself.
+      bind: The original convolution primitive.
       images: The images.
       kernel: The kernel.
       params: Parameters of the convolution.
       pieces: The pieces of the images by spatial dim, counted from 0.
-      grouped: Whether XLA does not split its groups.
+      grouped: Whether it has groups that XLA does not split.
     """
     dims, count = params["dimension_numbers"], params["feature_group_count"]
     groups = group_axes(count) if grouped else ()
@@ -162,16 +162,16 @@ def _spec(dims: tuple[int, ...], axes: tuple[tuple[str, ...], ...]) -> Partition
     return PartitionSpec(*(on.get(dim) or None for dim in range(len(dims))))
 
 
-# Pooling. XLA splits its windows by itself, but (as of JAX 0.12) the gradient of a maximum is wrong where windows
-# overlap and their stride is 1, as in GoogLeNet: 3e-4 off on `height 8`.
+# Pooling. XLA splits its windows by itself, but (as of JAX 0.12) the gradient of max pooling is wrong if windows overlap
+# and have stride 1, as in GoogLeNet: by 3e-4 on `height 8`.
 
 
 @contextmanager
 def split_other_operations(*, examples: bool) -> Iterator[None]:
-    """Splits the windows of sums, maxima and minima, and resizes, in a step that is traced in this context.
+    """Splits pooling (sums, maxima, minima over windows) and resizes in a step that is traced in this context.
 
     Args:
-      examples: Whether a rule splits the examples of convolutions otherwise than those of dense layers.
+      examples: Whether a rule splits the examples of convolutions over other axes than those of dense layers.
     """
     kinds = {lax.reduce_window_sum_p: "sum", lax.reduce_window_max_p: "max", lax.reduce_window_min_p: "min"}
     with ExitStack() as stack:
@@ -241,7 +241,7 @@ def _replaced(primitive: Primitive, kind: str) -> Iterator[None]:
 
 
 def _neutral(kind: str, dtype: DTypeLike) -> float:
-    """Returns the value of which a sum, a maximum or a minimum takes no notice."""
+    """Returns the identity element of a sum, a maximum or a minimum."""
     if kind == "sum":
         return 0
     if jnp.issubdtype(dtype, jnp.inexact):

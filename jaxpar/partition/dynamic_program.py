@@ -89,15 +89,15 @@ class Tables:
         if key not in self.cache:
             columns, best = self._columns(level), {}
             for m in range(1, self.tree[level - 1].size + 1):
-                best[m] = self._alike(level, stages, m, self._behind(level, m, m, behind))[:, columns]
+                best[m] = self._replicated(level, stages, m, self._behind(level, m, m, behind))[:, columns]
                 for first, head_stages, tail_stages in _shares(self.tree, level, stages, m):
-                    head = self._alike(level, head_stages, first, self._behind(level, m, first, behind))
+                    head = self._replicated(level, head_stages, first, self._behind(level, m, first, behind))
                     tail = best if tail_stages == ANY else self._best(level, tail_stages, behind)
-                    best[m] = np.minimum(best[m], self._after(head, level, tail[m - first]))
+                    best[m] = np.minimum(best[m], self._with_later_stages(head, level, tail[m - first]))
             self.cache[key] = best
         return self.cache[key]
 
-    def _after(self, head: np.ndarray, level: int, rest: np.ndarray) -> np.ndarray:
+    def _with_later_stages(self, head: np.ndarray, level: int, rest: np.ndarray) -> np.ndarray:
         """Returns the min over s of max(head(i..s), traffic after s, rest(s+1..j)). Shape [layers, columns]."""
         costs, traffic = np.full(rest.shape, np.inf), self.costs.sent(level)
         for column, j in enumerate(self._columns(level)):
@@ -106,7 +106,7 @@ class Tables:
                 costs[:j, column] = np.maximum(head[:j, :j], tail).min(axis=1)
         return costs
 
-    def _alike(self, level: int, stages: int, replicas: int, behind: int) -> np.ndarray:
+    def _replicated(self, level: int, stages: int, replicas: int, behind: int) -> np.ndarray:
         """Returns Tk over inner plans with this number of stages. Shape [layers, layers]; inf for too few devices."""
         if stages > devices(self.tree[: level - 1]):
             return np.full((self.layers, self.layers), np.inf)
@@ -118,7 +118,9 @@ class Tables:
         return self.cache[key]
 
     def _behind(self, level: int, parts: int, first: int, behind: int) -> int:
-        """Returns the devices behind each device of a stage on `first` of `parts` parts; `behind` are behind all parts.
+        """Returns the later stages' devices per device of a stage that has `first` of `parts` parts.
+
+        `behind` devices have later stages outside of these parts.
 
         The result is rounded up. This changes no plan, because the number of versions is itself rounded up, and
         ceil((n + x) / m) = ceil((n + ceil(x)) / m).
@@ -131,13 +133,13 @@ class Tables:
         """Yields the segments of the best plan with this number of stages for layers i to j."""
         column = self._columns(level).index(j)
         limit = self._best(level, stages, behind)[m][i, column] * CLOSE
-        if self._alike(level, stages, m, self._behind(level, m, m, behind))[i, j] <= limit:
+        if self._replicated(level, stages, m, self._behind(level, m, m, behind))[i, j] <= limit:
             yield self._part(level, stages, self._behind(level, m, m, behind), m, i, j)
             return
         for first, head_stages, tail_stages in _shares(self.tree, level, stages, m):
             behind_head = self._behind(level, m, first, behind)
             head, tail = (
-                self._alike(level, head_stages, first, behind_head),
+                self._replicated(level, head_stages, first, behind_head),
                 self._best(level, tail_stages, behind)[m - first],
             )
             cost = np.maximum(head[i, i:j], np.maximum(self.costs.sent(level)[i:j], tail[i + 1 : j + 1, column]))

@@ -1,10 +1,10 @@
-"""The best cut of a chain into stages of given numbers of replicas.
+"""The best cut of a chain into stages, if the number of replicas of each stage is fixed.
 
-    seconds per minibatch of a cut     the most over stages of seconds / replicas, and over cuts of the seconds to send
+    seconds per minibatch = max(seconds / replicas of each stage, seconds to send over each boundary between stages)
 
-Every device has buffers for the parameters of the fullest stage. So of the cuts within `TIE` of the fewest seconds
-those with the smallest fullest stage are taken, and of these the one that sends the fewest bytes. Each by dynamic
-programming over (stage, first layer), which is exact.
+Every device has buffers as large as the parameters of the largest stage. So among the cuts that take at most `TIE`
+times the fewest seconds, those whose largest stage has the fewest bytes are chosen, and among these the one that sends
+the fewest bytes. Each choice is exact, by dynamic programming over (stage, first layer).
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from jaxpar.partition.stage_costs import StageCosts
 from jaxpar.units import show_bytes
 
 CLOSE = 1 + 1e-9  # tolerance for sums of the same numbers in another order
-TIE = 1.02  # of the fewest seconds: a roofline does not tell such cuts apart
+TIE = 1.02  # cuts that take up to this many times the fewest seconds count as equal: a roofline is no more exact
 
 
 def cut_seconds(chain: Chain, stages: Sequence[int], replicas: Sequence[int], link: Link) -> float:
@@ -61,11 +61,11 @@ def best_cut(chain: Chain, replicas: Sequence[int], link: Link) -> tuple[int, ..
     crossing = np.asarray(chain.crossing)
     sent = sends(crossing, link)
 
-    # least[first]: of layers from `first` on, in the stages from one on
+    # least[first]: the least cost of the layers from `first` on, in this stage and all later ones
     def search(costs: list[np.ndarray], cut: np.ndarray, combine) -> tuple[np.ndarray, list[np.ndarray]]:
         least, choices = costs[-1][:, -1], []
         for cost in reversed(costs[:-1]):
-            rest = combine(cut[:-1], least[1:])  # after the cut behind each layer
+            rest = combine(cut[:-1], least[1:])  # of the later stages, by the last layer of this one
             totals = combine(cost[:, :-1], rest[None, :])
             choice = totals.argmin(axis=1)
             least = np.append(totals[np.arange(layers), choice], np.inf)[:layers]
@@ -98,7 +98,7 @@ def _spans(of_layers: Sequence[float]) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class FoundStages:
+class BestCut:
     """The best cut of a traced model.
 
     Attributes:
@@ -106,7 +106,7 @@ class FoundStages:
       replicas: Number of devices of each part.
       chain: The pieces.
       chip: The chip whose rates give the seconds.
-      costs: What its table costs, if known.
+      costs: Predicted costs of the schedule with this cut, if a schedule is known.
     """
 
     stages: tuple[int, ...]
@@ -126,7 +126,7 @@ class FoundStages:
         )
 
 
-def find_stages(chain: Chain, replicas: Sequence[int], chip: Chip) -> FoundStages:
+def find_stages(chain: Chain, replicas: Sequence[int], chip: Chip) -> BestCut:
     """Finds the best cut, over the links between chips of one machine.
 
     Args:
@@ -137,7 +137,7 @@ def find_stages(chain: Chain, replicas: Sequence[int], chip: Chip) -> FoundStage
     Raises:
       JaxparError: If there are more parts than pieces.
     """
-    return FoundStages(best_cut(chain, replicas, _within_a_machine(chip)), tuple(replicas), chain, chip)
+    return BestCut(best_cut(chain, replicas, _within_a_machine(chip)), tuple(replicas), chain, chip)
 
 
 def _within_a_machine(chip: Chip) -> Link:

@@ -43,8 +43,8 @@ def partition(chain: Chain, topology: Topology, objective: Objective | None = No
                 rule=f"layers times parts of a level is at most {LARGEST}",
                 fix=f"levels of at most {LARGEST // len(chain.names)} parts, or several layers taken as one",
             )
-    unlimited = _searched(chain, tree, replace(objective, memory=inf))
-    search = unlimited if unlimited.suits(objective) else _searched(chain, tree, objective)
+    unlimited = _search(chain, tree, replace(objective, memory=inf))
+    search = unlimited if unlimited.suits(objective) else _search(chain, tree, objective)
     times, parts = search.least, search.useful(objective)
     if parts < len(times):
         raise refuse(
@@ -53,7 +53,7 @@ def partition(chain: Chain, topology: Topology, objective: Objective | None = No
             rule="the outermost level has no more parts than make a minibatch faster",
             fix=f"({parts}, ...) as the outermost level",
         )
-    ruled_out = f"{plan_name(unlimited.parts)} does not fit: its {_fullest(unlimited.stages, objective.memory)[1]}"
+    ruled_out = f"{plan_name(unlimited.parts)} does not fit: its {_most_memory(unlimited.stages, objective.memory)[1]}"
     return Partition(
         parts=search.parts,
         stages=search.stages,
@@ -69,8 +69,8 @@ def partition(chain: Chain, topology: Topology, objective: Objective | None = No
 
 
 @dataclass(frozen=True)
-class _Found:
-    """The result of a search: the plan, and the least seconds on 1, 2, ... parts, and of 1, 2, ... stages."""
+class _SearchResult:
+    """The result of a search: the plan, the least seconds on 1, 2, ... parts, and the least with 1, 2, ... stages."""
 
     parts: tuple[Segment, ...]
     stages: tuple[PartitionStage, ...]
@@ -85,19 +85,19 @@ class _Found:
         return self.least.index(min(self.least)) + 1 if slower else len(self.least)
 
     def suits(self, objective: Objective) -> bool:
-        """Whether this result, found without a memory limit, is also the result with it."""
+        """Whether this result, which was found without a memory limit, fits in the memory."""
         fits = max(stage.memory for stage in self.stages) <= objective.memory
         best = self.fewer[-1] <= self.least[-1] * CLOSE and self.useful(objective) == len(self.least)
         return not isfinite(objective.memory) or (fits and best)
 
 
-def _searched(chain: Chain, tree: Sequence[Level], objective: Objective) -> _Found:
+def _search(chain: Chain, tree: Sequence[Level], objective: Objective) -> _SearchResult:
     tables = Tables(Seconds(chain, tree, objective), len(chain.names), tree)
     times = tables.least_costs
     if not isfinite(times[-1]):
         raise _too_little_memory(chain, tree, objective)
     parts, fewer = tables.fewest_stages(times[-1] * (1 + objective.margin))
-    return _Found(parts, price_stages(parts, chain, tree, objective), times, tuple(fewer))
+    return _SearchResult(parts, price_stages(parts, chain, tree, objective), times, tuple(fewer))
 
 
 def _data_parallel(chain: Chain, tree: Sequence[Level]) -> Segment:
@@ -106,7 +106,7 @@ def _data_parallel(chain: Chain, tree: Sequence[Level]) -> Segment:
     return Segment(0, len(chain.names), tree[-1].size, inner)
 
 
-def _fullest(stages: Sequence[PartitionStage], limit: float) -> tuple[PartitionStage, str]:
+def _most_memory(stages: Sequence[PartitionStage], limit: float) -> tuple[PartitionStage, str]:
     """Returns the stage that needs the most memory, and a text with its deficit."""
     number = max(range(len(stages)), key=lambda index: stages[index].memory)
     stage = stages[number]
@@ -120,7 +120,7 @@ def _too_little_memory(chain: Chain, tree: Sequence[Level], objective: Objective
     tables = Tables(Bytes(chain, tree, objective), len(chain.names), tree)
     parts, _ = tables.fewest_stages(tables.least_costs[-1])
     stages, limit = price_stages(parts, chain, tree, objective), objective.memory
-    stage, text = _fullest(stages, limit)
+    stage, text = _most_memory(stages, limit)
     factors = [(limit / block.versions - block.parameters) / block.activations for block in stages if block.activations]
     remedy = f"; or {min(factors) * 0.99:.3g} of the minibatch" if min(factors, default=0) > 0 else ", or more devices"
     return refuse(

@@ -29,7 +29,7 @@ class Partition:
       seconds_by_stages: Seconds of the fastest plan with 1, 2, ... stages, up to the number of this plan; inf if no
         plan fits in memory.
       data_parallel: Seconds of pure data parallelism, even if it does not fit in memory.
-      ruled_out: The best plan without the memory limit, and its deficit; "" if it is this plan.
+      ruled_out: The best plan without the memory limit, and the memory that it lacks; "" if it is this plan.
     """
 
     parts: tuple[Segment, ...]

@@ -1,4 +1,4 @@
-"""Predicts the cost of a table whose stages are unequal: the time for which devices wait, and the bytes that they hold.
+"""Predicts the costs of a schedule with unequal stages: how long devices wait, and the bytes that each device holds.
 
     seconds of pieces ──► of each op of each part ──► a tick lasts as long as its slowest device ──► share of waiting
     bytes of pieces   ──► of each kind of memory, those of the stage that needs most             ──► bytes per device
@@ -28,14 +28,14 @@ Messages = Mapping[tuple[int, int], tuple[float, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class StageCosts:
-    """Predictions for a table.
+    """Predicted costs of a schedule.
 
-    The bytes are those that the loop over ticks carries. XLA's temporary memory is larger, by what the largest branch
-    needs while it runs and by how XLA packs its arrays.
+    The bytes are those of the buffers that the loop over ticks carries. XLA's temporary memory is larger: it also has
+    the arrays of the largest branch, and gaps between arrays.
 
     Attributes:
       schedule: Name of the table.
-      waiting: Share of the time of all devices in which they wait, for a slower device in the tick or without a cell.
+      waiting: Share of the devices' time in which they wait for a slower device of the tick, or have no op.
       parameters: Bytes of parameters per device, like the next three.
       gradients: Bytes of the sums of gradients.
       inbox: Bytes of the messages that wait to be read.
@@ -68,8 +68,8 @@ def op_times(forwards: Sequence[float], stages: Sequence[int], *, split: bool, k
     """Returns the time of each op of each part for a microbatch, in the unit of `forwards`.
 
     Gradients of a piece's inputs and of its parameters take as long as its forward each. The first piece has no
-    gradient of its inputs. The last part computes the loss in its backward alone. With `keep="inputs"` a B, and a W,
-    begin with the forward.
+    gradient of its inputs. The last part computes the loss in its backward alone. With `keep="inputs"`, B and W each
+    recompute the forward first.
 
     Args:
       forwards: Time of the forward of each piece.
@@ -82,7 +82,7 @@ def op_times(forwards: Sequence[float], stages: Sequence[int], *, split: bool, k
     for part, (end, count) in enumerate(zip(ends, stages, strict=True)):
         total, first, is_last = sum(forwards[end - count : end]), forwards[end - count], part == len(stages) - 1
         again = total if keep == "inputs" or is_last else 0.0
-        # gradients of the inputs of pieces: those inside of the part, and that of the part's own input
+        # gradients of the pieces' inputs: of those inside of the part, and of the part's own input
         inner, outer = total - first, first if part else 0.0
         forward.append(0.0 if is_last else total)
         if split:
@@ -117,7 +117,7 @@ def waiting_share(schedule: Schedule, times: OpTimes) -> float:
 
 
 def inbox_bytes(schedule: Schedule, messages: Messages) -> float:
-    """Returns the bytes of the messages that wait at once, in places of the stage that needs most.
+    """Returns the most bytes of messages that wait at once, on the stage with the most.
 
     Args:
       schedule: The table.
@@ -131,7 +131,7 @@ def inbox_bytes(schedule: Schedule, messages: Messages) -> float:
 
 
 def pool_bytes(schedule: Schedule, residuals: Mapping[int, float]) -> float:
-    """Returns the bytes of the residuals that wait at once, of the stage that needs most.
+    """Returns the most bytes of residuals that are saved at once, on the stage with the most.
 
     Args:
       schedule: The table.
@@ -144,10 +144,10 @@ def pool_bytes(schedule: Schedule, residuals: Mapping[int, float]) -> float:
 
 
 def costs_of_chain(chain: Chain, stages: Sequence[int], schedule: Schedule, forward: float) -> StageCosts:
-    """Predicts a cut of a chain, with `keep="inputs"` and float32 gradients as large as the parameters.
+    """Predicts the costs of a cut of a chain, with `keep="inputs"` and float32 gradients as large as the parameters.
 
     Args:
-      chain: Its pieces; what crosses a cut counts as a message from the part before it to the part after it.
+      chain: The pieces of the model; the bytes that cross a cut are one message from the part before it to the next.
       stages: Number of pieces of each part.
       schedule: The table.
       forward: Share of the chain's seconds that forwards take.
@@ -173,7 +173,7 @@ def costs_of_parts(
     times: OpTimes,
     residuals: Mapping[int, float],
 ) -> StageCosts:
-    """Predicts a traced cut.
+    """Predicts the costs of a cut whose parts are traced programs.
 
     Args:
       parts: The parts.
@@ -206,7 +206,7 @@ def _counts(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _places(schedule: Schedule, op: str, sender: int, reader: int) -> int:
-    """Returns the microbatches whose result of an op waits at once on a device of the part that reads it last."""
+    """Returns the most results of an op that wait at once on a device of the part that reads them last."""
     last = "W" if schedule.split else "B"
     begin, end = {}, {}
     for tick, stage, cell in schedule:

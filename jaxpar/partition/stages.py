@@ -103,7 +103,7 @@ def price_stages(
 ) -> tuple[PartitionStage, ...]:
     """Computes the stages of a plan, in order, with their seconds and bytes."""
     total, devices_before, stages = devices(tree), 0, []
-    for part, shares, send_seconds in _leaves(parts, len(tree), (), (chain, tree, objective)):
+    for part, shares, send_seconds in _stages_with_costs(parts, len(tree), (), (chain, tree, objective)):
         layers, replicas = slice(part.first, part.stop), prod(count for count, _ in shares)
         versions = ceil((total - devices_before) / replicas)
         computes = sum(chain.seconds[layers])
@@ -115,7 +115,7 @@ def price_stages(
                 computes=computes / replicas,
                 agrees=tuple(agree / prod(m for m, _ in shares[level:]) for level, (_, agree) in enumerate(shares)),
                 sends=send_seconds,
-                seconds=_folded(computes, shares, objective),
+                seconds=_per_minibatch(computes, shares, objective),
                 depth=versions - 1,
                 versions=versions,
                 parameters=sum(chain.parameters[layers]),
@@ -129,7 +129,7 @@ def price_stages(
 Shares = tuple[tuple[int, float], ...]  # replicas and all-reduce seconds, at a level and each above it
 
 
-def _leaves(
+def _stages_with_costs(
     parts: Sequence[Segment], level: int, outer: Shares, given: tuple[Chain, Sequence[Level], Objective]
 ) -> Iterator[tuple[Segment, Shares, float]]:
     """Yields each stage with its segments from the outermost level on, and its seconds of sending."""
@@ -140,15 +140,15 @@ def _leaves(
             (part.replicas, float(objective.all_reduce_seconds(weights, part.replicas, tree[level - 1].link))),
             *outer,
         )
-        leaves = list(_leaves(part.inner, level - 1, shares, given)) if part.inner else [(part, shares, 0.0)]
+        leaves = list(_stages_with_costs(part.inner, level - 1, shares, given)) if part.inner else [(part, shares, 0.0)]
         yield from leaves[:-1]
         cost = float(sends(chain.crossing[part.stop - 1], tree[level - 1].link)) if part is not parts[-1] else 0.0
         last, last_shares, _ = leaves[-1]
-        yield last, last_shares, _folded(cost, outer, objective) if cost else 0.0
+        yield last, last_shares, _per_minibatch(cost, outer, objective) if cost else 0.0
 
 
-def _folded(seconds: float, shares: Shares, objective: Objective) -> float:
-    """Returns the seconds per minibatch of a task that each replica does for other minibatches."""
+def _per_minibatch(seconds: float, shares: Shares, objective: Objective) -> float:
+    """Divides the seconds of a task by the replicas of each level, and adds the all-reduces of that level."""
     for replicas, agree in shares:
         seconds = float(objective.overlapped_seconds(seconds, agree)) / replicas
     return seconds

@@ -42,7 +42,7 @@ def levels(topology: Topology) -> tuple[Level, ...]:
             problems.append(Problem(f"level {number} is {level!r}", "a level is (size, bandwidth or Link)", EXAMPLE))
             continue
         size, link = level
-        faults = _of_size(number, size) + _of_link(number, link)
+        faults = _size_problems(number, size) + _link_problems(number, link)
         problems += faults
         if not faults:
             result.append(Level(size, link if isinstance(link, Link) else Link(latency=0.0, bandwidth=float(link))))
@@ -84,7 +84,7 @@ def devices(tree: Sequence[Level]) -> int:
     return prod(level.size for level in tree)
 
 
-def _of_size(number: int, size: object) -> list[Problem]:
+def _size_problems(number: int, size: object) -> list[Problem]:
     if isinstance(size, tuple | list):
         rule = "a topology is symmetric: at each level all parts are alike, and their number is one number"
         least = min((part for part in size if type(part) is int and part > 0), default=1)
@@ -94,7 +94,7 @@ def _of_size(number: int, size: object) -> list[Problem]:
     return []
 
 
-def _of_link(number: int, link: object) -> list[Problem]:
+def _link_problems(number: int, link: object) -> list[Problem]:
     if isinstance(link, Link):
         return []
     if isinstance(link, bool) or not isinstance(link, int | float) or not isfinite(link) or not 1 <= link <= 1e18:

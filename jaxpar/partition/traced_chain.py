@@ -1,8 +1,8 @@
 """The chain of a traced model: seconds, parameters and crossing bytes of its pieces, from its jaxpr alone.
 
-    equations ──► pieces (those of `jp.pipelined`, or every place between equations where no more bytes pass)
+    equations ──► pieces (those of `jp.pipelined`, or cut wherever the bytes to send do not grow)
               ──► seconds of each piece: a roofline of its equations on a chip
-              ──► bytes that pass each cut: values that depend on parameters and data, and are read later
+              ──► bytes that cross each cut: values that depend on parameters and data, and are read later
 
 A roofline takes max(FLOP / rate, bytes / bandwidth) for a matmul or convolution (Williams et al. 2009), its inputs and
 outputs once over memory; XLA fuses elementwise operations into them, so these cost nothing. A backward takes twice as
@@ -20,8 +20,8 @@ from jaxpar.mesh.chips import Chip
 from jaxpar.partition.chain import Chain
 from jaxpar.sharding.names import itemsize
 
-MOST = 2_000  # pieces that a search takes: it is quadratic in them
-FORWARDS = 4  # seconds of a forward, and of a backward that recomputes it, in forwards
+MOST = 2_000  # pieces in a search, whose time is quadratic in them
+FORWARDS = 4  # forward (1) and a backward that recomputes it (3), in units of a forward's seconds
 
 
 def bytes_of(variables: Iterable[Var | Literal]) -> float:
@@ -30,7 +30,7 @@ def bytes_of(variables: Iterable[Var | Literal]) -> float:
 
 
 def crossing_bytes(cut: JaxprCut, outs: Iterable) -> list[float]:
-    """Returns the bytes that pass between each equation and the next; 0 after the last."""
+    """Returns the bytes that cross a cut after each equation; 0 after the last."""
     eqns = cut.jaxpr.jaxpr.eqns
     last_read: dict[Var, int] = {}
     for i, eqn in enumerate(eqns):
@@ -54,10 +54,10 @@ def crossing_bytes(cut: JaxprCut, outs: Iterable) -> list[float]:
 
 
 def pieces_between_equations(crossing: Sequence[float], flop: Sequence[float]) -> list[int]:
-    """Returns the piece of each equation of a model that names none.
+    """Divides the equations of a model without `jp.pipelined` into pieces; returns the piece of each equation.
 
-    A piece ends where no more bytes pass than after the equation before; in a long program only before equations with
-    FLOP, so that there are at most `MOST` pieces.
+    A piece ends after an equation if no more bytes cross there than one equation earlier; in a long program only if the
+    next equation has FLOP, and then so rarely that there are at most `MOST` pieces.
     """
     ends = [i for i in range(1, len(crossing) - 1) if crossing[i] <= crossing[i - 1]]
     if len(ends) >= MOST:
@@ -76,7 +76,7 @@ def traced_chain(
 
     Args:
       cut: The jaxpr of the loss of one microbatch.
-      outs: Variables of its sums.
+      outs: Variables of the sums that it returns: of the loss and of its count.
       pieces: The piece of each equation; it never decreases.
       flop_of: Counts the FLOP of an equation's matmuls and convolutions.
       chip: The chip whose rates give the seconds.
@@ -88,7 +88,7 @@ def traced_chain(
             rate = chip.bf16_flops if itemsize(shapes(eqn.outvars)[0].dtype) == 2 else chip.f32_flops
             seconds[piece] += FORWARDS * max(flop / rate, bytes_of([*eqn.invars, *eqn.outvars]) / chip.bandwidth)
     for piece, passing in zip(pieces, crossing_bytes(cut, outs), strict=True):
-        crossing[piece] = passing  # that after the last equation of the piece
+        crossing[piece] = passing  # the value of the last equation of the piece remains
     crossing[-1] = 0.0
     parts = cut.parts(pieces, outs, count=count)
     parameters = [bytes_of(cut.inputs.params[i] for i in part.params) for part in parts]

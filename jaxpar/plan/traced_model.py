@@ -57,7 +57,7 @@ class TracedModel:
       name: The user's name of the model.
       shards: Sizes of `fsdp` and of further axes to the parameters on a device; sizes of 1 map to all parameters.
       other_state: The same sizes to the bytes on a device of state that is not a parameter.
-      unsupported: Sizes that the model does not support, to the reason.
+      unsupported: Sizes that the model does not support, each with the reason.
       largest_array: Parameters of the largest array that is gathered at once: a parameter, or a layer of a stack.
       recipe: Bytes per parameter of the training state.
       trace: Matmuls, and estimates of the compiled program.
@@ -69,9 +69,9 @@ class TracedModel:
       splits: Sizes of `context` and `tensor`, which are then among `axes`, to the split of the model.
       no_splits: Sizes of these axes that are left out, each with the reason.
       parameters_by_dim: Names of dims to the parameters in all arrays that have such a dim.
-      arrays: Of each trained array, its number of layers, 1 if it is no stack, and the parameters of a layer.
-      stages: The parts of the model in a pipeline; None if a pipeline cannot cut it.
-      no_pipeline: The reason why; "" if it can.
+      arrays: (number of layers, elements per layer) of each trained array; 1 layer if it is not a stack.
+      stages: The parts of the model in a pipeline; None if it cannot be pipelined.
+      no_pipeline: The reason why it cannot; "" if it can.
     """
 
     name: str
@@ -214,7 +214,7 @@ class TracedModel:
         zero3, accumulates = np.equal(candidate.zero, 3), np.greater(candidate.microbatches, 1)
         whole_gathered = gathers_once(candidate, self.recipe) | model_software.keeps_gathered(candidate)
         piece = 2.0 * zero3 * self.largest_array
-        # the loop over microbatches has no cast in it that it would repeat
+        # shards are cast once, before the loop over microbatches
         cast = np.where(zero3 & accumulates, shard, 0.0)
         gathered = self.itemsize * (np.where(whole_gathered, unsharded_parameters, piece) + cast)
         summed = gradient_bytes(gradients, candidate, model_software, self.recipe, stacked=self.stacked)
@@ -312,7 +312,7 @@ class TracedModel:
         ).times(hardware.calibration)
 
     def _program(self, remat: str, context: int, tensor: int) -> Estimate:
-        """Returns the program of a device under a remat policy; a model that marks no blocks has one program."""
+        """Returns the estimate of a device's program under a remat policy; a model without blocks has one for all."""
         programs = self.trace.split_programs.get((context, tensor), self.trace.programs)
         return programs.get(remat, programs["none"])
 
@@ -375,7 +375,7 @@ class TracedModel:
     ) -> Any:
         """Returns the parameters on a device, or the bytes of other state, by the sizes in `amounts_by_size`.
 
-        `whole`: before fsdp shards them. Sizes that are not in the table get an even share.
+        With `whole`, those of one group of fsdp, unsharded. Sizes that are not in the table get an even share.
         """
         amounts = self.shards if amounts_by_size is None else amounts_by_size
         sizes, indices = self._sizes(candidate)

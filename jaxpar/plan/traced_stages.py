@@ -3,7 +3,7 @@
     step         span of the schedule's table, with the seconds of a stage's layers and of the head, and those of the
                  embedding, which a tick has besides; + exposed sharding + optimizer
     activations  kept bytes of a layer x layers of a part x (microbatch, chunk) pairs in flight, and messages
-    moment       the fullest one of a tick: of the head, of one layer's backward, or of the embedding's
+    moment       the largest live bytes in a tick: in the head, in one layer's backward, or in the embedding's backward
 
 One program runs on all stages: each holds embedding and head, and copies and gradient sums of its parameters while the
 table runs.
@@ -38,7 +38,7 @@ MASKED = 4  # bytes that a masked write into a slot moves for each that a forwar
 
 
 def per_row(change: Callable[..., Mapping[str, float]], *columns: Any) -> dict[str, Any]:
-    """Evaluates a function of Python values for each of many layouts, once per distinct set of values."""
+    """Evaluates a scalar function for arrays of layouts, once per distinct set of values."""
     arrays = np.broadcast_arrays(*columns)
     keys = [*zip(*(array.ravel().tolist() for array in arrays), strict=True)]
     results = {key: change(*key) for key in dict.fromkeys(keys)}
@@ -65,7 +65,7 @@ def by_kind(
 
 
 def supports(stages: StageTrace, candidate: Candidate) -> np.ndarray:
-    """Whether the layouts with a pipeline are ones that compose: stages, replicas, and shards of them."""
+    """Whether jaxpar can compose each layout with a pipeline: its stages, replicas, and shards."""
     others = [np.equal(size, 1) for axis, size in candidate.sizes.items() if axis not in ("pipe", "data", "fsdp")]
     legal = per_row(lambda *sizes: {"legal": sizes in stages.shards}, candidate.pipe, candidate.fsdp)["legal"]
     return np.logical_and.reduce(np.broadcast_arrays(legal, *others))
@@ -111,9 +111,9 @@ def stages_memory(stages: StageTrace, candidate: Candidate, software: SoftwareMo
 
 
 def _moment(stages: StageTrace, candidate: Candidate, software: SoftwareModel) -> dict[str, Any]:
-    """Returns the live bytes of the fullest moment of a tick, by class; those of the head's activations as logits.
+    """Returns the most live bytes within a tick, by class; the head's activations count as logits.
 
-    The gradient of the head is as wide as its sum while the next microbatch's logits exist.
+    While the next microbatch's logits exist, the head's gradient is already in float32, like its sum.
     """
     head_gradient = SUM / software.wire[1] * stages.head.gradient_bytes
 
@@ -150,7 +150,7 @@ def stages_time(
     )
     forward = layers * layer["forward"] + TICK * SMALLEST_KERNEL
     backward = layers * (layer["backward"] + sums) + TICK * SMALLEST_KERNEL
-    # halves of a backward are one op, so that only their sum matters
+    # the two halves of a backward are one op here, so only their sum matters
     times = (forward, backward / 2, backward / 2, last["forward"] + end_sums, 0.0)
     send = pipe.send_seconds(value_of(stages.message, candidate), candidate, hardware, software)
     table = span.counts(
@@ -188,7 +188,7 @@ def _seconds(stages: StageTrace, candidate: Candidate, hardware: Hardware, part:
     """Returns the seconds of a part's forward and backward for a microbatch, and those of their matmuls."""
 
     def of_rows(rows: int, remat: str, masked: bool) -> dict[str, float]:
-        # a forward copies kept arrays into a slot, and a backward out of it
+        # a forward copies residuals into a slot, and a backward out of it
         layer = stages.programs[remat]
         kept = hardware.stream(value(layer.kept, rows))
         copied = float(kept) if part == "layer" else 0.0

@@ -1,12 +1,13 @@
 """Names dims of activations at lines of the model's source, as if these lines called `jp.constrain`.
 
-The loss is traced, and a constraint follows each equation of the line that makes an activation. A line is the innermost
-one outside of libraries. Functions with a custom gradient keep their bodies; their results are named.
+The loss is traced, and a sharding constraint is inserted after each equation of the line that computes an activation.
+The line of an equation is the innermost one outside of libraries. The bodies of functions with a custom gradient are
+not changed, but their results get constraints.
 
-The kernel that a line reads may have the rank and the last sizes of its result: `[7, 7, 3, 16]` and
-`[examples, 32, 32, 16]`. A constraint would split its windows, and XLA, as of jaxlib 0.12, computes wrong numbers from
-some that are split unevenly. So each array is a constant, learned (computed from parameters and constants), or an
-activation: one that is computed from the batch or model state, or that a matmul of a parameter and a constant makes.
+A convolution's kernel may have the rank and the last sizes of its result: `[7, 7, 3, 16]` and `[examples, 32, 32, 16]`.
+A constraint on it would split its windows, and XLA, as of jaxlib 0.12, computes wrong numbers from some that are split
+unevenly. So every array is classified: constant, learned (computed from parameters and constants only), or activation
+(computed from the batch or the model state, or by a matmul of a parameter and a constant). Only activations get names.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -87,8 +88,8 @@ class _Naming:
     Attributes:
       lines: Line to the names of the dims of its activations.
       used: The lines that compute such an activation.
-      constant: The lines that compute such an array from constants alone, as from a mask of ones that the loss makes
-        and the example of the model's inputs had as an input.
+      constant: The lines that compute such an array from constants alone: from a mask of ones that the loss creates,
+        say, while in the model's example call it was an input.
     """
 
     def __init__(self, activations: Mapping[str, Sequence[str | None]]):
@@ -122,7 +123,7 @@ class _Naming:
             # a parameter that is broadcast to examples has the same rank
             names = tuple(None if size == 1 else name for size, name in zip(shape.shape, self.lines[line], strict=True))
             placed = jax.make_jaxpr(lambda x, names=names: constrain(x, *names))(shape).jaxpr
-            if not placed.eqns:  # no name of these has a rule
+            if not placed.eqns:  # no axis splits any of these names
                 continue
             outs[index] = placed.invars[0]
             *first, last = placed.eqns
@@ -154,7 +155,7 @@ def _origin(var: Any, origins: Origins) -> int:
 
 def _combined(primitive: str, inputs: Sequence[int]) -> int:
     """Returns the origin of an equation's results."""
-    if primitive in _MATMULS and {*inputs} == {_CONSTANT, _LEARNED}:  # of noise, or positions: no bare parameter
+    if primitive in _MATMULS and {*inputs} == {_CONSTANT, _LEARNED}:  # the constant is noise, or positions
         return _ACTIVATION
     return max(inputs, default=_CONSTANT)
 

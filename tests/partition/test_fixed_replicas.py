@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jaxpar.errors import JaxparError
 from jaxpar.mesh.chips import Link
 from jaxpar.partition.chain import Chain
-from jaxpar.partition.given_replicas import best_cut, cut_seconds
+from jaxpar.partition.fixed_replicas import best_cut, cut_seconds
 
 LINK = Link(latency=0.0, bandwidth=1e9)
 

@@ -24,7 +24,7 @@ class ExampleSum:
     Attributes:
       eqn: The equation that sums over a dim of its operands that holds examples, and possibly over other dims.
       later_equations: The equations, with a single input each, that compute the gradient from the sum.
-      dim: That dim: 0, or 1 of a matmul per expert, [experts, tokens, ...].
+      dim: The dim of examples: 0, or 1 in a matmul per expert, [experts, tokens, ...].
     """
 
     eqn: JaxprEqn
@@ -36,10 +36,10 @@ class ExampleSum:
         return next((i for i, eqn in enumerate(self.later_equations) if axis in constraint_axes(eqn)), None)
 
     def can_wait(self, axis: str) -> bool:
-        """Whether the gradient can be [replica, ...] until a single reduce-scatter over the axis, or until the end.
+        """Whether the gradient can stay unreduced, [replica, ...], until it is reduce-scattered or summed.
 
-        It cannot if `can_scatter` is false for an axis that shards it, or if the gradient is cast before, because
-        devices send the dtype of the sum.
+        It cannot if the axis shards it but `can_scatter` is false, or if the gradient is cast before it is sharded,
+        because the dtype of the sum is sent.
         """
         index = self.scatter_index(axis)
         if any(map(is_cast, self.later_equations[:index])):
@@ -102,8 +102,8 @@ def find_sums(eqn: JaxprEqn, axis: str, ways: int, rows: int) -> dict[int, Examp
 def find_shard_sums(eqn: JaxprEqn, axis: str, ways: int, rows: int, shards: str, limit: float) -> dict[int, ExampleSum]:
     """Returns the sums that each replica along `axis` can keep as shards until the end of a scan, by index.
 
-    The reduce-scatter of these gradients is over `shards` alone, in the scan. Gradients of experts, whose examples
-    `shards` does not split, need none. There are no such sums if a layer's shards exceed `limit`, in bytes per device.
+    These gradients are reduce-scattered over `shards` alone, inside of the scan; gradients of experts, whose examples
+    `shards` does not split, are not. If a layer's shards exceed `limit` bytes per device, no sum is returned.
     """
 
     def fits(gradient: ExampleSum) -> bool:
@@ -150,9 +150,10 @@ def _sum(
 
 
 def _expert_tokens(body: Jaxpr, producers: dict[Var, JaxprEqn], axis: str) -> set[tuple[int, ...]]:
-    """Returns the dims (experts, tokens) of arrays [experts, tokens, ...] whose tokens the axis splits, outermost.
+    """Returns the sizes (experts, tokens) of arrays [experts, tokens, ...] whose tokens the axis splits outermost.
 
-    These are reshaped results of a `shard_map`, whose specs say so. XLA would move tokens to split other dims.
+    Such arrays are results of a `shard_map`, perhaps reshaped: its out_specs tell that the axis splits the tokens. Any
+    other array would need an all-to-all of its tokens before the sum could be divided.
     """
     result = set()
     for eqn in body.eqns:
@@ -176,10 +177,10 @@ def _of_examples(shape: tuple[int, ...], rows: int) -> bool:
 
 
 def split_dim(eqn: JaxprEqn, axis: str) -> int | None:
-    """Returns the dim that an equation's constraint splits over only this axis; None if there is no such dim.
+    """Returns the dim that an equation's sharding constraint splits over this axis alone; None if there is none.
 
-    None also if shards are unequal or a dim is left to XLA, for which there is no reduce-scatter, or if two axes split
-    another dim, where XLA computes wrong sums.
+    Also None if the shards would be unequal or the constraint leaves a dim to XLA, as there is then no reduce-scatter,
+    and if two axes split another dim, because XLA then computes wrong sums.
     """
     if axis not in constraint_axes(eqn):
         return None

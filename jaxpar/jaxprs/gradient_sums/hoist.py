@@ -12,11 +12,11 @@ batch.
 
 A sum per layer overlaps with the next layer's computation, so this rewrite is for layers whose all-reduce takes little
 longer than its launch. If replicas shard the gradient, its reduce-scatter stays in the scan but becomes explicit,
-however large it is: XLA pipelines a loop by its explicit reduce-scatters, which then overlap with the next iteration.
-Its own it makes from all-reduces only after that pass. With `data` too, each replica's shards are summed over `data`
-after the scan: in it XLA would copy the layers' gradients to send them together, and not overlap them. Gradients of
-experts [experts, tokens, ...], which the axis `expert` does not sum, wait likewise. The reduce-scatter leaves the scan
-too, if the unreduced gradients of all layers take little memory.
+however large it is: XLA overlaps explicit reduce-scatters with the next iteration of a loop, but not those that it
+makes of all-reduces itself, because it makes them after that pass. With `data` too, each replica's shards are summed
+over `data` after the scan: inside of it XLA would copy the layers' gradients to send them together, without overlap.
+Gradients of experts [experts, tokens, ...], which are not summed over the axis `expert`, are summed over `data` after
+the scan too. The reduce-scatter itself leaves the scan if the unreduced gradients of all layers take little memory.
 """
 
 import math
@@ -45,7 +45,7 @@ from jaxpar.jaxprs.gradient_sums.find import (
 )
 from jaxpar.models.dim_names import axes_of, constrain_to
 
-WAITING = 2**23  # bytes per device: most extra memory of gradients that await a reduce-scatter after the scan
+WAITING = 2**23  # bytes per device: most extra memory for unreduced gradients until a reduce-scatter after the scan
 Axes = str | tuple[str, ...]
 
 
@@ -65,13 +65,12 @@ def hoist_gradient_sums(
         constrains to be split over the axis is scattered in the scan.
       axis: The outermost mesh axis that splits dim 0 of activations.
       ways: Size of the axis.
-      rows: Number of examples: the length of dim 0 of activations, or a divisor of it if tokens are rows of a matrix.
-        Sums over another dim 0, such as the sequence of a sequence-first model, are left to XLA: split there,
-        activations would travel.
+      rows: Number of examples: the size of dim 0 of activations, or a divisor of it if batch and sequence are one dim.
+        Sums over another dim 0, such as the sequence of a sequence-first model, are left to XLA: the axis does not
+        split that dim, so a sum per replica would first reshard the activations.
       shards: A second axis that splits dim 0, inside of the first, and its size: constraints split gradients over it.
         Its reduce-scatter may leave the scan too.
-      limit: Most bytes per device of a layer's shards, reduce-scattered in the scan, that wait for their sum over
-        `axis` until after it.
+      limit: Most bytes per device of a layer's gradient shards if their sum over `axis` is to come after the scan.
     """
 
     def change(jaxpr: Jaxpr) -> Jaxpr:

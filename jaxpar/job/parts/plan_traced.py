@@ -194,9 +194,9 @@ def _trace_loss(
     compute: str,
     frozen: Collection[str],
 ) -> tuple[ModelTrace, bool]:
-    """Traces the loss and its gradients, and says whether the loss is a sum.
+    """Traces the loss and its gradients; also returns whether the loss is a (sum, count).
 
-    `shares` are the shares of arrays for sizes of `context` and `tensor`, and `rows` the examples of a device.
+    `shares` maps sizes of `context` and `tensor` to the share of each array that a device has; `rows` are its examples.
     """
     params, model_state = jax.eval_shape(blueprint.init, jax.random.key(0))
 
@@ -302,7 +302,7 @@ def _stacked_share(blueprint: Blueprint) -> float:
 
 
 def _arrays(blueprint: Blueprint, frozen: Collection[str]) -> tuple[tuple[int, int], ...]:
-    """Returns, of each trained array, its number of layers, 1 if it is no stack, and the entries of a layer."""
+    """Returns (number of layers, elements per layer) of each trained array; 1 layer if it is not a stack."""
     counts = [
         (leaf.shape[0] if leaf.names and leaf.names[0] == "layers" else 1, leaf.size)
         for path, leaf in name_stacks(blueprint.leaves).items()

@@ -15,7 +15,7 @@ from jaxpar.pipeline.tables.csv import from_csv, to_csv
 from jaxpar.pipeline.tables.price import OpTimes, Price, price
 from jaxpar.pipeline.tables.schedule import Schedule
 
-TOLD = 300  # cells: in larger tables bars have no tooltips, to keep the page small
+MOST_TOOLTIPS = 300  # cells: the bars of larger tables have no tooltips, to keep the page small
 
 
 class NotebookSchedule(Schedule):
@@ -39,7 +39,7 @@ class NotebookSchedule(Schedule):
                             cls="jaxpar jx-fragment"))  # fmt: skip
 
     def _picture(self) -> Markup:
-        small = self.ticks * self.stages - self.idle <= TOLD
+        small = self.ticks * self.stages - self.idle <= MOST_TOOLTIPS
         picture = svg(self, OpTimes()) if small else overview(self, OpTimes())
         return Markup(picture.replace(' xmlns="http://www.w3.org/2000/svg"', "", 1).strip())
 

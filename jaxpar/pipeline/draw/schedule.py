@@ -166,7 +166,7 @@ def saved_activations(schedule: Schedule, spans: Spans, stage: int) -> list[tupl
     count, counts = 0, []
     for time, change in changes:  # a stage's ops are in the order of time
         count += change
-        if counts and time - counts[-1][0] <= 1e-9 * time:  # one is freed as another is saved
+        if counts and time - counts[-1][0] <= 1e-9 * time:  # freed as another is saved: one point
             counts.pop()
         counts.append((time, count))
     return counts

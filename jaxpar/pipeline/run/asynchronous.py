@@ -61,7 +61,7 @@ def microbatches_per_update(weights: Weights, table: Schedule) -> int:
 
 
 def plan_versions(program: Program, weights: Weights) -> VersionPlan:
-    """Plans the versions of a table.
+    """Finds the version of the weights that each cell of a table reads, and the cells after which stages update.
 
     Raises:
       JaxparError: If backward is split, a stage has several chunks, or (2bw) the number of stages does not divide the
@@ -100,7 +100,7 @@ def plan_versions(program: Program, weights: Weights) -> VersionPlan:
                 delayed = {"vertical": entered[cell.microbatch], "2bw": max(cell.microbatch // per_update - 1, 0)}
                 versions_read[stage, cell.microbatch] = delayed.get(weights, updates[stage])
             elif weights == "none":
-                # a B at other weights than its F; otherwise `read` already has the version of its F
+                # this B reads other weights than its F; otherwise it has the version that its F read
                 versions_read[stage, cell.microbatch] = updates[stage]
             needed = versions_read[stage, cell.microbatch]
             if needed > updates[stage]:

@@ -38,9 +38,9 @@ class Turn(NamedTuple):
     """A microbatch that a device runs in a tick.
 
     Attributes:
-      group: Number of its group.
-      number: Its number among the microbatches of the group on this device.
-      microbatch: Its number in the step.
+      group: Index of its group.
+      number: Its index among the microbatches of the group on this device.
+      microbatch: Its index in the step.
     """
 
     group: jax.Array
@@ -56,10 +56,10 @@ class BranchTable:
       replicas: The devices of each stage.
       parts: The parts.
       buffers: Buffers that hold the parameters of any one stage.
-      inbox: Places of the messages.
-      rows: Of each tick and stage, the branch and the group. Shape [ticks, stages, 2], int32.
-      owners: Of each index of state, the stage that updates it.
-      residuals: Of each part that keeps residuals, the bytes that a forward leaves for its backward.
+      inbox: The bytes of the inbox that each message has.
+      rows: Branch and group of each tick and stage. Shape [ticks, stages, 2], int32.
+      owners: Index of state to the stage that updates it.
+      residuals: Part to the bytes that its forward leaves for its backward, if it keeps residuals.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class BranchTable:
     def _lifetimes(
         self, at: Mapping[tuple[str, int, int], tuple[int, int]], source: int, op: str, reader: int
     ) -> list[tuple[int, int]]:
-        """Returns, of each group, the tick in which a part runs an op, and the last in which one reads its result."""
+        """Returns for each group the tick in which a part runs an op, and the last that reads its result."""
         last = "F" if not self.train else "W" if self.schedule.split else "B"
         groups = range(self.schedule.microbatches)
         return [(at[op, group, source][0], at[last, group, reader][0]) for group in groups]
@@ -191,7 +191,7 @@ class BranchTable:
           data: As for `run`.
           carry: What the device carries.
           read: Maps (carry, row) to the buffers of parameters that this cell reads.
-          after: Maps (carry, row) to the carry after the tick, where all devices meet.
+          after: Maps (carry, row) to the carry after the tick; all devices run it, so it may contain collectives.
           scales: The cotangent of each microbatch's loss; 1 by default. Shape [microbatches].
         """
 
@@ -257,7 +257,7 @@ class BranchTable:
         return {source: self.inbox.read(inbox, edge, turn.group, turn.number) for source, edge in edges.items()}
 
     def _targets(self, part: int) -> list[int]:
-        """Returns the parts that a part has gradients of."""
+        """Returns the parts that send gradients to a part."""
         return [target for target, variables in self.parts[part].sends.items() if _floats(shapes(variables))]
 
     def _sent_floats(self, part: int, params: Tree, known: tuple, moving: Sequence[jax.Array]) -> list:

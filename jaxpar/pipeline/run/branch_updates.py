@@ -2,9 +2,9 @@
 
     a tick   the branch of each device ──► messages ──► gradients summed over replicas ──► the update of each stage
 
-Which version of the weights a cell reads is that of `plan_versions`, for groups of microbatches. A stage has its own
-part of the optimizer's state. The chain runs on a tree of the whole model in which the parameters of other stages have
-no elements, so that masks and labels by path keep their meaning.
+`plan_versions` decides which version of the weights a cell reads, here for groups of microbatches. A stage stores the
+optimizer state of its own parameters. The optax chain runs on a tree of the whole model in which the parameters of
+other stages are empty arrays, so that masks and labels by path apply as usual.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -113,8 +113,8 @@ class UpdatingBranchTable(BranchTable):
           frozen: Paths of parameters whose gradients are zero.
 
         Returns:
-          What the device carries: the sums `outs`, the `state`, the newest `weights`, the `optimizer` with its
-          `counts`, and the sum of the squares of the last update's gradients, `square`.
+          The last carry: the sums `outs`, the `state`, the newest `weights`, the `optimizer` arrays and `counts`, and
+          `square`, the sum of squares of the last update's gradients.
         """
         versions = self.plan.versions
         with jax.named_scope(VERSIONS):  # a ring buffer: version n is in slot n % versions
@@ -181,17 +181,17 @@ class UpdatingBranchTable(BranchTable):
 
 
 def _filled(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns an array, for a shape one of no elements."""
+    """Returns an array as it is, and an empty array for a shape."""
     return _empty(leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
 
 
 def _empty(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns an array of the same number of dims without elements; of a scalar, zero."""
+    """Returns an empty array with as many dims; zero for a scalar."""
     return jnp.zeros((0, *leaf.shape[1:]) if leaf.shape else (), leaf.dtype)
 
 
 def _whole(shapes: Shapes, values: Mapping[str, jax.Array]) -> Any:
-    """Returns the tree of all parameters, with no elements where there is no value."""
+    """Returns the tree of all parameters, with empty arrays where there is no value."""
     return nest({tuple(path.split("/")): values.get(path, _empty(leaf)) for path, leaf in shapes.items()})
 
 

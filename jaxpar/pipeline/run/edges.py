@@ -1,11 +1,11 @@
-"""Messages between unequal stages: an edge for each two parts of which one reads what the other computes.
+"""Messages between unequal stages: an edge for each pair of parts of which one reads values of the other.
 
     part 0 ──► part 1 ──► part 2      forwards: the arrays that this part reads, of other shapes on every edge
        └─────────────────────┘        a skip connection is an edge like any other
            ◄──        ◄──             backwards: gradients of the floating-point arrays among them
 
-A message travels as bytes, by one permute for each edge that is as long as the message. The inbox is laid out by the
-stage that reads it: it has as many places for an edge as messages of that edge are alive at once.
+Each edge has one permute per tick, which sends a message as bytes. A stage's inbox has as many slots for an edge as
+messages of that edge wait at once.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ class Edge:
     """Messages from one part of a model to another.
 
     Attributes:
-      kind: x, values that a part reads; or g, the gradients of what a part has sent.
+      kind: "x" for values that the target reads, "g" for gradients of values that it has sent.
       source: The part that sends.
       target: The part that receives.
       tree: Shapes and dtypes of a message.
@@ -97,7 +97,7 @@ class Inbox:
         self.size = max([1, *ends])
 
     def read(self, inbox: jax.Array, edge: Edge, group: jax.Array, number: jax.Array | int) -> Tree:
-        """Returns the message of a microbatch, of which `number` says the how many-th of its group on this device."""
+        """Returns the message of a microbatch: the one with index `number` in its group on this device."""
         start = jnp.asarray(self._starts[edge])[group] + number * edge.bytes
         return decode(lax.dynamic_slice(inbox, (start,), (edge.bytes,)), edge.tree)
 
@@ -108,7 +108,7 @@ class Inbox:
 
         Args:
           inbox: Shape [size], uint8.
-          outbox: What this device sends: the outboxes of its microbatches, one after the other.
+          outbox: The bytes that this device sends: the outboxes of its microbatches, one after the other.
           groups: Of each edge, the group whose messages travel in this tick, or -1.
         """
         for edge, group in zip(self.edges, groups, strict=True):
@@ -136,7 +136,7 @@ class Inbox:
     ) -> jax.Array:
         own, device = self._outboxes[edge.kind, edge.source], lax.axis_index("pipe")
         sends, arrives = self._by_device(taken, 0), self._by_device(taken, 2)
-        # a stage of one device sends from a place that is known here, which XLA reads without a copy
+        # a stage of one device sends from an offset that is known at compile time, where XLA reads without a copy
         number = jnp.maximum(jnp.asarray(sends)[device], 0) if sends.max() else 0
         message = lax.dynamic_slice(outbox, (own.starts[edge] + own.size * number,), (edge.bytes,))
         if pairs := [(source, target) for source, _, target, _ in taken if source != target]:
@@ -223,5 +223,5 @@ def _data_shape(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def _like(data: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns data as keys if the leaf is of keys."""
+    """Wraps the data as PRNG keys if the leaf has keys."""
     return jax.random.wrap_key_data(data, impl=leaf.dtype._impl) if _is_key(leaf) else data

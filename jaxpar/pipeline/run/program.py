@@ -181,7 +181,7 @@ def _kind(schedule: Schedule, row, *, forward_only: bool) -> TickKind:
 
 
 def _alike(kinds: Sequence[TickKind]) -> list[TickKind]:
-    """Makes ticks with the same ops send in the same directions, since an unread message costs less than a new body."""
+    """Makes all ticks with the same ops send in the same directions, as one more compiled body costs more."""
     sends: dict[frozenset, list[bool]] = {}
     for kind in kinds:
         flags = sends.setdefault(kind.ops, [False] * 3)

@@ -1,14 +1,14 @@
 """Moves parameters from where they are stored to the stages that read them, and gradients back.
 
-    stored    every parameter under its own name, split over `pipe` (and `fsdp`) along dims of its own
-    running   the buffers of a stage hold the parameters that it reads, whole
+    stored    each parameter under its own path, some of its dims split over `pipe` and `fsdp`
+    running   the buffers of a stage hold all parameters that it reads, unsharded
 
-So checkpoints and optimizers know of no stages. Once per step each device sends its shards to the stages that read
-them, in one all-to-all over `pipe`, and a gather over `fsdp` completes them. Gradients go the opposite way. What comes
-from the replicas of a stage, or from several stages that read a parameter, such as a tied embedding, is summed where it
-is stored: so each device sends the gradients of its own stage once, as in a reduce-scatter among the replicas. A
-parameter that `pipe` does not split, because it is small or no dim divides, is read where it is, and its gradients are
-summed over the stages.
+So checkpoints and optimizers do not depend on the stages. Once per step each device sends its shards to the stages that
+read them, in one all-to-all over `pipe`; an all-gather over `fsdp` completes them. Gradients go the opposite way.
+Gradients from the replicas of a stage, or from several stages that read one parameter (a tied embedding), are summed
+where the parameter is stored: so each device sends its stage's gradients once, as in a reduce-scatter among replicas. A
+parameter that `pipe` does not split, because it is small or no dim is divisible, is already on every stage; its
+gradients are summed over the stages.
 
 All methods are called in `jax.shard_map`, where `pipe`, `data` and `fsdp` are manual.
 """
@@ -195,7 +195,7 @@ class ShardExchange:
         return jnp.asarray(self._stage_of)[lax.axis_index("pipe")]
 
     def _is_read_there(self, path: str) -> bool:
-        """Whether every device has a parameter, up to a gather over `fsdp`."""
+        """Whether a device has the parameter already, perhaps sharded over `fsdp`, because `pipe` does not split it."""
         return path in self.shards and "pipe" not in self.shards[path].over
 
     def _gathered(self, path: str, value: jax.Array) -> jax.Array:
@@ -204,7 +204,7 @@ class ShardExchange:
         return value
 
     def _owned(self, paths: Sequence[str]) -> list[list[str]]:
-        """Returns, of each stage, those of these parameters that it reads."""
+        """Returns for each stage the paths that it reads."""
         return [[path for path in paths if path in stage] for stage in self.buffers.stages]
 
     def _length(self, paths: Sequence[str]) -> int:
@@ -218,7 +218,7 @@ class ShardExchange:
 
 
 def _axes(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
-    """Returns, of each dim, the axes among `pipe` and `fsdp` of more than one device that split it."""
+    """Returns for each dim the axes that split it, among `pipe` and `fsdp`, without axes of size 1."""
     entries = [(entry,) if isinstance(entry, str) else entry or () for entry in (*spec, *(None,) * len(shape))]
     return tuple(
         tuple(axis for axis in entries[dim] if axis in LEADING and sizes.get(axis, 1) > 1) for dim in range(len(shape))

@@ -40,7 +40,7 @@ Tree = Any
 
 @dataclass(frozen=True, kw_only=True)
 class ShardMaps:
-    """Runs functions of a tick per stage and replica, or per replica, where XLA handles `pipe`.
+    """Wraps functions of a tick in `shard_map`: over stages and replicas, or over replicas with `pipe` left to XLA.
 
     Attributes:
       mesh: A mesh with an axis `pipe`.

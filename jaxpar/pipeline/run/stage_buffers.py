@@ -1,10 +1,10 @@
-"""Parameters of unequal stages, in the same few buffers on every device.
+"""Stores the parameters of unequal stages in the same few buffers on every device.
 
-One program runs on all devices, so all have the same buffers. These are the parameters of the fullest stage, which it
-reads and sums where they are. The parameters of every other stage lie in the same buffers, the largest first; what fits
-into none of them gets a buffer of its own.
+One program runs on all devices, so all have the same buffers. Their shapes are those of the largest stage's parameters,
+so that it reads them and sums their gradients without a copy. The parameters of every other stage are packed into the
+same buffers, the largest first; a parameter that fits in none of them adds a buffer.
 
-    fullest stage   | kernel [9216, 4096]            | kernel [4096, 4096]   | bias |
+    largest stage   | kernel [9216, 4096]            | kernel [4096, 4096]   | bias |
     another stage   | conv 1 | conv 2 |              | conv 3 |              |      |
 """
 
@@ -20,7 +20,7 @@ Shapes = Mapping[str, jax.ShapeDtypeStruct]
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Where a parameter lies: the number of a buffer, and the index of its first element there."""
+    """The place of a parameter: the index of a buffer, and of its first element there."""
 
     buffer: int
     start: int
@@ -45,7 +45,7 @@ class StageBuffers:
     def _lay(self, stage: int) -> None:
         used = [0] * len(self.buffers)
         for path, leaf in sorted(self.stages[stage].items(), key=lambda item: (-item[1].size, item[0])):
-            # of the buffers with room the tightest, and one that is in use before an empty one
+            # best fit: the buffer with the least space that suffices, and one in use before an empty one
             room = [
                 (used[i] == 0, buffer.size - used[i], i)
                 for i, buffer in enumerate(self.buffers)

@@ -1,4 +1,4 @@
-"""StageReplicas of stages: the devices of the axis `pipe` that run one stage, each for other microbatches.
+"""Replicas of stages: several devices of the axis `pipe` run one stage, each for other microbatches.
 
     replicas 3-1     devices 0 1 2 run stage 0, device 3 runs stage 1
     a tick           handles a group of lcm(3, 1) = 3 microbatches: 1 on each of the devices 0 to 2, 3 on device 3

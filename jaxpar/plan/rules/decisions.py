@@ -28,12 +28,12 @@ ONE, ANY, MANY = (1, 1), (1, inf), (2, inf)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Situation:
-    """A model and its machines in terms of the table.
+    """A model and its machines, as the rows of the published table classify them.
 
     Attributes:
       nodes: "one" or "several".
-      model: Smallest unit that holds the model in training with one row: "device", "node" (with ZeRO-3), "more" than a
-        node; or "layer": a device cannot hold even the largest layer.
+      model: The smallest unit whose memory suffices to train the model with one example: "device", "node" (with
+        ZeRO-3), "more" than a node; or "layer", if a device cannot hold even the largest layer.
       links: "fast" or "slow" by `FAST`: the links inside the one node, or between several.
       facts: The numbers behind the situation, as text.
     """
@@ -51,9 +51,9 @@ class LayoutKind:
     Attributes:
       name: Name in the table.
       pipe: Lowest and highest number of stages.
-      data: Of replicas.
-      fsdp: Of devices that share the state.
-      tensor: Of devices that share a matrix: at most those of a node ("TP size <= GPUs per node").
+      data: Lowest and highest number of replicas.
+      fsdp: Lowest and highest number of devices that share the state.
+      tensor: Lowest and highest number of devices that share a matrix, at most a node ("TP size <= GPUs per node").
       zero: ZeRO stages, if fsdp is above 1.
       local: Whether fsdp must stay in a node.
     """

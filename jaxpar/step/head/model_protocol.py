@@ -62,7 +62,7 @@ def vocab_size(model: object) -> int:
 
     It is the size of the head's dim named `vocab`, otherwise of the larger dim.
     """
-    param = _find(model)
+    param = _find_head(model)
     shape, names = _stored(param.value).shape, _names(param.value)
     return int(shape[names.index("vocab")] if "vocab" in names else max(shape))
 
@@ -76,7 +76,7 @@ def read_head(model: Any, tokens: jax.Array, **documents: jax.Array) -> Head:
     Raises:
       JaxparError: If there is no such parameter, it has a bias, or its shape does not determine the vocabulary's dim.
     """
-    param = _find(model)
+    param = _find_head(model)
     weight = param.read()
     if isinstance(param.value, nnx.Variable):
         with _cached(param.value, weight):
@@ -93,15 +93,15 @@ def read_head(model: Any, tokens: jax.Array, **documents: jax.Array) -> Head:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _HeadParameter:
     """The parameter that a model names as its head: its description, its stored value, and a function that reads it."""
 
-    said: str
+    description: str
     value: Any
     read: Callable[[], jax.Array]
 
 
-def _find(model: Any) -> _Found:
+def _find_head(model: Any) -> _HeadParameter:
     """Finds the parameter that a model names as its head.
 
     Raises:
@@ -130,7 +130,7 @@ def _find(model: Any) -> _Found:
             rule="logits are the hidden state times a matrix, and nothing else",
             fix="use_bias=False, or no head_name: the loss then takes the logits as the model returns them",
         )
-    return _Found(text, value, (lambda: value[...]) if get is getattr else lambda: holder[last])
+    return _HeadParameter(text, value, (lambda: value[...]) if get is getattr else lambda: holder[last])
 
 
 def _stored(value: object) -> Any:
@@ -143,18 +143,18 @@ def _names(value: object) -> tuple:
     return tuple(value.get_metadata().get("out_sharding") or ()) if isinstance(value, nnx.Variable) else ()
 
 
-def _is_table(weight: jax.Array, hidden: jax.Array, held: _Found) -> bool:
+def _is_table(weight: jax.Array, hidden: jax.Array, parameter: _HeadParameter) -> bool:
     """Whether the head is [vocab, dim], judging by its dim names or the shape of the hidden state."""
-    shape, names, dim = weight.shape, _names(held.value), hidden.shape[-1]
+    shape, names, dim = weight.shape, _names(parameter.value), hidden.shape[-1]
     if hidden.ndim != 3 or dim not in shape:
         raise refuse(
-            f"hidden returns {list(hidden.shape)}, and {held.said} has shape {list(shape)}",
+            f"hidden returns {list(hidden.shape)}, and {parameter.description} has shape {list(shape)}",
             rule="the hidden state is [batch, seq, dim], and the head [dim, vocab] or [vocab, dim]",
             fix="hidden() without the head's matmul, and head_name its kernel or the embedding",
         )
     if "vocab" not in names and shape == (dim, dim):
         raise refuse(
-            f"{held.said} of shape {list(shape)}",
+            f"{parameter.description} of shape {list(shape)}",
             rule="the shape of a head tells which of its dims is the vocabulary, or a name does",
             fix='out_sharding=("embed", "vocab"), or no head_name',
         )

@@ -74,13 +74,12 @@ def _modules(path: str) -> list[str]:
     return ["/".join(words[:depth]) for depth in range(1, len(words))]
 
 
-# Random keys for layers of a list that store none: each layer draws with the keys of its own position.
+# Random keys for a list of layers that store no keys: each layer uses the keys of its own position in the list.
 #
 #     on one device   layer 3 draws with keys that Linen derives from the model's key and the layer's name, `h_3`
-#     on a stage      layer 3 runs layer 0's program ──► with the keys that layer 3's own program makes
+#     on a stage      all layers run layer 0's program; layer 3 gets the keys that its own program derives
 #
-# Keys depend only on the model state. So they are computed before the layers, and passed to the stages as per-layer
-# values.
+# Keys depend only on the model state, so they are computed before the layers and passed to the stages, one per layer.
 
 
 def compute_keys(layers: Callable, *args: Any) -> list[jax.Array]:

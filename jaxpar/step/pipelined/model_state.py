@@ -53,7 +53,7 @@ class ModelStates:
         traced, state = self.trace_loss(params, model_state, batch, train=True)
         jaxpr, count = traced.flat.jaxpr, self.shardings.layout.microbatches
         non_state_vars, ins = split_groups(jaxpr.invars, [len(jaxpr.invars) - state, state])
-        # only the equations from state to state, without the model: they run here, before the table
+        # only the equations that compute the new state from the old: the model itself does not run here
         step = PrunedJaxpr(jaxpr, jaxpr.outvars[:state])
         if step.reads.intersection(non_state_vars):
             raise refuse(
@@ -171,5 +171,5 @@ class ModelStates:
 
 
 def salt_by_replica(model_states: Tree, replica: jax.Array, replicas: int) -> Tree:
-    """Folds the replica's number into random keys, because each replica draws for other rows."""
+    """Folds the replica's index into random keys, so that replicas use different keys for their different examples."""
     return model_states if replicas == 1 else fold_in_number(model_states, replica)

@@ -83,7 +83,7 @@ class TracedPieces:
             return [], []
         jaxpr = self.traced.flat.jaxpr
         ins = jaxpr.invars[len(self.params) :]
-        step = PrunedJaxpr(jaxpr, [jaxpr.outvars[i] for i in others])  # without the model, which does not change it
+        step = PrunedJaxpr(jaxpr, [jaxpr.outvars[i] for i in others])  # the model itself does not run here
 
         def one_microbatch(leaves, _):
             return step(self.traced.flat.consts, {ins[i]: leaf for i, leaf in zip(others, leaves, strict=True)}), leaves
@@ -105,10 +105,10 @@ class TracedPieces:
         return JaxprCut(self.jaxpr, inputs)
 
     def parts(self, stages: Sequence[int], *, train: bool) -> list[PartProgram]:
-        """Returns the parts of a cut, given the number of pieces of each.
+        """Returns the programs of the parts, given the number of pieces of each part.
 
         Raises:
-          JaxparError: If a part would have to know the state that another has updated.
+          JaxparError: If a part reads state that another part updates.
         """
         kept, count = self.updated_state if train else (), len(stages)
         part_of_piece = [part for part, number in enumerate(stages) for _ in range(number)]
@@ -116,7 +116,7 @@ class TracedPieces:
         new_state = {i: self.new_state[index] for i, index in enumerate(kept)}
         cut = self.cut(train=train)
         parts = cut.parts(part_of, self.outs, new_state, count=count)
-        # state that a result depends on differs from microbatch to microbatch; backwards come later than it changes
+        # a result that depends on updated state differs between microbatches, and its backward runs after more updates
         for part in cut.parts(part_of, self.outs, count=count) if kept else ():
             if part.reads_state:
                 raise _read_again(self.name)
@@ -127,9 +127,9 @@ class TracedPieces:
 
     @cached_property
     def piece_of(self) -> list[int]:
-        """The piece of each equation: what comes before the pieces is of the first, and what comes after of the last.
+        """The piece of each equation: those before all pieces belong to the first, those after them to the last.
 
-        Of a model that does not call `jp.pipelined`, pieces are what is between two equations where few bytes pass.
+        A model that does not call `jp.pipelined` is divided between equations where few bytes have to be sent.
         """
         if not self.pieces:
             crossing = crossing_bytes(self.cut(train=False), self.outs)
@@ -144,7 +144,7 @@ class TracedPieces:
 
     @cached_property
     def _pieces(self) -> list[int]:
-        """The piece of each equation, or -1 outside of pieces."""
+        """Returns the piece of each equation by its scope; -1 outside of all pieces."""
         found = (_PIECE.search(str(eqn.source_info.name_stack)) for eqn in self.jaxpr.jaxpr.eqns)
         return [int(match[1]) if match else -1 for match in found]
 

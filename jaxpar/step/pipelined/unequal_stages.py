@@ -23,7 +23,7 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.pipeline_options import FOUND
 from jaxpar.parallel.specs import update_specs
 from jaxpar.parallel.techniques.context import chip_key
-from jaxpar.partition.given_replicas import FoundStages, find_stages
+from jaxpar.partition.fixed_replicas import BestCut, find_stages
 from jaxpar.partition.stage_costs import costs_of_parts, op_times
 from jaxpar.partition.traced_chain import FORWARDS
 from jaxpar.pipeline.run.branch_table import BranchTable
@@ -46,7 +46,7 @@ MANUAL = ("pipe", "data", "fsdp")
 
 @dataclass(frozen=True, eq=False)
 class TracedMicrobatch:
-    """The loss of one microbatch of one device, and what each microbatch has of data and state.
+    """The loss of one microbatch of one device, with the data and state of every microbatch.
 
     Attributes:
       pieces: The loss.
@@ -80,7 +80,7 @@ class UnequalStages(Gradients):
         _check_layout(layout)
         self.layout, self.loss, self.numerics, self.frozen = layout, loss, numerics, frozen
         self.shardings = Shardings(layout, numerics.dtype)
-        self._found: FoundStages | None = None
+        self._found: BestCut | None = None
 
     def gradients(self, params: Tree, model_state: Tree, batch: Mapping[str, jax.Array]) -> tuple[Tree, Sums, Tree]:
         """Returns the gradients of the mean loss over all microbatches, the loss sums, and the new model state."""
@@ -198,7 +198,7 @@ class UnequalStages(Gradients):
             _check_pieces(pieces, stages)
         return replicas, pieces.parts(stages, train=train)
 
-    def _find_stages(self, pieces: TracedPieces, replicas: StageReplicas) -> FoundStages:
+    def _find_stages(self, pieces: TracedPieces, replicas: StageReplicas) -> BestCut:
         """Finds the number of pieces of each part. Simulated devices stand for H100s."""
         schedule, key = self.layout.schedule, chip_key(self.layout) or "h100"
         chip = next(chip for chip in CHIPS if chip.key == key)
