@@ -1,6 +1,6 @@
 """Makes a training step the subject of an inspection: names every array of the step as the model does."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -42,27 +42,7 @@ def step_subject(step: Step, batch: Mapping[str, Any], *, sync_round: int = 0) -
     layout, state = step.layout, step.abstract()
     batch = {name: step.placement.shaped(name, value) for name, value in batch.items()}
     lowered = step.lower(state, batch, sync_round=sync_round)
-    platform = layout.device_mesh.devices.flat[0].platform
-    notes = [*step.compiler.implementations]
-    if platform != "cpu" and jax.default_backend() != "gpu" and step.numerics.dtype:
-        if layout.sizes["context"] == 1:
-            notes.append(
-                "attention is compiled as XLA's own: on a GPU, jaxpar's models take cuDNN's fused kernel in 16 bits, "
-                "which keeps no [seq, seq] scores and is faster"
-            )
-        elif (
-            layout.parallel.implementations.get("context", "gather") == "gather"
-        ):  # other implementations add notes of their own
-            notes.append(
-                "attention is XLA's own: cuDNN's kernel does not take pieces of a sequence, so scores are kept"
-            )
-    prior_notes = (*layout.notes, *notes)
-    notes += [note for note in step.layout.notes if note not in prior_notes]  # notes added by tracing
-    if step.numerics.remat == "offload" and platform == "cpu":
-        notes.append("XLA for processors has one memory: inputs of layers stay where they are, and nothing is freed")
-    if step.numerics.offload:
-        notes.append("optimizer state in host memory is counted apart from the device's")
-    code = _code(step.loss)
+    notes, code = tuple(_notes(step, layout)), _code(step.loss)
     return Subject(
         title=layout.summary(),
         lowered=lowered,
@@ -90,18 +70,39 @@ def step_subject(step: Step, batch: Mapping[str, Any], *, sync_round: int = 0) -
         updates=step.gradients.updates,
         cards=tuple(cards(layout.placements, layout.sizes)),
         schedule=layout.schedule if layout.sizes["pipe"] > 1 else None,
-        notes=(
-            *notes,
-            *(step.compiler.matmuls.notes if step.compiler.matmuls else ()),
-            *step.gradients.notes,
-            *_agreement(layout),
-        ),
+        notes=notes,
         cacheable=True,
         compiler_options=step.compiler.options,
     )
 
 
-def _agreement(layout: Layout) -> list[str]:
+def _notes(step: Step, layout: Layout) -> Iterator[str]:
+    """Yields the remarks on a lowered step; `layout` is that of the step before, without notes of its trace."""
+    yield from step.compiler.implementations
+    platform = layout.device_mesh.devices.flat[0].platform
+    attention = ""
+    if platform != "cpu" and jax.default_backend() != "gpu" and step.numerics.dtype:
+        if layout.sizes["context"] == 1:
+            attention = (
+                "attention is compiled as XLA's own: on a GPU, jaxpar's models take cuDNN's fused kernel in 16 bits, "
+                "which keeps no [seq, seq] scores and is faster"
+            )
+        elif layout.parallel.implementations.get("context", "gather") == "gather":  # others have their own notes
+            attention = "attention is XLA's own: cuDNN's kernel does not take pieces of a sequence, so scores are kept"
+    if attention:
+        yield attention
+    prior = (*layout.notes, *step.compiler.implementations, attention)
+    yield from (note for note in step.layout.notes if note not in prior)  # added by the trace
+    if step.numerics.remat == "offload" and platform == "cpu":
+        yield "XLA for processors has one memory: inputs of layers stay where they are, and nothing is freed"
+    if step.numerics.offload:
+        yield "optimizer state in host memory is counted apart from the device's"
+    yield from step.compiler.matmuls.notes if step.compiler.matmuls else ()
+    yield from step.gradients.notes
+    yield from _synchronization(layout)
+
+
+def _synchronization(layout: Layout) -> list[str]:
     """Describes how replicas synchronize, with the modelled time if the hardware's links are known."""
     if not sync_note(layout):
         return []

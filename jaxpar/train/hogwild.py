@@ -79,9 +79,7 @@ def race(
     """
     _check(step, workers, updates)
     state = init_state(step.layout, step.optimizer, seed=seed)
-    initial, structure = flatten_by_path(state.params)
-    shared = {path: np.array(leaf) for path, leaf in initial.items()}
-    size = sum(array.size for array in shared.values())
+    shared = _SharedParameters(state.params)
     rate_at = rate if callable(rate) else lambda _: rate
     model_states = [
         fold_in_number(state.model_state, jnp.uint32(worker)) if workers > 1 else state.model_state
@@ -89,27 +87,52 @@ def race(
     ]
     numbers = itertools.count()  # `next` and `append` are atomic in CPython: no lock needed
     log: list[tuple[float, int, int, float]] = []
-    ends = threading.Event()
+    program = step.compile_gradients(shared.read(), state.model_state, examples(0))
 
-    def read() -> Any:
-        return structure.unflatten(
-            [jax.device_put(array.copy(), initial[path].sharding) for path, array in shared.items()]
-        )
-
-    program = step.compile_gradients(read(), state.model_state, examples(0))
-
-    def work(worker: int) -> None:
+    def work(worker: int, ends: threading.Event) -> None:
         while not ends.is_set() and (number := next(numbers)) < updates:
-            before, params = len(log), read()
-            tree, sums, model_states[worker] = program(params, model_states[worker], step.put(examples(number)))
+            before, params = len(log), shared.read()
+            gradients, sums, model_states[worker] = program(params, model_states[worker], step.put(examples(number)))
             total, count = (float(x) for x in sums["loss"])
-            gradients = {path: np.asarray(leaf) for path, leaf in flatten_by_path(tree)[0].items()}
-            written = sum(_write(shared[path], leaf, rate_at(number)) for path, leaf in gradients.items())
-            log.append((total / max(count, 1e-30), before, worker, written / size))
+            log.append((total / max(count, 1e-30), before, worker, shared.write(gradients, rate_at(number))))
 
-    begin = time.perf_counter()
+    seconds = _run_threads(work, workers)
+    loss, before, worker, write_share = np.array(log).T
+    return Race(
+        state=replace(state, params=shared.read(), model_state=model_states[0]),
+        loss=loss,
+        staleness=np.arange(len(log)) - before.astype(int),
+        worker=worker.astype(int),
+        write_share=write_share,
+        seconds=seconds,
+    )
+
+
+class _SharedParameters:
+    """The parameters as numpy arrays, which all threads read and write."""
+
+    def __init__(self, params: Any):
+        leaves, self.structure = flatten_by_path(params)
+        self.arrays = {path: np.array(leaf) for path, leaf in leaves.items()}
+        self.shardings = {path: leaf.sharding for path, leaf in leaves.items()}
+        self.size = sum(array.size for array in self.arrays.values())
+
+    def read(self) -> Any:
+        """Returns a copy on the device, in the structure of the parameters."""
+        copies = [jax.device_put(array.copy(), self.shardings[path]) for path, array in self.arrays.items()]
+        return self.structure.unflatten(copies)
+
+    def write(self, gradients: Any, rate: float) -> float:
+        """Subtracts rate * gradients in place; returns the fraction of all elements that it wrote."""
+        leaves = {path: np.asarray(leaf) for path, leaf in flatten_by_path(gradients)[0].items()}
+        return sum(_write(self.arrays[path], leaf, rate) for path, leaf in leaves.items()) / self.size
+
+
+def _run_threads(work: Callable[[int, threading.Event], None], workers: int) -> float:
+    """Runs `work` in threads, which end when the event is set; returns the wall-clock seconds."""
+    ends, begin = threading.Event(), time.perf_counter()
     with ThreadPoolExecutor(workers, thread_name_prefix="hogwild") as pool:
-        threads = [pool.submit(work, worker) for worker in range(workers)]
+        threads = [pool.submit(work, worker, ends) for worker in range(workers)]
         try:
             wait(threads, return_when=FIRST_EXCEPTION)
         finally:
@@ -117,15 +140,7 @@ def race(
     seconds = time.perf_counter() - begin
     for thread in threads:
         thread.result()
-    loss, before, worker, write_share = np.array(log).T
-    return Race(
-        state=replace(state, params=read(), model_state=model_states[0]),
-        loss=loss,
-        staleness=np.arange(len(log)) - before.astype(int),
-        worker=worker.astype(int),
-        write_share=write_share,
-        seconds=seconds,
-    )
+    return seconds
 
 
 def _write(shared: np.ndarray, gradient: np.ndarray, rate: float) -> int:

@@ -16,7 +16,7 @@ from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch
 from jaxpar.job.parts.models import batch_errors, frozen_paths, resolve_loss, resolve_model
 from jaxpar.job.parts.optimizers import resolve_optimizer
-from jaxpar.job.parts.plan_splits import find_splits
+from jaxpar.job.parts.plan_splits import FoundSplit, find_splits
 from jaxpar.job.parts.plan_stages import find_stages
 from jaxpar.models.experts import Routing
 from jaxpar.models.islands import implemented
@@ -154,15 +154,9 @@ def trace_model(
             remats=[*model_trace.programs],
         )  # fmt: skip
     named_dims, dtype = _dims(compose(blueprint, Parallel(), 1), buffers), DTYPES[compute]
-    axes = {
-        axis: technique.allowed_sizes(named_dims, rows, Choices())
-        for axis, technique in TECHNIQUES.items()
-        if axis not in DECLARED and not technique.why_not(named_dims)
-    }
-    axes = {axis: each for axis in AXES if len(each := split_sizes(splits, axis)) > 1} | axes
-    shards, state_bytes, refused = _shards(
-        blueprint, devices, axes, {sizes: each.names for sizes, each in splits.items()}, rows=rows
-    )
+    axes = _axis_sizes(named_dims, splits, rows)
+    names = {sizes: each.names for sizes, each in splits.items()}
+    shards, state_bytes, refused = _shards(blueprint, devices, axes, names, rows=rows)
     return TracedModel(
         name=blueprint.name,
         shards=shards,
@@ -183,6 +177,16 @@ def trace_model(
         stages=stages,
         no_pipeline=no_pipeline,
     )
+
+
+def _axis_sizes(dims: Dims, splits: Mapping[Sizes, FoundSplit], rows: int) -> dict[str, Collection[int]]:
+    """Returns the sizes of `context` and `tensor` that have a split, and those that added techniques allow."""
+    found = {axis: sizes for axis in AXES if len(sizes := split_sizes(splits, axis)) > 1}
+    return found | {
+        axis: technique.allowed_sizes(dims, rows, Choices())
+        for axis, technique in TECHNIQUES.items()
+        if axis not in DECLARED and not technique.why_not(dims)
+    }
 
 
 def _trace_loss(

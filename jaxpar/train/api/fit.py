@@ -106,31 +106,31 @@ def fit(
     Raises:
       JaxparError: If an argument is invalid, the folder belongs to other data, a state does not fit, or a step is bad.
     """
-    asked = {"steps": steps, "batch": batch, "show_every": show_every}
-    saved, judged = check_arguments(step, asked, run, state, checkpoints, best, eval_every, faults)
+    numbers = {"steps": steps, "batch": batch, "show_every": show_every}
+    checkpoints, best = check_arguments(step, numbers, run, state, checkpoints, best, eval_every, faults)
     check_loggers(loggers, run)
     check_profile(profile, steps, run)
     folder = None if run is None else local_folder(run)
     bucket = _bucket(run)
-    with _locked(folder), bucket.synchronized() if bucket else nullcontext():
+    with _folder_lock(folder), bucket.synchronized() if bucket else nullcontext():
         source = open_fit_data(data, folder, held_out)
-        held = open_sets(sets, (folder or Path("runs")) / "data", batch)
-        check_evaluated(source, held, batch, eval_every, saved, judged)
-        store, progress = _store(folder, saved, source, step=step, steps=steps, every=show_every)
+        eval_sets = open_sets(sets, (folder or Path("runs")) / "data", batch)
+        check_evaluated(source, eval_sets, batch, eval_every, checkpoints, best)
+        store, progress = _store(folder, checkpoints, source, step=step, steps=steps, every=show_every)
         if store and bucket:
             store.on_commit = bucket.push
         with explained_state(step.layout, step.optimizer, offload=step.numerics.offload):
-            state, at = _begin(step, store, state, saved, seed=seed, say=progress.say)
-            jax.block_until_ready(state.step)  # XLA may report with the arrays that it could not allocate them
-        log = _log(folder, at, loggers, step=step, source=source, say=progress.say, config=asked | {"seed": seed})
-        made = Run(
-            step=step, source=source, steps=steps, global_batch=batch, eval_every=eval_every, sets=held,
-            checkpoints=saved, store=store, log=log, progress=progress, best=judged,
+            state, first = _initial_state(step, store, state, checkpoints, seed=seed, say=progress.say)
+            jax.block_until_ready(state.step)  # XLA may report only here that it could not allocate the arrays
+        log = _log(folder, first, loggers, step=step, source=source, say=progress.say, config=numbers | {"seed": seed})
+        settings = Run(
+            step=step, source=source, steps=steps, global_batch=batch, eval_every=eval_every, sets=eval_sets,
+            checkpoints=checkpoints, store=store, log=log, progress=progress, best=best,
             watch=Watch(faults or Faults(), log.recent if log else [], span=steps, skipped=log.skipped if log else 0),
-            skipped=SkippedBatches(folder, fresh=not at) if folder else None,
+            skipped=SkippedBatches(folder, fresh=not first) if folder else None,
             trace=StepTrace(folder if is_first() else None, profile, progress.say),
         )  # fmt: skip
-        return _train(made, progress, state, at)
+        return _train(settings, progress, state, first)
 
 
 def _bucket(run: str | Path | None) -> Bucket | None:
@@ -151,7 +151,7 @@ def _bucket(run: str | Path | None) -> Bucket | None:
 
 
 @contextmanager
-def _locked(folder: Path | None) -> Iterator[None]:
+def _folder_lock(folder: Path | None) -> Iterator[None]:
     """Creates and locks the run folder."""
     if folder:
         make_folder(folder)
@@ -175,7 +175,7 @@ def _store(
 
 def _log(
     folder: Path | None,
-    at: int,
+    first_step: int,
     loggers: Sequence[Any],
     *,
     step: Step,
@@ -186,13 +186,13 @@ def _log(
     """Returns the log of metrics, and writes run.json."""
     if not folder:
         return None
-    first = is_first()
-    written = facts(step, source) if first else {}
-    if first:
-        write_json(folder / "run.json", written)
-    opened = [open_logger(each, "loggers") if isinstance(each, str) else each for each in loggers if first]
-    logged = _logged_run(folder, step, config, written) if opened else None
-    return Log(folder, start=at, writes=first, loggers=opened, run=logged, say=say)
+    writes = is_first()
+    contents = facts(step, source) if writes else {}
+    if writes:
+        write_json(folder / "run.json", contents)
+    opened = [open_logger(each, "loggers") if isinstance(each, str) else each for each in loggers if writes]
+    logged_run = _logged_run(folder, step, config, contents) if opened else None
+    return Log(folder, start=first_step, writes=writes, loggers=opened, run=logged_run, say=say)
 
 
 def _logged_run(folder: Path, step: Step, config: Mapping[str, Any], written: Mapping[str, Any]) -> LoggedRun:
@@ -202,7 +202,7 @@ def _logged_run(folder: Path, step: Step, config: Mapping[str, Any], written: Ma
     return LoggedRun(folder=folder, config={**config, **tables, **names}, texts={"layout": step.layout.explain()})
 
 
-def _begin(
+def _initial_state(
     step: Step, store: Store | None, state: State | None, saved: Checkpoints, *, seed: int, say: Callable[[str], None]
 ) -> tuple[State, int]:
     """Returns the initial state and its step: from the newest checkpoint, or for a new run."""
