@@ -18,8 +18,8 @@ step_rules: ContextVar[Sequence] = ContextVar("step_rules", default=())
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     """Shards `x` as the traced step maps the names of its dims to mesh axes; the identity outside of a step.
 
-    If two dims ask for one mesh axis, the name that comes first among the rules wins. A dim whose name has no rule is
-    left to XLA; a dim named None is not sharded.
+    If rules map two dims to one mesh axis, the name that comes first among the rules gets it. A dim whose name has no
+    rule is left to XLA; a dim named None is not sharded.
 
     Args:
       x: An activation.

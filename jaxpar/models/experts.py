@@ -75,7 +75,7 @@ def mixture(
     them and back by two all-to-alls. The result is that of one device: which choices overflow depends on the row alone.
 
     Args:
-      expert: Maps (parameters of one expert, tokens [n, dim]) to [n, dim]; it computes each token by itself.
+      expert: Maps (parameters of one expert, tokens [n, dim]) to [n, dim], each token independently of all others.
       params: Parameters of all experts; every array has the experts as dim 0. Name that dim `expert`.
       x: Tokens. Shape [batch, seq, dim].
       choices: Experts of each token, different ones, best first, as of `jax.lax.top_k`. Those after the first k are

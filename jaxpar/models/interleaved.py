@@ -182,7 +182,7 @@ def _run_groups(runs: Sequence[Run], carry: Any, parts: tuple[Any, Any], every: 
 
     Args:
       runs: The functions of the layers of a period.
-      carry: What the first layer gets.
+      carry: The input of the first layer.
       parts: Values of dense layers, and of layers with experts. Leading dims: their numbers.
       every: Layers of a group.
       loops: Periods in the loop.

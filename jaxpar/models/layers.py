@@ -109,7 +109,7 @@ class BlockConfig:
       activation: silu, gelu or gelu_tanh.
       attention_scale: Factor of the scores; 0 means 1 / sqrt(head_dim).
       attention_softcap: Softcap of the scores; 0 means none.
-      residual_scale: Factor of what a layer adds to the stream.
+      residual_scale: Factor of a layer's output before it is added to the residual stream.
     """
 
     dim: int

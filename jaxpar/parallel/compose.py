@@ -214,7 +214,7 @@ def compose(
 
 
 def found_specs(parallel: Parallel, blueprint: Blueprint) -> tuple[Parallel, str]:
-    """Returns the declaration with the names that `specs="found"` asks for, and a sentence about them.
+    """Returns the declaration with the names found for `specs="found"`, and a sentence about them.
 
     Raises:
       JaxparError: If nothing is known of the model's inputs, or no choice of dims is possible.

@@ -45,7 +45,7 @@ class Parallel(Keywords):
         plain: blocks of plain JAX.
       tensor: Number of devices that split every large matrix (Megatron tensor parallelism).
       expert: Number of devices that hold different experts of a mixture, and train on different examples (expert
-        parallelism; GShard, arXiv:2006.16668). What is no expert they share as `zero` says, with those of `fsdp`.
+        parallelism; GShard, arXiv:2006.16668). They shard all other parameters together with `fsdp`, as `zero` says.
       height: Devices that share every image, each with a piece of its rows (spatial parallelism; Dryden et al. 2019,
         arXiv:1903.06681). Convolutions exchange the rows at the borders of the pieces with the neighbours. Of a volume
         this is the first dim after the batch.

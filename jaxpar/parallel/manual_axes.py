@@ -31,7 +31,7 @@ def automatic_axes(*names: str) -> tuple[tuple[str, ...], ...]:
 
 
 def example_axes(examples: int, *, groups: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Returns the axes that split so many examples in `jax.shard_map`, without those that split groups of channels."""
+    """Returns the axes that split this many examples in `jax.shard_map`, except for those that split channel groups."""
     mesh = get_abstract_mesh()
     ways = {axis: size for axis, size in mesh.shape.items() if size > 1 and axis not in (*mesh.manual_axes, *groups)}
     batch = tuple(axis for axis in batch_axes(ways) if axis in ways)
@@ -40,7 +40,7 @@ def example_axes(examples: int, *, groups: tuple[str, ...] = ()) -> tuple[str, .
 
 
 def group_axes(count: int) -> tuple[str, ...]:
-    """Returns the axes that split so many groups of channels in `jax.shard_map`.
+    """Returns the axes that split this many groups of channels in `jax.shard_map`.
 
     Where replicas step apart, a `vmap` over `data` makes each convolution one of as many groups: `data` then splits it.
     """

@@ -162,8 +162,8 @@ def _spec(dims: tuple[int, ...], axes: tuple[tuple[str, ...], ...]) -> Partition
     return PartitionSpec(*(on.get(dim) or None for dim in range(len(dims))))
 
 
-# Pooling. XLA splits its windows by itself, but (as of JAX 0.12) the gradient of max pooling is wrong if windows overlap
-# and have stride 1, as in GoogLeNet: by 3e-4 on `height 8`.
+# Pooling. XLA splits its windows by itself, but (as of JAX 0.12) the gradient of max pooling is wrong if the windows
+# overlap and have stride 1, as in GoogLeNet: by 3e-4 on `height 8`.
 
 
 @contextmanager

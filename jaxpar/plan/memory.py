@@ -57,7 +57,7 @@ def static(
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """Returns the bytes of parameters, gradients and optimizer state. Source: Rajbhandari et al., figure 1.
 
-    The devices of fsdp, or so many `sharers`, share them. If all stages run one program (`spmd`), each stores an
+    The devices of fsdp, or this many `sharers`, share them. If all stages run one program (`spmd`), each stores an
     equal part of the layers, even if the stages do not divide them.
     """
     count = stage_parameters(shape, candidate, stage, spmd=spmd)
@@ -132,7 +132,7 @@ def _program_per_stage(
     residuals: np.ndarray | float,
     everything: np.ndarray | float,
 ) -> Iterator[Memory]:
-    """Yields the bytes of the first and of the last stage, if each stage runs a program of its own."""
+    """Yields the bytes of the first and of the last stage, if each stage runs its own program."""
     layers = candidate.layers(shape.layers)
     tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
     vocab_shards = candidate.tensor * candidate.head_shards

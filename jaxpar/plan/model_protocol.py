@@ -44,7 +44,7 @@ class Model(Protocol):
         return False
 
     def step_flop(self, rows: int) -> float:
-        """Returns the FLOP of a step over so many rows, without recomputation: backward is twice forward."""
+        """Returns the FLOP of a step over this many rows, without recomputation: backward is twice forward."""
         ...
 
     def masked_flop(self, rows: int) -> float:

@@ -375,7 +375,7 @@ class TracedModel:
     ) -> Any:
         """Returns the parameters on a device, or the bytes of other state, by the sizes in `amounts_by_size`.
 
-        With `whole`, those of one group of fsdp, unsharded. Sizes that are not in the table get an even share.
+        With `whole`, the parameters before fsdp shards them. Sizes that are not in the table get an even share.
         """
         amounts = self.shards if amounts_by_size is None else amounts_by_size
         sizes, indices = self._sizes(candidate)

@@ -99,7 +99,7 @@ class Links:
         self.moves = lru_cache(maxsize=None)(self._moves)
 
     def seconds(self, axis: int, sent: float) -> float:
-        """Returns the seconds of a collective over an axis in which a device sends so many bytes."""
+        """Returns the seconds of a collective over an axis in which a device sends this many bytes."""
         return sent / self.costs.links[axis] + self.costs.launch
 
     def _moves(self, size: float, source: States, target: States, merged: bool) -> tuple[Resharding, ...]:

@@ -165,8 +165,8 @@ def _cross_entropy_slope(primals: tuple, tangents: tuple) -> tuple[jax.Array, ja
     @partial(jax.checkpoint, prevent_cse=False)
     def along(logits: jax.Array, highest: jax.Array, total: jax.Array, slopes: jax.Array) -> jax.Array:
         slopes = slopes.astype(jnp.float32)
-        # bitwise the exponentials of the forward pass, but in another form: in the same form XLA would compute them
-        # once, and keep them in float32 besides the logits
+        # bit for bit the exponentials of the forward pass, but written differently: otherwise XLA would compute them
+        # only once, and keep them in float32 in addition to the logits
         powers = jnp.exp(-(highest - logits.astype(jnp.float32)))
         at_label = jnp.sum(jnp.where(_one_hot(labels, logits), slopes, 0.0), axis=-1)
         return jnp.sum(powers * slopes, axis=-1) / total - at_label

@@ -129,7 +129,7 @@ def _other_model(job: Job, found: Pretrained) -> list[Problem]:
 
 
 def _other_tokens(job: Job, vocab: int | None) -> list[Problem]:
-    """Reports a tokenizer that differs from the one the model, of so many tokens (if known), was trained with."""
+    """Reports a tokenizer that differs from the one the model, of this many tokens (if known), was trained with."""
     if not job.data.is_text:
         return []
     folder = Path(job.checkpoint.start_from).expanduser()

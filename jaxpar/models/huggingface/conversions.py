@@ -82,7 +82,7 @@ def softcap(setting: str, key: str, default: float | None) -> Conversion:
 
 
 def _whole(value: float) -> float:
-    """Returns the nearest integer if a value is one but for rounding."""
+    """Returns the nearest integer if the value differs from it only by rounding."""
     return float(round(value)) if math.isclose(value, round(value), rel_tol=1e-12) else value
 
 

@@ -1,6 +1,6 @@
 """Expert parallelism: the devices of `expert` see other examples and hold other experts (GShard, arXiv:2006.16668).
 
-The axis splits the batch, and shards what is no expert as `fsdp` does. `expert_slots` moves tokens.
+The axis splits the batch, and shards all parameters outside of experts as `fsdp` does. `expert_slots` moves tokens.
 """
 
 from collections.abc import Set

@@ -145,7 +145,7 @@ class Split:
 
 
 def _split(rows: int) -> Split:
-    """Returns the axes that split so many rows, and slots, here; none outside of a step."""
+    """Returns the axes that split this many rows, and slots, here; none outside of a step."""
     mesh, spec = get_abstract_mesh(), spec_of(("batch", "seq"))
     if spec is None:
         return Split(1, (), 1, (), 1)

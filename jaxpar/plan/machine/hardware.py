@@ -83,11 +83,11 @@ class Hardware:
         return self.jitter * np.sqrt(2 * np.log(np.maximum(devices, 1.0)))
 
     def stream(self, size: np.ndarray | float) -> Any:
-        """Returns the seconds of reading or writing so many bytes of device memory."""
+        """Returns the seconds of reading or writing this many bytes of device memory."""
         return size / (self.chip.bandwidth * self.streaming)
 
     def kernels(self, size: np.ndarray | float, count: np.ndarray | float) -> Any:
-        """Returns the seconds of `count` kernels that move so many bytes in total, each at least the smallest's."""
+        """Returns the seconds of `count` kernels that move this many bytes in total, each at least the smallest's."""
         return np.maximum(self.stream(size), count * SMALLEST_KERNEL)
 
     def members(self, group: np.ndarray | float, stride: np.ndarray | float) -> Any:
@@ -100,7 +100,7 @@ class Hardware:
         return np.clip(part // np.maximum(stride, 1), 1, group)
 
     def for_devices(self, devices: int) -> "Hardware":
-        """Returns the machines for so many devices: fewer than `per_node` make a smaller node."""
+        """Returns the machines for this many devices: fewer than `per_node` make a smaller node."""
         return replace(self, per_node=devices) if devices < self.per_node else self
 
     def gather(

@@ -53,7 +53,7 @@ _SAYS = {
 
 
 def load_hardware(path: str | Path, *, devices: int, per_node: int = 0, between: float = 0.0) -> Hardware:
-    """Loads the machines of a TOML file, for a plan on so many devices.
+    """Loads the machines of a TOML file, for a plan on this many devices.
 
     Args:
       path: A file as above.

@@ -242,7 +242,7 @@ class Gemm:
         check_ranges(self, "gemm", RANGES)
 
     def share(self, flop: np.ndarray | float) -> Any:
-        """Returns the share of the peak for matmuls of so many FLOP, a number or an array.
+        """Returns the share of the peak for matmuls of this many FLOP, a number or an array.
 
         >>> Gemm(top=0.8, half=4e9, source="").share(4e9)
         0.4
@@ -250,7 +250,7 @@ class Gemm:
         return self.top * flop / (flop + self.half)
 
     def fixed(self, peak: float) -> float:
-        """Returns the seconds of a matmul that do not depend on its size, on a chip of so many FLOP per second."""
+        """Returns the seconds of a matmul that do not depend on its size, on a chip of this many FLOP per second."""
         return self.half / (peak * self.top)
 
     def seconds(self, m: np.ndarray | float, k: np.ndarray | float, n: np.ndarray | float, *, peak: float) -> Any:

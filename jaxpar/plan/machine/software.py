@@ -128,7 +128,7 @@ class SoftwareModel:
     source: str
 
     def score(self, keys: int, candidate: Candidate, kv_heads: int) -> tuple[Any, Any]:
-        """Returns the memory traffic per score of unfused attention with so many keys, forward and backward."""
+        """Returns the memory traffic per score of unfused attention with this many keys, forward and backward."""
         limit, extra = self.softmax_split
         several = np.greater(candidate.microbatch, 1) & np.greater(kv_heads, candidate.tensor)
         return self.scores[0] + extra * bool(limit and keys > limit) + self.scaling_traffic * several, self.scores[1]

@@ -197,7 +197,7 @@ def _kernel_seconds(
     stacks: np.ndarray | float,
     weights: np.ndarray | float,
 ) -> Any:
-    """Returns the seconds of kernels that read and write so many bytes of arrays, stacks of residuals, and weights.
+    """Returns the seconds of kernels that read and write this many bytes of arrays, stacks of residuals, and weights.
 
     Way is 0 forward, 1 backward. Each kernel takes at least as long as the smallest one.
     """
@@ -221,7 +221,7 @@ def _kernel_seconds(
 def collective_copies(
     parameters: np.ndarray | float, candidate: Candidate, hardware: Hardware, software: SoftwareModel
 ) -> Any:
-    """Returns the seconds of a step's copies of so many parameters and gradients around fsdp's collectives.
+    """Returns the seconds of a step's copies of this many parameters and gradients around fsdp's collectives.
 
     A pipeline gathers and reduces outside of its table, without them.
     """
@@ -232,7 +232,7 @@ def collective_copies(
 
 
 def accumulation_bytes(parameters: np.ndarray | float, candidate: Candidate, software: SoftwareModel) -> Any:
-    """Returns the memory traffic of adding a microbatch's gradients of so many parameters to their sum.
+    """Returns the memory traffic of adding a microbatch's gradients of this many parameters to their sum.
 
     If gradients are reduced for each microbatch, ZeRO-2 and 3 add shards. A single microbatch has no sum, so ZeRO-1
     also scatters its gradients at once. If a copy of the parameters is gathered for a step (ZeRO-1 and 2), gradients

@@ -223,7 +223,7 @@ def _gradient_arrays(fused: FusedProgram, gradients: Collection[int]) -> set[int
 
 
 def _bodies(fused: FusedProgram, rows: float, params: set[int]) -> tuple[dict[int, _Amounts], set[int]]:
-    """Returns the amounts of one turn of each loop, by its place; and the arrays made of parameters alone."""
+    """Returns the amounts of one iteration of each loop by its index; and arrays that depend on parameters alone."""
     bodies, of_params = {}, params
     for kernel in fused.kernels:
         op = kernel.op

@@ -74,7 +74,7 @@ class TracedOp:
       outputs: Numbers of its results.
       backward: Whether it is part of the backward pass.
       matmul: The matmul that it is, or None.
-      body: SizedProgram of one turn of a loop, or None.
+      body: SizedProgram of one iteration of a loop, or None.
       length: Turns of a loop.
       carried: Number of a loop's results that are its carry; the others are stacks.
       row: Elements that a reduction over the last dim reads for each result; 0 for other ops.
@@ -179,7 +179,7 @@ class _Reader:
 
     def __init__(self):
         self.program, self.known, self.barriers = SizedProgram(), {}, 0
-        self.uniform: set[int] = set()  # arrays of one constant value
+        self.uniform: set[int] = set()  # arrays filled with one constant
 
     def read(
         self,

@@ -54,13 +54,13 @@ def sent_kv_heads(shape: Shape, candidate: Candidate) -> Any:
 
 
 def copied_kv_heads(shape: Shape, tensor: np.ndarray | float, ulysses: np.ndarray | float) -> Any:
-    """Returns the kv heads that so many Ulysses devices exchange, with copies, over all of `tensor`."""
+    """Returns the kv heads that this many Ulysses devices exchange, with copies, over all of `tensor`."""
     heads = shape.kv_heads or shape.heads
     return np.where(np.greater(ulysses, 1), np.lcm(heads, np.multiply(tensor, ulysses)), heads)
 
 
 def largest_block(tokens: np.ndarray | float, head_dim: np.ndarray | float) -> tuple[Any, Any]:
-    """Returns the largest tokens of a block of queries and of keys, as `jaxpar.models.blocks.pairs.max_block_sizes`."""
+    """Returns the most tokens in a block of queries and in one of keys: see `jaxpar.models.blocks.pairs`."""
     area = np.maximum(np.floor_divide(np.multiply(tokens, head_dim), SHARE), 1)
     keys = np.minimum(BLOCK, np.maximum(LEAST, 2 ** np.ceil(np.log2(area) / 2)))
     return np.minimum(BLOCK, np.maximum(LEAST, area // keys)), keys

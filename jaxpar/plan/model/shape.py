@@ -180,7 +180,7 @@ class Shape:
         return 2 * self.dim * self.vocab
 
     def step_flop(self, rows: int) -> int:
-        """Returns the FLOP of a step over so many rows, without recomputation: backward is twice forward.
+        """Returns the FLOP of a step over this many rows, without recomputation: backward is twice forward.
 
         For a frozen weight backward equals forward: 4 FLOP per parameter and token, not 6.
 

@@ -22,8 +22,8 @@ class SplitTraffic:
     Attributes:
       axis: "context" or "tensor".
       kind: all-gather, reduce-scatter, all-reduce or all-to-all.
-      payload_per_row: Bytes of one for each example of a microbatch.
-      payload: Bytes of one, whatever the examples.
+      payload_per_row: Bytes of one collective for each example of a microbatch.
+      payload: Bytes of one collective that do not depend on the examples.
       times: Number of them for a microbatch.
     """
 
@@ -55,7 +55,7 @@ class SplitsModel(Protocol):
 
 
 def split_sizes(splits: Iterable[Sizes], axis: str) -> list[int]:
-    """Returns the sizes of an axis in any of these splits, with 1, smallest first."""
+    """Returns 1 and the sizes of an axis for which there is a split, smallest first."""
     return sorted({1, *(sizes[AXES.index(axis)] for sizes in splits)})
 
 

@@ -44,7 +44,7 @@ class StageTrace:
       layer_parameters: Parameters of one layer.
       end_parameters: All other parameters, which every stage holds while the table runs.
       arrays: Number of parameters' arrays of a layer, and of all others.
-      message: Bytes of what passes between layers. A polynomial in the rows of a microbatch, like `batch`.
+      message: Bytes of the activations that a layer passes on. A polynomial in the rows of a microbatch, like `batch`.
       batch: Bytes of the rows of a batch.
       embedding: The program before the layers.
       embedding_gradient: The gradients of its parameters; it computes the embedding again.

@@ -47,7 +47,7 @@ class ModelTrace:
       blocks: Number of blocks under remat; 0 if the model has none.
       slots: Of each mixture of experts (`jp.mixture`), the elements of its slots per row, and the number of such
         mixtures in a forward pass.
-      split_programs: Sizes of `context` and `tensor` to the estimates of the program of one of so many devices, as in
+      split_programs: Sizes of `context` and `tensor` to the estimates of the program of one of this many devices, as in
         `programs`.
     """
 

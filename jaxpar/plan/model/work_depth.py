@@ -164,7 +164,7 @@ def _size(variable: Var | Literal) -> int:
 
 
 def _lg(count: int) -> int:
-    """Returns the steps of a pairwise reduction of so many numbers."""
+    """Returns the steps of a pairwise reduction of this many numbers."""
     return max(count - 1, 0).bit_length()
 
 

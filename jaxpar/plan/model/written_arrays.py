@@ -117,7 +117,7 @@ def _normalized(program: SizedProgram) -> tuple[set[int], set[int]]:
 
 
 def _of_softmax(program: SizedProgram) -> set[int]:
-    """Returns the maxima and the sums of softmaxes of short rows, of which only the quotient is read elsewhere."""
+    """Returns the maxima and sums inside of softmaxes over short rows: only their quotient is read elsewhere."""
     readers: dict[int, list[TracedOp]] = defaultdict(list)
     for op in program.ops:
         for entry in {*op.inputs}:

@@ -1,4 +1,4 @@
-"""Expert parallelism: all-to-alls of the slots of mixtures, and the training state of what is no expert.
+"""Expert parallelism: all-to-alls of the slots of mixtures, and the training state of parameters outside of experts.
 
     tokens       two all-to-alls forward and two backward for each mixture and microbatch, and two more where remat
                  computes the layer again; each of the slots of a device's rows, the empty ones too

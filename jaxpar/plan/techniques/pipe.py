@@ -115,7 +115,7 @@ def send(shape: Shape, candidate: Candidate, hardware: Hardware, software: Softw
 
 
 def send_seconds(size: np.ndarray | float, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> Any:
-    """Returns the seconds of a tick's messages of so many bytes between stages, over the slowest link among them.
+    """Returns the seconds of a tick's messages of this many bytes between stages, over the slowest link among them.
 
     With `software.scatter`, each tensor rank sends its share through its NIC and the node gathers them, unless the
     activations are sharded by sequence anyway. Source: Narayanan et al. 2021, arXiv:2104.04473, section 4.1.

@@ -79,7 +79,7 @@ def fsdp_seconds(
     *,
     layers: np.ndarray | float,
 ) -> tuple[Any, Any]:
-    """Returns the seconds of fsdp's collectives for so many parameters of a device: per microbatch, and per step.
+    """Returns the seconds of fsdp's collectives for this many parameters of a device: per microbatch, and per step.
 
     The parameters are those of `layers`, embedding and head. One program on all stages gathers before and reduces after
     its table, once; but ZeRO-2 scatters in every tick with gradients, also on idle stages. The gather of ZeRO-1 and 2
@@ -115,7 +115,7 @@ def data_seconds(
     *,
     layers: np.ndarray | float,
 ) -> tuple[Any, Any]:
-    """Returns the seconds of all-reduces of so many gradients over data and context: per microbatch, and per step.
+    """Returns the seconds of all-reduces of this many gradients over data and context: per microbatch, and per step.
 
     One all-reduce spans both axes, in as many pieces as fsdp's; it also spans fsdp if ZeRO-1 reduces each of several
     microbatches, or sums whole gradients. It does not span `context` if that axis shards the training state. In a

@@ -16,7 +16,7 @@ def split_traffic(
 ) -> Iterator[SentCollective]:
     """Yields the collectives over an axis of a model that is no decoder.
 
-    Those of the forward pass are exposed, and those of the backward pass, which are half of all, but for `overlap`.
+    Collectives of the forward pass, half of all, are exposed; of the backward pass's the share `overlap` is hidden.
     """
     if isinstance(model, Shape):
         return

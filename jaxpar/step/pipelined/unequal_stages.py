@@ -177,7 +177,7 @@ class UnequalStages(Gradients):
         return table
 
     def _write_note(self, table: BranchTable, stored: Mapping[str, jax.Array], versions: int = 1) -> None:
-        """Describes the stages that were found, and what the table costs with so many versions of the weights."""
+        """Describes the stages that were found, and what the table costs with this many versions of the weights."""
         found, schedule = self._found, self.layout.schedule
         if found is None:
             return
