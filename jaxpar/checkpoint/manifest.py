@@ -117,7 +117,7 @@ def write(
             fix="run.dir on a file system that all machines share",
         )
     if files:
-        sync(folder / FOLDER)  # its names; each process has synced the content of its file
+        sync(folder / FOLDER)  # the folder's entries; each process has synced the content of its own file
     _write_manifest(folder / NAME, manifest)
     sync(folder)
     return manifest

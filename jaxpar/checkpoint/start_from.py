@@ -189,12 +189,12 @@ def _resolve(spec: Checkpoints, state: State, layout: Layout) -> tuple[Path, Man
     int8 = (
         {} if any(has_prefix(name, SCALES) for name in saved) else {k: x for k, x in adapters.items() if x.float_dtype}
     )
-    origin = plan(spec, path, saved, _in_floats(job, int8))
+    origin = plan(spec, path, saved, _as_floats(job, int8))
     evaluated = len(reading.evaluation_copies(manifest).keys() & set(origin.taken.values()))
     return path, manifest, int8, dataclasses.replace(origin, evaluated=evaluated, replicas=manifest.replicas)
 
 
-def _in_floats(described: Mapping[str, SavedArray], adapters: Mapping[str, Adapter]) -> dict[str, SavedArray]:
+def _as_floats(described: Mapping[str, SavedArray], adapters: Mapping[str, Adapter]) -> dict[str, SavedArray]:
     """Describes a job's arrays without quantization: 8-bit matrices as floats, without scales."""
     floats = {
         path: dataclasses.replace(described[path], dtype=str(jnp.dtype(x.float_dtype))) for path, x in adapters.items()
@@ -215,7 +215,7 @@ def plan(spec: Checkpoints, path: Path, saved: Mapping[str, SavedArray], wanted:
     Raises:
       JaxparError: With every pattern that matches nothing and every array that does not fit.
     """
-    renames = {_renamed(name, spec.rename): name for name in saved}
+    renames = {_job_path(name, spec.rename): name for name in saved}
     mistakes = [
         Problem(f"checkpoint.take: {pattern!r} matches nothing",
                 "each pattern matches at least one parameter of the job", nearest_pattern(pattern, wanted))
@@ -238,7 +238,7 @@ def plan(spec: Checkpoints, path: Path, saved: Mapping[str, SavedArray], wanted:
     mismatches = differences(
         {new: saved[old] for new, old in renames.items() if new in names}, {n: wanted[n] for n in names}
     )
-    misfits = [item for item in mismatches if not (item.kind == "dtype" and spec.cast and not _scaled(item))]
+    misfits = [item for item in mismatches if not (item.kind == "dtype" and spec.cast and not _is_quantization(item))]
     if mistakes or misfits:
         bad_names = {item.path for item in misfits}
         raise JaxparError(*mistakes, *_misfit_problems(misfits, [name for name in names if name not in bad_names]))
@@ -253,11 +253,11 @@ def _misfit_problems(found: list[Difference], good: list[str]) -> list[Problem]:
     take = "take = [" + ", ".join(f'"{top}*"' if top in good else f'"{top}/*"' for top in tops) + "]"
     fixes = {"dtype": "cast = true", "missing": f"{take}, or rename" if tops else "rename it"}
     result = []
-    if scaled := list(filter(_scaled, found)):
+    if scaled := list(filter(_is_quantization, found)):
         rule = "a matrix in 8 bits is whole numbers and scales, and no other dtype is a cast of these"
         fix = 'base = "int8" among the adapters of both, or what `jaxpar checkpoint export --format safetensors` writes'
         result.append(Problem(scaled[0].describe(), rule, fix))
-        found = [difference for difference in found if difference.kind != "dtype" or not _scaled(difference)]
+        found = [difference for difference in found if difference.kind != "dtype" or not _is_quantization(difference)]
     for kind in ("missing", "shape", "dtype"):
         if matches := [difference for difference in found if difference.kind == kind]:
             suffix = f", and {len(matches) - 1} more like it" if matches[1:] else ""
@@ -268,7 +268,7 @@ def _misfit_problems(found: list[Difference], good: list[str]) -> list[Problem]:
     return result
 
 
-def _scaled(each: Difference) -> bool:
+def _is_quantization(each: Difference) -> bool:
     """Whether one of two different dtypes is int8, so that a cast cannot convert them."""
     return each.kind == "dtype" and "int8" in (each.was and each.was.dtype, each.now and each.now.dtype)
 
@@ -290,7 +290,7 @@ def _full_path(name: str, among: Mapping[str, SavedArray]) -> str:
     return next((f"{part}/{name}" for part in PARTS if f"{part}/{name}" in among), f"params/{name}")
 
 
-def _renamed(name: str, rename: Mapping[str, str]) -> str:
+def _job_path(name: str, rename: Mapping[str, str]) -> str:
     """Maps a path in the checkpoint to one in the job: replaces the longest matching prefix."""
     prefixes = [prefix for prefix in rename if has_prefix(name, prefix)]
     if not prefixes:

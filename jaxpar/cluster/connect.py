@@ -17,7 +17,7 @@ def connect(
     cluster: Cluster, *, timeout: float = 300, heartbeat: int = HEARTBEAT, fingerprint: str = "", word: str = "",
     check: Callable[[str], Problem | None] = lambda word: None,
 ) -> str:  # fmt: skip
-    """Connects this process to the others of its cluster; returns the word of process 0 when all have joined.
+    """Connects this process to the others of its cluster; returns process 0's `word` when all have joined.
 
     Call it before the first use of a device. Process 0 listens only on the coordinator's address. If that name resolves
     to another address on its own machine, set `JAX_COORDINATOR_BIND_ADDRESS` to the address to listen on.
@@ -26,9 +26,9 @@ def connect(
       cluster: Result of `detect`.
       timeout: Seconds within which all processes must join.
       heartbeat: Seconds without a heartbeat after which a process counts as lost, and JAX ends the others.
-      fingerprint: Text that must be equal in all processes: `job 3fa9, jaxpar 0.1.0`. "" in all compares nothing.
+      fingerprint: Text that must be equal in all processes: `job 3fa9, jaxpar 0.1.0`; "" for no comparison.
       word: Text that process 0 sends to all others, such as the name of the attempt.
-      check: Checks the word and returns a problem, if any; called in all processes except process 0.
+      check: Maps `word` to a problem, or None if it is right; all processes except process 0 call it.
 
     Raises:
       JaxparError: If process 0 cannot listen or is not found; if other processes are missing at the timeout, belong to

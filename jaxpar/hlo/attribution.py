@@ -153,7 +153,7 @@ class ArrayCauses:
             # chunks; each with any neighbouring dims merged, as XLA flattens arrays around collectives and matmuls
             for paths_by_shape, shapes in ((self._whole, unsharded), (self._shards, [argument.shard])):
                 skip = 1 if argument.stacked else 0  # the layer dim of a stack is never merged
-                tails = {merged for shape in shapes for merged in _merged(shape[skip:])}
+                tails = {merged for shape in shapes for merged in _merged_shapes(shape[skip:])}
                 heads = {shape[:skip] for shape in shapes}
                 heads |= {(*chunk_dims, head[0] // chunks) for head in heads if head for chunk_dims in ((), (chunks,))}
                 for key in {_key(tail) for tail in tails} | {_key((*head, *tail)) for head in heads for tail in tails}:
@@ -312,11 +312,11 @@ def is_of_update(equation: JaxprEqn) -> bool:
     )
 
 
-def _merged(shape: Sequence[int]) -> list[tuple[int, ...]]:
+def _merged_shapes(shape: Sequence[int]) -> list[tuple[int, ...]]:
     """Returns all shapes that result from merging neighbouring dims of a shape."""
     if len(shape) < 2 or len(shape) > 6:  # 2^(n-1) choices: more dims are left unmerged
         return [tuple(shape)]
-    tails = _merged(shape[1:])
+    tails = _merged_shapes(shape[1:])
     return [(shape[0], *tail) for tail in tails] + [(shape[0] * tail[0], *tail[1:]) for tail in tails]
 
 

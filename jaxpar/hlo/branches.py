@@ -42,7 +42,7 @@ def check_branches(program: str | Module, sizes: Mapping[str, int], schedule: "S
     for name in _chosen(module):
         for op in module.computations[name]:
             if _meets_other_stages(op, module, sizes):
-                raise _refused(op, module, schedule)
+                raise _refusal(op, module, schedule)
 
 
 def _chosen(module: Module) -> list[str]:
@@ -69,7 +69,7 @@ def _meets_other_stages(op: Op, module: Module, sizes: Mapping[str, int]) -> boo
     return any(axis.strip("~") == "pipe" for axis in axes_of(groups, sizes))
 
 
-def _refused(op: Op, module: Module, schedule: "Schedule"):
+def _refusal(op: Op, module: Module, schedule: "Schedule"):
     frame = users_frame(module.stack(op))
     location = f" ({Path(frame.file).name}, line {frame.line})" if frame else ""
     phased = "interleaved_phased" if schedule.chunks > 1 else "1f1b_phased"

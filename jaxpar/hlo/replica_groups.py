@@ -47,12 +47,12 @@ def parse_groups(text: str, devices: int) -> np.ndarray:
         else:
             raise ValueError(text[:40])
     except (ValueError, KeyError, IndexError, TypeError, ZeroDivisionError) as error:
-        raise _refused(text) from error
+        raise _refusal(text) from error
     # groups of one collective share no device: a duplicate id means that the text was misread
     if groups.ndim != 2 or groups.size == 0 or groups.max() >= devices:
-        raise _refused(text)
+        raise _refusal(text)
     if len(np.unique(groups)) < group_sizes(groups).sum():
-        raise _refused(text)
+        raise _refusal(text)
     return groups
 
 
@@ -80,7 +80,7 @@ def _list_form(text: str) -> np.ndarray:
     return np.array([group + group[:1] * (most - len(group)) for group in groups])
 
 
-def _refused(text: str) -> JaxparError:
+def _refusal(text: str) -> JaxparError:
     return refuse(
         f"replica_groups={text[:80]}",
         rule="replica groups are {{0,1},{2,3}}, an iota [2,4]<=[8] or axes of a mesh, and name devices of the program",

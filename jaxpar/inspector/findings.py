@@ -50,18 +50,18 @@ def find_flags(
     arguments = {argument.path: argument for argument in subject.arguments}
     flags = [
         *_replicates(notable, subject.batch_axes),
-        *_unsharded(ledger, arguments, set(subject.batch_axes) - set(subject.unsharded_gradient_axes), total),
+        *_flag_unsharded(ledger, arguments, set(subject.batch_axes) - set(subject.unsharded_gradient_axes), total),
         *_per_microbatch(ledger, arguments, subject.batch_axes, sizes, total, reductions_needed=_reductions(subject)),
         *_wide_traffic(notable, _asked_for_16_bits(subject, flop)),
         *_idle(ledger, _meant_to_send(subject), {axis for argument in subject.arguments for axis in argument.axes}),
-        *_rematerialized(log_lines),
-        *_squeezed(flop),
-        *_unknown(ledger, flop),
+        *_flag_rematerialized(log_lines),
+        *_flag_squeezed(flop),
+        *_flag_unknown_loops(ledger, flop),
     ]
-    return _repeated(find_excess(module, subject.share)) + sorted(flags, key=lambda flag: -flag.bytes)
+    return _flag_repeated_work(find_excess(module, subject.share)) + sorted(flags, key=lambda flag: -flag.bytes)
 
 
-def _repeated(excess: Excess | None) -> list[Flag]:
+def _flag_repeated_work(excess: Excess | None) -> list[Flag]:
     return [Flag(REPEATED, str(excess), FIX)] if excess else []
 
 
@@ -96,7 +96,7 @@ def _replicates(ledger: Sequence[Collective], batch_axes: Sequence[str]) -> list
     ]
 
 
-def _unsharded(
+def _flag_unsharded(
     ledger: Sequence[Collective], arguments: dict[str, Argument], batch_axes: Set[str], total: float
 ) -> list[Flag]:
     flags = []
@@ -204,7 +204,7 @@ def _idle(ledger: Sequence[Collective], sizes: dict[str, int], splits: set[str])
     ]
 
 
-def _rematerialized(log_lines: Sequence[str]) -> list[Flag]:
+def _flag_rematerialized(log_lines: Sequence[str]) -> list[Flag]:
     flags: dict[str, Flag] = {}
     for line in log_lines:
         match = re.search(r"HLO operation:? %?(\S+) = (\w+\[[\d,]*\])", line)
@@ -219,7 +219,7 @@ def _rematerialized(log_lines: Sequence[str]) -> list[Flag]:
     return list(flags.values())
 
 
-def _squeezed(flop: Flop) -> list[Flag]:
+def _flag_squeezed(flop: Flop) -> list[Flag]:
     if not flop.squeezed or flop.squeezed < NOTABLE * flop.total:
         return []
     return [
@@ -232,7 +232,7 @@ def _squeezed(flop: Flop) -> list[Flag]:
     ]
 
 
-def _unknown(ledger: Sequence[Collective], flop: Flop) -> list[Flag]:
+def _flag_unknown_loops(ledger: Sequence[Collective], flop: Flop) -> list[Flag]:
     open_ended = [entry for entry in ledger if entry.times is None]
     if not open_ended and not flop.unknown:
         return []
@@ -275,7 +275,7 @@ def find_scores(module: Module, subject: Subject, ledger: Sequence[Collective]) 
         for _, op in module.ops()
         if op.opcode in _SUM
         for name, array in zip(op.operands, op.arrays, strict=False)
-        if _of_activations(trace, name, weights)
+        if _is_of_activations(trace, name, weights)
     }
     total = sum(entry.step_wire for entry in ledger)
     return [
@@ -294,7 +294,7 @@ def find_scores(module: Module, subject: Subject, ledger: Sequence[Collective]) 
     ]
 
 
-def _of_activations(trace: DataFlow, name: str, weights: set[int]) -> bool:
+def _is_of_activations(trace: DataFlow, name: str, weights: set[int]) -> bool:
     """Whether a value comes from a batched matmul, neither operand of which is a parameter."""
     index: Index = ()
     for _ in range(20):

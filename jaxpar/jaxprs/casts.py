@@ -24,7 +24,7 @@ from jax.extend.core import (
 
 from jaxpar.jaxprs.dataflow import (
     CALLS,
-    REMAT,
+    PLAIN_CALLS,
     Env,
     Scan,
     Traced,
@@ -36,8 +36,6 @@ from jaxpar.jaxprs.dataflow import (
     shapes,
 )
 
-_PLAIN_CALLS = tuple(name for name in CALLS if name not in REMAT)
-
 
 def cast_stacks(function: Callable) -> Callable:
     """Rewrites a function so that scans read stacked inputs in fewer bits where all that their body does is cast them.
@@ -45,7 +43,7 @@ def cast_stacks(function: Callable) -> Callable:
     Args:
       function: A function of pytrees of arrays, before it is differentiated.
     """
-    return rewrite(function, _changed)
+    return rewrite(function, _rewrite_jaxpr)
 
 
 def uncast_gradients(function: Callable) -> Callable:
@@ -74,14 +72,14 @@ def _widens(eqn: JaxprEqn) -> bool:
     return all(jnp.issubdtype(x, jnp.floating) for x in (old, new)) and old.itemsize < new.itemsize
 
 
-def _changed(jaxpr: Jaxpr) -> Jaxpr:
-    return replace_equations(jaxpr, _equations)
+def _rewrite_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
+    return replace_equations(jaxpr, _replacement_equations)
 
 
-def _equations(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+def _replacement_equations(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
     """Yields the equations that replace an equation; itself, unless it is or calls a scan with such casts."""
     if eqn.primitive.name in CALLS:
-        params = {name: rewrite_param(value, _changed) for name, value in eqn.params.items()}
+        params = {name: rewrite_param(value, _rewrite_jaxpr) for name, value in eqn.params.items()}
         yield eqn if all(params[name] is value for name, value in eqn.params.items()) else eqn.replace(params=params)
         return
     casts = _casts_of_stacks(eqn) if eqn.primitive.name == "scan" else {}
@@ -115,8 +113,8 @@ def _cast(jaxpr: Jaxpr, var: Var) -> JaxprEqn | None:
         positions = [i for i, item in enumerate(eqn.invars) if item is var]
         if not positions:
             continue
-        if eqn.primitive.name in _PLAIN_CALLS:
-            inner = _inner(eqn)
+        if eqn.primitive.name in PLAIN_CALLS:
+            inner = _inner_jaxpr(eqn)
             casts += [_cast(inner, inner.invars[i]) for i in positions]
         else:
             casts.append(eqn if _is_narrower(eqn) else None)
@@ -133,7 +131,7 @@ def _is_narrower(eqn: JaxprEqn) -> bool:
     return floats and jnp.dtype(after).itemsize < before.itemsize
 
 
-def _inner(eqn: JaxprEqn) -> Jaxpr:
+def _inner_jaxpr(eqn: JaxprEqn) -> Jaxpr:
     return jaxpr_of(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))
 
 

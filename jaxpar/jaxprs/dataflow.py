@@ -18,7 +18,9 @@ from jax.extend.core import (
 )
 
 REMAT = ("remat2", "checkpoint")  # releases of JAX name it differently
-CALLS = ("jit", "pjit", "closed_call", *REMAT)  # equations whose inner jaxpr can be inlined in their place
+PLAIN_CALLS = ("jit", "pjit", "closed_call")
+CALLS = (*PLAIN_CALLS, *REMAT)  # equations whose inner jaxpr can be inlined in their place
+OPAQUE = ("custom_", "shard_map")  # prefixes of primitives whose bodies are not rewritten: custom gradients, islands
 
 
 class Traced:

@@ -57,7 +57,7 @@ def lean_scans(closed: ClosedJaxpr, x: Collection[Var]) -> ClosedJaxpr:
             if index is None:
                 env.run(eqn)
                 continue
-            with _named(str(eqn.source_info.name_stack)):
+            with _scope(str(eqn.source_info.name_stack)):
                 if eqn is pairs[index].forward:
                     stacks[index] = _run_forward(pairs[index], env)
                 else:
@@ -125,7 +125,7 @@ def _run_forward(pair: ScanPair, env: Env) -> list:
     plain_outs = [(outer, inner) for outer, inner in outs if not _is_in(inner, pair.dropped)]
 
     def step(carry, xs):
-        body_env = _inside(scan, [*consts, *carry, *xs])
+        body_env = _body_env(scan, [*consts, *carry, *xs])
         for eqn in scan.body.eqns:
             body_env.run(eqn)
         carried = [body_env[var] for var in scan.body.outvars[: scan.carry]]
@@ -173,9 +173,9 @@ def _run_backward(pair: ScanPair, env: Env, kept: Sequence) -> None:
     env.update(zip(pair.backward.outvars, [*last, *ys], strict=True))
 
 
-def _inside(scan: Scan, values: Sequence) -> Env:
+def _body_env(scan: Scan, values: Sequence) -> Env:
     return Env(scan.body, scan.body_consts, zip(scan.body.invars, values, strict=True))
 
 
-def _named(scope: str):
+def _scope(scope: str):
     return jax.named_scope(scope) if scope else jax.named_scope("lean")

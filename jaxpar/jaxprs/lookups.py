@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal  # pyright: ignore[reportPrivateImportUsage]
 
 from jaxpar.errors import refuse
-from jaxpar.jaxprs.dataflow import Env, jaxprs_in_params, replace_equations, rewrite, rewrite_param
+from jaxpar.jaxprs.dataflow import OPAQUE, Env, jaxprs_in_params, replace_equations, rewrite, rewrite_param
 
 Whole = Callable[[jax.Array], jax.Array]
 
@@ -60,7 +60,7 @@ def _run(jaxpr: Jaxpr, consts: Sequence, args: Sequence, whole: Whole) -> list:
             # other equations read the indices with their previous sharding
             env.update({var: whole(env[var]) for var in eqn.outvars} | originals)
         else:
-            env.run(_inside(eqn, whole))
+            env.run(_replicate_inside(eqn, whole))
     return [env[var] for var in jaxpr.outvars]
 
 
@@ -76,7 +76,7 @@ def _has_lookup(eqn: JaxprEqn) -> bool:
     return _looks_up(eqn) or any(_has_lookup(inner) for jaxpr in jaxprs_in_params(eqn.params) for inner in jaxpr.eqns)
 
 
-def _inside(eqn: JaxprEqn, whole: Whole) -> JaxprEqn:
+def _replicate_inside(eqn: JaxprEqn, whole: Whole) -> JaxprEqn:
     """Replicates the lookups inside of an equation's loops, branches and calls."""
     if not _has_lookup(eqn):
         return eqn
@@ -108,7 +108,6 @@ def _inside(eqn: JaxprEqn, whole: Whole) -> JaxprEqn:
 # operands, and one with a `precision`.
 
 _SHORT, _LONG = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
-_OWN = ("custom_", "shard_map")  # custom gradients and shard_map bodies are not rewritten
 
 
 def demote_matmuls(function: Callable) -> Callable:
@@ -117,21 +116,21 @@ def demote_matmuls(function: Callable) -> Callable:
     Args:
       function: A function of pytrees of arrays.
     """
-    return rewrite(function, _changed)
+    return rewrite(function, _demote_in_jaxpr)
 
 
-def _changed(jaxpr: Jaxpr) -> Jaxpr:
-    return replace_equations(jaxpr, _equations)
+def _demote_in_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
+    return replace_equations(jaxpr, _replacement_equations)
 
 
-def _equations(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+def _replacement_equations(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
     """Yields the equations that replace an equation; itself, unless it is or contains a promoted matmul."""
     if _is_promoted(eqn):
-        yield from _short(eqn)
-    elif eqn.primitive.name.startswith(_OWN):
+        yield from _bfloat16_matmul(eqn)
+    elif eqn.primitive.name.startswith(OPAQUE):
         yield eqn
     else:
-        params = {name: rewrite_param(value, _changed) for name, value in eqn.params.items()}
+        params = {name: rewrite_param(value, _demote_in_jaxpr) for name, value in eqn.params.items()}
         yield eqn if all(params[name] is value for name, value in eqn.params.items()) else eqn.replace(params=params)
 
 
@@ -142,7 +141,7 @@ def _is_promoted(eqn: JaxprEqn) -> bool:
     return eqn.params["precision"] in (None, default, (default, default))
 
 
-def _short(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+def _bfloat16_matmul(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
     """Yields the equations of the matmul in bfloat16, with its source line and named scope."""
 
     def product(left: jax.Array, right: jax.Array) -> jax.Array:

@@ -16,12 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, jaxprs_in_params
 
-from jaxpar.jaxprs.dataflow import rewrite, rewrite_param, variables
+from jaxpar.jaxprs.dataflow import OPAQUE, rewrite, rewrite_param, variables
 from jaxpar.models.blocks.int8 import with_int8_residuals
 from jaxpar.models.low_rank import NAME
 
 _JIT = ("jit", "pjit")  # releases of JAX name it differently
-_OWN = ("custom_", "shard_map")  # custom gradients and shard_map bodies are not rewritten
 
 
 def separate_low_rank(function: Callable) -> Callable:
@@ -30,7 +29,7 @@ def separate_low_rank(function: Callable) -> Callable:
     Args:
       function: A function of pytrees of arrays.
     """
-    return rewrite(function, _changed)
+    return rewrite(function, _rewrite_jaxpr)
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class _Sum:
     dtype: Any
 
 
-class _Rewriting:
+class _Rewriter:
     """Rewrites the equations of a jaxpr in order.
 
     Attributes:
@@ -66,18 +65,18 @@ class _Rewriting:
             self.sums[eqn.outvars[0]] = _Sum(tuple(eqn.invars), result.dtype)
         elif name == "convert_element_type" and sums[0]:
             self.sums[eqn.outvars[0]] = replace(sums[0], dtype=result.dtype)
-        elif name == "dot_general" and sum(map(bool, sums)) == 1 and self._multiplied(eqn, sums):
+        elif name == "dot_general" and sum(map(bool, sums)) == 1 and self._rewrite_matmul(eqn, sums):
             return
-        elif name in _JIT and (any(sums) or _holds_sum(eqn)) and self._inlined(eqn):
+        elif name in _JIT and (any(sums) or _holds_sum(eqn)) and self._inline(eqn):
             return
-        elif not name.startswith(_OWN) and _holds_sum(eqn):
-            eqn = eqn.replace(params={key: rewrite_param(value, _changed) for key, value in eqn.params.items()})
+        elif not name.startswith(OPAQUE) and _holds_sum(eqn):
+            eqn = eqn.replace(params={key: rewrite_param(value, _rewrite_jaxpr) for key, value in eqn.params.items()})
         self.eqns.append(eqn)
 
     def _sum(self, var: Var | Literal) -> _Sum | None:
         return None if isinstance(var, Literal) else self.sums.get(var)
 
-    def _multiplied(self, eqn: JaxprEqn, given: Sequence[_Sum | None]) -> bool:
+    def _rewrite_matmul(self, eqn: JaxprEqn, given: Sequence[_Sum | None]) -> bool:
         """Rewrites a matmul by a sum if it contracts all inputs or all outputs of W; returns whether it does."""
         side = 0 if given[0] else 1
         low_rank = given[0] or given[1]
@@ -89,12 +88,12 @@ class _Rewriting:
         if batch[0] or (over == "outputs" and sorted(contract[side]) != list(range(inputs, rank))):
             return False
         product = partial(_product, eqn=eqn, at=side, over=over, dtype=low_rank.dtype)
-        return self._spliced(product, eqn, [eqn.invars[1 - side], *low_rank.parts])
+        return self._splice(product, eqn, [eqn.invars[1 - side], *low_rank.parts])
 
-    def _inlined(self, eqn: JaxprEqn) -> bool:
-        return self._spliced(jaxpr_as_fun(eqn.params["jaxpr"]), eqn, eqn.invars)
+    def _inline(self, eqn: JaxprEqn) -> bool:
+        return self._splice(jaxpr_as_fun(eqn.params["jaxpr"]), eqn, eqn.invars)
 
-    def _spliced(self, function: Callable, eqn: JaxprEqn, ins: Sequence[Any]) -> bool:
+    def _splice(self, function: Callable, eqn: JaxprEqn, ins: Sequence[Any]) -> bool:
         """Replaces an equation by those of a function of `ins`, with its line and scope; returns True if it can."""
         closed = jax.make_jaxpr(function)(*(var.aval for var in ins))
         if closed.consts:
@@ -117,10 +116,10 @@ class _Rewriting:
         return needed_eqns[::-1]
 
 
-def _changed(jaxpr: Jaxpr) -> Jaxpr:
+def _rewrite_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
     if not any(map(_holds_sum, jaxpr.eqns)):
         return jaxpr
-    rewriting = _Rewriting()
+    rewriting = _Rewriter()
     for eqn in jaxpr.eqns:
         rewriting.rewrite(eqn)
     outs = [rewriting.substitute(var) for var in jaxpr.outvars]
@@ -167,16 +166,18 @@ def _matmul(x: jax.Array, base: jax.Array, *scales: jax.Array, eqn, at, over, dt
     (contract, _) = eqn.params["dimension_numbers"]
     if scales and over == "outputs":
         inputs = base.ndim - scales[0].ndim
-        x = _scaled(x, *scales, dims=[contract[1 - at][contract[at].index(dim)] for dim in range(inputs, base.ndim)])
+        x = _times_scales(
+            x, *scales, dims=[contract[1 - at][contract[at].index(dim)] for dim in range(inputs, base.ndim)]
+        )
     base = base.astype(dtype)
     out = eqn.primitive.bind(*((base, x) if at == 0 else (x, base)), **eqn.params)
     if scales and over == "inputs":
         begin = 0 if at == 0 else out.ndim - scales[0].ndim
-        out = _scaled(out, *scales, dims=range(begin, begin + scales[0].ndim))
+        out = _times_scales(out, *scales, dims=range(begin, begin + scales[0].ndim))
     return out
 
 
-def _scaled(x: jax.Array, scales: jax.Array, *, dims: Sequence[int]) -> jax.Array:
+def _times_scales(x: jax.Array, scales: jax.Array, *, dims: Sequence[int]) -> jax.Array:
     """Multiplies x by the scales of W's outputs: dim i of the scales is dim `dims[i]` of x."""
     order = sorted(range(len(dims)), key=lambda i: dims[i])
     factors = jax.lax.broadcast_in_dim(jnp.transpose(scales, order), x.shape, [dims[i] for i in order])

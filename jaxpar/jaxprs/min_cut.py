@@ -66,7 +66,7 @@ def smallest_residuals(
         edges[var, "out"][_SINK] = _ENDLESS
     sink_side = _sink_side(edges)
     saved = [var for var in sources if (var, "out") in sink_side and (var, "in") not in sink_side]
-    return saved, _between(eqns, {*free, *saved}, wanted)
+    return saved, _equations_between(eqns, {*free, *saved}, wanted)
 
 
 def bytes_of(var: Any) -> int:
@@ -87,7 +87,7 @@ def _elementwise(eqn: JaxprEqn) -> bool:
     return name in ELEMENTWISE or (name == "optimization_barrier" and len(eqn.invars) == 1)
 
 
-def _between(eqns: Sequence[JaxprEqn], available: set[Var], wanted: Iterable[Var]) -> list[JaxprEqn]:
+def _equations_between(eqns: Sequence[JaxprEqn], available: set[Var], wanted: Iterable[Var]) -> list[JaxprEqn]:
     """Returns, in order, the equations that compute the wanted variables from the available ones."""
     reads, needed_eqns = set(wanted) - available, []
     for eqn in reversed(eqns):

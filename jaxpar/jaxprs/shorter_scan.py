@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jaxpar.errors import refuse
-from jaxpar.jaxprs.dataflow import Env, Scan, Traced, consts_of, jaxpr_of, needed_equations
+from jaxpar.jaxprs.dataflow import PLAIN_CALLS, Env, Scan, Traced, consts_of, jaxpr_of, needed_equations
 
-CALLS = ("jit", "pjit", "closed_call")
 KEEP_LAYERS = ("convert_element_type", "sharding_constraint", "copy")  # leave dim 0 as it is
 
 
@@ -41,7 +40,7 @@ def shorten_scan(layers: Callable, count: int, name: str) -> Callable:
         evaluation = _Evaluation(count, leaves[0].shape[0], name)
         out, _ = evaluation.run(traced.closed.jaxpr, traced.closed.consts, leaves, short)
         if evaluation.scans != 1:
-            raise _refused(name, f"runs {evaluation.scans} scans over them")
+            raise _refusal(name, f"runs {evaluation.scans} scans over them")
         return jax.tree.unflatten(traced.outputs, out)
 
     return run
@@ -64,7 +63,7 @@ class _Evaluation:
                 env.run(eqn)
             elif kind == "scan":
                 short |= self._scan(env, eqn, which)
-            elif kind in CALLS:
+            elif kind in PLAIN_CALLS:
                 inner = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
                 ins = {var for var, flag in zip(jaxpr_of(inner).invars, which, strict=True) if flag}
                 out, outs = self.run(jaxpr_of(inner), consts_of(inner), [env[var] for var in eqn.invars], ins)
@@ -74,7 +73,7 @@ class _Evaluation:
                 env.run(eqn)
                 short |= set(eqn.outvars)
             else:
-                raise _refused(self.name, f"reads them in `{kind}`")
+                raise _refusal(self.name, f"reads them in `{kind}`")
         return [env[var] for var in jaxpr.outvars], [
             not isinstance(var, Literal) and var in short for var in jaxpr.outvars
         ]
@@ -84,7 +83,7 @@ class _Evaluation:
         scan = Scan(eqn)
         first = scan.consts + scan.carry
         if scan.length != self.count or any(which[:first]):
-            raise _refused(self.name, f"reads them in a scan of length {scan.length}")
+            raise _refusal(self.name, f"reads them in a scan of length {scan.length}")
         self.scans += 1
         for var, short in zip(eqn.invars[first:], which[first:], strict=True):
             if not short:
@@ -103,7 +102,7 @@ class _Evaluation:
         return value[: self.depth]
 
 
-def _refused(name: str, what: str):
+def _refusal(name: str, what: str):
     return refuse(
         f"{name} {what}, inside of jp.pipelined",
         rule="the layers of a pipeline are one scan over the parameters stacked for them",

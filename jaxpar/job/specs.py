@@ -38,15 +38,15 @@ def with_specs(job: Job, found: FoundSpecs) -> Job:
 
 
 @dataclasses.dataclass(frozen=True)
-class Compared:
+class SpecsComparison:
     """Bytes that a device sends over the axes in a step, by kind of collective, and the bytes of memory of a device.
 
     Attributes:
       axes: The axes.
-      predicted: Of the specs that were found, as predicted.
-      compiled: Of the same, as compiled.
-      without: Of the job without them, as compiled.
-      memory: Bytes of a device with and without them, as compiled.
+      predicted: Predicted bytes sent with the specs that were found.
+      compiled: Bytes sent by the compiled program with these specs.
+      without: Bytes sent by the compiled program without them.
+      memory: Bytes of a device in the compiled programs with and without them.
     """
 
     axes: tuple[str, ...]
@@ -70,7 +70,7 @@ class Compared:
         return "\n".join(lines)
 
 
-def compare_specs(job: Job, found: FoundSpecs, target: str) -> Compared:
+def compare_specs(job: Job, found: FoundSpecs, target: str) -> SpecsComparison:
     """Compiles a job with and without the specs that were found.
 
     Raises:
@@ -80,7 +80,7 @@ def compare_specs(job: Job, found: FoundSpecs, target: str) -> Compared:
     reports = [observe(each, target) for each in (with_specs(job, found), plain)]
     axes = axes_of(found.parallel)
     compiled, without = (sent_over(report.by_axis, axes) for report in reports)
-    return Compared(axes, found.solution.traffic, compiled, without, (reports[0].total, reports[1].total))
+    return SpecsComparison(axes, found.solution.traffic, compiled, without, (reports[0].total, reports[1].total))
 
 
 def sent_over(by_axis: Mapping[str, Mapping[str, float]], axes: Collection[str]) -> dict[str, float]:

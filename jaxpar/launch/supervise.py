@@ -145,7 +145,7 @@ class Attempt:
     def _start(self, process: int, coordinator: str, end: int) -> subprocess.Popen:
         total = self.launch.nodes * self.launch.processes
         variables = {"COORDINATOR": coordinator, "PROCESSES": str(total), "PROCESS": str(process)}
-        variables["ATTEMPT"] = str(self.number)  # of this supervisor: the rendezvous decides which attempt all begin
+        variables["ATTEMPT"] = str(self.number)  # this machine counts; process 0 decides which attempt all begin
         return subprocess.Popen(
             [sys.executable, "-m", "jaxpar", *self.launch.command, *self.launch.options],
             env={**os.environ, **{f"JAXPAR_{name}": value for name, value in variables.items()}, LIFELINE: str(end)},

@@ -140,7 +140,7 @@ def eval_arrays_reader(optimizer: Any) -> Callable[[Any], dict[str, Any]]:
 
     def read_arrays(state: Any) -> dict[str, Any]:
         leaves, structure = jax.tree.flatten(state)
-        if structure != tree:  # of another chain: its user reports that
+        if structure != tree:  # another chain's state: the caller reports it
             return eval_arrays(state)
         return {path: leaves[number] for path, number in numbers.items()}
 

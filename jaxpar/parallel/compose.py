@@ -207,7 +207,7 @@ def compose(
 
     layout, errors = place(parallel)
     if problems + errors:
-        raise JaxparError(*_grouped(problems + errors))
+        raise JaxparError(*_merge_problems(problems + errors))
 
     layout = resolve(layout, again)
     return with_note(layout, note) if note else layout
@@ -231,7 +231,7 @@ def found_specs(parallel: Parallel, blueprint: Blueprint) -> tuple[Parallel, str
     return blueprint.find_specs(parallel)
 
 
-def _grouped(problems: list[Problem]) -> list[Problem]:
+def _merge_problems(problems: list[Problem]) -> list[Problem]:
     """Merges problems with the same rule and fix, such as a problem of every layer of a model."""
     groups: dict[tuple[str, str], list[Problem]] = {}
     for problem in problems:

@@ -49,15 +49,15 @@ def gather(value: jax.Array, used: NamedSharding, stored: NamedSharding) -> jax.
     one, for which it copies the whole stack to another dim order and holds the copy. Small vectors may already be
     gathered.
     """
-    return _gathered(value, used, stored)
+    return _gather_value(value, used, stored)
 
 
-def _gathered(value: jax.Array, used: NamedSharding, stored: NamedSharding) -> jax.Array:
+def _gather_value(value: jax.Array, used: NamedSharding, stored: NamedSharding) -> jax.Array:
     return constrained(constrained(value, stored) if value.ndim > 1 else value, used)
 
 
 def _gather_forward(value, used, stored):
-    return _gathered(value, used, stored), None
+    return _gather_value(value, used, stored), None
 
 
 def _gather_backward(used, stored, _, gradient):

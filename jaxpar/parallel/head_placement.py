@@ -36,10 +36,10 @@ def place_head(layout: Layout, compose: Compose) -> Layout:
       compose: Composes the same model and devices under another declaration; returns the layout, or its problems.
     """
     if layout.parallel.pipeline.stages:
-        return replace(layout, parallel=_declared(layout.parallel, "last"))
+        return replace(layout, parallel=_with_head_option(layout.parallel, "last"))
     if layout.parallel.pipeline.head != "auto":
         return with_note(layout, f"head: {_WHERE[layout.parallel.pipeline.head]}, as declared")
-    last, spread = (_declared(layout.parallel, head) for head in ("last", "spread"))
+    last, spread = (_with_head_option(layout.parallel, head) for head in ("last", "spread"))
     spread_layout, problems = compose(spread)
     if problems or spread_layout is None:
         why = f"not spread, because of {problems[0].got}: {problems[0].rule}"
@@ -72,7 +72,7 @@ def splits_lookups(layout: Layout) -> bool:
 _WHERE = {"last": "on the last stage", "spread": "spread over pipe"}
 
 
-def _declared(parallel: Parallel, head: str) -> Parallel:
+def _with_head_option(parallel: Parallel, head: str) -> Parallel:
     return replace(parallel, pipeline=replace(parallel.pipeline, head=head))
 
 

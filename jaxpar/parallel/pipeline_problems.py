@@ -8,9 +8,9 @@ from jaxpar.pipeline.tables.schedule import Schedule
 
 def problems(parallel: Parallel) -> list[Problem]:
     """Returns the problems of `Parallel.pipeline`, of which some option is given."""
-    errors = _of_keys(parallel.pipeline, parallel.pipe)
+    errors = _key_problems(parallel.pipeline, parallel.pipe)
     if parallel.pipeline.stages or parallel.pipeline.replicas:
-        errors += _of_stages(parallel.pipeline, parallel.pipe)
+        errors += _stage_problems(parallel.pipeline, parallel.pipe)
     if parallel.pipeline.gather == "tick" and parallel.stage < 3:
         errors.append(
             Problem(
@@ -30,7 +30,7 @@ def problems(parallel: Parallel) -> list[Problem]:
     return errors
 
 
-def _of_keys(pipeline: Pipeline, stages: int) -> list[Problem]:
+def _key_problems(pipeline: Pipeline, stages: int) -> list[Problem]:
     problems = []
     if stages == 1 and pipeline != Pipeline():
         problems.append(
@@ -76,7 +76,7 @@ def _of_keys(pipeline: Pipeline, stages: int) -> list[Problem]:
     return problems
 
 
-def _of_stages(pipeline: Pipeline, pipe: int) -> list[Problem]:
+def _stage_problems(pipeline: Pipeline, pipe: int) -> list[Problem]:
     if not pipeline.stages:
         rule = "replicas are of stages of pieces; `data` replicates all stages of equal layers alike"
         return [Problem(f"replicas={pipeline.replicas!r:.60} without stages", rule, "stages=(3, 5), or data=2")]
@@ -89,7 +89,7 @@ def _of_stages(pipeline: Pipeline, pipe: int) -> list[Problem]:
         )
         if not isinstance(numbers, tuple | list) or any(type(n) is not int or n < 1 for n in numbers)
     ]
-    return wrong or _of_replicas(pipeline, pipe) + _of_options(pipeline)
+    return wrong or _replica_problems(pipeline, pipe) + _option_problems(pipeline)
 
 
 def number_problems(pipeline: Pipeline, schedule: Schedule) -> list[Problem]:
@@ -108,7 +108,7 @@ def number_problems(pipeline: Pipeline, schedule: Schedule) -> list[Problem]:
     ]
 
 
-def _of_replicas(pipeline: Pipeline, pipe: int) -> list[Problem]:
+def _replica_problems(pipeline: Pipeline, pipe: int) -> list[Problem]:
     replicas, errors = tuple(pipeline.replicas), []
     if replicas and sum(replicas) != pipe:
         rule = "the devices of all stages are those of the axis pipe"
@@ -120,7 +120,7 @@ def _of_replicas(pipeline: Pipeline, pipe: int) -> list[Problem]:
     return errors
 
 
-def _of_options(pipeline: Pipeline) -> list[Problem]:
+def _option_problems(pipeline: Pipeline) -> list[Problem]:
     stages = pipeline.stages if pipeline.stages == FOUND else tuple(pipeline.stages)
     given = {
         "layers": bool(pipeline.layers),

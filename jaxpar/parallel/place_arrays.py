@@ -59,7 +59,7 @@ def place_arrays(parallel: Parallel, blueprint: Blueprint, mesh: Mesh | None) ->
     reads = infer_dims(blueprint, use=any(size > 1 for axis, size in parallel.sizes.items() if axis not in NO_MATRIX))
     find = partial(choose_axes, sizes=parallel.sizes, names=names, paths=parallel.paths, rules=parallel.rules)
     layers = Layers(stack, lists, names["layers"])
-    trained = {path: _trained(path, leaf, parallel, layers, find, reads.get(path)) for path, leaf in params.items()}
+    trained = {path: _placed(path, leaf, parallel, layers, find, reads.get(path)) for path, leaf in params.items()}
     for path, (base, dims) in bases.items():
         choice = adapter_choice(trained[base][1], base, dims)
         trained[path] = (_place(path, leaves[path], parallel, choice, cut=True), choice, [])
@@ -81,7 +81,7 @@ def place_arrays(parallel: Parallel, blueprint: Blueprint, mesh: Mesh | None) ->
         problems.append(_no_layers_at(prefix, params, parts))
     if lists and bases:
         problems.append(_beside_a_list(blueprint))
-    problems += _in_eight_bits(layout)
+    problems += _eight_bit_problems(layout)
     return layout, problems + idle_problems(layout)
 
 
@@ -134,7 +134,7 @@ def _beside_a_list(blueprint: Blueprint) -> Problem:
     )
 
 
-def _in_eight_bits(layout: Layout) -> list[Problem]:
+def _eight_bit_problems(layout: Layout) -> list[Problem]:
     """Returns the settings that do not support a base model in 8 bits."""
     if not any(matrix.float_dtype for matrix in layout.blueprint.adapters.values()):
         return []
@@ -149,7 +149,7 @@ def _in_eight_bits(layout: Layout) -> list[Problem]:
     return [Problem(f'adapters with base="int8" and {key}', rule, f'{fix}; or base="float"') for key, fix in faults]
 
 
-def _trained(
+def _placed(
     path: str, leaf: Leaf, parallel: Parallel, layers: Layers, find: Callable, read: InferredDims | None
 ) -> tuple[Placement, AxisChoice, list[Problem]]:
     """Returns a parameter's placement, choice and problems; places a stack without names as its layers."""

@@ -218,14 +218,14 @@ def search(question: Question, *, top: int = 10) -> Plan:
     question, considered, fitting, sizes = _fitting(question)
     time = question.seconds(fitting)
     seconds, order = time.total, _order(question, fitting, time.total, sizes)
-    best, compared = _one_of_each(fitting, order)[:top], np.sort(order)
+    best, compared = _distinct_layouts(fitting, order)[:top], np.sort(order)
     return Plan(
         question=question,
         best=tuple(predict(question, select_one(fitting, int(i))) for i in best),
         fastest=predict(question, select_one(fitting, int(order[np.argmin(seconds[order])]))),
         considered=considered,
         fitting=len(sizes),
-        sensitivity=_doubted(question, fitting, time, sizes),
+        sensitivity=_best_if_changed(question, fitting, time, sizes),
         points=Points(layouts=select(fitting, compared), seconds=seconds[compared], bytes=sizes[compared]),
     )
 
@@ -282,7 +282,7 @@ def _order(question: Question, fitting: Candidate, seconds: np.ndarray, needed: 
     fifth of the margin, the one that needs the least memory.
     """
     order = np.argsort(seconds, kind="stable")
-    order = order[_compared(question, fitting, seconds)[order]]
+    order = order[_comparison_mask(question, fitting, seconds)[order]]
     close = order[seconds[order] <= seconds[order[0]] * (1 + question.slack)]
     close = close[pareto(seconds[close], needed[close])]  # any layout that beats one of them is also close
     levels = complexity(select(fitting, close))
@@ -292,7 +292,7 @@ def _order(question: Question, fitting: Candidate, seconds: np.ndarray, needed: 
     return np.concatenate([[first], order[order != first]])
 
 
-def _compared(question: Question, fitting: Candidate, seconds: np.ndarray) -> np.ndarray:
+def _comparison_mask(question: Question, fitting: Candidate, seconds: np.ndarray) -> np.ndarray:
     """Returns a mask of the compared layouts: unusual ones are compared only if one is faster by the margin.
 
     Unusual are tensor on several nodes, and state over more than `WIDE` devices. Collectives of a technique that is
@@ -312,7 +312,7 @@ def _compared(question: Question, fitting: Candidate, seconds: np.ndarray) -> np
     return usual | (seconds[~usual].min() * (1 + question.margin) < seconds[usual].min())
 
 
-def _one_of_each(fitting: Candidate, order: np.ndarray) -> list[int]:
+def _distinct_layouts(fitting: Candidate, order: np.ndarray) -> list[int]:
     """Returns the first of every mesh, ZeRO stage and form of context, in order."""
     forms = np.unique(fitting.context_by, return_inverse=True)[1], fitting.ulysses, fitting.zero_context
     keys = np.stack([value[order] for value in (*fitting.sizes.values(), fitting.zero, *forms)], axis=1)
@@ -320,7 +320,7 @@ def _one_of_each(fitting: Candidate, order: np.ndarray) -> list[int]:
     return order[first].tolist()
 
 
-def _doubted(question: Question, fitting: Candidate, time: StepTime, needed: np.ndarray) -> dict[str, Ranked]:
+def _best_if_changed(question: Question, fitting: Candidate, time: StepTime, needed: np.ndarray) -> dict[str, Ranked]:
     """Returns the layout that each changed assumption would put first.
 
     Evaluates the fast layouts under the change, and then all that the change may make as fast. The first layout takes

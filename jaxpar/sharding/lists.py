@@ -31,7 +31,7 @@ def longest_list(leaves: Mapping[str, Leaf], parts: int) -> Lists:
       leaves: All parameters of a model, by path.
       parts: A number that divides the number of layers, or of groups of layers of several kinds.
     """
-    lists = (run for layers in _numbered(leaves).values() for run in _runs(layers, leaves) if len(run) % parts == 0)
+    lists = (run for layers in _by_number(leaves).values() for run in _runs(layers, leaves) if len(run) % parts == 0)
     best = max(lists, key=lambda run: size_of(leaves, (path for group in run for path in group.values())), default=[])
     if not best:
         return {}
@@ -59,7 +59,7 @@ def modules_of(lists: Lists) -> list[tuple[str, ...]]:
     return [kinds[place] for place in sorted(kinds)]
 
 
-def _numbered(leaves: Mapping[str, Leaf]) -> dict[str, dict[int, dict[str, str]]]:
+def _by_number(leaves: Mapping[str, Leaf]) -> dict[str, dict[int, dict[str, str]]]:
     """Groups parameters by the part of the path before a number; a group is {number: {path with "*": path}}."""
     layers: dict[str, dict[int, dict[str, str]]] = {}
     for path in leaves:
@@ -80,7 +80,7 @@ def _runs(layers: dict[int, dict[str, str]], leaves: Mapping[str, Leaf]) -> list
         for start, length in _periodic(kinds, period):
             numbers = range(start, start + length - length % period)
             groups = [numbers[i : i + period] for i in range(0, len(numbers), period)]
-            runs.append([_merged([layers[number] for number in group]) for group in groups])
+            runs.append([_merge_layers([layers[number] for number in group]) for group in groups])
     return runs
 
 
@@ -101,7 +101,7 @@ def _periodic(kinds: Mapping[int, Any], period: int) -> list[tuple[int, int]]:
     return runs
 
 
-def _merged(layers: list[dict[str, str]]) -> dict[str, str]:
+def _merge_layers(layers: list[dict[str, str]]) -> dict[str, str]:
     """Merges the parameters of a group's layers into one dict; the name of its second layer becomes `h_*+1`."""
     return {
         stack if place == 0 else stack.replace("*", f"*+{place}", 1): path

@@ -23,7 +23,7 @@ from jaxpar.sharding.calls.compute_dtype import compute_nnx
 from jaxpar.sharding.names import OVERWRITE, Blueprint, Compute, Leaf, Tree, Use, nest, path_of, pick
 from jaxpar.sharding.nnx.attributes import check_module, check_shapes, mark_arrays
 from jaxpar.sharding.nnx.hooks import ASSIGNING, assignment_error, has_use, hook, with_use
-from jaxpar.sharding.rules import fitted, flat_dims, without_blank_names
+from jaxpar.sharding.rules import fit_names, flat_dims, without_blank_names
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -316,7 +316,7 @@ def _leaf(path, variable, flat: tuple[int, ...], spec: Spec | None) -> Leaf:
     axes = None if names is None else axes_in(names, metadata)
     if names is None and spec is not None:  # stacked dims come first: a `vmap` adds none to the spec
         names = axes = (*(None,) * (rank - len(spec)), *spec)
-    fit_rank = lambda names: None if names is None else fitted(names, rank, flat)  # noqa: E731
+    fit_rank = lambda names: None if names is None else fit_names(names, rank, flat)  # noqa: E731
     return Leaf(tuple(value.shape), value.dtype, fit_rank(names), constant=not is_variable, axes=fit_rank(axes))
 
 

@@ -102,7 +102,7 @@ def choose_axes(
     if dim_names is None:
         if len(leaf.shape) > 3 and names.get("channels", "tensor") is None:  # a kernel, of whole channels by a rule
             return AxisChoice((None,) * len(leaf.shape), ((),) * len(leaf.shape), "whole channels, by a rule"), []
-        return (_largest(path, leaf, sizes) if read is None else _inferred(path, leaf, sizes, names, read)), []
+        return (_largest(path, leaf, sizes) if read is None else _inferred_axes(path, leaf, sizes, names, read)), []
     axes: list[tuple[str, ...]] = []
     used_axes: set[str] = set()
     problems = []
@@ -204,7 +204,7 @@ def _named(path: str, leaf: Leaf, paths: Mapping[str, Sequence[str]]):
     return None, "largest dim"
 
 
-def _inferred(
+def _inferred_axes(
     path: str, leaf: Leaf, sizes: Mapping[str, int], names: Mapping[str, Axes], read: InferredDims
 ) -> AxisChoice:
     """Maps inferred dims to axes; if an axis does not divide its dim, the parameter is stored split along another."""
@@ -301,7 +301,7 @@ def _indivisible(path, leaf: Leaf, dim, name, wanted, ways) -> Problem:
 Names = tuple[str | None, ...]
 
 
-def fitted(names: Sequence[Any], rank: int, flat: Sequence[int] = ()) -> Names:
+def fit_names(names: Sequence[Any], rank: int, flat: Sequence[int] = ()) -> Names:
     """Returns one name, or None, for each dim of a parameter.
 
     Args:
@@ -310,7 +310,7 @@ def fitted(names: Sequence[Any], rank: int, flat: Sequence[int] = ()) -> Names:
       flat: For an initializer that was called with flat dims, the number of dims that each of the last names stands
         for; each dim before them, such as that of stacked layers, has its own name.
 
-    >>> fitted(("embed", "kv"), 3, (1, 2)), fitted(("kv", "embed"), 3, (2, 1)), fitted(("embed",), 2)
+    >>> fit_names(("embed", "kv"), 3, (1, 2)), fit_names(("kv", "embed"), 3, (2, 1)), fit_names(("embed",), 2)
     (('embed', 'kv', None), ('kv', None, 'embed'), ('embed', None))
     """
     leading = len(names) - len(flat)

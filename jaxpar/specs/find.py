@@ -20,7 +20,7 @@ from jaxpar.specs.names import NamedSpecs, name_solution
 from jaxpar.specs.optimize import TIE, Solution, SpecsSolver
 from jaxpar.specs.program import TracedProgram
 from jaxpar.specs.trace import TracedLoss
-from jaxpar.specs.user_input import check_arguments, merge_names
+from jaxpar.specs.user_input import check_arguments, merge_names, show_names
 from jaxpar.units import show_bytes
 
 AXIS = "tensor"
@@ -56,7 +56,7 @@ class FoundSpecs:
     def __repr__(self) -> str:
         solution = self.solution
         return (
-            f"<specs over {_shown_axes(self.parallel)}: {', '.join(sorted({*self.specs.names.values()})) or 'none'}; "
+            f"<specs over {_format_axes(self.parallel)}: {', '.join(sorted({*self.specs.names.values()})) or 'none'}; "
             f"{solution.cost * 1e3:.3g} ms modelled, at most {solution.gap:.2%} above the best>"
         )
 
@@ -85,7 +85,7 @@ class FoundSpecs:
         """Returns the names, each with its reason, their cost and its lower bound, as text."""
         solution, lines = self.solution, []
         lines.append(
-            f"{_shown_axes(self.parallel)}: {solution.cost * 1e3:.4g} ms of a step's work and traffic, modelled; no "
+            f"{_format_axes(self.parallel)}: {solution.cost * 1e3:.4g} ms of a step's work and traffic, modelled; no "
             f"other choice costs less than {solution.bound * 1e3:.4g} ms (gap {solution.gap:.2%}); "
             f"{show_bytes(int(solution.memory))} of state and kept activations; {self.seconds:.1f} s"
         )
@@ -99,10 +99,12 @@ class FoundSpecs:
             sent = ", ".join(f"{kind} {show_bytes(int(size))}" for kind, size in traffic)
             lines.append(f"  sent by a device over {axis} in a step, predicted: {sent or 'nothing'}")
         lines += [f"  {name:10} {reason}" for name, reason in self.reasons.items()]
-        lines += ["parameters"] + [f"  {path:40} {_shown(names)}" for path, names in self.specs.paths.items()]
-        lines += ["activations"] + [f"  {line:40} {_shown(names)}" for line, names in self.specs.activations.items()]
+        lines += ["parameters"] + [f"  {path:40} {show_names(names)}" for path, names in self.specs.paths.items()]
+        lines += ["activations"] + [
+            f"  {line:40} {show_names(names)}" for line, names in self.specs.activations.items()
+        ]
         if self.specs.rules:
-            lines += ["rules"] + [f"  {name:40} {_shown_rule(axes)}" for name, axes in self.specs.rules.items()]
+            lines += ["rules"] + [f"  {name:40} {_format_rule(axes)}" for name, axes in self.specs.rules.items()]
         if self.specs.without_line:
             lines += ["left to XLA, as a line computes several arrays of one shape"]
             lines += [f"  {line}" for line in self.specs.without_line]
@@ -111,11 +113,7 @@ class FoundSpecs:
         return "\n".join(lines)
 
 
-def _shown(names: tuple[str | None, ...]) -> str:
-    return ", ".join(name or "-" for name in names)
-
-
-def _shown_rule(axes: str | tuple[str, ...]) -> str:
+def _format_rule(axes: str | tuple[str, ...]) -> str:
     return axes if isinstance(axes, str) else ", ".join(axes)
 
 
@@ -124,7 +122,7 @@ def axes_of(parallel: Parallel) -> tuple[str, ...]:
     return tuple(axis for axis in parallel.sizes if axis in AXES and parallel.sizes[axis] != 1)
 
 
-def _shown_axes(parallel: Parallel) -> str:
+def _format_axes(parallel: Parallel) -> str:
     return " x ".join(f"{axis}={parallel.sizes[axis]}" for axis in axes_of(parallel))
 
 
@@ -235,7 +233,7 @@ def choose_dims(
 
 def _note_on_cheapest(solver: SpecsSolver, solution: Solution, parallel: Parallel, chip: str, rows: int) -> str:
     """Says why the cheapest choice, which leaves an axis idle or splits no parameter, is not the one taken."""
-    names, shown = {*name_solution(solver, solution, axes_of(parallel)).names.values()}, _shown_axes(parallel)
+    names, shown = {*name_solution(solver, solution, axes_of(parallel)).names.values()}, _format_axes(parallel)
     instead = "without launches, and with matmuls and parameters split as declared"
     if not solver.idle(solution) and any(name.startswith("tokens") for name in names):
         return (

@@ -183,7 +183,7 @@ class Formulation(IntegerProgram):
                     self.x.setdefault((axis, state), -1)
         for key in self.x:
             self.x[key] = self._column(binary=True)
-        kept = _kept_activations(self.program)
+        kept = _saved_activations(self.program)
         for key, array in everything.items():
             seconds = 2 * array.times * array.bytes / self.costs.memory if key in touched else 0.0
             stored = array.bytes * array.times if key in kept else 0.0
@@ -391,7 +391,7 @@ def _is_merged(array: Array) -> bool:
     return any(len(list(flat(dim))) > 1 for dim in array.dims)
 
 
-def _kept_activations(program: TracedProgram) -> set[int]:
+def _saved_activations(program: TracedProgram) -> set[int]:
     """Returns the ids of arrays that the forward pass computes and an operation of the backward pass reads."""
     return {
         id(array.root)

@@ -6,7 +6,7 @@ experts     a batch dim of a parameter and activations
 channels    of convolutions
 examples    dims of examples that the axis splits, in addition to the axes of the batch
 tokens      dims of the batch after that of examples
-mlp         dims that parameters make and other parameters contract
+mlp         output dims of parameters that other parameters contract
 features    any other
 
 A name stands for the same axes everywhere. If some heads are split by one axis and others by another, or by both, the

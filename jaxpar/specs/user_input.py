@@ -58,12 +58,16 @@ def merge_names(parallel: Parallel, named: NamedSpecs, params: Iterable[str]) ->
     """
     params, differing = [*params], {}
     for path in params:
-        own, found = _pattern(parallel.paths, path), _pattern(named.paths, path)
+        own, found = _first_pattern(parallel.paths, path), _first_pattern(named.paths, path)
         if own is not None and found is not None and tuple(parallel.paths[own]) != tuple(named.paths[found]):
-            differing[own] = f"paths {own!r}: {_shown(parallel.paths[own])} (found: {_shown(named.paths[found])})"
-    activations = {key: names for key, names in named.activations.items() if not _covered(key, parallel.activations)}
+            differing[own] = (
+                f"paths {own!r}: {show_names(parallel.paths[own])} (found: {show_names(named.paths[found])})"
+            )
+    activations = {
+        key: names for key, names in named.activations.items() if not _has_user_key(key, parallel.activations)
+    }
     for key in named.activations.keys() - activations.keys():
-        differing[key] = f"activations {key!r} (found: {_shown(named.activations[key])})"
+        differing[key] = f"activations {key!r} (found: {show_names(named.activations[key])})"
     for name in sorted({*named.names.values()} & {*parallel.rules}):
         differing[name] = f"rules {name!r}: {parallel.rules[name]}"
     names = replace(
@@ -76,12 +80,12 @@ def merge_names(parallel: Parallel, named: NamedSpecs, params: Iterable[str]) ->
     return names, tuple(differing.values())
 
 
-def _pattern(paths: Mapping[str, Any], path: str) -> str | None:
+def _first_pattern(paths: Mapping[str, Any], path: str) -> str | None:
     """Returns the first pattern that matches a parameter's path, whose names it gets."""
     return next((pattern for pattern in paths if re.search(rf"(^|/)(?:{pattern})$", path)), None)
 
 
-def _covered(key: str, own: Mapping[str, Any]) -> bool:
+def _has_user_key(key: str, own: Mapping[str, Any]) -> bool:
     """Whether the user names the activations of a key that was found."""
     line = parse_line(key)
     lines = [parse_line(each) for each in own]
@@ -90,5 +94,6 @@ def _covered(key: str, own: Mapping[str, Any]) -> bool:
     )
 
 
-def _shown(names: Iterable[str | None]) -> str:
+def show_names(names: Iterable[str | None]) -> str:
+    """Returns the names of an array's dims as text; - for a dim without a name."""
     return ", ".join(name or "-" for name in names)

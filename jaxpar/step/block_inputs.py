@@ -24,10 +24,9 @@ from jax.extend.core import (
 )
 
 from jaxpar.errors import refuse
-from jaxpar.jaxprs.dataflow import Scan, Traced, consts_of, jaxpr_of, shapes
+from jaxpar.jaxprs.dataflow import PLAIN_CALLS, Scan, Traced, consts_of, jaxpr_of, shapes
 
 NAME = "block_input"
-_CALLS = ("jit", "pjit", "closed_call")
 _SAME = ("convert_element_type", "sharding_constraint", "copy")  # their output is still a stack of parameters
 
 
@@ -45,7 +44,7 @@ def offload_block_inputs(function: Callable, model: str) -> Callable:
     def run(params: Any, *args: Any) -> Any:
         traced = Traced(function, params, *args)
         jaxpr = traced.closed.jaxpr
-        rewritten, count = _changed(jaxpr, set(jaxpr.invars[: len(jax.tree.leaves(params))]))
+        rewritten, count = _rewrite_scans(jaxpr, set(jaxpr.invars[: len(jax.tree.leaves(params))]))
         if not count:
             raise refuse(
                 f'remat="offload", and {model} runs no scan over stacked layers',
@@ -58,18 +57,18 @@ def offload_block_inputs(function: Callable, model: str) -> Callable:
     return run
 
 
-def _changed(jaxpr: Jaxpr, stacks: set) -> tuple[Jaxpr, int]:
+def _rewrite_scans(jaxpr: Jaxpr, stacks: set) -> tuple[Jaxpr, int]:
     """Rewrites the scans over layers in a jaxpr, and counts them."""
     eqns, count = [], 0
     for eqn, stack_vars in _walk(jaxpr, stacks):
         layer_scans = 0
-        if eqn.primitive.name in _CALLS and "jaxpr" in eqn.params:
+        if eqn.primitive.name in PLAIN_CALLS and "jaxpr" in eqn.params:
             closed = eqn.params["jaxpr"]
-            inner, layer_scans = _changed(jaxpr_of(closed), _inside(eqn, stack_vars))
+            inner, layer_scans = _rewrite_scans(jaxpr_of(closed), _inner_stacks(eqn, stack_vars))
             inner_jaxpr = ClosedJaxpr(inner, consts_of(closed)) if isinstance(closed, ClosedJaxpr) else inner
             eqn = eqn.replace(params={**eqn.params, "jaxpr": inner_jaxpr}) if layer_scans else eqn
         elif _is_layers(eqn, stack_vars):
-            eqn, layer_scans = _offloaded(eqn), 1
+            eqn, layer_scans = _offload_scan(eqn), 1
         eqns.append(eqn)
         count += layer_scans
     return (jaxpr.replace(eqns=eqns) if count else jaxpr), count
@@ -84,7 +83,7 @@ def _walk(jaxpr: Jaxpr, stacks: set) -> Iterable[tuple[JaxprEqn, set]]:
             stack_vars |= set(eqn.outvars)
 
 
-def _inside(eqn: JaxprEqn, known: set) -> set:
+def _inner_stacks(eqn: JaxprEqn, known: set) -> set:
     inner = jaxpr_of(eqn.params["jaxpr"]).invars
     return {arg for arg, var in zip(inner, eqn.invars, strict=True) if not isinstance(var, Literal) and var in known}
 
@@ -99,7 +98,7 @@ def _is_layers(eqn: JaxprEqn, known: set) -> bool:
     return stacked and any(map(_is_float, eqn.outvars[: scan.carry]))
 
 
-def _offloaded(eqn: JaxprEqn) -> JaxprEqn:
+def _offload_scan(eqn: JaxprEqn) -> JaxprEqn:
     """Returns a scan whose backward pass recomputes the body from inputs copied back from the host."""
     scan = Scan(eqn)
     closed = ClosedJaxpr(scan.body, scan.body_consts)

@@ -61,10 +61,10 @@ def _of_layout(layout: Layout, loss: Callable, numerics: Numerics, frozen: froze
     if layout.parallel.exchange.per_replica:
         from jaxpar.step.per_replica.ensemble import ensemble_loss
         from jaxpar.step.per_replica.population import PopulationMembers
-        from jaxpar.step.per_replica.replicas import PerReplica, of_one, synchronous_layout
+        from jaxpar.step.per_replica.replicas import PerReplica, layout_of_replica, synchronous_layout
 
         check_offload(layout, offload=numerics.offload)
-        exchange, replica = layout.parallel.exchange, of_one(layout)
+        exchange, replica = layout.parallel.exchange, layout_of_replica(layout)
         eval_loss = ensemble_loss(loss, layout.blueprint.name) if exchange.averages_predictions else loss
         eval_layout = replica if exchange.global_model == NO_MODEL else synchronous_layout(layout)
         kind = PopulationMembers if exchange.same_examples else PerReplica

@@ -19,11 +19,10 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jaxpar.errors import JaxparError, Problem
 from jaxpar.hlo.attribution import equation_frame
 from jaxpar.hlo.text import SourceFrame
-from jaxpar.jaxprs.dataflow import rewrite, rewrite_param, shapes
+from jaxpar.jaxprs.dataflow import OPAQUE, rewrite, rewrite_param, shapes
 from jaxpar.models.dim_names import constrain
 from jaxpar.sharding.source_lines import SourceLine, parse_line
 
-_OWN = ("custom_", "shard_map")  # custom gradients and shard_map bodies are not rewritten
 _CONSTANT, _LEARNED, _ACTIVATION = range(3)
 _LOOPS = ("scan", "while")
 _MATMULS = ("dot_general", "conv_general_dilated", "gather")
@@ -45,13 +44,13 @@ def name_lines(function: Callable, activations: Mapping[str, Sequence[str | None
     """
 
     def run(params: Any, *others: Any) -> Any:
-        naming = _Naming(activations)
+        naming = _LineNamer(activations)
         learned = len(jax.tree.leaves(params))
-        result = rewrite(function, lambda jaxpr: naming.jaxpr(jaxpr, _of_arguments(jaxpr, learned), None)[0])(
+        result = rewrite(function, lambda jaxpr: naming.jaxpr(jaxpr, _argument_origins(jaxpr, learned), None)[0])(
             params, *others
         )
         if all_used and (missing := naming.lines.keys() - naming.used - naming.constant):
-            raise JaxparError(*(_unused(line, naming.lines[line]) for line in missing))
+            raise JaxparError(*(_unused_problem(line, naming.lines[line]) for line in missing))
         return result
 
     return run
@@ -65,16 +64,16 @@ def lines_used(jaxpr: Jaxpr, learned: int, activations: Mapping[str, Sequence[st
       learned: Number of its first arguments that are parameters.
       activations: As in `jaxpar.parallel.declaration.Parallel`.
     """
-    naming = _Naming(activations)
-    naming.jaxpr(jaxpr, _of_arguments(jaxpr, learned), None)
+    naming = _LineNamer(activations)
+    naming.jaxpr(jaxpr, _argument_origins(jaxpr, learned), None)
     return {str(line) for line in naming.used}
 
 
-def _of_arguments(jaxpr: Jaxpr, learned: int) -> list[int]:
+def _argument_origins(jaxpr: Jaxpr, learned: int) -> list[int]:
     return [_LEARNED] * learned + [_ACTIVATION] * (len(jaxpr.invars) - learned)
 
 
-def _unused(line: SourceLine, names: Names) -> Problem:
+def _unused_problem(line: SourceLine, names: Names) -> Problem:
     return Problem(
         f"activations={{{str(line)!r}: {names}}}: the line computes no such array of {len(names)} dims",
         "every key names an array of the model's forward pass: a line, the sizes of its last dims, a name for each dim",
@@ -82,7 +81,7 @@ def _unused(line: SourceLine, names: Names) -> Problem:
     )
 
 
-class _Naming:
+class _LineNamer:
     """Adds constraints to a jaxpr and to those of its calls.
 
     Attributes:
@@ -106,10 +105,10 @@ class _Naming:
     def equation(self, eqn: JaxprEqn, origins: Origins, enclosing: SourceFrame | None) -> Iterator[JaxprEqn]:
         """Yields the equation, and the constraints on its results; records the origins of these."""
         frame, inputs = equation_frame(eqn, enclosing), [_origin(var, origins) for var in eqn.invars]
-        results = [_combined(eqn.primitive.name, inputs)] * len(eqn.outvars)
+        results = [_result_origin(eqn.primitive.name, inputs)] * len(eqn.outvars)
         if eqn.primitive.name == "optimization_barrier":  # the identity of each operand, before any convolution
             results = inputs
-        if not eqn.primitive.name.startswith(_OWN):
+        if not eqn.primitive.name.startswith(OPAQUE):
             eqn, results = self.calls(eqn, inputs, results, frame)
         origins.update(zip(eqn.outvars, results, strict=True))
         outs, constraints = list(eqn.outvars), []
@@ -153,7 +152,7 @@ def _origin(var: Any, origins: Origins) -> int:
     return _CONSTANT if isinstance(var, Literal) else origins.get(var, _CONSTANT)
 
 
-def _combined(primitive: str, inputs: Sequence[int]) -> int:
+def _result_origin(primitive: str, inputs: Sequence[int]) -> int:
     """Returns the origin of an equation's results."""
     if primitive in _MATMULS and {*inputs} == {_CONSTANT, _LEARNED}:  # the constant is noise, or positions
         return _ACTIVATION

@@ -74,12 +74,12 @@ def hoist_gradient_sums(
     """
 
     def change(jaxpr: Jaxpr) -> Jaxpr:
-        return jaxpr.replace(eqns=[_changed_scan(eqn, axis, ways, rows, shards, limit) for eqn in jaxpr.eqns])
+        return jaxpr.replace(eqns=[_rewrite_scan(eqn, axis, ways, rows, shards, limit) for eqn in jaxpr.eqns])
 
     return rewrite(function, change)
 
 
-def _changed_scan(
+def _rewrite_scan(
     eqn: JaxprEqn, axis: str, ways: int, rows: int, shards: tuple[str, int] | None, limit: float
 ) -> JaxprEqn:
     """Returns an equivalent equation, rewritten if it is a scan with sums to move."""
@@ -148,7 +148,7 @@ def _replica_gradient(axis: str, ways: int, one: ExampleSum, env: Env) -> jax.Ar
             env.run(eqn)
             x = env[eqn.outvars[0]]
         elif scattered := i == index:
-            x = _with_source_info(eqn, partial(_scattered, eqn, axis), x)
+            x = _with_source_info(eqn, partial(_reduce_scatter, eqn, axis), x)
             for cast in casts:
                 to_dtype = partial(jax.lax.convert_element_type, new_dtype=cast.params["new_dtype"])
                 x = _with_source_info(cast, to_dtype, x)
@@ -179,7 +179,7 @@ def _replica_shard(axes: tuple[str, str], ways: int, devices: int, one: ExampleS
     x = _partial_sums(one, env, axes[0], ways) if index is None else _partial_sums(one, env, axes, devices)
     for i, eqn in enumerate(one.later_equations):
         if i == index:
-            x = _with_source_info(eqn, partial(_scattered, eqn, axes[1], replicas=axes[0]), x)
+            x = _with_source_info(eqn, partial(_reduce_scatter, eqn, axes[1], replicas=axes[0]), x)
         elif not is_cast(eqn):
             over = axes if index is not None and i < index else axes[0]
             x = _with_source_info(eqn, partial(_apply_to_replicas, eqn, over), x)
@@ -222,7 +222,7 @@ def _apply_to_layers(eqn: JaxprEqn, y: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(y, NamedSharding(sharding.mesh, PartitionSpec(FREE, *sharding.spec)))
 
 
-def _scattered(eqn: JaxprEqn, axis: str, x: jax.Array, *, replicas: str | None = None) -> jax.Array:
+def _reduce_scatter(eqn: JaxprEqn, axis: str, x: jax.Array, *, replicas: str | None = None) -> jax.Array:
     """Reduce-scatters [device, ...] over an axis to the sharding of an equation.
 
     With an axis of `replicas`, outside of the first: dim 0 is split over both, and the result is [replica, ...].
@@ -240,10 +240,10 @@ def _scattered(eqn: JaxprEqn, axis: str, x: jax.Array, *, replicas: str | None =
 
 def _partial_sums(one: ExampleSum, env: Env, axes: Axes, ways: int) -> jax.Array:
     """Returns the sums over the examples of each part of the batch that the axes split, shape [part, ...]."""
-    return _with_source_info(one.eqn, partial(_summed, one, axes, ways), *(env[var] for var in one.eqn.invars))
+    return _with_source_info(one.eqn, partial(_sum_parts, one, axes, ways), *(env[var] for var in one.eqn.invars))
 
 
-def _summed(one: ExampleSum, axes: Axes, ways: int, *args: jax.Array) -> jax.Array:
+def _sum_parts(one: ExampleSum, axes: Axes, ways: int, *args: jax.Array) -> jax.Array:
     dim, params = one.dim, one.eqn.params
     split = [x.reshape(*x.shape[:dim], ways, x.shape[dim] // ways, *x.shape[dim + 1 :]) for x in args]
     parts = [_shard_dim(x, axes, dim) for x in split]

@@ -89,12 +89,12 @@ def in_16_bits(
     rule = AttentionMask(causal, window, softcap)
     scores = rule.cap(_scores(q_bgrsk, k_bgtk) / math.sqrt(head_dim))
     shares = _attention_weights(rule, jnp.dtype(q_bshk.dtype), spec_of(_SCORES), scores, segments)
-    y_bgrsk = _after(jnp.einsum("bgrst,bgtk->bgrsk", shares, v_bgtk), shares)
+    y_bgrsk = _after_weights(jnp.einsum("bgrst,bgtk->bgrsk", shares, v_bgtk), shares)
     return jnp.moveaxis(y_bgrsk, 3, 1).reshape(q_bshk.shape)
 
 
 @jax.custom_vjp
-def _after(y: jax.Array, shares: jax.Array) -> jax.Array:
+def _after_weights(y: jax.Array, shares: jax.Array) -> jax.Array:
     """Identity on y whose gradient waits until the attention weights exist.
 
     Otherwise XLA computes their gradient while the scores are still live, and holds both.
@@ -102,7 +102,7 @@ def _after(y: jax.Array, shares: jax.Array) -> jax.Array:
     return y
 
 
-_after.defvjp(
+_after_weights.defvjp(
     lambda y, shares: (y, shares),
     lambda shares, gradient: (jax.lax.optimization_barrier((gradient, shares))[0], None),
 )

@@ -72,7 +72,9 @@ class Technique:
 
 def unsplit_axis_problems(layout: Layout, axis: str, dims: str) -> list[Problem]:
     """Returns a problem if an axis splits no parameter."""
-    used = {axis_name for place in layout.placements.values() for entry in place.sharded for axis_name in _axes(entry)}
+    used = {
+        axis_name for place in layout.placements.values() for entry in place.sharded for axis_name in axes_tuple(entry)
+    }
     if layout.sizes[axis] == 1 or axis in used:
         return []
     known_names = {*layout.names, *layout.sizes, None}
@@ -98,5 +100,6 @@ def _as_paths(layout: Layout, axis: str) -> str:
     return f"names for dims that the model leaves without, as paths={{{path!r}: {dims}}}"
 
 
-def _axes(entry: str | Iterable[str] | None) -> tuple[str, ...]:
+def axes_tuple(entry: str | Iterable[str] | None) -> tuple[str, ...]:
+    """Returns the axes of one dim as a tuple."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

@@ -28,7 +28,7 @@ from jaxpar.parallel.declaration import Axes, Parallel
 from jaxpar.parallel.layout import Layout, per_device, with_note
 from jaxpar.parallel.techniques.attention_choice import KERNELS, AttentionCall
 from jaxpar.parallel.techniques.attention_gather import gather
-from jaxpar.parallel.techniques.base import Compose, Technique, TracedStep
+from jaxpar.parallel.techniques.base import Compose, Technique, TracedStep, axes_tuple
 from jaxpar.sharding.lists import longest_list
 from jaxpar.sharding.names import shard_bytes
 
@@ -184,7 +184,7 @@ def check(layout: Layout, named: set[str], lowered: Lowered) -> None:
     sizes, name = layout.sizes, layout.blueprint.name
     if sizes["context"] == 1:
         return
-    if not any("context" in _axes(layout.names.get(dim_name)) for dim_name in named):
+    if not any("context" in axes_tuple(layout.names.get(dim_name)) for dim_name in named):
         unruled = sorted(named - layout.names.keys())
         fixes = ['jp.constrain(x, "batch", "seq", "embed") on the stream']
         if unruled:
@@ -218,10 +218,6 @@ def check_picks(layout: Layout, lowered: Lowered) -> None:
             fix="a sum over the entries that compares each with the label, as jp.next_token_loss does; or pipe=1, "
             f"{tokens}=1 or " + ("tensor=1" if axis == "tensor" else "head='last'"),
         )
-
-
-def _axes(entry: Axes) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 CONTEXT = Technique(

@@ -252,7 +252,7 @@ class BranchTable:
 
         return run
 
-    def _received(self, part: int, inbox: jax.Array, turn: Turn) -> dict[int, list[jax.Array]]:
+    def _received_messages(self, part: int, inbox: jax.Array, turn: Turn) -> dict[int, list[jax.Array]]:
         edges = {source: self._edges["x", source, part] for source in self.parts[part].receives}
         return {source: self.inbox.read(inbox, edge, turn.group, turn.number) for source, edge in edges.items()}
 
@@ -284,7 +284,7 @@ class BranchTable:
 
     def _inputs(self, part: int, data: MicrobatchData, carry: Carry, inbox: jax.Array, turn: Turn) -> tuple:
         state = {i: carry["state"][i] for i in self.parts[part].reads_state}
-        return data(turn.microbatch), state, self._received(part, inbox, turn)
+        return data(turn.microbatch), state, self._received_messages(part, inbox, turn)
 
     def _forward(self, part: int, data: MicrobatchData) -> Callable:
         program, last = self.parts[part], part == len(self.parts) - 1

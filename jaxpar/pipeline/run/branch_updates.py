@@ -165,7 +165,7 @@ class UpdatingBranchTable(BranchTable):
             }
             total = jnp.asarray(sum(jnp.sum(jnp.square(value.astype(jnp.float32))) for value in found.values()))
             tree, leaves = _whole(self.params, params), {**self.arrays.shapes, **own, **counts}
-            state = jax.tree.unflatten(self.arrays.tree, [_filled(leaves[name]) for name in self.arrays.names])
+            state = jax.tree.unflatten(self.arrays.tree, [_array_or_empty(leaves[name]) for name in self.arrays.names])
             updates, new_state = loss_argument.update(optimizer, _whole(self.params, found), state, tree, None)
             new = _flat(self.params, optax.apply_updates(tree, updates))
             named = dict(zip(self.arrays.names, jax.tree.leaves(new_state), strict=True))
@@ -180,7 +180,7 @@ class UpdatingBranchTable(BranchTable):
         return run
 
 
-def _filled(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
+def _array_or_empty(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
     """Returns an array as it is, and an empty array for a shape."""
     return _empty(leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
 

@@ -116,7 +116,7 @@ class Inbox:
             source, target = self._stages[edge.source], self._stages[edge.target]
             rounds = self._replicas.rounds(source, target) if source != target else self._local_rounds(source)
             for taken in rounds:
-                inbox = self._one_round(inbox, outbox, edge, taken, place, group)
+                inbox = self._send_round(inbox, outbox, edge, taken, place, group)
         return inbox
 
     def _local_rounds(self, stage: int) -> Iterator[list[tuple[int, int, int, int]]]:
@@ -125,7 +125,7 @@ class Inbox:
         for number in range(self._replicas.share(stage)):
             yield [(device, number, device, number) for device in devices]
 
-    def _one_round(
+    def _send_round(
         self,
         inbox: jax.Array,
         outbox: jax.Array,
@@ -135,7 +135,7 @@ class Inbox:
         group: jax.Array,
     ) -> jax.Array:
         own, device = self._outboxes[edge.kind, edge.source], lax.axis_index("pipe")
-        sends, arrives = self._by_device(taken, 0), self._by_device(taken, 2)
+        sends, arrives = self._message_numbers(taken, 0), self._message_numbers(taken, 2)
         # a stage of one device sends from an offset that is known at compile time, where XLA reads without a copy
         number = jnp.maximum(jnp.asarray(sends)[device], 0) if sends.max() else 0
         message = lax.dynamic_slice(outbox, (own.starts[edge] + own.size * number,), (edge.bytes,))
@@ -148,7 +148,7 @@ class Inbox:
         kept = lax.dynamic_slice(inbox, (start,), (edge.bytes,))
         return lax.dynamic_update_slice(inbox, jnp.where(is_mine, message, kept), (start,))
 
-    def _by_device(self, taken: Sequence[tuple[int, int, int, int]], end: int) -> np.ndarray:
+    def _message_numbers(self, taken: Sequence[tuple[int, int, int, int]], end: int) -> np.ndarray:
         """Returns the number of the message that each device sends (end 0) or receives (end 2) in a round, or -1."""
         numbers = np.full(sum(self._replicas.counts), -1, np.int32)
         for message in taken:

@@ -82,7 +82,7 @@ def regather_in_backward(stage: Callable) -> Callable:
         env = Env(jaxpr, traced.flat.consts, zip(jaxpr.invars, jax.tree.leaves(args), strict=True))
         for eqn in jaxpr.eqns:
             if any(eqn is scan for scan in scans):
-                out = _one_by_one(Scan(eqn), [env[var] for var in eqn.invars])
+                out = _run_checkpointed_scan(Scan(eqn), [env[var] for var in eqn.invars])
                 env.update(zip(eqn.outvars, out, strict=True))
             else:
                 env.run(eqn)
@@ -91,7 +91,7 @@ def regather_in_backward(stage: Callable) -> Callable:
     return run
 
 
-def _one_by_one(scan: Scan, values: Sequence[jax.Array]) -> list[jax.Array]:
+def _run_checkpointed_scan(scan: Scan, values: Sequence[jax.Array]) -> list[jax.Array]:
     """Runs a scan with a checkpointed body, so that the backward gathers the body's parameters again."""
     fixed, first, xs = split_groups(values, [scan.consts, scan.carry, scan.xs])
     body = jaxpr_as_fun(ClosedJaxpr(scan.body, scan.body_consts))

@@ -121,16 +121,16 @@ def program(schedule: Schedule, *, forward_only: bool = False) -> Program:
         ops = frozenset().union(*(kind.ops for kind in kinds))
         flags = [any(flag) for flag in zip(*(kind[1:] for kind in kinds), strict=True)]
         kinds = [TickKind(ops, *flags)] * len(kinds)
-    kinds = _alike(kinds)
+    kinds = _equalize_directions(kinds)
     kept = stash = Pool(0, False)
     if not forward_only:
-        kept = _assign_pool(rows, places, kinds, "F", "B", "kept")
-        stash = _assign_pool(rows, places, kinds, "B", "W", "stash") if schedule.split else stash
+        kept = _assign_saved_slots(rows, places, kinds, "F", "B", "kept")
+        stash = _assign_saved_slots(rows, places, kinds, "B", "W", "stash") if schedule.split else stash
     return Program(
         schedule=schedule,
         rows=rows,
-        loops=_nested(kinds),
-        message_slots=_messages(schedule, rows, places, forward_only=forward_only),
+        loops=_nest_loops(kinds),
+        message_slots=_assign_message_slots(schedule, rows, places, forward_only=forward_only),
         residual_slots=kept.slots,
         stash_slots=stash.slots,
         masked_pools=frozenset(name for name, pool in (("kept", kept), ("stash", stash)) if pool.masked),
@@ -180,7 +180,7 @@ def _kind(schedule: Schedule, row, *, forward_only: bool) -> TickKind:
     )
 
 
-def _alike(kinds: Sequence[TickKind]) -> list[TickKind]:
+def _equalize_directions(kinds: Sequence[TickKind]) -> list[TickKind]:
     """Makes all ticks with the same ops send in the same directions, as one more compiled body costs more."""
     sends: dict[frozenset, list[bool]] = {}
     for kind in kinds:
@@ -189,7 +189,7 @@ def _alike(kinds: Sequence[TickKind]) -> list[TickKind]:
     return [TickKind(*kind[:3], *sends[kind.ops]) for kind in kinds]
 
 
-def _messages(schedule: Schedule, rows: np.ndarray, at, *, forward_only: bool) -> int:
+def _assign_message_slots(schedule: Schedule, rows: np.ndarray, at, *, forward_only: bool) -> int:
     """Assigns slots to the messages x and g; returns their number."""
     column = {name: i for i, name in enumerate(COLUMNS)}
     spans: list[list[tuple[int, int, list[tuple[int, int]]]]] = [[] for _ in range(schedule.stages)]
@@ -205,10 +205,10 @@ def _messages(schedule: Schedule, rows: np.ndarray, at, *, forward_only: bool) -
         receiver = readers[0][1]
         cells = [(tick, column[way])] + [(reader, column["g" if gradient else "x"]) for reader, _ in readers]
         spans[receiver].append((tick, max(reader for reader, _ in readers), cells))
-    return max(_colour(rows[:, stage], stage_spans) for stage, stage_spans in enumerate(spans))
+    return max(_assign_lowest_slots(rows[:, stage], stage_spans) for stage, stage_spans in enumerate(spans))
 
 
-def _assign_pool(rows: np.ndarray, at, kinds: Sequence[TickKind], write: str, read: str, pool: str) -> Pool:
+def _assign_saved_slots(rows: np.ndarray, at, kinds: Sequence[TickKind], write: str, read: str, pool: str) -> Pool:
     """Assigns slots to the values that op `write` saves for op `read`, and free slots to stages that drop a value."""
     column = COLUMNS.index(pool)
     spans: list[list] = [[] for _ in range(rows.shape[1])]
@@ -216,7 +216,7 @@ def _assign_pool(rows: np.ndarray, at, kinds: Sequence[TickKind], write: str, re
         if op == write:
             end, _ = at[read, microbatch, part]
             spans[stage].append((tick, end, [(tick, column), (end, column)]))
-    slots = max(_colour(rows[:, stage], stage_spans) for stage, stage_spans in enumerate(spans))
+    slots = max(_assign_lowest_slots(rows[:, stage], stage_spans) for stage, stage_spans in enumerate(spans))
     masked = False
     for stage, stage_spans in enumerate(spans):
         taken = [(start, end, rows[start, stage, column]) for start, end, _ in stage_spans]
@@ -230,7 +230,7 @@ def _assign_pool(rows: np.ndarray, at, kinds: Sequence[TickKind], write: str, re
     return Pool(slots, masked)
 
 
-def _colour(rows: np.ndarray, spans: Iterable[tuple[int, int, list[tuple[int, int]]]]) -> int:
+def _assign_lowest_slots(rows: np.ndarray, spans: Iterable[tuple[int, int, list[tuple[int, int]]]]) -> int:
     """Assigns the lowest free slot to every span: (tick of the write, tick of the last read, cells)."""
     free_from: list[int] = []  # slot to the tick in which its value is last read
     # greedy in the order of starts: optimal for intervals, with as many slots as the most that overlap. A slot may be
@@ -243,7 +243,7 @@ def _colour(rows: np.ndarray, spans: Iterable[tuple[int, int, list[tuple[int, in
     return len(free_from)
 
 
-def _nested(kinds: Sequence[TickKind]) -> tuple[Loop, ...]:
+def _nest_loops(kinds: Sequence[TickKind]) -> tuple[Loop, ...]:
     """Groups the kinds into nested loops with few bodies to compile: loops of ticks, then loops of loops."""
     loops = _loops(tuple(kinds), 8)
     while True:

@@ -120,18 +120,18 @@ class ShardExchange:
         """Returns the buffers of this device's stage, given its shards of all parameters."""
         received = {}
         for key, paths in self._groups.items():
-            owned = self._owned(paths)
+            owned = self._paths_by_stage(paths)
             outbox = jnp.stack([self._row([params[path] for path in owned[stage]], paths) for stage in self._stage_of])
             shards = lax.all_to_all(outbox, "pipe", 0, 0)  # [devices of pipe, elements]
             received[key] = lax.all_gather(shards, "fsdp") if "fsdp" in key[0] else shards
-        others = {path: self._gathered(path, value) for path, value in params.items() if self._is_read_there(path)}
+        others = {path: self._gather_fsdp(path, value) for path, value in params.items() if self._is_read_there(path)}
 
         def of_stage(stage: int):
             def fill(received, others):
                 found = {path: value for path, value in others.items() if path in self.buffers.stages[stage]}
                 for key, paths in self._groups.items():
                     start = 0
-                    for path in self._owned(paths)[stage]:
+                    for path in self._paths_by_stage(paths)[stage]:
                         shards = self.shards[path]
                         part = received[key][..., start : start + shards.size]
                         found[path] = shards.join(part.reshape(*part.shape[:-1], *shards.local))
@@ -151,7 +151,7 @@ class ShardExchange:
                 found = self.buffers.read(sums, stage)
                 rows = {}
                 for key, paths in self._groups.items():
-                    own = [self.shards[path].split(found[path]) for path in self._owned(paths)[stage]]
+                    own = [self.shards[path].split(found[path]) for path in self._paths_by_stage(paths)[stage]]
                     lead = [self._sizes[axis] for axis in key[0]]
                     flat = [value.reshape(*lead, -1) for value in own]
                     missing = self._length(paths) - sum(value.shape[-1] for value in flat)
@@ -170,7 +170,7 @@ class ShardExchange:
             if rest := tuple(axis for axis in batch_axes if axis not in key[0]):
                 rows = lax.psum(rows, rest)
             received = lax.all_to_all(rows, "pipe", 0, 0)  # [devices of pipe, elements]
-            for stage, own in enumerate(self._owned(paths)):
+            for stage, own in enumerate(self._paths_by_stage(paths)):
                 start, of_replicas = 0, jnp.sum(received[self._stage_of == stage], axis=0)
                 for path in own:
                     shards = self.shards[path]
@@ -198,18 +198,18 @@ class ShardExchange:
         """Whether a device has the parameter already, perhaps sharded over `fsdp`, because `pipe` does not split it."""
         return path in self.shards and "pipe" not in self.shards[path].over
 
-    def _gathered(self, path: str, value: jax.Array) -> jax.Array:
+    def _gather_fsdp(self, path: str, value: jax.Array) -> jax.Array:
         for dim, axes in enumerate(self.shards[path].axes):
             value = lax.all_gather(value, "fsdp", axis=dim, tiled=True) if axes else value
         return value
 
-    def _owned(self, paths: Sequence[str]) -> list[list[str]]:
+    def _paths_by_stage(self, paths: Sequence[str]) -> list[list[str]]:
         """Returns for each stage the paths that it reads."""
         return [[path for path in paths if path in stage] for stage in self.buffers.stages]
 
     def _length(self, paths: Sequence[str]) -> int:
         """Returns the most elements that a device sends to a stage."""
-        return max(sum(self.shards[path].size for path in own) for own in self._owned(paths))
+        return max(sum(self.shards[path].size for path in own) for own in self._paths_by_stage(paths))
 
     def _row(self, shards: Sequence[jax.Array], paths: Sequence[str]) -> jax.Array:
         flat = [shard.ravel() for shard in shards]

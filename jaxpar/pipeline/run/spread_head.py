@@ -67,9 +67,9 @@ class ShardMaps:
         spec = PartitionSpec("pipe", self.batch_axes)
 
         def local(rows, layers, inputs, *stacked):
-            inputs, stacked = _peeled(inputs, 1), _peeled(stacked, 2)
+            inputs, stacked = _drop_dims(inputs, 1), _drop_dims(stacked, 2)
             with self.stages():
-                return _wrapped(function(rows[0], layers, inputs, *stacked), 2)
+                return _add_dims(function(rows[0], layers, inputs, *stacked), 2)
 
         def run(rows, layers, inputs, *stacked):
             specs = (PartitionSpec("pipe"), PartitionSpec("pipe"), PartitionSpec(self.batch_axes))
@@ -88,7 +88,7 @@ class ShardMaps:
 
         def local(shared, *stacked):
             with self.head():
-                return _wrapped(function(shared, *_peeled(stacked, 1)), 1)
+                return _add_dims(function(shared, *_drop_dims(stacked, 1)), 1)
 
         def run(shared, *stacked):
             specs = (PartitionSpec(), *(stacked_spec,) * len(stacked))
@@ -101,7 +101,7 @@ class ShardMaps:
         spec = PartitionSpec(self.batch_axes)
 
         def local(*args):
-            return _wrapped(function(*args), 1)
+            return _add_dims(function(*args), 1)
 
         return self._island(set(self.batch_axes), local, (spec, PartitionSpec(), spec), spec)
 
@@ -119,12 +119,12 @@ class ShardMaps:
             return jax.tree.map(lambda x: jax.lax.psum(x, axes) if axes else x, tree)
 
         def stage(layers):
-            return jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), total(_peeled(layers, 2)))
+            return jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), total(_drop_dims(layers, 2)))
 
         stacked = PartitionSpec("pipe", self.batch_axes)
         reduce_layers = self._island({"pipe", *self.batch_axes}, stage, (stacked,), PartitionSpec("data", "pipe"))
         reduce_ends = self._island(
-            set(self.batch_axes), lambda x: _wrapped(total(_peeled(x, 1)), 1), (spec,), PartitionSpec("data")
+            set(self.batch_axes), lambda x: _add_dims(total(_drop_dims(x, 1)), 1), (spec,), PartitionSpec("data")
         )
         return reduce_layers(layers), reduce_ends(ends)
 
@@ -184,7 +184,7 @@ class SpreadTable:
         """Runs one tick. Shape of rows: [stages, columns]."""
         # the table is phased: one op per tick, known while tracing, so that Python branches and not XLA
         (op,) = kind.ops
-        x = (self._looked_up(rows),) if kind.first and op != "W" else ()
+        x = (self._embed_input(rows),) if kind.first and op != "W" else ()
         if kind.last and op == "F":
             return self._with_head(kind, state, rows, x)
 
@@ -192,7 +192,7 @@ class SpreadTable:
             (stage.embedded,) = x or (None,)  # only ticks of the first part need the embedding
             ops = {"F": stage.forward, "B": stage.backward, "W": stage.weights}
             results = ops[op](kind, state, row, stage.masked_choice(row, op))
-            return _changed(state, stage.write(kind, state, row, results)), results.out
+            return _changed_entries(state, stage.write(kind, state, row, results)), results.out
 
         stages, out = self._on_stages(step)(rows, state["stages"], *x)
         stages = state["stages"] | stages
@@ -206,7 +206,7 @@ class SpreadTable:
         ends = back(self.embedding, self.inputs, dx, state["ends"], _broadcast(self.replica_count, microbatch))
         return {"stages": stages, "ends": ends}
 
-    def _looked_up(self, rows: jax.Array) -> Tree:
+    def _embed_input(self, rows: jax.Array) -> Tree:
         """Embeds the first stage's input of this tick, and copies the result to every stage."""
 
         def embed(shared: Mapping[str, Any], inputs: Tree, microbatch: jax.Array) -> Tree:
@@ -225,13 +225,13 @@ class SpreadTable:
         def chunk(stage: Stage, row: TableRow, state: dict, *x: Tree):
             (stage.embedded,) = x or (None,)
             results = stage.forward(kind._replace(last=False), state, row, stage.masked_choice(row, "F"))
-            return _changed(state, stage.write(kind, state, row, results._replace(out=None))), results.out
+            return _changed_entries(state, stage.write(kind, state, row, results._replace(out=None))), results.out
 
         # the last stage sends the gradient of its output to itself, all others send their output on
         def deliver(stage: Stage, row: TableRow, state: dict, y: Tree, dy: Tree):
             last = (row.op == OP_NUMBER["F"]) & (row.part == self.program.schedule.parts - 1)
             out = jax.tree.map(lambda a, b: jnp.where(last, a, b), dy, y)
-            return _changed(state, stage.send(kind, state, row, out))
+            return _changed_entries(state, stage.send(kind, state, row, out))
 
         stages, y = self._on_stages(chunk)(rows, state["stages"], *x)
         stages = state["stages"] | stages
@@ -275,20 +275,22 @@ class SpreadTable:
             return state | {"sums": jax.tree.map(jnp.add, state["sums"], total(shared, y)[1])}, y
         _, pull, sums = jax.vjp(total, shared, y, has_aux=True)
         dshared, dy = pull(jnp.ones((), jnp.float32))
-        shared, dy = jax.lax.optimization_barrier((_added(self.around, state, dshared), dy))  # as in `Stage.forward`
+        shared, dy = jax.lax.optimization_barrier(
+            (_add_grads(self.around, state, dshared), dy)
+        )  # as in `Stage.forward`
         return {"sums": jax.tree.map(jnp.add, state["sums"], sums), "shared": shared}, dy
 
     def _embed_back(self, shared: Mapping[str, Any], known: Tree, dx: Tree, state: dict, microbatch: jax.Array) -> dict:
         _, pull = jax.vjp(lambda shared: self.model.embed(shared, load(known, microbatch))[0], shared)
-        return state | {"shared": _added(self.around, state, pull(dx)[0])}
+        return state | {"shared": _add_grads(self.around, state, pull(dx)[0])}
 
 
-def _added(around: ShardMaps, state: dict, more: Mapping[str, Any]) -> Tree:
+def _add_grads(around: ShardMaps, state: dict, more: Mapping[str, Any]) -> Tree:
     """Adds the gradients of embedding or head to the sums."""
     return state["shared"] | around.place_head({path: add(state["shared"][path], more[path]) for path in more})
 
 
-def _changed(before: dict, after: dict) -> dict:
+def _changed_entries(before: dict, after: dict) -> dict:
     """Returns only the entries that an op changes, because XLA copies the results of the stages in every tick."""
     return {key: value for key, value in after.items() if value is not before[key]}
 
@@ -297,9 +299,9 @@ def _broadcast(count: int, tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), tree)
 
 
-def _peeled(tree: Tree, dims: int) -> Tree:
+def _drop_dims(tree: Tree, dims: int) -> Tree:
     return jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[dims:]), tree)
 
 
-def _wrapped(tree: Tree, dims: int) -> Tree:
+def _add_dims(tree: Tree, dims: int) -> Tree:
     return jax.tree.map(lambda leaf: leaf.reshape((1,) * dims + leaf.shape), tree)

@@ -69,7 +69,7 @@ class PipelineModel:
         slices = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((self.depth, *leaf.shape[1:]), leaf.dtype), per_layer)
         self.layers = np.array(model.layers or [self.depth] * schedule.parts, np.int32)
         self.starts = np.cumsum([0, *self.layers[:-1]], dtype=np.int32)
-        layers = _of_a_stage(model, self.depth, int(min(self.layers)))
+        layers = _stage_function(model, self.depth, int(min(self.layers)))
 
         def stage(chunk, known, x):
             known, slices, count, part = known
@@ -107,7 +107,7 @@ class PipelineModel:
         self.sums = self.head.shapes[0]
 
 
-def _of_a_stage(model: PipelineFunctions, depth: int, fewest: int) -> Callable:
+def _stage_function(model: PipelineFunctions, depth: int, fewest: int) -> Callable:
     """Builds the function that runs the layers of a chunk, if chunks have between `fewest` and `depth` layers.
 
     All stages run one program: a layer that only some stages have runs on all, and the others drop its result. A tick

@@ -102,7 +102,7 @@ def forwards(schedule: Schedule) -> tuple[Row, ...]:
     """Returns the table of only the forwards, in the shortest of three orders; ties go to the table's own order."""
     rows = (tuple(cell if cell and cell.op == "F" else None for cell in row) for row in schedule.cells)
     unpacked = tuple(row for row in rows if any(row))
-    return min((unpacked, *(_packed(schedule.cut, rule) for rule in (_deepest, _shallowest))), key=len)
+    return min((unpacked, *(_pack_forwards(schedule.cut, rule) for rule in (_deepest, _shallowest))), key=len)
 
 
 def _deepest(cell: Cell) -> tuple[int, int]:
@@ -113,7 +113,7 @@ def _shallowest(cell: Cell) -> tuple[int, int]:
     return cell.chunk, cell.microbatch
 
 
-def _packed(cut: StageCut, rule: Callable[[Cell], tuple[int, int]]) -> tuple[Row, ...]:
+def _pack_forwards(cut: StageCut, rule: Callable[[Cell], tuple[int, int]]) -> tuple[Row, ...]:
     """Builds the table in which each stage runs, in every tick, the first cell by `rule` whose input has arrived."""
     arrived: list[list[Cell]] = [[] for _ in range(cut.stages)]
     arrived[cut.place(0)[0]] = [Cell("F", microbatch, 0) for microbatch in range(cut.microbatches)]

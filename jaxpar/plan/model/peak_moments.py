@@ -81,7 +81,7 @@ def moments(shape: Shape, candidate: Candidate, software: SoftwareModel, recipe:
     # layer at a time; of an end, in addition to its shard
     scatters = np.where(table & np.equal(candidate.zero, 2) & sharded, recipe.gradients, 0.0)
     of_chunk = np.where(updates_in_place(candidate, software), 0.0, scatters * parts.layers / candidate.chunks)
-    stack = _while_made(shape, candidate, software, recipe, parts)
+    stack = _gradients_in_backward(shape, candidate, software, recipe, parts)
     stack = stack + np.where(table, 0.0, end_gradient / divisor)  # the head's gradient, until all are reduced
     work = copies.all + copies.layer + of_chunk + working_bytes(shape, candidate, software)
     yield Moment(sums + stack, 0.0, work, 1)
@@ -104,7 +104,7 @@ def _logits(shape: Shape, candidate: Candidate) -> tuple[Any, Any]:
     return chunks, np.where(np.greater(chunks, 1), 4 * count / chunks, 2 * count)
 
 
-def _while_made(
+def _gradients_in_backward(
     shape: Shape, candidate: Candidate, software: SoftwareModel, recipe: Recipe, parts: DeviceParameters
 ) -> Any:
     """Returns the bytes of layers' gradients during the backward pass, besides their sums.

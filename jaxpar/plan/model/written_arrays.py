@@ -55,8 +55,8 @@ def find_written(program: SizedProgram, sizes: np.ndarray, gradients: set[int]) 
             written.update(op.inputs[1:] if fills_operand(op) else op.inputs)
     prologues = _fuse_prologues(program, sizes, written)
     written |= _costly(program, written) - prologues
-    normalized, maxima = _normalized(program)
-    return WrittenArrays(written | normalized | _spread(program, sizes), maxima | _of_softmax(program))
+    normalized, maxima = _shifted_by_maxima(program)
+    return WrittenArrays(written | normalized | _spread(program, sizes), maxima | _softmax_statistics(program))
 
 
 def fills_operand(op: TracedOp) -> bool:
@@ -96,7 +96,7 @@ def _costly(program: SizedProgram, written: set[int]) -> set[int]:
     return {entry for entry in costly & awaited if counts[entry] > 1}
 
 
-def _normalized(program: SizedProgram) -> tuple[set[int], set[int]]:
+def _shifted_by_maxima(program: SizedProgram) -> tuple[set[int], set[int]]:
     """Returns the results of x - max(x) that several ops read, and the maxima."""
     readers = defaultdict(list)
     for op in program.ops:
@@ -116,7 +116,7 @@ def _normalized(program: SizedProgram) -> tuple[set[int], set[int]]:
     return normalized, maxima
 
 
-def _of_softmax(program: SizedProgram) -> set[int]:
+def _softmax_statistics(program: SizedProgram) -> set[int]:
     """Returns the maxima and sums inside of softmaxes over short rows: only their quotient is read elsewhere."""
     readers: dict[int, list[TracedOp]] = defaultdict(list)
     for op in program.ops:

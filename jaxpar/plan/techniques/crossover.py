@@ -58,7 +58,7 @@ def crossover(shape: Shape, candidate: Candidate, hardware: Hardware, software: 
     best = math.inf
     for start, tokens in reversed(_ranges(shape, candidate, software)):
         sized = replace(shape, seq=int(tokens))
-        gathered = _gathered(sized, candidate, hardware, software)
+        gathered = _gather_form_seconds(sized, candidate, hardware, software)
         polynomials = _travelling(sized, candidate, hardware, software)
         root = max(_root(np.subtract(polynomial, gathered)) for polynomial in polynomials)
         if root >= start:
@@ -76,7 +76,7 @@ def _ranges(shape: Shape, candidate: Candidate, software: SoftwareModel) -> list
     if ring_attention.uses_kernel(shape, candidate, software):
         starts = [0.0, *[float(softmax_split)] * bool(softmax_split)]
         return [(start, (start + end) / 2) for start, end in pairwise([*starts, 2 * starts[-1] or 2.0**20])]
-    one_block, ring = _one_block(shape, candidate), int(ring_attention.groups(candidate))
+    one_block, ring = _one_block_tokens(shape, candidate), int(ring_attention.groups(candidate))
     per_area = ring * ring_attention.SHARE / shape.head_width
     least_area, step = ring_attention.LEAST**2, 2 ** (1 / 4)  # blocks grow between 2 and 4 of these areas
     areas = [least_area, *(2 * least_area * step**n for n in range(5))]
@@ -90,7 +90,7 @@ def _ranges(shape: Shape, candidate: Candidate, software: SoftwareModel) -> list
     return [(start, (start + end) / 2) for start, end in pairwise([*starts, 2 * starts[-1]])]
 
 
-def _one_block(shape: Shape, candidate: Candidate) -> int:
+def _one_block_tokens(shape: Shape, candidate: Candidate) -> int:
     """Returns the most tokens of a row for which a chunk is one block."""
     ring = int(ring_attention.groups(candidate))
     return ring_attention.LEAST * ring * (2 if shape.causal and ring > 1 else 1)
@@ -118,7 +118,7 @@ def _per_score(shape: Shape, candidate: Candidate, hardware: Hardware, own: Soft
     return float((repeats[0] * core + repeats[1] * traffic).sum())
 
 
-def _gathered(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> np.ndarray:
+def _gather_form_seconds(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> np.ndarray:
     per_row = candidate.microbatch * shape.heads / candidate.context / candidate.tensor
     variant = software.split_sequences or software
     residuals = _residuals(shape, replace(candidate, context_by="gather", ulysses=1), hardware, software)
@@ -140,8 +140,8 @@ def _travelling(
     ring, ulysses = int(ring_attention.groups(candidate)), candidate.ulysses
     causal, forwards = shape.causal, 1 + float(candidate.recompute_shares[1])
     fused = bool(ring_attention.uses_kernel(shape, candidate, software))
-    one_block = shape.seq < _one_block(shape, candidate) and not fused
-    price_blocks = _with_kernel if fused else _in_one_block if one_block else _in_blocks
+    one_block = shape.seq < _one_block_tokens(shape, candidate) and not fused
+    price_blocks = _kernel_terms if fused else _one_block_terms if one_block else _block_terms
     work = price_blocks(shape, candidate, hardware, software)
     tokens = BYTES * candidate.microbatch / candidate.context / candidate.tensor
     queries, keys = (
@@ -165,7 +165,7 @@ def _travelling(
     return hidden, hidden - turns + hops
 
 
-def _with_kernel(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> np.ndarray:
+def _kernel_terms(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> np.ndarray:
     """Returns coefficients of the seconds of all passes, with a fused kernel."""
     ring, parts = int(ring_attention.groups(candidate)), software.ring_kernel
     assert parts is not None  # the caller checks it
@@ -184,11 +184,11 @@ def _with_kernel(shape: Shape, candidate: Candidate, hardware: Hardware, softwar
     return total
 
 
-def _in_blocks(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> np.ndarray:
+def _block_terms(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> np.ndarray:
     """Returns coefficients of the seconds of all passes, with blocks of the size that they have for the shape."""
     queries, keys = (float(size) for size in ring_attention.blocks(shape, candidate))
     scores = queries * keys * float(ring_attention.device_heads(shape, candidate)[0])
-    core = [scores * per_pair for per_pair in _core(shape, hardware, software)]
+    core = [scores * per_pair for per_pair in _matmul_seconds(shape, hardware, software)]
     costs = [float(pair(shape, candidate, hardware, software, way, core[way])) + core[way] for way in (0, 1)]
     per_pair, ring = (
         (1 + float(candidate.recompute_shares[1])) * costs[0] + costs[1],
@@ -199,14 +199,14 @@ def _in_blocks(shape: Shape, candidate: Candidate, hardware: Hardware, software:
     return per_pair * np.array([0.5 / (ring * queries * keys), 0.5 / (ring * queries), 0.0])
 
 
-def _in_one_block(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> np.ndarray:
+def _one_block_terms(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> np.ndarray:
     """Returns coefficients of the seconds of all passes, if each chunk is one block."""
     ring, walk = int(ring_attention.groups(candidate)), software.pair_cost
     halves = shape.causal and ring > 1
     heads, kv_heads = (float(count) for count in ring_attention.device_heads(shape, candidate))
     head_dim, core, repeats = (
         shape.head_width,
-        _core(shape, hardware, software),
+        _matmul_seconds(shape, hardware, software),
         float(candidate.recompute_shares[1]),
     )
     total = np.zeros(3)
@@ -218,7 +218,7 @@ def _in_one_block(shape: Shape, candidate: Candidate, hardware: Hardware, softwa
     return (2 * ring + 1 if halves else ring) * total * np.array([chunk**2, chunk, 1.0])
 
 
-def _core(shape: Shape, hardware: Hardware, software: SoftwareModel) -> tuple[float, float]:
+def _matmul_seconds(shape: Shape, hardware: Hardware, software: SoftwareModel) -> tuple[float, float]:
     """Returns the seconds of the matmuls of one score, forward and backward."""
     variant, flop = software.split_sequences or software, 4 * shape.head_width / hardware.chip.bf16_flops
     return flop / variant.core[0], 2.5 * flop / variant.core[1]

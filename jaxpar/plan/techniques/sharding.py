@@ -165,8 +165,8 @@ def overlapped_seconds(
     """Returns the exposed seconds of fsdp's and data's collectives.
 
     Collectives once a step overlap with the last microbatch's backward, two thirds of its time; those of every
-    microbatch with the rest. Waits for other stages and for messages hide them too. Gathers at the ends of a pass are
-    exposed, and hidden traffic may slow the concurrent computation.
+    microbatch with the rest. Both also overlap with a stage's waits for other stages and messages. Gathers at the ends
+    of a pass are exposed, and hidden traffic may slow the concurrent computation.
     """
     layout = work.parameters, candidate
     shards, sums = (price(*layout, hardware, software, layers=work.layers) for price in (fsdp_seconds, data_seconds))

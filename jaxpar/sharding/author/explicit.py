@@ -117,9 +117,9 @@ def _axes(name: str, spec: PartitionSpec, sizes: Mapping[str, int], written: set
     # iterates to the end, so that a step's rules record the name, and a rule for it is not refused as idle
     ruled = [axes for ruled_name, axes in rules if ruled_name == name and axes is not PartitionSpec.UNCONSTRAINED]
     if ruled:
-        return _tuple(ruled[0])
+        return axes_tuple(ruled[0])
     if name in batch_axes(sizes):
-        examples = (axis for ruled_name, axes in rules if ruled_name == "batch" for axis in _tuple(axes))
+        examples = (axis for ruled_name, axes in rules if ruled_name == "batch" for axis in axes_tuple(axes))
         return tuple(axis for axis in examples if axis == name or axis not in written)
     if name in sizes:
         return (name,)
@@ -131,7 +131,8 @@ def _axes(name: str, spec: PartitionSpec, sizes: Mapping[str, int], written: set
     )
 
 
-def _tuple(axes: str | Iterable[str] | None) -> tuple[str, ...]:
+def axes_tuple(axes: str | Iterable[str] | None) -> tuple[str, ...]:
+    """Returns the axes of a rule or of one dim as a tuple."""
     return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
@@ -209,7 +210,7 @@ def _fits(size: int, entry: Any, sizes: Mapping[str, int]) -> bool:
     if entry is PartitionSpec.UNCONSTRAINED:
         return False
     ways = 1
-    for axis in _tuple(entry):
+    for axis in axes_tuple(entry):
         ways *= sizes[axis]
     return size % ways == 0
 

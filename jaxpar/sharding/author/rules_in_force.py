@@ -7,7 +7,7 @@ The axes are those of the author's mesh, and are translated to the layout's mesh
 user's `Parallel(rules=...)` take precedence over these rules, and these over jaxpar's own names.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from flax.core import spmd
 
 from jaxpar.errors import refuse
 from jaxpar.mesh.axes import batch_axes
-from jaxpar.sharding.author.explicit import author_rules
+from jaxpar.sharding.author.explicit import author_rules, axes_tuple
 from jaxpar.sharding.names import Blueprint, Leaf
 from jaxpar.sharding.rules import Axes, axes_of_name
 
@@ -50,14 +50,14 @@ def with_author_rules(
       user: The user's rules.
       sizes: Mesh axis to size.
     """
-    written = {axis for _, axes in rules for axis in _tuple(axes)}
+    written = {axis for _, axes in rules for axis in axes_tuple(axes)}
     ruled: dict[str, Axes] = {}
     unknown: list[str] = []
     for name, axes in rules:
         if name in user or name in ruled or name == "layers":  # `layers` belongs to a pipeline
             continue
-        present = [axis for axis in _tuple(axes) if axis in names or axis in sizes]
-        unknown += [axis for axis in _tuple(axes) if axis not in present]
+        present = [axis for axis in axes_tuple(axes) if axis in names or axis in sizes]
+        unknown += [axis for axis in axes_tuple(axes) if axis not in present]
         if present or not axes:
             ruled[name] = (
                 tuple(dict.fromkeys(on for axis in present for on in _mesh_axes(axis, names, sizes, written))) or None
@@ -87,7 +87,3 @@ def _mesh_axes(axis: str, names: Mapping[str, Axes], sizes: Mapping[str, int], w
     if axis in examples and axis not in names:  # the author's only axis of examples may be several of a layout
         return tuple(example_axis for example_axis in examples if example_axis == axis or example_axis not in written)
     return axes_of_name(axis, names)
-
-
-def _tuple(axes: str | Iterable[str] | None) -> tuple[str, ...]:
-    return (axes,) if isinstance(axes, str) else tuple(axes or ())

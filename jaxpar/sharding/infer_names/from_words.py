@@ -68,7 +68,7 @@ def infer_by_words(leaves: Mapping[str, Leaf]) -> dict[str, InferredDims]:
             continue
         names = ("layers",) * stacked + names
         if names[-3:] in (("embed", "heads", "head_dim"), ("heads", "embed", "head_dim")):
-            names = (*names[:-3], *_in_order(leaf.shape[-3:]))
+            names = (*names[:-3], *_heads_projection(leaf.shape[-3:]))
         why = "path like " + "/".join(path.split("/")[-2:])
         reads[path] = InferredDims(names=names, pieces=leaf.shape, why=why)
     return reads
@@ -80,7 +80,7 @@ def _named(path: str, rank: int) -> tuple[str | None, ...] | None:
     )
 
 
-def _in_order(shape: tuple[int, ...]) -> tuple[str, str, str]:
+def _heads_projection(shape: tuple[int, ...]) -> tuple[str, str, str]:
     """Names the dims of a projection to heads: the wider of its first two dims is the residual stream."""
     return ("embed", "heads", "head_dim") if shape[0] >= shape[1] else ("heads", "embed", "head_dim")
 
@@ -97,11 +97,11 @@ def _stacks(leaves: Mapping[str, Leaf]) -> set[str]:
         for scope, entries in members.items()
         if len(entries) > 1
         and all(leaf.shape[:1] == entries[0][1].shape[:1] for _, leaf in entries)
-        and any(_too_many(path, len(leaf.shape)) for path, leaf in entries)
+        and any(_has_extra_dim(path, len(leaf.shape)) for path, leaf in entries)
     }
 
 
-def _too_many(path: str, rank: int) -> bool:
+def _has_extra_dim(path: str, rank: int) -> bool:
     """Whether a parameter has one dim more than usual for its kind, with no explanation but a stack."""
     if re.search(r"(^|[/_])(bias|scale|beta|gamma)$", path):
         return rank > 1 and not re.search(_IN + "/bias$", path)

@@ -56,7 +56,7 @@ def _equation(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
         return _again(_run(body, [*arrays[first : first + consts], *carry]), carry)
     if name == "cond":
         results = [_run(branch.jaxpr, arrays[1:]) for branch in params["branches"]]
-        return [_one_of(result) for result in zip(*results, strict=True)]
+        return [_join_branches(result) for result in zip(*results, strict=True)]
     if name not in ("reduce", "reduce_window") and (key := next((key for key in CALLS if key in params), None)):
         return _run(_open(params[key]), arrays)
     return OPERATIONS.get(name, elementwise)(eqn, arrays)
@@ -65,8 +65,8 @@ def _equation(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
 def _scan(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
     # by ranks, as releases of JAX name the equation's parameters differently: a stacked array has one more dim
     body = _open(eqn.params["jaxpr"])
-    scanned = sum(_stacked(*pair) for pair in zip(eqn.invars, body.invars, strict=True))
-    carried = sum(not _stacked(*pair) for pair in zip(eqn.outvars, body.outvars, strict=True))
+    scanned = sum(_is_stack(*pair) for pair in zip(eqn.invars, body.invars, strict=True))
+    carried = sum(not _is_stack(*pair) for pair in zip(eqn.outvars, body.outvars, strict=True))
     consts = len(arrays) - scanned - carried
     carry = [TracedArray(array.dims, None) for array in arrays[consts : consts + carried]]
     stacks = arrays[consts + carried :]
@@ -78,16 +78,16 @@ def _scan(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
     return [*_again(out[:carried], carry), *stacked]
 
 
-def _stacked(outer, inner) -> bool:
+def _is_stack(outer, inner) -> bool:
     return len(outer.aval.shape) > len(inner.aval.shape)
 
 
 def _again(out: list[TracedArray], carry: list[TracedArray]) -> list[TracedArray]:
     """Joins the dims of a loop's carry: the result of an iteration is the input of the next."""
-    return [_one_of(pair) for pair in zip(carry, out, strict=True)]
+    return [_join_branches(pair) for pair in zip(carry, out, strict=True)]
 
 
-def _one_of(arrays: Sequence[TracedArray]) -> TracedArray:
+def _join_branches(arrays: Sequence[TracedArray]) -> TracedArray:
     for array in arrays[1:]:
         for first, dim in zip(arrays[0].dims, array.dims, strict=True):
             join(first, dim)

@@ -25,7 +25,7 @@ from jaxpar.sharding.linen.parameters import Parameters
 from jaxpar.sharding.linen.streams import Path, recording_sows, split_sown
 from jaxpar.sharding.names import OVERWRITE, Leaf, Tree, Use, nest, path_of, pick
 from jaxpar.sharding.nnx_model import axes_in, names_in
-from jaxpar.sharding.rules import fitted, flat_dims, without_blank_names
+from jaxpar.sharding.rules import fit_names, flat_dims, without_blank_names
 
 HIDDEN = ("params", "intermediates")  # collections that are not part of the model's state
 NONE: Mapping[str, tuple] = MappingProxyType({})
@@ -232,7 +232,7 @@ def _leaves(
             axes, spec = None if dim_names is None else _axes(dim_names, box, rules), specs.get(path)
             if dim_names is None and spec is not None:  # stacked dims come first: a lifted `vmap` adds none to the spec
                 dim_names = axes = (*(None,) * (rank - len(spec)), *spec)
-            dim_names, axes = (dims and fitted(dims, rank, flat.get(path, ())) for dims in (dim_names, axes))
+            dim_names, axes = (dims and fit_names(dims, rank, flat.get(path, ())) for dims in (dim_names, axes))
             if path in leaves:
                 raise refuse(
                     f"{name} has {path} twice", rule="a parameter has a path of its own", fix='names without "/"'

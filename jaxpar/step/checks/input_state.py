@@ -140,10 +140,10 @@ def cast_to_initial(name: str, before: Tree, after: Tree) -> Tree:
         raise _other_tree(name, before, after)
     written, structure = jax.tree_util.tree_flatten_with_path(after)
     pairs = zip(written, jax.tree.leaves(before), strict=True)
-    return jax.tree.unflatten(structure, [_as_made(name, path_of(keys), x, initial) for (keys, x), initial in pairs])
+    return jax.tree.unflatten(structure, [_cast_leaf(name, path_of(keys), x, initial) for (keys, x), initial in pairs])
 
 
-def _as_made(name: str, path: str, written: ArrayLike, made: jax.Array) -> Any:
+def _cast_leaf(name: str, path: str, written: ArrayLike, made: jax.Array) -> Any:
     if jnp.shape(written) != made.shape:
         raise refuse(
             f"{name} writes {path} of {list(jnp.shape(written))}, which was made as {list(made.shape)}",
@@ -258,7 +258,7 @@ def place_scalars(state: State, expected: State, placed: State) -> State:
     """
     if jax.tree.structure(state) != jax.tree.structure(expected):
         return state
-    result = jax.tree.map(_placed, state, expected, placed)
+    result = jax.tree.map(_place_leaf, state, expected, placed)
     unchanged = all(a is b for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(state), strict=True))
     return state if unchanged else result
 
@@ -276,7 +276,7 @@ def scalars_to_arrays(state: State) -> State:
     return jax.tree.map(one, state)
 
 
-def _placed(leaf: ArrayLike, want: jax.ShapeDtypeStruct, place: jax.sharding.Sharding) -> Any:
+def _place_leaf(leaf: ArrayLike, want: jax.ShapeDtypeStruct, place: jax.sharding.Sharding) -> Any:
     if want.shape or np.shape(leaf) or jnp.issubdtype(want.dtype, jax.dtypes.extended):
         return leaf
     if isinstance(leaf, jax.Array):

@@ -56,18 +56,18 @@ def sum_of_losses(how: Chunks, hidden: jax.Array, head: jax.Array, labels: jax.A
         `nan`, and has no gradient.
       weights: Shape [batch, seq], float32.
     """
-    chunks = _dealt(how, hidden, labels, weights)
+    chunks = _split_tokens(how, hidden, labels, weights)
 
     def one(_, chunk: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
         x, labels, _ = chunk
         return None, _losses(how, _logits(how, x, head), labels)[0]
 
     losses = jax.lax.scan(one, None, chunks)[1]
-    return _summed(losses, chunks[2])
+    return _weighted_sum(losses, chunks[2])
 
 
 def _forward(how: Chunks, hidden: jax.Array, head: jax.Array, labels: jax.Array, weights: jax.Array):
-    chunks, cut = _dealt(how, hidden, labels, weights), how.sharding
+    chunks, cut = _split_tokens(how, hidden, labels, weights), how.sharding
 
     def one(sums: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         x, labels, weights = chunk
@@ -87,7 +87,7 @@ def _forward(how: Chunks, hidden: jax.Array, head: jax.Array, labels: jax.Array,
     zeros = cut.shard_head(jnp.zeros((b, x, *head.shape), jnp.float32), table=how.table)
     to_head, (losses, to_x) = jax.lax.scan(one, zeros, chunks)
     residuals = cut.merge_chunks(to_x, hidden.shape), to_head, cut.merge_chunks(losses, labels.shape), weights
-    return _summed(losses, chunks[2]), residuals
+    return _weighted_sum(losses, chunks[2]), residuals
 
 
 def _backward(how: Chunks, kept: tuple[jax.Array, ...], slope: jax.Array):
@@ -115,7 +115,7 @@ def token_losses(how: Chunks, hidden: jax.Array, head: jax.Array, labels: jax.Ar
       head: Shape [dim, vocab] or [vocab, dim], in the dtype of `hidden`, which is the matmul dtype.
       labels: Shape [batch, seq], integers.
     """
-    chunks = _dealt(how, hidden, labels)
+    chunks = _split_tokens(how, hidden, labels)
 
     def one(_, chunk: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
         x, labels = chunk
@@ -137,7 +137,7 @@ def _token_losses_backward(how: Chunks, saved: tuple[jax.Array, ...], slopes: ja
 token_losses.defvjp(_token_losses_forward, _token_losses_backward)
 
 
-def _dealt(how: Chunks, hidden: jax.Array, *values: jax.Array) -> tuple[jax.Array, ...]:
+def _split_tokens(how: Chunks, hidden: jax.Array, *values: jax.Array) -> tuple[jax.Array, ...]:
     """Splits hidden state and values of tokens (labels, weights) into chunks; zeros pad the last one."""
     x = how.sharding.keep_local(how.sharding.split_chunks(hidden, how.count), ahead=1)
     return x, *(how.sharding.gather_inner(how.sharding.split_chunks(value, how.count), ahead=1) for value in values)
@@ -173,7 +173,7 @@ def _losses(how: Chunks, logits: jax.Array, labels: jax.Array) -> tuple[jax.Arra
     return jnp.where(_is_in_vocab(how, labels), losses, jnp.nan), powers, total
 
 
-def _summed(losses: jax.Array, weights: jax.Array) -> jax.Array:
+def _weighted_sum(losses: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(weights == 0, 0.0, losses * weights))
 
 

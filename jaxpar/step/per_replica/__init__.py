@@ -6,5 +6,5 @@
     ensemble     averages the replicas' predictions
     part_norms   gradient norms of parts of a batch
 
-To add one: write a function of one replica (`replicas.of_one` is its layout), and `vmap` it over `data`.
+To add one: write a function of one replica (`replicas.layout_of_replica` is its layout), and `vmap` it over `data`.
 """

@@ -21,7 +21,7 @@ from jaxpar.sharding.constrain import activation_names
 from jaxpar.sharding.names import Tree
 from jaxpar.step.norm.sharded import unsharded_norm
 from jaxpar.step.numerics import Numerics
-from jaxpar.step.per_replica.replicas import of_one
+from jaxpar.step.per_replica.replicas import layout_of_replica
 from jaxpar.step.state import fold_in_number
 from jaxpar.step.stochastic_loss.gradients import carry_key
 from jaxpar.step.stochastic_loss.loss import key_parameter
@@ -76,7 +76,7 @@ def part_norm_function(
     count, axis = num_parts(layout, numerics), layout.sizes[AXIS] > 1
     keyed = key_parameter(loss) is not None
     part_layout, part_loss = carry_key(layout, loss) if keyed else (layout, loss)
-    replica_layout = of_one(part_layout)
+    replica_layout = layout_of_replica(part_layout)
     part_gradients = Unpipelined(
         replica_layout, part_loss, numerics if axis else replace(numerics, accumulate=1), frozen
     ).gradients

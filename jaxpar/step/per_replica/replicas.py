@@ -39,7 +39,7 @@ def synchronous_layout(layout: Layout) -> Layout:
     return dataclasses.replace(layout, parallel=dataclasses.replace(layout.parallel, exchange=AllReduce()))
 
 
-def of_one(layout: Layout) -> Layout:
+def layout_of_replica(layout: Layout) -> Layout:
     """Returns the layout of one replica on the mesh of all replicas; its specs do not use `data`."""
     return dataclasses.replace(layout, parallel=dataclasses.replace(layout.parallel, data=1, exchange=AllReduce()))
 

@@ -60,7 +60,7 @@ def check_equal(layout: Layout, run: Callable, params: Tree, model_state: Tree, 
         if program == programs[0]:
             continue
         # programs that differ only in their inputs may be of another list, or not adjacent
-        if program.text == programs[0].text and (span > 1 or not _of_the_list(layout, traced)):
+        if program.text == programs[0].text and (span > 1 or not _reads_the_list(layout, traced)):
             raise _other_layers(layout, num_callables, count, traced)
         raise refuse(
             f"layer {i} of {layers_of(layout)} is another program than layer 0: {program.difference(programs[0])}",
@@ -81,7 +81,7 @@ def _other_layers(layout: Layout, given: int, count: int, traced: Traced | None 
             "layers with parameters of equal names and shapes, in modules whose names end with numbers: blocks_0, "
             f"blocks_1, ...; of layers of several kinds one callable for each turn, {_by_turns(2)}; or pipe=1"
         )
-    elif traced is not None and (read_paths := _read_paths(layout, traced)) and not _of_the_list(layout, traced):
+    elif traced is not None and (read_paths := _read_paths(layout, traced)) and not _reads_the_list(layout, traced):
         prefix = _common_start(read_paths)
         fix = f'jp.Pipeline(stack="{prefix}") for the layers given, which read {read_paths[0]}; or pipe=1'
     elif count and given == count * (kinds := len(modules_of(layout.lists))) and kinds > 1:
@@ -108,7 +108,7 @@ def _read_paths(layout: Layout, traced: Traced) -> list[str]:
     return [path for path in layout.placements if pick(reads, tuple(path.split("/")))]
 
 
-def _of_the_list(layout: Layout, traced: Traced) -> bool:
+def _reads_the_list(layout: Layout, traced: Traced) -> bool:
     """Whether the layers passed to `jp.pipelined` read parameters of the layout's list."""
     members = {path for paths in layout.lists.values() for path in paths}
     return not members.isdisjoint(_read_paths(layout, traced))

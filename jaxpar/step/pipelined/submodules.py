@@ -149,7 +149,7 @@ class Submodules:
             return value
         stacked = path in self.shardings.stacked
         if stacked != self.in_layers:
-            raise _misplaced(self.blueprint.name, path, "outside" if stacked else "inside")
+            raise _misplaced_error(self.blueprint.name, path, "outside" if stacked else "inside")
         with jax.named_scope(SCOPE + path.replace("/", ".")):
             return read_in_layer(self.shardings, path, value) if self.in_layers else self.shardings.cast(value)
 
@@ -180,7 +180,7 @@ def _layer_count(layout: Layout) -> int:
     return layout.placements[next(iter(layout.stacked_paths))].leaf.shape[0]
 
 
-def _misplaced(name: str, path: str, where: str) -> JaxparError:
+def _misplaced_error(name: str, path: str, where: str) -> JaxparError:
     return refuse(
         f"{name} reads {path} {where} of its layers",
         rule="the layers of a pipeline read the parameters stacked for them (dim 0 named layers), all of "

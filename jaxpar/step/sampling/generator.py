@@ -164,11 +164,11 @@ class Generator:
         )
         numbers, cache, token = np.arange(len(rows), dtype=np.int32), None, np.zeros(len(rows), np.int32)
         for _ in range(max_new_tokens):
-            moved = self._shifted(rows, starts)
+            moved = self._shift_rows(rows, starts)
             if moved or cache is None or not self.cached:
-                logits, cache = self._prefilled([row[start:] for row, start in zip(rows, starts, strict=True)])
+                logits, cache = self._prefill([row[start:] for row, start in zip(rows, starts, strict=True)])
             else:
-                logits, cache = self._stepped(cache, token)
+                logits, cache = self._decode_step(cache, token)
             num_drawn = np.array([len(tokens) for tokens in new], np.int32)
             token = np.asarray(pick(logits, numbers, num_drawn))
             for i, row in enumerate(rows):
@@ -180,14 +180,14 @@ class Generator:
                 break
         return new[:count]
 
-    def _shifted(self, rows: list[list[int]], starts: list[int]) -> bool:
+    def _shift_rows(self, rows: list[list[int]], starts: list[int]) -> bool:
         """Advances the start of each row that is longer than the window; returns whether it changed any row."""
         full = [i for i, row in enumerate(rows) if len(row) - starts[i] > self.window]
         for i in full:
             starts[i] = len(rows[i]) - max(1, self.window // 2)
         return bool(full)
 
-    def _prefilled(self, contexts: list[list[int]]) -> tuple[jax.Array, Any]:
+    def _prefill(self, contexts: list[list[int]]) -> tuple[jax.Array, Any]:
         longest = max(len(context) for context in contexts)
         # a power of two, so that few programs are compiled; at least 2, as one token would be a decode step
         width = min(self.window, max(2, 1 << (longest - 1).bit_length())) if self.cached else self.window
@@ -195,19 +195,19 @@ class Generator:
         for row, context in zip(tokens, contexts, strict=True):
             row[: len(context)] = context
         lengths = np.array([len(context) for context in contexts], np.int32)
-        with self._traced():
+        with self._tracing():
             if not self.cached:
                 return self._whole(*self._values, _put(self.layout, tokens), _put(self.layout, lengths)), None
             return self._first(*self._values, _put(self.layout, tokens), _put(self.layout, lengths))
 
-    def _stepped(self, cache: KVCache, token: np.ndarray) -> tuple[jax.Array, KVCache]:
-        with self._traced():
+    def _decode_step(self, cache: KVCache, token: np.ndarray) -> tuple[jax.Array, KVCache]:
+        with self._tracing():
             return self._next(*self._values, cache, _put(self.layout, token[:, None]))
 
     @cached_property
     def _first(self) -> Any:
         def prefill(params, model_state, tokens, lengths):
-            model = self._bound(params, model_state)
+            model = self._bind_model(params, model_state)
             return model.decode(tokens, model.cache(tokens.shape[0], max(2, self.window)), lengths)
 
         return jax.jit(prefill)
@@ -215,25 +215,25 @@ class Generator:
     @cached_property
     def _next(self) -> Any:
         def step(params, model_state, cache, tokens):
-            return self._bound(params, model_state).decode(tokens, cache)
+            return self._bind_model(params, model_state).decode(tokens, cache)
 
         return jax.jit(step, donate_argnums=2)
 
     @cached_property
     def _whole(self) -> Any:
         def forward(params, model_state, tokens, lengths):
-            logits = self._bound(params, model_state)(tokens)
+            logits = self._bind_model(params, model_state)(tokens)
             return jnp.take_along_axis(logits, (lengths - 1)[:, None, None], axis=1)[:, 0]
 
         return jax.jit(forward)
 
-    def _bound(self, params: Tree, model_state: Tree) -> Any:
+    def _bind_model(self, params: Tree, model_state: Tree) -> Any:
         return self.layout.blueprint.bind(
             params, model_state, partial(read_parameter, self.layout), Compute(train=False)
         )
 
     @contextmanager
-    def _traced(self):
+    def _tracing(self):
         with (
             jax.set_mesh(self.layout.device_mesh),
             paused_gc(),

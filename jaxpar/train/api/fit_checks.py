@@ -51,7 +51,7 @@ def check_arguments(
     given = {"checkpoints": checkpoints, "best": best, "faults": faults}
     problems = [*_steps(step, numbers, eval_every), *_values(given)]
     if not problems:
-        problems = [*_together(step, given, run, eval_every), *_beginning(checkpoints, state)]
+        problems = [*_combination_problems(step, given, run, eval_every), *_beginning(checkpoints, state)]
     if problems:
         raise JaxparError(*problems)
     lowest = checkpoints.best_is == "lowest"
@@ -138,7 +138,7 @@ def _values(given: Mapping[str, Any]) -> list[Problem]:
     ]
 
 
-def _together(step: Step, given: Mapping[str, Any], run: object, eval_every: int) -> list[Problem]:
+def _combination_problems(step: Step, given: Mapping[str, Any], run: object, eval_every: int) -> list[Problem]:
     """Returns the problems of arguments that contradict or require each other."""
     saved, best, faults = given["checkpoints"], given["best"], given["faults"]
     problems = []
@@ -153,7 +153,7 @@ def _together(step: Step, given: Mapping[str, Any], run: object, eval_every: int
     if best and best.patience and not (eval_every and run is not None):
         rule = "a run that waits for a better evaluation evaluates every so many steps, and keeps the rows"
         problems.append(Problem(f"best.patience = {best.patience}", rule, 'eval_every=50, run="runs/mine"'))
-    if run is None and saved not in (Checkpoints(), _of_start(saved)):
+    if run is None and saved not in (Checkpoints(), _start_fields(saved)):
         rule = "checkpoints are kept in the folder of a run"
         problems.append(Problem(f"{saved} without run", rule, 'run="runs/mine"'))
     if faults and faults.on_bad_step == "rollback" and run is None:
@@ -165,7 +165,7 @@ def _together(step: Step, given: Mapping[str, Any], run: object, eval_every: int
     return problems
 
 
-def _of_start(saved: Checkpoints) -> Checkpoints:
+def _start_fields(saved: Checkpoints) -> Checkpoints:
     """Returns a copy with only the fields that choose the checkpoint that a new run starts from."""
     return Checkpoints(start_from=saved.start_from, take=saved.take, rename=saved.rename, cast=saved.cast)
 
