@@ -269,7 +269,7 @@ class Formulation(IntegerProgram):
     def _follow_operands(
         self, operation: Operation, axis: int, strategies: Sequence[Strategy], v: Sequence[int]
     ) -> None:
-        """Requires the loop that follows from an operand's cut, as XLA does, unless the other operand's cut differs.
+        """Makes an axis that cuts an operand cut that loop too, as XLA does, unless it cuts the other one otherwise.
 
         XLA does not gather a sharded operand if the other one is replicated: it slices that one, and sums the results.
         """

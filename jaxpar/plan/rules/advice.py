@@ -126,8 +126,8 @@ def advise(plan: Plan) -> Advice:
 def situation_of(question: Question) -> Situation:
     """Returns the situation of a question in terms of the table.
 
-    A model fits if its state and the residuals of one row fit under the best remat policy: the published page exhausts
-    a single device's options before it adds devices.
+    A model fits if its state and the residuals of one example fit under the remat policy that needs the least memory:
+    the published page tries all options of a single device before it adds devices.
     """
     per_node = min(question.hardware.per_node, question.devices)
     remat = np.array(question.choices.remats)
