@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from jaxpar.hlo.attribution import users_frame
 from jaxpar.hlo.flop import hardware_flop, op_flop, parse_matmuls
 from jaxpar.hlo.text import Module, SourceFrame, parse
-from jaxpar.hlo.traced_flop import traced_matmuls
+from jaxpar.hlo.traced_flop import ragged_groups, traced_matmuls
 from jaxpar.hlo.trip_counts import walk
+from jaxpar.models.islands import MIXTURE
 from jaxpar.units import show_count
 
 if TYPE_CHECKING:  # a plain step loads no pipeline
@@ -38,12 +39,15 @@ class FlopShare:
       matmuls: (FLOP over all devices, Python lines) of each matmul.
       zeros: FLOP of one device that multiply zeros, because on CPUs, not GPUs, XLA computes gradients of depthwise
         kernels by dense convolutions. They belong to no share, and are not repeated work.
+      ragged: FLOP of one device that XLA adds to ragged matmuls, whose entries it multiplies by the matrices of all
+        groups. They belong to no share.
     """
 
     devices: int
     schedule: "Schedule | None"
     matmuls: tuple[tuple[float, Any], ...] = field(repr=False)
     zeros: float = 0.0
+    ragged: float = 0.0
 
     @property
     def flop(self) -> float:
@@ -69,18 +73,30 @@ class Excess:
       computed_flop: FLOP of one device in the compiled program.
       share_flop: FLOP of a device's share.
       lines: Lines of code with the largest excess, `net.py:12 in __call__`, largest first.
+      ragged_flop: FLOP of the excess that XLA adds to ragged matmuls.
     """
 
     computed_flop: float
     share_flop: float
     lines: tuple[str, ...]
+    ragged_flop: float = 0.0
+
+    @property
+    def fixes(self) -> tuple[str, ...]:
+        """The ways out, as text."""
+        repeated = self.computed_flop > ALLOWED * (self.share_flop + self.ragged_flop)
+        return (*([MIXTURE] if self.ragged_flop else []), *([FIX] if repeated else []))
 
     def __str__(self) -> str:
+        ragged = (
+            f"; {show_count(self.ragged_flop)} are of jax.lax.ragged_dot, whose entries XLA multiplies by the matrices "
+            "of all groups"
+        )
         return (
             f"each device computes {show_count(self.computed_flop)} FLOP of matmuls in a step, "
             f"{self.computed_flop / self.share_flop:.2f} times "
             f"its share of {show_count(self.share_flop)}; most of the excess: "
-            f"{'; '.join(self.lines) or 'an unknown line'}"
+            f"{'; '.join(self.lines) or 'an unknown line'}{ragged if self.ragged_flop else ''}"
         )
 
 
@@ -99,7 +115,8 @@ def flop_share(jaxpr: Any, devices: int, schedule: "Schedule | None") -> FlopSha
         return None
     traced = tuple((flop, equation.source_info.traceback) for equation, flop in matmuls)
     zeros = sum(flop * (equation.params["batch_group_count"] - 1) for equation, flop in matmuls if _depthwise(equation))
-    return FlopShare(devices, schedule, traced, zeros / devices)
+    ragged = sum(flop * (ragged_groups(equation) - 1) for equation, flop in matmuls)
+    return FlopShare(devices, schedule, traced, zeros / devices, ragged / devices)
 
 
 def _depthwise(equation: Any) -> bool:
@@ -125,7 +142,7 @@ def find_excess(program: str | Module, share: FlopShare | None) -> Excess | None
     if computed <= ALLOWED * share.flop + share.zeros * _multiplies_zeros(matmuls):
         return None
     module = parse(program) if isinstance(program, str) else program  # the message needs lines: all text
-    return Excess(computed, share.flop, tuple(_lines(module, share)))
+    return Excess(computed, share.flop, tuple(_lines(module, share)), share.ragged)
 
 
 def _multiplies_zeros(module: Module) -> bool:

@@ -73,7 +73,10 @@ def traced_matmuls(
 
 
 def matmul_flop(equation: Any) -> int:
-    """Returns the FLOP of one matmul or convolution; 0 for any other equation."""
+    """Returns the FLOP of one matmul or convolution; 0 for any other equation.
+
+    Of a ragged matmul they are those of each entry with the matrix of its own group; see `ragged_groups`.
+    """
     name = equation.primitive.name
     if name == "dot_general":
         (contract, _), _ = equation.params["dimension_numbers"]
@@ -84,7 +87,21 @@ def matmul_flop(equation: Any) -> int:
         feature_dim = equation.params["dimension_numbers"].rhs_spec[0]
         zeros = math.prod(equation.params["lhs_dilation"])  # zeros between the inputs are not multiplied
         return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) // kernel[feature_dim] // zeros
+    if name == "ragged_dot_general":
+        numbers = equation.params["ragged_dot_dimension_numbers"]
+        (_, contract), (_, batch) = numbers.dot_dimension_numbers
+        lhs, rhs = (operand.aval.shape for operand in equation.invars[:2])
+        shared = {*contract, *batch, *numbers.rhs_group_dimensions}
+        return 2 * math.prod(lhs) * math.prod(size for dim, size in enumerate(rhs) if dim not in shared)
     return 0
+
+
+def ragged_groups(equation: Any) -> int:
+    """Returns the number of groups of a ragged matmul, as experts; 1 for any other equation.
+
+    XLA multiplies each entry by the matrices of all groups, on CPUs and GPUs (jax 0.12.0).
+    """
+    return equation.invars[2].aval.shape[-1] if equation.primitive.name == "ragged_dot_general" else 1
 
 
 def equation_flop(equation: Any) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jaxpar.hlo.attribution import Argument, shorten
 from jaxpar.hlo.flop import Flop
-from jaxpar.hlo.flop_share import FIX, Excess, find_excess
+from jaxpar.hlo.flop_share import Excess, find_excess
 from jaxpar.hlo.provenance import DataFlow, Index
 from jaxpar.hlo.text import BITS, Module, Op
 from jaxpar.inspector.subject import Subject
@@ -62,7 +62,7 @@ def find_flags(
 
 
 def _flag_repeated_work(excess: Excess | None) -> list[Flag]:
-    return [Flag(REPEATED, str(excess), FIX)] if excess else []
+    return [Flag(REPEATED, str(excess), "; or ".join(excess.fixes))] if excess else []
 
 
 def _meant_to_send(subject: Subject) -> dict[str, int]:

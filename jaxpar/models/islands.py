@@ -32,6 +32,9 @@ from jaxpar.models.blocks.masks import check_masks, check_softcap
 from jaxpar.models.blocks.pairs import BLOCK
 from jaxpar.models.custom_gradients import float32_attention
 
+# the way out where a model's own dispatch computes more than the experts that tokens choose
+MIXTURE = "jp.mixture(expert, params, x, choices, weights), which sends tokens to their experts alone"
+
 Attention = Callable[..., jax.Array]  # (q_bshk, k_btgk, v_btgk, *, causal, window, segments, softcap) -> bshk
 BY_BLOCKS = f"attention runs in blocks of at most {BLOCK} keys and keeps no scores: rows of more than {LONG} keys"
 # dim names of attention's arguments, for models that name them and implementations that look up their sharding

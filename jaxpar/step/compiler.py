@@ -20,7 +20,7 @@ import numpy as np
 from jax.stages import Lowered, Wrapped
 
 from jaxpar.errors import user_code_errors
-from jaxpar.hlo.flop_share import FIX, FlopShare, find_excess, flop_share
+from jaxpar.hlo.flop_share import FlopShare, find_excess, flop_share
 from jaxpar.mesh.preset import compile_for_lines, compile_with, options
 from jaxpar.models.settings.logits import record_logits
 from jaxpar.parallel.layout import Layout, with_logits, with_note
@@ -164,7 +164,8 @@ class Compiler:
         program = compile_with(lowered, self.options)
         if is_update and self.layout.devices > 1 and find_excess(program.as_text(), self.share):
             excess = find_excess(compile_for_lines(lowered, program, self.options).as_text(), self.share)
-            fix = "; or ".join([*all_techniques.island_fixes(self.layout, self._use), FIX])
+            fixes = [*all_techniques.island_fixes(self.layout, self._use), *excess.fixes]
+            fix = "; or ".join(dict.fromkeys(fixes))
             warnings.warn(f"{self.layout.blueprint.name}: {excess}\n  fix: {fix}", stacklevel=3)
         if self.layout.sizes["pipe"] > 1 and not self.layout.schedule.phased:
             from jaxpar.hlo.branches import check_branches  # a plain step has no branches to check

@@ -12,6 +12,7 @@ from published.plain import STEPS, plainly
 from tiny import assert_same_arrays
 
 import jaxpar as jp
+from jaxpar.units import show_count
 
 OPTIMIZER = optax.sgd(0.3, momentum=0.9)
 
@@ -190,6 +191,22 @@ def test_the_first_step_says_what_a_foreign_dispatch_costs_and_what_would_cost_l
     with pytest.warns(UserWarning, match=r"times its share of [\s\S]*fix: jp\.mixture\(expert, params") as warned:
         trained(model, loss, OPTIMIZER, batch, {"expert": 4, "data": 2})
     assert len(warned) == 1
+    assert str(warned[0].message).count("jp.mixture") == 1
+
+
+@pytest.mark.slow
+def test_the_first_step_says_that_xla_runs_ragged_matmuls_for_all_experts():
+    layout = jp.compose(Sorted, jp.Parallel(fsdp=8))
+    step, state = jp.train_step(layout, loss, OPTIMIZER), jp.init_state(layout, OPTIMIZER)
+    with pytest.warns(UserWarning, match="times its share") as warned:
+        step(state, tokens())
+    # of a token: its two choices of experts with two matrices each, and the router and the head, forward and backward
+    chosen, others = 2 * 2 * 16 * 32, 16 * 4 + 16 * 32
+    share, ragged = (6 * 16 * 8 / 8 * flop for flop in (chosen + others, 3 * chosen))
+    message = str(warned[0].message)
+    assert f"its share of {show_count(share)};" in message
+    assert f"; {show_count(ragged)} are of jax.lax.ragged_dot" in message
+    assert message.partition("fix: ")[2].startswith("jp.mixture(")
 
 
 class Biased(nnx.Module):

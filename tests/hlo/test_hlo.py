@@ -589,6 +589,16 @@ def test_a_transposed_convolution_multiplies_no_zeros():
     assert forward_flop(up, x, kernel) == 2 * (8 * 8 * 3) * (2 * 2 * 5)
 
 
+def test_entries_of_a_ragged_matmul_meet_the_matrix_of_their_group_alone():
+    def loss(x, matrices, sizes):
+        return (lax.ragged_dot(x, matrices, sizes) ** 2).sum()
+
+    shapes = jax.ShapeDtypeStruct((32, 8), jnp.float32), jax.ShapeDtypeStruct((4, 8, 16), jnp.float32)
+    sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+    assert forward_flop(loss, *shapes, sizes) == 2 * 32 * 8 * 16
+    assert forward_flop(jax.grad(loss, argnums=(0, 1)), *shapes, sizes) == 3 * 2 * 32 * 8 * 16
+
+
 # ---- garbage
 
 

@@ -11,7 +11,7 @@ from jaxpar.plan.machine.hardware import HARDWARE, SMALLEST_KERNEL
 from jaxpar.plan.machine.software import JAXPAR, MAXTEXT, MEGATRON_2022, TORCHTITAN
 from jaxpar.plan.memory import memory
 from jaxpar.plan.model.fusion import fuse
-from jaxpar.plan.model.program import read_program
+from jaxpar.plan.model.program import read_program, value
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.time import step_time
 
@@ -68,6 +68,15 @@ def test_a_softmax_of_short_rows_is_one_kernel(width, reductions):
     program = read_program(lambda rows: jax.make_jaxpr(function)(jnp.zeros((rows, width))).jaxpr, name="softmax")
     kernels = [kernel.op.kind for kernel in fuse(program, 4).kernels]
     assert kernels.count("reduce") == reductions
+
+
+def test_a_ragged_matmul_takes_the_time_of_all_groups():
+    def function(x):
+        return jax.lax.ragged_dot(x, jnp.zeros((4, 8, 16)), jnp.zeros(4, jnp.int32))
+
+    program = read_program(lambda rows: jax.make_jaxpr(function)(jnp.zeros((rows, 8))).jaxpr, name="ragged")
+    (matmul,) = [op.matmul for op in program.ops if op.matmul]
+    assert value(matmul.flop, 32) == 4 * 2 * 32 * 8 * 16
 
 
 @pytest.mark.full  # traces splits too

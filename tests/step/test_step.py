@@ -121,6 +121,15 @@ def test_products_are_counted_with_their_weight():
     assert (kept.function, kept.operands) == ("two", "bf16[8x8] * f32[8x8]")
 
 
+def test_ragged_matmuls_are_counted_among_the_others():
+    def experts(x, matrices, sizes):
+        return jax.lax.ragged_dot(x, matrices, sizes)
+
+    shapes = jnp.zeros((8, 16)), jnp.zeros((4, 16, 8)), jnp.zeros(4, jnp.int32)
+    (kept,) = count_matmuls(jax.make_jaxpr(experts)(*shapes)).high_precision
+    assert (kept.function, kept.operands) == ("experts", "f32[8x16] * f32[4x16x8]")
+
+
 @pytest.mark.slow
 def test_offload_keeps_the_optimizer_in_host_memory_and_the_numbers_bitwise():
     want, reference, _ = train(Small, CUBE, steps=3)

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxpar.errors import Problem
 from jaxpar.models.dim_names import axes_of
+from jaxpar.models.islands import MIXTURE
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques.base import Technique
@@ -57,7 +58,7 @@ def idle(layout: Layout) -> list[Problem]:
 def island_fix(layout: Layout, islands: Set[str]) -> str:
     """Returns the island for a model that moves tokens to its experts by itself."""
     calls = layout.sizes.get(AXIS, 1) == 1 or "mixture" in islands
-    return "" if calls else "jp.mixture(expert, params, x, choices, weights), which sends tokens to their experts alone"
+    return "" if calls else MIXTURE
 
 
 EXPERT = Technique(

@@ -334,10 +334,16 @@ def _is_view(eqn: JaxprEqn) -> bool:
 
 def _matmul(eqn: JaxprEqn) -> TracedMatmul | None:
     """Describes a matmul; its FLOP are the dims that are multiplied."""
-    if eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
+    if eqn.primitive.name not in ("dot_general", "conv_general_dilated", "ragged_dot_general"):
         return None
-    out, (lhs, rhs) = _aval(eqn.outvars[0]).shape, map(_aval, eqn.invars)
+    out, (lhs, rhs) = _aval(eqn.outvars[0]).shape, map(_aval, eqn.invars[:2])
     bits = 8 * lhs.dtype.itemsize
+    if eqn.primitive.name == "ragged_dot_general":  # XLA multiplies each entry by the matrices of all groups
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        (_, contracted), (_, batched) = numbers.dot_dimension_numbers
+        shared = {*contracted, *batched, *numbers.rhs_group_dimensions}
+        free = [size for dim, size in enumerate(rhs.shape) if dim not in shared]
+        return TracedMatmul((*lhs.shape, *free, _aval(eqn.invars[2]).shape[-1]), "weights", (), bits)
     if eqn.primitive.name == "dot_general":
         (contracted, _), batched = eqn.params["dimension_numbers"]
         copied = tuple(i for i, dims in enumerate(batched) if tuple(dims) != tuple(range(len(dims))))
