@@ -163,6 +163,16 @@ def test_zeros_are_allowed_for_where_they_are_multiplied(call, repeated):
     assert bool(find_excess(text, share)) is repeated
 
 
+@pytest.mark.parametrize("groups", [4, 64])
+def test_ragged_matmuls_are_named_where_all_groups_are_multiplied(groups):
+    text = GRADIENT_OF_A_KERNEL.format(call="convolution(%x, %y)")
+    share = hardware_flop(parse(text)).total / 4
+    matmuls = ((8 * share, None),)
+    excess = find_excess(text, FlopShare(devices=8, schedule=None, matmuls=matmuls, ragged=(groups - 1) * share))
+    assert ("jax.lax.ragged_dot" in str(excess)) is (groups == 4)
+    assert [fix.startswith("jp.mixture(") for fix in excess.fixes] == [groups == 4]
+
+
 class Groups(nn.Module):
     """An unshared convolution is one in groups inside of Flax, that makes patches."""
 
