@@ -184,6 +184,29 @@ def test_a_rule_may_name_an_axis_of_size_one():
         jp.compose(Unnamed, jp.Parallel(rules={"devices": "exprt"}), jax.devices()[:1])
 
 
+class Separate(nnx.Module):
+    """Each expert is a module of its own."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(32, 16, rngs=rngs)
+        self.router = nnx.Linear(16, 4, use_bias=False, rngs=rngs)
+        self.experts = nnx.List(nnx.Linear(16, 16, rngs=rngs) for _ in range(4))
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        weights = jax.nn.softmax(self.router(x))
+        y = jnp.stack([expert(x) for expert in self.experts], axis=-1)
+        return self.embed.attend(x + (y * weights[..., None, :]).sum(-1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fix"), [(Separate, r"one array \[experts, \.\.\.\]"), (Sorted, r"paths=.*jp\.from_nnx\(")]
+)
+def test_the_way_out_without_experts_fits_the_arrays(kind, fix):
+    with pytest.raises(jp.JaxparError, match=rf"has no experts[\s\S]*fsdp=4; or .*{fix}"):
+        jp.compose(kind, jp.Parallel(expert=4, data=2))
+
+
 @pytest.mark.slow
 def test_the_first_step_says_what_a_foreign_dispatch_costs_and_what_would_cost_less():
     batch = tokens()

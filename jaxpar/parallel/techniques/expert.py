@@ -46,11 +46,18 @@ def idle(layout: Layout) -> list[Problem]:
     )
     if size == 1 or named:
         return []
+    shapes = [place.leaf.shape for place in layout.placements.values()]
+    if any(len(shape) > 2 and shape[0] % size == 0 for shape in shapes):
+        other = "the name for the dim, as paths={'experts/up': ('expert', 'embed', 'mlp')}"
+        if layout.blueprint.program is None:
+            other += "; or jp.from_nnx(model, example inputs), which finds experts by the use of their arrays"
+    else:
+        other = "one array [experts, ...] for each matrix of the experts, dim 0 named expert, in place of separate ones"
     return [
         Problem(
             f"expert={size}, but {layout.blueprint.name} has no experts",
             "the devices of `expert` hold different experts: dim 0, named expert, of the parameters of jp.mixture",
-            f"expert=1 and fsdp={size}; or the name for the dim, as paths={{'experts/up': ('expert', 'embed', 'mlp')}}",
+            f"expert=1 and fsdp={size}; or {other}",
         )
     ]
 

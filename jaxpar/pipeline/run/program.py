@@ -66,7 +66,7 @@ class Loop(NamedTuple):
         return sum(1 if isinstance(item, TickKind) else item.bodies for item in self.body)
 
 
-class Pool(NamedTuple):
+class SlotPool(NamedTuple):
     """The number of slots of a pool, and whether a stage that drops a value may have no free one."""
 
     slots: int
@@ -122,7 +122,7 @@ def program(schedule: Schedule, *, forward_only: bool = False) -> Program:
         flags = [any(flag) for flag in zip(*(kind[1:] for kind in kinds), strict=True)]
         kinds = [TickKind(ops, *flags)] * len(kinds)
     kinds = _equalize_directions(kinds)
-    kept = stash = Pool(0, False)
+    kept = stash = SlotPool(0, False)
     if not forward_only:
         kept = _assign_saved_slots(rows, places, kinds, "F", "B", "kept")
         stash = _assign_saved_slots(rows, places, kinds, "B", "W", "stash") if schedule.split else stash
@@ -208,7 +208,7 @@ def _assign_message_slots(schedule: Schedule, rows: np.ndarray, at, *, forward_o
     return max(_assign_lowest_slots(rows[:, stage], stage_spans) for stage, stage_spans in enumerate(spans))
 
 
-def _assign_saved_slots(rows: np.ndarray, at, kinds: Sequence[TickKind], write: str, read: str, pool: str) -> Pool:
+def _assign_saved_slots(rows: np.ndarray, at, kinds: Sequence[TickKind], write: str, read: str, pool: str) -> SlotPool:
     """Assigns slots to the values that op `write` saves for op `read`, and free slots to stages that drop a value."""
     column = COLUMNS.index(pool)
     spans: list[list] = [[] for _ in range(rows.shape[1])]
@@ -227,7 +227,7 @@ def _assign_saved_slots(rows: np.ndarray, at, kinds: Sequence[TickKind], write: 
                 free = next((slot for slot in range(slots) if slot not in used), -1)
                 rows[tick, stage, column] = free
                 masked |= free < 0
-    return Pool(slots, masked)
+    return SlotPool(slots, masked)
 
 
 def _assign_lowest_slots(rows: np.ndarray, spans: Iterable[tuple[int, int, list[tuple[int, int]]]]) -> int:
