@@ -162,8 +162,9 @@ class Compiler:
             self.compare_programs(f"{name} program ({self._count})", digest)
         self._count += 1
         program = compile_with(lowered, self.options)
-        if is_update and self.layout.devices > 1 and find_excess(program.as_text(), self.share):
-            excess = find_excess(compile_for_lines(lowered, program, self.options).as_text(), self.share)
+        if is_update and self.layout.devices > 1 and (excess := find_excess(program.as_text(), self.share)):
+            lines = compile_for_lines(lowered, program, self.options).as_text()
+            excess = find_excess(lines, self.share) or excess
             fixes = [*all_techniques.island_fixes(self.layout, self._use), *excess.fixes]
             fix = "; or ".join(dict.fromkeys(fixes))
             warnings.warn(f"{self.layout.blueprint.name}: {excess}\n  fix: {fix}", stacklevel=3)
