@@ -213,7 +213,7 @@ class TracedModel:
         parameters, gradients, moments = bytes_by_zero_stage(unsharded_parameters, shard, candidate, self.recipe)
         zero3, accumulates = np.equal(candidate.zero, 3), np.greater(candidate.microbatches, 1)
         whole_gathered = gathers_once(candidate, self.recipe) | model_software.keeps_gathered(candidate)
-        piece = 2.0 * zero3 * self.largest_array
+        piece = 2.0 * zero3 * self.largest_array * unsharded_parameters / self.parameters
         # shards are cast once, before the loop over microbatches
         cast = np.where(zero3 & accumulates, shard, 0.0)
         gathered = self.itemsize * (np.where(whole_gathered, unsharded_parameters, piece) + cast)

@@ -11,6 +11,7 @@ from jaxpar.plan.machine.hardware import HARDWARE, SMALLEST_KERNEL
 from jaxpar.plan.machine.software import JAXPAR, MAXTEXT, MEGATRON_2022, TORCHTITAN
 from jaxpar.plan.memory import memory
 from jaxpar.plan.model.fusion import fuse
+from jaxpar.plan.model.liveness import estimate
 from jaxpar.plan.model.program import read_program, value
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.time import step_time
@@ -68,6 +69,26 @@ def test_a_softmax_of_short_rows_is_one_kernel(width, reductions):
     program = read_program(lambda rows: jax.make_jaxpr(function)(jnp.zeros((rows, width))).jaxpr, name="softmax")
     kernels = [kernel.op.kind for kernel in fuse(program, 4).kernels]
     assert kernels.count("reduce") == reductions
+
+
+@pytest.mark.parametrize(("heads", "share"), [(1, 0.65), (2, 1.0)])
+def test_scores_of_one_matrix_are_not_copied_between_the_passes(heads, share):
+    """Another layout of [rows, heads, seq, seq] moves nothing if rows and heads are 1."""
+    layers, seq = 4, 256
+
+    def loss(weights, x):
+        def layer(x, weight):
+            scores = jax.nn.softmax(jnp.einsum("rshd,rthd->rhst", x * weight, x), axis=-1)
+            return x + jnp.einsum("rhst,rthd->rshd", scores, x), None
+
+        return jnp.sum(jax.lax.scan(layer, x, weights)[0])
+
+    def trace(rows):
+        return jax.make_jaxpr(jax.grad(loss))(jnp.zeros((layers,)), jnp.zeros((rows, seq, heads, 8))).jaxpr
+
+    found = estimate(read_program(trace, name="attention"), 1, params=[0], gradients=[0])
+    one, two = (found.peak(rows)["activations"] / rows for rows in (1, 2))
+    assert one / two == pytest.approx(share, abs=0.05)
 
 
 def test_a_ragged_matmul_takes_the_time_of_all_groups():

@@ -22,7 +22,7 @@ from jaxpar.plan.model.pooling import keep_positions
 from jaxpar.plan.model.program import DEGREE, SizedProgram, value
 from jaxpar.plan.model.written_arrays import fills_operand
 
-CLASSES = ("activations", "weights", "gradients")
+CLASSES = ("activations", "weights", "gradients", "copies")  # copies of activations, in another layout
 # bytes up to which collectives are combined: of fsdp as `jaxpar.mesh.preset` says, all-reduces as XLA does by itself
 SCATTERED, REDUCED = SMALL, 30 * 2**20
 Live = dict[str, np.ndarray]
@@ -33,6 +33,7 @@ class _Amounts:
     """Live bytes as in `Estimate`, [moments, degree]; kernels as (traffic, FLOP, bits, runs, is a cast of weights)."""
 
     curves: dict[int, dict[str, list[Any]]] = field(default_factory=dict)
+    groups: list[Any] = field(default_factory=list)
     kernels: list[tuple[Any, Any, int, int, bool]] = field(default_factory=list)
 
 
@@ -41,8 +42,9 @@ class Estimate:
     """The estimate of a compiled program, for any number of rows.
 
     Attributes:
-      live: Bytes up to which collectives of gradients are combined, 0 without replicas, to: class (activations,
-        weights, gradients) to the live bytes at each moment. Shape [moments, degree].
+      live: Bytes up to which collectives of gradients are combined, 0 without replicas, to: class (see `CLASSES`) to
+        the live bytes at each moment. Shape [moments, degree].
+      groups: Of the scores of each scan that are copied, the number of matrices. Polynomials in the rows.
       traffic: Bytes that each kernel reads and writes. Shape [kernels, degree].
       flop: FLOP of each kernel's matmul. Shape [kernels, degree].
       bits: Bits of each matmul's operands; 0 for other kernels. Shape [kernels].
@@ -55,6 +57,7 @@ class Estimate:
     """
 
     live: dict[int, Live]
+    groups: list[Any]
     traffic: np.ndarray
     flop: np.ndarray
     bits: np.ndarray
@@ -74,9 +77,11 @@ class Estimate:
           combined: Bytes up to which collectives of gradients are combined, `SCATTERED` or `REDUCED`; 0 without
             replicas.
         """
-        factors = {"activations": 1.0, "weights": weights, "gradients": gradients}
+        copied = any(value(groups, rows) > 1 for groups in self.groups)  # one matrix has one layout
+        factors = {"activations": 1.0, "weights": weights, "gradients": gradients, "copies": float(copied)}
         amounts = {name: factors[name] * value(live, rows) for name, live in self.live[combined].items()}
         fullest = int(np.argmax(sum(amounts.values())))
+        amounts["activations"] = amounts["activations"] + amounts.pop("copies")
         return {name: float(amount[fullest]) for name, amount in amounts.items()}
 
     def seconds(self, rows: float, hardware: Hardware, *, casts: bool = True) -> dict[str, float]:
@@ -117,6 +122,7 @@ def estimate(program: SizedProgram, rows: float, *, params: Sequence[int], gradi
     traffic, flop, bits, runs, casts = zip(*amounts.kernels, strict=True)
     return Estimate(
         live=live,
+        groups=amounts.groups,
         traffic=np.array(traffic),
         flop=np.array(flop),
         bits=np.array(bits),
@@ -135,11 +141,15 @@ def _program_amounts(
     program = keep_positions(program)
     fused = fuse(program, rows, gradients=gradients)
     bodies, of_params = _bodies(fused, rows, {*params})
-    amounts = _Amounts()
+    copied = _copied_stacks(program)
+    amounts = _Amounts(groups=[groups for _, groups in copied.values()])
+    for body in bodies.values():
+        amounts.groups += body.groups
     for combined in (0, SCATTERED, REDUCED) if gradients else (0,):
         delays = _delays(program, fused, gradients, rows, combined) if combined else {}
         lives = _lives(program, fused, gradients, of_params, delays)
-        amounts.curves[combined] = _curves(program, lives, bodies, of_params, _gradient_arrays(fused, gradients))
+        of_gradients = _gradient_arrays(fused, gradients)
+        amounts.curves[combined] = _curves(program, lives, bodies, of_params, of_gradients, copied)
     for kernel in fused.kernels:
         amounts.kernels += _kernel_amounts(kernel, bodies.get(kernel.place), of_params)
     return amounts, [entry in of_params for entry in program.outputs]
@@ -151,6 +161,7 @@ def _curves(
     bodies: dict[int, _Amounts],
     of_params: set[int],
     of_gradients: set[int],
+    copied: Mapping[int, tuple[Any, Any]],
 ) -> dict[str, list[Any]]:
     """Returns the live bytes by class at each moment."""
     end = len(program.ops)
@@ -160,45 +171,44 @@ def _curves(
         changes[name][first] += program.sizes[entry]
         changes[name][last + 1] -= program.sizes[entry]
     curves: dict[str, list[Any]] = {name: [] for name in CLASSES}
-    copied = _copied_stacks(program)
     for name, change in changes.items():
         levels = np.cumsum(change, axis=0)[: end + 1]
         for place, level in enumerate(levels):
             if place in copied:
-                curves[name].append(levels[place - 1] + copied[place] * (name == "activations"))
+                curves[name].append(levels[place - 1] + copied[place][0] * (name == "copies"))
             inner = bodies[place].curves[0][name] if place in bodies else [0.0]
             curves[name] += [level + more for more in inner]
     return curves
 
 
-def _copied_stacks(program: SizedProgram) -> dict[int, Any]:
-    """Returns the place of each backward scan, to the bytes of the stacks of scores that it reads."""
-    stacks: set[int] = set()
-    copied: dict[int, Any] = {}
+def _copied_stacks(program: SizedProgram) -> dict[int, tuple[Any, Any]]:
+    """Returns the place of each backward scan, to the bytes of the stacks of scores that it reads, and their groups."""
+    stacks: dict[int, Any] = {}
+    copied: dict[int, tuple[Any, Any]] = {}
     for place, op in enumerate(program.ops):
         if op.body is None:
             continue
-        if op.backward and (read := stacks.intersection(op.inputs)):
-            copied[place] = sum(program.sizes[entry] for entry in read)
-        scores = _scores(op.body)
+        if op.backward and (read := [entry for entry in stacks if entry in op.inputs]):
+            copied[place] = sum(program.sizes[entry] for entry in read), stacks[read[0]]
+        scores, groups = _scores(op.body)
         pairs = zip(op.outputs[op.carried :], op.body.outputs[op.carried :], strict=True)
-        stacks.update(outer for outer, inner in pairs if inner in scores)
+        stacks.update((outer, groups) for outer, inner in pairs if inner in scores)
     return copied
 
 
-def _scores(body: SizedProgram) -> set[int]:
-    """Returns the first batched matmul's results of a scan's body, and what elementwise ops and stacks make of them."""
+def _scores(body: SizedProgram) -> tuple[set[int], Any]:
+    """Returns the first batched matmul's results, with what elementwise ops and stacks make of them, and its groups."""
     scores: set[int] = set()
-    elements = None
+    elements = groups = None
     for op in body.ops:
         counts = [np.asarray(body.sizes[entry]) / body.widths[entry] for entry in op.outputs]
         first = op.matmul is not None and op.matmul.kind == "batched" and elements is None
-        if first:
-            elements = counts[0]
+        if first and op.matmul is not None:
+            elements, groups = counts[0], op.matmul.groups
         derived = op.kind in ("elementwise", "stack") and not scores.isdisjoint(op.inputs)
         if first or (derived and elements is not None and np.allclose(counts[0], elements)):
             scores.update(op.outputs)
-    return scores
+    return scores, groups
 
 
 def _delays(
