@@ -54,3 +54,12 @@ def test_microbatches_of_a_loss_over_pairs_of_rows_are_warned_of():
 
 def test_microbatches_of_a_loss_over_single_rows_are_not():
     assert loss_of(squares, 4) == pytest.approx(loss_of(squares, 1), rel=1e-5)
+
+
+def test_a_model_that_takes_the_rows_of_a_microbatch_alone_trains():
+    def fixed(model, batch):
+        if len(batch["images"]) != ROWS // 4:
+            raise ValueError("a memory of four rows")
+        return squares(model, batch)
+
+    assert loss_of(fixed, 4) == pytest.approx(loss_of(squares, 1), rel=1e-5)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from jaxpar.errors import JaxparError, user_code_errors
 from jaxpar.hlo.attribution import equation_frame
 from jaxpar.hlo.text import SourceFrame
 from jaxpar.hlo.traced_flop import inner_jaxprs
@@ -23,11 +24,14 @@ from jaxpar.sharding.names import Compute
 from jaxpar.sharding.nnx.hooks import step_hooks
 from jaxpar.step.stochastic_loss.loss import traceable_loss
 
+_RULE, _FIX = "a loss accepts any number of rows", "none is needed: its pairs of rows are not looked for"
+
 
 def check_row_pairs(layout: Layout, loss: Callable, batch: Mapping[str, Any], microbatches: int) -> None:
     """Warns if the loss has an array that is four times as large for twice the rows.
 
-    A loss whose operations depend on the number of rows, such as a Python loop over them, is not checked.
+    Not checked are a loss whose operations depend on the number of rows, such as a Python loop over them, and a model
+    that takes one number of rows alone.
 
     Args:
       layout: The layout of the model.
@@ -35,14 +39,17 @@ def check_row_pairs(layout: Layout, loss: Callable, batch: Mapping[str, Any], mi
       batch: Shapes of the whole batch.
       microbatches: Number of microbatches, at least 2.
     """
-    few, many = (_equations(layout, loss, batch, times, microbatches) for times in (1, 2))
+    rows = next(iter(batch.values())).shape[0]
+    try:
+        few, many = _trace(layout, loss, batch, (rows // microbatches, 2 * rows // microbatches))
+    except JaxparError:  # a model that takes one number of rows
+        return
     if [equation.primitive for equation, _ in few] != [equation.primitive for equation, _ in many]:
         return
     for (small, frame), (large, _) in zip(few, many, strict=True):
         for one, two in zip(small.outvars, large.outvars, strict=True):
             if 1 < 4 * getattr(one.aval, "size", 0) == getattr(two.aval, "size", 0):
                 place = f"{Path(frame.file).name}:{frame.line}" if frame else small.primitive.name
-                rows = next(iter(batch.values())).shape[0]
                 warnings.warn(
                     f"{layout.blueprint.name}: the loss pairs the rows of a batch, as an array of {place} "
                     f"({one.aval.str_short()}) grows with the square of their number. Each of {microbatches} "
@@ -53,28 +60,32 @@ def check_row_pairs(layout: Layout, loss: Callable, batch: Mapping[str, Any], mi
                 return
 
 
-def _equations(
-    layout: Layout, loss: Callable, batch: Mapping[str, Any], times: int, microbatches: int
-) -> list[tuple[JaxprEqn, SourceFrame | None]]:
-    """Traces the loss of some microbatches' rows."""
+def _trace(
+    layout: Layout, loss: Callable, batch: Mapping[str, Any], counts: tuple[int, ...]
+) -> list[list[tuple[JaxprEqn, SourceFrame | None]]]:
+    """Returns the equations of the loss for each number of rows."""
     blueprint = layout.blueprint
+    variables = jax.eval_shape(blueprint.init, jax.eval_shape(jax.random.key, 0))
 
-    def forward(key, batch):
-        params, model_state = blueprint.init(key)
+    def forward(variables, batch):
+        params, model_state = variables
         return traceable_loss(loss)(blueprint.bind(params, model_state, lambda path, value: value, Compute()), batch)
 
-    key = jax.eval_shape(jax.random.key, 0)
-    shapes = {
-        name: jax.ShapeDtypeStruct((times * value.shape[0] // microbatches, *value.shape[1:]), value.dtype)
-        for name, value in batch.items()
-    }
+    traces = []
     with (
         jax.set_mesh(layout.device_mesh),  # the model may use mesh axes directly
         sharding_translation(),
         step_hooks(),
         implemented({"mixture": active_experts}),  # its slots are of a microbatch in any case
     ):
-        return [*_flattened(jax.make_jaxpr(forward)(key, shapes).jaxpr, None)]
+        for count in counts:
+            shapes = {
+                name: jax.ShapeDtypeStruct((count, *value.shape[1:]), value.dtype) for name, value in batch.items()
+            }
+            with user_code_errors(f"{blueprint.name} on {count} rows", rule=_RULE, fix=_FIX):
+                jaxpr = jax.make_jaxpr(forward)(variables, shapes).jaxpr
+            traces.append([*_flattened(jaxpr, None)])
+    return traces
 
 
 def _flattened(jaxpr: Jaxpr, enclosing: SourceFrame | None) -> Iterator[tuple[JaxprEqn, SourceFrame | None]]:
