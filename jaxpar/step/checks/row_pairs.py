@@ -53,8 +53,9 @@ def check_row_pairs(layout: Layout, loss: Callable, batch: Mapping[str, Any], mi
                 warnings.warn(
                     f"{layout.blueprint.name}: the loss pairs the rows of a batch, as an array of {place} "
                     f"({one.aval.str_short()}) grows with the square of their number. Each of {microbatches} "
-                    f"microbatches has the pairs of its {rows // microbatches} rows alone, and the loss is not that of "
-                    f"{rows} rows\n  fix: one microbatch; or ignore this if the loss is meant for each microbatch",
+                    f"microbatches has the pairs of its {rows // microbatches} rows alone: a contrastive loss is then "
+                    f"not that of {rows} rows, and a mixture's capacity is of a microbatch\n  fix: one microbatch; or "
+                    "ignore this if that is meant",
                     stacklevel=4,
                 )
                 return
