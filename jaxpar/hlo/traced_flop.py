@@ -68,7 +68,7 @@ def traced_matmuls(
                 yield from traced_matmuls(branch.jaxpr, schedule, runs, skip=skip)
             continue
         for value in params.values():
-            for inner in inner_jaxprs(value):
+            for inner in _jaxprs(value):
                 yield from traced_matmuls(inner, schedule, inner_times, skip=skip)
 
 
@@ -108,7 +108,7 @@ def equation_flop(equation: Any) -> int:
     """Returns the FLOP of an equation with its inner jaxprs; of a conditional, those of its largest branch."""
     name = equation.primitive.name
     times = equation.params.get("length", 1) if name == "scan" else 1
-    inner = [_count(sub) for value in equation.params.values() for sub in inner_jaxprs(value)]
+    inner = [_count(sub) for value in equation.params.values() for sub in _jaxprs(value)]
     return matmul_flop(equation) + (max(inner, default=0) if name == "cond" else times * sum(inner))
 
 
@@ -116,7 +116,7 @@ def _count(jaxpr: Jaxpr) -> int:
     return sum(map(equation_flop, jaxpr.eqns))
 
 
-def inner_jaxprs(value: Any) -> Iterator[Jaxpr]:
+def _jaxprs(value: Any) -> Iterator[Jaxpr]:
     """Yields the jaxprs in a parameter of an equation: a jaxpr, or those of a sequence."""
     if hasattr(value, "eqns"):
         yield value
@@ -124,4 +124,4 @@ def inner_jaxprs(value: Any) -> Iterator[Jaxpr]:
         yield value.jaxpr
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from inner_jaxprs(item)
+            yield from _jaxprs(item)

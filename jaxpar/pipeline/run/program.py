@@ -217,16 +217,14 @@ def _assign_saved_slots(rows: np.ndarray, at, kinds: Sequence[TickKind], write: 
             end, _ = at[read, microbatch, part]
             spans[stage].append((tick, end, [(tick, column), (end, column)]))
     slots = max(_assign_lowest_slots(rows[:, stage], stage_spans) for stage, stage_spans in enumerate(spans))
-    masked = False
+    writes, masked = np.array([write in kind.ops for kind in kinds]), False
     for stage, stage_spans in enumerate(spans):
-        taken = [(start, end, rows[start, stage, column]) for start, end, _ in stage_spans]
-        for tick, kind in enumerate(kinds):
-            # a cell that reads a slot for the last time may write into it: reads come first in a tick
-            if write in kind.ops and rows[tick, stage, column] < 0:
-                used = {slot for start, end, slot in taken if start <= tick < end}
-                free = next((slot for slot in range(slots) if slot not in used), -1)
-                rows[tick, stage, column] = free
-                masked |= free < 0
+        used = np.zeros((slots, len(kinds)), bool)
+        for start, end, _ in stage_spans:
+            used[rows[start, stage, column], start:end] = True  # the last read may share its tick with a write
+        idle = writes & (rows[:, stage, column] < 0)
+        rows[idle, stage, column] = np.where(used.all(axis=0), -1, used.argmin(axis=0))[idle]
+        masked |= bool((idle & used.all(axis=0)).any())
     return SlotPool(slots, masked)
 
 

@@ -275,9 +275,8 @@ class SpreadTable:
             return state | {"sums": jax.tree.map(jnp.add, state["sums"], total(shared, y)[1])}, y
         _, pull, sums = jax.vjp(total, shared, y, has_aux=True)
         dshared, dy = pull(jnp.ones((), jnp.float32))
-        shared, dy = jax.lax.optimization_barrier(
-            (_add_grads(self.around, state, dshared), dy)
-        )  # as in `Stage.forward`
+        # as in `Stage.write`: the gradient is added up before the message is sent
+        shared, dy = jax.lax.optimization_barrier((_add_grads(self.around, state, dshared), dy))
         return {"sums": jax.tree.map(jnp.add, state["sums"], sums), "shared": shared}, dy
 
     def _embed_back(self, shared: Mapping[str, Any], known: Tree, dx: Tree, state: dict, microbatch: jax.Array) -> dict:

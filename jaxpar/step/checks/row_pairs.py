@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from jaxpar.errors import JaxparError, user_code_errors
 from jaxpar.hlo.attribution import equation_frame
 from jaxpar.hlo.text import SourceFrame
-from jaxpar.hlo.traced_flop import inner_jaxprs
 from jaxpar.models.experts import active_experts
 from jaxpar.models.islands import implemented
 from jaxpar.parallel.layout import Layout
@@ -94,6 +93,5 @@ def _flattened(jaxpr: Jaxpr, enclosing: SourceFrame | None) -> Iterator[tuple[Ja
     for equation in jaxpr.eqns:
         frame = equation_frame(equation, enclosing)
         yield equation, frame
-        for value in equation.params.values():
-            for inner in inner_jaxprs(value):
-                yield from _flattened(inner, frame)
+        for inner in jaxprs_in_params(equation.params):
+            yield from _flattened(inner, frame)
