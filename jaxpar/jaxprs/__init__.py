@@ -3,6 +3,7 @@
     split, split_backward, min_cut    a backward pass in two halves with the fewest residuals
     lean_scan, in_place_scan          scans over layers that save less, or write their results in place
     casts                             parameters of layers are cast before their scan
+    stack_layouts                     stacks between a forward and a backward scan are not copied
     gradient_sums                     sums over replicas once, after the scan that computes the terms
     lookups                           lookups in sharded tables; bfloat16 for matmuls with promoted operands
     dataflow, dead_code               dependencies between equations, which the other modules use

@@ -19,7 +19,6 @@ from jaxpar.plan.causes import Causes
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model.layer_bytes import (
     layer_bytes,
-    score_copies,
     spare_parameters,
     stage_parameters,
     stash_bytes,
@@ -108,17 +107,12 @@ def _spmd_program(
     stash = (stashed + np.greater(stashed, 0)) * stash_bytes(shape, candidate)
     activations = layers * (slots * residuals + stash) + message * (in_use + 1)
     at_loss, *later = moments(shape, candidate, software, recipe)
-    between = at_loss._replace(logits=0.0 * at_loss.logits)
-    copies = layers * score_copies(shape, candidate, software)
-    for (gradients, logits, working, present), copied in [
-        (between, copies),
-        *((each, 0.0) for each in (at_loss, *later)),
-    ]:
+    for gradients, logits, working, present in (at_loss, *later):
         yield Memory(
             parameters=parameters,
             gradients=gradients,
             optimizer=optimizer,
-            activations=present * activations + copied,
+            activations=present * activations,
             logits=logits,
             working=working,
         )

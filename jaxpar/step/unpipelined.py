@@ -234,6 +234,10 @@ class Unpipelined(Gradients):
         if not self.layout.blueprint.takes_remat:
             objective = remat(objective, model_policy(self.numerics.remat))
         differentiated = jax.grad(objective, has_aux=True)
+        if _on_devices(self.layout):
+            from jaxpar.jaxprs.stack_layouts import keep_stack_layouts
+
+            differentiated = keep_stack_layouts(differentiated)
         if axis := _summed_over(self.layout):
             rows = max((value.shape[0] for value in batch.values() if value.shape), default=1)
             sizes = self.layout.sizes
@@ -270,8 +274,12 @@ def _cut_by_expert(layout: Layout) -> bool:
     """
     sizes, experts = layout.sizes, layout.sizes.get("expert", 1)
     alone = experts > 1 and layout.replicas == sizes["data"] * experts and sizes["context"] == 1
-    on_devices = layout.mesh is not None and layout.mesh.devices.flat[0].platform != "cpu"
-    return alone and layout.parallel.stage == 3 and on_devices
+    return alone and layout.parallel.stage == 3 and _on_devices(layout)
+
+
+def _on_devices(layout: Layout) -> bool:
+    """Whether the mesh has devices that are not simulated, or not there: XLA compiles other programs for them."""
+    return layout.mesh is not None and layout.mesh.devices.flat[0].platform != "cpu"
 
 
 def _between_machines(layout: Layout) -> bool:

@@ -39,9 +39,9 @@ class SoftwareModel:
       scaling_traffic: Additional forward traffic per score if a device has more than one row and more than one kv
         head: scores with one more dim are scaled outside of the softmax's kernel.
       pair_cost: Cost of blockwise attention per pair of blocks.
-      extra_score_copies: Extra copies of the attention scores because XLA picks different layouts in the forward and
-        the backward pass (only if rows x kv_heads per device > 1). Without a pipeline they exist between the passes;
-        plus a quarter of a copy during the layer's backward if rows > kv_heads.
+      extra_score_copies: Extra copies of the attention scores that a pipeline stage saves, because XLA picks different
+        layouts in the forward and the backward pass (only if rows x kv_heads per device > 1); plus a quarter of a copy
+        during the layer's backward if rows > kv_heads and no scores are saved.
       residual: Bytes per element [tokens, dim] that a layer saves without recomputation.
       stream: Bytes per element [tokens, dim] of norms, dropout and residual adds, forward and backward.
       inner: Bytes per element of the widths that the tensor axis splits: q, k, v and the feed-forward's hidden.
@@ -309,7 +309,7 @@ _UNFUSED = replace(
     scores=(16.0, 15.0),
     # of decoders compiled by XLA 0.12: float32 results of matmuls, and attention weights in 16 bits
     saved_scores=(6.0, 4.0),
-    stacked_scores=(11.0, 4.0),  # replayed in the same programs
+    stacked_scores=(10.0, 1.0),  # replayed in the same programs
     working_scores=11.0,  # in the same programs
     extra_score_copies=1.0,
     source="jaxpar as XLA compiles it where there is no cuDNN: scores in float32, to memory and back; overlap as "

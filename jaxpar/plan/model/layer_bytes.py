@@ -130,20 +130,6 @@ def _lean(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Any:
     return 2 * rows * (2 * shape.dim + 4) + masks + (tokens * inner + scores) / candidate.tensor
 
 
-def score_copies(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Any:
-    """Returns the bytes of a layer's saved scores that exist twice between the passes of a step without a pipeline.
-
-    XLA copies the stacks of all layers into the layout of the backward pass, before its loop begins.
-    """
-    tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
-    score = tokens * shape.heads * shape.seq / candidate.tensor
-    several = np.greater(candidate.microbatch * (shape.kv_heads or shape.heads) / candidate.tensor, 1)
-    copied = software.extra_score_copies * several * np.equal(candidate.pipe, 1) * np.equal(candidate.context, 1)
-    remat = np.asarray(candidate.remat)
-    saved = np.select([remat == "none", remat == "all_dots"], list(software.saved_scores), 0.0)
-    return copied * saved * score
-
-
 def _layer_bytes(shape: Shape, candidate: Candidate, software: SoftwareModel) -> tuple[Any, Any]:
     """`layer_bytes` with the attention of one software model for all layouts."""
     tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context

@@ -6,7 +6,7 @@ gradient               to the end of the program: the update follows
 gradient of replicas   XLA combines their collectives up to some bytes, and runs the matmuls whose results one of them
                        takes when the last of these can run: what they read is kept until then
 scan                   its stacked results, and the arrays of one turn
-stacks of scores       twice before the scan that reads them: XLA copies them into the layout of the backward pass
+scores of a stack      of one turn once more: matmuls of the backward pass copy them out of it, in their own layout
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from jaxpar.plan.model.pooling import keep_positions
 from jaxpar.plan.model.program import DEGREE, SizedProgram, value
 from jaxpar.plan.model.written_arrays import fills_operand
 
-CLASSES = ("activations", "weights", "gradients", "copies")  # copies of activations, in another layout
+CLASSES = ("activations", "weights", "gradients")
 # bytes up to which collectives are combined: of fsdp as `jaxpar.mesh.preset` says, all-reduces as XLA does by itself
 SCATTERED, REDUCED = SMALL, 30 * 2**20
 Live = dict[str, np.ndarray]
@@ -33,7 +33,6 @@ class _Amounts:
     """Live bytes as in `Estimate`, [moments, degree]; kernels as (traffic, FLOP, bits, runs, is a cast of weights)."""
 
     curves: dict[int, dict[str, list[Any]]] = field(default_factory=dict)
-    groups: list[Any] = field(default_factory=list)
     kernels: list[tuple[Any, Any, int, int, bool]] = field(default_factory=list)
 
 
@@ -44,7 +43,6 @@ class Estimate:
     Attributes:
       live: Bytes up to which collectives of gradients are combined, 0 without replicas, to: class (see `CLASSES`) to
         the live bytes at each moment. Shape [moments, degree].
-      groups: Of the scores of each scan that are copied, the number of matrices. Polynomials in the rows.
       traffic: Bytes that each kernel reads and writes. Shape [kernels, degree].
       flop: FLOP of each kernel's matmul. Shape [kernels, degree].
       bits: Bits of each matmul's operands; 0 for other kernels. Shape [kernels].
@@ -57,7 +55,6 @@ class Estimate:
     """
 
     live: dict[int, Live]
-    groups: list[Any]
     traffic: np.ndarray
     flop: np.ndarray
     bits: np.ndarray
@@ -77,11 +74,9 @@ class Estimate:
           combined: Bytes up to which collectives of gradients are combined, `SCATTERED` or `REDUCED`; 0 without
             replicas.
         """
-        copied = any(value(groups, rows) > 1 for groups in self.groups)  # one matrix has one layout
-        factors = {"activations": 1.0, "weights": weights, "gradients": gradients, "copies": float(copied)}
+        factors = {"activations": 1.0, "weights": weights, "gradients": gradients}
         amounts = {name: factors[name] * value(live, rows) for name, live in self.live[combined].items()}
         fullest = int(np.argmax(sum(amounts.values())))
-        amounts["activations"] = amounts["activations"] + amounts.pop("copies")
         return {name: float(amount[fullest]) for name, amount in amounts.items()}
 
     def seconds(self, rows: float, hardware: Hardware, *, casts: bool = True) -> dict[str, float]:
@@ -122,7 +117,6 @@ def estimate(program: SizedProgram, rows: float, *, params: Sequence[int], gradi
     traffic, flop, bits, runs, casts = zip(*amounts.kernels, strict=True)
     return Estimate(
         live=live,
-        groups=amounts.groups,
         traffic=np.array(traffic),
         flop=np.array(flop),
         bits=np.array(bits),
@@ -141,15 +135,12 @@ def _program_amounts(
     program = keep_positions(program)
     fused = fuse(program, rows, gradients=gradients)
     bodies, of_params = _bodies(fused, rows, {*params})
-    copied = _copied_stacks(program)
-    amounts = _Amounts(groups=[groups for _, groups in copied.values()])
-    for body in bodies.values():
-        amounts.groups += body.groups
+    amounts, copies = _Amounts(), _score_copies(program)
     for combined in (0, SCATTERED, REDUCED) if gradients else (0,):
         delays = _delays(program, fused, gradients, rows, combined) if combined else {}
         lives = _lives(program, fused, gradients, of_params, delays)
         of_gradients = _gradient_arrays(fused, gradients)
-        amounts.curves[combined] = _curves(program, lives, bodies, of_params, of_gradients, copied)
+        amounts.curves[combined] = _curves(program, lives, bodies, of_params, of_gradients, copies)
     for kernel in fused.kernels:
         amounts.kernels += _kernel_amounts(kernel, bodies.get(kernel.place), of_params)
     return amounts, [entry in of_params for entry in program.outputs]
@@ -161,7 +152,7 @@ def _curves(
     bodies: dict[int, _Amounts],
     of_params: set[int],
     of_gradients: set[int],
-    copied: Mapping[int, tuple[Any, Any]],
+    copies: Mapping[int, Any],
 ) -> dict[str, list[Any]]:
     """Returns the live bytes by class at each moment."""
     end = len(program.ops)
@@ -174,41 +165,40 @@ def _curves(
     for name, change in changes.items():
         levels = np.cumsum(change, axis=0)[: end + 1]
         for place, level in enumerate(levels):
-            if place in copied:
-                curves[name].append(levels[place - 1] + copied[place][0] * (name == "copies"))
             inner = bodies[place].curves[0][name] if place in bodies else [0.0]
-            curves[name] += [level + more for more in inner]
+            copied = copies.get(place, 0.0) if name == "activations" else 0.0
+            curves[name] += [level + copied + more for more in inner]
     return curves
 
 
-def _copied_stacks(program: SizedProgram) -> dict[int, tuple[Any, Any]]:
-    """Returns the place of each backward scan, to the bytes of the stacks of scores that it reads, and their groups."""
-    stacks: dict[int, Any] = {}
-    copied: dict[int, tuple[Any, Any]] = {}
+def _score_copies(program: SizedProgram) -> dict[int, Any]:
+    """Returns the place of each backward scan, to the bytes of one turn's scores in the stacks that it reads."""
+    layers: dict[int, Any] = {}
+    copies: dict[int, Any] = {}
     for place, op in enumerate(program.ops):
         if op.body is None:
             continue
-        if op.backward and (read := [entry for entry in stacks if entry in op.inputs]):
-            copied[place] = sum(program.sizes[entry] for entry in read), stacks[read[0]]
-        scores, groups = _scores(op.body)
+        if op.backward and (read := [entry for entry in layers if entry in op.inputs]):
+            copies[place] = sum(layers[entry] for entry in read)
+        scores = _scores(op.body)
         pairs = zip(op.outputs[op.carried :], op.body.outputs[op.carried :], strict=True)
-        stacks.update((outer, groups) for outer, inner in pairs if inner in scores)
-    return copied
+        layers.update((outer, op.body.sizes[inner]) for outer, inner in pairs if inner is not None and inner in scores)
+    return copies
 
 
-def _scores(body: SizedProgram) -> tuple[set[int], Any]:
-    """Returns the first batched matmul's results, with what elementwise ops and stacks make of them, and its groups."""
+def _scores(body: SizedProgram) -> set[int]:
+    """Returns the first batched matmul's results, with what elementwise ops and stacks make of them."""
     scores: set[int] = set()
-    elements = groups = None
+    elements = None
     for op in body.ops:
         counts = [np.asarray(body.sizes[entry]) / body.widths[entry] for entry in op.outputs]
         first = op.matmul is not None and op.matmul.kind == "batched" and elements is None
-        if first and op.matmul is not None:
-            elements, groups = counts[0], op.matmul.groups
+        if first:
+            elements = counts[0]
         derived = op.kind in ("elementwise", "stack") and not scores.isdisjoint(op.inputs)
         if first or (derived and elements is not None and np.allclose(counts[0], elements)):
             scores.update(op.outputs)
-    return scores, groups
+    return scores
 
 
 def _delays(

@@ -188,7 +188,8 @@ def _working(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Any
         np.equal(candidate.remat, "all_dots") & np.equal(candidate.context, 1), software.saved_scores[1], 0.0
     )
     saves_scores = np.equal(candidate.remat, "none") & (software.saved_scores[1] > 0)
-    saved = np.where(saves_scores & np.equal(candidate.pipe, 1), software.saved_scores[0], saved)
+    # backward matmuls copy a layer's scores out of the stack, which is row-major: `jaxpar.jaxprs.stack_layouts`
+    score_bytes = np.where(saves_scores & np.equal(candidate.pipe, 1), software.working_scores, score_bytes)
     # a pipeline stage recomputes attention weights, their gradients and a mask from a slot's scores, and with buffers
     # in place also copies the scores. A split backward selects and transposes instead, about `software.worked` bytes
     restored = RESTORED + SCORE * updates_in_place(candidate, software)

@@ -54,14 +54,12 @@ class TracedMatmul:
       kind: "weights", "batched" (has a batch dim) or "convolution".
       copied: Positions of the operands whose batch dims do not lead: a library needs a copy.
       bits: Bits of the operands' dtype.
-      groups: Number of matmuls in it: the product of its batch dims. A polynomial as `flop`.
     """
 
     flop: Any
     kind: MatmulKind
     copied: tuple[int, ...]
     bits: int
-    groups: Any = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +125,7 @@ class SizedProgram:
         for op in self.ops:
             if op.matmul is not None:
                 work = min(shares[entry] for entry in (*op.inputs, *op.outputs))
-                op = replace(op, matmul=replace(op.matmul, flop=work * op.matmul.flop, groups=work * op.matmul.groups))
+                op = replace(op, matmul=replace(op.matmul, flop=work * op.matmul.flop))
             ops.append(op if op.body is None else replace(op, body=op.body.split(share)))
         return replace(self, sizes=[part * size for part, size in zip(shares, self.sizes, strict=True)], ops=ops)
 
@@ -350,8 +348,7 @@ def _matmul(eqn: JaxprEqn) -> TracedMatmul | None:
         (contracted, _), batched = eqn.params["dimension_numbers"]
         copied = tuple(i for i, dims in enumerate(batched) if tuple(dims) != tuple(range(len(dims))))
         dims = (*out, *(lhs.shape[dim] for dim in contracted))
-        groups = tuple(lhs.shape[dim] for dim in batched[0])
-        return TracedMatmul(dims, "batched" if groups else "weights", copied, bits, groups)
+        return TracedMatmul(dims, "batched" if batched[0] else "weights", copied, bits)
     numbers = eqn.params["dimension_numbers"]
     kernel = [size for dim, size in enumerate(rhs.shape) if dim != numbers.rhs_spec[0]]
     return TracedMatmul((*out, *kernel), "convolution", (), bits)
@@ -372,8 +369,7 @@ def _merge(small: SizedProgram, large: SizedProgram, rows: tuple[int, int]) -> S
     for op, other in zip(small.ops, large.ops, strict=True):
         if op.matmul is not None and other.matmul is not None:
             flop = 2.0 * _polynomial(op.matmul.flop, other.matmul.flop, rows)
-            groups = _polynomial(op.matmul.groups, other.matmul.groups, rows)
-            merged.append(replace(op, matmul=replace(op.matmul, flop=flop, groups=groups)))
+            merged.append(replace(op, matmul=replace(op.matmul, flop=flop)))
         elif op.body is not None and other.body is not None:
             merged.append(replace(op, body=_merge(op.body, other.body, rows)))
         else:
