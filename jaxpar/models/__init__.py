@@ -10,7 +10,7 @@
     cache, decode                           generates token by token with a KV cache     cache.py
     low_rank_sum(w, a, b)                   a matrix plus its LoRA adapter               low_rank.py
     outputs of a model to its loss          float32, whatever it computes in             output_dtype.py
-    swiglu(gate, up), logits(x, head)       backward passes that need less memory        custom_gradients.py
+    swiglu(gate, up), activate(x, name)     backward passes that need less memory        custom_gradients.py
 
 Nouns: the settings of a model (a frozen dataclass: the `[model]` table of a job), dim names, a stack of equal
 layers, an island (a function that the step implements).

@@ -4,6 +4,7 @@
                          float32, and those again in the dtype of `x`
     swiglu(gate, up)     saves its two inputs; JAX would also save the sigmoid and silu(gate)
     geglu(gate, up)      saves its two inputs
+    activate(x, name)    saves its input; JAX would also save three arrays of its size for a gelu by tanh
     unmerged_input(x)    keeps XLA from merging two matmuls that read x, for which it saves copies of weights
     logits(x, head)      computes the head's gradient in the head's layout; JAX would transpose the gradient of the
                          logits and then the head's, each a copy of its size
@@ -144,6 +145,25 @@ def _geglu_backward(
 
 
 geglu.defvjp(lambda gate, up, approximate: (geglu(gate, up, approximate), (gate, up)), _geglu_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def activate(x: jax.Array, activation: str) -> jax.Array:
+    """Applies an activation elementwise; gelu is exact, gelu_tanh its approximation (arXiv:1606.08415)."""
+    return _plain_activation(x, activation)
+
+
+def _plain_activation(x: jax.Array, activation: str) -> jax.Array:
+    return jax.nn.silu(x) if activation == "silu" else jax.nn.gelu(x, approximate=activation == "gelu_tanh")
+
+
+def _activate_backward(activation: str, x: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
+    zero, grad = jax.lax.optimization_barrier((jnp.zeros((), x.dtype), grad))  # as in swiglu
+    _, gradient = jax.vjp(lambda x: _plain_activation(x, activation), x + zero)
+    return jax.lax.optimization_barrier(gradient(grad))
+
+
+activate.defvjp(lambda x, activation: (activate(x, activation), x), _activate_backward)
 
 
 def logits(x_bsd: jax.Array, head_dv: jax.Array, *, looped: bool = False) -> jax.Array:

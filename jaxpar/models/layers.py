@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxpar.models.blocks.masks import ONE, Documents, apply_layer
 from jaxpar.models.cache import LayerCache
-from jaxpar.models.custom_gradients import geglu, normalize, swiglu, unmerged_input
+from jaxpar.models.custom_gradients import activate, geglu, normalize, swiglu, unmerged_input
 from jaxpar.models.dim_names import constrain
 from jaxpar.models.islands import KEYS, QUERIES, attention
 from jaxpar.models.rotary import Rope, rotate
@@ -215,16 +215,11 @@ class FeedForward(nnx.Module):
         h = constrain(jnp.einsum("bsd,df->bsf", x_bsd, self.up[...]), "batch", "seq", "mlp")
         h = _add_bias(h, self.up_bias)
         if self.gate is None:
-            h = activate(self.activation, h)
+            h = activate(h, self.activation)
         else:
             gate = constrain(jnp.einsum("bsd,df->bsf", unmerged_input(x_bsd), self.gate[...]), "batch", "seq", "mlp")
             h = activate_gate(self.activation, _add_bias(gate, self.gate_bias), h)
         return _add_bias(jnp.einsum("bsf,fd->bsd", h, self.down[...]), self.down_bias)
-
-
-def activate(activation: Activation, x: jax.Array) -> jax.Array:
-    """Applies an activation elementwise; gelu is exact, gelu_tanh its approximation (arXiv:1606.08415)."""
-    return jax.nn.silu(x) if activation == "silu" else jax.nn.gelu(x, approximate=activation == "gelu_tanh")
 
 
 def activate_gate(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Array:

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.models.blocks.masks import Documents, apply_layer
+from jaxpar.models.custom_gradients import activate
 from jaxpar.models.dim_names import constrain
 from jaxpar.models.experts import mixture
-from jaxpar.models.layers import Block, BlockConfig, FeedForward, LayerKind, activate, activate_gate, weight
+from jaxpar.models.layers import Block, BlockConfig, FeedForward, LayerKind, activate_gate, weight
 from jaxpar.models.settings.decoder import Activation
 from jaxpar.models.settings.experts import ExpertsConfig
 
@@ -156,7 +157,7 @@ _scores_of_choices.defvjp(_scores_of_choices_forward, _scores_of_choices_backwar
 def _expert(activation: Activation, params: dict[str, jax.Array], x_nd: jax.Array) -> jax.Array:
     """The feed-forward layer of one expert."""
     h = x_nd @ params["up"]
-    h = activate_gate(activation, x_nd @ params["gate"], h) if "gate" in params else activate(activation, h)
+    h = activate_gate(activation, x_nd @ params["gate"], h) if "gate" in params else activate(h, activation)
     return h @ params["down"]
 
 

@@ -12,7 +12,7 @@ from pairwise import some
 import jaxpar as jp
 from jaxpar.inspector.compiled import compile_program
 from jaxpar.mesh.target import missing_plugin
-from jaxpar.models.custom_gradients import float32_attention, geglu, logits, normalize, swiglu, unmerged_input
+from jaxpar.models.custom_gradients import activate, float32_attention, geglu, logits, normalize, swiglu, unmerged_input
 from jaxpar.models.islands import unsharded_attention
 from jaxpar.models.remat import remat
 from jaxpar.step.losses import cross_entropy
@@ -53,8 +53,11 @@ def plain_logits(x, head):
         (partial(geglu, approximate=True), partial(plain_geglu, approximate=True), [(2, 3, 8)] * 2),
         (partial(geglu, approximate=False), partial(plain_geglu, approximate=False), [(2, 3, 8)] * 2),
         (logits, plain_logits, [(2, 3, 8), (8, 5)]),
+        (partial(activate, activation="gelu_tanh"), jax.nn.gelu, [(2, 3, 8)]),
+        (partial(activate, activation="gelu"), partial(jax.nn.gelu, approximate=False), [(2, 3, 8)]),
+        (partial(activate, activation="silu"), jax.nn.silu, [(2, 3, 8)]),
     ],
-    ids=["rms norm", "layer norm", "swiglu", "geglu by tanh", "geglu", "logits"],
+    ids=["rms norm", "layer norm", "swiglu", "geglu by tanh", "geglu", "logits", "gelu by tanh", "gelu", "silu"],
 )
 @pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 def test_an_own_backward_pass_is_that_of_jax_and_keeps_the_inputs_alone(own, plain, shapes, dtype):
