@@ -1,6 +1,7 @@
-"""Writes files atomically, so that a crash cannot leave them half written, and recognises a full disk."""
+"""Writes files atomically, so that a crash cannot leave them half written, hashes them, and recognises a full disk."""
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -66,6 +67,11 @@ def make_folder(folder: Path) -> None:
             rule="a run writes into a folder of its own",
             fix="run.dir = 'runs/mine'",
         ) from error
+
+
+def content_hash(content: bytes) -> str:
+    """BLAKE2b of a file's bytes, in 64 hexadecimal digits."""
+    return hashlib.blake2b(content, digest_size=32).hexdigest()
 
 
 def write_json(path: Path, value: object) -> None:

@@ -10,7 +10,6 @@ its own hash. It guards against accidents, not against an attacker, who could wr
 refers to files outside of its folder.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -23,7 +22,7 @@ import pydantic
 
 from jaxpar.checkpoint.blocks import FOLDER, SavedBlock, altered_files, find_misfit, sizes
 from jaxpar.errors import JaxparError, refuse
-from jaxpar.files import sync
+from jaxpar.files import content_hash, sync
 
 NAME = "MANIFEST"
 PART = ".writing.list"  # suffix of a manifest that replaces another
@@ -138,7 +137,7 @@ def score(folder: Path, scores: Mapping[str, float]) -> None:
 
 def _write_manifest(path: Path, contents: Manifest) -> None:
     content = json.dumps(asdict(contents)).encode() + b"\n"
-    path.write_bytes(_digest(content).encode() + b"\n" + content)
+    path.write_bytes(content_hash(content).encode() + b"\n" + content)
     sync(path)
 
 
@@ -156,7 +155,7 @@ def read(folder: Path) -> Manifest:
         raise refuse(f"{path} is missing", rule=rule, fix=fix)
     try:
         digest, _, content = path.read_bytes().partition(b"\n")
-        if digest != _digest(content).encode():
+        if digest != content_hash(content).encode():
             raise refuse(f"{path} is altered", rule=rule, fix=fix)
         data = _READER.validate_json(content)
     except pydantic.ValidationError as error:
@@ -230,7 +229,3 @@ def _walk(folder: Path) -> dict[str, int | None]:
             entries[path.relative_to(folder).as_posix()] = status.st_size if stat.S_ISREG(status.st_mode) else None
     entries.pop(NAME, None)
     return entries
-
-
-def _digest(text: bytes) -> str:
-    return hashlib.blake2b(text, digest_size=32).hexdigest()

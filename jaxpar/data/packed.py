@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import pydantic
 
 from jaxpar.errors import JaxparError, refuse
-from jaxpar.files import sync
+from jaxpar.files import content_hash, sync
 
 FORMAT = 1
 PART = 2**26  # bytes per hash
@@ -131,7 +131,7 @@ def write_manifest(file: Path, packed: Packed) -> None:
     content = json.dumps(asdict(packed)).encode() + b"\n"
     partial = file.with_suffix(f".{os.uname().nodename}-{os.getpid()}.json.part")
     try:
-        partial.write_bytes(_digest(content).encode() + b"\n" + content)
+        partial.write_bytes(content_hash(content).encode() + b"\n" + content)
         sync(partial)
         partial.replace(manifest_path(file))
         sync(file.parent)
@@ -153,7 +153,7 @@ def read_manifest(path: Path) -> Packed:
         raise refuse(f"{path.name}: {error.strerror}", rule=rule, fix=fix) from error
     except pydantic.ValidationError as error:
         raise refuse(f"{path.name} is altered", rule=rule, fix=fix) from error
-    if first != _digest(content).encode() or manifest.format != FORMAT:
+    if first != content_hash(content).encode() or manifest.format != FORMAT:
         raise refuse(f"{path.name} is altered", rule=rule, fix=fix)
     return manifest
 
@@ -195,7 +195,7 @@ def hash_part(file: Path, index: int) -> str:
 def hash_of(file: Path) -> str:
     """Hash of a small file; "" if it cannot be read."""
     try:
-        return _digest(file.read_bytes())
+        return content_hash(file.read_bytes())
     except OSError:
         return ""
 
@@ -218,7 +218,3 @@ def _write_all(out, view: memoryview) -> None:
 
 def _new():
     return hashlib.blake2b(digest_size=32)
-
-
-def _digest(text: bytes) -> str:
-    return hashlib.blake2b(text, digest_size=32).hexdigest()

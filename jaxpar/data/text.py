@@ -175,7 +175,17 @@ def split_held_out(examples: int, fraction: float) -> tuple[TrainIndices, np.nda
 COMPRESSED = {"jsonl": ("*.jsonl.gz", "*.jsonl.zst")}  # source to the compressed files that it also reads
 
 
-class Tokens(Examples):
+class TokenWindows(Examples):
+    """Windows of `spec.seq` tokens of the file `file`."""
+
+    file: Path
+
+    def where(self, step: int, size: int, row: int) -> str:
+        """Describes where a row of a training batch comes from."""
+        return f"from token {self._chosen(step, size)[row] * self.spec.seq} of {self.file}"
+
+
+class Tokens(TokenWindows):
     """Windows of packed tokens: `inputs`, `targets` and (if not all tokens are learned) `mask` [batch, seq], int32.
 
     Args:
@@ -219,10 +229,6 @@ class Tokens(Examples):
                 fix="the same command again, which goes on from the last checkpoint",
             )
         return np.frombuffer(content, self.tokens.dtype)
-
-    def where(self, step: int, size: int, row: int) -> str:
-        """Describes where a row of a training batch comes from."""
-        return f"from token {self._chosen(step, size)[row] * self.spec.seq} of {self.file}"
 
 
 def check_length(tokens: int, spec: Data) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxpar.data.arrays import DAMAGED
 from jaxpar.data.spec import Batch, Data
-from jaxpar.data.text import Examples
+from jaxpar.data.text import TokenWindows
 from jaxpar.errors import refuse
 from jaxpar.files import check_plain
 
@@ -28,7 +28,7 @@ RULE = "tokens come as a flat .npy of integers, as a .bin of uint16, as llm.c's 
 FIX = "np.array(ids, np.uint16).tofile('train.bin')"
 
 
-class TokenStream(Examples):
+class TokenStream(TokenWindows):
     """Windows of a file of token ids: `inputs` and `targets` [batch, seq], int32.
 
     Args:
@@ -64,10 +64,6 @@ class TokenStream(Examples):
             raise refuse(f"{self.file}: token {window.max()}", rule="ids are from 0 to 2^31 - 1", fix=FIX)
         window = window.astype(np.int32)
         return {"inputs": window[:, :-1], "targets": window[:, 1:]}
-
-    def where(self, step: int, size: int, row: int) -> str:
-        """Describes where a row of a training batch comes from."""
-        return f"from token {self._chosen(step, size)[row] * self.spec.seq} of {self.file}"
 
 
 def is_token_stream(path: Path) -> bool:

@@ -35,6 +35,11 @@ def shard_bytes(array: Any, spec: PartitionSpec, sizes) -> int:
     return math.prod(shard_shape(array.shape, spec, sizes)) * itemsize(array.dtype)
 
 
+def is_float(leaf: Any) -> bool:
+    """Whether an array, or its shape and dtype, is real or complex floating point, and so has a gradient."""
+    return jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)
+
+
 def itemsize(dtype: Any) -> int:
     """Returns the bytes of one element; the dtype may also be that of random keys.
 

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from jaxpar.checkpoint import Checkpoints, Store, listing, manifest, writing
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
+from jaxpar.files import content_hash
 from jaxpar.job.file.parse import loads
 from jaxpar.job.run import train
 from jaxpar.train.metrics import Log
@@ -132,7 +133,7 @@ def _manifest(checkpoint, change):
     listed = json.loads(path.read_bytes().partition(b"\n")[2])
     change(listed)
     rest = json.dumps(listed).encode()
-    path.write_bytes(manifest._digest(rest).encode() + b"\n" + rest)
+    path.write_bytes(content_hash(rest).encode() + b"\n" + rest)
 
 
 DAMAGE = {

@@ -11,6 +11,7 @@ import pytest
 from jaxpar.checkpoint import Checkpoints, Store, listing, manifest
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
+from jaxpar.files import content_hash
 
 KEEP_ALL = Checkpoints(keep_last=100)
 
@@ -49,7 +50,7 @@ def relisted(step):
         path = folder / "000040" / "MANIFEST"
         listed = json.loads(path.read_bytes().partition(b"\n")[2])
         rest = json.dumps(listed | {"step": step}).encode()
-        path.write_bytes(manifest._digest(rest).encode() + b"\n" + rest)
+        path.write_bytes(content_hash(rest).encode() + b"\n" + rest)
 
     return change
 

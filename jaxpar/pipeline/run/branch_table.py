@@ -28,7 +28,7 @@ from jaxpar.pipeline.run.stage_buffers import Shapes, StageBuffers
 from jaxpar.pipeline.run.stage_replicas import StageReplicas
 from jaxpar.pipeline.tables.schedule import Schedule
 from jaxpar.pipeline.tables.synchronous import forwards
-from jaxpar.sharding.names import AGAIN, BACKWARD, CHOICE, GRADIENT, TABLE, Tree
+from jaxpar.sharding.names import AGAIN, BACKWARD, CHOICE, GRADIENT, TABLE, Tree, is_float
 
 MicrobatchData = Callable[[jax.Array], Sequence[jax.Array]]
 Carry = dict[str, Any]  # what a device carries from tick to tick
@@ -358,16 +358,12 @@ class BranchTable:
         return run
 
 
-def _is_float(leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
 def _floats(tree: Tree) -> list:
     """Returns the floating-point leaves, which have gradients."""
-    return [leaf for leaf in jax.tree.leaves(tree) if _is_float(leaf)]
+    return [leaf for leaf in jax.tree.leaves(tree) if is_float(leaf)]
 
 
 def _with_floats(tree: Tree, floats: Sequence[jax.Array]) -> Tree:
     """Replaces the floating-point leaves of a tree."""
     others = iter(floats)
-    return jax.tree.map(lambda leaf: next(others) if _is_float(leaf) else leaf, tree)
+    return jax.tree.map(lambda leaf: next(others) if is_float(leaf) else leaf, tree)

@@ -24,7 +24,7 @@ from jaxpar.jaxprs.dataflow import Traced, needed_equations
 from jaxpar.models.dim_names import axes_of
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.specs import abstract_params, update_specs
-from jaxpar.sharding.names import Tree, shard_counts
+from jaxpar.sharding.names import Tree, is_float, shard_counts
 from jaxpar.step.parameters.overwritten import accumulator_dtype
 
 Axes = tuple[str, ...]
@@ -32,12 +32,12 @@ Axes = tuple[str, ...]
 
 def unsharded_norm(gradients: Tree, *, squared: bool = False) -> jax.Array:
     """Returns the norm of gradients, or its square, partitioned by XLA; 8-bit matrices have no gradient."""
-    return optax.tree.norm([_wide(leaf) for leaf in jax.tree.leaves(gradients) if _is_float(leaf)], squared=squared)
+    return optax.tree.norm([_wide(leaf) for leaf in jax.tree.leaves(gradients) if is_float(leaf)], squared=squared)
 
 
 def optax_norm(gradients: Tree) -> jax.Array:
     """Returns the norm of gradients by the equations of `optax.tree.norm`: squares in the dtype of each gradient."""
-    return optax.tree.norm([leaf for leaf in jax.tree.leaves(gradients) if _is_float(leaf)])
+    return optax.tree.norm([leaf for leaf in jax.tree.leaves(gradients) if is_float(leaf)])
 
 
 def norm(layout: Layout, gradients: Tree) -> jax.Array:
@@ -48,8 +48,8 @@ def norm(layout: Layout, gradients: Tree) -> jax.Array:
       gradients: The gradients of all parameters.
     """
     specs = jax.tree.leaves(update_specs(layout), is_leaf=lambda spec: isinstance(spec, PartitionSpec))
-    leaves = [_wide(leaf) for leaf in jax.tree.leaves(gradients) if _is_float(leaf)]
-    specs = [spec for spec, leaf in zip(specs, jax.tree.leaves(gradients), strict=True) if _is_float(leaf)]
+    leaves = [_wide(leaf) for leaf in jax.tree.leaves(gradients) if is_float(leaf)]
+    specs = [spec for spec, leaf in zip(specs, jax.tree.leaves(gradients), strict=True) if is_float(leaf)]
     axes = tuple(axis for axis, size in layout.sizes.items() if size > 1 and any(axis in _cut(spec) for spec in specs))
     if not axes or not _equal_pieces(layout, gradients):
         return unsharded_norm(gradients)
@@ -73,10 +73,6 @@ def norm(layout: Layout, gradients: Tree) -> jax.Array:
 
 def _wide(leaf: jax.Array) -> jax.Array:
     return leaf.astype(accumulator_dtype(leaf.dtype))  # in float16 the square of 256 is infinite
-
-
-def _is_float(leaf: jax.Array) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def _cut(spec: PartitionSpec) -> Axes:
