@@ -22,7 +22,7 @@ def job_file(name: str) -> str:
 
     So the commands in the help texts run in any folder. A message on stderr reports the replacement.
     """
-    from jaxpar.job.file.shipped import replacement_note, shipped_job
+    from jaxpar.job.file.parse import replacement_note, shipped_job
 
     shipped = shipped_job(Path(name))
     if shipped is None:

@@ -20,8 +20,8 @@ from jax.stages import Lowered
 
 from jaxpar.errors import refuse
 from jaxpar.inspector import program_cache
+from jaxpar.mesh.absent_gpus import make_toolkit
 from jaxpar.mesh.preset import dropped_option_warning, unknown_option
-from jaxpar.mesh.stub_toolkit import make_toolkit
 
 _NOISE = (
     "cuda_plugin_extension is not found",

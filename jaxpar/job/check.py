@@ -24,9 +24,8 @@ from jaxpar.data.sources import check_text
 from jaxpar.data.spec import check_path
 from jaxpar.data.token_stream import is_token_stream, load_tokens
 from jaxpar.errors import JaxparError, Problem, refuse
-from jaxpar.job.batch_factors import batch_factors
 from jaxpar.job.file.schema import Job
-from jaxpar.job.parts.batches import abstract_batch, check_evaluated, open_data
+from jaxpar.job.parts.batches import abstract_batch, batch_factors, check_evaluated, open_data
 from jaxpar.job.parts.measures import check_loggers, derived_of, resolve_measures, sets_of
 from jaxpar.job.parts.models import batch_errors, resolve_loss, resolve_model
 from jaxpar.job.parts.optimizers import best_of, check_optimizer, note_optimizer, resolve_optimizer

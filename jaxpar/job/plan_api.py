@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxpar.errors import refuse, user_code_errors
-from jaxpar.job.file.parse import load
+from jaxpar.job.file.parse import load, replacement_note, shipped_job
 from jaxpar.job.file.schema import Job
-from jaxpar.job.file.shipped import replacement_note, shipped_job
 from jaxpar.job.plan import apply_layout, command, model_question, question
 from jaxpar.parallel.declaration import OPTIONAL
 from jaxpar.plan.candidate import Candidate

@@ -5,6 +5,7 @@ The only module that uses JAX's experimental topologies.
 
 from functools import cache
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -73,3 +74,36 @@ def absent_devices(target: Target) -> tuple[Any, ...]:
 def target_config_of(device: object) -> str | None:
     """Returns the target description that XLA got for an absent GPU; None for a real device."""
     return _DESCRIBED.get(device)
+
+
+# Stand-ins for NVIDIA's CUDA toolkit, for programs that are compiled and never run. XLA's GPU compiler ends with two
+# tools of that toolkit: a library of mathematical functions, which it links into every kernel, and the assembler
+# `ptxas`, which it starts for every kernel. By then the program is optimized and its buffers are assigned, and without
+# a GPU nothing more is needed. An empty library and an assembler that writes an empty program save the toolkit and its
+# time.
+
+RELEASE = "13.0"  # of CUDA, as the descriptions of GPUs in `target.py` say
+ASSEMBLER = f"""\
+#!/bin/sh
+case "$*" in *--version*)
+  echo "ptxas: NVIDIA (R) Ptx optimizing assembler"
+  echo "Cuda compilation tools, release {RELEASE}, V{RELEASE}.0"
+  exit ;;
+esac
+while [ $# -gt 0 ]; do
+  if [ "$1" = -o ]; then printf '\\177ELF' > "$2"; fi
+  shift
+done
+"""
+LIBRARY = "; no functions\n"
+
+
+def make_toolkit(folder: Path) -> Path:
+    """Writes the stand-ins below a folder; returns the value of XLA's option `xla_gpu_cuda_data_dir`."""
+    toolkit = folder / "cuda"
+    assembler, library = toolkit / "bin" / "ptxas", toolkit / "nvvm" / "libdevice" / "libdevice.10.bc"
+    for file, text in ((assembler, ASSEMBLER), (library, LIBRARY)):
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+    assembler.chmod(0o755)
+    return toolkit

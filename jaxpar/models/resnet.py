@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.models.settings.resnet import ResNetConfig
+from jaxpar.models.settings.convolutional import ResNetConfig
 
 
 class ResidualBlock(nnx.Module):

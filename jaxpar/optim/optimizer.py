@@ -2,11 +2,10 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from jaxpar.errors import check_ranges, refuse
 from jaxpar.optim.growth import check_phases
-from jaxpar.optim.schedule import RateSchedule
 
 SWEPT = ("learning_rate", "final", "weight_decay", "beta1", "beta2", "clip")  # settings that may be arrays
 # argument of an optimizer to the setting that provides it; optimizers not listed get only their `arguments`
@@ -20,6 +19,33 @@ SETTINGS: dict[str, dict[str, str]] = {
     "adafactor": {"weight_decay_rate": "weight_decay"},
     "muon": {"weight_decay": "weight_decay"},
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateSchedule:
+    """A learning-rate schedule after the warm-up, instead of `decay`.
+
+    Attributes:
+      name: A schedule of optax, such as exponential_decay or cosine_onecycle_schedule, or "package.module:function" of
+        learning_rate, and optionally of steps: those of the run after the warm-up. "" means decay.
+        reduce_on_plateau is optax.contrib's, which scales the updates by the losses of the steps, from the first one.
+        schedule = "..." is short for it.
+      arguments: Its other arguments, as in optax; learning_rate becomes its peak_value, init_value or value.
+        reference_batch does not scale them.
+    """
+
+    SHORT: ClassVar[str] = "name"  # the key that a plain text in place of the table sets
+
+    name: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if self.arguments and not self.name:
+            raise refuse(
+                f"optimizer.schedule.arguments = {self.arguments!r:.200} without a name",
+                rule="arguments are those of a schedule that has a name",
+                fix='name = "exponential_decay"',
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

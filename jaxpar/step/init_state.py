@@ -8,7 +8,7 @@ import jax
 import optax
 
 from jaxpar.parallel.layout import Layout
-from jaxpar.sharding.tracing import paused_gc
+from jaxpar.step.compiler import paused_gc
 from jaxpar.step.state import State, abstract, check_seed, initializer, shardings
 
 

@@ -25,7 +25,7 @@ from jaxpar.parallel.techniques.attention_choice import Choose, refuse_choice
 from jaxpar.sharding.names import Tree
 from jaxpar.step import state as states
 from jaxpar.step.batch.shard_batch import BatchPlacement
-from jaxpar.step.checks.eight_bits import check_eight_bits
+from jaxpar.step.checks.frozen import check_eight_bits, check_reference
 from jaxpar.step.checks.input_state import check_eval_params, check_matches_step, check_not_donated, place_scalars
 from jaxpar.step.compiler import Compiler
 from jaxpar.step.gradient_kinds import gradients_of
@@ -173,8 +173,6 @@ class Step:
         layout = replace(layout, frozen=frozen_paths(layout, optimizer), opt_state_messages=messages)
         check_eight_bits(layout)
         if layout.blueprint.has_reference:
-            from jaxpar.step.checks.reference import check_reference  # a model without a reference does not load it
-
             check_reference(layout)
         self.loss, self.optimizer, self.numerics, self.guard, self.seed = loss, optimizer, numerics, guard, seed
         self.explain = explain

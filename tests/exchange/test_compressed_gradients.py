@@ -14,7 +14,7 @@ from tiny import assert_same_arrays
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
-from jaxpar.exchange.compressed.codes import pack_bits, unpack_bits
+from jaxpar.exchange.compressed.base import pack_bits, unpack_bits
 from jaxpar.parallel.layout_data import replica_messages, trained_shards
 
 WHOLE, EVERY = {"data": 4, "fsdp": 2}, {"data": 2, "fsdp": 2, "tensor": 2}

@@ -12,7 +12,7 @@ from pairwise import some
 
 import jaxpar as jp
 from jaxpar.inspector import compiled
-from jaxpar.mesh import stub_toolkit
+from jaxpar.mesh import absent_gpus
 from jaxpar.mesh.target import missing_plugin
 
 pytestmark = pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
@@ -35,8 +35,8 @@ def lowered(name):
 
 
 def test_it_is_the_stand_in_that_is_started(tmp_path, monkeypatch):
-    script, log = stub_toolkit.ASSEMBLER, tmp_path / "log"
-    monkeypatch.setattr(stub_toolkit, "ASSEMBLER", script.replace("sh\n", f'sh\necho "$*" >> {log}\n', 1))
+    script, log = absent_gpus.ASSEMBLER, tmp_path / "log"
+    monkeypatch.setattr(absent_gpus, "ASSEMBLER", script.replace("sh\n", f'sh\necho "$*" >> {log}\n', 1))
     program = jax.jit(lambda x: jnp.exp(x @ x))  # an exponential is a function of the library
     mesh = jax.sharding.Mesh(jp.target_devices("h100:1x1"), ("data",))
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

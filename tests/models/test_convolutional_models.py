@@ -15,8 +15,7 @@ import jaxpar as jp
 from jaxpar.models.alexnet import AlexNet
 from jaxpar.models.googlenet import GoogLeNet
 from jaxpar.models.resnet import ResNet
-from jaxpar.models.settings.convolutional import AlexNetConfig, GoogLeNetConfig, UNetConfig, VGGConfig
-from jaxpar.models.settings.resnet import ResNetConfig
+from jaxpar.models.settings.convolutional import AlexNetConfig, GoogLeNetConfig, ResNetConfig, UNetConfig, VGGConfig
 from jaxpar.models.unet import UNet
 from jaxpar.models.vgg import VGG
 

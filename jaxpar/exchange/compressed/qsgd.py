@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal
 
 from jaxpar.errors import refuse
 from jaxpar.exchange.base import SECTION
-from jaxpar.exchange.compressed.base import CodeArray, Compressed
+from jaxpar.exchange.compressed.base import CodeArray, Compressed, pack_bits, unpack_bits
 
 if TYPE_CHECKING:
     import jax
@@ -40,8 +40,6 @@ class Qsgd(Compressed):
         import jax
         import jax.numpy as jnp
 
-        from jaxpar.exchange.compressed.codes import pack_bits
-
         largest = 2 ** (self.bits - 1) - 1
         blocks = rows.reshape(len(rows), -1, self.block)
         scale = jnp.max(jnp.abs(blocks), axis=-1) / largest
@@ -52,8 +50,6 @@ class Qsgd(Compressed):
     def decode(self, code: dict[str, "jax.Array"]) -> "jax.Array":
         """Returns the elements [rows, elements]."""
         import jax.numpy as jnp
-
-        from jaxpar.exchange.compressed.codes import unpack_bits
 
         largest = 2 ** (self.bits - 1) - 1
         level = unpack_bits(code["levels"], self.bits).astype(jnp.float32) - largest

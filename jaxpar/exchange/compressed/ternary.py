@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jaxpar.exchange.compressed.base import CodeArray, Compressed
+from jaxpar.exchange.compressed.base import CodeArray, Compressed, pack_bits, unpack_bits
 
 if TYPE_CHECKING:
     import jax
@@ -37,8 +37,6 @@ class Ternary(Compressed):
         import jax
         import jax.numpy as jnp
 
-        from jaxpar.exchange.compressed.codes import pack_bits
-
         blocks = rows.reshape(len(rows), -1, self.block)
         scale = jnp.max(jnp.abs(blocks), axis=-1)
         nonzero = jax.random.uniform(key, blocks.shape) * scale[..., None] < jnp.abs(blocks)
@@ -47,8 +45,6 @@ class Ternary(Compressed):
     def decode(self, code: dict[str, "jax.Array"]) -> "jax.Array":
         """Returns the elements [rows, elements]."""
         import jax.numpy as jnp
-
-        from jaxpar.exchange.compressed.codes import unpack_bits
 
         digit = unpack_bits(code["digits"], 2).astype(jnp.float32) - 1
         return (digit.reshape(*code["scale"].shape, self.block) * code["scale"][..., None]).reshape(len(digit), -1)
@@ -81,8 +77,6 @@ class Sign(Compressed):
         """Returns bits [rows, elements / 8] and scales [rows, blocks]."""
         import jax.numpy as jnp
 
-        from jaxpar.exchange.compressed.codes import pack_bits
-
         scale = jnp.mean(jnp.abs(rows.reshape(len(rows), -1, self.block)), axis=-1)
         return {"bits": pack_bits(rows >= 0, 1), "scale": scale}
 
@@ -93,8 +87,6 @@ class Sign(Compressed):
     def decode(self, code: dict[str, "jax.Array"]) -> "jax.Array":
         """Returns the elements [rows, elements]."""
         import jax.numpy as jnp
-
-        from jaxpar.exchange.compressed.codes import unpack_bits
 
         signs = unpack_bits(code["bits"], 1).astype(jnp.float32) * 2 - 1
         return (signs.reshape(*code["scale"].shape, self.block) * code["scale"][..., None]).reshape(len(signs), -1)

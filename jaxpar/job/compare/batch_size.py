@@ -7,10 +7,10 @@ from dataclasses import replace
 from jaxpar.errors import Problem
 from jaxpar.exchange.all_reduce import AllReduce
 from jaxpar.exchange.base import Exchange
-from jaxpar.job.batch_factors import batch_factors
 from jaxpar.job.check import device_count
 from jaxpar.job.compare.methods import Method
 from jaxpar.job.file.schema import Job
+from jaxpar.job.parts.batches import batch_factors
 from jaxpar.mesh.axes import infer_sizes
 
 

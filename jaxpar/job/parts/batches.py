@@ -1,5 +1,6 @@
 """The batches of a job: their source, their shapes without reading data, and the tokens that end documents."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from jaxpar.errors import JaxparError, refuse
 from jaxpar.job.file.import_object import import_object
 from jaxpar.job.file.schema import Job
 from jaxpar.models.huggingface.folder import end_ids
+from jaxpar.parallel.declaration import Parallel
 
 
 def open_data(job: Job) -> Source:
@@ -149,3 +151,21 @@ def _answer_ends(kept: TokenizerFacts) -> tuple[int, ...]:
     tokenizer = load(kept)
     ids = tokenizer.encode(text[text.rfind(ANSWER) + len(ANSWER) :], add_special_tokens=False).ids
     return tuple([token for token in ids if not tokenizer.decode([token])][:1])
+
+
+def batch_factors(job: Job, sizes: Mapping[str, int], parallel: Parallel) -> dict[str, int]:
+    """Returns the factors of the global batch by name: the axes that split it, and accumulated batches or microbatches.
+
+    Args:
+      job: The job.
+      sizes: Mesh axis to size.
+      parallel: The declaration whose exchange decides whether `data` splits examples.
+    """
+    name, count = "accumulate", job.train.accumulate
+    if sizes["pipe"] > 1:
+        name = "microbatches"
+        try:
+            count = job.parallel.pipeline.table(sizes["pipe"]).microbatches * job.parallel.pipeline.group
+        except JaxparError:  # `compose` reports it
+            count = 1
+    return {axis: sizes[axis] for axis in parallel.sized(sizes).batch_axes} | {name: count}

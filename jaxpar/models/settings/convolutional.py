@@ -1,6 +1,7 @@
-"""The settings of convolutional networks for images and volumes; those of residual networks are in `resnet.py`."""
+"""The settings of convolutional networks for images and volumes."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from jaxpar.errors import check_ranges, refuse
 
@@ -90,6 +91,35 @@ class GoogLeNetConfig:
     def __post_init__(self):
         numbers = {name: (1, HIGH) for name in ("channels", "classes")}
         check_ranges(self, "model", {"width": (4, HIGH), "dropout": (0, 1)} | numbers, below=["dropout"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResNetConfig:
+    """Shape of a residual network.
+
+    Attributes:
+      channels: Channels of an image; 1 also for images without a channel dim.
+      classes: Number of outputs.
+      blocks: Residual blocks in each stage; every stage after the first halves the image.
+      width: Channels of the first stage; each stage doubles them.
+      bottleneck: Blocks of 1x1, 3x3 and 1x1 convolutions with four times the channels outside, as in ResNet-50, instead
+        of two 3x3 convolutions.
+      stem: "small", a 3x3 convolution, or "large", a 7x7 convolution of stride 2 and a pool of stride 2, for ImageNet.
+    """
+
+    channels: int = 1
+    classes: int = 10
+    blocks: tuple[int, ...] = (1, 1, 1)
+    width: int = 16
+    bottleneck: bool = False
+    stem: Literal["small", "large"] = "small"
+
+    def __post_init__(self):
+        check_ranges(self, "model", {"channels": (1, HIGH), "classes": (1, HIGH), "width": (1, HIGH)})
+        if not self.blocks or min(self.blocks) < 1:
+            raise refuse(
+                f"model.blocks = {list(self.blocks)}", rule="every stage has a block", fix="blocks = [1, 1, 1]"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jaxpar.models.settings.convolutional import AlexNetConfig, GoogLeNetConfig, UNetConfig, VGGConfig
+from jaxpar.models.settings.convolutional import AlexNetConfig, GoogLeNetConfig, ResNetConfig, UNetConfig, VGGConfig
 from jaxpar.models.settings.decoder import DecoderConfig
 from jaxpar.models.settings.mlp import MLPConfig
-from jaxpar.models.settings.resnet import ResNetConfig
 from jaxpar.models.settings.vit import ViTConfig
 
 

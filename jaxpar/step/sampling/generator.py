@@ -23,7 +23,7 @@ from jaxpar.parallel.read_parameter import read_parameter
 from jaxpar.parallel.specs import abstract_params, batch_sharding
 from jaxpar.parallel.techniques import all_techniques
 from jaxpar.sharding.names import Compute, Tree
-from jaxpar.sharding.tracing import paused_gc
+from jaxpar.step.compiler import paused_gc
 
 # Draws the next token of each row from logits.
 
