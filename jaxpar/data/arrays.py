@@ -63,10 +63,10 @@ class Arrays(Examples):
         Raises:
           JaxparError: If an integer does not fit into 32 bits.
         """
-        self._fingerprint = self._fingerprint or self._hashed()
+        self._fingerprint = self._fingerprint or self._compute_hash()
         return self._fingerprint
 
-    def _hashed(self) -> str:
+    def _compute_hash(self) -> str:
         digest = hashlib.sha256()
         for name, value in sorted(self.arrays.items()):
             digest.update(f"{name}{value.shape}{to_32_bits(value[:0], name).dtype}".encode())

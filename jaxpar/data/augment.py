@@ -45,12 +45,12 @@ def augment(batch: Batch, positions: np.ndarray, kinds: Sequence[str], seed: int
                 image = image[:, ::-1]
             if AUGMENTATIONS[1] in kinds:
                 shift = [round(share * (size // 8)) for share, size in zip(shifts, image.shape, strict=False)]
-                image = _shifted(image, shift)
+                image = _shift(image, shift)
             changed[name][row] = image
     return {**batch, **changed}
 
 
-def _shifted(image: np.ndarray, shifts: Sequence[int]) -> np.ndarray:
+def _shift(image: np.ndarray, shifts: Sequence[int]) -> np.ndarray:
     border = [(abs(shift), abs(shift)) for shift in shifts] + [(0, 0)] * (image.ndim - len(shifts))
     padded = np.pad(image, border, mode="symmetric")
     starts = [abs(shift) + shift for shift in shifts]

@@ -146,19 +146,19 @@ def cut_pieces(file: Path, begin: int = 0, seam: Seam | None = None) -> Iterator
     buffer, offset = b"", begin
     for block in blocks(file, begin):
         buffer, start = buffer + block, 0
-        while ends := _end(buffer, start, seam, file=file, ended=False):
+        while ends := _find_end(buffer, start, seam, file=file, ended=False):
             yield buffer[start : ends[0]].decode("utf-8", "replace"), offset + ends[1]
             start = ends[1]
         buffer, offset = buffer[start:], offset + start
     start = 0
-    while ends := _end(buffer, start, seam, file=file, ended=True):
+    while ends := _find_end(buffer, start, seam, file=file, ended=True):
         yield buffer[start : ends[0]].decode("utf-8", "replace"), offset + ends[1]
         start = ends[1]
     if buffer[start:]:
         yield buffer[start:].decode("utf-8", "replace"), offset + len(buffer)
 
 
-def _end(held: bytes, start: int, seam: Seam | None, *, file: Path, ended: bool) -> tuple[int, int] | None:
+def _find_end(held: bytes, start: int, seam: Seam | None, *, file: Path, ended: bool) -> tuple[int, int] | None:
     """Returns the end of a piece and the start of the next; None if more text is needed or this is the last piece."""
     tried = 0
     for match in _CUT.finditer(held, start + PIECE):
@@ -167,7 +167,7 @@ def _end(held: bytes, start: int, seam: Seam | None, *, file: Path, ended: bool)
             break
         if held[max(0, place - 4) : place].decode("utf-8", "replace")[-1].isspace():  # such as U+3000
             continue
-        dropped = 0 if seam is None else seam(*_sides(held, start, place))
+        dropped = 0 if seam is None else seam(*_text_around(held, start, place))
         if dropped is not None:
             return place, place + dropped
         tried += 1
@@ -185,7 +185,7 @@ def _end(held: bytes, start: int, seam: Seam | None, *, file: Path, ended: bool)
     return end, end
 
 
-def _sides(held: bytes, start: int, place: int) -> tuple[str, str]:
+def _text_around(held: bytes, start: int, place: int) -> tuple[str, str]:
     """Returns the text around a possible cut, at most `SEAM` bytes on each side."""
     left = held[max(start, place - SEAM) : place].decode("utf-8", "ignore")
     return left, held[place : place + SEAM].decode("utf-8", "ignore")

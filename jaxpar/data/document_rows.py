@@ -44,14 +44,14 @@ class DocumentRows(Tokens):
 
     def where(self, step: int, size: int, row: int) -> str:
         """Describes where a row of a training batch comes from."""
-        return f"from token {self.bounds[self.learned_rows[self._chosen(step, size)[row]]]} of {self.file}"
+        return f"from token {self.bounds[self.learned_rows[self._batch_indices(step, size)[row]]]} of {self.file}"
 
     def _document_ends(self) -> Iterator[np.ndarray]:
         """Yields the ends of documents, block by block; if tokens are marked, without the end of the last document."""
         for begin in range(0, len(self.tokens), BLOCK):
             block = self._read(begin, min(BLOCK, len(self.tokens) - begin))
             if self.marked:
-                ends = np.flatnonzero(flag_bits.begins(block)) + begin
+                ends = np.flatnonzero(flag_bits.document_starts(block)) + begin
                 yield ends[ends > 0]
             else:
                 yield np.flatnonzero(block == END) + begin + 1
@@ -101,7 +101,7 @@ class DocumentRows(Tokens):
     def _split_flags(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Splits tokens into ids, document starts (without flag bits, not at the first token), and learned tokens."""
         if self.marked:
-            return flag_bits.ids(tokens), flag_bits.begins(tokens), ~flag_bits.unlearned(tokens)
+            return flag_bits.token_ids(tokens), flag_bits.document_starts(tokens), ~flag_bits.ignored_by_loss(tokens)
         first = np.concatenate([[False], tokens[:-1] == END])
         return tokens.astype(np.int32), first, np.ones(len(tokens), bool)
 

@@ -93,7 +93,7 @@ class HashingWriter:
 
     def __init__(self, out: BinaryIO, parts: Iterable[str] = (), rest: bytes = b""):
         self._out, self.part_hashes = out, [*parts]
-        self._digest, self._held = _new(), len(rest)
+        self._digest, self._held = _new_digest(), len(rest)
         self._digest.update(rest)
 
     @property
@@ -117,7 +117,7 @@ class HashingWriter:
             view = view[len(piece) :]
             if self._held == PART:
                 self.part_hashes.append(self._digest.hexdigest())
-                self._digest, self._held = _new(), 0
+                self._digest, self._held = _new_digest(), 0
 
 
 def write_error(part: Path, error: OSError) -> JaxparError:
@@ -183,7 +183,7 @@ def find_damage(file: Path, packed: Packed, read: Callable[[int], None] = lambda
 
 def hash_part(file: Path, index: int) -> str:
     """Hash of the index-th part of a file."""
-    digest, remaining = _new(), PART
+    digest, remaining = _new_digest(), PART
     with file.open("rb", buffering=0) as stream:
         stream.seek(index * PART)
         while remaining and (block := stream.read(min(remaining, _STRIDE))):
@@ -216,5 +216,5 @@ def _write_all(out, view: memoryview) -> None:
         view = view[out.write(view) :]
 
 
-def _new():
+def _new_digest():
     return hashlib.blake2b(digest_size=32)

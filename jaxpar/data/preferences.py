@@ -45,7 +45,7 @@ class PreferencePairs(DocumentRows):
 
     def where(self, step: int, size: int, row: int) -> str:
         """Describes where a row of a training batch comes from."""
-        return f"pair {self.pairs[self._chosen(step, size)[row]]} of {self.file}"
+        return f"pair {self.pairs[self._batch_indices(step, size)[row]]} of {self.file}"
 
     def _rows(self, chosen: np.ndarray) -> Batch:
         shape = len(chosen), self.spec.seq

@@ -140,7 +140,7 @@ def open_data(
     folder = Path(folder)
     check_path(spec)
     if spec.is_text:
-        return _of_text(spec, folder, seed)
+        return _open_text(spec, folder, seed)
     if spec.source == "digits":
         return Arrays(load_digits(), spec, seed)
     if spec.source == "photographs":
@@ -162,14 +162,14 @@ def open_data(
     return open_user_data(spec, named, folder, seed=seed, held=held_out)
 
 
-def _of_text(spec: Data, folder: Path, seed: int) -> Source:
+def _open_text(spec: Data, folder: Path, seed: int) -> Source:
     if spec.weights:
         entries = [replace(spec, path=entry, weights=()) for entry in spec.path]
-        return Mixture([_rows_of(entry, folder, seed) for entry in entries], spec.weights)
-    return _rows_of(spec, folder, seed)
+        return Mixture([_open_packed(entry, folder, seed) for entry in entries], spec.weights)
+    return _open_packed(spec, folder, seed)
 
 
-def _rows_of(spec: Data, folder: Path, seed: int) -> Tokens:
+def _open_packed(spec: Data, folder: Path, seed: int) -> Tokens:
     files = stdlib_files() if spec.source == "stdlib" else text_files(spec, print_to_stderr)
     file, packed = pack(open_corpus(spec, files), spec, folder)
     if spec.preferences:

@@ -84,11 +84,11 @@ class Examples(ABC):
 
     def batch(self, step: int, size: int, rows: Rows = None) -> Batch:
         """Returns the training batch of a step."""
-        return self._rows(self._chosen(step, size)[slice(None) if rows is None else rows])
+        return self._rows(self._batch_indices(step, size)[slice(None) if rows is None else rows])
 
     def where(self, step: int, size: int, row: int) -> str:
         """Describes where a row of a training batch comes from."""
-        return f"example {self._chosen(step, size)[row]} of {self.spec.path or self.spec.source}"
+        return f"example {self._batch_indices(step, size)[row]} of {self.spec.path or self.spec.source}"
 
     def at_positions(self, positions: np.ndarray) -> Batch:
         """Returns the examples at positions of the endless sequence of epochs, as a mixture draws them."""
@@ -106,7 +106,7 @@ class Examples(ABC):
         """Returns held-out examples by index among the held-out ones."""
         return self._rows(self.held_out_indices[places])
 
-    def _chosen(self, step: int, size: int) -> np.ndarray:
+    def _batch_indices(self, step: int, size: int) -> np.ndarray:
         return self.train_indices[order(step, size, len(self.train_indices), seed=self.seed, shuffle=self.spec.shuffle)]
 
     def evaluation(self, index: int, size: int, rows: Rows = None) -> list[WeightedBatch]:
@@ -182,7 +182,7 @@ class TokenWindows(Examples):
 
     def where(self, step: int, size: int, row: int) -> str:
         """Describes where a row of a training batch comes from."""
-        return f"from token {self._chosen(step, size)[row] * self.spec.seq} of {self.file}"
+        return f"from token {self._batch_indices(step, size)[row] * self.spec.seq} of {self.file}"
 
 
 class Tokens(TokenWindows):
@@ -214,9 +214,11 @@ class Tokens(TokenWindows):
         window = np.empty((len(chosen), self.spec.seq + 1), self.tokens.dtype)
         for row, index in enumerate(chosen):
             window[row] = self._read(int(index) * self.spec.seq, self.spec.seq + 1)
-        ids = flag_bits.ids(window) if self.marked else window.astype(np.int32)
+        ids = flag_bits.token_ids(window) if self.marked else window.astype(np.int32)
         batch = {"inputs": ids[:, :-1], "targets": ids[:, 1:]}
-        return batch | ({"mask": (~flag_bits.unlearned(window[:, 1:])).astype(np.int32)} if self.spec.has_mask else {})
+        return batch | (
+            {"mask": (~flag_bits.ignored_by_loss(window[:, 1:])).astype(np.int32)} if self.spec.has_mask else {}
+        )
 
     def _read(self, begin: int, count: int) -> np.ndarray:
         """Reads tokens with pread, because pages of a memory map, up to 2 MiB per row, would count as used memory."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar.data.corpus import Corpus, blocks, pieces
-from jaxpar.data.tokenizers.encoders import END, load, tokens_around
+from jaxpar.data.tokenizers.encoders import END, enclosing_tokens, load
 from jaxpar.data.tokenizers.tokenizer_facts import read_tokenizer
 from jaxpar.errors import JaxparError, refuse, user_code_errors
 from jaxpar.files import partial_path, sync
@@ -119,15 +119,15 @@ class RunTokenizer:
         if kind == "bpe":
             files = sorted(folder.glob("bpe-*.json"))
             if not files:
-                raise _none(folder)
+                raise _no_tokenizer_error(folder)
             self.bpe = load_bpe(files[-1])
             self._size = self.bpe.get_vocab_size()
         elif kind != "bytes":
             if not (folder / KEPT).is_dir():
-                raise _none(folder)
+                raise _no_tokenizer_error(folder)
             facts = read_tokenizer(folder / KEPT)
             self.bpe, self._size = load(facts), facts.size
-            self._before = tokens_around(facts, self.bpe)[0]
+            self._before = enclosing_tokens(facts, self.bpe)[0]
 
     @property
     def size(self) -> int:
@@ -150,7 +150,7 @@ class RunTokenizer:
         return bytes(tokens).decode("utf-8", errors="replace") if self.bpe is None else self.bpe.decode(tokens)
 
 
-def _none(folder: Path) -> JaxparError:
+def _no_tokenizer_error(folder: Path) -> JaxparError:
     return refuse(
         f"no tokenizer in {folder}",
         rule="the folder of a run has a copy of its tokenizer",

@@ -70,11 +70,11 @@ class PreferenceCorpus(RowCorpus):
             shared = _common_beginning(chosen, rejected)
             prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
         tools = row.get(TOOLS)
-        return self._rendered(prompt, chosen, tools, CHOSEN, where), self._rendered(
+        return self._render_answer(prompt, chosen, tools, CHOSEN, where), self._render_answer(
             prompt, rejected, tools, REJECTED, where
         )
 
-    def _rendered(self, prompt: list, answer: list, tools: object, column: str, where: str) -> Answer:
+    def _render_answer(self, prompt: list, answer: list, tools: object, column: str, where: str) -> Answer:
         if self.load_chat is None:
             raise refuse(
                 f"{where}: {column} is {preview(answer)}, with data.tokenizer = bytes or bpe",

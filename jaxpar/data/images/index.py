@@ -101,7 +101,7 @@ def join(train: Entries, val: Entries | None, config: ImageConfig, names: Sequen
     """
     classes = config.classes or tuple(names) or _class_names(train.labels, where)
     numbers = {name: number for number, name in enumerate(classes)}
-    labels = _numbered(train, numbers, where)
+    labels = _class_numbers(train, numbers, where)
     counts = np.bincount(labels, minlength=len(classes))
     if not config.classes and not counts.all():
         empty = classes[int(np.argmin(counts))]
@@ -125,7 +125,7 @@ def join(train: Entries, val: Entries | None, config: ImageConfig, names: Sequen
         files=(*train.files, *val.files),
         names=[*train.names, *val.names],
         places=np.concatenate([train.places, places]),
-        labels=np.concatenate([labels, _numbered(val, numbers, f"{where}, val")]),
+        labels=np.concatenate([labels, _class_numbers(val, numbers, f"{where}, val")]),
     )
 
 
@@ -140,7 +140,7 @@ def _class_names(labels: Sequence[str] | np.ndarray, where: str) -> tuple[str, .
     return tuple(sorted({*labels}))
 
 
-def _numbered(entries: Entries, numbers: dict[str, int], where: str) -> np.ndarray:
+def _class_numbers(entries: Entries, numbers: dict[str, int], where: str) -> np.ndarray:
     """Returns the number of each picture's class. Shape [n], int32."""
     labels = entries.labels
     if isinstance(labels, np.ndarray):
@@ -166,7 +166,7 @@ def mark(files: Sequence[Path], settings: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def cached(cache: Path, files: Sequence[Path], build: Callable[[], Entries]) -> Entries:
+def cached_entries(cache: Path, files: Sequence[Path], build: Callable[[], Entries]) -> Entries:
     """Returns the entries that a file caches; builds and writes them if there is no such file, or a damaged one.
 
     Args:
@@ -176,7 +176,7 @@ def cached(cache: Path, files: Sequence[Path], build: Callable[[], Entries]) -> 
     """
     try:
         with np.load(cache, allow_pickle=False) as saved:
-            names, labels = (_split(saved[key]) for key in ("names", "labels"))
+            names, labels = (_split_texts(saved[key]) for key in ("names", "labels"))
             numbers = saved["numbers"]
             return Entries(tuple(files), names, saved["places"], numbers if len(numbers) else labels)
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
@@ -185,10 +185,10 @@ def cached(cache: Path, files: Sequence[Path], build: Callable[[], Entries]) -> 
         (entries.labels, []) if isinstance(entries.labels, np.ndarray) else (np.zeros(0, np.int64), entries.labels)
     )
     arrays = {
-        "names": _joined(entries.names),
+        "names": _join_texts(entries.names),
         "places": entries.places,
         "numbers": numbers,
-        "labels": _joined(texts),
+        "labels": _join_texts(texts),
     }
     part = partial_path(cache)
     try:
@@ -202,10 +202,10 @@ def cached(cache: Path, files: Sequence[Path], build: Callable[[], Entries]) -> 
     return entries
 
 
-def _joined(texts: Sequence[str]) -> np.ndarray:
+def _join_texts(texts: Sequence[str]) -> np.ndarray:
     return np.frombuffer("\0".join(texts).encode("utf-8", "surrogateescape"), np.uint8)
 
 
-def _split(joined: np.ndarray) -> list[str]:
+def _split_texts(joined: np.ndarray) -> list[str]:
     text = joined.tobytes().decode("utf-8", "surrogateescape")
     return text.split("\0") if text else []

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from jaxpar.buckets import fetch
 from jaxpar.data.images.folders import class_folders, list_folders
-from jaxpar.data.images.index import Entries, Index, cached, join, mark
+from jaxpar.data.images.index import Entries, Index, cached_entries, join, mark
 from jaxpar.data.images.parquet import check_columns, class_names, copy_pictures
 from jaxpar.data.images.tar_files import list_tars
 from jaxpar.data.packing import folder_lock, print_to_stderr
@@ -154,10 +154,10 @@ def _entries(files: Sequence[Path], spec: Data, folder: Path | None, *, is_parqu
     target = cache.with_suffix(".bin")
     with folder_lock(folder, print_to_stderr):
         if not is_parquet:
-            return cached(cache, files, lambda: list_tars(files, config.label))
+            return cached_entries(cache, files, lambda: list_tars(files, config.label))
         if not target.exists():
             cache.unlink(missing_ok=True)
-        return cached(cache, [target], lambda: copy_pictures(files, config, target))
+        return cached_entries(cache, [target], lambda: copy_pictures(files, config, target))
 
 
 def peek(spec: Data) -> tuple[Index | None, str]:

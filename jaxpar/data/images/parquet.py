@@ -109,7 +109,7 @@ def _rows(file: Path, config: ImageConfig) -> Iterator[tuple[bytes, Any, str]]:
                 value = picture.as_py()
                 content = value.get("bytes") if isinstance(value, dict) else value
                 if not isinstance(content, bytes):
-                    got = f"{where}: {config.image} is {_described(value)}"
+                    got = f"{where}: {config.image} is {_describe(value)}"
                     raise refuse(
                         got, rule=RULE, fix="embed the pictures: dataset.cast_column(..., Image()) and to_parquet"
                     )
@@ -118,7 +118,7 @@ def _rows(file: Path, config: ImageConfig) -> Iterator[tuple[bytes, Any, str]]:
                 yield content, label.as_py(), where
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {item!r:.40}" for key, item in value.items()) + "}"
     return f"{value!r:.60}"

@@ -49,12 +49,12 @@ class Images(Examples):
         """Returns the training batch of a step, its images cropped and changed as the `[data]` table says."""
         selection = slice(None) if rows is None else rows
         positions = np.arange(step * size, (step + 1) * size)[selection]
-        batch = self._decode(self._chosen(step, size)[selection], positions)
+        batch = self._decode(self._batch_indices(step, size)[selection], positions)
         return augment(batch, positions, self.spec.augment, self.seed) if self.spec.augment else batch
 
     def where(self, step: int, size: int, row: int) -> str:
         """Returns the name of the picture in a row of a training batch."""
-        return self.index.names[int(self._chosen(step, size)[row])]
+        return self.index.names[int(self._batch_indices(step, size)[row])]
 
     def _rows(self, chosen: np.ndarray) -> Batch:
         numbers, inverse = np.unique(chosen, return_inverse=True)  # a padded batch repeats its first examples

@@ -145,10 +145,10 @@ def read(dataset: Any, chosen: np.ndarray, name: str) -> Batch:
                 else f"{PAIR if pair else WORDS} for every number",
             )
     columns = {key: [example[key] for example in examples] for key in first}
-    return as_batch({key: _stacked(values) for key, values in columns.items()}, len(examples), name)
+    return as_batch({key: _stack(values) for key, values in columns.items()}, len(examples), name)
 
 
-def _stacked(values: list[Any]) -> Any:
+def _stack(values: list[Any]) -> Any:
     arrays = [np.asarray(value) for value in values]
     return np.stack(arrays) if len({array.shape for array in arrays}) == 1 else values
 

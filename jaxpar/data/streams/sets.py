@@ -73,7 +73,7 @@ def open_all(settings: Data, key: str, folder: Path, size: int, *, named: object
     Raises:
       JaxparError: If there is nothing to read, or it cannot be read.
     """
-    examples = _all_of(settings, folder) if named is None else _open_object(named, settings.source)
+    examples = _open_all_examples(settings, folder) if named is None else _open_object(named, settings.source)
     return _check_not_empty(examples, key, size)
 
 
@@ -101,12 +101,12 @@ def _open_set(given: object, said: str, name: object, folder: Path, size: int) -
             rule = "a bpe is trained on the training text: one that is trained on a set would give other tokens"
             raise refuse(f"{said} with tokenizer='bpe'", rule=rule, fix='tokenizer="bytes", or a tokenizer.json')
         settings = replace(given, sets={}, weights=(), evaluation="", held_out=0.0, shuffle=False)
-        return _check_not_empty(_all_of(settings, folder), said, size)
+        return _check_not_empty(_open_all_examples(settings, folder), said, size)
     is_ours = type(given).__module__.startswith("jaxpar.data.")
     return _check_not_empty(given if is_ours else _open_object(given, said), said, size)
 
 
-def _all_of(asked: Data, folder: Path) -> Any:
+def _open_all_examples(asked: Data, folder: Path) -> Any:
     source: Source = open_data(asked, folder)
     return AllExamples(source) if isinstance(source, Examples) else source
 

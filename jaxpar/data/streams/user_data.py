@@ -59,14 +59,14 @@ class HeldOutBatches:
 
     def evaluation(self, index: int, size: int, rows: Rows = None) -> list[WeightedBatch]:
         """Returns the index-th batch; none after the last."""
-        batch = self._drawn(index)
+        batch = self._draw_batch(index)
         if batch is None:
             return []
         count = held_out_count(batch, size)
         arrays = as_batch(batch, count, self.name)
         return weighted_batches(count, size, rows, lambda indices: select_rows(arrays, indices))
 
-    def _drawn(self, index: int) -> Any:
+    def _draw_batch(self, index: int) -> Any:
         if self._kept[0] == index:
             return self._kept[1]
         rule = "held-out batches are an iterable of batches"
@@ -146,7 +146,7 @@ def _source(spec: Data, function: Callable | None, made: object, folder: Path, s
     name = spec.source
     if _has_batch(made):
         return UserSource(made, name)
-    if _is_of("grain", made, "MapDataset"):
+    if _has_class("grain", made, "MapDataset"):
         return GrainMap(made, name)
     if isinstance(made, Mapping):
         return Indexed(Columns(made, name), name, spec, seed)
@@ -159,7 +159,7 @@ def _source(spec: Data, function: Callable | None, made: object, folder: Path, s
             fix="yield {'inputs': ..., 'targets': ...} from a generator function",
         )
     check_loader(made, name, fresh=function is not None)
-    return Stateful(function or partial(_same, made), name, folder)
+    return Stateful(function or partial(_identity, made), name, folder)
 
 
 def is_indexed(made: object) -> bool:
@@ -170,14 +170,16 @@ def is_indexed(made: object) -> bool:
 _ITERABLES = list | tuple | dict | str | bytes | np.ndarray
 
 
-def _same(made: object) -> Any:
+def _identity(made: object) -> Any:
     return made
 
 
 def _has_batch(made: object) -> bool:
     """Whether an object has jaxpar's `batch(step, size)`; grain's and Hugging Face's `batch(size)` are excluded."""
     has_method = callable(getattr(made, "batch", None)) and not isinstance(made, type)
-    return has_method and not any(_is_of(package, made, kind) for package, kinds in _OTHERS.items() for kind in kinds)
+    return has_method and not any(
+        _has_class(package, made, kind) for package, kinds in _OTHERS.items() for kind in kinds
+    )
 
 
 _OTHERS = {  # package to its classes with a method `batch(size)`
@@ -186,7 +188,7 @@ _OTHERS = {  # package to its classes with a method `batch(size)`
 }
 
 
-def _is_of(package: str, made: object, kind: str) -> bool:
+def _has_class(package: str, made: object, kind: str) -> bool:
     return any(base.__name__ == kind and base.__module__.startswith(f"{package}.") for base in type(made).__mro__)
 
 

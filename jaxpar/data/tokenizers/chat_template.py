@@ -80,10 +80,10 @@ def _with_text(message: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         if message.get("tool_calls"):
             return message
         fault = "has no content, or null"
-    elif isinstance(content, list) and all(_text_of(part) is not None for part in content):
-        return {**message, "content": "".join(str(_text_of(part)) for part in content)}
+    elif isinstance(content, list) and all(_part_text(part) is not None for part in content):
+        return {**message, "content": "".join(str(_part_text(part)) for part in content)}
     else:
-        bad_parts = [part for part in content if _text_of(part) is None] if isinstance(content, list) else [content]
+        bad_parts = [part for part in content if _part_text(part) is None] if isinstance(content, list) else [content]
         fault = f"has the content {preview(bad_parts[0])}"
     raise refuse(
         f"{where} ({message['role']}) {fault}",
@@ -92,7 +92,7 @@ def _with_text(message: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     )
 
 
-def _text_of(part: object) -> str | None:
+def _part_text(part: object) -> str | None:
     """Text of a part of a content; None for other kinds, such as an image."""
     if isinstance(part, Mapping) and part.get("type", "text") == "text":
         part = part.get("text")
@@ -169,11 +169,11 @@ class ChatTemplate:
             f"{where}: the chat template", rule="a template renders every conversation", fix="another row"
         ):
             text, spans = self.render(conversation.messages, False, conversation.tools)
-            return text, self._learned_blocks(conversation, spans, where) if self.has_generation else tuple(
+            return text, self._drop_unlearned_blocks(conversation, spans, where) if self.has_generation else tuple(
                 self._answers(conversation, text, where)
             )
 
-    def _learned_blocks(self, conversation: Conversation, marked: Answers, where: str) -> Answers:
+    def _drop_unlearned_blocks(self, conversation: Conversation, marked: Answers, where: str) -> Answers:
         """Drops the `{% generation %}` blocks of answers of weight 0."""
         learned = [
             on

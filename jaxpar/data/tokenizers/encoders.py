@@ -55,7 +55,7 @@ class BuiltinEncoder:
         if any(item.answers is not None for item in pieces):
             return [self._with_answers(item) for item in pieces]
         if self.bpe is None:
-            tokens = [np.frombuffer(_bytes_of(item.text), np.uint8) for item in pieces]
+            tokens = [np.frombuffer(_to_bytes(item.text), np.uint8) for item in pieces]
         else:
             encodings = self.bpe.encode_batch_fast([item.text for item in pieces], add_special_tokens=False)
             tokens = [np.array(item.ids, np.uint32) for item in encodings]
@@ -68,14 +68,14 @@ class BuiltinEncoder:
         """Returns the tokens of a document of which some spans are learned; its end is, if the last span reaches it."""
         answers = piece.answers or ()
         if self.bpe is None:
-            ids = np.frombuffer(_bytes_of(piece.text), np.uint8)
+            ids = np.frombuffer(_to_bytes(piece.text), np.uint8)
             learned = np.zeros(len(ids), bool)
             for begin, end in answers:
-                learned[len(_bytes_of(piece.text[:begin])) : len(_bytes_of(piece.text[:end]))] = True
+                learned[len(_to_bytes(piece.text[:begin])) : len(_to_bytes(piece.text[:end]))] = True
         else:
             encoding = self.bpe.encode(piece.text, add_special_tokens=False)
             ids = np.array(encoding.ids, np.uint32)
-            learned = _in_answers(np.array(encoding.offsets, np.int64).reshape(-1, 2), answers)
+            learned = _answer_mask(np.array(encoding.offsets, np.int64).reshape(-1, 2), answers)
         learned = np.append(learned, bool(answers) and answers[-1][1] == len(piece.text))
         return set_flags(np.append(ids, ids.dtype.type(END)), self.dtype, first=piece.first, learned=learned)
 
@@ -84,7 +84,7 @@ class BuiltinEncoder:
         return 0
 
 
-def _bytes_of(text: str) -> bytes:
+def _to_bytes(text: str) -> bytes:
     return text.encode("utf-8", "replace").replace(b"\0", b"")
 
 
@@ -101,7 +101,7 @@ class HuggingFaceEncoder:
 
     def __init__(self, saved: TokenizerFacts, end: str = ""):
         self.tokenizer, self.dtype = load(saved), dtype_of(saved.size)
-        self.before, self.after = tokens_around(saved, self.tokenizer)
+        self.before, self.after = enclosing_tokens(saved, self.tokenizer)
         self.end = end_token(saved, end)
 
     def encode(self, pieces: Sequence[DocumentPiece]) -> list[np.ndarray]:
@@ -111,12 +111,12 @@ class HuggingFaceEncoder:
             encodings = self.tokenizer.encode_batch(texts, add_special_tokens=False)
         else:
             encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [self._marked(piece, encoding) for piece, encoding in zip(pieces, encodings, strict=True)]
+        return [self._with_special_tokens(piece, encoding) for piece, encoding in zip(pieces, encodings, strict=True)]
 
-    def _marked(self, piece: DocumentPiece, found: Any) -> np.ndarray:
+    def _with_special_tokens(self, piece: DocumentPiece, found: Any) -> np.ndarray:
         ids = found.ids
         if piece.answers is not None:
-            learned = _in_answers(np.array(found.offsets, np.int64).reshape(-1, 2), piece.answers)
+            learned = _answer_mask(np.array(found.offsets, np.int64).reshape(-1, 2), piece.answers)
             if not piece.rendered:  # a text: the special tokens after an answer belong to it
                 after = [*self.after, *[self.end] * (self.after[-1:] != [self.end])]
                 ids = [*self.before, *ids, *after]
@@ -151,12 +151,12 @@ def end_token(saved: TokenizerFacts, end: str) -> int:
     """
     if end:
         if end not in saved.ids:
-            fix = suggest(end, saved.added, otherwise=f"one of: {_listed(saved)}, or leave it out")
+            fix = suggest(end, saved.added, otherwise=f"one of: {_end_candidates(saved)}, or leave it out")
             raise refuse(f"data.end = {end!r}", rule=f"data.end is a token of {saved.file}", fix=fix)
         return saved.ids[end]
     eos = saved.id_of("eos_token")
     if eos is None:
-        choices = _listed(saved)
+        choices = _end_candidates(saved)
         raise refuse(
             f"{saved.file.parent} names no eos_token",
             rule="a token ends each document: eos_token beside tokenizer.json, or data.end",
@@ -165,7 +165,7 @@ def end_token(saved: TokenizerFacts, end: str) -> int:
     return eos
 
 
-def _listed(saved: TokenizerFacts) -> str:
+def _end_candidates(saved: TokenizerFacts) -> str:
     """The first 8 special and added tokens, as candidates for the end of a document."""
     return ", ".join(list(dict.fromkeys([*saved.special.values(), *saved.added]))[:8])
 
@@ -205,7 +205,7 @@ def load(saved: TokenizerFacts) -> Any:
     return tokenizer
 
 
-def tokens_around(saved: TokenizerFacts, tokenizer: Any) -> tuple[list[int], list[int]]:
+def enclosing_tokens(saved: TokenizerFacts, tokenizer: Any) -> tuple[list[int], list[int]]:
     """Finds the ids of special tokens before and after a text: in the config if it decides, else by encoding one."""
     if saved.adds_bos_eos is not None:
         return tuple(
@@ -224,7 +224,7 @@ def tokens_around(saved: TokenizerFacts, tokenizer: Any) -> tuple[list[int], lis
     )
 
 
-def _in_answers(offsets: np.ndarray, answers: Sequence[tuple[int, int]]) -> np.ndarray:
+def _answer_mask(offsets: np.ndarray, answers: Sequence[tuple[int, int]]) -> np.ndarray:
     """Whether each token holds a character of an answer. Shape [n], bool."""
     learned = np.zeros(len(offsets), bool)
     for begin, end in answers:

@@ -37,16 +37,16 @@ def set_flags(ids: np.ndarray, dtype: np.dtype, *, first: bool, learned: np.ndar
     return tokens
 
 
-def begins(tokens: np.ndarray) -> np.ndarray:
+def document_starts(tokens: np.ndarray) -> np.ndarray:
     """Whether a document begins at each token. Shape [...], bool."""
     return (tokens & _bits(tokens.dtype)[1]) != 0
 
 
-def unlearned(tokens: np.ndarray) -> np.ndarray:
+def ignored_by_loss(tokens: np.ndarray) -> np.ndarray:
     """Whether the loss ignores each token. Shape [...], bool."""
     return (tokens & _bits(tokens.dtype)[0]) != 0
 
 
-def ids(tokens: np.ndarray) -> np.ndarray:
+def token_ids(tokens: np.ndarray) -> np.ndarray:
     """Token ids without the flags. Shape [...], int32."""
     return (tokens & (_bits(tokens.dtype)[1] - 1)).astype(np.int32)

@@ -57,7 +57,7 @@ def read_ids(file: Path, config: Mapping[str, Any]) -> tuple[dict[str, int], dic
     model = contents.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     if not isinstance(vocab, dict | list) or not vocab:
-        raise _damaged(file, "it has no model.vocab")
+        raise _damaged_error(file, "it has no model.vocab")
     try:
         added = {entry["content"]: int(entry["id"]) for entry in contents.get("added_tokens") or []}
         for number, entry in dict(config.get("added_tokens_decoder") or {}).items():
@@ -66,7 +66,7 @@ def read_ids(file: Path, config: Mapping[str, Any]) -> tuple[dict[str, int], dic
         ids = vocab if isinstance(vocab, dict) else {entry[0]: index for index, entry in enumerate(vocab)}
         max(ids.values())
     except (TypeError, KeyError, ValueError, IndexError) as error:
-        raise _damaged(file, f"{error} among its tokens") from error
+        raise _damaged_error(file, f"{error} among its tokens") from error
     return added, ids
 
 
@@ -90,7 +90,7 @@ def read_template(file: Path, config: Mapping[str, Any]) -> str:
         entries = [entry for entry in template if isinstance(entry, dict)]
         template = next((entry.get("template", "") for entry in entries if entry.get("name") == "default"), "")
     if not isinstance(template, str):
-        raise _damaged(file.with_name(CONFIG), f"chat_template is {template!r:.60}, and no text")
+        raise _damaged_error(file.with_name(CONFIG), f"chat_template is {template!r:.60}, and no text")
     return template
 
 
@@ -104,13 +104,13 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         contents = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise _damaged(file, getattr(error, "strerror", None) or str(error)) from error
+        raise _damaged_error(file, getattr(error, "strerror", None) or str(error)) from error
     if not isinstance(contents, dict):
-        raise _damaged(file, "it is no object")
+        raise _damaged_error(file, "it is no object")
     return contents
 
 
-def _damaged(file: Path, why: str) -> Exception:
+def _damaged_error(file: Path, why: str) -> Exception:
     return refuse(
         f"{file}: {why}",
         rule="a tokenizer is saved as JSON by Hugging Face's tokenizers",
@@ -226,15 +226,15 @@ def read_tokenizer(path: str | Path) -> TokenizerFacts:
         files = tuple(item for item in (file, *map(file.with_name, (CONFIG, MAP, TEMPLATE))) if item.is_file())
         stamps = tuple(item.stat().st_mtime_ns for item in files)
     except (OSError, ValueError, RuntimeError) as error:
-        raise _none(path, str(error)) from error
+        raise _no_tokenizer_error(path, str(error)) from error
     if file not in files:
         legacy = location.is_dir() and any(any(location.glob(name)) for name in ("vocab.json", "*.model", "*.tiktoken"))
         reason = "no tokenizer.json there" if location.exists() else "no such file or folder"
-        raise _none(path, reason + ", only files of an older kind" * legacy)
+        raise _no_tokenizer_error(path, reason + ", only files of an older kind" * legacy)
     return _read(file, stamps)
 
 
-def _none(path: str | Path, why: str) -> Exception:
+def _no_tokenizer_error(path: str | Path, why: str) -> Exception:
     return refuse(
         f"data.tokenizer = {str(path)!r}: {why}",
         rule='a tokenizer is "bytes", "bpe", a tokenizer.json or a folder with one',
