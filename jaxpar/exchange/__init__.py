@@ -15,7 +15,7 @@ Nouns: `Exchange` (a frozen value), `Replicas` (their state at a sync round), `R
 replicas), `Traffic` (a `Collective` of the ledger and how often it runs), an algorithm (rounds of messages).
 
 To add an exchange: a file with a frozen dataclass that is an `Exchange`, and a row of `table.EXCHANGES` (or `with
-added(name, kind)` for the time of a test or a script). Set whether `replicas_differ` and how they
+with_exchange(name, kind)` for the time of a test or a script). Set whether `replicas_differ` and how they
 `synchronize`; the step, checkpoints, jobs, plans and the inspector read it from there. To add an all-reduce: see
 `collectives`.
 """

@@ -56,7 +56,7 @@ MEAN, NO_MODEL = "mean", "none"  # values of `Exchange.global_model` that are no
 EXCHANGES: dict[str, type["Exchange"]] = {}  # by name in a job; `table` fills it
 
 
-class _Named(ABCMeta):
+class _ExchangeMeta(ABCMeta):
     """The metaclass of exchanges: it makes `Exchange("diloco", every=20)` construct a `DiLoCo`."""
 
     def __call__(cls, *args: Any, **settings: Any) -> Any:
@@ -71,7 +71,7 @@ class _Named(ABCMeta):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exchange(Keywords, metaclass=_Named):
+class Exchange(Keywords, metaclass=_ExchangeMeta):
     """A method that synchronizes replicas; its fields are the keys of `[parallel.exchange]` in a job.
 
     `Exchange("diloco", every=20)` constructs the subclass of that name. A subclass sets its kind by `replicas_differ`,

@@ -58,7 +58,7 @@ class ReplicaMesh:
           JaxparError: If there is no such algorithm.
         """
         if not algorithm:
-            return jax.tree.map(lambda x, spec: self._on(jnp.mean(x, axis=0), spec), tree, self.specs)
+            return jax.tree.map(lambda x, spec: self._constrain(jnp.mean(x, axis=0), spec), tree, self.specs)
         fewest = all_reduce_rounds(
             algorithm, self.replicas, padded_size(1, self.replicas)
         )  # as many rounds as of any array
@@ -66,7 +66,7 @@ class ReplicaMesh:
         leaves, structure = jax.tree.flatten(tree)
         specs = structure.flatten_up_to(self.specs)
         summed = jax.shard_map(
-            lambda *parts: [x[0] for x in self._summed([*parts], algorithm)],
+            lambda *parts: [x[0] for x in self._all_reduce([*parts], algorithm)],
             mesh=self.mesh,
             in_specs=tuple(PartitionSpec(AXIS, *spec) for spec in specs),
             out_specs=specs,
@@ -89,7 +89,7 @@ class ReplicaMesh:
         def one(x: jax.Array, spec: PartitionSpec) -> jax.Array:
             if not jnp.issubdtype(x.dtype, jnp.floating):
                 return x
-            return self._spread(self._on(jnp.mean(x, axis=0), spec), spec)
+            return self._spread(self._constrain(jnp.mean(x, axis=0), spec), spec)
 
         return jax.tree.map(one, tree, self.specs)
 
@@ -119,7 +119,7 @@ class ReplicaMesh:
         outputs = jax.shard_map(inside, mesh=self.mesh, in_specs=specs, out_specs=list(specs), check_vma=False)(*leaves)
         return jax.tree.unflatten(structure, outputs)
 
-    def _summed(self, parts: list[jax.Array], algorithm: str) -> list[jax.Array]:
+    def _all_reduce(self, parts: list[jax.Array], algorithm: str) -> list[jax.Array]:
         """Returns this device's parts, summed over replicas; sends all parts of a dtype as one vector."""
         for dtype in dict.fromkeys(part.dtype for part in parts):
             places = [i for i, part in enumerate(parts) if part.dtype == dtype]
@@ -139,9 +139,9 @@ class ReplicaMesh:
         return jax.tree.map(self._spread, tree, self.specs)
 
     def _spread(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        return self._on(jnp.broadcast_to(x, (self.replicas, *x.shape)), PartitionSpec(AXIS, *spec))
+        return self._constrain(jnp.broadcast_to(x, (self.replicas, *x.shape)), PartitionSpec(AXIS, *spec))
 
-    def _on(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    def _constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
 
@@ -151,7 +151,7 @@ def mean_traffic(
     """Returns the traffic of `ReplicaMesh.mean`: an all-reduce per shard, or an algorithm's permutes of all shards."""
     if algorithm:
         return tuple(
-            Traffic(collective=collective, every=every) for collective in _permuted(shards, replicas, algorithm)
+            Traffic(collective=collective, every=every) for collective in _permute_traffic(shards, replicas, algorithm)
         )
     return tuple(
         Traffic(
@@ -196,7 +196,7 @@ def mix_traffic(shards: Mapping[str, Any], weights: np.ndarray, *, every: int = 
     )  # fmt: skip
 
 
-def _permuted(shards: Mapping[str, Any], replicas: int, algorithm: str) -> list[Collective]:
+def _permute_traffic(shards: Mapping[str, Any], replicas: int, algorithm: str) -> list[Collective]:
     """Returns the permutes of an algorithm's table; `times` counts equal ones."""
     sizes: Counter = Counter()
     for shard in shards.values():

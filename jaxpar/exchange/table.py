@@ -28,7 +28,7 @@ for _kind in (AllReduce, *_DIFFER, *_COMPRESSED):
 
 
 @contextmanager
-def added(name: str, exchange: type[Exchange]) -> Iterator[None]:
+def with_exchange(name: str, exchange: type[Exchange]) -> Iterator[None]:
     """Adds an exchange until the context ends.
 
     Raises:

@@ -24,7 +24,7 @@ from jaxpar.exchange.collectives.programs import (
     scatter,  # fmt: skip
     send,
 )
-from jaxpar.exchange.collectives.rooted import cut, padded_size
+from jaxpar.exchange.collectives.rooted import padded_size, split_part
 from jaxpar.mesh.chips import Link
 from jaxpar.mesh.collective import wire_bytes
 
@@ -83,14 +83,14 @@ def test_a_table_does_on_numbers_what_its_program_does(name):
     group = 6
     x, elements = begun(name, group)
     held = np.zeros((group, 2 * elements), np.int32)  # past the array lies what comes in an all-to-all
-    for device, (start, stop) in enumerate(cut((0, elements), group)):
+    for device, (start, stop) in enumerate(split_part((0, elements), group)):
         if name in OWN:
             held[device, start:stop] = x[device]
         else:
             held[device, :elements] = x[device].reshape(-1)
     after = deliver(TABLES[name](range(group), (0, elements)), held)[:, :elements]
     want = ended(name, x).reshape(group, -1)
-    pieces = list(enumerate(cut((0, elements), group)))
+    pieces = list(enumerate(split_part((0, elements), group)))
     if name in ("reduce", "gather"):
         np.testing.assert_array_equal(after[0], want[0])
     elif name in ("scatter", "reduce_scatter"):
@@ -166,7 +166,7 @@ def test_the_root_of_data_parallel_sends_r_times_what_a_device_of_ddp_does(group
     after = deliver(rounds, held)
     assert (after[:, :weights] == held[0, :weights]).all()
     assert (after[0, -weights:] == held[:, -weights:].sum(0)).all()  # gradients
-    for device, piece in enumerate(cut((weights, weights + group * logits), group)):
+    for device, piece in enumerate(split_part((weights, weights + group * logits), group)):
         assert (after[[0, device], slice(*piece)] == held[device, slice(*piece)]).all()
     sent, received = Counter(), Counter()
     for message in chain.from_iterable(rounds):

@@ -15,7 +15,7 @@ from jaxpar.errors import JaxparError
 from jaxpar.exchange.collectives import algorithms
 from jaxpar.exchange.collectives.algorithms import ALL_REDUCE
 from jaxpar.exchange.collectives.executor import check_all_reduce, deliver, permutes, run_rounds
-from jaxpar.exchange.collectives.rooted import Message, cut, padded_size
+from jaxpar.exchange.collectives.rooted import Message, padded_size, split_part
 from jaxpar.mesh.chips import Link
 from jaxpar.mesh.collective import wire_bytes
 
@@ -95,7 +95,7 @@ def test_the_executor_runs_any_table():
     whole = (0, 24)
     scattered = on_devices(algorithms.reduce_scatter(range(8), whole), data)
     gathered = on_devices(algorithms.all_gather(range(8), whole), data)
-    for device, piece in enumerate(cut(whole, 8)):
+    for device, piece in enumerate(split_part(whole, 8)):
         assert (scattered[device, slice(*piece)] == data.sum(0)[slice(*piece)]).all()
         assert (gathered[:, slice(*piece)] == data[device, slice(*piece)]).all()
     twice = np.concatenate([data, np.zeros_like(data)], axis=1)

@@ -26,7 +26,7 @@ from jaxpar.exchange.collectives import algorithms
 from jaxpar.exchange.collectives.algorithms import seconds, traffic_seconds
 from jaxpar.exchange.collectives.rooted import padded_size
 from jaxpar.exchange.replica_mesh import mean_traffic
-from jaxpar.exchange.table import added
+from jaxpar.exchange.table import with_exchange
 from jaxpar.job.check import check
 from jaxpar.job.file import dump, parse
 from jaxpar.job.parts.models import resolve_loss, resolve_model
@@ -98,7 +98,7 @@ class Rounded(Exchange):
 
 @pytest.fixture(autouse=True)
 def half():
-    with added("half", Half):
+    with with_exchange("half", Half):
         yield
 
 

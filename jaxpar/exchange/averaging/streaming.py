@@ -95,7 +95,7 @@ class Streaming(OuterOptimizer):
         import jax.numpy as jnp
 
         flat, _ = flatten_by_path(params)
-        covers, outer = _is_of(flat), self.chain.init(flat)
+        covers, outer = _is_per_parameter(flat), self.chain.init(flat)
         outer = jax.tree.map(lambda x: x if covers(x) else jnp.stack([x] * self.fragments), outer, is_leaf=covers)
         code = CODES[self.wire].init(flat, replicas) if self.wire in CODES else {}
         return {"anchor": flat, "outer": outer, "sent": flat, "code": code}
@@ -121,7 +121,7 @@ class Streaming(OuterOptimizer):
         warmup, place = divmod(between.sync_round - 1, self.every)
         if (number := _fragment_at(self, place)) is not None:
             fragment = all_fragments[number]
-            mean, state["code"] = self._mean(fragment, params, state, _only(between, fragment))
+            mean, state["code"] = self._mean(fragment, params, state, _mesh_of_fragment(between, fragment))
             state["sent"] = put(state["sent"], fragment, mean)
         if not warmup and (number := _fragment_at(self, place - self.delay)) is not None:
             params, state = self._apply(number, all_fragments[number], params, state, between)
@@ -131,16 +131,16 @@ class Streaming(OuterOptimizer):
         """Starts the all-reduce of a sync round's fragment, in fp32 only: see `in_flight`."""
         from jaxpar.exchange.averaging import in_flight
 
-        flat, _, fragment, between = self._sent(replicas, between, between.sync_round)
-        return in_flight.depart(take(flat, fragment, dim=1), _only(between, fragment))
+        flat, _, fragment, between = self._select_fragment(replicas, between, between.sync_round)
+        return in_flight.depart(take(flat, fragment, dim=1), _mesh_of_fragment(between, fragment))
 
     def arrive(self, vectors: Tree, replicas: Replicas, between: "ReplicaMesh") -> Replicas:
         """Applies the fragment that departed `delay` steps before."""
         from jaxpar.exchange.averaging import in_flight
 
-        flat, number, fragment, between = self._sent(replicas, between, between.sync_round - self.delay)
+        flat, number, fragment, between = self._select_fragment(replicas, between, between.sync_round - self.delay)
         largest = max(flat, key=lambda path: flat[path].size)  # as updated by the steps in between
-        narrowed = _only(between, fragment)
+        narrowed = _mesh_of_fragment(between, fragment)
         mean = in_flight.arrive(vectors, narrowed.parts, narrowed, flat[largest])
         state = {**replicas.exchange_state, "sent": put(replicas.exchange_state["sent"], fragment, mean)}
         flat, state = self._apply(number, fragment, flat, state, between)
@@ -162,7 +162,7 @@ class Streaming(OuterOptimizer):
             ]
         return tuple(traffic)
 
-    def _sent(
+    def _select_fragment(
         self, replicas: Replicas, between: "ReplicaMesh", meeting: int
     ) -> tuple[Tree, int, Fragment, "ReplicaMesh"]:
         """Returns parameters by path, the number and layers of a sync round's fragment, and `between` by path."""
@@ -193,14 +193,14 @@ class Streaming(OuterOptimizer):
         """Applies the outer optimizer's step on a fragment; returns the parameters and the exchange's state."""
         import jax
 
-        covers = _is_of(own["anchor"])
+        covers = _is_per_parameter(own["anchor"])
         opt_state = jax.tree.map(lambda x: take(x, fragment) if covers(x) else x[number], own["outer"], is_leaf=covers)
         anchor, opt_state = outer_step(
             self.chain, take(own["anchor"], fragment), take(own["sent"], fragment), opt_state
         )
         put_back = lambda x, y: put(x, fragment, y) if covers(x) else x.at[number].set(y)  # noqa: E731
         outer = jax.tree.map(put_back, own["outer"], opt_state, is_leaf=covers)
-        spread = _only(between, fragment).spread(anchor)
+        spread = _mesh_of_fragment(between, fragment).spread(anchor)
         blend = jax.tree.map(lambda w, a: self.blend * w + (1 - self.blend) * a, take(params, fragment, dim=1), spread)
         return put(params, fragment, blend, dim=1), {
             **own, "anchor": put(own["anchor"], fragment, anchor), "outer": outer,
@@ -214,12 +214,12 @@ def _fragment_at(method: Streaming, place: int) -> int | None:
     return None if remainder else number - 1
 
 
-def _is_of(flat: Mapping[str, Any]) -> Callable[[Any], bool]:
+def _is_per_parameter(flat: Mapping[str, Any]) -> Callable[[Any], bool]:
     """Returns a predicate: whether a tree is a dict with exactly one array per parameter."""
     paths = flat.keys()
     return lambda tree: isinstance(tree, dict) and tree.keys() == paths
 
 
-def _only(between: "ReplicaMesh", fragment: Fragment) -> "ReplicaMesh":
+def _mesh_of_fragment(between: "ReplicaMesh", fragment: Fragment) -> "ReplicaMesh":
     parts = {path: share(between.parts[path], layers) for path, layers in fragment.items()}
     return replace(between, specs={path: between.specs[path] for path in fragment}, parts=parts)

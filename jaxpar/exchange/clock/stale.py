@@ -43,56 +43,56 @@ class Stale:
 
     def updates(self, workers: int, steps: int, times: WorkerTimes) -> list[Update]:
         """Returns all updates in the order of their times."""
-        run = _Run(workers, steps * workers, times)
-        run.release(0.0, self.bound)
-        while run.flying:
-            run.land(self.bound)
+        run = _Simulation(workers, steps * workers, times)
+        run.start_ready(0.0, self.bound)
+        while run.in_flight:
+            run.finish_next(self.bound)
         run.flush(run.now)
-        return run.made
+        return run.updates_so_far
 
 
 @dataclass
-class _Run:
+class _Simulation:
     workers: int
     total: int  # gradients of the whole run
     times: WorkerTimes
     now: float = 0.0
-    begun: int = 0
-    made: list[Update] = field(default_factory=list)
+    num_started: int = 0
+    updates_so_far: list[Update] = field(default_factory=list)
     pending: list[Push] = field(default_factory=list)  # pushed, not yet in an update
-    flying: list[tuple[float, int, Push]] = field(default_factory=list)
+    in_flight: list[tuple[float, int, Push]] = field(default_factory=list)
 
     def __post_init__(self):
         self.clocks = [0] * self.workers  # gradients pushed by each worker
         self.waiting = list(range(self.workers))
         self.seconds = [self.times.stream(worker) for worker in range(self.workers)]
 
-    def release(self, now: float, bound: int | None) -> None:
+    def start_ready(self, now: float, bound: int | None) -> None:
         """Lets the waiting workers read that are at most `bound` steps ahead of the slowest."""
         slowest = min(self.clocks)
         ready = [worker for worker in self.waiting if bound is None or self.clocks[worker] - slowest <= bound]
         self.waiting = [worker for worker in self.waiting if worker not in ready]
         for worker in ready:
             self.flush(now)
-            if self.begun == self.total:
+            if self.num_started == self.total:
                 return
-            push = Push(worker, self.begun, (len(self.made),))
-            self.begun += 1
-            heapq.heappush(self.flying, (now + next(self.seconds[worker]) + 2 * self.times.travel, worker, push))
+            push = Push(worker, self.num_started, (len(self.updates_so_far),))
+            self.num_started += 1
+            heapq.heappush(self.in_flight, (now + next(self.seconds[worker]) + 2 * self.times.travel, worker, push))
 
-    def land(self, bound: int | None) -> None:
+    def finish_next(self, bound: int | None) -> None:
         """Advances the clock to the next finished gradient, and pushes it."""
-        self.now, worker, push = heapq.heappop(self.flying)
+        self.now, worker, push = heapq.heappop(self.in_flight)
         self.clocks[worker] += 1
         self.pending.append(push)
         self.waiting = sorted([*self.waiting, worker])
-        self.release(self.now, bound)
+        self.start_ready(self.now, bound)
 
     def flush(self, now: float) -> None:
         """Updates the parameters by the pending gradients."""
         if self.pending:
             pushes = tuple(sorted(self.pending, key=lambda push: push.share))
-            self.made.append(Update(now, pushes, len(self.made)))
+            self.updates_so_far.append(Update(now, pushes, len(self.updates_so_far)))
             self.pending = []
 
 
@@ -133,19 +133,19 @@ class Backup:
         """Returns all updates in the order of their times."""
         count, updates = self.shares(workers), []
         seconds = [times.stream(worker) for worker in range(workers)]
-        flying: list[tuple[float, int, Push]] = []
-        begun = itertools.count()
+        in_flight: list[tuple[float, int, Push]] = []
+        num_started = itertools.count()
 
         def read(clock: float, worker: int) -> None:
-            push = Push(worker, next(begun), (len(updates),))
-            heapq.heappush(flying, (clock + next(seconds[worker]) + 2 * times.travel, worker, push))
+            push = Push(worker, next(num_started), (len(updates),))
+            heapq.heappush(in_flight, (clock + next(seconds[worker]) + 2 * times.travel, worker, push))
 
         for worker in range(workers):
             read(0.0, worker)
         while len(updates) < steps:
             pushes: list[Push] = []
             while True:
-                clock, worker, push = heapq.heappop(flying)
+                clock, worker, push = heapq.heappop(in_flight)
                 if push.versions != (len(updates),):
                     read(clock, worker)
                     continue

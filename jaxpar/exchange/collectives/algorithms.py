@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from jaxpar.errors import refuse, suggest
-from jaxpar.exchange.collectives.rooted import Message, Part, Round, broadcast, cut, padded_size, reduce
+from jaxpar.exchange.collectives.rooted import Message, Part, Round, broadcast, padded_size, reduce, split_part
 from jaxpar.exchange.traffic import Traffic
 from jaxpar.mesh.chips import Link
 
@@ -46,7 +46,7 @@ def check(name: str) -> None:
 
 def reduce_scatter(ranks: Sequence[int], part: Part) -> list[Round]:
     """Reduce-scatter by a ring: the i-th device ends with the sum of the i-th piece."""
-    count, pieces = len(ranks), cut(part, len(ranks))
+    count, pieces = len(ranks), split_part(part, len(ranks))
     return [
         [Message(ranks[i], ranks[(i + 1) % count], pieces[(i - step - 1) % count], add=True) for i in range(count)]
         for step in range(count - 1)
@@ -55,7 +55,7 @@ def reduce_scatter(ranks: Sequence[int], part: Part) -> list[Round]:
 
 def all_gather(ranks: Sequence[int], part: Part) -> list[Round]:
     """All-gather by a ring: the i-th device begins with the i-th piece."""
-    count, pieces = len(ranks), cut(part, len(ranks))
+    count, pieces = len(ranks), split_part(part, len(ranks))
     return [
         [Message(ranks[i], ranks[(i + 1) % count], pieces[(i - step) % count]) for i in range(count)]
         for step in range(count - 1)
@@ -79,7 +79,7 @@ def butterfly(ranks: Sequence[int], part: Part) -> list[Round]:
         spans = [1 << level for level in range(len(ranks).bit_length() - 1)]
         return [[Message(ranks[i], ranks[i ^ span], part, add=True) for i in range(len(ranks))] for span in spans]
 
-    return _folded(ranks, part, core)
+    return _fold_extra_devices(ranks, part, core)
 
 
 def halving(ranks: Sequence[int], part: Part) -> list[Round]:
@@ -90,14 +90,14 @@ def halving(ranks: Sequence[int], part: Part) -> list[Round]:
         spans = [1 << level for level in range(len(ranks).bit_length() - 1)]
         for span in reversed(spans):
             # both partners divide their pieces at the same place; the bit of the span selects the half to keep
-            halves = [cut(piece, 2) for piece in local_pieces]
+            halves = [split_part(piece, 2) for piece in local_pieces]
             outgoing = [halves[i][0 if i & span else 1] for i in range(len(ranks))]
             local_pieces = [halves[i][1 if i & span else 0] for i in range(len(ranks))]
             reduce_rounds.append([Message(ranks[i], ranks[i ^ span], outgoing[i], add=True) for i in range(len(ranks))])
             gather_rounds.append([Message(ranks[i], ranks[i ^ span], local_pieces[i]) for i in range(len(ranks))])
         return reduce_rounds + gather_rounds[::-1]  # gathers in reverse order, from the smallest pieces on
 
-    return _folded(ranks, part, core)
+    return _fold_extra_devices(ranks, part, core)
 
 
 def two_levels(ranks: Sequence[int], part: Part, *, inside: int | None = None) -> list[Round]:
@@ -114,17 +114,17 @@ def two_levels(ranks: Sequence[int], part: Part, *, inside: int | None = None) -
     count = len(ranks)
     inside = inside or next(size for size in range(math.isqrt(count - 1) + 1, count + 1) if count % size == 0)
     nodes = [ranks[start : start + inside] for start in range(0, count, inside)]
-    cross_node = [ring([node[place] for node in nodes], piece) for place, piece in enumerate(cut(part, inside))]
+    cross_node = [ring([node[place] for node in nodes], piece) for place, piece in enumerate(split_part(part, inside))]
     return [
-        *_at_once(reduce_scatter(node, part) for node in nodes),
-        *_at_once(cross_node),
-        *_at_once(all_gather(node, part) for node in nodes),
+        *_merge_tables(reduce_scatter(node, part) for node in nodes),
+        *_merge_tables(cross_node),
+        *_merge_tables(all_gather(node, part) for node in nodes),
     ]
 
 
 def all_to_all(ranks: Sequence[int], part: Part) -> list[Round]:
     """The i-th device sends its j-th piece to the j-th device, which stores it after the part, in order of senders."""
-    count, pieces = len(ranks), cut(part, len(ranks))
+    count, pieces = len(ranks), split_part(part, len(ranks))
     offset = part[1] - part[0]
     return [
         [
@@ -144,12 +144,12 @@ ALL_REDUCE: dict[str, Callable[[Sequence[int], Part], list[Round]]] = {
 }
 
 
-def _at_once(tables: Iterable[list[Round]]) -> list[Round]:
+def _merge_tables(tables: Iterable[list[Round]]) -> list[Round]:
     """Merges tables for disjoint sets of devices, round by round."""
     return [[message for messages in rounds for message in messages] for rounds in zip(*tables, strict=True)]
 
 
-def _folded(ranks: Sequence[int], part: Part, core) -> list[Round]:
+def _fold_extra_devices(ranks: Sequence[int], part: Part, core) -> list[Round]:
     """Extends an all-reduce to any number of devices: an extra device first sends to a partner, which sends the sum
     back at the end.
     """

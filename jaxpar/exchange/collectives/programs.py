@@ -39,42 +39,42 @@ def send(x: jax.Array, axis: str, *, source: int = 0, target: int = -1) -> jax.A
 
 def broadcast(x: jax.Array, axis: str, *, root: int = 0) -> jax.Array:
     """Returns the root's x on every device."""
-    return _run(rooted.broadcast(_from(root, axis), (0, x.size)), x, axis)
+    return _run(rooted.broadcast(_devices_from(root, axis), (0, x.size)), x, axis)
 
 
 def reduce(x: jax.Array, axis: str, *, root: int = 0) -> jax.Array:
     """Returns the sum of x over devices on the root; x is unchanged on other devices."""
-    return _on(root, _run(rooted.reduce(_from(root, axis), (0, x.size)), x, axis), x, axis)
+    return _select_on(root, _run(rooted.reduce(_devices_from(root, axis), (0, x.size)), x, axis), x, axis)
 
 
 def gather(x: jax.Array, axis: str, *, root: int = 0) -> jax.Array:
     """Returns all devices' x on the root, zeros on other devices. Shape [devices, ...]."""
-    ranks = _from(root, axis)
-    entries = _run(rooted.gather(ranks, (0, len(ranks) * x.size)), _placed(x, axis, first=root), axis)
-    return _on(root, jnp.roll(entries, root, axis=0), jnp.zeros_like(entries), axis)
+    ranks = _devices_from(root, axis)
+    entries = _run(rooted.gather(ranks, (0, len(ranks) * x.size)), _as_entry(x, axis, first=root), axis)
+    return _select_on(root, jnp.roll(entries, root, axis=0), jnp.zeros_like(entries), axis)
 
 
 def scatter(x: jax.Array, axis: str, *, root: int = 0) -> jax.Array:
     """Returns the root's x[i] on the i-th device. x: [devices, ...]."""
-    entries = _run(rooted.scatter(_from(root, axis), (0, x.size)), jnp.roll(x, -root, axis=0), axis)
+    entries = _run(rooted.scatter(_devices_from(root, axis), (0, x.size)), jnp.roll(x, -root, axis=0), axis)
     return _entry_of_this_device(entries, axis, first=root)
 
 
 def all_gather(x: jax.Array, axis: str) -> jax.Array:
     """Returns all devices' x on every device. Shape [devices, ...]."""
-    ranks = _from(0, axis)
-    return _run(algorithms.all_gather(ranks, (0, len(ranks) * x.size)), _placed(x, axis), axis)
+    ranks = _devices_from(0, axis)
+    return _run(algorithms.all_gather(ranks, (0, len(ranks) * x.size)), _as_entry(x, axis), axis)
 
 
 def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
     """Returns the sum of x[i] over devices on the i-th device. x: [devices, ...]."""
-    return _entry_of_this_device(_run(algorithms.reduce_scatter(_from(0, axis), (0, x.size)), x, axis), axis)
+    return _entry_of_this_device(_run(algorithms.reduce_scatter(_devices_from(0, axis), (0, x.size)), x, axis), axis)
 
 
 def all_to_all(x: jax.Array, axis: str) -> jax.Array:
     """Returns all devices' x[i] on the i-th device. x: [devices, ...]."""
-    received = _placed(_entry_of_this_device(x, axis), axis)  # this device's own entry is not sent
-    buffers = _run(algorithms.all_to_all(_from(0, axis), (0, x.size)), jnp.stack([x, received]), axis)
+    received = _as_entry(_entry_of_this_device(x, axis), axis)  # this device's own entry is not sent
+    buffers = _run(algorithms.all_to_all(_devices_from(0, axis), (0, x.size)), jnp.stack([x, received]), axis)
     return buffers[1]
 
 
@@ -114,27 +114,27 @@ def _run(rounds: list[Round], x: jax.Array, axis: str) -> jax.Array:
     return run_rounds(rounds, x.reshape(-1), axis).reshape(x.shape)
 
 
-def _from(root: int, axis: str) -> list[int]:
+def _devices_from(root: int, axis: str) -> list[int]:
     """Returns the devices of an axis, with the root first."""
     count = jax.lax.axis_size(axis)
     return [(root + place) % count for place in range(count)]
 
 
-def _on(root: int, there: jax.Array, elsewhere: jax.Array, axis: str) -> jax.Array:
+def _select_on(root: int, there: jax.Array, elsewhere: jax.Array, axis: str) -> jax.Array:
     return jnp.where(jax.lax.axis_index(axis) == root % jax.lax.axis_size(axis), there, elsewhere)
 
 
-def _place(axis: str, first: int) -> jax.Array:
+def _device_index(axis: str, first: int) -> jax.Array:
     """Returns this device's index, counted from the device `first`."""
     return (jax.lax.axis_index(axis) - first) % jax.lax.axis_size(axis)
 
 
-def _placed(x: jax.Array, axis: str, *, first: int = 0) -> jax.Array:
+def _as_entry(x: jax.Array, axis: str, *, first: int = 0) -> jax.Array:
     """Returns zeros [devices, ...] with x as this device's entry."""
-    is_local = jnp.arange(jax.lax.axis_size(axis)) == _place(axis, first)
+    is_local = jnp.arange(jax.lax.axis_size(axis)) == _device_index(axis, first)
     return jnp.where(is_local.reshape(-1, *(1,) * x.ndim), x, jnp.zeros_like(x))
 
 
 def _entry_of_this_device(x: jax.Array, axis: str, *, first: int = 0) -> jax.Array:
     """Returns this device's entry of an array [devices, ...]."""
-    return jax.lax.dynamic_index_in_dim(x, _place(axis, first), keepdims=False)
+    return jax.lax.dynamic_index_in_dim(x, _device_index(axis, first), keepdims=False)

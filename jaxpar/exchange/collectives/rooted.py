@@ -50,7 +50,7 @@ def padded_size(elements: int, group: int) -> int:
     return -(-elements // divisor) * divisor
 
 
-def cut(part: Part, pieces: int) -> list[Part]:
+def split_part(part: Part, pieces: int) -> list[Part]:
     """Divides a part into a number of pieces, as equal as possible."""
     start, stop = part
     bounds = [start + (stop - start) * i // pieces for i in range(pieces + 1)]
@@ -74,7 +74,7 @@ def reduce(ranks: Sequence[int], part: Part) -> list[Round]:
 
 def gather(ranks: Sequence[int], part: Part) -> list[Round]:
     """The first device gets the i-th piece from the i-th device."""
-    pieces = cut(part, len(ranks))
+    pieces = split_part(part, len(ranks))
     return [
         [Message(ranks[b], ranks[a], (pieces[b][0], pieces[stop][1])) for a, b, stop in level]
         for level in _levels(len(ranks))
@@ -83,7 +83,7 @@ def gather(ranks: Sequence[int], part: Part) -> list[Round]:
 
 def scatter(ranks: Sequence[int], part: Part) -> list[Round]:
     """The i-th device gets the i-th piece of the first device's part."""
-    pieces = cut(part, len(ranks))
+    pieces = split_part(part, len(ranks))
     return [
         [Message(ranks[a], ranks[b], (pieces[b][0], pieces[stop][1])) for a, b, stop in level]
         for level in reversed(_levels(len(ranks)))
@@ -103,7 +103,7 @@ def data_parallel(ranks: Sequence[int], parameters: Part, logits: Part) -> list[
       parameters: Range of the parameters in the array.
       logits: Range of the logits of all devices, one piece per device.
     """
-    root, workers, pieces = ranks[0], ranks[1:], cut(logits, len(ranks))[1:]
+    root, workers, pieces = ranks[0], ranks[1:], split_part(logits, len(ranks))[1:]
     gradients = (logits[1], logits[1] + parameters[1] - parameters[0])
     return [
         *([Message(root, rank, parameters)] for rank in workers),

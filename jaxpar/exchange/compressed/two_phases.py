@@ -83,14 +83,14 @@ def exchange_codes(
         row_error = rows - codec.decode(code) if lost else None  # the padding's error is dropped
         received = {name: jax.lax.all_to_all(x, AXIS, 0, 0) for name, x in code.items()}
         mean = jnp.where(row.real, jnp.mean(codec.decode(received), axis=0, keepdims=True), 0)
-        mean = mean + row.of_piece(pieces) if lost else mean
+        mean = mean + row.piece_to_row(pieces) if lost else mean
         code = codec.without_padding(codec.encode_mean(mean, mean_key, between.replicas, received), row.filled)
         mean_error = mean - codec.decode(code) if lost else None
         gathered = {name: jax.lax.all_gather(x, AXIS, axis=0, tiled=True) for name, x in code.items()}
         means = row.from_rows(codec.decode(gathered))
         if row_error is None or mean_error is None:
             return means, {}, {}
-        return means, {path: x[None] for path, x in row.from_rows(row_error).items()}, row.piece_apart(mean_error)
+        return means, {path: x[None] for path, x in row.from_rows(row_error).items()}, row.row_to_piece(mean_error)
 
     error_specs = (replica_specs, piece_specs) if lost else ({}, {})
     program = jax.shard_map(
@@ -120,45 +120,45 @@ class _Rows:
 
     def to_rows(self, arrays: Arrays) -> jax.Array:
         """Concatenates the pieces of arrays into rows. Shape [replicas, elements], float32."""
-        return self._row({
-            path: jnp.moveaxis(x.reshape(self._cut(path)), self.dims[path], 0).reshape(self.replicas, -1)
+        return self._concatenate({
+            path: jnp.moveaxis(x.reshape(self._split_shape(path)), self.dims[path], 0).reshape(self.replicas, -1)
             for path, x in arrays.items()
         })  # fmt: skip
 
-    def of_piece(self, arrays: Arrays) -> jax.Array:
+    def piece_to_row(self, arrays: Arrays) -> jax.Array:
         """Concatenates the pieces of one replica into its row. Shape [1, elements], float32."""
-        return self._row({path: x.reshape(1, -1) for path, x in arrays.items()})
+        return self._concatenate({path: x.reshape(1, -1) for path, x in arrays.items()})
 
     def from_rows(self, rows: jax.Array) -> dict[str, jax.Array]:
         """Converts rows to arrays."""
         arrays = {}
-        for path, pieces in self._pieces(rows).items():
-            dim, shape = self.dims[path], self._cut(path)
+        for path, pieces in self._split_row(rows).items():
+            dim, shape = self.dims[path], self._split_shape(path)
             moved = pieces.reshape(self.replicas, *shape[:dim], *shape[dim + 1 :])
             arrays[path] = jnp.moveaxis(moved, 0, dim).reshape(self.shapes[path])
         return arrays
 
-    def piece_apart(self, row: jax.Array) -> dict[str, jax.Array]:
+    def row_to_piece(self, row: jax.Array) -> dict[str, jax.Array]:
         """Splits a replica's row into the pieces of arrays."""
         pieces = {}
-        for path, piece in self._pieces(row).items():
-            dim, shape = self.dims[path], self._cut(path)
+        for path, piece in self._split_row(row).items():
+            dim, shape = self.dims[path], self._split_shape(path)
             pieces[path] = piece.reshape(*shape[:dim], *shape[dim + 1 :])
         return pieces
 
-    def _pieces(self, rows: jax.Array) -> dict[str, jax.Array]:
+    def _split_row(self, rows: jax.Array) -> dict[str, jax.Array]:
         pieces, offset = {}, 0
         for path, count in self.counts.items():
             pieces[path] = rows[:, offset : offset + count]
             offset += self.padded[path]
         return pieces
 
-    def _cut(self, path: str) -> tuple[int, ...]:
+    def _split_shape(self, path: str) -> tuple[int, ...]:
         """Returns an array's shape with the divided dim as two dims: replicas, and the size of a piece."""
         shape, dim = self.shapes[path], self.dims[path]
         return (*shape[:dim], self.replicas, shape[dim] // self.replicas, *shape[dim + 1 :])
 
-    def _row(self, pieces: Arrays) -> jax.Array:
+    def _concatenate(self, pieces: Arrays) -> jax.Array:
         columns = [
             jnp.pad(x.astype(jnp.float32), ((0, 0), (0, self.padded[path] - self.counts[path])))
             for path, x in pieces.items()

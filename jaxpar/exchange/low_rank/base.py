@@ -89,7 +89,7 @@ class LowRank(SelectiveExchange):
         import jax
         from jax.sharding import PartitionSpec
 
-        from jaxpar.exchange.low_rank.matrices import flattened
+        from jaxpar.exchange.low_rank.matrices import to_matrices
         from jaxpar.exchange.replica_mesh import AXIS
 
         flat, structure = flatten_by_path(local)
@@ -102,7 +102,7 @@ class LowRank(SelectiveExchange):
 
         def inside(local, errors, last_means):
             corrected = {path: x + errors[path] if errors else x for path, x in local.items()}
-            mean, residuals = self.low_rank_mean(flattened(corrected, shapes), flattened(last_means, shapes))
+            mean, residuals = self.low_rank_mean(to_matrices(corrected, shapes), to_matrices(last_means, shapes))
             means = {path: x.reshape(local[path].shape[1:]) for path, x in mean.items()}
             return means, {path: residuals[path].reshape(errors[path].shape) for path in errors}
 

@@ -81,6 +81,6 @@ def as_one_vector(arrays: Arrays, travel: Callable[[jax.Array], jax.Array]) -> A
     return result
 
 
-def flattened(arrays: Mapping[str, jax.Array], shapes: Mapping[str, Matrix]) -> Arrays:
+def to_matrices(arrays: Mapping[str, jax.Array], shapes: Mapping[str, Matrix]) -> Arrays:
     """Reshapes one replica's arrays [1, ...] to matrices [layers, rows, columns] in float32."""
     return {path: x.reshape(shapes[path]).astype(jnp.float32) for path, x in arrays.items()}

@@ -42,8 +42,8 @@ def check(over: Mapping[str, Any], method: str) -> None:
     Raises:
       JaxparError: If there are such values; the message has all of them.
     """
-    problems = [Problem(f"sweep.over.{name} = {_shown(value)}", *fault)
-                for name, value in over.items() if (fault := _wrong(value, method))]  # fmt: skip
+    problems = [Problem(f"sweep.over.{name} = {_format_value(value)}", *fault)
+                for name, value in over.items() if (fault := _broken_rule(value, method))]  # fmt: skip
     if problems:
         raise JaxparError(*problems)
 
@@ -88,7 +88,7 @@ def _draw(value: Mapping[str, Sequence[float]] | Sequence[float], source: random
     return low + share * (high - low)
 
 
-def _wrong(value: object, method: str) -> tuple[str, str] | None:
+def _broken_rule(value: object, method: str) -> tuple[str, str] | None:
     """Returns the rule that a value breaks, and a fix; None if it breaks no rule."""
     if isinstance(value, Mapping):
         if len(value) != 1 or (kind := next(iter(value))) not in KINDS:
@@ -113,5 +113,5 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     return f"{value!r:.100}"
