@@ -168,7 +168,7 @@ def _compile(lowered: Lowered, options: dict[str, Any]) -> tuple[Any, list[str]]
     """
     missing: list[str] = []
     while True:
-        with _captured_stderr() as log:
+        with _capture_stderr() as log:
             try:
                 program = lowered.compile(compiler_options=options)
             except jax.errors.JaxRuntimeError as error:
@@ -202,7 +202,7 @@ def _without_cache() -> Iterator[None]:
 
 
 @contextmanager
-def _captured_stderr() -> Iterator[list[str]]:
+def _capture_stderr() -> Iterator[list[str]]:
     """Collects the text that XLA writes to the standard error of the process."""
     lines: list[str] = []
     sys.stderr.flush()

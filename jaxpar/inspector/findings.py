@@ -49,11 +49,11 @@ def find_flags(
     notable = [entry for entry in ledger if entry.step_wire >= NOTABLE * total]
     arguments = {argument.path: argument for argument in subject.arguments}
     flags = [
-        *_replicates(notable, subject.batch_axes),
+        *_flag_gathered_examples(notable, subject.batch_axes),
         *_flag_unsharded(ledger, arguments, set(subject.batch_axes) - set(subject.unsharded_gradient_axes), total),
         *_per_microbatch(ledger, arguments, subject.batch_axes, sizes, total, reductions_needed=_reductions(subject)),
-        *_wide_traffic(notable, _asked_for_16_bits(subject, flop)),
-        *_idle(ledger, _meant_to_send(subject), {axis for argument in subject.arguments for axis in argument.axes}),
+        *_wide_traffic(notable, _computes_in_16_bits(subject, flop)),
+        *_idle(ledger, _axes_with_traffic(subject), {axis for argument in subject.arguments for axis in argument.axes}),
         *_flag_rematerialized(log_lines),
         *_flag_squeezed(flop),
         *_flag_unknown_loops(ledger, flop),
@@ -65,11 +65,11 @@ def _flag_repeated_work(excess: Excess | None) -> list[Flag]:
     return [Flag(REPEATED, str(excess), "; or ".join(excess.fixes))] if excess else []
 
 
-def _meant_to_send(subject: Subject) -> dict[str, int]:
+def _axes_with_traffic(subject: Subject) -> dict[str, int]:
     return {axis: size for axis, size in subject.mesh.shape.items() if axis not in subject.axes_without_traffic}
 
 
-def _asked_for_16_bits(subject: Subject, flop: Flop) -> bool:
+def _computes_in_16_bits(subject: Subject, flop: Flop) -> bool:
     low = sum(count for dtype, count in flop.by_dtype.items() if BITS.get(dtype, 32) <= 16)
     return subject.precision == "bf16" or (flop.total > 0 and low >= 0.9 * flop.total)
 
@@ -78,7 +78,7 @@ def _plain_axes(entry: Collective) -> set[str]:
     return {axis.lstrip("~") for axis in entry.axes}
 
 
-def _replicates(ledger: Sequence[Collective], batch_axes: Sequence[str]) -> list[Flag]:
+def _flag_gathered_examples(ledger: Sequence[Collective], batch_axes: Sequence[str]) -> list[Flag]:
     return [
         Flag(
             "replicates",
@@ -101,7 +101,7 @@ def _flag_unsharded(
 ) -> list[Flag]:
     flags = []
     for entry in ledger:
-        names = _names(entry, arguments)
+        names = _argument_names(entry, arguments)
         axes = [
             a for a in _plain_axes(entry) & batch_axes if names and all(a in arguments[name].axes for name in names)
         ]
@@ -136,7 +136,7 @@ def _per_microbatch(
             and entry.loop
             and _plain_axes(entry) & set(batch_axes)
         ):
-            names = _names(entry, arguments)
+            names = _argument_names(entry, arguments)
             if names:
                 reductions[names, entry.kind, entry.axes].append(entry)
     repeats: list[tuple[float, Collective]] = []
@@ -246,7 +246,7 @@ def _flag_unknown_loops(ledger: Sequence[Collective], flop: Flop) -> list[Flag]:
     ]
 
 
-def _names(entry: Collective, arguments: dict[str, Argument]) -> tuple[str, ...]:
+def _argument_names(entry: Collective, arguments: dict[str, Argument]) -> tuple[str, ...]:
     return tuple(name for name in entry.parameters if name in arguments)
 
 

@@ -123,7 +123,7 @@ def build_report(subject: Subject, chip: Chip | None = None) -> Report:
     elif chip is None:
         notes.append(f"{devices[0].device_kind} is no GPU of jaxpar's table of chips: no capacity, no time")
     if compiled.host:
-        notes.append(_on_host(compiled.host, subject.microbatches, chip))
+        notes.append(_describe_host_arrays(compiled.host, subject.microbatches, chip))
     timed_chip = chip if chip and (chip.network or len(nodes) == 1) else None
     if chip and not timed_chip:
         notes.append(f"what joins machines with {chip.name} is not in jaxpar's table of chips: no time")
@@ -151,7 +151,7 @@ def build_report(subject: Subject, chip: Chip | None = None) -> Report:
     )
 
 
-def _on_host(size: int, microbatches: int, chip: Chip | None) -> str:
+def _describe_host_arrays(size: int, microbatches: int, chip: Chip | None) -> str:
     """Describes the arrays in host memory during a step, and the time to send them there and back."""
     text = f"{show_bytes(size)} of temporary arrays are in host memory, per device (compiled)"
     if chip is None or chip.pcie is None:

@@ -23,7 +23,7 @@ from jaxpar.html.markup import percent, tag
 from jaxpar.inspector.findings import Flag
 from jaxpar.inspector.memory import CAUSES, Share
 from jaxpar.inspector.pages.html import fragment, page
-from jaxpar.inspector.pages.timeline_svg import share_of, spans, stretches, ticks
+from jaxpar.inspector.pages.timeline_svg import spans, stretches, ticks, width_share
 from jaxpar.inspector.report import Report
 from jaxpar.inspector.timeline import Timeline, TimelineEvent
 from jaxpar.mesh.axes import coordinates, nodes_of_axes
@@ -355,7 +355,7 @@ def test_a_timeline_squeezes_what_is_not_drawn_and_loses_nothing(unit):
     step = stretches(time)
     assert [stretch.drawn for stretch in step] == [True, False, True]
     assert step[1].right - step[1].left == pytest.approx(0.25)
-    places = [share_of(time.seconds * index / 100, step) for index in range(101)]
+    places = [width_share(time.seconds * index / 100, step) for index in range(101)]
     assert places == sorted(places)
     assert (places[0], places[-1]) == (0.0, pytest.approx(1.0))
     drawn = spans(time.events, step)

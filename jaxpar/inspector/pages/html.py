@@ -83,18 +83,18 @@ def fragment(report: ReportFacts) -> str:
         tag("details", tag("summary", title), body, cls="jx-section", open="" if title == "Memory" else None)
         for title, body in _sections(report)
     ]
-    top = [tag("div", report.title, cls="jx-title"), *_top(report)]
+    top = [tag("div", report.title, cls="jx-title"), *_overview(report)]
     return in_ascii(tag("div", tag("style", Markup(style())), *top, *folded, _legend(report), cls="jaxpar jx-fragment"))
 
 
 def page(report: ReportFacts) -> str:
     """The report as a page."""
     sections = [tag("section", tag("h2", title), body) for title, body in _sections(report)]
-    return document(report.title, *_top(report), *sections, _legend(report))
+    return document(report.title, *_overview(report), *sections, _legend(report))
 
 
-def _top(report: ReportFacts) -> list[Markup]:
-    return [_where(report), _verdict(report), _numbers(report), *_flags(report.flags)]
+def _overview(report: ReportFacts) -> list[Markup]:
+    return [_subtitle(report), _verdict(report), _numbers(report), *_flags(report.flags)]
 
 
 def _sections(report: ReportFacts) -> list[tuple[str, Markup]]:
@@ -112,7 +112,7 @@ def _sections(report: ReportFacts) -> list[tuple[str, Markup]]:
     return [(title, body) for title, make in builders if (body := make(report))]
 
 
-def _where(report: ReportFacts) -> Markup:
+def _subtitle(report: ReportFacts) -> Markup:
     axes = " × ".join(f"{axis} {size}" for axis, size in report.sizes.items() if size > 1) or "one device"
     nodes = -(-report.count // report.per_node)
     words = [report.devices, axes]

@@ -61,7 +61,7 @@ def stretches(time: Timeline) -> list[Stretch]:
     return result
 
 
-def share_of(seconds: float, step: Sequence[Stretch]) -> float:
+def width_share(seconds: float, step: Sequence[Stretch]) -> float:
     """Converts a time to a share of the width."""
     current = next((stretch for stretch in step if seconds <= stretch.end), step[-1])
     return min(max(current.to_share(seconds), 0.0), 1.0)
@@ -88,7 +88,7 @@ def spans(events: Iterable[TimelineEvent], step: Sequence[Stretch]) -> list[Span
     result: list[Span] = []
     small = False
     for event in sorted(events, key=lambda event: event.start):
-        left, right, seconds = share_of(event.start, step), share_of(event.end, step), event.end - event.start
+        left, right, seconds = width_share(event.start, step), width_share(event.end, step), event.end - event.start
         narrow = right - left < _PIXEL
         last = result[-1] if result else None
         if last and small and narrow and left - last.right < _PIXEL and last.right - last.left < 4 * _PIXEL:
@@ -104,7 +104,7 @@ def spans(events: Iterable[TimelineEvent], step: Sequence[Stretch]) -> list[Span
 def timeline(time: Timeline) -> Markup:
     """Draws one lane of computation, one per stream of collectives, and an axis."""
     step = stretches(time)
-    places = [percent(share_of(seconds, step)) for seconds in ticks(step)]
+    places = [percent(width_share(seconds, step)) for seconds in ticks(step)]
     grid = [tag("line", x1=x, x2=x, y1="0", y2="100%", cls="jx-grid") for x in places]
     streams = ["compute", *sorted(time.communication, key=lambda stream: -time.communication[stream])]
     rows = [_row(time, stream, step, grid) for stream in streams]
@@ -163,7 +163,7 @@ def ticks(step: Sequence[Stretch]) -> list[float]:
 def _axis(step: Sequence[Stretch]) -> Markup:
     labels = []
     for t in ticks(step):
-        place = share_of(t, step)
+        place = width_share(t, step)
         anchor = "start" if t == 0 else "end" if place > _ENDING else "middle"
         labels.append(tag("text", show_seconds(t) if t else "0", x=percent(place), y="12", text_anchor=anchor))
     return tag("svg", *labels, cls="jx-axis", aria_hidden="true")
