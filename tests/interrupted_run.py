@@ -42,11 +42,11 @@ keep_last = 1
 LOOP, COMPILER = "train/loop", ("backend_compile_and_load", "backend_compile", "compile_or_get_cached")
 # A phase is the first of these for each of which the main thread is in a function: (part of the file's name, names)
 PHASES = {
-    "compile": [("jax/_src", COMPILER), (LOOP, ("_stretch", "_evaluate"))],
+    "compile": [("jax/_src", COMPILER), (LOOP, ("_train_until_end", "_evaluate"))],
     "last save": [("checkpoint/store", ("finish",))],
     "save": [(LOOP, ("_save",))],
     "evaluation": [(LOOP, ("_evaluate",))],
-    "step": [(LOOP, ("_stretch",))],
+    "step": [(LOOP, ("_train_until_end",))],
     "packing": [("job/parts/batches", ("open_data",))],
     "sample": [("cli/sample", ("run",))],
 }

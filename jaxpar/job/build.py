@@ -81,7 +81,7 @@ def build(job: Job, *, processes: int = 1) -> BuiltJob:
         )
     if unused := vocabulary(job):
         raise JaxparError(*unused)
-    resolved = _resolved(job, devices[: job.mesh.devices or None])
+    resolved = _resolve_or_raise(job, devices[: job.mesh.devices or None])
     step = _step(resolved)
     source = open_data(job)
     check_evaluated(job, source)
@@ -141,10 +141,10 @@ def assemble(job: Job, devices: Sequence[Any]) -> Step:
     Raises:
       JaxparError: With all problems of the job.
     """
-    return _step(_resolved(job, devices))
+    return _step(_resolve_or_raise(job, devices))
 
 
-def _resolved(job: Job, devices: Sequence[Any]) -> ResolvedJob:
+def _resolve_or_raise(job: Job, devices: Sequence[Any]) -> ResolvedJob:
     resolved = resolve(job, devices)
     if resolved.problems:
         raise JaxparError(*resolved.problems)

@@ -26,7 +26,7 @@ from jaxpar.data.token_stream import is_token_stream, load_tokens
 from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch, batch_factors, check_evaluated, open_data
-from jaxpar.job.parts.measures import check_loggers, derived_of, resolve_measures, sets_of
+from jaxpar.job.parts.measures import check_loggers, derived_metrics, evaluation_set_names, resolve_measures
 from jaxpar.job.parts.models import batch_errors, resolve_loss, resolve_model
 from jaxpar.job.parts.optimizers import best_of, check_optimizer, note_optimizer, resolve_optimizer
 from jaxpar.job.parts.pictures import check_pictures, has_validation
@@ -107,7 +107,7 @@ def resolve(job: Job, devices: Sequence[Any] | None = None, *, as_written: bool 
     attempt(_check_faults, job)
     attempt(check_loggers, job)
     attempt(resolve_measures, job)
-    attempt(derived_of, job)
+    attempt(derived_metrics, job)
     if as_written:
         attempt(check_path, job.data)
     sizes = attempt(infer_sizes, job.parallel.sizes, device_count(job))
@@ -367,12 +367,14 @@ def _trace(
         if layout.sizes["pipe"] > 1:
             with step_hooks():
                 notes = _trace_pipeline(job, dataclasses.replace(layout, mesh=mesh), loss, optimizer, batch)
-    measure_names = (*extras, *derived_of(job))
+    measure_names = (*extras, *derived_metrics(job))
     check_names(metrics, measure_names)
     check_rules(layout.parallel, blueprint, usage.names)
     if not layout.parallel.exchange.per_replica:  # each member of a population adds metrics of its own
         rows = {
-            name: 0.0 for set_name in sets_of(job) for name in evaluation_names((*metrics, *measure_names), set_name)
+            name: 0.0
+            for set_name in evaluation_set_names(job)
+            for name in evaluation_names((*metrics, *measure_names), set_name)
         }
         best_of(job).check(rows, keeps=job.checkpoint.keep_best)
     return max(scores, default=0) // (job.train.accumulate * layout.microbatches), notes

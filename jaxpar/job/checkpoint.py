@@ -82,12 +82,12 @@ def diff(first: Path, second: Path, overrides: Sequence[str] = ()) -> tuple[list
     Raises:
       JaxparError: If either is not a checkpoint, or is damaged.
     """
-    path, first_manifest = _listed(first)
+    path, first_manifest = _find_checkpoint(first)
     if second.is_file():
         return differences(first_manifest.arrays, job_arrays(second, overrides)), {}
     if overrides:
         raise refuse(f"{second} is no job file", rule="overrides apply to a job file", fix="leave them out")
-    second_path, second_manifest = _listed(second)
+    second_path, second_manifest = _find_checkpoint(second)
     changes = differences(first_manifest.arrays, second_manifest.arrays)
     return changes, {} if changes else _values(path, second_path, first_manifest.arrays)
 
@@ -105,7 +105,7 @@ def job_arrays(job: Path, overrides: Sequence[str] = ()) -> dict[str, SavedArray
     return array_files.describe(state.abstract(layout, resolve_optimizer(parsed, layout.blueprint)))
 
 
-def _listed(where: Path) -> tuple[Path, Manifest]:
+def _find_checkpoint(where: Path) -> tuple[Path, Manifest]:
     path = listing.find(where)
     return path, manifest.read(path)
 
@@ -163,7 +163,7 @@ def check_run(job: Job, layout: Layout) -> list[Problem]:
         if steps:
             changed = changes.compare(folder, job)
             check_same_data(folder, None if job.data.is_text else open_data(job).fingerprint)
-            changes.check(changed, job, _check_goes_on(job, layout, folder / "checkpoints", steps))
+            changes.check(changed, job, _check_resume(job, layout, folder / "checkpoints", steps))
         elif job.checkpoint.start_from and not is_folder(job.checkpoint.start_from):
             shapes = state.abstract(layout, resolve_optimizer(job, layout.blueprint))
             start_from.check(job.checkpoint, shapes, layout)
@@ -172,7 +172,7 @@ def check_run(job: Job, layout: Layout) -> list[Problem]:
     return []
 
 
-def _check_goes_on(job: Job, layout: Layout, folder: Path, steps: list[int]) -> int:
+def _check_resume(job: Job, layout: Layout, folder: Path, steps: list[int]) -> int:
     """Returns the step of the newest intact checkpoint, judged by names and sizes of its files.
 
     Raises:

@@ -54,7 +54,7 @@ def observe(job: Job, target: str | Target) -> Report:
         simulate(count)
         target_job, devices = dataclasses.replace(job, mesh=MeshTable(simulate=count)), jax.devices()
     else:
-        gpus = target if isinstance(target, Target) else parse_target(target, devices=_declared(job))
+        gpus = target if isinstance(target, Target) else parse_target(target, devices=_count_declared_devices(job))
         devices, chip = target_devices(gpus), gpus.chip
         target_job = dataclasses.replace(job, mesh=MeshTable(devices=gpus.devices))
     step = assemble(target_job, devices)
@@ -83,7 +83,7 @@ def matmul_summary(job: Job) -> str:
     return "\n".join([*(map(str, repeats) if repeats else [summary]), *notes])
 
 
-def _declared(job: Job) -> int:
+def _count_declared_devices(job: Job) -> int:
     """Returns the number of devices that a job declares, with 1 for every open size."""
     if job.mesh.simulate or job.mesh.devices or job.mesh.target:
         return device_count(job)

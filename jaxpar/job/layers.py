@@ -26,7 +26,7 @@ def check_alone(job: Job) -> None:
         raise JaxparError(*problems)
 
 
-def measured(job: Job, write: str | None = None) -> dict[str, Any]:
+def measure_layers(job: Job, write: str | None = None) -> dict[str, Any]:
     """Measures and prints the layers of a job's model; returns them as JSON values, with the device and versions.
 
     The minibatch is the job's global batch, on one device; the job's mesh and layout are ignored.

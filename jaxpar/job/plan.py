@@ -60,14 +60,14 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, options
         devices=devices, chip=chip, per_node=per_node, options=options,
     )  # fmt: skip
     if isinstance(request.model, Transformer):
-        plain_reason = _in_blocks(job, request.model.shape, request.hardware.chip)
+        plain_reason = _why_plain_blocks(job, request.model.shape, request.hardware.chip)
         request = dataclasses.replace(request, model=dataclasses.replace(request.model, no_kernel_reason=plain_reason))
     if job.train.adapters.base == "int8":  # no pipeline supports an int8 base
         return dataclasses.replace(request, choices=dataclasses.replace(request.choices, pipe=1))
     return request
 
 
-def _in_blocks(job: Job, shape: Shape, chip: Chip) -> str:
+def _why_plain_blocks(job: Job, shape: Shape, chip: Chip) -> str:
     """Explains why ring attention runs in blocks of plain JAX; "" if cuDNN's kernel runs it.
 
     Raises:
@@ -204,18 +204,18 @@ def command(path: str, file_overrides: Sequence[str], job: Job, planned_job: Job
       job: The loaded job.
       planned_job: The planned job.
     """
-    keys_before, keys_after = _flat(tomllib.loads(dumps(job))), _flat(tomllib.loads(dumps(planned_job)))
+    keys_before, keys_after = _flatten(tomllib.loads(dumps(job))), _flatten(tomllib.loads(dumps(planned_job)))
     changed = {key: value for key, value in keys_after.items() if key not in keys_before or keys_before[key] != value}
     retained_words = [word for word in file_overrides if word.partition("=")[0].strip() not in changed]
     words = [f"{key}={value if _is_bare(value) else toml_value(value)}" for key, value in changed.items()]
     return shlex.join(["jaxpar", "train", path, *retained_words, *words])
 
 
-def _flat(table: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+def _flatten(table: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     """Flattens nested tables to dotted keys."""
     result: dict[str, Any] = {}
     for key, value in table.items():
-        result |= _flat(value, f"{before}{key}.") if isinstance(value, dict) else {f"{before}{key}": value}
+        result |= _flatten(value, f"{before}{key}.") if isinstance(value, dict) else {f"{before}{key}": value}
     return result
 
 

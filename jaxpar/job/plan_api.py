@@ -45,7 +45,7 @@ def plan_step(step: Any, batches: Sequence[Any], *, top: int, devices: int, **as
     batch = _batch(batches)
     rows = next(iter(batch.values())).shape[0]
     question = model_question(
-        lambda: _traced(step, batch, rows, devices), rows=rows, exchange=step.layout.parallel.exchange,
+        lambda: _trace_step(step, batch, rows, devices), rows=rows, exchange=step.layout.parallel.exchange,
         remat=step.numerics.remat, steps=0, devices=devices, **asked,
     )  # fmt: skip
     result = search(question, top=top)
@@ -66,25 +66,25 @@ def _batch(batches: Sequence[Any]) -> Mapping[str, Any]:
             shapes = {key: jax.eval_shape(lambda x: x, leaf) for key, leaf in arrays.items()}  # as JAX casts 64 bits
     if len({leaf.shape[0] for leaf in shapes.values()}) != 1:
         raise refuse(
-            f"jp.plan of a step and {', '.join(map(_shown, batches)) or 'no batch'}",
+            f"jp.plan of a step and {', '.join(map(_format_argument, batches)) or 'no batch'}",
             rule="a step is planned for its global batch: a dict of arrays or shapes, with the same first dim",
             fix='jp.plan(step, {"x": jax.ShapeDtypeStruct((512, 784), "float32")}, devices=64)',
         )
     return shapes
 
 
-def _shown(batch: Any) -> str:
+def _format_argument(batch: Any) -> str:
     """Formats an argument for the error message, arrays by dtype and shape."""
     if isinstance(batch, Mapping):
-        return f"{{{', '.join(f'{key!r}: {_shown(item)}' for key, item in batch.items())}}}"
+        return f"{{{', '.join(f'{key!r}: {_format_argument(item)}' for key, item in batch.items())}}}"
     if isinstance(batch, list | tuple):
-        return f"a {type(batch).__name__} of {', '.join(map(_shown, batch))}"
+        return f"a {type(batch).__name__} of {', '.join(map(_format_argument, batch))}"
     return (
         f"{batch.dtype}{list(batch.shape)}" if hasattr(batch, "shape") and hasattr(batch, "dtype") else f"{batch!r:.60}"
     )
 
 
-def _traced(step: "Step", batch: Mapping[str, Any], rows: int, devices: int) -> Any:
+def _trace_step(step: "Step", batch: Mapping[str, Any], rows: int, devices: int) -> Any:
     from jaxpar.job.parts.plan_traced import recipe_of, trace_model
 
     blueprint = step.layout.blueprint

@@ -37,7 +37,7 @@ from jaxpar.job.file.dump import dumps
 from jaxpar.job.file.run_folder import check_folder, check_same_data, lost_files
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch
-from jaxpar.job.parts.measures import derived_of, resolve_loggers
+from jaxpar.job.parts.measures import derived_metrics, resolve_loggers
 from jaxpar.job.parts.models import batch_spec
 from jaxpar.job.parts.names import counted_unit
 from jaxpar.job.parts.optimizers import best_of
@@ -174,7 +174,7 @@ def _train(
     )  # fmt: skip
     store.say, store.replicas = progress.say, replicas_of(built.layout)
     with progress:
-        start, at = _restored(built, store, steps, progress, watchdog)
+        start, at = _restore(built, store, steps, progress, watchdog)
         changes.check(changed, job, at)  # after `restore`, whose mismatches `run.changed` cannot allow
         lost_notes = lost_files(folder) if steps else []
         if is_writer:  # a single writer
@@ -184,7 +184,7 @@ def _train(
         logged = _logged_run(folder, built) if loggers else None
         log = Log(folder, start=at, writes=is_writer, loggers=loggers, run=logged, say=progress.say)
         newest = log.recent[-1] if log.recent else {}
-        for text in [*_facts(job, built, at), *lost_notes, *_notes_of_resuming(job, built, changed, newest, at)]:
+        for text in [*_facts(job, built, at), *lost_notes, *_resume_notes(job, built, changed, newest, at)]:
             progress.say(text)
         run = _loop(built, store, log, progress, watchdog)
         try:
@@ -196,7 +196,7 @@ def _train(
             progress.say("\n".join(sweep.summarize(folder, job.sweep)))
         if is_writer:
             write_json(folder / "run.json", record(built) | {"peak": peak_memory(built.step, devices)})
-        for text in _notes_after(job, built, outcome, run):
+        for text in _final_notes(job, built, outcome, run):
             progress.say(text)
     return {
         "run": str(folder),
@@ -204,15 +204,15 @@ def _train(
         "stopped_by": outcome.stopped_by,
         "resumed_from": at,
         "last": outcome.last,
-        "suggested_batch": run.noise.suggested(_parts(job, built)),
+        "suggested_batch": run.noise.suggest_batch(_count_batch_parts(job, built)),
     }
 
 
-def _restored(
+def _restore(
     built: BuiltJob, store: Store, steps: list[int], progress: Progress, watchdog: SingleProcess
 ) -> tuple[State, int]:
     """Returns the state of the latest checkpoint, or a first one, and its step."""
-    progress.waits("restoring the state" if steps else "making the state")
+    progress.show_activity("restoring the state" if steps else "making the state")
     watchdog.begin_activity(0, "restoring" if steps else "starting")
     with explained_state(built.layout, built.optimizer, offload=built.job.train.offload):
         start, at = store.restore(built.step.abstract()) if steps else (_first_state(built, progress), 0)
@@ -231,7 +231,7 @@ def _facts(job: Job, built: BuiltJob, at: int) -> list[str]:
     return ["\n".join(facts) + (f", on from step {at}" if at else "")]
 
 
-def _notes_of_resuming(
+def _resume_notes(
     job: Job, built: BuiltJob, changed: list[changes.KeyChange], newest: dict[str, Any], at: int
 ) -> list[str]:
     notes = [f"changed since step {at}: {change}" for change in changed]
@@ -241,7 +241,7 @@ def _notes_of_resuming(
     return notes
 
 
-def _notes_after(job: Job, built: BuiltJob, outcome: Outcome, run: loop.Run) -> list[str]:
+def _final_notes(job: Job, built: BuiltJob, outcome: Outcome, run: loop.Run) -> list[str]:
     """Returns the notes that are complete once the step was traced and the run has ended."""
     notes = [*built.step.layout.notes[len(built.layout.notes) :], *built.step.gradients.notes]
     if (matmuls := built.step.compiler.matmuls) is not None:
@@ -250,10 +250,10 @@ def _notes_after(job: Job, built: BuiltJob, outcome: Outcome, run: loop.Run) -> 
         end = int(outcome.state.step)
         notes.append(f"stopped by {outcome.stopped_by}, saved step {end}; the same command goes on from there")
     size = job.train.global_batch * job.train.growth.factor(job.train.steps - 1)
-    return [*notes, *filter(None, [run.noise.describe(size, _parts(job, built))])]
+    return [*notes, *filter(None, [run.noise.describe(size, _count_batch_parts(job, built))])]
 
 
-def _parts(job: Job, built: BuiltJob) -> int:
+def _count_batch_parts(job: Job, built: BuiltJob) -> int:
     """Returns the number of parts of a batch that are computed apart."""
     return built.layout.replicas * job.train.accumulate
 
@@ -358,7 +358,7 @@ def _loop(built: BuiltJob, store: Store, log: Log, progress: Progress, watchdog:
         learning_rate=built.learning_rate, watchdog=watchdog,
         watch=Watch(job.faults, log.recent, span=span, skipped=log.skipped), good=batch_spec(job), skipped=skipped,
         trace=StepTrace(folder if watchdog.process == 0 else None, train.profile, progress.say),
-        noise=noise, growth=train.growth, best=best_of(job), derived=derived_of(job), larger=built.later_steps,
+        noise=noise, growth=train.growth, best=best_of(job), derived=derived_metrics(job), larger=built.later_steps,
     )  # fmt: skip
 
 

@@ -79,11 +79,11 @@ def compare_specs(job: Job, found: FoundSpecs, target: str) -> SpecsComparison:
     plain = dataclasses.replace(job, parallel=dataclasses.replace(found.parallel, **_declared_names(job)))
     reports = [observe(each, target) for each in (with_specs(job, found), plain)]
     axes = axes_of(found.parallel)
-    compiled, without = (sent_over(report.by_axis, axes) for report in reports)
+    compiled, without = (bytes_over_axes(report.by_axis, axes) for report in reports)
     return SpecsComparison(axes, found.solution.traffic, compiled, without, (reports[0].total, reports[1].total))
 
 
-def sent_over(by_axis: Mapping[str, Mapping[str, float]], axes: Collection[str]) -> dict[str, float]:
+def bytes_over_axes(by_axis: Mapping[str, Mapping[str, float]], axes: Collection[str]) -> dict[str, float]:
     """Returns the bytes of collectives over some axes of a report and over no other, by kind."""
     totals: Counter[str] = Counter()
     for key, kinds in by_axis.items():

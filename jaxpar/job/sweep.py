@@ -48,7 +48,7 @@ def best_rounds(rows: Sequence[Mapping[str, Any]], sweep: Sweep) -> list[str]:
     score, number, member = min(scores, key=lambda entry: _sort_key(entry[0]))
     settings = ", ".join(f"{ROOM}{name} = {rows[number - 1][f'{name}/{member}']:.4g}" for name in sweep.values)
     first = rows[number]["step"] - sweep.every
-    return [f"best of the rounds before: loss {_shown(score)} in the round from step {first}, {settings}"]
+    return [f"best of the rounds before: loss {_format_loss(score)} in the round from step {first}, {settings}"]
 
 
 def lineage(rows: Iterable[Mapping[str, Any]], values: Mapping[str, tuple[float, ...]]) -> Iterator[dict[str, Any]]:
@@ -84,19 +84,19 @@ def table(row: Mapping[str, Any], sweep: Sweep) -> list[str]:
     cells = [["member", *(ROOM + name for name in sweep.values), *headers]]
     cells += [
         [str(member), *(f"{row[f'{name}/{member}']:.4g}" for name in sweep.values),
-         *(_shown(row[f"{score}/{member}"]) for score in scores)]
+         *(_format_loss(row[f"{score}/{member}"]) for score in scores)]
         for member in range(sweep.count)
     ]  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
     best = ranking[0]
     settings = ", ".join(f"{ROOM}{name} = {row[f'{name}/{best}']:.4g}" for name in sweep.values)
-    return [*lines, f"best member: {best}, {headers[0]} {_shown(row[f'{scores[0]}/{best}'])}, {settings}"]
+    return [*lines, f"best member: {best}, {headers[0]} {_format_loss(row[f'{scores[0]}/{best}'])}, {settings}"]
 
 
 def _sort_key(loss: float | None) -> float:
     return math.inf if loss is None or math.isnan(loss) else loss
 
 
-def _shown(loss: float | None) -> str:
+def _format_loss(loss: float | None) -> str:
     return "not finite" if loss is None else f"{loss:.4f}"

@@ -119,7 +119,7 @@ class Attempt:
             for process in range(first, first + self.launch.processes):
                 child = self._start(process, coordinator, end)
                 self.children[process] = child
-                readers += [threading.Thread(target=self._pass_on, args=(process, pipe, out), daemon=True)
+                readers += [threading.Thread(target=self._forward_output, args=(process, pipe, out), daemon=True)
                             for pipe, out in ((child.stdout, sys.stdout), (child.stderr, sys.stderr))]  # fmt: skip
             for reader in readers:
                 reader.start()
@@ -127,7 +127,7 @@ class Attempt:
             while len(self.exits) < len(self.children):
                 self._collect(begin)
                 if stop.name:
-                    stop.pass_on(self.children.values())
+                    stop.forward(self.children.values())
                 failures = [record for record in self.exits if record.status and record.status not in STOPPED.values()]
                 if failures and deadline is None:
                     deadline = time.monotonic() + GRACE
@@ -154,7 +154,7 @@ class Attempt:
             start_new_session=True,  # Ctrl-C reaches the supervisor, which passes it on
         )  # fmt: skip
 
-    def _pass_on(self, process: int, pipe: TextIO, out: TextIO) -> None:
+    def _forward_output(self, process: int, pipe: TextIO, out: TextIO) -> None:
         for line in pipe:
             if line.startswith(_NOISE):
                 continue
@@ -190,7 +190,7 @@ class SupervisorStop:
         """Records a signal."""
         self.name, self.forwarded = signal.Signals(number).name, False
 
-    def pass_on(self, children) -> None:
+    def forward(self, children) -> None:
         """Passes the signal on to the processes, once."""
         if not self.forwarded:
             self.forwarded = True
@@ -237,7 +237,7 @@ def supervise(launch: Launch, *, progress: Callable[[], int], log: Callable[[str
             same_culprit = len(attempts) > 1 and _culprit(attempts[-2]) == _culprit(records) and step <= previous_step
             previous_step = step
             if same_culprit and launch.nodes == 1 and launch.processes > 1 and launch.shrink is not None:
-                launch = _without_one(launch, log)
+                launch = _shrink_launch(launch, log)
             log(f"attempt {len(attempts) + 1}" + (f", from step {step}" if step >= 0 else ", from the start"))
     finally:
         for number, handler in handlers.items():
@@ -248,7 +248,7 @@ def _culprit(ended: list[ProcessExit]) -> int | None:
     return next((record.process for record in ended if record.status), None)
 
 
-def _without_one(launch: Launch, say: Callable[[str], None]) -> Launch:
+def _shrink_launch(launch: Launch, say: Callable[[str], None]) -> Launch:
     """Returns the launch with fewer processes, or unchanged if the job cannot run with fewer."""
     try:
         count, arguments = launch.shrink(launch.command, launch.processes)  # pyright: ignore[reportOptionalCall]

@@ -52,7 +52,7 @@ class Best:
         """Returns a sort key: the smaller, the better the score."""
         return score if self.lowest else -score
 
-    def waited(self, rows: Sequence[Row]) -> tuple[int, Row | None]:
+    def evaluations_since_best(self, rows: Sequence[Row]) -> tuple[int, Row | None]:
         """Returns the number of evaluations since the best one, and the row of the best one.
 
         Args:
@@ -67,7 +67,7 @@ class Best:
                 since += 1
         return since, best
 
-    def is_among(self, count: int, rows: Sequence[Row], step: int) -> bool:
+    def is_among_best(self, count: int, rows: Sequence[Row], step: int) -> bool:
         """Returns whether the evaluation of a step is among the `count` best; of equal scores the earlier is better.
 
         Args:
@@ -78,9 +78,9 @@ class Best:
         scores = [(self.order(score), row["step"]) for row in rows if (score := row.get(self.metric)) is not None]
         return any(each == step for _, each in sorted(scores)[:count])
 
-    def over(self, rows: Sequence[Row]) -> str:
+    def stop_reason(self, rows: Sequence[Row]) -> str:
         """Returns the reason to end the run after these evaluations; "" if it goes on."""
-        since, best = self.waited(rows)
+        since, best = self.evaluations_since_best(rows)
         if not self.patience or since < self.patience:
             return ""
         seen = "none is a number" if best is None else f"the best is {best[self.metric]:.6g}, of step {best['step']}"

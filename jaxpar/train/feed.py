@@ -89,7 +89,7 @@ class Feed:
         Raises:
           JaxparError: If the batch is corrupt and the job does not skip corrupt batches, or too many follow in a row.
         """
-        return self.placed(self.read(step))
+        return self.to_global_arrays(self.read(step))
 
     def evaluation(self, index: int) -> list[WeightedBatch]:
         """Returns the index-th held-out batch, not counting corrupt ones, as weighted batches; empty after the last.
@@ -97,26 +97,26 @@ class Feed:
         Raises:
           JaxparError: If the batch is corrupt and the job does not skip corrupt batches.
         """
-        return [replace(each, batch=self.placed(each.batch)) for each in self.read_evaluation(index)]
+        return [replace(each, batch=self.to_global_arrays(each.batch)) for each in self.read_evaluation(index)]
 
     def read(self, step: int) -> Batch:
         """Returns this process's rows of the training batch of a step, on the host."""
         with self._one:
-            return merged([self._draw(draw, step) for draw in self.growth.draws(step)])
+            return interleave([self._draw(draw, step) for draw in self.growth.draws(step)])
 
     def _draw(self, draw: int, step: int) -> Batch:
         """Returns this process's rows of one draw; a step of a grown batch takes several draws."""
         passed: list[CorruptBatch] = []
         while True:
-            index = draw if self.skipped is None else self.skipped.batch_of(draw)
+            index = draw if self.skipped is None else self.skipped.batch_index(draw)
             try:
                 batch = self.source.batch(index, self.size, *self._wanted_rows())
                 if self.good is not None:
                     self.good.check(batch, partial(_position, self.source, self.size, index), *self._wanted_rows())
                 return select_rows(batch, self.rows) if self._skips else batch
             except CorruptBatch as error:
-                skipped = _pass_over(self, f"the batch of step {step + 1}", error, passed)
-                skipped.pass_over(draw, error.problems[0].got)
+                skipped = _skip_batch(self, f"the batch of step {step + 1}", error, passed)
+                skipped.skip(draw, error.problems[0].got)
 
     def read_evaluation(self, index: int) -> list[WeightedBatch]:
         """Returns this process's rows of the index-th held-out batch, on the host."""
@@ -135,11 +135,11 @@ class Feed:
                     rows = self.rows if self._skips else None  # of this process, if it has read those of all
                     return [replace(each, batch=select_rows(each.batch, rows)) for each in batches]
                 except CorruptBatch as error:
-                    _pass_over(self, "a held-out batch", error, passed)
+                    _skip_batch(self, "a held-out batch", error, passed)
                     self._bad_out = sorted([*self._bad_out, at])
 
-    def rearranged(self, index: int, rows: np.ndarray) -> Mapping[str, Any]:
-        """Returns the given rows of the index-th (padded) held-out batch as a batch of `len(rows)`, see `placed`.
+    def rearrange(self, index: int, rows: np.ndarray) -> Mapping[str, Any]:
+        """Returns the given rows of the index-th (padded) held-out batch, as `to_global_arrays` does.
 
         Args:
           index: Index of the batch.
@@ -151,21 +151,21 @@ class Feed:
         part.rows = rows[here]
         batch = part.read_evaluation(index)[0].batch
         part.rows, part.size = here, len(rows)
-        return part.placed(batch)
+        return part.to_global_arrays(batch)
 
     def _wanted_rows(self) -> tuple[np.ndarray, ...]:
         """Returns the rows to read as an extra argument of the source; () for all, as simple sources do not have it."""
         # all processes must skip the same corrupt batches: each reads all rows
         return () if self._skips or self.rows is None else (self.rows,)
 
-    def placed(self, batch: Batch) -> dict[str, Any]:
+    def to_global_arrays(self, batch: Batch) -> dict[str, Any]:
         """Assembles the rows of all processes into global arrays; in a single process, the step places the batch."""
         if self.rows is None:
             return batch
         return {name: _global_array(self.layout, self.size, self.rows, value) for name, value in batch.items()}
 
 
-def _pass_over(feed: Feed, what: str, error: CorruptBatch, passed: list[CorruptBatch]) -> SkippedBatches:
+def _skip_batch(feed: Feed, what: str, error: CorruptBatch, passed: list[CorruptBatch]) -> SkippedBatches:
     """Reports a skipped batch; raises if the job stops at corrupt batches, or too many were skipped in a row."""
     problem = error.problems[0]
     got = f"{what} is corrupt: {problem.got}"
@@ -235,7 +235,7 @@ class Reader:
           JaxparError: If reading the batch raised it.
         """
         began = time.perf_counter()
-        batch = self.feed.placed(self._read(step))
+        batch = self.feed.to_global_arrays(self._read(step))
         waited = time.perf_counter() - began
         arrays = [value for value in (before or {}).values() if isinstance(value, jax.Array)]
         done = all(array.is_ready() for array in arrays)  # pyright: ignore[reportAttributeAccessIssue]
@@ -263,7 +263,7 @@ def rows_here(layout: Layout, size: int) -> np.ndarray:
     return np.concatenate([np.arange(begin, end) for begin, end in sorted(held)])
 
 
-def merged(draws: Sequence[Batch]) -> dict[str, Any]:
+def interleave(draws: Sequence[Batch]) -> dict[str, Any]:
     """Interleaves draws into one batch: example i of every draw, then example i + 1 of every draw.
 
     On any mesh, a device's shard of the result consists of its shards of the draws. As microbatches take examples with

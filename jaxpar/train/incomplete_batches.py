@@ -38,7 +38,7 @@ class HeldOut(Protocol):
         """Returns the index-th batch as weighted batches; an empty list after the last."""
         ...
 
-    def rearranged(self, index: int, rows: np.ndarray) -> Mapping[str, Any]:
+    def rearrange(self, index: int, rows: np.ndarray) -> Mapping[str, Any]:
         """Returns the given rows of the index-th batch, as a batch of `len(rows)` examples."""
         ...
 
@@ -87,21 +87,21 @@ class Incomplete:
             return None
         count = batches[0].examples
         if count and not self.adds_up:
-            return self._smaller(feed, index, count, sums, say), True
+            return self._evaluate_smaller(feed, index, count, sums, say), True
         found = [sums(each.batch) for each in batches]
         if count and (first or (count > 1 and index not in self.checked)):
             self.checked.add(index)
-            self.adds_up = _adds_up(feed, index, count, sums, draws=draws)
+            self.adds_up = _is_additive(feed, index, count, sums, draws=draws)
             if not self.adds_up:
-                return self._smaller(feed, index, count, sums, say), True
+                return self._evaluate_smaller(feed, index, count, sums, say), True
         if not count:
             for name, (_, number) in found[0].items():
                 seen = self.counts.setdefault(name, set())
                 if len(seen) < 2:
                     seen.add(number)
-        return summed([(each.weight, part) for each, part in zip(batches, found, strict=True)]), bool(count)
+        return weighted_totals([(each.weight, part) for each, part in zip(batches, found, strict=True)]), bool(count)
 
-    def _smaller(self, feed: HeldOut, index: int, count: int, sums: Sums, say: Callable) -> Totals:
+    def _evaluate_smaller(self, feed: HeldOut, index: int, count: int, sums: Sums, say: Callable) -> Totals:
         """Evaluates the examples as a smaller batch without copies; returns its sums and counts."""
         ways = feed.layout.replicas * feed.layout.microbatches
         fit = count // ways * ways
@@ -110,13 +110,13 @@ class Incomplete:
             say(_message(self.name, count, fit, ways))
         if not fit:
             return {}
-        found = sums(feed.rearranged(index, np.arange(fit)))
+        found = sums(feed.rearrange(index, np.arange(fit)))
         # a mean has the same count in every batch: weight it by the examples that it averages
         share = {name: fit / feed.size if self.counts.get(name) == {each[1]} else 1.0 for name, each in found.items()}
         return {name: (share[name] * total, share[name] * number) for name, (total, number) in found.items()}
 
 
-def summed(parts: list[tuple[float, Totals]]) -> Totals:
+def weighted_totals(parts: list[tuple[float, Totals]]) -> Totals:
     """Adds up sums and counts, each part multiplied by its weight."""
     made: Totals = {}
     for weight, part in parts:
@@ -126,7 +126,7 @@ def summed(parts: list[tuple[float, Totals]]) -> Totals:
     return made
 
 
-def _adds_up(feed: HeldOut, index: int, count: int, sums: Sums, *, draws: bool) -> bool:
+def _is_additive(feed: HeldOut, index: int, count: int, sums: Sums, *, draws: bool) -> bool:
     """Returns whether sums and counts are additive over examples.
 
     Args:
@@ -146,20 +146,20 @@ def _adds_up(feed: HeldOut, index: int, count: int, sums: Sums, *, draws: bool) 
     first = np.isin(rows, others[::2])
     order = rows if draws else np.random.default_rng(0).permutation(size)  # expert capacity favors early rows
     mixed = (np.where(first, rows, 0)[order], np.where(first, 0, rows)[order])
-    filled, copies, a, b = (sums(feed.rearranged(index, which)) for which in (rows, np.zeros_like(rows), *mixed))
-    return all(_same((filled[n][i], copies[n][i]), (a[n][i], b[n][i])) for n in filled for i in (0, 1))
+    filled, copies, a, b = (sums(feed.rearrange(index, which)) for which in (rows, np.zeros_like(rows), *mixed))
+    return all(_equal_sums((filled[n][i], copies[n][i]), (a[n][i], b[n][i])) for n in filled for i in (0, 1))
 
 
 def _is_proportional(feed: HeldOut, index: int, sums: Sums) -> bool:
     """Returns whether a batch of another size, of copies of one example, has the same mean loss."""
     ways = feed.layout.replicas * feed.layout.microbatches
-    size, other = (
-        sums(feed.rearranged(index, np.zeros(n, int))) for n in (feed.size, ways * (1 + (ways == feed.size)))
+    size, other = (sums(feed.rearrange(index, np.zeros(n, int))) for n in (feed.size, ways * (1 + (ways == feed.size))))
+    return all(
+        _equal_sums((total * other[name][1],), (other[name][0] * count,)) for name, (total, count) in size.items()
     )
-    return all(_same((total * other[name][1],), (other[name][0] * count,)) for name, (total, count) in size.items())
 
 
-def _same(some: tuple[float, ...], others: tuple[float, ...]) -> bool:
+def _equal_sums(some: tuple[float, ...], others: tuple[float, ...]) -> bool:
     largest = max(map(abs, (*some, *others)))
     return math.isfinite(largest) and abs(sum(some) - sum(others)) <= SAME * largest
 

@@ -51,7 +51,7 @@ class Holder:
     pid: int = field(default_factory=os.getpid)
     since: float = field(default_factory=time.time)
     machine: str = field(default_factory=lambda: _machine())
-    started: str = field(default_factory=lambda: _started(os.getpid()))
+    started: str = field(default_factory=lambda: _start_time(os.getpid()))
 
     @property
     def name(self) -> str:
@@ -67,7 +67,7 @@ class Holder:
     @property
     def lives(self) -> bool:
         """Whether the process still runs; only meaningful if `is_here`."""
-        return bool(self.started) and _started(self.pid) == self.started
+        return bool(self.started) and _start_time(self.pid) == self.started
 
 
 _HOLDER = pydantic.TypeAdapter(Holder)
@@ -137,7 +137,7 @@ class Lock:
         held, touched = read(self.path), status.st_mtime
         if held is not None and held.is_here:
             if held.lives:
-                raise self._refused(held)
+                raise self._locked_error(held)
             why = "which is gone"
         else:
             quiet = max(0.0, self._now() - touched)
@@ -150,7 +150,7 @@ class Lock:
                 time.sleep(min(0.2, STALE / 20))
                 try:
                     if self.path.lstat().st_mtime != touched:
-                        raise self._refused(read(self.path) or held)
+                        raise self._locked_error(read(self.path) or held)
                 except FileNotFoundError:
                     return
             why = f"which has given no sign of life for {max(quiet, STALE):.0f} s"
@@ -199,7 +199,7 @@ class Lock:
             with suppress(OSError):
                 probe.unlink(missing_ok=True)
 
-    def _refused(self, held: Holder | None) -> JaxparError:
+    def _locked_error(self, held: Holder | None) -> JaxparError:
         fix = "another run.dir, or wait until that run has ended"
         return refuse(f"another run is at work in {self.folder}: {_name(held)}", rule=RULE, fix=fix)
 
@@ -249,7 +249,7 @@ def _machine() -> str:
         return ""
 
 
-def _started(pid: int) -> str:
+def _start_time(pid: int) -> str:
     """Returns the start time of a process in clock ticks since boot, or "" if it does not exist or is a zombie."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -28,7 +28,7 @@ from jaxpar.step.step import Step
 from jaxpar.step.stochastic_loss.loss import key_parameter
 from jaxpar.train.faults import learns_nothing
 from jaxpar.train.feed import Feed, Reader
-from jaxpar.train.incomplete_batches import Totals, summed
+from jaxpar.train.incomplete_batches import Totals, weighted_totals
 from jaxpar.train.metrics import is_evaluated
 from jaxpar.train.noise import SMALL
 from jaxpar.train.recovery.roll_back import can_save, check_before_save, roll_back, saves_before_errors, say_saved
@@ -50,18 +50,18 @@ def run(job: Run, state: State) -> Outcome:
         growth=job.growth, say=job.progress.say if job.progress else print,
     )  # fmt: skip
     stop = Stop(feed.say)
-    with stop.listening():
+    with stop.handle_signals():
         begun = int(state.step)
         ended = begun >= job.steps
         if ended or (job.eval_every and begun and begun % job.eval_every == 0):
-            by = _score_what_was_saved(job, state, feed, stop)
+            by = _score_resumed_step(job, state, feed, stop)
             if ended or by or _is_over(job):
                 return Outcome(state=state, last={}, stopped_by=by)
         while True:
             start = int(state.step)
             try:
                 with Reader(feed, ahead=job.ahead, last=job.steps) as reader:
-                    return _stretch(job, state, feed, reader, stop)
+                    return _train_until_end(job, state, feed, reader, stop)
             except (JaxparError, jax.errors.JaxRuntimeError) as error:
                 if is_out_of_memory(error) and job.step.explain:
                     from jaxpar.train.recovery.out_of_memory import name_saved_state  # loads the inspector
@@ -74,7 +74,7 @@ def run(job: Run, state: State) -> Outcome:
                 job.trace.close()
 
 
-def _stretch(job: Run, state: State, feed: Feed, reader: Reader, stop: Stop) -> Outcome:
+def _train_until_end(job: Run, state: State, feed: Feed, reader: Reader, stop: Stop) -> Outcome:
     """Trains until the run ends; a bad step raises."""
     start = int(state.step)
     rows = _RowsInFlight(job)
@@ -189,12 +189,12 @@ def _report_activity(job: Run, step: int, what: str, *, first: bool) -> None:
     """Reports the current activity to the watchdog, and at the first step also to the user."""
     job.watchdog.begin_activity(step, what)
     if first and job.progress:
-        job.progress.waits({"training": "compiling the step"}.get(what, what))
+        job.progress.show_activity({"training": "compiling the step"}.get(what, what))
 
 
 def _is_over(job: Run) -> bool:
     """Returns whether early stopping ends the run, and prints the reason."""
-    said = job.best.over(job.log.evaluated) if job.log else ""
+    said = job.best.stop_reason(job.log.evaluated) if job.log else ""
     if said and job.progress:
         job.progress.say(said)
     return bool(said)
@@ -205,7 +205,7 @@ def _is_best(job: Run, step: int) -> bool:
     count = job.checkpoints.keep_best
     if not count or job.store is None or job.log is None or job.watch.is_skipping:
         return False
-    return job.best.is_among(count, job.log.evaluated, step)
+    return job.best.is_among_best(count, job.log.evaluated, step)
 
 
 def _save(job: Run, state: State, step: int, row: dict[str, Any], *, last: bool) -> None:
@@ -238,7 +238,7 @@ def _evaluate(job: Run, state: State, feed: Feed, row: dict[str, Any], stop: Sto
     return stop.name if found is None else None
 
 
-def _score_what_was_saved(job: Run, state: State, feed: Feed, stop: Stop) -> str | None:
+def _score_resumed_step(job: Run, state: State, feed: Feed, stop: Stop) -> str | None:
     """Evaluates the step that a run resumes from if its checkpoint has no score, as the run ended before it."""
     step, store = int(state.step), job.store
     if store is None or not processes.broadcast(step in store.steps() and not is_evaluated(store.scores(step))):
@@ -286,7 +286,7 @@ def evaluation_totals(job: Run, state: State, feed: Feed, stop: Stop | None = No
         found = feed.incomplete.totals(feed, index, evaluate, first=first, draws=draws, say=say)
         if found is None:
             break
-        totals, first = summed([(1.0, totals), (1.0, found[0])]), first and not found[1]
+        totals, first = weighted_totals([(1.0, totals), (1.0, found[0])]), first and not found[1]
         index += 1
     return totals
 

@@ -60,7 +60,7 @@ class Noise:
             said["noise_temperature"] = temperature(rate, momentum=self.momentum, examples=self.examples, batch=batch)
         return said
 
-    def suggested(self, ways: int) -> int | None:
+    def suggest_batch(self, ways: int) -> int | None:
         """Returns the multiple of `ways` nearest to the gradient noise scale; None if that is unknown or infinite."""
         if self.smoothed is None or not math.isfinite(self.smoothed.scale):
             return None
@@ -75,7 +75,7 @@ class Noise:
         """
         if self.smoothed is None:
             return ""
-        suggested = self.suggested(ways)
+        suggested = self.suggest_batch(ways)
         if suggested is None:
             return (
                 f"gradient noise scale: more than these batches of {batch} examples tell, for no gradient stands out "

@@ -130,7 +130,7 @@ class Progress:
         """Sets the last step, from which a run goes on: messages before the next step are recorded with it."""
         self._last = step
 
-    def waits(self, what: str) -> None:
+    def show_activity(self, what: str) -> None:
         """Shows an activity and its duration on a terminal, until the next step."""
         if self._live:
             self._live.update(Waiting(what))
@@ -148,7 +148,7 @@ class Progress:
         """Shows one finished step."""
         self._last = row["step"]
         if is_evaluated(row):
-            self._eval = _evaluated(row)
+            self._eval = _format_evaluation(row)
         self._recent = [*self._recent[-19:], row["seconds"]]
         line = self._line(row)
         if self._live and not self.stream.isatty():  # the terminal is closed, and the output now goes to a file
@@ -175,7 +175,7 @@ class Progress:
         return "  ".join(parts)
 
 
-def _evaluated(row: dict[str, Any]) -> str:
+def _format_evaluation(row: dict[str, Any]) -> str:
     """Formats the losses of an evaluation: of the held-out examples, and of each set by its name."""
     accuracy = f" ({row['eval_accuracy']:.2%})" if "eval_accuracy" in row else ""
     held = [f"eval {row['eval_loss']:.4f}{accuracy}"] if "eval_loss" in row else []

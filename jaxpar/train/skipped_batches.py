@@ -59,17 +59,17 @@ class SkippedBatches:
                 self.rollbacks = int(found["rollbacks"])
                 self.all = [Skip(int(each["at"]), int(each["past"]), str(each["why"])) for each in found["skipped"]]
 
-    def batch_of(self, step: int) -> int:
+    def batch_index(self, step: int) -> int:
         """Returns the index of a step's batch, both from 0."""
         return step + sum(skip.past for skip in self.all if skip.at <= step)
 
-    def pass_over(self, step: int, why: str) -> None:
+    def skip(self, step: int, why: str) -> None:
         """Skips the batch of a step, from 0: this step and all later ones take the next batch."""
         self._write([*self.all, Skip(step, 1, why)])
 
     def go_back(self, bad: int, *, to: int, why: str) -> None:
         """Records a rollback to step `to`: the step after it takes the batch after that of step `bad`; both from 1."""
-        past = self.batch_of(bad - 1) + 1 - self.batch_of(to)
+        past = self.batch_index(bad - 1) + 1 - self.batch_index(to)
         self.rollbacks += 1
         self._write([*(skip for skip in self.all if skip.at <= to), Skip(to, past, why)])
 

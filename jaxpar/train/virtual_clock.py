@@ -98,7 +98,7 @@ class _Server:
                 rule="each shard of a parameter server has a parameter",
                 fix=f"{len(params)} shards or fewer",
             )
-        self.paths = divided({path: x.size for path, x in params.items()}, self.shards)
+        self.paths = split_by_size({path: x.size for path, x in params.items()}, self.shards)
         reads = {push.share: push for update in updates for push in update.pushes}.values()
         self._readers = Counter((shard, version) for push in reads for shard, version in enumerate(push.versions))
         self._held = {(shard, 0): {path: params[path] for path in paths} for shard, paths in enumerate(self.paths)}
@@ -126,7 +126,7 @@ class _Server:
         shard, paths = update.shard, self.paths[update.shard]
         tokens = sum(each.count for each in gradients)
         shares = [jnp.float32(each.count / tokens if tokens else 0.0) for each in gradients]
-        mean = _weighted(shares, [{path: each.of[path] for path in paths} for each in gradients])
+        mean = _weighted_sum(shares, [{path: each.of[path] for path in paths} for each in gradients])
         before = self._newest[shard]
         after, self._optimizer[shard] = self._apply(self._held[shard, before], self._optimizer[shard], mean)
         self._newest[shard], self._held[shard, before + 1] = before + 1, after
@@ -144,10 +144,10 @@ class _Server:
             self._held.pop((shard, version), None)
 
 
-def divided(sizes: Mapping[str, int], shards: int) -> list[list[str]]:
+def split_by_size(sizes: Mapping[str, int], shards: int) -> list[list[str]]:
     """Returns the paths of each shard: each parameter, largest first, goes to the shard with the fewest elements.
 
-    >>> divided({"a": 5, "b": 3, "c": 2}, 2)
+    >>> split_by_size({"a": 5, "b": 3, "c": 2}, 2)
     [['a'], ['b', 'c']]
     """
     found: list[list[str]] = [[] for _ in range(shards)]
@@ -160,18 +160,18 @@ def divided(sizes: Mapping[str, int], shards: int) -> list[list[str]]:
 
 
 @jax.jit
-def _scaled(share: jax.Array, gradient: Flat) -> Flat:
+def _scale(share: jax.Array, gradient: Flat) -> Flat:
     return jax.tree.map(lambda x: (share * x).astype(x.dtype), gradient)
 
 
 @jax.jit
-def _added(share: jax.Array, gradient: Flat, total: Flat) -> Flat:
+def _add_scaled(share: jax.Array, gradient: Flat, total: Flat) -> Flat:
     return jax.tree.map(lambda x, y: y + (share * x).astype(x.dtype), gradient, total)
 
 
-def _weighted(shares: Sequence[jax.Array], gradients: Sequence[Flat]) -> Flat:
+def _weighted_sum(shares: Sequence[jax.Array], gradients: Sequence[Flat]) -> Flat:
     """Returns a weighted sum, added up one by one, so that two compiled programs serve any number of gradients."""
-    total = _scaled(shares[0], gradients[0])
+    total = _scale(shares[0], gradients[0])
     for share, gradient in zip(shares[1:], gradients[1:], strict=True):
-        total = _added(share, gradient, total)
+        total = _add_scaled(share, gradient, total)
     return total

@@ -8,7 +8,7 @@ import pytest
 from specs import models
 
 import jaxpar as jp
-from jaxpar.job.specs import sent_over
+from jaxpar.job.specs import bytes_over_axes
 from jaxpar.mesh.target import missing_plugin
 
 pytestmark = [
@@ -65,7 +65,7 @@ def test_bytes_over_two_axes_are_sent_as_predicted(case):
     layout = jp.compose(jp.from_nnx(CASES[case], BATCH["x"]), specs.parallel, jp.target_devices(TARGET))
     step = jp.train_step(layout, models.next_token, optax.adamw(1e-3), precision="bf16")
     # XLA joins sums over both axes into one collective, which the ledger has under both
-    sent, predicted = sent_over(jp.inspect(step, BATCH).by_axis, ("context", "tensor")), specs.solution.traffic
+    sent, predicted = bytes_over_axes(jp.inspect(step, BATCH).by_axis, ("context", "tensor")), specs.solution.traffic
     assert total(sent, REDUCES) == pytest.approx(total(predicted, REDUCES), rel=0.02)
     assert total(sent, GATHERS) == pytest.approx(total(predicted, GATHERS), rel=0.1)
 

@@ -105,10 +105,10 @@ def test_a_folder_that_is_gone_with_its_file_system_is_waited_for_with_few_words
 
 
 def test_a_day_without_a_file_server_is_a_few_lines(capfd):
-    from jaxpar.train.watchdog.thread import Away
+    from jaxpar.train.watchdog.thread import FolderOutage
 
     now = [0.0]
-    away = Away(Path("run"), clock=lambda: now[0])
+    away = FolderOutage(Path("run"), clock=lambda: now[0])
     for turn in range(2 * 24 * 3600):
         now[0] = turn / 2
         away.note(OSError(5, "Input/output error"))

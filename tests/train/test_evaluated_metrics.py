@@ -16,7 +16,7 @@ from jaxpar.job.check import check
 from jaxpar.job.file.dump import dumps
 from jaxpar.job.file.parse import loads
 from jaxpar.job.parts.batches import open_sets
-from jaxpar.job.parts.measures import derived_of, resolve_measures
+from jaxpar.job.parts.measures import derived_metrics, resolve_measures
 from jaxpar.sharding.names import Compute
 from jaxpar.step.measures.evaluation_loss import accuracy, derive_measures
 from jaxpar.train import loop
@@ -64,7 +64,7 @@ def test_what_is_asked_for_is_found_and_may_choose_the_best_checkpoint(own):
     made = job(asked, 'checkpoint.best = "eval_surprised"')
     assert check(made) == []
     assert resolve_measures(made).keys() == {"accuracy", "surprised"}
-    assert derived_of(made) == ("perplexity", "bits_per_byte")
+    assert derived_metrics(made) == ("perplexity", "bits_per_byte")
     (problem,) = check(job(asked, 'checkpoint.best = "eval_surprise"'))
     assert "eval_accuracy, eval_surprised, eval_perplexity, eval_bits_per_byte" in problem.rule
 

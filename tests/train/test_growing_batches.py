@@ -19,7 +19,7 @@ from jaxpar.job.file.parse import load, loads
 from jaxpar.job.run import train
 from jaxpar.optim.growth import Growth
 from jaxpar.optim.optimizer import Optimizer
-from jaxpar.train.feed import Feed, merged
+from jaxpar.train.feed import Feed, interleave
 
 JOB = """
 mesh.simulate = 8
@@ -47,7 +47,7 @@ def test_no_example_is_left_out_and_none_comes_twice(lengths, batch, examples):
     begins = np.cumsum([length for length, _ in lengths])
     growth = Growth(tuple((int(begin), factor) for begin, (_, factor) in zip(begins, lengths, strict=True)))
     taken = [
-        merged([{"x": order(draw, batch, examples, seed=1)} for draw in growth.draws(step)])["x"]
+        interleave([{"x": order(draw, batch, examples, seed=1)} for draw in growth.draws(step)])["x"]
         for step in range(int(begins[-1]) + 2 if lengths else 3)
     ]
     assert [len(each) for each in taken] == [batch * growth.factor(step) for step in range(len(taken))]
@@ -59,12 +59,12 @@ def test_no_example_is_left_out_and_none_comes_twice(lengths, batch, examples):
 def test_microbatches_and_shares_of_devices_are_those_of_the_draws():
     """So the losses of a run are the same bits on one process and on several, and memory stays as it is."""
     draws = [{"x": 100 * draw + np.arange(8)} for draw in range(3)]
-    whole = merged(draws)["x"]
+    whole = interleave(draws)["x"]
     for accumulate in (1, 2):
         found = whole.reshape(-1, accumulate * 3).T  # microbatch i takes examples i, i + count, ...
         own = [draw["x"].reshape(-1, accumulate).T[part] for part in range(accumulate) for draw in draws]
         np.testing.assert_array_equal(found, own)
-    half = merged([{"x": draw["x"][4:]} for draw in draws])["x"]  # what the second of two processes holds
+    half = interleave([{"x": draw["x"][4:]} for draw in draws])["x"]  # what the second of two processes holds
     np.testing.assert_array_equal(whole[12:], half)
 
 

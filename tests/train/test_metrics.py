@@ -140,7 +140,7 @@ def test_a_step_that_is_evaluated_again_has_waited_once(tmp_path):
             log.write({"step": step, "loss": 1.0})
             for loss in losses:
                 log.amend({"eval_loss": loss}, step=step)
-        assert Best(patience=2).waited(log.evaluated)[0] == 2
+        assert Best(patience=2).evaluations_since_best(log.evaluated)[0] == 2
         assert [row["step"] for row in log.evaluated] == [1, 2, 3]
         log.close()
 
@@ -201,5 +201,5 @@ def test_a_run_waits_as_it_would_by_looking_at_each_evaluation_in_turn(scores, l
         better = score is not None and (best is None or (score < best if lowest else score > best))
         best, since = (score, 0) if better else (best, since + 1)
     asked = Best(metric="eval_x", lowest=lowest, patience=patience)
-    assert asked.waited(rows)[0] == since
+    assert asked.evaluations_since_best(rows)[0] == since
     assert bool(asked.over(rows)) == (0 < patience <= since)

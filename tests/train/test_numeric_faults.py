@@ -278,7 +278,7 @@ def test_a_corrupt_batch_that_is_skipped_was_never_there(tmp_path):
     assert losses(rows) == losses(never)
     assert said.count("passed over") == 2
     Planted.bad, Planted.gap = bad, (0, 0)
-    assert SkippedBatches(tmp_path / "skips", fresh=False).batch_of(8) == 10
+    assert SkippedBatches(tmp_path / "skips", fresh=False).batch_index(8) == 10
     with pytest.raises(JaxparError, match="3 corrupt batches one after the other"):
         run(tmp_path / "many", "faults.on_bad_batch=skip", "faults.skips=2", bad=dict.fromkeys(range(3, 9), "token"))
 
@@ -351,13 +351,13 @@ def test_what_is_not_finite_is_named(loss, norm, got):
 def test_skips_within_skips_end_after_the_bad_batch(tmp_path):
     skipped = SkippedBatches(tmp_path, fresh=True)
     skipped.go_back(15, to=10, why="")
-    assert [skipped.batch_of(step) for step in (9, 10, 11)] == [9, 15, 16]
+    assert [skipped.batch_index(step) for step in (9, 10, 11)] == [9, 15, 16]
     skipped.go_back(18, to=15, why="")
-    assert [skipped.batch_of(step) for step in (14, 15)] == [19, 23]
+    assert [skipped.batch_index(step) for step in (14, 15)] == [19, 23]
     skipped.go_back(12, to=5, why="")  # the newer checkpoints were lost
-    assert [skipped.batch_of(step) for step in (4, 5, 6, 30)] == [4, 17, 18, 42]
-    skipped.pass_over(7, "")
-    assert [skipped.batch_of(step) for step in (6, 7, 8)] == [18, 20, 21]
+    assert [skipped.batch_index(step) for step in (4, 5, 6, 30)] == [4, 17, 18, 42]
+    skipped.skip(7, "")
+    assert [skipped.batch_index(step) for step in (6, 7, 8)] == [18, 20, 21]
     again = SkippedBatches(tmp_path, fresh=False)
     assert (again.all, again.rollbacks) == (skipped.all, 3)
     (tmp_path / "skipped_batches.json").write_text("{")

@@ -193,7 +193,7 @@ def test_on_a_full_disk_a_process_still_says_that_it_lives(tmp_path, monkeypatch
     assert (after.step, after.doing) == (123, "training")
     assert after.count > before.count
     watchdog._watchdog.files.state(0, "eval program (1)")
-    assert watchdog._watchdog.files.stated(0) == ""
+    assert watchdog._watchdog.files.read_fact(0) == ""
     monkeypatch.setattr("pathlib.Path.write_text", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "I/O error")))
     with pytest.raises(OSError, match="I/O error"):
         watchdog._watchdog.turn()

@@ -79,13 +79,13 @@ def render(curves: Sequence[Curve], *, title: str, law: str, compute: float, lin
     return document(
         title,
         tag("p", subtitle, " ", badge("modelled"), cls="jx-where"),
-        table("Methods", _HEAD, [_badged(row) for row in rows(curves)], "ttnnnnn"),
+        table("Methods", _HEAD, [_with_badge(row) for row in rows(curves)], "ttnnnnn"),
         *sections,
         tag("ul", *[tag("li", badge(word), f" {MEANT[word]}") for word in badges], cls="jx-key jx-legend"),
     )
 
 
-def _badged(row: tuple[str, ...]) -> tuple[str, ...]:
+def _with_badge(row: tuple[str, ...]) -> tuple[str, ...]:
     return (row[0], badge(row[1]), *row[2:])
 
 

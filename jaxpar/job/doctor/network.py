@@ -58,14 +58,14 @@ def check_connection(cluster: Cluster, *, seconds: float, folder: Path | None = 
             "/etc/hosts")  # fmt: skip
     ancestor = nearest_folder(folder) if folder else None
     if cluster.process:
-        yield from _ask(cluster, seconds, ancestor)
+        yield from _query_server(cluster, seconds, ancestor)
         return
-    with _sign(ancestor) as name:
+    with _temporary_file(ancestor) as name:
         yield from _serve(cluster, endpoint, seconds, name)
 
 
 @contextmanager
-def _sign(folder: Path | None) -> Iterator[str]:
+def _temporary_file(folder: Path | None) -> Iterator[str]:
     """Context with a temporary file in a folder; yields the file's name, "" if the folder is not writable."""
     if folder is None or not os.access(folder, os.W_OK):  # another check reports that it is not writable
         yield ""
@@ -105,7 +105,7 @@ def _serve(cluster: Cluster, where: tuple, seconds: float, name: str) -> Iterato
         yield Finding("coordinator", "ok", text)
 
 
-def _ask(cluster: Cluster, seconds: float, folder: Path | None) -> Iterator[Finding]:
+def _query_server(cluster: Cluster, seconds: float, folder: Path | None) -> Iterator[Finding]:
     deadline, reason = time.monotonic() + seconds, ""
     while (seconds_left := deadline - time.monotonic()) > 0:
         try:
@@ -113,7 +113,7 @@ def _ask(cluster: Cluster, seconds: float, folder: Path | None) -> Iterator[Find
             with socket.create_connection((cluster.host, cluster.port), timeout=seconds_left) as server:
                 text, end = _receive_greeting(server), time.time()
                 clock, *name = text.removeprefix(HELLO).decode(errors="replace").split() or [""]
-                shared = [_shared(folder, name[0])] if folder and name and name[0].startswith(SIGN) else []
+                shared = [_check_shared_folder(folder, name[0])] if folder and name and name[0].startswith(SIGN) else []
                 server.sendall(str(cluster.process).encode())
         except TimeoutError:
             reason = f"no answer in {seconds:g} s"
@@ -139,7 +139,7 @@ def _receive_greeting(server: socket.socket) -> bytes:
         return b""
 
 
-def _shared(folder: Path, name: str) -> Finding:
+def _check_shared_folder(folder: Path, name: str) -> Finding:
     """Checks that process 0's file is visible here; its name is new, so that no stale cache can hide it."""
     if "/" not in name and (folder / name).exists():
         return Finding("shared", "ok", f"what process 0 writes into {folder} is seen here")

@@ -55,12 +55,12 @@ def satisfies(version: str, wanted: str) -> bool:
     }
     for bound in filter(None, wanted.split(",")):
         match = re.match(r"(>=|<=|==|!=|>|<)([\d.]+)", bound)
-        if match and not holds[match[1]](*_aligned(version, match[2])):
+        if match and not holds[match[1]](*_parse_versions(version, match[2])):
             return False
     return True
 
 
-def _aligned(first: str, second: str) -> tuple[list[int], list[int]]:
+def _parse_versions(first: str, second: str) -> tuple[list[int], list[int]]:
     """Returns both versions as integer lists of equal length."""
     a, b = ([int(n) for n in re.findall(r"\d+", re.match(r"[\d.]*", text)[0])] for text in (first, second))  # pyright: ignore
     length = max(len(a), len(b))

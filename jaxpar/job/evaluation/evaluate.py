@@ -135,14 +135,14 @@ def _evaluate(model: EvaluatedModel, name: str) -> EvaluationResult:
     step = _build_step(job, several=model.several)
     feeds = _open_feeds(model, step)
     sizes = {key: text_size(job, key, feed) for key, feed in feeds.items()}
-    run = _run_of(job, step, next(iter(feeds.values())))
+    run = _evaluation_run(job, step, next(iter(feeds.values())))
     scores = []
     for number in model.steps:
         state = model.read_state(step, number)
         scores += [_score(run, state, feed, number, key, sizes[key]) for key, feed in feeds.items()]
         del state
     main = _main_name(model)
-    notes = [note for key, feed in feeds.items() for note in _left_out(job, key or main, feed)]
+    notes = [note for key, feed in feeds.items() for note in _note_omissions(job, key or main, feed)]
     notes += dict.fromkeys(sizes[score.set].why_unknown(score.count) for score in scores)
     return EvaluationResult(
         model=name,
@@ -218,7 +218,7 @@ def _open_main(model: EvaluatedModel) -> EvaluationSet | None:
     return source
 
 
-def _run_of(job: Job, step: Step, feed: Feed) -> Run:
+def _evaluation_run(job: Job, step: Step, feed: Feed) -> Run:
     return Run(
         step=step, source=feed.source, steps=0, global_batch=job.train.global_batch,
         eval_batches=job.train.eval_batches, progress=Progress(0, every=1, stream=sys.stderr),
@@ -237,7 +237,7 @@ def _score(run: Run, state: State, feed: Feed, number: int | None, name: str, si
     return SetScores(step=number, set=name, count=count, metrics=first | metrics)
 
 
-def _left_out(job: Job, name: str, feed: Feed) -> Iterator[str]:
+def _note_omissions(job: Job, name: str, feed: Feed) -> Iterator[str]:
     """Reports which examples and tokens of a set are not evaluated, and which documents are cut."""
     most, examples = job.train.eval_batches, feed.source
     if most and feed.read_evaluation(most):

@@ -9,7 +9,7 @@ from jaxpar.data.text import Tokens
 from jaxpar.data.tokenizers.token_bytes import TokenBytes, token_bytes
 from jaxpar.data.tokens import bpe_file
 from jaxpar.job.file.schema import Job
-from jaxpar.job.parts.measures import derived_of
+from jaxpar.job.parts.measures import derived_metrics
 from jaxpar.train.feed import Feed
 
 NEXT_TOKEN = "next_token"
@@ -51,7 +51,9 @@ def text_size(job: Job, name: str, feed: Feed) -> TextSize:
       JaxparError: If the tokenizer or a batch cannot be read.
     """
     is_text_loss = job.train.loss == NEXT_TOKEN
-    derived = tuple(dict.fromkeys(["perplexity"] * is_text_loss + [x for x in derived_of(job) if x == "perplexity"]))
+    derived = tuple(
+        dict.fromkeys(["perplexity"] * is_text_loss + [x for x in derived_metrics(job) if x == "perplexity"])
+    )
     spec = job.data.evaluation_set(name) if name else job.data
     if not is_text_loss:
         return TextSize(derived=derived, reason=f"train.loss = {job.train.loss!r} need not be one per token of text")

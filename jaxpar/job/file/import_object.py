@@ -106,7 +106,9 @@ def _outside_origin(module: str) -> str | None:
     if not places:
         return "is built into Python"
     directory = Path.cwd().resolve()
-    environments = [path for path in _installed() if path.is_relative_to(directory)]  # such as a virtual environment
+    environments = [
+        path for path in _library_folders() if path.is_relative_to(directory)
+    ]  # such as a virtual environment
     for place in places:
         if not place.is_relative_to(directory) or any(place.is_relative_to(path) for path in environments):
             return f"lies in {place}, not among the modules of {directory}"
@@ -120,6 +122,6 @@ def _places(spec: ModuleSpec) -> list[Path]:
     return [Path(spec.origin).resolve()] if spec.has_location and spec.origin else []
 
 
-def _installed() -> list[Path]:
+def _library_folders() -> list[Path]:
     paths = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     return [Path(path).resolve() for path in (*paths, *site.getsitepackages(), site.getusersitepackages())]

@@ -34,7 +34,7 @@ def resolve_measures(job: Job) -> dict[str, Callable]:
     return functions
 
 
-def derived_of(job: Job) -> tuple[str, ...]:
+def derived_metrics(job: Job) -> tuple[str, ...]:
     """Returns the names of a job's metrics that are derived from its loss.
 
     Raises:
@@ -50,7 +50,7 @@ def derived_of(job: Job) -> tuple[str, ...]:
     return names
 
 
-def sets_of(job: Job) -> tuple[str, ...]:
+def evaluation_set_names(job: Job) -> tuple[str, ...]:
     """Returns the names of the evaluation sets of a job; "" stands for the held-out examples, if there are any."""
     has_held_out = job.data.held_out > 0 if ":" not in job.data.source or not job.data.sets else True
     return (*[""] * has_held_out, *job.data.sets)

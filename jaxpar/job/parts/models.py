@@ -154,10 +154,10 @@ def _build_model(job: Job, loss: Callable) -> Blueprint | Callable:
     if inspect.isfunction(target) and _is_complete(target, settings):
         return _call_factory(job, target, settings, loss)
     factory = partial(target, **settings) if settings else target
-    return _nnx(job, factory if inspect.isclass(target) else _of_either_flax(job, factory, loss), loss)
+    return _nnx(job, factory if inspect.isclass(target) else _wrap_linen(job, factory, loss), loss)
 
 
-def _of_either_flax(job: Job, factory: Callable, loss: Callable) -> Callable:
+def _wrap_linen(job: Job, factory: Callable, loss: Callable) -> Callable:
     """Wraps a factory that takes `rngs`; a Linen module that it returns gets the job's loss and batch shapes."""
     from flax import linen as nn
 

@@ -49,7 +49,7 @@ def resolve_optimizer(job: Job, blueprint: Blueprint | None = None) -> optax.Gra
       JaxparError: If the optimizer or schedule does not exist, or takes other arguments.
     """
     optimizer = _full_chain(
-        job, cache(lambda: _names(blueprint or as_blueprint(resolve_model(job, resolve_loss(job)))))
+        job, cache(lambda: _dim_names(blueprint or as_blueprint(resolve_model(job, resolve_loss(job)))))
     )
     frozen, exceptions = job.train.frozen
     return freeze(optimizer, frozen, but=exceptions) if frozen else optimizer
@@ -103,18 +103,18 @@ def _full_chain(job: Job, names: Callable[[], muon.Names] = dict) -> optax.Gradi
     """Builds the optax chain of a job for all parameters, even frozen ones; `names` gives the names of their dims."""
     sweep_values = job.sweep.values if job.sweep.over else ()
     spec = job.optimizer.for_batch(job.train.global_batch)
-    if _asks_names(job):
+    if _needs_dim_names(job):
         spec = replace(spec, arguments={**spec.arguments, muon.DIMS: muon.matrix_dims(names)})
     return chain.build(
         spec, job.sweep.steps(job.train.steps), sweep_values, user_functions=custom_functions(job), names=names
     )
 
 
-def _asks_names(job: Job) -> bool:
+def _needs_dim_names(job: Job) -> bool:
     return job.optimizer.name == "muon" and muon.DIMS not in job.optimizer.arguments
 
 
-def _names(blueprint: Blueprint) -> muon.Names:
+def _dim_names(blueprint: Blueprint) -> muon.Names:
     """Maps each parameter of a model to the names of its dims."""
     return {path: leaf.names for path, leaf in name_stacks(blueprint.leaves).items()}
 
@@ -125,12 +125,12 @@ def note_optimizer(job: Job, layout: Layout) -> Layout:
     Raises:
       JaxparError: If muon has nothing to orthogonalize.
     """
-    if not _asks_names(job):
+    if not _needs_dim_names(job):
         return layout
     leaves, (frozen, exceptions) = layout.blueprint.leaves, job.train.frozen
     frozen_paths = set(matching(leaves, frozen)) - set(matching(leaves, exceptions))
     shapes = {path: leaf.shape for path, leaf in leaves.items() if path not in frozen_paths}
-    return with_note(layout, str(muon.muon_coverage(shapes, _names(layout.blueprint)))) if shapes else layout
+    return with_note(layout, str(muon.muon_coverage(shapes, _dim_names(layout.blueprint)))) if shapes else layout
 
 
 def best_of(job: Job) -> Best:

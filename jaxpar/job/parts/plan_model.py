@@ -45,11 +45,11 @@ def planner_model(job: Job, devices: int) -> Model:
             rule="the planner's formulas are for decoders that compute in bfloat16",
             fix="train.precision=bf16, after JOB on the command line",
         )
-    shape = dataclasses.replace(Shape.from_settings(settings), seq=job.data.seq, trained=_trained(job))
+    shape = dataclasses.replace(Shape.from_settings(settings), seq=job.data.seq, trained=_trained_share(job))
     return Transformer(shape=shape, recipe=_recipe(job))
 
 
-def _trained(job: Job) -> float:
+def _trained_share(job: Job) -> float:
     if not job.train.frozen[0]:
         return 1.0
     from jaxpar.job.parts.plan_traced import trained_share

@@ -35,7 +35,9 @@ def check_metrics(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         if not _is_number(row.get("step"), whole=True):
             errors = ["step", *errors]
         if errors:
-            raise _altered(path, f"step {row.get('step')!r:.40} has {errors[0]} = {_shown(row.get(errors[0]))}")
+            raise _altered_error(
+                path, f"step {row.get('step')!r:.40} has {errors[0]} = {_format_value(row.get(errors[0]))}"
+            )
 
 
 def check_events(path: Path, events: Iterable[Mapping[str, Any]]) -> None:
@@ -47,9 +49,9 @@ def check_events(path: Path, events: Iterable[Mapping[str, Any]]) -> None:
     for event in events:
         step, time = event.get("step"), event.get("time")
         if step is not None and not _is_number(step, whole=True):
-            raise _altered(path, f"step = {_shown(step)}")
+            raise _altered_error(path, f"step = {_format_value(step)}")
         if time is not None and not (_is_number(time) and 0 <= time < LATEST):
-            raise _altered(path, f"time = {_shown(time)}")
+            raise _altered_error(path, f"time = {_format_value(time)}")
 
 
 def check_facts(path: Path, facts: Mapping[str, Any]) -> None:
@@ -60,13 +62,13 @@ def check_facts(path: Path, facts: Mapping[str, Any]) -> None:
     """
     for name in TABLES:
         if facts.get(name) is not None and not isinstance(facts[name], dict):
-            raise _altered(path, f"{name} = {_shown(facts[name])}, and no table")
+            raise _altered_error(path, f"{name} = {_format_value(facts[name])}, and no table")
     numbers = {name: facts.get(name) for name in ("parameters",)}
     for table in ("mesh", "peak"):
         numbers |= {f"{table}.{name}": value for name, value in (facts.get(table) or {}).items()}
     for name, value in numbers.items():
         if value is not None and not _is_number(value, whole=name.startswith("mesh.")):
-            raise _altered(path, f"{name} = {_shown(value)}, and no number")
+            raise _altered_error(path, f"{name} = {_format_value(value)}, and no number")
 
 
 def _is_number(value: object, *, whole: bool = False, flags: bool = False) -> bool:
@@ -77,13 +79,13 @@ def _is_number(value: object, *, whole: bool = False, flags: bool = False) -> bo
     return value != value or abs(value) <= LARGEST or value in (float("inf"), float("-inf"))
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, int) and value.bit_length() > 64:
         return f"an integer of {value.bit_length()} bits"
     return f"{value!r:.40}"
 
 
-def _altered(path: Path, got: str) -> JaxparError:
+def _altered_error(path: Path, got: str) -> JaxparError:
     return refuse(
         f"{path}: {got}",
         rule="a report reads the files that a run has written",
@@ -236,7 +238,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
             result.append(json.loads(line))
         except (ValueError, RecursionError) as error:
             if line.strip() and number < len(lines):
-                raise _broken(path, f"line {number} is no JSON", f"mv {path} {path}.damaged") from error
+                raise _unreadable_error(path, f"line {number} is no JSON", f"mv {path} {path}.damaged") from error
     return [row for row in result if isinstance(row, dict)]
 
 
@@ -249,10 +251,10 @@ def _toml(path: Path) -> dict[str, Any]:
     try:
         return toml.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise _broken(path, f"it is no TOML: {error}", f"mv {path} {path}.damaged") from error
+        raise _unreadable_error(path, f"it is no TOML: {error}", f"mv {path} {path}.damaged") from error
 
 
-def _broken(path: Path, got: str, fix: str) -> JaxparError:
+def _unreadable_error(path: Path, got: str, fix: str) -> JaxparError:
     return refuse(f"{path}: {got}", rule="a report reads the files that a run has written", fix=fix)
 
 

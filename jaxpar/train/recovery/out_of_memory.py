@@ -24,7 +24,7 @@ def explain_step(step: Step, kind: str, batch: Mapping[str, Any], error: BaseExc
     """
     step.unfinished.wait()  # simulated devices would compute while XLA compiles with their threads
     layout, numerics = step.layout, step.numerics
-    causes = _inspected(step, batch) if kind not in READ and jax.process_count() == 1 else {}
+    causes = _compiled_bytes(step, batch) if kind not in READ and jax.process_count() == 1 else {}
     if not causes:
         causes = state_bytes(layout, step.optimizer, offload=numerics.offload)
         causes |= _temporary(step, kind)
@@ -33,7 +33,7 @@ def explain_step(step: Step, kind: str, batch: Mapping[str, Any], error: BaseExc
     return explain(subject, layout, numerics, causes, error, rows=rows)
 
 
-def _inspected(step: Step, batch: Mapping[str, Any]) -> dict[str, int]:
+def _compiled_bytes(step: Step, batch: Mapping[str, Any]) -> dict[str, int]:
     """Returns the bytes by cause of the compiled step; {} if it cannot be compiled in the memory that is left."""
     try:
         report = inspect(step, batch)

@@ -38,7 +38,7 @@ def roll_back(job: Run, bad: JaxparError, start: int) -> State:
     older = [step for step in steps if step < start]
     at_once = bad.step == start + 1 and start in steps and bool(older)
     if faults.on_bad_step != "rollback":
-        raise _with_older(bad, older[-1]) if at_once else bad
+        raise _suggest_older_checkpoint(bad, older[-1]) if at_once else bad
     if job.store is None or skipped is None or not steps:
         raise refuse(f"{bad.problems[0].got}, and no checkpoint to go back to", rule="faults.on_bad_step = 'rollback' "
             "goes back to a checkpoint", fix="a smaller checkpoint.every") from bad  # fmt: skip
@@ -62,7 +62,7 @@ def roll_back(job: Run, bad: JaxparError, start: int) -> State:
     return state
 
 
-def _with_older(bad: BadStep, step: int) -> BadStep:
+def _suggest_older_checkpoint(bad: BadStep, step: int) -> BadStep:
     """Adds to the error the command that continues from an older checkpoint, as the newest one may be bad."""
     problem = bad.problems[0]
     return BadStep(bad.step, Problem(problem.got, problem.rule, f"{problem.fix}; or jaxpar train JOB --from {step}"))

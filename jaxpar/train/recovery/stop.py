@@ -54,10 +54,10 @@ class Stop:
                 self._save = None
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def handle_signals(self) -> Iterator[None]:
         """Handles the stop signals of this process inside the block; a second Ctrl-C stops at once, without a save."""
         try:
-            before = {number: signal.signal(number, self._wish) for number in stop_signals()}
+            before = {number: signal.signal(number, self._handle_signal) for number in stop_signals()}
         except ValueError:  # only the main thread may set handlers; this is another one, such as a notebook's
             yield
             return
@@ -77,7 +77,7 @@ class Stop:
             thread.join()
             os.close(reading)
 
-    def _wish(self, number: int, _frame) -> None:
+    def _handle_signal(self, number: int, _frame) -> None:
         self._seen.set()
         if self.name is not None:
             if number == signal.SIGINT:
@@ -91,9 +91,9 @@ class Stop:
                 with suppress(OSError):
                     os.write(others, heard)
             if heard[0] in ours and not self._seen.wait(PATIENCE):
-                self._meanwhile(signal.Signals(heard[0]).name)
+                self._save_while_compiling(signal.Signals(heard[0]).name)
 
-    def _meanwhile(self, name: str) -> None:
+    def _save_while_compiling(self, name: str) -> None:
         """Prints that a signal arrived, and saves the state while the main thread compiles."""
         with self._lock, suppress(OSError, ValueError):  # stdout may be closed
             save = self._save

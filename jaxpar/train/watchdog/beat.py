@@ -155,7 +155,7 @@ class Files:
                 file=sys.stderr, flush=True,
             )  # fmt: skip
 
-    def stated(self, process: int) -> str:
+    def read_fact(self, process: int) -> str:
         """Returns the text of the last fact that a process stated; "" if its file is not visible yet."""
         file = self.folder / f"{process}.fact.txt"
         return file.read_text(encoding="utf-8") if file.exists() else ""

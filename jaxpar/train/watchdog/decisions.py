@@ -39,7 +39,12 @@ def judge(me: int, known: Digest, *, limit: float) -> Problem | None:
     late, ahead = known.late, known.ahead
     # late needs both: the others have waited for the limit, and the process takes longer than allowed. A process
     # that compiles for an hour is not late while the others compile too
-    if late is None or ahead is None or ahead.stuck <= limit or late.stuck <= allowed(late.doing, known, limit=limit):
+    if (
+        late is None
+        or ahead is None
+        or ahead.stuck <= limit
+        or late.stuck <= allowed_seconds(late.doing, known, limit=limit)
+    ):
         return None
     return Problem(
         f"{late} {'is' if late.count == 1 else 'are'} late: {late.activity} for {late.stuck:.0f} s, while "
@@ -49,7 +54,7 @@ def judge(me: int, known: Digest, *, limit: float) -> Problem | None:
     )
 
 
-def allowed(doing: str, known: Digest, *, limit: float) -> float:
+def allowed_seconds(doing: str, known: Digest, *, limit: float) -> float:
     """Returns the seconds that a process may take for an activity while others wait for it.
 
     These are `limit`, or ten times `limit` for an activity that may be slow on one host only (e.g. a compilation that
@@ -69,7 +74,7 @@ def digest_of(text: str) -> str:
 
 def is_agreed(known: Digest, index: int, count: int) -> bool:
     """Returns whether all processes have stated this fact, with the same value."""
-    stated = known.stated(index)
+    stated = known.fact_counts(index)
     return len(stated) == 1 and sum(n for n, _ in stated.values()) == count
 
 
@@ -90,7 +95,7 @@ def disagreement(what: str, stated: Mapping[str, tuple[int, tuple[int, ...]]], f
     lines = [
         line
         for line in difflib.unified_diff(
-            files.stated(stated[common][1][0]).splitlines(), files.stated(min(odd)).splitlines(), lineterm="", n=0
+            files.read_fact(stated[common][1][0]).splitlines(), files.read_fact(min(odd)).splitlines(), lineterm="", n=0
         )
         if line[:1] in "+-" and line[:3] not in ("+++", "---")
     ]

@@ -87,21 +87,21 @@ class Digest:
         return cls(**{**said, **groups, **ends, "facts": facts})
 
     def __add__(self, other: "Digest") -> "Digest":
-        late, ahead = _ordered(self, other)
+        late, ahead = _late_and_ahead(self, other)
         # associative and commutative except for the choice of names: decisions do not depend on the shape of the tree
         return Digest(
-            failed=_least(self.failed, other.failed),
+            failed=_minimum(self.failed, other.failed),
             silent=self.silent if self.silent and not (other.silent and other.silent > self.silent) else other.silent,
             late=late,
             ahead=ahead,
-            longest=self.longest if self.longest == other.longest else _most(self.longest, other.longest),
-            facts=_added(self.facts, other.facts) if self.facts and other.facts else self.facts or other.facts,
+            longest=self.longest if self.longest == other.longest else _maxima(self.longest, other.longest),
+            facts=_count_values(self.facts, other.facts) if self.facts and other.facts else self.facts or other.facts,
             stop=self.stop or other.stop,
             holding=self.holding + other.holding,
             hold=max(self.hold, other.hold),
         )
 
-    def stated(self, index: int) -> dict[str, tuple[int, tuple[int, ...]]]:
+    def fact_counts(self, index: int) -> dict[str, tuple[int, tuple[int, ...]]]:
         """Maps the hash of each value of a fact to the number of processes that stated it, and the first of them."""
         return {value.partition(":")[2]: found for value, found in self.facts.items() if value.startswith(f"{index}:")}
 
@@ -112,31 +112,31 @@ def merge(digests: Iterable[Digest]) -> Digest:
     return reduce(Digest.__add__, each, next(each, Digest()))
 
 
-def _ordered(one: Digest, other: Digest) -> tuple[ProcessGroup | None, ProcessGroup | None]:
+def _late_and_ahead(one: Digest, other: Digest) -> tuple[ProcessGroup | None, ProcessGroup | None]:
     """Returns the processes of both digests that are at the lowest place, and the processes ahead of them."""
     if one.late is None or other.late is None:
         known = other if one.late is None else one
         return known.late, known.ahead
     if one.late.place == other.late.place:
-        return one.late + other.late, _both(one.ahead, other.ahead)
+        return one.late + other.late, _union(one.ahead, other.ahead)
     if one.late.place < other.late.place:
-        return one.late, _both(_both(one.ahead, other.late), other.ahead)
-    return other.late, _both(_both(one.late, one.ahead), other.ahead)
+        return one.late, _union(_union(one.ahead, other.late), other.ahead)
+    return other.late, _union(_union(one.late, one.ahead), other.ahead)
 
 
-def _both(one: ProcessGroup | None, other: ProcessGroup | None) -> ProcessGroup | None:
+def _union(one: ProcessGroup | None, other: ProcessGroup | None) -> ProcessGroup | None:
     return one + other if one and other else one or other
 
 
-def _least(one: tuple[int, str] | None, other: tuple[int, str] | None) -> tuple[int, str] | None:
+def _minimum(one: tuple[int, str] | None, other: tuple[int, str] | None) -> tuple[int, str] | None:
     return min(one, other) if one and other else one or other
 
 
-def _most(one: Mapping[str, float], other: Mapping[str, float]) -> Mapping[str, float]:
+def _maxima(one: Mapping[str, float], other: Mapping[str, float]) -> Mapping[str, float]:
     return {**one, **{what: max(seconds, one.get(what, 0.0)) for what, seconds in other.items()}}
 
 
-def _added(one: Mapping, other: Mapping) -> Mapping[str, tuple[int, tuple[int, ...]]]:
+def _count_values(one: Mapping, other: Mapping) -> Mapping[str, tuple[int, tuple[int, ...]]]:
     """Counts the processes per stated value; rare values are counted together."""
     # if every process stated its own value (by mistake, e.g. a PRNG seed), digests would grow with the process count
     both = dict(one)

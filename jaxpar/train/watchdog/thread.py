@@ -133,14 +133,14 @@ class WatchdogThread(SingleProcess):
         index = self._watchdog.state(what, decisions.digest_of(text))
 
         def differs() -> bool:
-            stated = self._watchdog.known.stated(index)
+            stated = self._watchdog.known.fact_counts(index)
             late = time.monotonic() - begin > self._watchdog.limit
             return len(stated) > 1 and (late or sum(count for count, _ in stated.values()) == self.count)
 
         self._wait(lambda: self._watchdog.first.agreed >= index or differs())
         if self._watchdog.first.agreed < index:
             time.sleep(PAUSE)  # until the others have found the difference and read this text
-            raise decisions.disagreement(what, self._watchdog.known.stated(index), self._watchdog.files)
+            raise decisions.disagreement(what, self._watchdog.known.fact_counts(index), self._watchdog.files)
         self.begin_activity(before.step, before.doing)
 
     def explain(self, error: Exception) -> Exception:
@@ -197,10 +197,10 @@ class WatchdogThread(SingleProcess):
         if not hurried:
             return every
         waited = time.monotonic() - (self._waiting or time.monotonic())
-        return min(every, max(watchdog.shortest(self.count), every / 10, waited / 50))
+        return min(every, max(watchdog.shortest_interval(self.count), every / 10, waited / 50))
 
     def _watch(self) -> None:
-        away = Away(self.folder)
+        away = FolderOutage(self.folder)
         while True:
             self._asked.wait(self._pause())
             self._asked.clear()
@@ -228,7 +228,7 @@ def _failed_peer(own: Watchdog) -> str:
     return failed[1] if failed and failed[0] != own.process else ""
 
 
-class Away:
+class FolderOutage:
     """Warns that a folder cannot be written: at once, each time the outage has doubled, and at its end.
 
     Args:

@@ -44,7 +44,7 @@ def children(process: int, count: int) -> list[int]:
     return found
 
 
-def shortest(count: int) -> float:
+def shortest_interval(count: int) -> float:
     """Returns the minimum seconds between turns at which `count` processes open at most `MOST` files per second."""
     return count * OPENED / MOST
 
@@ -59,7 +59,7 @@ def interval(count: int, limit: float) -> float:
     >>> interval(3, 30.0), round(interval(4096, 30.0), 2)
     (0.5, 0.82)
     """
-    return max(min(EVERY, limit / 10), shortest(count))
+    return max(min(EVERY, limit / 10), shortest_interval(count))
 
 
 def patience(count: int, limit: float) -> float:
@@ -163,12 +163,12 @@ class Watchdog:
                 # by its clock: measure their silence from now on
                 self._heard.clear()
             self._awake, self._before = self._age(now), now
-        below = merge(self._hear(child, now) for child in self._children)
+        below = merge(self._read_heartbeat(child, now) for child in self._children)
         if self.process == 0:
-            self._lead(below)
+            self._decide(below)
         self._write(below)
         if self.process:
-            self.known = self._hear(0, now)
+            self.known = self._read_heartbeat(0, now)
         with self._lock:
             self._beat = stop.promise(self._beat, self.first, self._reached)
         return judge(self.process, self.known, limit=self.limit)
@@ -187,23 +187,23 @@ class Watchdog:
         """Returns the seconds that this process has been running, without time during which it was stopped."""
         return self._awake + min((self.clock() if now is None else now) - self._before, 4 * self.interval)
 
-    def _hear(self, process: int, now: float) -> Digest:
+    def _read_heartbeat(self, process: int, now: float) -> Digest:
         """Reads the heartbeat of a process; returns the digest of it and of the processes below it."""
         beat = self.files.read(process) or unknown(process)
         if process == 0:
             # keep the newest heartbeat of process 0: a shared file system may briefly show an older file, or none
             self._said = beat = max(self._said, beat, key=lambda each: each.count)
-        alone = beat.digest(self._silence(beat, now))
+        alone = beat.digest(self._silent_seconds(beat, now))
         return alone if beat.below is None else alone + beat.below
 
-    def _silence(self, beat: Heartbeat, now: float) -> float:
+    def _silent_seconds(self, beat: Heartbeat, now: float) -> float:
         """Returns the seconds since the heartbeat of a process last changed, by this process's clock."""
         life = (beat.pid, beat.count)
         if beat.process not in self._heard or self._heard[beat.process][0] != life:
             self._heard[beat.process] = (life, now)
         return round(now - self._heard[beat.process][1], 2)
 
-    def _lead(self, below: Digest) -> None:
+    def _decide(self, below: Digest) -> None:
         """Decides, in process 0, the step after which all stop, and which facts all agree on."""
         with self._lock:
             self._beat = replace(self._beat, stuck=round(self._age() - self._began, 2))
