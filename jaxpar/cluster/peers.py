@@ -53,7 +53,7 @@ class Peer:
         """Sends a line, and sets the deadline for the answer to `until`."""
         self.text, self.until = b"", until
         try:
-            self.socket.sendall(_line(message))
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
         except OSError:  # a broken connection raises again, with its reason, when it is read
             return
 
@@ -198,10 +198,6 @@ def _is_connected(peer: socket.socket) -> bool:
         return True
     except OSError:
         return False
-
-
-def _line(message: dict[str, Any]) -> bytes:
-    return json.dumps(message).encode() + b"\n"
 
 
 def _parse(text: bytes) -> dict[str, Any]:

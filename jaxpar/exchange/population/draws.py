@@ -42,7 +42,7 @@ def check(over: Mapping[str, Any], method: str) -> None:
     Raises:
       JaxparError: If there are such values; the message has all of them.
     """
-    problems = [Problem(f"sweep.over.{name} = {_format_value(value)}", *fault)
+    problems = [Problem(f"sweep.over.{name} = {value!r:.100}", *fault)
                 for name, value in over.items() if (fault := _broken_rule(value, method))]  # fmt: skip
     if problems:
         raise JaxparError(*problems)
@@ -111,7 +111,3 @@ def _broken_rule(value: object, method: str) -> tuple[str, str] | None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
-
-
-def _format_value(value: object) -> str:
-    return f"{value!r:.100}"

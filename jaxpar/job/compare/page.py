@@ -79,14 +79,10 @@ def render(curves: Sequence[Curve], *, title: str, law: str, compute: float, lin
     return document(
         title,
         tag("p", subtitle, " ", badge("modelled"), cls="jx-where"),
-        table("Methods", _HEAD, [_with_badge(row) for row in rows(curves)], "ttnnnnn"),
+        table("Methods", _HEAD, [(name, badge(kind), *cells) for name, kind, *cells in rows(curves)], "ttnnnnn"),
         *sections,
         tag("ul", *[tag("li", badge(word), f" {MEANT[word]}") for word in badges], cls="jx-key jx-legend"),
     )
-
-
-def _with_badge(row: tuple[str, ...]) -> tuple[str, ...]:
-    return (row[0], badge(row[1]), *row[2:])
 
 
 def _line(curve: Curve, key: str, look: str) -> Line:
