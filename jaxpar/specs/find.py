@@ -225,7 +225,7 @@ def choose_dims(
     """
     solver = SpecsSolver(program, sizes, costs, examples=examples, both=both)
     solution = solver.solve(memory=memory)
-    if not solver.idle(solution) and (solver.splits_parameters(solution) or not parameters):
+    if not solution.idle and (solver.splits_parameters(solution) or not parameters):
         return solver, solution, None
     split = SpecsSolver(program, sizes, replace(costs, launch=0.0), examples=examples, both=both)
     return split, split.solve(memory=memory, split=True), (solver, solution)
@@ -235,7 +235,7 @@ def _note_on_cheapest(solver: SpecsSolver, solution: Solution, parallel: Paralle
     """Says why the cheapest choice, which leaves an axis idle or splits no parameter, is not the one taken."""
     names, shown = {*name_solution(solver, solution, axes_of(parallel)).names.values()}, _format_axes(parallel)
     instead = "without launches, and with matmuls and parameters split as declared"
-    if not solver.idle(solution) and any(name.startswith("tokens") for name in names):
+    if not solution.idle and any(name.startswith("tokens") for name in names):
         return (
             f"best for {rows} examples a device on {chip} would be to split tokens and no parameter, as "
             f"context={solver.n} does ({solution.cost * 1e3:.3g} ms by this model); this is {instead}"

@@ -85,6 +85,7 @@ class Formulation(IntegerProgram):
         self._kept_whole = 0.0
         self._complexity: dict[int, float] = {}
         self._whole_work: list[dict[int, float]] = [{} for _ in self.sizes]
+        self._cuts: list[list[int]] = [[] for _ in self.sizes]  # for each axis, the columns of v whose loop it cuts
         self.x: dict[tuple[int, int], int] = {}
         self._pairs: dict[States, int] = {}
         self._joint_columns: dict[Any, dict[States, int]] = {}
@@ -257,6 +258,7 @@ class Formulation(IntegerProgram):
         self._flop.append(({column: each.devices for column, each in zip(v, strategies, strict=True)}, flop))
         for axis, whole in enumerate(self._whole_work):
             alone = [column for column, each in zip(v, strategies, strict=True) if each.loops[axis] is None]
+            self._cuts[axis] += [column for column in v if column not in alone]
             if len(alone) < len(v) and flop:
                 whole.update(dict.fromkeys(alone, flop))
         for axis in range(len(self.sizes)):

@@ -26,6 +26,8 @@ class Solution:
 
     Attributes:
       axes: Each class of pieces that is cut, to the indices of the axes that cut it.
+      idle: Indices of the axes that cut no matmul, convolution or lookup: at most parameters that no such operation
+        reads, or that the loss does not use.
       cost: Seconds of the modelled step.
       best: Seconds of the cheapest choice; this one is the simplest that costs at most `TIE` more.
       bound: Seconds below which no choice can cost, by the linear relaxation and the solver's search.
@@ -39,6 +41,7 @@ class Solution:
     """
 
     axes: Mapping[int, tuple[int, ...]]
+    idle: tuple[int, ...]
     cost: float
     best: float
     bound: float
@@ -120,6 +123,7 @@ class SpecsSolver(Formulation):
             axes[state] += (axis,) if values[column] > 0.5 else ()
         return Solution(
             axes={state: numbers for state, numbers in axes.items() if numbers},
+            idle=tuple(axis for axis, cuts in enumerate(self._cuts) if not any(values[k] > 0.5 for k in cuts)),
             cost=float(cost @ values) + constant,
             best=best,
             bound=min(bound, found.fun) / scale + constant,
@@ -165,11 +169,6 @@ class SpecsSolver(Formulation):
         """Returns the FLOP of the operations that an axis can cut."""
         whole = self._whole_work[axis]
         return sum(flop for columns, flop in self._flop if any(column in whole for column in columns))
-
-    def idle(self, solution: Solution) -> list[int]:
-        """Returns the indices of the axes that cut nothing."""
-        used = {axis for axes in solution.axes.values() for axis in axes}
-        return [axis for axis in range(len(self.sizes)) if axis not in used]
 
     def splits_parameters(self, solution: Solution) -> bool:
         """Whether a solution cuts any parameter."""

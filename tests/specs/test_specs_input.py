@@ -185,6 +185,20 @@ def test_a_model_without_matmuls_has_nothing_to_split():
     assert find(model=Scale).specs.names == {}
 
 
+def test_an_axis_that_splits_only_what_the_loss_does_not_use_splits_the_matmuls():
+    """So a classifier ignores the predictor of a pretrained model, whose update is cheaper if it is split."""
+
+    class Unused(Net):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.head = nnx.Param(jnp.ones((64, 512)))
+
+    found = find(model=Unused)
+    assert "tensor=8 costs more than it saves" in found.note
+    assert found.specs.paths["up/kernel"] == (None, "mlp")
+    assert found.specs.paths["down/kernel"] == ("mlp", None)
+
+
 OWN = {
     "a path": ({"paths": {"up/kernel": ("mlp", None)}}, "paths 'up/kernel': mlp, - (found: -, mlp)"),
     "a pattern": ({"paths": {"kernel": (None, None)}}, "paths 'kernel': -, - (found:"),
