@@ -81,6 +81,7 @@ class Formulation(IntegerProgram):
         self._memory_whole = self._constant = 0.0
         self._collectives: list[tuple[int, RepeatedCollective]] = []
         self._flop: list[tuple[dict[int, int], float]] = []
+        self._repeated: defaultdict[int, float] = defaultdict(float)  # column to FLOP of a device beyond those of v
         self._kept: defaultdict[int, float] = defaultdict(float)
         self._kept_whole = 0.0
         self._complexity: dict[int, float] = {}
@@ -369,6 +370,8 @@ class Formulation(IntegerProgram):
         for target, y in given.items():
             self._row({columns[target, s]: 1.0 for s in dict.fromkeys(made)} | {y: -1.0}, 0, 0)
         flows = {(source, target): column for (target, source), column in columns.items()}
+        for (source, target), column in flows.items():
+            self._repeat(column, count * operation.times * operation.flop, source, target)
         of_examples = self._has_examples(operation.result)
         for move, users in self._flow_collectives(operation.result.bytes, flows, _is_merged(operation.result)).items():
             if move.kind in ("all-reduce", "reduce-scatter") and group is not None:
@@ -382,6 +385,21 @@ class Formulation(IntegerProgram):
             else:
                 for column in users:
                     self._add_traffic(column, move, count * operation.times, of_examples=of_examples)
+
+    def _repeat(self, column: int, flop: float, source: States, target: States) -> None:
+        """Adds the work that devices repeat for a result that a strategy cuts and that its names leave whole.
+
+        XLA does not gather such a result: a constraint holds for the operation itself, whose operands XLA gathers.
+        """
+        before = [size for size, state in zip(self.sizes, source, strict=True) if state is not None]
+        after = [
+            size
+            for size, state, stored in zip(self.sizes, source, target, strict=True)
+            if state == PARTIAL or (state is not None and stored is not None)
+        ]
+        repeated = flop * (1 / math.prod(after) - 1 / math.prod(before))
+        self._cost[column] += repeated / self.costs.flops
+        self._repeated[column] += repeated
 
 
 def _size_of(operation: Operation, loop: int | None) -> int:

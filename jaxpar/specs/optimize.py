@@ -118,6 +118,7 @@ class SpecsSolver(Formulation):
             values = values if simplest.x is None else simplest.x
         total = lambda amounts: sum(amount * values[column] for column, amount in amounts.items())  # noqa: E731
         done = sum(flop * sum(values[k] / n for k, n in devices.items()) for devices, flop in self._flop)
+        done += total(self._repeated)
         axes: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
         for (axis, state), column in self.x.items():
             axes[state] += (axis,) if values[column] > 0.5 else ()

@@ -97,6 +97,11 @@ def _random_step(rng, shapes, params):
     return partial(_scores, at, pick(fits)) if kind == "pair" and rank > 2 and fits else None
 
 
+def is_computed_whole(made, target):
+    """Whether XLA computes a result whole, though a strategy cuts it: if the names of its line leave it whole."""
+    return made not in (None, PARTIAL) and target is None
+
+
 def _dense(at, param, params, arrays):
     return arrays[at] @ params[param]
 
@@ -261,7 +266,8 @@ class Exhaustive:
     def _choice(self, group, option, index, cut):
         """Returns the seconds of an operation alone, and those of collectives that others may share."""
         operation, (asked, made) = group[0], option
-        own = len(group) * operation.flop / self.costs.flops / (self.n if index else 1)
+        ways = self.n if index and not is_computed_whole(made, self._state(operation.result, cut)) else 1
+        own = len(group) * operation.flop / self.costs.flops / ways
         shared = {}
         for operand, target in zip(operation.operands, asked, strict=True):
             if operand.constant:

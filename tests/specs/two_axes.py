@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from itertools import chain, product
 
-from specs.programs import Exhaustive
+from specs.programs import Exhaustive, is_computed_whole
 
 from jaxpar.sharding.infer_names.dim_pieces import flat
 
@@ -191,7 +191,11 @@ class ExhaustivePairs(Exhaustive):
     def _pair(self, group, options, pair, cut):
         operation = group[0]
         chosen = [options[axis][pair[axis]] for axis in (0, 1)]
-        share = math.prod(self.sizes[axis] for axis in (0, 1) if pair[axis])
+        targets = self._state(operation.result, cut)
+        share = math.prod(
+            self.sizes[axis] for axis in (0, 1)
+            if pair[axis] and not is_computed_whole(chosen[axis][2], targets[axis])
+        )  # fmt: skip
         alone, shared = len(group) * operation.flop / self.costs.flops / share, {}
         for index, operand in enumerate(operation.operands):
             if not operand.constant:
