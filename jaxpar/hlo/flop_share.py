@@ -22,7 +22,9 @@ from jaxpar.hlo.trip_counts import walk
 from jaxpar.models.islands import MIXTURE
 from jaxpar.units import show_count
 
-if TYPE_CHECKING:  # a plain step loads no pipeline
+if TYPE_CHECKING:  # a plain step loads no pipeline, and names no lines
+    from jaxpar.hlo.unsplit_lines import UnsplitLines
+    from jaxpar.parallel.layout import Layout
     from jaxpar.pipeline.tables.schedule import Schedule
 
 ALLOWED = 1.05  # times its share: XLA rounds shards up where a size does not divide
@@ -41,6 +43,7 @@ class FlopShare:
         kernels by dense convolutions. They belong to no share, and are not repeated work.
       ragged: FLOP of one device that XLA adds to ragged matmuls, whose entries it multiplies by the matrices of all
         groups. They belong to no share.
+      layout: The layout, whose names may leave work whole; None if unknown.
     """
 
     devices: int
@@ -48,6 +51,7 @@ class FlopShare:
     matmuls: tuple[tuple[float, Any], ...] = field(repr=False)
     zeros: float = 0.0
     ragged: float = 0.0
+    layout: "Layout | None" = field(default=None, repr=False, compare=False)
 
     @property
     def flop(self) -> float:
@@ -74,18 +78,23 @@ class Excess:
       share_flop: FLOP of a device's share.
       lines: Lines of code with the largest excess, `net.py:12 in __call__`, largest first.
       ragged_flop: FLOP of the excess that XLA adds to ragged matmuls.
+      unsplit: Those of the lines that names in `Parallel.activations` leave whole; None without any.
     """
 
     computed_flop: float
     share_flop: float
     lines: tuple[str, ...]
     ragged_flop: float = 0.0
+    unsplit: "UnsplitLines | None" = None
 
     @property
     def fixes(self) -> tuple[str, ...]:
         """The ways out, as text."""
         repeated = self.computed_flop > ALLOWED * (self.share_flop + self.ragged_flop)
-        return (*([MIXTURE] if self.ragged_flop else []), *([FIX] if repeated else []))
+        return (
+            *([MIXTURE] if self.ragged_flop else []),
+            *([self.unsplit.fix if self.unsplit else FIX] if repeated else []),
+        )
 
     def __str__(self) -> str:
         ragged = (
@@ -97,10 +106,11 @@ class Excess:
             f"{self.computed_flop / self.share_flop:.2f} times "
             f"its share of {show_count(self.share_flop)}; most of the excess: "
             f"{'; '.join(self.lines) or 'an unknown line'}{ragged if self.ragged_flop else ''}"
+            f"{f'; {self.unsplit.cause}' if self.unsplit else ''}"
         )
 
 
-# the same for every excess: only the user knows which constraint or size caused it
+# only the user knows which constraint or size caused it
 FIX = (
     "a sharding constraint there that splits what is whole, by names that have a rule (jp.constrain, or rules in "
     "Parallel), or the constraint gone that makes it whole, or an axis of a size that divides heads and widths; "
@@ -108,7 +118,9 @@ FIX = (
 )
 
 
-def flop_share(jaxpr: Any, devices: int, schedule: "Schedule | None") -> FlopShare | None:
+def flop_share(
+    jaxpr: Any, devices: int, schedule: "Schedule | None", layout: "Layout | None" = None
+) -> FlopShare | None:
     """Computes each device's share of a traced step; None if a trip count depends on the data."""
     matmuls = tuple(traced_matmuls(jaxpr, schedule))
     if any(flop is None for _, flop in matmuls):
@@ -116,7 +128,7 @@ def flop_share(jaxpr: Any, devices: int, schedule: "Schedule | None") -> FlopSha
     traced = tuple((flop, equation.source_info.traceback) for equation, flop in matmuls)
     zeros = sum(flop * (equation.params["batch_group_count"] - 1) for equation, flop in matmuls if _depthwise(equation))
     ragged = sum(flop * (ragged_groups(equation) - 1) for equation, flop in matmuls)
-    return FlopShare(devices, schedule, traced, zeros / devices, ragged / devices)
+    return FlopShare(devices, schedule, traced, zeros / devices, ragged / devices, layout)
 
 
 def _depthwise(equation: Any) -> bool:
@@ -144,7 +156,11 @@ def find_excess(program: str | Module, share: FlopShare | None) -> Excess | None
     module = parse(program) if isinstance(program, str) else program  # the message needs lines: all text
     # a kernel of ragged matmuls would compute less
     expanded = ALLOWED * computed >= share.flop + share.ragged
-    return Excess(computed, share.flop, tuple(_lines(module, share)), share.ragged if expanded else 0.0)
+    from jaxpar.hlo.unsplit_lines import unsplit_lines  # only here
+
+    lines = tuple(_lines(module, share))
+    unsplit = unsplit_lines(share.layout, lines) if share.layout else None
+    return Excess(computed, share.flop, lines, share.ragged if expanded else 0.0, unsplit)
 
 
 def _multiplies_zeros(module: Module) -> bool:

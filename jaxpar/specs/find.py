@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.errors import refuse, suggest
+from jaxpar.hlo.flop_share import ALLOWED
 from jaxpar.parallel.compose import as_blueprint
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.plan.machine.hardware import HARDWARE, Hardware
@@ -42,6 +43,7 @@ class FoundSpecs:
       note: Says that the cheapest choice would leave an axis idle or split no parameter, if that is so; else "".
       differing: The user's own names that differ from those found; the user's are used.
       seconds: Seconds that tracing, analysis and solving took.
+      chip: The GPU for which they are found.
     """
 
     parallel: Parallel
@@ -52,6 +54,7 @@ class FoundSpecs:
     note: str
     differing: tuple[str, ...]
     seconds: float
+    chip: str
 
     def __repr__(self) -> str:
         solution = self.solution
@@ -65,7 +68,19 @@ class FoundSpecs:
         """The names, their cost and its lower bound, in one sentence."""
         return (
             f'specs="found": {self._splits}; {self.solution.cost * 1e3:.3g} ms of a step\'s work and traffic, '
-            f"modelled, {self.solution.cost / self.solution.bound - 1:.1%} above the least possible{self._differing}"
+            f"modelled, {self.solution.cost / self.solution.bound - 1:.1%} above the least possible"
+            f"{f'; {self._repeated}' if self._repeated else ''}{self._differing}"
+        )
+
+    @property
+    def _repeated(self) -> str:
+        """How much of the matmuls' work devices repeat, and why; "" for none."""
+        times = self.solution.work * math.prod(self.parallel.sizes[axis] for axis in axes_of(self.parallel))
+        if times <= ALLOWED:
+            return ""
+        return (
+            f"each device computes {times:.2f} times its share of the matmuls' FLOP: some stay whole, as no dim can be "
+            f"split, or as that costs more than it saves on {self.chip}"
         )
 
     @property
@@ -91,6 +106,8 @@ class FoundSpecs:
         )
         if self.note:
             lines.append(f"  {self.note}")
+        if self._repeated:
+            lines.append(f"  {self._repeated}")
         lines += [f"  yours wins, unlike the prediction: {own}" for own in self.differing]
         if solution.cost > 1.0001 * solution.best:
             lines.append(f"  the simplest within {TIE:.0%} of the best, {solution.best * 1e3:.4g} ms")
@@ -192,6 +209,7 @@ def find_specs(
         differing=differing,
         unknown=tuple(sorted(program.unknown)),
         seconds=time.perf_counter() - start,
+        chip=chip,
     )
 
 

@@ -146,7 +146,7 @@ class Compiler:
 
             check_row_pairs(self.layout, self._loss, batch, count)
         schedule = self.layout.schedule if self.layout.sizes["pipe"] > 1 else None
-        self.share = flop_share(traced.jaxpr.jaxpr, self.layout.devices, schedule)
+        self.share = flop_share(traced.jaxpr.jaxpr, self.layout.devices, schedule, self.layout)
         if self._numerics.dtype:
             self.matmuls = precision.count_matmuls(traced.jaxpr.jaxpr, schedule)
             precision.check_bf16(self.matmuls, self._numerics.matmuls)
