@@ -3,12 +3,15 @@
 stored shards ─► cast to the compute dtype ─► gathered ─► read by a layer
 """
 
-from collections.abc import Set
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import get_opaque_trace_state
 
-from jaxpar.errors import refuse
 from jaxpar.models.dim_names import axes_of
 from jaxpar.parallel.gather import constrained, gather, gather_combined, padding, reshard_padded
 from jaxpar.parallel.layout import Layout
@@ -17,6 +20,23 @@ from jaxpar.sharding.names import SCOPE, Tree, path_of
 from jaxpar.sharding.rules import SMALL, own_dims
 
 MEMBERS = (None, "head_dim")  # names that jaxpar may infer for the dim of an ensemble's members
+
+# of each stack of matrices: what it was read from (value, dtype, trace), and what the model got
+_stacks: ContextVar[dict[str, tuple[tuple, jax.Array]] | None] = ContextVar("stacks", default=None)
+
+
+@contextmanager
+def shared_reads() -> Iterator[None]:
+    """Gathers a stack of matrices once in a trace, even if the model reads it several times.
+
+    A Python loop over experts reads the stack of all of them for each: gathered at every read, it would be sent as
+    often as there are experts. Remat and scans are traces of their own, and gather by themselves.
+    """
+    token = _stacks.set({})
+    try:
+        yield
+    finally:
+        _stacks.reset(token)
 
 
 def read_parameter(layout: Layout, path: str, value: jax.Array, dtype=None) -> jax.Array:
@@ -27,6 +47,17 @@ def read_parameter(layout: Layout, path: str, value: jax.Array, dtype=None) -> j
     """
     if path in layout.other_state:
         return _read_other(layout, path, value)
+    stacks = _stacks.get()
+    if stacks is None or value.ndim < 3:
+        return _read(layout, path, value, dtype)
+    source, gathered = stacks.get(path, ((None, None, None), value))
+    if source[0] is not value or source[1:] != (dtype, get_opaque_trace_state()):
+        gathered = _read(layout, path, value, dtype)
+        stacks[path] = (value, dtype, get_opaque_trace_state()), gathered
+    return gathered
+
+
+def _read(layout: Layout, path: str, value: jax.Array, dtype: Any) -> jax.Array:
     with jax.named_scope(SCOPE + path.replace("/", ".")):
         cast = dtype is not None and value.dtype != dtype and _is_cast(layout, path, value)
         if cast:
@@ -102,21 +133,6 @@ def _check_sliced(layout: Layout, path: str, shape: tuple[int, ...]) -> None:
     sliced = places[path].sliced_dims(shape)
     if not places[path].is_split(sliced) or places[path].leaf.bytes < SMALL:
         return
-    count = [places[path].leaf.shape[dim] for dim in sliced]
-    stack = path.split("/")[0] + "/"  # one scan or vmap slices the parameters of one module: refuse all at once
-    matches = [
-        param
-        for param, place in places.items()
-        if param == path or (param.startswith(stack) and place.leaf.bytes >= SMALL and place.is_split(sliced)
-                            and [place.leaf.shape[dim] for dim in sliced] == count)
-    ]  # fmt: skip
-    rules = {
-        param: tuple("layers" if dim in sliced else name for dim, name in enumerate(places[param].names))
-        for param in matches
-    }
-    raise refuse(
-        f"{path} {layout.describe(path)}: the model takes dim {sliced[0]} apart, by a scan or a vmap, and "
-        f"{places[path].stored[sliced[0]]} splits it",
-        rule="a dim of stacked layers stays whole, so that each layer is gathered when it runs",
-        fix=f"paths={rules} in Parallel, or names in the model",
-    )
+    from jaxpar.parallel.sliced_stacks import sliced_stack_error  # only an error loads it
+
+    raise sliced_stack_error(layout, path, sliced)

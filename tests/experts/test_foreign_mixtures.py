@@ -232,6 +232,37 @@ def test_the_first_step_says_that_xla_runs_ragged_matmuls_for_all_experts():
     assert message.partition("fix: ")[2].startswith("jp.mixture(")
 
 
+class InTurn(nnx.Module):
+    """A Python loop over experts, each of which computes all tokens, as in Tunix's Qwen 3."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        normal = nnx.initializers.normal(0.3)
+        self.embed = nnx.Embed(32, 16, rngs=rngs)
+        self.router = nnx.Linear(16, 4, use_bias=False, rngs=rngs)
+        self.up = nnx.Param(normal(rngs.params(), (4, 16, 32)))
+        self.down = nnx.Param(normal(rngs.params(), (4, 32, 16)))
+        self.head = nnx.Linear(16, 32, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = y = self.embed(tokens)
+        weights = jax.nn.softmax(self.router(x))
+        for i in range(4):
+            y = y + weights[..., i : i + 1] * (nnx.relu(x @ self.up[...][i]) @ self.down[...][i])
+        return self.head(y)
+
+
+@pytest.mark.parametrize("remat", ["none", pytest.param("full", marks=pytest.mark.slow)])
+def test_a_loop_over_experts_gathers_their_stacks_once_over_fsdp(remat):
+    layout = jp.compose(InTurn, jp.Parallel(fsdp=8))
+    step = jp.train_step(layout, loss, OPTIMIZER, remat=remat)
+    ledger = jp.inspect(step, tokens()).ledger
+    gathers = [each for each in ledger if each.kind == "all-gather" and {"up", "down"} & {*each.parameters}]
+    passes = 2 if remat == "full" else 1
+    assert sum(each.payload * each.times for each in gathers) == passes * 2 * 4 * 16 * 32 * 4
+    _, losses, _ = trained(InTurn, loss, OPTIMIZER, tokens(), {"fsdp": 8})
+    np.testing.assert_allclose(losses, train(InTurn, InTurn, loss, OPTIMIZER, tokens())[0], rtol=1e-5)
+
+
 class Biased(nnx.Module):
     """Each expert has biases, and all compute all tokens; the router has one too, which is no expert's."""
 

@@ -13,6 +13,7 @@ from jaxpar.models.islands import implemented
 from jaxpar.parallel.convolutions import split_convolutions
 from jaxpar.parallel.declaration import Axes, Parallel
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.read_parameter import shared_reads
 from jaxpar.parallel.techniques.attention_choice import Choose, refuse_choice
 from jaxpar.parallel.techniques.base import Compose, TracedStep
 from jaxpar.parallel.techniques.table import TECHNIQUES
@@ -115,7 +116,7 @@ def tracing(
         islands(layout, TracedStep(choose=choose, saves_activations=saves_activations)),
     )
     processors = layout.mesh is not None and layout.mesh.devices.flat[0].platform == "cpu"
-    with names as dim_names, implemented(table) as calls, sharding_translation(), step_hooks():
+    with names as dim_names, implemented(table) as calls, sharding_translation(), step_hooks(), shared_reads():
         with split_convolutions(processors=processors):
             yield
     model_use.names |= with_meanings(dim_names)
