@@ -145,6 +145,10 @@ class Compiler:
             from jaxpar.step.checks.row_pairs import check_row_pairs  # a step without microbatches has no pairs to lose
 
             check_row_pairs(self.layout, self._loss, batch, count)
+        if self.layout.sizes.get("expert", 1) > 1:
+            from jaxpar.step.checks.experts_in_turn import check_experts  # other steps do not load it
+
+            check_experts(self.layout, traced.jaxpr.jaxpr)
         schedule = self.layout.schedule if self.layout.sizes["pipe"] > 1 else None
         self.share = flop_share(traced.jaxpr.jaxpr, self.layout.devices, schedule, self.layout)
         if self._numerics.dtype:

@@ -263,6 +263,31 @@ def test_a_loop_over_experts_gathers_their_stacks_once_over_fsdp(remat):
     np.testing.assert_allclose(losses, train(InTurn, InTurn, loss, OPTIMIZER, tokens())[0], rtol=1e-5)
 
 
+def test_experts_that_a_loop_takes_one_by_one_are_warned_of():
+    paths = {"up": ("expert", "embed", "mlp"), "down": ("expert", "mlp", "embed")}
+    step = jp.train_step(jp.compose(InTurn, jp.Parallel(expert=4, data=2, paths=paths)), loss, OPTIMIZER)
+    with pytest.warns(
+        UserWarning, match=r"takes the 4 experts of up one by one[\s\S]*fix: expert=1 and fsdp=4"
+    ) as warned:
+        step.lower(step.abstract(), tokens())
+    assert len(warned) == 1
+
+
+def test_a_rule_that_splits_more_than_experts_over_their_axis_is_warned_of():
+    """So Tunix names the dims that FSDP shards, those of experts too."""
+
+    class Named(Unnamed):
+        def __init__(self, rngs: nnx.Rngs):
+            super().__init__(rngs)
+            self.up.set_metadata(out_sharding=("fsdp", None, "tp"))
+            self.head.kernel.set_metadata(out_sharding=("fsdp", "tp"))
+
+    rules = {"fsdp": "expert", "tp": None}
+    step = jp.train_step(jp.compose(Named, jp.Parallel(expert=4, data=2, rules=rules)), loss, OPTIMIZER)
+    with pytest.warns(UserWarning, match=r"splits dim 0 of \S+ \(\d+\) and dim 0 of \S+ \(\d+\), which are not all"):
+        step.lower(step.abstract(), tokens())
+
+
 class Biased(nnx.Module):
     """Each expert has biases, and all compute all tokens; the router has one too, which is no expert's."""
 
