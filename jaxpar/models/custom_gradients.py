@@ -147,9 +147,13 @@ def _geglu_backward(
 geglu.defvjp(lambda gate, up, approximate: (geglu(gate, up, approximate), (gate, up)), _geglu_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
 def activate(x: jax.Array, activation: str) -> jax.Array:
-    """Applies an activation elementwise; gelu is exact, gelu_tanh its approximation (arXiv:1606.08415)."""
+    """Applies silu, gelu or gelu_tanh elementwise; gelu is exact, gelu_tanh its approximation (arXiv:1606.08415)."""
+    return _activate(x, activation)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _activate(x: jax.Array, activation: str) -> jax.Array:
     return _plain_activation(x, activation)
 
 
@@ -163,7 +167,7 @@ def _activate_backward(activation: str, x: jax.Array, grad: jax.Array) -> tuple[
     return jax.lax.optimization_barrier(gradient(grad))
 
 
-activate.defvjp(lambda x, activation: (activate(x, activation), x), _activate_backward)
+_activate.defvjp(lambda x, activation: (_plain_activation(x, activation), x), _activate_backward)
 
 
 def logits(x_bsd: jax.Array, head_dv: jax.Array, *, looped: bool = False) -> jax.Array:
