@@ -50,6 +50,8 @@ from jaxpar.step.parameters.overwritten import (
 from jaxpar.step.state import State
 from jaxpar.step.stochastic_loss.loss import StochasticLoss, split_over_examples
 
+LAYOUTS_PARTITIONED = (0, 11)  # before that jax, XLA gathers an array whose layout is constrained
+
 
 @dataclass(frozen=True, eq=False)
 class Unpipelined(Gradients):
@@ -234,7 +236,7 @@ class Unpipelined(Gradients):
         if not self.layout.blueprint.takes_remat:
             objective = remat(objective, model_policy(self.numerics.remat))
         differentiated = jax.grad(objective, has_aux=True)
-        if _on_devices(self.layout):
+        if _on_devices(self.layout) and jax.__version_info__ >= LAYOUTS_PARTITIONED:
             from jaxpar.jaxprs.stack_layouts import keep_stack_layouts
 
             differentiated = keep_stack_layouts(differentiated)
