@@ -25,8 +25,10 @@ class Axis:
       meaning: Its meaning in a few words.
       splits: Names of the dims of parameters and activations that it splits.
       splits_batch: Whether it splits the batch, so that its devices train on different examples.
-      shards_state: Whether it shards the training state, in addition to the dims that it splits.
-      manual: Whether the axis is manual (shard_map) inside a pipeline; otherwise XLA partitions it automatically.
+      shards_state: Whether it shards the training state, in addition to the dims that it splits. A description:
+        `Parallel.zero_axes` lists the axes that do.
+      manual: Whether the axis is manual (shard_map) inside a pipeline; otherwise XLA partitions it automatically. A
+        parameter that a manual axis splits is gathered there, so an axis that splits dims of layers is not manual.
     """
 
     name: str

@@ -5,12 +5,14 @@
 
 As with `jp.constrain`, the model knows no mesh, and outside of a step an island is a plain function. An implementation
 takes the island's own arguments, as arrays of global shape, sharded as the model named their dims: it may constrain
-them to be unsharded, or enter `jax.shard_map` over the axes that shard them. It receives masks other than `causal`, and
-a softcap, only if the model passes them.
+them to be unsharded, or enter `jax.shard_map` over all axes that shard them: over one axis of several that split the
+batch, XLA gathers the others. `parallel.manual_axes.example_axes` names those of the batch, also inside of a pipeline.
+It receives masks other than `causal`, and a softcap, only if the model passes them.
 
-To add an island: a function here that checks its arguments and calls the implementation registered under its name. To
-add an implementation: a row of the table `how` of a technique (`jaxpar.parallel.techniques`). A model's or a user's own
-needs no technique: `with implemented({"attention": mine}):` around the call of the model.
+To add an island: a function, as `experts.mixture` in a file of its own, that checks its arguments and calls the
+`implementation` registered under its name. To add an implementation: a row of the table `how` of a technique
+(`jaxpar.parallel.techniques`). A model's or a user's own needs no technique: `with implemented({"attention": mine}):`
+around the call of the model.
 
 Suffixes of arrays: b batch, s queries, t keys, h heads, g heads of keys and values, k head_dim.
 """

@@ -36,10 +36,11 @@ def pipelined(layers: Layers | Sequence[Callable[..., Any]], x: Any, *per_layer:
     it on the last. In a pipeline, `layers` reads the parameters of one stage.
 
     Args:
-      layers: Equal layers: a function that runs all layers of a stack on x, or a list of layers that are called with x
-        one after the other. Their result has the structure, shapes and dtypes of x. Layers of several kinds that
-        alternate, such as local and global attention, are equal group by group: a list of callables, one per group.
-        With `Pipeline(stages=...)`, a list of any callables, whose results may have any structure and shapes.
+      layers: Equal layers: a function that runs all layers of a stack on x (a scan over them, not a module that
+        `nnx.vmap` stacked), or a list of layers that are called with x one after the other. Their result has the
+        structure, shapes and dtypes of x. Layers of several kinds that alternate, such as local and global attention,
+        are equal group by group: a list of callables, one per group. With `Pipeline(stages=...)`, a list of any
+        callables, whose results may have any structure and shapes.
       x: Input of the layers: an array, or any tree of floating-point arrays, e.g. with an auxiliary loss.
       *per_layer: Inputs of each layer other than parameters, such as a dropout key. Leading dim: layers.
     """
@@ -50,7 +51,7 @@ def pipelined(layers: Layers | Sequence[Callable[..., Any]], x: Any, *per_layer:
 
 @contextmanager
 def intercept_layers(handler: Callable[[Layers, Any, tuple], Any]) -> Iterator[None]:
-    """Context in which a call of `pipelined` runs `at_cut(layers, x, per_layer)` instead."""
+    """Context in which a call of `pipelined` runs `handler(layers, x, per_layer)` instead."""
     token = _at_cut.set(handler)
     try:
         yield
@@ -69,7 +70,7 @@ class _StopTrace(BaseException):  # not an error: stops the trace of the model a
 
 
 def call_at_layers(run: Callable[[], Any], handler: Callable[[Layers, Any, tuple], Any]) -> Any:
-    """Runs `run()` until it calls `pipelined`; returns `take(layers, x, per_layer)`, or None without such a call."""
+    """Runs `run()` until it calls `pipelined`; returns `handler(layers, x, per_layer)`, or None without such a call."""
 
     def stop(layers, x, per_layer):
         raise _StopTrace(handler(layers, x, per_layer))

@@ -40,9 +40,9 @@ class Parallel(Keywords):
         those whose scores of one layer fit the chip, chosen and noted as a step is traced.
       ulysses: Number of neighbouring devices that exchange heads, in groups that rotate keys (arXiv:2405.07719).
       context_kernel: Implementation of a device's part of attention with ring or ulysses. auto: cuDNN's fused kernel on
-        GPUs in 16 bits where it supports the heads and masks, else blocks of plain JAX; `Step.implementations` and
-        reports say which, and why. cudnn: the kernel, or an error; context_by="auto" then chooses a form that has it.
-        plain: blocks of plain JAX.
+        GPUs in 16 bits where it supports the heads and masks, else blocks of plain JAX; `step.compiler.implementations`
+        and reports say which, and why. cudnn: the kernel, or an error; context_by="auto" then chooses a form that has
+        it. plain: blocks of plain JAX.
       tensor: Number of devices that split every large matrix (Megatron tensor parallelism).
       expert: Number of devices that hold different experts of a mixture, and train on different examples (expert
         parallelism; GShard, arXiv:2006.16668). They shard all other parameters together with `fsdp`, as `zero` says.
