@@ -53,7 +53,7 @@ class Told:
     """Sends every row to the test."""
 
     def __init__(self, send):
-        self.step, self.say, self.waits = lambda row: send.send(row["step"]), print, lambda what: None
+        self.step, self.say, self.show_activity = lambda row: send.send(row["step"]), print, lambda what: None
 
 
 WHOLE = jp.Parallel(fsdp=2, zero=3)
