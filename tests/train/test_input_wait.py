@@ -25,7 +25,7 @@ class Uneven:
         time.sleep(self.slow if step % 4 == 3 else 0.0)
         return {"x": np.full(2, step)}
 
-    def placed(self, batch):
+    def to_global_arrays(self, batch):
         return batch
 
 

@@ -202,4 +202,4 @@ def test_a_run_waits_as_it_would_by_looking_at_each_evaluation_in_turn(scores, l
         best, since = (score, 0) if better else (best, since + 1)
     asked = Best(metric="eval_x", lowest=lowest, patience=patience)
     assert asked.evaluations_since_best(rows)[0] == since
-    assert bool(asked.over(rows)) == (0 < patience <= since)
+    assert bool(asked.stop_reason(rows)) == (0 < patience <= since)
