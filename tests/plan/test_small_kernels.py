@@ -87,8 +87,8 @@ def test_saved_scores_exist_once_between_the_passes():
 
     found = estimate(read_program(trace, name="attention"), 1, params=[0], gradients=[0])
     assert found.peak(2)["activations"] == pytest.approx(2 * found.peak(1)["activations"], rel=0.01)
-    stacks = 2 * layers * 2 * seq * seq * 4  # scores and their softmax
-    assert stacks < found.peak(1)["activations"] < 1.5 * stacks
+    stacks = 2 * layers * 2 * seq * seq * 4  # scores and their softmax, of four layers; the arrays of one are live too
+    assert stacks < found.peak(1)["activations"] < stacks + 2.5 * stacks / layers
 
 
 def test_a_ragged_matmul_takes_the_time_of_all_groups():
