@@ -232,16 +232,8 @@ def test_the_first_step_says_that_xla_runs_ragged_matmuls_for_all_experts():
     assert message.partition("fix: ")[2].startswith("jp.mixture(")
 
 
-class InTurn(nnx.Module):
-    """A Python loop over experts, each of which computes all tokens, as in Tunix's Qwen 3."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        normal = nnx.initializers.normal(0.3)
-        self.embed = nnx.Embed(32, 16, rngs=rngs)
-        self.router = nnx.Linear(16, 4, use_bias=False, rngs=rngs)
-        self.up = nnx.Param(normal(rngs.params(), (4, 16, 32)))
-        self.down = nnx.Param(normal(rngs.params(), (4, 32, 16)))
-        self.head = nnx.Linear(16, 32, use_bias=False, rngs=rngs)
+class InTurn(Sorted):
+    """A Python loop over the same experts, each of which computes all tokens, as in Tunix's Qwen 3."""
 
     def __call__(self, tokens):
         x = y = self.embed(tokens)
