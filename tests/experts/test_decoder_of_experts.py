@@ -91,6 +91,21 @@ def assert_same_training(experts, sizes):
     return expected
 
 
+@pytest.mark.slow
+def test_stages_send_each_device_its_share_of_a_microbatch():
+    """What passes between stages stays split over `expert`, which XLA partitions inside of the table."""
+    layout = jp.compose(decoder(MIXTRAL), jp.Parallel(pipe=2, expert=2, data=2))
+    ledger = jp.inspect(jp.train_step(layout, jp.next_token_loss, OPTIMIZER), batch_of()).ledger
+    share = ROWS // layout.schedule.microbatches // 4 * SEQ * 16 * 4  # examples of a device, tokens, dim, bytes
+    passed = [entry for entry in ledger if entry.kind == "collective-permute" and "pipe" in entry.axes]
+    assert share in {entry.payload for entry in passed}
+    assert (
+        max(entry.payload for entry in passed) <= share * layout.schedule.microbatches
+    )  # or a device's share of a batch
+    gathered = [entry for entry in ledger if entry.kind == "all-gather" and not entry.parameters]
+    assert not [entry for entry in gathered if entry.axis == "expert" and entry.payload >= 2 * share], gathered
+
+
 @pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"pipe": 2, "expert": 2, "fsdp": 2, "zero": 1}, {"expert": 8}, {"data": 8}], ids=str)

@@ -182,7 +182,7 @@ def constrain(layout: Layout, value: jax.Array, spec: PartitionSpec) -> jax.Arra
 def place(layout: Layout, what: str, tree: Tree) -> Tree:
     """Constrains a tree inside the table over the axes that are not manual."""
     if what in ("x", "slots"):
-        dims = ((), layout.names["seq"], ())
+        dims = (layout.parallel.batch_axes, layout.names["seq"], ())
         leading = ((),) * (what == "slots")
 
         def placed(x):  # [batch, seq, embed], or a tree with known dim 0 only
