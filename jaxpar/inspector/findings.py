@@ -12,6 +12,7 @@ from jaxpar.hlo.provenance import DataFlow, Index
 from jaxpar.hlo.text import BITS, Module, Op
 from jaxpar.inspector.subject import Subject
 from jaxpar.mesh.collective import Collective
+from jaxpar.parallel.declaration import size_setting
 from jaxpar.sharding.names import TOKENS
 from jaxpar.units import show_bytes, show_count
 
@@ -197,7 +198,7 @@ def _idle(ledger: Sequence[Collective], sizes: dict[str, int], splits: set[str])
             "idle axis",
             f"{axis}={size} never communicates: "
             + ("its shards stay separate" if axis in splits else "it splits nothing, so its devices do the same work"),
-            f"{axis}=1 and another axis larger, or a sharding that names {axis}",
+            f"{size_setting(axis, 1)} and another axis larger, or a sharding that names {axis}",
         )
         for axis, size in sizes.items()
         if size > 1 and axis not in used

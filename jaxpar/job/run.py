@@ -170,6 +170,7 @@ def _train(
     progress = Progress(
         job.train.steps, every=job.metrics.show_every, unit=counted_unit(job),
         flops=step_flop(built), batch=job.train.global_batch, peak=_peak_flops(devices),
+        simulated=is_simulated(devices),
         stream=stream if is_writer else io.StringIO(), events=_events(folder, steps) if is_writer else None,
     )  # fmt: skip
     store.say, store.replicas = progress.say, replicas_of(built.layout)

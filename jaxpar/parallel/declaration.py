@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from jaxpar.errors import Keywords, Problem, suggest
 from jaxpar.exchange.all_reduce import AllReduce
@@ -22,6 +23,11 @@ ZERO_SHARDS = (
     "optimizer state, gradients, and parameters between steps",
     "optimizer state, gradients and parameters",
 )
+
+
+def size_setting(axis: str, size: int) -> str:
+    """Returns the text that sets the size of an axis in `Parallel`: `tensor=2`; without a field, `axes={'lane': 2}`."""
+    return f"{axis}={size}" if axis in (*DECLARED, *OPTIONAL) else f"axes={{{axis!r}: {size}}}"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -109,6 +115,11 @@ class Parallel(Keywords):
         for key in ("paths", "activations"):  # TOML has no null: "" is a dim without a name there
             if isinstance(names := getattr(self, key), Mapping):
                 object.__setattr__(self, key, {each: _unnamed(dims) for each, dims in names.items()})
+
+    @classmethod
+    def instead_of(cls, key: str, value: Any, names: Sequence[str]) -> str:
+        """Returns the fix for a keyword without a field; an axis of the mesh may be one."""
+        return size_setting(key, value) if key in AXES else super().instead_of(key, value, names)
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -85,7 +85,8 @@ class Progress:
       unit: The unit that the loss counts: tokens, examples, or loss terms if unknown.
       flops: The model's FLOP per step, for MFU; in the first phase, if the batch grows. 0 shows no MFU.
       batch: Examples per step of the first phase.
-      peak: Peak FLOP per second of all devices; 0 if they are simulated or unknown, which shows no MFU.
+      peak: Peak FLOP per second of all devices; 0 if they are unknown, which shows no MFU.
+      simulated: Whether devices are simulated on a CPU: then neither speed nor MFU is shown, only the time left.
       stream: Output stream; None is stdout.
       events: File to which `say` appends a JSON line with time, step and text; None writes no file.
     """
@@ -99,11 +100,12 @@ class Progress:
         flops: float = 0.0,
         batch: int = 1,
         peak: float = 0.0,
+        simulated: bool = False,
         stream=None,
         events: Path | None = None,
     ):
         self.total, self.every, self.unit, self.flops, self.peak = total, every, unit, flops, peak
-        self.batch = batch
+        self.batch, self.simulated = batch, simulated
         self.stream = stream or sys.stdout or io.StringIO()  # in a daemon, sys.stdout may be None
         self._events, self._last = events, 0
         self._live: Any = None
@@ -166,13 +168,17 @@ class Progress:
         parts = [f"step {row['step']:>{len(str(self.total))}}/{self.total}", f"loss {row['loss']:.4f}"]
         if self._eval:
             parts.append(self._eval)
-        parts.append(f"{show_count(row['tokens'] / typical)} {self.unit}/s")
-        if self.peak and self.flops:
-            flops = self.flops * row.get("global_batch", self.batch) / self.batch
-            parts.append(f"MFU {flops / typical / self.peak:.1%}")
-        parts.append(f"{show_seconds(typical)}/step")
+        if not self.simulated:
+            parts.extend(self._speed(row, typical))
         parts.append(f"{show_seconds(max(0.0, typical * (self.total - row['step'])))} left")
         return "  ".join(parts)
+
+    def _speed(self, row: dict[str, Any], seconds: float) -> Iterator[str]:
+        yield f"{show_count(row['tokens'] / seconds)} {self.unit}/s"
+        if self.peak and self.flops:
+            flops = self.flops * row.get("global_batch", self.batch) / self.batch
+            yield f"MFU {flops / seconds / self.peak:.1%}"
+        yield f"{show_seconds(seconds)}/step"
 
 
 def _format_evaluation(row: dict[str, Any]) -> str:

@@ -77,15 +77,22 @@ def test_a_new_axis_trains_as_one_device(parallel):
 
 
 def test_idle_use_is_refused():
-    with pytest.raises(JaxparError, match="toy=2 does nothing: it splits no parameter"):
+    with pytest.raises(JaxparError, match="toy=2 does nothing: it splits no parameter") as caught:
         jp.compose(lambda rngs: wide(rngs, None), jp.Parallel(data=4, axes={"toy": 2}))
+    assert "axes={'toy': 1} and a larger data" in str(caught.value)
+
+
+def test_an_axis_without_a_field_is_declared_in_axes():
+    with pytest.raises(JaxparError, match="Parallel") as caught:
+        jp.Parallel(data=4, toy=2)
+    assert caught.value.problems[0].fix == "axes={'toy': 2}"
 
 
 def test_an_axis_that_no_technique_uses_is_refused():
     with axes.add_axis(axes.Axis(name="idle", meaning="nothing")):
         with pytest.raises(JaxparError, match="idle=2 does nothing: no technique uses the axis `idle`"):
             jp.compose(wide, jp.Parallel(data=4, axes={"idle": 2}))
-    with pytest.raises(JaxparError, match="the axes of a mesh are pipe, data, fsdp, toy, expert"):
+    with pytest.raises(JaxparError, match=r"the axes of a mesh are .*\btoy\b"):
         jp.compose(wide, jp.Parallel(data=4, axes={"toi": 2}))
 
 

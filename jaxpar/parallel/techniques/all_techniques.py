@@ -11,7 +11,7 @@ from jaxpar.mesh.axes import AXES
 from jaxpar.mesh.preset import CompilerOption
 from jaxpar.models.islands import implemented
 from jaxpar.parallel.convolutions import split_convolutions
-from jaxpar.parallel.declaration import Axes, Parallel
+from jaxpar.parallel.declaration import Axes, Parallel, size_setting
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.read_parameter import shared_reads
 from jaxpar.parallel.techniques.attention_choice import Choose, refuse_choice
@@ -50,7 +50,7 @@ def idle_problems(layout: Layout) -> list[Problem]:
         Problem(
             f"{axis}={size} does nothing: no technique uses the axis `{axis}`",
             f"every axis of the mesh splits work, by its technique; there are techniques for {', '.join(TECHNIQUES)}",
-            f"{axis}=1, or a technique of your own in jaxpar.parallel.techniques.table.TECHNIQUES",
+            f"{size_setting(axis, 1)}, or a technique of your own in jaxpar.parallel.techniques.table.TECHNIQUES",
         )
         for axis, size in layout.sizes.items()
         if size > 1 and axis in AXES and axis not in TECHNIQUES
@@ -175,7 +175,7 @@ def _how_problems(parallel: Parallel) -> list[Problem]:
         elif str(way) not in ways[axis]:
             problems.append(Problem(got, rule, suggest(str(way), ways[axis])))
         elif parallel.sizes.get(axis, 1) == 1:
-            fix = f"{axis}=2 or more, or leave how out"
+            fix = f"{size_setting(axis, 2)} or more, or leave how out"
             problems.append(
                 Problem(f"{got} with {axis}=1 does nothing", f"it says how `{axis}` runs what it splits", fix)
             )

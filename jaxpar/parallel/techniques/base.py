@@ -17,7 +17,7 @@ from typing import Any
 from jaxpar.errors import Problem
 from jaxpar.mesh.axes import AXES
 from jaxpar.mesh.preset import CompilerOption
-from jaxpar.parallel.declaration import Axes, Parallel
+from jaxpar.parallel.declaration import Axes, Parallel, size_setting
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques.attention_choice import Choose
 
@@ -86,7 +86,7 @@ def unsplit_axis_problems(layout: Layout, axis: str, dims: str) -> list[Problem]
         Problem(
             f"{axis}={layout.sizes[axis]} does nothing: it splits no parameter of {layout.blueprint.name}",
             f"every axis of the mesh splits work; `{axis}` splits dims {dims}",
-            f"{axis}=1 and a larger data, or {rules}",
+            f"{size_setting(axis, 1)} and a larger data, or {rules}",
         )
     ]
 

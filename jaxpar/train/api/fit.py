@@ -32,7 +32,7 @@ from jaxpar.data.spec import Source
 from jaxpar.data.streams.sets import open_sets
 from jaxpar.errors import refuse
 from jaxpar.files import make_folder, write_json
-from jaxpar.mesh.devices import describe
+from jaxpar.mesh.devices import describe, is_simulated
 from jaxpar.step.checks.input_state import check_not_donated
 from jaxpar.step.init_state import init_state
 from jaxpar.step.state import State
@@ -256,4 +256,5 @@ def _progress(step: Step, folder: Path | None, steps: int, *, there: bool, every
     if events and not there:
         events.unlink(missing_ok=True)
     quiet = None if is_first() else io.StringIO()
-    return Progress(steps, every=every, unit="loss terms", events=events, stream=quiet)
+    simulated = is_simulated(step.layout.device_mesh.devices.flat)
+    return Progress(steps, every=every, unit="loss terms", simulated=simulated, events=events, stream=quiet)
