@@ -138,7 +138,7 @@ class Transformer:
     def attention(self, software: SoftwareModel) -> str:
         """Returns the kernels that run attention, and whether they save the scores."""
         if software.attention == "unfused":
-            return "XLA's own, which keeps the scores"
+            return "XLA's own, which keeps the scores once (jax 0.10 keeps them twice between the passes: not counted)"
         if software.split_sequences is None:
             return "cuDNN's kernel, which keeps no scores"
         pieces = f"blocks of plain JAX ({reason})" if (reason := self._why_blocks(software)) else "the kernel, in parts"

@@ -258,7 +258,7 @@ def test_fused_attention_takes_whole_sequences_and_the_plan_says_so():
     for asked in (fused, plain):
         assert set(asked.legal().context.tolist()) == {1, 2, 4, 8, 16}
     assert fused.model.attention(fused.software).startswith("cuDNN's kernel, which keeps no scores; where context cuts")
-    assert plain.model.attention(plain.software) == "XLA's own, which keeps the scores"
+    assert plain.model.attention(plain.software).startswith("XLA's own, which keeps the scores once")
 
 
 @pytest.mark.slow
