@@ -52,27 +52,40 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     """Thins out grids, and puts files with slow tests first: a long one that begins last leaves a worker idle."""
     thin_out(items)
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    slow = {item.path for item in items if SLOW & {mark.name for mark in item.iter_markers()}}
     items.sort(key=lambda item: item.path not in slow)
 
 
-def thin_out(items):
-    """Marks slow cases of a grid as full, but for two, or an eighth of a large grid, that lie evenly among them.
+SLOW = {"slow", "nightly"}
 
-    `spread(n)` says another number.
+
+def thin_out(items):
+    """Marks slow and nightly cases of a grid as full, but for two, or an eighth of a large grid, that lie evenly in it.
+
+    `spread(n)` says how many slow cases CI runs: more, or fewer, of which the others are nightly.
     """
     grids = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("slow") and not item.get_closest_marker("full"):
+        marks = {mark.name for mark in item.iter_markers()}
+        if SLOW & marks and "full" not in marks:
             grids[item.nodeid.partition("[")[0]].append(item)
     for cases in grids.values():
-        spread = cases[0].get_closest_marker("spread")
-        count = min(len(cases), spread.args[0] if spread else max(2, len(cases) // 8))
-        stride = max(1, len(cases) // count)  # and one further each time, so that all parameters of a grid change
-        chosen = {len(cases) * number // count + number % stride for number in range(count)}
-        for number, item in enumerate(cases):
-            if number not in chosen:
+        usual, spread = max(2, len(cases) // 8), cases[0].get_closest_marker("spread")
+        most = spread.args[0] if spread else usual
+        chosen = spread_over(cases, max(usual, most))
+        for item in cases:
+            if item not in chosen:
                 item.add_marker(pytest.mark.full)
+        for item in chosen:
+            if item not in spread_over(chosen, most):
+                item.add_marker(pytest.mark.nightly)
+
+
+def spread_over(cases, count):
+    """Returns cases that lie evenly in a list, one further each time, so that all parameters of a grid change."""
+    count = min(count, len(cases))
+    stride = max(1, len(cases) // max(count, 1))
+    return [cases[len(cases) * number // count + number % stride] for number in range(count)]
 
 
 @pytest.fixture(autouse=True)

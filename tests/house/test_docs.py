@@ -142,7 +142,7 @@ def test_the_test_command_of_the_readme_is_what_ci_calls():
     ci = (ROOT / ".ci" / "run").read_text()
     assert "pip install --quiet -e '.[test]'" in ci
     # those that `pytest` runs, and the slow ones; what is before it says how, such as by which allocator
-    assert re.search(r'^(?:[A-Z_]+=\S+ )*pytest -m "not full"', ci, flags=re.MULTILINE)
+    assert re.search(r'^(?:[A-Z_]+=\S+ )*pytest -m "not nightly and not full"', ci, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize(
