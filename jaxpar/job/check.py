@@ -50,7 +50,7 @@ from jaxpar.sharding.names import Compute, shard_bytes
 from jaxpar.sharding.nnx.hooks import step_hooks
 from jaxpar.step import losses, state
 from jaxpar.step.block_inputs import offload_block_inputs
-from jaxpar.step.gradient_kinds import check_offload, gradients_of
+from jaxpar.step.gradient_kinds import check_offload, make_gradients
 from jaxpar.step.measures.evaluation_loss import check_measures, check_names, compute_measures, evaluation_names
 from jaxpar.step.numerics import DTYPES, Numerics
 from jaxpar.step.per_replica.part_norms import check_parts, num_parts
@@ -397,7 +397,7 @@ def _trace_pipeline(
 ) -> tuple[str, ...]:
     """Splits the model into stages and traces the pipeline schedule on shapes; returns notes."""
     numerics = Numerics(precision=job.train.precision, remat=job.train.remat)
-    gradients = gradients_of(layout, loss, numerics)
+    gradients = make_gradients(layout, loss, numerics)
     jax.eval_shape(
         partial(gradients.update, optimizer, on_device=lambda leaf: leaf), state.abstract(layout, optimizer), batch
     )

@@ -86,7 +86,7 @@ class Compiler:
         saves = self._numerics.remat == "none"
         with (
             jax.set_mesh(self.layout.device_mesh),
-            paused_gc(),
+            pause_gc(),
             all_techniques.tracing(self.layout, self._use, self._choose, saves_activations=saves),
         ):
             yield
@@ -180,7 +180,7 @@ class Compiler:
 
 
 @contextmanager
-def paused_gc() -> Iterator[None]:
+def pause_gc() -> Iterator[None]:
     """Disables Python's garbage collector until the context ends, which saves a tenth of the time to the first step.
 
     The collector would scan all objects of tracing and of imports. Source: `python -m tests.bench.overhead`.

@@ -15,7 +15,7 @@ from jaxpar.step.stochastic_loss.loss import key_parameter
 from jaxpar.step.unpipelined import Unpipelined
 
 
-def gradients_of(
+def make_gradients(
     layout: Layout, loss: Callable, numerics: Numerics, *, frozen: frozenset[str] = frozenset(), seed: int = 0
 ) -> Gradients:
     """Returns the `Gradients` of a layout.
@@ -31,8 +31,8 @@ def gradients_of(
       JaxparError: If the layout does not support these settings.
     """
     if key_parameter(loss) is None:
-        return _of_layout(layout, loss, numerics, frozen)
-    return KeyedGradients(layout, _of_layout(*carry_key(layout, loss), numerics, frozen), seed)
+        return _make_keyless_gradients(layout, loss, numerics, frozen)
+    return KeyedGradients(layout, _make_keyless_gradients(*carry_key(layout, loss), numerics, frozen), seed)
 
 
 def check_offload(layout: Layout, *, offload: bool) -> None:
@@ -49,7 +49,7 @@ def check_offload(layout: Layout, *, offload: bool) -> None:
         )
 
 
-def _of_layout(layout: Layout, loss: Callable, numerics: Numerics, frozen: frozenset[str]) -> Gradients:
+def _make_keyless_gradients(layout: Layout, loss: Callable, numerics: Numerics, frozen: frozenset[str]) -> Gradients:
     if layout.blueprint.assigned is not None and (layout.parallel.exchange.per_replica or layout.sizes["pipe"] > 1):
         raise refuse(
             f"{layout.blueprint.name} with layers that assign parameters (nnx.WeightNorm, nnx.SpectralNorm), in a "

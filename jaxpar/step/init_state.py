@@ -8,7 +8,7 @@ import jax
 import optax
 
 from jaxpar.parallel.layout import Layout
-from jaxpar.step.compiler import paused_gc
+from jaxpar.step.compiler import pause_gc
 from jaxpar.step.state import State, abstract, check_seed, initializer, shardings
 
 
@@ -41,20 +41,20 @@ def init_state(
     # the caller may have set another mesh
     meshes = nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(layout.device_mesh)
     abstract_state = abstract(layout, optimizer)
-    with paused_gc(), meshes:
+    with pause_gc(), meshes:
         if params is not None:
-            from jaxpar.step.initial_params import given_and_fresh, start_from_params  # not in a plain start
+            from jaxpar.step.initial_params import split_params, start_from_params  # not in a plain start
 
-            given, fresh = given_and_fresh(layout, params)
+            given, fresh = split_params(layout, params)
             return start_from_params(layout, optimizer, given, fresh=fresh, seed=seed, offload=offload)
         state_shardings = shardings(layout, abstract_state, offload=offload)
         initialize = jax.jit(
-            initializer(layout, optimizer), out_shardings=state_shardings, compiler_options=_quickly(layout)
+            initializer(layout, optimizer), out_shardings=state_shardings, compiler_options=_fast_options(layout)
         )
         return initialize(jax.random.key(seed))
 
 
-def _quickly(layout: Layout) -> dict[str, str] | None:
+def _fast_options(layout: Layout) -> dict[str, str] | None:
     """Returns compiler options for a program that runs once: on CPUs, where compiling is slowest, less optimization."""
     if layout.device_mesh.devices.flat[0].platform != "cpu" or jax.config.values["jax_disable_most_optimizations"]:
         return None

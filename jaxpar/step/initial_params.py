@@ -38,7 +38,7 @@ def flat_params(params: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return flat
 
 
-def given_and_fresh(layout: Layout, params: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def split_params(layout: Layout, params: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Splits `params` of `jp.init_state`: the given ones by path, and the paths to initialize (adapters too)."""
     flat, leaves = flat_params(params), checkpoint_leaves(layout.blueprint)
     fresh = [path for path, value in flat.items() if value is None and path in leaves]
@@ -75,8 +75,8 @@ def start_from_params(
         raise JaxparError(*problems)
     placed = shardings(layout, like, offload=offload)
     parts = {path: part for path in params if path not in fresh for path, part in _parts(layout, path, params[path])}
-    born = {
-        path: _born(parts[path], place.leaf, layout.sharding(place.stored))
+    placed_params = {
+        path: _place_param(parts[path], place.leaf, layout.sharding(place.stored))
         for path, place in layout.placements.items()
         if path in parts
     }
@@ -87,7 +87,7 @@ def start_from_params(
         return state_from_params(layout, optimizer, params, model_state)
 
     given = () if layout.parallel.exchange.replicas_differ else (0,)  # the arrays of one model are no replica's
-    return jax.jit(begin, out_shardings=placed, donate_argnums=given)(born, jax.random.key(seed))
+    return jax.jit(begin, out_shardings=placed, donate_argnums=given)(placed_params, jax.random.key(seed))
 
 
 def _parts(layout: Layout, path: str, value: Any) -> Iterator[tuple[str, Callable]]:
@@ -101,17 +101,17 @@ def _parts(layout: Layout, path: str, value: Any) -> Iterator[tuple[str, Callabl
     yield f"{SCALES}/{path}", made.scales
 
 
-def _born(read: Callable, leaf: Leaf, on: Sharding) -> jax.Array:
+def _place_param(read: Callable, leaf: Leaf, sharding: Sharding) -> jax.Array:
     """Places a parameter on its devices; reads a part only once if several devices hold it."""
     parts: dict[str, np.ndarray] = {}
 
-    def part(index):
+    def read_part(index):
         key = str(index)
         if key not in parts:
             parts[key] = np.asarray(read(index), leaf.dtype)
         return parts[key]
 
-    return jax.make_array_from_callback(leaf.shape, on, part)
+    return jax.make_array_from_callback(leaf.shape, sharding, read_part)
 
 
 def _differences(layout: Layout, params: Mapping[str, Any], fresh: Collection[str]) -> list[Problem]:

@@ -113,7 +113,7 @@ class _LineNamer:
         origins.update(zip(eqn.outvars, results, strict=True))
         outs, constraints = list(eqn.outvars), []
         for index, (var, shape) in enumerate(zip(eqn.outvars, shapes(eqn.outvars), strict=True)):
-            line = _line_of(frame, shape.shape, self.lines)
+            line = _find_line(frame, shape.shape, self.lines)
             if line is not None and origins[var] == _CONSTANT:
                 self.constant.add(line)
             if line is None or origins[var] != _ACTIVATION:
@@ -159,7 +159,7 @@ def _result_origin(primitive: str, inputs: Sequence[int]) -> int:
     return max(inputs, default=_CONSTANT)
 
 
-def _line_of(frame: SourceFrame | None, shape: Sequence[int], lines: Mapping[SourceLine, Names]) -> SourceLine | None:
+def _find_line(frame: SourceFrame | None, shape: Sequence[int], lines: Mapping[SourceLine, Names]) -> SourceLine | None:
     """Returns the key, with the most sizes, of an array of this shape that a line computes; None if there is none."""
     if frame is None:
         return None

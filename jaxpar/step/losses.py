@@ -52,11 +52,11 @@ def next_token_loss(model: Callable[..., jax.Array], batch: Mapping[str, jax.Arr
         if logits.in_chunks:
             with collect_sums() as sums:
                 head = read_head(model, tokens, **documents)
-            return _with_model_sums(_in_chunks(head, cut, logits, batch), sums, batch)
+            return _with_model_sums(_chunked_loss(head, cut, logits, batch), sums, batch)
     with keep_output_dtype(), collect_sums() as sums:  # cross entropy casts to float32 where it sums
         logits = model(tokens, **documents)
     if logits.ndim == 3 and cut is not None and cut.vocab and cut.num_shards[1] == 1:
-        targets = _whole_numbers(targets, logits.shape)
+        targets = _integer_labels(targets, logits.shape)
         # flat rows, the matmul's output shape: on CPU XLA writes the gradient in place only in this shape
         losses = cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)).reshape(targets.shape)
         return _with_model_sums(masked_sum(losses, batch), sums, batch)
@@ -76,11 +76,11 @@ def _with_model_sums(
     return {"loss": (total + jnp.sum(sum(sums.loss) * tokens), count), "cross_entropy": loss, **sums.measures}
 
 
-def _in_chunks(
+def _chunked_loss(
     head: Head, cut: TokenSharding, logits: Logits, batch: Mapping[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the sum of the losses that count, and their number, like `masked_sum`."""
-    labels = _whole_numbers(batch["targets"], (*head.hidden.shape[:2], head.vocab))
+    labels = _integer_labels(batch["targets"], (*head.hidden.shape[:2], head.vocab))
     how = Chunks(cut, logits.chunks, head.table, head.vocab)
     weights = _weights(batch, labels.shape)
     count = jnp.float32(labels.size) if weights is None else jnp.sum(weights)
@@ -135,10 +135,10 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     Raises:
       JaxparError: If the shapes do not match.
     """
-    return _cross_entropy(logits, _whole_numbers(labels, logits.shape))
+    return _cross_entropy(logits, _integer_labels(labels, logits.shape))
 
 
-def _whole_numbers(labels: jax.Array, logits: tuple[int, ...]) -> jax.Array:
+def _integer_labels(labels: jax.Array, logits: tuple[int, ...]) -> jax.Array:
     """Casts labels to int32, because 8-bit labels (bytes) cannot be compared with numbers from 256 on."""
     if labels.shape != logits[:-1] or not jnp.issubdtype(labels.dtype, jnp.integer):
         raise refuse(
@@ -169,7 +169,7 @@ def _cross_entropy_slope(primals: tuple, tangents: tuple) -> tuple[jax.Array, ja
     slopes = jax.lax.optimization_barrier(slopes)
 
     @partial(jax.checkpoint, prevent_cse=False)
-    def along(logits: jax.Array, highest: jax.Array, total: jax.Array, slopes: jax.Array) -> jax.Array:
+    def logits_tangent(logits: jax.Array, highest: jax.Array, total: jax.Array, slopes: jax.Array) -> jax.Array:
         slopes = slopes.astype(jnp.float32)
         # bit for bit the exponentials of the forward pass, but written differently: otherwise XLA would compute them
         # only once, and keep them in float32 in addition to the logits
@@ -177,7 +177,7 @@ def _cross_entropy_slope(primals: tuple, tangents: tuple) -> tuple[jax.Array, ja
         at_label = jnp.sum(jnp.where(label_mask(labels, logits), slopes, 0.0), axis=-1)
         return jnp.sum(powers * slopes, axis=-1) / total - at_label
 
-    return losses, jnp.where(_is_in_vocab(labels, logits), along(logits, highest, total, slopes), 0.0)
+    return losses, jnp.where(_is_in_vocab(labels, logits), logits_tangent(logits, highest, total, slopes), 0.0)
 
 
 def _losses(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -214,7 +214,7 @@ def _is_number(value: Any) -> bool:
     )
 
 
-def _instead(value: Any) -> str:
+def _suggest_return(value: Any) -> str:
     """Suggests a correct return value for a loss function that does not return sums and counts."""
     has_aux = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict)  # (loss, metrics)
     entries = value[1] if has_aux else value if isinstance(value, dict) and "loss" in value else {}
@@ -253,7 +253,7 @@ def as_sums(value: Any, *, accumulate: int) -> Sums:
         raise refuse(
             f"the loss function returned {shown}",
             rule='a loss function returns (sum, count), or {"loss": (sum, count), ...}, all scalars',
-            fix=_instead(value),
+            fix=_suggest_return(value),
         )
     if reserved := RESERVED & returned.keys():
         raise refuse(

@@ -40,7 +40,7 @@ def explain_error(step: Any, error: BaseException, key: Any = None) -> OutOfMemo
 
 
 @contextmanager
-def explained_program(step: Any, key: Any) -> Iterator[None]:
+def explain_compile_error(step: Any, key: Any) -> Iterator[None]:
     """Context that compiles a program of a step: explains it if the memory of a device does not suffice."""
     try:
         yield

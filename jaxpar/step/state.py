@@ -66,10 +66,10 @@ class State:
 
 def eval_arrays_on_device(optimizer: Any) -> dict[str, Any]:
     """Selects the arrays of an optimizer's state that define the parameters to evaluate; moves offloaded ones."""
-    return jax.tree.map(_on_device, eval_arrays(optimizer))
+    return jax.tree.map(_move_to_device, eval_arrays(optimizer))
 
 
-def _on_device(x: jax.Array) -> jax.Array:
+def _move_to_device(x: jax.Array) -> jax.Array:
     """Moves an offloaded array to device memory; tracers are returned unchanged."""
     if isinstance(x, Tracer) or x.sharding.memory_kind != HOST:
         return x
@@ -119,7 +119,7 @@ def state_from_params(
         state = State(jnp.zeros((), jnp.int32), params, optimizer.init(params), model_state)
     if not exchange.per_replica:
         return state
-    replicate = _copies if exchange.replicas_differ else lambda tree, _: tree
+    replicate = _replicate if exchange.replicas_differ else lambda tree, _: tree
     replicas = exchange.begin(
         Replicas(
             params=replicate(params, count),
@@ -153,7 +153,7 @@ def fold_in_number(model_state: Tree, salt: jax.Array) -> Tree:
     return jax.tree.map(fold, model_state)
 
 
-def _copies(tree: Tree, count: int) -> Tree:
+def _replicate(tree: Tree, count: int) -> Tree:
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), tree)
 
 
@@ -188,9 +188,9 @@ def specs(layout: Layout, state: State) -> State:
     model_state = model_state_specs(layout, state.model_state)
     return State(
         step=PartitionSpec(),  # pyright: ignore[reportArgumentType]
-        params=_over_data(params) if exchange.replicas_differ else params,
-        optimizer=_over_data(optimizer) if exchange.replicas_differ else optimizer,
-        model_state=_over_data(model_state) if exchange.per_replica else model_state,
+        params=_add_data(params) if exchange.replicas_differ else params,
+        optimizer=_add_data(optimizer) if exchange.replicas_differ else optimizer,
+        model_state=_add_data(model_state) if exchange.per_replica else model_state,
         exchange=_exchange_specs(layout, state.exchange),
     )
 
@@ -213,7 +213,7 @@ def _exchange_specs(layout: Layout, own: Tree) -> Tree:
 
     flags = jax.tree_util.tree_map_with_path(is_per_replica, own)
     single = jax.tree.map(lambda leaf, flag: replica_shapes(leaf) if flag else leaf, own, flags)
-    specs = jax.tree.map(lambda flag, spec: _over_data(spec) if flag else spec, flags, optimizer_specs(layout, single))
+    specs = jax.tree.map(lambda flag, spec: _add_data(spec) if flag else spec, flags, optimizer_specs(layout, single))
     return jax.tree_util.tree_map_with_path(pieces, own, specs)
 
 
@@ -236,7 +236,7 @@ def optimizer_traffic(layout: Layout, state: State) -> tuple[Traffic, ...]:
     return exchange.optimizer_traffic(parts, replicas)
 
 
-def _over_data(specs: Tree) -> Tree:
+def _add_data(specs: Tree) -> Tree:
     return jax.tree.map(
         lambda spec: PartitionSpec("data", *spec), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
     )

@@ -28,11 +28,11 @@ from jaxpar.step.batch.shard_batch import BatchPlacement
 from jaxpar.step.checks.frozen import check_eight_bits, check_reference
 from jaxpar.step.checks.input_state import check_eval_params, check_matches_step, check_not_donated, place_scalars
 from jaxpar.step.compiler import Compiler
-from jaxpar.step.gradient_kinds import gradients_of
+from jaxpar.step.gradient_kinds import make_gradients
 from jaxpar.step.gradients import Gradients
 from jaxpar.step.losses import Sums
 from jaxpar.step.measures.evaluation_loss import check_measures, with_measures
-from jaxpar.step.memory_error import READ, OutOfMemoryError, explain_error, explained_program, is_out_of_memory
+from jaxpar.step.memory_error import READ, OutOfMemoryError, explain_compile_error, explain_error, is_out_of_memory
 from jaxpar.step.numerics import Numerics, are_finite
 from jaxpar.step.parameters.frozen import frozen_paths
 from jaxpar.step.state import State
@@ -178,13 +178,13 @@ class Step:
         self.explain = explain
         self.compiler = Compiler(layout, loss, numerics, choose)
         self.shardings = states.shardings(layout, abstract, offload=numerics.offload)
-        self.gradients = gradients_of(layout, loss, numerics, frozen=layout.frozen, seed=seed)
+        self.gradients = make_gradients(layout, loss, numerics, frozen=layout.frozen, seed=seed)
         check_eval_params(layout.parallel.exchange, abstract.optimizer)
         self._read_averages = eval_arrays_reader(abstract.optimizer) if eval_arrays(abstract.optimizer) else None
         check_measures(layout, measures)
         evaluated = self.gradients
         if measures:
-            evaluated = gradients_of(
+            evaluated = make_gradients(
                 layout, with_measures(loss, measures), numerics, frozen=layout.frozen, seed=seed
             )  # fmt: skip
         self.placement = BatchPlacement(layout=layout, accumulate=numerics.accumulate)
@@ -231,8 +231,8 @@ class Step:
         sync_round = self.gradients.sync_round(number)
         key = _signature(f"exchange {sync_round}" if sync_round else "train", batch)
         if key not in self.programs:
-            state = self._checked(state)
-            with explained_program(self, key), self.compiler.compile_context():
+            state = self._check_state(state)
+            with explain_compile_error(self, key), self.compiler.compile_context():
                 lowered = self.lower(state, batch, sync_round=sync_round)
                 self.programs[key] = self.compiler.compile(key[0], lowered, is_update=True)
         limits = (np.float32(limit),) if self.guard else ()
@@ -249,7 +249,7 @@ class Step:
             return self._read_averages(state.optimizer) if self._read_averages else None, state.exchange
 
         batch = self._whole_placement.put(batch)  # any size that the mesh divides: only updates use microbatches
-        return self._read("eval", self.evaluation, state, batch, averages)
+        return self._run_without_update("eval", self.evaluation, state, batch, averages)
 
     @property
     def parts(self) -> int:
@@ -270,7 +270,7 @@ class Step:
         Raises:
           JaxparError: If the layout never computes the gradient of one part by itself.
         """
-        return self._read("parts", self._part_norm_program, state, self.put(batch))
+        return self._run_without_update("parts", self._part_norm_program, state, self.put(batch))
 
     def compute_gradients(self, params: Tree, model_state: Tree, batch: Batch) -> tuple[Tree, Sums, Tree]:
         """Returns gradients of a batch's mean loss, its sums, and the model state afterwards; nothing is updated.
@@ -299,7 +299,7 @@ class Step:
           sync_round: The number of the sync round that ends the step, from 1; 0 for none, unless replicas sync in every
             step.
         """
-        batch = {name: self.placement.shaped(name, value) for name, value in batch.items()}
+        batch = {name: self.placement.shape_struct(name, value) for name, value in batch.items()}
         always = self.gradients.sync_round(1) if self.gradients.sync_every == 1 else 0
         return self.compiler.lower_update(self._updates(sync_round or always), state, batch, guard=self.guard)
 
@@ -343,7 +343,7 @@ class Step:
         last_step, number = self._last
         return (number if state.step is last_step else int(state.step)) + 1
 
-    def _read(
+    def _run_without_update(
         self, kind: str, program: Wrapped, state: State, batch: Batch, more: Callable[[State], tuple] = lambda state: ()
     ) -> Any:
         """Runs a program that updates nothing.
@@ -362,8 +362,8 @@ class Step:
         check_not_donated(state)
         key = _signature(kind, batch)
         if key not in self.programs:
-            state = self._checked(state)
-            with explained_program(self, key), self.compiler.compile_context():
+            state = self._check_state(state)
+            with explain_compile_error(self, key), self.compiler.compile_context():
                 lowered = self.compiler.lower(program, batch, *arguments(state))
                 self.programs[key] = self.compiler.compile(kind, lowered, is_update=False)
         result = self._run(key, state, arguments)
@@ -376,12 +376,12 @@ class Step:
         except (TypeError, ValueError, RuntimeError) as error:
             if self.explain and is_out_of_memory(error):
                 raise explain_error(self, error, key) from error
-            valid_state = self._checked(state)  # checked only after JAX raised, so that a valid step pays nothing
+            valid_state = self._check_state(state)  # checked only after JAX raised, so that a valid step pays nothing
             if valid_state is state:
                 raise
         return self.programs[key](*arguments(valid_state))
 
-    def _checked(self, state: State) -> State:
+    def _check_state(self, state: State) -> State:
         """Places scalars that the user assigned to the state; refuses a state of another step."""
         expected = states.abstract(self.layout, self.optimizer)
         state = place_scalars(state, expected, self.shardings)

@@ -38,7 +38,7 @@ from jaxpar.step.numerics import Numerics
 from jaxpar.step.parameters.frozen import count_reads, drop_paths, fill_missing, gather_params, zero_frozen
 from jaxpar.step.parameters.overwritten import (
     accumulator_dtype,
-    computes_in,
+    computes_dtype,
     divide_by_count,
     fill_minus_infinity,
     is_short,
@@ -107,7 +107,7 @@ class Unpipelined(Gradients):
         # the gradient of a sum of losses may overflow float16 where that of the mean does not
         short = any(is_short(leaf.dtype) for leaf in jax.tree.leaves(stored))
         overwritten = self.layout.blueprint.overwritten  # their new value is the mean loss's gradient, as in plain Flax
-        mean = short or bool(overwritten) or computes_in(traced.jaxpr, jnp.float16)
+        mean = short or bool(overwritten) or computes_dtype(traced.jaxpr, jnp.float16)
 
         def body(carry, batch):
             gradients, sums, state = carry

@@ -90,7 +90,7 @@ def compiled(job: Job, asked: Question, candidate: Candidate) -> dict[str, Any]:
     try:
         meant = apply_layout(job, candidate, asked.model.layers)
         step = assemble(meant, target_devices(target))
-        batch = {name: step.placement.shaped(name, value) for name, value in abstract_batch(meant).items()}
+        batch = {name: step.placement.shape_struct(name, value) for name, value in abstract_batch(meant).items()}
         with in_place_of_cudnn(stand_in_attention.attention):
             lowered = step.lower(step.abstract(), batch)
         return {"bytes": total(compile_program(lowered, list(step.layout.device_mesh.devices.flat))), "refusal": ""}

@@ -28,7 +28,7 @@ def test_a_round_makes_what_its_steps_make():
     step = stepping(WHOLE)
     state, losses, one = jp.init_state(step.layout, CHAIN), [], Round(step)
     while len(losses) < 8:
-        if one.starts_after(len(losses) + 1):
+        if one.is_first_step(len(losses) + 1):
             state, found = one(state, [batch(len(losses) + i) for i in range(one.steps)])
         else:
             state, found = step(state, batch(len(losses)))

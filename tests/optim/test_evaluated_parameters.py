@@ -128,7 +128,7 @@ def evaluation(chain, **sizes):
     """Returns the bytes of each kind that an evaluation sends, as compiled for GPUs that are not there."""
     layout = jp.compose(partial(MODEL, dim=256, hidden=256), jp.Parallel(**sizes), jp.target_devices("h100:1x8"))
     step = jp.train_step(layout, token_loss, chain)
-    state, batch = step.abstract(), {k: step.placement.shaped(k, v) for k, v in next(batches(1)).items()}
+    state, batch = step.abstract(), {k: step.placement.shape_struct(k, v) for k, v in next(batches(1)).items()}
     held = eval_arrays(state.optimizer)
     with step.compiler.trace_context():
         found = jp.inspect(step.evaluation, state.params, state.model_state, batch, held, mesh=layout.mesh)

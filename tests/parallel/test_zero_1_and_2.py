@@ -87,7 +87,7 @@ def test_evaluation_gathers_them_once_in_bf16():
     layout = jp.compose(partial(jp.Decoder, WIDE), jp.Parallel(fsdp=8, zero=1), jp.target_devices("h100:1x8"))
     step = jp.train_step(layout, jp.next_token_loss, optax.adamw(1e-3), precision="bf16")
     state, shape = step.abstract(), jax.ShapeDtypeStruct((32, SEQ), jnp.int32)
-    batch = {name: step.placement.shaped(name, shape) for name in ("inputs", "targets")}
+    batch = {name: step.placement.shape_struct(name, shape) for name in ("inputs", "targets")}
     with step.compiler.trace_context():
         found = jp.inspect(step.evaluation, state.params, state.model_state, batch, mesh=layout.mesh)
     count = sum(place.leaf.size for place in layout.placements.values())

@@ -138,7 +138,7 @@ def check_costs(model, pipeline, monkeypatch):
     pytest.importorskip("jax_plugins.xla_cuda13", reason="no compiler for absent GPUs: jax-cuda13-pjrt")
     pieces, table, module, rows = compiled(model, pipeline, monkeypatch)
     forwards = [0.0] * sum(pipeline.stages)
-    for eqn, piece in zip(pieces.jaxpr.jaxpr.eqns, pieces.piece_of, strict=True):
+    for eqn, piece in zip(pieces.jaxpr.jaxpr.eqns, pieces.piece_numbers, strict=True):
         forwards[piece] += equation_flop(eqn)
     times = op_times(forwards, pipeline.stages, split=rows.split, keep=pipeline.keep)
     params = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in pieces.params]

@@ -121,7 +121,7 @@ def test_a_loss_that_draws_draws_for_each_part(sizes):
 def test_on_gpus_one_scalar_travels_between_replicas_and_no_gradient():
     layout = jp.compose(lambda rngs: Linear(rngs), jp.Parallel(data=8), jp.target_devices("h100:1x8"))
     step = train_step(layout, plain, optax.sgd(0.1))
-    shapes = {name: step.placement.shaped(name, value) for name, value in batch().items()}
+    shapes = {name: step.placement.shape_struct(name, value) for name, value in batch().items()}
     state = step.abstract()
 
     def sent(loss):

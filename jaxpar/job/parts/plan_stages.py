@@ -21,7 +21,7 @@ from jaxpar.plan.model.liveness import Estimate
 from jaxpar.plan.model.stages import FEW, LayerPrograms, StageTrace, bytes_by_rows, estimate_part
 from jaxpar.plan.techniques.base import divisors
 from jaxpar.sharding.names import Blueprint, Compute, itemsize, shard_bytes
-from jaxpar.step.gradient_kinds import gradients_of
+from jaxpar.step.gradient_kinds import make_gradients
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.pipelined.submodules import Submodules
 from jaxpar.step.pipelined.synchronous import Pipelined
@@ -92,7 +92,7 @@ class _Parts:
 
     def __init__(self, layout: Layout, loss: Callable, batch: Mapping[str, Any], precision: str):
         numerics = Numerics(precision=precision)
-        gradients_of(layout, loss, numerics)  # refuses what no pipeline runs
+        make_gradients(layout, loss, numerics)  # refuses what no pipeline runs
         if key_parameter(loss) is not None:
             layout, loss = carry_key(layout, loss)
         self.gradients = Pipelined(layout, loss, numerics)
@@ -112,14 +112,14 @@ class _Parts:
         """Number of stacked layers that each callable in `jp.pipelined` runs."""
         compute = Compute(dtype=self.shardings.dtype)
         modules = Submodules(self.shardings, self.loss, compute)
-        shared = {path: self._cast(path) for path in self.shardings.shared}
+        shared = {path: self._cast(path) for path in self.shardings.shared_keys}
         jax.eval_shape(modules.embed, shared, slot_shapes(self._inputs(FEW)))
         return modules.span
 
     def trace(self, layouts: Mapping[tuple[int, int], Layout], rows: float, remats: Collection[str]) -> StageTrace:
         """Traces the parts, and counts the parameters of all layouts."""
         leaves = {path: self.layout.placements[path].leaf for path in self.layout.placements}
-        stacked = {path: leaves[path].size for path in self.shardings.stacked}
+        stacked = {path: leaves[path].size for path in self.shardings.stacked_keys}
         layers = leaves[next(iter(stacked))].shape[0] // self.span
         layouts = {(pipe, fsdp): layout for (pipe, fsdp), layout in layouts.items() if layers % pipe == 0}
         total = sum(leaf.size for leaf in leaves.values())
@@ -145,7 +145,8 @@ class _Parts:
         split_model = self.gradients.split_model
         parts = replace(split_model, numerics=replace(split_model.numerics, remat=remat)).model(train=True)
         shared, chunk = (
-            {path: self._cast(path) for path in paths} for paths in (self.shardings.shared, self.shardings.stacked)
+            {path: self._cast(path) for path in paths}
+            for paths in (self.shardings.shared_keys, self.shardings.stacked_keys)
         )
         chunk = {path: _shape(leaf, (1, self.span, *leaf.shape[1:])) for path, leaf in chunk.items()}
         return PipelineModel(parts, self.layout.schedule, shared, chunk, self._inputs(rows), forward_only=False)
@@ -174,7 +175,7 @@ class _Parts:
                 *_arguments(model.stage), model.halves.residuals, model.x
             ).jaxpr
 
-        params, name = len(self.shardings.stacked), self.layout.blueprint.name
+        params, name = len(self.shardings.stacked_keys), self.layout.blueprint.name
         return LayerPrograms(
             forward=estimate_part(forward, rows, params=params, name=name),
             backward=estimate_part(backward, rows, params=params, gradients=(0, params), name=name),
@@ -205,7 +206,7 @@ class _Parts:
 
         model, name = self.model("none", FEW), self.layout.blueprint.name
         gradients = len(results(part(model).shapes, model)[0])
-        params = len(self.shardings.shared)
+        params = len(self.shardings.shared_keys)
         return estimate_part(trace, rows, params=params, gradients=(0, gradients), name=name)
 
 

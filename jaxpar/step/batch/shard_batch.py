@@ -43,7 +43,7 @@ class BatchPlacement:
         check_lists(batch)
         return {name: self._put(name, value) for name, value in batch.items()}
 
-    def shaped(self, name: str, value: Any) -> Any:
+    def shape_struct(self, name: str, value: Any) -> Any:
         """Returns the shape and the future sharding of a batch array.
 
         Raises:
@@ -178,7 +178,7 @@ def check_lists(batch: Mapping[str, Any]) -> None:
     """
     counts = {tuple(value.shape)[:1] for value in batch.values() if hasattr(value, "shape")}
     for name, value in batch.items():
-        if isinstance(value, list | tuple) and value and _is_of_all(value, counts):
+        if isinstance(value, list | tuple) and value and _holds_all_examples(value, counts):
             number = f"{name}_{{i}}"
             shapes = ", ".join(str(list(array.shape)) for array in value[:4])
             raise refuse(
@@ -189,7 +189,7 @@ def check_lists(batch: Mapping[str, Any]) -> None:
             )
 
 
-def _is_of_all(value: list | tuple, counts: set[tuple[int, ...]]) -> bool:
+def _holds_all_examples(value: list | tuple, counts: set[tuple[int, ...]]) -> bool:
     """Whether each array in a list holds all examples; `counts` are the sizes of dim 0 of the other arrays."""
     if not all(hasattr(array, "shape") and tuple(array.shape) for array in value):
         return False

@@ -137,7 +137,7 @@ def cast_to_initial(name: str, before: Tree, after: Tree) -> Tree:
       JaxparError: Names the first array with another shape, or a dtype that cannot be cast to the initial one.
     """
     if jax.tree.structure(after) != jax.tree.structure(before):
-        raise _other_tree(name, before, after)
+        raise _tree_error(name, before, after)
     written, structure = jax.tree_util.tree_flatten_with_path(after)
     pairs = zip(written, jax.tree.leaves(before), strict=True)
     return jax.tree.unflatten(structure, [_cast_leaf(name, path_of(keys), x, initial) for (keys, x), initial in pairs])
@@ -168,7 +168,7 @@ def _kind(dtype: DTypeLike) -> float:
     return next((rank for rank, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), math.inf)
 
 
-def _other_tree(name: str, before: Tree, after: Tree) -> JaxparError:
+def _tree_error(name: str, before: Tree, after: Tree) -> JaxparError:
     path_sets = ({path_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(tree)} for tree in (before, after))
     before_paths, after_paths = path_sets
     where = ", ".join(sorted(before_paths ^ after_paths)[:3]) or "a container of another type"
@@ -267,13 +267,13 @@ def scalars_to_arrays(state: State) -> State:
     """Replaces Python and numpy numbers by arrays on the devices of `state.step`."""
     place = state.step.sharding
 
-    def one(leaf: ArrayLike) -> jax.Array:
+    def place_number(leaf: ArrayLike) -> jax.Array:
         if isinstance(leaf, jax.Array):
             return leaf
         number = np.asarray(leaf)
         return jax.device_put(number.astype(jax.dtypes.canonicalize_dtype(number.dtype)), place)
 
-    return jax.tree.map(one, state)
+    return jax.tree.map(place_number, state)
 
 
 def _place_leaf(leaf: ArrayLike, want: jax.ShapeDtypeStruct, place: jax.sharding.Sharding) -> Any:

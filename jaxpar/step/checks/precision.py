@@ -110,7 +110,7 @@ def count_matmuls(jaxpr: Jaxpr, schedule: "Schedule | None" = None) -> Matmuls:
             eight += jnp.bfloat16 not in (left.dtype, right.dtype)
         else:
             mixed = jnp.bfloat16 in (left.dtype, right.dtype)
-            high_matmuls[_place(equation)].append((work, f"{_shown(left)} * {_shown(right)}", mixed))
+            high_matmuls[_place(equation)].append((work, f"{_format_aval(left)} * {_format_aval(right)}", mixed))
     lines = [
         HighPrecisionLine(
             *place,
@@ -162,6 +162,6 @@ def _place(equation: JaxprEqn) -> tuple[str, str]:
     return frame.function.rpartition("<locals>.")[2], f"{Path(frame.file).name}:{frame.line}"
 
 
-def _shown(aval: Any) -> str:
+def _format_aval(aval: Any) -> str:
     dtype = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(aval.dtype.name, aval.dtype.name)
     return f"{dtype}[{'x'.join(map(str, aval.shape))}]"

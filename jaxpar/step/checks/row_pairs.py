@@ -84,14 +84,14 @@ def _trace(
             }
             with user_code_errors(f"{blueprint.name} on {count} rows", rule=_RULE, fix=_FIX):
                 jaxpr = jax.make_jaxpr(forward)(variables, shapes).jaxpr
-            traces.append([*_flattened(jaxpr, None)])
+            traces.append([*_all_equations(jaxpr, None)])
     return traces
 
 
-def _flattened(jaxpr: Jaxpr, enclosing: SourceFrame | None) -> Iterator[tuple[JaxprEqn, SourceFrame | None]]:
+def _all_equations(jaxpr: Jaxpr, enclosing: SourceFrame | None) -> Iterator[tuple[JaxprEqn, SourceFrame | None]]:
     """Yields all equations, those of inner jaxprs too, with the user's lines."""
     for equation in jaxpr.eqns:
         frame = equation_frame(equation, enclosing)
         yield equation, frame
         for inner in jaxprs_in_params(equation.params):
-            yield from _flattened(inner, frame)
+            yield from _all_equations(inner, frame)

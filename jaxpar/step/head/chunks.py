@@ -58,18 +58,18 @@ def sum_of_losses(how: Chunks, hidden: jax.Array, head: jax.Array, labels: jax.A
     """
     chunks = _split_tokens(how, hidden, labels, weights)
 
-    def one(_, chunk: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
+    def chunk_losses(_, chunk: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
         x, labels, _ = chunk
         return None, _losses(how, _logits(how, x, head), labels)[0]
 
-    losses = jax.lax.scan(one, None, chunks)[1]
+    losses = jax.lax.scan(chunk_losses, None, chunks)[1]
     return _weighted_sum(losses, chunks[2])
 
 
 def _forward(how: Chunks, hidden: jax.Array, head: jax.Array, labels: jax.Array, weights: jax.Array):
     chunks, cut = _split_tokens(how, hidden, labels, weights), how.sharding
 
-    def one(sums: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def chunk_losses(sums: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         x, labels, weights = chunk
         x = cut.gather_inner(x)
         logits = _logits(how, x, head)
@@ -80,12 +80,12 @@ def _forward(how: Chunks, hidden: jax.Array, head: jax.Array, labels: jax.Array,
         # computed once, in place of the logits: otherwise XLA recomputes it for each of the two matmuls that read it
         slope = cut.shard_vocab(jax.lax.optimization_barrier(slope))
         to_x = cut.keep_local(jnp.einsum(f"bxtnv,{how.head}->bxtnd", slope, head))
-        to_head = _products(how, x, slope)
+        to_head = _head_gradient(how, x, slope)
         return cut.shard_head(sums + to_head, table=how.table), (losses, to_x)
 
     b, x, _ = cut.num_shards
     zeros = cut.shard_head(jnp.zeros((b, x, *head.shape), jnp.float32), table=how.table)
-    to_head, (losses, to_x) = jax.lax.scan(one, zeros, chunks)
+    to_head, (losses, to_x) = jax.lax.scan(chunk_losses, zeros, chunks)
     residuals = cut.merge_chunks(to_x, hidden.shape), to_head, cut.merge_chunks(losses, labels.shape), weights
     return _weighted_sum(losses, chunks[2]), residuals
 
@@ -117,11 +117,11 @@ def token_losses(how: Chunks, hidden: jax.Array, head: jax.Array, labels: jax.Ar
     """
     chunks = _split_tokens(how, hidden, labels)
 
-    def one(_, chunk: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
+    def chunk_losses(_, chunk: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
         x, labels = chunk
         return None, _losses(how, _logits(how, x, head), labels)[0]
 
-    return how.sharding.merge_chunks(jax.lax.scan(one, None, chunks)[1], labels.shape)
+    return how.sharding.merge_chunks(jax.lax.scan(chunk_losses, None, chunks)[1], labels.shape)
 
 
 def _token_losses_forward(how: Chunks, hidden: jax.Array, head: jax.Array, labels: jax.Array):
@@ -148,7 +148,7 @@ def _logits(how: Chunks, x: jax.Array, head: jax.Array) -> jax.Array:
     return constrain(mask_padding(logits, how.vocab), "batch", "seq", None, None, "vocab")
 
 
-def _products(how: Chunks, x: jax.Array, slope: jax.Array) -> jax.Array:
+def _head_gradient(how: Chunks, x: jax.Array, slope: jax.Array) -> jax.Array:
     """Returns the head's gradient for a chunk in float32, one partial sum per shard of tokens."""
     dims = "bxvd" if how.table else "bxdv"
     return jnp.einsum(f"bxtnd,bxtnv->{dims}", x, slope, preferred_element_type=jnp.float32)

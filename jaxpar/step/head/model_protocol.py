@@ -63,7 +63,7 @@ def vocab_size(model: object) -> int:
     It is the size of the head's dim named `vocab`, otherwise of the larger dim.
     """
     param = _find_head(model)
-    shape, names = _stored(param.value).shape, _names(param.value)
+    shape, names = _stored_array(param.value).shape, _dim_names(param.value)
     return int(shape[names.index("vocab")] if "vocab" in names else max(shape))
 
 
@@ -79,7 +79,7 @@ def read_head(model: Any, tokens: jax.Array, **documents: jax.Array) -> Head:
     param = _find_head(model)
     weight = param.read()
     if isinstance(param.value, nnx.Variable):
-        with _cached(param.value, weight):
+        with _cache_reads(param.value, weight):
             hidden = model.hidden(tokens, **documents)
     else:
         hidden = model(tokens, **documents, method="hidden")
@@ -116,7 +116,7 @@ def _find_head(model: Any) -> _HeadParameter:
         for word in parents:
             holder = get(holder, word)
         value = get(holder, last)
-        shape = _stored(value).shape
+        shape = _stored_array(value).shape
     except (AttributeError, KeyError, TypeError) as error:
         raise refuse(
             f"{text}, and there is no such parameter",
@@ -133,19 +133,19 @@ def _find_head(model: Any) -> _HeadParameter:
     return _HeadParameter(text, value, (lambda: value[...]) if get is getattr else lambda: holder[last])
 
 
-def _stored(value: object) -> Any:
+def _stored_array(value: object) -> Any:
     """Returns the stored array of a parameter; with an adapter, the base matrix."""
     raw = value.get_raw_value() if isinstance(value, nnx.Variable) else value
     return raw.base if isinstance(raw, AdaptedMatrix) else raw
 
 
-def _names(value: object) -> tuple:
+def _dim_names(value: object) -> tuple:
     return tuple(value.get_metadata().get("out_sharding") or ()) if isinstance(value, nnx.Variable) else ()
 
 
 def _is_table(weight: jax.Array, hidden: jax.Array, parameter: _HeadParameter) -> bool:
     """Whether the head is [vocab, dim], judging by its dim names or the shape of the hidden state."""
-    shape, names, dim = weight.shape, _names(parameter.value), hidden.shape[-1]
+    shape, names, dim = weight.shape, _dim_names(parameter.value), hidden.shape[-1]
     if hidden.ndim != 3 or dim not in shape:
         raise refuse(
             f"hidden returns {list(hidden.shape)}, and {parameter.description} has shape {list(shape)}",
@@ -162,20 +162,20 @@ def _is_table(weight: jax.Array, hidden: jax.Array, parameter: _HeadParameter) -
 
 
 @contextmanager
-def _cached(variable: nnx.Variable, value: jax.Array) -> Iterator[None]:
+def _cache_reads(variable: nnx.Variable, value: jax.Array) -> Iterator[None]:
     """Context in which reads of a variable return a cached value."""
     metadata = variable.get_metadata()
     if "at_use" not in metadata:  # outside of a step a second read moves nothing
         yield
         return
     use = metadata["at_use"]
-    variable.set_metadata(at_use=partial(_read, use.args[0], value))
+    variable.set_metadata(at_use=partial(_cached_value, use.args[0], value))
     try:
         yield
     finally:
         variable.set_metadata(at_use=use)
 
 
-def _read(path: str, known: jax.Array, _: object) -> jax.Array:
+def _cached_value(path: str, known: jax.Array, _: object) -> jax.Array:
     """Returns the cached value; takes a path as `at_use` in `nnx.hooks.with_use` does."""
     return known

@@ -45,7 +45,7 @@ class TokenSharding:
 
     def logits(self, tokens: int, vocab: int, *, largest: int) -> Logits:
         """Returns the number of logits per device, from the number of tokens on all devices."""
-        ways = _pieces(self.vocab)
+        ways = _shard_count(self.vocab)
         return Logits(tokens // (self.num_shards[0] * self.num_shards[1]), -(-vocab // ways), largest)
 
     def split_chunks(self, x: jax.Array, chunks: int) -> jax.Array:
@@ -74,22 +74,22 @@ class TokenSharding:
 
     def keep_local(self, x: jax.Array, *, ahead: int = 0) -> jax.Array:
         """Constrains [b, x, t, ...] so that no shard moves to another device."""
-        return self._on(x, (None,) * ahead + (self.batch, self.seq, self.inner))
+        return self._constrain_dims(x, (None,) * ahead + (self.batch, self.seq, self.inner))
 
     def gather_inner(self, x: jax.Array, *, ahead: int = 0) -> jax.Array:
         """Constrains [b, x, t, ...] so that dim `t` is gathered on all devices that share the vocabulary."""
-        return self._on(x, (None,) * ahead + (self.batch, self.seq, None))
+        return self._constrain_dims(x, (None,) * ahead + (self.batch, self.seq, None))
 
     def shard_vocab(self, x: jax.Array) -> jax.Array:
         """Constrains logits [b, x, t, tokens, vocab] to shards of the vocabulary."""
-        return self._on(x, (self.batch, self.seq, None, None, self.vocab))
+        return self._constrain_dims(x, (self.batch, self.seq, None, None, self.vocab))
 
     def shard_head(self, x: jax.Array, *, table: bool) -> jax.Array:
         """Constrains sums [b, x, dim, vocab] (of a table [b, x, vocab, dim]) to the head's shards of the vocabulary."""
         dims = (self.vocab, None) if table else (None, self.vocab)
-        return self._on(x, (self.batch, self.seq, *dims))
+        return self._constrain_dims(x, (self.batch, self.seq, *dims))
 
-    def _on(self, x: jax.Array, dims: tuple[Axes | None, ...]) -> jax.Array:
+    def _constrain_dims(self, x: jax.Array, dims: tuple[Axes | None, ...]) -> jax.Array:
         if not self.in_step:
             return x
         entries = [axes or None for axes in (*dims, *(None,) * (x.ndim - len(dims)))]
@@ -107,13 +107,13 @@ def token_sharding(rows: int, seq: int) -> TokenSharding | None:
     batch, seq_axes, vocab = (axes_of(entry) for entry in specs)
     stream_axes = axes_of(stream[1])
     inner = stream_axes[len(seq_axes) :] if stream_axes[: len(seq_axes)] == seq_axes else ()
-    ways = (_pieces(batch), _pieces(seq_axes), _pieces(inner))
+    ways = (_shard_count(batch), _shard_count(seq_axes), _shard_count(inner))
     if rows % ways[0] or seq % (ways[1] * ways[2]):
         return None
     return TokenSharding(batch, seq_axes, inner, vocab, ways, in_step=True)
 
 
-def _pieces(axes: Axes) -> int:
+def _shard_count(axes: Axes) -> int:
     sizes = jax.sharding.get_abstract_mesh().shape
     return math.prod(sizes[axis] for axis in axes)
 

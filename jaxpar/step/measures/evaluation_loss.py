@@ -22,14 +22,14 @@ def with_measures(loss: Callable, measures: Mapping[str, Callable]) -> Callable:
     if not measures:
         return loss
 
-    def both(model: object, batch: Mapping[str, jax.Array], value: object) -> Sums:
+    def add_measures(model: object, batch: Mapping[str, jax.Array], value: object) -> Sums:
         sums, extras = as_sums(value, accumulate=1), compute_measures(measures, model, batch)
         check_names(sums, extras)
         return sums | extras
 
     if key_parameter(loss) is None:
-        return lambda model, batch: both(model, batch, loss(model, batch))
-    return lambda model, batch, key: both(model, batch, with_key(loss, key)(model, batch))
+        return lambda model, batch: add_measures(model, batch, loss(model, batch))
+    return lambda model, batch, key: add_measures(model, batch, with_key(loss, key)(model, batch))
 
 
 def compute_measures(measures: Mapping[str, Callable], model: object, batch: Mapping[str, jax.Array]) -> Sums:

@@ -32,7 +32,7 @@ Axes = tuple[str, ...]
 
 def unsharded_norm(gradients: Tree, *, squared: bool = False) -> jax.Array:
     """Returns the norm of gradients, or its square, partitioned by XLA; 8-bit matrices have no gradient."""
-    return optax.tree.norm([_wide(leaf) for leaf in jax.tree.leaves(gradients) if is_float(leaf)], squared=squared)
+    return optax.tree.norm([_widen(leaf) for leaf in jax.tree.leaves(gradients) if is_float(leaf)], squared=squared)
 
 
 def optax_norm(gradients: Tree) -> jax.Array:
@@ -48,16 +48,16 @@ def norm(layout: Layout, gradients: Tree) -> jax.Array:
       gradients: The gradients of all parameters.
     """
     specs = jax.tree.leaves(update_specs(layout), is_leaf=lambda spec: isinstance(spec, PartitionSpec))
-    leaves = [_wide(leaf) for leaf in jax.tree.leaves(gradients) if is_float(leaf)]
+    leaves = [_widen(leaf) for leaf in jax.tree.leaves(gradients) if is_float(leaf)]
     specs = [spec for spec, leaf in zip(specs, jax.tree.leaves(gradients), strict=True) if is_float(leaf)]
-    axes = tuple(axis for axis, size in layout.sizes.items() if size > 1 and any(axis in _cut(spec) for spec in specs))
-    if not axes or not _equal_pieces(layout, gradients):
+    axes = tuple(axis for axis, size in layout.sizes.items() if size > 1 and any(axis in _axes(spec) for spec in specs))
+    if not axes or not _has_equal_shards(layout, gradients):
         return unsharded_norm(gradients)
 
-    def summed(shards: list[jax.Array]) -> jax.Array:
+    def sum_squares(shards: list[jax.Array]) -> jax.Array:
         shards_by_axes: defaultdict[Axes, list[jax.Array]] = defaultdict(list)
         for shard, spec in zip(shards, specs, strict=True):
-            shards_by_axes[tuple(axis for axis in axes if axis not in _cut(spec))].append(shard)
+            shards_by_axes[tuple(axis for axis in axes if axis not in _axes(spec))].append(shard)
         # a shard with several copies counts once
         partial_sums = [
             optax.tree.norm(group, squared=True) / math.prod(layout.sizes[axis] for axis in copy_axes)
@@ -66,20 +66,20 @@ def norm(layout: Layout, gradients: Tree) -> jax.Array:
         return jax.lax.psum(sum(partial_sums[1:], partial_sums[0]), axes)
 
     total = jax.shard_map(
-        summed, mesh=layout.device_mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False
+        sum_squares, mesh=layout.device_mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False
     )(leaves)  # fmt: skip
     return jnp.sqrt(total)
 
 
-def _wide(leaf: jax.Array) -> jax.Array:
+def _widen(leaf: jax.Array) -> jax.Array:
     return leaf.astype(accumulator_dtype(leaf.dtype))  # in float16 the square of 256 is infinite
 
 
-def _cut(spec: PartitionSpec) -> Axes:
+def _axes(spec: PartitionSpec) -> Axes:
     return tuple(axis for entry in spec for axis in axes_of(entry))
 
 
-def _equal_pieces(layout: Layout, gradients: Tree) -> bool:
+def _has_equal_shards(layout: Layout, gradients: Tree) -> bool:
     """Whether XLA partitions the program, and the specs in `layout.updated` split every gradient into equal shards."""
     mesh: Mesh = jax.sharding.get_abstract_mesh()  # pyright: ignore[reportAssignmentType]
     if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
@@ -87,11 +87,11 @@ def _equal_pieces(layout: Layout, gradients: Tree) -> bool:
     if jax.tree.structure(gradients) != jax.tree.structure(abstract_params(layout)):
         return False
 
-    def equal(gradient: jax.Array, param: jax.Array, spec: PartitionSpec) -> bool:
+    def is_even(gradient: jax.Array, param: jax.Array, spec: PartitionSpec) -> bool:
         ways = shard_counts(spec, gradient.ndim, layout.sizes)
         return gradient.shape == param.shape and not any(n % way for n, way in zip(gradient.shape, ways, strict=True))
 
-    return all(jax.tree.leaves(jax.tree.map(equal, gradients, abstract_params(layout), update_specs(layout))))
+    return all(jax.tree.leaves(jax.tree.map(is_even, gradients, abstract_params(layout), update_specs(layout))))
 
 
 # Reuses the computed gradient norm in an optimizer that computes it too.

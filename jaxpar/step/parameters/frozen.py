@@ -40,7 +40,7 @@ def frozen_paths(layout: Layout, optimizer: optax.GradientTransformation) -> fro
         lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else _float(x.shape), abstract_params(layout)
     )
     closed = jax.make_jaxpr(update)(params, state, params, _float(()))
-    read_indices = _read(closed.jaxpr, set(range(len(closed.jaxpr.outvars))))
+    read_indices = _reads(closed.jaxpr, set(range(len(closed.jaxpr.outvars))))
     leaves, _ = jax.tree_util.tree_flatten_with_path(abstract_params(layout))  # gradients come first
     return frozenset(path_of(keys) for index, (keys, _) in enumerate(leaves) if index not in read_indices)
 
@@ -73,7 +73,7 @@ def _is_masked(node: object) -> bool:
     return isinstance(node, optax.MaskedState)
 
 
-def _read(jaxpr: Jaxpr, outs: Set[int]) -> set[int]:
+def _reads(jaxpr: Jaxpr, outs: Set[int]) -> set[int]:
     """Returns the indices of inputs that these outputs may depend on; a loop or branch counts as reading all inputs."""
     live: set[Var] = variables(jaxpr.outvars[index] for index in outs)
     for eqn in reversed(jaxpr.eqns):
@@ -81,7 +81,7 @@ def _read(jaxpr: Jaxpr, outs: Set[int]) -> set[int]:
         if not out_indices:
             continue
         inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")) if eqn.primitive.name in CALLS else None
-        ins = eqn.invars if inner is None else [eqn.invars[index] for index in _read(jaxpr_of(inner), out_indices)]
+        ins = eqn.invars if inner is None else [eqn.invars[index] for index in _reads(jaxpr_of(inner), out_indices)]
         live |= variables(ins)
     return {index for index, var in enumerate(jaxpr.invars) if var in live}
 
@@ -122,7 +122,7 @@ def gather_params(layout: Layout, params: Tree, forward: Callable, *inputs: Any,
     """
     uses = {} if dtype is None else count_reads(forward, params, *inputs, dtype=dtype)
 
-    def one(keys, value: jax.Array) -> jax.Array:
+    def gather_leaf(keys, value: jax.Array) -> jax.Array:
         path = path_of(keys)
         place, use = layout.placements[path], uses.get(path, Reads(other_reads=1))
         with jax.named_scope(SCOPE + path.replace("/", ".")):
@@ -133,7 +133,7 @@ def gather_params(layout: Layout, params: Tree, forward: Callable, *inputs: Any,
             read_as = reshard_padded(wire_value, layout.sharding(place.used), layout.sharding(place.whole))
             return read_as if use.casts < 2 else read_as.astype(value.dtype)
 
-    return jax.tree_util.tree_map_with_path(one, params)
+    return jax.tree_util.tree_map_with_path(gather_leaf, params)
 
 
 def count_reads(forward: Callable, params: Tree, *inputs: Any, dtype: DTypeLike) -> dict[str, Reads]:

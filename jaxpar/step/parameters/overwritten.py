@@ -21,22 +21,22 @@ from jaxpar.step.losses import nonzero_count
 
 def select_paths(paths: Set[str], state: Tree) -> Tree:
     """Returns the model state with None at all other paths."""
-    return _mapped(paths, lambda leaf: leaf, lambda _: None, state)
+    return _map_paths(paths, lambda leaf: leaf, lambda _: None, state)
 
 
 def replace_paths(paths: Set[str], state: Tree, other: Tree) -> Tree:
     """Returns the model state with the arrays of `other` at these paths."""
-    return _mapped(paths, lambda _, new: new, lambda old, _: old, state, other)
+    return _map_paths(paths, lambda _, new: new, lambda old, _: old, state, other)
 
 
 def fill_minus_infinity(paths: Set[str], state: Tree) -> Tree:
     """Returns the model state with minus infinity at these paths, the identity of the maximum."""
-    return _mapped(paths, lambda leaf: jnp.full_like(leaf, -jnp.inf), lambda leaf: leaf, state)
+    return _map_paths(paths, lambda leaf: jnp.full_like(leaf, -jnp.inf), lambda leaf: leaf, state)
 
 
 def maximum_at_paths(paths: Set[str], state: Tree, after: Tree) -> Tree:
     """Returns the model state after a microbatch, with the maximum of both at these paths."""
-    return _mapped(paths, jnp.maximum, lambda _, new: new, state, after)
+    return _map_paths(paths, jnp.maximum, lambda _, new: new, state, after)
 
 
 def check_overwritten(layout: Layout) -> None:
@@ -54,11 +54,11 @@ def check_overwritten(layout: Layout) -> None:
         )
 
 
-def _mapped(paths: Set[str], inside, outside, state: Tree, *others: Tree) -> Tree:
-    def one(keys, *leaves):
+def _map_paths(paths: Set[str], inside, outside, state: Tree, *others: Tree) -> Tree:
+    def apply(keys, *leaves):
         return (inside if path_of(keys) in paths else outside)(*leaves)
 
-    return jax.tree_util.tree_map_with_path(one, state, *others)
+    return jax.tree_util.tree_map_with_path(apply, state, *others)
 
 
 # Dtypes of sums of gradients.
@@ -77,12 +77,12 @@ def is_short(dtype: jnp.dtype) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
 
 
-def computes_in(jaxpr: Jaxpr, dtype: DTypeLike) -> bool:
+def computes_dtype(jaxpr: Jaxpr, dtype: DTypeLike) -> bool:
     """Whether an equation computes an array of this dtype, also inside loops, branches and calls."""
     for eqn in jaxpr.eqns:
         if any(getattr(var.aval, "dtype", None) == dtype for var in eqn.outvars):
             return True
-        if any(computes_in(inner, dtype) for inner in jaxprs_in_params(eqn.params)):
+        if any(computes_dtype(inner, dtype) for inner in jaxprs_in_params(eqn.params)):
             return True
     return False
 

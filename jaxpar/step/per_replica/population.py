@@ -30,8 +30,8 @@ BEST = "best"  # metrics key: the index of the member with the lowest loss
 class PopulationMembers(PerReplica):
     """Gradients and updates of the members of a population."""
 
-    def __init__(self, layout: Layout, one: Unpipelined, evaluated: Gradients):
-        super().__init__(layout, one, evaluated)
+    def __init__(self, layout: Layout, replica_gradients: Unpipelined, evaluator: Gradients):
+        super().__init__(layout, replica_gradients, evaluator)
         self._scalars = jax.jit(_scalars)
 
     @property
@@ -45,7 +45,7 @@ class PopulationMembers(PerReplica):
 
     def evaluate(self, params: Tree, model_state: Tree, batch: Batch) -> Sums:
         """Returns the sums of each member, with names such as `loss/0`."""
-        return _by_member(self.map_replicas(self.evaluator.evaluate, rows=None)(params, model_state, batch))
+        return _split_members(self.map_replicas(self.evaluator.evaluate, rows=None)(params, model_state, batch))
 
     def update(
         self, optimizer: optax.GradientTransformation, state: State, batch: Batch, on_device: Callable[[Any], Any]
@@ -54,11 +54,11 @@ class PopulationMembers(PerReplica):
         new_state, raw_metrics = super().update(optimizer, state, batch, on_device)
         is_valid = jnp.isfinite(raw_metrics["grad_norm"]) & jax.vmap(are_finite)(new_state.params)
 
-        def stood(new: jax.Array, old: jax.Array) -> jax.Array:
+        def keep_valid(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(is_valid.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
         params, opt_state, model_state = jax.tree.map(
-            stood,
+            keep_valid,
             (new_state.params, new_state.optimizer, new_state.model_state),
             (state.params, on_device(state.optimizer), state.model_state),
         )
@@ -86,21 +86,23 @@ class PopulationMembers(PerReplica):
         return best_means | {BEST: float(best[1:])} | means
 
 
-def _scalars(found: dict[str, Any]) -> dict[str, jax.Array]:
-    sums, norms = found["sums"], found["grad_norm"]
+def _scalars(raw_metrics: dict[str, Any]) -> dict[str, jax.Array]:
+    sums, norms = raw_metrics["sums"], raw_metrics["grad_norm"]
     losses = sums["loss"][0] / sums["loss"][1]
     best = jnp.argmin(jnp.where(jnp.isnan(losses), jnp.inf, losses))
     means = {name: total / count for name, (total, count) in sums.items()}
-    extras = {name: value for name, value in found.items() if name not in ("sums", "grad_norm", "settings")}
+    extras = {name: value for name, value in raw_metrics.items() if name not in ("sums", "grad_norm", "settings")}
     best_metrics = metrics(jax.tree.map(lambda x: x[best], sums), norms[best])
-    return best_metrics | {BEST: best} | extras | _by_member(means | found["settings"])
+    return best_metrics | {BEST: best} | extras | _split_members(means | raw_metrics["settings"])
 
 
-def _by_member(found: dict[str, Any]) -> dict[str, Any]:
+def _split_members(stacked: dict[str, Any]) -> dict[str, Any]:
     """Splits trees [member, ...] into one entry per member, named `name/0`, `name/1`, ..."""
 
-    def one(value: Any, member: int) -> Any:
+    def select_member(value: Any, member: int) -> Any:
         return jax.tree.map(lambda x: x[member], value)
 
-    members = len(jax.tree.leaves(found)[0])
-    return {f"{name}/{member}": one(value, member) for name, value in found.items() for member in range(members)}
+    members = len(jax.tree.leaves(stacked)[0])
+    return {
+        f"{name}/{member}": select_member(value, member) for name, value in stacked.items() for member in range(members)
+    }

@@ -54,11 +54,11 @@ class PerReplica(Gradients):
       exchange: Synchronizes the replicas. It does not get frozen parameters, which are always equal.
     """
 
-    def __init__(self, layout: Layout, one: Unpipelined, evaluated: Gradients):
+    def __init__(self, layout: Layout, replica_gradients: Unpipelined, evaluator: Gradients):
         self.layout, self.replica_gradients, self.evaluator, self.exchange = (
             layout,
-            one,
-            evaluated,
+            replica_gradients,
+            evaluator,
             layout.parallel.exchange,
         )
         self.sync_every = self.exchange.every
@@ -98,29 +98,31 @@ class PerReplica(Gradients):
         """Updates the parameters once, per replica if replicas differ."""
         gradients, sums, model_state = self.gradients(state.params, state.model_state, batch)
         # each replica divided by its own token count: a shared gradient must be that of the whole batch
-        gradients = self._weighed(self._trained(gradients), sums["loss"][1])
-        between = self._between(update_specs(self.replica_gradients.layout))
-        gradients, exchange_state = self.exchange.gradients(gradients, state.exchange, between)
+        gradients = self._weight_by_tokens(self._drop_frozen(gradients), sums["loss"][1])
+        replica_mesh = self._replica_mesh(update_specs(self.replica_gradients.layout))
+        gradients, exchange_state = self.exchange.gradients(gradients, state.exchange, replica_mesh)
 
         total, count = sums["loss"] if self.exchange.replicas_differ else jax.tree.map(jnp.sum, sums["loss"])
 
-        def one(gradients: Tree, held: Any, params: Tree, loss: jax.Array):
+        def update_replica(gradients: Tree, opt_state: Any, params: Tree, loss: jax.Array):
             gradients = zero_frozen(self.replica_gradients.frozen, self.replica_gradients.layout, gradients)
-            return update_params(self.replica_gradients.layout, optimizer, gradients, lambda: held, params, loss=loss)
+            return update_params(
+                self.replica_gradients.layout, optimizer, gradients, lambda: opt_state, params, loss=loss
+            )
 
-        update = jax.vmap(one, spmd_axis_name=AXIS) if self.exchange.replicas_differ else one
+        update = jax.vmap(update_replica, spmd_axis_name=AXIS) if self.exchange.replicas_differ else update_replica
         params, opt_state, norm = update(gradients, on_device(state.optimizer), state.params, total / count)
         return State(state.step + 1, params, opt_state, model_state, exchange_state), {"sums": sums, "grad_norm": norm}
 
-    def _weighed(self, gradients: Tree, tokens: jax.Array) -> Tree:
+    def _weight_by_tokens(self, gradients: Tree, tokens: jax.Array) -> Tree:
         """Weights replicas' gradients of mean losses by their numbers of `tokens` [replica]."""
         share = jnp.ones_like(tokens) if self.exchange.replicas_differ else tokens / jnp.mean(tokens)
 
-        def one(x: jax.Array) -> jax.Array:
+        def weight(x: jax.Array) -> jax.Array:
             weights, counts = (factor.reshape(-1, *(1,) * (x.ndim - 1)) for factor in (share, tokens > 0))
             return jnp.where(counts, x * weights.astype(x.dtype), 0)  # a mean over no tokens is nan
 
-        return jax.tree.map(one, gradients)
+        return jax.tree.map(weight, gradients)
 
     def sync_round(self, step: int) -> int:
         """Returns the number of the exchange's sync round that ends a step; 0 for none."""
@@ -132,17 +134,19 @@ class PerReplica(Gradients):
             state, self.exchange.synchronize(*self.exchange_inputs(state, sync_round))
         ), step_metrics
 
-    def exchange_inputs(self, state: State, meeting: int) -> tuple[Replicas, ReplicaMesh]:
+    def exchange_inputs(self, state: State, sync_round: int) -> tuple[Replicas, ReplicaMesh]:
         """Returns the inputs of an exchange: the replicas of a state, and their specs."""
         opt_specs = optimizer_specs(
             self.layout, replica_shapes(state.optimizer) if self.exchange.replicas_differ else state.optimizer
         )
-        between = dataclasses.replace(self._between(stored_specs(self.layout)), optimizer=opt_specs, sync_round=meeting)
-        trained = self._trained(state.params)
+        replica_mesh = dataclasses.replace(
+            self._replica_mesh(stored_specs(self.layout)), optimizer=opt_specs, sync_round=sync_round
+        )
+        trained = self._drop_frozen(state.params)
         inputs = Replicas(
             params=trained, opt_state=state.optimizer, exchange_state=state.exchange, model_state=state.model_state
         )
-        return inputs, between
+        return inputs, replica_mesh
 
     def with_replicas(self, state: State, replicas: Replicas) -> State:
         """Returns the state with these replicas."""
@@ -160,10 +164,12 @@ class PerReplica(Gradients):
         """
         return self._scalars(raw_metrics)
 
-    def _between(self, specs: Tree) -> ReplicaMesh:
-        return ReplicaMesh(mesh=self.layout.device_mesh, specs=self._trained(specs), parts=trained_shards(self.layout))
+    def _replica_mesh(self, specs: Tree) -> ReplicaMesh:
+        return ReplicaMesh(
+            mesh=self.layout.device_mesh, specs=self._drop_frozen(specs), parts=trained_shards(self.layout)
+        )
 
-    def _trained(self, tree: Tree) -> Tree:
+    def _drop_frozen(self, tree: Tree) -> Tree:
         """Removes frozen parameters from a tree of parameters, gradients or specs."""
         return drop_paths(self.replica_gradients.frozen, tree)
 
@@ -176,11 +182,11 @@ class PerReplica(Gradients):
         """
         params = 0 if self.exchange.replicas_differ else None
 
-        def inside(*args):
+        def run_replica(*args):
             with activation_names(self.replica_gradients.layout.names, self.replica_gradients.layout.sizes):
                 return function(*args)
 
-        return jax.vmap(inside, in_axes=(params, 0, rows), axis_name=REPLICA, spmd_axis_name=AXIS)
+        return jax.vmap(run_replica, in_axes=(params, 0, rows), axis_name=REPLICA, spmd_axis_name=AXIS)
 
     def _rows(self, batch: Batch) -> Batch:
         """Reshapes a batch to [replica, rows, ...]; no row moves to another device."""
@@ -194,7 +200,7 @@ class PerReplica(Gradients):
         return {name: split(value) for name, value in batch.items()}
 
 
-def _scalars(found: dict[str, Any]) -> dict[str, jax.Array]:
-    sums = jax.tree.map(partial(jnp.sum, axis=0), found["sums"])
-    extras = {name: value for name, value in found.items() if name not in ("sums", "grad_norm")}
-    return metrics(sums, jnp.mean(found["grad_norm"])) | extras
+def _scalars(raw_metrics: dict[str, Any]) -> dict[str, jax.Array]:
+    sums = jax.tree.map(partial(jnp.sum, axis=0), raw_metrics["sums"])
+    extras = {name: value for name, value in raw_metrics.items() if name not in ("sums", "grad_norm")}
+    return metrics(sums, jnp.mean(raw_metrics["grad_norm"])) | extras

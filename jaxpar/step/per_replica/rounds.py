@@ -63,7 +63,7 @@ class Round:
         self.steps = exchange.delay + 1
         self._programs: dict[Any, Any] = {}
 
-    def starts_after(self, number: int) -> bool:
+    def is_first_step(self, number: int) -> bool:
         """Whether a fragment departs after this step, counted from 1."""
         return number % (self.exchange.every // self.exchange.fragments) == 0
 
@@ -106,13 +106,13 @@ class Round:
         Raises:
           JaxparError: If no fragment departs after the first step, or the number of batches is wrong.
         """
-        if not self.starts_after(first) or len(batches) != self.steps:
+        if not self.is_first_step(first) or len(batches) != self.steps:
             raise refuse(
                 f"a round of {len(batches)} batches from step {first}",
                 rule=f"a round of {self.exchange} is {self.steps} steps, and begins where a fragment is sent",
-                fix=f"{self.steps} batches, and single steps while not Round.begins(step)",
+                fix=f"{self.steps} batches, and single steps while not Round.is_first_step(step)",
             )
-        shapes = [{name: self.step.placement.shaped(name, x) for name, x in batch.items()} for batch in batches]
+        shapes = [{name: self.step.placement.shape_struct(name, x) for name, x in batch.items()} for batch in batches]
         with self.step.compiler.trace_context():
             out_shardings = (self.step.shardings, None)
             run = jax.jit(lambda *args: self._run(first, *args), donate_argnums=0, out_shardings=out_shardings)
@@ -124,8 +124,8 @@ class Round:
         later_batches = jax.tree.map(lambda *values: jnp.stack(values), *batches[1:])
         inner, history = jax.lax.scan(self._update, dataclasses.replace(state, exchange=()), later_batches)
         state = dataclasses.replace(inner, exchange=state.exchange)
-        replicas, between = self.gradients.exchange_inputs(state, first + self.exchange.delay)
-        state = self.gradients.with_replicas(state, self.exchange.arrive(vectors, replicas, between))
+        replicas, replica_mesh = self.gradients.exchange_inputs(state, first + self.exchange.delay)
+        state = self.gradients.with_replicas(state, self.exchange.arrive(vectors, replicas, replica_mesh))
         return state, [metrics, *(jax.tree.map(lambda x, i=i: x[i], history) for i in range(len(batches) - 1))]
 
     def _update(self, state: State, batch: Batch) -> tuple[State, dict[str, Any]]:

@@ -25,9 +25,9 @@ from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, nest, path_of, pick
 from jaxpar.step.gradients import Batch, metrics
 from jaxpar.step.losses import Sums
 from jaxpar.step.numerics import Numerics
-from jaxpar.step.pipelined.equal_layers import layers_of
+from jaxpar.step.pipelined.equal_layers import format_layers
 from jaxpar.step.pipelined.model_state import salt_by_replica
-from jaxpar.step.pipelined.shardings import Shardings, place, table_names
+from jaxpar.step.pipelined.shardings import Shardings, constrain_tree_in_table, table_names
 from jaxpar.step.pipelined.split_model import loss_counts
 from jaxpar.step.pipelined.synchronous import Pipelined
 from jaxpar.step.state import State
@@ -52,7 +52,7 @@ class AsyncPipelined(Pipelined):
         check_unsharded(layout)
         if layout.lists:
             raise refuse(
-                f"weights={weights!r} with a list of layers, {layers_of(layout)}",
+                f"weights={weights!r} with a list of layers, {format_layers(layout)}",
                 rule="where weights change in the middle of a step, the layers are stored as a stack",
                 fix="layers stacked by nnx.vmap or nn.scan, or weights='flush'",
             )
@@ -73,19 +73,19 @@ class AsyncPipelined(Pipelined):
         self, optimizer: optax.GradientTransformation, state: State, batch: Batch, on_device: Callable[[Any], Any]
     ) -> tuple[State, dict[str, jax.Array]]:
         """Runs the table with all its updates; `grad_norm` is that of the last update."""
-        params, opt_state, sums, model_state, norm = self._updated(
+        params, opt_state, sums, model_state, norm = self._run_updates(
             optimizer, state.params, on_device(state.optimizer), state.model_state, batch
         )
         return State(state.step + 1, params, opt_state, model_state), metrics(sums, norm)
 
-    def _updated(
+    def _run_updates(
         self, optimizer: optax.GradientTransformation, params: Tree, state: Any, model_state: Tree, batch: Mapping
     ) -> tuple[Tree, Any, Sums, Tree, jax.Array]:
         """Runs the table; returns (params, optimizer state, sums, model state, norm of the last update's gradients)."""
         self._check_state(state)
         model_states, after = self.model_states.before_microbatches(params, model_state, batch)
-        shared = {path: pick(params, words) for path, words in self.shardings.shared.items()}
-        layers = {path: pick(params, words) for path, words in self.shardings.stacked.items()}
+        shared = {path: pick(params, words) for path, words in self.shardings.shared_keys.items()}
+        layers = {path: pick(params, words) for path, words in self.shardings.stacked_keys.items()}
         # optimizer state of a stack is split with it over the stages; other state is replicated
         specs = jax.tree.map(
             lambda spec: PartitionSpec("pipe") if spec[:1] == ("pipe",) else PartitionSpec(),
@@ -105,7 +105,7 @@ class AsyncPipelined(Pipelined):
                     plan=self.plan,
                     model=model,
                     update=stage_update(pause_schedules(optimizer), self._join, self._split, self._reduce),
-                    place=partial(place, self.shardings.layout),
+                    place=partial(constrain_tree_in_table, self.shardings.layout),
                     keep=self.layout.parallel.pipeline.keep,
                     fill=self.fill,
                 )
@@ -116,19 +116,27 @@ class AsyncPipelined(Pipelined):
 
             # every stage updated its copy of shared parameters, but only the owner has their gradients: its copy is
             # sent to all, as a sum with zeros from the others
-            def owned(path: str, value: jax.Array) -> jax.Array:
+            def copy_from_owner(path: str, value: jax.Array) -> jax.Array:
                 with jax.named_scope(SCOPE + (path.replace("/", ".") or "model_state")):
                     masked = jnp.where(stage == owners.get(path, 0), value, jnp.zeros_like(value))
                     return jax.lax.psum(masked, "pipe")
 
-            def settled(keys, spec, value):
-                return value if spec == PartitionSpec("pipe") else owned(_owner_path(self.shardings, keys), value)
+            def copy_leaf(keys, spec, value):
+                return (
+                    value
+                    if spec == PartitionSpec("pipe")
+                    else copy_from_owner(_owner_path(self.shardings, keys), value)
+                )
 
             shared, layers = result.params
             # frozen parameters are equal on all stages
-            shared = {path: value if path in self.frozen else owned(path, value) for path, value in shared.items()}
-            state = jax.tree_util.tree_map_with_path(settled, specs, result.optimizer)
-            sums, square = jax.tree.map(lambda x: jax.lax.psum(x, self.shardings.manual), (result.sums, result.square))
+            shared = {
+                path: value if path in self.frozen else copy_from_owner(path, value) for path, value in shared.items()
+            }
+            state = jax.tree_util.tree_map_with_path(copy_leaf, specs, result.optimizer)
+            sums, square = jax.tree.map(
+                lambda x: jax.lax.psum(x, self.shardings.manual_axes), (result.sums, result.square)
+            )
             return shared, layers, state, sums, square / self.shardings.replicas
 
         data_spec = PartitionSpec(self.shardings.batch_axes)
@@ -136,7 +144,7 @@ class AsyncPipelined(Pipelined):
         shared, layers, state, sums, square = jax.shard_map(
             local,
             mesh=self.layout.device_mesh,
-            axis_names=set(self.shardings.manual),
+            axis_names=set(self.shardings.manual_axes),
             in_specs=(PartitionSpec(None, "pipe"), data_spec, replicated, pipe_spec, specs, replicated, data_spec),
             out_specs=(replicated, pipe_spec, specs, replicated, replicated),
             check_vma=False,
@@ -147,7 +155,11 @@ class AsyncPipelined(Pipelined):
         """Refuses an optimizer whose state cannot be split like the stack, such as Adafactor's."""
         for keys, leaf in jax.tree_util.tree_leaves_with_path(state):
             owner = owner_path(self.layout, keys)
-            if owner in self.shardings.stacked and leaf.ndim and leaf.shape != self.layout.placements[owner].leaf.shape:
+            if (
+                owner in self.shardings.stacked_keys
+                and leaf.ndim
+                and leaf.shape != self.layout.placements[owner].leaf.shape
+            ):
                 raise refuse(
                     f"an optimizer that keeps {list(leaf.shape)} for {owner}",
                     rule="where weights change in the middle of a step, what the optimizer keeps of a parameter has "
@@ -159,17 +171,17 @@ class AsyncPipelined(Pipelined):
         return _tree(self.shardings, shared, {path: value[0] for path, value in chunks.items()})
 
     def _split(self, tree: Tree) -> tuple[dict, dict]:
-        shared = {path: pick(tree, words) for path, words in self.shardings.shared.items()}
-        return shared, {path: pick(tree, words)[None] for path, words in self.shardings.stacked.items()}
+        shared = {path: pick(tree, words) for path, words in self.shardings.shared_keys.items()}
+        return shared, {path: pick(tree, words)[None] for path, words in self.shardings.stacked_keys.items()}
 
     def _reduce(self, gradients: tuple[Mapping, Mapping]) -> list[dict[str, jax.Array]]:
         """Sums gradients of shared parameters and layers over replicas; those of frozen parameters are zero."""
 
-        def one(path: str, x: jax.Array) -> jax.Array:
+        def reduce_leaf(path: str, x: jax.Array) -> jax.Array:
             return jnp.zeros_like(x) if path in self.frozen else jax.lax.psum(x, self.shardings.batch_axes)
 
         with jax.named_scope(GRADIENT):
-            return [{path: one(path, x) for path, x in tree.items()} for tree in gradients]
+            return [{path: reduce_leaf(path, x) for path, x in tree.items()} for tree in gradients]
 
     def _owners(self, model, shared: Mapping, known: Tree) -> dict[str, int]:
         microbatch = slot_shapes(known)
@@ -200,10 +212,10 @@ class AsyncPipelined(Pipelined):
 
 
 def _tree(shardings: Shardings, shared: Mapping, layers: Mapping) -> Tree:
-    stacked = {shardings.stacked[path]: value for path, value in layers.items()}
-    return nest({shardings.shared[path]: value for path, value in shared.items()} | stacked)
+    stacked = {shardings.stacked_keys[path]: value for path, value in layers.items()}
+    return nest({shardings.shared_keys[path]: value for path, value in shared.items()} | stacked)
 
 
 def _owner_path(shardings: Shardings, keys) -> str:
     words = path_of(keys).split("/")
-    return next((p for i in range(len(words)) if (p := "/".join(words[i:])) in shardings.shared), "")
+    return next((p for i in range(len(words)) if (p := "/".join(words[i:])) in shardings.shared_keys), "")

@@ -60,7 +60,7 @@ class AsyncUnequalStages(UnequalStages):
         def local(replica, params, owned, counts, model_state, batch):
             with table_names(layout):
                 traced = self._trace(stored, model_state, batch, replica[0], train=True)
-                stage_replicas, parts = self._cut(traced.pieces, train=True)
+                stage_replicas, parts = self._cut_parts(traced.pieces, train=True)
                 shapes = {path: jax.ShapeDtypeStruct(value.shape, value.dtype) for path, value in stored.items()}
                 table = UpdatingBranchTable(
                     self.plan, stage_replicas, parts, shapes, arrays, loss=traced.pieces.loss,
@@ -73,7 +73,7 @@ class AsyncUnequalStages(UnequalStages):
                 with jax.named_scope(f"{SCOPE}parameters sent to the stages"):
                     buffers, states = exchange.to_stages(params), of_optimizer.to_stages(owned)
                 result = table.run_updates(
-                    pause_schedules(optimizer), buffers, states, counts, traced.data, traced.updated,
+                    pause_schedules(optimizer), buffers, states, counts, traced.data, traced.table_state,
                     scales=self._scales(traced, stage_replicas), frozen=self.frozen,
                     batch_axes=[axis for axis in shardings.batch_axes if layout.sizes[axis] > 1],
                 )  # fmt: skip
@@ -91,14 +91,14 @@ class AsyncUnequalStages(UnequalStages):
             sums = jax.tree.map(lambda x: jax.lax.psum(x, ("pipe", *shardings.batch_axes)), sums)
             share = jnp.asarray(stage_replicas.counts)[jnp.asarray(stage_replicas.stage_of)[jax.lax.axis_index("pipe")]]
             square = jax.lax.psum(result["square"] / share, "pipe")
-            new_state = traced.state_after(table.mean_state(result["state"], shardings.batch_axes))
+            new_state = traced.final_state(table.mean_state(result["state"], shardings.batch_axes))
             params = back(exchange, result["weights"], params)
             return params, back(of_optimizer, result["optimizer"], owned), result["counts"], new_state, sums, square
 
         params, owned, counts, model_state, sums, square = jax.shard_map(
             local,
             mesh=layout.device_mesh,
-            axis_names=set(shardings.manual),
+            axis_names=set(shardings.manual_axes),
             in_specs=(by_rows, specs, array_specs, whole, whole, by_rows),
             out_specs=(specs, array_specs, whole, whole, whole, whole),
             check_vma=False,
@@ -151,7 +151,7 @@ class AsyncUnequalStages(UnequalStages):
         """Returns 1 / (tokens of a microbatch's update over all replicas), per microbatch."""
         pieces, layout = traced.pieces, self.layout
         count = pieces.outs[jax.tree.unflatten(pieces.sums, range(len(pieces.outs)))["loss"][1]]
-        cut = pieces.cut(train=True)
+        cut = pieces.jaxpr_cut(train=True)
         eqns, reads = needed_equations(pieces.jaxpr.jaxpr.eqns, [count])
         if reads & {*cut.inputs.params, *cut.inputs.state}:
             raise refuse(

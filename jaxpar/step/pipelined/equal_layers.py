@@ -40,7 +40,7 @@ def check_equal(layout: Layout, run: Callable, params: Tree, model_state: Tree, 
     if not count and not num_callables:
         return
     if not num_callables:
-        raise _other_layers(layout, num_callables, count)
+        raise _wrong_layers_error(layout, num_callables, count)
 
     def shape(leaf):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
@@ -54,38 +54,38 @@ def check_equal(layout: Layout, run: Callable, params: Tree, model_state: Tree, 
     traced = Traced(apply_layers, params, model_state, batch, jax.tree.map(shape, x), layer_args)
     span = count // num_callables
     if span * num_callables != count or not count:
-        raise _other_layers(layout, num_callables, count, traced)
+        raise _wrong_layers_error(layout, num_callables, count, traced)
     programs = _programs(traced, layout, span)
     for i, program in enumerate(programs):
         if program == programs[0]:
             continue
         # programs that differ only in their inputs may be of another list, or not adjacent
-        if program.text == programs[0].text and (span > 1 or not _reads_the_list(layout, traced)):
-            raise _other_layers(layout, num_callables, count, traced)
+        if program.text == programs[0].text and (span > 1 or not _reads_list(layout, traced)):
+            raise _wrong_layers_error(layout, num_callables, count, traced)
         raise refuse(
-            f"layer {i} of {layers_of(layout)} is another program than layer 0: {program.difference(programs[0])}",
+            f"layer {i} of {format_layers(layout)} is another program than layer 0: {program.difference(programs[0])}",
             rule="a stage runs all of its layers by one program: nothing but their parameters differs",
-            fix=_fix(programs),
+            fix=_suggest_fix(programs),
         )
     if span > 1:
         _check_spans(layout, num_callables, span)
 
 
-def _other_layers(layout: Layout, given: int, count: int, traced: Traced | None = None) -> JaxparError:
+def _wrong_layers_error(layout: Layout, given: int, count: int, traced: Traced | None = None) -> JaxparError:
     """Returns the error for a call of `jp.pipelined` with layers that are not the layout's list or stack."""
     got = f"{given} layers" if given else "a function"
-    layers = f"list of equal layers is {layers_of(layout)}, {count} of them" if count else "is a stack"
+    layers = f"list of equal layers is {format_layers(layout)}, {count} of them" if count else "is a stack"
     fix = "x = jp.pipelined(self.blocks, x)" if count else "x = jp.pipelined(lambda x: scan(x, self.blocks), x)"
     if given > 1 and not count:  # layers with unequal parameters or names are not recognized as a list
         fix = (
             "layers with parameters of equal names and shapes, in modules whose names end with numbers: blocks_0, "
-            f"blocks_1, ...; of layers of several kinds one callable for each turn, {_by_turns(2)}; or pipe=1"
+            f"blocks_1, ...; of layers of several kinds one callable for each turn, {_call_of_all_kinds(2)}; or pipe=1"
         )
-    elif traced is not None and (read_paths := _read_paths(layout, traced)) and not _reads_the_list(layout, traced):
-        prefix = _common_start(read_paths)
+    elif traced is not None and (read_paths := _read_paths(layout, traced)) and not _reads_list(layout, traced):
+        prefix = _common_prefix(read_paths)
         fix = f'jp.Pipeline(stack="{prefix}") for the layers given, which read {read_paths[0]}; or pipe=1'
     elif count and given == count * (kinds := len(modules_of(layout.lists))) and kinds > 1:
-        fix = f"layers of {kinds} kinds in turns as one callable for each turn: {_by_turns(kinds)}"
+        fix = f"layers of {kinds} kinds in turns as one callable for each turn: {_call_of_all_kinds(kinds)}"
     chosen = "chosen" if layout.parallel.pipeline.stack else "largest"
     return refuse(
         f"{layout.blueprint.name} gives jp.pipelined {got}, and its {chosen} {layers}",
@@ -95,7 +95,7 @@ def _other_layers(layout: Layout, given: int, count: int, traced: Traced | None 
     )
 
 
-def _common_start(paths: list[str]) -> str:
+def _common_prefix(paths: list[str]) -> str:
     """Returns the common prefix of paths: `text_h_` of `text_h_0/w` and `text_h_1/w`."""
     first, last = min(paths), max(paths)
     length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
@@ -108,7 +108,7 @@ def _read_paths(layout: Layout, traced: Traced) -> list[str]:
     return [path for path in layout.placements if pick(reads, tuple(path.split("/")))]
 
 
-def _reads_the_list(layout: Layout, traced: Traced) -> bool:
+def _reads_list(layout: Layout, traced: Traced) -> bool:
     """Whether the layers passed to `jp.pipelined` read parameters of the layout's list."""
     members = {path for paths in layout.lists.values() for path in paths}
     return not members.isdisjoint(_read_paths(layout, traced))
@@ -128,19 +128,19 @@ def _check_spans(layout: Layout, given: int, span: int) -> None:
         )
 
 
-def _fix(programs: "list[_Program]") -> str:
+def _suggest_fix(programs: "list[_Program]") -> str:
     """Suggests a way to make layers equal: one callable per period of alternating kinds."""
     count = len(programs)
     for kinds in range(2, count):
         if count % kinds == 0 and all(program == programs[i % kinds] for i, program in enumerate(programs)):
-            return f"layers of {kinds} kinds in turns as one callable for each turn: {_by_turns(kinds)}"
+            return f"layers of {kinds} kinds in turns as one callable for each turn: {_call_of_all_kinds(kinds)}"
     return (
         "a number that differs by layer as an array, jp.pipelined(layers, x, numbers); layers of another kind before "
         "or after the equal ones: jp.pipelined(self.blocks[1:], self.blocks[0](x))"
     )
 
 
-def _by_turns(kinds: int) -> str:
+def _call_of_all_kinds(kinds: int) -> str:
     names = [chr(ord("a") + i) for i in range(kinds)]
     call = "x"
     for name in names:
@@ -149,7 +149,7 @@ def _by_turns(kinds: int) -> str:
     return f"jp.pipelined([lambda x, {', '.join(values)}: {call} for {', '.join(names)} in zip({', '.join(lists)})], x)"
 
 
-def layers_of(layout: Layout) -> str:
+def format_layers(layout: Layout) -> str:
     """Formats the layers of a list for a message: `blocks/0 ... blocks/7`."""
     kinds = modules_of(layout.lists)
     return f"{kinds[0][0]} ... {kinds[-1][-1]}"
@@ -174,7 +174,7 @@ class _Program:
                 return f"`{actual.strip():.160}` and not `{reference.strip():.160}`"
         for actual, reference in zip_longest(self.inputs, first.inputs):
             if actual != reference:
-                return f"it reads {_shown(actual)} and not {_shown(reference)}"
+                return f"it reads {_format_input(actual)} and not {_format_input(reference)}"
         return "in nothing that can be printed"
 
 
@@ -203,14 +203,14 @@ def _program(jaxpr, outs: list, members: range, paths: dict, names: dict, layout
     bound = {var for eqn in eqns for var in eqn.outvars}
     free = dict.fromkeys(var for eqn in eqns for var in eqn.invars if not isinstance(var, Literal) and var not in bound)
     items = [
-        None if is_key(var) else names[var] if var in names else _without_layer_number(paths[var], members, layout)
+        None if is_key(var) else names[var] if var in names else _mask_layer_number(paths[var], members, layout)
         for var in free
     ]
     text = str(jaxpr.replace(constvars=(), invars=list(free), outvars=outs, eqns=eqns))
     return _Program(text, tuple(items))
 
 
-def _without_layer_number(path: str, members: range, layout: Layout) -> str:
+def _mask_layer_number(path: str, members: range, layout: Layout) -> str:
     """Replaces the layer number in a path: `0/blocks/3/w` becomes `0/blocks/*/w`.
 
     If one callable runs several layers, the second's becomes `0/blocks/*+1/w`.
@@ -224,7 +224,7 @@ def _without_layer_number(path: str, members: range, layout: Layout) -> str:
     return path
 
 
-def _shown(item: object) -> str:
+def _format_input(item: object) -> str:
     if isinstance(item, str):
         return item.partition("/")[2] or item
     return "nothing" if item is None else "another constant array"

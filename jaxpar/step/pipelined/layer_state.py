@@ -18,10 +18,12 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.lists import modules_of
 from jaxpar.sharding.names import Tree, path_of
 
-Own = Sequence[tuple[int, ...]]  # indices of leaves of the model state: one of a stack, or one per layer of a list
+LeafGroups = Sequence[
+    tuple[int, ...]
+]  # indices of leaves of the model state: one of a stack, or one per layer of a list
 
 
-def leaf_indices(layout: Layout, model_state: Tree) -> Own:
+def leaf_indices(layout: Layout, model_state: Tree) -> LeafGroups:
     """Finds the leaves of a model state that belong to its layers.
 
     For a stack, these are leaves whose dim 0 is the number of layers, in a module whose parameters are all in the
@@ -30,25 +32,25 @@ def leaf_indices(layout: Layout, model_state: Tree) -> Own:
     leaves, _ = jax.tree_util.tree_flatten_with_path(model_state)
     paths = {path_of(keys): i for i, (keys, _) in enumerate(leaves)}
     if layout.lists:
-        return _of_list(layout, paths)
+        return _list_leaf_indices(layout, paths)
     stacked = {path: layout.placements[path].leaf.shape[0] for path in layout.stacked_paths}
-    modules = {module for path in stacked for module in _modules(path)}
-    modules -= {module for path in layout.placements if path not in stacked for module in _modules(path)}
+    modules = {module for path in stacked for module in _parent_modules(path)}
+    modules -= {module for path in layout.placements if path not in stacked for module in _parent_modules(path)}
     counts = set(stacked.values())
     return [
         (i,)
         for path, i in paths.items()
-        if leaves[i][1].shape[:1] and leaves[i][1].shape[0] in counts and modules.intersection(_modules(path))
+        if leaves[i][1].shape[:1] and leaves[i][1].shape[0] in counts and modules.intersection(_parent_modules(path))
     ]
 
 
-def read_leaves(model_state: Tree, groups: Own) -> list[jax.Array]:
+def read_leaves(model_state: Tree, groups: LeafGroups) -> list[jax.Array]:
     """Reads these leaves of a state, each with layers as dim 0."""
     leaves = jax.tree.leaves(model_state)
     return [leaves[indices[0]] if len(indices) == 1 else jnp.stack([leaves[i] for i in indices]) for indices in groups]
 
 
-def write_leaves(model_state: Tree, groups: Own, values: Sequence[jax.Array]) -> Tree:
+def write_leaves(model_state: Tree, groups: LeafGroups, values: Sequence[jax.Array]) -> Tree:
     """Writes these leaves to a state; for a list, writes them to its first layers, one entry each."""
     leaves, tree = jax.tree.flatten(model_state)
     for indices, value in zip(groups, values, strict=True):
@@ -60,7 +62,7 @@ def write_leaves(model_state: Tree, groups: Own, values: Sequence[jax.Array]) ->
     return jax.tree.unflatten(tree, leaves)
 
 
-def _of_list(layout: Layout, paths: dict[str, int]) -> Own:
+def _list_leaf_indices(layout: Layout, paths: dict[str, int]) -> LeafGroups:
     return [
         tuple(paths[module + path.removeprefix(modules[0])] for module in modules)
         for modules in modules_of(layout.lists)
@@ -69,7 +71,7 @@ def _of_list(layout: Layout, paths: dict[str, int]) -> Own:
     ]
 
 
-def _modules(path: str) -> list[str]:
+def _parent_modules(path: str) -> list[str]:
     words = path.split("/")
     return ["/".join(words[:depth]) for depth in range(1, len(words))]
 
@@ -92,7 +94,7 @@ def compute_keys(layers: Callable, *args: Any) -> list[jax.Array]:
     traced = Traced(layers, *args)
     jaxpr = traced.flat.jaxpr
     outs = jax.tree.unflatten(traced.outputs, jaxpr.outvars)
-    layer_keys = [_read(jaxpr, jax.tree.leaves(out))[1] for out in outs]
+    layer_keys = [_equations_after_keys(jaxpr, jax.tree.leaves(out))[1] for out in outs]
     key_vars = [var for keys in layer_keys for var in keys]
     eqns, _ = needed_equations(jaxpr.eqns, key_vars)
     keys = subfunction(jaxpr, traced.flat.consts, jaxpr.invars, eqns, key_vars)(*jax.tree.leaves(args))
@@ -105,7 +107,7 @@ def run_with_keys(keys: Sequence[jax.Array], layer: Callable[[Any], Any], x: Any
         return layer(x)
     traced = Traced(layer, x)
     jaxpr = traced.flat.jaxpr
-    eqns, key_vars = _read(jaxpr, jaxpr.outvars)
+    eqns, key_vars = _equations_after_keys(jaxpr, jaxpr.outvars)
     run = subfunction(jaxpr, traced.flat.consts, [*jaxpr.invars, *key_vars], eqns, jaxpr.outvars)
     return jax.tree.unflatten(traced.outputs, run(*jax.tree.leaves(x), *keys))
 
@@ -115,7 +117,7 @@ def makes_keys(eqn: JaxprEqn) -> bool:
     return all(map(is_key, eqn.outvars))
 
 
-def _read(jaxpr: Jaxpr, outs: Sequence[Any]) -> tuple[list[JaxprEqn], list[Var]]:
+def _equations_after_keys(jaxpr: Jaxpr, outs: Sequence[Any]) -> tuple[list[JaxprEqn], list[Var]]:
     """Returns the equations that compute these outputs from random keys, and the keys in order."""
     eqns, _ = needed_equations([eqn for eqn in jaxpr.eqns if not makes_keys(eqn)], outs)
     key_vars = dict.fromkeys(var for eqn in eqns for var in eqn.invars if not isinstance(var, Literal) and is_key(var))

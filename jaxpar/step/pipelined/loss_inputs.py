@@ -72,24 +72,24 @@ class MarkedLoss:
         )
         of_layers = [eqn for eqn in head if id(eqn) in layer_eqn_ids]
         if of_layers:
-            raise _beside_x(self.name, head, of_layers[-1])
+            raise _layer_output_error(self.name, head, of_layers[-1])
         _, embed_vars = needed_equations(
             self.eqns[: self.first + 1], (var for eqn in self.before for var in eqn.invars)
         )
         for var, path in params.items():
             if var in reads or var in embed_vars:
-                raise _outside(self.name, path)
+                raise _layer_parameter_error(self.name, path)
 
 
 def _is_mark(eqn: JaxprEqn, name: str) -> bool:
     return eqn.primitive.name == "name" and eqn.params.get("name") == name
 
 
-def _beside_x(name: str, head: Sequence[JaxprEqn], eqn: JaxprEqn) -> JaxparError:
+def _layer_output_error(name: str, head: Sequence[JaxprEqn], eqn: JaxprEqn) -> JaxparError:
     reads = {var for item in head for var in item.invars if not isinstance(var, Literal)}
     arrays = ", ".join(f"{item.dtype}{list(item.shape)}" for item in shapes(var for var in eqn.outvars if var in reads))
     return refuse(
-        f"the loss of {name} reads {arrays} that its layers make beside x, {_line(eqn)}",
+        f"the loss of {name} reads {arrays} that its layers make beside x, {_line_text(eqn)}",
         rule="the layers of a pipeline return x and nothing else: what they sow, append to a list or set as an "
         "attribute stays on their stage",
         fix="x may be a tree, and an auxiliary loss rides along in it: x, aux = jp.pipelined(layers, (x, "
@@ -97,7 +97,7 @@ def _beside_x(name: str, head: Sequence[JaxprEqn], eqn: JaxprEqn) -> JaxparError
     )
 
 
-def _outside(name: str, path: str) -> JaxparError:
+def _layer_parameter_error(name: str, path: str) -> JaxparError:
     return refuse(
         f"{name} or its loss reads {path} outside of its layers",
         rule="parameters of layers are read inside of them, on the stage that runs them: a stage has nothing else, so "
@@ -108,7 +108,7 @@ def _outside(name: str, path: str) -> JaxparError:
     )
 
 
-def _line(eqn: JaxprEqn) -> str:
+def _line_text(eqn: JaxprEqn) -> str:
     """Names the source line of an equation: `in __call__, net.py:12`."""
     frame = equation_frame(eqn)
     if frame is None:

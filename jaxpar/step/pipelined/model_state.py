@@ -63,10 +63,10 @@ class ModelStates:
                 fix="LayerNorm or GroupNorm in place of BatchNorm, experts.balance_rate = 0 of a decoder, or pipe=1",
             )
 
-        def one_microbatch(leaves, _):
+        def advance(leaves, _):
             return step(traced.flat.consts, dict(zip(ins, leaves, strict=True))), leaves
 
-        last, each = jax.lax.scan(one_microbatch, jax.tree.leaves(model_state), length=count)
+        last, each = jax.lax.scan(advance, jax.tree.leaves(model_state), length=count)
         restored = partial(jax.tree.unflatten, jax.tree.structure(model_state))
         return restored(each), restored(last)
 
@@ -84,16 +84,16 @@ class ModelStates:
         count = self.shardings.layout.microbatches
         calls: list = []
 
-        def at_cut(layers, x, per_layer):
+        def mark_layers(layers, x, per_layer):
             calls.append((layers, x, per_layer))
             return mark(layers(mark(x, BEFORE), *per_layer), AFTER)
 
         def bind(params, model_state):
             return blueprint.bind(params, model_state, lambda path, value: self.shardings.cast(value), compute)
 
-        def whole(params, batch, model_state):
+        def run_loss(params, batch, model_state):
             model = bind(params, model_state)
-            with intercept_layers(at_cut):
+            with intercept_layers(mark_layers):
                 sums = as_sums(self.loss(model, batch), accumulate=count)
             return cast_to_initial(blueprint.name, model_state, blueprint.collect(model)), sums
 
@@ -103,7 +103,7 @@ class ModelStates:
 
         # tracing one microbatch suffices: all run one program, and only its dataflow matters
         microbatch = {key: value[: value.shape[0] // count] for key, value in batch.items()}
-        traced = Traced(whole, params, microbatch, model_state)
+        traced = Traced(run_loss, params, microbatch, model_state)
         if len(calls) != 1:
             raise refuse(
                 f"{blueprint.name} calls jp.pipelined {len(calls)} times",
@@ -119,7 +119,7 @@ class ModelStates:
         paths = dict(zip(jaxpr.invars, by_path(params), strict=False))
         loss = MarkedLoss(blueprint.name, jaxpr, jaxpr.outvars[state:])
         self._check_enclosed(loss.layers(), paths)
-        loss.check({var: path for var, path in paths.items() if path not in self.shardings.shared})
+        loss.check({var: path for var, path in paths.items() if path not in self.shardings.shared_keys})
         return traced, state
 
     def _check_per_layer(self, run: Callable, params: Tree, model_state: Tree, batch: Tree, per_layer: Tree) -> None:
@@ -151,8 +151,8 @@ class ModelStates:
         reads = variables(var for eqn in eqns for var in eqn.invars)
         read_paths = {path for var, path in paths.items() if var in reads}
         inner = [path for path in self.layout.placements if path in read_paths]
-        if inner and all(path in self.shardings.shared for path in inner):
-            words = zip(*self.shardings.stacked.values(), strict=False)
+        if inner and all(path in self.shardings.shared_keys for path in inner):
+            words = zip(*self.shardings.stacked_keys.values(), strict=False)
             stack = "/".join(keys[0] for keys in takewhile(lambda keys: len({*keys}) == 1, words))
             raise refuse(
                 f"{name} gives jp.pipelined layers that read {inner[0]}, and its largest stack of layers is {stack}",
@@ -161,7 +161,7 @@ class ModelStates:
                 fix=f"jp.pipelined(layers, x) around the layers of {stack}",
             )
         for path in inner:
-            if path in self.shardings.shared:
+            if path in self.shardings.shared_keys:
                 raise refuse(
                     f"{name} reads {path} inside of its layers, or what follows from it",
                     rule="layers read the parameters stacked for them and what jp.pipelined(layers, x, ...) is given: "

@@ -46,31 +46,31 @@ class Shardings:
         return self.layout.parallel.pipeline.gather == "tick"
 
     @property
-    def manual(self) -> tuple[str, ...]:
+    def manual_axes(self) -> tuple[str, ...]:
         """Mesh axes that are manual inside the table."""
         return tuple(axis for axis in self.layout.sizes if AXES[axis].manual)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """Manual axes that split the batch."""
-        return tuple(axis for axis in self.layout.parallel.batch_axes if axis in self.manual)
+        return tuple(axis for axis in self.layout.parallel.batch_axes if axis in self.manual_axes)
 
     @cached_property
-    def stacked(self) -> dict[str, tuple[str, ...]]:
+    def stacked_keys(self) -> dict[str, tuple[str, ...]]:
         """Path to keys, for each parameter that is split over the stages along dim 0, the layers."""
         return {path: tuple(path.split("/")) for path in self.layout.stacked_paths}
 
     @cached_property
-    def shared(self) -> dict[str, tuple[str, ...]]:
+    def shared_keys(self) -> dict[str, tuple[str, ...]]:
         """Path to keys, for each other parameter, which every stage may read."""
-        return {path: tuple(path.split("/")) for path in self.layout.placements if path not in self.stacked}
+        return {path: tuple(path.split("/")) for path in self.layout.placements if path not in self.stacked_keys}
 
     @cached_property
     def dims(self) -> dict[str, int]:
         """Path to the dim that `fsdp` splits in sums of gradients inside the table; other sums are unsharded."""
         if self.layout.parallel.stage != 2 and not self.per_tick:
             return {}
-        cut = {path: _axes_of(_run_on(self.layout, path, "updated")) for path in self.layout.placements}
+        cut = {path: _axes_per_dim(_spec_in_table(self.layout, path, "updated")) for path in self.layout.placements}
         return {path: dim for path, entries in cut.items() for dim, axes in enumerate(entries) if "fsdp" in axes}
 
     @cached_property
@@ -78,12 +78,12 @@ class Shardings:
         """Sharding of gradients that are computed unsharded: of all with zero=2, else of shared parameters."""
         if not self.dims:
             return None
-        dims = {path: dim for path, dim in self.dims.items() if path in self.shared or not self.per_tick}
+        dims = {path: dim for path, dim in self.dims.items() if path in self.shared_keys or not self.per_tick}
         specs = {path: spec for path in dims if (spec := _automatic_spec(self, path)) is not None}
         count = self.layout.sizes["fsdp"]
         return Shards(axis="fsdp", num_shards=count, dims=dims, other_axes=_xla_axes(self.layout), specs=specs)
 
-    def manual_axes(self, path: str) -> tuple[str | None, ...]:
+    def gradient_axes(self, path: str) -> tuple[str | None, ...]:
         """Returns the manual axis that splits each dim of a sum of gradients."""
         dim = self.dims.get(path, -1)
         return (*(None,) * dim, "fsdp") if dim >= 0 else ()
@@ -101,7 +101,7 @@ class Shardings:
 
 def table_spec(shardings: Shardings, path: str) -> PartitionSpec:
     """Returns the part of a layer parameter's spec inside the table that is over manual axes."""
-    return PartitionSpec("pipe", *(shardings.manual_axes(path)[1:] if shardings.per_tick else ()))
+    return PartitionSpec("pipe", *(shardings.gradient_axes(path)[1:] if shardings.per_tick else ()))
 
 
 def table_names(layout: Layout):
@@ -140,7 +140,7 @@ def move_to_stages(layout: Layout, layers: dict[str, jax.Array]) -> dict[str, ja
     # padding repeats a layer, so this is not a permutation: XLA gathers by index
     order, _ = padded_layers(layout.parallel.pipeline.layers)
     moved = {path: jnp.take(value, order, axis=0) for path, value in layers.items()}
-    return {path: constrain(layout, value, _run_on(layout, path, "stored")) for path, value in moved.items()}
+    return {path: constrain(layout, value, _spec_in_table(layout, path, "stored")) for path, value in moved.items()}
 
 
 def move_to_storage(layout: Layout, layers: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -159,8 +159,8 @@ def gather_for_table(layout: Layout, path: str, value: jax.Array) -> jax.Array:
     """Gathers a parameter over `fsdp`, once per step."""
     with jax.named_scope(SCOPE + path.replace("/", ".")):
         # constrained to shards first: otherwise XLA may gather before the cast, with twice the bytes
-        shard = constrain(layout, value, _run_on(layout, path, "stored"))
-        return constrain(layout, shard, _run_on(layout, path, "used"))
+        shard = constrain(layout, value, _spec_in_table(layout, path, "stored"))
+        return constrain(layout, shard, _spec_in_table(layout, path, "used"))
 
 
 def shard_end_gradient(shardings: Shardings, path: str, value: jax.Array) -> jax.Array:
@@ -172,24 +172,26 @@ def sum_gradients(layout: Layout, path: str, stacked: jax.Array, over) -> jax.Ar
     """Sums gradients [ways, ...] over dim 0, sharded as the update reads them."""
     with jax.named_scope(GRADIENT):
         # dim 0 has one entry per device: XLA makes one reduction of the sum, to the shards of `updated`
-        return jnp.sum(constrain(layout, stacked, PartitionSpec(over, *_run_on(layout, path, "updated"))), axis=0)
+        return jnp.sum(
+            constrain(layout, stacked, PartitionSpec(over, *_spec_in_table(layout, path, "updated"))), axis=0
+        )
 
 
 def constrain(layout: Layout, value: jax.Array, spec: PartitionSpec) -> jax.Array:
     return jax.lax.with_sharding_constraint(value, layout.sharding(spec))
 
 
-def place(layout: Layout, what: str, tree: Tree) -> Tree:
+def constrain_tree_in_table(layout: Layout, what: str, tree: Tree) -> Tree:
     """Constrains a tree inside the table over the axes that are not manual."""
     if what in ("x", "slots"):
         dims = (layout.parallel.batch_axes, layout.names["seq"], ())
         leading = ((),) * (what == "slots")
 
-        def placed(x):  # [batch, seq, embed], or a tree with known dim 0 only
+        def constrain_leaf(x):  # [batch, seq, embed], or a tree with known dim 0 only
             ndim = x.ndim - len(leading)
             return constrain_in_table(layout, x, (*leading, *(dims if ndim == 3 else dims[: min(ndim, 1)])))
 
-        return jax.tree.map(placed, tree)
+        return jax.tree.map(constrain_leaf, tree)
     specs = {path: layout.placements[path].used for path in tree}
     if what == "layers":
         return {path: constrain_in_table(layout, x, ((), (), *specs[path][1:])) for path, x in tree.items()}
@@ -207,16 +209,18 @@ def constrain_in_table(layout: Layout, x: jax.Array, entries) -> jax.Array:
 
 def _automatic_spec(shardings: Shardings, path: str) -> PartitionSpec | None:
     """Returns the spec of a parameter over XLA's axes, unless one of them splits the same dim as `fsdp`."""
-    spec, dim = _run_on(shardings.layout, path, "used"), shardings.dims[path]
-    is_separate = not any(set(axes).intersection(_xla_axes(shardings.layout)) for axes in _axes_of(spec)[dim : dim + 1])
-    return _drop_axes(spec, shardings.manual) if is_separate else None
+    spec, dim = _spec_in_table(shardings.layout, path, "used"), shardings.dims[path]
+    is_separate = not any(
+        set(axes).intersection(_xla_axes(shardings.layout)) for axes in _axes_per_dim(spec)[dim : dim + 1]
+    )
+    return _drop_axes(spec, shardings.manual_axes) if is_separate else None
 
 
 def _xla_axes(layout: Layout) -> tuple[str, ...]:
     return tuple(axis for axis, size in layout.sizes.items() if size > 1 and not AXES[axis].manual)
 
 
-def _run_on(layout: Layout, path: str, which: str) -> PartitionSpec:
+def _spec_in_table(layout: Layout, path: str, which: str) -> PartitionSpec:
     """Returns the spec of a parameter during the table, where `pipe` splits layers."""
     words = tuple(path.split("/"))
     spec = pick(update_specs(layout), words) if which == "updated" else getattr(layout.placements[path], which)
@@ -226,10 +230,10 @@ def _run_on(layout: Layout, path: str, which: str) -> PartitionSpec:
 
 
 def _drop_axes(spec: PartitionSpec, left_out: tuple[str, ...]) -> PartitionSpec:
-    return PartitionSpec(*(tuple(a for a in axes if a not in left_out) or None for axes in _axes_of(spec)))
+    return PartitionSpec(*(tuple(a for a in axes if a not in left_out) or None for axes in _axes_per_dim(spec)))
 
 
-def _axes_of(spec: PartitionSpec) -> list[tuple[str, ...]]:
+def _axes_per_dim(spec: PartitionSpec) -> list[tuple[str, ...]]:
     return [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
 
 
@@ -242,8 +246,8 @@ def stack_layers(layout: Layout, params: Tree) -> Tree:
         return params
     flat = by_path(params)
     stacks = {stack: [flat.pop(path) for path in members] for stack, members in layout.lists.items()}
-    flat |= {stack: _on(layout, stack, jnp.stack(layers), "stored") for stack, layers in stacks.items()}
-    return _nested(flat)
+    flat |= {stack: _shard_stack(layout, stack, jnp.stack(layers), "stored") for stack, layers in stacks.items()}
+    return _nest_paths(flat)
 
 
 def unstack_layers(layout: Layout, gradients: Tree) -> Tree:
@@ -252,12 +256,12 @@ def unstack_layers(layout: Layout, gradients: Tree) -> Tree:
         return gradients
     flat = by_path(gradients)
     for stack, members in layout.lists.items():
-        stacked_gradient = _on(layout, stack, flat.pop(stack), "updated")
+        stacked_gradient = _shard_stack(layout, stack, flat.pop(stack), "updated")
         flat |= {path: stacked_gradient[i] for i, path in enumerate(members)}
-    return _nested(flat)
+    return _nest_paths(flat)
 
 
-def _on(layout: Layout, stack: str, value: jax.Array, which: str) -> jax.Array:
+def _shard_stack(layout: Layout, stack: str, value: jax.Array, which: str) -> jax.Array:
     """Shards a stack as its layers are between steps; leaves the dim of layers unsplit."""
     member = layout.lists[stack][0]
     spec = (
@@ -266,5 +270,5 @@ def _on(layout: Layout, stack: str, value: jax.Array, which: str) -> jax.Array:
     return jax.lax.with_sharding_constraint(value, layout.sharding(PartitionSpec(None, *spec)))
 
 
-def _nested(flat: Mapping[str, Any]) -> Tree:
+def _nest_paths(flat: Mapping[str, Any]) -> Tree:
     return nest({tuple(path.split("/")): value for path, value in flat.items()})

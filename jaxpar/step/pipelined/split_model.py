@@ -97,7 +97,7 @@ def with_scaled_gradient(model: PipelineFunctions) -> PipelineFunctions:
 
     def head(shared: Tree, known: tuple[Tree, jax.Array], y: Tree) -> dict[str, tuple[jax.Array, jax.Array]]:
         sums = model.head(shared, known[0], y)
-        return sums | {"loss": (_scaled(sums["loss"][0], known[1]), sums["loss"][1])}
+        return sums | {"loss": (_scale_gradient(sums["loss"][0], known[1]), sums["loss"][1])}
 
     return replace(
         model,
@@ -108,7 +108,7 @@ def with_scaled_gradient(model: PipelineFunctions) -> PipelineFunctions:
 
 
 @jax.custom_vjp
-def _scaled(loss: jax.Array, scale: jax.Array) -> jax.Array:
+def _scale_gradient(loss: jax.Array, scale: jax.Array) -> jax.Array:
     del scale
     return loss
 
@@ -121,4 +121,4 @@ def _backward(scale: jax.Array, g: jax.Array) -> tuple[jax.Array, Any]:
     return g * scale, jnp.zeros_like(scale)
 
 
-_scaled.defvjp(_forward, _backward)
+_scale_gradient.defvjp(_forward, _backward)

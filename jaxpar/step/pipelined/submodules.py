@@ -37,14 +37,14 @@ class Submodules:
       shardings: The shardings of the pipelined step.
       loss: (model, batch) to (sum, count), or to a dict of them with the entry `loss`.
       compute: Training or evaluation, dtype, and rematerialization policy.
-      in_layers: Whether the layers are being traced; they may read only stacked parameters.
+      is_tracing_layers: Whether the layers are being traced; they may read only stacked parameters.
       span: Number of layers that each callable in `jp.pipelined` runs; known after the embedding is traced.
     """
 
     shardings: Shardings
     loss: Callable
     compute: Compute
-    in_layers: bool = False
+    is_tracing_layers: bool = False
     span: int = 1
 
     @property
@@ -63,7 +63,7 @@ class Submodules:
         Raises:
           JaxparError: If the model never calls `jp.pipelined`.
         """
-        call_args = call_at_layers(self._called(shared, known), lambda *call: call)
+        call_args = call_at_layers(self._bind_loss(shared, known), lambda *call: call)
         if call_args is None:
             raise refuse(
                 f"{self.blueprint.name} never says where its layers are",
@@ -77,7 +77,9 @@ class Submodules:
         # NNX modules store their keys; Linen derives them from layer names
         needs_keys = self.layout.lists and not state_leaves
         keys = (
-            layer_keys.compute_keys(lambda known, x: self._each_layer(shared, known, x), known, x) if needs_keys else []
+            layer_keys.compute_keys(lambda known, x: self._run_every_layer(shared, known, x), known, x)
+            if needs_keys
+            else []
         )
         # the table splits these like parameters, with one entry per layer
         if self.span > 1:
@@ -90,24 +92,24 @@ class Submodules:
         states, batch = known
         state_leaves = layer_state.leaf_indices(self.layout, states)
 
-        def whole(layers, x):
-            run = self._called(
+        def run_stack(layers, x):
+            run = self._bind_loss(
                 layers, (layer_state.write_leaves(fold_in_number(states, salt), state_leaves, state), batch)
             )
-            return call_at_layers(run, lambda inner, _, __: self._taken(inner, x, per_layer))
+            return call_at_layers(run, lambda inner, _, __: self._run_layers(inner, x, per_layer))
 
         # all layers run the first one's program: each iteration binds the model to the layers of one callable
-        def in_turn(layers, x):
-            def one(x, xs):
+        def run_list(layers, x):
+            def run_iteration(x, xs):
                 i, params, state, per_layer, keys = xs
                 if self.span == 1:
                     params, state = jax.tree.map(lambda leaf: leaf[None], (params, state))
-                run = self._called(
+                run = self._bind_loss(
                     params, (layer_state.write_leaves(fold_in_number(states, salt + i), state_leaves, state), batch)
                 )
 
                 def layer(x):
-                    return call_at_layers(run, lambda inner, _, __: self._taken(inner.layers[0], x, per_layer))
+                    return call_at_layers(run, lambda inner, _, __: self._run_layers(inner.layers[0], x, per_layer))
 
                 return layer_keys.run_with_keys(keys, layer, x), None
 
@@ -117,59 +119,61 @@ class Submodules:
                 shape = iterations, self.span
                 layer_xs = jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), layer_xs)
                 call_xs = jax.tree.map(lambda leaf: leaf[:: self.span], call_xs)
-            return jax.lax.scan(one, x, (jnp.arange(iterations), *layer_xs, *call_xs))[0]
+            return jax.lax.scan(run_iteration, x, (jnp.arange(iterations), *layer_xs, *call_xs))[0]
 
-        run = in_turn if self.layout.lists else self._of_a_stage(whole, per_layer)
+        run = run_list if self.layout.lists else self._shorten_to_stage(run_stack, per_layer)
         run = regather_in_backward(run) if self.shardings.per_tick else run
         return (run if self.blueprint.takes_remat else remat(run, self.compute.remat))(layers, x)
 
     def head(self, shared: Parameters, known, y: Tree) -> dict:
         """Returns the loss sums, given the output of the layers."""
         with intercept_layers(lambda layers, x, per_layer: y):
-            return as_sums(self._called(shared, known)(), accumulate=self.layout.microbatches)
+            return as_sums(self._bind_loss(shared, known)(), accumulate=self.layout.microbatches)
 
-    def _called(self, params: Parameters, known) -> Callable[[], Any]:
+    def _bind_loss(self, params: Parameters, known) -> Callable[[], Any]:
         """Returns a function that calls the loss with the stage's parameters."""
         model_state, batch = known
-        # binding needs all parameters, and a stage has some: zeros replace the others, one layer for a stack. `_use`
-        # refuses to read them, so XLA drops them
+        # binding needs all parameters, and a stage has some: zeros replace the others, one layer for a stack.
+        # `_read_parameter` refuses to read them, so XLA drops them
         missing = {path: place.leaf for path, place in self.layout.placements.items() if path not in params}
-        stacked = self.shardings.stacked
+        stacked = self.shardings.stacked_keys
         zeros = {
             path: jnp.zeros((1, *leaf.shape[1:]) if path in stacked else leaf.shape, leaf.dtype)
             for path, leaf in missing.items()
         }
         tree = nest({tuple(path.split("/")): value for path, value in {**params, **zeros}.items()})
-        model = self.blueprint.bind(tree, model_state, self._use, self.compute)
+        model = self.blueprint.bind(tree, model_state, self._read_parameter, self.compute)
         return lambda: self.loss(model, batch)
 
-    def _use(self, path: str, value: jax.Array) -> jax.Array:
+    def _read_parameter(self, path: str, value: jax.Array) -> jax.Array:
         """Casts or gathers a parameter where the model reads it."""
         if path in self.layout.other_state:  # replicated on every device while the table runs
             return value
-        stacked = path in self.shardings.stacked
-        if stacked != self.in_layers:
+        stacked = path in self.shardings.stacked_keys
+        if stacked != self.is_tracing_layers:
             raise _misplaced_error(self.blueprint.name, path, "outside" if stacked else "inside")
         with jax.named_scope(SCOPE + path.replace("/", ".")):
-            return read_in_layer(self.shardings, path, value) if self.in_layers else self.shardings.cast(value)
+            return read_in_layer(self.shardings, path, value) if self.is_tracing_layers else self.shardings.cast(value)
 
-    def _taken(self, inner: Callable, x: Tree, per_layer) -> Tree:
+    def _run_layers(self, inner: Callable, x: Tree, per_layer) -> Tree:
         """Runs layers, and refuses reads of parameters outside of the stack."""
-        self.in_layers = True
+        self.is_tracing_layers = True
         try:
             return inner(x, *per_layer)
         finally:
-            self.in_layers = False
+            self.is_tracing_layers = False
 
-    def _each_layer(self, shared: Parameters, known, x: Tree) -> Any:
+    def _run_every_layer(self, shared: Parameters, known, x: Tree) -> Any:
 
-        def every(inner, _, per_layer):
+        def run_all(inner, _, per_layer):
             layer_values = [jax.tree.map(lambda leaf, i=i: leaf[i], per_layer) for i in range(len(inner.layers))]
-            return [self._taken(layer, x, values) for layer, values in zip(inner.layers, layer_values, strict=True)]
+            return [
+                self._run_layers(layer, x, values) for layer, values in zip(inner.layers, layer_values, strict=True)
+            ]
 
-        return call_at_layers(self._called(shared, known), every)
+        return call_at_layers(self._bind_loss(shared, known), run_all)
 
-    def _of_a_stage(self, layers: Callable, per_layer) -> Callable:
+    def _shorten_to_stage(self, layers: Callable, per_layer) -> Callable:
         """Shortens the scan of a model with a fixed number of layers to those of one stage."""
         if not self.blueprint.counts_layers or per_layer:
             return layers

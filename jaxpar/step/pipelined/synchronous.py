@@ -43,10 +43,10 @@ from jaxpar.step.parameters.overwritten import check_overwritten, divide_by_coun
 from jaxpar.step.pipelined.model_state import ModelStates, salt_by_replica
 from jaxpar.step.pipelined.shardings import (
     Shardings,
+    constrain_tree_in_table,
     gather_for_table,
     move_to_stages,
     move_to_storage,
-    place,
     shard_end_gradient,
     spread_head_names,
     stack_layers,
@@ -85,8 +85,8 @@ class Pipelined(Gradients):
         with jax.named_scope(GRADIENT):
             layers = move_to_storage(self.shardings.layout, layers)
         gradients = nest(
-            {self.shardings.shared[path]: value for path, value in shared.items()}
-            | {self.shardings.stacked[path]: value for path, value in layers.items()}
+            {self.shardings.shared_keys[path]: value for path, value in shared.items()}
+            | {self.shardings.stacked_keys[path]: value for path, value in layers.items()}
         )
         gradients = unstack_layers(
             self.layout, divide_by_count(gradients, jnp.ones(()) if self.scales_by_count else sums["loss"][1], params)
@@ -113,9 +113,9 @@ class Pipelined(Gradients):
         table = program(self.schedule, forward_only=not train)
         shared = {
             path: gather_for_table(layout, path, shardings.cast(pick(params, words)))
-            for path, words in shardings.shared.items()
+            for path, words in shardings.shared_keys.items()
         }
-        layers = {path: pick(params, words) for path, words in shardings.stacked.items()}
+        layers = {path: pick(params, words) for path, words in shardings.stacked_keys.items()}
         if not shardings.per_tick:  # else they are cast where they are gathered, and gradients keep the stored dtype
             layers = {path: shardings.cast(value) for path, value in layers.items()}
         with jax.named_scope(f"{SCOPE}layers dealt to the stages"):
@@ -136,31 +136,33 @@ class Pipelined(Gradients):
                 if self.scales_by_count and train:
                     model, known = with_scaled_gradient(model), (known, self._scales(model, shared, known))
                 result = self._execute(table, model, rows[:, 0], shared, layers, known)
-            sums = jax.tree.map(lambda x: jax.lax.psum(x, shardings.manual), result.sums)
+            sums = jax.tree.map(lambda x: jax.lax.psum(x, shardings.manual_axes), result.sums)
             if not train:
                 return sums, {}, {}
             # fsdp is summed first: otherwise XLA sums unsharded gradients over both axes at once
             sum_axes = shardings.batch_axes[1:]
 
-            def one(path: str, x: jax.Array) -> jax.Array:  # shards are already summed over fsdp
-                return (jax.lax.psum(x, sum_axes) if sum_axes and not shardings.manual_axes(path) else x)[None]
+            def sum_leaf(path: str, x: jax.Array) -> jax.Array:  # shards are already summed over fsdp
+                return (jax.lax.psum(x, sum_axes) if sum_axes and not shardings.gradient_axes(path) else x)[None]
 
             with jax.named_scope(GRADIENT):
-                summed = ({path: one(path, x) for path, x in tree.items()} for tree in (result.shared, result.layers))
+                summed = (
+                    {path: sum_leaf(path, x) for path, x in tree.items()} for tree in (result.shared, result.layers)
+                )
                 return sums, *summed
 
         grad_specs = {}, {}
         if train:
             grad_specs = (
-                {path: PartitionSpec(("pipe", "data"), *shardings.manual_axes(path)) for path in shared},
-                {path: PartitionSpec("data", "pipe", *shardings.manual_axes(path)[1:]) for path in layers},
+                {path: PartitionSpec(("pipe", "data"), *shardings.gradient_axes(path)) for path in shared},
+                {path: PartitionSpec("data", "pipe", *shardings.gradient_axes(path)[1:]) for path in layers},
             )
         rows = PartitionSpec(None, "pipe")
         batch_spec = PartitionSpec(shardings.batch_axes)
         sums, shared, layers = jax.shard_map(
             local,
             mesh=self.layout.device_mesh,
-            axis_names=set(shardings.manual),
+            axis_names=set(shardings.manual_axes),
             in_specs=(
                 rows,
                 batch_spec,
@@ -180,12 +182,12 @@ class Pipelined(Gradients):
         self, table: Program, shared: dict, layers: dict, model_states: Tree, batch: Mapping, *, train: bool
     ):
         shardings, layout = self.shardings, self.shardings.layout
-        around = ShardMaps(
+        shard_maps = ShardMaps(
             mesh=self.layout.device_mesh,
             batch_axes=shardings.batch_axes,
             stages=partial(table_names, layout),
             head=partial(spread_head_names, shardings),
-            place=partial(place, layout),
+            place=partial(constrain_tree_in_table, layout),
             place_head=lambda tree: {path: shard_end_gradient(shardings, path, value) for path, value in tree.items()},
         )
 
@@ -196,7 +198,7 @@ class Pipelined(Gradients):
 
         unscaled = self.split_model.model(train=train)
         model = with_scaled_gradient(unscaled) if self.scales_by_count and train else unscaled
-        stacked = around.replica_inputs(known_inputs)(jnp.arange(shardings.replicas), model_states, batch)
+        stacked = shard_maps.replica_inputs(known_inputs)(jnp.arange(shardings.replicas), model_states, batch)
         microbatch = jax.eval_shape(lambda inputs: load(jax.tree.map(lambda x: x[0], inputs), 0), stacked)
         embed = Traced(model.embed, shared, microbatch)
         embed_reads = embed.reads()[0]
@@ -204,16 +206,16 @@ class Pipelined(Gradients):
         embedding = {path: value for path, value in shared.items() if embed_reads[path]}
         head = {path: value for path, value in shared.items() if head_reads[path]}
         keep: Keep = self.layout.parallel.pipeline.keep
-        run = SpreadTable(table, model, around, layers, embedding, head, stacked, keep=keep)
+        run = SpreadTable(table, model, shard_maps, layers, embedding, head, stacked, keep=keep)
         result = run.run(self.fill)
         sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), result["ends"]["sums"])
         if not train:
             return sums, {}, {}
         with jax.named_scope(GRADIENT):
-            layers, ends = around.reduce_gradients(result["stages"]["layers"], result["ends"]["shared"])
+            layers, ends = shard_maps.reduce_gradients(result["stages"]["layers"], result["ends"]["shared"])
             layers = {path: sum_gradients(layout, path, value, "data") for path, value in layers.items()}
             summed = {path: sum_gradients(layout, path, value, "data") for path, value in ends.items()}
-        leaves = {path: self.layout.placements[path].leaf for path in shardings.shared}
+        leaves = {path: self.layout.placements[path].leaf for path in shardings.shared_keys}
         return sums, {path: summed.get(path, jnp.zeros(leaf.shape)) for path, leaf in leaves.items()}, layers
 
     @property
@@ -239,5 +241,6 @@ class Pipelined(Gradients):
         keep, shardings = self.layout.parallel.pipeline.keep, self.shardings
         return execute(
             table, model, rows, shared, layers, known,
-            keep=keep, place=partial(place, shardings.layout), shards=shardings.shards, fill=self.fill,
+            keep=keep, place=partial(constrain_tree_in_table, shardings.layout), shards=shardings.shards,
+            fill=self.fill,
         )  # fmt: skip

@@ -62,7 +62,7 @@ class TracedPieces:
     pieces: int
 
     @cached_property
-    def updated_state(self) -> tuple[int, ...]:
+    def updated_leaves(self) -> tuple[int, ...]:
         """Indices of the state that depends on parameters or on the batch, such as the averages of BatchNorm."""
         if not self.state:
             return ()
@@ -71,24 +71,24 @@ class TracedPieces:
         new_state = self.traced.flat.jaxpr.outvars[: len(state)]
         return tuple(sorted(state_of_parameters(self.traced.flat, params, batch, state, new_state)))
 
-    def state_of_data(self, state: Sequence[jax.Array], count: int) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Computes the state that is not in `updated_state` before each of `count` microbatches, and after the last.
+    def compute_data_state(self, state: Sequence[jax.Array], count: int) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Computes the state that is not in `updated_leaves` before each of `count` microbatches, and after the last.
 
         Args:
           state: The leaves of the state before the first microbatch.
           count: Number of microbatches.
         """
-        others = [i for i in range(len(state)) if i not in self.updated_state]
+        others = [i for i in range(len(state)) if i not in self.updated_leaves]
         if not others:
             return [], []
         jaxpr = self.traced.flat.jaxpr
         ins = jaxpr.invars[len(self.params) :]
         step = PrunedJaxpr(jaxpr, [jaxpr.outvars[i] for i in others])  # the model itself does not run here
 
-        def one_microbatch(leaves, _):
+        def advance(leaves, _):
             return step(self.traced.flat.consts, {ins[i]: leaf for i, leaf in zip(others, leaves, strict=True)}), leaves
 
-        last, each = jax.lax.scan(one_microbatch, [state[i] for i in others], length=count)
+        last, each = jax.lax.scan(advance, [state[i] for i in others], length=count)
         return each, last
 
     @property
@@ -97,9 +97,9 @@ class TracedPieces:
         numbers = jax.tree.unflatten(self.sums, range(len(self.outs)))
         return numbers["loss"][0]
 
-    def cut(self, *, train: bool) -> JaxprCut:
+    def jaxpr_cut(self, *, train: bool) -> JaxprCut:
         """Returns the jaxpr with its inputs by kind; an evaluation updates no state."""
-        kept = self.updated_state if train else ()
+        kept = self.updated_leaves if train else ()
         data = [var for i, var in enumerate(self.state) if i not in kept]
         inputs = Inputs(params=self.params, data=[*data, *self.batch], state=[self.state[i] for i in kept])
         return JaxprCut(self.jaxpr, inputs)
@@ -110,40 +110,40 @@ class TracedPieces:
         Raises:
           JaxparError: If a part reads state that another part updates.
         """
-        kept, count = self.updated_state if train else (), len(stages)
+        kept, count = self.updated_leaves if train else (), len(stages)
         part_of_piece = [part for part, number in enumerate(stages) for _ in range(number)]
-        part_of = [part_of_piece[piece] for piece in self.piece_of]
+        part_of = [part_of_piece[piece] for piece in self.piece_numbers]
         new_state = {i: self.new_state[index] for i, index in enumerate(kept)}
-        cut = self.cut(train=train)
+        cut = self.jaxpr_cut(train=train)
         parts = cut.parts(part_of, self.outs, new_state, count=count)
         # a result that depends on updated state differs between microbatches, and its backward runs after more updates
         for part in cut.parts(part_of, self.outs, count=count) if kept else ():
             if part.reads_state:
-                raise _read_again(self.name)
+                raise _later_state_error(self.name)
         for part in parts:
             if {*part.reads_state} - {*part.state}:
-                raise _read_again(self.name)
+                raise _later_state_error(self.name)
         return parts
 
     @cached_property
-    def piece_of(self) -> list[int]:
+    def piece_numbers(self) -> list[int]:
         """The piece of each equation: those before all pieces belong to the first, those after them to the last.
 
         A model that does not call `jp.pipelined` is divided between equations where few bytes have to be sent.
         """
         if not self.pieces:
-            crossing = crossing_bytes(self.cut(train=False), self.outs)
+            crossing = crossing_bytes(self.jaxpr_cut(train=False), self.outs)
             return pieces_between_equations(crossing, [equation_flop(eqn) for eqn in self.jaxpr.jaxpr.eqns])
-        last = max(i for i, piece in enumerate(self._pieces) if piece >= 0)
-        within = [max(piece, 0) for piece in accumulate(self._pieces[: last + 1], max)]
-        return within + [self.pieces - 1] * (len(self._pieces) - len(within))
+        last = max(i for i, piece in enumerate(self._scope_pieces) if piece >= 0)
+        within = [max(piece, 0) for piece in accumulate(self._scope_pieces[: last + 1], max)]
+        return within + [self.pieces - 1] * (len(self._scope_pieces) - len(within))
 
     def chain(self, chip: Chip) -> Chain:
         """Returns the pieces as a chain of layers, timed on a chip."""
-        return traced_chain(self.cut(train=False), self.outs, self.piece_of, equation_flop, chip)
+        return traced_chain(self.jaxpr_cut(train=False), self.outs, self.piece_numbers, equation_flop, chip)
 
     @cached_property
-    def _pieces(self) -> list[int]:
+    def _scope_pieces(self) -> list[int]:
         """Returns the piece of each equation by its scope; -1 outside of all pieces."""
         found = (_PIECE.search(str(eqn.source_info.name_stack)) for eqn in self.jaxpr.jaxpr.eqns)
         return [int(match[1]) if match else -1 for match in found]
@@ -183,14 +183,14 @@ def trace_pieces(
                 x = piece(x)
         return x
 
-    def whole(params, state, batch):
+    def run_loss(params, state, batch):
         tree = nest({tuple(path.split("/")): value for path, value in params.items()})
         model = blueprint.bind(tree, state, lambda path, value: cast(value), compute)
         with intercept_layers(run_pieces):
             sums = as_sums(loss(model, batch), accumulate=layout.microbatches)
         return cast_to_initial(blueprint.name, state, blueprint.collect(model)), sums
 
-    traced = Traced(demote_matmuls(whole) if compute.dtype else whole, params, state, batch)
+    traced = Traced(demote_matmuls(run_loss) if compute.dtype else run_loss, params, state, batch)
     _, sums = traced.shapes
     jaxpr = inline_calls(
         jaxpr_as_fun(traced.closed), traced.closed.in_avals, [name for name in CALLS if name not in REMAT]
@@ -203,7 +203,7 @@ def trace_pieces(
         blueprint.name, traced, jaxpr, param_vars, state_vars, batch_vars, new_state, outs,
         jax.tree.structure(sums), pieces,
     )  # fmt: skip
-    if pieces and max(result._pieces, default=-1) < 0:
+    if pieces and max(result._scope_pieces, default=-1) < 0:
         raise refuse(
             f"{blueprint.name} calls jp.pipelined inside of a loop, a branch, a derivative or nn.remat",
             rule="a pipeline cuts a model where it calls jp.pipelined(pieces, x), outside of all of these",
@@ -223,7 +223,7 @@ def _number_of_pieces(name: str, calls: Sequence[Callable]) -> int:
     return len(pieces)
 
 
-def _read_again(name: str) -> JaxparError:
+def _later_state_error(name: str) -> JaxparError:
     return refuse(
         f"{name} computes with state that follows from earlier examples, while it trains",
         rule="in a pipeline the backward of a microbatch comes after later ones have updated this state",

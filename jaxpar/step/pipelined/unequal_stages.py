@@ -51,19 +51,19 @@ class TracedMicrobatch:
     Attributes:
       pieces: The loss.
       data: Maps the number of a microbatch to its data.
-      updated: Index to the state that the table updates, before the first microbatch.
-      after: The other leaves of the state, after the last microbatch.
+      table_state: Index to the state that the table updates, before the first microbatch.
+      final_data_state: The other leaves of the state, after the last microbatch.
     """
 
     pieces: TracedPieces
     data: Callable[[jax.Array], list[jax.Array]]
-    updated: dict[int, jax.Array]
-    after: list[jax.Array]
+    table_state: dict[int, jax.Array]
+    final_data_state: list[jax.Array]
 
-    def state_after(self, updated: Mapping[int, jax.Array]) -> tuple[jax.Array, ...]:
+    def final_state(self, updated: Mapping[int, jax.Array]) -> tuple[jax.Array, ...]:
         """Returns all leaves of the state after the last microbatch, given those that the table has updated."""
-        of_table = dict(zip(self.pieces.updated_state, updated.values(), strict=True))
-        others = iter(self.after)
+        of_table = dict(zip(self.pieces.updated_leaves, updated.values(), strict=True))
+        others = iter(self.final_data_state)
         return tuple(of_table[i] if i in of_table else next(others) for i in range(len(self.pieces.state)))
 
 
@@ -112,7 +112,7 @@ class UnequalStages(Gradients):
                 exchange = ShardExchange(table.buffers, table.replicas, specs, layout.sizes)
                 with jax.named_scope(f"{SCOPE}parameters sent to the stages"):
                     buffers = exchange.to_stages(params)
-                outs, gradients, updated = table.run(buffers, traced.data, traced.updated)
+                outs, gradients, updated = table.run(buffers, traced.data, traced.table_state)
             sums = jax.tree.unflatten(traced.pieces.sums, outs)
             sums = jax.tree.map(lambda x: jax.lax.psum(x, ("pipe", *shardings.batch_axes)), sums)
             if not train:
@@ -120,12 +120,12 @@ class UnequalStages(Gradients):
             with jax.named_scope(GRADIENT):
                 found = exchange.to_storage(gradients, shardings.batch_axes)
             gradients = {path: found.get(path, jnp.zeros(value.shape, jnp.float32)) for path, value in params.items()}
-            return sums, gradients, traced.state_after(table.mean_state(updated, shardings.batch_axes))
+            return sums, gradients, traced.final_state(table.mean_state(updated, shardings.batch_axes))
 
         sums, gradients, state = jax.shard_map(
             local,
             mesh=layout.device_mesh,
-            axis_names=set(shardings.manual),
+            axis_names=set(shardings.manual_axes),
             in_specs=(by_rows, specs, PartitionSpec(), by_rows),
             out_specs=(PartitionSpec(), specs if train else {}, PartitionSpec()),
             check_vma=False,
@@ -154,7 +154,7 @@ class UnequalStages(Gradients):
         rows = [leaf.reshape(len(leaf) // count, count, *leaf.shape[1:]) for leaf in jax.tree.leaves(batch)]
         state = jax.tree.leaves(model_state)
         if train:
-            each, after = pieces.state_of_data(state, count)
+            each, after = pieces.compute_data_state(state, count)
         else:
             each, after = [jnp.broadcast_to(leaf, (count, *leaf.shape)) for leaf in state], state
         each = salt_by_replica(each, replica, shardings.replicas)
@@ -163,13 +163,13 @@ class UnequalStages(Gradients):
             of_batch = (jax.lax.dynamic_index_in_dim(leaf, microbatch, 1, keepdims=False) for leaf in rows)
             return [*load(each, microbatch), *of_batch]
 
-        updated = {i: state[leaf] for i, leaf in enumerate(pieces.updated_state)} if train else {}
+        updated = {i: state[leaf] for i, leaf in enumerate(pieces.updated_leaves)} if train else {}
         return TracedMicrobatch(pieces, data, updated, after)
 
     def _table(self, pieces: TracedPieces, stored: Mapping[str, jax.Array], *, train: bool) -> BranchTable:
         """Cuts the pieces into parts, and lays out their table."""
         layout, keep = self.layout, self.layout.parallel.pipeline.keep
-        replicas, parts = self._cut(pieces, train=train)
+        replicas, parts = self._cut_parts(pieces, train=train)
         whole = {path: jax.ShapeDtypeStruct(value.shape, value.dtype) for path, value in stored.items()}
         table = BranchTable(layout.schedule, replicas, parts, whole, loss=pieces.loss, train=train, keep=keep)
         if train:
@@ -188,7 +188,7 @@ class UnequalStages(Gradients):
         costs = replace(costs, parameters=versions * costs.parameters)
         self.notes = (str(replace(found, costs=costs)),)
 
-    def _cut(self, pieces: TracedPieces, *, train: bool) -> tuple[StageReplicas, list[PartProgram]]:
+    def _cut_parts(self, pieces: TracedPieces, *, train: bool) -> tuple[StageReplicas, list[PartProgram]]:
         layout, stages = self.layout, self.layout.parallel.pipeline.stages
         replicas = StageReplicas(tuple(layout.parallel.pipeline.replicas or (1,) * layout.schedule.stages))
         if stages == FOUND:

@@ -23,7 +23,7 @@ from jaxpar.parallel.read_parameter import read_parameter
 from jaxpar.parallel.specs import abstract_params, batch_sharding
 from jaxpar.parallel.techniques import all_techniques
 from jaxpar.sharding.names import Compute, Tree
-from jaxpar.step.compiler import paused_gc
+from jaxpar.step.compiler import pause_gc
 
 # Draws the next token of each row from logits.
 
@@ -236,7 +236,7 @@ class Generator:
     def _tracing(self):
         with (
             jax.set_mesh(self.layout.device_mesh),
-            paused_gc(),
+            pause_gc(),
             all_techniques.tracing(self.layout, self._used),
         ):
             yield

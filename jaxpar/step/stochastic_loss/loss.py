@@ -84,14 +84,14 @@ def split_over_examples(function: Callable, layout: Layout) -> Callable:
     if not axes:
         return function
 
-    def placed(drawn: jax.Array) -> jax.Array:
+    def shard_draws(drawn: jax.Array) -> jax.Array:
         free = (PartitionSpec.UNCONSTRAINED,) * (drawn.ndim - 1)
         return jax.lax.with_sharding_constraint(drawn, layout.sharding(PartitionSpec(axes, *free)))
 
     def run(params: Any, model_state: Any, batch: Mapping[str, Any]) -> Any:
         traced = Traced(function, params, model_state, batch)
         rows = {value.shape[0] for value in batch.values() if value.shape}
-        eqns = [new_eqn for eqn in traced.closed.jaxpr.eqns for new_eqn in _equations(eqn, rows, placed)]
+        eqns = [new_eqn for eqn in traced.closed.jaxpr.eqns for new_eqn in _equations(eqn, rows, shard_draws)]
         rewritten = ClosedJaxpr(traced.closed.jaxpr.replace(eqns=eqns), traced.closed.consts)
         leaves = jax.tree.leaves((params, model_state, batch))
         return jax.tree.unflatten(traced.outputs, jaxpr_as_fun(rewritten)(*leaves))
@@ -99,7 +99,7 @@ def split_over_examples(function: Callable, layout: Layout) -> Callable:
     return run
 
 
-def _equations(eqn: JaxprEqn, rows: set[int], placed: Callable) -> Iterator[JaxprEqn]:
+def _equations(eqn: JaxprEqn, rows: set[int], shard_draws: Callable) -> Iterator[JaxprEqn]:
     """Yields an equation, followed by a sharding constraint if it draws numbers for examples."""
     if not any(map(is_key, eqn.invars)) or any(map(is_key, eqn.outvars)):
         yield eqn
@@ -107,7 +107,7 @@ def _equations(eqn: JaxprEqn, rows: set[int], placed: Callable) -> Iterator[Jaxp
     outs, constraints = list(eqn.outvars), []
     for index, (var, shape) in enumerate(zip(eqn.outvars, shapes(eqn.outvars), strict=True)):
         if any(shape.shape[:1] and shape.shape[0] % count == 0 for count in rows):
-            jaxpr = jax.make_jaxpr(placed)(shape).jaxpr
+            jaxpr = jax.make_jaxpr(shard_draws)(shape).jaxpr
             outs[index] = jaxpr.invars[0]
             constraint = jaxpr.eqns[-1]
             constraints += [*jaxpr.eqns[:-1], constraint.replace(outvars=[var], source_info=eqn.source_info)]
