@@ -120,10 +120,11 @@ def load_digits() -> dict[str, np.ndarray]:
 
 
 def load_photographs() -> dict[str, np.ndarray]:
-    """Returns tiles of scikit-learn's two photographs, whose colours are to be found from their brightness.
+    """Returns tiles of scikit-learn's two photographs, for predicting the dominant colour of each pixel.
 
     Returns:
-      `inputs` [120, 64, 64], brightness within 0..1, and `labels` [120, 64, 64]: which of red, green and blue is most.
+      `inputs` [120, 64, 64], brightness within 0..1, and `labels` [120, 64, 64]: index of each pixel's largest channel
+      (0 red, 1 green, 2 blue).
     """
     try:
         from sklearn.datasets import load_sample_images

@@ -66,7 +66,7 @@ class DocumentRows(Tokens):
         for begin in range(0, len(self.tokens), BLOCK):
             _, first, learnable = self._split_flags(self._read(begin, min(BLOCK, len(self.tokens) - begin)))
             targets = np.flatnonzero(learnable & ~first) + begin
-            rows = np.searchsorted(self.bounds, targets, side="left") - 1  # of the token before it, which predicts it
+            rows = np.searchsorted(self.bounds, targets, side="left") - 1  # row of the token before, which predicts it
             learned += np.bincount(rows[rows >= 0], minlength=len(learned))
         if not learned.any():
             raise refuse(

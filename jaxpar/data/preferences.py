@@ -6,9 +6,9 @@
     chosen_inputs     c0 c0 c0 .  .  | c1 .  ...
     rejected_inputs   r0 r0 .  .  .  | r1 r1 ...
 
-A pair with a document that does not fit its row is left out: an answer that is cut is not the one that was judged.
-If the end of a prompt becomes one token with the beginning of one answer, it is learned in both rows, as in TRL: so
-both log-probabilities are of the same part of the text.
+A pair is left out if one of its documents does not fit a row: people judged the whole answers, not truncated ones. If
+the end of a prompt becomes one token with the beginning of one answer, the loss counts it in both rows, as in TRL: both
+log-probabilities then cover the same part of the text.
 """
 
 import numpy as np
@@ -64,7 +64,7 @@ class PreferencePairs(DocumentRows):
         return batch
 
     def _document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the ids of a document, and whether each is learned."""
+        """Returns the token ids of a document, and a mask of the tokens that the loss counts."""
         begin, end = (int(bound) for bound in self.starts[index : index + 2])
         ids, _, learned = self._split_flags(self._read(begin, end - begin))
         return ids, learned

@@ -49,8 +49,8 @@ class Data(Keywords):
       end: The token that ends a document; "" means the eos_token of the tokenizer's folder.
       vocab: Vocabulary size of a bpe.
       documents: mixed concatenates all documents and cuts rows of `seq` tokens; alone gives each document its own,
-        padded row; apart packs several into a row, separated by the arrays `segments` and `positions`. auto is alone
-        for conversations, and mixed otherwise.
+        padded row; apart packs several documents into a row, whose arrays `segments` and `positions` separate them.
+        auto is alone for conversations, and mixed otherwise.
       seq: Tokens per example. 0 is 128; for conversations the context length of the model in the tokenizer's folder,
         at most 2,048.
       augment: Random changes of training images of images, arrays, digits and photographs: flip mirrors half of them,
@@ -248,7 +248,7 @@ def _set_problems(spec: Data, name: str) -> list[Problem]:
     except JaxparError as error:
         return [Problem(item.got.replace("data.", f"{key}.", 1), item.rule, item.fix) for item in error.problems]
     if settings.is_text and settings.tokenizer == "bpe":
-        rule = "a bpe is trained on the training text: one that is trained on a set would give other tokens"
+        rule = 'evaluation sets cannot use "bpe", whose vocabulary is learned from each text: the ids would differ'
         return [Problem(f"{key} with data.tokenizer = 'bpe'", rule, 'tokenizer = "bytes", or a tokenizer.json')]
     return []
 
@@ -275,7 +275,7 @@ class WeightedBatch:
     """A batch of held-out examples.
 
     Attributes:
-      weight: Factor of its sums and counts, before they are added to those of the other batches.
+      weight: Multiplies the batch's loss sums and counts before they are added to the totals of all batches.
       batch: Name to array; every batch has the same number of rows.
       examples: If the batch is padded with copies, the number of examples, which are its first rows; else 0.
     """

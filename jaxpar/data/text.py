@@ -160,7 +160,7 @@ class TrainIndices:
         return self.examples - (self.examples // self.stride if self.stride else 0)
 
     def __getitem__(self, places: np.ndarray) -> np.ndarray:
-        """Returns the indices among all examples of these indices among the training examples."""
+        """Converts indices of training examples to indices among all examples, held-out ones included."""
         return places + places // (self.stride - 1) if self.stride else places
 
 
@@ -221,7 +221,7 @@ class Tokens(TokenWindows):
         )
 
     def _read(self, begin: int, count: int) -> np.ndarray:
-        """Reads tokens with pread, because pages of a memory map, up to 2 MiB per row, would count as used memory."""
+        """Reads tokens with pread: a memory map would add up to 2 MiB per row to the memory that the process uses."""
         itemsize = self.tokens.dtype.itemsize
         content = os.pread(self._handle, count * itemsize, begin * itemsize)
         if len(content) < count * itemsize:

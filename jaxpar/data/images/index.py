@@ -48,7 +48,7 @@ class Index:
       places: File number, offset and size in bytes of each picture. Shape [n, 3], int64.
       labels: Number of each picture's class. Shape [n], int32.
       classes: Names of the classes.
-      train: Number of pictures of `train`; those after them are of `val`. All, if there is no such split.
+      train: Number of training pictures, which come first; all others are of `val`. All, without such a split.
       notes: Messages to the user.
     """
 

@@ -74,7 +74,7 @@ def split_folders(path: Path) -> tuple[Path, Path | None, tuple[str, ...]]:
     if "train" in folders and folders.keys() <= {*SPLITS}:
         raise refuse(
             f"data.path = '{path}' has the folders {', '.join(folders)}",
-            rule="beside train/ there is a val/ to be evaluated on",
+            rule="a folder with train/ also has val/, whose pictures are held out for evaluation",
             fix=f"data.path = '{path}/train', of which a share is held out",
         )
     return path, None, ()

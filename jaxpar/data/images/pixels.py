@@ -18,8 +18,8 @@ from jaxpar.data.validate import CorruptBatch
 from jaxpar.errors import refuse
 
 AREA = (0.08, 1.0)  # share of a picture's area that a random box has
-LOG_ASPECT = (math.log(3 / 4), math.log(4 / 3))  # of its width over its height
-ATTEMPTS = 10  # boxes that are drawn until one fits into the picture
+LOG_ASPECT = (math.log(3 / 4), math.log(4 / 3))  # logarithm of width / height of a random box
+ATTEMPTS = 10  # random boxes that are tried before the largest centered one is taken
 DEEP = ("I", "I;16", "I;16B", "I;16L", "F")  # Pillow's modes of more than 8 bits, which it would clip to 255
 # exceptions of Pillow on damaged pictures
 DAMAGED = (OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, OverflowError, struct.error,
@@ -100,9 +100,10 @@ def center_box(width: int, height: int, config: ImageConfig) -> Crop:
 
 
 def random_box(width: int, height: int, numbers: np.random.Generator) -> Crop:
-    """Draws a box of a picture: its area and the logarithm of its aspect are uniform, its place is too.
+    """Draws a random box of a picture, uniformly in area, in logarithm of aspect ratio, and in position.
 
-    If none of `ATTEMPTS` boxes fits into the picture, it is the largest in the middle with an allowed aspect.
+    If none of `ATTEMPTS` drawn boxes fits into the picture, the result is the largest centered box with an allowed
+    aspect ratio.
     """
     for _ in range(ATTEMPTS):
         area = width * height * numbers.uniform(*AREA)

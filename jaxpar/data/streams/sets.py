@@ -98,7 +98,7 @@ def _open_set(given: object, said: str, name: object, folder: Path, size: int) -
         raise refuse(said, rule="a set's name is of small letters and digits, as in metrics", fix="sets['wiki']")
     if isinstance(given, Data):
         if given.is_text and given.tokenizer == "bpe":
-            rule = "a bpe is trained on the training text: one that is trained on a set would give other tokens"
+            rule = 'evaluation sets cannot use "bpe", whose vocabulary is learned from each text: the ids would differ'
             raise refuse(f"{said} with tokenizer='bpe'", rule=rule, fix='tokenizer="bytes", or a tokenizer.json')
         settings = replace(given, sets={}, weights=(), evaluation="", held_out=0.0, shuffle=False)
         return _check_not_empty(_open_all_examples(settings, folder), said, size)

@@ -1,6 +1,6 @@
 """Normalizes conversations, renders them by a model's chat template, and locates the answers that the loss counts.
 
-In a columnar file every message has every key of every other one, as null, and JSON may write null for an absent key.
+In a columnar file all messages have the same keys, and absent values are null; JSON files may have such nulls, too.
 A template tests whether a key exists (`'tool_calls' in message`), so keys with null are removed, as in TRL.
 """
 
@@ -100,7 +100,7 @@ def _part_text(part: object) -> str | None:
 
 
 def _is_learned(message: Mapping[str, Any], where: str) -> bool:
-    """Whether a message is an assistant's and no weight of 0 excludes it."""
+    """Whether the loss counts a message: the assistant wrote it, and it has no weight of 0."""
     answer = message["role"] == "assistant"
     weights = {key: message[key] for key in WEIGHTS if key in message}
     for key, weight in weights.items():

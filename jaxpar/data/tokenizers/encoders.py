@@ -129,9 +129,10 @@ class HuggingFaceEncoder:
         return set_flags(np.array(ids, np.uint32), self.dtype, first=piece.first)
 
     def seam(self, left: str, right: str) -> int | None:
-        """Encodes both sides of a cut separately; returns the characters to drop there, None if the tokens change.
+        """Checks that a text cut in two parts gets the tokens of the whole text.
 
-        If a tokenizer adds a space before every text, the space at the cut is dropped instead.
+        Returns the number of characters to drop at the beginning of the right part, or None if the tokens differ. One
+        space is dropped for a tokenizer that adds a space before every text.
         """
         expected = self._ids(left + right)
         for drop in (0, 1):
@@ -159,7 +160,7 @@ def end_token(saved: TokenizerFacts, end: str) -> int:
         choices = _end_candidates(saved)
         raise refuse(
             f"{saved.file.parent} names no eos_token",
-            rule="a token ends each document: eos_token beside tokenizer.json, or data.end",
+            rule="a token ends each document: eos_token in the folder of tokenizer.json, or data.end",
             fix=f"data.end = one of: {choices}" if choices else "a tokenizer with special tokens",
         )
     return eos
