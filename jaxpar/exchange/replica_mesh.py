@@ -52,7 +52,7 @@ class ReplicaMesh:
 
         Args:
           tree: Arrays sharded by `specs`.
-          algorithm: One of `algorithms.ALL_REDUCE`, which sends the messages of its table; "" for XLA's all-reduce.
+          algorithm: Name of an all-reduce in `algorithms.ALL_REDUCE`; "" for XLA's all-reduce.
 
         Raises:
           JaxparError: If there is no such algorithm.

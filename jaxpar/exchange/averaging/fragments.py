@@ -14,7 +14,7 @@ from typing import Any
 from jaxpar.errors import refuse
 from jaxpar.exchange.traffic import ShardShape
 
-Fragment = Mapping[str, slice]  # path of a parameter to its layers in the fragment; all of dim 0 if it is not a stack
+Fragment = Mapping[str, slice]  # parameter path -> the slice of its dim 0 (layers); all, if it is not a stack
 ALL = slice(None)
 
 

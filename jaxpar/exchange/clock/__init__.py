@@ -1,6 +1,6 @@
 """Simulates stale gradients on a virtual clock: the numerics are exact, the times are modelled.
 
-    delays    a worker's compute times: constant, drawn from a distribution, or from a trace
+    delays    seconds that a worker computes: constant, drawn from a distribution, or read from a trace
     events    dataclasses of a gradient, the version of the parameters it read, and the update that applied it
     stale     workers that read at any time, or are at most some steps ahead of the slowest; backup workers
     sharded   a parameter server in several shards, each with its own versions (DistBelief)

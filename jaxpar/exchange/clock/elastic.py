@@ -66,7 +66,7 @@ class AsynchronousEasgd:
         return self.beta / workers
 
     def local_steps(self, workers: int, steps: int, times: WorkerTimes) -> list[LocalStep]:
-        """Returns the steps of all workers; the steps with a meeting are in the order of the meetings.
+        """Returns the steps of all workers; those that end in a meeting are in the order of their meetings.
 
         Args:
           workers: Number of workers.

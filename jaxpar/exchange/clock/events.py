@@ -14,7 +14,7 @@ class Push:
     Attributes:
       worker: The worker that computed it.
       share: Index of its examples in the stream of batches; each batch is divided into `SimulatedRun.shares` shares.
-      versions: For each shard of the parameters, the number of updates before the gradient was computed.
+      versions: Version of each parameter shard that the worker read: the number of its updates until then.
     """
 
     worker: int

@@ -2,9 +2,9 @@
 
     root      v0 ───► v1 ────────► v2                 an update is one server's mean
     servers    └ mean of m ┘└ mean of m ┘             a server waits for its m workers, and for no other server
-    workers      m to each
+    workers      m per server
 
-Of N workers under g servers, with w bytes of parameters, a step of all workers sends
+With N workers under g servers and w bytes of parameters, these bytes are sent when each worker makes a step:
 
                   g = N, without servers     g servers of m = N / g     and the mean staleness is
     root          2 N w                      2 g w                      g - 1 updates, instead of N - 1

@@ -83,13 +83,13 @@ def butterfly(ranks: Sequence[int], part: Part) -> list[Round]:
 
 
 def halving(ranks: Sequence[int], part: Part) -> list[Round]:
-    """Rabenseifner's all-reduce: a reduce-scatter by halves, with ever nearer partners, then an all-gather."""
+    """Rabenseifner's all-reduce: a reduce-scatter by recursive halving, then an all-gather by recursive doubling."""
 
     def core(ranks: Sequence[int]) -> list[Round]:
         local_pieces, reduce_rounds, gather_rounds = [part] * len(ranks), [], []
         spans = [1 << level for level in range(len(ranks).bit_length() - 1)]
         for span in reversed(spans):
-            # both partners divide their pieces at the same place; the bit of the span selects the half to keep
+            # both partners halve the same piece; a device keeps the second half if its rank has the bit `span`
             halves = [split_part(piece, 2) for piece in local_pieces]
             outgoing = [halves[i][0 if i & span else 1] for i in range(len(ranks))]
             local_pieces = [halves[i][1 if i & span else 0] for i in range(len(ranks))]

@@ -63,7 +63,7 @@ class Compressed(SelectiveExchange):
         """Encodes elements [rows, blocks * block] as arrays with the same dim 0."""
 
     def without_padding(self, code: dict[str, "jax.Array"], counts: "np.ndarray") -> dict[str, "jax.Array"]:
-        """Corrects a code for padding at the ends of blocks. counts: elements before the padding, [blocks]."""
+        """Removes the effect of padding from a code. counts: elements of each block that are no padding, [blocks]."""
         return code
 
     @abstractmethod

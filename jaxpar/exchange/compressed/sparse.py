@@ -31,7 +31,7 @@ class Sparse(TopK):
     def encode_mean(
         self, rows: "jax.Array", key: "jax.Array", replicas: int, codes: "dict[str, jax.Array] | None" = None
     ) -> dict[str, "jax.Array"]:
-        """Returns all elements of a sum that may be nonzero."""
+        """Encodes a sum over replicas without loss: by its largest elements, or whole if that takes fewer bytes."""
         if self._dense(replicas):
             return {"all": rows}
         return largest_elements(rows.reshape(len(rows), -1, self.block), self.sent_per_block * replicas)
@@ -41,7 +41,7 @@ class Sparse(TopK):
         return code["all"] if "all" in code else super().decode(code)
 
     def mean_code_arrays(self, elements: int, replicas: int) -> tuple[CodeArray, ...]:
-        """The values of the sum and their places, or all values."""
+        """The arrays that encode a sum: its nonzero values and their indices, or all values."""
         if self._dense(replicas):
             return (CodeArray(elements, "f32", 4),)
         count = elements // self.block * self.sent_per_block * replicas

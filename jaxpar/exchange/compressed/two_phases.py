@@ -115,8 +115,8 @@ class _Rows:
         self.counts = {path: math.prod(shape) // replicas for path, shape in shapes.items()}
         self.padded = {path: round_up(count, block) for path, count in self.counts.items()}
         masks = [np.arange(self.padded[path]) < count for path, count in self.counts.items()]
-        self.real = np.concatenate(masks)  # which elements of a row belong to an array, not to padding
-        self.filled = np.maximum(self.real.reshape(-1, block).sum(axis=1), 1)  # number of such elements in each block
+        self.real = np.concatenate(masks)  # mask of the elements of a row that are no padding
+        self.filled = np.maximum(self.real.reshape(-1, block).sum(axis=1), 1)  # without padding, per block
 
     def to_rows(self, arrays: Arrays) -> jax.Array:
         """Concatenates the pieces of arrays into rows. Shape [replicas, elements], float32."""

@@ -76,7 +76,7 @@ class PowerSgd(LowRank):
     def _start(self, last: "jax.Array", key: "jax.Array") -> "jax.Array":
         """Returns an orthonormal Q [layers, columns, rank] that spans the rows of the last mean; at first a random one.
 
-        At most `rank` rows of the last mean are independent, so its transpose times a random matrix spans all rows.
+        The last mean has at most rank `rank`, so its transpose times a random matrix spans its row space.
         """
         import jax
         import jax.numpy as jnp

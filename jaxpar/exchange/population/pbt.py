@@ -33,7 +33,7 @@ class Pbt(Population):
       name: pbt (the worst members copy the best and continue with changed settings).
       values: Setting to each member's initial value.
       every: Number of steps from one sync round to the next.
-      share: Share of the members that copy, and of the members that may be copied, at least one each.
+      share: Share of the members that are replaced, and of the best members that they may copy; at least one each.
       factors: Factors, one of which multiplies each setting of a copy.
       within: Setting to its lowest and highest value.
       seed: Seed of the random draws.

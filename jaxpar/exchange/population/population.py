@@ -33,7 +33,7 @@ class Population(Exchange):
         counts = {name: len(values) for name, values in self.values.items()}
         if len(set(counts.values())) != 1 or min(counts.values()) < 2:
             raise refuse(
-                f"a population whose settings have so many values: {counts}",
+                f"a population with these numbers of values per setting: {counts}",
                 rule="a population has two members or more, and each setting a value for each of them",
                 fix='values={"learning_rate": (1e-3, 3e-3)}',
             )

@@ -14,7 +14,7 @@ from jaxpar.exchange.population.population import Population
 from jaxpar.exchange.population.swarm import Swarm
 from jaxpar.optim.optimizer import SWEPT, Optimizer
 
-ROOM = "optimizer."  # prefix of the settings that may differ
+ROOM = "optimizer."  # prefix of the settings that may differ between members
 MOST = 4096  # members, at most
 IN_ROUNDS = ("evolution", "swarm")  # methods in which members train anew in each round
 OF_METHOD = {  # settings of a sweep to the methods that use them
@@ -36,12 +36,12 @@ class Sweep:
         weight_decay, beta1, beta2 and clip. {} is no sweep. Each member sees all examples, and parallel.data divides
         the members.
       members: Number of draws; a grid has all combinations.
-      seed: Of the draws.
-      every: With pbt, steps between copies; members are ranked by their mean loss since the last. With evolution and
+      seed: Seed of the draws.
+      every: With pbt, steps between copies; members are ranked by their mean loss since then. With evolution and
         swarm, steps of a round, over which schedules run; members are ranked by the mean loss of its last fifth.
-      share: With pbt, the share of members that copy, and of those that may be copied; with evolution, of those that
-        survive a round.
-      factors: With pbt, a copy's settings are multiplied by one of these each, within the range of their draws.
+      share: With pbt, the share of members that are replaced, and of the best members that they may copy; with
+        evolution, the share of members that survive a round.
+      factors: With pbt, each setting of a copy is multiplied by one of these, and stays within the range of the draws.
       spread: With evolution, the standard deviation of a mutation, as a share of the range.
     """
 
