@@ -19,9 +19,9 @@ class Classes:
     """The classes of equal pieces (of dims), arrays and operations of a program, as numbers.
 
     Attributes:
-      pieces: Piece to the number of its class.
-      arrays: Array to the number of its class.
-      operations: Operation to the number of its class.
+      pieces: Maps each piece to the number of its class.
+      arrays: Maps each array, by its id, to the number of its class.
+      operations: Maps each operation to the number of its class.
     """
 
     def __init__(self, program: TracedProgram):

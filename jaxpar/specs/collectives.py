@@ -71,8 +71,8 @@ class Resharding:
       axis: Index of the axis.
       kind: all-gather, reduce-scatter, all-reduce or all-to-all.
       bytes: Bytes that a device sends.
-      source: States over all axes before the collective.
-      target: States over all axes after it.
+      source: The array's state on each axis before the collective.
+      target: The array's state on each axis after the collective.
     """
 
     axis: int
@@ -141,7 +141,7 @@ class Links:
                 return None
             local = size
             for other, state in others:
-                # of two sums, one over each axis, the second sums only a shard of the first's result
+                # of two all-reduces, one per axis, the second reduces only a shard of what the first reduced
                 of_shards = state is None and source[other] == before == PARTIAL and after is None
                 if is_cut(state) or of_shards:
                     local /= self.sizes[other]

@@ -97,7 +97,7 @@ class FoundSpecs:
         return f"; yours win, unlike the prediction: {'; '.join(self.differing)}" if self.differing else ""
 
     def explain(self) -> str:
-        """Returns the names, each with its reason, their cost and its lower bound, as text."""
+        """Formats the names with the reason for each, and the predicted cost with its lower bound."""
         solution, lines = self.solution, []
         lines.append(
             f"{_format_axes(self.parallel)}: {solution.cost * 1e3:.4g} ms of a step's work and traffic, modelled; no "
@@ -126,7 +126,7 @@ class FoundSpecs:
             lines += ["left to XLA, as a line computes several arrays of one shape"]
             lines += [f"  {line}" for line in self.specs.without_line]
         if self.unknown:
-            lines += [f"not followed, so dims of their arrays stay whole: {', '.join(self.unknown)}"]
+            lines += [f"operations without a rule, whose arrays are not split: {', '.join(self.unknown)}"]
         return "\n".join(lines)
 
 
@@ -187,9 +187,8 @@ def find_specs(
     axes = axes_of(parallel)
     sizes = tuple(parallel.sizes[axis] for axis in axes)
     examples = examples and rows % math.prod(sizes) == 0
-    # with fsdp, two axes do not cut one dim together: XLA (jaxlib 0.12) computes a wrong result of a matmul that sums
-    # over axis a, if it is stored with one dim split by a and another by two other axes:
-    # einsum("bsh,bsd->hd") of two operands P(None, a, None), stored as P(a, (c, b))
+    # with fsdp, two axes must not cut one dim together: XLA (jaxlib 0.12) then computes wrong results. Example: both
+    # operands of einsum("bsh,bsd->hd") are P(None, a, None), so it sums over axis a, and its result is P(a, (c, b))
     solver, solution, best = choose_dims(
         program, sizes, costs, parameters=AXIS in axes, memory=memory, examples=examples,
         both=parallel.sizes["fsdp"] == 1,
@@ -250,12 +249,12 @@ def choose_dims(
 
 
 def _note_on_cheapest(solver: SpecsSolver, solution: Solution, parallel: Parallel, chip: str, rows: int) -> str:
-    """Says why the cheapest choice, which leaves an axis idle or splits no parameter, is not the one taken."""
+    """Explains why the cheapest choice was rejected: it leaves an axis idle, or splits no parameter."""
     names, shown = {*name_solution(solver, solution, axes_of(parallel)).names.values()}, _format_axes(parallel)
-    instead = "without launches, and with matmuls and parameters split as declared"
+    instead = "the best choice that splits matmuls and parameters, without the cost of launches"
     if not solution.idle and any(name.startswith("tokens") for name in names):
         return (
-            f"best for {rows} examples a device on {chip} would be to split tokens and no parameter, as "
+            f"for {rows} examples a device on {chip}, splitting tokens and no parameter would be fastest, as "
             f"context={solver.n} does ({solution.cost * 1e3:.3g} ms by this model); this is {instead}"
         )
     return f"{shown} costs more than it saves for {rows} examples a device on {chip}, by this model: {instead}"

@@ -129,7 +129,7 @@ class Formulation(IntegerProgram):
 
         Args:
           states: For each axis, the classes that it may cut.
-          exclusive: Whether a single axis cuts at most one of them; two axes always do.
+          exclusive: Whether an axis may cut at most one of the classes; with two axes that is always so.
         """
         key = states, exclusive or len(states) > 1
         if key not in self._joint_columns:
@@ -308,7 +308,7 @@ class Formulation(IntegerProgram):
         return strategies
 
     def _loops(self, operation: Operation, axis: int) -> Iterable[tuple[int, tuple[State, ...], State]]:
-        """Yields the loops that an axis may cut, with the states of operands and result."""
+        """Yields each loop that an axis may cut: its number, its operands' states, and its result's state."""
         arrays = (*operation.operands, operation.result)
         for number, (operands, result) in enumerate(operation.loops):
             pieces = (*operands, result)
@@ -342,7 +342,7 @@ class Formulation(IntegerProgram):
     def _flow_columns(
         self, others: Sequence[States], of_strategies: Sequence[States], v: Sequence[int]
     ) -> dict[tuple[States, States], int]:
-        """Adds a column for each pair of an array's state and a strategy's state; those of a strategy sum to its v."""
+        """Adds a column per pair (state of an array, state of a strategy); a strategy's columns sum to its variable."""
         users = dict.fromkeys(of_strategies)
         columns = {(other, state): self._column() for other in others for state in users}
         for state in users:

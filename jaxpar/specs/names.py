@@ -35,12 +35,12 @@ class NamedSpecs:
     """A solution as names of dims.
 
     Attributes:
-      paths: End of a parameter's path, as a regular expression, to the names of its dims.
-      activations: Line of source, with sizes of the last dims, to the names of an array's dims.
-      rules: Name to the axes that split it, for names that jaxpar's own rules do not map to these axes.
-      without_line: Arrays that are cut but have no key: their line computes others of the same sizes. As text.
-      names: The name of each class of pieces that is cut.
-      axes: Each such name to the axes that were found for it, outermost first.
+      paths: Maps the end of a parameter's path, as a regular expression, to the names of its dims.
+      activations: Maps a source line with the sizes of an array's last dims to the names of that array's dims.
+      rules: Maps a dim name to the axes that split it, where jaxpar's own rules choose other axes or none.
+      without_line: Arrays, as text, that are cut but have no key: another array of their line has the same sizes.
+      names: Maps each class of pieces that is cut to its name.
+      axes: Maps each of these names to the mesh axes that the solver chose, outermost first.
     """
 
     paths: Mapping[str, Names]
@@ -114,12 +114,12 @@ def _names_of_pieces(solver: SpecsSolver, solution: Solution, axes: tuple[str, .
 
 
 def _is_suffixed(on: tuple[int, ...], options: set[tuple[int, ...]]) -> bool:
-    """Whether a name ends with its axes: all do, except for those of the fewest, innermost axes."""
+    """Whether a name ends with its axes. Only the option with the fewest (and innermost) axes has a plain name."""
     return on != min(options, key=lambda each: (len(each), [-number for number in each]))
 
 
 def _meanings(program: TracedProgram) -> dict[str, set[DimPiece]]:
-    """Returns the pieces of each meaning, with all pieces that operations join to them."""
+    """Returns the pieces of each kind of dim in `ORDER`, with all pieces that operations join to them."""
     found: dict[str, set[DimPiece]] = {name: set() for name in ORDER}
     made, taken = set(), set()
     for operation in program.operations:

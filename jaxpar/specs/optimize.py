@@ -15,7 +15,7 @@ from jaxpar.specs.formulation import Formulation
 from jaxpar.specs.integer_program import Row, minimize, vector
 from jaxpar.units import show_bytes
 
-WHOLE = 0.1  # share of the FLOP that may stay whole where matmuls have to be split
+WHOLE = 0.1  # if matmuls must be split: the share of the FLOP that every device may repeat
 NODES = 500  # limit of the search tree; not a time limit, because all processes of a job must find the same specs
 TIE = 0.02  # choices that cost at most this share more than the best one count as equal
 
@@ -35,8 +35,8 @@ class Solution:
       seconds: Seconds that building and solving took.
       memory: Bytes of parameters, gradients, optimizer state and saved activations on a device.
       collectives: Collectives of a step over the axes.
-      work: FLOP of a device as a share of those without the axes: 1 / n if all operations are cut over n devices.
-      kept: Saved activations of a device, in bytes, as a share of those without the axes.
+      work: A device's FLOP, divided by its FLOP without the axes: 1 / n if n devices split all operations.
+      kept: A device's bytes of saved activations, divided by the same bytes without the axes.
       size: Numbers of columns and rows of the integer program.
     """
 
@@ -189,7 +189,7 @@ class SpecsSolver(Formulation):
             )
         return refuse(
             f"{show_bytes(int(memory or 0))} per device over {self.n} devices of the {axes}",
-            rule="parameters, their state and kept activations fit; the least that any choice of dims needs is "
+            rule="parameters, their state and saved activations fit; any choice of dims needs at least "
             f"{show_bytes(int(least))}",
-            fix=f"memory of {math.ceil(least / 2**20)} MiB, more devices, fewer rows per device, or remat",
+            fix=f"memory of {math.ceil(least / 2**20)} MiB, more devices, fewer examples per device, or remat",
         )

@@ -55,8 +55,8 @@ class Array:
       path: The path of the parameter that it is, or "".
       learned: Whether it is a parameter, a view of one, or a layer of a stack of them.
       line: The line of the user's source that computes it; None for an input.
-      times: How often the program computes it: more than once in a loop.
-      root: The array of which it is a view, by a reshape or transpose; itself if it is no view.
+      times: Number of times that a run of the program computes it, e.g. the iterations of a loop.
+      root: The array of which it is a view, by a reshape or transpose; the array itself if it is no view.
       readers: Number of equations that read it or a view of it.
       backward: Whether the backward pass computes it.
       share: Examples of a device / examples of the trace, if it has a dim of examples; else 1.
@@ -123,8 +123,8 @@ class TracedProgram:
       additions: The result and the operands of each addition of two arrays of one shape.
       params: The parameters by their paths.
       inputs: The other inputs.
-      unknown: Names of primitives that were not followed: dims of their arrays are not cut.
-      rows: The pieces that are dims of examples.
+      unknown: Primitives that the interpreter has no rule for: no dim of their arrays is cut.
+      rows: The pieces of batch dims, whose entries are examples.
       of_variable: The array of each variable of the jaxpr and of its inner jaxprs, as last computed.
       constants: Each constant that an elementwise operation reads, and the result, if both have one shape.
     """
@@ -300,7 +300,7 @@ class _Interpreter:
         return results
 
     def carry(self, variables: Sequence[Any], arrays: Sequence[Array]) -> list[Array]:
-        """Returns the arrays that a loop carries: a constant at first may depend on parameters after an iteration."""
+        """Returns arrays for the carry of a loop. Constants get new dims: later iterations may assign other values."""
         return [
             self.array(var, _fresh(array.shape) if array.constant else array.dims)
             for var, array in zip(variables, arrays, strict=True)
@@ -427,7 +427,7 @@ def _loops_of_pieces(dims: Sequence[Dim | None]) -> Iterator[tuple[tuple[DimPiec
 
 
 def _set_examples(program: TracedProgram, batch: Sequence[Array]) -> None:
-    """Sets the pieces that are dims of examples: those of the batch, and all that operations join to them."""
+    """Marks the pieces of batch dims: dim 0 of the batch's arrays, and all pieces that operations join to it."""
     rows = {piece for array in batch if array.dims for piece in flat(array.dims[0])}
     while True:
         found = {

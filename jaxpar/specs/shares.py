@@ -84,7 +84,7 @@ def _dims_of_axes(array: Array, cut: Mapping[DimPiece, tuple[int, ...]]) -> CutD
 
 
 def _line_and_shape(array: Array, program: TracedProgram) -> Hashable:
-    """Returns the line of an array, its item size, and its shape without the dims of examples."""
+    """Returns an array's source line, its bytes per element, and its shape without batch dims."""
     shape = tuple(
         0 if any(piece in program.rows for piece in flat(dim)) else size
         for size, dim in zip(array.shape, array.dims, strict=True)

@@ -55,7 +55,7 @@ class TracedLoss:
     def lines(self, activations: Mapping[str, Sequence[str | None]]) -> set[str]:
         """Returns the keys of `activations` (lines of source) that match an array of the forward pass.
 
-        Like a step, this traces the global batch: some functions of JAX compute other arrays for a single example.
+        Like a step, this traces the global batch: for a single example, some JAX functions compute other arrays.
         """
         params, model_state, _ = self.arguments
         with self._tracing():

@@ -46,15 +46,16 @@ def _batch_problems(batch: object) -> Iterable[Problem]:
     if len({*counts.values()}) > 1:
         yield Problem(
             f"a batch of {', '.join(f'{name}: {count}' for name, count in counts.items())} examples",
-            "dim 0 of every array of the batch is examples, of one number",
-            "an array that has none, as a mask of positions, in the model or the loss; or one copy of it per example",
+            "dim 0 of every array of the batch is the examples, and has the same size in all",
+            "an array without examples (a position mask, say): make it in the model or loss, or repeat it per example",
         )
 
 
 def merge_names(parallel: Parallel, named: NamedSpecs, params: Iterable[str]) -> tuple[Parallel, tuple[str, ...]]:
     """Adds the names that were found to the declaration; also returns the user's own that differ from them, as text.
 
-    The user's names and rules take priority: those of a path for its parameter, those of a line for its activations.
+    The user's names and rules take priority over the ones that were found, for parameters (by path) and activations
+    (by source line) alike.
     """
     params, differing = [*params], {}
     for path in params:
@@ -86,7 +87,7 @@ def _first_pattern(paths: Mapping[str, Any], path: str) -> str | None:
 
 
 def _has_user_key(key: str, own: Mapping[str, Any]) -> bool:
-    """Whether the user names the activations of a key that was found."""
+    """Whether the user's own declaration already names the activations of this key."""
     line = parse_line(key)
     lines = [parse_line(each) for each in own]
     return line is not None and any(

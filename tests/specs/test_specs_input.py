@@ -155,7 +155,7 @@ def on_the_host(x):
 def test_operations_that_are_not_followed_are_named_and_leave_dims_whole(between, operation):
     result = find(model=lambda rngs: Net(rngs, between))
     assert operation in result.unknown
-    assert f"stay whole: {', '.join(result.unknown)}" in result.explain()
+    assert f"whose arrays are not split: {', '.join(result.unknown)}" in result.explain()
     assert result.specs.activations[f"{UP} [..., 256]"] == ("batch", None)
 
 
@@ -303,7 +303,7 @@ def test_a_job_with_problems_is_refused_with_all_of_them(tmp_path, capsys):
 def test_a_written_job_is_checked_trains_and_has_the_layout_that_was_found(specs, tmp_path, capsys):
     job, new, facts = written(tmp_path, specs), tmp_path / "found.toml", tmp_path / "facts.json"
     assert main(["specs", str(job), "--allow-import", "--write", str(new), "--json", str(facts)]) == 0
-    assert "not followed" not in capsys.readouterr().out
+    assert "operations without a rule" not in capsys.readouterr().out
     facts = json.loads(facts.read_text())
     assert {"paths", "activations", "traffic", "gap"} <= facts.keys()
     assert main(["check", str(new), "--allow-import"]) == 0
