@@ -22,7 +22,7 @@ EXAMPLE = """\
     0      node1..node32   15        44.2 ms   5.86 ms  20.6 ms  1      2         27.55 GiB  computes
     1      node33..node41  1         10.2 ms   -        -        0      1         496.4 MiB  computes
     limited by stage 0, which computes: 44.2 ms of 47.1 ms; NOAM 2: minibatches in flight per replica of stage 0
-    2 stages: the fewest that are within 0.05 of the least, 47.1 ms; 1 would take 54.8% more
+    2 stages: the fewest within 5.0% of the fastest plan, 47.1 ms; 1 would take 54.8% more
     objective: coefficient ring, overlap 0.5
 
   $ jaxpar partition own.graph.txt 4@12GB/s 4@10Gb/s         4 servers, 10 Gb/s between them, of 4 GPUs

@@ -69,7 +69,9 @@ class Chain:
 
 
 def linearise(profile: Profile) -> Chain:
-    """Converts a profile to a chain, in its order; across a cut, each output that later layers need is sent once.
+    """Converts a profile to a chain of layers in the profile's order.
+
+    Each output that layers after a cut read crosses the cut once.
 
     Raises:
       JaxparError: If the profile is empty, or an edge points to an earlier layer.

@@ -68,7 +68,7 @@ class Bytes(CostSums):
 
     @property
     def behind_matters(self) -> bool:
-        """True, because a device stores more versions if later stages have more devices."""
+        """True: the more devices the later stages have, the more weight versions a device stores."""
         return True
 
     def device(self, behind: int) -> np.ndarray:

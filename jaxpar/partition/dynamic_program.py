@@ -118,11 +118,11 @@ class Tables:
         return self.cache[key]
 
     def _behind(self, level: int, parts: int, first: int, behind: int) -> int:
-        """Returns the later stages' devices per device of a stage that has `first` of `parts` parts.
+        """Returns the number of devices in later stages, per device of a stage that has `first` of `parts` parts.
 
-        `behind` devices have later stages outside of these parts.
+        `behind` counts the devices of later stages outside of these parts.
 
-        The result is rounded up. This changes no plan, because the number of versions is itself rounded up, and
+        The result is rounded up. This changes no plan, because the number of weight versions is rounded up anyway, and
         ceil((n + x) / m) = ceil((n + ceil(x)) / m).
         """
         if not self.costs.behind_matters:
@@ -157,7 +157,7 @@ class Tables:
 
 
 def _shares(tree: Sequence[Level], level: int, stages: int, parts: int) -> Iterator[tuple[int, int, int]]:
-    """Yields the possible (parts and stages of the first segment, stages of the rest), most parts first."""
+    """Yields all triples (parts of the first segment, its stages, stages of the rest), from most parts to fewest."""
     size = devices(tree[: level - 1])
     for first in range(parts - 1, 0, -1):
         if stages == ANY:

@@ -61,11 +61,11 @@ def best_cut(chain: Chain, replicas: Sequence[int], link: Link) -> tuple[int, ..
     crossing = np.asarray(chain.crossing)
     sent = sends(crossing, link)
 
-    # least[first]: the least cost of the layers from `first` on, in this stage and all later ones
+    # least[i]: minimum cost of layers i, i + 1, ..., divided among this stage and all later ones
     def search(costs: list[np.ndarray], cut: np.ndarray, combine) -> tuple[np.ndarray, list[np.ndarray]]:
         least, choices = costs[-1][:, -1], []
         for cost in reversed(costs[:-1]):
-            rest = combine(cut[:-1], least[1:])  # of the later stages, by the last layer of this one
+            rest = combine(cut[:-1], least[1:])  # minimum cost of the later stages, per last layer of this stage
             totals = combine(cost[:, :-1], rest[None, :])
             choice = totals.argmin(axis=1)
             least = np.append(totals[np.arange(layers), choice], np.inf)[:layers]
@@ -120,8 +120,8 @@ class BestCut:
         most = cut_seconds(self.chain, self.stages, self.replicas, _within_a_machine(self.chip))
         sent = sum(self.chain.crossing[end - 1] for end in [*accumulate(self.stages)][:-1])
         return (
-            f"stages={self.stages} of {len(self.chain.names)} pieces, found: by a roofline of {self.chip.name} the "
-            f"slowest takes {most / share:.2f} times an even share; {show_bytes(sent)} of a microbatch pass between "
+            f"stages={self.stages} of {len(self.chain.names)} pieces, chosen by a roofline of {self.chip.name}: the "
+            f"slowest stage takes {most / share:.2f} times the mean; {show_bytes(sent)} of a microbatch pass between "
             "stages, one way" + (f"; {self.costs}" if self.costs else "")
         )
 

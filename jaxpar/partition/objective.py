@@ -31,8 +31,8 @@ class Objective:
     """The objective of a partition.
 
     Attributes:
-      coefficient: Formula c(m) of how often a stage's weights cross a link when m replicas all-reduce them: ring,
-        shared, released or ftpipe.
+      coefficient: Formula of the all-reduce's traffic: with m replicas, c(m) times the bytes of a stage's weights
+        cross a link. ring, shared, released or ftpipe.
       overlap: Share of the all-reduce that overlaps with computing: 1 takes the longer of both (max form), 0 their sum
         (additive form). The papers use the max form, the published code the additive form. With 0.5 and any margin from
         0 to 0.05, jaxpar finds every published plan: tests/partition/test_partition.py.

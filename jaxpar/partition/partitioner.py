@@ -41,7 +41,7 @@ def partition(chain: Chain, topology: Topology, objective: Objective | None = No
             raise refuse(
                 f"{len(chain.names)} layers on {level.size} parts of level {number}",
                 rule=f"layers times parts of a level is at most {LARGEST}",
-                fix=f"levels of at most {LARGEST // len(chain.names)} parts, or several layers taken as one",
+                fix=f"levels of at most {LARGEST // len(chain.names)} parts, or fewer layers, by merging neighbours",
             )
     unlimited = _search(chain, tree, replace(objective, memory=inf))
     search = unlimited if unlimited.suits(objective) else _search(chain, tree, objective)
@@ -50,7 +50,7 @@ def partition(chain: Chain, topology: Topology, objective: Objective | None = No
         raise refuse(
             f"{len(times)} parts of the outermost level: {show_seconds(times[-1])} a minibatch, "
             f"{parts} of them: {show_seconds(times[parts - 1])}",
-            rule="the outermost level has no more parts than make a minibatch faster",
+            rule="adding parts to the outermost level must make a minibatch faster",
             fix=f"({parts}, ...) as the outermost level",
         )
     ruled_out = f"{plan_name(unlimited.parts)} does not fit: its {_most_memory(unlimited.stages, objective.memory)[1]}"
@@ -70,7 +70,7 @@ def partition(chain: Chain, topology: Topology, objective: Objective | None = No
 
 @dataclass(frozen=True)
 class _SearchResult:
-    """The result of a search: the plan, the least seconds on 1, 2, ... parts, and the least with 1, 2, ... stages."""
+    """The result of a search: the plan, and the shortest times on 1, 2, ... parts and with 1, 2, ... stages."""
 
     parts: tuple[Segment, ...]
     stages: tuple[PartitionStage, ...]
@@ -124,7 +124,7 @@ def _too_little_memory(chain: Chain, tree: Sequence[Level], objective: Objective
     factors = [(limit / block.versions - block.parameters) / block.activations for block in stages if block.activations]
     remedy = f"; or {min(factors) * 0.99:.3g} of the minibatch" if min(factors, default=0) > 0 else ", or more devices"
     return refuse(
-        f"no plan fits; of the one that needs least, {plan_name(parts)}, {text}",
+        f"no plan fits; in the plan that needs the least memory, {plan_name(parts)}, {text}",
         rule="weights and activations of every minibatch in flight fit into the memory of a device",
         fix=f"memory = {ceil(stage.memory)}, {show_bytes(stage.memory)} per device{remedy}",
     )

@@ -119,7 +119,7 @@ def _node(name: str, layer: str, costs: re.Match) -> Node:
 
 
 def _in_order(names: list[str], edges: Sequence[tuple[str, str]], path: str | Path) -> list[str]:
-    """Returns the names in topological order; of several possible names, the first in the file comes next."""
+    """Returns the names in topological order; ties are resolved by the order in the file."""
     needs = {name: {source for source, target in edges if target == name} for name in names}
     ordered: list[str] = []
     while needs:

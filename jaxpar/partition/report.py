@@ -79,9 +79,9 @@ class Partition:
             f"{count} would take {_more(self.seconds_by_stages[count - 1], self.least_seconds)}"
             for count in sorted({1, total - 1} - {0})
         ]
-        gain = f"; more of them could take {1 - self.least_seconds / self.seconds:.1%} less"
+        gain = f"; more stages could take {1 - self.least_seconds / self.seconds:.1%} less time"
         return (
-            f"{total} stage{'s' * (total > 1)}: the fewest that are within {self.objective.margin:.3g} of the least, "
+            f"{total} stage{'s' * (total > 1)}: the fewest within {self.objective.margin:.1%} of the fastest plan, "
             + "; ".join([show_seconds(self.least_seconds), *(simpler if total > 1 else [])])
             + (gain if self.seconds > self.least_seconds * (1 + 1e-9) else "")
         )

@@ -1,10 +1,10 @@
 """Predicts the costs of a schedule with unequal stages: how long devices wait, and the bytes that each device holds.
 
     seconds of pieces ──► of each op of each part ──► a tick lasts as long as its slowest device ──► share of waiting
-    bytes of pieces   ──► of each kind of memory, those of the stage that needs most             ──► bytes per device
+    bytes of pieces   ──► for each kind of memory, the maximum over stages                       ──► bytes per device
 
-Nothing is compiled. All devices run one program, so each holds as much of every kind as the stage that needs most. Not
-counted: what a branch needs while it runs, the batch, the optimizer's state, and state such as BatchNorm's averages.
+Nothing is compiled. All devices run one program, so each allocates, for every kind of memory, the maximum over stages.
+Not counted: temporary arrays of a branch, the batch, the optimizer's state, and state such as BatchNorm's averages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,16 +30,16 @@ Messages = Mapping[tuple[int, int], tuple[float, float]]
 class StageCosts:
     """Predicted costs of a schedule.
 
-    The bytes are those of the buffers that the loop over ticks carries. XLA's temporary memory is larger: it also has
-    the arrays of the largest branch, and gaps between arrays.
+    The bytes count the buffers that the loop over ticks carries. XLA's temporary memory is larger: it also holds the
+    temporary arrays of the largest branch, and gaps between arrays.
 
     Attributes:
       schedule: Name of the table.
       waiting: Share of the devices' time in which they wait for a slower device of the tick, or have no op.
-      parameters: Bytes of parameters per device, like the next three.
-      gradients: Bytes of the sums of gradients.
+      parameters: Bytes of parameters per device; the next three are per device, too.
+      gradients: Bytes of the accumulated gradients.
       inbox: Bytes of the messages that wait to be read.
-      residuals: Bytes of the residuals that wait for their backward.
+      residuals: Bytes of the residuals that are saved for the backward passes.
     """
 
     schedule: str
@@ -67,9 +67,9 @@ class StageCosts:
 def op_times(forwards: Sequence[float], stages: Sequence[int], *, split: bool, keep: Keep) -> OpTimes:
     """Returns the time of each op of each part for a microbatch, in the unit of `forwards`.
 
-    Gradients of a piece's inputs and of its parameters take as long as its forward each. The first piece has no
-    gradient of its inputs. The last part computes the loss in its backward alone. With `keep="inputs"`, B and W each
-    recompute the forward first.
+    B (gradients of a piece's inputs) takes as long as its forward, and so does W (gradients of its parameters). The
+    first piece has no B. The last part has no forward op: its backward computes the loss. With `keep="inputs"`, B and
+    W each recompute the forward first.
 
     Args:
       forwards: Time of the forward of each piece.

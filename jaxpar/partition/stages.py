@@ -21,7 +21,7 @@ class Segment:
     Attributes:
       first: Index of the first layer.
       stop: Index after the last layer.
-      replicas: Number of parts of the level, which are replicas.
+      replicas: Number of parts of the level; each holds a replica of the layers.
       inner: The segments inside each part; empty if a part is a device.
     """
 
@@ -148,7 +148,7 @@ def _stages_with_costs(
 
 
 def _per_minibatch(seconds: float, shares: Shares, objective: Objective) -> float:
-    """Divides the seconds of a task by the replicas of each level, and adds the all-reduces of that level."""
+    """Converts the seconds of a minibatch on one device to those on replicas at each level, with all-reduces."""
     for replicas, agree in shares:
         seconds = float(objective.overlapped_seconds(seconds, agree)) / replicas
     return seconds

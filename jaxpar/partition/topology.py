@@ -86,7 +86,7 @@ def devices(tree: Sequence[Level]) -> int:
 
 def _size_problems(number: int, size: object) -> list[Problem]:
     if isinstance(size, tuple | list):
-        rule = "a topology is symmetric: at each level all parts are alike, and their number is one number"
+        rule = "a topology is symmetric: at each level all groups have the same number of parts"
         least = min((part for part in size if type(part) is int and part > 0), default=1)
         return [Problem(f"level {number} has parts of sizes {size!r}", rule, f"({least}, ...): what all of them have")]
     if type(size) is not int or size < 1:

@@ -76,7 +76,7 @@ def traced_chain(
 
     Args:
       cut: The jaxpr of the loss of one microbatch.
-      outs: Variables of the sums that it returns: of the loss and of its count.
+      outs: The variables that it returns: the sum of the loss, and the count that divides it.
       pieces: The piece of each equation; it never decreases.
       flop_of: Counts the FLOP of an equation's matmuls and convolutions.
       chip: The chip whose rates give the seconds.

@@ -88,7 +88,7 @@ def test_seconds_of_vgg_as_published(chains):
     assert [(stage.replicas, stage.depth, stage.versions) for stage in found.stages] == [(15, 1, 2), (1, 0, 1)]
     assert sum(stage.parameters for stage in found.stages) / 4e6 == pytest.approx(138.36, abs=0.01)
     assert found.limit == "stage 0, which computes: 44.2 ms"
-    assert found.why == ("2 stages: the fewest that are within 0.05 of the least, 44.2 ms; 1 would take 17.5% more")
+    assert found.why == ("2 stages: the fewest within 5.0% of the fastest plan, 44.2 ms; 1 would take 17.5% more")
     assert str(found).splitlines()[:3] == [
         "15-1 on 16 at 1.25 GB/s: 44.2 ms a minibatch, 1.17 x as fast as data parallel (51.9 ms); modelled",
         "  stage  layers          replicas  computes  agrees   sends    depth  versions  memory     limited by",
@@ -117,7 +117,7 @@ def test_a_plan_with_more_stages_must_be_faster_by_the_margin(chains):
     simple = partition(chains["vgg16"], topology, HIDDEN)  # 3-1 is 1.0 % faster
     assert (simple.name, simple.seconds_by_stages) == ("4", (simple.data_parallel,))
     assert simple.seconds / simple.least_seconds == pytest.approx(1.0098, abs=5e-5)
-    assert simple.why.endswith("0.05 of the least, 206 ms; more of them could take 1.0% less")
+    assert simple.why.endswith("5.0% of the fastest plan, 206 ms; more stages could take 1.0% less time")
     assert partition(chains["vgg16"], topology, Objective(overlap=1.0, margin=0.0097)).name == "3-1"
     assert partition(chains["vgg16"], topology, Objective(overlap=1.0, margin=0.0099)).name == "4"
 

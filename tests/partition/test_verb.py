@@ -87,7 +87,7 @@ def test_a_plan_within_a_devices_memory(capsys, tmp_path):
         ([VGG, "4@12GB/s", "4@0Gb/s"], "level 2 has bandwidth 0.0"),
         ([VGG, "4@12GB/s", "parallel.pipe=4"], "level 'parallel.pipe=4'"),
         ([VGG, "4000@1GB/s"], "4000 parts of level 1"),
-        ([VGG, "16@10Mb/s"], "no more parts than make a minibatch faster"),
+        ([VGG, "16@10Mb/s"], "adding parts to the outermost level must make a minibatch faster"),
         ([VGG, "4@1GB/s", "--memory", "1GiB"], "no plan fits"),
         ([VGG, "4@1GB/s", "--memory", "much"], "'much' is no size"),
         ([VGG, "4@1GB/s", "--coefficient", "rign"], "did you mean 'ring'?"),
@@ -157,7 +157,7 @@ def test_a_job_is_partitioned_and_what_is_written_trains(tmp_path, monkeypatch, 
     assert list(pipeline.replicas or [1] * len(replicas)) == replicas
     run = subprocess.run([sys.executable, "-m", "jaxpar", "train", "cut.toml"], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert "pieces, found: by a roofline" in run.stdout
+    assert "pieces, chosen by a roofline" in run.stdout
     assert re.search(r"with \d+ microbatches, devices wait \d+% of the time in 1f1b, and each holds ", printed)
 
 

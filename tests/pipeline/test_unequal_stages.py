@@ -241,7 +241,7 @@ def test_found_stages_are_said_and_train_as_flax_alone(kind):
     for value, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected[1]), strict=True):
         np.testing.assert_allclose(np.asarray(value), other, atol=2e-5)
     (note,) = step.gradients.notes
-    assert "pieces, found: by a roofline of NVIDIA H100 SXM the slowest takes" in note
+    assert "pieces, chosen by a roofline of NVIDIA H100 SXM: the slowest stage takes" in note
     assert re.search(
         r"; devices wait \d+% of the time in 1f1b, and each holds .* of parameters, .* of gradients and .* of messages",
         note,
