@@ -13,9 +13,9 @@ Python), GPUs and their links, and returns a plan that prints itself, and displa
 
 Nouns: a `Candidate` (one layout, or arrays of many), `Memory` and `StepTime` by cause, a `Collective` (the same class
 as in the ledger of a compiled program), a `Question` and its `Plan`.
-To add a technique: a file in `techniques/` (see there); its cause is then in every sum, page and bar. A chip: a row of
+To add a technique: a file in `techniques/` (see there); sums, pages and bars then show its cause. A chip: a row of
 `machine.hardware.HARDWARE`, or a user's file of measurements (`machine/hardware_file.py`). A model family: a class with
-the protocol `model_protocol.Model`. A schedule: nothing, its table prices it (`jaxpar.pipeline.tables.library`).
+the protocol `model_protocol.Model`. A schedule: nothing, its table gives its price (`jaxpar.pipeline.tables.library`).
 """
 
 import sys

@@ -50,7 +50,7 @@ class Candidate:
       remat: Recomputation: none, all_dots, dots, full, offload as in jaxpar.models.remat; selective: attention
         between its projections (Korthikanti et al. 2022, arXiv:2205.05198, section 5); op: every other matmul with
         weights, and elementwise ops (torchtitan's selective checkpointing by operation).
-      head: Stages that run embedding and head, as in `jaxpar.Pipeline`: last, or spread over all.
+      head: Stages that run embedding and head, as in `jaxpar.Pipeline`: last (the last one), or spread (all).
       axes: Sizes of the axes of added techniques, as in `jaxpar.Parallel`.
     """
 
@@ -140,7 +140,7 @@ class Candidate:
 
     @property
     def replicas(self) -> Any:
-        """Groups of devices with different examples: the product of the batch axes."""
+        """Number of groups of devices that get different examples: the product of the batch axes."""
         return math.prod(self.size(axis) for axis in batch_axes())
 
     @property
@@ -149,7 +149,7 @@ class Candidate:
         return self.microbatch * self.microbatches * self.replicas
 
     def layers(self, count: int) -> Any:
-        """Returns the number of layers of the largest part of a model with `count` layers."""
+        """Returns the most layers in a part (one chunk of one stage), if the model has `count` layers."""
         return -(-count // (self.pipe * self.chunks))
 
     @cached_property

@@ -21,7 +21,7 @@ class Style:
     Attributes:
       letter: Letter in the bars of a terminal, so that they can be read without colours.
       shade: Background, one of the 256 colours of a terminal.
-      ink: Colour of the letter on that background, also one of the 256.
+      ink: Colour of the letter, one of the 256 colours of a terminal.
       light: CSS colour on a light page.
       dark: CSS colour on a dark page.
       text: CSS colour of text on `light` and `dark`; or a `light-dark()` pair.
@@ -73,7 +73,7 @@ class Causes(Mapping[str, Any]):
         return self if factor == 1 else type(self)(**{cause: factor * value for cause, value in self.items()})
 
     def plus(self, more: Mapping[str, Any]) -> Self:
-        """Adds `more` cause by cause; new causes come last."""
+        """Returns the sum of both for each cause; causes that only `more` has come last."""
         return type(self)(**{cause: self.get(cause, 0.0) + more.get(cause, 0.0) for cause in {**self, **more}})
 
     @classmethod

@@ -61,7 +61,7 @@ def all_layouts(model: NamedDims, *, devices: int, rows: int, choices: Choices) 
         if settings := entry.settings:
             table = _expand(table, settings.needs, lambda *row, options=settings.options: options(model, choices, *row))
     remats = [{"remat": remat} for remat in choices.remats]
-    # a pipeline does not offload
+    # offloading is not implemented in pipelines
     pipeline_remats = [entry for entry in remats if entry["remat"] != "offload"]
     table = _expand(table, ("pipe",), lambda pipe: remats if pipe == 1 else pipeline_remats)
     further_axes = {axis: table.pop(axis) for axis in TECHNIQUES if axis not in DECLARED}
@@ -89,7 +89,7 @@ def check_counts(devices: int, rows: int) -> None:
 
 
 def _meshes(model: NamedDims, devices: int, rows: int, choices: Choices) -> Table:
-    """Returns the sizes of all axes with their variants; the column `left` has the rows of one replica."""
+    """Returns the sizes of all axes with their variants; the column `left` has the examples per replica."""
     table, last = {"left": np.array([devices])}, [*TECHNIQUES][-1]
     for axis, technique in TECHNIQUES.items():
         sizes = technique.allowed_sizes(model, rows, choices)
@@ -113,7 +113,7 @@ def _expand(table: Table, needs: tuple[str, ...], ways: Ways) -> Table:
     """Repeats every row of a table once per option of that row, in order, and adds the options' columns.
 
     Args:
-      table: Names to columns of the same length.
+      table: Columns by name, all of the same length.
       needs: Columns of whole numbers that determine the options.
       ways: Returns the options for values of these columns; all options have the same keys, the new columns.
     """

@@ -80,7 +80,7 @@ def bytes_by_zero_stage(
 
 
 def memory(shape: Shape, candidate: Candidate, software: SoftwareModel, recipe: Recipe = JAXPAR) -> Memory:
-    """Returns the bytes of the fullest device, by cause: of the first or the last stage, the one with more in total."""
+    """Returns the bytes of the fullest device, by cause: on the first or the last stage, whichever needs more."""
     residuals, all_residuals = layer_bytes(shape, candidate, software)
     extra = added_bytes(shape, candidate, software, recipe)
     if software.spmd:

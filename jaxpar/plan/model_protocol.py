@@ -151,7 +151,7 @@ class Transformer:
         return self.no_kernel_reason or "the software has no kernel for them" * (software.ring_kernel is None)
 
     def _run(self, software: SoftwareModel) -> SoftwareModel:
-        """Returns the software model with this model's frozen weights and attention kernel."""
+        """Adapts the software model: frozen weights send no gradients, and the kernel may not support the model."""
         wire = software.wire[0], software.wire[1] * self.shape.trained
         return replace(software, ring_kernel=None if self.no_kernel_reason else software.ring_kernel, wire=wire)
 
@@ -168,9 +168,9 @@ class Transformer:
     def storable(self, candidate: Candidate) -> Any:
         """Whether stages and shards of the training state divide a dim of each large parameter.
 
-        Stages must divide the layers, or else the model dim. Shards must divide a dim other than the layers', together
-        with `tensor` on dims that it splits: JAX stores no unequal shards, and `compose` refuses to replicate large
-        parameters.
+        The number of stages must divide the number of layers or the model dim. The number of shards (times `tensor`,
+        on dims that it splits) must divide a dim other than the layers: JAX stores no unequal shards, and `compose`
+        refuses to replicate large parameters.
         """
         stages = np.equal(self.shape.layers % candidate.pipe, 0) | np.equal(self.shape.dim % candidate.pipe, 0)
         # all large arrays divide; and at least one array does, or the axis is refused

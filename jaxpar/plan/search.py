@@ -162,16 +162,16 @@ class Ranked:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The answer to a question.
+    """The ranked layouts for a question.
 
     Attributes:
       question: The question.
-      best: Layouts, one per mesh, ZeRO stage and form of context. The first is the simplest within the margin of the
-        fastest; the others follow by time.
+      best: Layouts, one per mesh, ZeRO stage and form of context. The first is the simplest of all that are about as
+        fast as the fastest (within a margin); the others are sorted by time.
       fastest: The fastest layout, which may be the first.
       considered: Number of legal layouts.
       fitting: Number of layouts that fit.
-      sensitivity: Each changed assumption of `jaxpar.plan.sensitivity` to the layout that would then be first.
+      sensitivity: Maps each changed assumption of `jaxpar.plan.sensitivity` to the layout that would be first with it.
       points: Time and memory of all compared layouts.
     """
 

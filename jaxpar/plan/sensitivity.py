@@ -21,7 +21,7 @@ from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.time import StepTime
 
 DOUBT = 0.3  # plausible relative error of an assumed bandwidth or speed
-MOST = 2.0  # largest factor by which a change scales a part of the time
+MOST = 2.0  # upper limit of the factor by which a changed assumption scales a part of the step time
 COMPUTING = ("matmuls", "attention", "elementwise", "recompute", "optimizer")  # causes without a collective
 
 _OVERLAPS = tuple(field.name for field in fields(SoftwareModel) if field.name.endswith("overlap"))

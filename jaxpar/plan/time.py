@@ -32,7 +32,7 @@ class StepTime(Causes):
     tensor, ...  exposed collectives of each of `techniques.table.TECHNIQUES`, including recomputed ones
     sharding     exposed collectives of fsdp, data and, for gradients, context
     bubble       waiting for other stages, according to the schedule's table
-    send         time that messages between stages add, including those of a spread embedding and head
+    send         time that messages between stages add, and the collectives of a spread embedding and head
     stragglers   waiting for the slowest device; grows with the number of devices
     host         exposed copies of layer inputs to host memory and back
     optimizer    the update, and the host's time per step

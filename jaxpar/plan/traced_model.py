@@ -55,8 +55,8 @@ class TracedModel:
 
     Attributes:
       name: The user's name of the model.
-      shards: Sizes of `fsdp` and of further axes to the parameters on a device; sizes of 1 map to all parameters.
-      other_state: The same sizes to the bytes on a device of state that is not a parameter.
+      shards: Maps sizes of `fsdp` and of further axes to the parameters on a device; sizes of 1 map to all parameters.
+      other_state: Maps the same sizes to a device's bytes of state that is not a parameter.
       unsupported: Sizes that the model does not support, each with the reason.
       largest_array: Parameters of the largest array that is gathered at once: a parameter, or a layer of a stack.
       recipe: Bytes per parameter of the training state.
@@ -64,11 +64,11 @@ class TracedModel:
       itemsize: Bytes of the matmuls' dtype: 2 or 4.
       sum_loss: Whether the loss is a (sum, count), which microbatches need.
       axes: Further axes, of added techniques that can split this model.
-      dims: Names of parameter dims to a number that divides all dims of that name.
+      dims: Maps the name of parameter dims to a number that divides the size of all dims of that name.
       stacked: Share of the parameters that are stacks of layers, whose gradients a scan returns all at once.
-      splits: Sizes of `context` and `tensor`, which are then among `axes`, to the split of the model.
+      splits: Maps sizes of (context, tensor) to the split of the model; `axes` then contains these axes.
       no_splits: Sizes of these axes that are left out, each with the reason.
-      parameters_by_dim: Names of dims to the parameters in all arrays that have such a dim.
+      parameters_by_dim: Maps a dim name to the number of parameters in arrays that have such a dim.
       arrays: (number of layers, elements per layer) of each trained array; 1 layer if it is not a stack.
       stages: The parts of the model in a pipeline; None if it cannot be pipelined.
       no_pipeline: The reason why it cannot; "" if it can.
@@ -236,7 +236,7 @@ class TracedModel:
         )
 
     def _split_batch(self, candidate: Candidate) -> Any:
-        """Returns the bytes of a device's batch of all microbatches, and of its copy in their order."""
+        """Returns the bytes of a device's batch of all microbatches, and of a copy that is reordered by microbatch."""
         batch = self.trace.programs["none"].batch
         rows = np.multiply(candidate.microbatch, candidate.microbatches)
         return 2 * sum(amount * np.power(np.asarray(rows, float), power) for power, amount in enumerate(batch))
@@ -246,7 +246,7 @@ class TracedModel:
 
         Args:
           candidate: The layout.
-          copies: Whether the copies of parameters are the program's own, and not gathered.
+          copies: Whether the program itself copies parameters (e.g. by a cast), rather than gathering them.
           gradients: Bytes of all gradients of a device.
         """
         # gradients of replicas are scattered over fsdp, or all-reduced
@@ -281,7 +281,7 @@ class TracedModel:
         plain = self._kernels(candidate, hardware, remat="none")
         kernels = self._kernels(candidate, hardware)
         recompute = np.maximum(sum(kernels.values()) - sum(plain.values()), 0.0)
-        # stacked residuals that are not written may save more than the repetition costs
+        # remat may even save time: writing stacked residuals can cost more than recomputing them
         plain["elementwise"] = plain["elementwise"] + np.minimum(sum(kernels.values()) - sum(plain.values()), 0.0)
         parameters = self._stored(candidate, whole=True)
         accumulation = np.where(

@@ -5,8 +5,8 @@
     activations  kept bytes of a layer x layers of a part x (microbatch, chunk) pairs in flight, and messages
     moment       the largest live bytes in a tick: in the head, in one layer's backward, or in the embedding's backward
 
-One program runs on all stages: each holds embedding and head, and copies and gradient sums of its parameters while the
-table runs.
+One program runs on all stages, so each stage holds the embedding and the head. During the loop over ticks it also holds
+copies of its parameters, and sums of their gradients.
 """
 
 from collections.abc import Callable, Mapping
@@ -111,7 +111,7 @@ def stages_memory(stages: StageTrace, candidate: Candidate, software: SoftwareMo
 
 
 def _moment(stages: StageTrace, candidate: Candidate, software: SoftwareModel) -> dict[str, Any]:
-    """Returns the most live bytes within a tick, by class; the head's activations count as logits.
+    """Returns the peak of live bytes within a tick, by class of array. The head's activations count as logits.
 
     While the next microbatch's logits exist, the head's gradient is already in float32, like its sum.
     """

@@ -25,7 +25,7 @@ class CompiledLayout:
       bytes: Bytes of a device, compiled; None if it was refused.
       fits: Whether the bytes fit the memory.
       refusal: Reason why the layout was not compiled.
-      causes: Cause to bytes, compiled.
+      causes: Compiled bytes by cause.
       exposed: Mesh axes to seconds in which computation waits for their collectives, modelled.
       kernels: Predicted seconds of cuDNN's kernels, part of `seconds`: without a GPU they cannot be compiled.
       xla_remat: Share of the FLOP that XLA's own rematerialization repeats to fit the memory.

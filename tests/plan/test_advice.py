@@ -51,7 +51,7 @@ CELLS = [
     (question(LLAMA_70B, 64), ("several", "more", "fast"), "ZeRO, which leaves"),
     (question(LLAMA_8B, 64, between=3e9), ("several", "node", "slow"), "ZeRO over the links inside"),
     (question(LLAMA_70B, 64, 128, between=3e9), ("several", "more", "slow"), "DP + PP + TP + ZeRO-1"),
-    (question(WIDE, 8, memory=6 * 10**9), ("one", "layer", "fast"), "TP, for PP alone"),
+    (question(WIDE, 8, memory=6 * 10**9), ("one", "layer", "fast"), "TP, because with PP alone"),
     (question(WIDE, 16, memory=6 * 10**9, between=3e9), ("several", "layer", "slow"), "DP + PP + TP + ZeRO-1"),
 ]
 

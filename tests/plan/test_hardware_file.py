@@ -209,7 +209,7 @@ def test_one_node_is_not_told_of_a_network(example, capsys):
     ("words", "said"),
     [
         (["--chip", "v5e"], "jaxpar measure gemm --write v5e.toml"),
-        (["--chip", "v6e"], "whose links and share of the peak nobody measured"),
+        (["--chip", "v6e"], "no measured bandwidths and matmul speeds"),
         (["--chip", "v5p"], "a10, a100, b200, b300, gb200, gb300, gh200, h100, h200, l40s, mi300x, rtx4090, rtx5090"),
         (["--chip", "l40s", "--per-node", "4"], "--between 12.5GB, of one GPU's share of the network; or --per-node 8"),
         (["--chip", "h300"], "did you mean 'h"),

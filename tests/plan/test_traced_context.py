@@ -97,7 +97,7 @@ def test_sizes_that_split_what_tensor_splits_or_nothing_are_left_out_with_a_sent
 
     found, sentences = splits_of(Wide, mean, {"x": jax.ShapeDtypeStruct((8, 64), "float32")}, rows=8)
     assert {*found} == {(1, 2), (1, 8)}
-    assert sentences == ("context 2, 8: the dims found for it are those of tensor",)
+    assert sentences == ("context 2, 8: the solver splits the same dims for it as for tensor",)
 
     def table(model, batch):  # a lookup alone: no matmul has a dim that an axis splits
         return jnp.mean(model.scale[...] * batch["x"])

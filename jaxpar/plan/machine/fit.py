@@ -46,7 +46,7 @@ class Timing:
         if self.kind not in KINDS or self.group < 2 or self.size < 1:
             raise refuse(
                 f"{self.kind} of {self.size} bytes on {self.group} devices",
-                rule=f"one of {', '.join(KINDS)}, of at least a byte, on two devices or more",
+                rule=f"a timing is of {', '.join(KINDS)}, of at least a byte, on two devices or more",
                 fix='Timing(kind="all-gather", group=8, size=2**20, seconds=1e-3)',
             )
 
@@ -136,7 +136,7 @@ def fit_gemm(flop: Sequence[float], seconds: Sequence[float], *, peak: float, so
         raise refuse(
             f"{finding} in matmuls, {peak / 1e12:.4g} TFLOP/s on the chip's sheet",
             rule="larger matmuls take longer, and none is faster than the peak",
-            fix="bf16_flops in [chip] is that of this very chip; larger matmuls",
+            fix="set bf16_flops in [chip] to the peak of this chip, or measure larger matmuls",
         )
     gemm = Gemm(top=float(1 / (slope * peak)), half=float(fixed / slope), source=source)
     return GemmFit(gemm, float(np.median(errors)), float(errors.max()))

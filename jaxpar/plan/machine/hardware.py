@@ -100,7 +100,7 @@ class Hardware:
         return np.clip(part // np.maximum(stride, 1), 1, group)
 
     def for_devices(self, devices: int) -> "Hardware":
-        """Returns the machines for this many devices: fewer than `per_node` make a smaller node."""
+        """Returns this hardware for a number of devices; if they are fewer than `per_node`, the node is smaller."""
         return replace(self, per_node=devices) if devices < self.per_node else self
 
     def gather(
@@ -112,13 +112,13 @@ class Hardware:
         members: Any = None,
         pieces: np.ndarray | float = 1,
     ) -> Any:
-        """Returns the seconds of an all-gather to `size` bytes on each of `group` devices, or of a reduce-scatter.
+        """Returns the seconds of an all-gather or a reduce-scatter over `group` devices, of `size` bytes unsharded.
 
         Neighbours in the group are `stride` devices apart, so a node holds per_node / stride of them, or `members` if
         given. One ring passes through all members of a node and then through their NICs to the next node: every link
-        carries (group - 1) / group of the bytes, and each hop adds its latency. The slower level sets the pace;
-        `TOGETHER` of the other's time comes on top. An all-reduce is both collectives and takes twice as long. With
-        `pieces` consecutive collectives the bytes are the same, and each piece has its own launch and hops.
+        carries (group - 1) / group of the bytes, and each hop adds its latency. The result is the time of the slower
+        level plus `TOGETHER` times that of the faster one. An all-reduce is both collectives and takes twice as long.
+        With `pieces` consecutive collectives the bytes are the same, and each piece has its own launch and hops.
 
         Sources: Thakur, Rabenseifner, Gropp (2005), section 4; NCCL, src/graph/tuning.cc: the latency of its ring is
         that of its steps inside nodes and of its steps between nodes, of which there is one per node.

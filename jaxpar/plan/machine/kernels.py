@@ -5,8 +5,8 @@
 All kernels have the same loss at short lengths and narrow heads: tiles of the softmax that are not full.
 
 A ring calls a kernel once per part: for the device's own tokens with the causal mask, then for unmasked squares of half
-as many tokens. On average a query attends to the same number of keys in each part, so the loss of every part is that of
-rows with the device's number of tokens.
+as many tokens. On average a query attends to equally many keys in each part, so each part reaches the share of the peak
+that sequences as long as a device's tokens reach.
 """
 
 from collections.abc import Mapping
@@ -173,7 +173,7 @@ class PairCost:
     def traffic(
         self, way: int, scores: np.ndarray | float, queries: np.ndarray | float, keys: np.ndarray | float
     ) -> Any:
-        """Returns the memory traffic of a pair, from its numbers of elements; way is 0 forward, 1 backward."""
+        """Returns the bytes that a pair of blocks moves, by its numbers of elements; way is 0 forward, 1 backward."""
         return self.scores[way] * scores + self.queries[way] * queries + self.keys[way] * keys
 
 
@@ -227,7 +227,7 @@ class Gemm:
       half: FLOP of the matmul that reaches half of `top`; its fixed cost is the launch.
       wave: Seconds that each wave of tiles takes to begin and to end.
       ragged: Share of the last wave's idle cores that is lost; libraries choose smaller tiles for the rest.
-      cores: Cores of the chip, each of which computes a tile at a time; 0 if unknown: tiles are then not counted.
+      cores: Cores of the chip, each of which computes a tile at a time; 0 if unknown, and then tiles are not modelled.
       source: Origin of the numbers, as text.
     """
 

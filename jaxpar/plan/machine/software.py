@@ -62,7 +62,7 @@ class SoftwareModel:
         broadcasts it after the update; 0 if all devices gather shards.
       exposed_update: Whether that gather or broadcast of updated parameters ends the step and is exposed.
       overlap: Share of fsdp's and data's collectives that computation hides, if there is enough computation.
-      hidden_all_reduce: The same for all-reduces of gradients over data, if different.
+      hidden_all_reduce: The share for all-reduces of gradients over data; None if it is `overlap`, too.
       interference: Slowdown of computation by hidden collectives of fsdp and data, which share cores and memory with
         it: a share of the time of their bytes inside a node.
       exposed_edge_gathers: Whether each pass begins or ends with an exposed gather: of the first layers in the
@@ -71,12 +71,12 @@ class SoftwareModel:
       context_overlap: Hidden share of the context axis' collectives.
       context_shards: Whether devices of the context axis share the training state like devices of fsdp.
       regather_context: Whether the backward pass gathers keys and values again, instead of saving them.
-      regather: Whether sequence parallelism gathers a matmul's input again for its weights' gradient, to save memory.
+      regather: Whether sequence parallelism saves shards of matmul inputs, and gathers them again in the backward pass.
       dropout: Whether dropout masks are saved.
       host: Seconds of a step in which chips wait for the host: the optimizer's launches, clipping, logging.
       host_stalls: Seconds of a block in which the chip waits for the host, forward and backward; 0 if launches run
         ahead.
-      run: "asynchronous": stages run freely; "barrier": tick by tick, one program on all devices.
+      run: "asynchronous": each stage runs its own program; "barrier": all run one program, in lockstep per tick.
       exchange: Exchange of the replicas over data.
       scatter: Whether each tensor rank sends its share of a pipeline message, which is gathered on arrival.
       source: Source of the numbers.
@@ -197,11 +197,11 @@ MEGATRON_2022 = SoftwareModel(
     stream=(22.0, 38.0),
     # forward: bias or gelu 2 + 2; backward: 2 + 2 + 2, and 2 for the bias
     inner=(4.0, 8.0),
-    logits=50.0,  # to float32 6, max 4, subtract 8, exp 8, sum 4, divide 8; backward 12
+    logits=50.0,  # bytes: cast to float32 6, max 4, subtract 8, exp 8, sum 4, divide 8; backward 12
     accumulate=8.0,  # float32 sum, read and written by the matmul that makes the gradient
-    update=58.0,  # unscale 8, norm 4, clip 8, Adam 16 + 12, to bfloat16 6, zero 4
+    update=58.0,  # bytes: unscale 8, norm 4, clip 8, Adam 16 + 12, cast to bfloat16 6, clear 4
     layerwise=False,  # one buffer holds the gradients of all layers: Megatron-LM's DistributedDataParallel
-    overlap=0.0,  # its schedule ends with the all-reduce
+    overlap=0.0,  # its schedule ends with the all-reduce, when no computation is left to hide it
     tensor_overlap=0.5,  # assumed: a collective takes processors and bandwidth from the concurrent matmul
     regather=True,
     dropout=True,
@@ -230,9 +230,9 @@ TORCHTITAN = SoftwareModel(
     stream=(16.0, 20.0),
     # forward: rotate 2 + 2, or gate 4 + 2 for two; backward: rotate 2 + 2, or gate 6 + 4 for two
     inner=(4.0, 5.0),
-    logits=24.0,  # to float32 6, softmax 8; backward 10
+    logits=24.0,  # bytes: cast to float32 6, softmax 8; backward 10
     accumulate=0.0,  # one microbatch a step
-    update=40.0,  # norm 4, clip 8, Adam 16 + 12
+    update=40.0,  # bytes: norm 4, clip 8, Adam 16 + 12
     wire=(2.0, 4.0),
     overlap=1.0,
     interference=_INTERFERENCE,
@@ -287,7 +287,7 @@ _WHOLE = replace(
         pair=12e-6,
         least=(28e-6, 32e-6),  # 14 and 16 kernels of 2 us: matters with few heads, e.g. if Ulysses exchanges all
     ),
-    # in a scan over microbatches; pipelines gather before and reduce after their table, once
+    # without a pipeline; pipelines reduce gradients once, after the loop over ticks
     reduce_every_microbatch=True,
     hidden_all_reduce=None,
     exposed_edge_gathers=False,  # in the replayed programs

@@ -2,8 +2,8 @@
 
     pace  =  (measured / predicted) ^ belief
 
-All seconds of a step are multiplied by the pace. Errors vary less between machines and software than between runs of
-one group, so the calibration takes less than half of a run's difference: `BELIEF`.
+All predicted seconds of a step are multiplied by the pace. A single run says little about its machine, because errors
+vary more between runs of one machine than between machines; so `BELIEF`, the exponent, is below a half.
 """
 
 from dataclasses import replace
@@ -16,8 +16,8 @@ from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.time import step_time
 
-# variance between groups / (between + inside groups), of logarithms of held-out errors, corrected for scatter: .18 if
-# every run has equal weight (one-way analysis of variance), .48 if each of 16 groups has; their middle, as a ratio
+# share of the variance of logarithmic held-out errors that is between groups of runs: .18 if every run has equal weight
+# (one-way analysis of variance), .48 if each of 16 groups has equal weight; this is about their geometric mean
 BELIEF = 0.3
 
 
@@ -80,5 +80,5 @@ def calibrate(run: MeasuredRun, *, belief: float = BELIEF) -> Hardware:
     machine = run.hardware
     expected = float(step_time(run.shape, run.candidate, machine, run.software).total)
     pace = machine.calibration * (run.seconds / expected) ** belief
-    note = f"pace {pace:.3f} fitted on {run.name}, {run.seconds:.4g} s a step: {run.source}"
+    note = f"times multiplied by {pace:.3f}, fitted on {run.name}, {run.seconds:.4g} s a step: {run.source}"
     return replace(machine, calibration=pace, source=f"{note}; {machine.source}")

@@ -8,7 +8,7 @@ Similar runs have the same chip, with or without a pipeline and a tensor axis, a
 are in `without_system.csv`, written by `python -m tests.bench.planner --runs package --leave-out system --write FILE`,
 and in `unseen_systems.csv`, written by `python -m tests.bench.planner --runs tests/bench/unseen_runs.csv --write FILE`:
 runs of nine more systems, collected when the constants stood. A system is a training program, such as Megatron-LM, in
-all versions and on all chips; jaxpar is not among them. All runs are of decoders; none of other models are published.
+all versions and on all chips; none of the runs is of jaxpar. All runs are of decoders: none is published for others.
 """
 
 import csv

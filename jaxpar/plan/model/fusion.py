@@ -24,7 +24,7 @@ from jaxpar.plan.model.written_arrays import fills_operand, find_written
 
 MOST_LEAVES = 10
 NEARBY = 12  # ops
-MARGIN = 1.05  # a tie is no reason to write an array
+MARGIN = 1.05  # an array is written only if that saves at least 5 % of the traffic
 
 Leaves = dict[int, Any]  # array to the bytes that are read of it, polynomials in the rows
 
@@ -82,9 +82,9 @@ class _Fusion:
             entry: {entry: size} for entry, size in enumerate(program.sizes) if entry not in self.makers
         }
         self.kernels: list[TracedKernel] = []
-        self.last_read: dict[int, int] = {}  # array to the place of the last fusion that reads it
-        self.kernel_of: dict[int, int] = {}  # array to the place of the kernel that writes it
-        self.above: dict[int, set[int]] = {}  # place of a kernel to those of nearby kernels whose results it needs
+        self.last_read: dict[int, int] = {}  # array -> index of the last fusion that reads it
+        self.kernel_of: dict[int, int] = {}  # array -> index of the kernel that writes it
+        self.above: dict[int, set[int]] = {}  # kernel -> nearby kernels whose results it needs, by index
 
     def add(self, place: int, op: TracedOp) -> None:
         """Fuses an op with its readers, or adds its kernel."""
@@ -132,7 +132,7 @@ class _Fusion:
         self.kernel_of.update(dict.fromkeys(op.outputs, place))
         if op.kind == "heavy":  # a scatter clears its result, then reads and writes it
             return (3 if fills_operand(op) else 1) * written + sum(leaves.values())
-        traffic = written * (2 if op.kind == "stack" else 1)  # a slice of a stack is cleared first
+        traffic = written * (2 if op.kind == "stack" else 1)  # XLA clears a slice of a stack before it writes it
         for leaf, size in leaves.items():
             reader = self.last_read.get(leaf, -NEARBY - 1)
             if place - reader > NEARBY or reader in self.above[place]:

@@ -24,16 +24,16 @@ from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model import ring_attention
 from jaxpar.plan.model.shape import Shape
 
-SCORE = 4  # bytes of a score in XLA's own attention: float32
-SHARE = 2  # bytes of an attention weight, softmax(q k), there: 16 bits
+SCORE = 4  # bytes of an attention score, q k, in XLA's own attention: float32
+SHARE = 2  # bytes of an attention weight, softmax(q k), in XLA's own attention: 16 bits
 
 
 def stage_parameters(shape: Shape, candidate: Candidate, stage: Literal["first", "last"], *, spmd: bool = False) -> Any:
     """Returns the parameters on a device of a stage, before fsdp shards them.
 
     The tensor axis splits matrices, and biases of matrices that it splits by outputs; not norms, nor other biases. The
-    first stage has the embedding; the last the head, and the tied embedding. With `spmd` all stages have both:
-    whole, or shares of the vocabulary if they are spread.
+    first stage has the embedding; the last the head, and the tied embedding. With `spmd` all stages have both
+    of them, or an equal share of their vocabulary if `head` is spread.
     """
     blocks = block_parameters(shape, candidate)
     has_both = np.equal(candidate.pipe, 1) | spmd
@@ -79,11 +79,12 @@ def layer_bytes(shape: Shape, candidate: Candidate, software: SoftwareModel) -> 
 
 
 def stash_bytes(shape: Shape, candidate: Candidate) -> Any:
-    """Returns the bytes that a split backward stashes, per layer and microbatch, from its inputs' to its weights' half.
+    """Returns the bytes per layer and microbatch that a split backward saves between its ops B and W.
 
-    For each matmul, and for the scale of each norm: its input and the gradient of its output, under any remat, as the
-    inputs' half has recomputed what remat dropped. Of the model dim are the float32 arrays of two norms, and seven
-    arrays in 16 bits: gradients of two norms' results, and inputs or gradients of matmuls.
+    W computes gradients of weights, so it needs the input of each matmul, and of each norm's scale, and the gradient of
+    its output. Remat changes nothing, as B has recomputed what remat dropped. The arrays as wide as the model are the
+    float32 arrays of two norms, and seven in 16 bits: gradients of two norms' results, and inputs or gradients of
+    matmuls.
     """
     tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
     stream = tokens * shape.dim / np.where(candidate.sequence, candidate.tensor, 1)

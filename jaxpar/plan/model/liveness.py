@@ -85,7 +85,7 @@ class Estimate:
         Args:
           rows: Rows of a device.
           hardware: The machine.
-          casts: Whether the program casts parameters; else slices of a cast copy take the time of small kernels.
+          casts: Whether the program casts parameters. If not, it slices a copy that was cast before, by small kernels.
         """
         flop, traffic = value(self.flop, rows), value(self.traffic, rows)
         is_matmul = self.bits > 0
@@ -131,7 +131,7 @@ def estimate(program: SizedProgram, rows: float, *, params: Sequence[int], gradi
 def _program_amounts(
     program: SizedProgram, rows: float, params: Collection[int], gradients: Collection[int]
 ) -> tuple[_Amounts, list[bool]]:
-    """Returns the amounts of a program, and which of its results are of parameters alone."""
+    """Returns the amounts of a program, and a mask of its results that depend on parameters alone."""
     program = keep_positions(program)
     fused = fuse(program, rows, gradients=gradients)
     bodies, of_params = _bodies(fused, rows, {*params})
@@ -172,7 +172,7 @@ def _curves(
 
 
 def _score_copies(program: SizedProgram) -> dict[int, Any]:
-    """Returns the place of each backward scan, to the bytes of one turn's scores in the stacks that it reads."""
+    """Maps each backward scan, by its index, to the bytes of the scores that it reads from stacks per iteration."""
     layers: dict[int, Any] = {}
     copies: dict[int, Any] = {}
     for place, op in enumerate(program.ops):
@@ -223,7 +223,7 @@ def _gradient_arrays(fused: FusedProgram, gradients: Collection[int]) -> set[int
 
 
 def _bodies(fused: FusedProgram, rows: float, params: set[int]) -> tuple[dict[int, _Amounts], set[int]]:
-    """Returns the amounts of one iteration of each loop by its index; and arrays that depend on parameters alone."""
+    """Returns the amounts of one iteration of each loop, by its index, and arrays that depend on parameters alone."""
     bodies, of_params = {}, params
     for kernel in fused.kernels:
         op = kernel.op
@@ -243,7 +243,7 @@ def _lives(
     of_params: set[int],
     delays: Mapping[int, int],
 ) -> dict[int, tuple[int, int]]:
-    """Returns the first and the last place of each array that is written; `delays` maps places to later ones."""
+    """Returns the live range (first, last op) of each written array; `delays` maps an op to the later op it awaits."""
     end, lives, reads = len(program.ops), {}, {}
     for kernel in fused.kernels:
         for leaf in kernel.leaves:

@@ -68,7 +68,7 @@ def moments(shape: Shape, candidate: Candidate, software: SoftwareModel, recipe:
     )
     chunks, logits = _logits(shape, candidate)
     head_sums = np.where(np.greater(chunks, 1), recipe.gradients * parts.end, 0.0)
-    # ZeRO-3 gathers the head while no layer is gathered
+    # ZeRO-3 gathers the head at a moment when no layer is gathered
     head = np.where(np.equal(candidate.zero, 3) & sharded & ~table, software.wire[0] * parts.end, 0.0)
     stream = 2.0 * candidate.microbatch * shape.seq / candidate.context * shape.dim
     # with several chunks a tick's forward, with or without a head, precedes another chunk's backward: the head's
@@ -77,8 +77,8 @@ def moments(shape: Shape, candidate: Candidate, software: SoftwareModel, recipe:
     gradient = np.where(table & np.greater(candidate.chunks, 1), masks, end_gradient)
     yield Moment(np.where(early, ends, sums) + head_sums + gradient, logits, copies.all + head + 3 * stream, 1)
 
-    # with ZeRO-2 every tick of a table scatters unsharded float32 gradients: of a chunk if ticks mix ops, otherwise a
-    # layer at a time; of an end, in addition to its shard
+    # with ZeRO-2 every tick of a table scatters unsharded float32 gradients: of a whole chunk if ticks mix ops,
+    # otherwise of one layer at a time; of the embedding or head, whose shard also exists
     scatters = np.where(table & np.equal(candidate.zero, 2) & sharded, recipe.gradients, 0.0)
     of_chunk = np.where(updates_in_place(candidate, software), 0.0, scatters * parts.layers / candidate.chunks)
     stack = _gradients_in_backward(shape, candidate, software, recipe, parts)
@@ -182,16 +182,16 @@ def _working(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Any
     score = tokens * shape.heads * shape.seq / candidate.tensor
     rows, keys = candidate.microbatch, (shape.kv_heads or shape.heads) / candidate.tensor
     score_bytes = software.working_scores * (1 + software.extra_score_copies * np.greater(rows, keys) / 4)
-    # all_dots saves attention's matmuls too, but not of split sequences; their 16-bit attention weights are also copied
-    # out of the stack before a matmul reads them
+    # all_dots also saves the results of attention's matmuls, unless sequences are split. A matmul reads a layer's
+    # 16-bit attention weights from a copy, as they are saved in one array for all layers
     saved = np.where(
         np.equal(candidate.remat, "all_dots") & np.equal(candidate.context, 1), software.saved_scores[1], 0.0
     )
     saves_scores = np.equal(candidate.remat, "none") & (software.saved_scores[1] > 0)
     # backward matmuls copy a layer's scores out of the stack, which is row-major: `jaxpar.jaxprs.stack_layouts`
     score_bytes = np.where(saves_scores & np.equal(candidate.pipe, 1), software.working_scores, score_bytes)
-    # a pipeline stage recomputes attention weights, their gradients and a mask from a slot's scores, and with buffers
-    # in place also copies the scores. A split backward selects and transposes instead, about `software.worked` bytes
+    # a pipeline stage recomputes attention weights, their gradients and a mask from saved scores, and also copies the
+    # scores if its buffers are updated in place. A split backward needs `software.working_scores` instead
     restored = RESTORED + SCORE * updates_in_place(candidate, software)
     score_bytes = np.where(saves_scores & np.greater(candidate.pipe, 1) & ~candidate.split, restored, score_bytes)
     return forward + np.maximum(score_bytes - saved, 0.0) * score

@@ -75,8 +75,8 @@ class TracedOp:
       backward: Whether it is part of the backward pass.
       matmul: The matmul that it is, or None.
       body: SizedProgram of one iteration of a loop, or None.
-      length: Turns of a loop.
-      carried: Number of a loop's results that are its carry; the others are stacks.
+      length: Iterations of a loop.
+      carried: Number of a loop's results that are its final carry; the others are stacked over iterations.
       row: Elements that a reduction over the last dim reads for each result; 0 for other ops.
     """
 
@@ -142,11 +142,11 @@ def read_program(trace: Callable[[int], Jaxpr], *, name: str) -> SizedProgram:
     """Reads a function from its jaxprs at two numbers of rows.
 
     Args:
-      trace: Maps a number of rows to the jaxpr.
+      trace: Maps a number of examples to the jaxpr.
       name: Name of the model, for messages.
 
     Raises:
-      JaxparError: If all pairs of numbers have different ops.
+      JaxparError: If the ops of the jaxpr depend on the number of examples, for all pairs of numbers that are tried.
     """
     differing = ""
     for rows in ROWS:
@@ -175,11 +175,11 @@ def _outline(program: SizedProgram) -> list[tuple]:
 
 
 class _Reader:
-    """Reads a jaxpr: `sizes` are shapes, and FLOP the dims that are multiplied, until two programs are merged."""
+    """Reads a jaxpr. `sizes` holds shapes, and FLOP are tuples of dims, until two programs are merged."""
 
     def __init__(self):
         self.program, self.known, self.barriers = SizedProgram(), {}, 0
-        self.uniform: set[int] = set()  # arrays filled with one constant
+        self.uniform: set[int] = set()  # arrays whose entries are all the same constant
 
     def read(
         self,
@@ -189,7 +189,7 @@ class _Reader:
         stacked: Iterable[int] = (),
         constants: Collection[int] = (),
     ) -> SizedProgram:
-        """Reads a jaxpr; those inputs are slices of scanned arrays, or constants, and those outputs are stacked."""
+        """Reads a jaxpr. `scanned` inputs are slices of scanned arrays; `stacked` outputs become slices of stacks."""
         program, scanned, stacked = self.program, {*scanned}, {*stacked}
         env: dict[Any, int | None] = {var: self._array(var) for var in jaxpr.constvars}
         env |= {var: None if place in constants else self._array(var) for place, var in enumerate(jaxpr.invars)}

@@ -104,7 +104,8 @@ def computed_share(shape: Shape, candidate: Candidate) -> Any:
 def iteration_share(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Any:
     """Returns the share of a device's work in one iteration of the ring.
 
-    By pairs of blocks; or equal shares for a kernel, as half of the own square is as much as two of four chunks.
+    Without a kernel it follows from the pairs of blocks. With one all iterations have equal shares: half of a square of
+    own chunks is as much work as two of four chunks.
     """
     ring, (_, n) = groups(candidate), _counts(shape, candidate)
     uneven = shape.causal & np.greater(ring, 1) & ~uses_kernel(shape, candidate, software)

@@ -24,7 +24,7 @@ class Shape:
       gated: Whether the feed-forward has a third matrix.
       learned: Whether positions are parameters, one vector per position of a row.
       biases: Whether matrices and norms have biases.
-      vectors: Parameters of a block's norms and biases; 0 means those of two norms, and `biases`.
+      vectors: Parameters of a block's norms and biases; 0 means two norms, and biases as `biases` says.
       tied: Whether the embedding is also the output matrix.
       causal: Whether a kernel may skip the half of attention above the diagonal.
       trained: Share of the weights that are trained; frozen weights have no gradients and no update.
@@ -208,11 +208,11 @@ def _vectors(settings: Any) -> int:
 
 
 class NamedDims(Protocol):
-    """A model with named dims: a decoder's follow from its shape, those of other models from their parameters."""
+    """A model with named dims, which follow from the shape of a decoder, or from the parameters of other models."""
 
     @property
     def dims(self) -> Mapping[str, int]:
-        """Names of dims to a number that divides all dims of that name; an axis that splits them must divide it."""
+        """Maps a dim name to a common divisor of all its dims. An axis that splits it must divide this number."""
         ...
 
     @property

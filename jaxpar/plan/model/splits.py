@@ -36,7 +36,7 @@ class SplitTraffic:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSplit:
-    """A model over `context` and `tensor` of certain sizes.
+    """A model that is split by `context` and `tensor` of given sizes.
 
     Attributes:
       traffic: Collectives over these axes.
@@ -50,17 +50,17 @@ class SplitsModel(Protocol):
 
     @property
     def splits(self) -> Mapping[Sizes, ModelSplit]:
-        """Sizes of `context` and `tensor` to the split; (1, 1) is not among them."""
+        """Maps sizes of (context, tensor) to the split; (1, 1) has no entry."""
         ...
 
 
 def split_sizes(splits: Iterable[Sizes], axis: str) -> list[int]:
-    """Returns 1 and the sizes of an axis for which there is a split, smallest first."""
+    """Returns the sizes of an axis for which the model has a split, and 1, in ascending order."""
     return sorted({1, *(sizes[AXES.index(axis)] for sizes in splits)})
 
 
 def traffic(model: SplitsModel, candidate: Candidate, axis: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yields the kind, payload and count of the collectives of a microbatch over an axis; 0 of those of other sizes."""
+    """Yields (kind, payload, count) of a microbatch's collectives over an axis; the count is 0 for other sizes."""
     for (context, tensor), split in model.splits.items():
         active = np.equal(candidate.context, context) & np.equal(candidate.tensor, tensor)
         for entry in split.traffic:

@@ -43,15 +43,15 @@ class StageTrace:
       layers: Number of layers.
       layer_parameters: Parameters of one layer.
       end_parameters: All other parameters, which every stage holds while the table runs.
-      arrays: Number of parameters' arrays of a layer, and of all others.
+      arrays: Number of parameter arrays (in a layer, in the rest of the model).
       message: Bytes of the activations that a layer passes on. A polynomial in the rows of a microbatch, like `batch`.
-      batch: Bytes of the rows of a batch.
+      batch: Bytes of the batch.
       embedding: The program before the layers.
       embedding_gradient: The gradients of its parameters; it computes the embedding again.
       head: The program after the layers and the loss, with their gradients.
-      programs: Remat policy to the programs of a layer.
-      shards: Sizes of `pipe` and `fsdp` to the parameters that a device stores between steps.
-      other_state: The same sizes to the bytes on a device of state that is not a parameter.
+      programs: Maps each remat policy to the programs of a layer.
+      shards: Maps sizes of (pipe, fsdp) to the number of parameters that a device stores between steps.
+      other_state: Maps the same sizes to a device's bytes of state that is not a parameter.
       update_kernels: Kernels of the update of all parameters.
       copies: Whether the table reads copies of the parameters: in another dtype, or stacked from a list of layers.
     """
@@ -87,10 +87,10 @@ def estimate_part(
     """Estimates a part of a model; the bytes of its inputs are not among the live ones.
 
     Args:
-      trace: Maps a number of rows to the jaxpr.
+      trace: Maps a number of examples to the jaxpr.
       rows: Rows of a device at which fusions are chosen.
-      params: Number of parameters, which are the first inputs.
-      gradients: First and last + 1 of the results that are gradients of parameters.
+      params: Number of the jaxpr's first inputs, which are the parameters.
+      gradients: (start, stop) of the results that are gradients of parameters.
       name: Name of the model, for messages.
 
     Raises:

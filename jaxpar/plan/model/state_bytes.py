@@ -113,7 +113,8 @@ class StateBytes:
       stage: ZeRO stage.
       shards: Devices that share the sharded state.
       parameters: Bytes of the parameters.
-      gradients: Bytes of the gradients during a step. In stage 1 jaxpar scatters those of a single microbatch at once.
+      gradients: Bytes of the gradients during a step. In stage 1 jaxpar reduce-scatters the gradients of a
+        single microbatch at once.
       optimizer: Bytes of the optimizer state.
     """
 

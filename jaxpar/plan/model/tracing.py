@@ -43,12 +43,12 @@ class ModelTrace:
     Attributes:
       matmuls: Matmuls of a forward pass.
       backward: Matmuls of a backward pass, without those that remat recomputes.
-      programs: Remat policy to the estimate of the compiled program.
+      programs: Maps each remat policy to the estimate of the compiled program.
       blocks: Number of blocks under remat; 0 if the model has none.
-      slots: Of each mixture of experts (`jp.mixture`), the elements of its slots per row, and the number of such
-        mixtures in a forward pass.
-      split_programs: Sizes of `context` and `tensor` to the estimates of the program of one of this many devices, as in
-        `programs`.
+      slots: For each kind of mixture of experts (`jp.mixture`): the elements of its slots per example, and the number
+        of such mixtures in a forward pass.
+      split_programs: Maps sizes of (context, tensor) to estimates, as in `programs`, of the program that one device
+        runs if these axes split the model.
     """
 
     matmuls: tuple[Matmul, ...]
@@ -80,7 +80,7 @@ def trace(
       name: Name of the model, for messages.
       rows: Rows of a device for which fusions are chosen.
       frozen: Paths of parameters without gradients.
-      splits: Sizes of `context` and `tensor` to the shares that a device has of arrays.
+      splits: Maps sizes of (context, tensor) to the shares of arrays that a device has.
 
     Raises:
       JaxparError: If no saved activation grows with the rows, or if ops depend on the number of rows.

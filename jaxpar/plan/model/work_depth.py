@@ -124,7 +124,7 @@ def _equation(equation: JaxprEqn, starts: Sequence[int]) -> tuple[WorkDepth, lis
         return WorkDepth(leaf_cost.work, end), [end] * results
     if name not in ("scan", "while") and len(inner) == 1 and len(inner[0].invars) == len(starts):  # inlined like a call
         cost, ends = _walk(inner[0], starts)
-        manual = params["newly_manual_axes"] if name == "shard_map" else ()  # the inner jaxpr is one device's
+        manual = params["newly_manual_axes"] if name == "shard_map" else ()  # the inner jaxpr is of one device
         devices = math.prod(params["mesh"].shape[axis] for axis in manual)
         return WorkDepth(devices * cost.work, cost.depth, cost.unknown), ends
     body = WorkDepth(0, 0, unknown=name == "while")

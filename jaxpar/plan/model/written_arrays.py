@@ -22,7 +22,7 @@ COSTLY = ("tanh", "erf", "erfc", "erf_inv", "sin", "cos", "tan")  # by XLA's cou
 PROLOGUES = frozenset(
     "abs add cbrt ceil cos div erf exp exp2 expm1 floor log log1p logistic max min mul neg one_minus_square rsqrt sign "
     "sin sqrt sub tan tanh".split()
-)  # with one operand that is an array
+)  # ops that a matmul computes while it reads their result, if they have a single array operand
 LONGEST = 16384  # elements of a row in Triton's softmax: seen for 8,192, and not for 50,304
 ROOTS = ("rsqrt", "sqrt", "div", "log", "exp", "pow", "cbrt")
 SPREAD = 8  # times as many elements

@@ -17,8 +17,8 @@ from jaxpar.plan.techniques.table import TECHNIQUES
 from jaxpar.units import show_bytes, show_seconds
 
 HEIGHT, WIDTH = 340, 1000  # units of the plot; the width is stretched
-GRID = 5  # units of a cell, of whose dots one is drawn
-# (fewest, mantissas) of ticks of time, roundest first: a tier is added if there are fewer ticks than that
+GRID = 5  # size of a cell of the plot, in which at most one dot is drawn
+# mantissas of time ticks, roundest first; (n, mantissas) are added if there are fewer than n ticks so far
 _TIERS = (
     (5, (1, 2, 5)), (5, (3, 4, 6, 8)), (5, (1.5, 2.5, 7, 9)),
     (3, np.arange(1, 10, 0.5)), (3, np.arange(1, 10, 0.1).round(1)), (3, np.arange(1, 10, 0.01).round(2)),

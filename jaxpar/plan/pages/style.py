@@ -5,7 +5,7 @@ from jaxpar.plan.causes import PALE, Style
 from jaxpar.plan.techniques.table import TECHNIQUES
 
 _ON_DARK = f"light-dark({PALE}, #10151b)"
-SECONDS = {  # causes of a model's seconds: work is blue
+SECONDS = {  # colours of the causes of time: computation is blue
     "matmuls": Style(letter="M", shade=25, ink=231, light="#1f4e79", dark="#4f93d6", text=_ON_DARK),
     "attention": Style(letter="A", shade=74, light="#3f87bd", dark="#86bde8", text=_ON_DARK),
     "elementwise": Style(letter="E", shade=153, light="#a9cfea", dark="#c4e0f5"),
@@ -19,7 +19,7 @@ BYTES = {"parameters": 0, "gradients": 5, "optimizer": 1, "state": 2, "activatio
 
 
 def styles() -> dict[str, Style]:
-    """Returns causes of seconds, and of techniques' bytes, to letters and colours."""
+    """Maps the causes of time, and the causes of bytes of techniques, to letters and colours."""
     return SECONDS | {cause: look for technique in TECHNIQUES.values() for cause, look in technique.styles.items()}
 
 

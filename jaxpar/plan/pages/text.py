@@ -85,7 +85,7 @@ def spare(plan: Plan) -> str:
     """Returns the share of the memory that layouts leave free, as text."""
     share, chunked = plan.question.spare, bool(np.any(plan.points.layouts.chunks > 1))
     if not share:
-        return "none to spare, which predictions may exceed: --verify 1 compiles the first"
+        return "no memory to spare, so a layout may not fit if its prediction is too low: --verify 1 compiles the first"
     return f"{share:.0%} to spare" + f", interleaved pipelines with {share + CHUNKED:.0%}" * chunked
 
 
@@ -192,7 +192,7 @@ def _leaner(plan: Plan, width: int) -> str:
 
 
 def smaller_layouts(plan: Plan, count: int) -> list[Ranked]:
-    """Returns layouts of the Pareto front with less memory than the first: at equal steps of memory, and the least."""
+    """Returns layouts of the Pareto front that use less memory than the first, at equal steps, and the smallest one."""
     limits = np.linspace(plan.best[0].memory.total, 0, count, endpoint=False)
     indices = np.unique(np.concatenate([plan.points.fastest_below(limits), plan.points.pareto[-1:]]))
     indices = indices[np.argsort(plan.points.seconds[indices], kind="stable")]
@@ -208,4 +208,4 @@ def _doubts(plan: Plan) -> str:
         lines.append(
             f"  {change}: {'the same' if same else describe(layout.candidate)}, {show_seconds(layout.time.total)}"
         )
-    return "\n".join(["The first one, if an assumption is wrong:", *lines])
+    return "\n".join(["The best layout, if an assumption is wrong:", *lines])

@@ -39,7 +39,7 @@ class Advice:
       plan: The cost model's plan.
       situation: The model and its machines in terms of the table.
       rule: The row of the table for the situation.
-      options: The kinds of layouts of the row, in its order.
+      options: The kinds of layouts that the row recommends, in the table's order.
     """
 
     plan: Plan
@@ -65,7 +65,7 @@ class Advice:
 
     @property
     def verdict(self) -> str:
-        """The comparison of both as text: the difference in step time, and its causes."""
+        """Compares the rule's layout with the cost model's, as text: the difference in step time, and its causes."""
         first, advised = self.plan.best[0], self.recommended
         best = f"{describe(first.candidate)}, {show_seconds(first.time.total)}"
         if advised is None:

@@ -46,7 +46,7 @@ class Situation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutKind:
-    """A kind of layout: lowest and highest size of each axis; axes that the table does not know have size 1.
+    """A kind of layout: lowest and highest size of each axis. Axes that the table does not mention have size 1.
 
     Attributes:
       name: Name in the table.
@@ -117,7 +117,7 @@ RULES = (
     ),
     Rule(
         nodes=("one",), model=("layer",), layouts=(TP, ZERO),
-        advice="TP, for PP alone cannot hold the layer; or ZeRO, with all that saves memory on one device",
+        advice="TP, because with PP alone the layer does not fit; or ZeRO, with all that saves memory on one device",
     ),
     Rule(
         nodes=("several",), links=("fast",),
@@ -151,14 +151,14 @@ def make_situation(*, nodes: int, needs: dict[str, float], room: float, bandwidt
     model = "layer" if "layer" not in fits else "device" if "device" in fits else "node" if "node" in fits else "more"
     links = "fast" if bandwidth >= FAST[node_count] else "slow"
     place = "between nodes" if nodes > 1 else "inside it"
-    limit = f"from {FAST[node_count] / 1e9:g} on they are fast"
+    limit = f"fast means at least {FAST[node_count] / 1e9:g} GB/s"
     return Situation(
         nodes=node_count,
         model=model,
         links=links,
         facts=(
             f"{nodes} node{'s' * (nodes > 1)}, links {place} {bandwidth / 1e9:.3g} GB/s per device: {links} ({limit})",
-            f"of a device, {show_bytes(room)}, training needs {show_bytes(needs['device'])} for all of the model, "
+            f"of a device's {show_bytes(room)}, training needs {show_bytes(needs['device'])} for the whole model, "
             f"{show_bytes(needs['node'])} where a node shares it, {show_bytes(needs['layer'])} for its largest layer",
         ),
     )

@@ -32,7 +32,7 @@ IN_BLOCKS = replace(JAXPAR_FUSED, ring_kernel=None)
 
 
 def choose_form(call: AttentionCall) -> AttentionChoice:
-    """Returns the fastest form whose scores fit beside the state; if none does, the fastest ring or Ulysses.
+    """Returns the fastest form whose scores fit in memory with the state; if none does, the fastest ring or Ulysses.
 
     Raises:
       JaxparError: If cuDNN's kernel is requested, and no form can use it.
@@ -84,7 +84,7 @@ def _in_blocks(
             softcap=call.softcap, ring=int(ring_attention.groups(form)),
             capability=gpu.capability[0] + gpu.capability[1] / 10 if gpu else HOPPER,
         )  # fmt: skip
-        uneven = "heads of keys are not cut as those of queries are"
+        uneven = "the axes cannot split the heads of keys as they split the heads of queries"
         reasons[form] = reason or ("" if ring_attention.uses_kernel(shape, form, JAXPAR_FUSED) else uneven)
     return reasons
 

@@ -41,7 +41,7 @@ class SentCollective:
     Attributes:
       collective: Its kind, axis, group, payload, count, and its pass (`backward`).
       exposed: Share of its time that computation does not hide.
-      overlapped_compute: Function of the hardware to the seconds of computation that overlap with each send; the
+      overlapped_compute: Maps hardware to the seconds of computation that overlap with each send; the
         excess over them is exposed. None if `exposed` applies.
       recomputed: Whether it repeats a forward collective during recomputation in the backward pass.
     """
@@ -109,7 +109,7 @@ class Settings:
 
     Attributes:
       needs: Fields of a candidate that determine the settings.
-      options: Function of model, choices and those fields to the settings to try, each a mapping of fields to values.
+      options: Maps (model, choices, those fields) to the settings to try, each a dict of fields of a candidate.
     """
 
     needs: tuple[str, ...]
@@ -117,7 +117,7 @@ class Settings:
 
 
 def no_seconds(*_: Any) -> Mapping[str, Any]:
-    """The seconds of a technique whose traffic has no price."""
+    """Default `overlapped_seconds`, of a technique without a cost model."""
     return {}
 
 
@@ -128,23 +128,23 @@ class PlanTechnique:
     Attributes:
       axis: The axis that it communicates over, one of `jaxpar.mesh.axes.AXES`.
       model_type: The class of models that it can price; `Shape` is a decoder.
-      excludes: Function of a model to the reason why it cannot be priced, in place of the names of its dims; "" if it
-        can.
-      sizes: Function of model, rows of a batch and choices to the legal sizes of the axis, including 1. By default, the
+      excludes: Maps a model to the reason why it cannot be priced, or "" if it can; replaces the test by the names of
+        its dims.
+      sizes: Maps (model, examples per batch, choices) to the legal sizes of the axis, including 1. By default, the
         sizes that divide the dims that the axis splits.
       rule: The bound of those sizes as text that follows "tensor at most 8".
-      variants: Function of a size to its settings, each a mapping of a candidate's fields to values.
+      variants: Maps a size to the settings to try with it, each a dict of fields of a candidate.
       settings: Settings that depend on other sizes and on microbatches.
-      derived_settings: Function of model and candidate to the candidate with derived fields.
-      bytes: Function of model, candidate, software and bytes per parameter to the bytes of a device, by cause: those of
+      derived_settings: Maps (model, candidate) to the candidate with its derived fields.
+      bytes: Maps (model, candidate, software, bytes per parameter) to the bytes of a device, by cause: those of
         `Memory` or further ones.
-      block: Function to the collectives of one block of a decoder for one microbatch, forward and backward.
-      step: Function to the other collectives of a step, of any model.
-      overlapped_seconds: Function to the exposed seconds, by cause, of traffic that overlaps with computation.
-      in_schedule: Whether the schedule of the step contains its seconds, as that of a pipeline does.
+      block: Yields the collectives of one block of a decoder for one microbatch, forward and backward.
+      step: Yields the other collectives of a step, of any model.
+      overlapped_seconds: Returns the exposed seconds, by cause, of traffic that overlaps with computation.
+      in_schedule: Whether the price of the schedule contains the technique's seconds, as for a pipeline.
       cause: The cause of the seconds of `block` and `step`; "" if it has neither. A technique without a cause,
-        `overlapped_seconds` or `in_schedule` has no price: a search does not use it, and says so.
-      styles: Its causes, of seconds and of bytes, to letters and colours.
+        `overlapped_seconds` or `in_schedule` has no cost model: a search does not use it, and says so.
+      styles: Maps its causes of time and of bytes to letters and colours.
       complexity: Weight of the technique in a layout's complexity; of equally fast layouts the simpler comes first.
       blocks_layers: Whether its collectives block every layer, so that spanning several nodes must be faster by a
         margin.
@@ -174,9 +174,9 @@ class PlanTechnique:
         return self.in_schedule or bool(self.cause) or self.overlapped_seconds is not no_seconds
 
     def why_not(self, model: NamedDims) -> str:
-        """Returns the reason why a search does not use it for a model, as text; "" if it does."""
+        """Explains why a search does not use the technique for a model; "" if it does."""
         if not self.has_price:
-            return "its technique has no price, so no layout that uses it is ranked"
+            return "its technique has no cost model, so no layout that uses it is ranked"
         if not isinstance(model, self.model_type):
             return "priced for decoders alone"
         if self.excludes is not None:

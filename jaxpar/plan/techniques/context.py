@@ -2,9 +2,9 @@
 
                   forward                                        backward
     gather        all-gather of K, V                             reduce-scatter of their gradients
-    ring          P - 1 permutes of K, V                         the same, P - 1 of gradients in float32, one back
-      causal      and chunk permutes, once: q, K, V, out         their gradients
-    ulysses       all_to_all of q, K, V, out                     of their gradients
+    ring          P - 1 permutes of K, V                         P - 1 of K, V; P of their float32 gradients
+      causal      also a chunk permute of q, K, V, out each      also one of each of their gradients
+    ulysses       all_to_all of q, K, V, out                     all_to_all of their gradients
 
 A hop of a ring overlaps with the computation on the keys already received; only its excess is exposed. Chunk permutes,
 the last hop back and all-to-alls are fully exposed.
@@ -87,7 +87,7 @@ def _ring(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Iterat
 def _turn(
     shape: Shape, candidate: Candidate, software: SoftwareModel, way: int, share: int
 ) -> Callable[[Hardware], Any]:
-    """Returns a function of the hardware: the seconds of computation that overlap with one send of an iteration."""
+    """Returns a function from hardware to the seconds of computation that overlap with one send of an iteration."""
 
     def seconds(hardware: Hardware) -> Any:
         costs = (cost(shape, candidate, hardware, software)[way] for cost in (attention, scores))
@@ -112,7 +112,7 @@ def _passes(
 
 
 class _Maker:
-    """Makes collectives of one group."""
+    """Creates `SentCollective`s over one group of devices of the context axis."""
 
     def __init__(self, group: Any, *, exposed: Any = 1.0, senders: Any = 1.0):
         self.group, self.exposed, self.senders = group, exposed, senders
@@ -149,7 +149,7 @@ def why_not(model: Any) -> str:
 
 
 def sizes(model: Any, rows: int, choices: Choices) -> list[int]:
-    """Returns the sizes that split a model: of a decoder those that divide its tokens, of others those found."""
+    """Returns the sizes that split a model: divisors of a decoder's tokens; for others, sizes with found specs."""
     allowed = divisors(model.dims["seq"]) if isinstance(model, Shape) else split_sizes(model.splits, "context")
     return up_to(allowed, choices.context)
 

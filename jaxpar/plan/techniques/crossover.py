@@ -214,7 +214,7 @@ def _one_block_terms(shape: Shape, candidate: Candidate, hardware: Hardware, sof
         square = float(hardware.stream(walk.traffic(way, heads, 0, 0))) + core[way] * heads
         linear = float(hardware.stream(walk.traffic(way, 0, heads * head_dim, kv_heads * head_dim)))
         total += times * np.array([square, linear, walk.pair])
-    chunk = 1 / (2 * ring if halves else ring)  # of the tokens of a row
+    chunk = 1 / (2 * ring if halves else ring)  # tokens of a chunk, as a share of the sequence
     return (2 * ring + 1 if halves else ring) * total * np.array([chunk**2, chunk, 1.0])
 
 

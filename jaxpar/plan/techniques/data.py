@@ -48,7 +48,7 @@ def overlapped_seconds(
 def exchange_state(
     model: CountedModel, candidate: Candidate, software: SoftwareModel, recipe: Recipe
 ) -> Mapping[str, Any]:
-    """Returns the bytes of the exchange's state on a device; of arrays with a replica dim, one replica's entry."""
+    """Returns a device's bytes of the exchange's state. Of arrays with a replica dim, it holds its replica's entry."""
     exchange = software.exchange
     if not exchange.per_replica:
         return {}

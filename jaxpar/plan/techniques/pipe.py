@@ -74,7 +74,7 @@ def tables(model: Shape | StagedModel, choices: Choices, pipe: int, microbatches
     for name in choices.schedules:
         kind = LIBRARY[name]
         if not isinstance(model, Shape) and Candidate(schedule=name).split:
-            continue  # of a traced model no backward is split
+            continue  # the backward of a traced model cannot be split into B and W
         if microbatches < kind.fewest_microbatches(pipe) or (kind.multiple_of_stages and microbatches % pipe):
             continue
         chunk_counts = kind.chunks if len(kind.chunks) == 1 else choices.chunks
@@ -130,7 +130,7 @@ def send_seconds(size: np.ndarray | float, candidate: Candidate, hardware: Hardw
 def messages(model: Any, candidate: Candidate, software: SoftwareModel) -> Iterator[SentCollective]:
     """Yields the messages of a step of a traced model, for the ledger alone: `span.py` prices them.
 
-    In a tick all stages send, in the direction of its op, and in both if ticks mix ops.
+    In every tick all stages send: activations forward or gradients back, or both if the ticks of a table mix ops.
     """
     if isinstance(model, Shape) or int(candidate.pipe) == 1:
         return

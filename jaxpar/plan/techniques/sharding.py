@@ -79,11 +79,12 @@ def fsdp_seconds(
     *,
     layers: np.ndarray | float,
 ) -> tuple[Any, Any]:
-    """Returns the seconds of fsdp's collectives for this many parameters of a device: per microbatch, and per step.
+    """Returns the seconds of fsdp's collectives: (per microbatch, per step).
 
-    The parameters are those of `layers`, embedding and head. One program on all stages gathers before and reduces after
-    its table, once; but ZeRO-2 scatters in every tick with gradients, also on idle stages. The gather of ZeRO-1 and 2
-    once a step is included unless it is exposed.
+    `parameters` counts a device's parameters in its `layers`, the embedding and the head. If one program runs on all
+    stages, it gathers parameters once before the loop over ticks and reduces gradients once after it; but ZeRO-2
+    reduce-scatters in every tick with gradients, also on idle stages. The gather of ZeRO-1 and 2 after the update is
+    included unless it is exposed.
     """
     group, count = _over(candidate, software), collective_count(layers, candidate, software)
     in_table = software.spmd & np.greater(candidate.pipe, 1)
@@ -164,9 +165,10 @@ def overlapped_seconds(
 ) -> Mapping[str, Any]:
     """Returns the exposed seconds of fsdp's and data's collectives.
 
-    Collectives once a step overlap with the last microbatch's backward, two thirds of its time; those of every
-    microbatch with the rest. Both also overlap with a stage's waits for other stages and messages. Gathers at the ends
-    of a pass are exposed, and hidden traffic may slow the concurrent computation.
+    Collectives that run once a step overlap with the last microbatch's backward pass, which is two thirds of its time;
+    collectives that run per microbatch overlap with all other computation. Both kinds also overlap with a stage's waits
+    for other stages and messages. Gathers at the ends of a pass are exposed, and hidden traffic may slow the concurrent
+    computation.
     """
     layout = work.parameters, candidate
     shards, sums = (price(*layout, hardware, software, layers=work.layers) for price in (fsdp_seconds, data_seconds))

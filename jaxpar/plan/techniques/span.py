@@ -2,9 +2,9 @@
 
     span(F, B, W, ...) = max over paths of  counts . times
 
-The longest paths at a few reference times are found by pricing the table. The maximum over them is the span if one of
-them is the longest path at the given times, and otherwise a lower bound. With each `stages` more microbatches the
-counts grow by the same amount.
+Pricing the table at a few reference times gives candidates for the longest path. The span is the maximum over them; it
+is exact if one of them is the longest path at the given times, and otherwise a lower bound. Counts are affine in the
+number of microbatches, in steps of `stages` microbatches.
 """
 
 from functools import cache
@@ -91,7 +91,7 @@ def _times(table: Schedule, times: tuple[float, ...]) -> OpTimes:
 
 
 def _count(counts: dict[str, int], table: Schedule, tick: int, stage: int, last: int) -> None:
-    """Counts the ops of a busy cell: an unsplit backward is B and W."""
+    """Adds the ops of a cell to `counts`; an unsplit backward counts as a B and a W."""
     cell = table.cells[tick][stage]
     if cell is None:
         return
@@ -164,7 +164,7 @@ def span(path_counts: tuple[np.ndarray, tuple[int, ...]], times: tuple[Any, ...]
 
     Args:
       path_counts: The result of `counts`.
-      times: Seconds of each of `OPS` for one part; shapes broadcast to that of the schedules.
+      times: Seconds of each of `OPS` for one part, as numbers or arrays that broadcast with those of the schedules.
 
     >>> float(span(counts("1f1b", 4, 8, 1), (1.0, 1.0, 1.0, 0.0, 0.0, 0.0)))  # (8 + 4 - 1) x 3
     33.0

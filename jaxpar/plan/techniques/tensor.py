@@ -23,8 +23,8 @@ from jaxpar.plan.techniques.split_traffic import split_traffic, why_no_split
 def sizes(model: Any, rows: int, choices: Choices) -> list[int]:
     """Returns the sizes that split a model.
 
-    Of a decoder they are the common divisors of heads, kv heads and the feed-forward's width (XLA pads a vocabulary);
-    of other models those for which specs were found.
+    For a decoder they are the common divisors of heads, kv heads and the feed-forward's width (XLA pads a vocabulary);
+    for other models, the sizes for which specs were found.
     """
     if not isinstance(model, Shape):
         return up_to(split_sizes(model.splits, "tensor"), choices.tensor)

@@ -31,7 +31,7 @@ def _words(names: list[str]) -> str:
 
 
 def added_bytes(model: NamedDims, candidate: Candidate, software: SoftwareModel, recipe: Recipe) -> Mapping[str, Any]:
-    """Returns cause to the bytes that techniques add to the model's."""
+    """Returns the bytes that techniques add to the model's, by cause."""
     total: dict[str, Any] = {}
     for technique in TECHNIQUES.values():
         for cause, size in technique.bytes(model, candidate, software, recipe).items():
@@ -42,7 +42,7 @@ def added_bytes(model: NamedDims, candidate: Candidate, software: SoftwareModel,
 def block_seconds(
     shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel
 ) -> dict[str, tuple[Any, Any]]:
-    """Returns cause to the exposed seconds of a block's collectives for one microbatch, forward and backward."""
+    """Returns the exposed seconds (forward, backward) of a block's collectives for one microbatch, by cause."""
     priced = [entry for entry in TECHNIQUES.values() if entry.cause]
     return {
         entry.cause: exposed_seconds(entry.block(shape, candidate, software), candidate, hardware) for entry in priced
@@ -50,7 +50,7 @@ def block_seconds(
 
 
 def step_seconds(model: NamedDims, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> dict[str, Any]:
-    """Returns cause to the exposed seconds of a step's collectives outside of its blocks."""
+    """Returns the exposed seconds of a step's collectives outside of its blocks, by cause."""
     priced = [entry for entry in TECHNIQUES.values() if entry.cause]
     return {
         entry.cause: sum(exposed_seconds(entry.step(model, candidate, software), candidate, hardware))
@@ -59,7 +59,7 @@ def step_seconds(model: NamedDims, candidate: Candidate, hardware: Hardware, sof
 
 
 def overlapped_seconds(work: Work, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> dict[str, Any]:
-    """Returns cause to the exposed seconds of traffic that overlaps with computation."""
+    """Returns the exposed seconds of traffic that overlaps with computation, by cause."""
     exposed: dict[str, Any] = {}
     for technique in TECHNIQUES.values():
         exposed |= technique.overlapped_seconds(work, candidate, hardware, software)

@@ -186,7 +186,7 @@ def _cut(q: jax.Array, k: jax.Array) -> AttentionSharding | str:
     if set(of_q[1]) - {AXIS} or of_q[3]:
         return f"{' and '.join({*of_q[1], *of_q[3]} - {AXIS})} cuts tokens or heads too"
     if of_q != of_k:
-        return "heads of keys are not cut as those of queries are"
+        return "the axes cannot split the heads of keys as they split the heads of queries"
     batch, heads = (math.prod(ways[axis] for axis in of_q[dim]) for dim in (0, 2))
     if q.shape[0] % batch or q.shape[2] % heads or k.shape[2] % heads:
         return f"{q.shape[0]} examples over {batch} devices, or {k.shape[2]} heads of keys over {heads}, are not equal"
