@@ -79,8 +79,8 @@ class FoundSpecs:
         if times <= ALLOWED:
             return ""
         return (
-            f"each device computes {times:.2f} times its share of the matmuls' FLOP: some stay whole, as no dim can be "
-            f"split, or as that costs more than it saves on {self.chip}"
+            f"each device computes {times:.2f} times its share of the matmuls' FLOP: some are not split, as no dim can "
+            f"be split, or as that costs more than it saves on {self.chip}"
         )
 
     @property
@@ -123,7 +123,7 @@ class FoundSpecs:
         if self.specs.rules:
             lines += ["rules"] + [f"  {name:40} {_format_rule(axes)}" for name, axes in self.specs.rules.items()]
         if self.specs.without_line:
-            lines += ["left to XLA, as a line computes several arrays of one shape"]
+            lines += ["left to XLA, because several arrays of one source line have the same shape"]
             lines += [f"  {line}" for line in self.specs.without_line]
         if self.unknown:
             lines += [f"operations without a rule, whose arrays are not split: {', '.join(self.unknown)}"]

@@ -272,7 +272,7 @@ class Formulation(IntegerProgram):
     def _follow_operands(
         self, operation: Operation, axis: int, strategies: Sequence[Strategy], v: Sequence[int]
     ) -> None:
-        """Makes an axis that cuts an operand cut that loop too, as XLA does, unless it cuts the other one otherwise.
+        """If an axis cuts an operand, it also cuts that loop, as in XLA, unless it cuts the other operand differently.
 
         XLA does not gather a sharded operand if the other one is replicated: it slices that one, and sums the results.
         """
@@ -288,7 +288,7 @@ class Formulation(IntegerProgram):
                 if state not in cuttable[index]:
                     continue
                 others = cuttable[1 - index] - {states[1 - index]}
-                if state not in others:  # else whenever this operand is cut, so is the other, along another loop
+                if state not in others:  # else a cut of this operand cuts the other along another loop
                     terms = dict.fromkeys(users, 1.0) | {self.x[axis, state]: -1.0}  # type: ignore[index]
                     self._row(terms | {self.x[axis, other]: 1.0 for other in others}, 0, np.inf)
 
@@ -387,7 +387,7 @@ class Formulation(IntegerProgram):
                     self._add_traffic(column, move, count * operation.times, of_examples=of_examples)
 
     def _repeat(self, column: int, flop: float, source: States, target: States) -> None:
-        """Adds the work that devices repeat for a result that a strategy cuts and that its names leave whole.
+        """Adds the work that devices repeat for a result that a strategy cuts but whose names do not split it.
 
         XLA does not gather such a result: a constraint holds for the operation itself, whose operands XLA gathers.
         """

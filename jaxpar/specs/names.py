@@ -234,7 +234,7 @@ def _by_line(program: TracedProgram, names_of: Callable[[Array], Names]) -> tupl
 
 
 def _needed_sizes(sizes: tuple[int, ...], names: Names, others: Mapping[tuple[int, ...], set[Names]]) -> int:
-    """Counts the last sizes that a key needs, so that it matches no array of the line with other names."""
+    """Returns the number of last sizes that a key must contain to match no array of its line with other names."""
     for count in range(1, len(sizes)):
         end = sizes[len(sizes) - count :]
         alike = [options for other, options in others.items() if other[len(other) - count :] == end]

@@ -25,7 +25,7 @@ class Solution:
     """The dims that each axis cuts, and the predicted cost.
 
     Attributes:
-      axes: Each class of pieces that is cut, to the indices of the axes that cut it.
+      axes: Maps each class of pieces that is cut to the indices of the axes that cut it.
       idle: Indices of the axes that cut no matmul, convolution or lookup: at most parameters that no such operation
         reads, or that the loss does not use.
       cost: Seconds of the modelled step.
@@ -60,11 +60,11 @@ class Solution:
 
     @property
     def traffic(self) -> dict[str, float]:
-        """Kind of collective to the bytes that a device sends over the axes in a step."""
+        """Bytes that a device sends over the axes in a step, by kind of collective."""
         return self._traffic(self.collectives)
 
     def traffic_over(self, axis: int) -> dict[str, float]:
-        """Kind of collective to the bytes that a device sends in a step over one axis, by its index."""
+        """Returns the bytes that a device sends over the axis with this index in a step, by kind of collective."""
         return self._traffic(sent for sent in self.collectives if sent.axis == axis)
 
     def _traffic(self, collectives: Iterable[RepeatedCollective]) -> dict[str, float]:
@@ -184,7 +184,7 @@ class SpecsSolver(Formulation):
         if memory is None or least <= memory:
             return refuse(
                 f"specs over {self.n} devices of the {axes}",
-                rule="an axis splits the matmuls of a model; no dims of this one can be cut so",
+                rule="an axis must split matmuls of the model, but its size divides no suitable dims of this model",
                 fix="a smaller axis, whose size divides heads and hidden dims; or the axis left out",
             )
         return refuse(

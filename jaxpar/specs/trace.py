@@ -39,7 +39,7 @@ class TracedLoss:
         Args:
           blueprint: The model.
           loss: A function of (model, batch), or of (model, batch, key).
-          batch: Name to an array, or to its shape and dtype; dim 0 is examples.
+          batch: Arrays, or their shapes and dtypes, by name; dim 0 is examples.
           rows: Examples on a device.
           precision: Dtype of matmuls: "fp32" or "bf16".
         """
@@ -110,7 +110,7 @@ class TracedLoss:
         errors = user_code_errors(
             f"{self.blueprint.name} and its loss",
             rule="model and loss accept the batch",
-            fix="the line of the model or the loss that this names",
+            fix="change the line of the model or the loss above",
         )
         from jaxpar.models.experts import active_experts  # loaded only where a model is traced
 

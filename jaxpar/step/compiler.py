@@ -99,7 +99,7 @@ class Compiler:
             user_code_errors(
                 f"{self.layout.blueprint.name} and its loss on {shapes}",
                 rule="model, loss and optimizer accept the batch",
-                fix="the line of the model or the loss that this names",
+                fix="change the line of the model or the loss above",
             ),
             self.trace_context(),
         ):

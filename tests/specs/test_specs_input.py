@@ -93,7 +93,7 @@ REFUSED = {
     "arrays of other examples": (
         lambda: find(batch={**BATCH, "mask": np.ones((64, 64), np.float32)}),
         "x: 8, mask: 64 examples",
-        "one copy of it per example",
+        "repeat it per example",
     ),
     "an activation without a rule": (
         lambda: step(jp.Parallel(tensor=8, activations={UP: ("batch", "channles")})),
@@ -117,7 +117,7 @@ REFUSED = {
     "a loss that fails": (
         lambda: jp.find_specs(Net, lambda model, batch: model(batch["y"]), BATCH, TENSOR),
         "no entry 'y'",
-        "the line of the model or the loss that this names",
+        "change the line of the model or the loss above",
     ),
 }
 
