@@ -35,7 +35,7 @@ class Costs(Protocol):
         ...
 
     def device(self, behind: int) -> np.ndarray:
-        """Returns A0, with `behind` devices behind each device of the stage. Shape [layers, layers], inf if j < i."""
+        """Returns A0, if `behind` devices per device run later stages. Shape [layers, layers], inf if j < i."""
         ...
 
     def replicated(self, inner: np.ndarray, level: int, replicas: int) -> np.ndarray:

@@ -121,7 +121,7 @@ def inbox_bytes(schedule: Schedule, messages: Messages) -> float:
 
     Args:
       schedule: The table.
-      messages: (source part, target part) to the bytes of its values, and of their gradients, for a microbatch.
+      messages: Maps (source part, target part) to a message's bytes of values and of gradients, per microbatch.
     """
     totals = [0.0] * schedule.stages
     for (source, target), (values, gradients) in messages.items():
@@ -135,7 +135,7 @@ def pool_bytes(schedule: Schedule, residuals: Mapping[int, float]) -> float:
 
     Args:
       schedule: The table.
-      residuals: Part to the bytes that a forward leaves for its backward, for a microbatch.
+      residuals: Maps each part to the bytes that its forward saves for its backward, per microbatch.
     """
     totals = [0.0] * schedule.stages
     for part, size in residuals.items():
@@ -206,7 +206,7 @@ def _counts(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _places(schedule: Schedule, op: str, sender: int, reader: int) -> int:
-    """Returns the most results of an op that wait at once on a device of the part that reads them last."""
+    """Returns the most results of an op that a device of part `reader`, which reads them last, stores at a time."""
     last = "W" if schedule.split else "B"
     begin, end = {}, {}
     for tick, stage, cell in schedule:

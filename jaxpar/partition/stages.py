@@ -126,7 +126,7 @@ def price_stages(
     return tuple(stages)
 
 
-Shares = tuple[tuple[int, float], ...]  # replicas and all-reduce seconds, at a level and each above it
+Shares = tuple[tuple[int, float], ...]  # (replicas, all-reduce seconds) of a level and of all levels above it
 
 
 def _stages_with_costs(

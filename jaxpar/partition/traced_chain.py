@@ -20,7 +20,7 @@ from jaxpar.mesh.chips import Chip
 from jaxpar.partition.chain import Chain
 from jaxpar.sharding.names import itemsize
 
-MOST = 2_000  # pieces in a search, whose time is quadratic in them
+MOST = 2_000  # maximum number of pieces: the time of a search grows with its square
 FORWARDS = 4  # forward (1) and a backward that recomputes it (3), in units of a forward's seconds
 
 
