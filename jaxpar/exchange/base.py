@@ -143,7 +143,7 @@ class Exchange(Keywords, metaclass=_ExchangeMeta):
         """Returns a problem if the exchange has no effect on a model.
 
         Args:
-          parts: Path of each parameter to the part that a device holds.
+          parts: The part of each parameter that a device holds, by path.
           replicas: Number of replicas.
         """
         return []
@@ -169,7 +169,7 @@ class Exchange(Keywords, metaclass=_ExchangeMeta):
         """Returns the traffic of gradients and parameters between replicas.
 
         Args:
-          shards: Path of each parameter to shape and dtype of the shard that one device holds.
+          shards: Shape and dtype of the shard of each parameter that one device holds, by path.
           replicas: Number of replicas.
         """
         return ()
@@ -178,7 +178,7 @@ class Exchange(Keywords, metaclass=_ExchangeMeta):
         """Returns the traffic of optimizer states between replicas.
 
         Args:
-          opt_state: Path of each array of one replica's state to the part that a device holds.
+          opt_state: The part of each array of one replica's state that a device holds, by path.
           replicas: Number of replicas.
         """
         return ()

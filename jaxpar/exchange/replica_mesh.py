@@ -33,7 +33,7 @@ class ReplicaMesh:
       specs: Tree with the spec of every array of one replica.
       optimizer: Likewise for one replica's optimizer state.
       sync_round: Number of the exchange's sync round, from 1.
-      parts: Path of each parameter to the part that a device holds.
+      parts: The part of each parameter that a device holds, by path.
     """
 
     mesh: Mesh
@@ -61,7 +61,7 @@ class ReplicaMesh:
             return jax.tree.map(lambda x, spec: self._constrain(jnp.mean(x, axis=0), spec), tree, self.specs)
         fewest = all_reduce_rounds(
             algorithm, self.replicas, padded_size(1, self.replicas)
-        )  # as many rounds as of any array
+        )  # the number of rounds does not depend on the size of the array
         check_all_reduce(fewest, self.replicas, algorithm)
         leaves, structure = jax.tree.flatten(tree)
         specs = structure.flatten_up_to(self.specs)

@@ -22,7 +22,7 @@ def fragments(parts: Mapping[str, ShardShape], count: int, order: str) -> Sequen
     """Divides a model into fragments, so that every parameter is in exactly one fragment.
 
     Args:
-      parts: Path to shape.
+      parts: Shapes by path.
       count: Number of fragments.
       order: depth, or strided.
 
@@ -77,8 +77,8 @@ def take(flat: Mapping[str, Any], fragment: Fragment, *, dim: int = 0) -> dict[s
     """Slices a fragment's layers from arrays.
 
     Args:
-      flat: Path to array.
-      fragment: Path to its layers.
+      flat: Arrays by path.
+      fragment: The layers of the fragment, by path of the parameter.
       dim: The dim of layers: 1 if dim 0 is the replicas, else 0.
     """
     return {path: flat[path][(ALL,) * dim + (layers,)] if layers != ALL else flat[path]

@@ -23,7 +23,7 @@ def depart(tree: Mapping[str, jax.Array], between: ReplicaMesh) -> dict[str, jax
     """Sums arrays [replica, ...] over replicas; returns one vector per dtype, each from one collective.
 
     Args:
-      tree: Path to array, sharded by `between.specs`.
+      tree: Arrays by path, sharded by `between.specs`.
       between: The mesh and the specs of the arrays.
     """
 
@@ -48,7 +48,7 @@ def arrive(
 
     Args:
       vectors: The result of `depart`.
-      parts: Path of each array to the part that a device holds.
+      parts: The part of each array that a device holds, by path.
       between: The mesh and the specs of the arrays.
       after: Floats [replica, ...]; the vectors are read only after it is computed. If its first element on a device is
         nan, the means on that device are nan.

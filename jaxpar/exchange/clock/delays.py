@@ -18,7 +18,7 @@ from jaxpar.exchange.collectives.algorithms import traffic_seconds
 from jaxpar.exchange.traffic import Traffic
 from jaxpar.mesh.chips import Link
 
-BLOCK = 1024  # number of times drawn per call
+BLOCK = 1024  # random delays that are drawn per call
 
 
 class Law(Protocol):

@@ -20,8 +20,8 @@ Permute = list[Message]
 def permutes(messages: Round) -> list[Permute]:
     """Groups the messages of a round into few permutes: of one length, with distinct sources and distinct targets."""
     result: list[Permute] = []
-    # `ppermute` moves arrays of one shape and has each device at most once as source, and as target: a message that
-    # breaks this rule begins another permute
+    # in a `ppermute` all arrays have one shape, and a device is the source of at most one, and the target of at most
+    # one: a message that does not fit into the permutes so far begins another one
     for message in messages:
         for permute in result if message.size else ():
             head = permute[0]

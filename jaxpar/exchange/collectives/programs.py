@@ -72,7 +72,7 @@ def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
 
 
 def all_to_all(x: jax.Array, axis: str) -> jax.Array:
-    """Returns all devices' x[i] on the i-th device. x: [devices, ...]."""
+    """Sends entry i of each device's x to device i. Both x and the result are [devices, ...]."""
     received = _as_entry(_entry_of_this_device(x, axis), axis)  # this device's own entry is not sent
     buffers = _run(algorithms.all_to_all(_devices_from(0, axis), (0, x.size)), jnp.stack([x, received]), axis)
     return buffers[1]

@@ -44,7 +44,7 @@ class Codec(Protocol):
         ...
 
     def without_padding(self, code: dict[str, jax.Array], counts: np.ndarray) -> dict[str, jax.Array]:
-        """Corrects a code for padding at the ends of blocks."""
+        """Removes the effect of padding at the ends of blocks from a code."""
         ...
 
     def decode(self, code: dict[str, jax.Array]) -> jax.Array:

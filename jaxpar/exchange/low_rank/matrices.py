@@ -70,7 +70,7 @@ def as_one_vector(arrays: Arrays, travel: Callable[[jax.Array], jax.Array]) -> A
     """Applies a collective to several arrays as one vector.
 
     Args:
-      arrays: Path to array.
+      arrays: Arrays by path.
       travel: The collective, from a vector [elements] to [..., elements].
     """
     received = travel(jnp.concatenate([x.reshape(-1) for x in arrays.values()]))

@@ -75,7 +75,7 @@ def rotation_traffic(
     """Returns the traffic of `copy_members` for these shards.
 
     Args:
-      shards: Path to a device's shard of one member's array.
+      shards: Maps the path of an array to the shard that a device holds, of one member.
       replicas: Number of devices along `data`.
       local_members: Number of members per device.
       every: Number of steps from one copy to the next.

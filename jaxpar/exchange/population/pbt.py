@@ -31,11 +31,11 @@ class Pbt(Population):
 
     Attributes:
       name: pbt (the worst members copy the best and continue with changed settings).
-      values: Setting to each member's initial value.
+      values: Initial values of each setting, one per member.
       every: Number of steps from one sync round to the next.
       share: Share of the members that are replaced, and of the best members that they may copy; at least one each.
       factors: Factors, one of which multiplies each setting of a copy.
-      within: Setting to its lowest and highest value.
+      within: Lowest and highest value of each setting.
       seed: Seed of the random draws.
     """
 
@@ -108,7 +108,7 @@ class Pbt(Population):
         """Returns the settings of all members; multiplies each setting of a copy by a factor.
 
         Args:
-          settings: Name to its values, [member] each.
+          settings: Values by name, [member] each.
           copies: Whether a member is a copy. Shape [member].
           key: PRNG key of the draws of factors.
         """

@@ -19,7 +19,7 @@ class Population(Exchange):
 
     Attributes:
       name: population (members with different optimizer settings, which never synchronize).
-      values: Setting to its value for each member. It is part of the optimizer's state, as `optax.inject_hyperparams`
+      values: Values of each setting, one per member. It is part of the optimizer's state, as `optax.inject_hyperparams`
         stores it.
     """
 

@@ -33,9 +33,9 @@ class Rounds(Population):
 
     Attributes:
       name: rounds.
-      values: Setting to each member's initial value.
+      values: Initial values of each setting, one per member.
       every: Number of steps of a round.
-      within: Setting to its lowest and highest value, for all settings in `values`.
+      within: Lowest and highest value of each setting, for all settings in `values`.
       logarithmic: Settings whose ranges are logarithmic.
       seed: Seed of the random draws.
     """
@@ -52,7 +52,7 @@ class Rounds(Population):
 
     @abstractmethod
     def remember(self, places: "jax.Array") -> Tree:
-        """Returns the initial state of the search, which rounds pass on: arrays [member] or [member, setting].
+        """Returns the initial state of the search, which each round updates: arrays [member] or [member, setting].
 
         Args:
           places: Coordinates of the members' settings. Shape [member, setting].
