@@ -138,7 +138,7 @@ def row_bounds(ends: Iterator[np.ndarray], total: int, seq: int, *, apart: bool)
     bounds, begin, last = [0], 0, 0
     for block in chain(ends, [np.array([total])]):
         for end in block.tolist():
-            while end - begin > seq:  # the documents before this one make a row, or else its own first tokens
+            while end - begin > seq:  # a row ends before this document, or, if it is too long, inside it
                 begin = last if apart and last > begin else begin + seq
                 bounds.append(begin)
             last = end

@@ -88,7 +88,7 @@ class HashingWriter:
     Args:
       out: The file, open for writing at its end.
       parts: Hashes of the complete parts already in the file.
-      rest: The bytes after them, less than a part.
+      rest: The bytes in the file after these parts, fewer than a part has.
     """
 
     def __init__(self, out: BinaryIO, parts: Iterable[str] = (), rest: bytes = b""):

@@ -223,8 +223,8 @@ def _pack_text(corpus: Corpus, spec: Data, file: Path, mark: str, say: Say, *, b
         size, parts = packed.write_tokens(file, byte_tokens(corpus, PackingProgress("packing the text", total, say)))
     if before is not None and (before.size, before.parts) != (size, parts):
         raise refuse(
-            f"{file} was altered, and packed again it is not what it was",
-            rule="a run goes on with the tokens it began with",
+            f"{file} was altered, and packing the text again gives other tokens",
+            rule="a run continues with the tokens that it began with",
             fix=f"the tokenizers package that run.json names, or rm {packed.manifest_path(file)} to begin with "
             f"other tokens",
         )

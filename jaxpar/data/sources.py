@@ -37,7 +37,7 @@ from jaxpar.errors import refuse
 #
 # An exhausted set begins a new epoch, in a new order, while the others go on.
 
-ROUND = 10_000  # period of the pattern of sets, in positions
+ROUND = 10_000  # examples after which the order in which sets are drawn repeats
 
 
 class Mixture:

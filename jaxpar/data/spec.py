@@ -53,7 +53,7 @@ class Data(Keywords):
         auto is alone for conversations, and mixed otherwise.
       seq: Tokens per example. 0 is 128; for conversations the context length of the model in the tokenizer's folder,
         at most 2,048.
-      augment: Random changes of training images of images, arrays, digits and photographs: flip mirrors half of them,
+      augment: Random changes of training images, if source is images, arrays, digits or photographs: flip mirrors half,
         crop shifts them by up to an eighth. They depend on the seed and the step alone.
       images: How pictures of the source images become arrays.
       held_out: Share of the examples that is held out for evaluation; unused if pictures come with a folder val, or a
@@ -187,13 +187,13 @@ def _text_problems(spec: Data) -> list[Problem]:
         rule = "bytes and our own bpe end a document by token 0"
         problems.append(Problem(f"data.end = {spec.end!r} with {spec.tokenizer}", rule, "leave it out"))
     if spec.evaluation and ":" not in spec.source:
-        rule = "data.evaluation is for data of one's own; of files a share is held out"
+        rule = "data.evaluation needs a source of your own, package.module:name; from files a share is held out"
         problems.append(Problem(f"data.evaluation = {spec.evaluation!r}", rule, "data.held_out = 0.02"))
     if unknown := [kind for kind in spec.augment if kind not in AUGMENTATIONS]:
         rule = f"images are changed by {' and '.join(AUGMENTATIONS)}"
         problems.append(Problem(f"data.augment = {unknown}", rule, suggest(str(unknown[0]), AUGMENTATIONS)))
     if spec.augment and spec.source not in PICTURES:
-        rule = "images of images, arrays, digits and photographs are augmented"
+        rule = "only images can be augmented: the sources images, arrays, digits and photographs"
         problems.append(Problem(f"data.augment with data.source = {spec.source!r}", rule, "leave it out"))
     if not spec.column:
         problems.append(Problem("data.column = ''", "data.column names a column", 'column = "text"'))
@@ -276,7 +276,7 @@ class WeightedBatch:
 
     Attributes:
       weight: Multiplies the batch's loss sums and counts before they are added to the totals of all batches.
-      batch: Name to array; every batch has the same number of rows.
+      batch: Arrays by name; every batch has the same number of rows.
       examples: If the batch is padded with copies, the number of examples, which are its first rows; else 0.
     """
 

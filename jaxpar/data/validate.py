@@ -19,9 +19,9 @@ class BatchSpec:
     """The checks of a batch.
 
     Attributes:
-      id_counts: Name to the number of ids: integers of that array lie within 0..count-1. In `targets` and `labels`,
+      id_counts: Number of ids by name of the array, whose integers lie within 0..count-1. In `targets` and `labels`,
         which only the loss reads, ids under a `mask` of 0 are not checked.
-      first_batch: Name to the array of the first batch; later ones have its dtype and number of dims, lengths may vary.
+      first_batch: Arrays of the first batch by name; later ones have their dtypes and numbers of dims, but any length.
     """
 
     id_counts: Mapping[str, int] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class BatchSpec:
         """Returns the batch if it passes. Reads each array twice (minimum, maximum) and makes no copy.
 
         Args:
-          batch: Name to array.
+          batch: Arrays by name.
           describe_row: Maps a row of the global batch to a description of where it comes from.
           rows: The rows of the global batch in `batch`; None means all.
 

@@ -15,7 +15,7 @@ from jaxpar.data.images.index import LABELS, SUFFIXES, Entries
 from jaxpar.errors import refuse
 
 RULE = "a .tar has members KEY.jpg (or another picture) and KEY.cls or KEY.json, one after the other"
-LARGEST = 2**20  # bytes of a label's member
+LARGEST = 2**20  # maximum bytes of a .cls or .json member
 
 
 def list_tars(files: Sequence[Path], label: str) -> Entries:
@@ -68,7 +68,7 @@ def uniform(labels: Sequence[Any], where: str) -> Sequence[str] | np.ndarray:
 
 
 def _samples(file: Path) -> Iterator[tuple[str, dict[str, tuple[int, int, bytes]]]]:
-    """Yields each key with its members: suffix to offset, size, and content if it is a label."""
+    """Yields each key with its members: a dict from suffix to (offset, size, content if it is a label)."""
     key, members = "", {}
     try:
         with tarfile.open(file, "r:") as archive:

@@ -45,7 +45,7 @@ class Columns:
     """A dict of arrays as a map-style dataset: row i of each belongs to example i.
 
     Args:
-      arrays: Name to array.
+      arrays: Arrays by name.
       name: Its name in errors.
 
     Raises:

@@ -37,7 +37,7 @@ from jaxpar.files import make_folder, partial_path
 
 EVERY = 10.0  # seconds between two states
 BYTES = "bytes in base64"
-KEPT = 4096  # lines; above, every second one of the older half is dropped
+KEPT = 4096  # maximum lines; if there are more, every second line of the older half is dropped
 
 
 class SavedStates:

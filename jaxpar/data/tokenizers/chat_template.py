@@ -148,7 +148,7 @@ class ChatTemplate:
     """A compiled chat template.
 
     Attributes:
-      render: (messages, add_generation_prompt, tools) to text and the spans of its `{% generation %}` blocks.
+      render: Maps (messages, add_generation_prompt, tools) to text and the spans of its `{% generation %}` blocks.
       has_generation: Whether the template has `{% generation %}` blocks.
     """
 

@@ -133,7 +133,7 @@ class TokenizerFacts:
     Attributes:
       file: Its tokenizer.json.
       size: Size of the vocabulary: the highest id plus 1.
-      ids: Text to id of every token.
+      ids: The id of every token, by its text.
       added: Texts of the special and added tokens.
       config: tokenizer_config.json, completed by special_tokens_map.json.
       template: The chat template, or "".
