@@ -37,7 +37,7 @@ def run(
       step: A step with one worker's layout, which computes the gradients.
       table: Local steps in the order in which they begin.
       alpha: Fraction of their difference by which the worker and the center each move at a sync.
-      examples: Share number to its batch.
+      examples: Returns the batch of a share, given its number.
       told: Called after every local step with its mean loss.
       seed: Seed of the initial parameters.
 
@@ -47,9 +47,9 @@ def run(
     state = init_state(step.layout, step.optimizer, seed=seed)
     if eval_arrays(state.optimizer):
         raise refuse(
-            "a virtual clock with an optimizer whose state says what is evaluated, such as schedule_free",
-            rule="here each worker has an optimizer state, and what is evaluated is the center's parameters",
-            fix="an optimizer that is evaluated as it trains",
+            "a virtual clock with an optimizer that computes other parameters for evaluation, such as schedule_free",
+            rule="here each worker has its own optimizer state, and the center's parameters are evaluated",
+            fix="an optimizer whose trained parameters are evaluated, such as adamw",
         )
     names = sorted({each.worker for each in table})
     workers = {

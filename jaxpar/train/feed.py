@@ -166,7 +166,7 @@ class Feed:
 
 
 def _skip_batch(feed: Feed, what: str, error: CorruptBatch, passed: list[CorruptBatch]) -> SkippedBatches:
-    """Reports a skipped batch; raises if the job stops at corrupt batches, or too many were skipped in a row."""
+    """Reports a skipped batch. Raises if the job does not allow skipping, or too many were skipped in a row."""
     problem = error.problems[0]
     got = f"{what} is corrupt: {problem.got}"
     if feed.skipped is None or not feed._skips:
@@ -228,7 +228,7 @@ class Reader:
         bound, as the step before may have finished during the wait.
 
         Args:
-          step: The step from 0; each call passes the next one.
+          step: The step, from 0; it must grow by 1 from call to call.
           before: The metrics of the step before, if that is still in flight.
 
         Raises:

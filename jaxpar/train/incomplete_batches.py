@@ -51,7 +51,7 @@ class Incomplete:
       name: Name of the set; "" for the examples that the source holds out.
       adds_up: Whether sums and counts are additive over examples, as far as the checks have shown.
       checked: Indices of the checked batches.
-      counts: Loss entry to the distinct counts of full batches, at most two; a mean has count 1 in all of them.
+      counts: Maps a loss entry to the distinct counts seen in full batches, at most two; only 1 if it is a mean.
       noted_sizes: Sizes of the smaller batches that the run has reported.
     """
 
@@ -151,7 +151,7 @@ def _is_additive(feed: HeldOut, index: int, count: int, sums: Sums, *, draws: bo
 
 
 def _is_proportional(feed: HeldOut, index: int, sums: Sums) -> bool:
-    """Returns whether a batch of another size, of copies of one example, has the same mean loss."""
+    """Whether two batches of different sizes, with copies of a single example, have the same mean loss."""
     ways = feed.layout.replicas * feed.layout.microbatches
     size, other = (sums(feed.rearrange(index, np.zeros(n, int))) for n in (feed.size, ways * (1 + (ways == feed.size))))
     return all(
@@ -165,7 +165,7 @@ def _equal_sums(some: tuple[float, ...], others: tuple[float, ...]) -> bool:
 
 
 def _message(name: str, count: int, fit: int, ways: int) -> str:
-    """Returns the message for examples of a non-additive loss that are evaluated without copies."""
+    """Returns a message: the loss is not a sum over examples, so the last batch is smaller, or left out."""
     of = f"held-out examples of {name}" if name else "held-out examples"
     why = "the loss does not add up over examples, so no copies are subtracted"
     if not fit:

@@ -158,10 +158,10 @@ class Lock:
             self.say(f"{self.folder} was held by {_name(held)}, {why}: its lock is broken")
 
     def _remove(self, stale: os.stat_result) -> bool:
-        """Removes a stale lock unless another process did first, as one of all the processes that find it stale.
+        """Removes a stale lock, unless another process that also found it stale did so first.
 
-        Comparing and removing are two steps. A process that is late would otherwise remove the lock that a faster one
-        has put in place of the stale one.
+        Comparing and removing are two steps, so the file `lock.breaking` guards them: without it, a slow process could
+        remove the new lock of a process that has already replaced the stale one.
         """
         guard = self.path.with_name("lock.breaking")
         try:

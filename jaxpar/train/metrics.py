@@ -83,12 +83,12 @@ class Log:
             first, count = self.missing
             say(
                 f"{self.path} has no row of {count} of the {start} steps before, the first of them step {first}: "
-                "train.patience and checkpoint.keep_best forget their evaluations, faults.spike their losses, and "
-                "steps of them that were skipped are not counted"
+                "train.patience and checkpoint.keep_best ignore their evaluations, faults.spike ignores their losses, "
+                "and skipped steps among them are not counted"
             )
 
     def rewind(self, step: int) -> None:
-        """Removes the rows after a step. Loggers stay open, and begin again at it."""
+        """Removes the rows after a step. Loggers stay open, and continue from that step."""
         self._shut()
         self._open(step)
         self._replaced = {}
@@ -137,7 +137,7 @@ class Log:
         self._draw(self._row)
 
     def amend(self, more: Mapping[str, Any], *, step: int) -> None:
-        """Adds metrics to the last row, that of `step`. One write replaces the row, so that a kill leaves it whole."""
+        """Adds metrics to the last row, that of `step`. One write replaces the row, so a kill cannot truncate it."""
         if is_evaluated(more):  # a step evaluated a second time after a resume counts once for train.patience
             before = [row for row in self.evaluated if row["step"] != step]
             self.evaluated = [*before, {"step": step, **_plain(more)}]
@@ -189,7 +189,7 @@ class Log:
 
 
 def _is_repeated(earlier_losses: dict[int, float | None], row: Mapping[str, Any]) -> bool:
-    """Returns whether a row has the loss that its step had before the run resumed, or is the first of its step."""
+    """Whether a row has the same loss as its step had before the run resumed; True for a step without a former row."""
     earlier, loss = earlier_losses.pop(row["step"], None), row.get("loss")
     return earlier is None or loss is None or math.isclose(earlier, loss, rel_tol=SAME)
 

@@ -57,7 +57,7 @@ def append_event(file: Path, step: int, text: str) -> None:
 def say_and_record(folder: Path, say: Callable[[str], None]) -> Callable[[str], None]:
     """Returns a function that prints a line and appends it to a run's events, with the last step of its metrics.
 
-    For messages before the run has its `Progress`, as that of a lock whose process was killed.
+    For messages before the run has a `Progress`, such as the removal of a stale lock.
     """
 
     def say_line(text: str) -> None:
@@ -82,7 +82,7 @@ class Progress:
     Args:
       total: Steps of the whole run.
       every: Steps between two plain lines.
-      unit: The unit that the loss counts: tokens, examples, or loss terms if unknown.
+      unit: Unit of the loss's count, for the displayed speed: tokens, examples, or loss terms if unknown.
       flops: The model's FLOP per step, for MFU; in the first phase, if the batch grows. 0 shows no MFU.
       batch: Examples per step of the first phase.
       peak: Peak FLOP per second of all devices; 0 if they are unknown, which shows no MFU.

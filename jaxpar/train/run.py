@@ -38,7 +38,7 @@ class Run:
       store: Writes the checkpoints; None writes none.
       log: Writes the rows of metrics; None writes none.
       progress: Prints the progress; None prints nothing.
-      learning_rate: Number of the optimizer's update, from 0, to its learning rate, for the rows.
+      learning_rate: Maps the number of an update, from 0, to its learning rate, for the rows.
       watchdog: Watches the other processes of the run.
       watch: Checks the metrics of each step.
       good: The check that batches must pass; None checks none.

@@ -23,7 +23,7 @@ class Skip:
     """Consecutive batches that the run skips.
 
     Attributes:
-      at: The first step, from 0, that takes a later batch.
+      at: The first step, from 0, that reads a later batch, because earlier ones are skipped.
       past: Number of skipped batches.
       why: The reason.
     """
@@ -68,7 +68,7 @@ class SkippedBatches:
         self._write([*self.all, Skip(step, 1, why)])
 
     def go_back(self, bad: int, *, to: int, why: str) -> None:
-        """Records a rollback to step `to`: the step after it takes the batch after that of step `bad`; both from 1."""
+        """Records a rollback to step `to`. Step `to` + 1 then reads the batch that follows the batch of step `bad`."""
         past = self.batch_index(bad - 1) + 1 - self.batch_index(to)
         self.rollbacks += 1
         self._write([*(skip for skip in self.all if skip.at <= to), Skip(to, past, why)])

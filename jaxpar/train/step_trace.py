@@ -6,7 +6,7 @@
         plugins/profile/DATE/HOST.xplane.pb, HOST.trace.json.gz  the latter for ui.perfetto.dev and `jaxpar report`
         steps.json                                               the steps and the seconds that they took
 
-No step is in flight when the trace begins or ends, so it has these steps whole and no other. Only process 0 writes one.
+No step is in flight when the trace begins or ends, so it contains exactly these steps. Only process 0 writes a trace.
 """
 
 import time
@@ -80,7 +80,7 @@ class StepTrace:
         return bool(self._first) and step == self._steps[-1]
 
     def end(self, step: int) -> None:
-        """Ends the trace if it runs, after `step`, the last that is finished, and says where it is."""
+        """Ends a running trace after the last finished step, `step`, and prints its folder."""
         if not self._first:
             return
         self._stop()

@@ -31,12 +31,12 @@ Examples = Callable[[int], Mapping[str, Any]]
 def run(
     step: Step, updates: Sequence[Update], examples: Examples, told: Callable[[Update, float], None], *, seed: int = 0
 ) -> State:
-    """Returns the state after all updates; its `optimizer` is the initial one, as each shard has its own.
+    """Returns the state after all updates. Its `optimizer` is still the initial state: each shard has its own state.
 
     Args:
       step: A step with one worker's layout, which computes the gradients.
       updates: The updates, ordered by time.
-      examples: Share number to its batch.
+      examples: Returns the batch of a share, given its number.
       told: Called after every update with the mean loss of its gradients.
       seed: Seed of the initial parameters.
 
@@ -47,9 +47,9 @@ def run(
     state = init_state(step.layout, step.optimizer, seed=seed)
     if eval_arrays(state.optimizer):
         raise refuse(
-            "a virtual clock with an optimizer whose state says what is evaluated, such as schedule_free",
-            rule="here shards keep the optimizer's state, each its own, and what is evaluated are the parameters",
-            fix="an optimizer that is evaluated as it trains",
+            "a virtual clock with an optimizer that computes other parameters for evaluation, such as schedule_free",
+            rule="here each shard has its own optimizer state, and the trained parameters are evaluated",
+            fix="an optimizer whose trained parameters are evaluated, such as adamw",
         )
     server = _Server(step.optimizer, flatten_by_path(state.params)[0], updates)
     structure = jax.tree.structure(state.params)
@@ -170,7 +170,7 @@ def _add_scaled(share: jax.Array, gradient: Flat, total: Flat) -> Flat:
 
 
 def _weighted_sum(shares: Sequence[jax.Array], gradients: Sequence[Flat]) -> Flat:
-    """Returns a weighted sum, added up one by one, so that two compiled programs serve any number of gradients."""
+    """Returns a weighted sum. It adds one gradient at a time, so two compiled programs suffice for any number."""
     total = _scale(shares[0], gradients[0])
     for share, gradient in zip(shares[1:], gradients[1:], strict=True):
         total = _add_scaled(share, gradient, total)

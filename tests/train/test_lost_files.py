@@ -56,7 +56,7 @@ def test_rows_that_are_lost_are_said_with_what_forgets_them(left, words, folder)
     else:
         file.write_text("".join(lines(folder)[left]))
     said = go_on(folder)
-    assert f"{file} has {words}: train.patience and checkpoint.keep_best forget their evaluations" in said
+    assert f"{file} has {words}: train.patience and checkpoint.keep_best ignore their evaluations" in said
 
 
 @pytest.mark.slow

@@ -168,7 +168,7 @@ def test_a_logger_is_open_until_the_run_ends_whatever_is_rolled_back(tmp_path):
 
 WRONG = {
     "no such metric": ({"checkpoint": 'best = "eval_acuracy"'}, "an evaluation has eval_accuracy, eval_loss"),
-    "patience without evaluations": ({"train": "patience = 2"}, "evaluates every so many steps"),
+    "patience without evaluations": ({"train": "patience = 2"}, "early stopping needs regular evaluations"),
     "negative": ({"train": "patience = -1"}, "train.patience = -1"),
     "no direction": ({"checkpoint": 'best_is = "most"'}, "best_is"),
     "no logger": ({"metrics": 'loggers = ["nothing_here:Logger"]'}, "nothing_here"),

@@ -30,7 +30,7 @@ def _with_finder(blueprint: Blueprint) -> Blueprint:
         return blueprint
 
     def find(parallel: Parallel) -> tuple[Parallel, str]:
-        from jaxpar.specs.find import find_specs_of_call  # other layouts do not load it
+        from jaxpar.specs.find import find_specs_of_call  # imported here, so that other layouts do not load it
 
         found = find_specs_of_call(blueprint, parallel)
         return found.parallel, found.sentence

@@ -151,7 +151,7 @@ def _combination_problems(step: Step, given: Mapping[str, Any], run: object, eva
         got = f"checkpoints.best = {saved.best!r} ({saved.best_is}), best = {best}"
         problems.append(Problem(got, "evaluations are compared in one way", "leave checkpoints.best and best_is out"))
     if best and best.patience and not (eval_every and run is not None):
-        rule = "a run that waits for a better evaluation evaluates every so many steps, and keeps the rows"
+        rule = "early stopping needs regular evaluations, and a run folder that keeps their results"
         problems.append(Problem(f"best.patience = {best.patience}", rule, 'eval_every=50, run="runs/mine"'))
     if run is None and saved not in (Checkpoints(), _start_fields(saved)):
         rule = "checkpoints are kept in the folder of a run"

@@ -39,7 +39,7 @@ def open_fit_data(data: Any, folder: Path | None, held_out: float | None) -> Sou
 
 
 def count_held_out(source: Source) -> int | None:
-    """Returns the number of held-out examples; None if the source, as one of the user's class, does not know it."""
+    """Returns the number of held-out examples; None if the user's own source does not define it."""
     return getattr(source, "held_out_count", None)
 
 
@@ -61,7 +61,7 @@ def check_same_data(folder: Path, source: Source) -> None:
     file = folder / "run.json"
     if not file.exists():
         return
-    with file_errors(file, rule="run.json is what a run says of its data", fix=f"rm {file}, if the data is the same"):
+    with file_errors(file, rule="run.json records the data of a run", fix=f"rm {file}, if the data is the same"):
         facts = json.loads(file.read_text())
         before, split = facts["data"], facts.get("held_out")
     if before != source.fingerprint:
@@ -74,6 +74,6 @@ def check_same_data(folder: Path, source: Source) -> None:
     if split is not None and split != count:
         raise refuse(
             f"{folder} held out {split} examples, now {count} are",
-            rule="examples that were held out stay held out, and trained ones stay trained",
-            fix="another run=, or the held_out it began with",
+            rule="a resumed run holds out the same examples, so that none of them was trained on",
+            fix="another run=, or the same held_out as at its start",
         )

@@ -206,7 +206,7 @@ def _tensor_problems(tensors: Mapping[str, Entry], table: list[ParamMapping], *,
         (missing, "that are not in the folder", "a rule names tensors of the folder", "other names, or None"),
         (unread if complete else [], "that no rule reads", "each tensor is read, or skipped",
          f"a rule for it, or skip=[{unread[0]!r}]" if unread else ""),
-        (shapes, "of another shape than their rules give", "a tensor has the dims of its parameter, in its own order",
+        (shapes, "of another shape than their rules give", "a tensor has the same dims as its parameter, in any order",
          "the model's own sizes, or other dims in the rule"),
         (numbers, "in numbers that are not read", "weights are read in F32, F16 or BF16", "skip=[...]"),
     ]  # fmt: skip

@@ -19,8 +19,8 @@ class LoggedRun:
 
     Attributes:
       folder: The run folder.
-      config: Key to value: the job's keys such as `train.steps`, versions, and the path of the report.
-      texts: Name to text: `job` (TOML) and `layout` (`Layout.explain()`).
+      config: Values by key: the job's keys such as `train.steps`, versions, and the path of the report.
+      texts: Texts by name: `job` (TOML) and `layout` (`Layout.explain()`).
       step: The step that the run goes on from; 0 for a new run.
       repeats: Whether the next steps have the values that they had before, as after a kill; False after a rollback,
         and if the run goes on with other settings.

@@ -27,7 +27,7 @@ class MLflow:
     def __init__(self):
         self._client: Any = None
         self._id = ""
-        self._last: dict[str, int] = {}  # metric to the last step that MLflow has of it
+        self._last: dict[str, int] = {}  # metric -> the last step for which MLflow has a value
         self._pending: list[Any] = []
         self._written = 0.0
 
@@ -50,7 +50,7 @@ class MLflow:
         self._send()
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Writes the values of a step that MLflow lacks, at the latest with the first row after a second."""
+        """Queues the values that MLflow does not have yet, and writes the queue at most once a second."""
         metric, now = import_module("mlflow.entities").Metric, int(1000 * time.time())
         fresh = {name: value for name, value in values.items() if step > self._last.get(name, 0)}
         self._pending += [metric(name, float(value), now, step) for name, value in fresh.items()]

@@ -3,8 +3,9 @@
     tensorboard --logdir RUN/tensorboard
 
 Each start adds a file. Its first event tells readers to drop the steps of earlier files from the one that it goes on
-from (`purge_step`); that step is then written anew, as a kill may have come between its loss and its evaluation. Rows
-are on the disk before the checkpoint of their step, so none is missing. A logger that joins a run late writes all rows.
+from (`purge_step`). That step is written again, because the run may have been killed after its loss and before its
+evaluation. Rows are written before the checkpoint of their step, so none is missing. A logger that is added to a run
+later writes all rows.
 """
 
 from collections.abc import Mapping

@@ -4,8 +4,8 @@ A resumed run keeps its id, which is in RUN/loggers.json. wandb cannot change st
 
 offline   each start writes all rows from the first one to a new offline folder, and renames the folders before it to
           `earlier-…`: `wandb sync` replaces a run of the same id by the newest upload and would not join the parts
-online    wandb's `resume` goes on with the run; rows that it has are not sent again, and rows that it lacks are. After
-          a rollback, or with other settings, the run goes on under a new id, with all rows from the first one
+online    wandb's `resume` continues the run, and only rows that the server does not have are sent. After a rollback, or
+          with other settings, a new run with a new id begins, and gets all rows from the first one
 """
 
 import os

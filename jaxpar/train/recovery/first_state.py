@@ -14,7 +14,7 @@ from jaxpar.step.memory_error import is_out_of_memory
 def explained_state(
     layout: Layout, optimizer: optax.GradientTransformation, *, offload: bool = False
 ) -> Iterator[None]:
-    """Context that makes or reads a training state: if the memory of a device does not hold it, says what needs it.
+    """Context for creating or restoring a state: explains which arrays need the memory if a device runs out of it.
 
     Args:
       layout: The layout of the state.

@@ -19,7 +19,7 @@ def explain_step(step: Step, kind: str, batch: Mapping[str, Any], error: BaseExc
     Args:
       step: The step.
       kind: Name of its program: train, eval, parts, or that of an exchange.
-      batch: Name to anything with shape and dtype.
+      batch: Anything with shape and dtype, by name.
       error: XLA's error.
     """
     step.unfinished.wait()  # simulated devices would compute while XLA compiles with their threads
@@ -43,7 +43,7 @@ def _compiled_bytes(step: Step, batch: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _temporary(step: Step, kind: str) -> dict[str, int]:
-    """Returns the temporary bytes of a compiled program, or of an update that is not compiled its gradients."""
+    """Returns the temporary bytes of a compiled program; for an update that is not compiled, the bytes of gradients."""
     analyses = [program.memory_analysis() for key, program in step.programs.items() if key[0] == kind]
     sizes = [analysis.temp_size_in_bytes for analysis in analyses if analysis is not None]
     if sizes:
@@ -58,14 +58,14 @@ def name_saved_state(run: Run, error: BaseException) -> OutOfMemoryError:
       run: The run.
       error: XLA's error, or its explanation.
     """
-    explained = explain_error(run.step, error)  # XLA's own came with the results of a step
+    explained = explain_error(run.step, error)  # not yet explained if XLA raised it when results were read
     store = run.store
     if store is not None and jax.process_count() == 1:  # else others may never join the save
         store.wait()
     steps = store.steps() if store is not None else []
     first, *others = explained.problems
     saved = (
-        f"step {steps[-1]} is saved: the same command with such a change goes on from there"
+        f"step {steps[-1]} is saved: after such a change the same command continues from it"
         if steps
         else "no step of this run is saved yet, so nothing is lost but its beginning"
     )

@@ -49,7 +49,7 @@ def roll_back(job: Run, bad: JaxparError, start: int) -> State:
     if at_once and jax.process_index() == 0:
         left = ", ".join(job.store.set_aside_after(older[-1]))
         if job.progress:
-            job.progress.say(f"the first step after step {start} is bad: what was saved there is called {left} now")
+            job.progress.say(f"the first step after step {start} is bad: its checkpoint is renamed to {left}")
     state, back = job.store.restore(job.step.abstract())
     skipped.go_back(job.growth.total_draws(bad.step), to=job.growth.total_draws(back), why=bad.problems[0].got)
     job.watch.rewind(back)

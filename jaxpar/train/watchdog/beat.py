@@ -25,13 +25,13 @@ class Heartbeat:
 
     Attributes:
       process: Number of the process.
-      host, pid: Its host and its process id there.
+      host, pid: Its host name, and its process id on that host.
       count: Number of this heartbeat; it stops growing if the process is stopped.
       place: Number of activities that it has begun; all processes begin the same activities in the same order.
       step: The step that it is in.
       doing: The name of its activity; `done` or `failed: ...` at its end.
       stuck: Seconds since that activity began, by its own clock, without time during which the process was stopped.
-      longest: Activity to the longest time it has taken, in seconds.
+      longest: The longest time that each activity has taken, in seconds.
       fact: Number of facts that it has stated, and the hash of the last one.
       agreed: Number of facts that all processes agree on; only process 0 sets it.
       stop: The signal that asked it to stop, or ""; in process 0, the signal for which all stop.
@@ -231,6 +231,6 @@ def find_attempt(run: Path, attempt: str, *, process: int, seconds: float = SEEN
     while not (run / "processes" / attempt).is_dir():
         if time.monotonic() > until:
             got = f"process {process} on {socket.gethostname()} does not see what process 0 writes into {run.resolve()}"
-            return Problem(got, "all processes of a run share its folder: its checkpoints and signs of life", FIX)
+            return Problem(got, "all processes of a run share its folder, for checkpoints and heartbeats", FIX)
         time.sleep(0.1)
     return None

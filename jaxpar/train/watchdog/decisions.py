@@ -1,4 +1,4 @@
-"""Decisions from the digest of all processes: the process at fault, differing facts, the step after which all stop."""
+"""Decides from the digest of all processes which one is at fault, which facts differ, and after which step all stop."""
 
 import difflib
 import hashlib
@@ -37,8 +37,8 @@ def judge(me: int, known: Digest, *, limit: float) -> Problem | None:
             ON,
         )
     late, ahead = known.late, known.ahead
-    # late needs both: the others have waited for the limit, and the process takes longer than allowed. A process
-    # that compiles for an hour is not late while the others compile too
+    # a process is late only if the others have waited for longer than the limit, and it takes longer than allowed: a
+    # compilation of an hour is not late while all others still compile
     if (
         late is None
         or ahead is None

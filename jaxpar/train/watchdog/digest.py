@@ -19,7 +19,7 @@ VALUES = 4  # distinct values per fact; the processes with other values are coun
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessGroup:
-    """A group of processes: either those at the lowest place, or those ahead of them.
+    """A group of processes: the slowest ones, which have begun the fewest activities, or all others.
 
     Attributes:
       place: The lowest number of activities that a process of the group has begun.
@@ -58,7 +58,7 @@ class Digest:
       silent: Seconds, name and activity of the process with the longest silence; None if all have ended.
       late: The running processes at the lowest place.
       ahead: All other running processes.
-      longest: Activity to the longest time that a process has taken for it, in seconds.
+      longest: The longest time that a process has taken for each activity, in seconds.
       facts: `COUNT:HASH` of the last stated fact to the number of processes that stated it, and the first of them.
       stop: A signal that one of the processes got, or "".
       holding: Number of processes that have promised a `hold` or have ended.

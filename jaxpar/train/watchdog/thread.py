@@ -25,8 +25,8 @@ from jaxpar.train.watchdog.beat import Files, read, write
 from jaxpar.train.watchdog.decisions import ON
 from jaxpar.train.watchdog.watchdog import Watchdog
 
-# seconds that a process waits before it ends: closing its connections makes JAX abort the other processes, which
-# should have printed the same reason by then
+# seconds that a process waits before it ends. Its end makes JAX abort the other processes; the wait leaves them time
+# to find and print the same reason first
 PAUSE = 3 * watchdog.EVERY
 BROKEN = ("Gloo", "onnection", "heartbeat", "oordination", "NCCL", "UNAVAILABLE")  # in errors of failed collectives
 
@@ -74,7 +74,7 @@ class WatchdogThread(SingleProcess):
       process: Number of this process.
       count: Number of processes.
       limit: Seconds without a heartbeat, or of keeping others waiting, after which a process counts as lost.
-      end: Function of a `Problem` that ends this process when another process is lost.
+      end: Called with a `Problem` to end this process when another process is lost.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class WatchdogThread(SingleProcess):
 
         self._wait(lambda: self._watchdog.first.agreed >= index or differs())
         if self._watchdog.first.agreed < index:
-            time.sleep(PAUSE)  # until the others have found the difference and read this text
+            time.sleep(PAUSE)  # keeps this process alive until the others have seen the difference and read its text
             raise decisions.disagreement(what, self._watchdog.known.fact_counts(index), self._watchdog.files)
         self.begin_activity(before.step, before.doing)
 

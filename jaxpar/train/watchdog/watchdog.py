@@ -63,7 +63,7 @@ def interval(count: int, limit: float) -> float:
 
 
 def patience(count: int, limit: float) -> float:
-    """Returns the seconds of silence after which a process counts as lost: `limit`, or more if turns are rare."""
+    """Returns the seconds without a heartbeat after which a process counts as lost: at least `limit`."""
     return max(limit, TURNS * interval(count, limit))
 
 
@@ -159,8 +159,8 @@ class Watchdog:
         now = self.clock()
         with self._lock:
             if now - self._before > 4 * self.interval:
-                # this process itself was stopped (by a signal, or its machine was paused), so all others seem silent
-                # by its clock: measure their silence from now on
+                # this process itself was paused (by a signal, or with its machine), so all other heartbeats look old:
+                # measure their ages from now on
                 self._heard.clear()
             self._awake, self._before = self._age(now), now
         below = merge(self._read_heartbeat(child, now) for child in self._children)
@@ -223,6 +223,6 @@ class Watchdog:
         # outside the lock, which the training takes in every step: a slow file system must not delay the training
         try:
             self.files.write(beat)
-        except OSError:  # in an outage all seem silent: measure anew, or the first one back blames others
+        except OSError:  # in an outage all heartbeats seem old: after it, their ages are measured anew
             self._heard.clear()
             raise
