@@ -39,7 +39,7 @@ class BuiltJob:
       layout: The placement of all arrays.
       step: The step, compiled at its first call.
       optimizer: The optax chain.
-      learning_rate: Step to learning rate; None if it differs per member of a sweep, or depends on the loss.
+      learning_rate: Maps a step to its learning rate; None if it differs per member of a sweep, or depends on the loss.
       source: The source of batches.
       sets: Evaluation sets by name.
       later_steps: For a growing batch, the steps of later phases, by the ratio of their batch to the first phase's.

@@ -87,7 +87,7 @@ def resolve(job: Job, devices: Sequence[Any] | None = None, *, as_written: bool 
 
     Args:
       job: The job.
-      devices: The devices of its mesh, present or not; without them the layout cannot hold arrays.
+      devices: The devices of its mesh, present on this machine or not; without any, no arrays can be created.
       as_written: Whether every key has its value from the file. If defaults replace invalid keys, model, loss and data
         may not fit together, so this is not checked.
     """

@@ -119,7 +119,7 @@ def _knobs(job: Job, target: str, total: int) -> list[tuple[str, int]]:
         if makes_sense:
             try:
                 freed = total - observe(dataclasses.replace(job, **fields), target).total
-            except JaxparError:  # this change is not legal for this job
+            except JaxparError:  # the job does not allow this change
                 continue
             if freed > 0:
                 results.append((change, freed))

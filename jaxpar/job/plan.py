@@ -51,7 +51,7 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, options
     """
     if job.sweep.over:
         raise refuse(
-            "a job with [sweep]", rule="a plan is for one member: all take equally long", fix="a job without [sweep]"
+            "a job with [sweep]", rule="a plan is for one member, as all are equal", fix="a job without [sweep]"
         )
     request = model_question(
         lambda: planner_model(job, devices), rows=job.train.global_batch, exchange=job.parallel.exchange,
@@ -184,7 +184,7 @@ def _hardware(chip: str, devices: int, per_node: int | None, between: float) -> 
     if chip in {entry.key for entry in CHIPS}:
         file = f"{chip}.toml"
         raise refuse(
-            f"--chip {chip}, whose links and share of the peak nobody measured",
+            f"--chip {chip}, for which no measured bandwidths and matmul speeds are known",
             rule=f"chips with known constants are {', '.join(sorted(HARDWARE))}; others come with a file of their own",
             fix=f"on one: jaxpar measure gemm --write {file}; jaxpar measure links --write {file}; then --chip {file}",
         )

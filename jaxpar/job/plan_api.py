@@ -63,7 +63,7 @@ def _batch(batches: Sequence[Any]) -> Mapping[str, Any]:
             key: leaf for key, leaf in batches[0].items() if getattr(leaf, "shape", ()) and hasattr(leaf, "dtype")
         }
         if len(arrays) == len(batches[0]):
-            shapes = {key: jax.eval_shape(lambda x: x, leaf) for key, leaf in arrays.items()}  # as JAX casts 64 bits
+            shapes = {key: jax.eval_shape(lambda x: x, leaf) for key, leaf in arrays.items()}  # JAX casts 64 bits to 32
     if len({leaf.shape[0] for leaf in shapes.values()}) != 1:
         raise refuse(
             f"jp.plan of a step and {', '.join(map(_format_argument, batches)) or 'no batch'}",
@@ -163,7 +163,7 @@ def plan(
 
     Args:
       job: A TOML job file or a loaded job; or a step of `jp.train_step`, under any layout. If the working directory
-        lacks a file of `configs/`, it is the one that jaxpar ships, and a line says so.
+        lacks a file of `configs/`, the installed file is used, and a line says so.
       *overrides: For a job, `section.key=value` strings. For a step, its global batch, as arrays or shapes.
       devices: Number of GPUs.
       chip: The GPU, such as h200, or the chip file that `jaxpar measure links` and `gemm` wrote.

@@ -76,7 +76,7 @@ def _write_tokenizer(source: Path, to: Path) -> list[Path]:
 def export_checkpoint(where: Path, step: int | None, to: Path) -> dict[str, Any]:
     """Exports a checkpoint as a Hugging Face folder: evaluation parameters, with adapters merged.
 
-    The model is jaxpar's decoder, or any that the run started from such a folder by `checkpoint.rules`.
+    The model is jaxpar's decoder, or any model whose run started from such a folder with `checkpoint.rules`.
 
     Tokenizer, special ids and generation config come from the run's pretrained model; a run without one exports the
     tokenizer that it was trained with. The eos ids include the ends of the run's own documents and answers.

@@ -176,7 +176,7 @@ def _train(
     store.say, store.replicas = progress.say, replicas_of(built.layout)
     with progress:
         start, at = _restore(built, store, steps, progress, watchdog)
-        changes.check(changed, job, at)  # after `restore`, whose mismatches `run.changed` cannot allow
+        changes.check(changed, job, at)  # after `restore`, because `run.changed` cannot allow mismatches of arrays
         lost_notes = lost_files(folder) if steps else []
         if is_writer:  # a single writer
             changes.save_job(folder, job)
@@ -269,7 +269,7 @@ def _logged_run(folder: Path, built: BuiltJob) -> LoggedRun:
 
 
 def _noise_note(built: BuiltJob) -> str:
-    """Explains why a requested noise temperature is not written; "" if it is, or is not requested."""
+    """Explains why a requested noise temperature cannot be written; "" if it can be, or is not requested."""
     if not built.job.metrics.noise_every or built.source.examples is not None:
         return ""
     source = built.job.data.source
@@ -364,7 +364,7 @@ def _loop(built: BuiltJob, store: Store, log: Log, progress: Progress, watchdog:
 
 
 def _rewind(store: Store, steps: list[int], at: int, say: Callable[[str], None] | None) -> list[int]:
-    """Returns the checkpoint steps up to `at`; the process that gets `say` renames later checkpoints."""
+    """Returns the checkpoint steps up to `at`. The process that passes `say` also renames all later checkpoints."""
     if at not in steps:
         raise refuse(
             f"no checkpoint of step {at} in {store.folder}",

@@ -1,4 +1,4 @@
-"""Finds specs for a job, and holds their predicted traffic to the program compiled for absent GPUs."""
+"""Finds specs for a job, and compares their predicted traffic with the program compiled for absent GPUs."""
 
 import dataclasses
 from collections import Counter

@@ -52,11 +52,11 @@ def best_rounds(rows: Sequence[Mapping[str, Any]], sweep: Sweep) -> list[str]:
 
 
 def lineage(rows: Iterable[Mapping[str, Any]], values: Mapping[str, tuple[float, ...]]) -> Iterator[dict[str, Any]]:
-    """Yields an entry for each copy of a member to another.
+    """Yields an entry for each time that a member is replaced by a copy of another one.
 
     Args:
       rows: Rows of metrics, from the first step on.
-      values: Setting to its initial value for each member.
+      values: Maps each setting to its initial values, one per member.
     """
     members = range(len(next(iter(values.values()))))
     current = [{name: member_values[member] for name, member_values in values.items()} for member in members]

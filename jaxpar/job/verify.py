@@ -1,7 +1,7 @@
 """Checks planned layouts by compiling them for their GPUs: XLA's memory use, and the step time of its program.
 
 XLA cannot compile cuDNN's kernels without a GPU. An empty kernel with the same operands and results replaces them, so
-that all other memory is that of the real program; their time is taken from the plan, without repetitions by remat.
+that all other memory is as in the real program. The plan gives the time of cuDNN's kernels, without recomputation.
 """
 
 import dataclasses

@@ -119,7 +119,7 @@ def test_objects_from_elsewhere_are_imported_where_that_is_allowed(name, home):
 )
 @pytest.mark.parametrize("allowed", [True, False])
 def test_a_module_is_no_path(name, allowed, home):
-    with pytest.raises(JaxparError, match="a module and a name"):
+    with pytest.raises(JaxparError, match="by its module, a colon and its name"):
         import_object(name, "train.loss", allowed=allowed)
 
 

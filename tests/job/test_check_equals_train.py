@@ -180,7 +180,7 @@ def test_a_start_from_that_fits_is_ok(copy, capsys):
 
 CHANGES = {
     "another seed": (["train.seed=7"], "train.seed = 7, it was 0, up to step 2"),
-    "more held out": (["data.held_out=0.5"], "examples that were held out"),
+    "more held out": (["data.held_out=0.5"], "holds out the same examples"),
     "a width, named as changed": (["model.hidden=16", 'run.changed=["model.hidden"]'], "in the checkpoint"),
     "a name that is no key": (['run.changed=["train.sead"]'], "did you mean 'train.seed'?"),
     "never": (["run.resume=never"], "has checkpoints up to step 2"),

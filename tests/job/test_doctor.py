@@ -203,7 +203,7 @@ def test_a_folder_that_cannot_be_written_is_named(monkeypatch, tmp_path):
     found = this_machine.folder_clock(tmp_path / "runs")
     assert found == Finding(
         "run folder", "problem", f"nothing can be written into {tmp_path}: No space left on device",
-        "run.dir = a folder that is yours",
+        "run.dir = a folder that you may write to",
     )  # fmt: skip
 
 

@@ -191,7 +191,7 @@ WRONG = {
     "nothing to take": (['checkpoint.take=["layers"]'], ADAPTERS, "checkpoint.take: 'layers' matches nothing"),
     "no such matrix": ([], 'adapters = {rank = 4, paths = ["blocks/atention/*"]}', "did you mean 'blocks/attention'"),
     "no rank": ([], 'adapters = {paths = ["blocks"]}', "adapters have a rank"),
-    "both": ([], ADAPTERS + '\nfreeze = ["embed"]', "beside adapters, all is frozen"),
+    "both": ([], ADAPTERS + '\nfreeze = ["embed"]', "with adapters, all parameters are frozen"),
     "frozen, and not there": ([], 'freeze = ["embeds"]', "did you mean 'embed'"),
     "all frozen": ([], 'freeze = ["*"]', "a run trains at least one parameter"),
     "no list": ([], 'freeze = "embed"', "freeze is a list"),

@@ -195,7 +195,7 @@ WRONG = {
     "no data": (lambda path: jp.fit(step_of(fsdp=8), 3, steps=1, batch=8), "batch"),
     "an old argument": (lambda path: fit(checkpoints={"every": 5}), "import Checkpoints"),
     "patience without evaluations": (lambda path: fit(best=Best(patience=2), run=path), "eval_every"),
-    "patience without a run": (lambda path: fit(best=Best(patience=2), eval_every=1), "keeps the rows"),
+    "patience without a run": (lambda path: fit(best=Best(patience=2), eval_every=1), "keeps their results"),
     "two ways to compare": (lambda path: fit(best=Best(), checkpoints=Checkpoints(best="eval_accuracy"), run=path),
                             "compared in one way"),
     "two directions": (lambda path: fit(best=Best(metric="eval_accuracy"), run=path,

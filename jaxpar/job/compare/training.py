@@ -102,7 +102,7 @@ def check_all(job: Job, methods: Sequence[Method]) -> None:
     try:
         fitting, batch_problems = fit_batch(job, methods)
         problems += batch_problems
-    except JaxparError:  # of the mesh or of a method, which the checks below report with the others
+    except JaxparError:  # an invalid mesh or method: the checks below report it together with other problems
         fitting = job
     for method in methods:
         try:
@@ -218,7 +218,7 @@ def _elastic(job: Job, method: Method, algorithm: AsynchronousEasgd, times: Work
 
 
 def _shares(source: Source, global_batch: int, size: int) -> virtual_clock.Examples:
-    """Returns a function that maps a number to its share of `size` examples, in order of the global batches."""
+    """Returns a function from a number to that share: `size` consecutive examples of the global batches."""
     shares = global_batch // size
 
     @lru_cache(maxsize=8)

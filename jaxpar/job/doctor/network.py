@@ -21,8 +21,8 @@ from jaxpar.train.watchdog.beat import FIX
 from jaxpar.units import show_seconds
 
 HELLO = b"jaxpar doctor "
-SIGN = ".jaxpar-doctor-"  # name prefix of the file that process 0 makes for the others to see
-SKEW = 1.0  # seconds between two clocks
+SIGN = ".jaxpar-doctor-"  # name prefix of a file of process 0, to test whether the other hosts see it
+SKEW = 1.0  # seconds that the clocks of two hosts may differ
 
 
 def processes(environment: Mapping[str, str]) -> tuple[list[Finding], Cluster | None]:

@@ -131,8 +131,8 @@ def variables(environment: Mapping[str, str], *, simulate: int) -> Iterator[Find
             "number counts", "unset JAX_NUM_CPU_DEVICES")  # fmt: skip
     yield from _pool(environment)
     if environment.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform":
-        yield Finding("GPU memory", "warning", "XLA_PYTHON_CLIENT_ALLOCATOR=platform: every array is a call of the "
-            "driver, which is slow", "unset it")  # fmt: skip
+        yield Finding("GPU memory", "warning", "XLA_PYTHON_CLIENT_ALLOCATOR=platform: every array is allocated by "
+            "the driver, which is slow", "unset it")  # fmt: skip
     if environment.get("JAX_DISABLE_JIT", "").lower() in ("1", "true", "yes", "on"):
         yield Finding("JAX_DISABLE_JIT", "problem", "nothing is compiled", "unset JAX_DISABLE_JIT")
 

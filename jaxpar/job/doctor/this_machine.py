@@ -41,7 +41,7 @@ def with_time_limit(what: str, check: Callable[[], Iterable[Finding]], *, second
       what: The subject of that finding.
       check: A function that may hang, e.g. on a dead file server or name server.
       seconds: The time limit.
-      fix: The remedy if it hangs.
+      fix: The remedy to show if the check exceeds the limit.
     """
     results: list[list[Finding]] = []
     thread = threading.Thread(target=lambda: results.append(list(check())), daemon=True)
@@ -99,7 +99,7 @@ def folder_clock(folder: Path) -> Finding:
         end = time.time()
     except OSError as error:
         return Finding("run folder", "problem", f"nothing can be written into {ancestor}: {error.strerror}",
-            "run.dir = a folder that is yours")  # fmt: skip
+            "run.dir = a folder that you may write to")  # fmt: skip
     skew = max(0.0, start - stamped, stamped - end)
     text = f"a file in {ancestor} is stamped {show_seconds(skew)} off this clock"
     if skew > SKEW:

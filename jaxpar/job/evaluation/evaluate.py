@@ -192,7 +192,7 @@ def _open_feeds(model: EvaluatedModel, step: Step) -> dict[str, Feed]:
     sets |= open_sets(job)
     if not sets:
         raise refuse(
-            f"data.source = {job.data.source!r} holds no example out, and there is no set",
+            f"data.source = {job.data.source!r} holds no example out, and data.sets is empty",
             rule="a run is evaluated on its held-out examples, or on other data",
             fix="data.path=FILE of other data, or data.sets.test.path=FILE",
         )

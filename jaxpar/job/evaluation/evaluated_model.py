@@ -19,9 +19,9 @@ class EvaluatedModel(ABC):
     """A trained model to evaluate.
 
     Attributes:
-      job: The job that describes its evaluation; `run.dir` is a temporary folder.
+      job: The job with the settings of the evaluation; its `run.dir` is a temporary folder.
       choice: The examples that the overrides ask for.
-      steps: The steps of its checkpoints; one None for a model without checkpoints.
+      steps: The steps of its checkpoints; (None,) for a model without checkpoints.
       several: Whether it is several models, as members of a sweep are, with the optimizer in their state.
       has_data: Whether the job or the overrides name data besides sets.
     """

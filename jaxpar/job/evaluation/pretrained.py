@@ -35,7 +35,7 @@ class PretrainedModel(EvaluatedModel):
         return start_from_params(step.layout, step.optimizer, start.params, fresh=fresh, seed=seed)
 
     def check_data(self, fingerprint: str) -> None:
-        """Accepts any data, as the folder does not say on which the model was trained."""
+        """Accepts any data, because a Hugging Face folder does not record the data that the model was trained on."""
 
 
 def open_pretrained(

@@ -161,7 +161,7 @@ def with_model_of(trained: Job, job: Job) -> Job:
 
     Args:
       trained: The job of the run.
-      job: The same with other data.
+      job: The same job with other data.
     """
     if trained.model["name"] not in MODELS or not trained.data.is_text:
         return job

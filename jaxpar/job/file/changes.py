@@ -91,7 +91,7 @@ def check(differences: list[KeyChange], job: Job, at: int) -> None:
     problems += [
         Problem(
             f"{change}, up to step {at}",
-            "examples that were held out stay held out, and trained ones stay trained"
+            "a resumed run holds out the same examples, so that none of them was trained on"
             if change.key in SPLIT
             else "a resumed run has the same losses as one that was never stopped",
             f"{change.fix}; or another run.dir; or, if it is meant: run.changed = {words}",

@@ -36,7 +36,7 @@ def import_object(name: str, key: str, *, allowed: bool) -> Any:
     if not re.fullmatch(r"[\w-]+(\.[\w-]+)*", module) or not attribute:
         raise refuse(
             f"{key} = {name!r}",
-            rule='an object has a module and a name: "package.module:Object"',
+            rule='an object is named by its module, a colon and its name: "package.module:Object"',
             fix='"my_module:MyObject"',
         )
     directory = str(Path.cwd())
@@ -94,7 +94,7 @@ def _not_allowed(got: str) -> JaxparError:
 
 
 def _outside_origin(module: str) -> str | None:
-    """Returns the place of a module's package outside of the working directory, without importing it; else None."""
+    """Says where a module lies outside the working directory, without importing it; None if inside, or not found."""
     top = module.split(".")[0]
     try:
         spec = find_spec(top)

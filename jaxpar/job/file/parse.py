@@ -203,7 +203,7 @@ def _table_class(usual: type, table: dict[str, Any], section: str) -> tuple[type
 
 def _validate_flat(cls: type, table: dict[str, Any], section: str) -> tuple[Any, list[Problem]]:
     adapter, keys = _adapter(cls), [f.name for f in dataclasses.fields(cls)]
-    if surplus := [key for key in table if key not in keys][FEW:]:  # each would be compared with every key
+    if surplus := [key for key in table if key not in keys][FEW:]:  # so that few keys are compared with all
         first_keys = dict.fromkeys(table.keys() - set(surplus))
         value, problems = _validate_flat(cls, {key: table[key] for key in table if key in first_keys}, section)
         rule = f"[{section}] has the keys {', '.join(keys)}"

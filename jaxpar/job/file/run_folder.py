@@ -148,7 +148,7 @@ def check_writable(folder: Path) -> None:
         raise refuse(
             f"run.dir = {str(folder)!r:.200} cannot be written: {getattr(error, 'strerror', None) or error}",
             rule=RULE,
-            fix="run.dir = a folder that is yours, such as 'runs/mine'",
+            fix="run.dir = a folder that you may write to, such as 'runs/mine'",
         ) from error
 
 
@@ -173,7 +173,7 @@ def check_same_data(folder: Path, fingerprint: str | None) -> dict[str, Any]:
     if fingerprint is not None and fingerprint_then != fingerprint:
         raise refuse(
             f"{folder} was trained on data {fingerprint_then}, the job's data is {fingerprint}",
-            rule="a run goes on with the data it began with",
+            rule="a run continues with the data that it began with",
             fix="another run.dir, or the data it began with",
         )
     return recorded

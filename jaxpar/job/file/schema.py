@@ -32,7 +32,7 @@ class RunTable:
 
     Attributes:
       dir: The run folder; "" means runs/ and the name of the job file.
-      resume: auto goes on from the latest checkpoint if there is one; never starts anew and
+      resume: auto continues from the latest checkpoint if there is one; never starts a new run and
         refuses a folder that has checkpoints; must refuses a folder that has none.
       changed: Keys such as "optimizer.learning_rate" that may differ from the run's earlier job: a change of the
         next loss or of the held-out examples is refused unless its key is named here.
@@ -94,9 +94,9 @@ class TrainTable:
     Attributes:
       steps: Total updates of the run.
       global_batch: Examples per step, over all devices and microbatches.
-      grow: [[step, factor], ...]: from that step on, a batch is factor times the one before, with more microbatches,
-        in place of a division of the learning rate. The rate stays that of the first phase; plan and inspect describe
-        the first phase.
+      grow: [[step, factor], ...]: from that step on, batches are factor times larger, by more microbatches. This
+        replaces a division of the learning rate, which stays that of the first phase; plan and inspect describe the
+        first phase.
       accumulate: Microbatches per step.
       seed: Seed of parameters, dropout, a loss's random keys and the order of examples.
       loss: next_token, classify, dpo (of data.preferences, against a frozen reference: the model as it is at the
@@ -147,13 +147,13 @@ class TrainTable:
         if self.patience and not self.eval_every:
             raise refuse(
                 f"train.patience = {self.patience} with train.eval_every = 0",
-                rule="a run that waits for a better evaluation evaluates every so many steps",
+                rule="early stopping needs regular evaluations",
                 fix=f"eval_every = {max(1, self.steps // 20)}",
             )
         if self.freeze and self.adapters.rank:
             raise refuse(
                 f"train.freeze = {list(self.freeze)} with train.adapters",
-                rule="beside adapters, all is frozen but what adapters.also names",
+                rule="with adapters, all parameters are frozen except those that adapters.also names",
                 fix="freeze = []",
             )
         if (largest := self.global_batch * self.growth.factors[-1]) > limit:

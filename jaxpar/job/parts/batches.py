@@ -75,7 +75,7 @@ def check_evaluated(job: Job, source: Source | None) -> None:
 
 
 def abstract_batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of a batch; text is not packed for this."""
+    """Returns the shapes of a batch, without tokenizing or packing the text."""
     size = job.train.global_batch
     if job.data.is_text:
         tokens = jax.ShapeDtypeStruct((size, job.data.seq), jnp.int32)
@@ -158,7 +158,7 @@ def batch_factors(job: Job, sizes: Mapping[str, int], parallel: Parallel) -> dic
 
     Args:
       job: The job.
-      sizes: Mesh axis to size.
+      sizes: Sizes of the mesh axes by name.
       parallel: The declaration whose exchange decides whether `data` splits examples.
     """
     name, count = "accumulate", job.train.accumulate

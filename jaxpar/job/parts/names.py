@@ -97,7 +97,7 @@ def check_preferences(job: Job) -> None:
     """Checks that loss, data and settings of preferences come together.
 
     Raises:
-      JaxparError: If one is there without the other.
+      JaxparError: If the job has only one of the two.
     """
     is_dpo = job.train.loss == PREFERENCES
     if not is_dpo and job.train.dpo != DPO():
@@ -157,7 +157,7 @@ def _check_text(job: Job, settings: Any) -> None:
         problems.append(
             Problem(
                 f"model.seq = {settings.seq}, data.seq = {job.data.seq}",
-                "learned positions reach to the end of a sequence",
+                "a model has learned positions for all tokens of a sequence: model.seq is at least data.seq",
                 f"model.seq = {job.data.seq}, or leave it out",
             )
         )

@@ -61,7 +61,7 @@ def check_optimizer(job: Job, params: Any = None) -> None:
     Args:
       job: The job.
       params: Shapes of the model's parameters, if available. A user's own optimizer may select parameters by path, so
-        it is tried on these alone.
+        it is checked only if they are given.
 
     Raises:
       JaxparError: If it does not exist, takes other arguments, or cannot be used in a step.
@@ -94,13 +94,13 @@ def check_optimizer(job: Job, params: Any = None) -> None:
     if job.parallel.pipeline.weights != "flush" and not spec.is_constant and not has_schedules(state):
         raise refuse(
             f"parallel.pipeline.weights = {job.parallel.pipeline.weights!r} with {spec.name}",
-            rule="without a flush a step makes many updates, and an optimizer that counts its own counts each",
+            rule="without a flush a step makes several updates, and this optimizer counts them as steps",
             fix='weights = "flush", or decay = "constant", warmup = 0',
         )
 
 
 def _full_chain(job: Job, names: Callable[[], muon.Names] = dict) -> optax.GradientTransformation:
-    """Builds the optax chain of a job for all parameters, even frozen ones; `names` gives the names of their dims."""
+    """Builds the optax chain of a job for all parameters, even frozen ones; `names` returns their dim names by path."""
     sweep_values = job.sweep.values if job.sweep.over else ()
     spec = job.optimizer.for_batch(job.train.global_batch)
     if _needs_dim_names(job):

@@ -29,7 +29,7 @@ class FoundSplit:
     Attributes:
       split: Their traffic.
       names: Names of the dims.
-      shares: The shares that a device has of arrays.
+      shares: The share of each array that a device holds.
       solution: The solution.
     """
 
@@ -55,7 +55,7 @@ def find_splits(
     Args:
       blueprint: The model.
       loss: A function of (model, batch), or of (model, batch, key).
-      batch: Name to shape and dtype; the first dim is that of examples.
+      batch: Shapes and dtypes by name; the first dim is that of examples.
       rows: Examples of the global batch; the dims are chosen for those of a device without microbatches, as in a run.
       devices: Number of devices.
       sizes: Sizes to try, of at least 2; `MOST_TENSOR` and `MOST_CONTEXT` bound those of each axis.
@@ -80,7 +80,7 @@ def find_splits(
     for size in (size for size in sizes if size <= MOST_TENSOR):
         if (split := find(1, size)) is not None:
             found[1, size] = split
-    if "attention" in islands:  # the step runs it by `context_by`, whatever dims are found in its plain form
+    if "attention" in islands:  # `context_by` decides how the step runs it, not the dims that the solver finds
         return found, ("context: how jp.attention meets the keys of other devices is priced for decoders",)
     for size in (size for size in sizes if size <= MOST_CONTEXT and rows % (devices // size) == 0):
         split, of_tensor = find(size, 1), found.get((1, size))
@@ -92,7 +92,7 @@ def find_splits(
             found[size, 1] = split
     sentences = (
         ("splits no activation along a dim of the batch, such as tokens", idle),
-        ("the dims found for it are those of tensor", equal),
+        ("the solver splits the same dims for it as for tensor", equal),
     )
     no_splits = [f"context {', '.join(map(str, given))}: {reason}" for reason, given in sentences if given]
     if all(any(sizes[number] > 1 for sizes in found) for number in range(len(AXES))):

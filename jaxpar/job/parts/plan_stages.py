@@ -46,7 +46,7 @@ def find_stages(
     Args:
       blueprint: The model.
       loss: A function of (model, batch), or of (model, batch, key).
-      batch: Name to shape and dtype; the first dim is that of examples.
+      batch: Shapes and dtypes by name; the first dim is that of examples.
       rows: Examples of a device, for which fusions are chosen.
       devices: Number of devices to plan for; sizes of `pipe` divide it.
       precision: Dtype of matmuls: "fp32" or "bf16".
@@ -59,7 +59,7 @@ def find_stages(
     errors = user_code_errors(
         f"{blueprint.name} in a pipeline",
         rule="a pipeline traces the layers of a model by themselves",
-        fix="the line of the model or the loss that this names, or pipe=1",
+        fix="change the line of the model or the loss above, or pipe=1",
     )
     try:
         with errors:
@@ -156,7 +156,7 @@ class _Parts:
         return jax.eval_shape(self.shardings.cast, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
 
     def _inputs(self, rows: int) -> Any:
-        """Returns the model state and the batch with one slot."""
+        """Returns the shapes of the model state, with a leading dim of 1, and of the batch."""
         states = jax.tree.map(lambda leaf: _shape(leaf, (1, *leaf.shape)), self.state)
         batch = {name: _shape(leaf, (rows, *leaf.shape[1:])) for name, leaf in self.batch.items()}
         slots = jax.eval_shape(lambda batch: {name: Interleaved(rows[:, None]) for name, rows in batch.items()}, batch)
@@ -197,7 +197,7 @@ class _Parts:
     def _part(
         self, part: Callable[[PipelineModel], Traced], results: Callable[[Any, PipelineModel], tuple], rows: float
     ) -> Estimate:
-        """Estimates an end of the model, of whose results the first are a list of gradients."""
+        """Estimates the embedding or the head, whose first result is a list of gradients."""
 
         def trace(count: int) -> Jaxpr:
             model = self.model("none", count)
@@ -216,7 +216,7 @@ def _arguments(traced: Traced) -> tuple[Any, ...]:
 
 
 def _only_read(traced: Traced, gradients: Mapping[str, Any]) -> list[Any]:
-    """Returns the gradients of the parameters that a part reads: those of all others are zeros, and never made."""
+    """Returns the gradients of the parameters that a part reads; all other gradients are zero and never computed."""
     return [gradients[path] for path, is_read in traced.reads()[0].items() if is_read]
 
 

@@ -123,7 +123,7 @@ def trace_model(
       blueprint: The model.
       loss: A function of (model, batch), or of (model, batch, key).
       recipe: Bytes per parameter of the training state.
-      batch: Name to shape and dtype, such as an array; the first dim is that of examples.
+      batch: Shapes and dtypes (or arrays) by name; the first dim is that of examples.
       rows: Examples per step.
       devices: Number of devices to plan for.
       compute: The dtype of matmuls, fp32 or bf16.
@@ -262,7 +262,7 @@ def _shards(
     *,
     rows: int,
 ) -> tuple[dict[tuple[int, ...], int], dict[tuple[int, ...], int], dict[tuple[int, ...], str]]:
-    """Returns, by sizes of fsdp and further axes: parameters per device, bytes of other state, reasons of refusal.
+    """Returns three dicts from axis sizes: a device's parameters, its bytes of other state, and unsupported sizes.
 
     `specs` are the names of dims that were found for sizes of `context` and `tensor`, and `rows` the examples of a
     step, which replicas divide.

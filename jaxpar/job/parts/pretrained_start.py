@@ -30,7 +30,7 @@ class PretrainedStart:
     """The parameters of a Hugging Face folder that a job starts from.
 
     Attributes:
-      params: Path in the job to parameter; indexing reads it.
+      params: Maps a path in the job's model to the parameter, which is read when it is indexed.
       origin: How the folder's parameters map to the job's.
       kind: The folder's family, or the rules by which it is read.
     """
@@ -129,7 +129,7 @@ def _other_model(job: Job, found: Pretrained) -> list[Problem]:
 
 
 def _other_tokens(job: Job, vocab: int | None) -> list[Problem]:
-    """Reports a tokenizer that differs from the one the model, of this many tokens (if known), was trained with."""
+    """Reports a tokenizer other than the pretrained model's, whose vocabulary has `vocab` tokens (None if unknown)."""
     if not job.data.is_text:
         return []
     folder = Path(job.checkpoint.start_from).expanduser()
@@ -143,7 +143,7 @@ def _other_tokens(job: Job, vocab: int | None) -> list[Problem]:
         Problem(
             f"data.source = {job.data.source!r} in {job.data.tokens} tokens of data.tokenizer = "
             f"{job.data.tokenizer!r}, and {folder} {text}",
-            "a model is trained further on the tokens that it knows",
+            "a pretrained model is trained further with its own tokenizer",
             f"data.tokenizer = {str(folder)!r}"
             if tokenizer == NAME
             else "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes tokenizer.json, which is read; "

@@ -20,7 +20,7 @@ from jaxpar.errors import file_errors
 from jaxpar.html.markup import Markup, badge, table, tag
 from jaxpar.units import show_seconds
 
-GPU, STREAM = "/device:GPU", "Stream"  # lines of a GPU's streams; its other lines repeat what streams ran
+GPU, STREAM = "/device:GPU", "Stream"  # other lines of a GPU in the trace list the same kernels again
 
 # Kinds of kernels: the first pattern that matches the kernel's name or that of its HLO instruction decides. Names are
 # those of NCCL, cuBLAS (nvjet, xmma, gemm, cutlass), cuDNN and XLA's fusions.
@@ -55,7 +55,7 @@ class StepProfile:
       first: The first traced step.
       last: The last traced step.
       seconds: Seconds per step, by the clock of the host, with the profiler's own cost.
-      kernels: Kind to seconds per step and GPU, the longest first; empty without a GPU.
+      kernels: Seconds per step and GPU by kind of kernel, the longest first; empty without a GPU.
       gpus: GPUs in the trace: those of the host that wrote it.
     """
 
@@ -161,9 +161,9 @@ def render(profile: StepProfile, run: Path, prediction: Mapping[str, Any]) -> Ma
     head = ("per step and GPU", f"trace of {profile.gpus} GPUs", "planner")
     times = Markup(table("Kernel time by kind", head, rows, "tnn").replace("<tbody>", f"<tbody>{badges}", 1))
     notes = [
-        "Kernels of several streams run at the same time, so that their sum may exceed a step. A kernel's kind follows "
-        "from its name. The planner counts of communication only what computation does not hide, by mesh axis, so its "
-        "rows are not those of collectives; the profiler itself slows a step.",
+        "Kernels of several streams run at the same time, so their sum may exceed a step. A kernel's kind follows from "
+        "its name. The planner counts only communication that computation does not hide, by mesh axis, so its rows "
+        "cannot be compared with those of collectives. The profiler itself slows a step.",
         *([f"No prediction by the planner: {prediction['why']}."] if "why" in prediction else []),
     ]
     return tag("div", *parts, times, *[tag("p", note, cls="jx-small") for note in notes])

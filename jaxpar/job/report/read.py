@@ -121,7 +121,7 @@ class RunContents:
       folder: The run folder.
       rows: A dict of metrics per step.
       facts: The contents of run.json: devices, versions, mesh, layout.
-      jobs: Key to value of each job that the run was started with, oldest first.
+      jobs: The keys and values of each job that the run was started with, oldest first.
       checkpoints: The checkpoints as `jaxpar checkpoint ls` lists them.
       messages: The messages of events.jsonl, with step and time.
       profiles: The profiles of `train.profile`.
