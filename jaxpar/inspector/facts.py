@@ -32,9 +32,9 @@ class ReportFacts:
     Attributes:
       title: Name of the inspected program.
       devices: Number and kind of the devices.
-      sizes: Mesh axis to size, outermost first.
+      sizes: Sizes of the mesh axes by name, outermost first.
       per_node: Devices per machine.
-      chip: The GPU; None on simulated devices, which have neither a capacity nor a time.
+      chip: The GPU; None on simulated devices, for which no memory limit and no time are reported.
       pool: The share of the GPU's memory that a run preallocates, or that this process did.
       memory: Bytes of one device by cause; they add up to `total`.
       total: Bytes that one device needs.

@@ -128,7 +128,7 @@ def _per_microbatch(
     *,
     reductions_needed: int,
 ) -> list[Flag]:
-    """Flags parameters whose gradients are reduced more often per step than needed, by numbers of elements."""
+    """Flags gradients that are reduced more often per step than needed; elements, not calls, are counted."""
     reductions: dict[tuple, list[Collective]] = defaultdict(list)
     for entry in ledger:
         if (
@@ -215,7 +215,7 @@ def _flag_rematerialized(log_lines: Sequence[str]) -> list[Flag]:
         flags[text] = Flag(
             "rematerialized",
             f"XLA replicates a whole array to reshard it: {text}",
-            "a sharding constraint between the two shardings that it names",
+            "add a sharding constraint that is halfway between the two shardings above",
         )
     return list(flags.values())
 

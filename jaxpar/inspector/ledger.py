@@ -21,7 +21,7 @@ def collectives(
 
     Args:
       module: The compiled program.
-      sizes: Mesh axis to size, outermost first; partition i is the i-th device of the mesh.
+      sizes: Sizes of the mesh axes by name, outermost first; partition i is the i-th device of the mesh.
       causes: Finds the cause of an array.
       schedule: The schedule of its pipeline, if it has one.
     """

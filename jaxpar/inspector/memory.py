@@ -187,8 +187,8 @@ class _Reader:
         self.module, self.causes = module, causes
         self.trace = DataFlow(module)
         self.logits = self._shapes_of_loss()
-        # the buffer assignment does not use the names of instructions inside an asynchronous fusion: then any labelled
-        # instruction of that shape stands in
+        # the buffer assignment does not name instructions inside an asynchronous fusion: their buffers get the label of
+        # any labelled instruction of the same shape
         self.like: dict[HloArray, tuple[Op, tuple[int, ...]]] = {}
         self.ticking: dict[HloArray, Op] = {}  # instructions inside the tick table of a pipeline
         for _, op in module.ops():

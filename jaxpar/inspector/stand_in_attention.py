@@ -7,9 +7,9 @@ that buffers, fusions and the order of all other instructions are those of the p
     forward     q, k, v                      ->  y, one float32 number for each query and head
     backward    q, k, v, those numbers, y, gradient of y   ->  gradients of q, k and v
 
-On several devices each runs it on its own rows and heads, like cuDNN's kernel, because XLA cannot partition a custom
-kernel and would gather its operands. The empty kernel has neither cuDNN's workspace nor its time, so `timeline` lacks
-both.
+On several devices each device runs the empty kernel on its own examples and heads, as with cuDNN's kernel, because XLA
+cannot partition a custom kernel and would gather its operands. The empty kernel has neither cuDNN's workspace nor its
+time, so both are missing in `timeline`.
 """
 
 from collections.abc import Sequence

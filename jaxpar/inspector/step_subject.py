@@ -32,7 +32,7 @@ def step_subject(step: Step, batch: Mapping[str, Any], *, sync_round: int = 0) -
 
     Args:
       step: The step.
-      batch: Name to anything with shape and dtype.
+      batch: Anything with shape and dtype, by name.
       sync_round: The number of the sync round that ends the step, from 1; 0 for none.
 
     Raises:
@@ -77,7 +77,7 @@ def step_subject(step: Step, batch: Mapping[str, Any], *, sync_round: int = 0) -
 
 
 def _notes(step: Step, layout: Layout) -> Iterator[str]:
-    """Yields the remarks on a lowered step; `layout` is that of the step before, without notes of its trace."""
+    """Yields the remarks on a lowered step; `layout` is its layout before tracing, which adds notes."""
     yield from step.compiler.implementations
     platform = layout.device_mesh.devices.flat[0].platform
     attention = ""

@@ -28,14 +28,14 @@ class Subject:
       lowered: Result of `jax.jit(...).lower`.
       mesh: Mesh on which it runs.
       arguments: Every array argument.
-      used: Path of a parameter to the shape with which one device computes.
+      used: Maps the path of a parameter to the shape with which one device computes.
       loss: (file, function) of functions that compute the loss.
       model_flop: FLOP of a step over all devices, without recomputation; None if unknown.
       share: The matmuls of the traced program, of which each device should compute an equal part; None if unknown.
       precision: `bf16` if matmuls should run in 16 bits.
       batch_axes: Mesh axes that split examples, or images.
-      unsharded_gradient_axes: The axes among `batch_axes` over which all gradients are meant to be unsharded, even
-        those of parameters that these axes split.
+      unsharded_gradient_axes: The axes among `batch_axes` that are not meant to split any gradient, even if they split
+        its parameter.
       axes_without_traffic: Mesh axes over which this program is meant to send nothing.
       microbatches: Number of microbatches in a step.
       updates: Number of weight updates in a step.
@@ -165,7 +165,7 @@ def from_function(function: Any, args: tuple, kwargs: dict, *, roles: Sequence[s
     title = getattr(function, "__name__", "program")
     replicated = NamedSharding(mesh, PartitionSpec())
     with user_code_errors(
-        title, rule="the arguments are those that the function is called with", fix="the call it is made for"
+        title, rule="the arguments must be those of a call of the function", fix="the call it is made for"
     ):
         lowered = function.lower(*args, **kwargs)
     arguments = []

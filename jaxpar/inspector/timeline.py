@@ -6,8 +6,8 @@ the step. No number is measured:
 * matmuls run at `MATMULS` of the chip's peak, or as fast as memory allows;
 * other kernels take as long as XLA's cost model states, at most the time of their memory traffic, at least `KERNEL`;
 * a collective takes `LAUNCH` + hops x latency + wire bytes / (`LINE` x bandwidth). Within a node the bandwidth is
-  NVLink's; a group that spans nodes has the network ports of all its members in a node. A collective ends with its
-  slowest group: one pair of a permute that crosses nodes is enough.
+  NVLink's; a group that spans nodes has the network ports of all its members in a node. A collective lasts as long
+  as its slowest group: a permute is slow if a single pair of devices is on different nodes.
 """
 
 import math
@@ -75,7 +75,7 @@ def replay(module: Module, sizes: dict[str, int], chip: Chip, per_node: int) -> 
 
     Args:
       module: A scheduled module, compiled for GPUs.
-      sizes: Mesh axis to size, outermost first.
+      sizes: Sizes of the mesh axes by name, outermost first.
       chip: The GPU.
       per_node: Number of GPUs that NVLink joins.
     """
@@ -96,7 +96,7 @@ def price_kernels(module: Module, sizes: dict[str, int], chip: Chip, per_node: i
     """
     player = _Player(module, sizes, chip, per_node)
     result: dict[str, float] = {}
-    guards = {name for _, op in module.ops() for name in op.condition}  # of loops: `replay` ignores them too
+    guards = {name for _, op in module.ops() for name in op.condition}  # of loops; `replay` skips them, too
     for visit in walk(module):
         op = visit.op
         calls = op.opcode in ("while", "conditional", "call", "async-start", *_FREE)
@@ -228,7 +228,7 @@ class _Player:
             return self._collective_price(computation, op, kind)
         if op.opcode in ("fusion", "fusion-start", "async-start"):
             for name in op.callees:
-                for nested_op in self.module.computations[name]:  # an asynchronous or fused wrapper holds one
+                for nested_op in self.module.computations[name]:  # the wrapper of an asynchronous or fused collective
                     if nested_op.opcode in KINDS:
                         return self._collective_price(name, nested_op, nested_op.opcode)
         return None

@@ -19,9 +19,9 @@ def mesh(sizes: Mapping[str, int], per_node: int, *, named: bool) -> Markup:
     """Draws the devices of a mesh node by node; only the first nodes of a large mesh.
 
     Args:
-      sizes: Axis to size, outermost first.
+      sizes: Sizes of the axes by name, outermost first.
       per_node: Devices per node.
-      named: Whether nodes have a number.
+      named: Whether to label nodes with their numbers.
     """
     count, shades = prod(sizes.values()), shaded_axes(sizes)
     nodes = ceil(count / per_node)
@@ -40,7 +40,7 @@ def labelled_axes(sizes: Mapping[str, int]) -> list[str]:
 
 
 def shaded_axes(sizes: Mapping[str, int]) -> list[str]:
-    """The axes that colour a device, that of the whole cell first: the two largest that vary among drawn devices."""
+    """Returns the two largest axes that vary among drawn devices: one shades the cell, one the cell's lower edge."""
     count = stride = prod(sizes.values())
     varying = []
     for axis, size in sizes.items():
@@ -74,7 +74,7 @@ def _node(number: int, devices: range, sizes: Mapping[str, int], shaded: Sequenc
 
 
 def _cell(width: int, depths: Sequence[float], label: str) -> list[Markup]:
-    """One device: its first axis shades it, its second one the lower edge."""
+    """Draws one device: its index on the first axis shades the cell, that on the second axis the lower edge."""
     height = 34 if len(depths) < 2 else 27
     shapes = [tag("rect", width=str(width), height=str(height), rx="4", cls="jx-device",
                   fill_opacity=f"{(depths or [0.08])[0]:.2f}")]  # fmt: skip

@@ -26,7 +26,7 @@ def facts(schedule: Schedule, ledger: Sequence[Collective]) -> dict[str, Any]:
     `bubble` is the share of idle cells; `bubble_in_time` is the share of idle time if a backward takes twice as long as
     a forward, and a barrier follows every tick; `kept` is the number of saved (microbatch, chunk) pairs on each stage;
     `permutes` is the number of permutes in a step, of at most `largest` bytes each; `wire` is the number of bytes that
-    a device sends in all of them.
+    a device sends in all permutes of a step.
     """
     permutes = messages(ledger)
     is_countable = all(entry.times is not None for entry in permutes)
@@ -55,7 +55,7 @@ def sentences(schedule: Schedule, ledger: Sequence[Collective]) -> list[tuple[st
     if abs(values["bubble_in_time"] - schedule.bubble) > 5e-4:
         table += f", {values['bubble_in_time']:.1%} of the time where a backward takes as long as two forwards"
     peak = max(schedule.peak)
-    # messages of bytes are those of stages of different programs, which take a branch in every tick
+    # stages of different programs send arrays of bytes, and choose their program by a branch in every tick
     branches = any(entry.kind == "collective-permute" and entry.dtype == "u8" for entry in ledger)
     memory = (
         f"a stage stores activations of at most {peak / schedule.chunks:.3g} of "
