@@ -61,12 +61,12 @@ KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class EvalSource:
-    """The optimizer state from which one parameter to evaluate is computed.
+    """The part of the optimizer's state that gives the value of one parameter for evaluation.
 
     Attributes:
       kind: Kind of the state.
       path: Path of the parameter's array in the optimizer's state.
-      fields: Name of each scalar field to its path in the optimizer's state.
+      fields: Path of each scalar field in the optimizer's state, by name.
     """
 
     kind: StateKind
@@ -140,7 +140,7 @@ def eval_arrays_reader(optimizer: Any) -> Callable[[Any], dict[str, Any]]:
 
     def read_arrays(state: Any) -> dict[str, Any]:
         leaves, structure = jax.tree.flatten(state)
-        if structure != tree:  # another chain's state: the caller reports it
+        if structure != tree:  # state of another chain: the caller raises an error
             return eval_arrays(state)
         return {path: leaves[number] for path, number in numbers.items()}
 

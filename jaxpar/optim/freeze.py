@@ -19,7 +19,7 @@ from jaxpar.optim.patterns import matching, unmatched
 def freeze(
     optimizer: optax.GradientTransformation, paths: Iterable[str], *, but: Iterable[str] = ()
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer to train all parameters except some; a clipped norm is that of the trained parameters.
+    """Wraps an optimizer to train all parameters except some; gradient clipping ignores frozen parameters.
 
     Args:
       optimizer: Any optax chain.
@@ -60,7 +60,7 @@ def label_params(params, frozen: tuple[str, ...], trained: tuple[str, ...]):
 
 
 def no_update() -> optax.GradientTransformation:
-    """A transformation whose updates are -0.0, which change no bit: x + (-0.0) is x, while -0.0 + 0.0 is 0.0."""
+    """Makes all updates -0.0, since x + (-0.0) is x for every x, while -0.0 + 0.0 would be 0.0, another bit pattern."""
 
     def update(updates, state, params=None):
         return jax.tree.map(lambda leaf: jnp.full(leaf.shape, -0.0, leaf.dtype), updates), state

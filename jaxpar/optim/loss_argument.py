@@ -58,9 +58,9 @@ def explain_missing_arguments() -> Iterator[None]:
             raise
         if NEEDED in str(error):
             raise refuse(
-                f"the optimizer's update: {error}; and another member of the chain has no argument `value`",
-                rule="a chain gives `value`, the loss, to all of its members, or to none",
-                fix="optax.GradientTransformation(member.init, member.update) of the one that does not take it",
+                f"the optimizer's update: {error}; and another transformation of the chain has no argument `value`",
+                rule="a chain passes `value`, the loss, to all of its transformations, or to none",
+                fix="wrap the one that does not take it: optax.GradientTransformation(member.init, member.update)",
             ) from error
         raise refuse(
             f"the optimizer's update: {error}",

@@ -71,9 +71,9 @@ class MuonCoverage:
         count = len(self.orthogonal)
         text = f"muon: {count} of {self.all} parameters orthogonal, {self.all - count} updated by AdamW"
         if self.unnamed:
-            text += f"; taken for matrices by their two dims, which have no names: {_some(self.unnamed)}"
+            text += f"; treated as matrices because they have two dims, without names: {_some(self.unnamed)}"
         if self.ambiguous:
-            text += f"; left to AdamW, since no names of dims tell what a matrix is: {_some(self.ambiguous)}"
+            text += f"; left to AdamW, because no dim names show which dims form a matrix: {_some(self.ambiguous)}"
         return text
 
 
@@ -119,7 +119,7 @@ def _matrix_dims(path: str, names: tuple[str | None, ...]) -> MuonDimensionNumbe
 def matrix(names: tuple[str | None, ...]) -> MuonDimensionNumbers | None:
     """Splits the dims of a parameter into those that a matmul contracts and those that it outputs.
 
-    Of more than two dims, `embed` must be the first or the last; the other dims form the other side. Else None.
+    With more than two dims, `embed` must be the first or the last; all others form the other side. Otherwise None.
     """
     inner_dims = tuple(dim for dim, name in enumerate(names) if name not in STACKS)
     if len(inner_dims) < 2 or not set(names).isdisjoint(TABLES):

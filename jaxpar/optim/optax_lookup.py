@@ -141,7 +141,7 @@ def call_checked(
       name: Name of the function in the job.
       function: The function.
       arguments: Arguments from the job.
-      provided: Arguments from other settings; the job must not repeat them.
+      provided: Arguments that other settings define; `arguments` must not contain them.
       key: Job key of the arguments, such as `optimizer.arguments`.
 
     Raises:

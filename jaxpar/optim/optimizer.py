@@ -29,7 +29,7 @@ class RateSchedule:
       name: A schedule of optax, such as exponential_decay or cosine_onecycle_schedule, or "package.module:function" of
         learning_rate, and optionally of steps: those of the run after the warm-up. "" means decay.
         reduce_on_plateau is optax.contrib's, which scales the updates by the losses of the steps, from the first one.
-        schedule = "..." is short for it.
+        schedule = "NAME" is short for a table with only a name.
       arguments: Its other arguments, as in optax; learning_rate becomes its peak_value, init_value or value.
         reference_batch does not scale them.
     """
@@ -61,13 +61,13 @@ class Optimizer:
       arguments: Further arguments, as in optax: { eps = 1e-6 }. weight_decay, beta1 and beta2 belong to the eight
         optimizers named first; others take all their arguments here.
       learning_rate: The highest learning rate.
-      warmup: Steps over which the learning rate rises from 0 to the highest, as in optax: the first of them has rate 0
-        and moves no parameter, and the step after them is the first with the highest.
+      warmup: Steps over which the learning rate rises from 0 to the highest, as in optax: the first step has rate 0
+        and changes no parameter, and the first step after the warm-up has the highest rate.
       decay: Decay of the rate after the warm-up: constant, cosine or linear.
       final: Share of the highest learning rate that the decay reaches after the last step, as in optax; the last
         step itself still has the rate before: with linear decay, (1 - final) / (steps - warmup) of the highest more.
-      drops: [[step, factor], ...]: after so many steps the rate is divided by the factor, in addition to its decay. It
-        does to the temperature of updates what train.grow does, more slowly.
+      drops: [[step, factor], ...]: after so many steps the rate is divided by the factor, in addition to its decay.
+        This lowers the temperature of updates as train.grow does, but takes more steps.
       weight_decay: Weight decay of matrices; vectors (biases, norms) are not decayed, stacked or not.
       beta1: Decay of the mean of gradients; the momentum of sgd and lars.
       beta2: Decay of the mean of squares.

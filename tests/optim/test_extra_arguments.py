@@ -117,7 +117,7 @@ REFUSED = {
     "a line search": (optax.lbfgs, "'grad' and 'value_fn'", "optax.adamw(3e-4)"),
     "one takes it, one does not": (
         lambda: optax.chain(sam(), optax.contrib.reduce_on_plateau()),
-        "another member of the chain has no argument `value`",
+        "another transformation of the chain has no argument `value`",
         "optax.GradientTransformation(member.init, member.update)",
     ),
 }

@@ -235,7 +235,7 @@ def test_what_is_wrong_with_an_optimizer_is_said_with_the_rest():
 
 def test_steps_of_many_updates_take_no_optimizer_that_counts_its_own():
     unflushed = "[parallel]\npipe = 2\n[parallel.pipeline]\nweights = 'stash'\n[optimizer]\nname = "
-    with pytest.raises(JaxparError, match="counts its own"):
+    with pytest.raises(JaxparError, match="counts them as steps"):
         check_optimizer(loads(f"{unflushed}'madgrad'"))
     check_optimizer(loads(f"{unflushed}'madgrad'\ndecay = 'constant'"))
     check_optimizer(loads(f"{unflushed}'adagrad'"))
@@ -352,7 +352,7 @@ def test_muon_says_what_it_leaves_to_adamw_and_is_refused_where_that_is_all():
     (said,) = notes(convolutions)
     assert "muon: 1 of 25 parameters orthogonal, 24 updated by AdamW; " in said
     assert "by their two dims, which have no names: head/kernel; " in said
-    assert said.endswith("no names of dims tell what a matrix is: blocks/0/conv1/kernel and 8 more")
+    assert said.endswith("no dim names show which dims form a matrix: blocks/0/conv1/kernel and 8 more")
     (problem,) = check(loads(f"{convolutions}\nfreeze = ['head']"))  # all that is left has four dims, or one
     assert "muon: 0 of 23 parameters orthogonal" in problem.got
     assert notes(f"{DECODER}\n{muon}") == ("muon: 7 of 12 parameters orthogonal, 5 updated by AdamW",)
