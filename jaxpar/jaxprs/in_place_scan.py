@@ -88,7 +88,7 @@ def run_in_place(
     """Runs equations whose inputs or results are entries of buffers; returns the written buffers.
 
     Args:
-      env: The values of all other inputs; afterwards also all results that are not in buffers.
+      env: Values of the variables that are not in buffers: inputs before the call, and also results after it.
       eqns: Equations in order. Scans read and write buffers one layer at a time, other equations a complete entry.
       read: Variables that are in buffers instead of `env`, to their entries.
       write: Variables whose values go to buffers, to their entries.

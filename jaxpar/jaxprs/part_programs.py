@@ -40,8 +40,8 @@ class PartProgram:
 
     Attributes:
       params: Indices of the parameters that it reads.
-      receives: Number of an earlier part to the variables that come from it.
-      sends: Number of a later part to the variables that go to it.
+      receives: Maps the number of an earlier part to the variables that it sends to this one.
+      sends: Maps the number of a later part to the variables that this one sends to it.
       state: Indices of the state that it updates.
       reads_state: Indices of the state that it reads.
     """
@@ -70,7 +70,7 @@ class PartProgram:
           params: Index of a parameter to its value; those in `params` suffice.
           data: All data.
           state: Index of state to its value; that in `reads_state` suffices.
-          received: Number of an earlier part to the values of `receives`.
+          received: The values of `receives`, by number of the earlier part.
 
         Returns:
           The values of `sends`, the outs if this is the last part, and the new state by index.
@@ -94,7 +94,7 @@ class JaxprCut:
     Attributes:
       jaxpr: The jaxpr.
       inputs: Its inputs by kind.
-      sent: Variables that depend on both parameters and data: a part that reads one of another part receives it.
+      sent: Variables that depend on both parameters and data. If another part reads one, it is sent to that part.
     """
 
     def __init__(self, jaxpr: ClosedJaxpr, inputs: Inputs):

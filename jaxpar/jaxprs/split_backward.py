@@ -42,12 +42,12 @@ class Halves:
     Attributes:
       forward: Maps (params, known, x) to (y, kept).
       backward: Maps (params, known, x, kept, g) to (dparams, dx).
-      forward_in_place: (params or their places, known, x, places of the residuals) to (y, buffers of the residuals);
-        None if the backward is split.
-      backward_in_place: (params or their places, known, x, residuals or their places, g, places of the gradient sums)
-        to (buffers of the sums, dx); None if the backward is split.
-      input_grad: (params, known, x, kept, g) to (dx, stash); None unless the backward is split.
-      weight_grad: (params, known, stash) to dparams; None unless the backward is split.
+      forward_in_place: Maps (params or their places, known, x, places of the residuals) to (y, buffers of the
+        residuals); None if the backward is split.
+      backward_in_place: Maps (params or their places, known, x, residuals or their places, g, places of the gradient
+        sums) to (buffers of the sums, dx); None if the backward is split.
+      input_grad: Maps (params, known, x, kept, g) to (dx, stash); None unless the backward is split.
+      weight_grad: Maps (params, known, stash) to dparams; None unless the backward is split.
       residuals: Shapes and dtypes of the residuals of a forward.
       stash: Shapes and dtypes of the residuals of a B.
     """

@@ -38,8 +38,8 @@ class ExampleSum:
     def can_wait(self, axis: str) -> bool:
         """Whether the gradient can stay unreduced, [replica, ...], until it is reduce-scattered or summed.
 
-        It cannot if the axis shards it but `can_scatter` is false, or if the gradient is cast before it is sharded,
-        because the dtype of the sum is sent.
+        It cannot if the axis shards it but `can_scatter` is false. Nor can it if the gradient is cast before it is
+        sharded, because the moved sum would send the uncast dtype.
         """
         index = self.scatter_index(axis)
         if any(map(is_cast, self.later_equations[:index])):

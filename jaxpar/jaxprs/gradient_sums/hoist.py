@@ -173,7 +173,7 @@ def _sum_over_replicas(axis: str, one: ExampleSum, y: jax.Array) -> jax.Array:
 def _replica_shard(axes: tuple[str, str], ways: int, devices: int, one: ExampleSum, env: Env) -> jax.Array:
     """Returns the gradient per replica along the first axis, shape [replica, ...], scattered over the second axis.
 
-    A stack of it takes as many bytes per device as that of the sums over replicas.
+    Stacked over layers, it takes as many bytes per device as the stack of gradients summed over replicas.
     """
     index = one.scatter_index(axes[1])
     x = _partial_sums(one, env, axes[0], ways) if index is None else _partial_sums(one, env, axes, devices)
