@@ -28,7 +28,7 @@ def connect(
       heartbeat: Seconds without a heartbeat after which a process counts as lost, and JAX ends the others.
       fingerprint: Text that must be equal in all processes: `job 3fa9, jaxpar 0.1.0`; "" for no comparison.
       word: Text that process 0 sends to all others, such as the name of the attempt.
-      check: Maps `word` to a problem, or None if it is right; all processes except process 0 call it.
+      check: Called with `word` by all processes except process 0; returns a problem, or None if there is none.
 
     Raises:
       JaxparError: If process 0 cannot listen or is not found; if other processes are missing at the timeout, belong to
@@ -43,7 +43,7 @@ def connect(
         )
     until = time.monotonic() + timeout
     bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", cluster.coordinator)
-    # JAX's own connection does not name missing processes, so all meet before it, at the same address
+    # JAX's own connection does not name missing processes, so all connect to process 0 here first
     if cluster.process == 0:
         host_rendezvous(cluster, bind=bind, until=until, fingerprint=fingerprint, word=word)
     else:

@@ -22,7 +22,7 @@ def hosts(text: str) -> Iterator[str]:
     ['rack1n8-ib', 'rack1n9-ib', 'rack2n8-ib', 'rack2n9-ib']
 
     Raises:
-      JaxparError: At the first host that cannot be parsed.
+      JaxparError: If a host cannot be parsed; names the first one.
     """
     for name in re.split(r",(?![^\[]*\])", text.strip()):
         if not re.fullmatch(r"([\w.-]|\[[\d,-]+\])+", name, re.ASCII):

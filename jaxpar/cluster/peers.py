@@ -66,8 +66,8 @@ class Peers:
       cluster: The cluster as process 0 sees it.
       same: Text that must be equal in all processes.
       strangers: Connections that have not yet sent their process number.
-      waiting: Number of a process to its connection.
-      hosts: Number of a process to its host.
+      waiting: Connections by number of the process.
+      hosts: Hosts by number of the process.
       refused: Connections of processes that do not belong to the run.
     """
 

@@ -106,8 +106,8 @@ def _make_devices(count: int) -> None:
     have been observed to wait for each other (all-gathers over one axis, all-reduces over another), until XLA aborts
     the process after 40 seconds. XLA reads the size of the pool from the variable NPROC when it creates the pool.
 
-    Programs from JAX's persistent cache wait for each other in spite of the threads: XLA starts their collectives at
-    once, in another order on each device. They stay in order without the scheduler for concurrency.
+    Programs from JAX's persistent cache can deadlock in spite of the threads: XLA starts their collectives at the same
+    time, in a different order on each device. Without the scheduler for concurrency the order is the same on all.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if SCHEDULER not in flags and _release(version("jaxlib")) < LATER:
