@@ -75,7 +75,7 @@ class _RedirectedOutput(io.FileIO):
         self._stream, self._log, self._moved, self._began_closed = stream, log, False, closed
 
     def write(self, data) -> int | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Writes some bytes, to the log if the stream fails; returns their number."""
+        """Writes bytes to the stream, or to the log if that fails; returns the number of bytes written."""
         try:
             return super().write(self._writable_part(memoryview(data)))
         except OSError as error:

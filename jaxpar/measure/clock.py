@@ -11,7 +11,7 @@ import jax
 from jaxpar.errors import refuse
 from jaxpar.mesh.devices import describe, is_simulated, visible_devices
 
-REPEATS = (2, 12)  # of the operation, in the shorter and in the longer program
+REPEATS = (2, 12)  # the operation is repeated 2 times in the shorter program, 12 times in the longer one
 
 
 def once(build: Callable[[int], Callable[[Any], Any]], x: Any, *, rounds: int) -> float:

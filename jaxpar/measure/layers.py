@@ -39,7 +39,7 @@ def layers(model: object, loss: Callable, batch: Mapping[str, Any], numerics: Nu
 
     Args:
       model: As `compose` takes it.
-      loss: (model, batch) to (sum, count), or to a dict of them with the entry `loss`.
+      loss: Maps (model, batch) to (sum, count), or to a dict of such pairs with the entry `loss`.
       batch: Shapes of the minibatch of one device.
       numerics: Precision and remat of the model.
 

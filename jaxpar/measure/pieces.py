@@ -30,7 +30,7 @@ class Pieces:
 
     Attributes:
       blueprint: The model.
-      loss: (model, batch) to (sum, count), or to a dict of them with the entry `loss`.
+      loss: Maps (model, batch) to (sum, count), or to a dict of such pairs with the entry `loss`.
       compute: Dtype and remat of the model.
       count: Number of layers in its stack.
       stacked: Paths of the parameters with a leading dim of layers.
