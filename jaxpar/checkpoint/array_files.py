@@ -28,7 +28,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxpar.checkpoint.blocks import SMALL, WORKERS, Box, SavedBlock, altered_line, cut_boxes, digest, read
+from jaxpar.checkpoint.blocks import (
+    SMALL,
+    WORKERS,
+    Box,
+    SavedBlock,
+    cut_boxes,
+    describe_altered_file,
+    digest,
+    read_block,
+)
 from jaxpar.checkpoint.manifest import Manifest, SavedArray
 from jaxpar.sharding.names import path_of
 
@@ -40,7 +49,7 @@ def is_key(dtype: DTypeLike) -> bool:
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def region_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+def index_to_box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
     """Start and shape of an index into an array; for key data, without the trailing dim of uint32 words."""
     bounds = [bound.indices(dim)[:2] for bound, dim in zip(index, shape, strict=False)]
     return tuple(first for first, _ in bounds), tuple(last - first for first, last in bounds)
@@ -102,7 +111,7 @@ def load(
                 item for name in names for item in _block_reads(name, contents.blocks.get(name, ()), regions[name])
             ]
             faults += files.open(reads)
-            if faults or (faults := _altered_lines(reads, list(workers.map(files.fill, reads)))):
+            if faults or (faults := _describe_altered_files(reads, list(workers.map(files.fill, reads)))):
                 break
             arrays |= {name: _make_array(contents.arrays[name], wanted[name], regions[name]) for name in names}
     return arrays, faults
@@ -133,9 +142,9 @@ class _Files:
         try:
             # the usual case, the same layout as at the save: the block is read in place
             if len(each.targets) == 1 and first.shape == block.shape and first.flags.c_contiguous:
-                return read(handle, block, _bytes(first))
+                return read_block(handle, block, _bytes(first))
             buffer = np.empty(block.shape, first.dtype)
-            is_good = read(handle, block, _bytes(buffer))
+            is_good = read_block(handle, block, _bytes(buffer))
         except OSError:
             return False
         for target, inside in each.targets:
@@ -161,7 +170,7 @@ def _regions(array: SavedArray, want: jax.ShapeDtypeStruct) -> dict[Box, np.ndar
     size = array.bytes // math.prod(array.shape) if array.bytes else want.dtype.itemsize
     kind = np.dtype(f"u{size}" if size in (1, 2, 4, 8) else f"V{size}")  # copies bytes, whatever their dtype
     indices = want.sharding.addressable_devices_indices_map(array.shape).values()  # pyright: ignore
-    boxes = dict.fromkeys(region_of(index, array.shape) for index in indices if index is not None)
+    boxes = dict.fromkeys(index_to_box(index, array.shape) for index in indices if index is not None)
     return {box: np.empty(box[1], kind) for box in boxes}
 
 
@@ -173,19 +182,19 @@ def _block_reads(path: str, blocks: Sequence[SavedBlock], regions: Mapping[Box, 
             yield BlockRead(path, block, targets)
 
 
-def _altered_lines(needed: Sequence[BlockRead], good: Sequence[bool]) -> list[str]:
+def _describe_altered_files(needed: Sequence[BlockRead], good: Sequence[bool]) -> list[str]:
     altered: dict[str, list[str]] = {}
     for item, is_good in zip(needed, good, strict=True):
         if not is_good:
             altered.setdefault(item.block.file, []).append(item.path)
-    return [altered_line(file, paths) for file, paths in altered.items()]
+    return [describe_altered_file(file, paths) for file, paths in altered.items()]
 
 
 def _make_array(array: SavedArray, want: jax.ShapeDtypeStruct, regions: Mapping[Box, np.ndarray]) -> jax.Array:
     def part(index: Slices) -> Any:
-        data = regions[region_of(index, array.shape)]
+        data = regions[index_to_box(index, array.shape)]
         if is_key(want.dtype):
-            return jax.random.wrap_key_data(jnp.asarray(_numbers(data)), impl=_impl(want))
+            return jax.random.wrap_key_data(jnp.asarray(_key_words(data)), impl=_key_impl(want))
         if not data.size:
             return np.empty(data.shape, want.dtype)
         return data.view(jnp.dtype(array.dtype)).astype(want.dtype, copy=False)
@@ -193,12 +202,12 @@ def _make_array(array: SavedArray, want: jax.ShapeDtypeStruct, regions: Mapping[
     return jax.make_array_from_callback(array.shape, want.sharding, part, dtype=want.dtype)  # pyright: ignore
 
 
-def _numbers(keys: np.ndarray) -> np.ndarray:
+def _key_words(keys: np.ndarray) -> np.ndarray:
     """Key data: the uint32 words of keys, along a new last dim."""
     return keys.reshape(-1).view(np.uint32).reshape(*keys.shape, keys.itemsize // 4)
 
 
-def _impl(want: jax.ShapeDtypeStruct) -> Any:
+def _key_impl(want: jax.ShapeDtypeStruct) -> Any:
     names = ("threefry2x32", "rbg", "unsafe_rbg")
     return {jax.eval_shape(partial(jax.random.key, impl=name), 0).dtype: name for name in names}[want.dtype]
 
@@ -233,10 +242,16 @@ def copy_to_host(state: Mapping[str, jax.Array]) -> list[HostBlock]:
     Args:
       state: Path to array, the same on all processes.
     """
-    parts = [part for number, (path, leaf) in enumerate(state.items()) for part in _parts(path, leaf, number)]
+    parts = [
+        part for number, (path, leaf) in enumerate(state.items()) for part in _regions_to_write(path, leaf, number)
+    ]
     for _, _, data, _ in parts:
         data.copy_to_host_async()  # starts all copies before waiting for the first
-    return [block for path, region, data, boxes in parts for block in _cut(path, region, _on_host(data), boxes)]
+    return [
+        block
+        for path, region, data, boxes in parts
+        for block in _split_into_blocks(path, region, _copy_shard_to_host(data), boxes)
+    ]
 
 
 def write(file: Path, process: int, parts: Sequence[HostBlock]) -> dict[str, list[SavedBlock]]:
@@ -270,15 +285,15 @@ def write(file: Path, process: int, parts: Sequence[HostBlock]) -> dict[str, lis
     return result
 
 
-def _parts(path: str, leaf: jax.Array, number: int) -> Iterator[tuple[str, Box, jax.Array, list[Box]]]:
+def _regions_to_write(path: str, leaf: jax.Array, number: int) -> Iterator[tuple[str, Box, jax.Array, list[Box]]]:
     """Yields (path, region, its data on a device, boxes) for the regions of an array that this process writes."""
     process, data = jax.process_index(), jax.random.key_data(leaf) if is_key(leaf.dtype) else leaf
     holders: dict[Box, set[int]] = {}
     for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
-        holders.setdefault(region_of(index, leaf.shape), set()).add(device.process_index)
+        holders.setdefault(index_to_box(index, leaf.shape), set()).add(device.process_index)
     shards: dict[Box, list[jax.Array]] = {}
     for shard in data.addressable_shards:
-        shards.setdefault(region_of(shard.index, leaf.shape), []).append(shard.data)
+        shards.setdefault(index_to_box(shard.index, leaf.shape), []).append(shard.data)
     for region, copies in shards.items():
         boxes, writers = list(cut_boxes(region[1], leaf.dtype.itemsize)), sorted(holders[region])
         # each array starts with another process: else the first process would write all small arrays
@@ -288,14 +303,14 @@ def _parts(path: str, leaf: jax.Array, number: int) -> Iterator[tuple[str, Box, 
             yield path, region, copies[number % len(copies)], boxes[first:last]
 
 
-def _cut(path: str, region: Box, data: np.ndarray, boxes: list[Box]) -> Iterator[HostBlock]:
+def _split_into_blocks(path: str, region: Box, data: np.ndarray, boxes: list[Box]) -> Iterator[HostBlock]:
     for start, shape in boxes:
         part = data[(*(slice(first, first + size) for first, size in zip(start, shape, strict=True)), ...)]
         content = part.reshape(-1).view(np.uint8).data  # no copy: a box is contiguous
         yield HostBlock(path, tuple(map(sum, zip(region[0], start, strict=True))), shape, content)
 
 
-def _on_host(data: jax.Array) -> np.ndarray:
+def _copy_shard_to_host(data: jax.Array) -> np.ndarray:
     """Copies an array of one device to new host memory, in C order."""
     value = np.asarray(data)
     # on a CPU device NumPy shares the device's memory, which the next step may reuse

@@ -39,13 +39,13 @@ class SavedBlock:
     @property
     def file(self) -> str:
         """Path of its file within the checkpoint."""
-        return file_of(self.process)
+        return process_file(self.process)
 
 
-def file_of(process: int) -> str:
+def process_file(process: int) -> str:
     """Path within a checkpoint of the file that a process writes.
 
-    >>> file_of(3)
+    >>> process_file(3)
     'arrays/00003'
     """
     return f"{FOLDER}/{process:05d}"
@@ -81,7 +81,7 @@ def digest(content: bytes | memoryview) -> str:
 def sizes(blocks: Mapping[str, Sequence[SavedBlock]]) -> dict[str, int]:
     """Path to size in bytes of the files that hold the blocks."""
     result: dict[str, int] = {}
-    for block in _all(blocks):
+    for block in _all_blocks(blocks):
         result[block.file] = max(result.get(block.file, 0), block.at + block.bytes)
     return result
 
@@ -103,14 +103,14 @@ def find_misfit(shapes: Mapping[str, tuple[tuple[int, ...], int]], blocks: Mappi
     if missing := [path for path, (_, size) in shapes.items() if size and path not in blocks]:
         return f"{missing[0]!r:.100} has no blocks"
     ends: dict[str, int] = {}
-    for item in sorted(_all(blocks), key=lambda block: (block.process, block.at)):
+    for item in sorted(_all_blocks(blocks), key=lambda block: (block.process, block.at)):
         if item.at != ends.get(item.file, 0):
             return f"{item.file} has a gap at byte {ends.get(item.file, 0)}"
         ends[item.file] = item.at + item.bytes
     return ""
 
 
-def read(handle: int, block: SavedBlock, into: memoryview) -> bool:
+def read_block(handle: int, block: SavedBlock, into: memoryview) -> bool:
     """Reads the bytes of a block into memory, and returns whether their hash is right.
 
     Raises:
@@ -125,32 +125,32 @@ def read(handle: int, block: SavedBlock, into: memoryview) -> bool:
     return digest(into) == block.hash
 
 
-def altered_files(folder: Path, blocks: Mapping[str, Sequence[SavedBlock]], files: Iterable[str]) -> list[str]:
+def find_altered_files(folder: Path, blocks: Mapping[str, Sequence[SavedBlock]], files: Iterable[str]) -> list[str]:
     """Returns a line for each of these files that has an altered block or cannot be read."""
     lines: dict[str, str] = {}
     for file in files:
         pairs = [(path, block) for path, group in blocks.items() for block in group if block.file == file]
         try:
-            altered_paths = _altered_paths(folder / file, pairs)
+            altered_paths = _find_altered_arrays(folder / file, pairs)
         except OSError as error:
             lines[file] = f"{file} cannot be read: {error.strerror}"
             continue
         if altered_paths:
-            lines[file] = altered_line(file, altered_paths)
+            lines[file] = describe_altered_file(file, altered_paths)
     return list(lines.values())
 
 
-def altered_line(file: str, paths: Sequence[str]) -> str:
+def describe_altered_file(file: str, paths: Sequence[str]) -> str:
     """The line for a file in which blocks of these arrays are altered."""
     suffix = f", and {len(paths) - 1} blocks more" if paths[1:] else ""
     return f"{file} is altered: {paths[0]}{suffix}"
 
 
-def _altered_paths(path: Path, pairs: Sequence[tuple[str, SavedBlock]]) -> list[str]:
+def _find_altered_arrays(path: Path, pairs: Sequence[tuple[str, SavedBlock]]) -> list[str]:
     handle = os.open(path, os.O_RDONLY)
 
     def is_good(item: tuple[str, SavedBlock]) -> bool:
-        return read(handle, item[1], memoryview(bytearray(item[1].bytes)))
+        return read_block(handle, item[1], memoryview(bytearray(item[1].bytes)))
 
     try:
         if sum(item.bytes for _, item in pairs) < SMALL:
@@ -163,7 +163,7 @@ def _altered_paths(path: Path, pairs: Sequence[tuple[str, SavedBlock]]) -> list[
     return [name for (name, _), is_good_block in zip(pairs, flags, strict=True) if not is_good_block]
 
 
-def _all(blocks: Mapping[str, Sequence[SavedBlock]]) -> Iterator[SavedBlock]:
+def _all_blocks(blocks: Mapping[str, Sequence[SavedBlock]]) -> Iterator[SavedBlock]:
     for array_blocks in blocks.values():
         yield from array_blocks
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pydantic
 
-from jaxpar.checkpoint.blocks import FOLDER, SavedBlock, altered_files, find_misfit, sizes
+from jaxpar.checkpoint.blocks import FOLDER, SavedBlock, find_altered_files, find_misfit, sizes
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.files import content_hash, sync
 
@@ -214,7 +214,7 @@ def check(folder: Path, *, content: bool = True) -> list[str]:
         if actual[name] != expected[name]
     ]
     if content:
-        faults += altered_files(folder, data.blocks, [name for name in files if actual[name] == expected[name]])
+        faults += find_altered_files(folder, data.blocks, [name for name in files if actual[name] == expected[name]])
     return faults
 
 

@@ -19,7 +19,7 @@ from jaxpar.errors import JaxparError, Problem
 from jaxpar.optim.eval_params import EvalSource, eval_sources
 
 
-class Damaged(JaxparError):
+class DamagedCheckpoint(JaxparError):
     """A checkpoint with a file that is altered, truncated, missing or added.
 
     Args:
@@ -38,16 +38,16 @@ def read_manifest(path: Path) -> Manifest:
     """Reads the MANIFEST of a checkpoint, and checks names and sizes of its files.
 
     Raises:
-      Damaged: If a file is missing or has another size, or the MANIFEST is altered.
+      DamagedCheckpoint: If a file is missing or has another size, or the MANIFEST is altered.
     """
     # the first process alone checks names and sizes: the disk is shared
     faults = manifest.check(path, content=False) if processes.is_first() else []
-    _agree(path, faults)
+    _check_all_processes(path, faults)
     try:
         contents, faults = manifest.read(path), []
     except JaxparError as error:
         contents, faults = None, [problem.got for problem in error.problems]
-    _agree(path, faults)
+    _check_all_processes(path, faults)
     return contents or manifest.read(path)
 
 
@@ -60,10 +60,10 @@ def read_arrays(path: Path, contents: Manifest, wanted: Mapping[str, jax.ShapeDt
       wanted: Path to shape, dtype and sharding of the arrays to load; a saved array is cast to this dtype.
 
     Raises:
-      Damaged: If a byte that any process reads is not as it was written.
+      DamagedCheckpoint: If a byte that any process reads is not as it was written.
     """
     result, faults = load(path, contents, wanted)
-    _agree(path, faults)
+    _check_all_processes(path, faults)
     return result
 
 
@@ -71,7 +71,7 @@ def read_evaluated(path: Path, contents: Manifest, wanted: Mapping[str, jax.Shap
     """Like `read_arrays`, but returns the parameters to evaluate: see `jaxpar.optim.eval_params`.
 
     Raises:
-      Damaged: If a byte that any process reads is not as it was written.
+      DamagedCheckpoint: If a byte that any process reads is not as it was written.
     """
     eval_copies = {
         f"params/{name}": copy for name, copy in evaluation_copies(contents).items() if f"params/{name}" in wanted
@@ -119,6 +119,6 @@ def evaluation_copies(contents: Manifest) -> dict[str, EvalSource]:
     return eval_sources(name for name in contents.arrays if name.startswith("optimizer/"))
 
 
-def _agree(path: Path, wrong: list[str]) -> None:
+def _check_all_processes(path: Path, wrong: list[str]) -> None:
     if all_wrong := processes.gather_lines(wrong):
-        raise Damaged(path, all_wrong)
+        raise DamagedCheckpoint(path, all_wrong)

@@ -26,7 +26,7 @@ from jaxpar.exchange.global_model import merge_replicas, several_models
 from jaxpar.parallel.layout import Layout
 
 
-def replicas_of(layout: Layout) -> SavedReplicas | None:
+def describe_replicas(layout: Layout) -> SavedReplicas | None:
     """Returns the replicas in a layout's checkpoints; None if all replicas make the same step."""
     exchange = layout.parallel.exchange
     if not exchange.per_replica:
@@ -60,18 +60,20 @@ def read_as_one(path: Path, contents: Manifest, wanted: Mapping[str, jax.ShapeDt
       wanted: Path to shape, dtype and sharding, without a replica dim.
 
     Raises:
-      Damaged: If a byte that any process reads is not as it was written.
+      DamagedCheckpoint: If a byte that any process reads is not as it was written.
       JaxparError: If its replicas are several models.
     """
-    return _read(path, contents, wanted, reading.read_evaluated)
+    return _read_each_replica(path, contents, wanted, reading.read_evaluated)
 
 
 def read_to_train(path: Path, contents: Manifest, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """Loads the arrays of the global model, with the trained parameters."""
-    return _read(path, contents, wanted, reading.read_arrays)
+    return _read_each_replica(path, contents, wanted, reading.read_arrays)
 
 
-def _read(path: Path, contents: Manifest, wanted: Mapping[str, jax.ShapeDtypeStruct], get) -> dict[str, jax.Array]:
+def _read_each_replica(
+    path: Path, contents: Manifest, wanted: Mapping[str, jax.ShapeDtypeStruct], get
+) -> dict[str, jax.Array]:
     replicas = contents.replicas
     if replicas is None:
         return get(path, contents, wanted)
@@ -153,7 +155,7 @@ def read(path: Path, contents: Manifest, like: Any, *, how: str, run: str) -> tu
       run: The name of the checkpoint on the command line.
 
     Raises:
-      Damaged: If a byte is not as it was written.
+      DamagedCheckpoint: If a byte is not as it was written.
       JaxparError: If it does not fit, before any array is read; the message has every difference by path.
     """
     wanted = array_files.flatten(like)
@@ -211,9 +213,11 @@ def describe_changed(saved: Mapping[str, SavedArray], wanted: Wanted, how: str) 
     """
     differ = _have_replicas(wanted)
     result = {
-        path: jax.ShapeDtypeStruct((saved[path].shape[0], *want.shape[1:]), want.dtype, sharding=_whole(want.sharding))
+        path: jax.ShapeDtypeStruct(
+            (saved[path].shape[0], *want.shape[1:]), want.dtype, sharding=_replicated_over_data(want.sharding)
+        )
         for path, want in wanted.items()
-        if (differ or path.startswith("exchange/")) and path in saved and _other_number(saved[path].shape, want)
+        if (differ or path.startswith("exchange/")) and path in saved and _has_other_count(saved[path].shape, want)
     }
     if result and how == "same":
         path = next(iter(result))
@@ -240,7 +244,7 @@ def convert(arrays: Mapping[str, jax.Array], wanted: Wanted, how: str) -> dict[s
 def _convert(x: jax.Array, want: jax.ShapeDtypeStruct, how: str) -> jax.Array:
     count = want.shape[0]
 
-    def one(x: jax.Array) -> jax.Array:
+    def convert_array(x: jax.Array) -> jax.Array:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             fold = lambda key, replica: jax.random.fold_in(key, replica)  # noqa: E731
             fold_all = jax.vmap(lambda replica: jax.vmap(lambda key: fold(key, replica))(x[0].reshape(-1)))
@@ -248,7 +252,7 @@ def _convert(x: jax.Array, want: jax.ShapeDtypeStruct, how: str) -> jax.Array:
         mean = how == "mean" and jnp.issubdtype(x.dtype, jnp.floating)
         return jnp.broadcast_to(jnp.mean(x, axis=0).astype(x.dtype) if mean else x[0], want.shape)
 
-    return jax.jit(one, out_shardings=want.sharding)(x)
+    return jax.jit(convert_array, out_shardings=want.sharding)(x)
 
 
 def _have_replicas(wanted: Wanted) -> bool:
@@ -260,11 +264,11 @@ def _is_per_replica(want: jax.ShapeDtypeStruct) -> bool:
     return isinstance(want.sharding, NamedSharding) and tuple(want.sharding.spec)[:1] == (AXIS,)
 
 
-def _other_number(shape: tuple[int, ...], want: jax.ShapeDtypeStruct) -> bool:
+def _has_other_count(shape: tuple[int, ...], want: jax.ShapeDtypeStruct) -> bool:
     same = len(shape) == len(want.shape) and shape[1:] == want.shape[1:]
     return _is_per_replica(want) and same and shape[0] != want.shape[0]
 
 
-def _whole(sharding: NamedSharding) -> NamedSharding:
+def _replicated_over_data(sharding: NamedSharding) -> NamedSharding:
     spec = tuple(sharding.spec)[1:]
     return NamedSharding(sharding.mesh, PartitionSpec(None, *spec), memory_kind=sharding.memory_kind)

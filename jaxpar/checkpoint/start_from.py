@@ -44,7 +44,7 @@ class Origin:
 
     Attributes:
       checkpoint: The checkpoint.
-      taken: Path in the job to path in the checkpoint.
+      source_paths: Path in the job to path in the checkpoint.
       fresh: Paths in the job that are initialized anew.
       unused: Paths in the checkpoint that are not taken.
       evaluated: Number of arrays whose evaluated form (such as an average) differs from the trained one.
@@ -52,15 +52,15 @@ class Origin:
     """
 
     checkpoint: Path
-    taken: Mapping[str, str]
+    source_paths: Mapping[str, str]
     fresh: tuple[str, ...]
     unused: tuple[str, ...]
     evaluated: int = 0
     replicas: SavedReplicas | None = None
 
     def __str__(self) -> str:
-        renamed = sum(job_path != saved_path for job_path, saved_path in self.taken.items())
-        parts = [f"{len(self.taken)} arrays taken from {self.checkpoint}"]
+        renamed = sum(job_path != saved_path for job_path, saved_path in self.source_paths.items())
+        parts = [f"{len(self.source_paths)} arrays taken from {self.checkpoint}"]
         parts += [f"{renamed} of them renamed"] if renamed else []
         parts += [f"from {self.replicas}"] if self.replicas else []
         parts += [f"{self.evaluated} of them as they are evaluated, not as they are trained"] if self.evaluated else []
@@ -87,16 +87,16 @@ def start(
       JaxparError: If the checkpoint is damaged, a pattern matches nothing, or an array does not fit.
     """
     path, manifest, int8, origin = _resolve(spec, state, layout)
-    job_replicas = saved_replicas.replicas_of(layout)
+    job_replicas = saved_replicas.describe_replicas(layout)
     saved = saved_replicas.describe_as_one(manifest.arrays, manifest.replicas)
     targets = saved_replicas.describe_as_one(array_files.describe(state), job_replicas)
     leaves = array_files.flatten(state)
-    for name in [name for name in origin.taken if name in int8]:
+    for name in [name for name in origin.source_paths if name in int8]:
         matrix, scales = f"params/{name}", f"params/{SCALES}/{name}"
         sharding, adapter, source = (
             (leaves[matrix].sharding, leaves[scales].sharding),
             int8[name],
-            _full_path(origin.taken[name], saved),
+            _full_path(origin.source_paths[name], saved),
         )
         abstract = jax.ShapeDtypeStruct(leaves[matrix].shape, adapter.float_dtype, sharding=sharding[0])
         loaded = saved_replicas.read_as_one(path, manifest, {source: abstract})
@@ -104,7 +104,7 @@ def start(
         # waits, so that no two matrices are in floats at once
         leaves[matrix], leaves[scales] = jax.block_until_ready(quantize(loaded.pop(source)))
     requests = {}
-    for name, source in origin.taken.items():
+    for name, source in origin.source_paths.items():
         if name in int8:
             continue
         leaf, full_name = leaves[_full_path(name, targets)], _full_path(name, targets)
@@ -117,7 +117,7 @@ def start(
     loaded = saved_replicas.read_as_one(path, manifest, requests)
     new_arrays = {
         _full_path(name, targets): loaded[_full_path(source, saved)]
-        for name, source in origin.taken.items()
+        for name, source in origin.source_paths.items()
         if name not in int8
     }
     if job_replicas is not None:
@@ -181,7 +181,10 @@ def _resolve(spec: Checkpoints, state: State, layout: Layout) -> tuple[Path, Man
     if manifest.replicas and manifest.replicas.model == NO_MODEL:
         raise several_models(manifest.replicas.exchange)
     adapters, constants = layout.blueprint.adapters, layout.blueprint.constants
-    sides = (array_files.describe(state), saved_replicas.replicas_of(layout)), (manifest.arrays, manifest.replicas)
+    sides = (
+        (array_files.describe(state), saved_replicas.describe_replicas(layout)),
+        (manifest.arrays, manifest.replicas),
+    )
     job, saved = (
         {k: x for k, x in _takable(saved_replicas.describe_as_one(*side)).items() if k not in constants}
         for side in sides
@@ -190,7 +193,7 @@ def _resolve(spec: Checkpoints, state: State, layout: Layout) -> tuple[Path, Man
         {} if any(has_prefix(name, SCALES) for name in saved) else {k: x for k, x in adapters.items() if x.float_dtype}
     )
     origin = plan(spec, path, saved, _as_floats(job, int8))
-    evaluated = len(reading.evaluation_copies(manifest).keys() & set(origin.taken.values()))
+    evaluated = len(reading.evaluation_copies(manifest).keys() & set(origin.source_paths.values()))
     return path, manifest, int8, dataclasses.replace(origin, evaluated=evaluated, replicas=manifest.replicas)
 
 
@@ -244,7 +247,9 @@ def plan(spec: Checkpoints, path: Path, saved: Mapping[str, SavedArray], wanted:
         raise JaxparError(*mistakes, *_misfit_problems(misfits, [name for name in names if name not in bad_names]))
     sources = {name: renames[name] for name in names}
     fresh = tuple(name for name in wanted if name not in sources)
-    return Origin(checkpoint=path, taken=sources, fresh=fresh, unused=tuple(sorted(set(saved) - set(sources.values()))))
+    return Origin(
+        checkpoint=path, source_paths=sources, fresh=fresh, unused=tuple(sorted(set(saved) - set(sources.values())))
+    )
 
 
 def _misfit_problems(found: list[Difference], good: list[str]) -> list[Problem]:

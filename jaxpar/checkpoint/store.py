@@ -30,7 +30,7 @@ def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=4)
 
 
-class HalfWritten(JaxparError):
+class PartialWrite(JaxparError):
     """Raised if this process cannot write its part while others wait: the run must restart from the last checkpoint."""
 
     status = LOST
@@ -59,7 +59,7 @@ class Store:
     on_commit: Callable[[], None] | None = None
     replicas: manifest.SavedReplicas | None = None
     _pending: writing.PendingWrite | None = field(default=None, init=False)
-    _unsaved: JaxparError | None = field(default=None, init=False)
+    _disk_error: JaxparError | None = field(default=None, init=False)
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints, oldest first; `restore` verifies their content."""
@@ -87,11 +87,11 @@ class Store:
             processes.is_multiprocess() and processes.is_first() and shutil.disk_usage(self.folder).free < needed
         )
         if processes.broadcast(lacks_space):
-            self._full(step, needed)
+            self._note_full_disk(step, needed)
         else:
             self._pending = writing.begin(self.folder, step, state, scores, self.replicas)
             if self.on_commit:
-                self._pending = writing.then(self._pending, self.on_commit)
+                self._pending = writing.run_after_commit(self._pending, self.on_commit)
 
     def score(self, step: int, scores: dict[str, float]) -> None:
         """Adds scores to the MANIFEST of a checkpoint that is saved already, or is still being written.
@@ -102,7 +102,7 @@ class Store:
         if not processes.is_first():
             return
         if self._pending is not None and self._pending.step == step:
-            self._pending = writing.then(self._pending, partial(self._score, step, scores))
+            self._pending = writing.run_after_commit(self._pending, partial(self._score, step, scores))
         elif self.path(step).is_dir():
             self._score(step, scores)
             self._delete_old()
@@ -121,17 +121,17 @@ class Store:
         write.worker.shutdown()
         if error is None:
             processes.broadcast(0)  # a barrier: the first has renamed it, so that all list the same steps from here on
-            self._unsaved = None
+            self._disk_error = None
             if processes.is_first():
                 self._delete_old()
         elif processes.is_multiprocess():
-            raise HalfWritten(*self._failed(write, error).problems) from error
+            raise PartialWrite(*self._write_error(write, error).problems) from error
         else:
             # one process can go on without this checkpoint: what it wrote is deleted, which frees the disk again
             writing.remove(self.folder, write.step)
-            if _code(error) not in FULL:
-                raise self._failed(write, error) from error
-            self._full(write.step, write.bytes)
+            if _errno(error) not in FULL:
+                raise self._write_error(write, error) from error
+            self._note_full_disk(write.step, write.bytes)
 
     def finish(self) -> None:
         """Waits for the last write of a run.
@@ -140,8 +140,8 @@ class Store:
           JaxparError: If it failed for any reason, since the last steps are then not saved.
         """
         self.wait()
-        if self._unsaved is not None:
-            raise self._unsaved
+        if self._disk_error is not None:
+            raise self._disk_error
 
     def close(self) -> None:
         """Waits for a current write, only on this process, so that a run that fails still has the checkpoint.
@@ -153,7 +153,7 @@ class Store:
             error = write.future.exception()
             write.worker.shutdown()
             if error is not None:
-                self.say(str(self._failed(write, error)))
+                self.say(str(self._write_error(write, error)))
 
     def restore(self, like: Any, step: int | None = None) -> tuple[Any, int]:
         """Loads the state of a checkpoint with the shardings of `like`; returns it and its step.
@@ -172,10 +172,12 @@ class Store:
             path = self.path(candidate)
             try:
                 contents = reading.read_manifest(path)
-                arrays, note = saved_replicas.read(path, contents, like, how=self.spec.replicas, run=str(_run_of(path)))
-                if (saved_step := _step_of(arrays)) not in (None, candidate):
-                    raise reading.Damaged(path, [f"its state is of step {saved_step}"])
-            except reading.Damaged as found:
+                arrays, note = saved_replicas.read(
+                    path, contents, like, how=self.spec.replicas, run=str(_run_folder(path))
+                )
+                if (saved_step := _state_step(arrays)) not in (None, candidate):
+                    raise reading.DamagedCheckpoint(path, [f"its state is of step {saved_step}"])
+            except reading.DamagedCheckpoint as found:
                 damaged[candidate] = found.faults
                 continue
             # set aside only now: if none is good, all stay in place for the user to inspect
@@ -187,7 +189,7 @@ class Store:
             return array_files.unflatten(like, arrays), candidate
         if damaged:
             raise JaxparError(*self._problems(damaged))
-        raise _refuse_none(self.folder, step)
+        raise _no_checkpoint_error(self.folder, step)
 
     def set_aside_after(self, step: int) -> list[str]:
         """Sets aside the checkpoints after the step from which training goes on; returns their new names.
@@ -222,7 +224,7 @@ class Store:
             )
             result.append(
                 Problem(
-                    f"checkpoint {self.path(step)} is damaged: {_few(faults)}",
+                    f"checkpoint {self.path(step)} is damaged: {_join_first(faults)}",
                     "every byte has the hash that the MANIFEST lists, and the folder the name of its step",
                     f"another step ({choices})" if choices else "train anew, in another run.dir",
                 )
@@ -250,11 +252,11 @@ class Store:
                 raise
             self.say(f"the scores of step {step} are not saved: the disk of {self.folder} is full")
 
-    def _full(self, step: int, needed: int) -> None:
+    def _note_full_disk(self, step: int, needed: int) -> None:
         free = shutil.disk_usage(self.folder).free
         last_steps = self.steps()[-1:]
-        is_new = self._unsaved is None
-        self._unsaved = refuse(
+        is_new = self._disk_error is None
+        self._disk_error = refuse(
             f"step {step} is not saved: the disk of {self.folder} is full ({show_bytes(needed)} needed, "
             f"{show_bytes(free)} free)",
             rule="the disk has free space for one checkpoint more than are kept",
@@ -263,13 +265,13 @@ class Store:
         )
         if is_new and processes.is_first():
             self.say(
-                f"{self._unsaved.problems[0].got}; training goes on, "
+                f"{self._disk_error.problems[0].got}; training goes on, "
                 + (f"step {last_steps[0]} stays the last that is saved, " if last_steps else "nothing is saved yet, ")
                 + "and the next checkpoint is tried"
             )
 
-    def _failed(self, write: writing.PendingWrite, error: BaseException) -> JaxparError:
-        code = _code(error)
+    def _write_error(self, write: writing.PendingWrite, error: BaseException) -> JaxparError:
+        code = _errno(error)
         cause = errno.errorcode.get(code, str(code)) if code else (str(error) or type(error).__name__).splitlines()[0]
         return refuse(
             f"step {write.step} is not saved in {self.folder}: {cause:.160}",
@@ -293,25 +295,25 @@ class Store:
                 shutil.rmtree(path.rename(path.with_name(path.name + listing.DELETED)))
 
 
-def _few(wrong: list[str]) -> str:
+def _join_first(wrong: list[str]) -> str:
     return "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if wrong[3:] else "")
 
 
-def _code(error: BaseException) -> int | None:
+def _errno(error: BaseException) -> int | None:
     return error.errno if isinstance(error, OSError) else None
 
 
-def _step_of(arrays: Mapping[str, Any]) -> int | None:
+def _state_step(arrays: Mapping[str, Any]) -> int | None:
     """The `step` of a state; None if it has none."""
     step = arrays.get("step")
     return None if step is None or step.shape else int(step)
 
 
-def _run_of(path: Path) -> Path:
+def _run_folder(path: Path) -> Path:
     return path.parent.parent if path.parent.name == "checkpoints" else path
 
 
-def _refuse_none(folder: Path, step: int | None) -> JaxparError:
+def _no_checkpoint_error(folder: Path, step: int | None) -> JaxparError:
     return refuse(
         f"no {'good ' * (not step)}checkpoint {'' if step is None else f'of step {step} '}in {folder}",
         rule="a run is resumed from a checkpoint",

@@ -19,7 +19,7 @@ import jax
 import pydantic
 
 from jaxpar.checkpoint import array_files, listing, manifest, processes
-from jaxpar.checkpoint.blocks import SavedBlock, file_of
+from jaxpar.checkpoint.blocks import SavedBlock, process_file
 from jaxpar.checkpoint.spec import Checkpoints
 from jaxpar.files import sync
 
@@ -59,26 +59,26 @@ def begin(
     return PendingWrite(step=step, bytes=sum(array.bytes for array in arrays.values()), future=future, worker=worker)
 
 
-def then(write: PendingWrite, act: Callable[[], None]) -> PendingWrite:
+def run_after_commit(write: PendingWrite, act: Callable[[], None]) -> PendingWrite:
     """Adds an action that runs on the write's thread once the checkpoint is committed."""
 
-    def _then() -> None:
+    def wait_and_run() -> None:
         write.future.result()
         act()
 
-    return dataclasses.replace(write, future=write.worker.submit(_then))
+    return dataclasses.replace(write, future=write.worker.submit(wait_and_run))
 
 
 def _finish(parts: list[array_files.HostBlock], writing: Path, final: Path, number: int, about: dict[str, Any]) -> None:
     """Writes the blocks of this process; the first process then writes the MANIFEST and renames the folder."""
     process = jax.process_index()
-    file = writing / file_of(process)
+    file = writing / process_file(process)
 
-    def written() -> str:
+    def write_blocks() -> str:
         file.parent.mkdir(parents=True, exist_ok=True)
         return _BLOCKS.dump_json(array_files.write(file, process, parts)).decode()
 
-    texts = processes.gather_to_first(f"jaxpar/checkpoint/{number}", written)
+    texts = processes.gather_to_first(f"jaxpar/checkpoint/{number}", write_blocks)
     if processes.is_first():
         blocks: dict[str, list[SavedBlock]] = {}
         for text in texts:

@@ -16,5 +16,5 @@ neither layouts nor jobs.
 
 To read a new form of XLA's text: its pattern next to the others of its file (`text` for instructions, `replica_groups`
 for groups), and the text itself under `tests/hlo`. To recognise one more kind of value: a clue in
-`attribution.ArrayCauses.cause_of`.
+`attribution.ArrayCauses.find_cause`.
 """

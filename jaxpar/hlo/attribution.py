@@ -153,7 +153,7 @@ class ArrayCauses:
             # chunks; each with any neighbouring dims merged, as XLA flattens arrays around collectives and matmuls
             for paths_by_shape, shapes in ((self._whole, unsharded), (self._shards, [argument.shard])):
                 skip = 1 if argument.stacked else 0  # the layer dim of a stack is never merged
-                tails = {merged for shape in shapes for merged in _merged_shapes(shape[skip:])}
+                tails = {merged for shape in shapes for merged in _merge_dims(shape[skip:])}
                 heads = {shape[:skip] for shape in shapes}
                 heads |= {(*chunk_dims, head[0] // chunks) for head in heads if head for chunk_dims in ((), (chunks,))}
                 for key in {_key(tail) for tail in tails} | {_key((*head, *tail)) for head in heads for tail in tails}:
@@ -173,7 +173,9 @@ class ArrayCauses:
         paths = [path for path, shapes in self._stacks.items() if tuple(dims) in shapes]
         return join_names(paths) if paths else None
 
-    def _moved(self, array: HloArray, kind: str, axes: set[str], label: str, *, summed: bool) -> list[str]:
+    def _candidate_parameters(
+        self, array: HloArray, kind: str, axes: set[str], label: str, *, summed: bool
+    ) -> list[str]:
         """Returns the parameters that a collective may send, judging by its shape and axes."""
         # a gather's result and a scatter's operand are unsharded: matching shards too would find wrong parameters
         shards = kind not in ("all-gather", "reduce-scatter")
@@ -195,7 +197,7 @@ class ArrayCauses:
         paths = set(_SCOPED.findall(label))
         return paths.pop().replace(".", "/") if len(paths) == 1 else None
 
-    def cause_of(
+    def find_cause(
         self, trace: DataFlow, op: Op, operand: Op, arrays: Sequence[HloArray], *, kind: str, axes: Iterable[str]
     ) -> Cause:
         """Finds the cause of an instruction's operand.
@@ -212,16 +214,16 @@ class ArrayCauses:
           axes: Axes of the collective. A parameter is gathered over the axes that split it; its gradient is summed over
             the axes that split examples.
         """
-        maker = trace.maker(operand.name) or op
+        producer = trace.producer(operand.name) or op
         label = trace.label(op)
-        backward = is_backward(maker.label) or is_backward(label)
-        frame = users_frame(trace.module.stack(maker) or trace.module.stack(op))
+        backward = is_backward(producer.label) or is_backward(label)
+        frame = user_frame(trace.module.stack(producer) or trace.module.stack(op))
         source = f"{Path(frame.file).name}:{frame.line}" if frame else ""
-        operation = shorten(maker.label)
+        operation = shorten_label(producer.label)
         if MESSAGE in label:
-            sender = users_frame(trace.module.stack(op))
+            sender = user_frame(trace.module.stack(op))
             location = f"{Path(sender.file).name}:{sender.line}" if sender else ""
-            return Cause(STAGE_TO_STAGE, location, shorten(label), False, ())
+            return Cause(STAGE_TO_STAGE, location, shorten_label(label), False, ())
         if exchanged := _EXCHANGED.search(label):
             return Cause(exchanged[0], source, operation, backward, ())
         number = trace.argument_number(operand.name)
@@ -229,11 +231,15 @@ class ArrayCauses:
             argument = self.arguments[number]
             if argument.role in ("parameters", "arguments"):
                 return Cause(argument.path, source, operation, False, (argument.path,))
-        if scope_path := self.scope(maker.label):
+        if scope_path := self.scope(producer.label):
             return Cause(scope_path, source, operation, backward, (scope_path,))
-        is_sum = GRADIENT in label or GRADIENT in maker.label
+        is_sum = GRADIENT in label or GRADIENT in producer.label
         candidates = next(
-            (paths for array in arrays if (paths := self._moved(array, kind, set(axes), maker.label, summed=is_sum))),
+            (
+                paths
+                for array in arrays
+                if (paths := self._candidate_parameters(array, kind, set(axes), producer.label, summed=is_sum))
+            ),
             [],
         )
         if candidates:
@@ -259,10 +265,10 @@ def is_recomputed(label: str) -> bool:
     return AGAIN in label
 
 
-def shorten(label: str) -> str:
+def shorten_label(label: str) -> str:
     """Returns the end of a label, without the names of JAX's transformations and loops.
 
-    >>> shorten("jit(f)/while/body/transpose(jvp(Block))/bsd,df->bsf/dot_general")
+    >>> shorten_label("jit(f)/while/body/transpose(jvp(Block))/bsd,df->bsf/dot_general")
     'bsd,df->bsf/dot_general'
     """
     words = [word for word in re.split(r"/(?![^(]*\))", label) if not word.startswith(_WRAPPERS)]
@@ -272,7 +278,7 @@ def shorten(label: str) -> str:
     return parts[0] if len(parts) == 1 else f"{parts[0]} and {len(parts) - 1} more"
 
 
-def users_frame(stack: Sequence[SourceFrame], enclosing: SourceFrame | None = None) -> SourceFrame | None:
+def user_frame(stack: Sequence[SourceFrame], enclosing: SourceFrame | None = None) -> SourceFrame | None:
     """Returns the innermost line of Python outside of libraries and of jaxpar's code that runs a step.
 
     Without such a line it is `enclosing`, or else the innermost of all.
@@ -300,10 +306,10 @@ def equation_frame(equation: JaxprEqn, enclosing: SourceFrame | None = None) -> 
     traceback = equation.source_info.traceback
     frames = traceback.frames if traceback else ()
     stack = [SourceFrame(frame.file_name, frame.line_num, frame.function_name) for frame in frames]
-    return users_frame(stack, enclosing)
+    return user_frame(stack, enclosing)
 
 
-def is_of_update(equation: JaxprEqn) -> bool:
+def is_update_equation(equation: JaxprEqn) -> bool:
     """Whether an equation of a step's jaxpr belongs to the optimizer or the exchange, not to the model."""
     traceback = equation.source_info.traceback
     return any(
@@ -312,11 +318,11 @@ def is_of_update(equation: JaxprEqn) -> bool:
     )
 
 
-def _merged_shapes(shape: Sequence[int]) -> list[tuple[int, ...]]:
+def _merge_dims(shape: Sequence[int]) -> list[tuple[int, ...]]:
     """Returns all shapes that result from merging neighbouring dims of a shape."""
     if len(shape) < 2 or len(shape) > 6:  # 2^(n-1) choices: more dims are left unmerged
         return [tuple(shape)]
-    tails = _merged_shapes(shape[1:])
+    tails = _merge_dims(shape[1:])
     return [(shape[0], *tail) for tail in tails] + [(shape[0] * tail[0], *tail[1:]) for tail in tails]
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxpar.errors import refuse
-from jaxpar.hlo.attribution import shorten, users_frame
-from jaxpar.hlo.replica_groups import attribute_text, axes_of, parse_groups
+from jaxpar.hlo.attribution import shorten_label, user_frame
+from jaxpar.hlo.replica_groups import attribute_text, axes_of_groups, parse_groups
 from jaxpar.hlo.text import Module, Op, parse
 from jaxpar.mesh.collective import KINDS
 from jaxpar.sharding.names import CHOICE
@@ -39,13 +39,13 @@ def check_branches(program: str | Module, sizes: Mapping[str, int], schedule: "S
     if schedule.phased or (isinstance(program, str) and "conditional(" not in program):
         return
     module = parse(program) if isinstance(program, str) else program
-    for name in _chosen(module):
+    for name in _branch_computations(module):
         for op in module.computations[name]:
-            if _meets_other_stages(op, module, sizes):
+            if _joins_several_stages(op, module, sizes):
                 raise _refusal(op, module, schedule)
 
 
-def _chosen(module: Module) -> list[str]:
+def _branch_computations(module: Module) -> list[str]:
     """Returns the computations in the branches of the executor's conditional, and all computations that these call."""
     names: dict[str, None] = {}
     # XLA may have made a conditional without a label from the executor's: better to count it than to miss it
@@ -59,23 +59,23 @@ def _chosen(module: Module) -> list[str]:
     return list(names)
 
 
-def _meets_other_stages(op: Op, module: Module, sizes: Mapping[str, int]) -> bool:
+def _joins_several_stages(op: Op, module: Module, sizes: Mapping[str, int]) -> bool:
     kind = op.opcode.removesuffix("-start")
     if kind in _ALL_MEET:
         return "is_host_transfer=true" not in op.attributes
     if kind not in KINDS:
         return False
     groups = parse_groups(attribute_text(op.attributes, "replica_groups"), module.partitions)
-    return any(axis.strip("~") == "pipe" for axis in axes_of(groups, sizes))
+    return any(axis.strip("~") == "pipe" for axis in axes_of_groups(groups, sizes))
 
 
 def _refusal(op: Op, module: Module, schedule: "Schedule"):
-    frame = users_frame(module.stack(op))
+    frame = user_frame(module.stack(op))
     location = f" ({Path(frame.file).name}, line {frame.line})" if frame else ""
     phased = "interleaved_phased" if schedule.chunks > 1 else "1f1b_phased"
     return refuse(
-        f"a {op.opcode.removesuffix('-start')} in {shorten(op.label)}{location}, inside of what only some stages of "
-        f"{schedule.name} do",
+        f"a {op.opcode.removesuffix('-start')} in {shorten_label(op.label)}{location}, inside of what only some stages "
+        f"of {schedule.name} do",
         rule="where a table mixes kinds of ops in a tick, a collective inside of one joins devices of one stage alone: "
         "others do something else and never come, so the run would wait for ever",
         fix=f'schedule="{phased}", in whose ticks all stages do the same; or layers that move nothing along a dim that '

@@ -31,10 +31,12 @@ def bytes_accessed(module: Module, computation: str, op: Op) -> int:
         computation_ops = module.ops_by_name[computation]
         body, inputs, results = [op], [computation_ops[name] for name in dict.fromkeys(op.operands)], [op]
     by_name = {instruction.name: instruction for instruction in (*inputs, *body)}
-    return sum(_read(array, body) for array in inputs) + sum(_written(result, by_name) for result in results)
+    return sum(_bytes_read(array, body) for array in inputs) + sum(
+        _bytes_written(result, by_name) for result in results
+    )
 
 
-def _read(array: Op, body: Sequence[Op]) -> int:
+def _bytes_read(array: Op, body: Sequence[Op]) -> int:
     """Returns the bytes that a kernel reads of an array, which may have several names."""
     names = {array.name}
     for alias in body:
@@ -52,7 +54,7 @@ def _read(array: Op, body: Sequence[Op]) -> int:
     return total
 
 
-def _written(result: Op, named: dict[str, Op]) -> int:
+def _bytes_written(result: Op, named: dict[str, Op]) -> int:
     """Returns the bytes that a kernel writes of a result; for an update in place, those of the update."""
     while result.opcode == _ALIAS and result.operands[0] in named:
         result = named[result.operands[0]]

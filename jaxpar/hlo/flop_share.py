@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxpar.hlo.attribution import users_frame
+from jaxpar.hlo.attribution import user_frame
 from jaxpar.hlo.flop import hardware_flop, op_flop, parse_matmuls
 from jaxpar.hlo.text import Module, SourceFrame, parse
 from jaxpar.hlo.traced_flop import ragged_groups, traced_matmuls
@@ -183,5 +183,5 @@ def _lines(module: Module, share: FlopShare) -> list[str]:
 
 def _line(stack: Iterable[SourceFrame]) -> tuple[tuple[str, int], str]:
     """Returns the line and function of the user's code in a stack."""
-    frame = users_frame(list(stack)) or SourceFrame("", 0, "")
+    frame = user_frame(list(stack)) or SourceFrame("", 0, "")
     return (frame.file, frame.line), frame.function.split(".")[-1]

@@ -9,7 +9,7 @@ _SAME = ("bitcast", "copy", "convert", "reshape", "transpose", "copy-start", "co
          "all-gather-done", "all-gather", "all-gather-start", "opt-barrier", "optimization-barrier")  # fmt: skip
 _RESHAPES = ("bitcast", "reshape")
 _SLICES = ("dynamic-slice", "slice")
-_STEPS = 40  # steps back from a value, at most; after that its maker is unknown
+_STEPS = 40  # steps back from a value, at most; after that its producer is unknown
 
 Index = tuple[int, ...]
 
@@ -48,17 +48,21 @@ class DataFlow:
         computation, op = self.places[name]
         # entry i of a loop's result is entry i of its carry: the initial value, or returned by the previous iteration
         if op.opcode == "while" and index:
-            return (op.operands[0], index) if through_loops else _returned(self.module, op.callees[0], index)
+            return (op.operands[0], index) if through_loops else _callee_result(self.module, op.callees[0], index)
         if op.opcode == "parameter" and computation in self.callers:
             caller = self.callers[computation][1]
             if caller.opcode == "while":
                 if index:
-                    return (caller.operands[0], index) if through_loops else _returned(self.module, computation, index)
+                    return (
+                        (caller.operands[0], index)
+                        if through_loops
+                        else _callee_result(self.module, computation, index)
+                    )
                 return None
             number = int(op.operand_text) if op.operand_text.isdigit() else 0
             return (caller.operands[number], index) if number < len(caller.operands) else None
         if op.opcode in ("fusion", "fusion-start", "call", "async-start") and op.callees:
-            return _returned(self.module, op.callees[0], index)
+            return _callee_result(self.module, op.callees[0], index)
         if op.opcode == "get-tuple-element":
             return op.operands[0], (int(op.attribute("index") or 0), *index)
         if op.opcode == "tuple" and index and index[0] < len(op.operands):
@@ -75,7 +79,7 @@ class DataFlow:
 
     def parts(self, op: Op) -> list[Op]:
         """Returns the values that XLA concatenated to send them as one, or the value itself."""
-        op = self._outside(op)
+        op = self._leave_fusions(op)
         concatenation, parameters = op, None
         siblings = self.module.ops_by_name[self.places[op.name][0]]
         if op.opcode == "fusion" and op.callees:
@@ -83,7 +87,7 @@ class DataFlow:
             concatenation = next(node for node in inner if node.root)
             parameters = {node.name: int(node.operand_text) for node in inner if node.opcode == "parameter"}
         if concatenation.opcode != "concatenate" or len(concatenation.arrays[0].dims) != 1:
-            return [_unflattened(self.module, op, siblings)]
+            return [_undo_reshapes(self.module, op, siblings)]
         operands = []
         for name in concatenation.operands:
             if parameters is None:
@@ -92,9 +96,9 @@ class DataFlow:
                 operands.append(siblings[op.operands[parameters[name]]])
             else:
                 return [op]
-        return [_unflattened(self.module, node, siblings) for node in operands]
+        return [_undo_reshapes(self.module, node, siblings) for node in operands]
 
-    def _outside(self, op: Op) -> Op:
+    def _leave_fusions(self, op: Op) -> Op:
         """Returns the operand of the fusion that a parameter inside of it refers to."""
         computation = self.places[op.name][0]
         while op.opcode == "parameter" and computation in self.callers:
@@ -109,11 +113,11 @@ class DataFlow:
 
     def label(self, op: Op) -> str:
         """Returns the label of an instruction, or of its reducer if XLA drops it, as for combined reductions."""
-        if op.label or "to_apply=" not in op.unquoted:
+        if op.label or "to_apply=" not in op.unquoted_attributes:
             return op.label
         return next((node.label for node in self.module.computations[op.callees[0]] if node.root), "")
 
-    def maker(self, name: str, index: Index = ()) -> Op | None:
+    def producer(self, name: str, index: Index = ()) -> Op | None:
         """Returns the nearest labelled instruction that computes a value, or None."""
         visited = set()
         while name in self.places and (name, index) not in visited and len(visited) < _STEPS:
@@ -146,14 +150,14 @@ class DataFlow:
         return None
 
 
-def _unflattened(module: Module, op: Op, here: dict[str, Op]) -> Op:
+def _undo_reshapes(module: Module, op: Op, here: dict[str, Op]) -> Op:
     """Returns the value before reshapes, which do not change bytes."""
     is_call = op.opcode == "fusion" and len(op.callees) == 1
     if is_call:
         root = next(node for node in module.computations[op.callees[0]] if node.root)
         if root.opcode not in _RESHAPES:
             return op
-        source = _unflattened(module, root, module.ops_by_name[op.callees[0]])
+        source = _undo_reshapes(module, root, module.ops_by_name[op.callees[0]])
         return op if source.opcode == "parameter" else source
     while op.opcode in _RESHAPES and op.operands and op.operands[0] in here:
         operand = here[op.operands[0]]
@@ -163,7 +167,7 @@ def _unflattened(module: Module, op: Op, here: dict[str, Op]) -> Op:
     return op
 
 
-def _returned(module: Module, computation: str, index: Index) -> tuple[str, Index]:
+def _callee_result(module: Module, computation: str, index: Index) -> tuple[str, Index]:
     root = next(op for op in module.computations[computation] if op.root)
     if root.opcode == "tuple" and index and index[0] < len(root.operands):
         return root.operands[index[0]], index[1:]

@@ -148,7 +148,7 @@ def _mesh_form(text: str, devices: int) -> np.ndarray:
     return grid.transpose(batch_dims + group_dims).reshape(-1, width)
 
 
-def axes_of(groups: np.ndarray, sizes: Mapping[str, int]) -> tuple[str, ...]:
+def axes_of_groups(groups: np.ndarray, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Returns the mesh axes along which the members of each group differ.
 
     Args:

@@ -92,15 +92,15 @@ class Op:
         return re.sub(r"\\([\"'\\])", r"\1", match[1]) if match else ""
 
     @cached_property
-    def unquoted(self) -> str:
+    def unquoted_attributes(self) -> str:
         """The attributes without quoted text, because a user may name a scope `body=x`."""
         return _QUOTED.sub('""', self.attributes)
 
     @cached_property
     def callees(self) -> tuple[str, ...]:
         """Computations that it calls, except the condition of a loop."""
-        names = _CALLED.findall(self.unquoted)
-        if branches := re.search(r"branch_computations=\{([^}]*)\}", self.unquoted):
+        names = _CALLED.findall(self.unquoted_attributes)
+        if branches := re.search(r"branch_computations=\{([^}]*)\}", self.unquoted_attributes):
             names += [name.strip().lstrip("%") for name in branches[1].split(",")]
         return tuple(names)
 
@@ -112,7 +112,7 @@ class Op:
 
     def attribute(self, name: str) -> str | None:
         """Returns the text of `name=text` or `name={text}`."""
-        match = re.search(rf"\b{name}=(?:\{{([^{{}}]*)\}}|([^,\s]+))", self.unquoted)
+        match = re.search(rf"\b{name}=(?:\{{([^{{}}]*)\}}|([^,\s]+))", self.unquoted_attributes)
         return None if match is None else match[1] if match[1] is not None else match[2]
 
     @cached_property
@@ -236,11 +236,11 @@ def parse(text: str) -> Module:
         scheduled="is_scheduled=true" in head,
         frames=_frames(text),
     )
-    _check_whole(module)
+    _check_complete(module)
     return module
 
 
-def _check_whole(module: Module) -> None:
+def _check_complete(module: Module) -> None:
     for name, ops in module.computations.items():
         if sum(op.root for op in ops) != 1:
             raise refuse(
@@ -277,9 +277,9 @@ def instruction(line: str, number: int) -> Op:
         if not head:
             raise ValueError
         # by brackets, not by one regular expression: results and operands nest tuples and layouts to any depth
-        result_end = _balanced(line, head.end()) if line[head.end()] == "(" else line.index(" ", head.end())
+        result_end = _find_closing(line, head.end()) if line[head.end()] == "(" else line.index(" ", head.end())
         opcode_end = line.index("(", result_end)
-        operands_end = _balanced(line, opcode_end)
+        operands_end = _find_closing(line, opcode_end)
         result, opcode = line[head.end() : result_end], line[result_end:opcode_end].strip()
         operand_text = line[opcode_end + 1 : operands_end - 1]
         result_arrays = arrays(result)
@@ -313,7 +313,7 @@ def _operands(inside: str) -> list[str]:
     return [part.split()[-1] for part in re.split(r",(?![^\[{(]*[\]})])", inside) if part.strip()]
 
 
-def _balanced(text: str, start: int) -> int:
+def _find_closing(text: str, start: int) -> int:
     """Returns the index after the parenthesis that closes the one at `start`."""
     depth, quoted, index = 0, False, start
     while index < len(text):

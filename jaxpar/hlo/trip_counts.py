@@ -32,7 +32,7 @@ class Visit:
       computation: Name of its computation.
       loop: Trip counts of the loops around it, outermost first; None where unknown.
       branch: Whether it is in a branch of a conditional, which counts as taken.
-      fused: Whether it is inside a fusion, whose result is the only array in memory.
+      in_fusion: Whether it is inside a fusion, whose result is the only array in memory.
       asynchronous: Whether it only starts here, and a later instruction waits for it.
       squeezed: Whether XLA decided to recompute it to save memory (HloRematerialization).
     """
@@ -41,7 +41,7 @@ class Visit:
     computation: str
     loop: tuple[int | None, ...]
     branch: bool
-    fused: bool
+    in_fusion: bool
     asynchronous: bool
     squeezed: bool = False
 
@@ -75,7 +75,7 @@ def walk(module: Module, schedule: "Schedule | None" = None) -> Iterator[Visit]:
 
 def _walk(
     module: Module, schedule: "Schedule | None", computation: str, loop: tuple[int | None, ...], branch: bool,
-    fused: bool, asynchronous: bool, squeezed: bool,
+    in_fusion: bool, asynchronous: bool, squeezed: bool,
 ) -> Iterator[Visit]:  # fmt: skip
     originals: set[str] = set()
     for op in module.computations[computation]:
@@ -84,13 +84,13 @@ def _walk(
         original = _AGAIN.sub("", op.name)
         is_repeated = squeezed or original in originals
         originals.add(original)
-        yield Visit(op, computation, loop, branch, fused, is_async, is_repeated)
+        yield Visit(op, computation, loop, branch, in_fusion, is_async, is_repeated)
         if op.opcode in _REDUCERS or op.opcode.endswith(("-done", "-update")):
             continue
         inner = (*loop, trip_count(op)) if op.opcode == "while" else loop
         for name in op.condition:  # runs once more often than the body
             condition_count = None if inner[-1] is None else inner[-1] + 1
-            yield from _walk(module, schedule, name, (*loop, condition_count), branch, fused, is_async, is_repeated)
+            yield from _walk(module, schedule, name, (*loop, condition_count), branch, in_fusion, is_async, is_repeated)
         # the executor's own conditional inside the loop over ticks: every op is in one branch, and a stage takes each
         # branch once per microbatch and chunk, not in every tick
         chosen = schedule and op.label.endswith(f"{CHOICE}/cond") and inner[-1:] == (schedule.ticks,)
@@ -100,7 +100,7 @@ def _walk(
                 of_branch = (*inner[:-1], int(updates[1]))
             yield from _walk(
                 module, schedule, name, of_branch, branch or op.opcode == "conditional",
-                fused or op.opcode in ("fusion", "fusion-start"), is_async, is_repeated,
+                in_fusion or op.opcode in ("fusion", "fusion-start"), is_async, is_repeated,
             )  # fmt: skip
 
 

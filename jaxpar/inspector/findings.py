@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from jaxpar.hlo.attribution import Argument, shorten
+from jaxpar.hlo.attribution import Argument, shorten_label
 from jaxpar.hlo.flop import Flop
 from jaxpar.hlo.flop_share import Excess, find_excess
 from jaxpar.hlo.provenance import DataFlow, Index
@@ -210,7 +210,7 @@ def _flag_rematerialized(log_lines: Sequence[str]) -> list[Flag]:
     for line in log_lines:
         match = re.search(r"HLO operation:? %?(\S+) = (\w+\[[\d,]*\])", line)
         name = re.search(r'op_name="([^"]*)"', line)
-        label = f" ({shorten(name[1])})" if name else ""
+        label = f" ({shorten_label(name[1])})" if name else ""
         text = f"{match[2]} of {match[1]}{label}" if match else line.split("] ", 1)[-1][:200]
         flags[text] = Flag(
             "rematerialized",
@@ -272,7 +272,7 @@ def find_scores(module: Module, subject: Subject, ledger: Sequence[Collective]) 
     trace = DataFlow(module)
     weights = {number for number, argument in enumerate(subject.arguments) if argument.role == "parameters"}
     sums = {
-        (array.bytes, shorten(trace.label(op)))
+        (array.bytes, shorten_label(trace.label(op)))
         for _, op in module.ops()
         if op.opcode in _SUM
         for name, array in zip(op.operands, op.arrays, strict=False)

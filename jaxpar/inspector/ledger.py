@@ -5,7 +5,14 @@ from dataclasses import replace
 
 from jaxpar.hlo.attribution import ArrayCauses
 from jaxpar.hlo.provenance import DataFlow
-from jaxpar.hlo.replica_groups import attribute_text, axes_of, axes_of_pairs, equal_groups, parse_groups, parse_pairs
+from jaxpar.hlo.replica_groups import (
+    attribute_text,
+    axes_of_groups,
+    axes_of_pairs,
+    equal_groups,
+    parse_groups,
+    parse_pairs,
+)
 from jaxpar.hlo.text import HloArray, Module
 from jaxpar.hlo.trip_counts import Visit, walk
 from jaxpar.mesh.collective import KINDS, Collective
@@ -54,7 +61,7 @@ def entries(trace: DataFlow, visit: Visit, sizes: Mapping[str, int], causes: Arr
     for equal in equal_groups(groups):
         # replicas of a stage send to each other, and the single device of another stage sends nothing
         senders = 1.0 if len(equal) == len(groups) else equal.size / module.partitions
-        axes, group = axes_of(equal, sizes), equal.shape[1]
+        axes, group = axes_of_groups(equal, sizes), equal.shape[1]
         result += _entries(trace, visit, causes, axes=axes, group=group, senders=senders)
     return result
 
@@ -75,7 +82,7 @@ def _entries(
     for operand in operands[:: group if split else 1]:
         for array in operand.arrays:
             payload = array.bytes * (group if split or kind == "all-gather" else 1)
-            cause = causes.cause_of(trace, op, operand, _result(array, kind, group), kind=kind, axes=axes)
+            cause = causes.find_cause(trace, op, operand, _result(array, kind, group), kind=kind, axes=axes)
             result.append(
                 Collective(
                     kind=kind,

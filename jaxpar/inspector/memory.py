@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxpar.errors import refuse
-from jaxpar.hlo.attribution import ArrayCauses, is_backward, is_recomputed, join_names, shorten, users_frame
+from jaxpar.hlo.attribution import ArrayCauses, is_backward, is_recomputed, join_names, shorten_label, user_frame
 from jaxpar.hlo.provenance import DataFlow
 from jaxpar.hlo.text import HloArray, Module, Op, arrays
 from jaxpar.inspector.compiled import Compiled
@@ -203,7 +203,7 @@ class _Reader:
         sizes = {
             array.dims: array.size
             for _, op in self.module.ops()
-            if (frame := users_frame(self.module.stack(op))) and self.causes.is_loss(frame)
+            if (frame := user_frame(self.module.stack(op))) and self.causes.is_loss(frame)
             for array in op.arrays
         }
         # the loss handles logits and arrays of one number per token: those above half of the largest are logits
@@ -215,7 +215,7 @@ class _Reader:
         """The cause, and the name of the array."""
         op = self._maker(buffer)
         label = op.label if op else ""
-        frame = users_frame(self.module.stack(op)) if op else None
+        frame = user_frame(self.module.stack(op)) if op else None
         array = buffer.array
         if array is None:
             return "everything else", "pointers of tuples"
@@ -223,7 +223,9 @@ class _Reader:
         if path := self._parameter(buffer, label):
             return "gathered weights", path
         candidates = self.causes.parameters_like(array.dims)
-        place = f"{shorten(label)}, {frame.file.rsplit('/', 1)[-1]}:{frame.line}" if frame else shorten(label)
+        place = (
+            f"{shorten_label(label)}, {frame.file.rsplit('/', 1)[-1]}:{frame.line}" if frame else shorten_label(label)
+        )
         forward = ("jvp(" in label and not is_backward(label)) or is_recomputed(label)
         # inside a pipeline's tick table an array of a parameter's shape outside of the forward pass is a sum of
         # gradients, or a copy of one that a conditional chooses from
@@ -259,7 +261,7 @@ class _Reader:
         return self.causes.scope(label) or stack
 
     def _maker(self, buffer: Buffer) -> Op | None:
-        op = self.trace.maker(buffer.name, buffer.index)
+        op = self.trace.producer(buffer.name, buffer.index)
         # zeros that XLA hoisted out of a loop are labelled as a broadcast: the instruction of that shape in the tick
         # table says which sum they start
         if op and buffer.array and _FILLED.search(op.label):

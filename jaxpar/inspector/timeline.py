@@ -17,7 +17,14 @@ from dataclasses import dataclass
 from jaxpar.errors import refuse
 from jaxpar.hlo.bytes_accessed import bytes_accessed
 from jaxpar.hlo.flop import op_flop, operand_dtype
-from jaxpar.hlo.replica_groups import attribute_text, axes_of, axes_of_pairs, most_nodes, parse_groups, parse_pairs
+from jaxpar.hlo.replica_groups import (
+    attribute_text,
+    axes_of_groups,
+    axes_of_pairs,
+    most_nodes,
+    parse_groups,
+    parse_pairs,
+)
 from jaxpar.hlo.text import Module, Op
 from jaxpar.hlo.trip_counts import is_sync, trip_count, walk
 from jaxpar.mesh.chips import Chip
@@ -101,7 +108,7 @@ def price_kernels(module: Module, sizes: dict[str, int], chip: Chip, per_node: i
         op = visit.op
         calls = op.opcode in ("while", "conditional", "call", "async-start", *_FREE)
         waits = op.opcode.endswith(("-done", "-update"))
-        if visit.fused or visit.computation in guards or calls or waits or player.collective(visit.computation, op):
+        if visit.in_fusion or visit.computation in guards or calls or waits or player.collective(visit.computation, op):
             continue
         result[op.name] = player.kernel(visit.computation, op) * (visit.times or 1)
     return result
@@ -241,7 +248,7 @@ class _Player:
             axes, members, group = axes_of_pairs(pairs, self.sizes), pairs, 2
         else:
             members = parse_groups(attribute_text(op.attributes, "replica_groups"), self.module.partitions)
-            axes, group = axes_of(members, self.sizes), members.shape[1]
+            axes, group = axes_of_groups(members, self.sizes), members.shape[1]
         if group == 1 or not len(members) or not axes:  # without axes, devices permute with themselves
             return None
         payload *= group if kind == "all-gather" else 1  # payload of a gather is its result

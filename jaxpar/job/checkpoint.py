@@ -183,7 +183,7 @@ def _check_resume(job: Job, layout: Layout, folder: Path, steps: list[int]) -> i
         path = folder / listing.name_of(step)
         try:
             manifest = reading.read_manifest(path)
-        except reading.Damaged as error:
+        except reading.DamagedCheckpoint as error:
             damaged += error.problems
             continue
         replica_mode, run = job.checkpoint.replicas, str(folder.parent)

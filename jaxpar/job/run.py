@@ -25,7 +25,7 @@ import jax
 
 from jaxpar.buckets import Bucket, is_address, local_folder
 from jaxpar.checkpoint import Store, start_from
-from jaxpar.checkpoint.saved_replicas import replicas_of
+from jaxpar.checkpoint.saved_replicas import describe_replicas
 from jaxpar.cluster.connect import HEARTBEAT, connect
 from jaxpar.cluster.environment import Cluster, detect
 from jaxpar.errors import JaxparError, describe_exception, refuse
@@ -173,7 +173,7 @@ def _train(
         simulated=is_simulated(devices),
         stream=stream if is_writer else io.StringIO(), events=_events(folder, steps) if is_writer else None,
     )  # fmt: skip
-    store.say, store.replicas = progress.say, replicas_of(built.layout)
+    store.say, store.replicas = progress.say, describe_replicas(built.layout)
     with progress:
         start, at = _restore(built, store, steps, progress, watchdog)
         changes.check(changed, job, at)  # after `restore`, because `run.changed` cannot allow mismatches of arrays

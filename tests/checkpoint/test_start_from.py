@@ -50,7 +50,7 @@ def planned(wanted=WANTED, saved=SAVED, **settings):
 def test_names_are_changed_where_they_begin_and_every_origin_is_said():
     take = ("embed/*", "blocks/*", "norm/*")
     origin = planned(take=take, rename={"encoder/blocks": "blocks", "encoder/norm/": "norm"})
-    assert origin.taken == {
+    assert origin.source_paths == {
         "embed/embedding": "embed/embedding",
         "blocks/mlp/up": "encoder/blocks/mlp/up",
         "blocks/mlp/down": "encoder/blocks/mlp/down",
@@ -84,15 +84,15 @@ def test_what_does_not_fit_is_refused(settings, words):
 
 
 def test_a_name_takes_all_below_it():
-    assert set(planned(take=("embed",)).taken) == {"embed/embedding"}
-    assert len(planned(take=("blocks/mlp/", "*norm/scale"), rename=RENAMED).taken) == 3
+    assert set(planned(take=("embed",)).source_paths) == {"embed/embedding"}
+    assert len(planned(take=("blocks/mlp/", "*norm/scale"), rename=RENAMED).source_paths) == 3
 
 
 def test_another_dtype_is_taken_only_where_it_is_asked_for():
     half = WANTED | {"embed/embedding": array(32, 16, dtype="bfloat16")}
     with pytest.raises(JaxparError, match=r"is float32 in the checkpoint, bfloat16 in the job\n.*\n.*cast = true"):
         planned(half, take=("embed/*",))
-    assert planned(half, take=("embed/*",), cast=True).taken == {"embed/embedding": "embed/embedding"}
+    assert planned(half, take=("embed/*",), cast=True).source_paths == {"embed/embedding": "embed/embedding"}
 
 
 @pytest.mark.parametrize(
@@ -301,5 +301,5 @@ def test_tables_that_the_model_makes_are_its_own(tmp_path):
     begun = jp.init_state(other, chain, seed=7)
     assert other.blueprint.constants == {"table"}
     made, origin = start_from.start(Checkpoints(start_from=str(tmp_path)), begun, other, chain)
-    assert set(origin.taken) == {"out/kernel", "out/bias"}
+    assert set(origin.source_paths) == {"out/kernel", "out/bias"}
     np.testing.assert_array_equal(made.model_state["table"], 3.0 ** -jnp.arange(8.0))

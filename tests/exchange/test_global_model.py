@@ -16,7 +16,7 @@ from tiny import assert_same_arrays
 
 import jaxpar as jp
 from jaxpar.checkpoint import Checkpoints, Store
-from jaxpar.checkpoint.saved_replicas import replicas_of
+from jaxpar.checkpoint.saved_replicas import describe_replicas
 from jaxpar.checkpoint.start_from import start
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
@@ -67,7 +67,7 @@ def test_an_evaluation_is_of_the_global_model(trained):
 
 
 def saved(tmp_path, layout, state):
-    store = Store(tmp_path / "checkpoints", Checkpoints(), replicas=replicas_of(layout))
+    store = Store(tmp_path / "checkpoints", Checkpoints(), replicas=describe_replicas(layout))
     store.save(3, state, {})
     store.finish()
 

@@ -8,7 +8,7 @@ from tiny import assert_same_arrays
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
-from jaxpar.hlo.replica_groups import attribute_text, axes_of, parse_groups
+from jaxpar.hlo.replica_groups import attribute_text, axes_of_groups, parse_groups
 from jaxpar.hlo.text import parse
 from jaxpar.hlo.trip_counts import trip_count
 from jaxpar.inspector.compiled import compile_program
@@ -54,7 +54,7 @@ def scheduled(step, first=3):
     def travels(op):
         if op.opcode not in ("all-reduce", "all-reduce-start"):
             return False
-        return "data" in axes_of(parse_groups(attribute_text(op.attributes, "replica_groups"), 16), sizes)
+        return "data" in axes_of_groups(parse_groups(attribute_text(op.attributes, "replica_groups"), 16), sizes)
 
     ops = module.computations[module.entry]
     (start,) = [place for place, op in enumerate(ops) if travels(op)]

@@ -22,7 +22,7 @@ import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.hlo.attribution import ArrayCauses
 from jaxpar.hlo.flop import hardware_flop
-from jaxpar.hlo.replica_groups import axes_of, axes_of_pairs, parse_groups, parse_pairs
+from jaxpar.hlo.replica_groups import axes_of_groups, axes_of_pairs, parse_groups, parse_pairs
 from jaxpar.hlo.text import BITS, HloArray, SourceFrame, arrays, parse
 from jaxpar.hlo.traced_flop import forward_flop
 from jaxpar.hlo.trip_counts import trip_count, walk
@@ -392,7 +392,7 @@ def test_each_form_of_the_groups_of_any_axes_gives_back_these_axes(mesh):
     for text in forms(sizes, chosen, order):
         found = parse_groups(text, groups.size)
         assert members(found) == members(groups), text
-        assert axes_of(found, sizes) == tuple(axis for axis in sizes if axis in chosen and sizes[axis] > 1), text
+        assert axes_of_groups(found, sizes) == tuple(axis for axis in sizes if axis in chosen and sizes[axis] > 1), text
 
 
 @pytest.mark.slow
@@ -403,12 +403,12 @@ def test_groups_within_an_axis_are_marked_as_a_part_of_it(mesh, part, rest, inne
     split = {"outer": part, "inner": rest} | {axis: size for axis, size in sizes.items() if axis != "a"}
     groups, _ = along(split, {"inner" if inner else "outer"})
     whole = {"a": part * rest} | {axis: size for axis, size in sizes.items() if axis != "a"}
-    assert axes_of(groups, whole) == ("~a",)
+    assert axes_of_groups(groups, whole) == ("~a",)
 
 
 @pytest.mark.parametrize("groups", [[[0, 1, 2], [3, 4, 5]], [[0, 5], [1, 4]], [[0, 3], [1, 2]]])
 def test_groups_that_fit_no_axes_are_marked(groups):
-    assert all(axis.startswith("~") for axis in axes_of(np.array(groups), SIZES))
+    assert all(axis.startswith("~") for axis in axes_of_groups(np.array(groups), SIZES))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 import jaxpar
 from jaxpar.cli.main import main
-from jaxpar.hlo.attribution import users_frame
+from jaxpar.hlo.attribution import user_frame
 from jaxpar.hlo.text import SourceFrame
 from jaxpar.pipeline.draw.schedule import svg
 from jaxpar.pipeline.tables.library import schedule
@@ -129,10 +129,10 @@ def test_lines_of_models_count_wherever_they_are_installed():
     ]
     for file in (f"{site}/transformers/models/gpt2/modeling_flax_gpt2.py", "/opt/dist-packages/thirdnet/net.py"):
         model = SourceFrame(file, 7, "__call__")
-        assert users_frame([*inner, model, SourceFrame("run.py", 1, "<module>")]) == model
+        assert user_frame([*inner, model, SourceFrame("run.py", 1, "<module>")]) == model
     home = str(Path(jaxpar.__file__).parent)
     ours = SourceFrame(f"{home}/models/blocks/layers.py", 7, "__call__")
-    assert users_frame([*inner, SourceFrame(f"{home}/step/unpipelined.py", 3, "f"), ours]) == ours
+    assert user_frame([*inner, SourceFrame(f"{home}/step/unpipelined.py", 3, "f"), ours]) == ours
 
 
 def test_a_job_of_the_help_is_found_from_any_folder(tmp_path, monkeypatch, capsys):

@@ -57,7 +57,7 @@ def test_a_key_that_a_run_did_not_have_is_to_be_left_out(trained):
 
 def test_the_fix_of_a_damaged_checkpoint_is_a_command_that_lists_the_good_ones(trained, capsys):
     path = trained / "checkpoints" / "000002"
-    fix = reading.Damaged(path, ["an array is altered"]).problems[0].fix
+    fix = reading.DamagedCheckpoint(path, ["an array is altered"]).problems[0].fix
     command = fix.split("`")[1].split()
     assert command[0] == "jaxpar"
     assert main(command[1:]) == 0

@@ -185,7 +185,7 @@ def around_the_kernel(text):
     for visit in walk(module):
         op, calls = visit.op, ("while", "conditional", "call", "async-start", *timeline._FREE)
         waits = op.opcode.endswith(("-done", "-update"))
-        if visit.fused or op.opcode in calls or waits or "__cudnn" in op.attributes:
+        if visit.in_fusion or op.opcode in calls or waits or "__cudnn" in op.attributes:
             continue
         if not player.collective(visit.computation, op):
             found += bytes_accessed(module, visit.computation, op) * (visit.times or 1)

@@ -63,7 +63,7 @@ def check_start(job: Job, layout: Layout) -> PretrainedStart:
     if problems:
         raise JaxparError(*problems)
     origin = _origin(spec, layout, model.params)
-    params = {path: model.params[source_path] for path, source_path in origin.taken.items()}
+    params = {path: model.params[source_path] for path, source_path in origin.source_paths.items()}
     return PretrainedStart(params=params, origin=origin, kind=f"a Hugging Face {model.kind}")
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxpar.errors import refuse, suggest
-from jaxpar.hlo.attribution import equation_frame, is_of_update
+from jaxpar.hlo.attribution import equation_frame, is_update_equation
 from jaxpar.hlo.text import SourceFrame
 from jaxpar.hlo.traced_flop import matmul_flop, traced_matmuls
 from jaxpar.models.settings.computing import Precision
@@ -101,7 +101,7 @@ def count_matmuls(jaxpr: Jaxpr, schedule: "Schedule | None" = None) -> Matmuls:
     total = low = eight = 0
     flop, flop_low = 0.0, 0.0
     high_matmuls: dict[tuple[str, str], list[tuple[float, str, bool]]] = defaultdict(list)
-    for equation, work in traced_matmuls(jaxpr, schedule, skip=is_of_update):
+    for equation, work in traced_matmuls(jaxpr, schedule, skip=is_update_equation):
         left, right = (var.aval for var in equation.invars[:2])
         work = matmul_flop(equation) if work is None else work  # a data-dependent trip count counts as one
         total, flop = total + 1, flop + work

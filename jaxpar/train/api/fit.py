@@ -26,7 +26,7 @@ import jax
 from jaxpar.buckets import Bucket, is_address, local_folder
 from jaxpar.checkpoint import Checkpoints, Store
 from jaxpar.checkpoint.processes import is_first, is_multiprocess
-from jaxpar.checkpoint.saved_replicas import replicas_of
+from jaxpar.checkpoint.saved_replicas import describe_replicas
 from jaxpar.checkpoint.start_from import start
 from jaxpar.data.spec import Source
 from jaxpar.data.streams.sets import open_sets
@@ -167,7 +167,7 @@ def _store(
     there = store.steps() if store else []
     progress = _progress(step, folder, steps, there=bool(there), every=every)
     if store and folder:
-        store.say, store.replicas = progress.say, replicas_of(step.layout)
+        store.say, store.replicas = progress.say, describe_replicas(step.layout)
         if there:
             check_same_data(folder, source)
     return store, progress
