@@ -22,7 +22,7 @@ def specs_of_job(job: Job, *, chip: str, memory: float | None, examples: bool) -
       JaxparError: If the job has problems, or no specs can be found.
     """
     loss, batch, parallel = resolve_loss(job), abstract_batch(job), job.effective_parallel
-    sized = parallel.sized(infer_sizes(parallel.sizes, device_count(job)))
+    sized = parallel.with_sizes(infer_sizes(parallel.sizes, device_count(job)))
     plain = dataclasses.replace(job, parallel=dataclasses.replace(sized, specs=""))
     blueprint = as_blueprint(resolve_model(plain, loss))
     with batch_errors(job, blueprint.name, batch):

@@ -75,7 +75,7 @@ def from_nnx(factory: Callable, *args: Any, **kwargs: Any) -> Blueprint:
     """
     blueprint, call = as_blueprint(factory), _example_call(args, kwargs)
 
-    def called(model: Any) -> None:
+    def call_with_example(model: Any) -> None:
         with user_code_errors(
             blueprint.name,
             rule="an NNX model can be called with its example of inputs",
@@ -83,7 +83,7 @@ def from_nnx(factory: Callable, *args: Any, **kwargs: Any) -> Blueprint:
         ):
             call(model)
 
-    return replace(with_program(blueprint, called), example=(args, kwargs))
+    return replace(with_program(blueprint, call_with_example), example=(args, kwargs))
 
 
 def add_lora(model: Callable | Blueprint, **adapters: Any) -> Blueprint:
@@ -180,7 +180,7 @@ def compose(
         else:
             mesh = build(parallel.sizes, devices)
             sizes = dict(mesh.shape)
-        parallel = parallel.sized(sizes)  # before any check: fsdp=-1 may become 1
+        parallel = parallel.with_sizes(sizes)  # before any check: fsdp=-1 may become 1
     except JaxparError as error:
         problems += error.problems
     problems += declaration_problems(parallel)
@@ -190,7 +190,7 @@ def compose(
         raise JaxparError(*problems, *error.problems) from error
     if problems:  # the checks below read the sizes and the rules
         raise JaxparError(*problems)
-    parallel, note = found_specs(parallel, blueprint)
+    parallel, note = add_found_specs(parallel, blueprint)
     problems += _reference_problems(blueprint, parallel.pipe)
     problems += _leaf_problems(blueprint) + rule_problems(parallel, blueprint)
     if any(problem.rule == REGULAR for problem in problems):
@@ -201,7 +201,7 @@ def compose(
         layout, errors = place_arrays(declaration, blueprint, mesh)
         return replace(layout, simulated=simulated), errors
 
-    def again(alternative: Parallel) -> tuple[Layout | None, list[Problem]]:
+    def place_alternative(alternative: Parallel) -> tuple[Layout | None, list[Problem]]:
         errors = declaration_problems(alternative)
         return (None, errors) if errors else place(alternative)
 
@@ -209,11 +209,11 @@ def compose(
     if problems + errors:
         raise JaxparError(*_merge_problems(problems + errors))
 
-    layout = resolve(layout, again)
+    layout = resolve(layout, place_alternative)
     return with_note(layout, note) if note else layout
 
 
-def found_specs(parallel: Parallel, blueprint: Blueprint) -> tuple[Parallel, str]:
+def add_found_specs(parallel: Parallel, blueprint: Blueprint) -> tuple[Parallel, str]:
     """Returns the declaration with the names found for `specs="found"`, and a sentence about them.
 
     Raises:

@@ -13,7 +13,7 @@ passes call this one.
   zeros beyond the borders of the image, as in padding. Backward, gradients of these rows go back to their owner.
 * XLA splits a grouped convolution only if each channel is a group with one output channel. Others (ResNeXt's; the
   patches of an unshared convolution) and their gradients it runs unsharded, whatever constraints say. The gradient of
-  a depthwise kernel is wrong where images are whole on an axis: see `_is_counted_again` in `split_windows.py`.
+  a depthwise kernel is wrong where images are whole on an axis: see `_has_wrong_gradient` in `split_windows.py`.
 """
 
 from collections.abc import Iterator
@@ -47,13 +47,13 @@ def split_convolutions(*, processors: bool) -> Iterator[None]:
 
     CONVOLUTION.bind = run
     try:
-        with _other_operations():
+        with _split_pools_and_dense_layers():
             yield
     finally:
         del CONVOLUTION.bind
 
 
-def _other_operations() -> AbstractContextManager[None]:
+def _split_pools_and_dense_layers() -> AbstractContextManager[None]:
     """Splits pools with the images, and gathers the examples of dense layers that a rule splits otherwise."""
     examples, *spatial = automatic_axes(IMAGES, *SPATIAL)
     if not examples and not any(spatial):

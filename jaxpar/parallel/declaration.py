@@ -114,7 +114,7 @@ class Parallel(Keywords):
             object.__setattr__(self, "exchange", AllReduce())
         for key in ("paths", "activations"):  # TOML has no null: "" is a dim without a name there
             if isinstance(names := getattr(self, key), Mapping):
-                object.__setattr__(self, key, {each: _unnamed(dims) for each, dims in names.items()})
+                object.__setattr__(self, key, {each: _blank_to_none(dims) for each, dims in names.items()})
 
     @classmethod
     def instead_of(cls, key: str, value: Any, names: Sequence[str]) -> str:
@@ -128,7 +128,7 @@ class Parallel(Keywords):
         declared |= {axis: size for axis in OPTIONAL if (size := getattr(self, axis)) != 1}
         return {axis: declared.pop(axis) for axis in AXES if axis in declared} | declared
 
-    def sized(self, sizes: Mapping[str, int]) -> "Parallel":
+    def with_sizes(self, sizes: Mapping[str, int]) -> "Parallel":
         """Returns the declaration with these sizes."""
         fields = {axis: size for axis, size in sizes.items() if axis in (*DECLARED, *OPTIONAL)}
         return replace(self, **fields, axes={axis: size for axis, size in sizes.items() if axis not in fields})
@@ -181,7 +181,7 @@ class Parallel(Keywords):
         return problems
 
 
-def _unnamed(dims: object) -> object:
+def _blank_to_none(dims: object) -> object:
     return type(dims)(None if dim == "" else dim for dim in dims) if type(dims) in (list, tuple) else dims  # type: ignore[call-arg, attr-defined]
 
 

@@ -89,12 +89,12 @@ def gather_combined(value: jax.Array, used: NamedSharding, stored: NamedSharding
     return constrained(local_copy, used)
 
 
-def _gather_beside_forward(value, used, stored, axis):
+def _gather_combined_forward(value, used, stored, axis):
     return gather_combined(value, used, stored, axis), None
 
 
-def _gather_beside_backward(used, stored, axis, _, gradient):
+def _gather_combined_backward(used, stored, axis, _, gradient):
     return (constrained(gradient, stored),)
 
 
-gather_combined.defvjp(_gather_beside_forward, _gather_beside_backward)
+gather_combined.defvjp(_gather_combined_forward, _gather_combined_backward)

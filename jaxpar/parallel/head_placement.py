@@ -86,13 +86,13 @@ def _with_head_option(parallel: Parallel, head: str) -> Parallel:
 # layers.
 
 
-def as_stacks(layout: Layout) -> Layout:
+def merge_lists_into_stacks(layout: Layout) -> Layout:
     """Returns the layout with each list of layers replaced by a stack."""
     if not layout.lists:
         return layout
     members = {path for paths in layout.lists.values() for path in paths}
     unlisted = {path: place for path, place in layout.placements.items() if path not in members}
-    stacks = {stack: _stacked(layout, paths) for stack, paths in layout.lists.items()}
+    stacks = {stack: _stack_placement(layout, paths) for stack, paths in layout.lists.items()}
     blueprint = replace(
         layout.blueprint,
         leaves={path: place.leaf for path, place in (unlisted | stacks).items()},
@@ -101,7 +101,7 @@ def as_stacks(layout: Layout) -> Layout:
     return replace(layout, placements=unlisted | stacks, blueprint=blueprint)
 
 
-def _stacked(layout: Layout, paths: tuple[str, ...]) -> Placement:
+def _stack_placement(layout: Layout, paths: tuple[str, ...]) -> Placement:
     place = layout.placements[paths[0]]
     leaf = replace(place.leaf, shape=(len(paths), *place.leaf.shape), names=None)
     pipe_axis = None if layout.parallel.pipeline.layers else "pipe"  # uneven stages cannot store equal shards

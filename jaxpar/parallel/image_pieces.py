@@ -70,7 +70,7 @@ class Piece:
 
     def fill_up(self, images: jax.Array, dim: int, fill: float = 0) -> jax.Array:
         """Returns whole images with rows of `fill` at the end, so that all pieces have the same rows."""
-        added = _rows_of(fill, images, dim, self.rows * self.ways - images.shape[dim])
+        added = _fill_rows(fill, images, dim, self.rows * self.ways - images.shape[dim])
         return lax.concatenate([images, added], dim) if added.shape[dim] else images
 
     def exchange(self, images: jax.Array, dim: int, fill: float = 0) -> jax.Array:
@@ -85,7 +85,7 @@ class Piece:
         reach = (self.ways - 1) * self.rows  # beyond it are rows of `fill` alone
         device, parts = lax.axis_index(self.axes), [images]
 
-        def received(rows: jax.Array, hop: int) -> jax.Array:
+        def send_rows(rows: jax.Array, hop: int) -> jax.Array:
             """Sends rows to the device `hop` further; zeros arrive where no device is before it."""
             senders = range(max(0, -hop), self.ways - max(0, hop))
             rows = lax.ppermute(rows, self.axes, [(sender, sender + hop) for sender in senders])
@@ -96,11 +96,11 @@ class Piece:
             for hop in range(1, self.ways):  # a halo of more rows than a piece also comes from beyond the neighbours
                 if (missing := min(self.rows, before - (hop - 1) * self.rows)) > 0:
                     last = lax.slice_in_dim(images, self.rows - missing, self.rows, axis=dim)
-                    parts.insert(0, received(last, hop))
+                    parts.insert(0, send_rows(last, hop))
                 if (missing := min(self.rows, after - (hop - 1) * self.rows)) > 0:
                     first = lax.slice_in_dim(images, 0, missing, axis=dim)
-                    parts.append(received(first, -hop))
-        beyond = [_rows_of(fill, images, dim, max(0, rows - reach)) for rows in (before, after)]
+                    parts.append(send_rows(first, -hop))
+        beyond = [_fill_rows(fill, images, dim, max(0, rows - reach)) for rows in (before, after)]
         parts = [part for part in (beyond[0], *parts, beyond[1]) if part.shape[dim]]
         rows = lax.concatenate(parts, dim) if len(parts) > 1 else images
         starts = [before + offset for offset in self.offsets]
@@ -109,15 +109,15 @@ class Piece:
         return lax.dynamic_slice_in_dim(rows, jnp.asarray(starts)[device], self.count, axis=dim)
 
 
-def piece_of(
+def find_piece(
     dim: int, axes: tuple[str, ...], images: tuple[int, ...], kernel: tuple[int, ...], params: Mapping[str, Any]
 ) -> Piece | None:
     """Returns the pieces along a dim; None, after a note to the user, if there are fewer rows than devices."""
-    return piece_of_window(window_of(dim, images, kernel, params), dim, axes)
+    return split_by_window(find_window(dim, images, kernel, params), dim, axes)
 
 
-def piece_of_window(window: Window, dim: int, axes: tuple[str, ...]) -> Piece | None:
-    """Returns the pieces under a window along a dim, as `piece_of`."""
+def split_by_window(window: Window, dim: int, axes: tuple[str, ...]) -> Piece | None:
+    """Returns the pieces under a window along a dim, as `find_piece`."""
     ways = math.prod(get_abstract_mesh().shape[axis] for axis in axes)
     if not enough_rows(window.size, window.result, SPATIAL[dim], ways):
         return None
@@ -136,7 +136,7 @@ def enough_rows(size: int, result: int, name: str, ways: int) -> bool:
     return True
 
 
-def window_of(dim: int, images: tuple[int, ...], kernel: tuple[int, ...], params: Mapping[str, Any]) -> Window:
+def find_window(dim: int, images: tuple[int, ...], kernel: tuple[int, ...], params: Mapping[str, Any]) -> Window:
     """Returns the window along a spatial dim, counted from 0."""
     dims, (low, high) = params["dimension_numbers"], params["padding"][dim]
     size, stride, base = images[dims.lhs_spec[2 + dim]], params["window_strides"][dim], params["lhs_dilation"][dim]
@@ -162,5 +162,5 @@ def split_window(window: Window, name: str, axes: tuple[str, ...], ways: int) ->
     return Piece(window, name, axes, ways, rows, offsets, count, (-phase, end))
 
 
-def _rows_of(fill: float, images: jax.Array, dim: int, rows: int) -> jax.Array:
+def _fill_rows(fill: float, images: jax.Array, dim: int, rows: int) -> jax.Array:
     return jnp.full((*images.shape[:dim], rows, *images.shape[dim + 1 :]), fill, images.dtype)

@@ -135,11 +135,11 @@ def replica_messages(layout: LayoutData) -> tuple[Traffic, ...]:
 def trained_shards(layout: LayoutData) -> dict[str, ShardShape]:
     """Maps the path of each trained parameter to the shard that a device stores between steps."""
 
-    def one(place: Placement) -> ShardShape:
+    def to_shard_shape(place: Placement) -> ShardShape:
         shape = shard_shape(place.leaf.shape, place.stored, layout.sizes)
         return ShardShape(shape, place.leaf.dtype, layers=place.names[:1] == ("layers",), total_size=place.leaf.size)
 
-    return {path: one(place) for path, place in layout.placements.items() if path not in layout.frozen}
+    return {path: to_shard_shape(place) for path, place in layout.placements.items() if path not in layout.frozen}
 
 
 def sync_note(layout: LayoutData) -> str:

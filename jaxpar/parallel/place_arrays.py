@@ -14,7 +14,7 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.placement import Placement
 from jaxpar.parallel.techniques.all_techniques import all_dim_names, idle_problems
 from jaxpar.parallel.zero import add_axes, add_zero_and_axes, remove_axis
-from jaxpar.sharding.adapters import adapter_choice, base_of
+from jaxpar.sharding.adapters import adapter_choice, find_base
 from jaxpar.sharding.author.rules_in_force import with_author_rules
 from jaxpar.sharding.infer_names.from_words import InferredDims
 from jaxpar.sharding.infer_names.infer_dims import infer_dims
@@ -50,7 +50,7 @@ def place_arrays(parallel: Parallel, blueprint: Blueprint, mesh: Mesh | None) ->
     leaves = name_stacks({**blueprint.other_leaves, **blueprint.leaves})
     others = name_stacks({**blueprint.leaves, **blueprint.other_leaves})
     parts = sum(parallel.pipeline.layers) or parallel.pipe
-    bases = {path: base for path in blueprint.leaves if (base := base_of(blueprint, path)) is not None}
+    bases = {path: base for path in blueprint.leaves if (base := find_base(blueprint, path)) is not None}
     params = {path: leaves[path] for path in blueprint.leaves if path not in bases}
     prefix = parallel.pipeline.stack
     candidates = {path: leaf for path, leaf in params.items() if path.startswith(prefix)}
@@ -59,7 +59,9 @@ def place_arrays(parallel: Parallel, blueprint: Blueprint, mesh: Mesh | None) ->
     reads = infer_dims(blueprint, use=any(size > 1 for axis, size in parallel.sizes.items() if axis not in NO_MATRIX))
     find = partial(choose_axes, sizes=parallel.sizes, names=names, paths=parallel.paths, rules=parallel.rules)
     layers = Layers(stack, lists, names["layers"])
-    trained = {path: _placed(path, leaf, parallel, layers, find, reads.get(path)) for path, leaf in params.items()}
+    trained = {
+        path: _place_parameter(path, leaf, parallel, layers, find, reads.get(path)) for path, leaf in params.items()
+    }
     for path, (base, dims) in bases.items():
         choice = adapter_choice(trained[base][1], base, dims)
         trained[path] = (_place(path, leaves[path], parallel, choice, cut=True), choice, [])
@@ -78,9 +80,9 @@ def place_arrays(parallel: Parallel, blueprint: Blueprint, mesh: Mesh | None) ->
     )
     problems = [problem for *_, errors in (*trained.values(), *state.values()) for problem in errors]
     if prefix and not stack and not lists:
-        problems.append(_no_layers_at(prefix, params, parts))
+        problems.append(_missing_layers_problem(prefix, params, parts))
     if lists and bases:
-        problems.append(_beside_a_list(blueprint))
+        problems.append(_list_adapters_problem(blueprint))
     problems += _eight_bit_problems(layout)
     return layout, problems + idle_problems(layout)
 
@@ -112,7 +114,7 @@ def _note_eight_bits(blueprint: Blueprint, path: str, place: Placement) -> Place
     return replace(place, why=f"{place.why}; frozen, in 8 bits")
 
 
-def _no_layers_at(prefix: str, leaves: Mapping[str, Leaf], parts: int) -> Problem:
+def _missing_layers_problem(prefix: str, leaves: Mapping[str, Leaf], parts: int) -> Problem:
     if not any(path.startswith(prefix) for path in leaves):
         return Problem(
             f"pipeline.stack = {prefix!r}, where no parameter's path begins",
@@ -126,7 +128,7 @@ def _no_layers_at(prefix: str, leaves: Mapping[str, Leaf], parts: int) -> Proble
     )
 
 
-def _beside_a_list(blueprint: Blueprint) -> Problem:
+def _list_adapters_problem(blueprint: Blueprint) -> Problem:
     return Problem(
         f"adapters of {blueprint.name}, whose layers are a list, with pipe > 1",
         "the stages of a pipeline run one layer's program, and adapters beside a list belong to none of its layers",
@@ -149,7 +151,7 @@ def _eight_bit_problems(layout: Layout) -> list[Problem]:
     return [Problem(f'adapters with base="int8" and {key}', rule, f'{fix}; or base="float"') for key, fix in faults]
 
 
-def _placed(
+def _place_parameter(
     path: str, leaf: Leaf, parallel: Parallel, layers: Layers, find: Callable, read: InferredDims | None
 ) -> tuple[Placement, AxisChoice, list[Problem]]:
     """Returns a parameter's placement, choice and problems; places a stack without names as its layers."""
@@ -173,7 +175,7 @@ def _place_other_state(
 ) -> tuple[Placement, list[Problem]]:
     """Returns the placement of an array that is not a parameter, and its problems."""
     if leaf.names is None and not leaf.large:
-        return _whole(leaf), []
+        return _place_unsharded(leaf), []
     choice, wrong = find(path, leaf, read=read)
     # every stage stores other state whole: the model may read or write it in any layer
     choice = replace(
@@ -201,7 +203,7 @@ def _place(path: str, leaf: Leaf, parallel: Parallel, choice: AxisChoice, *, cut
     )
 
 
-def _whole(leaf: Leaf) -> Placement:
+def _place_unsharded(leaf: Leaf) -> Placement:
     replicated, why = PartitionSpec(), f"other state below {show_bytes(LARGE)} is whole"
     unnamed = (None,) * len(leaf.shape)
     return Placement(

@@ -98,7 +98,7 @@ def largest_unsplit(placements: Mapping[str, Placement]) -> dict[str, Placement]
     Args:
       placements: Placement of every parameter, by its path.
     """
-    if not _splitting(placements):
+    if not _axes_that_split(placements):
         return {}
     least = max(LARGE, SHARE * _bytes(placements))
     unsplit = {path: place for path, place in placements.items() if place.leaf.bytes >= least and not any(place.stored)}
@@ -110,14 +110,14 @@ def unsplit_note(placements: Mapping[str, Placement]) -> str:
     unsplit = largest_unsplit(placements)
     if not unsplit:
         return ""
-    axes, total = " and ".join(_splitting(placements)), _bytes(placements)
+    axes, total = " and ".join(_axes_that_split(placements)), _bytes(placements)
 
-    def one(path: str, place: Placement) -> str:
+    def describe_parameter(path: str, place: Placement) -> str:
         leaf = place.leaf
         share = f"{100 * leaf.bytes / total:.0f} % of the model"
         return f"{path} {list(leaf.shape)}, {show_bytes(leaf.bytes)}, {share} ({_reason(place, axes)})"
 
-    entries = [one(*item) for item in [*unsplit.items()][:_NAMED]]
+    entries = [describe_parameter(*item) for item in [*unsplit.items()][:_NAMED]]
     remainder = [f"{len(unsplit) - _NAMED} more"] * (len(unsplit) > _NAMED)
     return "; whole on every device: " + "; ".join([*entries, *remainder])
 
@@ -127,7 +127,7 @@ def _reason(place: Placement, axes: str) -> str:
     return "; ".join(parts) or f"no dim for {axes}: {place.why}"
 
 
-def _splitting(placements: Mapping[str, Placement]) -> list[str]:
+def _axes_that_split(placements: Mapping[str, Placement]) -> list[str]:
     """Returns the axes that split at least one parameter, except `pipe`."""
     entries = [entry for place in placements.values() for entry in place.stored if entry is not None]
     axes = {axis for entry in entries for axis in ((entry,) if isinstance(entry, str) else entry)}

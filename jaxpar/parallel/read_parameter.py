@@ -17,7 +17,7 @@ from jaxpar.parallel.gather import constrained, gather, gather_combined, padding
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.adapters import is_scales
 from jaxpar.sharding.names import SCOPE, Tree, path_of
-from jaxpar.sharding.rules import SMALL, own_dims
+from jaxpar.sharding.rules import SMALL, count_layer_dims
 
 MEMBERS = (None, "head_dim")  # names that jaxpar may infer for the dim of an ensemble's members
 
@@ -26,7 +26,7 @@ _stacks: ContextVar[dict[str, tuple[tuple, jax.Array]] | None] = ContextVar("sta
 
 
 @contextmanager
-def shared_reads() -> Iterator[None]:
+def gather_stacks_once() -> Iterator[None]:
     """Gathers a stack of matrices once in a trace, even if the model reads it several times.
 
     A Python loop over experts reads the stack of all of them for each: gathered at every read, it would be sent as
@@ -46,18 +46,18 @@ def read_parameter(layout: Layout, path: str, value: jax.Array, dtype=None) -> j
     slice. Other state is gathered in every ZeRO stage, and never cast: it may be an average, or a table of angles.
     """
     if path in layout.other_state:
-        return _read_other(layout, path, value)
+        return _gather_other_state(layout, path, value)
     stacks = _stacks.get()
     if stacks is None or value.ndim < 3:
-        return _read(layout, path, value, dtype)
+        return _gather_parameter(layout, path, value, dtype)
     source, gathered = stacks.get(path, ((None, None, None), value))
     if source[0] is not value or source[1:] != (dtype, get_opaque_trace_state()):
-        gathered = _read(layout, path, value, dtype)
+        gathered = _gather_parameter(layout, path, value, dtype)
         stacks[path] = (value, dtype, get_opaque_trace_state()), gathered
     return gathered
 
 
-def _read(layout: Layout, path: str, value: jax.Array, dtype: Any) -> jax.Array:
+def _gather_parameter(layout: Layout, path: str, value: jax.Array, dtype: Any) -> jax.Array:
     with jax.named_scope(SCOPE + path.replace("/", ".")):
         cast = dtype is not None and value.dtype != dtype and _is_cast(layout, path, value)
         if cast:
@@ -90,11 +90,11 @@ def gather_small_stacks(layout: Layout, params: Tree, dtype=None, as_stored: Set
     # JAX cannot nest a shard_map over `tensor` alone in a program mapped over replicas
     with_tensor = layout.sizes["tensor"] > 1 and layout.mesh.shape["data"] == layout.sizes["data"]
 
-    def one(keys, value: jax.Array) -> jax.Array:
+    def gather_if_small(keys, value: jax.Array) -> jax.Array:
         place = layout.placements[path := path_of(keys)]
         vector = value.ndim == (2 if place.names[:1] == ("layers",) else 1)
         # an extra leading dim may be that of a stack, which the model slices
-        stack = place.is_split([0]) and own_dims(path, place.leaf) < value.ndim and place.names[0] in MEMBERS
+        stack = place.is_split([0]) and count_layer_dims(path, place.leaf) < value.ndim and place.names[0] in MEMBERS
         small = place.leaf.bytes < SMALL and (vector or stack)
         if not small or place.stored == place.used or path in as_stored:
             return value
@@ -105,7 +105,7 @@ def gather_small_stacks(layout: Layout, params: Tree, dtype=None, as_stored: Set
                 return gather_combined(cast_value, used, stored, "tensor")
             return gather(cast_value, used, stored)
 
-    return jax.tree_util.tree_map_with_path(one, params)
+    return jax.tree_util.tree_map_with_path(gather_if_small, params)
 
 
 def _is_cast(layout: Layout, path: str, value: jax.Array) -> bool:
@@ -113,7 +113,7 @@ def _is_cast(layout: Layout, path: str, value: jax.Array) -> bool:
     return jnp.issubdtype(value.dtype, jnp.floating) and not is_scales(layout.blueprint, path)
 
 
-def _read_other(layout: Layout, path: str, value: jax.Array) -> jax.Array:
+def _gather_other_state(layout: Layout, path: str, value: jax.Array) -> jax.Array:
     place = layout.other_state[path]
     if place.stored == place.used or layout.mesh is None:
         return value

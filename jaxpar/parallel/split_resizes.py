@@ -52,7 +52,7 @@ def split_resizes() -> Iterator[None]:
         def interpolate(image: jax.Array) -> jax.Array:
             for dim, band in bands.items():
                 rows = band.piece.exchange(image, dim)
-                image = band.taken(rows, dim) if nearest else band.weighted(rows, dim, precision)
+                image = band.take_nearest_rows(rows, dim) if nearest else band.interpolate_rows(rows, dim, precision)
             local = [shape[dim] if dim in changed - bands.keys() else rows for dim, rows in enumerate(image.shape)]
             return original(image, local, method, antialias, precision)
 
@@ -85,12 +85,12 @@ class Band:
     piece: Piece
     weights: np.ndarray
 
-    def weighted(self, rows: jax.Array, dim: int, precision: jax.lax.PrecisionLike) -> jax.Array:
+    def interpolate_rows(self, rows: jax.Array, dim: int, precision: jax.lax.PrecisionLike) -> jax.Array:
         """Returns weighted sums of the rows that a device has received; in `jax.shard_map`."""
         band = jnp.asarray(self.weights, rows.dtype)[lax.axis_index(self.piece.axes)]
         return jnp.moveaxis(jnp.tensordot(band, rows, (1, dim), precision=precision), 0, dim)
 
-    def taken(self, rows: jax.Array, dim: int) -> jax.Array:
+    def take_nearest_rows(self, rows: jax.Array, dim: int) -> jax.Array:
         """Returns the nearest of the rows that a device has received; in `jax.shard_map`."""
         nearest = jnp.asarray(self.weights.argmax(axis=2))[lax.axis_index(self.piece.axes)]
         return jnp.take(rows, nearest, axis=dim, mode="clip")

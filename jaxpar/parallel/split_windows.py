@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from jaxpar.models.dim_names import IMAGES, SPATIAL, constrain_to, partial_spec, record_use
 from jaxpar.parallel.canonical_convolutions import run_canonical
-from jaxpar.parallel.image_pieces import Piece, Window, piece_of, piece_of_window
+from jaxpar.parallel.image_pieces import Piece, Window, find_piece, split_by_window
 from jaxpar.parallel.manual_axes import automatic_axes, example_axes, group_axes, merging_replicas
 from jaxpar.parallel.split_resizes import split_resizes
 
@@ -42,7 +42,7 @@ def convolve(
     if split := image_axes(params):
         images, pieces = cut_images(images, kernel, params, split)
     grouped = not get_abstract_mesh().empty and (
-        is_grouped(images.shape, kernel.shape, params) or _is_counted_again(images.shape, params)
+        is_grouped(images.shape, kernel.shape, params) or _has_wrong_gradient(images.shape, params)
     )
     if _is_mapped(images) or _is_mapped(kernel):
         with merging_replicas():  # the convolution that the `vmap` makes of this one is bound in here
@@ -77,7 +77,7 @@ def is_grouped(images: tuple[int, ...], kernel: tuple[int, ...], params: Mapping
     return count > 1 and not count == images[dims.lhs_spec[1]] == kernel[dims.rhs_spec[0]]
 
 
-def _is_counted_again(images: tuple[int, ...], params: Mapping[str, Any]) -> bool:
+def _has_wrong_gradient(images: tuple[int, ...], params: Mapping[str, Any]) -> bool:
     """Whether XLA would compute a wrong gradient of a depthwise kernel.
 
     If some axes split the examples and the images are replicated over others (`data 2 x tensor 4`), XLA (jaxlib 0.10
@@ -97,7 +97,7 @@ def cut_images(
     Otherwise XLA would split the convolution along them if its operands happen to be split.
     """
     shapes, numbers = (images.shape, kernel.shape), params["dimension_numbers"]
-    pieces = {dim: piece for dim, axes in split.items() if (piece := piece_of(dim, axes, *shapes, params))}
+    pieces = {dim: piece for dim, axes in split.items() if (piece := find_piece(dim, axes, *shapes, params))}
     whole: dict[int, tuple[str, ...] | None] = {numbers.lhs_spec[2 + dim]: None for dim in split if dim not in pieces}
     return constrain_to(images, partial_spec(images.ndim, whole)) if whole else images, pieces
 
@@ -176,15 +176,15 @@ def split_other_operations(*, examples: bool) -> Iterator[None]:
     kinds = {lax.reduce_window_sum_p: "sum", lax.reduce_window_max_p: "max", lax.reduce_window_min_p: "min"}
     with ExitStack() as stack:
         for primitive, kind in kinds.items():
-            stack.enter_context(_replaced(primitive, kind))
+            stack.enter_context(_split_pooling(primitive, kind))
         stack.enter_context(split_resizes())
         if examples:
-            stack.enter_context(_matmuls_of_whole_batches())
+            stack.enter_context(_gather_dense_inputs())
         yield
 
 
 @contextmanager
-def _matmuls_of_whole_batches() -> Iterator[None]:
+def _gather_dense_inputs() -> Iterator[None]:
     """Gathers the examples of dense layers over the axes that split those of convolutions alone."""
     bind = lax.dot_general_p.bind
 
@@ -202,12 +202,12 @@ def _matmuls_of_whole_batches() -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(primitive: Primitive, kind: str) -> Iterator[None]:
+def _split_pooling(primitive: Primitive, kind: str) -> Iterator[None]:
     bind = primitive.bind
 
     def run(images, **params):
-        split = _pooled_axes(images.shape, params) if images.dtype != bool else {}
-        found = {dim: _pooled_piece(dim, axes, images.shape, params) for dim, axes in split.items()}
+        split = _pooling_axes(images.shape, params) if images.dtype != bool else {}
+        found = {dim: _pooling_piece(dim, axes, images.shape, params) for dim, axes in split.items()}
         pieces = {dim: piece for dim, piece in found.items() if piece}
         whole: dict[int, tuple[str, ...] | None] = {dim: None for dim in split if dim not in pieces}
         if whole:
@@ -249,7 +249,7 @@ def _neutral(kind: str, dtype: DTypeLike) -> float:
     return int(jnp.iinfo(dtype).min if kind == "max" else jnp.iinfo(dtype).max)
 
 
-def _pooled_axes(shape: tuple[int, ...], params: Mapping[str, Any]) -> dict[int, tuple[str, ...]]:
+def _pooling_axes(shape: tuple[int, ...], params: Mapping[str, Any]) -> dict[int, tuple[str, ...]]:
     """Returns the mesh axes of the dims, counted from 0, that windows reduce and axes split.
 
     Images are [batch, ..., channels] or [batch, channels, ...].
@@ -270,9 +270,9 @@ def _first_spatial(params: Mapping[str, Any]) -> int:
     return 1 if params["window_dimensions"][-1] == 1 else 2
 
 
-def _pooled_piece(dim: int, axes: tuple[str, ...], shape: tuple[int, ...], params: Mapping[str, Any]) -> Piece | None:
+def _pooling_piece(dim: int, axes: tuple[str, ...], shape: tuple[int, ...], params: Mapping[str, Any]) -> Piece | None:
     (low, high), stride = params["padding"][dim], params["window_strides"][dim]
     span = (params["window_dimensions"][dim] - 1) * params["window_dilation"][dim] + 1
     result = (shape[dim] + low + high - span) // stride + 1
     window = Window(size=shape[dim], result=result, span=span, stride=stride, low=low, base=1)
-    return piece_of_window(window, dim - _first_spatial(params), axes)
+    return split_by_window(window, dim - _first_spatial(params), axes)

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpar.sharding.names import LARGE, Leaf
-from jaxpar.sharding.rules import AxisChoice, own_dims, spec_of
+from jaxpar.sharding.rules import AxisChoice, count_layer_dims, spec_of
 
 
 def add_axes(
@@ -53,7 +53,7 @@ def add_axes(
             choice = replace(choice, axes=add_axes(path, choice, leaf, sizes, (axis,)))
     if not fitting:
         return choice.axes
-    own_rank = len(leaf.shape) if any(choice.names) else own_dims(path, leaf)
+    own_rank = len(leaf.shape) if any(choice.names) else count_layer_dims(path, leaf)
     best = max(fitting, key=lambda dim: (dim >= len(leaf.shape) - own_rank, not choice.axes[dim], leaf.shape[dim], dim))
     return tuple((*on, *axes) if dim == best else on for dim, on in enumerate(choice.axes))
 

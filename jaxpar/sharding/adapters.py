@@ -25,7 +25,7 @@ from jaxpar.models.low_rank import low_rank_sum
 from jaxpar.models.settings.adapters import Adapters
 from jaxpar.optim.patterns import matching, unmatched
 from jaxpar.sharding.names import Blueprint, Compute, Leaf, Tree, Use, by_path, nest
-from jaxpar.sharding.rules import AxisChoice, name_stacks, own_dims
+from jaxpar.sharding.rules import AxisChoice, count_layer_dims, name_stacks
 
 ROOM = "adapters"  # the first word of the paths of all A and B
 FLOAT = jnp.dtype(jnp.float32)
@@ -85,11 +85,11 @@ def with_adapters(blueprint: Blueprint, adapters: Adapters) -> Blueprint:
             fix="jp.add_lora once, with all paths, or another name of that module",
         )
     leaves = name_stacks(blueprint.leaves)
-    matrices = [path for path, leaf in leaves.items() if _own_rank(path, leaf) > 1]
+    matrices = [path for path, leaf in leaves.items() if _layer_rank(path, leaf) > 1]
     problems = unmatched("train.adapters.paths", adapters.paths, matrices, noun="matrix of the model")
     problems += unmatched("train.adapters.also", adapters.also, list(leaves))
     placed = {path: _adapter(path, leaves[path], adapters) for path in matching(matrices, adapters.paths)}
-    if problems or (problems := _trained_twice(adapters, list(placed))):
+    if problems or (problems := _double_training_problems(adapters, list(placed))):
         raise JaxparError(*problems)
     parts = {
         f"{ROOM}/{path}/{part}": _part(leaves[path], adapter.dims(part, len(leaves[path].shape)), adapters.rank)
@@ -124,7 +124,7 @@ def without_adapters(blueprint: Blueprint) -> Blueprint:
     return blueprint.base or blueprint
 
 
-def base_of(blueprint: Blueprint, path: str) -> tuple[str, tuple[int | None, ...]] | None:
+def find_base(blueprint: Blueprint, path: str) -> tuple[str, tuple[int | None, ...]] | None:
     """Returns the path of the parameter that an A, a B or a copy is split like, with the dim for each of its dims.
 
     None for all other parameters.
@@ -229,7 +229,7 @@ def _bind(
         names = [f"{ROOM}/{path}/first", f"{ROOM}/{path}/second", *[f"{SCALES}/{path}"] * bool(adapter.float_dtype)]
         flat[path] = AdaptedMatrix(flat[path], *(flat.pop(name) for name in names))
 
-    def read(path: str, value: jax.Array | AdaptedMatrix) -> jax.Array:
+    def read_matrix(path: str, value: jax.Array | AdaptedMatrix) -> jax.Array:
         if not isinstance(value, AdaptedMatrix):
             return use(path, value)
         first, second = use(f"{ROOM}/{path}/first", value.first), use(f"{ROOM}/{path}/second", value.second)
@@ -237,13 +237,15 @@ def _bind(
         stacked = first.ndim - 1 - adapter.inputs  # dims of a stack that no scan has sliced
         scales = [use(f"{SCALES}/{path}", value.scales)] if adapter.float_dtype else []
         if not corrected:
-            return _in_floats(use(path, value.base), *scales, dtype=second.dtype, lead=stacked)
+            return _dequantize_stack(use(path, value.base), *scales, dtype=second.dtype, lead=stacked)
         return low_rank_sum(use(path, value.base), first, second * adapter.scale, *scales, lead=stacked)
 
-    return blueprint.bind(nest({tuple(path.split("/")): value for path, value in flat.items()}), rest, read, compute)
+    return blueprint.bind(
+        nest({tuple(path.split("/")): value for path, value in flat.items()}), rest, read_matrix, compute
+    )
 
 
-def _in_floats(base: jax.Array, *scales: jax.Array, dtype: Any, lead: int) -> jax.Array:
+def _dequantize_stack(base: jax.Array, *scales: jax.Array, dtype: Any, lead: int) -> jax.Array:
     """Returns a matrix, or the matrices of a stack, in floats; unchanged if it has no scales."""
     if not scales:
         return base
@@ -253,11 +255,11 @@ def _in_floats(base: jax.Array, *scales: jax.Array, dtype: Any, lead: int) -> ja
     return convert(base, *scales)
 
 
-def _own_rank(path: str, leaf: Leaf) -> int:
+def _layer_rank(path: str, leaf: Leaf) -> int:
     """Returns the number of a parameter's dims in one layer, without the leading dims of a stack."""
     if leaf.names is not None:
         return len(leaf.shape) - (leaf.names[:1] == ("layers",))
-    return own_dims(path, leaf)
+    return count_layer_dims(path, leaf)
 
 
 def _adapter(path: str, leaf: Leaf, adapters: Adapters) -> Adapter:
@@ -291,7 +293,7 @@ def _initial_value(path: str, leaf: Leaf, adapters: Mapping[str, Adapter], key: 
     return jax.random.uniform(path_key, leaf.shape, leaf.dtype, -bound, bound)
 
 
-def _trained_twice(adapters: Adapters, matrices: list[str]) -> list[Problem]:
+def _double_training_problems(adapters: Adapters, matrices: list[str]) -> list[Problem]:
     """Returns a problem for each matrix that has an adapter and is also trained directly."""
     return [
         Problem(f"{path} has an adapter and is trained itself", "what has an adapter is frozen", "paths or also")

@@ -224,7 +224,7 @@ def _inferred_axes(
         axes.append(wanted)
     choice = AxisChoice(dim_names, tuple(axes), why)
     cut = "tensor" in {axis for dim_axes in axes for axis in dim_axes}
-    if sizes.get("tensor", 1) == 1 or cut or own_dims(path, leaf) < 2 or not (read.followed or why != read.why):
+    if sizes.get("tensor", 1) == 1 or cut or count_layer_dims(path, leaf) < 2 or not (read.followed or why != read.why):
         return choice
     return _store_over_tensor(leaf, choice, sizes["tensor"], padded)
 
@@ -254,7 +254,7 @@ def _store_over_tensor(leaf: Leaf, choice: AxisChoice, ways: int, padded: int | 
 def _largest(path: str, leaf: Leaf, sizes: Mapping[str, int]) -> AxisChoice:
     """Splits the largest dim that `tensor` divides, or the features of a lookup table; vectors stay unsharded."""
     axes: list[tuple[str, ...]] = [()] * len(leaf.shape)
-    ways, own_rank = sizes.get("tensor", 1), own_dims(path, leaf)
+    ways, own_rank = sizes.get("tensor", 1), count_layer_dims(path, leaf)
     fitting = [dim for dim, size in enumerate(leaf.shape) if size % ways == 0 and size >= ways]
     why = "no names"
     if leaf.shape[:1] == (1,):  # broadcast over examples, as in a bias: it is added to the stream, which is not split
@@ -271,7 +271,7 @@ def _largest(path: str, leaf: Leaf, sizes: Mapping[str, int]) -> AxisChoice:
     return AxisChoice((None,) * len(leaf.shape), tuple(axes), why)
 
 
-def own_dims(path: str, leaf: Leaf) -> int:
+def count_layer_dims(path: str, leaf: Leaf) -> int:
     """Guesses how many trailing dims of an unnamed parameter belong to one layer; earlier dims may be stacks."""
     vector = re.search(r"(^|[/_])(bias|scale|beta|gamma)$", path)
     return min(len(leaf.shape), 1 if vector else 2)

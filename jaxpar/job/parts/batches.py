@@ -168,4 +168,4 @@ def batch_factors(job: Job, sizes: Mapping[str, int], parallel: Parallel) -> dic
             count = job.parallel.pipeline.table(sizes["pipe"]).microbatches * job.parallel.pipeline.group
         except JaxparError:  # `compose` reports it
             count = 1
-    return {axis: sizes[axis] for axis in parallel.sized(sizes).batch_axes} | {name: count}
+    return {axis: sizes[axis] for axis in parallel.with_sizes(sizes).batch_axes} | {name: count}

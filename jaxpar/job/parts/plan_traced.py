@@ -281,7 +281,7 @@ def _shards(
         if split != (1, 1) and (names is None or rows % (devices // math.prod(split))):
             continue
         try:
-            parallel = replace(Parallel().sized({"fsdp": fsdp, **axis_sizes}), zero=3 if fsdp > 1 else 0)
+            parallel = replace(Parallel().with_sizes({"fsdp": fsdp, **axis_sizes}), zero=3 if fsdp > 1 else 0)
             if names:
                 parallel = replace(parallel, paths=names.paths, rules=names.rules, activations=names.activations)
             layout = compose(blueprint, parallel, count)

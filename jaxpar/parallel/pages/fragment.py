@@ -162,7 +162,13 @@ def links(shown: LayoutPage) -> list[tuple[str, ...]]:
     """Returns a row per axis: name and size, meaning, a group of devices along it, their link, their traffic."""
     over = nodes_of_axes(shown.sizes, shown.per_node)
     return [
-        (f"{axis} {size}", AXES[axis].meaning, _group(shown.sizes, axis), _link(shown, over[axis]), _sent(shown, axis))
+        (
+            f"{axis} {size}",
+            AXES[axis].meaning,
+            _group(shown.sizes, axis),
+            _link(shown, over[axis]),
+            _describe_traffic(shown, axis),
+        )
         for axis, size in shown.sizes.items()
         if size > 1
     ]
@@ -183,7 +189,7 @@ def _link(shown: LayoutPage, nodes: int) -> str:
     return ("inside a node" if nodes == 1 else f"over {nodes} nodes") + speed
 
 
-def _sent(shown: LayoutPage, axis: str) -> str:
+def _describe_traffic(shown: LayoutPage, axis: str) -> str:
     """Describes the arrays that devices send along an axis: state, with its bytes, or activations."""
     info, sizes = AXES[axis], shown.sizes
     if not info.splits_batch:

@@ -13,7 +13,7 @@ from jaxpar.models.islands import implemented
 from jaxpar.parallel.convolutions import split_convolutions
 from jaxpar.parallel.declaration import Axes, Parallel, size_setting
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.read_parameter import shared_reads
+from jaxpar.parallel.read_parameter import gather_stacks_once
 from jaxpar.parallel.techniques.attention_choice import Choose, refuse_choice
 from jaxpar.parallel.techniques.base import Compose, TracedStep
 from jaxpar.parallel.techniques.table import TECHNIQUES
@@ -28,7 +28,7 @@ from jaxpar.sharding.vocabularies import with_meanings, with_vocabularies
 def declaration_problems(parallel: Parallel) -> list[Problem]:
     """Returns the problems of a declaration that do not depend on model and devices."""
     problems = [problem for technique in TECHNIQUES.values() for problem in technique.problems(parallel)]
-    return problems + parallel.problems() + _how_problems(parallel)
+    return problems + parallel.problems() + _implementation_problems(parallel)
 
 
 def all_dim_names(parallel: Parallel) -> dict[str, Axes]:
@@ -116,7 +116,7 @@ def tracing(
         islands(layout, TracedStep(choose=choose, saves_activations=saves_activations)),
     )
     processors = layout.mesh is not None and layout.mesh.devices.flat[0].platform == "cpu"
-    with names as dim_names, implemented(table) as calls, sharding_translation(), step_hooks(), shared_reads():
+    with names as dim_names, implemented(table) as calls, sharding_translation(), step_hooks(), gather_stacks_once():
         with split_convolutions(processors=processors):
             yield
     model_use.names |= with_meanings(dim_names)
@@ -162,7 +162,7 @@ def compiler_options(layout: Layout) -> list[CompilerOption]:
     return [option for technique in techniques for option in technique.compiler_options(layout)]
 
 
-def _how_problems(parallel: Parallel) -> list[Problem]:
+def _implementation_problems(parallel: Parallel) -> list[Problem]:
     ways = {axis: item.how for axis, item in TECHNIQUES.items() if item.how}
     rule = "how names a way of a technique: " + "; ".join(f"{axis}: {', '.join(item)}" for axis, item in ways.items())
     if not isinstance(parallel.how, Mapping):

@@ -34,7 +34,7 @@ def gather(q_bshk: jax.Array, k_btgk: jax.Array, v_btgk: jax.Array, *, causal: b
     cuDNN's fused kernel cannot run on split sequences, so in 16 bits the scores are materialised in float32. A loop
     over blocks would not help: it runs the blocks in sequence, and every device would compute all of them.
     """
-    k_btgk, v_btgk = _gathered(k_btgk), _gathered(v_btgk)
+    k_btgk, v_btgk = _gather_sequences(k_btgk), _gather_sequences(v_btgk)
     low, splits = q_bshk.dtype in (jnp.bfloat16, jnp.float16), _splits()
     if splits:
         add_size(_scores_of_a_device(q_bshk.shape, k_btgk.shape[1]))
@@ -42,7 +42,7 @@ def gather(q_bshk: jax.Array, k_btgk: jax.Array, v_btgk: jax.Array, *, causal: b
     return attend(q_bshk, k_btgk, v_btgk, causal=causal, **masks)
 
 
-def _gathered(x_btgk: jax.Array) -> jax.Array:
+def _gather_sequences(x_btgk: jax.Array) -> jax.Array:
     """Gathers keys or values of whole sequences, if an axis splits them."""
     local, full = spec_of(KEYS), spec_of(_WHOLE)
     return x_btgk if local == full else _move(x_btgk, full, local)
@@ -126,10 +126,10 @@ def _attention_weights(
     s, t = scores.shape[-2:]
     if rule.causal or rule.window is not None or segments is not None:
         scores = jnp.where(rule.mask(jnp.arange(s) + zero, jnp.arange(t), segments, segments), scores, least)
-    return _cut(jax.nn.softmax(scores, axis=-1).astype(dtype), spec)
+    return _constrain(jax.nn.softmax(scores, axis=-1).astype(dtype), spec)
 
 
-def _cut(shares: jax.Array, spec: PartitionSpec | None) -> jax.Array:
+def _constrain(shares: jax.Array, spec: PartitionSpec | None) -> jax.Array:
     return shares if spec is None else constrain_to(shares, spec)
 
 
@@ -141,7 +141,7 @@ def _shares_forward(rule: AttentionMask, dtype: jnp.dtype, spec: PartitionSpec |
 def _shares_backward(
     rule: AttentionMask, dtype: jnp.dtype, spec: PartitionSpec | None, shares: jax.Array, gradient: jax.Array
 ):
-    shares, gradient = _cut(shares, spec), _cut(gradient, spec)
+    shares, gradient = _constrain(shares, spec), _constrain(gradient, spec)
     # the barrier, also under recomputation: else XLA recomputes the weights from the scores, and keeps the scores
     shares, gradient = jax.lax.optimization_barrier((shares, gradient))
     wide, gradient = shares.astype(jnp.float32), gradient.astype(jnp.float32)

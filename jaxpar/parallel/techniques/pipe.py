@@ -2,7 +2,7 @@
 
 from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.parallel.declaration import Axes, Parallel
-from jaxpar.parallel.head_placement import as_stacks, choose_schedule, place_head
+from jaxpar.parallel.head_placement import choose_schedule, merge_lists_into_stacks, place_head
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.pipeline_options import Pipeline
 from jaxpar.parallel.techniques.base import Compose, Technique
@@ -58,7 +58,7 @@ def stack_problems(layout: Layout) -> list[Problem]:
         from jaxpar.parallel import pipeline_problems
 
         return pipeline_problems.number_problems(layout.parallel.pipeline, layout.schedule)
-    layout = as_stacks(layout)
+    layout = merge_lists_into_stacks(layout)
     stacks = {layout.placements[path].leaf.shape[0] for path in layout.stacked_paths}
     if not stacks and any(place.names[:1] == ("layers",) for place in layout.placements.values()):
         return []  # `resolve` has reported why it is not split

@@ -27,10 +27,10 @@ def problems(parallel: Parallel) -> list[Problem]:
             Problem(
                 f"zero={parallel.zero} with {' x '.join(f'{axis}=1' for axis in parallel.zero_axes)} shards nothing",
                 f"zero={parallel.zero} shards {ZERO_SHARDS[parallel.zero]} over {_axes(parallel)}",
-                f"fsdp=2 or more (fsdp=-1 takes what is left), {_instead(parallel)}or leave zero out",
+                f"fsdp=2 or more (fsdp=-1 takes what is left), {_zero_over_fix(parallel)}or leave zero out",
             )
         )
-    errors += _over(parallel)
+    errors += _zero_over_problems(parallel)
     if type(parallel.replicate_above) is not int or parallel.replicate_above < 0:
         errors.append(
             Problem(
@@ -46,12 +46,12 @@ def _axes(parallel: Parallel) -> str:
     return " and ".join(f"the axis `{axis}`" for axis in parallel.zero_axes)
 
 
-def _instead(parallel: Parallel) -> str:
+def _zero_over_fix(parallel: Parallel) -> str:
     shareable = type(parallel.context) is int and parallel.context > 1 and parallel.zero_over == "fsdp"
     return "zero_over='fsdp x context', " * shareable
 
 
-def _over(parallel: Parallel) -> list[Problem]:
+def _zero_over_problems(parallel: Parallel) -> list[Problem]:
     over = parallel.zero_over
     if over not in ZERO_OVER:
         return [

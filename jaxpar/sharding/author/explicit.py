@@ -44,7 +44,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, g
 from jaxpar.errors import refuse
 from jaxpar.mesh.axes import batch_axes
 from jaxpar.models.dim_names import constrain_to, step_rules
-from jaxpar.sharding.author.manual_mesh import axis_names_of, manual_mesh
+from jaxpar.sharding.author.manual_mesh import entry_axes, manual_mesh
 from jaxpar.sharding.author.value_specs import is_recording, record_spec
 
 # functions that modules of JAX and Flax import from each other
@@ -69,8 +69,8 @@ def sharding_translation() -> Iterator[None]:
     if _translations:
         yield
         return
-    constraints = _replaced_binds(_pjit_primitive("sharding_constraint_p"), _bind_of_constraint)
-    puts = _replaced_binds([device_put_p], _bind_of_device_put)
+    constraints = _wrap_binds(_pjit_primitive("sharding_constraint_p"), _bind_of_constraint)
+    puts = _wrap_binds([device_put_p], _bind_of_device_put)
     with _replacing(_functions()), constraints, puts, _open_boxes(), ExitStack() as primitives:
         _translations.append(primitives)
         try:
@@ -101,11 +101,11 @@ def translate_spec(spec: PartitionSpec, sizes: Mapping[str, int]) -> PartitionSp
     Raises:
       JaxparError: If the spec names an axis that the step's mesh lacks and no rule maps.
     """
-    written = {name for entry in spec for name in axis_names_of(entry)}
+    written = {name for entry in spec for name in entry_axes(entry)}
     used_axes: set[str] = set()
     dims: list = []
     for entry in spec:
-        wanted = dict.fromkeys(axis for name in axis_names_of(entry) for axis in _axes(name, spec, sizes, written))
+        wanted = dict.fromkeys(axis for name in entry_axes(entry) for axis in _axes(name, spec, sizes, written))
         present = tuple(axis for axis in wanted if sizes[axis] > 1 and axis not in used_axes)
         used_axes.update(present)
         dims.append(present or (entry if entry is PartitionSpec.UNCONSTRAINED else None))
@@ -144,11 +144,11 @@ def _step_sharding(sharding: NamedSharding | PartitionSpec | None) -> NamedShard
         return sharding
     bare = [primitive for primitive in _primitives() if "bind" not in vars(primitive)]
     for primitives in _translations:  # only now: other models use JAX's own `bind`
-        primitives.enter_context(_replaced_binds(bare, _bind_of_computation))
-    return _on_mesh_of_step(sharding)
+        primitives.enter_context(_wrap_binds(bare, _bind_of_computation))
+    return _translate_sharding(sharding)
 
 
-def _on_mesh_of_step(sharding: NamedSharding | PartitionSpec) -> NamedSharding:
+def _translate_sharding(sharding: NamedSharding | PartitionSpec) -> NamedSharding:
     """Translates a sharding from the author's mesh to that of the step; outside of a step its spec is unchanged."""
     mesh, spec = get_abstract_mesh(), _written_spec(sharding)
     if mesh.empty or not step_rules.get():
@@ -163,7 +163,7 @@ def _on_mesh_of_step(sharding: NamedSharding | PartitionSpec) -> NamedSharding:
 
 def _as_written(spec: PartitionSpec) -> NamedSharding:
     """Returns a sharding on a placeholder for the author's mesh, the sizes of whose axes are unknown."""
-    names = dict.fromkeys(name for entry in spec for name in axis_names_of(entry))
+    names = dict.fromkeys(name for entry in spec for name in entry_axes(entry))
     axes = (_NOWHERE, *names)
     return NamedSharding(AbstractMesh((1,) * len(axes), axes, axis_types=(AxisType.Auto,) * len(axes)), spec)
 
@@ -179,7 +179,7 @@ def _written_spec(sharding: NamedSharding | PartitionSpec) -> PartitionSpec:
     if _has_author_mesh(sharding):
         return sharding.spec
     sizes = sharding.mesh.shape
-    return PartitionSpec(*(tuple(axis for axis in axis_names_of(entry) if sizes[axis] > 1) for entry in sharding.spec))
+    return PartitionSpec(*(tuple(axis for axis in entry_axes(entry) if sizes[axis] > 1) for entry in sharding.spec))
 
 
 def _constrain(x: Any, sharding: NamedSharding, *, whole: bool = False) -> Any:
@@ -190,14 +190,14 @@ def _constrain(x: Any, sharding: NamedSharding, *, whole: bool = False) -> Any:
         return record_spec(x, sharding.spec)
     sizes = sharding.mesh.shape
 
-    def one(x):
+    def constrain_array(x):
         entries = (*sharding.spec, *(None,) * (x.ndim - len(sharding.spec)))
         dims = [PartitionSpec.UNCONSTRAINED if entry is None and not whole else entry for entry in entries]
         fitting = [_fits(size, entry, sizes) for size, entry in zip(x.shape, dims, strict=True)]
         spec = [entry if fits else PartitionSpec.UNCONSTRAINED for entry, fits in zip(dims, fitting, strict=True)]
         return constrain_to(x, PartitionSpec(*spec)) if any(fitting) else x
 
-    return jax.tree.map(one, x)
+    return jax.tree.map(constrain_array, x)
 
 
 def _whole_where_free(sharding: NamedSharding) -> NamedSharding:
@@ -253,7 +253,7 @@ def _functions() -> dict[str, Callable]:
         if isinstance(x, PartitionSpec) and api_name == "with_sharding_constraint":
             return _as_written(x)
         if isinstance(x, PartitionSpec) and api_name == "jit":
-            step_mesh = _on_mesh_of_step(x)
+            step_mesh = _translate_sharding(x)
             return create(mesh, None, name, api_name) if _has_author_mesh(step_mesh) else _whole_where_free(step_mesh)
         return create(mesh, x, name, api_name)
 
@@ -333,7 +333,7 @@ def _bind_of_constraint(bind: Callable) -> Callable:
     def run(x, *, sharding, **params):
         if not isinstance(sharding, NamedSharding) or sharding.mesh.shape_tuple == get_abstract_mesh().shape_tuple:
             return bind(x, sharding=sharding, **params)
-        step = _on_mesh_of_step(sharding)
+        step = _translate_sharding(sharding)
         return _constrain(x, step, whole=_has_author_mesh(sharding) and {*step.mesh.axis_types} != {AxisType.Manual})
 
     return run
@@ -351,7 +351,7 @@ def _bind_of_device_put(bind: Callable) -> Callable:
         if not any(foreign) or not (in_step or is_recording()):
             return bind(*args, **params)
         pairs = zip(args, params["devices"], foreign, strict=True)
-        return [_constrain(x, _on_mesh_of_step(to)) if is_foreign else x for x, to, is_foreign in pairs]
+        return [_constrain(x, _translate_sharding(to)) if is_foreign else x for x, to, is_foreign in pairs]
 
     return run
 
@@ -380,7 +380,7 @@ def _open_boxes() -> Iterator[None]:
 
 
 @contextmanager
-def _replaced_binds(primitives: Sequence[Any], how: Callable[[Callable], Callable]) -> Iterator[None]:
+def _wrap_binds(primitives: Sequence[Any], how: Callable[[Callable], Callable]) -> Iterator[None]:
     for primitive in primitives:
         primitive.bind = how(primitive.bind)
     try:

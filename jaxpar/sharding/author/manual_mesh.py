@@ -23,9 +23,7 @@ def manual_mesh(mesh: Mesh | AbstractMesh | None, axis_names: Collection[str], s
     """
     step = get_abstract_mesh()
     leaves = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
-    named = dict.fromkeys(
-        name for spec in leaves if spec is not None for entry in spec for name in axis_names_of(entry)
-    )
+    named = dict.fromkeys(name for spec in leaves if spec is not None for entry in spec for name in entry_axes(entry))
     if step.empty and mesh is None and named:
         sizes, kinds = (1,) * len(named), (AxisType.Auto,) * len(named)
         return AbstractMesh(sizes, tuple(named), axis_types=kinds), axis_names
@@ -50,6 +48,6 @@ def manual_mesh(mesh: Mesh | AbstractMesh | None, axis_names: Collection[str], s
     )
 
 
-def axis_names_of(entry: object) -> tuple[str, ...]:
+def entry_axes(entry: object) -> tuple[str, ...]:
     """Returns the axes of one dim in a spec."""
     return entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()

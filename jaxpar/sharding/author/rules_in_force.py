@@ -28,13 +28,14 @@ def with_rules_in_force(blueprint: Blueprint) -> Blueprint:
     if not rules or rules == blueprint.rules:
         return blueprint
 
-    def ruled(leaf: Leaf) -> Leaf:
+    def apply_rules(leaf: Leaf) -> Leaf:
         if leaf.names is None or leaf.axes is not None:
             return leaf
         return replace(leaf, axes=tuple(spmd.from_sharding_rules(leaf.names, rules)))
 
     leaves, others = (
-        {path: ruled(leaf) for path, leaf in arrays.items()} for arrays in (blueprint.leaves, blueprint.other_leaves)
+        {path: apply_rules(leaf) for path, leaf in arrays.items()}
+        for arrays in (blueprint.leaves, blueprint.other_leaves)
     )
     return replace(blueprint, leaves=leaves, other_leaves=others, rules=rules)
 

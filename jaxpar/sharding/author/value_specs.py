@@ -53,12 +53,12 @@ def record_spec(x: Any, spec: PartitionSpec) -> Any:
     if noted is None:
         return x
 
-    def one(x: jax.Array) -> jax.Array:
+    def name_array(x: jax.Array) -> jax.Array:
         entries = (*spec, *(None,) * (x.ndim - len(spec)))
         noted.append(tuple(None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in entries))
         return checkpoint_name(x, _PREFIX + json.dumps(noted[-1]))
 
-    return jax.tree.map(one, x)
+    return jax.tree.map(name_array, x)
 
 
 def is_recording() -> bool:

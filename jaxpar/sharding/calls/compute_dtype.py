@@ -33,7 +33,7 @@ def compute_linen(module: nn.Module, dtype: DTypeLike) -> None:
         if field.name == "dtype" and (value is None or _is_default(field.default, value)):
             _set(module, "dtype", _written_as(value, dtype))
         elif _is_open_config(value):
-            _set(module, field.name, _opened(value, dtype))
+            _set(module, field.name, _replace_dtype(value, dtype))
 
 
 def compute_nnx(model: nnx.Module, dtype: DTypeLike) -> None:
@@ -47,13 +47,13 @@ def compute_nnx(model: nnx.Module, dtype: DTypeLike) -> None:
         inherited = any(path[: len(ancestor)] == ancestor for ancestor in opened)
         # nnx.Embed freezes dtype to that of its float32 table, which would keep every later matmul in float32
         frozen = isinstance(layer, nnx.Embed) and value == layer.param_dtype
-        default = _is_default(_default_of(type(layer)), value)
+        default = _is_default(_default_dtype(type(layer)), value)
         if hasattr(layer, "dtype") and (value is None or frozen or default or (inherited and _is_float32(value))):
             layer.dtype = _written_as(value, dtype)
         if default or configs:
             opened.append(path)
         for name, config in configs:
-            setattr(layer, name, _opened(config, dtype))
+            setattr(layer, name, _replace_dtype(config, dtype))
 
 
 def _build_module(kind: Callable[..., nnx.Module], dtype: DTypeLike, *args: Any, **kwargs: Any) -> nnx.Module:
@@ -66,7 +66,7 @@ def _open_configs(module: object) -> Iterator[tuple[str, Any]]:
     return ((name, value) for name, value in list(vars(module).items()) if _is_open_config(value))
 
 
-def _opened(config: Any, dtype: DTypeLike) -> Any:
+def _replace_dtype(config: Any, dtype: DTypeLike) -> Any:
     return dataclasses.replace(config, dtype=_written_as(config.dtype, dtype))
 
 
@@ -83,7 +83,7 @@ def _is_open_config(value: object) -> bool:
 
 
 @cache
-def _default_of(kind: type) -> Any:
+def _default_dtype(kind: type) -> Any:
     parameter = inspect.signature(kind.__init__).parameters.get("dtype")
     return None if parameter is None else parameter.default
 

@@ -14,7 +14,7 @@ _replaced: set[tuple[type, str, Callable]] = set()
 
 
 @contextmanager
-def replaced_methods() -> Iterator[None]:
+def method_overrides() -> Iterator[None]:
     """Context in which `replace_method` works; restores all replaced methods at its end."""
     global _traces
     with _lock:
@@ -32,7 +32,7 @@ def replaced_methods() -> Iterator[None]:
 
 
 def replace_method(kind: type, name: str, replacement: Callable[[Callable], Callable]) -> None:
-    """Replaces a method in the class that defines it, at most once; does nothing outside of `replaced_methods`.
+    """Replaces a method in the class that defines it, at most once; does nothing outside of `method_overrides`.
 
     Args:
       kind: A class that defines or inherits the method.

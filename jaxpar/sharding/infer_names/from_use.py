@@ -94,7 +94,7 @@ def _row(path: str, index: int, dims: Sequence[Dim], pairs: Mapping[DimPiece, st
         return pairs[leading[0]], math.prod(piece.size for piece in dim[: last + 1])
     other_entries = math.prod(piece.size for n, other_dim in enumerate(dims) if n != index for piece in other_dim)
     facts = dim[0].facts
-    if _of_experts(path, dims, index):
+    if _is_expert_dim(path, dims, index):
         return "expert", size
     tied = facts.looked_up and facts.produced_by
     read_out = facts.produced_by and not facts.contracted_by and not facts.looked_up and len(dims) > 1
@@ -108,7 +108,7 @@ def _row(path: str, index: int, dims: Sequence[Dim], pairs: Mapping[DimPiece, st
     return "embed" if facts.produced_by or facts.contracted_by else None, size
 
 
-def _of_experts(path: str, dims: Sequence[Dim], index: int) -> bool:
+def _is_expert_dim(path: str, dims: Sequence[Dim], index: int) -> bool:
     """Whether a dim has an entry for each expert: of a stack of matrices, each for other tokens, or of their biases.
 
     Matmuls may compute the tokens of all experts from the same input: then the dim is batched in the next matmul only.

@@ -16,7 +16,7 @@ from flax.errors import InvalidRngError
 
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.models.stack import is_intercepted
-from jaxpar.sharding.calls.methods import replace_method, replaced_methods
+from jaxpar.sharding.calls.methods import method_overrides, replace_method
 from jaxpar.sharding.names import Program
 
 TRAINING = {"deterministic": False, "train": True, "training": True, "is_training": True}
@@ -109,7 +109,7 @@ def recording_sows(record: Callable[[Path, bool], None]) -> Iterator[None]:
     """Calls `record` with the path of each sown value, and whether its shapes stay the same if it is sown again."""
     token = _record.set(record)
     try:
-        with replaced_methods():
+        with method_overrides():
             replace_method(nn.Module, "sow", _sow)
             yield
     finally:

@@ -18,7 +18,7 @@ from flax import nnx
 
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.models.output_dtype import call_in_float32
-from jaxpar.sharding.calls.methods import bind_method, replace_method, replaced_methods
+from jaxpar.sharding.calls.methods import bind_method, method_overrides, replace_method
 from jaxpar.sharding.calls.norm_axes import names_axes, without_axes, without_unbound_axes
 
 # Flax's layers that assign parameters of their inner layer in a call and do not restore them: the optimizer then
@@ -43,7 +43,7 @@ def step_hooks() -> Iterator[None]:
 
 @contextmanager
 def _replaced() -> Iterator[None]:
-    with replaced_methods():
+    with method_overrides():
         replace_method(nnx.Variable, "get_value", _get_value)
         replace_method(nnx.Variable, "set_value", _set_value)
         replace_method(nnx.Variable, "__getattr__", _get_attribute)

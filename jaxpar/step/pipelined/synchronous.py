@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.errors import refuse
 from jaxpar.jaxprs.dataflow import Traced
-from jaxpar.parallel.head_placement import as_stacks
+from jaxpar.parallel.head_placement import merge_lists_into_stacks
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.specs import abstract_params
 from jaxpar.pipeline.run.execute import execute
@@ -72,7 +72,7 @@ class Pipelined(Gradients):
     def __init__(self, layout: Layout, loss: Callable, numerics: Numerics, frozen: frozenset[str] = frozenset()):
         check_overwritten(layout)
         self.layout, self.schedule, self.frozen = layout, layout.schedule, frozen
-        self.shardings = Shardings(as_stacks(layout), numerics.dtype)
+        self.shardings = Shardings(merge_lists_into_stacks(layout), numerics.dtype)
         self.split_model = SplitModel(self.shardings, loss, numerics)
         self.model_states = ModelStates(self.shardings, layout, loss, numerics)
         self.fill = 0.0  # initial value of buffers: a test sets it to nan

@@ -19,7 +19,7 @@ import numpy as np
 from jaxpar.models.blocks.attention_mask import AttentionMask
 from jaxpar.models.blocks.kernel import Table
 from jaxpar.models.blocks.pairs import Blocks, all_pairs, pairs, split_positions, split_segments
-from jaxpar.parallel.techniques.ring_attention.ring import chunks_of
+from jaxpar.parallel.techniques.ring_attention.ring import zigzag_chunks
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class BlockTables:
 
     def positions(self, group: jax.Array, segments_bs: jax.Array | None, blocks: Blocks) -> tuple:
         """Returns the positions [n, q] and segments [n, b, q] of a group's tokens, in blocks."""
-        chunks = chunks_of(group, self.ring) if self.zigzag else (group,)
+        chunks = zigzag_chunks(group, self.ring) if self.zigzag else (group,)
         size = blocks.tokens
         positions = jnp.concatenate([chunk * size + jnp.arange(size) for chunk in chunks])
         if segments_bs is None:
@@ -53,14 +53,14 @@ class BlockTables:
         parts = [jax.lax.dynamic_slice_in_dim(segments_bs, chunk * size, size, axis=1) for chunk in chunks]
         return split_positions(positions, blocks), split_segments(jnp.concatenate(parts, axis=1), blocks)
 
-    def own_table(self) -> Table:
+    def local_table(self) -> Table:
         """Returns the block pairs of a group's own queries and keys."""
         if not self.zigzag:
             return pairs(self.rule, self.queries, self.keys)  # of one chunk, or of all tokens
         half, late_queries, late = pairs(self.rule, self.queries, self.keys), *self._late()
         return np.concatenate([half, self._full() + late_queries, half + late])
 
-    def other_table(self, group: jax.Array, other: jax.Array) -> Table:
+    def remote_table(self, group: jax.Array, other: jax.Array) -> Table:
         """Returns the block pairs of a group's queries and the keys of another."""
         full, (late_queries, late) = self._full(), self._late()
         if not self.zigzag:

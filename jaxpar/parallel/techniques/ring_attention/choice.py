@@ -116,7 +116,7 @@ def choose(
     Raises:
       JaxparError: If the kernel is requested but does not run here; if it fails `check_kernel`.
     """
-    cut = _cut(q, k)
+    cut = _find_sharding(q, k)
     uneven = cut if isinstance(cut, str) else None
     cut = AttentionSharding() if isinstance(cut, str) else cut
     if requested == "plain":
@@ -171,7 +171,7 @@ def _say(ways: RingDevices, why: str) -> None:
         note(f"{form_name(ways)}: parts of attention are run in blocks of plain JAX, not by cuDNN's kernel: {why}")
 
 
-def _cut(q: jax.Array, k: jax.Array) -> AttentionSharding | str:
+def _find_sharding(q: jax.Array, k: jax.Array) -> AttentionSharding | str:
     """Returns the axes that split examples and heads, or the reason why the kernel does not support them."""
     specs = spec_of(QUERIES), spec_of(KEYS)
     mesh = jax.sharding.get_abstract_mesh()

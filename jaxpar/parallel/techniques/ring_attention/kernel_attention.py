@@ -36,7 +36,9 @@ class BackwardState(NamedTuple):
     def chunk(self, start: int | jax.Array, size: int) -> "BackwardState":
         """Slices one chunk of queries."""
         return BackwardState(
-            _cut(self.out, start, size), _cut(self.logsumexp, start, size, 2), _cut(self.grad, start, size)
+            _slice_tokens(self.out, start, size),
+            _slice_tokens(self.logsumexp, start, size, 2),
+            _slice_tokens(self.grad, start, size),
         )
 
 
@@ -62,23 +64,23 @@ class KernelAttention:
         """Returns queries unchanged."""
         return q
 
-    def attend_own(self, queries: jax.Array, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def attend_local(self, queries: jax.Array, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Attends to the device's own keys; returns the output in float32, and the logsumexp."""
         out, logsumexp = self.kernel.forward(queries, *kv, causal=self.rule.causal, window=self.rule.window)
         return (out if self.ways.ring == 1 else out.astype(accumulator_dtype(out))), logsumexp
 
-    def attend_other(
+    def attend_remote(
         self, sums: tuple[jax.Array, jax.Array], queries: jax.Array, kv: jax.Array, other: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Attends to another group's keys, and merges the results into the output and the logsumexp."""
         if not self.rule.causal:
             return merge(sums, self.kernel.forward(queries, *kv, causal=False))
         for start_q, start_k, (size_q, size_k) in _squares(self.ways.group, queries, kv, other):
-            q, (k, v) = _cut(queries, start_q, size_q), _cut(kv, start_k, size_k, 2)
+            q, (k, v) = _slice_tokens(queries, start_q, size_q), _slice_tokens(kv, start_k, size_k, 2)
             part = self.kernel.forward(q, k, v, causal=False)
             out, logsumexp = sums
-            total = merge((_cut(out, start_q, size_q), _cut(logsumexp, start_q, size_q, 2)), part)
-            sums = _put(out, total[0], start_q), _put(logsumexp, total[1], start_q, 2)
+            total = merge((_slice_tokens(out, start_q, size_q), _slice_tokens(logsumexp, start_q, size_q, 2)), part)
+            sums = _update_tokens(out, total[0], start_q), _update_tokens(logsumexp, total[1], start_q, 2)
         return sums
 
     def finish(self, sums: tuple[jax.Array, jax.Array], dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
@@ -89,23 +91,23 @@ class KernelAttention:
         """Bundles the arrays of the backward pass."""
         return BackwardState(out, logsumexp, grad)
 
-    def own_gradients(self, queries: jax.Array, kv: jax.Array, end: BackwardState) -> tuple[jax.Array, jax.Array]:
+    def local_gradients(self, queries: jax.Array, kv: jax.Array, end: BackwardState) -> tuple[jax.Array, jax.Array]:
         """Returns the gradients of queries and of the device's own keys."""
-        return self._back(queries, kv, end, causal=self.rule.causal, window=self.rule.window)
+        return self._block_gradients(queries, kv, end, causal=self.rule.causal, window=self.rule.window)
 
-    def other_gradients(
+    def remote_gradients(
         self, of_q: jax.Array, queries: jax.Array, kv: jax.Array, end: BackwardState, other: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Adds the terms of another group's keys to the gradients of queries; also returns these keys' gradients."""
         if not self.rule.causal:
-            part_q, grads_kv = self._back(queries, kv, end, causal=False)
+            part_q, grads_kv = self._block_gradients(queries, kv, end, causal=False)
             return of_q + part_q, grads_kv
         grads_kv = zero_grads(kv)
         for start_q, start_k, (size_q, size_k) in _squares(self.ways.group, queries, kv, other):
-            q, keys = _cut(queries, start_q, size_q), _cut(kv, start_k, size_k, 2)
-            part_q, part_kv = self._back(q, keys, end.chunk(start_q, size_q), causal=False)
-            of_q = _put(of_q, _cut(of_q, start_q, size_q) + part_q, start_q)
-            grads_kv = _put(grads_kv, _cut(grads_kv, start_k, size_k, 2) + part_kv, start_k, 2)
+            q, keys = _slice_tokens(queries, start_q, size_q), _slice_tokens(kv, start_k, size_k, 2)
+            part_q, part_kv = self._block_gradients(q, keys, end.chunk(start_q, size_q), causal=False)
+            of_q = _update_tokens(of_q, _slice_tokens(of_q, start_q, size_q) + part_q, start_q)
+            grads_kv = _update_tokens(grads_kv, _slice_tokens(grads_kv, start_k, size_k, 2) + part_kv, start_k, 2)
         return of_q, grads_kv
 
     def gradients(self, of_q: jax.Array, of_kv: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -113,7 +115,9 @@ class KernelAttention:
         of_k, of_v = of_kv.astype(dtype)
         return of_q.astype(dtype), of_k, of_v
 
-    def _back(self, q: jax.Array, kv: jax.Array, end: BackwardState, **mask: Any) -> tuple[jax.Array, jax.Array]:
+    def _block_gradients(
+        self, q: jax.Array, kv: jax.Array, end: BackwardState, **mask: Any
+    ) -> tuple[jax.Array, jax.Array]:
         of_q, of_k, of_v = self.kernel.backward(q, *kv, end.out, end.logsumexp, end.grad, **mask)
         return of_q.astype(accumulator_dtype(q)), jnp.stack([of_k, of_v]).astype(accumulator_dtype(q))
 
@@ -125,9 +129,9 @@ def _squares(group: Any, q: jax.Array, kv: jax.Array, other: jax.Array) -> list[
     return [(size_q, 0, sizes), (jnp.where(earlier, 0, size_q), jnp.where(earlier, 0, size_k), sizes)]
 
 
-def _cut(x: jax.Array, start: int | jax.Array, size: int, axis: int = 1) -> jax.Array:
+def _slice_tokens(x: jax.Array, start: int | jax.Array, size: int, axis: int = 1) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
-def _put(x: jax.Array, part: jax.Array, start: int | jax.Array, axis: int = 1) -> jax.Array:
+def _update_tokens(x: jax.Array, part: jax.Array, start: int | jax.Array, axis: int = 1) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(x, part, start, axis)

@@ -53,14 +53,14 @@ class PlainBlockAttention:
         """Returns keys and values with the positions and segments of their group."""
         return tie(Keys(kv, *self.tables.positions(whose, self.segments, self.tables.keys)))
 
-    def attend_own(self, queries: Queries, kv: jax.Array) -> KernelSums:
+    def attend_local(self, queries: Queries, kv: jax.Array) -> KernelSums:
         """Returns the sums over the group's own keys."""
         keys = self._keys(kv, self.ways.group)
-        return accumulate(initial_sums(queries.q), queries, keys, self.tables.own_table(), self.tables.rule)
+        return accumulate(initial_sums(queries.q), queries, keys, self.tables.local_table(), self.tables.rule)
 
-    def attend_other(self, sums: KernelSums, queries: Queries, kv: jax.Array, other: jax.Array) -> KernelSums:
+    def attend_remote(self, sums: KernelSums, queries: Queries, kv: jax.Array, other: jax.Array) -> KernelSums:
         """Adds another group's keys to the sums."""
-        table = self.tables.other_table(self.ways.group, other)
+        table = self.tables.remote_table(self.ways.group, other)
         return accumulate(sums, queries, self._keys(kv, other), table, self.tables.rule)
 
     def finish(self, sums: KernelSums, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
@@ -73,17 +73,17 @@ class PlainBlockAttention:
         grad, out = (split_heads(x, self.tables.queries, self.groups) for x in (grad, out))
         return final_statistics(grad, out, logsumexp)
 
-    def own_gradients(self, queries: Queries, kv: jax.Array, end: FinalStatistics) -> tuple[jax.Array, jax.Array]:
+    def local_gradients(self, queries: Queries, kv: jax.Array, end: FinalStatistics) -> tuple[jax.Array, jax.Array]:
         """Returns the gradients of queries and of the group's own keys."""
         zeros = jnp.zeros(queries.q.shape, accumulator_dtype(queries.q))
-        walk = (self.tables.own_table(), self.tables.rule)
+        walk = (self.tables.local_table(), self.tables.rule)
         return accumulate_grads((zeros, zero_grads(kv)), queries, self._keys(kv, self.ways.group), end, walk)
 
-    def other_gradients(
+    def remote_gradients(
         self, of_q: jax.Array, queries: Queries, kv: jax.Array, end: FinalStatistics, other: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Adds the terms of another group's keys to the gradients of queries; also returns these keys' gradients."""
-        keys, table = self._keys(kv, other), self.tables.other_table(self.ways.group, other)
+        keys, table = self._keys(kv, other), self.tables.remote_table(self.ways.group, other)
         return accumulate_grads((of_q, zero_grads(kv)), queries, keys, end, (table, self.tables.rule))
 
     def gradients(self, of_q: jax.Array, of_kv: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -36,11 +36,11 @@ class BlockAttention(Protocol):
         """Returns queries with all values that do not change between turns."""
         ...
 
-    def attend_own(self, queries: Any, kv: jax.Array) -> Any:
+    def attend_local(self, queries: Any, kv: jax.Array) -> Any:
         """Attends to the keys of the own group; returns the running sums."""
         ...
 
-    def attend_other(self, sums: Any, queries: Any, kv: jax.Array, other: jax.Array) -> Any:
+    def attend_remote(self, sums: Any, queries: Any, kv: jax.Array, other: jax.Array) -> Any:
         """Attends to another group's keys, and adds the results to the running sums."""
         ...
 
@@ -52,11 +52,11 @@ class BlockAttention(Protocol):
         """Bundles the arrays for the backward pass: the results of `finish`, and the output's gradient."""
         ...
 
-    def own_gradients(self, queries: Any, kv: jax.Array, end: Any) -> tuple[jax.Array, jax.Array]:
+    def local_gradients(self, queries: Any, kv: jax.Array, end: Any) -> tuple[jax.Array, jax.Array]:
         """Returns the gradients, in float32, of queries and of the keys and values of their own group."""
         ...
 
-    def other_gradients(
+    def remote_gradients(
         self, of_q: jax.Array, queries: Any, kv: jax.Array, end: Any, other: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Adds the terms of another group's keys to the gradients of queries; also returns these keys' gradients."""
@@ -87,35 +87,37 @@ class Ring:
         """Returns the sums of the group's queries over all keys."""
         queries, last = self.attention.queries(q), self.ways.ring - 1
 
-        def one(carry: tuple[Any, jax.Array], turn: jax.Array) -> tuple[tuple[Any, jax.Array], None]:
+        def rotate_and_attend(carry: tuple[Any, jax.Array], turn: jax.Array) -> tuple[tuple[Any, jax.Array], None]:
             sums, kv = carry
             next_kv = self.ways.send_on(kv)
-            return (self.attention.attend_other(sums, queries, kv, self.group_in_turn(turn)), next_kv), None
+            return (self.attention.attend_remote(sums, queries, kv, self.group_in_turn(turn)), next_kv), None
 
         next_kv = self.ways.send_on(kv) if last else kv
-        sums = self.attention.attend_own(queries, kv)
+        sums = self.attention.attend_local(queries, kv)
         if last > 1:
-            (sums, next_kv), _ = jax.lax.scan(one, (sums, next_kv), jnp.arange(1, last))
-        return self.attention.attend_other(sums, queries, next_kv, self.group_in_turn(last)) if last else sums
+            (sums, next_kv), _ = jax.lax.scan(rotate_and_attend, (sums, next_kv), jnp.arange(1, last))
+        return self.attention.attend_remote(sums, queries, next_kv, self.group_in_turn(last)) if last else sums
 
     def backward(self, q: jax.Array, kv: jax.Array, end: Any) -> tuple[jax.Array, jax.Array]:
         """Returns the gradients of the group's queries, and of its keys and values."""
         queries, last = self.attention.queries(q), self.ways.ring - 1
 
-        def one(carry: tuple, turn: jax.Array) -> tuple[tuple, None]:
+        def rotate_and_attend(carry: tuple, turn: jax.Array) -> tuple[tuple, None]:
             grad_q, kv, grads_kv = carry
             next_kv, arrived = self.ways.send_on(kv), self.ways.send_on(grads_kv)
-            grad_q, turn_grads = self.attention.other_gradients(grad_q, queries, kv, end, self.group_in_turn(turn))
+            grad_q, turn_grads = self.attention.remote_gradients(grad_q, queries, kv, end, self.group_in_turn(turn))
             return (grad_q, next_kv, arrived + turn_grads), None
 
         next_kv = self.ways.send_on(kv) if last else kv
-        grad_q, grads_kv = self.attention.own_gradients(queries, kv, end)
+        grad_q, grads_kv = self.attention.local_gradients(queries, kv, end)
         if not last:
             return grad_q, grads_kv
         if last > 1:
-            (grad_q, next_kv, grads_kv), _ = jax.lax.scan(one, (grad_q, next_kv, grads_kv), jnp.arange(1, last))
+            (grad_q, next_kv, grads_kv), _ = jax.lax.scan(
+                rotate_and_attend, (grad_q, next_kv, grads_kv), jnp.arange(1, last)
+            )
         arrived = self.ways.send_on(grads_kv)
-        grad_q, turn_grads = self.attention.other_gradients(grad_q, queries, next_kv, end, self.group_in_turn(last))
+        grad_q, turn_grads = self.attention.remote_gradients(grad_q, queries, next_kv, end, self.group_in_turn(last))
         return grad_q, self.ways.send_on((arrived + turn_grads).astype(q.dtype))
 
 
@@ -131,31 +133,33 @@ class Ring:
 # bytes of the array, less the chunks that stay. (Zhu, ring-flash-attention; Llama 3, arXiv:2407.21783, section 3.3.2.)
 
 
-def chunks_of(group: jax.Array, ring: int) -> tuple[jax.Array, jax.Array]:
+def zigzag_chunks(group: jax.Array, ring: int) -> tuple[jax.Array, jax.Array]:
     """Returns the indices of the two chunks of a group."""
     return group, 2 * ring - 1 - group
 
 
 def enter(x_bs: jax.Array, ways: RingDevices) -> jax.Array:
     """Sends chunks between devices: from contiguous shards [b, s, ...] to an early and a late chunk per group."""
-    even, odd = (ways.permute(x, to) for x, to in zip(jnp.split(x_bs, 2, axis=1), _doors(ways.ring), strict=True))
-    return jnp.concatenate(_swapped((even, odd), ways), axis=1)
+    even, odd = (
+        ways.permute(x, to) for x, to in zip(jnp.split(x_bs, 2, axis=1), _chunk_targets(ways.ring), strict=True)
+    )
+    return jnp.concatenate(_swap_odd_chunks((even, odd), ways), axis=1)
 
 
 def leave(x_bs: jax.Array, ways: RingDevices) -> jax.Array:
     """Sends chunks between devices: from an early and a late chunk per group [b, s, ...] back to contiguous shards."""
-    doors = [{target: source for source, target in to.items()} for to in _doors(ways.ring)]
-    chunks = _swapped(jnp.split(x_bs, 2, axis=1), ways)
+    doors = [{target: source for source, target in to.items()} for to in _chunk_targets(ways.ring)]
+    chunks = _swap_odd_chunks(jnp.split(x_bs, 2, axis=1), ways)
     return jnp.concatenate([ways.permute(x, to) for x, to in zip(chunks, doors, strict=True)], axis=1)
 
 
-def _doors(ring: int) -> list[dict[int, int]]:
+def _chunk_targets(ring: int) -> list[dict[int, int]]:
     """Returns the groups to which even chunks and odd chunks are sent."""
     home = {chunk: min(chunk, 2 * ring - 1 - chunk) for chunk in range(2 * ring)}
     return [{group: home[2 * group + odd] for group in range(ring)} for odd in (0, 1)]
 
 
-def _swapped(two: Sequence[jax.Array], ways: RingDevices) -> tuple[jax.Array, jax.Array]:
+def _swap_odd_chunks(two: Sequence[jax.Array], ways: RingDevices) -> tuple[jax.Array, jax.Array]:
     """Swaps the two chunks of a group if its early chunk is odd."""
     (first, second), even = two, ways.group % 2 == 0
     return jnp.where(even, first, second), jnp.where(even, second, first)

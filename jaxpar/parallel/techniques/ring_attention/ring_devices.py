@@ -67,7 +67,7 @@ def to_tokens(x: jax.Array, ways: RingDevices, copies: int = 1) -> jax.Array:
     x = x if copies == 1 else x.repeat(copies, axis=2)
     b, s, heads, k = x.shape
     x = x.reshape(b, s, ways.tensor, u, heads // u // ways.tensor, k)
-    return _exchanged(x, 3, 1, u).reshape(b, s * u, heads // u, k)
+    return _all_to_all(x, 3, 1, u).reshape(b, s * u, heads // u, k)
 
 
 def to_heads(x: jax.Array, ways: RingDevices, copies: int = 1) -> jax.Array:
@@ -76,11 +76,11 @@ def to_heads(x: jax.Array, ways: RingDevices, copies: int = 1) -> jax.Array:
     if u == 1:
         return x
     b, s, heads, k = x.shape
-    x = _exchanged(x.reshape(b, s, ways.tensor, 1, heads // ways.tensor, k), 1, 3, u)
+    x = _all_to_all(x.reshape(b, s, ways.tensor, 1, heads // ways.tensor, k), 1, 3, u)
     return x.reshape(b, s // u, heads * u // copies, copies, k).sum(3) if copies > 1 else x.reshape(b, s // u, -1, k)
 
 
-def _exchanged(x: jax.Array, split: int, concat: int, u: int) -> jax.Array:
+def _all_to_all(x: jax.Array, split: int, concat: int, u: int) -> jax.Array:
     devices = jax.lax.axis_size(AXIS)
     groups = None if u == devices else [list(range(i, i + u)) for i in range(0, devices, u)]
     return jax.lax.all_to_all(x, AXIS, split, concat, axis_index_groups=groups, tiled=True)
