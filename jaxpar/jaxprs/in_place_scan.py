@@ -30,12 +30,15 @@ class BufferEntry:
       entry: Index of the entry, an int32 scalar; -1 is read as 0, for a result that is dropped.
       enabled: Whether writes have an effect, a bool scalar.
       join: Maps (old, new) value of a layer to the value to write.
+      row_major: Whether layers are read and written in row-major layout. False for gradients, which one op alone reads
+        and writes: XLA of jax 0.10 gathers what `tensor` splits where a layout is constrained.
     """
 
     buffer: jax.Array
     entry: Any
     enabled: Any = True
     join: Callable = lambda old, new: new
+    row_major: bool = True
 
     @property
     def stack(self) -> jax.Array:
@@ -53,13 +56,14 @@ class BufferEntry:
         layer = jax.lax.dynamic_slice(buffer, self._start_indices(number), (1, 1, *buffer.shape[2:])).reshape(
             buffer.shape[2:]
         )
-        return _row_major(layer)
+        return _row_major(layer) if self.row_major else layer
 
     def write_layer(self, buffer: jax.Array, number: jax.Array | int, new: jax.Array) -> jax.Array:
         """Writes one layer of the entry to the current `buffer`; returns the buffer."""
         old = self.read_layer(buffer, number)
         # selects on one layer: a `where` over the whole buffer would rewrite it in every iteration
-        joined = _row_major(jnp.where(self.enabled, self.join(old, new), old))
+        joined = jnp.where(self.enabled, self.join(old, new), old)
+        joined = _row_major(joined) if self.row_major else joined
         return jax.lax.dynamic_update_slice(buffer, joined[None, None], self._start_indices(number))
 
     def _start_indices(self, number: jax.Array | int) -> tuple:

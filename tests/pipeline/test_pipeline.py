@@ -360,6 +360,18 @@ def test_every_kind_of_model_equals_one_device(kind, keep):
 
 
 @pytest.mark.slow
+def test_sums_of_gradients_are_not_gathered_over_tensor():
+    """XLA of jax 0.10 gathers an array whose layout is constrained: those of attention's matrices have three dims."""
+    config = jp.DecoderConfig(vocab=32, seq=16, layers=2, dim=16, heads=4, kv_heads=4, hidden=32)
+    layout = jp.compose(lambda rngs: jp.Decoder(config, rngs=rngs), jp.Parallel(pipe=2, tensor=2, data=2))
+    tokens = np.zeros((16, 16), np.int32)
+    report = jp.inspect(jp.train_step(layout, jp.next_token_loss, optimizer()), {"inputs": tokens, "targets": tokens})
+    over_tensor = [entry for entry in report.ledger if "tensor" in entry.axes]
+    assert over_tensor
+    assert not [entry for entry in over_tensor if entry.source.startswith("in_place_scan")], over_tensor
+
+
+@pytest.mark.slow
 def test_dropout_equals_one_device_that_accumulates():
     """Layer by layer and microbatch by microbatch the same keys, on any number of stages."""
     made = model(rate=0.2)

@@ -259,7 +259,7 @@ class Stage:
                     else self.shards.scatter_one(path[0].key, new, missing_dims=missing_dims),
                 )
 
-            return BufferEntry(buffer, row.chunk, row.op == OP_NUMBER["B"], join)
+            return BufferEntry(buffer, row.chunk, row.op == OP_NUMBER["B"], join, row_major=False)
 
         return jax.tree_util.tree_map_with_path(one, state["layers"])
 
