@@ -57,6 +57,7 @@ MARKS = {"machine": (), "gemm": pytest.mark.slow}
 KINDS = {stage.run: stage for stage in STAGES}.values()  # of the three models one
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     "stage",
     [pytest.param(stage, id=stage.name, marks=MARKS.get(stage.name, pytest.mark.full)) for stage in KINDS],

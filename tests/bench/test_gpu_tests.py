@@ -17,7 +17,7 @@ def ran(*command, folder=ROOT, **variables):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tests_on_gpus_that_find_none_do_not_end_as_if_they_had_passed():
     done = ran(sys.executable, "-m", "pytest", "tests/gpu")
     assert done.returncode == 6, done.stdout
@@ -25,7 +25,7 @@ def test_tests_on_gpus_that_find_none_do_not_end_as_if_they_had_passed():
     assert "3 skipped" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tests_on_gpus_have_no_simulated_devices():
     code = "import pytest; pytest.main(['tests/gpu', '--collect-only', '-q']); import jax; print(jax.device_count())"
     assert ran(sys.executable, "-c", code).stdout.splitlines()[-1] == "1"

@@ -65,6 +65,7 @@ def test_boxes_fill_an_array_in_order_and_none_is_too_large(shape, itemsize, lar
     assert seen == list(range(math.prod(shape)))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("before", SPECS)
 def test_what_one_sharding_saves_any_other_restores_bit_for_bit(before, tmp_path, monkeypatch):

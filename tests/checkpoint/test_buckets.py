@@ -46,7 +46,7 @@ def forget():
     shutil.rmtree(buckets.local_folder(ADDRESS))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_is_in_the_bucket_and_goes_on_from_it(store, tmp_path):
     outcome, out = hooks.run(ADDRESS, "checkpoint.every=2", "checkpoint.keep_last=2", batch=hooks.signalling(15, 4))
     assert (outcome["stopped_by"], outcome["step"]) == ("SIGTERM", 5)
@@ -66,7 +66,7 @@ def test_a_run_is_in_the_bucket_and_goes_on_from_it(store, tmp_path):
     assert hooks.saved(buckets.pull_folder(ADDRESS)) == hooks.saved(tmp_path / "undisturbed")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_checkpoint_without_its_manifest_is_none(store):
     hooks.run(ADDRESS, "checkpoint.every=4", "checkpoint.keep_last=9")
     store.rm_file("/bucket/runs/x/checkpoints/000008/MANIFEST")
@@ -77,7 +77,7 @@ def test_a_checkpoint_without_its_manifest_is_none(store):
     assert "checkpoints/000008/MANIFEST" in names(store)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_copy_that_is_behind_becomes_that_of_the_bucket(store):
     hooks.run(ADDRESS, "train.steps=4")
     bucket = buckets.Bucket(ADDRESS)
@@ -88,6 +88,7 @@ def test_a_copy_that_is_behind_becomes_that_of_the_bucket(store):
     assert len(hooks.rows(bucket.local)) == 4
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     "gone",
     [
@@ -106,7 +107,7 @@ def test_a_copy_that_is_ahead_is_kept_and_written(gone, store):
     assert [row["step"] for row in hooks.rows(buckets.pull_folder(ADDRESS))] == [*range(1, 11)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_reading_leaves_the_copy_of_a_run_alone(store):
     """A run may be writing it: a checkpoint that the bucket does not have yet, and newer rows."""
     seen = []
@@ -163,7 +164,7 @@ def test_a_bucket_that_is_away_at_the_end_is_an_error_that_says_where_the_run_is
     assert hooks.saved(buckets.pull_folder(ADDRESS)) == [8]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_begins_with_parameters_from_a_bucket(store, tmp_path):
     hooks.run(ADDRESS)
     forget()

@@ -177,7 +177,7 @@ PATHS = st.sampled_from(["MANIFEST", "..", "a/../b", "/a", "", ".", "a\\b", "a\0
 FILES = st.dictionaries(PATHS, st.fixed_dictionaries({"size": st.integers(), "hash": st.text(max_size=4)}), max_size=3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(key=st.sampled_from(["step", "written", "scores", "arrays", "blocks", "format"]), value=json_values | FILES)
 def test_whatever_a_list_says_is_read_or_refused(key, value, run):
@@ -467,7 +467,7 @@ def test_an_exported_one_is_read_by_orbax(run, tmp_path, capsys):
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_to_list_and_to_verify_take_no_jax(run):
     for words in (["ls", str(run)], ["verify", str(run)], ["show", str(run)]):
         code = f"import sys, jaxpar.cli.main as m; m.main(['checkpoint', *{words}]); print('jax' in sys.modules)"

@@ -126,7 +126,7 @@ def test_the_supervisor_counts_progress_by_true_names(name, folder):
     assert listing.newest(folder) is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_does_not_jump_over_steps_nor_write_them_twice(tmp_path):
     hooks.run(tmp_path, "train.steps=4")
     shutil.copytree(tmp_path / "checkpoints" / "000004", tmp_path / "checkpoints" / "000006")

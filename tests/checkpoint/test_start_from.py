@@ -151,7 +151,7 @@ def created(model, optimizer, **sizes):
     return layout, jp.init_state(layout, optimizer, seed=count)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_parameters_are_taken_onto_another_layout_and_the_optimizer_begins_with_them(tmp_path):
     chain = optax.contrib.schedule_free_adamw(1e-3)  # its state holds a copy of the parameters
     _, trained = created(lambda rngs: Old(SETTINGS, rngs=rngs), optax.sgd(0.1), data=1)
@@ -199,7 +199,7 @@ data = -1
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_starts_from_another_run_and_goes_on_from_its_own(tmp_path):
     rng = np.random.default_rng(0)
     np.savez(tmp_path / "ok.npz", inputs=rng.random((32, 64), np.float32), labels=np.arange(32) % 10)
@@ -250,7 +250,7 @@ fsdp = -1
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_decoder_leaves_as_safetensors_and_comes_back_bit_for_bit(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("the quick brown fox " * 40)
 

@@ -47,7 +47,7 @@ def start(folder, *words, closed):
     )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_process_ends_with_its_supervisor_and_not_before_whatever_is_closed(tmp_path):
     folders = {closed: tmp_path / str(index) for index, closed in enumerate(CLOSED)}
     for folder in folders.values():
@@ -67,6 +67,7 @@ def test_a_process_ends_with_its_supervisor_and_not_before_whatever_is_closed(tm
             supervisors[closed].communicate()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize(
     "verb",
@@ -87,7 +88,7 @@ def test_the_next_file_that_opens_is_not_what_native_code_prints_into(folder):
     assert second > 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "closed", [pytest.param(">&-", marks=pytest.mark.full), pytest.param("<&- >&- 2>&-", marks=pytest.mark.slow)]
 )
@@ -102,7 +103,7 @@ def test_training_without_a_stdout_says_all_in_its_folder(closed, folder):
     assert "step 5/5" in log
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "closed", [pytest.param("<&-", marks=pytest.mark.slow), pytest.param("<&- >&-", marks=pytest.mark.full)]
 )

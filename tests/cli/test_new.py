@@ -28,7 +28,7 @@ def test_a_folder_has_a_job_and_all_that_it_names(tmp_path, monkeypatch, capsys)
     assert (tmp_path / "mine" / "test_mine.py").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_new_folder_trains_and_its_test_passes(tmp_path):
     own = {**os.environ, "PYTHONPATH": str(ROOT)}
     for name in ("JAX_PLATFORMS", "XLA_FLAGS", "PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER"):
@@ -68,7 +68,7 @@ def test_train_without_a_job_says_where_one_would_be(tmp_path, monkeypatch, caps
     assert "in a folder without a job.toml" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_terminal_says_from_the_start_what_is_waited_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["new", "mine"]) == 0

@@ -258,7 +258,7 @@ dir = "{run}"
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_on_conversations_is_resumed_bit_for_bit(folder, tmp_path):
     text = JOB.format(path=write(tmp_path / "a.jsonl", talks(80)), folder=folder, run=tmp_path / "run")
     losses = []

@@ -71,7 +71,7 @@ def test_a_cut_off_stream_is_refused_by_name(tmp_path):
         jp.open_data(jp.Data(source="arrays", path=str(tmp_path / "a.bin")))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_trains_on_a_stream_of_token_ids(tmp_path):
     WRITERS["nanoGPT"][1](tmp_path / "a.bin")
     text = f"""

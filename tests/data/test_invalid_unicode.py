@@ -183,7 +183,7 @@ def test_files_without_a_row_are_refused_as_such(tmp_path, kind):
         jp.open_data(jp.Data(source=kind, path=str(file)), tmp_path / "data")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_row_of_parquet_has_the_limit_of_a_row_of_jsonl(tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     large = "x" * (2**26 + 1)

@@ -52,7 +52,7 @@ def held(kind, path, folder):
     return float(done.stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_does_not_grow_with_the_text(tmp_path):
     line = b"the quick brown fox jumps over the lazy dog, and the dog sleeps on.\n"
     with (tmp_path / "a.txt").open("wb") as out:
@@ -61,7 +61,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
     assert held("text", tmp_path / "a.txt", tmp_path) < 100
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_does_not_grow_with_a_mapped_array(tmp_path):
     array = np.lib.format.open_memmap(tmp_path / "a.npy", "w+", np.uint16, (2**20, 128))
     array[:] = 7
@@ -76,7 +76,7 @@ def bpe(tmp_path_factory):
     return train_bpe(Corpus((folder / "a.txt",)), 320, folder / "bpe.json", lambda _: None)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @given(words=st.lists(WORDS, max_size=60), piece=st.integers(1, 9))
 @settings(max_examples=300, deadline=None)
 def test_tokens_of_the_pieces_are_those_of_the_whole_text(tmp_path_factory, bpe, words, piece):

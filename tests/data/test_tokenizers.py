@@ -116,7 +116,7 @@ def test_answers_are_what_is_learned_whether_the_template_marks_them_or_not(fold
         assert not len(talk) == 1 or not len(learned)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tokens_and_templates_are_those_of_transformers(folders):
     transformers = pytest.importorskip("transformers", reason="of the extra huggingface-tests, on Python 3.11")
     for kind in KINDS:
@@ -154,6 +154,7 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     "after", [pytest.param(1, marks=pytest.mark.slow), 5, pytest.param(20, marks=pytest.mark.slow)]
 )
@@ -221,7 +222,7 @@ jp.open_data(jp.Data(source="text", path=sys.argv[1], tokenizer=sys.argv[2], seq
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sigkill_at_any_moment_loses_no_token(folders, tmp_path):
     write_text(tmp_path, 20_000)
     jp.open_data(job(tmp_path, folders["llama3"]), tmp_path / "whole")
@@ -251,7 +252,7 @@ for _ in range(300):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_processes_copy_one_tokenizer_into_one_folder_at_once(folders, tmp_path):
     """Two jobs that begin together over one folder of data must not take the unfinished file from each other."""
     command = [sys.executable, "-c", COPY, str(folders["gpt2"]), str(tmp_path / "tokenizer")]
@@ -307,6 +308,7 @@ def test_a_vocabulary_beyond_bytes_or_a_bpe_is_padding_or_refused_before_it_is_t
         assert "padding: at most 1024" in vocabulary(made)[0].rule
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize("verb", [pytest.param("check", marks=pytest.mark.slow), "train"])
 def test_a_llamas_vocabulary_over_bytes_is_refused(verb, tmp_path, capsys):
     (tmp_path / "job.toml").write_text(f"""

@@ -33,6 +33,7 @@ SECTIONS = {
 }
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("section", "got"), SECTIONS.items())
 def test_100_000_unknown_keys_are_told_in_seconds(section, got):

@@ -275,7 +275,7 @@ dir = "{folder}"
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_on_a_stream_of_grain_is_resumed_bit_for_bit(tmp_path, monkeypatch):
     pytest.importorskip("grain")
     monkeypatch.setattr(stateful, "EVERY", 0.0)

@@ -62,7 +62,7 @@ def ended(name, x):
     return np.stack([x.sum(0)] * group)
 
 
-@pytest.mark.spread(12)
+@pytest.mark.spread(8)
 @pytest.mark.slow
 @each_one
 @pytest.mark.parametrize("group", GROUPS)
@@ -99,7 +99,7 @@ def test_a_table_does_on_numbers_what_its_program_does(name):
         np.testing.assert_array_equal(after, want)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_any_device_may_be_the_root():
     x = np.arange(20, dtype=np.int32).reshape(5, 4)
     run = lambda program, x, **settings: evaluated(traced(lambda x, axis: program(x, axis, **settings), x), x)  # noqa: E731
@@ -111,7 +111,7 @@ def test_any_device_may_be_the_root():
     np.testing.assert_array_equal(run(scatter, rows, root=1), rows[1])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_three_ranks_add_up():
     """The sums of MPI's first lesson: ranks 0, 1 and 2 hold their numbers plus one."""
     x = np.array([[1], [2], [3]], np.int32)

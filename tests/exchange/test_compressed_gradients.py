@@ -56,7 +56,7 @@ def test_a_code_has_the_bytes_that_are_said(name):
     assert sorted(x.nbytes // 4 for x in code.values()) == sorted(each.elements * each.size for each in said)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name", [pytest.param("int8", marks=pytest.mark.slow), "int4", pytest.param("ternary", marks=pytest.mark.slow)]
 )
@@ -145,7 +145,7 @@ def trained(exchange, steps=4, sizes=WHOLE, optimizer=CHAIN, state=None, first=0
     return state, losses
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("sizes", [WHOLE, pytest.param(EVERY, marks=pytest.mark.slow)], ids=str)
 def test_a_code_that_loses_little_trains_as_none(sizes):
     _, expected = trained(jp.Exchange("all_reduce"), sizes=sizes)
@@ -182,6 +182,7 @@ COUNTING = optax.GradientTransformation(
 )
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [WHOLE, {"data": 4, "fsdp": 2, "zero": 1}, EVERY], ids=str)
 def test_all_that_was_sent_and_all_that_is_remembered_is_all_there_was(sizes):
@@ -195,7 +196,7 @@ def test_all_that_was_sent_and_all_that_is_remembered_is_all_there_was(sizes):
         np.testing.assert_allclose(got + lost.mean(0) + piece, want, atol=1e-6 * np.abs(want).max())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_with_errors_that_are_remembered_is_resumed_to_the_bit(tmp_path):
     state, _ = trained(CODES["sign"], 3)
     assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(state.exchange))
@@ -224,7 +225,7 @@ def by_kind(found):
     return sizes
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", some([WHOLE, EVERY], [WHOLE], []), ids=str)
 @each_code
@@ -239,7 +240,7 @@ def assert_no_gradient_in_float32(found):
     assert summed <= 4 * (16 + 32) + 64, f"{summed} bytes are summed, of biases and scalars 192"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_code_that_is_decoded_before_it_is_sent_is_found():
     """A planted fault: quantised, and then summed in float32."""
 
@@ -284,7 +285,7 @@ def between_nodes(exchange, meeting=0):
     return found, [part.size for part in trained_shards(layout).values() if part.total_size >= 4096]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("exchange", "sent"),
     [

@@ -42,6 +42,7 @@ def losses_of(groups, rows, exchange=None, **sizes):
     return losses
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [8, 16])  # with one example of a replica XLA's own split was 2e-3 off
 @pytest.mark.parametrize("groups", [1, 2])
@@ -50,7 +51,7 @@ def test_means_of_parameters_after_every_step_are_means_of_gradients(groups, row
     np.testing.assert_allclose(apart, losses_of(groups, rows, data=8), rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*times its share:UserWarning")  # groups of several channels, which XLA runs whole
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_replica_of_several_devices_steps_as_one_of_one_device(groups):

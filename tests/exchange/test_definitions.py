@@ -117,7 +117,7 @@ def test_places_that_all_draw_are_those_of_the_mean_and_lose_nothing_more():
     assert 6 < ((found - given[0]) ** 2).sum(-1).mean() / (given[0] ** 2).sum() < 8  # 1 / share - 1 = 7
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ternary_codes_have_more_noise_than_their_papers_as_the_mean_is_coded_again():
     given = np.stack([RNG.normal(size=2**14).astype(np.float32)] * 8)
     code, between = jp.Exchange("ternary", smallest=8), replicas(8)
@@ -180,6 +180,7 @@ def test_replicas_that_come_of_others_draw_apart():
     assert (first != second).any()
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     "copies", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 )

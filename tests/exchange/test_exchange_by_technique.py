@@ -80,7 +80,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(("exchange", "technique"), CELLS)
 def test_what_check_lets_pass_trains_as_without_the_technique(exchange, technique):
     try:

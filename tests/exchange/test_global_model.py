@@ -57,7 +57,7 @@ def trained(request):
     return request.param, layout, step, state
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_evaluation_is_of_the_global_model(trained):
     name, _, step, state = trained
     one = {"up": {}, "down": {}}
@@ -72,6 +72,7 @@ def saved(tmp_path, layout, state):
     store.finish()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", some([{"fsdp": 4}, CUBE], [CUBE]), ids=str)
 def test_a_new_run_begins_with_the_global_model(sizes, trained, tmp_path):
@@ -84,6 +85,7 @@ def test_a_new_run_begins_with_the_global_model(sizes, trained, tmp_path):
     jp.train_step(other, loss, CHAIN)(begun, batch(3))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 def test_a_run_goes_on_as_one_model(trained, tmp_path):
     name, layout, _, state = trained
@@ -116,7 +118,7 @@ def squares(model, batch):
     return jnp.sum((model(batch["x"]) - 1) ** 2), batch["x"].shape[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "exchange",
     [pytest.param(jp.Exchange("diloco", every=2), marks=pytest.mark.slow), jp.Exchange("sign", smallest=8)],
@@ -140,6 +142,7 @@ def test_statistics_of_replicas_are_their_mean(exchange, tmp_path):
     np.testing.assert_allclose(step.evaluate(state, x)["loss"], want, rtol=1e-5)
 
 
+@pytest.mark.spread(0)
 def test_replicas_begin_with_a_run_of_one_model(trained, tmp_path):
     """All with its parameters, which the model of the exchange begins with too."""
     name, layout, step, _ = trained
@@ -192,6 +195,7 @@ every = 3
 """
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     "name",
     [

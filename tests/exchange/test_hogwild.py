@@ -61,7 +61,7 @@ def test_one_thread_is_sgd(step):
     assert (result.write_share <= ACTIVE / FEATURES).all()  # of an example only its own features are written
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_threads_race_and_sparse_least_squares_converges(step):
     """The paper's claim: with few elements in common, lost and late writes do not keep SGD from the minimum, here 0."""
     result = race(step, lambda number: example(number, 16), workers=4, updates=3000, rate=0.8)

@@ -57,7 +57,7 @@ def test_a_gradient_is_cut_where_it_is_most_square():
     assert matrix(ShardShape((512,), "float32")) is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_at_full_rank_nothing_is_lost():
     for shape in ((4, 24, 16), (4, 16, 24)):
         given = gradients(shape=shape) if shape[1] > shape[2] else gradients().swapaxes(1, 2)
@@ -89,7 +89,7 @@ def test_a_warm_start_comes_to_the_best_of_its_rank():
     assert errors[-1] == pytest.approx(1, abs=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_factors_of_few_examples_are_the_gradient():
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(4, 3, 24)), rng.normal(size=(4, 3, 16))
@@ -117,7 +117,7 @@ def test_the_published_example_of_factors():
 # steps
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("exchange", "sizes"),
     [
@@ -152,7 +152,7 @@ def test_all_that_was_sent_and_all_that_is_remembered_is_all_there_was(sizes):
         np.testing.assert_allclose(got + lost.mean(0), want, atol=1e-5 * np.abs(want).max())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_goes_on_from_its_warm_start(tmp_path):
     state, _ = trained(power(2), 3)
     assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(state.exchange))

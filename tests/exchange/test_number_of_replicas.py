@@ -36,6 +36,7 @@ def folders(tmp_path_factory):
     return made
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["mean", pytest.param("broadcast", marks=pytest.mark.slow)])
 def test_replicas_that_differ_go_on_as_their_mean_or_as_the_first(how, folders):
@@ -66,6 +67,7 @@ def test_errors_that_replicas_remember_become_their_mean(folders):
     assert_same_arrays(state.params, before.params, 0)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "exchange", [DILOCO, pytest.param(CODES["sign"], marks=pytest.mark.slow)], ids=["diloco", "sign"]

@@ -61,7 +61,7 @@ def named(value):
     return getattr(value, "__name__", str(value))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("sizes", "of"), some([(sizes, of) for sizes in LAYOUTS for of in (loss, noisy)], [(LAYOUTS[1], noisy)]), ids=named
 )
@@ -127,7 +127,7 @@ def test_on_a_quadratic_the_worst_copies_the_best_to_the_bit():
     np.testing.assert_array_equal(now[1:], np.float32(rates[1:]))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_explored_settings_stay_in_their_range_and_draws_differ_between_meetings():
     exchange = Pbt(values={"learning_rate": tuple(np.linspace(0.1, 1, 64))}, within={"learning_rate": (0.5, 0.9)})
     key = lambda met: jax.random.fold_in(jax.random.key(0), met)  # noqa: E731
@@ -199,7 +199,7 @@ def arrays_in(checkpoint):
     return {path.name: path.read_bytes() for path in sorted((checkpoint / "arrays").iterdir())}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_population_that_is_resumed_goes_on_to_the_bit(tmp_path, capsys):
     job = parse.loads(JOB, [f"run.dir={tmp_path}"])
     train(job)

@@ -46,7 +46,7 @@ def assert_equal_bits(one, other):
 # identities
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("sizes", [WHOLE, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
 def test_the_mean_after_every_step_of_sgd_is_a_synchronous_step(sizes):
     state, losses = trained(jp.Exchange("local", every=1), optimizer=SGD, rows=every_token, sizes=sizes)
@@ -55,7 +55,7 @@ def test_the_mean_after_every_step_of_sgd_is_a_synchronous_step(sizes):
     assert_same_arrays([x[0] for x in jax.tree.leaves(state.params)], jax.tree.leaves(same.params), 1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_diloco_that_goes_all_the_way_is_local():
     local = trained(jp.Exchange("local", every=3))
     diloco = trained(jp.Exchange("diloco", every=3, lr=1.0, momentum=0.0))
@@ -63,14 +63,14 @@ def test_diloco_that_goes_all_the_way_is_local():
     assert_equal_bits(diloco[0].params, local[0].params)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_elastic_center_that_draws_nobody_is_an_ensemble():
     elastic, ensemble = trained(jp.Exchange("easgd", every=2, alpha=0.0)), trained(jp.Exchange("ensemble"))
     assert elastic[1] == ensemble[1]
     assert_equal_bits(elastic[0].params, ensemble[0].params)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_gossip_of_all_with_all_is_local():
     matrix = np.full((4, 4), 1 / 4)
     gossip, losses = trained(jp.Exchange("gossip", every=2, graph=matrix))
@@ -89,7 +89,7 @@ class Weighed(nnx.Module):
         return x @ self.w[...]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("exchange", "same"),
     [
@@ -153,7 +153,7 @@ def heard(each, own):
     return [mean([each[i - 1], each[i], each[(i + 1) % count]]) for i in range(count)], own
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("exchange", "meet"),
     [
@@ -179,7 +179,7 @@ def test_replicas_meet_as_the_equations_say(exchange, meet, sizes):
     assert_same_arrays(jax.tree.leaves(state.params), jax.tree.leaves(want))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_momentum_is_averaged_where_it_is_asked_for():
     for said, equal in (("averaged", True), ("kept", False)):
         state, _ = trained(jp.Exchange("local", every=2, optimizer=said), steps=4)
@@ -190,7 +190,7 @@ def test_momentum_is_averaged_where_it_is_asked_for():
 # fragments
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_fragment_without_delay_is_diloco():
     one = trained(jp.Exchange("streaming", every=3, fragments=1))
     diloco = trained(jp.Exchange("diloco", every=3))
@@ -202,7 +202,7 @@ def flat(tree):
     return traverse_util.flatten_dict(tree, sep="/")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_fragments_are_sent_in_turn_and_applied_later():
     """Beside its equations: two fragments of a period of four, applied three steps after they were sent."""
     one, other = {"down/kernel", "up/bias"}, {"up/kernel", "down/bias"}
@@ -242,7 +242,7 @@ def test_fragments_have_every_parameter_once(order, count):
         assert [[i for i in range(6) if f"blocks/{i}/in" in each] for each in found] == [*wanted]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("wire", "step"),
     [
@@ -372,7 +372,7 @@ def compiled(exchange, meeting, sizes=WHOLE):
     return layout, over_data(jp.inspect(jp.train_step(layout, loss, CHAIN), shapes, sync_round=meeting))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "exchange",
     [
@@ -409,7 +409,7 @@ def test_what_is_averaged_of_an_optimizer_is_counted():
     assert "on top" not in step.layout.explain()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_ensemble_sends_nothing():
     layout, found = compiled(jp.Exchange("ensemble"), 0)
     assert replica_messages(layout) == ()

@@ -47,7 +47,7 @@ def search(exchange, steps, data=2, chain=ADAM):
     return state, rows
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [pytest.param(Evolution, marks=pytest.mark.slow), Swarm])
 def test_each_round_is_the_training_of_its_settings_from_the_start(kind):
     """Beside optax on one device: parameters and optimizer state of each member, through three rounds."""
@@ -92,7 +92,7 @@ def test_a_swarm_moves_as_its_equations_say():
         np.testing.assert_allclose(places, x, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_children_are_of_the_better_and_survivors_stay():
     members = 200
     places = jnp.stack([jnp.linspace(0, 1, members), jnp.linspace(1, 0, members)], 1)
@@ -116,6 +116,7 @@ def test_children_are_of_the_better_and_survivors_stay():
     assert ((mutated >= 0) & (mutated <= 1)).all()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param(Evolution, marks=pytest.mark.slow), Swarm])
 def test_the_search_finds_the_best_rate(kind):

@@ -230,7 +230,7 @@ def synchronous(data, steps=6):
     return state, losses
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_without_a_lead_a_run_on_the_clock_is_a_synchronous_one(workers):
     """With one worker it is plain training. Examples of workers count unequally."""
@@ -243,7 +243,7 @@ def test_without_a_lead_a_run_on_the_clock_is_a_synchronous_one(workers):
     same(again.params, state.params, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "workers", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 4]
 )
@@ -275,7 +275,7 @@ def test_without_a_lead_and_with_as_many_examples_each_it_is_synchronous_to_the_
     same(state.params, structure.unflatten(params.values()), 0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_late_gradient_is_of_the_parameters_that_its_worker_had_read():
     """Beside the recursion w_{t+1} = w_t - update(g(w_read)) in plain JAX."""
     state, losses, updates = on_the_clock(Stale(), 3, steps=4)
@@ -292,7 +292,7 @@ def test_a_late_gradient_is_of_the_parameters_that_its_worker_had_read():
     same(state.params, held[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_shards_of_a_server_have_versions_of_their_own():
     """With SGD, whose elements have nothing to do with each other, and one worker, shards change nothing."""
     chain = SGD

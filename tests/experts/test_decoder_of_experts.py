@@ -55,7 +55,7 @@ def case(experts, *marks, **sizes):
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("experts", "sizes"),
     [
@@ -107,7 +107,7 @@ def test_stages_send_each_device_its_share_of_a_microbatch():
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("sizes", [{"pipe": 2, "expert": 2, "fsdp": 2, "zero": 1}, {"expert": 8}, {"data": 8}], ids=str)
 def test_a_checkpoint_goes_on_under_another_layout(sizes, tmp_path):
     _, state, step = trained(QWEN, jp.Parallel(expert=4, data=2), steps=2)
@@ -125,7 +125,7 @@ def eager(config, experts):
         return MixtureLayer(config, experts, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_without_overflow_experts_of_one_kind_are_one_dense_layer():
     """All experts equal and normalized weights: the router chooses, and nothing changes."""
     layer = eager(
@@ -171,7 +171,7 @@ def test_the_losses_of_a_router_are_those_of_each_row_alone():
         np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_microbatches_change_no_loss_of_a_router():
     experts = QWEN | {"balance": 1.0}
     rows, accumulated = (
@@ -182,7 +182,7 @@ def test_microbatches_change_no_loss_of_a_router():
         assert row == pytest.approx(other, rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_bias_moves_by_its_rate_towards_experts_with_few_choices():
     _, state, _ = trained(DEEPSEEK, jp.Parallel(), jax.devices()[:1], steps=1)
     (bias,) = [np.asarray(leaf) for leaf in jax.tree.leaves(state.model_state) if leaf.shape == (2, 8)]
@@ -191,7 +191,7 @@ def test_the_bias_moves_by_its_rate_towards_experts_with_few_choices():
     assert (bias < 0).any()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_evaluation_leaves_the_bias_and_counts_alike():
     _, state, step = trained(DEEPSEEK, jp.Parallel(expert=4, data=2), steps=1)
     sums = step.evaluate(state, batch_of())
@@ -229,7 +229,7 @@ def assert_tokens_travel_over_expert_alone(report, of_layer, ways):
     return [entry for entry in moved if entry not in tokens]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tokens_travel_twice_each_way_and_gradients_of_experts_stay_with_their_replicas():
     experts = {"count": 8, "per_token": 2, "capacity": 1.0, "hidden": 96}
     report = inspected(experts, jp.Parallel(expert=4, data=2), "h100:1x8", 32)
@@ -323,7 +323,7 @@ def test_settings_of_experts_may_be_a_dict():
         jp.DecoderConfig(experts={"cuont": 8})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_loss_is_the_cross_entropy_and_the_weighted_losses_of_the_routers():
     rows, _, _ = trained(QWEN | {"balance": 0.02}, jp.Parallel(), jax.devices()[:1], steps=1)
     (row,) = rows

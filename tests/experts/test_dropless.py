@@ -29,7 +29,7 @@ def to_one_expert(choices):
 
 
 @pytest.mark.spread(3)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("run", [jp.mixture, in_an_implementation], ids=["loop", "buffers"])
 @pytest.mark.parametrize(("imbalance", "buffers", "spare"), [(1.0, 4, 0), (1.0, 2, 3), (1.25, 8, 2)])
 def test_sums_and_counts_are_those_of_plain_loops(imbalance, buffers, spare, run):
@@ -48,7 +48,7 @@ def test_sums_and_counts_are_those_of_plain_loops(imbalance, buffers, spare, run
                 np.testing.assert_array_equal(getattr(load, name)[row], count, err_msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_large_bound_gives_the_sums_and_gradients_of_all_tokens_at_their_experts():
     with jax.enable_x64(True):
         params, x, choices, weights = example(1)
@@ -80,7 +80,7 @@ def test_blocks_compute_each_token_by_its_expert_for_any_load(place):
 BLOCKS = jax.jit(lambda *arguments: in_blocks(lambda params, x: params * x, *arguments))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(deadline=None, max_examples=30)
 @given(seed=st.integers(0, 1000), skew=st.floats(0, 5))
 def test_buffers_of_as_many_slots_drop_no_more_than_those_of_single_experts(seed, skew):
@@ -105,7 +105,7 @@ def test_experts_compute_five_quarters_of_the_slots_at_most(imbalance, buffers):
     assert capacity < flop(imbalance=imbalance, buffers=buffers) <= 1.25 * capacity
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
@@ -125,7 +125,7 @@ def test_a_dropless_mixture_trains_as_on_one_device(sizes, options):
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("sizes", [{"pipe": 2, "expert": 2, "fsdp": 2}, {"expert": 2, "tensor": 2, "data": 2}], ids=str)
 def test_a_decoder_of_dropless_experts_trains_as_on_one_device(sizes):
     assert_same_training(SPILL | {"buffers": 2}, sizes)
@@ -139,7 +139,7 @@ def test_a_run_ends_where_choices_are_refused(tmp_path):
         jp.fit(step, batch_of(), steps=2, batch=ROWS, run=tmp_path / "run", held_out=0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_nothing_is_refused_within_the_bound():
     fits, _, _ = trained(REFUSE | {"imbalance": 4.0, "buffers": 4}, jp.Parallel(), jax.devices()[:1], steps=1)
     plain, _, _ = trained(SPILL | {"dispatch": "capacity", "capacity": 0.0}, jp.Parallel(), jax.devices()[:1], steps=1)

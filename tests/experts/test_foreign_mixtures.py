@@ -105,7 +105,7 @@ def experts_of(layout):
     return {path for path, place in layout.placements.items() if place.whole[:1] == ("expert",)}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*times its share")  # a dense dispatch computes slots of all rows on each device
 @pytest.mark.parametrize("sizes", [{"expert": 4, "data": 2}, {"expert": 2, "fsdp": 2, "tensor": 2}], ids=str)
 def test_a_mixture_of_einsums_is_cut_by_experts(sizes):
@@ -134,7 +134,7 @@ class Unnamed(nnx.Module):
         return self.head(x + y + x[:, :0].sum(1, keepdims=True))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_without_names_around_its_experts_trains_as_on_one_device():
     batch, losses = tokens(), []
     for sizes, devices in (({"expert": 4, "data": 2}, None), ({}, jax.devices()[:1])):
@@ -207,7 +207,7 @@ def test_the_way_out_without_experts_fits_the_arrays(kind, fix):
         jp.compose(kind, jp.Parallel(expert=4, data=2))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_first_step_says_what_a_foreign_dispatch_costs_and_what_would_cost_less():
     batch = tokens()
     model = jp.from_nnx(Sorted, batch["tokens"][:1, :-1])
@@ -217,7 +217,7 @@ def test_the_first_step_says_what_a_foreign_dispatch_costs_and_what_would_cost_l
     assert str(warned[0].message).count("jp.mixture") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_first_step_says_that_xla_runs_ragged_matmuls_for_all_experts():
     layout = jp.compose(Sorted, jp.Parallel(fsdp=8))
     step, state = jp.train_step(layout, loss, OPTIMIZER), jp.init_state(layout, OPTIMIZER)
@@ -243,6 +243,7 @@ class InTurn(Sorted):
         return self.head(y)
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize("remat", ["none", pytest.param("full", marks=pytest.mark.slow)])
 def test_a_loop_over_experts_gathers_their_stacks_once_over_fsdp(remat):
     layout = jp.compose(InTurn, jp.Parallel(fsdp=8))
@@ -311,6 +312,7 @@ def test_matrices_and_biases_of_experts_are_read_by_their_use(kind, stacks):
     assert experts_of(jp.compose(model, jp.Parallel(expert=4, data=2))) == stacks
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*times its share")  # XLA has no partitioned ragged matmul: all rows on each device
 @pytest.mark.parametrize("kind", [Sorted, Vmapped, Interleaved, Biased])

@@ -81,7 +81,7 @@ def model(request):
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_logits_and_losses_are_those_of_a_loop(model):
     decoder, settings = model
     tokens = jax.random.randint(jax.random.key(0), (2, 16), 0, 32)
@@ -124,7 +124,7 @@ LAYOUTS = [
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("experts", "layers", "sizes"), LAYOUTS)
 def test_dense_layers_and_experts_train_as_on_one_device(experts, layers, sizes):
     settings = settings_of(layers, experts=experts | {"capacity": 1.0})

@@ -31,7 +31,7 @@ def example(seed, rows=3, seq=10, spare=0, experts=EXPERTS, dtype=np.float64):
     )
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     ("capacity", "spare", "in_slots"),
     [
@@ -82,6 +82,7 @@ def test_gradients_are_those_of_the_loop():
             np.testing.assert_allclose(ours, plain, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("capacity", [1, 2, 6])
 def test_a_sum_of_slots_saves_the_smaller_of_slots_and_choices(capacity):
@@ -101,7 +102,7 @@ def test_a_sum_of_slots_saves_the_smaller_of_slots_and_choices(capacity):
     assert sum(x.size for x in jax.tree.leaves(gradient) if x.shape[1:] == (5,)) == min(4 * capacity, 16) * 5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(deadline=None, max_examples=25)
 @given(data=st.data())
 def test_every_choice_is_kept_spilled_or_dropped_and_no_slot_is_given_twice(data):
@@ -178,7 +179,7 @@ CASES = [
 ]
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     ("kind", "sizes", "options"),
     [case if case is CASES[1] else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],

@@ -395,7 +395,7 @@ def test_each_form_of_the_groups_of_any_axes_gives_back_these_axes(mesh):
         assert axes_of_groups(found, sizes) == tuple(axis for axis in sizes if axis in chosen and sizes[axis] > 1), text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @given(meshes(), st.integers(2, 3), st.integers(2, 3), st.booleans())
 @settings(deadline=None)
 def test_groups_within_an_axis_are_marked_as_a_part_of_it(mesh, part, rest, inner):

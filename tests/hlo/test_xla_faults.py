@@ -32,14 +32,14 @@ def first_loss(loss, devices, **sizes):
     return float(metrics["loss"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*times its share")
 @pytest.mark.xfail(strict=True, reason="XLA splits the sum over input channels, and adds up 8 copies of it")
 def test_a_convolution_of_what_is_not_split_equals_one_device():
     assert first_loss(unkeyed, 8, data=2, fsdp=2, tensor=2) == pytest.approx(first_loss(unkeyed, 1), rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_convolution_of_what_a_loss_draws_with_its_key_equals_one_device():
     assert first_loss(drawn, 8, data=2, fsdp=2, tensor=2) == pytest.approx(first_loss(drawn, 1), rel=1e-5)
 

@@ -58,7 +58,7 @@ def test_the_readme_is_one_page_with_a_picture():
     assert README.index("](notebooks/pictures/jaxpar.svg)") < README.index("```")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_model_of_the_readme_trains():
     code = next(block for block in blocks("python") if "nnx.Module" in block)
     names = {"jp": jp, "optax": optax, "nnx": nnx}
@@ -88,7 +88,7 @@ def test_the_first_code_of_the_readme_is_short_early_and_prints_what_it_says():
     assert float(loss) == pytest.approx(shown if sys.version_info < (3, 13) else 2.27, abs=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "command",
     [
@@ -102,7 +102,7 @@ def test_where_only_the_compiler_for_gpus_is_installed_nobody_complains_that_the
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
 def test_the_block_of_the_readme_on_inspection_runs_as_printed():
     page = PAGES[ROOT / "jaxpar" / "inspector" / "README.md"]
@@ -145,6 +145,7 @@ def test_the_test_command_of_the_readme_is_what_ci_calls():
     assert re.search(r'^(?:[A-Z_]+=\S+ )*pytest -m "not nightly and not full"', ci, flags=re.MULTILINE)
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     ("page", "begins"),
     [
@@ -178,6 +179,7 @@ def test_tests_that_a_page_names_exist():
     assert "test_at_full_rank_nothing_is_lost" in named <= there
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "job",
     [pytest.param(job, id=job.stem, marks=[pytest.mark.slow] * (job.stem not in OFTEN)) for job in JOBS],
@@ -212,7 +214,7 @@ def test_print_defaults_is_a_job_and_explains_every_key(capsys):
             assert meaning.strip(), f"{cls.__name__}.{key} has no meaning"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_resolved_job_reads_back_as_itself():
     for path in JOBS:
         job = parse.load(path)

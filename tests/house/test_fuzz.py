@@ -149,6 +149,7 @@ def each(table):
     return few + [pytest.param(*part, id=f"{part[0]}-{part[1]}", marks=pytest.mark.full) for part in parts.items()]
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(("name", "count"), each(READERS))
 def test_a_text_is_read_or_refused(name, count):
     read, *parts = READERS[name]
@@ -156,6 +157,7 @@ def test_a_text_is_read_or_refused(name, count):
     often(given(st.tuples(*parts))(lambda given: clean(read, *given)), count)()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("name", "count"), each(FILES))
 def test_a_file_is_read_or_refused(name, count, tmp_path):
     read, texts = FILES[name]

@@ -205,7 +205,7 @@ GPT2 = {"model_type": "gpt2", "vocab_size": 8, "n_positions": 8, "n_layer": 1, "
 FORBIDDEN = {"eval", "exec", "pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_line_of_jaxpar_unpickles_evaluates_or_asks_a_shell():
     found = []
     for file in ROOT.rglob("*.py"):
@@ -283,7 +283,7 @@ def test_a_drawing_shows_a_hostile_name_as_text():
     assert "&lt;script&gt;" in drawn
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_process_that_reads_a_hostile_job_runs_none_of_it(tmp_path):
     """The whole way, in a process of its own: the module of an installed package would leave a file."""
     (tmp_path / "job.toml").write_text(JOB.replace('"mlp"', '"evil:Net"'))

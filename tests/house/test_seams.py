@@ -53,7 +53,7 @@ def alone():
     return trained(jp.Parallel(), devices=jax.devices()[:1])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -96,7 +96,7 @@ def test_an_axis_that_no_technique_uses_is_refused():
         jp.compose(wide, jp.Parallel(data=4, axes={"toi": 2}))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_its_collective_is_found_in_the_ledger():
     devices = jp.target_devices("h100:1x8")
     step = jp.train_step(jp.compose(wide, jp.Parallel(data=4, axes={"toy": 2}), devices), toy_axis.loss, OPTIMIZER)
@@ -110,7 +110,7 @@ def test_it_is_declared_in_a_job():
     assert "toy=2 does nothing" in str(check(job))  # a decoder has no dim called wide
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_checkpoint_is_restored_under_another_layout(tmp_path):
     parallel = jp.Parallel(data=4, axes={"toy": 2})
     _, state, _ = trained(parallel)

@@ -192,7 +192,7 @@ def by_hand(replicas, steps=5, every=2):
     return jax.tree.map(lambda *x: jnp.stack(x), *each), losses
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("sizes", some(LAYOUTS.values(), [LAYOUTS["data"]], [LAYOUTS["fsdp"]]), ids=LAYOUTS)
 def test_each_replica_trains_as_it_would_alone(sizes):
     want, expected = by_hand(sizes["data"])
@@ -204,7 +204,7 @@ def test_each_replica_trains_as_it_would_alone(sizes):
     assert np.abs(spread - spread[:1]).max() > 1e-4  # after five steps they have gone apart again
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("algorithm", some(["ring", "halving"], ["ring"]))
 def test_they_average_by_any_algorithm(algorithm):
     want, expected = by_hand(4)
@@ -213,7 +213,7 @@ def test_they_average_by_any_algorithm(algorithm):
     assert_same_arrays(jax.tree.leaves(state.params), jax.tree.leaves(want))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "numerics",
     some([{"accumulate": 2}, {"remat": "full"}, {"guard": True}], [{"accumulate": 2}], [{"guard": True}]),
@@ -272,7 +272,7 @@ def over_data(report):
     return [entry for entry in report.ledger if "data" in entry.axis]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("sizes", some([dict(data=8), dict(data=2, fsdp=2, tensor=2)], [dict(data=8)], []), ids=str)
 def test_what_it_says_it_sends_is_in_the_step_that_exchanges_and_nothing_in_the_others(sizes):
     layout, between = inspected(sizes, exchanges=True)
@@ -285,7 +285,7 @@ def test_what_it_says_it_sends_is_in_the_step_that_exchanges_and_nothing_in_the_
     assert [flag for flag in alone.flags if flag.kind == "idle axis"] == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_default_sends_gradients_as_it_says():
     layout, report = inspected(dict(data=8), exchanges=False, exchange=AllReduce())
     found = [entry for entry in over_data(report) if entry.parameters]
@@ -295,6 +295,7 @@ def test_the_default_sends_gradients_as_it_says():
     )
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", some(["ring", "tree"], ["ring"]))
 def test_an_algorithm_sends_the_messages_of_its_table(algorithm):
@@ -318,7 +319,7 @@ HALF_FROZEN = optax.multi_transform(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "exchange",
     [
@@ -338,7 +339,7 @@ def test_an_exchange_sends_nothing_of_what_is_frozen(exchange):
         assert sum(entry.step_wire for entry in found) == pytest.approx(2 * 7 / 8 * of_trained, rel=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_frozen_stays_and_what_is_trained_is_as_in_all_reduce():
     want, expected = trained({"data": 4}, exchange=AllReduce(), chain=HALF_FROZEN)
     state, losses = trained({"data": 4}, exchange=Rounded(dtype="float32"), chain=HALF_FROZEN)
@@ -424,7 +425,7 @@ SMALL = ["model.layers=1", "model.dim=16", "model.heads=2", "model.dropout=0.1",
          "optimizer.decay=constant", "optimizer.warmup=0", "checkpoint.every=2", "train.eval_batches=1"]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_trains_evaluates_and_goes_on_in_the_middle_of_a_period(tmp_path):
     def losses(name, steps):
         train(parse.loads(JOB, [*SMALL, f"train.steps={steps}", f"run.dir={tmp_path / name}"]))

@@ -104,7 +104,7 @@ def trained(model, **parallel):
     return losses, state.params
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("with_ring")
 @pytest.mark.parametrize(
     ("model", "how", "sizes"),
@@ -129,6 +129,7 @@ def test_a_users_model_trains_as_on_one_device_however_attention_runs(model, how
     assert bool(ring.calls) == (how == "ring")
 
 
+@pytest.mark.spread(0)
 @pytest.mark.usefixtures("with_ring")
 @pytest.mark.parametrize(
     "sizes",
@@ -162,7 +163,7 @@ def test_without_context_the_program_is_that_of_the_plain_function(sizes):
     assert lowered(lambda rngs: Mine(rngs), **sizes).as_text() == lowered(lambda rngs: Plain(rngs), **sizes).as_text()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_gathering_is_a_constraint_and_a_ring_sends_to_the_next(with_ring):
     texts = {how: lowered(MODELS["nnx"], how={"context": how}, **CONTEXT_2).as_text() for how in ("gather", "ring")}
     assert ["collective_permute" in text for text in texts.values()] == [False, True]

@@ -46,7 +46,7 @@ def question(devices=8, **changes):
     return replace(asked_of(job, devices=devices, chip="h100", per_node=None, options={}), **changes)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_all_its_legal_sizes_are_weighed_and_no_layout_is_twice():
     found = question().legal()
     assert {*found.size("toy").tolist()} == {1, 2, 4, 8}
@@ -65,7 +65,7 @@ def test_a_model_without_such_a_dim_is_planned_without_it():
     assert "toy" not in describe(search(asked).best[0].candidate)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_its_bytes_and_seconds_have_causes_and_add_up():
     one, two = (predict(question(), Candidate(data=8 // toy, axes={"toy": toy}, microbatch=128)) for toy in (1, 2))
     assert one.memory.toy == one.time.toy == 0
@@ -99,7 +99,7 @@ def by_kind(every):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
 @pytest.mark.parametrize(
     "sizes",

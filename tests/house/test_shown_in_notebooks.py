@@ -149,7 +149,7 @@ def test_at_any_width_the_place_of_a_device_fits_its_cell(browser, tmp_path):
         assert browser.ask(FULL) == [], width
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_inspection_shows_who_holds_what_as_well():
     layout = jp.compose(decoder, jp.Parallel(data=2, fsdp=2, tensor=2))
     made = report(cards=tuple(cards(layout.placements, layout.sizes)))

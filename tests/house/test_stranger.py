@@ -64,7 +64,7 @@ def test_the_installed_package_wins_over_the_folder_of_a_clone(clone, environmen
         assert found.stdout.startswith(str(clone / "jaxpar" / "jaxpar" / "__init__.py")), found.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_wheel_runs_the_first_command_of_the_readme_in_another_folder(clone, environment, tmp_path):
     built = ran(environment / "pip", "wheel", "-q", "--no-deps", "-w", tmp_path / "wheel", "./jaxpar", folder=clone)
     assert built.returncode == 0, built.stderr
@@ -194,7 +194,7 @@ def test_training_on_simulated_devices_shows_no_speed(saved):
     assert not re.search(r"/s\b|/step", said)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_export_where_the_gpu_compiler_is_and_no_gpu_prints_no_traceback(saved):
     folder, _ = saved
     command = (sys.executable, "-m", "jaxpar", "checkpoint", "export", "run", "--format", "safetensors", "--to", "out")

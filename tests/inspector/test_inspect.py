@@ -49,7 +49,7 @@ def kinds(report):
     return [flag.kind for flag in report.flags]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @gpu_compiler
 @pytest.mark.parametrize(
     "parallel",
@@ -80,7 +80,7 @@ def test_causes_add_up_and_arguments_are_exact_to_the_byte(parallel):
     jp.assert_fits(report)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @gpu_compiler
 def test_the_models_flop_are_the_hardwares_without_recomputation():
     plain = jp.inspect(step_on("h100:1x8", jp.Parallel(data=8)), BATCH)
@@ -92,7 +92,7 @@ def test_the_models_flop_are_the_hardwares_without_recomputation():
     assert full.flop.total - full.flop.recomputed == pytest.approx(plain.flop.total, rel=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @gpu_compiler
 def test_a_time_and_an_mfu_are_modelled_for_a_gpu_and_never_for_simulated_devices():
     gpu = jp.inspect(step_on("h100:1x8", jp.Parallel(data=8)), BATCH)
@@ -111,7 +111,7 @@ def test_a_time_and_an_mfu_are_modelled_for_a_gpu_and_never_for_simulated_device
         jp.assert_fits(cpu)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @gpu_compiler
 def test_a_constraint_that_replicates_is_found_at_its_line():
     class Replicating(jp.Decoder):
@@ -127,7 +127,7 @@ def test_a_constraint_that_replicates_is_found_at_its_line():
     assert kinds(clean) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @gpu_compiler
 def test_a_psum_per_microbatch_is_found_and_one_for_all_is_not():
     mesh = mesh_of(data=8)
@@ -206,7 +206,7 @@ def test_a_cast_that_doubles_the_wire_is_found():
 PIPES = jp.Parallel(pipe=2, fsdp=4, pipeline=jp.Pipeline(microbatches=4))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @gpu_compiler
 def test_a_pipeline_is_told_without_a_false_flag():
     step = step_on("h100:1x8", PIPES, precision="bf16")
@@ -228,7 +228,7 @@ def test_a_pipeline_is_told_without_a_false_flag():
 
 
 @gpu_compiler
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_reductions_per_tick_and_wide_messages_are_found_in_a_pipeline(monkeypatch):
     def add(total, more):  # the planted faults: a reduction for every microbatch, and messages in 32 bits
         return total + jax.lax.psum(more.astype(total.dtype), "fsdp") / 4
@@ -245,7 +245,7 @@ def test_reductions_per_tick_and_wide_messages_are_found_in_a_pipeline(monkeypat
 
 
 @gpu_compiler
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_table_that_mixes_ops_and_updates_in_its_middle_is_counted_by_its_cells():
     how = jp.Pipeline(schedule="1f1b", microbatches=4, keep="residuals", weights="stash")
     report = jp.inspect(step_on("h100:1x8", jp.Parallel(pipe=2, data=4, pipeline=how), precision="bf16"), BATCH)
@@ -338,7 +338,7 @@ def test_the_verb_reports_writes_and_compares(tmp_path, capsys):
 
 
 @gpu_compiler
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_does_not_fit_ends_with_status_1_and_says_what_would_help(capsys):
     large = ["model.dim=8192", "model.layers=16", "model.hidden=32768"]
     status = main(["inspect", "configs/data8.toml", "--target", "h100", *large])
@@ -348,6 +348,7 @@ def test_what_does_not_fit_ends_with_status_1_and_says_what_would_help(capsys):
     assert "train.remat = 'full'  frees" in said
 
 
+@pytest.mark.spread(0)
 @gpu_compiler
 @pytest.mark.parametrize(
     "name", some([path.stem for path in sorted(Path("configs").glob("*.toml"))], [], ["context4_data2"])

@@ -389,6 +389,7 @@ def artifacts(tmp_path):
     return folder
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     "name",
     [
@@ -439,7 +440,7 @@ def test_on_paper_everything_is_open_light_and_within_the_margins(browser, artif
     assert file.with_suffix(".pdf").read_bytes().startswith(b"%PDF")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_in_a_notebook_the_fragment_takes_the_notebooks_theme_and_leaves_it_alone(browser, artifacts):
     host = "<!DOCTYPE html><p id='own'>host</p><table><tr><td id='cell'>cell</td></tr></table>"
     look = "['own', 'cell'].map(id => JSON.stringify({...getComputedStyle(document.getElementById(id))}))"

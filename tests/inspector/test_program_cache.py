@@ -48,7 +48,7 @@ def facts(report):
     return {name: getattr(report, name) for name in FACTS}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("target", [None, pytest.param("h100:1x2", marks=pytest.mark.full)])
 def test_a_second_inspection_compiles_nothing_and_finds_the_same(target, compiles):
     if target and (missing := missing_plugin()):
@@ -59,7 +59,7 @@ def test_a_second_inspection_compiles_nothing_and_finds_the_same(target, compile
     assert facts(second) == facts(first)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_another_program_device_option_setting_flag_or_version_has_another_file(compiles, monkeypatch):
     devices = jax.devices()[:2]
     step = step_of(devices)
@@ -89,7 +89,7 @@ def test_another_program_device_option_setting_flag_or_version_has_another_file(
     assert file() == found[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
 def test_a_chip_of_the_same_name_with_less_memory_is_another(compiles):
     chip, found = find_chip("h100"), set()

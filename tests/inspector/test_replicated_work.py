@@ -68,7 +68,7 @@ def lines_of(text):
     return [source[int(number) - 1] for number in re.findall(r"vocabularies\.py:(\d+) in __call__", text)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", some(WAYS, ["one-hot"]))
 def test_work_that_devices_repeat_is_said_at_the_first_step_with_its_line(how):
     with pytest.warns(UserWarning, match="times its share of") as said:
@@ -78,7 +78,7 @@ def test_work_that_devices_repeat_is_said_at_the_first_step_with_its_line(how):
     assert any(WAYS[how] in line for line in lines_of(text))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_program_that_another_file_left_in_the_cache_of_jax_is_said_with_its_own_line(tmp_path):
     """The key of that cache leaves out the lines of source, so that an edit above a model shifts them."""
     older = tmp_path / "older.py"
@@ -113,7 +113,7 @@ def test_check_explains_what_devices_compute_as_compiled(batch, begins):
     assert matmul_summary(job).startswith(begins)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rematerialization_that_was_asked_for_is_no_excess():
     layout = jp.compose(partial(Careless, how="as it comes"), jp.Parallel(data=8))
     step = jp.train_step(layout, jp.next_token_loss, SGD, remat="full", accumulate=2)
@@ -131,7 +131,7 @@ class Depthwise(nnx.Module):
         return self.head(nnx.relu(self.conv(x)).mean(axis=1))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_depthwise_convolution_whose_gradient_xla_makes_dense_is_no_excess():
     layout = jp.compose(Depthwise, jp.Parallel(data=8))
     step, state = (jp.train_step(layout, jp.classification_loss, SGD), jp.init_state(layout, SGD))
@@ -199,7 +199,7 @@ def convolved(devices, **sizes):
     return losses
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "sizes",
     [{"data": 8}, pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow)],
@@ -218,7 +218,7 @@ def test_a_loop_that_turns_as_often_as_the_data_says_has_no_share():
     assert flop_share(traced.jaxpr.jaxpr, 8, None) is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_reading_the_matmuls_alone_counts_what_reading_all_counts():
     step = step_of("jaxpar", data=2, fsdp=2, tensor=2)
     text = step.lower(step.abstract(), batch()).compile().as_text()

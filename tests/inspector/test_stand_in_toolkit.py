@@ -44,7 +44,7 @@ def test_it_is_the_stand_in_that_is_started(tmp_path, monkeypatch):
     assert any("-arch=sm_90" in line and " -o " in line for line in log.read_text().splitlines())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", some(PROGRAMS, [], ["between nodes"]))
 def test_what_is_read_of_a_program_is_the_same_with_cuda(name, monkeypatch):
     program, devices = lowered(name)

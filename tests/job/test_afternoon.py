@@ -84,6 +84,7 @@ def perplexity(subject, *overrides, cwd, env):
     return score["metrics"]["perplexity"]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_folder_is_tuned_stopped_resumed_evaluated_and_exported(family, tmp_path):
     settings = FAMILIES[family]

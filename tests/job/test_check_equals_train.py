@@ -152,7 +152,7 @@ def test_a_start_from_that_is_not_there(where, here, capsys):
     refused_by_both(capsys, problems[0].got, f"checkpoint.start_from={where}", "run.dir=mine")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_has_begun_does_not_look_for_its_beginning_again(copy, capsys):
     assert main(["check", "job.toml", "run.dir=run", "checkpoint.start_from=runs/nothing"]) == 0
 
@@ -164,7 +164,7 @@ MISFITS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("overrides", "words"),
     some(MISFITS.values(), [MISFITS["another width"]], [MISFITS["a name of nothing"]]),
@@ -215,7 +215,7 @@ def test_a_run_whose_files_are_damaged(name, text, words, copy, capsys):
     refused_by_both(capsys, words, "run.dir=run")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_may_go_on_is_ok(copy, capsys):
     assert main(["check", "job.toml", "run.dir=run"]) == 0
     assert main(["check", "job.toml", "run.dir=run", "train.steps=4"]) == 0

@@ -52,7 +52,7 @@ def doctor(*words, **changes):
     return done, time.monotonic() - begin
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_machine_that_is_well_and_a_job_that_fits_it(job, tmp_path):
     done, seconds = doctor(*job, "--json", str(tmp_path / "found.json"))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -99,7 +99,7 @@ def test_a_process_that_dies_is_quoted():
     assert "OSError: no GPU" in found.text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_that_is_wrong_is_said_and_the_machine_looked_at(tmp_path, capsys):
     (tmp_path / "job.toml").write_text(JOB + "[train.x]\n")
     assert main(["doctor", str(tmp_path / "none.toml")]) == 1

@@ -58,7 +58,7 @@ def test_a_run_starts_at_its_reference_and_is_exported_without_it(tmp_path):
     assert rows[0]["reward_margin"] == pytest.approx(0, abs=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*each device computes")
 @pytest.mark.parametrize("keys", ["train.freeze=['embed']", "train.adapters={rank=2,paths=['blocks/*']}"])
 def test_a_resumed_run_has_the_losses_of_one_that_was_not_stopped(keys, tmp_path):

@@ -113,7 +113,7 @@ def written(folder):
     return {path: path.lstat().st_mtime_ns for path in folder.rglob("*")}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_checkpoint_has_the_scores_that_training_logged_and_the_run_stays_as_it_was(run, tmp_path, capsys):
     before = written(run)
     assert main(["evaluate", str(run), "--checkpoints", "all", "--json", str(tmp_path / "scores.json")]) == 0
@@ -131,7 +131,7 @@ def test_a_checkpoint_has_the_scores_that_training_logged_and_the_run_stays_as_i
     assert printed[4].split()[:2] == ["4", "more"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_scores_are_the_same_on_one_device(run):
     check_logged(run, *ONE)
 
@@ -186,7 +186,7 @@ def windows(tokens, seq=SEQ):
     return np.stack([tokens[i * seq : (i + 1) * seq + 1] for i in range(count)]).astype(np.int32)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_loss_of_other_text_is_that_of_plain_flax_and_numpy(run, tmp_path):
     text = "".join(f"{i} times {i} is {i * i}, \u00fc\n" for i in range(30)) + "the end"
     (tmp_path / "test.txt").write_text(text)
@@ -206,7 +206,7 @@ def test_the_loss_of_other_text_is_that_of_plain_flax_and_numpy(run, tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_bpe_of_the_run_reads_other_text_and_its_bytes_are_counted(tmp_path):
     run = train_run(tmp_path, "bpe", "data.tokenizer=bpe", "data.vocab=300", "train.steps=2", devices=2)
     (own,) = scores(run).scores
@@ -262,7 +262,7 @@ def rows_of(folder):
     return [[*tokenizer.encode(json.loads(line)["text"]).ids, end] for line in lines]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("settings", [LLAMA, pytest.param(GPT2, marks=pytest.mark.slow)], ids=["llama", "gpt2"])
 def test_a_folder_of_hugging_face_has_the_loss_of_plain_flax(settings, tmp_path):
     folder = pretrained(tmp_path / "mine", settings)
@@ -293,7 +293,7 @@ def test_padded_documents_of_a_folder_have_the_loss_of_transformers(folder):
     assert score.metrics["bits_per_byte"] == pytest.approx(bits, rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -390,7 +390,7 @@ def test_few_batches_are_reported(run):
     assert "held out: the first 1 batches of 8 examples are evaluated" in result.notes[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_adapters_of_a_base_in_8_bits_are_evaluated_when_the_folder_of_the_base_is_gone(folder, tmp_path):
     base = tmp_path / "my-llama"
     shutil.copytree(folder, base)

@@ -109,7 +109,7 @@ def greedy(logits, count: int) -> list[int]:
 
 
 @FEW
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_folder_is_tuned_on_a_cube_resumed_bit_for_bit_and_read_by_transformers(folder):
     _, said = trained(folder, "whole")
     assert "arrays taken from" in said
@@ -172,7 +172,7 @@ def test_a_plan_counts_gradients_and_optimizer_state_of_what_is_trained(folder):
 
 
 @FEW
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_new_vocabulary_and_head_begin_with_the_layers_of_a_folder(folder):
     new = ["model.vocab=48", 'checkpoint.take=["blocks", "norm"]', "train.steps=1"]
     _, said = trained(folder, "new", *new, train='freeze = ["blocks"]')
@@ -228,7 +228,7 @@ def test_the_tokens_that_end_a_text_are_those_of_the_generation_config_as_in_tra
     assert end_ids(folder) == ()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_began_with_no_folder_is_exported_with_the_tokenizer_that_it_was_trained_with(tmp_path):
     words = llama3(tmp_path / "words")
     (tmp_path / "text.txt").write_text("the cat didn't sit on the mat. " * 200)

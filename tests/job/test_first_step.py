@@ -43,6 +43,7 @@ def note(event: str, _: float, fun_name: str = "", **__) -> None:
 jax.monitoring.register_event_duration_secs_listener(note)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "counts"),

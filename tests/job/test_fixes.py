@@ -36,7 +36,7 @@ def trained(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_fix_of_a_loss_that_is_nan_is_not_refused_by_the_run_that_goes_on(trained):
     named = LOWER_RATE[LOWER_RATE.index("run.changed") :].replace(" ", "")
     lower = ["optimizer.learning_rate=1e-5", "optimizer.warmup=1", "train.steps=3"]

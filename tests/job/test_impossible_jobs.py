@@ -65,6 +65,7 @@ def problems(*args):
     return [str(problem) for problem in check(job(*args))]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
@@ -90,14 +91,14 @@ def test_a_model_with_a_tokenizer_is_not_trained_on_bytes(text, name):
     assert not problems(text, 256, start, *arrays)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_of_more_tokens_than_the_text_has_is_not_trained_on_it(text):
     folder = llama(text.parent / "my-llama", 512)
     (found,) = problems(text, 512, f"checkpoint.start_from={folder}")
     assert "knows 512 tokens" in found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_check_compares_the_model_with_the_folder_that_it_starts_from(text):
     folder = llama(text.parent / "my-llama", 256)
     (found,) = problems(text, 256, f"checkpoint.start_from={folder}", "model.layers=2", "model.rope_base=500.0")
@@ -121,7 +122,7 @@ class Evaluated(Own):
         return None if index else next(generator())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("key", ["train.eval_every=1", "checkpoint.keep_best=1"])
 @pytest.mark.parametrize("source", [pytest.param("generator", marks=pytest.mark.slow), "Own"])
 def test_an_evaluation_of_a_source_that_holds_nothing_out_is_refused(text, key, source):
@@ -148,7 +149,7 @@ def test_an_evaluation_of_text_that_holds_nothing_out_is_refused(text, override)
     assert check(job(text, 256, "data.held_out=0.0", "checkpoint.keep_best=1"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_text_is_sampled_from_a_model_of_more_tokens_than_text_has(text, capsys):
     run.train(job(text, 1024), stream=io.StringIO())
     assert main(["sample", str(text.parent / "run"), "--prompt", "the ", "--tokens", "20", "--temperature", "9"]) == 0

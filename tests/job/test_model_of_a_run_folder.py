@@ -42,7 +42,7 @@ def plain(job, params):
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_folder_alone_gives_the_trained_model(tmp_path):
     (tmp_path / "text.txt").write_text("the day after Monday is Tuesday. " * 200)
     job = loads(JOB.format(folder=tmp_path))

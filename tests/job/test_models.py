@@ -145,7 +145,7 @@ def test_settings_that_no_model_takes_are_refused(name, settings, words):
         blueprint_of(name, settings)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_trains_the_linen_module_of_a_function_of_rngs(tmp_path):
     words = [f"run.dir={tmp_path / 'run'}", "train.steps=1"]
     job = loads(JOB.format(name="linen_of_rngs"), words, allow_import=True)

@@ -48,7 +48,7 @@ def jaxpar(tmp_path, monkeypatch, capsys):
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_of_an_own_model_starts_from_the_folder_and_is_written_back(tmp_path, jaxpar):
     status, text = jaxpar("train", "job.toml")
     assert status == 0, text

@@ -108,7 +108,7 @@ def saved(run: Path) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_llama_is_tuned_stopped_continued_exported_and_read_by_transformers(bench):
     whole, stopped = begin(bench, "whole"), begin(bench, "parts")
     assert supervised_runs.wait_until(lambda: len(rows(bench / "parts")) >= EVERY + 2, seconds=60)

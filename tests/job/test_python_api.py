@@ -114,7 +114,7 @@ def test_a_fit_ends_when_evaluations_get_no_better_and_tells_its_loggers(tmp_pat
     assert {1, 6} <= {*Logger.rows}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_fit_evaluates_sets_by_name_keeps_the_best_by_one_of_them_and_begins_with_the_parameters_of_a_run(tmp_path):
     sets = {"far": Far(), "near": [Points(7).batch(0, 12)], "digits": jp.Data(source="digits")}
     with pytest.raises(jp.JaxparError, match=r"'x'"):  # digits have no such array
@@ -277,7 +277,7 @@ def test_a_job_of_configs_is_planned_in_any_folder(tmp_path, monkeypatch, capsys
         jp.plan("configs/gpu_llama_8b_fsdp8.toml", devices=8, top=1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_plan_in_python_is_the_one_of_the_shell(tmp_path, capsys):
     job = "configs/gpu_llama_8b_fsdp8.toml"
     plan = jp.plan(job, "train.global_batch=512", devices=64, top=2)

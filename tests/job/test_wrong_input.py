@@ -548,6 +548,7 @@ def test_a_wrong_job_is_one_precise_problem(text, wrong, words, here, monkeypatc
     said(caught.value, *words)
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize("text", some([DECODER, OWN, PIPE, CUT], [DECODER, OWN]), ids=["decoder", "own", "pipe", "cut"])
 def test_the_jobs_that_are_made_wrong_are_right(text):
     checked(text)
@@ -1026,6 +1027,7 @@ RUNS = {
 }
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.xdist_group("runs")
 @pytest.mark.parametrize(
@@ -1137,6 +1139,7 @@ def test_json_has_every_problem(here, tmp_path):
     assert [sorted(problem) for problem in problems] == [["fix", "got", "rule"]] * 2
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("verb", "wrong", "words"),
     [

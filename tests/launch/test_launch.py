@@ -131,7 +131,7 @@ def test_as_many_devices_give_the_same_bits_on_any_number_of_processes(folder, l
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.xdist_group("launch")
 def test_a_run_goes_on_with_another_number_of_processes(folder, alone, launched):
     """On four processes, then on two, then on one: the losses of a run that nobody stopped."""
@@ -141,7 +141,7 @@ def test_a_run_goes_on_with_another_number_of_processes(folder, alone, launched)
     np.testing.assert_allclose(losses(folder, "changing"), alone, rtol=2e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.xdist_group("launch")
 def test_a_killed_process_starts_all_again_from_the_newest_checkpoint(folder, launched):
     child = start(folder, "launch", "-n", "2", "train", job(folder, "killed", every=4))
@@ -167,6 +167,7 @@ def test_without_a_process_that_is_gone_for_good_the_others_go_on(folder):
     assert len(losses(folder, "gone")) == 2
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     ("sizes", "processes", "found"),
     [
@@ -212,7 +213,7 @@ def listening(pid):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="no /proc/net/tcp to look for open ports")
 @pytest.mark.xdist_group("launch")
 def test_nothing_listens_on_other_than_the_given_address():
@@ -224,7 +225,7 @@ def test_nothing_listens_on_other_than_the_given_address():
     assert set.union(*found.values()) <= local
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.xdist_group("launch")
 def test_a_signal_to_one_stops_all_after_the_same_step(folder):
     child = start(folder, "launch", "-n", "2", "train", job(folder, "told", steps=5000))
@@ -261,7 +262,7 @@ def test_a_wrong_launch_is_refused(wrong, said):
         Launch(command=["train", "x.toml"], **wrong)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", some(FAULTS, [], ["killed", "coordinator killed", "nan", "other job"]))
 @pytest.mark.xdist_group("launch")
 def test_a_fault_is_found_in_time_and_named(name):

@@ -274,7 +274,7 @@ def finish(*running):
     return [(process.returncode, out, err) for process, (out, err) in zip(running, outs, strict=True)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_find_each_other_and_add_up():
     port = free_port()
     for number, (code, _, err) in enumerate(finish(*(start(i, port=port) for i in range(2)))):
@@ -369,7 +369,7 @@ def test_strangers_do_not_disturb_a_meeting():
         assert met(second) == host.result() == ""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_process_that_is_missing_ends_the_others_with_an_error_not_an_abort():
     port = free_port()
     for code, out, _ in finish(*(start(number, processes=3, port=port, timeout=4) for number in range(2))):
@@ -377,7 +377,7 @@ def test_a_process_that_is_missing_ends_the_others_with_an_error_not_an_abort():
         assert "process 2 did not come" in out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_coordinator_that_is_not_there_is_named_in_time():
     port = free_port()
     ((code, out, _),) = finish(start(1, port=port, timeout=1))
@@ -385,7 +385,7 @@ def test_a_coordinator_that_is_not_there_is_named_in_time():
     assert f"process 1 of 2 on {socket.gethostname()}, coordinator 127.0.0.1:{port}: no answer from the coordi" in out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_port_that_is_taken_is_named():
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

@@ -58,6 +58,7 @@ def test_no_process_outlives_its_supervisor(how, supervisors):
     assert saved == ([f"{rows(folder)[-1]['step']:06d}"] if how == signal.SIGHUP else [])
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("stderr", ["closed", "full"])
 @pytest.mark.parametrize("ending", ENDINGS)

@@ -57,18 +57,18 @@ def assert_bytes(profile, settings, width):
     assert profile.nodes[1].parameters == table
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bytes_are_exact(profile):
     assert_bytes(profile, SETTINGS, 4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bytes_of_another_precision_and_a_table_that_is_the_head_too():
     other = replace(SETTINGS, tied=not SETTINGS.tied)
     assert_bytes(measured(other, precision="bf16", remat="full"), other, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 def test_a_layer_stores_its_parameters_its_activations_and_a_gradient_of_each(profile, precision):
     """w + f + grad w + grad o, three times: by the planner's formulas, as counted, and of `jax.vjp`'s own arrays."""
@@ -102,7 +102,7 @@ def test_layers_one_after_the_other_do_what_the_model_does():
     assert work[1].depth > 4 * (1 + 5)  # four matmuls at least, of sums of 32
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_times_are_of_what_runs(profile):
     assert all(node.forward > 0 for node in profile.nodes[1:])
     assert all(node.backward >= 0 for node in profile.nodes)
@@ -111,7 +111,7 @@ def test_times_are_of_what_runs(profile):
     assert len(blocks) == 1  # one is measured
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_pieces_one_after_the_other_are_the_model():
     pieces = Pieces.from_model(partial(jp.Decoder, SETTINGS), jp.next_token_loss, Numerics())
     params, model_state = jax.jit(pieces.blueprint.init)(jax.random.key(0))
@@ -130,7 +130,7 @@ def test_pieces_one_after_the_other_are_the_model():
     assert jax.jit(pieces.head)(shared, (model_state, batch), x) == pytest.approx(want, rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_users_own_model_and_loss():
     batch = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in next(batches(1)).items()}
     profile = bench.measure(partial(Staged, layers=2, rate=0.1), token_loss, batch, Numerics())

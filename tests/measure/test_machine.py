@@ -98,6 +98,7 @@ def test_gpus_run_them_one_after_another_over_all_bytes_and_copy_none(kind):
     assert not [line for line in lines if re.search(r"= f32\[\d{4,}\]\S* copy\(", line)]
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize("kind", some(KINDS, ["collective-permute"]))
 def test_a_timing_says_what_was_sent(kind, monkeypatch):
     monkeypatch.setattr(links, "once", lambda build, x, rounds: float(sum(build(n)(x + 0).size for n in (1, 2))))

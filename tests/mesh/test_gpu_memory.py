@@ -78,7 +78,7 @@ def test_on_a_gpu_that_is_there_the_capacity_is_what_this_process_took(monkeypat
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_plan_counts_on_the_share_that_the_user_set_and_says_so(environment, capsys):
     words = ["plan", JOB, "--devices", "64", "--top", "1"]
     environment({})
@@ -92,6 +92,7 @@ def test_a_plan_counts_on_the_share_that_the_user_set_and_says_so(environment, c
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.5" in half
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("chip", "share", "fits"),
     [

@@ -116,7 +116,7 @@ def mark_of(kind, layout):
     return [] if (kind, layout) in OFTEN else [rare]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("kind", "layout"), [pytest.param(*case, marks=mark_of(*case)) for case in GRID])
 def test_a_layer_that_assigns_trains_as_in_a_loop_of_nnx(kind, layout):
     losses, state = trained(kind, layout)

@@ -68,7 +68,7 @@ CASE = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("tokens", "block", "grouped", "masks"),
     [
@@ -81,14 +81,14 @@ def test_values_and_gradients_are_those_of_jax_in_float64(tokens, block, grouped
     compare(0, tokens, block, grouped, masks)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(max_examples=3, deadline=None)
 @given(**CASE)
 def test_values_and_gradients_are_those_of_jax_for_any_shape_and_mask(seed, tokens, block, grouped, masks):
     compare(seed, tokens, block, grouped, masks)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_query_may_meet_keys_of_another_sequence():
     *given, weight = arrays(np.random.default_rng(0), 9, 4, 2, np.float32, keys=13)
     mine, jaxs = (both(f, given, weight) for f in (partial(blockwise, rule=AttentionMask(), block=4), of_full))
@@ -100,7 +100,7 @@ def of_full(q, k, v):
     return jax.nn.dot_product_attention(q, k, v)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_in_16_bits_sums_are_float32():
     """As near to the exact gradients as those of JAX in the same dtype, and nearer than one block would be off."""
     given = arrays(np.random.default_rng(1), 64, 4, 2, np.float32)
@@ -129,7 +129,7 @@ def test_pairs_in_which_nothing_is_seen_are_not_walked(rule, walked):
     assert len(table) == walked
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_blocks_of_queries_may_be_smaller_than_those_of_keys(monkeypatch):
     *given, weight = arrays(np.random.default_rng(3), 23, 4, 2, np.float32)
     monkeypatch.setattr(in_blocks, "max_block_sizes", lambda *_: (3, 5))
@@ -158,7 +158,7 @@ def test_memory_is_linear_in_tokens_and_no_array_has_two_dims_of_them():
     assert not [dims for dims in shapes if sum(dim >= 4096 for dim in dims) > 1 or np.prod(dims) >= 4096**2]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "masks",
     [
@@ -183,7 +183,7 @@ def test_long_rows_run_by_blocks_and_it_is_noted(masks, monkeypatch):
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_queries_that_devices_share_do_not_run_by_blocks(monkeypatch):
     """A walk takes one pair of blocks after the other: every device would make all of them."""
     monkeypatch.setattr(fused, "LONG", 8)
@@ -219,6 +219,7 @@ def test_a_window_over_another_sequence_and_an_implementation_without_windows_ar
             jp.attention(Q, Q, Q, window=3)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [{}, pytest.param({"context": 8, "context_by": "ring"}, marks=pytest.mark.slow)])
 def test_masks_are_not_kept_for_a_scan_over_layers(parallel):

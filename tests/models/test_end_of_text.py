@@ -62,7 +62,7 @@ def exported(folder, to):
     return json.loads((to / "config.json").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_of_bytes_stops_where_its_documents_end(tmp_path):
     folder, _ = trained(tmp_path, steps=40)
     (answer,) = sample(folder, ["hello"], SamplingRequest(tokens=10)).answers
@@ -71,7 +71,7 @@ def test_a_model_of_bytes_stops_where_its_documents_end(tmp_path):
     assert exported(folder, tmp_path / "to")["eos_token_id"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_of_bpe_ends_at_its_own_end(tmp_path):
     pytest.importorskip("tokenizers")
     folder, _ = trained(tmp_path, "bpe", more="vocab = 260")
@@ -89,7 +89,7 @@ def tokenizing():
     return tokenizing
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("end", "token"), [("", "<|end_of_text|>"), pytest.param("<|eot|>", "<|eot|>", marks=pytest.mark.full)]
 )

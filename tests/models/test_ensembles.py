@@ -129,6 +129,7 @@ def alone(name):
     return model, plain_loop.train(model, module, loss, OPTIMIZER, BATCH)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout"),

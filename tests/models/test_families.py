@@ -55,7 +55,7 @@ def by_path(tree):
     return {"/".join(key.key for key in path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", some(GREEDY, ["gemma2"], ["gemma3", "smollm3", "qwen2", "gpt_neox", "mixtral"]))
 def test_fifty_greedy_tokens_are_those_of_transformers(name):
     want = np.load(SAVED / name / "greedy.npy", allow_pickle=False).astype(np.int32)
@@ -130,7 +130,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", some(LAYOUTS, ["gemma2"], ["smollm3", "mistral", "qwen3", "olmo2", "mixtral"]))
 def test_a_family_trains_on_any_mesh_as_plain_flax_on_one_device(name):
     settings = load(SAVED / name).settings
@@ -166,7 +166,7 @@ def test_a_family_trains_on_any_mesh_as_plain_flax_on_one_device(name):
         np.testing.assert_allclose(by_path(state.params)[path], np.asarray(value), atol=2e-5, err_msg=path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_stages_of_a_pipeline_have_the_same_kinds_of_layers():
     settings = DecoderConfig(vocab=40, seq=16, layers=6, dim=16, heads=2, windows=(4, 0))
     layout = jp.compose(partial(Decoder, settings), jp.Parallel(pipe=2, data=4))
@@ -194,7 +194,7 @@ def settings_with(draw):
     )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @given(st.data())
 def test_what_is_written_reads_back_as_the_same_model_or_is_refused(data):
     settings = settings_with(data.draw)
@@ -203,7 +203,7 @@ def test_what_is_written_reads_back_as_the_same_model_or_is_refused(data):
         assert (kind, differences(settings, settings_of(config)[1])) == (config["model_type"], [])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("chunks", [False, True], ids=["whole logits", "in chunks"])
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tied", "head"])
 def test_a_padded_vocabulary_changes_no_number(tied, chunks, tmp_path):
@@ -239,7 +239,7 @@ def test_a_padded_vocabulary_changes_no_number(tied, chunks, tmp_path):
     np.testing.assert_array_equal(rows[30:42, 3:5], params["embed"][30:42, 3:5])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", some(LAYOUTS, ["phi3"], ["gemma2", "mixtral"]))
 def test_adapters_are_trained_on_a_cube_and_merged_into_what_transformers_reads(name, tmp_path):
     saved = load(SAVED / name)
@@ -265,7 +265,7 @@ def test_adapters_are_trained_on_a_cube_and_merged_into_what_transformers_reads(
     assert np.linalg.matrix_rank(change[0].reshape(change.shape[1], -1), tol=1e-4) <= 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_layers_of_several_kinds_send_for_gpus_what_equal_layers_send():
     pytest.importorskip("jax_plugins.xla_cuda13", reason="no compiler for absent GPUs: jax-cuda13-pjrt")
     tokens = jax.ShapeDtypeStruct((16, 128), jnp.int32)

@@ -150,6 +150,7 @@ def test_a_model_of_transformers_trains_as_a_plain_loop_does(name, layout):
     plain_loop.beside(plainly(name), layout, model, loss, SGD, batch_of(ROWS))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_transformers_is_computed_in_bf16(name):
     _, model, loss = described(name)

@@ -23,6 +23,7 @@ PIECES = {"pipe": 2, "context": 2, "tensor": 2}
 FOUR = {"microbatches": 4}
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     ("model", "sequence"), some([("transformer", False), ("looking", True)], [], [("looking", True)])
 )
@@ -31,7 +32,7 @@ def test_any_model_looks_things_up_where_sequences_and_tables_are_in_pieces(mode
     assert outcomes([Combination(model, "one-hot", PIECES | {"sequence": sequence}, FOUR)]) == ["equal"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_lookup_per_row_beside_a_spread_head_is_refused():
     case = Combination("shifting", "looked up", {"pipe": 2, "data": 2, "context": 2}, FOUR | {"head": "spread"})
     (found,) = outcomes([case])
@@ -43,7 +44,7 @@ def test_a_lookup_per_row_beside_a_spread_head_is_refused():
 SPLIT = {"pipe": 2, "data": 2, "tensor": 2, "sequence": True}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb_h1", marks=pytest.mark.full)])
 def test_a_shift_of_tokens_in_a_mixed_table_is_refused_and_attention_is_not(schedule):
     """A shift becomes a message in a branch that the other stages do not take: it would wait for ever."""
@@ -83,6 +84,7 @@ MARKED = [
 ]
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize("combinations", MARKED, ids=lambda each: str(each[0]))
 def test_models_of_users_equal_one_device(combinations):
     """Or they are refused: a lookup per row, where XLA has none."""

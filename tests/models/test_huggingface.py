@@ -79,6 +79,7 @@ def refused(call, *words, problems=1):
     assert len(caught.value.problems) == problems, text
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", some(MODELS, ["llama", "llama_tied"]))
 def test_imported_logits_are_those_that_transformers_computed(name):
     model = load(SAVED / name)
@@ -162,6 +163,7 @@ def test_sixteen_bits_are_read_as_they_are_and_written_rounded(tmp_path):
         assert again[path][...].dtype == np.float32
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     "parallel",
     [jp.Parallel(fsdp=4, tensor=2, zero=3), pytest.param(jp.Parallel(data=8), marks=pytest.mark.slow)],

@@ -128,7 +128,7 @@ def alone(kind):
     return losses, state
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", some(MODELS, [], ["positions", "slashed", "spectral"]))
 @pytest.mark.parametrize("layout", ["2x2x2", pytest.param("zero1", marks=pytest.mark.full)])
 def test_a_model_of_another_kind_trains_as_on_one_device(kind, layout):

@@ -34,6 +34,7 @@ def on(layout, function, *args):
         return jax.jit(function)(*args)
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize("name", some(LAYOUTS, ["sequences too"]))
 def test_what_is_looked_up_and_its_gradient_are_those_of_one_device(name):
     layout = jp.compose(partial(jp.Decoder, SMALL), LAYOUTS[name])
@@ -61,7 +62,7 @@ def test_only_a_table_that_is_no_head_is_cut_by_its_columns():
     assert names(pipe=2, fsdp=2, tensor=2) == "f32[vocab_table/tensor, embed_table/fsdp]"  # both ends as one
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_losses_of_a_vocabulary_in_parts_are_those_of_the_whole():
     layout = jp.compose(partial(jp.Decoder, SMALL), LAYOUTS["by columns and rows"])
     logits = 5 * jax.random.normal(jax.random.key(2), (4, 6, VOCAB))

@@ -104,7 +104,7 @@ def with_rules(changes):
     return {path: rule for path, rule in (RULES | changes).items() if rule != "out"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_llama_of_a_user_starts_from_a_folder_trains_and_is_written_back(tmp_path):
     layout = jp.compose(Llama, jp.Parallel(data=2, fsdp=2, tensor=2, paths=NAMES))
     weights = jp.from_huggingface(SAVED / "llama", Llama, RULES)
@@ -160,7 +160,7 @@ def own_rules(kind, leaves):
     return rules
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", some(MODELS, ["gpt_neox", "mixtral"]))
 def test_rules_read_and_write_what_the_tables_of_the_families_do(name, tmp_path):
     saved = load(SAVED / name)
@@ -218,7 +218,7 @@ def encoder(seed=0):
     return tensors | {f"encoder.{i}.bias": rng.normal(size=(4,)) for i in range(3)}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_linen_model_takes_the_body_in_16_bits_and_starts_with_a_new_head(tmp_path):
     tensors = encoder() | {"pooler.weight": np.zeros((4, 4)), "position_ids": np.arange(4)}
     folder = save(tmp_path / "in", tensors, jnp.bfloat16)

@@ -64,7 +64,7 @@ def train(name, parallel, **numerics):
     return layout, losses, state
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout"), [case_of(case) for case in EVERY])
 def test_a_published_model_trains_as_a_plain_loop_does(name, layout):
@@ -82,6 +82,7 @@ def test_a_published_model_trains_as_a_plain_loop_does(name, layout):
 FOUND = {"mnist": pytest.mark.slow, "graph net": pytest.mark.slow, "gcn": pytest.mark.slow, "tied": pytest.mark.slow}
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     "name",
     [
@@ -131,7 +132,7 @@ def test_a_pipeline_of_a_model_that_says_no_layers_is_refused(name):
         train(name, jp.Parallel(pipe=2, data=4))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "numerics"),
     [

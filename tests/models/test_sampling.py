@@ -68,6 +68,7 @@ def wanted():
     return of
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     ("name", "layout", "temperature"),
     [
@@ -93,7 +94,7 @@ def test_tokens_with_a_cache_on_any_layout_are_those_without_on_one_device(name,
     assert held.shape == (2, 8, 16, 2 if name == "llama" else 4, 4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_row_draws_the_same_beside_any_others():
     made, sampling = generator(LLAMA, jp.Parallel()), Sampling(temperature=2.0)
     alone = made.generate(PROMPTS[:1], sampling, max_new_tokens=8)
@@ -115,7 +116,7 @@ def nucleus(logits, temperature, k, p):
     return {token: value / share[:count].sum() for token, value in zip(best[:count], share, strict=False)}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(deadline=None, max_examples=60)
 @given(
     logits=st.lists(st.integers(-8, 8), min_size=12, max_size=12),
@@ -180,7 +181,7 @@ def trained(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.xdist_group("trained")
 def test_prompts_of_a_file_are_answered_into_another(trained, capsys):
     prompts = ["the quick", "fox", "é"]
@@ -199,7 +200,7 @@ def test_prompts_of_a_file_are_answered_into_another(trained, capsys):
     assert first.endswith(answers[0]["prompt"] + answers[0]["text"][: answers[0]["text"].find(stop)])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.xdist_group("trained")
 @pytest.mark.parametrize(
     "name", [pytest.param("run", marks=pytest.mark.full), pytest.param("tuned", marks=pytest.mark.slow)]
@@ -297,6 +298,7 @@ def test_a_chat_is_rendered_by_the_template_and_each_turn_sees_those_before(tmp_
     assert seen == [template.render(said[:1], True)[0], template.render(said[:3], True)[0]]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "model", [pytest.param(Staged, marks=pytest.mark.slow), Decoding, pytest.param(Doubled, marks=pytest.mark.slow)]

@@ -63,6 +63,7 @@ def given(mask, tokens, heads, groups, dtype: Any = np.float64):
     return three, weight, {"causal": causal, "window": window, "segments": segments}
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("mask", some(MASKS, ["full window"], ["packed", "full"]))
@@ -94,7 +95,7 @@ CASES = [  # devices, ulysses, heads, heads of keys, mask
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("devices", "ulysses", "heads", "groups", "mask"),
     some(CASES, [(4, 4, 4, 1, "causal")], [(2, 2, 4, 2, "packed"), (4, 4, 8, 4, "full window")]),
@@ -116,7 +117,7 @@ def test_pieces_that_travel_have_the_values_and_gradients_of_einsums(
         np.testing.assert_allclose(x, y, atol=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("attend", [pytest.param(in_16_bits, marks=pytest.mark.full), jp.attention])
 def test_in_16_bits_scores_are_capped_in_float32(attend):
     three, weight, masks = given("packed", 24, 4, 2, jnp.bfloat16)
@@ -165,7 +166,7 @@ def of_einsums():
     return capped
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "sizes",
     some(
@@ -190,7 +191,7 @@ def test_a_model_with_capped_scores_trains_as_with_einsums_on_one_device(sizes):
     assert_same_arrays(params, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_cudnns_kernel_is_not_given_capped_scores_and_refused_by_name_where_it_is_asked_for():
     why = "it caps no scores"
     with fused.in_place_of_cudnn(REFERENCE):
@@ -219,6 +220,7 @@ def test_what_is_no_cap_is_refused(cap):
         jp.attention(Q, Q, Q, softcap=cap)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("cap", [50, np.float32(50), np.float64(50)])
 def test_any_number_is_a_cap_and_keeps_the_dtype(cap):

@@ -37,7 +37,7 @@ def logits(layout, params, batch):
     return np.asarray(jax.jit(call)(params))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @FEW
 @pytest.mark.parametrize(
     "name", ["annotated", pytest.param("bare", marks=pytest.mark.full), pytest.param("linen", marks=pytest.mark.full)]
@@ -61,7 +61,7 @@ def test_adapters_are_trained_over_a_cube_as_on_one_device_and_the_base_keeps_it
     assert all("/adapters/" in path for path in moments)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name", [pytest.param("annotated", marks=pytest.mark.slow), pytest.param("bare", marks=pytest.mark.full), "linen"]
 )
@@ -144,7 +144,7 @@ ADDED = {
 ADDED["in half precision"] = BESIDE.pop("in half precision")  # of which it takes a part
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("read", BESIDE | ADDED)
 def test_a_correction_beside_its_matrix_is_what_is_added_to_it(read):
     def loss(a, b, *, made):
@@ -169,7 +169,7 @@ def traffic(layout, model, chain):
 
 
 @absent
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_on_gpus_only_the_gradients_of_adapters_travel():
     def model(rngs):
         return Staged(rngs, layers=2, dim=256, hidden=512, vocab=256, tied=False)
@@ -181,7 +181,7 @@ def test_on_gpus_only_the_gradients_of_adapters_travel():
 
 
 @FEW
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_adapters_of_a_stack_are_trained_in_a_pipeline_as_on_one_device():
     model = jp.add_lora(Staged, rank=2, paths=["blocks/*"])
     runs = [
@@ -194,7 +194,7 @@ def test_adapters_of_a_stack_are_trained_in_a_pipeline_as_on_one_device():
 
 
 @FEW
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_adapters_are_trained_in_half_precision_in_stage_2():
     model = jp.add_lora(models()["annotated"], rank=2, paths=["blocks/*"])
     losses, state, step = train(model, jp.Parallel(fsdp=8, zero=2), chain=ONLY, steps=3, precision="bf16")

@@ -66,7 +66,7 @@ def reference(name, layout, begun, steps=3):
     return np.array(losses), state.params
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @FEW
 @pytest.mark.parametrize("name", ["annotated", *MORE])
 def test_a_base_in_8_bits_is_trained_over_a_cube_as_its_floats_are_on_one_device(name):
@@ -92,7 +92,7 @@ def test_the_bytes_of_a_base_are_one_for_each_entry_and_four_for_each_output(nam
     assert layout.explain().count("frozen, in 8 bits") == len(matrices)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name",
     [
@@ -119,7 +119,7 @@ def test_what_is_merged_of_8_bits_computes_the_same_without_adapters(name):
         assert np.abs(x - by_path(untouched)[path]).max() <= np.abs(by_path(untouched)[path]).max() / 127 * 0.501
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_matrix_is_within_half_a_scale_of_what_it_was_and_zeros_stay():
     wide = jax.random.normal(jax.random.key(0), (3, 8, 4, 6)).at[:, :, 1, 2].set(0)
     held, scales = rounded(wide, lead=1, inputs=1)
@@ -130,6 +130,7 @@ def test_a_matrix_is_within_half_a_scale_of_what_it_was_and_zeros_stay():
     assert not back[:, :, 1, 2].any()
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     ("lead", "inputs"),
     [pytest.param(0, 1, marks=pytest.mark.slow), pytest.param(1, 1, marks=pytest.mark.slow), (1, 2), (2, 1)],
@@ -168,6 +169,7 @@ HELD, SCALES = rounded(WIDE, lead=0, inputs=1)
 A, B = (jnp.asarray(RNG.normal(size=s).astype(np.float32)) for s in [(6, 3), (3, 2, 4)])
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("read", some(BESIDE, [], ["x @ W", "over its outputs", "in a branch"]))
 def test_scales_beside_a_matrix_are_what_its_entries_are_multiplied_by(read):
@@ -184,6 +186,7 @@ def test_scales_beside_a_matrix_are_what_its_entries_are_multiplied_by(read):
     assert "low_rank_sum" not in str(jax.make_jaxpr(lambda a: loss(a, B, made=separate_low_rank, w=held))(A))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("dims", ["bi,iok->bok", "iok,bi->okb", "bok,iok->bi", "bko,iok->bi", "iok,bok->ib"])
 def test_a_gradient_goes_back_through_8_bits_as_through_their_floats(dims):
@@ -264,6 +267,7 @@ def test_on_a_gpu_8_bits_are_all_that_is_kept_of_a_base():
     assert sizes["int8"][1] <= sizes["float"][1] + 4 * entries / 4
 
 
+@pytest.mark.spread(0)
 @absent
 @pytest.mark.parametrize(
     "zero", [pytest.param(2, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.slow)]
@@ -325,7 +329,7 @@ EIGHT = TUNED[:-1] + ', base = "int8"}'
 
 
 @FEW
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_folder_is_tuned_in_8_bits_resumed_and_exported_as_its_rounded_matrices_with_what_was_learned(folder):
     tuned(folder, "run", "train.steps=3", train=EIGHT)
     done, _ = tuned(folder, "run", train=EIGHT)

@@ -88,7 +88,7 @@ def mean(sums):
 PIPED = {"pipe": 2, "data": 2, "fsdp": 2, "pipeline": jp.Pipeline(microbatches=4)}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "sizes", "numerics"),
     [
@@ -142,7 +142,7 @@ def evaluation(chain, **sizes):
 PLAIN = optax.adamw(1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @absent
 @pytest.mark.parametrize(
     "sizes",
@@ -211,7 +211,7 @@ def test_a_state_is_known_by_all_its_names():
 # replicas that differ
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_replicas_whose_meetings_leave_optimizers_behind_are_refused():
     def step_of(exchange, chain):
         return jp.train_step(jp.compose(MODEL, jp.Parallel(data=8, exchange=exchange)), token_loss, chain)
@@ -228,7 +228,7 @@ def test_replicas_whose_meetings_leave_optimizers_behind_are_refused():
         step_of(exchange, CHAINS["schedule_free"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_replicas_that_average_both_are_evaluated_by_the_mean_of_what_each_would_be():
     averaged = jp.Parallel(data=2, fsdp=2, tensor=2, exchange=jp.Exchange("local", every=3, optimizer="averaged"))
     never = jp.Parallel(data=2, fsdp=2, tensor=2, exchange=jp.Exchange("ensemble"))
@@ -244,7 +244,7 @@ def test_replicas_that_average_both_are_evaluated_by_the_mean_of_what_each_would
     assert mean(step.evaluate(met, *batches(1))) == pytest.approx(want, rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_members_of_a_population_are_evaluated_each_by_its_own_state():
     def chain(rate):
         return optax.inject_hyperparams(optax.contrib.schedule_free_adamw)(learning_rate=rate, b1=0.8, eps=1e-4)
@@ -331,7 +331,7 @@ def saved(folder, *, step=6):
     return params, evaluated
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.xdist_group("free")
 def test_a_run_evaluates_saves_resumes_and_ends_bit_for_bit(finished, tmp_path):
     whole = rows(finished / "run")
@@ -346,7 +346,7 @@ def test_a_run_evaluates_saves_resumes_and_ends_bit_for_bit(finished, tmp_path):
     assert all((one[path] == other[path]).all() for path in one)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.xdist_group("free")
 @pytest.mark.parametrize(
     "name", [pytest.param("run", marks=pytest.mark.full), pytest.param("tuned", marks=pytest.mark.slow)]
@@ -372,6 +372,7 @@ def test_a_run_is_exported_and_sampled_as_it_is_evaluated(name, finished, tmp_pa
             np.testing.assert_allclose(held[path], wanted, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", some(CHAINS, ["ema"], []))
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -395,7 +396,7 @@ def test_what_a_checkpoint_evaluates_is_made_by_one_program(name, dtype, tmp_pat
         )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_new_run_takes_what_another_evaluates(tmp_path):
     chain = CHAINS["schedule_free"]
     _, state, _ = trained(MODEL, jp.Parallel(**CUBE), chain=chain, steps=2)

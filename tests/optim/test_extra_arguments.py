@@ -95,7 +95,7 @@ def plain(optimizer, *, value):
     return losses, params
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", some(CHAINS, ["another name"], ["sam, three steps"]))
 def test_a_chain_without_value_trains_as_in_a_loop_of_optax(name):
     wanted, params = plain(CHAINS[name](), value=name == "the loss beside")
@@ -123,6 +123,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", some(REFUSED, ["opaque"]))
 def test_a_chain_that_needs_more_is_refused_with_a_way_out(name):
     make, got, fix = REFUSED[name]
@@ -156,6 +157,7 @@ READ = {
 }
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", some(READ, ["a factory"]))
 def test_an_injected_setting_that_python_reads_is_named_as_a_static_argument(name):

@@ -95,6 +95,7 @@ def plain(chain, steps):
     return losses, params, norms
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     ("chain", "layout", "accumulate"),
     [
@@ -132,7 +133,7 @@ def reduced(layout, chain, **numerics):
 TRAINED = 4 * (2 * 512 * RANK + 8 * 512 + 8)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @absent
 @pytest.mark.parametrize(
     ("layout", "numerics"),
@@ -159,12 +160,12 @@ def test_replicas_that_step_apart_say_that_they_send_no_frozen_parameter():
     assert f"send {show_bytes(share)} a device every 2 steps" in layout.explain()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_clip_over_all_parameters_reads_the_gradients_of_frozen_ones():
     assert reduced(jp.Parallel(data=8), "clipped outside") > 4 * 2 * 512 * 512
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @absent
 def test_where_weights_change_between_ticks_no_gradient_of_a_frozen_parameter_is_reduced():
     def sent(names):
@@ -189,7 +190,7 @@ def test_where_weights_change_between_ticks_no_gradient_of_a_frozen_parameter_is
     assert every - fewer >= ticks * frozen
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_in_a_pipeline_frozen_layers_stay_as_on_one_device():
     def frozen(params):
         return jax.tree_util.tree_map_with_path(lambda keys, _: "blocks" in jax.tree_util.keystr(keys), params)

@@ -55,7 +55,7 @@ def message(text):
     return str(refused.value)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*optimistic_adam")  # for its successor
 def test_an_optimizer_of_optax_is_optaxs_own_program_at_the_jobs_rate():
     rate = optax.cosine_decay_schedule(1e-3, STEPS, alpha=0.1)
@@ -170,7 +170,7 @@ def own(tmp_path, monkeypatch):
     monkeypatch.delitem(__import__("sys").modules, "my_optim", raising=False)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ones_own_functions_are_given_the_rate_their_arguments_and_the_steps(own):
     made = job("""
     name = "my_optim:nadam"
@@ -269,7 +269,7 @@ def plateaued(losses, **arguments):
     return float(state.scale)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("exchange", "more"),
     [
@@ -295,7 +295,7 @@ def test_a_rate_follows_the_loss_of_the_whole_batch_or_of_each_replica(exchange,
         assert float(alone.optimizer[1].scale) == float(scale)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_several_steps_of_a_chain_make_one_update_on_a_cube_as_on_one_device():
     made = optax.MultiSteps(optax.adam(0.05, eps=1e-4), 2).gradient_transformation()
     cube = jp.Parallel(data=2, fsdp=2, tensor=2)

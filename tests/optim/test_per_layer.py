@@ -60,7 +60,7 @@ def ran(optimizer, params, grads, steps=3):
     return params
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*optimistic_adam")  # for its successor
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_stacked_layers_move_as_layers_apart(name):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), apart(stacked), wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", some(LAYERWISE, ["lamb"], ["adafactor", "fromage", "lars", "novograd", "sm3"]))
 def test_a_stack_taken_for_one_parameter_moves_otherwise(name):
     """So the test above can fail: optax's own, given the stack, is another."""
@@ -131,7 +131,7 @@ def test_a_stack_taken_for_one_parameter_moves_otherwise(name):
     assert max(gaps) > 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_lars_leaves_biases_and_norms_without_a_ratio():
     params, grads = (
         {"w": jnp.full((4, 4), 100.0), "bias": jnp.full(4, 100.0)},
@@ -185,6 +185,7 @@ NAMED = [
 ]
 
 
+@pytest.mark.spread(0)
 @pytest.mark.filterwarnings("ignore:.*FLOP of matmuls")  # galore's projections are whole on every device
 @pytest.mark.filterwarnings("ignore:.*optimistic_adam")  # for its successor
 @pytest.mark.parametrize("name", NAMED)

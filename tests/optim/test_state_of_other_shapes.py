@@ -122,7 +122,7 @@ def trained(optimizer, sizes, numerics, devices=None, steps=2):
     return step, state, losses
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", some(FORMS, ["a list for all"], ["in a chain"]))
 def test_state_in_another_form_is_cut_and_its_numbers_are_those_of_one_device(name):
     _, alone, wanted = trained(FORMS[name], {}, {}, jax.devices()[:1])
@@ -159,7 +159,7 @@ def test_in_stage_0_it_is_whole_and_small_counts_stay_whole():
         assert not mean.sharding.is_fully_replicated  # of floating point, as Adafactor's are
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_checkpoint_of_it_is_restored_on_another_layout(tmp_path):
     optimizer = FORMS["codes in blocks"]
     step, state, _ = trained(optimizer, *LAYOUTS["zero 1"])

@@ -83,6 +83,7 @@ def trained(made, *, stacked, begun=None):
     return begun, losses, by_path(state.params)
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     "name", [pytest.param("adamw", marks=pytest.mark.full), pytest.param("lion", marks=pytest.mark.slow)]
 )

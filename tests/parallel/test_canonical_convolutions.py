@@ -30,7 +30,7 @@ def labels(program):
     return set(re.findall(r"dim_labels=(\w+->\w+)", program.as_text()))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_step_that_accumulates_has_convolutions_of_one_form():
     batch = images((8, 16, 16, 3), labels=(8, 8, 8))
     results = []

@@ -69,7 +69,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "variant", "layout"),
     some(CASES, [("linen", "plain", "data 2 x context 4")], [("llama", "plain", "context 4 x tensor 2, sequence")]),
@@ -89,6 +89,7 @@ OF_ANY_KIND = [
 ]
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(("sizes", "pipeline"), some(OF_ANY_KIND, [], [OF_ANY_KIND[0]]))
 def test_in_a_pipeline_of_any_kind(sizes, pipeline):
     want, reference = alone("llama", "plain")
@@ -98,7 +99,7 @@ def test_in_a_pipeline_of_any_kind(sizes, pipeline):
     assert_same_arrays(state.params, reference.params)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_piece_may_have_fewer_tokens_than_the_others():
     """A vision transformer of 16 patches and a class token, over 4 devices."""
 
@@ -118,7 +119,7 @@ def test_a_piece_may_have_fewer_tokens_than_the_others():
     assert_same_arrays(state.params, reference.params)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_step_may_be_lowered_twice_though_jax_traces_it_once():
     step = jp.train_step(jp.compose(KINDS["llama"], jp.Parallel(data=4, context=2)), jp.next_token_loss, optax.sgd(0.1))
     ids = jax.ShapeDtypeStruct((8, SEQ), jnp.int32)
@@ -127,7 +128,7 @@ def test_a_step_may_be_lowered_twice_though_jax_traces_it_once():
     assert first.as_text() == second.as_text()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_that_names_no_sequence_is_refused():
     said = r"context=2, but Bare names no activation dim seq.*\n.*\n.*jp.constrain"
     with pytest.raises(JaxparError, match=said):
@@ -145,7 +146,7 @@ class OwnNames(nnx.Module):
         return self.out(jnp.tanh(x))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rule_for_a_name_of_the_model_cuts_its_sequence():
     """The refusal says which names have no rule; with the rule that it shows, the step equals one device."""
     said = r"context=2, but OwnNames names no.*\n.*\n.*rules=\{'place': 'context'\}.*: place, rows, width"
@@ -194,6 +195,7 @@ def lowered(monkeypatch, settings, backend, **sizes):
     return asked, step
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("backend", "sizes", "want"),
     [
@@ -209,6 +211,7 @@ def test_cudnn_is_left_alone_where_sequences_are_in_pieces(backend, sizes, want,
     assert asked == want
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     ("dim", "want"),
     [pytest.param(24, None, marks=pytest.mark.slow), (32, "cudnn"), pytest.param(528, None, marks=pytest.mark.slow)],
@@ -220,7 +223,7 @@ def test_heads_that_cudnn_does_not_have_run_as_matmuls_and_it_is_said(dim, want,
     assert any(f"no heads of {dim // 2}" in form for form in step.compiler.implementations) == (want is None)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_all_products_of_long_sequences_run_in_16_bits(monkeypatch):
     """Those of attention are most of them; JAX's own have one float32 operand going backward, and are listed."""
     _, step = lowered(monkeypatch, LONG, "cpu", data=4, context=2)
@@ -233,6 +236,7 @@ def test_all_products_of_long_sequences_run_in_16_bits(monkeypatch):
     )
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     "is_causal", [pytest.param(True, marks=pytest.mark.slow), pytest.param(False, marks=pytest.mark.full)]
 )
@@ -263,7 +267,7 @@ def compiled(**sizes):
     return jp.inspect(jp.train_step(layout, jp.next_token_loss, optax.adamw(1e-3)), batch)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @gpu_compiler
 def test_a_device_keeps_its_share_of_the_activations():
     kept = {}

@@ -102,6 +102,7 @@ def test_what_travels_is_what_theory_says_and_nothing_is_gathered(context, ulyss
     assert alltoalls == (8 if ulysses > 1 else 0)
 
 
+@pytest.mark.spread(1)
 @gpu_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["auto", "cudnn"])
@@ -127,6 +128,7 @@ def test_heads_that_tensor_cuts_are_exchanged_as_they_are_and_examples_stay(kern
     assert sum(each.step_wire for each in ledger) == pytest.approx(pieces * 512 * HEAD_DIM * 2 / 2, rel=0.002)
 
 
+@pytest.mark.spread(0)
 @gpu_compiler
 @pytest.mark.parametrize(("context", "ulysses"), some(CASES, [], [CASES[4]]))
 def test_keys_and_values_hop_once_less_than_there_are_groups(context, ulysses):
@@ -142,6 +144,7 @@ def test_keys_and_values_hop_once_less_than_there_are_groups(context, ulysses):
     assert wire(report.ledger) == pytest.approx(theory, rel=0.002)
 
 
+@pytest.mark.spread(0)
 @gpu_compiler
 @pytest.mark.parametrize(("context", "ulysses"), some(CASES, [], [(64, 8)]))
 def test_a_ring_computes_half_of_the_square(context, ulysses):
@@ -152,7 +155,7 @@ def test_a_ring_computes_half_of_the_square(context, ulysses):
 
 
 @gpu_compiler
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "kernel", [pytest.param("auto", marks=pytest.mark.full), pytest.param("cudnn", marks=pytest.mark.slow)]
 )
@@ -225,6 +228,7 @@ def test_cudnn_is_called_once_for_own_keys_and_twice_a_turn():
     assert "while(" in text
 
 
+@pytest.mark.spread(1)
 @gpu_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["auto", "cudnn"])

@@ -127,7 +127,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("form", "kind", "mask", "layout", "remat"),
     some(
@@ -148,7 +148,7 @@ def test_losses_and_parameters_equal_one_device(form, kind, mask, layout, remat)
     assert_same_arrays(state.params, params)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_packed_documents_lose_what_each_loses_alone_and_a_flipped_segment_shows():
     with nnx.use_eager_sharding(False):
         graph, state = nnx.split(MODELS["llama"](rngs=nnx.Rngs(0)))
@@ -208,7 +208,7 @@ def test_tokens_and_heads_that_do_not_divide_are_refused(changed, parallel, said
         lowered(replace(LLAMA, **changed), **parallel)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_layout_says_which_form_and_why_and_the_step_what_it_found(monkeypatch):
     step = lowered(LLAMA, data=2, context=4, context_by="ulysses")
     assert step.compiler.implementations == ("ulysses: 2 heads of keys are repeated 2 times, 4 are exchanged",)
@@ -249,6 +249,7 @@ def test_the_step_asks_whoever_it_is_handed_and_takes_the_form_that_he_chooses()
     assert "collective_permute" in text
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     "over",
     [
@@ -282,7 +283,7 @@ def test_no_room_below_the_plan_imports_it_by_name():
     assert not [str(file) for file in files if by_name.search(file.read_text())]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
 def test_scores_are_said_to_be_kept_where_keys_are_gathered_and_nowhere_else():
     ids = jax.ShapeDtypeStruct((8, SEQ), np.int32)

@@ -30,6 +30,7 @@ def squares(model, batch):
     return losses.sum(), losses.size
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     "sizes",
     [

@@ -94,7 +94,7 @@ CASES = [  # devices, those that exchange heads, heads and those of keys, tokens
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("devices", "ulysses", "grouped", "tokens", "causal", "window"), some(CASES, [CASES[2]], []))
 def test_parts_by_a_kernel_have_the_values_and_gradients_of_one_device_in_float64(
     devices, ulysses, grouped, tokens, causal, window
@@ -162,7 +162,7 @@ def rounded(wrong):
     return fused.FusedKernel(forward, backward)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_trial_passes_a_kernel_that_is_right_and_refuses_others():
     right = relative_errors(REFERENCE, "bfloat16", head_dim=64, shared=2)
     assert max(right.values()) < BAND["bfloat16"] / 5
@@ -283,6 +283,7 @@ def test_the_layout_says_what_may_run_parts_and_what_cannot_be_declared_is_refus
 TRAINED = [case for case in forms.CASES if case[0] != "gather" and case[2] in ("causal", "full")]
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     ("form", "kind", "mask", "layout", "remat"),
     some(
@@ -318,7 +319,7 @@ def test_on_a_gpu_that_is_here_the_kernel_is_tried_out_before_it_is_taken(monkey
     assert tried[1:] == [(fused.CUDNN, "bfloat16", 64, 2, None)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_trial_takes_no_part_in_the_trace_mesh_and_settings_of_who_asks():
     mesh = jax.make_mesh((2,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
 

@@ -103,7 +103,7 @@ def segmented():
     return batch, train(Segmenter, Segmenter, loss, OPTIMIZER, batch)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -123,7 +123,7 @@ def test_a_model_of_cut_images_trains_as_flax_alone_on_one_device(parallel, segm
     assert_equal(trained(Segmenter, batch, parallel), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("parallel", [jp.Parallel(height=4, data=2), jp.Parallel(height=2, tensor=4)], ids=axes)
 def test_a_linen_model_of_flax_is_not_edited(parallel):
     batch = images((8, 28, 28, 1), labels=(8,), classes=10)
@@ -132,7 +132,7 @@ def test_a_linen_model_of_flax_is_not_edited(parallel):
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"remat": "full"}], ids=str)
 def test_accumulation_and_rematerialization_change_nothing(options, segmented):
     batch, _ = segmented
@@ -156,6 +156,7 @@ class Pools(nnx.Module):
         return self.second(nnx.max_pool(x, (3, 3), strides=(2, 2)))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [jp.Parallel(height=8), jp.Parallel(data=2, height=2, tensor=2)], ids=axes)
 def test_windows_of_pools_reach_into_other_pieces(parallel):
@@ -173,7 +174,7 @@ class Volume(nnx.Module):
         return self.up(nnx.relu(self.down(nnx.relu(self.first(images)))))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_volume_is_cut_along_its_first_two_dims():
     batch = images((2, 16, 16, 8, 1), labels=(2, 16, 16, 8))
     one = trained(Volume, batch, jp.Parallel(), devices=jax.devices()[:1])
@@ -200,7 +201,7 @@ def rows_of(piece, device, image):
     return padded[start : start + piece.count]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(deadline=None)
 @given(
     size=st.integers(4, 40), taps=st.sampled_from([1, 2, 3, 5, 7]), stride=st.integers(1, 3),
@@ -247,7 +248,7 @@ def collectives(step):
     return Counter(re.findall(rf"= (\w+\[[\d,]*\])\S* ({kinds})(?:-start)?\(", text))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_neighbours_exchange_the_rows_of_a_halo_and_no_image_is_gathered():
     batch = images((2, 32, 32, 3), labels=(2, 32, 32))
 
@@ -291,7 +292,7 @@ def test_images_of_fewer_rows_than_devices_are_refused():
         trained(Segmenter, batch, jp.Parallel(height=8), steps=1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_convolution_of_fewer_rows_than_devices_runs_whole_and_the_step_says_so():
     batch = images((8, 16, 16, 3), labels=(8, 16, 16))
     one = trained(Segmenter, batch, jp.Parallel(), devices=jax.devices()[:1])
@@ -324,7 +325,7 @@ def test_a_picture_shows_who_holds_which_piece_of_an_image():
     assert image_card({"data": 8, "fsdp": 1, "tensor": 1}) is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_gradients_of_pieces_are_summed_in_float32(segmented):
     """A sum in bfloat16 of what `jax.shard_map` returns ends the process on CPUs."""
     batch, expected = segmented

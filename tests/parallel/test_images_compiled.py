@@ -78,7 +78,7 @@ class Upsampled(nnx.Module):
         return self.head(jax.image.resize(x, (*images.shape[:-1], 16), "bilinear"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_images_that_are_resized_exchange_the_rows_of_an_interpolation():
     ledger = report(Upsampled, jp.Parallel(height=8)).ledger
     assert {entry.kind for entry in ledger if entry.cause != HALO} == {"all-reduce"}
@@ -87,7 +87,7 @@ def test_images_that_are_resized_exchange_the_rows_of_an_interpolation():
     assert sent == 2 * sum(row) * 4 * 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_device_computes_and_stores_its_piece():
     model = partial(Chain, (3,) * 8, (16, *(32,) * 8))
     one = report(model, jp.Parallel(data=8), batch=8, size=512, channels=16)

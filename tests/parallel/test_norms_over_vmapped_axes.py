@@ -115,7 +115,7 @@ def trained(model, layout, loss=squares, steps=2):
     return start, losses, state
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", some(LINEN, ["pmap"], ["groups"]))
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=MARKS.get(name, [pytest.mark.full])) for name in LAYOUTS])
 def test_a_linen_norm_is_over_the_axes_that_the_model_binds(kind, layout):
@@ -182,6 +182,7 @@ NNX = {
 }
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", some(NNX, ["devices"], ["groups"]))
 @pytest.mark.parametrize("layout", ["2x2x2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("one", "data"))])
@@ -208,7 +209,7 @@ def test_an_nnx_norm_is_over_the_axes_that_the_model_binds(kind, layout):
     assert_same_arrays(state.model_state, nnx.to_pure_dict(rest))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_axes_of_replicas_are_none_of_a_model():
     """A norm over "replica", as of a pmap, is not over the replicas of an exchange."""
     made = [trained_apart(axis) for axis in ("replica", "data", None)]

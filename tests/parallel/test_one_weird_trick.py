@@ -34,7 +34,7 @@ def loss(model, batch):
     return losses.sum(), losses.size
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("sizes", "examples"),
     [({"tensor": 8}, "tensor"), ({"data": 2, "tensor": 4}, ("data", "tensor")),
@@ -77,7 +77,7 @@ MODELS = {
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [pytest.param("AlexNet"), pytest.param("VGG-16", marks=pytest.mark.slow)])
 def test_the_hybrid_sends_least_and_what_theory_says(name):
     """By bytes on the wire of one of 8 H100s in a step; N devices, B examples, float32."""

@@ -66,7 +66,7 @@ class Resized(nnx.Module):
         return self.head(jax.image.resize(x, (x.shape[0], *self.sizes, x.shape[-1]), self.method))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("method", "parallel"),
     [
@@ -87,6 +87,7 @@ def test_a_model_that_resizes_trains_as_flax_alone_on_one_device(method, sizes, 
     assert_equal(trained(model, batch, parallel), train(model, model, loss, OPTIMIZER, batch))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["nearest", "linear"])
 def test_a_resize_exchanges_rows_and_gathers_no_image(method):
@@ -97,7 +98,7 @@ def test_a_resize_exchanges_rows_and_gathers_no_image(method):
     assert not kinds["all-gather"] + kinds["all-to-all"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_no_image_is_resized_as_ever():
     class Positions(nnx.Module):
         """Rows of positions that are resized to the image, in bfloat16, in integers and by names of the enum."""
@@ -118,7 +119,7 @@ def test_what_is_no_image_is_resized_as_ever():
     assert_equal(trained(Positions, batch, jp.Parallel(height=2, width=2, data=2)), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_images_of_fewer_rows_than_devices_are_resized_whole_and_the_step_says_so():
     class Small(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):
@@ -134,7 +135,7 @@ def test_images_of_fewer_rows_than_devices_are_resized_whole_and_the_step_says_s
     assert any("from 16 to 4 rows of height run whole on each of 8" in note for note in step.compiler.implementations)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_outside_of_a_step_jax_is_as_it_was():
     before = jax.image.resize
     trained(lambda rngs: Resized("linear", (32, 32), rngs), images((4, 32, 32, 3), labels=(4, 32, 32)),

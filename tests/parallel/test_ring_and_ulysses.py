@@ -38,6 +38,7 @@ CASES = [  # devices, ulysses, heads, heads of keys, mask
 ]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "ulysses", "heads", "groups", "mask"),

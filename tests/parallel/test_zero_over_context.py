@@ -41,6 +41,7 @@ def alone():
     return losses, state.params
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     ("layout", "zero"),
     some(CASES, [], [("context 4, fsdp 2", 1)]),
@@ -78,7 +79,7 @@ def test_what_it_cannot_do_is_refused(declared, said):
         jp.compose(partial(jp.Decoder, SETTINGS), jp.Parallel(**declared))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
 def test_layers_are_gathered_twice_and_gradients_scattered_once_in_16_bits():
     settings = jp.DecoderConfig(vocab=512, seq=1024, layers=4, dim=256, heads=8, kv_heads=4, hidden=768)

@@ -34,7 +34,7 @@ layers = st.lists(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(deadline=None, max_examples=300)
 @given(layers, st.lists(st.integers(1, 4), min_size=1, max_size=6))
 def test_no_cut_is_2_percent_faster_and_none_so_fast_has_a_smaller_fullest_stage_or_sends_less(layers, replicas):

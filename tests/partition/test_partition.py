@@ -221,6 +221,7 @@ def a_case(random):
     return chain, topology, objective
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize("seed", some(range(4), [2]))
 def test_equals_exhaustive_search(seed):
     """On 1,000 random chains, with and without a limit of memory: the same least, choice and refusals."""

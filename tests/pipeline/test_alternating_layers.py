@@ -241,6 +241,7 @@ CASES = {
 OFTEN = ["numbers of turns", "the smaller of two lists"]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", some(CASES, ["linen"], OFTEN))
 def test_callables_of_several_layers_equal_one_device(case):
@@ -250,7 +251,7 @@ def test_callables_of_several_layers_equal_one_device(case):
     assert_same_arrays(trained(model, parallel, devices), trained(model, jp.Parallel(), 1, accumulate=2))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_larger_of_two_lists_is_taken_where_it_is_given():
     layout = jp.compose(OtherTower, jp.Parallel(pipe=2), jax.devices()[:2])
     step = jp.train_step(layout, loss, optax.sgd(0.1))

@@ -188,7 +188,7 @@ def assert_equals(got, want):
 # --- which function is trained --------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("mesh", "keep", "chain", "rate"),
     [
@@ -205,7 +205,7 @@ def test_stashing_equals_a_replay_at_the_weights_it_recorded(mesh, keep, chain, 
     assert_equals(trained("stash", mesh, keep, chain, rate=rate), replayed(seen, stages, chain, rate))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_schedule_free_averages_over_updates_while_its_rate_counts_steps():
     seen = {at: each.backward for at, each in versions(pipedream(2, MICROBATCHES), "stash").items()}
     losses, state = trained("stash", "pipe 2", chain="free")
@@ -216,12 +216,13 @@ def test_schedule_free_averages_over_updates_while_its_rate_counts_steps():
     assert float(state.optimizer.weight_sum) == pytest.approx(STEPS * MICROBATCHES * 0.02**2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("mesh", "keep"), [("pipe 4", "inputs"), ("pipe 2", "residuals")])
 def test_vertical_sync_is_sgd_with_gradients_as_late_as_the_pipeline_is_deep(mesh, keep):
     assert_equals(trained("vertical", mesh, keep), late_sgd(MESHES[mesh]["pipe"] - 1))
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     ("mesh", "keep"), some([("pipe 4 x data 2", "residuals"), ("pipe 2", "inputs")], [], [("pipe 2", "inputs")])
 )
@@ -229,7 +230,7 @@ def test_two_buffers_are_sgd_with_gradients_one_update_late(mesh, keep):
     assert_equals(trained("2bw", mesh, keep), late_sgd(1, per_update=MESHES[mesh]["pipe"]))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_without_stashing_it_is_none_of_these():
     """With the same data, rate and start; the rules differ from each other, too."""
     seen = {at: each.backward for at, each in versions(pipedream(4, MICROBATCHES), "stash").items()}
@@ -243,7 +244,7 @@ def furthest(tree, other):
     return max(jax.tree.leaves(apart))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_phased_stages_keep_older_weights_and_equal_a_replay_too():
     table = schedule("1f1b_phased", stages=2, microbatches=MICROBATCHES)
     seen = {at: each.backward for at, each in versions(table, "stash").items()}
@@ -289,7 +290,7 @@ def column(made, name):
 # --- all the rest ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_buffers_hold_before_they_are_written_leaves_no_trace():
     """Bit for bit: masked work on what was never written is thrown away, `nan` or not."""
     losses, state = trained("stash", "pipe 4", "residuals", "adamw")
@@ -299,7 +300,7 @@ def test_what_buffers_hold_before_they_are_written_leaves_no_trace():
     assert all(jax.tree.leaves(same))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_evaluation_sees_the_newest_weights():
     _, state = trained("stash", "pipe 4 x data 2", "inputs", "adamw")
     batch = next(batches(1))
@@ -321,7 +322,7 @@ def test_metrics_are_those_of_the_whole_batch_and_the_last_update():
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(gradients) / count, rtol=EXACT)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bf16_multiplies_in_bf16_and_updates_in_float32():
     losses, state = trained("stash", "pipe 4 x data 2", "inputs", "adamw", precision="bf16")
     assert built("stash", "pipe 4 x data 2", "inputs", "adamw", precision="bf16")[0].compiler.matmuls.share == 1

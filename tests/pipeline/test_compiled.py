@@ -164,7 +164,7 @@ def test_a_good_pipeline_raises_no_flag(name):
     assert found(name)[1].flags == ()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name", [pytest.param(PHASED[0], marks=pytest.mark.full), pytest.param(MIXED[0], marks=pytest.mark.slow)]
 )
@@ -197,6 +197,7 @@ FLAT = [  # the fewest microbatches are as many as the first stage keeps
 ]
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     ("name", "mesh", "counts", "keep"),
     [
@@ -210,7 +211,7 @@ def test_memory_does_not_grow_with_microbatches(name, mesh, counts, keep):
     assert max(sizes) == pytest.approx(min(sizes), rel=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_gpipe_keeps_every_microbatch():
     """The contrast: one more input of a stage, and its slot, with every microbatch."""
     small, large = (temporary("gpipe", {"pipe": 4, "data": 2}, count) for count in (8, 64))
@@ -226,7 +227,7 @@ class Listed(nnx.Module):
         return self.embed.attend(jp.pipelined(self.blocks, self.embed(tokens)))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_list_of_layers_goes_to_its_stages_and_back_once_per_step():
     """Each device sends and receives no more than the share of its stage's weights, and of its gradients."""
     parallel = jp.Parallel(**ALONE, pipeline=jp.Pipeline(microbatches=8))

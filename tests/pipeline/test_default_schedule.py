@@ -83,7 +83,7 @@ def test_a_job_that_is_checked_is_told_what_its_own_devices_would_run(mesh, want
     assert devices_of(loads("", [f"mesh.{key}={value}"])) == wanted
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
 def test_the_program_for_gpus_is_that_of_the_phased_table():
     def program(**pipeline):
@@ -102,7 +102,7 @@ def losses(folder):
     return [row["loss"] for row in hooks.rows(folder) if "loss" in row]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_goes_on_on_other_devices_says_that_its_schedule_is_another(tmp_path, monkeypatch):
     """GPUs are played by devices that are not taken for simulated ones."""
 

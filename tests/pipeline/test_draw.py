@@ -363,7 +363,7 @@ document.body.textContent = JSON.stringify({out: out.map(e => e[1]), over: over.
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on PATH")
 def test_in_a_browser_no_text_is_cut_off_or_lies_on_another(tmp_path):
     light, dark = "rgb(255, 255, 255)", "rgb(21, 24, 29)"

@@ -68,6 +68,7 @@ CASES = {
 }
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize("case", some(CASES, [], ["a model of a user, tensor"]))
 def test_a_head_spread_by_default_trains_as_one_device_does(case, monkeypatch):
     monkeypatch.setattr(heads, "LEAST", 1)  # so that a tiny model frees enough
@@ -142,7 +143,7 @@ def test_a_spread_head_that_cannot_be_is_still_refused_where_it_is_declared():
         large("spread", parallel={"pipeline": {"schedule": "1f1b"}})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_small_model_runs_the_program_of_a_head_on_the_last_stage():
     def text(head):
         pipeline = jp.Pipeline(microbatches=4, head=head)
@@ -155,7 +156,7 @@ def test_a_small_model_runs_the_program_of_a_head_on_the_last_stage():
 
 
 @absent
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_gpu_holds_as_much_less_as_the_layout_says():
     """Bytes as XLA assigned them; logits, and the gradients of one microbatch, are fewer too."""
 

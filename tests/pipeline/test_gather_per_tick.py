@@ -50,7 +50,7 @@ def test_gradients_of_a_tick_are_reduced_in_float32(schedule):
     assert sent == pytest.approx(wanted, rel=2e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
 def test_sums_of_gradients_in_a_table_that_gathers_in_its_ticks_are_shards():
     once, each = (compiled("1f1b_phased", gather).total for gather in ("step", "tick"))
@@ -96,6 +96,7 @@ CASES = {  # a model, its loss, where, and how: all with gather="tick"
 MODELS = handwritten.MODELS | {"biased": partial(jp.Decoder, BIASED)}
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize("case", some(CASES, [], ["what the backward reads kept"]))
 def test_layers_gathered_in_a_tick_train_as_one_device_does(case):
     model, loss, mesh, pipeline, numerics = CASES[case]
@@ -108,7 +109,7 @@ def test_layers_gathered_in_a_tick_train_as_one_device_does(case):
     assert_same_arrays(state.params, expected.params)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_in_bf16_and_with_dropout_a_gather_in_every_tick_changes_nothing():
     """The same matmuls and masks, summed in float32 in another order: rounded in between, gradients are 4e-3 apart."""
 

@@ -66,7 +66,7 @@ def trained(module, parallel, devices, **settings):
     return np.array(losses), state.params
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "module",
     [

@@ -250,7 +250,7 @@ def test_so_is_one_whose_weights_change_in_the_middle_of_a_step(case):
         lowered(model, loss, jp.Parallel(pipe=2, pipeline=jp.Pipeline(weights="stash")))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_layers_sow_and_no_loss_reads_is_not_refused():
     lowered(Listed, data)
     lowered(linen(LinenScanned()), data)
@@ -266,7 +266,7 @@ def riding(model, batch):
     return jnp.sum(error) + error.size * (aux + 0.1 * penalty + 0.1 * squares(nnx.state(model.emb))), error.size
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", [pytest.param(Listed, marks=pytest.mark.slow), Stacked])
 def test_sums_that_ride_along_in_x_equal_one_device(model):
     def trained(parallel, count):

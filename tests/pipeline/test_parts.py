@@ -134,7 +134,7 @@ def assert_halves_make_a_backward(stage, cut, params, known, x, g):
     assert_close(together, want[1:])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name", some(STAGES, ["mixed"], ["scan, all_dots", "scan, full", "unrolled, none", "shared", "nested"])
 )
@@ -142,6 +142,7 @@ def test_b_and_w_make_the_backward(name):
     assert_halves_make_a_backward(STAGES[name], made(name), *example())
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", some(STAGES, ["scan, all_dots", "unrolled, dots", "nested"]))
 def test_b_and_w_multiply_as_much_as_the_backward(name):
@@ -167,7 +168,7 @@ def test_b_and_w_multiply_as_much_as_the_backward(name):
         assert forward + b == forward_flop(inputs, params, x, g) or name == "nested"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_compiled_halves_compute_as_much_as_the_backward(policy):
     """With what is elementwise, as XLA counts it; loops it would count once."""
@@ -217,7 +218,7 @@ OPS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(max_examples=6, deadline=None, derandomize=True, database=None)
 @given(st.lists(st.tuples(st.sampled_from(sorted(OPS)), st.integers(0, 1)), min_size=1, max_size=5))
 def test_halves_of_any_network_make_its_backward(ops):
@@ -247,6 +248,7 @@ CUTS = [StageCut(stages, 1, chunks) for stages in (2, 3, 4, 8) for chunks in (1,
 CUTS += [StageCut(stages, 1, 2, "v") for stages in (2, 3, 4, 8)]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "cut", some(CUTS, [CUTS[9], CUTS[12]]), ids=lambda cut: f"{cut.stages} x {cut.chunks} {cut.placement}"
 )
@@ -361,6 +363,7 @@ def test_idle_stages_have_free_slots_unless_all_forwards_precede():
     assert program(table("1f1b_phased", 4, 4, 1)).masked_pools == {"kept"}  # too few microbatches: all are in flight
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", some(LIBRARY, ["gpipe", "1f1b", "1f1b_phased"]))
 def test_rows_give_every_op_what_it_needs(name):
     count = 0
@@ -397,7 +400,7 @@ def lifetimes(plan, stage):
     return mail, kept, stash
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_pools_are_as_large_as_the_most_that_is_alive():
     for each in TABLES:
         plan = table(*each)
@@ -409,7 +412,7 @@ def test_pools_are_as_large_as_the_most_that_is_alive():
             assert made.residual_slots == max(plan.peak), each
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_loops_spell_the_ticks_in_order():
     for each in TABLES:
         plan = table(*each)

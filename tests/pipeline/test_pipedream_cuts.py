@@ -10,6 +10,7 @@ from pipedream_cuts import run
 SCRIPT = Path(__file__).parent / "pipedream_cuts.py"
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     ("name", "devices", "expected"),
     [

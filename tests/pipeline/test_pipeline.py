@@ -162,7 +162,7 @@ def test_evaluation_equals_one_device(name, keep, mesh):
 POLLUTED = {"zb_h1": []} | {name: [pytest.mark.slow] for name in ("1f1b", "1f1b_phased")}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "keep", "mesh"),
     [case_of(each, *POLLUTED.get(each[0], [pytest.mark.full])) for each in EACH],
@@ -180,6 +180,7 @@ FEW_AND_MANY = list(itertools.product(("gpipe", "1f1b", "1f1b_phased", "looped_b
 
 
 # in CI each schedule with each number, of which every second keeps residuals
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     ("name", "microbatches", "keep"),
     some(FEW_AND_MANY, [], [("1f1b", 16, "residuals"), ("1f1b_phased", 1, "inputs"), ("zb_h1", 2, "residuals")]),
@@ -188,6 +189,7 @@ def test_few_and_many_microbatches_equal_one_device(name, microbatches, keep):
     assert_equals(run(name, keep, "pipe 4", microbatches=microbatches), alone())
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("name", "keep", "remat"),
     [
@@ -202,7 +204,7 @@ def test_remat_changes_nothing(name, keep, remat):
     assert_equals(run(name, keep, "pipe 2", remat=remat), alone())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_untied_tables_equal_one_device():
     assert_equals(run("interleaved", "residuals", "pipe 2 x data 2 x fsdp 2", tied=False), alone(tied=False))
 
@@ -371,7 +373,7 @@ def test_sums_of_gradients_are_not_gathered_over_tensor():
     assert not [entry for entry in over_tensor if entry.source.startswith("in_place_scan")], over_tensor
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_dropout_equals_one_device_that_accumulates():
     """Layer by layer and microbatch by microbatch the same keys, on any number of stages."""
     made = model(rate=0.2)
@@ -380,7 +382,7 @@ def test_dropout_equals_one_device_that_accumulates():
     assert_equals(got[:2], want[:2])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_replicas_of_the_batch_drop_different_entries():
     """Both replicas get the same rows; what differs between them is the masks, in training only."""
     half = {key: value[:8] for key, value in next(batches(1)).items()}
@@ -424,7 +426,7 @@ class Dropping(nn.Module):
         return jp.pipelined(lambda x, index: layers(x, index)[0], start, jnp.arange(8))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_stages_of_a_linen_model_drop_different_entries():
     """Were the masks of four stages the same, every count would be a multiple of four."""
 
@@ -442,7 +444,7 @@ def test_stages_of_a_linen_model_drop_different_entries():
     assert uneven > BATCH * SEQ * DIM / 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bf16_multiplies_in_bf16_and_stays_close_to_one_device():
     want, _, _ = alone(tied=False, precision="bf16")
     losses, state, step = run("1f1b", "residuals", EIGHT, tied=False, precision="bf16")

@@ -62,7 +62,7 @@ def joint(params, x, g):
     return y, *pull(g)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_lean_scan_has_the_results_of_before_to_the_bit():
     params, x, g = given_()
     traced = Traced(joint, params, x, g)
@@ -86,7 +86,7 @@ def test_a_stage_keeps_its_stream_and_the_results_of_matmuls():
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_buffers_in_place_hold_what_a_copy_would_have_held():
     params, x, g = given_(jnp.float32)
     made = halves(stage, params, None, x, split=False)
@@ -192,7 +192,7 @@ def test_a_stage_for_h100s_keeps_what_elementwise_ops_do_not_make_again():
     assert (large - small) / 8 == pytest.approx(4 * seq * token + message, rel=0.03)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @absent
 def test_llama_3_405b_without_recomputation_fits_80_gb():
     """TP 8 x PP 16 x fsdp 16, 8,192 tokens, one sequence a microbatch: Llama Team 2024, arXiv:2407.21783, table 4.
@@ -219,7 +219,7 @@ def test_llama_3_405b_without_recomputation_fits_80_gb():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @absent
 @pytest.mark.parametrize(
     ("remat", "mesh", "head"),

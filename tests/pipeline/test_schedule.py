@@ -55,7 +55,7 @@ def accepted(table, cells):
         return False
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ticks_and_peaks_are_the_published_ones():
     count = 0
     for name, P, M, v in grid():

@@ -73,21 +73,21 @@ def clean(text):
     assert from_csv(to_csv(made)) == made
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(SLOW, max_examples=500)
 @given(st.text())
 def test_any_text_is_read_or_refused(text):
     clean(text)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(SLOW, max_examples=500)
 @given(st.lists(st.sampled_from(BITS), max_size=30), st.integers(0, 3))
 def test_any_lines_below_a_header_are_read_or_refused(bits, stages):
     clean(f"x,stages={stages},microbatches=1,chunks=1,placement=ring\n" + "".join(bits))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(SLOW, max_examples=1500)
 @given(
     TABLES, st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 3), st.sampled_from(BITS)), min_size=1, max_size=4)

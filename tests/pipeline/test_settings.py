@@ -51,6 +51,7 @@ def evaluated(step, state):
     return float(total / count)
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize("case", some(CASES, [], ["seven layers on 2 x 2, split backward"]))
 def test_losses_parameters_and_evaluation_equal_one_device(case):
     model, sizes, settings = CASES[case]
@@ -82,7 +83,7 @@ def test_settings_that_do_not_go_together_are_refused(case):
     assert fix in f"{problem.rule} {problem.fix}"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_stored_knows_no_schedule():
     """The same shapes, names and order of layers, whatever the schedule: what a checkpoint holds."""
     shapes = set()

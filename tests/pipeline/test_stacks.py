@@ -71,6 +71,7 @@ def assert_equals(got, want):
 CASES = list(itertools.product(MODELS, LAYOUTS, ("1f1b_phased", "1f1b")))
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     ("kind", "layout", "schedule"),
     some(
@@ -98,6 +99,7 @@ SETTINGS = {
 BARE = ["nnx.vmap", "nn.scan with a length", "nnx.List", "a list of setup"]
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     ("kind", "setting"), some(itertools.product(BARE, SETTINGS), [], [("nnx.vmap", "gathered per tick")])
 )
@@ -189,6 +191,7 @@ def test_layers_that_cannot_be_shortened_are_refused(layers, words):
         shorten_scan(layers, 12, "Net")(jnp.zeros((3, 2, 2)), jnp.ones((3, 2)))
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     ("made", "stack"),
     [pytest.param(lambda: Listed, "h/*/ln_1/scale", marks=pytest.mark.slow), (listed_in_linen, "h_*/ln_1/scale")],
@@ -283,6 +286,7 @@ class StackInTurn(Stacked):
         return self.lm_head(jp.pipelined([Block(DIM, 2 * DIM, nnx.Rngs(0))], self.wte(tokens)))
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     ("model", "words"),
     [

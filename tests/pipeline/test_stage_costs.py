@@ -117,6 +117,7 @@ def carried_bytes(module, ticks, microbatches):
 DEFAULT = {1, 2, 15}  # a table each of gpipe, 1f1b and zb_h1
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=[] if seed in DEFAULT else [pytest.mark.full]) for seed in range(20)]

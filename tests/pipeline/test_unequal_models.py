@@ -145,7 +145,7 @@ def case(name, schedule, *, marks=(), chunks=1, keep="inputs", **sizes):
 
 
 @pytest.mark.spread(4)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "options", "sizes"),
     [
@@ -199,6 +199,7 @@ def test_losses_parameters_and_averages_are_those_of_flax_alone(name, options, s
         assert_alike(entry, jp.Parallel(**sizes, pipeline=pipeline), microbatches=microbatches)
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     ("name", "replicas", "sizes"),
     [

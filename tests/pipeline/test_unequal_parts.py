@@ -107,7 +107,7 @@ def test_parts_read_and_send_what_they_need():
     assert image.shape == (2, 8, 8, 8)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "replicas", "chunks", "keep"),
     [
@@ -166,7 +166,7 @@ def test_sums_and_gradients_are_those_of_one_device(name, replicas, chunks, keep
         np.testing.assert_allclose(gradient, expected[path], atol=1e-5 * float(jnp.abs(expected[path]).max()))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_evaluation_runs_the_forwards_alone():
     batch = microbatches()
     mesh = Mesh(np.array(jax.devices()).reshape(STAGES, 2), ("pipe", "fsdp"))
@@ -205,7 +205,7 @@ def test_each_microbatch_goes_from_its_replica_to_its_replica_once(counts):
     assert len(rounds) == max(replicas.share(0), replicas.share(1))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(deadline=None, max_examples=40)
 @given(
     stages=st.lists(
@@ -241,7 +241,7 @@ def test_shards_that_are_split_are_joined(axes):
     np.testing.assert_array_equal(shards.join(parts), whole)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_message_holds_arrays_of_any_dtype():
     tree = {
         "ids": jnp.arange(6).reshape(2, 3),

@@ -140,7 +140,7 @@ def test_losses_and_parameters_are_those_of_flax_alone(kind, parallel):
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*times its share:UserWarning")  # Muon's own matmuls, each on all rows of `data`
 @pytest.mark.parametrize("optimizer", [optax.contrib.muon(1e-3), optax.lamb(1e-2)], ids=["muon", "lamb"])
 def test_an_optimizer_of_parameters_sees_parameters(optimizer):
@@ -154,7 +154,7 @@ def test_an_optimizer_of_parameters_sees_parameters(optimizer):
         np.testing.assert_allclose(np.asarray(value), other, atol=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_evaluation_and_a_step_without_a_pipeline_go_on_from_its_state(tmp_path):
     batch = batch_of(Convolutions)
     step, state, _ = trained(Convolutions, batch, jp.Parallel(pipe=4, data=2, pipeline=jp.Pipeline(stages=(1,) * 4)))
@@ -166,7 +166,7 @@ def test_evaluation_and_a_step_without_a_pipeline_go_on_from_its_state(tmp_path)
     assert float(step(state, batch)[1]["loss"]) == pytest.approx(float(other(one, batch)[1]["loss"]), rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_in_bf16_losses_are_near_those_of_float32():
     batch = batch_of(Convolutions)
     layout = jp.compose(Convolutions, jp.Parallel(pipe=2, fsdp=4, pipeline=jp.Pipeline(stages=(2, 2))))
@@ -201,7 +201,7 @@ class Dropped(nnx.Module):
         return jp.pipelined([lambda x: self.dropout(nnx.relu(self.wide(x))), lambda x: self.dropout(self.narrow(x))], x)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_piece_draws_the_keys_that_it_draws_on_one_device():
     batch = batch_of(Dropped)
     options = {"schedule": "gpipe", "microbatches": 4}
@@ -230,6 +230,7 @@ class Plain(Convolutions):
         return self.classes(nnx.relu(self.dense(x.reshape(len(x), -1))))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Plain, pytest.param(Convolutions, marks=pytest.mark.slow)])
 def test_found_stages_are_said_and_train_as_flax_alone(kind):
@@ -248,7 +249,7 @@ def test_found_stages_are_said_and_train_as_flax_alone(kind):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_more_stages_than_pieces_are_refused():
     with pytest.raises(jp.JaxparError, match="4 pieces in 8 stages"):
         trained(
@@ -264,7 +265,7 @@ FIRST, OTHERS = 2 * 8 * 8 * 8 * 27, 2 * (16 * 16 * 72 + 16 * 16 * 144 + 64 * 32 
 LAST = 2 * (64 * 32 + 32 * 10)  # its loss is computed in the backward alone
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_device_stores_its_share_and_messages_have_the_bytes_of_what_passes():
     pytest.importorskip("jax_plugins.xla_cuda13", reason="no compiler for absent GPUs: jax-cuda13-pjrt")
     batch = batch_of(Convolutions, rows=16)
@@ -295,7 +296,7 @@ def compiled(microbatches, keep, rows):
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("keep", ["inputs", "residuals"])
 def test_temporary_memory_does_not_grow_with_microbatches(keep):
     pytest.importorskip("jax_plugins.xla_cuda13", reason="no compiler for absent GPUs: jax-cuda13-pjrt")
@@ -307,7 +308,7 @@ def test_temporary_memory_does_not_grow_with_microbatches(keep):
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("keep", "again"), [("residuals", 0), ("inputs", FIRST + OTHERS - LAST)])
 def test_kept_residuals_are_not_computed_again(keep, again):
     pytest.importorskip("jax_plugins.xla_cuda13", reason="no compiler for absent GPUs: jax-cuda13-pjrt")

@@ -111,7 +111,7 @@ def case(weights, chain, pipeline, *, marks=(), **sizes):
     return pytest.param(weights, chain, pipeline, sizes, id=", ".join(words), marks=marks)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("weights", "chain", "pipeline", "sizes"),
     [

@@ -47,6 +47,7 @@ def one_by_one(params, x):
     return x
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [scanned, pytest.param(recomputed, marks=pytest.mark.slow)])
 def test_layers_past_a_count_change_nothing_and_have_no_gradient(layers):

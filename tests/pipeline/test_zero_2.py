@@ -34,7 +34,7 @@ def alone():
     return on_one_device(MODEL, steps=3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("mesh", "pipeline"),
     [
@@ -66,7 +66,7 @@ def test_zero_2_cuts_a_bias_that_tensor_splits_too():
     assert_same_arrays(state.params, expected.params)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_zero_2_with_pieces_of_sequences_equals_one_device():
     settings = jp.DecoderConfig(vocab=32, seq=8, layers=2, dim=16, heads=4, hidden=32)
     given = {"loss": jp.next_token_loss, "steps": 2}

@@ -56,6 +56,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     ("asked", "cell", "said"),
     some(CELLS, [CELLS[3]], [CELLS[0], CELLS[1], CELLS[2], CELLS[5], CELLS[6], CELLS[7], CELLS[8], CELLS[9]]),
@@ -74,7 +75,7 @@ def test_a_cell_of_the_table(asked, cell, said):
             assert option.layouts.mask(one, 8).all()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_row_has_its_case_and_every_situation_exactly_one_row():
     fired = {id(advise(search(asked)).rule) for asked, _, _ in CELLS}
     assert fired == {id(rule) for rule in RULES}
@@ -82,7 +83,7 @@ def test_every_row_has_its_case_and_every_situation_exactly_one_row():
         assert sum(rule.fires(Situation(nodes=nodes, model=model, links=links)) for rule in RULES) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_option_is_the_fastest_of_its_kind_that_fits():
     advice = advise(search(question(LLAMA_8B, 8)))
     plan = search(question(LLAMA_8B, 8), top=1000)
@@ -101,7 +102,7 @@ def test_no_pipeline_inside_one_nvlink_domain_though_the_table_calls_it_on_a_par
     assert pipeline.time.total > (1 + MARGIN) * advice.recommended.time.total
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_slow_links_between_nodes_want_a_pipeline():
     advice = advise(search(question(LLAMA_70B, 64, 128, between=3e9)))
     own, first = advice.recommended, advice.plan.best[0]
@@ -112,7 +113,7 @@ def test_slow_links_between_nodes_want_a_pipeline():
     assert own.time.total <= (1 + advice.plan.question.margin) * first.time.total
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_where_they_differ_it_says_by_how_much_and_why():
     advice = advise(search(question(LLAMA_8B, 64, between=5e8)))
     assert not advice.agrees
@@ -150,7 +151,7 @@ def test_tensor_parallelism_stays_in_a_node():
                 assert every.fsdp[layouts.mask(every, 4)].max() == 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_verb_prints_it_and_writes_it_as_json(tmp_path, capsys):
     out = tmp_path / "plan.json"
     words = ["plan", JOB, "--devices", "8", "--attention", "fused", "--top", "1"]

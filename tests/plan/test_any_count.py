@@ -88,6 +88,7 @@ def grid():
             yield pytest.param(config, devices, marks=mark, id=f"{config.stem}-{devices}")
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(("config", "devices"), [*grid()])
 def test_the_first_layout_passes_check_as_it_is_printed_and_as_it_is_written(config, devices, tmp_path):
     """Also where no size of an axis is a power of two. What cannot be planned at all says so, and never a layout."""
@@ -117,6 +118,7 @@ def compiled_grid():
             yield pytest.param(config, devices, marks=mark, id=f"{config.stem}-{devices}")
 
 
+@pytest.mark.spread(0)
 @pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
 @pytest.mark.parametrize(("config", "devices"), [*compiled_grid()])
 def test_the_first_layout_compiles_and_fits(config, devices):

@@ -119,6 +119,7 @@ CASES = [
 ]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "chip", "size", "remat"),

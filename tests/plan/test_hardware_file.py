@@ -181,7 +181,7 @@ def test_the_table_of_fits_is_one_that_is_read(first, tmp_path):
     assert "do not tell launch and latency apart" in machine.source
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_verb_plans_for_a_file_as_for_the_chip_in_it(tmp_path, capsys):
     path = tmp_path / "mine.toml"
     write_table(path, "gemm", GEMM, chip=H100.chip)
@@ -195,7 +195,7 @@ def test_the_verb_plans_for_a_file_as_for_the_chip_in_it(tmp_path, capsys):
     assert "links: here" in pages[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_node_is_not_told_of_a_network(example, capsys):
     path = example(("between = {latency = 1e-5, bandwidth = 11e9}", ""))
     assert main(["plan", JOB, "--devices", "8", "--chip", str(path), "--top", "1"]) == 0
@@ -222,7 +222,7 @@ def test_chips_that_cannot_be_planned_for_are_refused_with_the_way_out(words, sa
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("chip", "devices", "words", "machines"),
     [

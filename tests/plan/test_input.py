@@ -81,7 +81,7 @@ def asked(**given):
     return Question(**usual | given)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_plan_doubts_latency_overlap_and_the_efficiency_of_small_microbatches():
     question = asked()
     plan = search(question, top=1)
@@ -126,7 +126,7 @@ def test_no_layout_that_a_doubt_would_put_first_is_left_out(given):
         assert search(changed, top=1).best[0].candidate == found[doubt.description].candidate, doubt.description
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_doubt_changes_no_step_by_more_than_twice():
     question = asked(devices=512, rows=1024)
     plan = search(question, top=1)
@@ -140,7 +140,7 @@ def test_a_doubt_changes_no_step_by_more_than_twice():
             np.testing.assert_array_equal(after[cause], before[cause], f"{cause}: {doubt.description}")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_doubt_weighs_what_it_may_put_first_and_not_all_that_fits():
     weighed = []
 

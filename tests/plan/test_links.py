@@ -61,7 +61,7 @@ def test_a_tick_is_priced_at_the_slowest_link_that_a_message_of_it_crosses(strid
     assert float(found) == pytest.approx(H100.launch + link.latency + 2 * 8192 * 4096 / link.bandwidth)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_pipeline_whose_stages_share_nodes_waits_for_the_network():
     """Of 3 bytes a second: each step would take years, however many stages a node holds."""
     layouts = Candidate(pipe=16, fsdp=np.array([1, 2, 4, 8]), zero=3, microbatches=64)
@@ -70,7 +70,7 @@ def test_a_pipeline_whose_stages_share_nodes_waits_for_the_network():
     assert search(question(LLAMA_8B, 64, between=3.0)).fastest.time.total > 1e6
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_on_two_nodes_with_a_slow_network_zero_inside_nodes_is_as_good_as_anything():
     """A pipeline of stages that share a node was said to be 46 % faster, its messages priced as inside."""
     advice = advise(search(question(LLAMA_1B, 16, between=5e8)))
@@ -137,7 +137,7 @@ def test_a_gather_of_fsdp_pays_its_hops_once_for_each_layer_and_pass():
     assert float(together) == pytest.approx(3 * (H100.launch + hops))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
 @pytest.mark.parametrize(
     ("sizes", "remat"),
@@ -170,7 +170,7 @@ def test_the_compiled_program_has_as_many_collectives_as_are_priced(sizes, remat
     assert passes * (priced - 1) <= found["all-gather"] <= passes * priced
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("shape", "devices", "rows", "most"),
     [
@@ -204,6 +204,7 @@ def test_no_gather_over_nodes_is_faster_than_the_ports_it_leaves_by(hardware, no
     assert float(hardware.gather(size, group, 1)) > 1.1 * float(hardware.gather(size, 8, 1))
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     ("shape", "devices", "rows"),
     [
@@ -240,7 +241,7 @@ def test_a_model_whose_shards_were_padded_is_not_planned_on_as_many_gpus():
         search(asked)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tensor_on_several_nodes_is_left_out_by_name_unless_it_is_faster_by_the_margin():
     asked = Question(
         model=Transformer(shape=replace(GPT, layers=8, dim=4096, heads=32)), devices=16, rows=64, hardware=A100,
@@ -253,7 +254,7 @@ def test_tensor_on_several_nodes_is_left_out_by_name_unless_it_is_faster_by_the_
     assert search(replace(asked, hardware=fast, rows=1), top=1).best[0].candidate.tensor == 16
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("rows", "memory"),
     [

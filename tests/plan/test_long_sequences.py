@@ -70,6 +70,7 @@ def test_the_report_says_whose_attention_it_assumes(words, said, capsys):
     assert said in capsys.readouterr().out
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", [pytest.param("fused", marks=pytest.mark.slow), "unfused"])
 def test_what_is_compiled_is_what_the_plan_recommends(attention, monkeypatch, capsys):
@@ -103,7 +104,7 @@ def test_what_is_compiled_is_what_the_plan_recommends(attention, monkeypatch, ca
     assert [(each.fsdp, each.context, each.tensor) for each in first] == [each[:3] for each in compiled]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_layout_shows_step_throughput_mfu_and_bubble(tmp_path, capsys):
     out = tmp_path / "plan.json"
     assert main(["plan", JOB, "--devices", "64", "--top", "12", "train.global_batch=64", "--json", str(out)]) == 0
@@ -125,7 +126,7 @@ def load_flop():
     return asked.model.step_flop(64)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bubbles_stand_beside_the_layouts_that_have_them():
     # without the kernel for pieces that travel, beside which pipelines are among the first 40
     plan = search(asked(rows=16, software=replace(JAXPAR_FUSED, ring_kernel=None)), top=40)
@@ -149,7 +150,7 @@ def test_too_few_rows_of_128k_tokens_on_16384_gpus_are_called_hopeless_with_what
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("given", "wanted"), [
     ({"rows": 128}, False),
     pytest.param({"devices": 2048}, True, marks=pytest.mark.full),

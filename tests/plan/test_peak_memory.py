@@ -43,7 +43,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.spread(1)
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.full, pytest.mark.slow][n < 2]) for n, name in enumerate(LAYOUTS)]
 )
@@ -56,7 +56,7 @@ def test_a_peak_is_what_xla_assigns(name):
     assert asked.bytes(candidate).total == pytest.approx(found["bytes"], rel=0.08)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_gradient_of_logits_is_not_in_float32_where_they_are_not():
     """XLA keeps what stands before a barrier as it is: a cast after it is a second array of the size of all logits."""
     vocab = 640

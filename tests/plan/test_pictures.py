@@ -93,6 +93,7 @@ def test_under_a_limit_the_fastest_that_fits_is_found(points, limits):
     assert set(seconds[known.fastest_below(np.array(limits))]) == want
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize("name", some(NAMES, ["one device", "small"]))
 def test_a_plan_has_the_points_of_all_that_fit(name):
     given = plan(name)
@@ -133,7 +134,7 @@ def test_bars_of_a_terminal_are_as_long_as_the_steps_and_coloured_only_if_asked(
     assert plain != page(given, colour=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_cause_has_a_letter_and_a_colour_of_its_own():
     first = plan().best[0]
     found = styles()
@@ -146,6 +147,7 @@ def test_every_cause_has_a_letter_and_a_colour_of_its_own():
 # PAGE
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", some(NAMES, ["many", "one device"]))
 def test_every_ranked_layout_is_there_once_with_its_numbers(name):
@@ -174,6 +176,7 @@ def test_widths_of_a_bar_add_up_to_its_step_and_its_memory(name):
             assert sum(widths) == pytest.approx(100 * whole, abs=0.06)
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize("name", some(NAMES, ["many", "one device"]))
 def test_it_is_well_formed_from_nowhere_else_and_says_how_each_number_is_known(name):
     html = sheet(name, command="jaxpar train job.toml", checked=checked(plan(name)))
@@ -246,7 +249,7 @@ def test_thinning_keeps_one_dot_of_each_cell():
 # VERB AND BROWSER
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_verb_writes_the_page(tmp_path, capsys):
     out = tmp_path / "plan.html"
     assert main(["plan", JOB, "--devices", "64", "--top", "3", "--html", str(out)]) == 0
@@ -262,6 +265,7 @@ def test_the_verb_refuses_a_page_that_is_no_file_to_be_before_it_plans(tmp_path,
     assert "--html plan.html" in capsys.readouterr().err
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize("name", some(NAMES[:3], NAMES[:1]))
 def test_in_a_browser_nothing_is_cut_off_pale_or_run(browser, tmp_path, name):
     file = tmp_path / "plan.html"
@@ -279,7 +283,7 @@ def test_in_a_browser_nothing_is_cut_off_pale_or_run(browser, tmp_path, name):
     assert len(grounds) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_page_names_both_ways_to_count_attention(capsys):
     """Of 1M tokens nearly all is attention, of which a causal mask drops half."""
     shape = replace(LLAMA_8B, seq=2**20)

@@ -218,6 +218,7 @@ def test_the_table_has_eleven_runs_each_with_its_source():
     assert all(run.source for run in RUNS.values())
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     "model",
     some(

@@ -192,7 +192,7 @@ def test_zero_over_a_thousand_gpus_costs_internlm_what_zero_in_nodes_spares():
     assert 0.05 < lost(INTERNLM, data=128, fsdp=8) < 0.11
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_predicted_mfu_falls_with_scale_and_nobody_shards_over_thousands():
     """From two nodes to a hundred thousand GPUs, with as much work for each."""
     found = []
@@ -350,7 +350,7 @@ def test_runs_collected_when_the_constants_stood():
     assert [*load_stated()[133:]] == errors
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_group_needs_to_be_seen(judged):
     """By constants that never saw a run's group; the package's errors and constants are those that this finds."""
     runs = [*(each.run for each in judged), *first()]

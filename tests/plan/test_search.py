@@ -111,7 +111,7 @@ def test_all_schedules_of_a_search_are_of_the_library():
     assert set(Choices().schedules) <= set(LIBRARY)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_first_is_the_simplest_within_the_margin_and_the_rest_follow_by_time():
     plan = search(question())
     first, *rest = plan.best
@@ -127,7 +127,7 @@ def test_the_first_is_the_simplest_within_the_margin_and_the_rest_follow_by_time
     assert all(each.memory.total <= H100.memory for each in plan.best)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_of_what_is_as_simple_and_as_fast_less_memory_is_first():
     plan = search(question(rows=512, choices=Choices(remats=("full",)), margin=0.14))  # 5 % on eight nodes
     first, second = plan.best[:2]
@@ -140,7 +140,7 @@ def test_of_what_is_as_simple_and_as_fast_less_memory_is_first():
     assert "but more memory" in said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_without_a_margin_the_fastest_is_first():
     plan = search(question(margin=0.0))
     assert plan.best[0].candidate == plan.fastest.candidate
@@ -156,7 +156,7 @@ def test_one_at_a_time_weighs_as_many_do():
         assert one.memory.total == pytest.approx(needed[i])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_hundred_thousand_layouts_take_seconds():
     asked = question(
         replace(LLAMA_8B, seq=2048), devices=512, rows=4096,  # rows for which keys are gathered alone
@@ -168,7 +168,7 @@ def test_a_hundred_thousand_layouts_take_seconds():
     assert time.perf_counter() - begin < 15  # two seconds on a quiet machine
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_pipeline_pays_where_nodes_are_far_from_each_other_and_not_inside_one():
     one_node = search(question(devices=8, rows=64))
     assert one_node.best[0].candidate.pipe == 1
@@ -202,7 +202,7 @@ def test_state_is_shared_by_more_than_512_devices_only_where_that_pays_by_a_marg
     assert (search(less).points.layouts.fsdp > 512).all()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_405b_is_planned_onto_512_gpus():
     plan = search(question(LLAMA_405B, 512, 512, choices=Choices(tensor=8)))
     assert plan.best[0].memory.total < H100.memory
@@ -228,7 +228,7 @@ def test_more_devices_than_the_model_can_use_are_refused(shape, devices, rows, s
         search(question(shape, devices, rows))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_page_names_the_first_its_causes_and_what_it_hangs_on():
     plan = search(question(), top=3)
     text = page(plan)
@@ -261,7 +261,7 @@ def test_fused_attention_takes_whole_sequences_and_the_plan_says_so():
     assert plain.model.attention(plain.software).startswith("XLA's own, which keeps the scores once")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_interleaved_pipelines_leave_more_memory_to_spare():
     asked = question()
     some = Candidate(pipe=2, chunks=np.array([1, 2, 4]), microbatches=4, schedule="interleaved_phased")
@@ -289,7 +289,7 @@ def test_a_planned_job_is_the_job_with_that_layout(index):
     assert made.model == job.model
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_plan_says_what_the_first_costs_in_hours_and_in_money_where_there_is_a_price():
     job = load(JOB, ["train.steps=1000"])
     asked = asked_of(job, devices=64, chip="h100", per_node=None, options={"price": "2.5"})
@@ -304,7 +304,7 @@ def test_a_plan_says_what_the_first_costs_in_hours_and_in_money_where_there_is_a
         asked_of(job, devices=64, chip="h100", per_node=None, options={"price": "free"})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_all_schedules_that_train_are_weighed_where_they_are_asked_for():
     """On machines with one GPU and slow networks deep pipelines pay, and tables that split backwards or keep less."""
     job = load(JOB, ["train.global_batch=128"])
@@ -327,7 +327,7 @@ def test_layers_that_do_not_divide_are_dealt():
     assert "parallel.pipeline.layers=[2, 2, 1, 1]" in words
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_verb_prints_a_plan_and_writes_a_job_that_loads(tmp_path, capsys):
     out = tmp_path / "planned.toml"
     assert main(["plan", JOB, "--devices", "64", "--top", "3", "--write", str(out)]) == 0

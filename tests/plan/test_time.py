@@ -189,6 +189,7 @@ def test_the_bubble_is_that_of_narayanan_2021(chunks):
     assert span.span(found, tuple(part)) == pytest.approx(ideal * (1 + 7 / (chunks * 64)))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("run", ["asynchronous", "barrier"])
 @pytest.mark.parametrize("name", some(LIBRARY, ["1f1b"]))
 def test_the_span_from_small_tables_is_the_price_of_the_whole_table(name, run):
@@ -263,7 +264,7 @@ def test_planning_needs_no_jax():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_hundred_thousand_layouts_take_seconds():
     many = _layouts(np.random.default_rng(4), 100_000)
     start = time.process_time()
@@ -271,7 +272,7 @@ def test_a_hundred_thousand_layouts_take_seconds():
     assert time.process_time() - start < 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(deadline=None, max_examples=30)
 @given(
     seed=st.integers(0, 2**31),
@@ -296,7 +297,7 @@ def test_better_hardware_is_never_slower(seed, faster, part, software):
     assert (after <= before * (1 + 1e-12)).all()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(deadline=None, max_examples=20)
 @given(seed=st.integers(0, 2**31))
 def test_more_work_is_never_faster(seed):

@@ -200,7 +200,7 @@ def test_what_keeps_nothing_of_a_row_cannot_be_planned():
         traced(lambda remat, p, x: jnp.sum(p["w"]), shapes(w=(3,)), (2,))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_flop_of_a_vision_transformer_are_those_of_its_matrices():
     model = question(VIT).model
     patches, dim = 16, 64  # 8 x 8 pixels in patches of 2 x 2, and no token for the class
@@ -212,6 +212,7 @@ def test_flop_of_a_vision_transformer_are_those_of_its_matrices():
     assert model.trace.blocks == 4
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize("text", [VIT, pytest.param(CONV, marks=pytest.mark.slow)], ids=["vit", "resnet"])
 def test_static_bytes_are_those_of_the_layout(text):
     """To the byte, what no axis divides included."""
@@ -229,7 +230,7 @@ def test_static_bytes_are_those_of_the_layout(text):
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("text", [VIT, pytest.param(CONV, marks=pytest.mark.slow)], ids=["vit", "resnet"])
 def test_a_step_made_in_python_is_planned_as_the_job_of_the_same_model(text):
     """Whatever its own layout is; with statistics and a frozen part too."""
@@ -249,7 +250,7 @@ def test_a_step_made_in_python_is_planned_as_the_job_of_the_same_model(text):
     assert "layout = jp.compose" in ours._repr_html_()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_step_whose_chain_has_a_mask_for_each_parameter_is_planned():
     from test_python_api import BATCH, Net, loss
 
@@ -278,7 +279,7 @@ def test_layouts_that_fit_with_none_to_spare_are_ranked_where_no_other_fits():
     assert least <= plan.best[0].memory.total <= 1.02 * least
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_that_names_shardings_itself_is_planned_as_the_one_that_names_none():
     from explicit_model import Explicit, Plain
     from published.example import language_loss, tokens
@@ -293,7 +294,7 @@ def test_a_model_that_names_shardings_itself_is_planned_as_the_one_that_names_no
     assert named == plain
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_state_is_that_of_the_jobs_optimizer():
     held = {name: float(question(VIT, f"optimizer.name={name}").bytes(Candidate(data=8)).optimizer)
             for name in ("adamw", "sgd", "lion")}  # fmt: skip
@@ -310,7 +311,7 @@ def test_float32_takes_longer_and_sends_twice_as_much():
     assert full.sharding > half.sharding
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_layout_of_data_fsdp_and_tensor_is_weighed():
     plan = search(question(VIT), top=500)
     # remats, and microbatches of replicas of 8, 16, 32 and 64 rows, with stages of ZeRO on each size of fsdp above 1
@@ -333,7 +334,7 @@ def test_slow_links_make_what_moves_least_the_first():
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("text", [VIT, pytest.param(CONV, marks=pytest.mark.slow)], ids=["vit", "resnet"])
 def test_a_planned_job_can_be_made_and_is_what_was_planned(text):
     job, plan = loads(text), search(question(text))
@@ -389,7 +390,7 @@ def own(tmp_path, monkeypatch):
     return job
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", ["Net", pytest.param("Old", marks=pytest.mark.slow)])
 def test_a_model_of_the_users_own_is_planned_written_and_drawn(own, model, capsys):
     words = ["--write", "planned.toml", "--html", "plan.html", "--json", "plan.json", "--advise"]
@@ -408,7 +409,7 @@ def test_a_model_of_the_users_own_is_planned_written_and_drawn(own, model, capsy
     assert main(["check", "planned.toml"]) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_mean_has_no_microbatches(own):
     text = Path(own("mean")).read_text()
     plan = search(question(text), top=100)
@@ -423,7 +424,7 @@ def test_what_fsdp_would_split_nothing_of_is_left_out_by_name(own):
     assert any("fsdp=7 does nothing" in each for each in plan.question.exclusions)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("loss", "words", "got"),
     [

@@ -141,6 +141,7 @@ def test_a_written_job_finds_its_specs_for_context():
     assert apply_layout(job, Candidate(data=8), 1).parallel.specs == ""
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize("case", ["gpt", pytest.param("scanned", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:.*each device computes")  # what no dim of its own splits is computed again
 def test_a_layout_of_context_trains_as_one_device_does(case):
@@ -150,7 +151,7 @@ def test_a_layout_of_context_trains_as_one_device_does(case):
     plain_loop.assert_alike(train(layout, case), plain(case))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
 def test_a_layout_of_context_needs_and_sends_what_was_predicted():
     batch = {key: jax.ShapeDtypeStruct((1, 8192), "int32") for key in ("x", "y")}

@@ -40,7 +40,7 @@ def plans():
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "remat",
     [

@@ -79,7 +79,7 @@ def piped(**given):
     return Candidate(**{"schedule": "1f1b_phased", "pipe": 4, "data": 2, "microbatches": 8, "microbatch": 32} | given)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_all_stages_of_equal_layers_that_compose_are_weighed(plan):
     every = plan.question.legal()
     assert {*np.asarray(every.pipe).tolist()} == {1, 2, 4}
@@ -98,7 +98,7 @@ def test_a_device_stores_what_the_layout_stores_and_holds_a_stage_while_the_tabl
     assert plan.question.model.stages.parameters(4) == layer + ends
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_stages_wait_as_the_table_says(plan):
     """The share of F and B in which a stage waits is that of the closed form (P - 1) / (M + P - 1)."""
     stages, hardware = plan.question.model.stages, HARDWARE["h100"]
@@ -134,7 +134,7 @@ def test_more_microbatches_wait_less_and_more_in_flight_keep_more(plan):
     assert all_of_them > 3 * one  # 32 microbatches in flight, and 7; besides the batch
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
@@ -149,7 +149,7 @@ def test_a_model_that_no_pipeline_cuts_says_why(model, reason):
     assert {each.candidate.pipe for each in plan.best} == {1}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_loss_of_examples_that_is_a_mean_has_no_pipeline():
     model, loss = own()
     plan = plan_of(model, lambda model, batch: loss(model, batch)[0])
@@ -163,7 +163,7 @@ def planned_on_slow_links():
     return model, loss, plan_of(model, loss, {"inputs": jax.ShapeDtypeStruct((32, 8, 8), "float32")}, inside="2MB")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_printed_layout_is_planned_and_trains_as_flax_and_optax_alone():
     model, loss, plan = planned_on_slow_links()
     first = plan.best[0].candidate
@@ -198,7 +198,7 @@ def losses(run):
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_planned_job_trains_as_on_one_device(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     text = '[model]\nname = "own:Net"\n[data]\nsource = "digits"\n[train]\nglobal_batch = 32\nsteps = 3\n'

@@ -522,6 +522,7 @@ def both_sides(x, mesh):
     return jax.shard_map(rows, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(x)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("flax", ["nnx", pytest.param("linen", marks=pytest.mark.slow)])
 def test_shard_map_on_the_authors_mesh_runs_on_the_steps(flax):

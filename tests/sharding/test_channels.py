@@ -96,7 +96,7 @@ def test_groups_of_several_channels_are_not_split_by_a_pair():
 
 
 @pytest.mark.spread(3)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", [Pair(), Bottleneck(), Inverted()], ids=lambda model: type(model).__name__)
 @pytest.mark.parametrize(
     "sizes",
@@ -112,7 +112,7 @@ def test_losses_and_parameters_are_those_of_flax_alone(model, sizes):
     assert_alike(steps(layout, loss, OPTIMIZER, batch), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_pair_is_one_all_reduce_forward_and_one_backward():
     class Deep(nn.Module):
         @nn.compact

@@ -28,7 +28,7 @@ def alone():
     return losses, state
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "layout",
     [
@@ -80,7 +80,7 @@ def linen_with(mesh):
     return jp.from_linen(KeepsMeshInLinen(mesh), np.zeros((2, 8), np.int32))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("made_with", "sizes", "layout"),
     [
@@ -107,7 +107,7 @@ def explicit_mesh(devices):
     return Mesh(np.array(devices).reshape(2, 4), ("tensor", "fsdp"), axis_types=(AxisType.Explicit,) * 2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_on_a_mesh_with_explicit_axes_losses_are_those_on_auto_axes():
     layout = jp.Parallel(fsdp=4, tensor=2)
     want, *_ = train(Annotated, layout, steps=2, loss=token_loss)

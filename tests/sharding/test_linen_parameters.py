@@ -59,7 +59,7 @@ class General(nn.Module):
         return nn.DenseGeneral(4, axis=(-2, -1), kernel_init=self.partitioning(init, ("heads", "kv", None)))(x)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "partitioning", [pytest.param(nn.with_partitioning, marks=pytest.mark.slow), nn.with_logical_partitioning]
 )

@@ -188,7 +188,7 @@ def trained(module, layout, loss=squares, **numerics):
 OFTEN = ("tuple", "counted")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [pytest.param(n, marks=[pytest.mark.slow] * (n not in OFTEN)) for n in MODELS])
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=MARKS.get(name, [pytest.mark.full])) for name in LAYOUTS])
 def test_state_lasts_in_any_container(kind, layout):
@@ -200,7 +200,7 @@ def test_state_lasts_in_any_container(kind, layout):
     assert_same_arrays((state.params, state.model_state["collections"]), (params, rest))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_loss_sees_what_a_call_sowed():
     seen = {}
 
@@ -289,6 +289,7 @@ def test_what_a_compiled_step_cannot_keep_is_refused(module, message):
         trained(module, "one")
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     ("made", "written", "precision"),
     [

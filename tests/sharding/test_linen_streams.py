@@ -99,7 +99,7 @@ def trained(name, sizes, numerics, devices=None):
     return losses, float(total) / float(count), state.params
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", some(MODELS, ["gumbel"], ["in a scan"]))
 def test_streams_of_training_alone_are_drawn_from_on_every_layout_alike(name):
     losses, evaluated, params = trained(name, {}, {}, jax.devices()[:1])

@@ -42,7 +42,7 @@ def alone(kind):
 CHAIN = optax.adamw(1e-2, eps=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "layout", "accumulate"),
     [
@@ -80,6 +80,7 @@ def held(layout):
     return sum(jax.tree.leaves(sizes))
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize("layout", some(LAYOUTS, ["zero3"]))
 def test_bytes_per_device_are_the_arguments_of_the_compiled_program(layout):
     made = jp.compose(Adapted, LAYOUTS[layout])
@@ -101,7 +102,7 @@ def test_a_frozen_base_is_counted_and_listed():
     assert any(line.startswith("scale ") for line in layout.explain().splitlines())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
 def test_on_gpus_the_base_is_gathered_and_the_batch_is_not():
     layout = jp.compose(partial(Adapted, dim=512), jp.Parallel(fsdp=8), jp.target_devices("h100:1x8"))
@@ -138,7 +139,7 @@ class Net(nnx.Module):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_plan_and_a_check_count_it(tmp_path, monkeypatch, capsys):
     module = f"planned_{tmp_path.name}"
     (tmp_path / f"{module}.py").write_text(PLANNED)

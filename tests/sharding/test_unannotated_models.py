@@ -153,6 +153,7 @@ def test_a_dim_of_heads_is_cut_between_heads():
     assert place.used == jax.sharding.PartitionSpec()
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     "model",
     [
@@ -213,7 +214,7 @@ def test_the_first_step_says_which_parameters_of_an_nnx_model_it_reads_otherwise
     lowered(jp.from_nnx(OWN_WORDS, TOKENS), tokens_of(8))  # where a warning is an error
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_kernel_that_is_cut_alike_and_gathered_by_one_reading_alone_is_no_warning():
     """By paths logits are summed; by use the classifier would be gathered, for more bytes (ViT-L: 46 to 52 MiB)."""
     layout = jp.compose(partial(models.ViT, 1024, 4096, 8, size=32, layers=2), jp.Parallel(data=2, tensor=4))
@@ -268,6 +269,7 @@ def trained(name, **declared):
     return losses, jax.tree.map(jax.device_get, state.params), layout
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     ("name", "declared"),
     [
@@ -300,7 +302,7 @@ def inspected(model, paths=(), **sizes):
 
 
 @gpu_compiler
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_vocabulary_that_tensor_does_not_divide_is_sent_in_pieces():
     found = inspected(SMALL["GPT2"](), data=2, fsdp=2, tensor=2)
     kinds = {entry.kind for entry in found.ledger if "wte" in entry.cause and "tensor" in entry.axis}
@@ -313,7 +315,7 @@ HEAD_DIM_CUT = (("[qkv]_proj/w", (None, None, "heads")), ("o_proj/w", (None, "he
 
 
 @gpu_compiler
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_scores_that_are_summed_over_tensor_are_a_flag():
     flags = [flag for flag in inspected(QWEN3, HEAD_DIM_CUT, tensor=8).flags if flag.kind == "summed scores"]
     assert flags

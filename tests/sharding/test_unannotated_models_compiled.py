@@ -32,6 +32,7 @@ def marks(name, layout):
     return [pytest.mark.full] * ((name, layout) != QUICK) + [TILES] * (name == "ViT")
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [pytest.param(*case, marks=marks(*case)) for case in product(NAMES, LAYOUTS)],

@@ -13,7 +13,7 @@ from jaxpar.mesh.target import missing_plugin
 from jaxpar.sharding.constrain import activation_names
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "words",
     [
@@ -31,7 +31,7 @@ def test_with_names_of_its_own_a_model_computes_only_its_own_examples(words):
 
 
 @pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "words", [pytest.param("maxtext", marks=pytest.mark.slow), pytest.param("own", marks=pytest.mark.full)]
 )
@@ -40,6 +40,7 @@ def test_as_compiled_for_gpus_a_model_computes_only_its_own_examples(words):
     assert report.flop.total <= 1.05 * whole_flop(words) / 8
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     "words",
     [

@@ -84,7 +84,7 @@ def _assert_best(solver, tried, priced, memory):
         assert solution.memory <= memory * (1 + 1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_cut_of_a_random_program_costs_less_than_the_solution():
     assert sum(compare(seed) for seed in range(60)) > 40
 
@@ -95,7 +95,7 @@ def test_no_cut_of_2000_random_programs_costs_less_than_the_solution(start):
     assert sum(compare(seed) for seed in range(start, start + 200)) > 130
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_cut_of_a_random_program_over_two_axes_costs_less_than_the_solution():
     assert sum(compare_two(seed) for seed in range(30)) >= 10
 

@@ -85,7 +85,7 @@ MEGATRON = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", ["gpt", pytest.param("gqa", marks=pytest.mark.slow)])
 def test_columns_rows_and_a_head_over_the_vocabulary_are_found_for_a_gpt(case):
     assert {path: paths(case)[path] for path in MEGATRON} == MEGATRON
@@ -100,20 +100,20 @@ def test_residuals_of_an_unrolled_gpt_are_split_by_tokens():
     assert traffic["reduce-scatter"] > 50 * traffic["all-reduce"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_scan_has_the_names_of_its_unrolled_layers():
     stacked = {path: names[1:] if path.startswith("blocks") else names for path, names in paths("scanned").items()}
     matrices = {path: names for path, names in paths("gpt").items() if not path.endswith("scale")}
     assert {path: stacked[path] for path in matrices} == matrices
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_heads_that_do_not_divide_stay_whole_and_the_attention_is_split_by_tokens():
     assert {paths("few kv heads")[f"blocks/attention/{name}/kernel"] for name in "qkvo"} == {(None, None)}
     assert ("batch", None, None, "tokens", None) in found("few kv heads").specs.activations.values()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_experts_are_split_and_their_router_is_whole():
     names = paths("mixture")
     assert names["blocks/mixer/up"] == names["blocks/mixer/down"] == ("experts", None, None)
@@ -121,7 +121,7 @@ def test_experts_are_split_and_their_router_is_whole():
     assert found("mixture").solution.traffic["all-to-all"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_residual_network_is_data_parallel_but_for_its_last_matrices():
     names = found("resnet", examples=True).specs.paths
     whole = [path for path, dims in names.items() if not any(dims)]
@@ -144,7 +144,7 @@ def test_long_rows_are_split_by_tokens_and_context_is_named():
     assert {dims[1] for dims in specs.specs.activations.values() if len(dims) == 3} == {"tokens"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_convolutions_are_split_by_examples_and_dense_layers_by_columns_and_rows():
     names = paths("pictures", examples=True)  # "one weird trick": Krizhevsky 2014
     assert {each for path, dims in names.items() if path.startswith("convs") for each in dims} == {None}
@@ -181,7 +181,7 @@ def test_a_linen_model_has_columns_rows_and_a_head_over_the_vocabulary():
     assert names["Dense_4/kernel"] == (None, "vocab")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_less_memory_changes_the_choice_until_nothing_fits():
     free = found("pictures")
     tight = found("pictures", memory=0.9 * free.solution.memory)
@@ -194,7 +194,7 @@ def test_less_memory_changes_the_choice_until_nothing_fits():
     assert found("pictures", memory=parse_bytes(least)).solution.memory <= parse_bytes(least)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_equal_layers_have_equal_names():
     # one pattern for all layers of a matrix is written only if all have the same names
     blocks = [path for path in found("gpt").specs.paths if path.startswith("blocks/")]

@@ -298,6 +298,7 @@ def test_a_job_with_problems_is_refused_with_all_of_them(tmp_path, capsys):
     assert "fdsp" in words
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("specs", ["", "found"])
 def test_a_written_job_is_checked_trains_and_has_the_layout_that_was_found(specs, tmp_path, capsys):

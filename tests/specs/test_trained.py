@@ -75,7 +75,7 @@ def split_over_tensor(layout):
     return [path for path, place in layout.placements.items() if "tensor" in str(place.stored)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("case", "layout"),
     some(
@@ -91,6 +91,7 @@ def test_found_layouts_train_as_one_device_does(case, layout):
     plain_loop.assert_alike(train(composed, case), plain(case))
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize("numerics", some([{"accumulate": 2}, {"remat": "full"}], [], [{"accumulate": 2}]), ids=str)
 def test_found_layouts_accumulate_and_recompute(numerics):
     composed = jp.compose(CASES["gpt"][0], found("gpt", "tensor 4, fsdp 2").parallel)
@@ -98,7 +99,7 @@ def test_found_layouts_accumulate_and_recompute(numerics):
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("sizes", [{"tensor": 4, "fsdp": 2}, {"tensor": 2}], ids=["of two", "of one"])
 def test_one_example_on_a_device_has_names_too(sizes):
     model, loss, _ = CASES["gpt"]
@@ -139,7 +140,7 @@ def test_a_loss_may_pass_constants_where_the_example_call_has_inputs():
     plain_loop.assert_alike(result, plain_loop.train(Masked, Masked, unmasked, SGD, batch))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_decoder_keeps_the_constraints_of_its_own_layers():
     config = jp.DecoderConfig(vocab=64, seq=LENGTH, dim=32, layers=2, heads=4)
     batch = {"inputs": TEXTS["x"], "targets": TEXTS["y"]}
@@ -158,14 +159,14 @@ def test_found_layouts_train_in_bf16_as_one_device_does():
     np.testing.assert_allclose(losses, alone, rtol=2e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_examples_over_tensor_train_as_one_device_does():
     model, loss, batch = CASES["pictures"]
     specs = jp.find_specs(model, loss, batch, jp.Parallel(tensor=4, fsdp=2), examples=True)
     plain_loop.assert_alike(train(jp.compose(model, specs.parallel), "pictures"), plain("pictures"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_with_an_example_finds_its_specs_in_compose():
     model, _, batch = CASES["gpt"]
     layout = jp.compose(jp.from_nnx(model, batch["x"]), jp.Parallel(tensor=4, fsdp=2, specs="found"))
@@ -174,7 +175,7 @@ def test_a_model_with_an_example_finds_its_specs_in_compose():
     plain_loop.assert_alike(train(layout, "gpt"), plain("gpt"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_linen_model_with_an_example_finds_its_specs_in_compose():
     layout = jp.compose(jp.from_linen(LinenMlp(), TEXTS["x"]), jp.Parallel(tensor=4, fsdp=2, specs="found"))
     assert split_over_tensor(layout)
@@ -182,7 +183,7 @@ def test_a_linen_model_with_an_example_finds_its_specs_in_compose():
     plain_loop.assert_alike(train(layout, "gpt"), alone)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_pasted_names_give_the_same_program():
     model, loss, batch = CASES["lstm"]
     finder = dataclasses.replace(

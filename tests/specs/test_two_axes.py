@@ -40,7 +40,7 @@ def test_two_axes_train_as_one_device_does(case):
     plain_loop.assert_alike(train(layout, case), plain(case))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_names_of_two_axes_have_one_meaning_and_can_be_pasted():
     specs = found("lstm", fsdp=2)
     fields = ("tensor", "context", "fsdp", "paths", "activations", "rules")
@@ -52,7 +52,7 @@ def test_names_of_two_axes_have_one_meaning_and_can_be_pasted():
     assert reports[0].total == reports[1].total
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_dim_that_both_axes_cut_has_a_name_of_both():
     specs = found("gpt")
     both = [name for name, axes in specs.specs.rules.items() if axes == ("context", "tensor")]

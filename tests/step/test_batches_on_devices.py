@@ -61,6 +61,7 @@ MESHES = {
 }
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", some(MESHES, ["explicit, whole"]))
 @pytest.mark.parametrize("sizes", [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
@@ -109,7 +110,7 @@ def test_a_list_of_views_is_refused_with_a_batch_without_it(name):
         jp.fit(step, [LISTS[name]], steps=1, batch=16)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_batch_that_the_message_names_trains():
     batch = {"views": [X, Y]}
     flat = {f"views_{i}": x for i, x in enumerate(batch["views"])}
@@ -117,7 +118,7 @@ def test_the_batch_that_the_message_names_trains():
     np.testing.assert_allclose(trained(flat, views, sizes={"data": 2, "fsdp": 4}, accumulate=2), wanted, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "batch",
     [

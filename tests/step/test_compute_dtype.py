@@ -213,7 +213,7 @@ def test_what_stays_in_float32_is_listed_and_allowed_by_the_names_in_the_list(al
     assert "Router.__call__ (test_compute_dtype.py" in found.notes[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_gradients_of_scores_that_are_float32_are_listed_and_refused_nowhere():
     """JAX's attention on a processor: of long sequences they are more than 5 % of the FLOP, and no author's."""
     settings = jp.DecoderConfig(vocab=VOCAB, seq=128, layers=1, dim=32, heads=2, hidden=32)
@@ -279,6 +279,7 @@ AUTHORS = {
 }
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", some(AUTHORS, [], ["qwen3", "gpt2", "normed", "bridged", "back"]))
 def test_a_model_as_its_author_wrote_it_is_computed_in_bf16(name):
@@ -288,7 +289,7 @@ def test_a_model_as_its_author_wrote_it_is_computed_in_bf16(name):
     assert {each.function for each in found.high_precision} == kept
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
 def test_gpus_compute_in_bf16_all_but_what_is_listed():
     model = partial(bare.Gemma, 64, 32, 64, 4, 1, 8)
@@ -297,6 +298,7 @@ def test_gpus_compute_in_bf16_all_but_what_is_listed():
     assert any("not bf16" in note and "grouped (unannotated.py:" in note for note in report.notes)
 
 
+@pytest.mark.spread(0)
 @pytest.mark.filterwarnings("ignore:.*FLOP of matmuls")  # muon's products are whole on every device
 @pytest.mark.parametrize(
     "settings",

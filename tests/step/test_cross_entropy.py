@@ -29,7 +29,7 @@ DERIVATIVES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "derivative",
     some(
@@ -50,7 +50,7 @@ def test_the_backward_pass_keeps_the_logits_as_they_are_and_numbers_per_row():
     assert [(x.dtype, x.shape) for x in kept] == [(jnp.bfloat16, LOGITS.shape)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_label_that_is_none_has_no_gradient():
     labels = LABELS.at[0, 1].set(16).at[1, 0].set(-1)
     grads = jax.grad(lambda logits: jnp.nansum(cross_entropy(logits, labels)))(LOGITS)
@@ -58,6 +58,7 @@ def test_a_label_that_is_none_has_no_gradient():
     assert grads[0, 0].any()
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     ("dtype", "vocab"),
     [
@@ -73,7 +74,7 @@ def test_labels_in_few_bits_are_the_numbers_that_they_are(dtype, vocab):
     np.testing.assert_array_equal(cross_entropy(logits, labels.astype(dtype)), cross_entropy(logits, labels))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "inputs", [pytest.param((2, 3, 4), marks=pytest.mark.slow), (2,)], ids=["embeddings", "one token a row"]
 )

@@ -41,7 +41,7 @@ def plain_logits(x, head):
     return jnp.einsum("bsd,dv->bsv", x, head)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("own", "plain", "shapes"),
     [
@@ -72,7 +72,7 @@ def test_an_own_backward_pass_is_that_of_jax_and_keeps_the_inputs_alone(own, pla
     assert sorted(kept) == sorted(shapes)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("causal", "groups"),
     some([(True, 4), (True, 2), (False, 4), (False, 2)], [(False, 4)], [(True, 2)]),
@@ -105,7 +105,7 @@ def test_attention_in_any_other_dtype_is_that_of_jax(dtype):
     assert texts[0] == texts[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @absent
 def test_attention_in_float32_computes_its_shares_once_on_a_gpu():
     """Left to itself XLA computes them again for the backward pass, and for that keeps scores."""
@@ -133,7 +133,7 @@ def gradients(x, head, labels):
     return jax.grad(lambda x, head: jnp.sum(cross_entropy(logits(x, head), labels)), argnums=(0, 1))(x, head)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @absent
 def test_loss_and_head_need_one_array_as_large_as_the_logits_on_a_gpu():
     device = jp.target_devices("h100:1x8")[0]

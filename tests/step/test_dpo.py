@@ -148,7 +148,7 @@ def plain(params):
     return np.array(rows), params
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_cube_trains_as_plain_optax_does_and_the_reference_keeps_its_bits():
     model = jp.add_reference(Policy)
     begun = jp.init_state(jp.compose(model, jp.Parallel(), jax.devices()[:1]), ADAM, seed=1).params
@@ -164,7 +164,7 @@ def test_a_cube_trains_as_plain_optax_does_and_the_reference_keeps_its_bits():
             assert (value == by_path(start)[path]).all()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_reference_has_no_optimizer_state_and_is_sharded_as_the_model_is():
     layout = jp.compose(jp.add_reference(Policy), CUBE)
     optimizer = jp.freeze(ADAM, ["reference"])
@@ -182,7 +182,7 @@ def test_a_reference_has_no_optimizer_state_and_is_sharded_as_the_model_is():
     assert moved == set(copies.values())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*each device computes")
 @pytest.mark.parametrize("base", ["float", pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_model_with_adapters_is_its_own_reference(base):

@@ -72,7 +72,7 @@ def plain(params, state, batch):
     return optax.apply_updates(params, updates), state
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:Staged. each device computes")
 @pytest.mark.parametrize("layout", some(LAYOUTS, ["2x2x2, accumulate 2"], ["zero 3", "pipe", "bf16 gradients"]))
 def test_what_does_not_count_has_no_gradient(layout):
@@ -95,7 +95,7 @@ def test_what_does_not_count_has_no_gradient(layout):
     assert int(state.optimizer[0].count) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_update_of_a_pipeline_without_a_flush_is_by_zeros_where_nothing_counts():
     how = jp.Pipeline(schedule="1f1b", microbatches=4, weights="stash")
     layout = jp.compose(STAGED, jp.Parallel(pipe=2, pipeline=how), jax.devices()[:2])
@@ -107,7 +107,7 @@ def test_an_update_of_a_pipeline_without_a_flush_is_by_zeros_where_nothing_count
     assert_same_arrays(state.params, jax.tree.map(lambda x: x * 0.99**4, before))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_replica_in_which_nothing_counts_stays_where_it_is():
     """Between two meetings each steps by its own rows."""
     layout = jp.compose(STAGED, jp.Parallel(data=2, exchange=jp.Exchange("local", every=8)), jax.devices()[:2])
@@ -136,7 +136,7 @@ def test_microbatches_of_float16_in_which_nothing_counts():
     assert metrics["grad_norm"] == 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_members_of_a_population_remember_no_loss_of_nothing():
     values = {"learning_rate": (0.1, 0.2)}
     exchange = Pbt(values=values, every=8)

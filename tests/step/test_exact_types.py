@@ -153,7 +153,7 @@ def plain(kind):
     return losses, nnx.traversals.unflatten_mapping(stored)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", some(LOSSES, ["type of the model"]))
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=MARKS.get(name, [pytest.mark.full])) for name in LAYOUTS])
 def test_a_loss_that_asks_for_exact_types_is_that_of_flax(kind, layout):

@@ -77,6 +77,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_only_activations_are_named_and_training_is_that_of_one_device(case, monkeypatch):

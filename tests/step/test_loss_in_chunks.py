@@ -46,7 +46,7 @@ def loss_of(how, labels, weights):
     return lambda x, head: sum_of_losses(how, x, head.T if how.table else head, labels, weights)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("table", [False, True])
 @pytest.mark.parametrize(
     "chunks", [pytest.param(1, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full), 5]
@@ -70,7 +70,7 @@ def test_sums_and_gradients_are_those_of_whole_logits(table, chunks):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_label_that_is_none_is_nan_where_it_counts_and_weights_have_their_gradient():
     x, head, labels = jnp.ones((1, 2, 4)), jnp.eye(4, 6), jnp.array([[1, 9]])
     loss = partial(sum_of_losses, Chunks(TokenSharding(), 2, False, 6), x, head, labels)
@@ -105,7 +105,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", some(LAYOUTS, ["ZeRO-1, tied, microbatches"], ["context", "pipeline"]))
 def test_every_layout_trains_as_one_device_does_on_whole_logits(case):
     sizes = LAYOUTS[case]
@@ -116,7 +116,7 @@ def test_every_layout_trains_as_one_device_does_on_whole_logits(case):
     assert any("chunks of" in note for note in step.layout.notes)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_few_logits_are_made_by_the_program_that_knows_no_chunks():
     def plain(model, batch):
         targets, made = batch["targets"], model(batch["inputs"])
@@ -177,7 +177,7 @@ MODELS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", some(MODELS, ["tied"], ["linen"]))
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_a_model_of_a_user_offers_a_method_and_a_name(model, precision):
@@ -217,7 +217,7 @@ def test_what_does_not_offer_itself_is_asked_for_its_logits(model):
     assert not any("logits" in note for note in step.layout.notes)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "model",
     ["tied", pytest.param("linen", marks=pytest.mark.slow), pytest.param("decoder", marks=pytest.mark.full)],
@@ -279,7 +279,7 @@ def test_a_layout_notes_large_logits_and_explains_all_of_them(tokens, shown):
     assert with_logits(layout, size) is layout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @absent
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_long_sequences_need_a_fifteenth_of_the_memory_of_whole_logits_on_a_gpu(dtype):
@@ -316,7 +316,7 @@ def payloads(parallel, loss, **numerics):
     return sums
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @absent
 @pytest.mark.parametrize(
     "sizes",

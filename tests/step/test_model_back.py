@@ -78,7 +78,7 @@ def composed(model, sizes, **kwargs):
     return jp.compose(model, jp.Parallel(**sizes, **kwargs), jax.devices()[: int(np.prod([*sizes.values(), 1]))])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", NNX)
 def test_an_nnx_model_predicts_as_in_plain_flax(case):
     factory, sizes = NNX[case]
@@ -95,7 +95,7 @@ def test_an_nnx_model_predicts_as_in_plain_flax(case):
     check_close(logits(alone), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("sizes", [{}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
 def test_a_linen_model_is_bound_and_predicts_as_in_plain_flax(sizes):
     layout = composed(models()["linen"], sizes)
@@ -120,7 +120,7 @@ def trained(exchange=None, optimizer=ADAM, steps=3):
     return layout, step, history, state
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_model_of_averaged_parameters_is_the_evaluated_one():
     layout, step, history, state = trained(optimizer=optax.chain(ADAM, ema_params(0.5)))
     weights = np.array([0.25, 0.5, 1.0]) / 1.75  # decay 0.5, without the initial parameters
@@ -133,7 +133,7 @@ def test_the_model_of_averaged_parameters_is_the_evaluated_one():
     np.testing.assert_allclose(losses.sum() / batch["mask"].sum(), total / count, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_adapters_come_back_merged():
     scale, rank, layers, dim, heads = 8 / 2, 2, 4, 16, 4
     adapted = jp.add_lora(decoder, rank=rank, alpha=8, paths=["blocks/attention/query"])
@@ -149,7 +149,7 @@ def test_adapters_come_back_merged():
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "settings"), [("local", {"every": 2}), ("diloco", {"every": 2})])
 def test_replicas_come_back_as_their_global_model_or_one_by_one(name, settings):
     layout, step, _, state = trained(jp.Exchange(name, **settings))

@@ -20,6 +20,7 @@ def updated(optimizer, norm):
     return with_norm(lambda x: optimizer.update(x, optimizer.init(x), x)[0], GRADIENTS, jnp.float32(norm))
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize("rest", [optax.identity(), pytest.param(optax.scale_by_trust_ratio(), marks=pytest.mark.slow)])
 def test_an_optimizer_that_clips_takes_the_norm_that_is_there(rest):
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), rest)
@@ -29,6 +30,7 @@ def test_an_optimizer_that_clips_takes_the_norm_that_is_there(rest):
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), updated(optimizer, norm), expected)
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -61,7 +63,7 @@ def test_what_an_optimizer_prints_is_still_made(capsys):
     assert "largest 5.0" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_travels_for_norm_and_clipping_is_one_number():
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0))
     layout = jp.compose(MODEL, jp.Parallel(data=2, fsdp=2, tensor=2), jax.devices())
@@ -74,7 +76,7 @@ def test_what_travels_for_norm_and_clipping_is_one_number():
     np.testing.assert_allclose(step(state, batch)[1]["grad_norm"], optax.tree.norm(gradients), rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_gradients_of_16_bits_wait_for_the_norm_in_16_bits():
     """A barrier stores what it waits for; in float32 that would be a copy of all gradients."""
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0))

@@ -56,6 +56,7 @@ def losses(model, remat, **told):
     return found
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize("model", some(MODELS, [], ["decoder", "nn.scan"]))
 def test_losses_are_those_of_full_to_the_bit(model):
     assert losses(model, "offload") == losses(model, "full")
@@ -91,7 +92,7 @@ def test_a_pipeline_is_refused_with_the_way_out():
         jp.train_step(layout, jp.next_token_loss, optax.sgd(1.0), remat="offload")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @absent
 def test_the_device_is_rid_of_the_inputs_of_layers_and_the_host_has_them():
     layers, rows, seq, dim = 8, 8, 1024, 256

@@ -131,35 +131,35 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", some(LAYOUTS, ["2x2x2"], ["fsdp 8, zero 3"]))
 def test_scales_of_fp8_are_those_of_plain_flax(layout):
     assert_as_plain(Net(), LAYOUTS[layout])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("op", [pytest.param("Fp8DotGeneralOp", marks=pytest.mark.slow), "NANOOFp8DotGeneralOp"])
 def test_each_of_flaxs_fp8_matmuls(op):
     assert_as_plain(Net(op), {"data": 2})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_layers_in_a_scan_have_scales_of_their_own():
     assert_as_plain(Net(scan=True), {"data": 2, "fsdp": 2})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_users_own_variable_of_that_kind():
     assert_as_plain(Largest(), {"data": 2})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("sizes", [pytest.param({"data": 4}, marks=pytest.mark.slow), {"fsdp": 8, "zero": 1}], ids=str)
 def test_microbatches_leave_the_larger_values(sizes):
     assert_as_plain(Net(), sizes, accumulate=2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_large_history_is_kept_in_pieces_and_an_evaluation_leaves_it_alone():
     state, step = assert_as_plain(Net(length=2**14), {"fsdp": 4})
     history = state.model_state["collections"][COLLECTION]["Dense_0"]["Fp8DirectDotGeneralOp_0"]["input_amax_history"]
@@ -169,7 +169,7 @@ def test_a_large_history_is_kept_in_pieces_and_an_evaluation_leaves_it_alone():
     np.testing.assert_array_equal(history, before)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_loss_with_a_key_and_remat_change_nothing():
     def keyed(model, batch, key):
         total, count = loss(model, batch)
@@ -178,7 +178,7 @@ def test_a_loss_with_a_key_and_remat_change_nothing():
     assert_as_plain(Net(), {"data": 2}, loss=keyed, accumulate=2, remat="full")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bf16_takes_products_of_float8_for_what_they_are():
     model = jp.from_linen(Net(), jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32))
     params, losses, _, _, step = trained(model, {"data": 2}, precision="bf16")
@@ -186,7 +186,7 @@ def test_bf16_takes_products_of_float8_for_what_they_are():
     np.testing.assert_allclose(losses, plain(Net(dtype=jnp.bfloat16), params)[0], rtol=1e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_replicas_that_step_apart_have_scales_of_their_own_rows():
     module = Net()
     model = jp.from_linen(module, jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32))
@@ -196,7 +196,7 @@ def test_replicas_that_step_apart_have_scales_of_their_own_rows():
     np.testing.assert_allclose(ops["input_amax_history"][:, 0], np.abs(newest).max(1), rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_linen_module_inside_of_nnx():
     class Bridged(nnx.Module):
         def __init__(self, rngs):

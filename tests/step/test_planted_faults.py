@@ -124,7 +124,7 @@ def unflushed(data):
     return step(jp.init_state(layout, MOMENTUM, seed=1), next(batches(1)))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_replicas_of_a_stage_count_once_in_the_norm_of_its_gradients():
     """With weights that change within the step; the microbatches of two replicas are those of one."""
     np.testing.assert_allclose(unflushed(2)[1]["grad_norm"], unflushed(1)[1]["grad_norm"], rtol=1e-5)

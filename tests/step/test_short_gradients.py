@@ -84,6 +84,7 @@ def assert_close(gradient, kernel, tolerance):
     return np.linalg.norm(true)
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize("dtype", SHORT, ids=["float16", "bfloat16"])
 @pytest.mark.parametrize(
     ("sizes", "accumulate"),
@@ -115,6 +116,7 @@ def test_float32_parameters_that_are_multiplied_in_float16_do_not_overflow_by_ac
     assert_close(made["w"]["kernel"], params["w"]["kernel"], 2e-3)
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     "exchange",
     [jp.Exchange("local", every=4), pytest.param(jp.Exchange("powersgd", smallest=128), marks=pytest.mark.slow)],
@@ -141,6 +143,7 @@ PIPES = {
 }
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Layers. each device computes")  # the head is too small for its names
 @pytest.mark.parametrize("sizes", some(PIPES.values(), [PIPES["zero 2"]]), ids=PIPES)

@@ -58,7 +58,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:Small.* times its share")  # Muon's matmuls are of whole updates, on every device
 @pytest.mark.parametrize("name", some(OPTIMIZERS, ["sgd"], ["lion", "muon"]))
 def test_any_optax_chain_equals_one_device_and_is_sharded(name):
@@ -72,6 +72,7 @@ def test_any_optax_chain_equals_one_device_and_is_sharded(name):
     assert all(x.addressable_shards[0].data.size < x.size for x in big)
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize("kind", some(["annotated", "bare", "linen"], [], ["annotated"]))
 def test_bf16_runs_its_products_in_bf16_and_keeps_float32_masters(kind):
     losses, state, step = train(models()[kind], CUBE, precision="bf16", steps=3, loss=float32_loss)
@@ -96,7 +97,7 @@ def float32_loss(model, batch):
     return token_loss(Upcast(), batch)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bf16_that_would_silently_be_float32_is_refused():
     class Stubborn(Small):
         def __call__(self, tokens):
@@ -130,7 +131,7 @@ def test_ragged_matmuls_are_counted_among_the_others():
     assert (kept.function, kept.operands) == ("experts", "f32[8x16] * f32[4x16x8]")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_offload_keeps_the_optimizer_in_host_memory_and_the_numbers_bitwise():
     want, reference, _ = train(Small, CUBE, steps=3)
     got, state, _ = train(Small, CUBE, steps=3, offload=True)
@@ -152,7 +153,7 @@ def test_offload_is_refused_where_there_is_no_host_memory(monkeypatch):
         jp.init_state(layout, optax.sgd(0.1), offload=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("policy", some(POLICIES, ["full"], ["dots"]))
 def test_every_remat_policy_gives_the_same_losses_bitwise_in_order(policy):
     want, _, _ = on_one_device(models()["annotated"], steps=2)
@@ -160,7 +161,7 @@ def test_every_remat_policy_gives_the_same_losses_bitwise_in_order(policy):
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_full_remat_of_a_scanned_decoder_needs_less_memory():
     def temporary(policy):
         settings = jp.DecoderConfig(vocab=32, seq=64, layers=8, dim=32, heads=2)
@@ -203,7 +204,7 @@ def test_the_reported_loss_is_the_sum_over_tokens_divided_once():
     assert evaluated[0] / evaluated[1] == pytest.approx(want, rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_global_norm_clipping_sees_the_whole_gradient():
     chain = optax.chain(optax.clip_by_global_norm(1e-3), optax.sgd(1.0))
     before = jp.init_state(jp.compose(Small, CUBE), chain, seed=1).params
@@ -214,7 +215,7 @@ def test_global_norm_clipping_sees_the_whole_gradient():
     assert float(optax.tree.norm(moved)) == pytest.approx(1e-3, rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_hundred_unblocked_steps_do_not_deadlock_the_simulated_mesh():
     layout = jp.compose(Small, CUBE)
     chain = optax.sgd(0.1)
@@ -226,7 +227,7 @@ def test_a_hundred_unblocked_steps_do_not_deadlock_the_simulated_mesh():
     assert np.isfinite(float(metrics["loss"]))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_device_and_no_host_buffer_ever_holds_the_whole_model():
     """The initial program's own buffers, as compiled: nothing on a device is as large as the model."""
     from jaxpar.step.state import abstract, initializer, shardings
@@ -249,7 +250,7 @@ def test_no_device_and_no_host_buffer_ever_holds_the_whole_model():
     assert made.temp_size_in_bytes < whole / 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_state_born_sharded_has_the_same_numbers_on_every_layout():
     want = jp.init_state(jp.compose(Small, jp.Parallel(), jax.devices()[:1]), optax.sgd(0.1), seed=3).params
     for parallel in (jp.Parallel(data=8), jp.Parallel(fsdp=8), CUBE):

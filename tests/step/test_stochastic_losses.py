@@ -72,7 +72,7 @@ def of(sizes):
     return tuple(sizes.items())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("sizes", some(LAYOUTS.values(), [LAYOUTS["2x2x2"]]), ids=LAYOUTS)
 def test_every_layout_draws_what_one_device_does(sizes):
     losses, *drawn = run(of(sizes))
@@ -81,7 +81,7 @@ def test_every_layout_draws_what_one_device_does(sizes):
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_microbatches_of_a_pipeline_draw_what_accumulated_ones_do():
     pipe = run(of({"pipe": 2}), pipeline=of({"microbatches": 2}))
     losses, drawn, _ = run(of(ONE), accumulate=2)
@@ -89,7 +89,7 @@ def test_microbatches_of_a_pipeline_draw_what_accumulated_ones_do():
     np.testing.assert_allclose(pipe[0], losses, rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_steps_and_seeds_draw_other_numbers_and_evaluations_the_same():
     _, (first, second), evaluated = run(of(ONE))
     assert first != second
@@ -148,7 +148,7 @@ seed = 1
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_gives_its_loss_keys_of_its_seed():
     job = loads(JOB, allow_import=True)
     assert not check(job)

@@ -25,7 +25,7 @@ def launches(**sizes):
     return compiled(step_subject(step, batch).lowered, layout.device_mesh).launches
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_sums_of_all_layers_are_one(monkeypatch):
     assert launches(data=8) < SHAPE["layers"]
     monkeypatch.setattr(find, "SMALL", 0)

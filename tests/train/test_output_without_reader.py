@@ -33,7 +33,7 @@ def end(run):
     return err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_training_goes_on_when_the_reader_has_seen_enough(tmp_path):
     write(tmp_path, steps=400, seconds=0)
     run = start(tmp_path, "train", "job.toml")

@@ -97,7 +97,7 @@ def whole(folder):
     return folder / "whole"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_writes_what_it_did(whole, folder):
     made = rows(whole)
     assert [row["step"] for row in made] == list(range(1, 41))
@@ -113,7 +113,7 @@ def test_a_run_writes_what_it_did(whole, folder):
     assert json.loads((folder / "whole.json").read_text())["step"] == 40
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_resolved_job_is_the_same_job(whole, capsys):
     resolved = load(whole / "job.toml")
     assert (resolved.train.steps, resolved.model["dim"], resolved.parallel.fsdp) == (40, 32, 2)
@@ -127,7 +127,7 @@ def test_latest_and_best_checkpoints_are_kept(whole):
     assert kept == {35, 40} | {min(evaluated, key=lambda step: evaluated[step])}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_finished_run_has_nothing_to_do(whole, folder):
     before = losses(whole)
     assert "nothing to do" in run("train", folder / "job.toml", f"run.dir={whole}").stdout
@@ -141,6 +141,7 @@ def test_the_same_job_again_is_the_same_run_bit_for_bit(whole, folder):
     assert losses(folder / "again") == losses(whole)
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize("number", some([signal.SIGTERM, signal.SIGINT], [], [signal.SIGTERM]))
 def test_a_signal_finishes_the_step_saves_and_goes_on(whole, folder, number):
     target = folder / f"stopped{number}"
@@ -158,7 +159,7 @@ def test_a_signal_finishes_the_step_saves_and_goes_on(whole, folder, number):
     assert sum(got[step] != row for step, row in want.items()) <= 1
 
 
-@pytest.mark.slow  # train/test_kills.py kills a loop ten times
+@pytest.mark.nightly
 def test_a_command_that_is_killed_goes_on_with_the_same_losses(whole, folder):
     """Twice, while it trains; `train/test_kills.py` kills more often, and at worse moments."""
     target, moments = folder / "killed", random.Random(0)
@@ -222,7 +223,7 @@ def test_a_run_that_breaks_between_a_save_and_its_evaluation_evaluates_when_it_g
     assert all(got[step][-1] is not None for step in (2, 4))
 
 
-@pytest.mark.slow  # checkpoint/test_restore.py has such pairs, without a job
+@pytest.mark.nightly
 def test_a_pipeline_that_was_stopped_goes_on_bit_for_bit(folder):
     job, target = write_job(folder), folder / "pipe_stopped"
     want = here(job, folder / "pipe", "pipe")
