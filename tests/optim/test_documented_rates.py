@@ -22,5 +22,5 @@ def test_the_first_step_of_a_warm_up_has_rate_zero_and_the_one_after_it_the_high
 
 def test_the_documentation_says_so():
     said = " ".join(str(Optimizer.__doc__).split())
-    assert "moves no parameter" in said
+    assert "the first step has rate 0 and changes no parameter" in said
     assert "after the last step" in said

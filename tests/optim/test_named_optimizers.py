@@ -351,7 +351,7 @@ def test_muon_says_what_it_leaves_to_adamw_and_is_refused_where_that_is_all():
 
     (said,) = notes(convolutions)
     assert "muon: 1 of 25 parameters orthogonal, 24 updated by AdamW; " in said
-    assert "by their two dims, which have no names: head/kernel; " in said
+    assert "because they have two dims, without names: head/kernel; " in said
     assert said.endswith("no dim names show which dims form a matrix: blocks/0/conv1/kernel and 8 more")
     (problem,) = check(loads(f"{convolutions}\nfreeze = ['head']"))  # all that is left has four dims, or one
     assert "muon: 0 of 23 parameters orthogonal" in problem.got

@@ -108,7 +108,7 @@ def test_a_time_that_is_none_is_refused(seconds):
 
 @pytest.mark.parametrize("wrong", [{"kind": "scatter"}, {"group": 1}, {"size": 0}])
 def test_what_is_no_collective_is_refused(wrong):
-    with pytest.raises(JaxparError, match="one of all-reduce"):
+    with pytest.raises(JaxparError, match="a timing is of all-reduce"):
         Timing(**{"kind": "all-gather", "group": 8, "size": 4096, "seconds": 1.0} | wrong)
 
 

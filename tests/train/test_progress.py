@@ -25,5 +25,5 @@ def test_a_line_has_no_speed_of_simulated_devices():
 
 
 def test_a_job_counts_what_its_loss_counts():
-    units = [counted_unit(loads(f'[train]\nloss = "{loss}"')) for loss in ("next_token", "classify", "my.loss:sums")]
-    assert units == ["tokens", "examples", "loss terms"]
+    losses = {"next_token": "tokens", "classify": "examples", "dpo": "pairs", "my.loss:sums": "loss terms"}
+    assert {loss: counted_unit(loads(f'[train]\nloss = "{loss}"')) for loss in losses} == losses
