@@ -69,7 +69,7 @@ class Keywords:
         rule = f"{cls.__name__} takes keywords: {', '.join(names)}"
         problems = [Problem(f"{cls.__name__}({value!r:.60})", rule, f"{names[0]}={value!r:.60}") for value in args]
         problems += [
-            Problem(f"{cls.__name__}({key}={kwargs[key]!r:.60})", rule, cls.instead_of(key, kwargs[key], names))
+            Problem(f"{cls.__name__}({key}={kwargs[key]!r:.60})", rule, cls.keyword_fix(key, kwargs[key], names))
             for key in kwargs
             if key not in names
         ]
@@ -78,7 +78,7 @@ class Keywords:
         return super().__new__(cls)
 
     @classmethod
-    def instead_of(cls, key: str, value: Any, names: Sequence[str]) -> str:
+    def keyword_fix(cls, key: str, value: Any, names: Sequence[str]) -> str:
         """Returns the fix for a keyword that the class does not have, of the names that it has."""
         return suggest(key, names)
 

@@ -76,8 +76,9 @@ def thin_out(items):
         for item in cases:
             if item not in chosen:
                 item.add_marker(pytest.mark.full)
+        slow_cases = spread_over(chosen, most)
         for item in chosen:
-            if item not in spread_over(chosen, most):
+            if item not in slow_cases:
                 item.add_marker(pytest.mark.nightly)
 
 

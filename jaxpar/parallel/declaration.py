@@ -117,9 +117,9 @@ class Parallel(Keywords):
                 object.__setattr__(self, key, {each: _blank_to_none(dims) for each, dims in names.items()})
 
     @classmethod
-    def instead_of(cls, key: str, value: Any, names: Sequence[str]) -> str:
+    def keyword_fix(cls, key: str, value: Any, names: Sequence[str]) -> str:
         """Returns the fix for a keyword without a field; an axis of the mesh may be one."""
-        return size_setting(key, value) if key in AXES else super().instead_of(key, value, names)
+        return size_setting(key, value) if key in AXES else super().keyword_fix(key, value, names)
 
     @property
     def sizes(self) -> dict[str, int]:
