@@ -238,6 +238,8 @@ def test_what_comes_next_travels_while_a_turn_is_worked_on(kernel):
     hops, alone = Counter(), 0
     for ops in module.computations.values():
         done = {op.operands[0]: at for at, op in enumerate(ops) if op.opcode == "collective-permute-done"}
+        # the last hop has nothing to run beside, and XLA of jax 0.12 does not start it apart
+        alone += sum(op.opcode == "collective-permute" and RING in op.attributes for op in ops)
         for at, op in enumerate(ops):
             if op.opcode == "collective-permute-start" and RING in op.attributes:
                 between = ops[at : done[op.name]]
