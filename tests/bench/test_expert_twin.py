@@ -74,6 +74,7 @@ def jaxpar():
     return losses_of_jaxpar(batches(4), {"data": 8})
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "how"),

@@ -361,7 +361,7 @@ def test_constants_are_fitted_on_matmuls_and_the_smallest_model_and_judged_on_th
     assert "memory 0.600 of its bandwidth.\nJudged: 350m " in said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rehearsal_goes_from_predictions_to_a_record(tmp_path, monkeypatch, capsys):
     folder = str(tmp_path / "day")
     here = lambda command, *, limit, log, environment: Ended(one_stage(command[3:]), 1.0, "")  # noqa: E731

@@ -31,7 +31,7 @@ def test_tests_on_gpus_have_no_simulated_devices():
     assert ran(sys.executable, "-c", code).stdout.splitlines()[-1] == "1"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_asking_the_simulated_tests_for_gpus_is_refused_with_the_way_out():
     done = ran(sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR

@@ -30,7 +30,7 @@ def trained(monkeypatch):
     return asked
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_method_is_held_to_the_loss_of_an_all_reduce_and_a_stopped_bench_goes_on(trained, tmp_path, capsys):
     out, found = str(tmp_path / "rows.jsonl"), tmp_path / "found.json"
     words = [QUICKSTART, "--only", "diloco", "--only", "topk", "--only", "sign without feedback"]

@@ -83,7 +83,7 @@ def test_the_twin_is_frozen():
     assert hashlib.sha256(Path(twin.__file__).read_bytes()).hexdigest() == FROZEN
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "sizes", [{"expert": 4, "data": 2}, pytest.param({"expert": 8}, marks=pytest.mark.full)], ids=["4 x data 2", "8"]
 )

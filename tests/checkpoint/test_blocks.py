@@ -66,7 +66,7 @@ def test_boxes_fill_an_array_in_order_and_none_is_too_large(shape, itemsize, lar
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("before", SPECS)
 def test_what_one_sharding_saves_any_other_restores_bit_for_bit(before, tmp_path, monkeypatch):
     monkeypatch.setattr(array_files, "cut_boxes", partial(blocks.cut_boxes, largest=40))

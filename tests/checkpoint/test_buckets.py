@@ -129,7 +129,7 @@ def test_reading_leaves_the_copy_of_a_run_alone(store):
     assert seen == [True, True]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_bucket_that_is_away_for_a_while_is_said_and_has_all_at_the_end(store, monkeypatch):
     put, failures = store.put_file, []
 

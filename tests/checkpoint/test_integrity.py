@@ -92,7 +92,7 @@ def test_what_was_saved_is_restored(store):
     assert store.said == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_thousand_random_bytes_altered_are_a_thousand_found(run):
     """Any byte of any file, a large file as likely as a small one, and the list of hashes itself."""
     moments, found, hit = random.Random(0), 0, set()
@@ -375,7 +375,7 @@ show_every = 1
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.xdist_group("integrity")
 def test_a_run_on_a_disk_that_is_full_for_a_while_loses_nothing(disk, tmp_path):
     numbers = np.random.default_rng(0)

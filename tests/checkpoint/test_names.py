@@ -136,7 +136,7 @@ def test_a_job_does_not_jump_over_steps_nor_write_them_twice(tmp_path):
     assert [row["step"] for row in hooks.rows(tmp_path)] == list(range(1, 9))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_new_run_does_not_begin_with_a_step_that_was_never_saved(tmp_path):
     hooks.run(tmp_path / "old", "train.steps=4")
     (tmp_path / "old/checkpoints/000004").rename(tmp_path / "old/checkpoints/000006")

@@ -274,7 +274,7 @@ def test_a_decoder_leaves_as_safetensors_and_comes_back_bit_for_bit(tmp_path, ca
     assert "a format is jaxpar, safetensors" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_statistics_are_taken_with_the_parameters(tmp_path):
     chain, parallel = optax.sgd(0.1), jp.Parallel(data=8)
     _, state, step = tiny.train(tiny.models()["bare"], parallel, steps=1, chain=chain)

@@ -67,7 +67,7 @@ def test_a_process_ends_with_its_supervisor_and_not_before_whatever_is_closed(tm
             supervisors[closed].communicate()
 
 
-@pytest.mark.spread(1)
+@pytest.mark.spread(0)
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize(
     "verb",

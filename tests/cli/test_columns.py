@@ -38,6 +38,7 @@ def test_folded_lines_are_no_longer_than_the_width_and_keep_their_words(text, wi
     assert fold(text, 0) == text
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize("width", [pytest.param(80, marks=pytest.mark.full), pytest.param(120, marks=pytest.mark.slow)])
 def test_a_plan_fits_a_terminal(width, monkeypatch, capsys):
     job = [CONFIG, "train.global_batch=256", "--devices", "64", "--advise"]

@@ -222,7 +222,7 @@ def test_conversations_longer_than_a_row_are_counted(folder, tmp_path):
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", some(WRITERS, ["parquet"]))
 def test_learned_tokens_are_those_of_transformers(kind, folder, tmp_path):
     """Per row: ids and assistant masks of `apply_chat_template` on the same conversations."""

@@ -152,7 +152,7 @@ class Told(nnx.Module):
         return self.head(jnp.einsum("bst,btd->bsd", weights, v))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_loss_of_packed_rows_and_its_gradient_are_those_of_each_document_alone(folder, tmp_path):
     path = write(tmp_path / "a.jsonl", talks(60))
     spec = {

@@ -92,7 +92,7 @@ def grain_stream(shard=0, shards=1, count=100):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_stream_of_grain_goes_on_from_its_state_and_not_from_its_start(tmp_path, monkeypatch):
     pytest.importorskip("grain")
     monkeypatch.setattr(stateful, "EVERY", 0.0)

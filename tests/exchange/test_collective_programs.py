@@ -62,7 +62,7 @@ def ended(name, x):
     return np.stack([x.sum(0)] * group)
 
 
-@pytest.mark.spread(8)
+@pytest.mark.spread(5)
 @pytest.mark.slow
 @each_one
 @pytest.mark.parametrize("group", GROUPS)

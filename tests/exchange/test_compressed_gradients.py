@@ -154,7 +154,7 @@ def test_a_code_that_loses_little_trains_as_none(sizes):
     assert losses != expected
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"data": 4, "fsdp": 2, "zero": 0}, {"data": 2, "tensor": 4}], ids=str)
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ COUNTING = optax.GradientTransformation(
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("sizes", [WHOLE, {"data": 4, "fsdp": 2, "zero": 1}, EVERY], ids=str)
 def test_all_that_was_sent_and_all_that_is_remembered_is_all_there_was(sizes):
     """Error feedback telescopes: the sums of decoded gradients and what is remembered are the true sum."""
@@ -226,7 +226,7 @@ def by_kind(found):
 
 
 @pytest.mark.spread(2)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("sizes", some([WHOLE, EVERY], [WHOLE], []), ids=str)
 @each_code
 def test_codes_travel_as_said_and_gradients_do_not(name, sizes):

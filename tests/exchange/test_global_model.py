@@ -73,7 +73,7 @@ def saved(tmp_path, layout, state):
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("sizes", some([{"fsdp": 4}, CUBE], [CUBE]), ids=str)
 def test_a_new_run_begins_with_the_global_model(sizes, trained, tmp_path):
     name, layout, _, state = trained

@@ -132,7 +132,7 @@ def test_what_loses_nothing_trains_as_an_all_reduce(exchange, sizes):
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "sizes",
     [

@@ -37,7 +37,7 @@ def folders(tmp_path_factory):
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", ["mean", pytest.param("broadcast", marks=pytest.mark.slow)])
 def test_replicas_that_differ_go_on_as_their_mean_or_as_the_first(how, folders):
     folder, before = folders("diloco", DILOCO)

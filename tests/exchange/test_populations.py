@@ -75,7 +75,7 @@ def test_each_member_trains_as_in_a_run_of_its_own(sizes, of):
     assert len(step.programs) == 1  # for all settings
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_member_whose_numbers_are_not_finite_stands_still_and_no_other_does():
     values = {"learning_rate": (1e-2, 1e30)}
     state, rows, step = trained(composed(dict(data=2), Population(values=values)), chain.build(SPEC, STEPS, values))

@@ -22,7 +22,7 @@ def stepping(sizes, exchange=STREAMING, devices=None, **settings):
     return jp.train_step(composed(sizes, exchange, devices), loss, CHAIN, **settings)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_round_makes_what_its_steps_make():
     """Of eight steps: two fragments, sent after the third and the sixth, and applied two steps later."""
     step = stepping(WHOLE)

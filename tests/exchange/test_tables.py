@@ -76,7 +76,7 @@ def on_devices(rounds, data):
     return np.asarray(jax.jit(function)(data))
 
 
-@pytest.mark.spread(1)
+@pytest.mark.spread(0)
 @pytest.mark.parametrize("group", [8, 6, 3])
 @pytest.mark.parametrize("name", some(ALL_REDUCE, ["tree"]))
 def test_a_table_runs_on_devices_as_it_is_replayed_and_as_psum(name, group):

@@ -242,7 +242,7 @@ def test_tokens_travel_twice_each_way_and_gradients_of_experts_stay_with_their_r
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("ways", "settings"),
     [

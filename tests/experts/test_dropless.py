@@ -131,7 +131,7 @@ def test_a_decoder_of_dropless_experts_trains_as_on_one_device(sizes):
     assert_same_training(SPILL | {"buffers": 2}, sizes)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_ends_where_choices_are_refused(tmp_path):
     layout = jp.compose(decoder(REFUSE), jp.Parallel(), jax.devices()[:1])
     step = jp.train_step(layout, jp.next_token_loss, OPTIMIZER)

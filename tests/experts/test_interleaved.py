@@ -97,7 +97,7 @@ def test_logits_and_losses_are_those_of_a_loop(model):
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_decoding_goes_on_as_whole_rows(model):
     decoder, _ = model
     tokens = jax.random.randint(jax.random.key(1), (2, 7), 0, 32)
@@ -136,6 +136,7 @@ def test_dense_layers_and_experts_train_as_on_one_device(experts, layers, sizes)
             np.testing.assert_allclose(np.asarray(value), np.asarray(reference), atol=2e-6)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("got", "settings", "pipe"),

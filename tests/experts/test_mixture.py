@@ -83,7 +83,7 @@ def test_gradients_are_those_of_the_loop():
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("capacity", [1, 2, 6])
 def test_a_sum_of_slots_saves_the_smaller_of_slots_and_choices(capacity):
     numbers = np.random.default_rng(0)

@@ -179,7 +179,7 @@ def test_tests_that_a_page_names_exist():
     assert "test_at_full_rank_nothing_is_lost" in named <= there
 
 
-@pytest.mark.spread(1)
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     "job",
     [pytest.param(job, id=job.stem, marks=[pytest.mark.slow] * (job.stem not in OFTEN)) for job in JOBS],

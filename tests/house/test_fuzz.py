@@ -157,7 +157,7 @@ def test_a_text_is_read_or_refused(name, count):
     often(given(st.tuples(*parts))(lambda given: clean(read, *given)), count)()
 
 
-@pytest.mark.spread(1)
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(("name", "count"), each(FILES))
 def test_a_file_is_read_or_refused(name, count, tmp_path):
     read, texts = FILES[name]

@@ -101,7 +101,7 @@ def test_stored_outputs_are_whole_and_clean(path):
 LONG = ("00_by_hand", "03_pipelines", "07_large_batches", "08_long_sequences", "09_fine_tune", "10_experts")
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     "path",
     [

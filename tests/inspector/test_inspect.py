@@ -268,7 +268,7 @@ def test_an_axis_that_never_communicates_is_found():
     assert "idle=4" in report.flags[0].text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @gpu_compiler
 def test_what_xla_computes_again_to_save_memory_is_found():
     """Told of a smaller GPU, XLA repeats products of its own accord: as many FLOP more as the report says."""
@@ -318,7 +318,7 @@ def test_a_loop_with_an_unknown_end_is_said_to_be_unknown():
         jp.assert_collectives(report, {"data": {"all-reduce": 1}})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @gpu_compiler
 def test_the_verb_reports_writes_and_compares(tmp_path, capsys):
     job, other = "configs/zero3_fsdp8.toml", tmp_path / "other.toml"

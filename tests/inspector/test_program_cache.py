@@ -110,7 +110,7 @@ def test_a_damaged_file_is_said_and_not_read(damage, tmp_path):
         assert program_cache.read(file) is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_folder_that_cannot_be_written_is_said_and_the_report_is_made(compiles, tmp_path):
     (tmp_path / "inspected").write_text("a file where a folder should be")
     with pytest.warns(UserWarning, match=f"{tmp_path}/inspected.*; the program is (compiled again|not cached)"):

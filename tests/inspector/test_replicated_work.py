@@ -103,7 +103,7 @@ def test_an_inspection_flags_it_first():
     assert lines_of(first.text)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("batch", "begins"),
     [pytest.param("['data']", "matmuls of each device: ", marks=pytest.mark.full), ("[]", "repeated work: ")],

@@ -136,7 +136,7 @@ def test_the_scores_are_the_same_on_one_device(run):
     check_logged(run, *ONE)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_best_steps_and_one_checkpoint_choose_what_is_evaluated(run):
     wanted = logged(run)
     best = min(wanted, key=lambda step: wanted[step]["eval_loss"])

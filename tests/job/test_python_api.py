@@ -259,7 +259,7 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path):
         jp.fit(step_of(fsdp=8), Points(1), steps=2, batch=16, run=tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_of_configs_is_planned_in_any_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     plan_api._print_once.cache_clear()

@@ -1028,7 +1028,7 @@ RUNS = {
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.xdist_group("runs")
 @pytest.mark.parametrize(
     ("damage", "overrides", "words"), [pytest.param(d, o, words, id=k) for k, (d, o, *words) in RUNS.items()]
@@ -1139,7 +1139,7 @@ def test_json_has_every_problem(here, tmp_path):
     assert [sorted(problem) for problem in problems] == [["fix", "got", "rule"]] * 2
 
 
-@pytest.mark.spread(1)
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     ("verb", "wrong", "words"),
     [

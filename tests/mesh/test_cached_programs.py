@@ -21,7 +21,7 @@ print("done")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_programs_of_the_persistent_cache_end(tmp_path):
     own = {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

@@ -92,7 +92,7 @@ def test_a_plan_counts_on_the_share_that_the_user_set_and_says_so(environment, c
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.5" in half
 
 
-@pytest.mark.spread(1)
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     ("chip", "share", "fits"),
     [

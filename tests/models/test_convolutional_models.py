@@ -85,7 +85,7 @@ SMALL = {
 }  # fmt: skip
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in SMALL])
 @pytest.mark.parametrize(

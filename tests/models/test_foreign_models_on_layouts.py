@@ -57,7 +57,7 @@ def test_a_shift_of_tokens_in_a_mixed_table_is_refused_and_attention_is_not(sche
     assert found == "equal"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
 def test_what_is_compiled_for_gpus_is_read_too():
     how = jp.Parallel(**SPLIT, pipeline=jp.Pipeline(schedule="1f1b", **FOUR))

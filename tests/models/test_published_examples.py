@@ -65,7 +65,7 @@ def train(name, parallel, **numerics):
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "layout"), [case_of(case) for case in EVERY])
 def test_a_published_model_trains_as_a_plain_loop_does(name, layout):
     expected, params, rest = plainly(name)

@@ -64,7 +64,7 @@ def given(mask, tokens, heads, groups, dtype: Any = np.float64):
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("mask", some(MASKS, ["full window"], ["packed", "full"]))
 def test_one_device_has_the_values_and_gradients_of_einsums(mask, long, monkeypatch):

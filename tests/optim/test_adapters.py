@@ -104,7 +104,7 @@ def test_a_stack_that_is_read_whole_has_its_layers_corrections():
     assert np.abs(got - logits(plain, {"w": params["w"]}, batch)).max() > 0.1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_corrections_of_several_matrices_at_once_are_added():
     """Of experts, say: what is multiplied over the outputs is as wide as the rank, so that only the dims tell."""
     w, a, b, y = (

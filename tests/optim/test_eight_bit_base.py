@@ -187,7 +187,7 @@ def test_scales_beside_a_matrix_are_what_its_entries_are_multiplied_by(read):
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("dims", ["bi,iok->bok", "iok,bi->okb", "bok,iok->bi", "bko,iok->bi", "iok,bok->ib"])
 def test_a_gradient_goes_back_through_8_bits_as_through_their_floats(dims):
     ins = dims.split("->")[0].split(",")
@@ -285,7 +285,7 @@ def test_over_fsdp_a_base_is_gathered_in_8_bits(zero):
 
 
 @FEW
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_state_in_8_bits_is_saved_and_restored_bit_for_bit_on_another_layout(tmp_path):
     """And what begins with a run in floats is that run's matrices, rounded."""
     floats, eight = (jp.compose(adapted("annotated", base), CUBE) for base in ("float", "int8"))

@@ -373,7 +373,7 @@ def test_a_run_is_exported_and_sampled_as_it_is_evaluated(name, finished, tmp_pa
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", some(CHAINS, ["ema"], []))
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_what_a_checkpoint_evaluates_is_made_by_one_program(name, dtype, tmp_path, caplog):

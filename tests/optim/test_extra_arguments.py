@@ -123,7 +123,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.spread(1)
+@pytest.mark.spread(0)
 @pytest.mark.parametrize("name", some(REFUSED, ["opaque"]))
 def test_a_chain_that_needs_more_is_refused_with_a_way_out(name):
     make, got, fix = REFUSED[name]

@@ -69,7 +69,7 @@ def test_a_warm_up_is_over_after_as_many_examples_to_a_step(batch, reference, wa
     assert here.learning_rate == pytest.approx(spec.learning_rate * times)
 
 
-@pytest.mark.spread(1)
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     "eta", [pytest.param(0.04, marks=pytest.mark.slow), pytest.param(0.02, marks=pytest.mark.slow), 0.01]
 )

@@ -306,7 +306,7 @@ def test_several_steps_of_a_chain_make_one_update_on_a_cube_as_on_one_device():
     assert_same_arrays(state.params, alone.params)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_muon_makes_each_layers_matrices_orthogonal_and_leaves_vectors_tables_and_heads_to_adamw():
     decoder = "mesh.simulate = 1\n[model]\nname = 'decoder'\nlayers = 2\ndim = 8\nheads = 2\nuse_bias = true\n"
     optimizer = "[optimizer]\nname = 'muon'\nclip = 0\nlearning_rate = 1.0\ndecay = 'constant'"

@@ -61,7 +61,7 @@ def ran(optimizer, params, grads, steps=3):
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*optimistic_adam")  # for its successor
 @pytest.mark.parametrize(
     "name",

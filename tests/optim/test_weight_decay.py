@@ -97,7 +97,7 @@ def test_a_stack_of_layers_is_decayed_as_the_layers_of_a_list_are(name):
         np.testing.assert_allclose(x, listed[path], rtol=1e-4, atol=1e-5, err_msg=path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_vectors_of_stacked_layers_are_not_decayed():
     made = job("optimizer = { weight_decay = 0.5, decay = 'constant' }")
     blueprint = as_blueprint(resolve_model(made, next_token_loss))

@@ -195,7 +195,7 @@ def lowered(monkeypatch, settings, backend, **sizes):
     return asked, step
 
 
-@pytest.mark.spread(1)
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     ("backend", "sizes", "want"),
     [

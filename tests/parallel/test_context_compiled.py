@@ -104,7 +104,7 @@ def test_what_travels_is_what_theory_says_and_nothing_is_gathered(context, ulyss
 
 @pytest.mark.spread(1)
 @gpu_compiler
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kernel", ["auto", "cudnn"])
 def test_heads_that_tensor_cuts_are_exchanged_as_they_are_and_examples_stay(kernel):
     """Of a mesh with all three, nothing but heads for tokens travels: nothing is gathered over the others."""
@@ -230,7 +230,7 @@ def test_cudnn_is_called_once_for_own_keys_and_twice_a_turn():
 
 @pytest.mark.spread(1)
 @gpu_compiler
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kernel", ["auto", "cudnn"])
 def test_what_comes_next_travels_while_a_turn_is_worked_on(kernel):
     """All hops but the gradients' last, which end at home: they start before a walk over blocks, or cuDNN's calls."""

@@ -157,7 +157,7 @@ class Pools(nnx.Module):
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("parallel", [jp.Parallel(height=8), jp.Parallel(data=2, height=2, tensor=2)], ids=axes)
 def test_windows_of_pools_reach_into_other_pieces(parallel):
     batch = images((4, 33, 17, 3), labels=(4, 16, 8))

@@ -183,7 +183,7 @@ NNX = {
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", some(NNX, ["devices"], ["groups"]))
 @pytest.mark.parametrize("layout", ["2x2x2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("one", "data"))])
 def test_an_nnx_norm_is_over_the_axes_that_the_model_binds(kind, layout):

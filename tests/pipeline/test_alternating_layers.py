@@ -242,7 +242,7 @@ OFTEN = ["numbers of turns", "the smaller of two lists"]
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", some(CASES, ["linen"], OFTEN))
 def test_callables_of_several_layers_equal_one_device(case):
     model, sizes, pipeline = CASES[case]

@@ -363,7 +363,7 @@ def test_idle_stages_have_free_slots_unless_all_forwards_precede():
     assert program(table("1f1b_phased", 4, 4, 1)).masked_pools == {"kept"}  # too few microbatches: all are in flight
 
 
-@pytest.mark.spread(1)
+@pytest.mark.spread(0)
 @pytest.mark.parametrize("name", some(LIBRARY, ["gpipe", "1f1b", "1f1b_phased"]))
 def test_rows_give_every_op_what_it_needs(name):
     count = 0

@@ -28,6 +28,7 @@ def test_a_plan_trains_as_flax_alone(name, devices, expected):
     assert run(name, devices) == expected
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

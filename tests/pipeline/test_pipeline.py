@@ -147,6 +147,7 @@ def test_losses_and_parameters_equal_one_device(name, keep, mesh):
     assert_equals(run(name, keep, mesh), alone(layers_of(name, mesh)))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "keep", "mesh"), [case_of(each, *[pytest.mark.slow] * (i not in (0, 6))) for i, each in enumerate(EACH)]
@@ -189,7 +190,7 @@ def test_few_and_many_microbatches_equal_one_device(name, microbatches, keep):
     assert_equals(run(name, keep, "pipe 4", microbatches=microbatches), alone())
 
 
-@pytest.mark.spread(1)
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     ("name", "keep", "remat"),
     [
@@ -209,7 +210,7 @@ def test_untied_tables_equal_one_device():
     assert_equals(run("interleaved", "residuals", "pipe 2 x data 2 x fsdp 2", tied=False), alone(tied=False))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_table_of_the_users_own_equals_one_device(tmp_path):
     """Backwards in another order than any schedule of the library has."""
     rows = schedule("gpipe", stages=2, microbatches=4).cells

@@ -231,7 +231,7 @@ class Plain(Convolutions):
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [Plain, pytest.param(Convolutions, marks=pytest.mark.slow)])
 def test_found_stages_are_said_and_train_as_flax_alone(kind):
     batch = batch_of(kind)

@@ -177,6 +177,7 @@ def test_gradients_are_summed_over_replicas_only_where_these_update(weights, siz
     assert {entry.loop for entry in of_batch} == ({(over_data,)} if over_data else set())
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "optimizer", "sizes", "message"),

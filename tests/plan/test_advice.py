@@ -122,7 +122,7 @@ def test_where_they_differ_it_says_by_how_much_and_why():
     assert re.search(rf"they differ: .*takes \+{advice.gap:.1%}, sharding \+", advice.verdict)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_does_not_fit_is_named_with_what_it_needs():
     advice = advise(search(question(LLAMA_8B, 8, memory=220 * 10**8)))
     said = {option.layouts.name: option.why for option in advice.options}

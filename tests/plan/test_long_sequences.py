@@ -71,7 +71,7 @@ def test_the_report_says_whose_attention_it_assumes(words, said, capsys):
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("attention", [pytest.param("fused", marks=pytest.mark.slow), "unfused"])
 def test_what_is_compiled_is_what_the_plan_recommends(attention, monkeypatch, capsys):
     """The first layouts of the same table, with a stand-in for cuDNN's kernel where the plan is of that."""

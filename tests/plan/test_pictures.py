@@ -148,7 +148,7 @@ def test_every_cause_has_a_letter_and_a_colour_of_its_own():
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", some(NAMES, ["many", "one device"]))
 def test_every_ranked_layout_is_there_once_with_its_numbers(name):
     given = plan(name)

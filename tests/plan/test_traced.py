@@ -266,7 +266,7 @@ def test_a_step_whose_chain_has_a_mask_for_each_parameter_is_planned():
     assert masked == plain
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_layouts_that_fit_with_none_to_spare_are_ranked_where_no_other_fits():
     from test_python_api import BATCH, Net, loss
 

@@ -523,7 +523,7 @@ def both_sides(x, mesh):
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("flax", ["nnx", pytest.param("linen", marks=pytest.mark.slow)])
 def test_shard_map_on_the_authors_mesh_runs_on_the_steps(flax):
     mesh = Mesh(np.array(jax.devices()), ("data",))

@@ -119,7 +119,7 @@ def test_on_a_mesh_with_explicit_axes_losses_are_those_on_auto_axes():
         jp.compose(Annotated, jp.Parallel(fsdp=2, tensor=4), mesh)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
 def test_on_gpus_the_ledgers_on_explicit_and_auto_axes_are_one():
     devices = jp.target_devices("h100:1x8")

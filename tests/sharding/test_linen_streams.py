@@ -127,7 +127,7 @@ class Piped(nn.Module):
         return nn.Dense(DIM)(jp.pipelined(lambda x: layers(x, None)[0], nn.Dense(DIM)(x)))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_pipeline_names_the_example_call_that_shows_them():
     parallel = jp.Parallel(pipe=2, data=4, pipeline=jp.Pipeline(microbatches=2))
     layout, optimizer = jp.compose(jp.from_linen(Piped(), jnp.zeros([1, DIM])), parallel), optax.sgd(0.1)

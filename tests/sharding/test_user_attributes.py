@@ -77,7 +77,7 @@ def program(model, **numerics):
     return layout, step.lower(step.abstract(), BATCH).as_text()
 
 
-@pytest.mark.spread(1)
+@pytest.mark.spread(0)
 @pytest.mark.parametrize("model", [linen, of_nnx])
 @pytest.mark.parametrize(
     "own",

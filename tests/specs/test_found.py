@@ -137,7 +137,7 @@ def test_vgg_has_examples_for_convolutions_and_columns_and_rows_for_dense_layers
     assert all(not any(dims) for path, dims in names.items() if len(dims) == 4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_long_rows_are_split_by_tokens_and_context_is_named():
     specs = found("long rows")
     assert "as context=8 does" in specs.note

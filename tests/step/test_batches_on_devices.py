@@ -62,7 +62,7 @@ MESHES = {
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", some(MESHES, ["explicit, whole"]))
 @pytest.mark.parametrize("sizes", [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
 def test_a_batch_on_another_mesh_of_the_same_devices_is_placed(name, sizes):

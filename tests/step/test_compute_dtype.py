@@ -280,7 +280,7 @@ AUTHORS = {
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", some(AUTHORS, [], ["qwen3", "gpt2", "normed", "bridged", "back"]))
 def test_a_model_as_its_author_wrote_it_is_computed_in_bf16(name):
     model, loss, batch, kept = AUTHORS[name]()

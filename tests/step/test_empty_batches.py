@@ -152,7 +152,7 @@ def test_members_of_a_population_remember_no_loss_of_nothing():
     np.testing.assert_array_equal(state.exchange["each"]["losses"], losses)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_step_that_guards_leaves_the_state_bit_for_bit_and_fit_goes_on(capsys):
     layout = jp.compose(STAGED, jp.Parallel(data=2), jax.devices()[:2])
     step = jp.train_step(layout, token_loss, OPTIMIZER, guard=True)

@@ -144,7 +144,7 @@ PIPES = {
 
 
 @pytest.mark.spread(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:Layers. each device computes")  # the head is too small for its names
 @pytest.mark.parametrize("sizes", some(PIPES.values(), [PIPES["zero 2"]]), ids=PIPES)
 def test_pipelines_make_gradients_of_the_mean_in_float16(sizes):

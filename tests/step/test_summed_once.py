@@ -32,14 +32,14 @@ def test_the_sums_of_all_layers_are_one(monkeypatch):
     assert launches(data=8) > SHAPE["layers"], "sums of large layers travel while the next is computed"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_shards_of_all_layers_are_scattered_at_once_where_little_waits(monkeypatch):
     found = launches(data=2, fsdp=2, tensor=2)
     monkeypatch.setattr(room, "WAITING", 0)
     assert launches(data=2, fsdp=2, tensor=2) >= found + SHAPE["layers"] - 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("again", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_gradients_are_those_of_jax(again):
     """Also of layers that look at the whole batch, and of what is read otherwise than in a matmul."""
@@ -84,7 +84,7 @@ def scaled(x, w, by):
     return x + by * jnp.tanh(jnp.einsum("bsd,df->bsf", x, w[0]))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "layer",
     [
@@ -110,7 +110,7 @@ def test_gradients_are_those_of_jax_whatever_reads_or_cuts_a_matrix(layer):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-4), found, wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "cuts",
     [
@@ -144,7 +144,7 @@ def test_gradients_that_wait_for_their_reduce_scatter_are_those_of_jax(cuts):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-4), found, wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_large_gradients_are_scattered_in_the_scan_and_cast_afterwards(monkeypatch):
     """Devices send the float32 of a sum over examples, of which the model reads 16 bits."""
     monkeypatch.setattr(find, "SMALL", 0)
@@ -194,6 +194,7 @@ def gradients_of_both(loss, args, sizes, axes, **options):
         return jax.jit(run)(*args), jax.jit(jax.grad(loss))(*args), str(jax.make_jaxpr(run)(*args))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("again", [True, False])
 @pytest.mark.parametrize("limit", [1279, 1280])
@@ -223,6 +224,7 @@ def test_replicas_keep_shards_of_large_gradients_and_sum_them_after_the_scan(mon
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-4), found, wanted)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_replicas_keep_gradients_of_their_experts_and_sum_them_after_the_scan(pieces):
@@ -249,7 +251,7 @@ def test_replicas_keep_gradients_of_their_experts_and_sum_them_after_the_scan(pi
     np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_matrix_that_two_axes_cut_along_one_dim_is_summed_by_xla():
     """`fsdp` of 3 divides 24 columns, which `tensor` cuts, and not 20 rows."""
     settings = jp.DecoderConfig(**{**SHAPE, "layers": 2, "dim": 20, "hidden": 24})

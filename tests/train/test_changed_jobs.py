@@ -62,7 +62,7 @@ def test_a_word_that_is_no_key_is_refused(trained):
         found(trained, "train.seed=1", 'run.changed=["train.sed"]')
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_keys_that_differ_are_printed_and_every_job_is_kept(tmp_path):
     hooks.run(tmp_path, "train.steps=2")
     first = (tmp_path / "job.toml").read_text()

@@ -115,7 +115,7 @@ def test_a_wrong_set_is_refused_by_its_name(own, sets, parts):
     assert all(part in str(refused.value) for part in parts), str(refused.value)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_keeps_the_checkpoint_that_is_best_of_a_set(tmp_path):
     best = ["metrics.evaluate=['perplexity']", "checkpoint.best=eval_mine_perplexity", "checkpoint.best_is=highest"]
     more = ["data.sets={mine={source='hooks:held'}}", "train.eval_every=2", "checkpoint.every=2"]
@@ -169,7 +169,7 @@ def steps(parallel, devices, measures):
     return step, jp.init_state(layout, optax.sgd(0.1), seed=1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_measures_are_summed_over_devices_and_batches_as_by_hand_and_training_does_not_make_them(tmp_path):
     made = list(batches(3))
     arrays = {name: np.concatenate([batch[name] for batch in made]) for name in made[0]}

@@ -109,7 +109,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", some(LAYOUTS, ["data 4, accumulate"]))
 def test_a_loss_with_its_own_mask_is_evaluated_as_on_one_device(name):
     parallel, numerics = LAYOUTS[name]
@@ -152,7 +152,7 @@ def test_weighted_sums_are_those_of_each_example_once(count, size, ways, seed):
         assert np.array_equal(each.batch["inputs"], np.concatenate([part[index].batch["inputs"] for part in parts]))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tokens_as_arrays_are_evaluated_by_the_default_loss(tmp_path):
     tokens = np.random.default_rng(0).integers(0, 64, (60, 17))
     np.savez(tmp_path / "tokens.npz", inputs=tokens[:, :-1], targets=tokens[:, 1:])

@@ -65,6 +65,7 @@ def by_optax(rates):
     return params
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "value", some(VALUES, ["array in float16"], ["numpy", "numpy, 64 bits", "array", "array on another device"])
@@ -91,6 +92,7 @@ def test_a_rate_set_by_hand_is_taken_after_a_restore_and_in_a_loop(value, tmp_pa
     assert_same_arrays(state.params, wanted, 1e-5)
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize("chain", some(CHAINS, ["sgd"]))
 def test_a_rate_inside_of_other_transformations_is_taken_before_the_first_step(chain):
     make, of = CHAINS[chain]

@@ -138,6 +138,7 @@ def plain(loss, model, count, size=SIZE, left_out=0):
     return {name: total / number for name, (total, number) in totals.items()}
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     "loss",
     [
@@ -159,7 +160,7 @@ def test_examples_that_see_each_other_are_evaluated_without_copies(loss):
     assert all("does not add up" in line and "a batch of 8" in line for line in said)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("loss", [squares, mean_squares])
 def test_a_loss_that_adds_up_compiles_one_program_and_nothing_is_said(loss):
     counts = (2, 9, 11, 16, 17, 24, 27)
@@ -170,7 +171,7 @@ def test_a_loss_that_adds_up_compiles_one_program_and_nothing_is_said(loss):
     assert len(step.programs) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_example_alone_is_compared_in_batches_of_two_sizes():
     found, said, _, model = evaluated(squares, (1,))
     assert found["eval_n1_loss"] == pytest.approx(plain(squares, model, 1)["loss"], rel=1e-5)
@@ -200,7 +201,7 @@ def test_each_process_reads_its_own_rows_of_them():
     assert "a batch of 8" in said[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_microbatches_of_updates_do_not_bound_what_is_evaluated():
     found, said, _, model = evaluated(clip, (20,), jp.Parallel(data=2, fsdp=2, tensor=2), accumulate=4)
     assert found["eval_n20_loss"] == pytest.approx(plain(clip, model, 20)["loss"], rel=1e-5)
@@ -227,7 +228,7 @@ learning_rate = 0.0
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_says_how_such_examples_are_evaluated(tmp_path):
     np.savez(tmp_path / "train.npz", **examples(120))
     np.savez(tmp_path / "held.npz", **examples(24, 24))

@@ -59,7 +59,7 @@ def test_what_reading_raises_is_raised_where_the_batch_is_wanted():
     assert max(feed.steps) <= 8
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_says_what_its_steps_waited_and_is_the_same_with_reading_ahead(tmp_path):
     def late(index):
         time.sleep(0.4 if index == 4 else 0.0)

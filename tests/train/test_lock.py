@@ -34,7 +34,7 @@ def elsewhere():
     return replace(lock.Holder(), host="far", machine="another boot", pid=7)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_second_run_on_a_folder_is_refused_and_spoils_nothing(tmp_path):
     refused = []
 

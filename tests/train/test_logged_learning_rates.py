@@ -70,6 +70,7 @@ def arrays(state):
     return jax.tree.leaves(jax.device_get(state.params))
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize("weights", some(["stash", "2bw"], [], ["2bw"]))
 def test_every_update_of_a_step_has_the_rate_that_the_log_gives_the_step(weights, job):
     built = job(weights)
@@ -85,7 +86,7 @@ def test_every_update_of_a_step_has_the_rate_that_the_log_gives_the_step(weights
         assert moved == (index > 0)  # the warm-up begins with 0; then every step has a rate
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_without_a_flush_goes_on_with_one_at_the_rate_of_its_step(job):
     built, after = job("stash"), job("flush")
     step, optimizer = told(after)
@@ -111,6 +112,7 @@ def test_a_schedule_in_a_users_chain_counts_steps_too(job):
     assert int(state.optimizer.inner_state[0].count) == 3 * UPDATES["stash"]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", some(UPDATES, ["flush"]))
 def test_a_layout_knows_its_updates_and_says_so(weights, job):

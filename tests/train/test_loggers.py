@@ -47,6 +47,7 @@ def close(curves, wanted):
     return curves == {key: [(step, pytest.approx(value, rel=1e-6)) for step, value in wanted[key]] for key in wanted}
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @loggers
 def test_a_killed_run_goes_on_without_a_gap_and_without_a_step_twice(name, tmp_path):
@@ -65,6 +66,7 @@ def test_a_killed_run_goes_on_without_a_gap_and_without_a_step_twice(name, tmp_p
     assert "RUN/report.html" in str(texts)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @loggers
 def test_steps_that_have_other_values_replace_those_before(name, tmp_path):

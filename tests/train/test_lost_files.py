@@ -47,7 +47,7 @@ LOST = {  # rows that stay: what is said
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("left", "words"), some(LOST.values(), [LOST["all rows"]], [LOST["the last two"]]), ids=LOST)
 def test_rows_that_are_lost_are_said_with_what_forgets_them(left, words, folder):
     file = folder / "metrics.jsonl"
@@ -59,7 +59,7 @@ def test_rows_that_are_lost_are_said_with_what_forgets_them(left, words, folder)
     assert f"{file} has {words}: train.patience and checkpoint.keep_best ignore their evaluations" in said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_has_all_its_rows_says_nothing(folder):
     said = go_on(folder)
     assert "has no row" not in said
@@ -67,6 +67,7 @@ def test_a_run_that_has_all_its_rows_says_nothing(folder):
     assert [json.loads(line)["step"] for line in lines(folder)] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words"),
@@ -144,7 +145,7 @@ def test_a_new_folder_of_jaxpar_s_own_keeps_its_job(tmp_path, monkeypatch, capsy
     assert {path.name: path.read_bytes() for path in (tmp_path / "mine").iterdir() if path.is_file()} == before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_a_run_that_was_killed_at_its_start_left_is_its_own(tmp_path):
     (tmp_path / "job.toml").write_text(dumps(loads(hooks.JOB, ["train.steps=3", f"run.dir={tmp_path}"])))
     (tmp_path / "metrics.jsonl").touch()

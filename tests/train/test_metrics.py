@@ -71,7 +71,7 @@ def rows(folder):
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_gets_no_better_ends_saved_and_stays_ended(folder):
     done, said = trained(folder, train="patience = 2")
     assert (done["step"], done["stopped_by"]) == (6, None)  # the best is the first, of step 2
@@ -85,7 +85,7 @@ def test_a_run_that_gets_no_better_ends_saved_and_stays_ended(folder):
     assert [row["step"] for row in rows(folder) if "eval_loss" in row] == [2, 4, 6, 8, 10]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_best_are_kept_by_any_metric_and_direction(folder):
     best = 'every = 2\nkeep_last = 1\nkeep_best = 2\nbest = "eval_accuracy"\nbest_is = "highest"'
     done, _ = trained(folder, rate=0.05, checkpoint=best)

@@ -189,7 +189,7 @@ def rows(folder):
     return [{key: value for key, value in row.items() if "second" not in key} for row in found]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_says_its_noise_and_trains_as_without(tmp_path):
     job, outs, results = tmp_path / "job.toml", [], []
     job.write_text(JOB)

@@ -82,7 +82,7 @@ class Indexed:
         return BATCHES[:6][step]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "data",
     [
@@ -209,6 +209,7 @@ def test_the_best_evaluation_is_saved_when_it_is_found(tmp_path):
     assert min(evaluations(tmp_path), key=evaluations(tmp_path).get) == 14
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(

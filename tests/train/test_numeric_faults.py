@@ -48,7 +48,7 @@ def bits(state):
     return [np.asarray(leaf).tobytes() for leaf in jax.device_get(jax.tree.leaves(jax.tree.map(tiny._bits, parts)))]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", some(CASES, ["zero3"], ["pipeline without a flush"]))
 def test_a_skipped_step_leaves_the_state_bit_for_bit(case):
     model, parallel, numerics = CASES[case]
@@ -152,14 +152,14 @@ def losses(rows):
     return [(row["loss"], row["grad_norm"]) for row in rows]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_stop_names_the_step_and_saves_nothing_after_it(tmp_path):
     with pytest.raises(JaxparError, match=r"the loss of step 6 is nan \(grad_norm 0.0\)"):
         run(tmp_path, bad={5: "overflow"})
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["000004"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_skip_goes_on_and_says_so(tmp_path):
     words = ["faults.on_bad_step=skip", "optimizer.decay=linear", "optimizer.final=0.0"]
     _, rows, _ = run(tmp_path / "falling", *words, bad={5: "overflow"})
@@ -185,13 +185,13 @@ def test_steps_in_which_nothing_counts_are_said_and_do_not_end_a_run(tmp_path, p
     assert rows[-1]["loss"] < rows[3]["loss"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_too_many_skipped_in_a_row_stop_the_run(tmp_path):
     with pytest.raises(JaxparError, match=r"step 7 is bad .*, the last of 3 in a row"):
         run(tmp_path, "faults.on_bad_step=skip", "faults.skips=2", bad=dict.fromkeys((4, 5, 6), "overflow"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rollback_equals_a_run_that_never_saw_those_batches(tmp_path):
     bad = {9: "overflow"}  # step 10; the newest checkpoint is of step 8, so batches 8 and 9 are passed over
     _, rows, said = run(tmp_path / "back", "faults.on_bad_step=rollback", bad=bad)
@@ -202,7 +202,7 @@ def test_a_rollback_equals_a_run_that_never_saw_those_batches(tmp_path):
     assert [(each["at"], each["past"]) for each in skipped["skipped"]] == [(8, 2)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_went_back_and_is_stopped_goes_on_the_same(tmp_path):
     bad = {5: "overflow", 13: "overflow"}
     roll = "faults.on_bad_step=rollback"
@@ -222,13 +222,13 @@ def test_a_run_goes_back_three_times_at_most(tmp_path):
         run(tmp_path, "faults.on_bad_step=rollback", bad=bad)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_without_a_checkpoint_there_is_nothing_to_go_back_to(tmp_path):
     with pytest.raises(JaxparError, match=r"the loss of step 3 is nan .*, and no checkpoint to go back to"):
         run(tmp_path, "faults.on_bad_step=rollback", bad={2: "overflow"})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("policy", some(["stop", "skip", "rollback"], ["rollback"], ["skip"]))
 def test_a_spike_is_a_bad_step(tmp_path, policy):
     words = [f"faults.on_bad_step={policy}", "faults.spike=1.5", "train.steps=24"]
@@ -283,6 +283,7 @@ def test_a_corrupt_batch_that_is_skipped_was_never_there(tmp_path):
         run(tmp_path / "many", "faults.on_bad_batch=skip", "faults.skips=2", bad=dict.fromkeys(range(3, 9), "token"))
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize("on_bad_step", some(["rollback", "skip"], [], ["rollback"]))
 def test_two_processes_come_to_the_same_as_one(tmp_path, on_bad_step):
     bad = {6: "overflow", 9: "token"}

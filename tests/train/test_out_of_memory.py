@@ -58,7 +58,7 @@ def fill(step, message=GPU, calls=0):
     step.programs |= {key: Full(program, message, calls) for key, program in step.programs.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("message", [GPU, TABLE])
 def test_a_step_says_what_needs_memory_and_what_would_free_most(message):
     step, state = step_and_state(jp.Parallel(data=2, fsdp=4, zero=2))
@@ -119,6 +119,7 @@ def test_a_state_that_no_device_holds_is_refused_by_xla_and_explained():
     assert "more devices (fsdp, tensor)" in done.stdout
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True])
 def test_a_run_names_its_newest_checkpoint_and_goes_on_from_there(tmp_path, monkeypatch, late):
@@ -146,7 +147,7 @@ def test_a_run_names_its_newest_checkpoint_and_goes_on_from_there(tmp_path, monk
     assert int(outcome.state.step) == 6
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_without_a_saved_step_says_so(tmp_path):
     step, _ = step_and_state()
     batch = next(batches(1))

@@ -99,7 +99,7 @@ def test_a_broken_pipe_of_the_user_s_own_is_no_reader_that_has_seen_enough(monke
         cli.main(["train", "job.toml"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_reader_that_has_seen_enough_of_the_defaults_is_no_error():
     read, write = os.pipe()
     os.close(read)

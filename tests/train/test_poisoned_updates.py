@@ -76,7 +76,7 @@ def losses(folder):
     return [row["loss"] for row in hooks.rows(folder)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_parameters_that_are_none_are_not_saved(tmp_path):
     with pytest.raises(JaxparError, match="the parameters of step 7 are not finite"):
         run(tmp_path, scales={6: OVERFLOWS})

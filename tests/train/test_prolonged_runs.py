@@ -36,7 +36,7 @@ def train(folder, *overrides):
 LINEAR = ["optimizer.decay=linear", "optimizer.final=0.0"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_finished_run_that_gets_more_steps_says_both_rates(tmp_path):
     train(tmp_path, *LINEAR)
     said = train(tmp_path, *LINEAR, "train.steps=8")
@@ -46,7 +46,7 @@ def test_a_finished_run_that_gets_more_steps_says_both_rates(tmp_path):
     assert "jumps" not in train(tmp_path, *LINEAR, "train.steps=8")  # nothing is left to do
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_changed_optimizer_says_it_too(tmp_path):
     train(tmp_path, "optimizer.decay=constant")
     named = 'run.changed=["optimizer.learning_rate"]'
@@ -54,7 +54,7 @@ def test_a_changed_optimizer_says_it_too(tmp_path):
     assert "jumps from 0.01 at step 4 to 0.02 at step 5" in said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_fewer_steps_with_leave_say_it_in_the_middle(tmp_path):
     train(tmp_path, *LINEAR, "train.steps=8", "checkpoint.every=4", "checkpoint.keep_last=9")
     job = loads(JOB, [f"run.dir={tmp_path}", *LINEAR, "train.steps=6", 'run.changed=["train.steps"]'])
@@ -70,7 +70,7 @@ UNCHANGED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("settings", some(UNCHANGED.values(), [UNCHANGED["a constant rate"]]), ids=UNCHANGED)
 def test_a_rate_that_does_not_depend_on_the_steps_is_no_jump(settings, tmp_path):
     train(tmp_path, *settings)

@@ -28,7 +28,7 @@ def with_defaults():
         signal.signal(number, handler)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", some(SIGNALS, [signal.SIGTERM], [signal.SIGINT]))
 def test_each_signal_saves_the_step_and_the_run_goes_on(number, tmp_path):
     outcome, out = hooks.run(tmp_path, batch=hooks.signalling(number, 4))
@@ -91,6 +91,7 @@ class SavedMeanwhile:
         self.seen.append(hooks.saved(self.folder))
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     "number",
     [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), pytest.param(signal.SIGUSR1, marks=pytest.mark.full)],
@@ -111,7 +112,7 @@ def test_a_signal_while_the_main_thread_compiles_is_said_and_saves(number, tmp_p
     assert [row["step"] for row in hooks.rows(tmp_path) if "eval_loss" in row] == [3, 6, 8]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_is_saved_before_the_step_for_a_grown_batch_compiles(tmp_path):
     saved = []
 
@@ -146,6 +147,7 @@ TRAIN, LAUNCH = ["train"], ["launch", "-n", "2", "train"]
 OFTEN = [(LAUNCH, signal.SIGUSR1)]
 
 
+@pytest.mark.spread(0)
 @pytest.mark.parametrize(
     ("verb", "number"),
     [

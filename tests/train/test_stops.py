@@ -22,7 +22,7 @@ def test_a_stop_saves_at_once_and_evaluates_not_at_all(tmp_path):
     assert said.index("SIGTERM: saving step 5") < said.index("stopped by SIGTERM, saved step 5")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_stop_in_an_evaluation_breaks_it_off(tmp_path, monkeypatch):
     monkeypatch.setattr(hooks.Hooked, "held_out", 40)
     asked, send = [], hooks.signalling(signal.SIGTERM, 1)
@@ -34,7 +34,7 @@ def test_a_stop_in_an_evaluation_breaks_it_off(tmp_path, monkeypatch):
     assert not any("eval_loss" in row for row in hooks.rows(tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_stopped_run_evaluates_at_its_end_when_it_goes_on(tmp_path):
     hooks.run(tmp_path, batch=hooks.signalling(signal.SIGTERM, 7))
     assert "eval_loss" not in hooks.rows(tmp_path)[-1]
@@ -47,7 +47,7 @@ def test_a_stopped_run_evaluates_at_its_end_when_it_goes_on(tmp_path):
     assert asked == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_error_in_the_last_evaluation_loses_nothing(tmp_path):
     def breaks(index):
         raise FileNotFoundError("held out")
@@ -62,7 +62,7 @@ def test_an_error_in_the_last_evaluation_loses_nothing(tmp_path):
     assert "eval_loss" in hooks.rows(tmp_path)[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_last_step_is_on_the_disk_before_it_is_evaluated(tmp_path):
     there = []
     hooks.run(tmp_path, evaluation=lambda index: there.append(hooks.saved(tmp_path)))
@@ -73,7 +73,7 @@ def test_the_last_step_is_on_the_disk_before_it_is_evaluated(tmp_path):
     assert scores["eval_loss"] == hooks.rows(tmp_path)[-1]["eval_loss"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_best_are_kept_by_scores_that_came_later(tmp_path):
     hooks.run(tmp_path, "checkpoint.every=2", "checkpoint.keep_last=1", "checkpoint.keep_best=1", "train.eval_every=2")
     scores = {row["step"]: row["eval_loss"] for row in hooks.rows(tmp_path) if "eval_loss" in row}
@@ -86,7 +86,7 @@ def test_the_best_are_kept_by_scores_that_came_later(tmp_path):
     assert hooks.saved(rising) == sorted({8, min(scores, key=lambda step: scores[step])})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_signal_in_the_last_save_does_not_end_it(tmp_path, monkeypatch):
     hooks.run(tmp_path / "warm")  # so that the second is quick, and its write the slowest part
     write = manifest.write
@@ -103,7 +103,7 @@ def test_a_signal_in_the_last_save_does_not_end_it(tmp_path, monkeypatch):
     assert hooks.saved(tmp_path / "run") == [8]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_checkpoint_is_written_every_30_minutes_by_default(tmp_path, monkeypatch):
     """With steps of 11 minutes: the third is late."""
     minutes = [0.0]
@@ -150,7 +150,7 @@ def test_all_processes_save_after_the_same_step_whatever_their_clocks_say(slow, 
     assert {9000, 18000} <= set(found[0])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_stopped_run_ends_with_a_status_of_its_own(tmp_path):
     (tmp_path / "job.toml").write_text(hooks.JOB.replace("devices = 2", "simulate = 2").replace("hooks:", "told:"))
     (tmp_path / "told.py").write_text(
@@ -178,7 +178,7 @@ def test_a_run_that_was_stopped_on_purpose_is_not_started_again(statuses, starts
     assert result["status"] == (statuses[0] if starts == 1 else 1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_second_ctrl_c_ends_at_once_and_a_second_sigterm_does_not(tmp_path):
     def twice(number):
         def hook(index):

@@ -61,7 +61,7 @@ def bare(watchdog):
 # cheap
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_watch_of_4096_processes_opens_few_files_and_takes_5_ms(tmp_path, opens):
     count, rounds = 4096, 2
     files = Files(tmp_path)
@@ -133,6 +133,7 @@ def test_digests_add_up_in_any_grouping(rows, cut):
     }
 
 
+@pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "lost",
@@ -205,7 +206,7 @@ def test_a_hang_in_a_step_is_found_in_time_whatever_was_compiled(tmp_path):
     assert "process 0 " in turns(watch, clock, 3.0)[2].got
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_step_says_when_it_compiles(tmp_path):
     layout = jp.compose(tiny.Annotated, jp.Parallel(data=2), jax.devices()[:2])
     chain, batches, said = tiny.optimizer(), list(tiny.batches(2)), []
