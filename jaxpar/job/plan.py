@@ -5,7 +5,7 @@ import os
 import re
 import shlex
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from jaxpar.errors import refuse, suggest
@@ -25,6 +25,7 @@ from jaxpar.plan.machine.hardware import HARDWARE, Hardware, known_machines
 from jaxpar.plan.machine.hardware_file import load_hardware
 from jaxpar.plan.machine.software import JAXPAR, JAXPAR_FUSED
 from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.model.splits import AXES
 from jaxpar.plan.model_protocol import Model, Transformer
 from jaxpar.plan.search import Question
 from jaxpar.units import parse_bytes, parse_rate, show_bytes
@@ -251,7 +252,19 @@ def _head(job: Job, candidate: Candidate) -> list[str]:
     return [f"parallel.pipeline.head={candidate.head}"] * (candidate.pipe > 1 and not has_formulas(job))
 
 
-def apply_layout(job: Job, candidate: Candidate, layers: int, hardware: Hardware | None = None) -> Job:
+def named_axes(model: Any) -> tuple[str, ...]:
+    """Returns the axes that split dims of a planned model as it names them, so that no specs are found for them."""
+    return getattr(model, "named_axes", ())
+
+
+def apply_layout(
+    job: Job,
+    candidate: Candidate,
+    layers: int,
+    hardware: Hardware | None = None,
+    *,
+    named: Collection[str] = (),
+) -> Job:
     """Returns the job with a planned layout and its number of devices.
 
     It keeps the exchange, sharding rules, paths and lines, `replicate_above` and `context_kernel`. A model without
@@ -262,12 +275,14 @@ def apply_layout(job: Job, candidate: Candidate, layers: int, hardware: Hardware
       candidate: The layout.
       layers: Number of layers of the model.
       hardware: The machines; sets `mesh.target` if XLA can compile for their GPUs.
+      named: Axes that split dims as the model names them: no specs are found for these.
 
     Raises:
       JaxparError: If the job does not support the layout.
     """
     base, devices = job.parallel, int(candidate.devices)
-    found = "found" if max(candidate.context, candidate.tensor) > 1 and not has_formulas(job) else ""
+    searched = any(candidate.size(axis) > 1 for axis in AXES if axis not in named)
+    found = "found" if searched and not has_formulas(job) else ""
     parallel = type(base)(
         exchange=base.exchange, rules=base.rules, paths=base.paths, replicate_above=base.replicate_above,
         activations=base.activations, specs=found,

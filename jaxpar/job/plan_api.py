@@ -1,7 +1,7 @@
 """Implements `jp.plan`, for a job or a step."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from jaxpar.errors import refuse, user_code_errors
 from jaxpar.job.file.parse import load, replacement_note, shipped_job
 from jaxpar.job.file.schema import Job
-from jaxpar.job.plan import apply_layout, command, model_question, question
+from jaxpar.job.plan import apply_layout, command, model_question, named_axes, question
 from jaxpar.parallel.declaration import OPTIONAL
 from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.model.splits import AXES
 from jaxpar.plan.pages.displayed_plan import DisplayedPlan
 from jaxpar.plan.search import search
 
@@ -49,7 +50,7 @@ def plan_step(step: Any, batches: Sequence[Any], *, top: int, devices: int, **as
         remat=step.numerics.remat, steps=0, devices=devices, **asked,
     )  # fmt: skip
     result = search(question, top=top)
-    command = _command(result.best[0].candidate, step)
+    command = _command(result.best[0].candidate, step, named_axes(question.model))
     return DisplayedPlan.from_plan(result, title=f"{step.layout.blueprint.name}: a plan", command=command)
 
 
@@ -98,8 +99,11 @@ def _trace_step(step: "Step", batch: Mapping[str, Any], rows: int, devices: int)
     )  # fmt: skip
 
 
-def _command(candidate: Candidate, step: "Step") -> str:
-    """Formats a layout as Python code, with the step's own exchange and precision."""
+def _command(candidate: Candidate, step: "Step", named: Collection[str]) -> str:
+    """Formats a layout as Python code, with the step's own exchange and precision.
+
+    No specs are found for the axes in `named`, which split dims as the model names them.
+    """
     exchange, precision = step.layout.parallel.exchange, step.numerics.matmuls
     fields = {axis: size for axis, size in candidate.axes.items() if axis in OPTIONAL}
     further = {axis: size for axis, size in candidate.axes.items() if axis not in OPTIONAL}
@@ -114,7 +118,7 @@ def _command(candidate: Candidate, step: "Step") -> str:
         "zero": zero,
     }
     parallel_args = [f"{key}={size}" for key, size in sizes.items() if size is not None and (key == "zero" or size > 1)]
-    found = max(candidate.context, candidate.tensor) > 1
+    found = any(candidate.size(axis) > 1 for axis in AXES if axis not in named)
     has_example = step.layout.blueprint.example is not None
     parallel_args += ['specs="found"'] * (found and has_example)
     parallel_args += [f"axes={further}"] if any(size > 1 for size in further.values()) else []
@@ -196,7 +200,9 @@ def plan(
     request = question(loaded, devices=devices, chip=chip, per_node=per_node, options=options)
     result = search(request, top=top)
     name = "JOB" if isinstance(job, Job) else str(job)
-    best_job = apply_layout(loaded, result.best[0].candidate, request.model.layers, request.hardware)
+    best_job = apply_layout(
+        loaded, result.best[0].candidate, request.model.layers, request.hardware, named=named_axes(request.model)
+    )
     return DisplayedPlan.from_plan(
         result,
         title="a plan" if isinstance(job, Job) else f"{Path(job).stem}: a plan",

@@ -68,6 +68,8 @@ class TracedModel:
       stacked: Share of the parameters that are stacks of layers, whose gradients a scan returns all at once.
       splits: Maps sizes of (context, tensor) to the split of the model; `axes` then contains these axes.
       no_splits: Sizes of these axes that are left out, each with the reason.
+      named_axes: Those of these axes that split dims as the model names them: no specs are found for them, and they
+        sum gradients together with `data`.
       parameters_by_dim: Maps a dim name to the number of parameters in arrays that have such a dim.
       arrays: (number of layers, elements per layer) of each trained array; 1 layer if it is not a stack.
       stages: The parts of the model in a pipeline; None if it cannot be pipelined.
@@ -89,6 +91,7 @@ class TracedModel:
     stacked: float = 0.0
     splits: Mapping[Sizes, ModelSplit] = field(default_factory=dict)
     no_splits: tuple[str, ...] = ()
+    named_axes: tuple[str, ...] = ()
     arrays: tuple[tuple[int, int], ...] = ()
     stages: StageTrace | None = None
     no_pipeline: str = ""
@@ -303,13 +306,21 @@ class TracedModel:
             elementwise=count * (plain["elementwise"] + accumulation) + copies,
             recompute=count * recompute,
             **{cause: zeros + exposed for cause, exposed in step_seconds(self, candidate, hardware, software).items()},
-            **overlapped_seconds(work, candidate, hardware, software),
+            **overlapped_seconds(work, self._summing(candidate), hardware, software),
             bubble=zeros,
             send=zeros,
             stragglers=compute * hardware.straggler_share(candidate.devices),
             optimizer=optimizer(parameters, candidate, hardware, replace(software, update=self._update_bytes()))
             + SMALLEST_KERNEL * self.trace.programs["none"].update_kernels,
         ).times(hardware.calibration)
+
+    def _summing(self, candidate: Candidate) -> Candidate:
+        """Returns the layout with the devices of a found `context` counted to `tensor`: its traffic has its own sums of
+        gradients, and the strides stay.
+        """
+        if "context" in self.named_axes:
+            return candidate
+        return replace(candidate, context=1, tensor=np.multiply(candidate.context, candidate.tensor))
 
     def _program(self, remat: str, context: int, tensor: int) -> Estimate:
         """Returns the estimate of a device's program under a remat policy; a model without blocks has one for all."""

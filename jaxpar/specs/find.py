@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.errors import refuse, suggest
+from jaxpar.errors import JaxparError, refuse, suggest
 from jaxpar.hlo.flop_share import ALLOWED
 from jaxpar.parallel.compose import as_blueprint
 from jaxpar.parallel.declaration import Parallel
@@ -175,16 +175,19 @@ def find_specs(
       memory: Bytes of a device that parameters, their state and kept activations may take; None for no limit.
 
     Raises:
-      JaxparError: If the declaration has other axes, if the replicas do not divide the examples, or if nothing fits in
-        `memory`; the message then has the least bytes that any choice needs.
+      JaxparError: If the declaration has other axes, or `context` for a model that calls `jp.attention`; if the
+        replicas do not divide the examples; or if nothing fits in `memory`: the message then has the least bytes that
+        any choice needs.
     """
     start = time.perf_counter()
     check_arguments(batch, parallel, precision, memory)
     blueprint, rows = as_blueprint(model), _rows(parallel, batch)
     traced = TracedLoss(blueprint, loss, batch, rows=rows, precision=precision)
     program = traced.program(frozen)
-    costs, note = step_costs(_hardware(chip), parallel, precision), ""
     axes = axes_of(parallel)
+    if "context" in axes and "attention" in traced.islands:
+        raise _named_context(blueprint.name, parallel)
+    costs, note = step_costs(_hardware(chip), parallel, precision), ""
     sizes = tuple(parallel.sizes[axis] for axis in axes)
     examples = examples and rows % math.prod(sizes) == 0
     # with fsdp, two axes must not cut one dim together: XLA (jaxlib 0.12) then computes wrong results. Example: both
@@ -246,6 +249,22 @@ def choose_dims(
         return solver, solution, None
     split = SpecsSolver(program, sizes, replace(costs, launch=0.0), examples=examples, both=both)
     return split, split.solve(memory=memory, split=True), (solver, solution)
+
+
+def _named_context(name: str, parallel: Parallel) -> JaxparError:
+    """Returns the refusal of `context` for a model that calls `jp.attention`.
+
+    It exchanges the keys of tokens that `context` splits by their name. If `context` splits heads or features instead,
+    as a solver may choose, each device would compute the attention of all tokens.
+    """
+    sizes = ", ".join(f"{axis}={size}" for axis, size in parallel.sizes.items() if size != 1)
+    return refuse(
+        f"specs to be found for context={parallel.context} in {name}, which calls jp.attention",
+        rule="jp.attention exchanges the keys of tokens, which context splits along the dim that the model calls seq; "
+        "specs are found where no axis has such a meaning",
+        fix=f'jp.Parallel({sizes}) without specs, and jp.constrain(x, "batch", "seq", "embed") on the stream; or specs '
+        "for tensor alone",
+    )
 
 
 def _note_on_cheapest(solver: SpecsSolver, solution: Solution, parallel: Parallel, chip: str, rows: int) -> str:

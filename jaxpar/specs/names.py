@@ -142,9 +142,9 @@ def _meanings(program: TracedProgram) -> dict[str, set[DimPiece]]:
         if array.dims and set(flat(array.dims[0])) & program.rows:
             found["tokens"] |= {piece for dim in array.dims[1:] for piece in flat(dim)}
     for pieces in found.values():
-        _add_joined(program, pieces)
-    _add_joined(program, made)
-    _add_joined(program, taken)
+        add_joined(program, pieces)
+    add_joined(program, made)
+    add_joined(program, taken)
     found["mlp"] = (made & taken) - _residual_stream(program)
     return found
 
@@ -156,11 +156,11 @@ def _residual_stream(program: TracedProgram) -> set[DimPiece]:
         if not operation.backward and any(operand.learned for operand in operation.operands):
             counts.update({result for _, result in operation.loops if result is not None})
     pieces = {piece for piece, count in counts.items() if count > 2}
-    _add_joined(program, pieces)
+    add_joined(program, pieces)
     return pieces
 
 
-def _add_joined(program: TracedProgram, pieces: set[DimPiece]) -> None:
+def add_joined(program: TracedProgram, pieces: set[DimPiece]) -> None:
     """Adds all pieces that share a loop of an operation with one of these, repeatedly."""
     before = -1
     while len(pieces) > before:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, Literal
 
 from jaxpar.sharding.infer_names.dim_pieces import DimPiece, flat
 from jaxpar.specs.optimize import Solution, SpecsSolver
@@ -40,17 +40,8 @@ class ArrayShares:
         self, jaxpr: Jaxpr, paths: Sequence[str], batch: Sequence[int], gradients: Sequence[int]
     ) -> Callable[[Any], float]:
         """Returns the share that a device has of the array of each variable; see `follow_dims` for the arguments."""
-        program = _cached_program(jaxpr, tuple(paths), tuple(batch), tuple(gradients))
-        cut = self._seeds(program)
-        results: dict[int, list[float]] = defaultdict(list)
-        for constant, result in program.constants:
-            results[id(constant)].append(self._share(result, cut))
-
-        def share(variable: Any) -> float:
-            array = program.of_variable.get(variable)
-            return max(results[id(array)]) if id(array) in results else self._share(array, cut)
-
-        return share
+        program = cached_program(jaxpr, tuple(paths), tuple(batch), tuple(gradients))
+        return share_of_variable(program, self._seeds(program), self.sizes)
 
     def _seeds(self, program: TracedProgram) -> Mapping[DimPiece, set[int]]:
         """Returns the pieces that are cut, each with the indices of the axes that cut it."""
@@ -63,17 +54,42 @@ class ArrayShares:
                     seeds[piece] |= {*axes}
         return seeds
 
-    def _share(self, array: Array | None, cut: Mapping[DimPiece, set[int]]) -> float:
+
+def share_of_variable(
+    program: TracedProgram, cut: Mapping[DimPiece, set[int]], sizes: Sequence[int]
+) -> Callable[[Any], float]:
+    """Returns a function of a variable of a program to the share that a device has of its array.
+
+    Args:
+      program: The program.
+      cut: The pieces that are cut, each with the indices of the axes that cut it.
+      sizes: Sizes of the axes.
+    """
+
+    def of_array(array: Array | None) -> float:
         if array is None:
             return 1.0
         axes = {axis for piece in array.pieces() for axis in cut.get(piece, ())}
-        return 1.0 / math.prod(self.sizes[axis] for axis in axes)
+        return 1.0 / math.prod(sizes[axis] for axis in axes)
+
+    results: dict[int, list[float]] = defaultdict(list)
+    for constant, result in program.constants:
+        results[id(constant)].append(of_array(result))
+
+    def share(variable: Any) -> float:
+        if isinstance(variable, Literal):
+            return 1.0
+        array = program.of_variable.get(variable)
+        return max(results[id(array)]) if id(array) in results else of_array(array)
+
+    return share
 
 
 @lru_cache(maxsize=8)  # every size of an axis needs the same programs, one per remat policy
-def _cached_program(
+def cached_program(
     jaxpr: Jaxpr, paths: tuple[str, ...], batch: tuple[int, ...], gradients: tuple[int, ...]
 ) -> TracedProgram:
+    """Follows the dims of a program, or returns it as followed before; see `follow_dims`."""
     return follow_dims(jaxpr, paths, batch, gradients)
 
 

@@ -48,6 +48,7 @@ class TracedLoss:
         traced = max(rows, 2)
         local = {name: jax.ShapeDtypeStruct((traced, *leaf.shape[1:]), leaf.dtype) for name, leaf in batch.items()}
         self._share = rows / traced
+        self.islands: set[str] = set()  # that the model called in the traces so far
         self.arguments = params, model_state, local
         self._whole_batch = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in batch.items()}
         self._mean = _mean_loss(blueprint, loss, DTYPES[precision])
@@ -115,8 +116,9 @@ class TracedLoss:
         from jaxpar.models.experts import active_experts  # loaded only where a model is traced
 
         # outside of a step, shardings in the model's own code have no effect
-        with errors, sharding_translation(), step_hooks(), implemented({"mixture": active_experts}):
+        with errors, sharding_translation(), step_hooks(), implemented({"mixture": active_experts}) as called:
             yield
+        self.islands |= called
 
 
 def _size(jaxpr: Jaxpr) -> int:

@@ -44,6 +44,7 @@ def test_context_is_weighed_and_is_first_where_one_long_row_is_all_there_is(plan
     first = plan.best[0]
     assert first.candidate.context == 8
     assert first.time["context"] > 0
+    assert first.time["sharding"] == 0  # sums of gradients over `context` are among its own traffic
     assert "jp.Parallel(context=8), precision='bf16').parallel" in plan.command
     assert any(text.startswith("context with tensor: ") for text in plan.exclusions)
 
@@ -124,14 +125,122 @@ def test_dims_are_found_for_the_replicas_of_a_run():
     assert found[1, 2].names.paths == run.specs.paths
 
 
-def test_context_is_left_out_where_the_model_calls_an_attention_that_meets_other_keys():
+def test_context_is_left_out_where_the_model_calls_jp_attention_and_names_no_sequence():
     def attend(model, batch):
         x = model.up(batch["x"]).reshape(*batch["x"].shape[:2], 4, -1)
         return jnp.mean(jp.attention(x, x, x, causal=True) ** 2)
 
     found, sentences = splits_of(Wide, attend, {"x": jax.ShapeDtypeStruct((8, 16, 64), "float32")}, rows=8)
     assert all(context == 1 for context, _ in found)
-    assert sentences == ("context: how jp.attention meets the keys of other devices is priced for decoders",)
+    assert sentences == ('context: Wide names no dim seq; jp.constrain(x, "batch", "seq", "embed") on its stream does',)
+
+
+class Attending(nnx.Module):
+    """A decoder of one's own that calls jp.attention, and names its stream as the user does or does not."""
+
+    def __init__(self, rngs, *, names=("batch", "seq", "embed"), dim=256, heads=8, layers=2):
+        self.names, self.heads = names, heads
+        self.embed = nnx.Embed(64, dim, rngs=rngs)
+        self.inputs = nnx.List([nnx.Linear(dim, 3 * dim, rngs=rngs) for _ in range(layers)])
+        self.up = nnx.List([nnx.Linear(dim, 4 * dim, rngs=rngs) for _ in range(layers)])
+        self.down = nnx.List([nnx.Linear(4 * dim, dim, rngs=rngs) for _ in range(layers)])
+
+    def __call__(self, x):
+        x = self.embed(x)
+        if self.names:
+            x = jp.constrain(x, *self.names)
+        for inputs, up, down in zip(self.inputs, self.up, self.down, strict=True):
+            q, k, v = (part.reshape(*x.shape[:2], self.heads, -1) for part in jnp.split(inputs(x), 3, axis=-1))
+            x = x + jp.attention(q, k, v, causal=True).reshape(x.shape)
+            x = x + down(nnx.gelu(up(x)))
+        return self.embed.attend(x)
+
+
+TOKENS = {key: jax.ShapeDtypeStruct((2, 2048), "int32") for key in ("x", "y")}
+
+
+@pytest.fixture(scope="module")
+def attending():
+    return plan_of(Attending, models.next_token, TOKENS)
+
+
+def test_context_is_planned_along_the_sequence_that_a_model_names(attending):
+    every = attending.question.legal()
+    assert {2, 8} & {*np.asarray(every.context).tolist()} == {8}  # with context 2, two examples are for two replicas
+    assert {4, 8} <= {*np.asarray(every.context).tolist()}
+    assert "context_by ring and ulysses: priced for decoders; keys are gathered" in attending.exclusions
+    first = attending.best[0].candidate
+    assert first.context > 1
+    assert "specs" not in attending.command
+    assert f"context={first.context}" in attending.command
+
+
+def test_keys_and_values_are_gathered_and_their_gradients_scattered(attending):
+    model, software = attending.question.model, attending.question.software
+    sent = model.collectives(Candidate(context=8, microbatch=2), software)
+    keys = 2 * 2048 * 256 * 2  # bytes of the keys of two rows, in 16 bits
+    for kind in ("all-gather", "reduce-scatter"):
+        assert sum(each.times * each.payload for each in sent if each.kind == kind) == 2 * 2 * keys  # k, v; layers
+
+
+def test_devices_share_the_matmuls_and_the_activations_of_named_sequences(attending):
+    model = attending.question.model
+    whole, split = model.trace.programs["none"], model.trace.split_programs[8, 1]["none"]
+    work = [float((program.flop.sum(axis=1) * program.runs).sum()) for program in (whole, split)]
+    assert work[1] == pytest.approx(work[0] / 8, rel=0.01)
+    # in 16 bits a step with split sequences keeps one copy of the scores instead of two
+    kept = [program.peak(2, weights=0, gradients=0)["activations"] for program in (whole, split)]
+    assert kept[0] / 16 < kept[1] < kept[0] / 8
+
+
+def test_a_model_with_dropout_in_a_loop_is_planned():
+    """Its rate is a literal argument of the loop in the traced program."""
+
+    class Dropping(nnx.Module):
+        def __init__(self, rngs):
+            self.wide = Wide(rngs)
+
+        def __call__(self, x, key):
+            def layer(x, key):
+                return x + self.wide(x) * jax.random.bernoulli(key, 0.9, x.shape), None
+
+            return jax.lax.scan(layer, x, jax.random.split(key, 2))[0]
+
+    def mean(model, batch, key):
+        return jnp.mean(model(batch["x"], key).astype(jnp.float32) ** 2)
+
+    batch = {"x": jax.ShapeDtypeStruct((8, 64), "float32")}
+    assert {*plan_of(Dropping, mean, batch).question.legal().tensor.tolist()} >= {1, 2}
+
+
+def test_a_written_job_names_context_and_finds_no_specs_for_it():
+    job = loads('[model]\nname = "vit"\n[data]\nsource = "digits"\n[train]\nloss = "classify"\nglobal_batch = 8\n')
+    written = apply_layout(job, Candidate(data=2, context=4), 1, named=("context",)).parallel
+    assert (written.data, written.context, written.specs) == (2, 4, "")
+    assert apply_layout(job, Candidate(data=2, tensor=4), 1, named=("context",)).parallel.specs == "found"
+
+
+@pytest.mark.parametrize("sizes", [{"context": 8}, {"context": 2, "tensor": 2, "data": 2}])
+def test_no_specs_are_found_for_context_where_jp_attention_exchanges_keys(sizes):
+    """They split heads by `context`, so that each device computed the attention of all tokens: 2.3 times the FLOP."""
+    with pytest.raises(jp.JaxparError, match=r"which calls jp.attention[\s\S]*without specs"):
+        jp.find_specs(Attending, models.next_token, TOKENS, jp.Parallel(**sizes))
+
+
+@pytest.mark.spread(1)
+@pytest.mark.slow
+@pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
+@pytest.mark.parametrize("sizes", [{"context": 8}, {"data": 2, "context": 4}, {"fsdp": 2, "context": 4, "zero": 3}])
+def test_a_plan_of_named_sequences_is_near_the_compiled_program(attending, sizes):
+    layout = jp.compose(Attending, jp.Parallel(**sizes), jp.target_devices("h100:1x8"))
+    step = jp.train_step(layout, models.next_token, optax.adamw(1e-3), precision="bf16")
+    report, question = jp.inspect(step, TOKENS), attending.question
+    candidate = Candidate(**sizes, microbatch=2 // (8 // sizes["context"]))
+    assert float(question.bytes(candidate).total) == pytest.approx(report.total, rel=0.1)
+    sent = question.model.collectives(candidate, question.software)
+    for kind in ("all-gather", "reduce-scatter"):
+        planned = sum(each.wire for each in sent if each.kind == kind)
+        assert report.by_axis["context"].get(kind) == pytest.approx(planned, rel=0.02)
 
 
 def test_a_written_job_finds_its_specs_for_context():

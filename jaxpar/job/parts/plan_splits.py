@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from jaxpar.errors import JaxparError
-from jaxpar.models.islands import implemented
+from jaxpar.job.parts.plan_sequences import SequenceShares, sequence_splits
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.model.splits import AXES, ModelSplit, Sizes, SplitTraffic
@@ -20,6 +20,19 @@ from jaxpar.specs.shares import ArrayShares
 from jaxpar.specs.trace import TracedLoss
 
 MOST_TENSOR, MOST_CONTEXT = 8, 16  # largest sizes that a plan tries for a model that is no decoder
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NamedSplit:
+    """A split by a size of `context`, along dims that the model names itself.
+
+    Attributes:
+      split: Its traffic.
+      shares: The share of each array that a device holds.
+    """
+
+    split: ModelSplit
+    shares: SequenceShares
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,7 +62,7 @@ def find_splits(
     sizes: Collection[int],
     precision: str,
     frozen: Collection[str],
-) -> tuple[dict[Sizes, FoundSplit], tuple[str, ...]]:
+) -> tuple[dict[Sizes, FoundSplit | NamedSplit], tuple[str, ...]]:
     """Returns the splits of a model by sizes of `context` and `tensor`, and a sentence on each that is left out.
 
     Args:
@@ -66,23 +79,32 @@ def find_splits(
 
     @cache
     def program(local: int) -> TracedProgram:
-        with implemented({}) as called:
-            traced = TracedLoss(blueprint, loss, batch, rows=local, precision=precision).program(frozen)
-        islands.update(called)
-        return traced
+        traced = TracedLoss(blueprint, loss, batch, rows=local, precision=precision)
+        followed = traced.program(frozen)
+        islands.update(traced.islands)
+        return followed
+
+    def local_rows(split: int) -> int:
+        return max(1, rows * split // devices)
 
     def find(context: int, tensor: int) -> FoundSplit | None:
-        replicas = devices // (context * tensor)
-        local = max(1, rows // replicas)
-        return _find(program(local), (context, tensor), local, replicas, precision)
+        split = context * tensor
+        return _find(program(local_rows(split)), (context, tensor), local_rows(split), devices // split, precision)
 
-    found, idle, equal = {}, [], []
+    found: dict[Sizes, FoundSplit] = {}
+    idle, equal = [], []
     for size in (size for size in sizes if size <= MOST_TENSOR):
         if (split := find(1, size)) is not None:
             found[1, size] = split
-    if "attention" in islands:  # `context_by` decides how the step runs it, not the dims that the solver finds
-        return found, ("context: how jp.attention meets the keys of other devices is priced for decoders",)
-    for size in (size for size in sizes if size <= MOST_CONTEXT and rows % (devices // size) == 0):
+    contexts = [size for size in sizes if size <= MOST_CONTEXT and rows % (devices // size) == 0]
+    if contexts:
+        program(local_rows(contexts[0]))  # records the islands
+    if "attention" in islands:  # it meets the keys of tokens that `context` splits as the model names them
+        named, reason = sequence_splits(blueprint, loss, batch, sizes=contexts, precision=precision)
+        splits = {(size, 1): NamedSplit(split=split, shares=SequenceShares(size)) for size, split in named.items()}
+        sentences = (f"context: {reason}",) if reason else _of_sequences(bool(splits), bool(found))
+        return found | splits, sentences
+    for size in contexts:
         split, of_tensor = find(size, 1), found.get((1, size))
         if split is not None and of_tensor is not None and split.solution.axes == of_tensor.solution.axes:
             equal.append(size)
@@ -122,6 +144,13 @@ def _find(program: TracedProgram, sizes: Sizes, rows: int, replicas: int, precis
         shares=ArrayShares(solver, solution),
         solution=solution,
     )
+
+
+def _of_sequences(context: bool, tensor: bool) -> tuple[str, ...]:
+    """Returns notes on layouts that are not planned where a model calls `jp.attention`, given the axes that split it."""
+    apart = ("context with tensor: each is planned alone where the model calls jp.attention",) * (context and tensor)
+    forms = ("context_by ring and ulysses: priced for decoders; keys are gathered",) * context
+    return (*apart, *forms)
 
 
 def splits_tokens(names: NamedSpecs, axis: str) -> bool:

@@ -16,7 +16,8 @@ from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch
 from jaxpar.job.parts.models import batch_errors, frozen_paths, resolve_loss, resolve_model
 from jaxpar.job.parts.optimizers import resolve_optimizer
-from jaxpar.job.parts.plan_splits import FoundSplit, find_splits
+from jaxpar.job.parts.plan_sequences import SequenceShares, sequences_split
+from jaxpar.job.parts.plan_splits import FoundSplit, NamedSplit, find_splits
 from jaxpar.job.parts.plan_stages import find_stages
 from jaxpar.models.experts import Routing
 from jaxpar.models.islands import implemented
@@ -28,7 +29,7 @@ from jaxpar.plan.candidate import Candidate, Choices
 from jaxpar.plan.model.shape import Dims
 from jaxpar.plan.model.splits import AXES, Sizes, split_sizes
 from jaxpar.plan.model.state_bytes import Recipe
-from jaxpar.plan.model.tracing import ModelTrace, trace
+from jaxpar.plan.model.tracing import Context, ModelTrace, trace
 from jaxpar.plan.techniques.base import divisors
 from jaxpar.plan.techniques.expert import NAME as EXPERTS
 from jaxpar.plan.techniques.table import TECHNIQUES
@@ -147,7 +148,11 @@ def trace_model(
         implemented({"mixture": partial(_mixture, buffers)}),
     ):  # shardings that the model itself names have no effect outside of a step
         shares = {sizes: each.shares for sizes, each in splits.items()}
-        model_trace, sums = _trace_loss(blueprint, loss, batch, shares, max(1, rows / devices), compute, frozen)
+        sequences = partial(sequences_split, blueprint)
+        contexts = {sizes: sequences for sizes, each in splits.items() if isinstance(each, NamedSplit)}
+        model_trace, sums = _trace_loss(
+            blueprint, loss, batch, shares, max(1, rows / devices), compute, frozen, contexts=contexts
+        )
     with sharding_translation(), step_hooks(), implemented({"mixture": mixture}):
         stages, no_pipeline = find_stages(
             blueprint, loss, batch, rows=max(1, rows / devices), devices=devices, precision=compute,
@@ -155,7 +160,7 @@ def trace_model(
         )  # fmt: skip
     named_dims, dtype = _dims(compose(blueprint, Parallel(), 1), buffers), DTYPES[compute]
     axes = _axis_sizes(named_dims, splits, rows)
-    names = {sizes: each.names for sizes, each in splits.items()}
+    names = {sizes: each.names if isinstance(each, FoundSplit) else None for sizes, each in splits.items()}
     shards, state_bytes, refused = _shards(blueprint, devices, axes, names, rows=rows)
     return TracedModel(
         name=blueprint.name,
@@ -172,6 +177,7 @@ def trace_model(
         axes=tuple(axes),
         splits={sizes: each.split for sizes, each in splits.items()},
         no_splits=no_splits,
+        named_axes=("context",) if contexts else (),
         dims=named_dims.dims,
         parameters_by_dim=named_dims.parameters_by_dim,
         stages=stages,
@@ -179,7 +185,7 @@ def trace_model(
     )
 
 
-def _axis_sizes(dims: Dims, splits: Mapping[Sizes, FoundSplit], rows: int) -> dict[str, Collection[int]]:
+def _axis_sizes(dims: Dims, splits: Mapping[Sizes, Any], rows: int) -> dict[str, Collection[int]]:
     """Returns the sizes of `context` and `tensor` that have a split, and those that added techniques allow."""
     found = {axis: sizes for axis in AXES if len(sizes := split_sizes(splits, axis)) > 1}
     return found | {
@@ -193,14 +199,17 @@ def _trace_loss(
     blueprint: Blueprint,
     loss: Callable,
     batch: Mapping[str, Any],
-    shares: Mapping[Sizes, ArrayShares],
+    shares: Mapping[Sizes, ArrayShares | SequenceShares],
     rows: float,
     compute: str,
     frozen: Collection[str],
+    *,
+    contexts: Mapping[Sizes, Context],
 ) -> tuple[ModelTrace, bool]:
     """Traces the loss and its gradients; also returns whether the loss is a (sum, count).
 
-    `shares` maps sizes of `context` and `tensor` to the share of each array that a device has; `rows` are its examples.
+    `shares` maps sizes of `context` and `tensor` to the share of each array that a device has, and `contexts` some of
+    them to the context in which their program is traced; `rows` are the examples of a device.
     """
     params, model_state = jax.eval_shape(blueprint.init, jax.random.key(0))
 
@@ -216,7 +225,7 @@ def _trace_loss(
     numbers = _argument_numbers(params, model_state, batch, frozen)
     model_trace = trace(
         forward, params, abstract_inputs, takes_remat=blueprint.takes_remat, name=blueprint.name, rows=rows,
-        frozen=frozen, splits={sizes: partial(each, **numbers) for sizes, each in shares.items()},
+        frozen=frozen, splits={sizes: partial(each, **numbers) for sizes, each in shares.items()}, contexts=contexts,
     )  # fmt: skip
     return model_trace, _is_sum(forward("none", accumulate=2), params, abstract_inputs(2))
 
@@ -258,14 +267,14 @@ def _shards(
     blueprint: Blueprint,
     devices: int,
     axes: Mapping[str, Collection[int]],
-    specs: Mapping[Sizes, NamedSpecs],
+    specs: Mapping[Sizes, NamedSpecs | None],
     *,
     rows: int,
 ) -> tuple[dict[tuple[int, ...], int], dict[tuple[int, ...], int], dict[tuple[int, ...], str]]:
     """Returns three dicts from axis sizes: a device's parameters, its bytes of other state, and unsupported sizes.
 
-    `specs` are the names of dims that were found for sizes of `context` and `tensor`, and `rows` the examples of a
-    step, which replicas divide.
+    `specs` are the names of dims that were found for sizes of `context` and `tensor`, None where the model's own names
+    split them, and `rows` the examples of a step, which replicas divide.
     """
     counts, state_bytes, refused = {}, {}, {}
     sizes_of_axis = divisors(devices)
@@ -278,7 +287,10 @@ def _shards(
         axis_sizes = {axis: size for axis, size in zip(axes, further, strict=True) if size > 1}
         split = axis_sizes.get("context", 1), axis_sizes.get("tensor", 1)
         names = specs.get(split)
-        if split != (1, 1) and (names is None or rows % (devices // math.prod(split))):
+        if split != (1, 1) and (split not in specs or rows % (devices // math.prod(split))):
+            continue
+        if split in specs and names is None and EXPERTS in axis_sizes:
+            refused[sizes] = f"{EXPERTS} with context: a mixture's slots are priced on unsplit sequences"
             continue
         try:
             parallel = replace(Parallel().with_sizes({"fsdp": fsdp, **axis_sizes}), zero=3 if fsdp > 1 else 0)

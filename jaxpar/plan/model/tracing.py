@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +19,7 @@ from jaxpar.sharding.names import DISPATCH, path_of
 
 # maps a jaxpr of (parameters, other inputs) to a function of a variable to the share that a device has of its array
 Shares = Callable[[Jaxpr], Callable[[Any], float]]
+Context = Callable[[], AbstractContextManager[Any]]
 COUNTED = 2  # rows at which amounts are counted: a single row could be broadcast
 
 
@@ -69,6 +71,7 @@ def trace(
     rows: float = 64.0,
     frozen: Collection[str] = (),
     splits: Mapping[Sizes, Shares] = MappingProxyType({}),
+    contexts: Mapping[Sizes, Context] = MappingProxyType({}),
 ) -> ModelTrace:
     """Traces a loss and its gradients, without compiling and without arrays.
 
@@ -81,12 +84,19 @@ def trace(
       rows: Rows of a device for which fusions are chosen.
       frozen: Paths of parameters without gradients.
       splits: Maps sizes of (context, tensor) to the shares of arrays that a device has.
+      contexts: Maps some of these sizes to the context in which the program is traced that they split.
 
     Raises:
       JaxparError: If no saved activation grows with the rows, or if ops depend on the number of rows.
     """
     policies = [name for name in POLICIES if model_policy(name) == name] if takes_remat else ["none"]
-    programs = {policy: _program(forward(policy), params, inputs, frozen, name) for policy in policies}
+
+    def traced(context: Context) -> dict[str, SizedProgram]:
+        with context():
+            return {policy: _program(forward(policy), params, inputs, frozen, name) for policy in policies}
+
+    programs = traced(nullcontext)
+    programs_in = {context: traced(context) for context in {*contexts.values()}}
     trained = len(jax.tree.leaves(params)) - len(_frozen_places(params, frozen))
     places, gradients = range(len(jax.tree.leaves(params))), range(1, 1 + trained)
     estimates = {
@@ -95,7 +105,7 @@ def trace(
     split_programs = {
         sizes: {
             policy: estimate(program.split(shares(program.jaxpr)), rows, params=places, gradients=gradients)
-            for policy, program in programs.items()
+            for policy, program in (programs_in[contexts[sizes]] if sizes in contexts else programs).items()
             if program.jaxpr is not None
         }
         for sizes, shares in splits.items()
