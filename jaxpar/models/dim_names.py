@@ -46,7 +46,7 @@ def spec_of(names: tuple[str | None, ...]) -> PartitionSpec | None:
 
 def record_use(name: str) -> None:
     """Records that the model uses a name, as `constrain` does for its arguments."""
-    names: set[str] | None = getattr(step_rules.get(), "seen", None)  # None outside of a step
+    names: set[str] | None = getattr(step_rules.get(), "recorded_names", None)  # None outside of a step
     if names is not None:
         names.add(name)
 

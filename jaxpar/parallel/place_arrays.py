@@ -21,7 +21,7 @@ from jaxpar.sharding.infer_names.infer_dims import infer_dims
 from jaxpar.sharding.lists import Lists
 from jaxpar.sharding.names import LARGE, Blueprint, Leaf
 from jaxpar.sharding.rules import Axes, AxisChoice, choose_axes, name_stacks, spec_of
-from jaxpar.sharding.stacks import one_layer, stack_choice, unnamed_layers, unstack_choice
+from jaxpar.sharding.stacks import stack_choice, unnamed_layers, unstack_choice, unstack_leaf
 from jaxpar.units import show_bytes
 
 # axes that split no matrix: with these alone the model's use need not be traced
@@ -156,7 +156,7 @@ def _place_parameter(
 ) -> tuple[Placement, AxisChoice, list[Problem]]:
     """Returns a parameter's placement, choice and problems; places a stack without names as its layers."""
     sizes, stacked, listed = parallel.sizes, path in layers.stack, any(path in paths for paths in layers.lists.values())
-    choice, wrong = find(path, one_layer(leaf) if stacked else leaf, read=read)
+    choice, wrong = find(path, unstack_leaf(leaf) if stacked else leaf, read=read)
     if layers.stack or layers.lists:
         choice = stack_choice(choice, layers.axes) if stacked else unstack_choice(choice)
     uneven = parallel.pipe > 1 and parallel.pipeline.layers and choice.names[:1] == ("layers",)

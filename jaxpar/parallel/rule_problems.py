@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from jaxpar.errors import JaxparError, Problem, suggest
 from jaxpar.parallel.declaration import OPTIONAL, Parallel
 from jaxpar.sharding.names import Blueprint, Leaf
-from jaxpar.sharding.rules import names_of_dims
+from jaxpar.sharding.rules import axes_by_dim_name
 
 REGULAR = "a path rule is a regular expression"
 
@@ -18,7 +18,7 @@ REGULAR = "a path rule is a regular expression"
 def rule_problems(parallel: Parallel, blueprint: Blueprint) -> list[Problem]:
     """Returns rules for unknown axes, path rules that match nothing, and unknown dim names of paths and of lines."""
     leaves, problems = {**blueprint.other_leaves, **blueprint.leaves}, []
-    words = {*names_of_dims(parallel.sizes), *parallel.sizes, *parallel.rules, *_names(leaves.values())}
+    words = {*axes_by_dim_name(parallel.sizes), *parallel.sizes, *parallel.rules, *_names(leaves.values())}
     for name, axes in parallel.rules.items():
         problems += _rule_of_a_name(name, (axes,) if isinstance(axes, str) else tuple(axes or ()), parallel)
     for key, names in parallel.activations.items():
@@ -112,7 +112,7 @@ def check_rules(parallel: Parallel, blueprint: Blueprint, activation_dims: set[s
     """
     leaves = [*blueprint.other_leaves.values(), *blueprint.leaves.values()]
     dim_names = _names(leaves) | {name for names in parallel.paths.values() for name in names if name}
-    dim_names |= activation_dims | names_of_dims(parallel.sizes).keys()
+    dim_names |= activation_dims | axes_by_dim_name(parallel.sizes).keys()
     problems = [
         Problem(
             f"rule {name!r} matches nothing: no dim of {blueprint.name} has that name, of a parameter or an activation",

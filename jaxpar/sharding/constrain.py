@@ -38,10 +38,10 @@ class RecordingRules(tuple):
     rules leave the dims without a rule to XLA.
 
     Attributes:
-      seen: The names of all activations so far.
+      recorded_names: The names of all activations so far.
     """
 
-    seen: set[str]
+    recorded_names: set[str]
 
     def __iter__(self) -> Iterator:
         recorder = _NameRecorder()
@@ -50,7 +50,7 @@ class RecordingRules(tuple):
         for name, axes in super().__iter__():
             ruled.add(name)
             yield name, axes
-        self.seen.update(recorder.names)
+        self.recorded_names.update(recorder.names)
         yield from ((name, PartitionSpec.UNCONSTRAINED) for name in dict.fromkeys(recorder.names) if name not in ruled)
 
 
@@ -64,13 +64,13 @@ def activation_names(names: Mapping[str, Axes], sizes: Mapping[str, int]) -> Ite
       The set of names that the model used, also in nested contexts; it is complete when the context ends.
     """
 
-    def present(axes: Axes) -> Axes:
+    def active_axes(axes: Axes) -> Axes:
         active = tuple(axis for axis in ((axes,) if isinstance(axes, str) else axes or ()) if sizes.get(axis, 1) > 1)
         return None if not active else active[0] if len(active) == 1 else active
 
     rules = []
     for name, axes in names.items():
-        active = present(axes)
+        active = active_axes(axes)
         rules.append((name, active))
         if isinstance(active, tuple):
             # Flax skips a rule if one of its axes is taken. So each rule is repeated with only its first axis:
@@ -79,10 +79,10 @@ def activation_names(names: Mapping[str, Axes], sizes: Mapping[str, int]) -> Ite
     # a pipeline nests this context inside of the step's, with other sizes: names used there also count for the step
     outer_rules = step_rules.get()
     resolved = RecordingRules(rules)
-    resolved.seen = outer_rules.seen if isinstance(outer_rules, RecordingRules) else set()
+    resolved.recorded_names = outer_rules.recorded_names if isinstance(outer_rules, RecordingRules) else set()
     token = step_rules.set(resolved)
     try:
         with spmd.logical_axis_rules(resolved):
-            yield resolved.seen
+            yield resolved.recorded_names
     finally:
         step_rules.reset(token)

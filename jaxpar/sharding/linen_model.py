@@ -23,7 +23,7 @@ from jaxpar.sharding.calls.norm_axes import without_unbound_axes
 from jaxpar.sharding.infer_names.trace_call import trace_program
 from jaxpar.sharding.linen.parameters import Parameters, to_dict
 from jaxpar.sharding.linen.streams import Path, Streams, find_streams, recording_sows, split_sown, with_rngs
-from jaxpar.sharding.linen.variables import Initializer, Variables, check_variables, has_path, known_collections, unbox
+from jaxpar.sharding.linen.variables import Initializer, Variables, check_variables, has_path, lock_collections, unbox
 from jaxpar.sharding.names import Blueprint, Compute, Program, Tree, Use, path_of
 
 
@@ -63,8 +63,8 @@ class LinenModel:
         self._calls += 1
         sows = recording_sows(lambda path, _: None if has_path(self.state, path) else self._sown_paths.add(path))
         large = {name: Parameters(self.state[name], use, f"collections/{name}/") for name, use in self._read.items()}
-        computing = partial(_computing_in, self._dtype, self._manual)
-        collections = known_collections(self.module, self.state)
+        computing = partial(_prepare_call, self._dtype, self._manual)
+        collections = lock_collections(self.module, self.state)
         with nn.intercept_methods(computing), nnx.use_eager_sharding(False), sows, collections:
             out, written = with_rngs(self.module.apply, key, self._streams)(
                 {"params": self.params, **self.state, **large},
@@ -84,7 +84,7 @@ class LinenModel:
         return cast_output(out)
 
 
-def _computing_in(dtype, manual, call, args, kwargs, context):
+def _prepare_call(dtype, manual, call, args, kwargs, context):
     """Around each submodule's call: sets the step's dtype if its author chose none, and drops unbound norm axes."""
     module = context.module
     if dtype is not None:
@@ -122,7 +122,7 @@ class _CallableModule:
     def bind(self, values: Tree, state: Tree, use: Use, compute: Compute, *, streams: Streams) -> LinenModel:
         """Binds the module to parameters and state; it draws from these random streams."""
 
-        def reads(path: str, value: jax.Array) -> jax.Array:
+        def read_param(path: str, value: jax.Array) -> jax.Array:
             return use(path, value) if self.variables.others[path].large else value
 
         return LinenModel(
@@ -133,15 +133,15 @@ class _CallableModule:
             compute=compute,
             streams=streams,
             sown=self.variables.sown,
-            read=dict.fromkeys(self.variables.large_collections, reads),
+            read=dict.fromkeys(self.variables.large_collections, read_param),
             sown_paths=self.variables.sown_paths,
         )
 
-    def bound(self, values: Tree, state: Tree) -> nn.Module:
+    def bind_module(self, values: Tree, state: Tree) -> nn.Module:
         """Returns the module bound to these arrays."""
         return self.module.bind({"params": self.variables.linen_tree(values), **state["collections"]})
 
-    def traced(self, streams: Streams) -> Program:
+    def trace_streams(self, streams: Streams) -> Program:
         """Traces a call with these random streams."""
         return trace_program(self.init, partial(self.bind, streams=streams), self.call)
 
@@ -187,14 +187,14 @@ def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Bl
             boxed, name, flat, sown, _written_specs(init_variables, boxed) if noted else {}
         )
         called = _CallableModule(module=module, call=call, make_variables=init_variables, variables=variables)
-        streams, program = find_streams(called.traced, name)
+        streams, program = find_streams(called.trace_streams, name)
     return Blueprint(
         name=name,
         leaves=variables.leaves,
         init=called.init,
         bind=partial(called.bind, streams=streams),
         collect=_collect,
-        module=called.bound,
+        module=called.bind_module,
         takes_remat=called.takes_remat,
         other_leaves=variables.others,
         overwritten=variables.overwritten,

@@ -31,22 +31,22 @@ def longest_list(leaves: Mapping[str, Leaf], parts: int) -> Lists:
       leaves: All parameters of a model, by path.
       parts: A number that divides the number of layers, or of groups of layers of several kinds.
     """
-    lists = (run for layers in _by_number(leaves).values() for run in _runs(layers, leaves) if len(run) % parts == 0)
-    best = max(lists, key=lambda run: size_of(leaves, (path for group in run for path in group.values())), default=[])
+    lists = (run for layers in _group_paths(leaves).values() for run in _runs(layers, leaves) if len(run) % parts == 0)
+    best = max(lists, key=lambda run: num_bytes(leaves, (path for group in run for path in group.values())), default=[])
     if not best:
         return {}
     return {stack: tuple(group[stack] for group in best) for stack in best[0]}
 
 
-def size_of(leaves: Mapping[str, Leaf], paths: Iterable[str]) -> int:
+def num_bytes(leaves: Mapping[str, Leaf], paths: Iterable[str]) -> int:
     """Returns the bytes of these parameters."""
     return sum(leaves[path].bytes for path in paths)
 
 
-def modules_of(lists: Lists) -> list[tuple[str, ...]]:
+def layer_modules(lists: Lists) -> list[tuple[str, ...]]:
     """Returns, for each layer of a group in order, the paths of its modules in all groups.
 
-    >>> modules_of({"h_*/w": ("h_0/w", "h_2/w"), "h_*+1/u": ("h_1/u", "h_3/u"), "h_*+1/v": ("h_1/v", "h_3/v")})
+    >>> layer_modules({"h_*/w": ("h_0/w", "h_2/w"), "h_*+1/u": ("h_1/u", "h_3/u"), "h_*+1/v": ("h_1/v", "h_3/v")})
     [('h_0', 'h_2'), ('h_1', 'h_3')]
     """
     kinds = {}
@@ -59,7 +59,7 @@ def modules_of(lists: Lists) -> list[tuple[str, ...]]:
     return [kinds[place] for place in sorted(kinds)]
 
 
-def _by_number(leaves: Mapping[str, Leaf]) -> dict[str, dict[int, dict[str, str]]]:
+def _group_paths(leaves: Mapping[str, Leaf]) -> dict[str, dict[int, dict[str, str]]]:
     """Groups parameters by the part of the path before a number; a group is {number: {path with "*": path}}."""
     layers: dict[str, dict[int, dict[str, str]]] = {}
     for path in leaves:

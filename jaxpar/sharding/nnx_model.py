@@ -22,7 +22,7 @@ from jaxpar.sharding.author.value_specs import Spec, recording_specs, value_spec
 from jaxpar.sharding.calls.compute_dtype import compute_nnx
 from jaxpar.sharding.names import OVERWRITE, Blueprint, Compute, Leaf, Tree, Use, nest, path_of, pick
 from jaxpar.sharding.nnx.attributes import check_module, check_shapes, mark_arrays
-from jaxpar.sharding.nnx.hooks import ASSIGNING, assignment_error, has_use, hook, with_use
+from jaxpar.sharding.nnx.hooks import ASSIGNING, assignment_error, attach_use, has_use, hook
 from jaxpar.sharding.rules import fit_names, flat_dims, without_blank_names
 
 
@@ -51,7 +51,7 @@ class _Parts:
         """Binds the module to parameters and state."""
         model = nnx.merge(
             self.graph,
-            nnx.map_state(partial(self._read, values, use), self.params),
+            nnx.map_state(partial(self._bind_variable, values, use), self.params),
             nnx.map_state(partial(self._fill_state, state, use), self.rest),
         )
         hook(model)
@@ -61,19 +61,19 @@ class _Parts:
         """Returns the user's own module with these arrays, in eval mode: nothing of jaxpar is left in it."""
         model = nnx.merge(
             self.graph,
-            nnx.map_state(partial(_filled, values), self.params),
-            nnx.map_state(partial(_filled, state), self.rest),
+            nnx.map_state(partial(_fill_variable, values), self.params),
+            nnx.map_state(partial(_fill_variable, state), self.rest),
         )
         model.eval()
         return model
 
-    def _read(self, values: Tree, use: Use, path, variable: nnx.Variable) -> nnx.Variable:
+    def _bind_variable(self, values: Tree, use: Use, path, variable: nnx.Variable) -> nnx.Variable:
         """Returns a variable that applies `use` to its value where the model reads it."""
         words = _words(path)
         at_use, value = partial(use, "/".join(words)), pick(values, words)
         if self._is_bridged(words):
             return variable.replace(at_use(value))
-        return with_use(variable, value, at_use)
+        return attach_use(variable, value, at_use)
 
     def _is_bridged(self, words: tuple[str, ...]) -> bool:
         return any(words[: len(bridge)] == bridge for bridge in self.bridges)
@@ -85,7 +85,7 @@ class _Parts:
             return pick(state, words)  # an array that is an attribute
         # small other state is whole: BatchNorm's statistics, keys
         large = self.others["/".join(words)].large
-        return self._read(state, use, path, variable) if large else variable.replace(pick(state, words))
+        return self._bind_variable(state, use, path, variable) if large else variable.replace(pick(state, words))
 
     def collect(self, model: nnx.Module) -> Tree:
         """Returns the rest of the state after a call; drops variables that the model sowed during the call."""
@@ -162,12 +162,12 @@ def blueprint(factory: Callable[..., Any], *, name: str) -> Blueprint:
         takes_remat=any(is_policy(getattr(module, "remat", None)) for _, module in modules),
         other_leaves=others,
         rules=tuple(author_rules()),
-        overwritten=_overwritten(rest),
+        overwritten=_find_overwritten(rest),
         assigned=parts.assigned if any(isinstance(module, ASSIGNING) for _, module in modules) else None,
     )
 
 
-def _overwritten(rest: nnx.State) -> frozenset[str]:
+def _find_overwritten(rest: nnx.State) -> frozenset[str]:
     """Returns the paths of variables whose gradient is their new value: Linen's, wrapped in `nnx.bridge.ToNNX`."""
     flat = nnx.to_flat_state(rest)
     return frozenset("/".join(map(str, path)) for path, variable in flat if type(variable).__name__ == OVERWRITE)
@@ -177,7 +177,7 @@ def _abstract(build: Callable[[jax.Array], Any], name: str) -> nnx.Module | Blue
     """Calls the factory abstractly: returns a module whose variables hold shapes, or the blueprint that it returns."""
     blueprints: list[Blueprint] = []
 
-    def checked() -> Any:
+    def build_checked() -> Any:
         model = build(jax.random.key(0))
         if isinstance(model, Blueprint):
             blueprints.append(model)  # shapes alone already, not a tree of arrays
@@ -196,7 +196,7 @@ def _abstract(build: Callable[[jax.Array], Any], name: str) -> nnx.Module | Blue
 
     rule = "a model can be made from `rngs`, on shapes alone"
     with user_code_errors(name, rule=rule, fix="the line of the model that this names"), no_mesh():
-        abstract = nnx.eval_shape(checked)
+        abstract = nnx.eval_shape(build_checked)
     if blueprints:
         return blueprints[0]
     check_shapes(abstract, name)
@@ -263,7 +263,7 @@ def _words(path) -> tuple[str, ...]:
     return tuple(word for key in path for word in str(key).split("/"))
 
 
-def _filled(values: Tree, path, variable: object) -> Any:
+def _fill_variable(values: Tree, path, variable: object) -> Any:
     """Returns a variable, or an array that is an attribute, with its value."""
     value = pick(values, _words(path))
     return variable.replace(value) if isinstance(variable, nnx.Variable) else value
@@ -312,15 +312,15 @@ def _leaves(
 def _leaf(path, variable, flat: tuple[int, ...], spec: Spec | None) -> Leaf:
     value, is_variable = _array(path, variable), isinstance(variable, nnx.Variable)
     metadata = variable.get_metadata() if is_variable else {}
-    names, rank = names_in("/".join(_words(path)), metadata), len(value.shape)
-    axes = None if names is None else axes_in(names, metadata)
+    names, rank = metadata_names("/".join(_words(path)), metadata), len(value.shape)
+    axes = None if names is None else metadata_axes(names, metadata)
     if names is None and spec is not None:  # stacked dims come first: a `vmap` adds none to the spec
         names = axes = (*(None,) * (rank - len(spec)), *spec)
     fit_rank = lambda names: None if names is None else fit_names(names, rank, flat)  # noqa: E731
     return Leaf(tuple(value.shape), value.dtype, fit_rank(names), constant=not is_variable, axes=fit_rank(axes))
 
 
-def names_in(path: str, metadata: Mapping[str, Any]) -> tuple | None:
+def metadata_names(path: str, metadata: Mapping[str, Any]) -> tuple | None:
     """Returns the names of a parameter's dims in the metadata of an NNX variable; None if it has none.
 
     Raises:
@@ -338,7 +338,7 @@ def names_in(path: str, metadata: Mapping[str, Any]) -> tuple | None:
     return param_names
 
 
-def axes_in(names: Sequence, metadata: Mapping[str, Any]) -> tuple | None:
+def metadata_axes(names: Sequence, metadata: Mapping[str, Any]) -> tuple | None:
     """Maps an NNX variable's names of dims to mesh axes by the author's rules; None without rules."""
     rules = metadata.get("sharding_rules")
     return tuple(spmd.from_sharding_rules(tuple(names), rules)) if rules else None

@@ -125,11 +125,11 @@ def _bind_reference(
     values = {path: flat[f"{REFERENCE}/{path}" if path in copied else path] for path in blueprint.leaves}
     tree = nest({tuple(path.split("/")): value for path, value in values.items()})
 
-    def read(path: str, value: jax.Array) -> jax.Array:
+    def read_copy(path: str, value: jax.Array) -> jax.Array:
         return use(f"{REFERENCE}/{path}" if path in copied else path, value)
 
     bind = bind_base if blueprint.adapters else _bind_plain
-    return bind(blueprint, tree, rest, read, replace(compute, train=False))
+    return bind(blueprint, tree, rest, read_copy, replace(compute, train=False))
 
 
 def _bind_plain(blueprint: Blueprint, values: Tree, rest: Tree, use: Use, compute: Compute) -> Any:

@@ -34,7 +34,7 @@ NO_RULES: Mapping[str, Axes] = MappingProxyType({})
 WHOLE = ("keys", "embed", "vocab_table", "head_dim", "kernel", "classes", "norm")
 
 
-def names_of_dims(sizes: Mapping[str, int]) -> dict[str, Axes]:
+def axes_by_dim_name(sizes: Mapping[str, int]) -> dict[str, Axes]:
     """Maps each name of a dim to the mesh axes that split it, by `jaxpar.mesh.axes.AXES`.
 
     The rules are Megatron-LM's pairs of column-split and row-split matrices (Shoeybi et al. 2019, arXiv:1909.08053),
@@ -96,7 +96,7 @@ def choose_axes(
       rules: The user's rules; `names` includes them.
       read: Inferred dims, for a parameter that the model does not name.
     """
-    dim_names, why = _named(path, leaf, paths)
+    dim_names, why = _name_dims(path, leaf, paths)
     if isinstance(dim_names, Problem):
         return AxisChoice((None,) * len(leaf.shape), ((),) * len(leaf.shape), why), [dim_names]
     if dim_names is None:
@@ -115,7 +115,7 @@ def choose_axes(
             if word != name or dim_names == by_author:  # else the author's rules omit the name
                 problems += _unknown_axes(path, dim, name, word, {*names, *sizes})
         # an axis splits an array once: of two dims that want it the first gets it (a square matrix named twice)
-        wanted = tuple(axis for axis in axes_of_name(word, names) if sizes.get(axis, 1) > 1 and axis not in used_axes)
+        wanted = tuple(axis for axis in resolve_axes(word, names) if sizes.get(axis, 1) > 1 and axis not in used_axes)
         ways = 1
         for axis in wanted:
             ways *= sizes[axis]
@@ -173,15 +173,15 @@ def without_blank_names(leaves: dict[str, Leaf]) -> dict[str, Leaf]:
     return {path: replace(leaf, names=None, axes=None) for path, leaf in leaves.items()}
 
 
-def axes_of_name(name: Any, names: Mapping[str, Axes]) -> tuple[str, ...]:
+def resolve_axes(name: Any, names: Mapping[str, Axes]) -> tuple[str, ...]:
     """Returns the mesh axes of a dim's name, of several names for one dim, or of an axis itself."""
     if isinstance(name, (tuple, list)):  # P(("data", "fsdp"), None): several mesh axes on one dim
-        return tuple(axis for part in name for axis in axes_of_name(part, names))
+        return tuple(axis for part in name for axis in resolve_axes(part, names))
     axes = names.get(name, name if name in AXES else None) if name else None
     return () if not axes else (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-def _named(path: str, leaf: Leaf, paths: Mapping[str, Sequence[str]]):
+def _name_dims(path: str, leaf: Leaf, paths: Mapping[str, Sequence[str]]):
     """Returns the names of all dims and their source; None if nothing names them."""
     rank = len(leaf.shape)
     for pattern, names in paths.items():
@@ -214,7 +214,7 @@ def _inferred_axes(
     padded: int | None = None
     for dim, (name, limit) in enumerate(zip(dim_names, pieces, strict=True)):
         used_axes = {axis for dim_axes in axes for axis in dim_axes}
-        wanted = tuple(axis for axis in axes_of_name(name, names) if sizes.get(axis, 1) > 1 and axis not in used_axes)
+        wanted = tuple(axis for axis in resolve_axes(name, names) if sizes.get(axis, 1) > 1 and axis not in used_axes)
         ways = math.prod(sizes[axis] for axis in wanted)
         if limit % ways:
             count = f"{name}={limit}" if limit == leaf.shape[dim] else f"{limit} {name}"
@@ -243,12 +243,12 @@ def _store_over_tensor(leaf: Leaf, choice: AxisChoice, ways: int, padded: int | 
         return choice
     best = max(fitting, key=lambda dim: (leaf.shape[dim], dim))
 
-    def on(dim: int | None) -> tuple[tuple[str, ...], ...]:
+    def add_tensor(dim: int | None) -> tuple[tuple[str, ...], ...]:
         return tuple((*axes, "tensor") if index == dim else axes for index, axes in enumerate(choice.axes))
 
     read = "gathered" if padded is None else f"cut along {choice.names[padded]} with padding"
     why = f"{choice.why}; stored over tensor along {choice.names[best] or leaf.shape[best]}, {read} where it is read"
-    return replace(choice, why=why, read_and_stored_axes=(on(padded), on(best)))
+    return replace(choice, why=why, read_and_stored_axes=(add_tensor(padded), add_tensor(best)))
 
 
 def _largest(path: str, leaf: Leaf, sizes: Mapping[str, int]) -> AxisChoice:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from jaxpar.sharding.lists import Lists, longest_list, size_of
+from jaxpar.sharding.lists import Lists, longest_list, num_bytes
 from jaxpar.sharding.names import Leaf
 from jaxpar.sharding.rules import Axes, AxisChoice
 
@@ -33,7 +33,7 @@ def unnamed_layers(
         return frozenset(), {}
     stack, lists = unnamed_stack(leaves, parts, patterns), longest_list(leaves, parts)
     members = [path for paths in lists.values() for path in paths]
-    return (stack, {}) if size_of(leaves, stack) >= size_of(leaves, members) else (frozenset(), lists)
+    return (stack, {}) if num_bytes(leaves, stack) >= num_bytes(leaves, members) else (frozenset(), lists)
 
 
 def unnamed_stack(leaves: Mapping[str, Leaf], parts: int, patterns: Mapping[str, Iterable]) -> frozenset[str]:
@@ -57,10 +57,10 @@ def unnamed_stack(leaves: Mapping[str, Leaf], parts: int, patterns: Mapping[str,
         and _is_stack({len(leaves[path].shape) for path in paths}, len(paths), side_by_side="*" in module)
         and all(_may_be_stacked(path, leaves[path], patterns) for path in paths)
     ]
-    return frozenset(max(stacks, key=lambda paths: size_of(leaves, paths), default=()))
+    return frozenset(max(stacks, key=lambda paths: num_bytes(leaves, paths), default=()))
 
 
-def one_layer(leaf: Leaf) -> Leaf:
+def unstack_leaf(leaf: Leaf) -> Leaf:
     """Returns the declaration of one layer's parameter, from that of the stack."""
     names, axes = (
         words[-len(leaf.shape) + 1 :] if words and len(leaf.shape) > 1 else None for words in (leaf.names, leaf.axes)

@@ -408,7 +408,7 @@ def _split_alike(left: Dim, right: Dim) -> bool:
         if a.size == b.size:
             continue
         large, small, rest = (a, b, ours) if a.size > b.size else (b, a, theirs)
-        if large.size % small.size or large.parts or large.same:
+        if large.size % small.size or large.parts or large.parent:
             return changed
         split(large, small.size)
         rest.append(large.parts[1])

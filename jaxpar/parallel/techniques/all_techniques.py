@@ -21,7 +21,7 @@ from jaxpar.sharding.author.explicit import sharding_translation
 from jaxpar.sharding.author.rules_in_force import check_rules_in_force
 from jaxpar.sharding.constrain import activation_names
 from jaxpar.sharding.nnx.hooks import step_hooks
-from jaxpar.sharding.rules import names_of_dims
+from jaxpar.sharding.rules import axes_by_dim_name
 from jaxpar.sharding.vocabularies import with_meanings, with_vocabularies
 
 
@@ -33,7 +33,7 @@ def declaration_problems(parallel: Parallel) -> list[Problem]:
 
 def all_dim_names(parallel: Parallel) -> dict[str, Axes]:
     """Maps names of dims to mesh axes: the user's names first, each name followed by its names in other code bases."""
-    names = names_of_dims(parallel.sizes)
+    names = axes_by_dim_name(parallel.sizes)
     for technique in TECHNIQUES.values():
         names |= technique.names(parallel)
     user = dict(parallel.rules)

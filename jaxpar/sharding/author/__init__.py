@@ -7,5 +7,5 @@
 The author names axes of the author's own mesh. On a layout's mesh such an axis is the one of the same name, or those
 that a rule gives it; if the author splits examples over one axis, it stands for all axes of the layout that split
 examples. The user's `Parallel(rules=...)` come first. To support another
-API: a function of JAX or Flax that `explicit` replaces, or a kind of metadata in `nnx_model.names_in`.
+API: a function of JAX or Flax that `explicit` replaces, or a kind of metadata in `nnx_model.metadata_names`.
 """

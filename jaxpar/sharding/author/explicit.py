@@ -152,7 +152,7 @@ def _translate_sharding(sharding: NamedSharding | PartitionSpec) -> NamedShardin
     """Translates a sharding from the author's mesh to that of the step; outside of a step its spec is unchanged."""
     mesh, spec = get_abstract_mesh(), _written_spec(sharding)
     if mesh.empty or not step_rules.get():
-        return _as_written(spec)
+        return _author_sharding(spec)
     if {*mesh.axis_types} == {AxisType.Manual}:  # each device has its own shard, and XLA splits nothing
         return NamedSharding(mesh, PartitionSpec(*(None,) * len(spec)))
     # XLA cannot split over an axis that is manual here
@@ -161,7 +161,7 @@ def _translate_sharding(sharding: NamedSharding | PartitionSpec) -> NamedShardin
     return NamedSharding(mesh, translate_spec(spec, sizes))
 
 
-def _as_written(spec: PartitionSpec) -> NamedSharding:
+def _author_sharding(spec: PartitionSpec) -> NamedSharding:
     """Returns a sharding on a placeholder for the author's mesh, the sizes of whose axes are unknown."""
     names = dict.fromkeys(name for entry in spec for name in entry_axes(entry))
     axes = (_NOWHERE, *names)
@@ -200,7 +200,7 @@ def _constrain(x: Any, sharding: NamedSharding, *, whole: bool = False) -> Any:
     return jax.tree.map(constrain_array, x)
 
 
-def _whole_where_free(sharding: NamedSharding) -> NamedSharding:
+def _unshard_free_dims(sharding: NamedSharding) -> NamedSharding:
     """Replaces UNCONSTRAINED dims by unsharded ones, because `jit` takes no UNCONSTRAINED dims for its arguments."""
     dims = (None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in sharding.spec)
     return NamedSharding(sharding.mesh, PartitionSpec(*dims))
@@ -251,10 +251,10 @@ def _functions() -> dict[str, Callable]:
 
     def _create_sharding_for_array(mesh: object, x: object, name: str, api_name: str) -> Any:
         if isinstance(x, PartitionSpec) and api_name == "with_sharding_constraint":
-            return _as_written(x)
+            return _author_sharding(x)
         if isinstance(x, PartitionSpec) and api_name == "jit":
             step_mesh = _translate_sharding(x)
-            return create(mesh, None, name, api_name) if _has_author_mesh(step_mesh) else _whole_where_free(step_mesh)
+            return create(mesh, None, name, api_name) if _has_author_mesh(step_mesh) else _unshard_free_dims(step_mesh)
         return create(mesh, x, name, api_name)
 
     def _shmap_checks(mesh: Any, axis_names: Any, in_specs: Any, out_specs: Any, *args: Any) -> Any:

@@ -17,7 +17,7 @@ from jaxpar.errors import refuse
 from jaxpar.mesh.axes import batch_axes
 from jaxpar.sharding.author.explicit import author_rules, axes_tuple
 from jaxpar.sharding.names import Blueprint, Leaf
-from jaxpar.sharding.rules import Axes, axes_of_name
+from jaxpar.sharding.rules import Axes, resolve_axes
 
 Rule = tuple[str, Any]
 
@@ -87,4 +87,4 @@ def _mesh_axes(axis: str, names: Mapping[str, Axes], sizes: Mapping[str, int], w
     examples = batch_axes(sizes)
     if axis in examples and axis not in names:  # the author's only axis of examples may be several of a layout
         return tuple(example_axis for example_axis in examples if example_axis == axis or example_axis not in written)
-    return axes_of_name(axis, names)
+    return resolve_axes(axis, names)

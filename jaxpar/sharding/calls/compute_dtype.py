@@ -31,7 +31,7 @@ def compute_linen(module: nn.Module, dtype: DTypeLike) -> None:
     for field in (candidate for candidate in dataclasses.fields(module) if candidate.init):
         value: Any = getattr(module, field.name)
         if field.name == "dtype" and (value is None or _is_default(field.default, value)):
-            _set(module, "dtype", _written_as(value, dtype))
+            _set(module, "dtype", _format_dtype(value, dtype))
         elif _is_open_config(value):
             _set(module, field.name, _replace_dtype(value, dtype))
 
@@ -49,7 +49,7 @@ def compute_nnx(model: nnx.Module, dtype: DTypeLike) -> None:
         frozen = isinstance(layer, nnx.Embed) and value == layer.param_dtype
         default = _is_default(_default_dtype(type(layer)), value)
         if hasattr(layer, "dtype") and (value is None or frozen or default or (inherited and _is_float32(value))):
-            layer.dtype = _written_as(value, dtype)
+            layer.dtype = _format_dtype(value, dtype)
         if default or configs:
             opened.append(path)
         for name, config in configs:
@@ -67,10 +67,10 @@ def _open_configs(module: object) -> Iterator[tuple[str, Any]]:
 
 
 def _replace_dtype(config: Any, dtype: DTypeLike) -> Any:
-    return dataclasses.replace(config, dtype=_written_as(config.dtype, dtype))
+    return dataclasses.replace(config, dtype=_format_dtype(config.dtype, dtype))
 
 
-def _written_as(value: object, dtype: DTypeLike) -> Any:
+def _format_dtype(value: object, dtype: DTypeLike) -> Any:
     """Returns a dtype in the model's notation: a str if the model writes its dtype as one, for `getattr(jnp, ...)`."""
     return np.dtype(dtype).name if isinstance(value, str) else dtype
 

@@ -53,13 +53,13 @@ class DimPiece:
       size: Number of entries.
       facts: How the program uses it.
       parts: The pieces that it was split into; they then hold the facts.
-      same: The piece that it was joined with, or None.
+      parent: The piece that it was joined with, or None.
     """
 
     size: int
     facts: DimFacts = field(default_factory=DimFacts)
     parts: tuple["DimPiece", ...] = ()
-    same: "DimPiece | None" = None
+    parent: "DimPiece | None" = None
 
 
 Dim = tuple[DimPiece, ...]  # empty for a dim of size 1
@@ -73,8 +73,8 @@ def fresh(size: int) -> Dim:
 def flat(dim: Iterable[DimPiece]) -> Iterator[DimPiece]:
     """Yields the current pieces of a dim."""
     for piece in dim:
-        while piece.same is not None:
-            piece = piece.same
+        while piece.parent is not None:
+            piece = piece.parent
         if piece.parts:
             yield from flat(piece.parts)
         else:
@@ -94,7 +94,7 @@ def join(first: Dim, second: Dim) -> None:
             continue
         elif a.size == b.size:
             a.facts.add(b.facts)
-            b.same = a
+            b.parent = a
         elif a.size % b.size == 0:
             left.extend(reversed(split(a, b.size)))
             right.append(b)

@@ -19,7 +19,7 @@ def infer_by_use(jaxpr: Jaxpr, paths: Sequence[str]) -> dict[str, InferredDims]:
     """Infers the dims of all parameters of a traced model; they are the first arguments of its jaxpr."""
     params = {path: tuple(tuple(flat(dim)) for dim in dims) for path, dims in follow_dims(jaxpr, paths).items()}
     names, of_param = _pairs(params)
-    return {path: _read(path, dims, names, of_param.get(path)) for path, dims in params.items()}
+    return {path: _infer(path, dims, names, of_param.get(path)) for path, dims in params.items()}
 
 
 def _pairs(params: Mapping[str, Sequence[Dim]]) -> tuple[dict[DimPiece, str], dict[str, DimPiece]]:
@@ -33,7 +33,7 @@ def _pairs(params: Mapping[str, Sequence[Dim]]) -> tuple[dict[DimPiece, str], di
       The names of pieces, and the piece of each parameter that is in a pair.
     """
     order = {piece: n for n, piece in enumerate(p for dims in params.values() for dim in dims for p in dim)}
-    candidates = [piece for piece in order if _computed_apart(piece)]
+    candidates = [piece for piece in order if _is_hidden_dim(piece)]
     candidates.sort(key=lambda p: (-p.facts.batched_count, len(p.facts.produced_by | p.facts.contracted_by), order[p]))
     chosen: dict[DimPiece, str] = {}
     assigned: dict[str, DimPiece] = {}
@@ -52,7 +52,7 @@ def _pairs(params: Mapping[str, Sequence[Dim]]) -> tuple[dict[DimPiece, str], di
     return chosen, assigned
 
 
-def _computed_apart(piece: DimPiece) -> bool:
+def _is_hidden_dim(piece: DimPiece) -> bool:
     facts = piece.facts
     used = facts.produced_by and facts.contracted_by and facts.produced_by.isdisjoint(facts.contracted_by)
     return bool(used) and not (facts.mixed or facts.looked_up or facts.scanned)
@@ -65,7 +65,7 @@ def _follows(dims: Sequence[Dim], first: DimPiece, piece: DimPiece) -> bool:
     )
 
 
-def _read(path: str, dims: Sequence[Dim], names: Mapping[DimPiece, str], assigned: DimPiece | None) -> InferredDims:
+def _infer(path: str, dims: Sequence[Dim], names: Mapping[DimPiece, str], assigned: DimPiece | None) -> InferredDims:
     pairs = names  # a kernel between two pairs of channels is split along the dim of its own
     if assigned is not None and assigned.facts.convolved:
         pairs = {piece: name for piece, name in names.items() if piece is assigned}

@@ -63,7 +63,7 @@ def infer_by_words(leaves: Mapping[str, Leaf]) -> dict[str, InferredDims]:
     reads = {}
     for path, leaf in leaves.items():
         stacked = any(path.startswith(scope) for scope in stacks)
-        names = _named(path, len(leaf.shape) - stacked)
+        names = _match_words(path, len(leaf.shape) - stacked)
         if names is None:
             continue
         names = ("layers",) * stacked + names
@@ -74,7 +74,7 @@ def infer_by_words(leaves: Mapping[str, Leaf]) -> dict[str, InferredDims]:
     return reads
 
 
-def _named(path: str, rank: int) -> tuple[str | None, ...] | None:
+def _match_words(path: str, rank: int) -> tuple[str | None, ...] | None:
     return next(
         (names for pattern, names in WORDS if len(names) == rank and re.search(rf"(^|/){pattern}$", path)), None
     )
@@ -107,4 +107,4 @@ def _has_extra_dim(path: str, rank: int) -> bool:
         return rank > 1 and not re.search(_IN + "/bias$", path)
     if re.search(rf"(^|/){_OUT}{_W}$", path):
         return rank > 2  # [heads, head_dim, embed] has another dim 0 than its siblings
-    return _named(path, rank) is None and _named(path, rank - 1) is not None
+    return _match_words(path, rank) is None and _match_words(path, rank - 1) is not None

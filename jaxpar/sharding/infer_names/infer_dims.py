@@ -33,24 +33,24 @@ def infer_dims(blueprint: Blueprint, *, use: bool) -> dict[str, InferredDims]:
         return words  # e.g. an LSTM: its matrices are then split by size
     unpaired = _matrices_without_pair(used)
     return words | {
-        path: dims for path, dims in used.items() if path not in unpaired and _better(dims, words.get(path))
+        path: dims for path, dims in used.items() if path not in unpaired and _choose_inference(dims, words.get(path))
     }
 
 
 def _matrices_without_pair(used: Mapping[str, InferredDims]) -> set[str]:
     """Returns the matrices in which no dim may be split by its use; the empty set if they are a small share of all."""
-    sizes = {path: math.prod(dims.pieces) for path, dims in used.items() if _is_multiplied(dims)}
+    sizes = {path: math.prod(dims.pieces) for path, dims in used.items() if _is_matmul_weight(dims)}
     unpaired = {path for path in sizes if not CUT & {*used[path].names}}
     return unpaired if sum(sizes[path] for path in unpaired) > UNPAIRED * sum(sizes.values()) else set()
 
 
-def _is_multiplied(read: InferredDims) -> bool:
+def _is_matmul_weight(read: InferredDims) -> bool:
     """Whether a parameter multiplies activations: matmuls produce or contract each of its dims."""
     layer_names = read.names[read.names[:1] == ("layers",) :]
     return read.followed and len(layer_names) > 1 and None not in layer_names
 
 
-def _better(used: InferredDims, named: InferredDims | None) -> bool:
+def _choose_inference(used: InferredDims, named: InferredDims | None) -> bool:
     """Whether inference from use is better than from words: not if only words find heads or mlp, or a use is unknown.
 
     Heads may be split even if a norm over all heads mixes them: it costs only a small all-reduce.

@@ -37,12 +37,12 @@ def _run(jaxpr: Jaxpr, inputs: Sequence[TracedArray]) -> list[TracedArray]:
     arrays: dict[Var, TracedArray] = dict(zip(jaxpr.invars, inputs, strict=True))
     arrays |= {var: new_array(var, frozenset()) for var in jaxpr.constvars}
 
-    def read(var) -> TracedArray:
+    def read_var(var) -> TracedArray:
         return new_array(var, frozenset()) if isinstance(var, Literal) else arrays[var]
 
     for eqn in jaxpr.eqns:
-        arrays.update(zip(eqn.outvars, _equation(eqn, [read(var) for var in eqn.invars]), strict=True))
-    return [read(var) for var in jaxpr.outvars]
+        arrays.update(zip(eqn.outvars, _equation(eqn, [read_var(var) for var in eqn.invars]), strict=True))
+    return [read_var(var) for var in jaxpr.outvars]
 
 
 def _equation(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
@@ -53,7 +53,7 @@ def _equation(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
         first = params["cond_nconsts"]
         body, consts = params["body_jaxpr"].jaxpr, params["body_nconsts"]
         carry = [TracedArray(array.dims, None) for array in arrays[first + consts :]]
-        return _again(_run(body, [*arrays[first : first + consts], *carry]), carry)
+        return _join_carry(_run(body, [*arrays[first : first + consts], *carry]), carry)
     if name == "cond":
         results = [_run(branch.jaxpr, arrays[1:]) for branch in params["branches"]]
         return [_join_branches(result) for result in zip(*results, strict=True)]
@@ -75,14 +75,14 @@ def _scan(eqn: JaxprEqn, arrays: list[TracedArray]) -> list[TracedArray]:
             piece.facts.scanned = True
     out = _run(body, [*arrays[:consts], *carry, *(TracedArray(array.dims[1:], array.source) for array in stacks)])
     stacked = [TracedArray((fresh(eqn.params["length"]), *array.dims), array.source) for array in out[carried:]]
-    return [*_again(out[:carried], carry), *stacked]
+    return [*_join_carry(out[:carried], carry), *stacked]
 
 
 def _is_stack(outer, inner) -> bool:
     return len(outer.aval.shape) > len(inner.aval.shape)
 
 
-def _again(out: list[TracedArray], carry: list[TracedArray]) -> list[TracedArray]:
+def _join_carry(out: list[TracedArray], carry: list[TracedArray]) -> list[TracedArray]:
     """Joins the dims of a loop's carry: the result of an iteration is the input of the next."""
     return [_join_branches(pair) for pair in zip(carry, out, strict=True)]
 

@@ -58,13 +58,13 @@ def with_rngs(apply: Callable[..., Any], key: jax.Array, streams: Streams) -> Ca
                 if missing is None or missing[1] in rngs or streams.complete:
                     raise
                 if is_intercepted():  # pipeline stages are traced separately, each with the same keys
-                    raise _refused(apply, missing[1]) from error
+                    raise _new_stream_error(apply, missing[1]) from error
                 rngs[missing[1]] = jax.random.fold_in(key, zlib.crc32(missing[1].encode()))
 
     return drawing
 
 
-def _refused(apply: Callable[..., Any], stream: str) -> JaxparError:
+def _new_stream_error(apply: Callable[..., Any], stream: str) -> JaxparError:
     module: Any = getattr(apply, "__self__", apply)
     parameters = inspect.signature(type(module).__call__).parameters
     keyword = next((word for word in TRAINING if word in parameters), "deterministic")
@@ -144,12 +144,12 @@ def _sow(before: Callable) -> Callable:
         stored, record = before(self, col, name, value, reduce_fn, init_fn), _record.get()
         if stored and record is not None:
             variable = self.get_variable(col, name)
-            record((col, *self.path, name), _form(reduce_fn(variable, value)) == _form(variable))
+            record((col, *self.path, name), _shapes(reduce_fn(variable, value)) == _shapes(variable))
         return stored
 
     return sow
 
 
-def _form(tree: Any) -> tuple:
+def _shapes(tree: Any) -> tuple:
     leaves, structure = jax.tree.flatten(tree)
     return structure, [getattr(leaf, "shape", ()) for leaf in leaves]

@@ -24,7 +24,7 @@ from jaxpar.sharding.calls.norm_axes import without_unbound_axes
 from jaxpar.sharding.linen.parameters import Parameters
 from jaxpar.sharding.linen.streams import Path, recording_sows, split_sown
 from jaxpar.sharding.names import OVERWRITE, Leaf, Tree, Use, nest, path_of, pick
-from jaxpar.sharding.nnx_model import axes_in, names_in
+from jaxpar.sharding.nnx_model import metadata_axes, metadata_names
 from jaxpar.sharding.rules import fit_names, flat_dims, without_blank_names
 
 HIDDEN = ("params", "intermediates")  # collections that are not part of the model's state
@@ -53,11 +53,11 @@ class Initializer:
         rngs = {"params": self.key, "dropout": jax.random.fold_in(self.key, 1)}
         # no eager sharding of NNX modules inside: names stay metadata, as Linen's do
         sows = recording_sows(lambda path, constant: None if constant else self.sown.add(path))
-        with nn.intercept_methods(self._noting), nnx.use_eager_sharding(False), sows:
+        with nn.intercept_methods(self._record_flat_dims), nnx.use_eager_sharding(False), sows:
             out, self.variables = self.module.init_with_output(rngs, *args, method=method, **kwargs)
         return out
 
-    def _noting(self, call, args, kwargs, context):
+    def _record_flat_dims(self, call, args, kwargs, context):
         """Records the parameters whose initializers are called with flat dims."""
         module = context.module
         if isinstance(module, nn.DenseGeneral):
@@ -155,7 +155,7 @@ class Variables:
 
 def _names(path: str, box: object) -> tuple | None:
     """Returns the names that a box gives to dims: a box of Linen, or of an NNX variable inside of a Linen module."""
-    return getattr(box, "names", None) or names_in(path, getattr(box, "metadata", {}))
+    return getattr(box, "names", None) or metadata_names(path, getattr(box, "metadata", {}))
 
 
 def _axes(names: Sequence, box: object, rules: Sequence) -> tuple | None:
@@ -164,13 +164,13 @@ def _axes(names: Sequence, box: object, rules: Sequence) -> tuple | None:
     Names of `nn.with_partitioning` are mesh axes already, so no rules apply to them.
     """
     if not meta.is_axis_metadata(box):  # `flax.linen.partitioning` sows it
-        return _by_rules(names, rules)
+        return _apply_rules(names, rules)
     if isinstance(box, nn.LogicallyPartitioned):
-        return _by_rules(names, box.rules or ())
-    return axes_in(names, getattr(box, "metadata", {}))
+        return _apply_rules(names, box.rules or ())
+    return metadata_axes(names, getattr(box, "metadata", {}))
 
 
-def _by_rules(names: Sequence, rules: Sequence) -> tuple | None:
+def _apply_rules(names: Sequence, rules: Sequence) -> tuple | None:
     spec = logical_to_mesh_axes(tuple(names), tuple(rules)) if rules else None
     return None if spec is None else tuple(spec)
 
@@ -245,7 +245,7 @@ def _leaves(
 
 
 @contextmanager
-def known_collections(module: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
+def lock_collections(module: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
     """Refuses a variable in a collection that init does not create: Flax cannot return it from a call."""
     try:
         yield
@@ -253,7 +253,7 @@ def known_collections(module: nn.Module, state: Mapping[str, Any]) -> Iterator[N
         collection = re.search(r'collection "(\w+)"', str(error))
         if collection is None or collection[1] in ("params", *state):
             raise
-        raise _made_late(module, f"a variable of the collection {collection[1]}") from error
+        raise _late_variable_error(module, f"a variable of the collection {collection[1]}") from error
 
 
 def check_variables(module: nn.Module, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
@@ -267,8 +267,8 @@ def check_variables(module: nn.Module, before: Mapping[str, Any], after: Mapping
     Raises:
       JaxparError: If there is such a variable; the message names the first.
     """
-    if late := next(_late(before, after), ""):
-        raise _made_late(module, f"the variable {late}")
+    if late := next(_find_late_variables(before, after), ""):
+        raise _late_variable_error(module, f"the variable {late}")
 
 
 def has_path(tree: object, path: Path) -> bool:
@@ -280,15 +280,15 @@ def has_path(tree: object, path: Path) -> bool:
     return True
 
 
-def _late(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def _find_late_variables(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for name, value in after.items():
         if name not in before:
             yield prefix + name
         elif isinstance(value, dict) and isinstance(before[name], dict):
-            yield from _late(before[name], value, f"{prefix}{name}/")
+            yield from _find_late_variables(before[name], value, f"{prefix}{name}/")
 
 
-def _made_late(module: nn.Module, variable: str) -> JaxparError:
+def _late_variable_error(module: nn.Module, variable: str) -> JaxparError:
     return refuse(
         f"{type(module).__name__} makes {variable} while it is called, and not in its init",
         rule="state that lasts is there from the start: a compiled step cannot grow it",

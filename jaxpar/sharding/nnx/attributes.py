@@ -40,9 +40,9 @@ def check_module(model: nnx.Module, name: str) -> None:
     """
     for path, module in nnx.iter_modules(model):
         for key, value in vars(module).items() if not module._pytree__is_pytree else ():
-            if any(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(value, is_leaf=_is_own)):
+            if any(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(value, is_leaf=_is_flax_node)):
                 raise refuse(
-                    f"{_where(path, key)} of {name} holds an array, in a module with pytree=False",
+                    f"{_join_path(path, key)} of {name} holds an array, in a module with pytree=False",
                     rule="such a module keeps arrays in variables: on shapes alone, Flax finds no other arrays in it",
                     fix=f"self.{key} = nnx.Variable(...), or class {type(module).__name__}(nnx.Module)",
                 )
@@ -58,16 +58,16 @@ def check_shapes(abstract: nnx.Module, name: str) -> None:
         for key, value in vars(module).items():
             if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
                 raise refuse(
-                    f"{_where(path, key)} of {name} is a {type(value).__name__} with an array inside",
+                    f"{_join_path(path, key)} of {name} is a {type(value).__name__} with an array inside",
                     rule="a model keeps an array in a variable or an attribute, and several in a Flax container",
                     fix=f"self.{key} = nnx.data(...), or nnx.List([nnx.Param(...), ...]) if they are trained",
                 )
 
 
-def _where(path: tuple, key: str) -> str:
+def _join_path(path: tuple, key: str) -> str:
     return "/".join(map(str, (*path, key)))
 
 
-def _is_own(value: object) -> bool:
+def _is_flax_node(value: object) -> bool:
     """Whether a value registers its arrays with Flax itself: a variable or a submodule."""
     return isinstance(value, nnx.Variable | nnx.Module)

@@ -35,14 +35,14 @@ def step_hooks() -> Iterator[None]:
     """Context in which the methods of variables and modules are replaced for a step."""
     token = _hooked.set(True)
     try:
-        with _replaced():
+        with _override_variable_methods():
             yield
     finally:
         _hooked.reset(token)
 
 
 @contextmanager
-def _replaced() -> Iterator[None]:
+def _override_variable_methods() -> Iterator[None]:
     with method_overrides():
         replace_method(nnx.Variable, "get_value", _get_value)
         replace_method(nnx.Variable, "set_value", _set_value)
@@ -54,21 +54,21 @@ def hook(model: nnx.Module) -> None:
     """Replaces methods of a model and its norm layers, until `step_hooks` ends or else the model is deleted."""
     if not _hooked.get():
         hooks = ExitStack()
-        hooks.enter_context(_replaced())
+        hooks.enter_context(_override_variable_methods())
         weakref.finalize(model, hooks.close).atexit = False
     _models.add(type(model))
-    replace_method(type(model), "__call__", _call_of_model)
+    replace_method(type(model), "__call__", _call_model)
     manual = jax.sharding.get_abstract_mesh().manual_axes
     module: Any
     for _, module in nnx.iter_modules(model):
         if names_axes(module):
             module.axis_name = without_axes(module, lambda name: name in manual)
-            replace_method(type(module), "__call__", _call_of_norm)
+            replace_method(type(module), "__call__", _call_norm)
         if isinstance(module, ASSIGNING):
-            replace_method(type(module), "__call__", _call_of_assigning)
+            replace_method(type(module), "__call__", _call_assigning)
 
 
-def with_use(variable: nnx.Variable, value: object, at_use: Callable) -> nnx.Variable:
+def attach_use(variable: nnx.Variable, value: object, at_use: Callable) -> nnx.Variable:
     """Returns a variable that applies `at_use` to its value where the model reads it.
 
     Args:
@@ -80,7 +80,7 @@ def with_use(variable: nnx.Variable, value: object, at_use: Callable) -> nnx.Var
 
 
 def has_use(variable: nnx.Variable) -> bool:
-    """Whether `with_use` created a variable."""
+    """Whether `attach_use` created a variable."""
     return "at_use" in variable.get_metadata()
 
 
@@ -144,10 +144,10 @@ def _is_model(module: nnx.Module) -> bool:
     return not places or any(path == place for path, place in places)
 
 
-_call_of_model = partial(call_in_float32, of_loss=_is_model)
+_call_model = partial(call_in_float32, of_loss=_is_model)
 
 
-def _call_of_assigning(before: Callable) -> Callable:
+def _call_assigning(before: Callable) -> Callable:
     @wraps(before)
     def __call__(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         token = _assigning.set(True)
@@ -159,7 +159,7 @@ def _call_of_assigning(before: Callable) -> Callable:
     return __call__
 
 
-def _call_of_norm(before: Callable) -> Callable:
+def _call_norm(before: Callable) -> Callable:
     @wraps(before)
     def __call__(self: object, *args: Any, **kwargs: Any) -> Any:
         with without_unbound_axes(self):

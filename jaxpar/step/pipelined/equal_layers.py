@@ -18,7 +18,7 @@ from jaxpar.errors import JaxparError, refuse
 from jaxpar.jaxprs.dataflow import Traced, is_key, variables
 from jaxpar.models.stack import SequentialLayers, call_at_layers
 from jaxpar.parallel.layout import Layout
-from jaxpar.sharding.lists import modules_of
+from jaxpar.sharding.lists import layer_modules
 from jaxpar.sharding.names import Tree, path_of, pick
 from jaxpar.step.pipelined.layer_state import makes_keys
 
@@ -84,7 +84,7 @@ def _wrong_layers_error(layout: Layout, given: int, count: int, traced: Traced |
     elif traced is not None and (read_paths := _read_paths(layout, traced)) and not _reads_list(layout, traced):
         prefix = _common_prefix(read_paths)
         fix = f'jp.Pipeline(stack="{prefix}") for the layers given, which read {read_paths[0]}; or pipe=1'
-    elif count and given == count * (kinds := len(modules_of(layout.lists))) and kinds > 1:
+    elif count and given == count * (kinds := len(layer_modules(layout.lists))) and kinds > 1:
         fix = f"layers of {kinds} kinds in turns as one callable for each turn: {_call_of_all_kinds(kinds)}"
     chosen = "chosen" if layout.parallel.pipeline.stack else "largest"
     return refuse(
@@ -151,7 +151,7 @@ def _call_of_all_kinds(kinds: int) -> str:
 
 def format_layers(layout: Layout) -> str:
     """Formats the layers of a list for a message: `blocks/0 ... blocks/7`."""
-    kinds = modules_of(layout.lists)
+    kinds = layer_modules(layout.lists)
     return f"{kinds[0][0]} ... {kinds[-1][-1]}"
 
 
@@ -215,7 +215,7 @@ def _mask_layer_number(path: str, members: range, layout: Layout) -> str:
 
     If one callable runs several layers, the second's becomes `0/blocks/*+1/w`.
     """
-    start, kinds = next(iter(layout.lists)).index("*"), modules_of(layout.lists)
+    start, kinds = next(iter(layout.lists)).index("*"), layer_modules(layout.lists)
     root, _, param_path = path.partition("/")
     for offset, (group, modules) in enumerate(product(members, kinds)):
         module = modules[group] + "/"

@@ -15,7 +15,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jaxpar.jaxprs.dataflow import Traced, is_key, needed_equations, subfunction
 from jaxpar.parallel.layout import Layout
-from jaxpar.sharding.lists import modules_of
+from jaxpar.sharding.lists import layer_modules
 from jaxpar.sharding.names import Tree, path_of
 
 LeafGroups = Sequence[
@@ -65,7 +65,7 @@ def write_leaves(model_state: Tree, groups: LeafGroups, values: Sequence[jax.Arr
 def _list_leaf_indices(layout: Layout, paths: dict[str, int]) -> LeafGroups:
     return [
         tuple(paths[module + path.removeprefix(modules[0])] for module in modules)
-        for modules in modules_of(layout.lists)
+        for modules in layer_modules(layout.lists)
         for path in paths
         if path.startswith(modules[0] + "/")
     ]
