@@ -115,7 +115,7 @@ def branch_runs(schedule: "Schedule", branches: int, index: int) -> Any:
         return runs
     replicas = schedule.replicas or (1,) * schedule.stages
     part = max(index - 1, 0) // ((branches - 1) // schedule.parts)
-    runs, devices = schedule.microbatches * replicas[schedule.place(part)[0]], sum(replicas)
+    runs, devices = schedule.microbatches * replicas[schedule.locate(part)[0]], sum(replicas)
     return runs // devices if runs % devices == 0 else runs / devices
 
 

@@ -102,7 +102,7 @@ def waiting_share(schedule: Schedule, times: OpTimes) -> float:
       times: Time of each op of each part for a microbatch, as tuples.
     """
     counts = _counts(schedule)
-    runs = [schedule.group / counts[schedule.place(part)[0]] for part in range(schedule.parts)]
+    runs = [schedule.group / counts[schedule.locate(part)[0]] for part in range(schedule.parts)]
 
     def of_group(op: float | tuple[float, ...]) -> tuple[float, ...]:
         of_parts = op if isinstance(op, tuple) else (op,) * schedule.parts
@@ -126,7 +126,7 @@ def inbox_bytes(schedule: Schedule, messages: Messages) -> float:
     totals = [0.0] * schedule.stages
     for (source, target), (values, gradients) in messages.items():
         for size, op, sender, reader in ((values, "F", source, target), (gradients, "B", target, source)):
-            totals[schedule.place(reader)[0]] += size * _places(schedule, op, sender, reader)
+            totals[schedule.locate(reader)[0]] += size * _places(schedule, op, sender, reader)
     return max(totals)
 
 
@@ -139,7 +139,7 @@ def pool_bytes(schedule: Schedule, residuals: Mapping[int, float]) -> float:
     """
     totals = [0.0] * schedule.stages
     for part, size in residuals.items():
-        totals[schedule.place(part)[0]] += size * _places(schedule, "F", part, part)
+        totals[schedule.locate(part)[0]] += size * _places(schedule, "F", part, part)
     return max(totals)
 
 
@@ -159,7 +159,7 @@ def costs_of_chain(chain: Chain, stages: Sequence[int], schedule: Schedule, forw
     }
     parameters = [0.0] * schedule.stages
     for part, (end, count) in enumerate(zip(ends, stages, strict=True)):
-        parameters[schedule.place(part)[0]] += sum(chain.parameters[end - count : end])
+        parameters[schedule.locate(part)[0]] += sum(chain.parameters[end - count : end])
     return StageCosts(
         schedule=schedule.name, waiting=waiting_share(schedule, times), parameters=max(parameters),
         gradients=max(parameters), inbox=inbox_bytes(schedule, messages),
@@ -185,7 +185,7 @@ def costs_of_parts(
     of_stage: list[set[int]] = [set() for _ in range(schedule.stages)]
     messages = {}
     for target, part in enumerate(parts):
-        of_stage[schedule.place(target)[0]].update(part.params)
+        of_stage[schedule.locate(target)[0]].update(part.params)
         for source, variables in part.receives.items():
             sent = shapes(variables)
             moving = [leaf for leaf in sent if jnp.issubdtype(leaf.dtype, jnp.inexact)]
@@ -216,4 +216,4 @@ def _places(schedule: Schedule, op: str, sender: int, reader: int) -> int:
         if (cell.op, part) == (last, reader):
             end[cell.microbatch] = tick
     most = max(sum(begin[i] <= tick < end[i] for i in begin) for tick in range(schedule.ticks))
-    return most * schedule.group // _counts(schedule)[schedule.place(reader)[0]]
+    return most * schedule.group // _counts(schedule)[schedule.locate(reader)[0]]

@@ -151,7 +151,7 @@ def test_layers_make_one_hop_to_the_stage_that_runs_them_and_one_back(name):
     moves = 0
     if plan.chunks > 1:
         hops = [
-            [part // plan.chunks != plan.place(part)[0] for part in parts] for parts in permutation_rounds(plan.cut)
+            [part // plan.chunks != plan.locate(part)[0] for part in parts] for parts in permutation_rounds(plan.cut)
         ]
         moves = sum(map(any, hops))
     piece = LAYER_BYTES / MESH["fsdp"] / plan.parts

@@ -24,7 +24,7 @@ from jaxpar.errors import JaxparError
 from jaxpar.html import frame
 from jaxpar.pipeline.draw.compare import compare, table
 from jaxpar.pipeline.draw.schedule import legend, saved_activations, svg, terminal, timed_runs
-from jaxpar.pipeline.draw.svg import LEFT, LOOKS, SHADES, ink, shade
+from jaxpar.pipeline.draw.svg import LEFT, SHADES, STYLES, ink, shade
 from jaxpar.pipeline.tables.csv import from_csv
 from jaxpar.pipeline.tables.library import LIBRARY, schedule
 from jaxpar.pipeline.tables.price import OpTimes, price
@@ -217,7 +217,7 @@ def test_the_style_of_a_page_has_no_colours_for_the_parts_of_a_drawing():
     # a page's own classes weigh more than a drawing's: one name for two things would paint the drawing anew
     css = Path(frame.__file__).with_name("page.css").read_text().replace(".jaxpar-schedule > .jx-ground", "")
     assert ".jx-line {" in css
-    assert [name for name in LOOKS if re.search(rf"\.jx-{name}\b(?!-)", css)] == []
+    assert [name for name in STYLES if re.search(rf"\.jx-{name}\b(?!-)", css)] == []
 
 
 def test_a_drawing_of_no_time_is_refused():

@@ -260,7 +260,7 @@ def test_layers_are_dealt_to_the_stages_that_run_them_and_back(cut):
     dealt = jax.jit(lambda layers: redistribute_layers(mesh, cut, layers))(layers)
     got = np.asarray(dealt["number"]).reshape(cut.stages, cut.chunks, each)
     for part in range(cut.parts):
-        stage, chunk = cut.place(part)
+        stage, chunk = cut.locate(part)
         assert got[stage, chunk].tolist() == list(range(part * each, (part + 1) * each))
     back = jax.jit(lambda layers: redistribute_layers(mesh, cut, layers, reverse=True))(dealt)
     assert jax.tree.map(lambda a, b: bool((a == b).all()), back, layers) == {"number": True, "wide": True}
@@ -275,7 +275,7 @@ def test_every_round_of_the_deal_is_a_permutation(chunks):
         assert sorted(part for parts in found for part in parts) == list(range(cut.parts))
         for parts in found:
             assert sorted(part // chunks for part in parts) == list(range(stages))  # who stores it
-            assert sorted(cut.place(part)[0] for part in parts) == list(range(stages))  # who runs it
+            assert sorted(cut.locate(part)[0] for part in parts) == list(range(stages))  # who runs it
 
 
 # --- the program of a table -----------------------------------------------------------------------------------------
@@ -302,20 +302,20 @@ def replay(made, *, forward_only=False):
     """
     plan = made.schedule
     names, last = {number: op for op, number in OP_NUMBER.items()}, plan.parts - 1
-    pools = [{"messages": {}, "kept": {}, "stash": {}} for _ in range(plan.stages)]
+    pools = [{"messages": {}, "residuals": {}, "stash": {}} for _ in range(plan.stages)]
     done = []
     for tick, kind in enumerate(expanded(made.loops)):
         writes = []
         for stage in range(plan.stages):
             row = dict(zip(COLUMNS, made.rows[tick, stage].tolist(), strict=True))
             op, microbatch, part, pool = names[row["op"]], row["microbatch"], row["part"], pools[stage]
-            for writer, name, count in (("F", "kept", made.residual_slots), ("B", "stash", made.stash_slots)):
+            for writer, name, count in (("F", "residuals", made.residual_slots), ("B", "stash", made.stash_slots)):
                 if count and writer in kind.ops and op != writer and name not in made.masked_pools:
                     writes.append((stage, name, row[name], "unused"))
             if op is None:
                 continue
             assert op in kind.ops
-            assert plan.place(part) == (stage, row["chunk"])
+            assert plan.locate(part) == (stage, row["chunk"])
             done.append((op, microbatch, part))
             if op in "FB" and part:
                 assert pool["messages"][row["x"]] == ("x", microbatch, part)
@@ -324,10 +324,10 @@ def replay(made, *, forward_only=False):
             if op == "F" and part == last:
                 assert kind.last
             if op == "F" and not forward_only:
-                writes.append((stage, "kept", row["kept"], ("kept", microbatch, part)))
+                writes.append((stage, "residuals", row["residuals"], ("residuals", microbatch, part)))
             if op == "B":
                 assert pool["messages"][row["g"]] == ("g", microbatch, part)
-                assert pool["kept"][row["kept"]] == ("kept", microbatch, part)
+                assert pool["residuals"][row["residuals"]] == ("residuals", microbatch, part)
             if op == "B" and plan.split:
                 writes.append((stage, "stash", row["stash"], ("stash", microbatch, part)))
             if op == "W":
@@ -350,17 +350,24 @@ def replay(made, *, forward_only=False):
             assert (
                 0
                 <= slot
-                < {"messages": made.message_slots, "kept": made.residual_slots, "stash": made.stash_slots}[name]
+                < {"messages": made.message_slots, "residuals": made.residual_slots, "stash": made.stash_slots}[name]
             )
             pools[stage][name][slot] = value
     return done
 
 
 def test_idle_stages_have_free_slots_unless_all_forwards_precede():
-    for name, masked in (("gpipe", {"kept"}), ("1f1b_phased", set()), ("interleaved_phased", set()), ("zb_h2", set())):
+    for name, masked in (
+        ("gpipe", {"residuals"}),
+        ("1f1b_phased", set()),
+        ("interleaved_phased", set()),
+        ("zb_h2", set()),
+    ):
         chunks = 2 if name == "interleaved_phased" else 1
         assert program(table(name, 4, 8, chunks)).masked_pools == masked, name
-    assert program(table("1f1b_phased", 4, 4, 1)).masked_pools == {"kept"}  # too few microbatches: all are in flight
+    assert program(table("1f1b_phased", 4, 4, 1)).masked_pools == {
+        "residuals"
+    }  # too few microbatches: all are in flight
 
 
 @pytest.mark.spread(0)
@@ -387,7 +394,7 @@ def lifetimes(plan, stage):
     at = {(cell.op, cell.microbatch, plan.part(on, cell.chunk)): tick for tick, on, cell in plan}
     mail, kept, stash = [], [], []
     for (op, microbatch, part), tick in at.items():
-        if plan.place(part)[0] != stage:
+        if plan.locate(part)[0] != stage:
             continue
         if op == "F":
             kept.append((tick, at["B", microbatch, part]))

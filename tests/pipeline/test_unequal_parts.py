@@ -139,10 +139,10 @@ def test_sums_and_gradients_are_those_of_one_device(name, replicas, chunks, keep
     )  # fmt: skip
     def run(params, batch):
         outs, gradients, state = table.run(
-            exchange.to_stages(params), partial(load, jax.tree.leaves(batch)), {0: jnp.float32(1)}
+            exchange.send_params(params), partial(load, jax.tree.leaves(batch)), {0: jnp.float32(1)}
         )
         sums = jax.lax.psum(outs, ("pipe", "fsdp"))
-        return sums, exchange.to_storage(gradients, ["fsdp"]), table.mean_state(state, ["fsdp"])
+        return sums, exchange.send_gradients(gradients, ["fsdp"]), table.mean_state(state, ["fsdp"])
 
     sums, gradients, state = run(PARAMS, batch)
 
@@ -180,7 +180,7 @@ def test_an_evaluation_runs_the_forwards_alone():
 
     def run(params, batch):
         data = [jnp.ones(MICROBATCHES), *jax.tree.leaves(batch)]
-        return jax.lax.psum(table.run(exchange.to_stages(params), partial(load, data), {})[0], ("pipe", "fsdp"))
+        return jax.lax.psum(table.run(exchange.send_params(params), partial(load, data), {})[0], ("pipe", "fsdp"))
 
     specs = (SPECS, PartitionSpec(None, "fsdp"))
     sums = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False))(
@@ -237,7 +237,7 @@ def test_shards_that_are_split_are_joined(axes):
     shards = ParameterShards(axes, (8, 16), {"pipe": 4, "fsdp": 2})
     whole = np.arange(128).reshape(8, 16)
     parts = shards.split(whole)
-    assert parts.shape == (*({"pipe": 4, "fsdp": 2}[axis] for axis in shards.over), *shards.local)
+    assert parts.shape == (*({"pipe": 4, "fsdp": 2}[axis] for axis in shards.split_axes), *shards.shard_shape)
     np.testing.assert_array_equal(shards.join(parts), whole)
 
 

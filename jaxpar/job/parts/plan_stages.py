@@ -187,7 +187,7 @@ class _Parts:
         return (
             self._part(lambda model: model.embed, lambda results, _: ([], results), rows),
             self._part(
-                lambda model: model.embed_back, lambda results, model: (_only_read(model.embed, results),), rows
+                lambda model: model.embed_backward, lambda results, model: (_only_read(model.embed, results),), rows
             ),
             self._part(
                 lambda model: model.head, lambda results, model: (_only_read(model.head, results[1]), results[2]), rows

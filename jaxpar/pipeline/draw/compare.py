@@ -46,9 +46,9 @@ def compare(times: OpTimes, *, stages: int, microbatches: int, chunks: int | Non
     """
     rows = []
     for name, family in library.LIBRARY.items():
-        fit = chunks if chunks in family.chunks else None
+        family_chunks = chunks if chunks in family.chunks else None
         try:
-            schedule = library.schedule(name, stages=stages, microbatches=microbatches, chunks=fit)
+            schedule = library.schedule(name, stages=stages, microbatches=microbatches, chunks=family_chunks)
         except JaxparError as error:
             rows.append({"name": name, "cannot": error.problems[0].rule})
         else:

@@ -15,7 +15,7 @@ from jaxpar.pipeline.tables.csv import from_csv, to_csv
 from jaxpar.pipeline.tables.price import OpTimes, Price, price
 from jaxpar.pipeline.tables.schedule import Schedule
 
-MOST_TOOLTIPS = 300  # cells: the bars of larger tables have no tooltips, to keep the page small
+MAX_TOOLTIPS = 300  # cells: the bars of larger tables have no tooltips, to keep the page small
 
 
 class NotebookSchedule(Schedule):
@@ -39,7 +39,7 @@ class NotebookSchedule(Schedule):
                             cls="jaxpar jx-fragment"))  # fmt: skip
 
     def _picture(self) -> Markup:
-        small = self.ticks * self.stages - self.idle <= MOST_TOOLTIPS
+        small = self.ticks * self.stages - self.idle <= MAX_TOOLTIPS
         picture = svg(self, OpTimes()) if small else overview(self, OpTimes())
         return Markup(picture.replace(' xmlns="http://www.w3.org/2000/svg"', "", 1).strip())
 
@@ -53,11 +53,11 @@ class NotebookSchedule(Schedule):
         Raises:
           JaxparError: If a time is not a number, or has another name.
         """
-        return price(self, _times(times))
+        return price(self, _op_times(times))
 
     def svg(self, path: str | Path | None = None, **times: float | tuple[float, ...]) -> str:
         """Returns an SVG drawing to scale, and writes it to `path` if given; `times` as in `price`."""
-        text = svg(self, _times(times))
+        text = svg(self, _op_times(times))
         if path is not None:
             write_page(path, text, like="schedule.svg")
         return text
@@ -71,7 +71,7 @@ class NotebookSchedule(Schedule):
 
     def compare(self, **times: float | tuple[float, ...]) -> str:
         """Returns a table that compares this schedule with the library's, as text; `times` as in `price`."""
-        op_times = _times(times)
+        op_times = _op_times(times)
         own_row = [] if self.name in library.LIBRARY else [row(self, price(self, op_times))]
         chunks = self.chunks if self.chunks > 1 else None
         return table([*own_row, *compare(op_times, stages=self.stages, microbatches=self.microbatches, chunks=chunks)])
@@ -96,21 +96,21 @@ def schedule(
       JaxparError: If there is no such schedule, it does not support these numbers, or a table cannot be run.
     """
     if isinstance(name, Schedule):
-        return _shown(name)
+        return _to_notebook(name)
     if str(name).endswith(".csv"):
         rule = "a schedule is a name of the library, or a CSV file in UTF-8"
         with file_errors(Path(name), rule=rule, fix="jaxpar schedule 1f1b --stages 4 --microbatches 8 --csv own.csv"):
             text = Path(name).read_text(encoding="utf-8-sig")
-        return _shown(from_csv(text))
-    return _shown(library.schedule(str(name), stages=stages, microbatches=microbatches, chunks=chunks))
+        return _to_notebook(from_csv(text))
+    return _to_notebook(library.schedule(str(name), stages=stages, microbatches=microbatches, chunks=chunks))
 
 
-def _shown(made: Schedule) -> NotebookSchedule:
-    return NotebookSchedule(**{field.name: getattr(made, field.name) for field in fields(Schedule)})
+def _to_notebook(table: Schedule) -> NotebookSchedule:
+    return NotebookSchedule(**{field.name: getattr(table, field.name) for field in fields(Schedule)})
 
 
-def _times(given: dict[str, float | tuple[float, ...]]) -> OpTimes:
+def _op_times(times: dict[str, float | tuple[float, ...]]) -> OpTimes:
     names = [field.name for field in fields(OpTimes)]
-    if unknown := [key for key in given if key not in names]:
-        raise refuse(f"{unknown[0]}={given[unknown[0]]!r:.40}", rule=f"times are {', '.join(names)}", fix="forward=1.0")
-    return OpTimes(**given)  # pyright: ignore[reportArgumentType]
+    if unknown := [key for key in times if key not in names]:
+        raise refuse(f"{unknown[0]}={times[unknown[0]]!r:.40}", rule=f"times are {', '.join(names)}", fix="forward=1.0")
+    return OpTimes(**times)  # pyright: ignore[reportArgumentType]

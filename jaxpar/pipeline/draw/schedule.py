@@ -55,15 +55,15 @@ def terminal(schedule: Schedule, *, colour: bool, width: int | None = None) -> s
         size = max(map(len, words.values()))
     bands = -(-schedule.ticks // max(1, room // (size + 1)))
     fit = -(-schedule.ticks // bands)
-    shown = []
+    texts = []
     for first in range(0, schedule.ticks, fit):
         rows = schedule.cells[first : first + fit]
         band = [f"ticks {first} to {first + len(rows) - 1}"] if fit < schedule.ticks else []
         for stage in range(schedule.stages):
             cells = [_tile(row[stage], words, size, colour=colour) for row in rows]
             band.append(f"{f'stage {stage}':<{len(lead)}}" + " ".join(cells))
-        shown.append("\n".join(band))
-    return "\n\n".join(shown)
+        texts.append("\n".join(band))
+    return "\n\n".join(texts)
 
 
 def _tile(cell: Cell | None, words: Mapping[Cell, str], size: int, *, colour: bool) -> str:
@@ -124,22 +124,22 @@ def svg(schedule: Schedule, times: OpTimes) -> str:
             rule="in a drawing to scale at least one op takes time, and all times are finite",
             fix="Times(forward=1.0)",
         )
-    shown = timed_runs(cost)
+    runs = timed_runs(cost)
     lengths = [stop - start for start, stop in cost.starts.values()]
     shortest = max(min(lengths), max(lengths) / 8)  # the numbers in shorter bars need not be readable
     sheet = Sheet.fit(max(cost.barrier, cost.asynchronous), shortest, len(str(schedule.microbatches - 1)))
-    drawn, y = [_head(schedule, cost, sheet), _legend(schedule, cost, times)], 128
-    for run in shown:
-        drawn.append(_rows(schedule, run, sheet, y))
-        if run is shown[-1]:
+    nodes, y = [_head(schedule, cost, sheet), _legend(schedule, cost, times)], 128
+    for run in runs:
+        nodes.append(_rows(schedule, run, sheet, y))
+        if run is runs[-1]:
             lines = "".join(
                 f"M{format_length(sheet.x(time))} {y + 12}v{schedule.stages * ROW}" for time in cost.ticks[1:]
             )
-            drawn.append(f'<path d="{lines}" class="jx-rule" stroke-width=".75" stroke-dasharray="2 2" fill="none"/>')
+            nodes.append(f'<path d="{lines}" class="jx-rule" stroke-width=".75" stroke-dasharray="2 2" fill="none"/>')
         y += schedule.stages * ROW + 68
-    drawn.append(_memory(schedule, shown[-1], sheet, y))
+    nodes.append(_memory(schedule, runs[-1], sheet, y))
     return document(
-        f"{schedule.name}: {describe_cut(schedule)}", sheet, y + schedule.stages * (CURVE + GAP) + 48, drawn
+        f"{schedule.name}: {describe_cut(schedule)}", sheet, y + schedule.stages * (CURVE + GAP) + 48, nodes
     )
 
 
@@ -178,13 +178,13 @@ def describe_cut(schedule: Schedule) -> str:
     return f"{count_noun(schedule.stages, 'stage')}{chunks}, {count_noun(schedule.microbatches, 'microbatch')}"
 
 
-def count_noun(count: int, what: str) -> str:
+def count_noun(count: int, noun: str) -> str:
     """Returns a count with its noun.
 
     >>> count_noun(1, "message"), count_noun(2, "microbatch")
     ('1 message', '2 microbatches')
     """
-    return f"{count} {what}{'' if count == 1 else 'es' if what.endswith('ch') else 's'}"
+    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 def _head(schedule: Schedule, cost: Price, sheet: Sheet) -> str:
@@ -197,43 +197,43 @@ def _head(schedule: Schedule, cost: Price, sheet: Sheet) -> str:
 
 def _legend(schedule: Schedule, cost: Price, times: OpTimes) -> str:
     """Returns the legend of the colours, with each op's time."""
-    lengths_of: dict[str, list[float]] = {op: [] for op in op_names(schedule)}
+    op_lengths: dict[str, list[float]] = {op: [] for op in op_names(schedule)}
     for tick, stage, cell in schedule:
         start, stop = cost.starts[tick, stage]
-        lengths_of[cell.op].append(stop - start)
-    chunks, x, drawn = schedule.chunks, 20.0, []
-    for op, lengths in lengths_of.items():
+        op_lengths[cell.op].append(stop - start)
+    chunks, x, nodes = schedule.chunks, 20.0, []
+    for op, lengths in op_lengths.items():
         for chunk in range(0, chunks, -(-chunks // 8)):
-            place = f'x="{format_length(x)}" y="80" width="16" height="14" rx="2"'
-            drawn.append(f'<rect {place} fill="{shade(op, chunk, chunks)}"/>')
+            box = f'x="{format_length(x)}" y="80" width="16" height="14" rx="2"'
+            nodes.append(f'<rect {box} fill="{shade(op, chunk, chunks)}"/>')
             x += 17
         low, high = f"{min(lengths):.4g}", f"{max(lengths):.4g}"
         words = f"{op_names(schedule)[op]} takes {low if low == high else f'{low} to {high}'}"
-        drawn.append(label(x + 4, 91.5, words))
+        nodes.append(label(x + 4, 91.5, words))
         x += text_width(words, 12) + 20
-    drawn.append(f'<g class="jx-hatch"><rect x="{format_length(x)}" y="80" width="16" height="14" {HATCH}/></g>')
+    nodes.append(f'<g class="jx-hatch"><rect x="{format_length(x)}" y="80" width="16" height="14" {HATCH}/></g>')
     words = " · ".join(["idle", *(["paler: later chunks"] if chunks > 1 else []),
                         *([f"a message takes {times.send:.4g}"] if times.send else [])])  # fmt: skip
-    return "".join([*drawn, label(x + 21, 91.5, words)])
+    return "".join([*nodes, label(x + 21, 91.5, words)])
 
 
 def _rows(schedule: Schedule, run: TimedRun, sheet: Sheet, y: float) -> str:
     """Returns a row of bars per stage, with a title above and a time axis below."""
-    drawn = [heading(run.name, f"{run.rule}: takes {run.end:.4g}, {run.bubble:.1%} of it idle", y)]
+    nodes = [heading(run.name, f"{run.rule}: takes {run.end:.4g}, {run.bubble:.1%} of it idle", y)]
     for stage in range(schedule.stages):
         top = y + 14 + stage * ROW
-        place = f'x="{LEFT}" y="{format_length(top)}" width="{format_length(run.end * sheet.rate)}" height="{BAR}"'
-        drawn.append(label(LEFT - 10, top + 16.5, f"stage {stage}", anchor="end"))
-        drawn.append(f'<rect {place} class="jx-idle"/><rect {place} {HATCH}/>')
-    look = f'font-size="{sheet.size:.3g}" stroke-width="{format_length(min(1.0, sheet.shortest / 6))}"'
-    drawn.append(f'<g class="jx-cells {"jx-ideal" if run.name == "ideal" else "jx-run"}" text-anchor="middle" {look}>')
+        box = f'x="{LEFT}" y="{format_length(top)}" width="{format_length(run.end * sheet.rate)}" height="{BAR}"'
+        nodes.append(label(LEFT - 10, top + 16.5, f"stage {stage}", anchor="end"))
+        nodes.append(f'<rect {box} class="jx-idle"/><rect {box} {HATCH}/>')
+    font = f'font-size="{sheet.size:.3g}" stroke-width="{format_length(min(1.0, sheet.shortest / 6))}"'
+    nodes.append(f'<g class="jx-cells {"jx-ideal" if run.name == "ideal" else "jx-run"}" text-anchor="middle" {font}>')
     for tick, stage, cell in schedule:
-        colour, where = shade(cell.op, cell.chunk, schedule.chunks), f"stage {stage}, tick {tick}"
-        drawn.append(_bar(cell, colour, where, run.spans[tick, stage], sheet, y + 14 + stage * ROW))
-    return "".join([*drawn, "</g>", axis(run.end, sheet, y + 14 + schedule.stages * ROW)])
+        colour, position = shade(cell.op, cell.chunk, schedule.chunks), f"stage {stage}, tick {tick}"
+        nodes.append(_bar(cell, colour, position, run.spans[tick, stage], sheet, y + 14 + stage * ROW))
+    return "".join([*nodes, "</g>", axis(run.end, sheet, y + 14 + schedule.stages * ROW)])
 
 
-def _bar(cell: Cell, colour: str, where: str, span: tuple[float, float], sheet: Sheet, y: float) -> str:
+def _bar(cell: Cell, colour: str, position: str, span: tuple[float, float], sheet: Sheet, y: float) -> str:
     """Draws an op's bar with its microbatch's number: upright if it fits, else rotated, else only in the tooltip."""
     (start, stop), number, size = span, str(cell.microbatch), sheet.size
     room = (stop - start) * sheet.rate
@@ -245,23 +245,23 @@ def _bar(cell: Cell, colour: str, where: str, span: tuple[float, float], sheet: 
             f'fill="{ink(colour)}">{number}</text>'
         )
     elif 0.75 * size + 1.5 <= room:
-        turned = f'transform="translate({format_length(x + 0.36 * size)} {format_length(middle)}) rotate(-90)"'
-        text = f'<text {turned} fill="{ink(colour)}">{number}</text>'
-    place = (
+        rotation = f'transform="translate({format_length(x + 0.36 * size)} {format_length(middle)}) rotate(-90)"'
+        text = f'<text {rotation} fill="{ink(colour)}">{number}</text>'
+    box = (
         f'x="{format_length(sheet.x(start))}" y="{format_length(y)}" width="{format_length(room)}" '
         f'height="{BAR}" rx="2"'
     )
     if room < 3:
-        place += ' stroke-width="0"'
-    tip = f"<title>{cell}, {where}: {start:.5g} to {stop:.5g}</title>"
-    return f'<rect {place} fill="{colour}">{tip}</rect>{text}'
+        box += ' stroke-width="0"'
+    tip = f"<title>{cell}, {position}: {start:.5g} to {stop:.5g}</title>"
+    return f'<rect {box} fill="{colour}">{tip}</rect>{text}'
 
 
 def _memory(schedule: Schedule, run: TimedRun, sheet: Sheet, y: float) -> str:
     """Draws a curve per stage: its saved activations over time, in microbatches."""
     max_peak = max(schedule.peak)
-    worth = f"{max_peak / schedule.chunks:.3g} of {count_noun(schedule.microbatches, 'microbatch')}"
-    drawn = [heading("activations kept", f"at most {worth}, on stage {schedule.peak.index(max_peak)}", y)]
+    maximum = f"{max_peak / schedule.chunks:.3g} of {count_noun(schedule.microbatches, 'microbatch')}"
+    nodes = [heading("activations kept", f"at most {maximum}, on stage {schedule.peak.index(max_peak)}", y)]
     for stage, peak in enumerate(schedule.peak):
         base, curve = y + 14 + stage * (CURVE + GAP) + CURVE, saved_activations(schedule, run.spans, stage)
         steps = "".join(
@@ -269,7 +269,7 @@ def _memory(schedule: Schedule, run: TimedRun, sheet: Sheet, y: float) -> str:
         )
         line, end = f"M{LEFT} {format_length(base)}{steps}H{format_length(sheet.x(run.end))}", sheet.x(run.end)
         highest, first = max((count, -time) for time, count in curve)
-        drawn += [
+        nodes += [
             label(LEFT - 10, base - 7, f"stage {stage}", anchor="end"),
             f'<path d="{line}V{format_length(base)}Z" class="jx-kept"/>',
             f'<path d="{line}" class="jx-curve" stroke-width="1.5" fill="none"/>',
@@ -277,4 +277,4 @@ def _memory(schedule: Schedule, run: TimedRun, sheet: Sheet, y: float) -> str:
             f'cy="{format_length(base - CURVE * highest / max_peak)}" r="3" class="jx-peak"/>',
             label(end + 10, base - 7, f"peak {peak / schedule.chunks:.3g}"),
         ]
-    return "".join([*drawn, axis(run.end, sheet, y + 10 + schedule.stages * (CURVE + GAP))])
+    return "".join([*nodes, axis(run.end, sheet, y + 10 + schedule.stages * (CURVE + GAP))])

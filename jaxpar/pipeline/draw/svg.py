@@ -10,12 +10,12 @@ from html import escape
 from math import floor, log10
 
 LEFT, RIGHT = 82, 74  # pixels: the margins
-NARROWEST, AT_EASE, WIDEST = 640, 1060, 2700  # pixels of the time axis
+MIN_AXIS, NORMAL_AXIS, MAX_AXIS = 640, 1060, 2700  # pixels of the time axis
 LETTER = 0.6  # width of a letter as a share of the font size, about
 # of the first and the last chunk: blue, orange and bluish green after Okabe and Ito (2008), of unequal lightness
 SHADES = {"F": ("#1c67a6", "#9ccbf0"), "B": ("#dd6f1b", "#f8c48c"), "W": ("#5cbd98", "#c0ecd9")}
 # property, light, dark
-LOOKS = {
+STYLES = {
     "ground": ("fill", "#ffffff", "#15181d"),
     "ink": ("fill", "#1b1f24", "#e6e9ed"),
     "muted": ("fill", "#565e69", "#a6aeb9"),
@@ -49,17 +49,17 @@ class Sheet:
     @classmethod
     def fit(cls, end: float, shortest: float, digits: int) -> "Sheet":
         """Chooses the scale at which the numbers fit into the shortest bar, unless the drawing would be too wide."""
-        along = end / shortest
-        width = min(max(NARROWEST, min(36 * along, AT_EASE), (8 * LETTER * digits + 2.5) * along), WIDEST)
-        size = min(13.0, max(8.0, (width / along - 2.5) / (LETTER * digits)))
-        return cls(width / end, LEFT + width + RIGHT, width / along, size)
+        units = end / shortest
+        width = min(max(MIN_AXIS, min(36 * units, NORMAL_AXIS), (8 * LETTER * digits + 2.5) * units), MAX_AXIS)
+        size = min(13.0, max(8.0, (width / units - 2.5) / (LETTER * digits)))
+        return cls(width / end, LEFT + width + RIGHT, width / units, size)
 
     def x(self, time: float) -> float:
         """Returns the x coordinate of a time, in pixels."""
         return LEFT + time * self.rate
 
 
-def document(what: str, sheet: Sheet, height: float, drawn: Iterable[str]) -> str:
+def document(title: str, sheet: Sheet, height: float, elements: Iterable[str]) -> str:
     """Returns an SVG file with a title, a background, and these elements."""
     size = (
         f'width="{format_length(sheet.width)}" height="{format_length(height)}" viewBox="0 0 '
@@ -72,15 +72,15 @@ def document(what: str, sheet: Sheet, height: float, drawn: Iterable[str]) -> st
         '[data-jp-theme-light="true"] .jaxpar-schedule,.vscode-light .jaxpar-schedule{color-scheme:light}'
         '[data-jp-theme-light="false"] .jaxpar-schedule,.vscode-dark .jaxpar-schedule{color-scheme:dark}'
     )
-    for name, (key, light, dark) in LOOKS.items():
+    for name, (key, light, dark) in STYLES.items():
         style += f"\n.jaxpar-schedule .jx-{name}{{{key}:{light};{key}:light-dark({light},{dark})}}"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="jaxpar-schedule" {size} role="img" font-size="12" '
         'font-family="system-ui, -apple-system, Segoe UI, Roboto, Liberation Sans, sans-serif">\n'
-        f"<title>{escape(printable(what))}</title>\n<style>{style}</style>\n"
+        f"<title>{escape(printable(title))}</title>\n<style>{style}</style>\n"
         '<defs><pattern id="jaxpar-idle" width="6" height="6" patternUnits="userSpaceOnUse">'
         '<path d="M-1 7L7 -1M-1 1L1 -1M5 7L7 5" class="jx-hatch" stroke-width="1"/></pattern></defs>\n'
-        f'<rect width="100%" height="100%" class="jx-ground"/>\n{"".join(drawn)}\n</svg>\n'
+        f'<rect width="100%" height="100%" class="jx-ground"/>\n{"".join(elements)}\n</svg>\n'
     )
 
 

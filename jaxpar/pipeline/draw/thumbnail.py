@@ -8,7 +8,7 @@ from jaxpar.pipeline.draw.schedule import BAR, ROW, describe_cut, op_names
 from jaxpar.pipeline.draw.svg import (
     HATCH,
     LEFT,
-    WIDEST,
+    MAX_AXIS,
     Sheet,
     axis,
     document,
@@ -22,7 +22,7 @@ from jaxpar.pipeline.draw.svg import (
 from jaxpar.pipeline.tables.price import OpTimes, Price, price
 from jaxpar.pipeline.tables.schedule import Schedule
 
-MOST = 6000  # cells: about 200 kB
+MAX_CELLS = 6000  # cells: about 200 kB
 
 
 def overview(schedule: Schedule, times: OpTimes) -> str:
@@ -35,53 +35,53 @@ def overview(schedule: Schedule, times: OpTimes) -> str:
     cost = price(schedule, times)
     lengths = [stop - start for start, stop in cost.starts.values()]
     shortest = max(min(lengths), max(lengths) / 8)
-    ticks = _shown(schedule, cost, shortest)
+    ticks = _count_ticks(schedule, cost, shortest)
     sheet = Sheet.fit(cost.ticks[ticks], shortest, len(str(schedule.microbatches - 1)))
     part = "all ticks" if ticks == schedule.ticks else f"the first {ticks} of {schedule.ticks} ticks"
     words = f"{part}; as one program runs it, a tick ends when its slowest stage is done"
     rows = [_row(schedule, cost, stage, ticks, sheet, 84 + stage * ROW) for stage in range(schedule.stages)]
     bottom = 84 + schedule.stages * ROW
-    drawn = [
+    nodes = [
         heading(schedule.name, describe_cut(schedule), 30, size=16),
         label(20, 50, words),
         _legend(schedule, 60),
         *rows,
         axis(cost.ticks[ticks], sheet, bottom),
     ]
-    return document(f"{schedule.name}: {describe_cut(schedule)}", sheet, bottom + 28, drawn)
+    return document(f"{schedule.name}: {describe_cut(schedule)}", sheet, bottom + 28, nodes)
 
 
-def _shown(schedule: Schedule, cost: Price, shortest: float) -> int:
+def _count_ticks(schedule: Schedule, cost: Price, shortest: float) -> int:
     """Returns the number of ticks to draw: all, or as many as the width allows with readable numbers."""
-    if schedule.ticks * schedule.stages - schedule.idle <= MOST:
+    if schedule.ticks * schedule.stages - schedule.idle <= MAX_CELLS:
         return schedule.ticks
-    end = WIDEST / (text_width("0" * len(str(schedule.microbatches - 1)), 8) + 2.5) * shortest
+    end = MAX_AXIS / (text_width("0" * len(str(schedule.microbatches - 1)), 8) + 2.5) * shortest
     return max(1, sum(begin <= end for begin in cost.ticks[1:]))
 
 
 def _legend(schedule: Schedule, y: float) -> str:
-    x, drawn = 20.0, []
+    x, nodes = 20.0, []
     for op, words in op_names(schedule).items():
         chunks = schedule.chunks
         for chunk in range(0, chunks, -(-chunks // 8)):
-            place = f'x="{format_length(x)}" y="{format_length(y)}" width="12" height="12" rx="2"'
-            drawn.append(f'<rect {place} fill="{shade(op, chunk, chunks)}"/>')
+            box = f'x="{format_length(x)}" y="{format_length(y)}" width="12" height="12" rx="2"'
+            nodes.append(f'<rect {box} fill="{shade(op, chunk, chunks)}"/>')
             x += 13
-        drawn.append(label(x + 4, y + 10, words))
+        nodes.append(label(x + 4, y + 10, words))
         x += text_width(words, 12) + 20
-    drawn.append(
+    nodes.append(
         f'<g class="jx-hatch"><rect x="{format_length(x)}" y="{format_length(y)}" width="12" height="12" {HATCH}/></g>'
     )
-    return "".join([*drawn, label(x + 17, y + 10, "idle" + "; paler: later chunks" * (schedule.chunks > 1))])
+    return "".join([*nodes, label(x + 17, y + 10, "idle" + "; paler: later chunks" * (schedule.chunks > 1))])
 
 
 def _row(schedule: Schedule, cost: Price, stage: int, ticks: int, sheet: Sheet, y: float) -> str:
     """Draws the cells of a stage: one path per colour, one text per text colour."""
     end = cost.ticks[ticks]
-    place = f'x="{LEFT}" y="{format_length(y)}" width="{format_length(end * sheet.rate)}" height="{BAR}"'
-    drawn = [
+    box = f'x="{LEFT}" y="{format_length(y)}" width="{format_length(end * sheet.rate)}" height="{BAR}"'
+    nodes = [
         label(LEFT - 10, y + 16.5, f"stage {stage}", anchor="end"),
-        f'<rect {place} class="jx-idle"/><rect {place} {HATCH}/>',
+        f'<rect {box} class="jx-idle"/><rect {box} {HATCH}/>',
     ]
     paths: dict[str, list[str]] = {}
     numbers: dict[str, list[tuple[str, float]]] = {}
@@ -98,10 +98,10 @@ def _row(schedule: Schedule, cost: Price, stage: int, ticks: int, sheet: Sheet, 
             first = x + (room - gap - text_width(number, sheet.size)) / 2
             items = [(digit, first + (i + 0.5) * text_width("0", sheet.size)) for i, digit in enumerate(number)]
             numbers.setdefault(ink(colour), []).extend(items)
-    drawn += [f'<path d="{"".join(items)}" fill="{colour}"/>' for colour, items in paths.items()]
+    nodes += [f'<path d="{"".join(items)}" fill="{colour}"/>' for colour, items in paths.items()]
     for colour, digits in numbers.items():
-        where = " ".join(f"{x:.1f}" for _, x in digits)
-        look = f'font-size="{sheet.size:.3g}" fill="{colour}" text-anchor="middle"'
+        xs = " ".join(f"{x:.1f}" for _, x in digits)
+        font = f'font-size="{sheet.size:.3g}" fill="{colour}" text-anchor="middle"'
         text = "".join(digit for digit, _ in digits)
-        drawn.append(f'<text x="{where}" y="{format_length(y + BAR / 2 + 0.36 * sheet.size)}" {look}>{text}</text>')
-    return "".join(drawn)
+        nodes.append(f'<text x="{xs}" y="{format_length(y + BAR / 2 + 0.36 * sheet.size)}" {font}>{text}</text>')
+    return "".join(nodes)

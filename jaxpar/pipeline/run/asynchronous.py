@@ -119,7 +119,7 @@ def plan_versions(program: Program, weights: Weights) -> VersionPlan:
 
 def _check_order(table: Schedule, weights: Weights) -> None:
     """Refuses tables in which an update would contain gradients of another update's microbatches."""
-    finished, last = [0] * table.stages, table.place(table.parts - 1)[0]
+    finished, last = [0] * table.stages, table.locate(table.parts - 1)[0]
     entered = 0
     for tick, stage, (op, microbatch, _) in table:
         # the last stage's F already adds the head's gradient: a second F before the B would add that of the next update
@@ -159,7 +159,7 @@ class AsynchronousTable:
       plan: Result of `plan_versions`.
       model: Its embedding, layers and head.
       update: Maps (gradients, optimizer state, params) to (params, optimizer state, sum of the gradients' squares).
-      place: As for `execute`.
+      constrain: As for `execute`.
       keep: As for `execute`.
       fill: As for `execute`.
     """
@@ -167,7 +167,7 @@ class AsynchronousTable:
     plan: VersionPlan
     model: PipelineFunctions
     update: Callable[[Tree, Any, Tree], tuple[Tree, Any, jax.Array]]
-    place: Callable[[str, Tree], Tree]
+    constrain: Callable[[str, Tree], Tree]
     keep: Keep = "inputs"
     fill: float = 0.0
 
@@ -202,9 +202,9 @@ class AsynchronousTable:
 class _UpdatingStage(Stage):
     """A stage whose weights change between ticks."""
 
-    def __init__(self, how: AsynchronousTable, params: tuple[Tree, Tree], inputs: Tree, scales: jax.Array):
-        super().__init__(how.plan.program, how.model, *params, inputs, keep=how.keep, place=how.place)
-        self.plan, self.update, self.scales = how.plan, how.update, scales
+    def __init__(self, table: AsynchronousTable, params: tuple[Tree, Tree], inputs: Tree, scales: jax.Array):
+        super().__init__(table.plan.program, table.model, *params, inputs, keep=table.keep, constrain=table.constrain)
+        self.plan, self.update, self.scales = table.plan, table.update, scales
 
     def parameters(self, state: dict, row: TableRow) -> tuple[Tree, Tree]:
         """Returns the version of the weights that this cell reads."""
@@ -221,23 +221,23 @@ class _UpdatingStage(Stage):
         """Runs one tick, then the update that follows it."""
         state = super().tick(kind, state, numbers)
         row, versions = TableRow(*(numbers[i] for i in range(len(COLUMNS)))), self.plan.versions
-        take = (row.update == 1) & (row.op > 0)
+        active = (row.update == 1) & (row.op > 0)
         # computes the update in every tick and drops most: stages update in different ticks, and XLA copies the buffers
         # that a conditional writes
         params = load(state["history"], state["updates"] % versions)
         gradients = (state["shared"], state["layers"])
         new_params, optimizer, square = self.update(gradients, state["optimizer"], params)
-        update_count = state["updates"] + take.astype(jnp.int32)
-        select = lambda a, b: jax.tree.map(lambda x, y: jnp.where(take, x, y), a, b)  # noqa: E731
+        update_count = state["updates"] + active.astype(jnp.int32)
+        select = lambda a, b: jax.tree.map(lambda x, y: jnp.where(active, x, y), a, b)  # noqa: E731
         zeros = jax.tree.map(jnp.zeros_like, gradients)
         shared, layers = select(zeros, gradients)  # after an update the sums restart at zero
         with jax.named_scope(VERSIONS):
-            new_history = store(state["history"], new_params, update_count % versions, take)
+            new_history = store(state["history"], new_params, update_count % versions, active)
         return state | {
             "history": new_history,
             "optimizer": select(optimizer, state["optimizer"]),
             "updates": update_count,
-            "square": jnp.where(take, square, state["square"]),
+            "square": jnp.where(active, square, state["square"]),
             "shared": shared,
             "layers": layers,
         }

@@ -46,7 +46,7 @@ class OptimizerArrays:
     owners: Mapping[str, str]
     shapes: Shapes
 
-    def of_stage(self, params: Shapes) -> dict[str, jax.ShapeDtypeStruct]:
+    def stage_shapes(self, params: Shapes) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes of the arrays of a stage's parameters."""
         return {name: self.shapes[name] for name, path in self.owners.items() if path in params}
 
@@ -81,10 +81,10 @@ class UpdatingBranchTable(BranchTable):
         columns = [COLUMNS.index("version"), COLUMNS.index("update")]
         self.rows = np.concatenate([self.rows, plan.program.rows[..., columns]], axis=-1)
         updates = plan.program.rows[..., COLUMNS.index("update")] == 1
-        self._sums = ReplicaSums(self.buffers, replicas, updates)
-        of_tick = np.broadcast_to(self._sums.columns[:, None], (*updates.shape, 2))
-        self.rows = np.concatenate([self.rows, of_tick], axis=-1)
-        self.states = StageBuffers([arrays.of_stage(stage) for stage in self.buffers.stages])
+        self._replica_sums = ReplicaSums(self.buffers, replicas, updates)
+        tick_columns = np.broadcast_to(self._replica_sums.columns[:, None], (*updates.shape, 2))
+        self.rows = np.concatenate([self.rows, tick_columns], axis=-1)
+        self.states = StageBuffers([arrays.stage_shapes(stage) for stage in self.buffers.stages])
 
     def run_updates(
         self,
@@ -93,7 +93,7 @@ class UpdatingBranchTable(BranchTable):
         states: Sequence[jax.Array],
         counts: Mapping[str, jax.Array],
         data: MicrobatchData,
-        kept: Mapping[int, jax.Array],
+        model_state: Mapping[int, jax.Array],
         *,
         scales: jax.Array,
         batch_axes: Sequence[str],
@@ -107,7 +107,7 @@ class UpdatingBranchTable(BranchTable):
           states: The buffers of the optimizer's arrays of these parameters.
           counts: The optimizer's other leaves.
           data: As for `BranchTable.run`.
-          kept: State before the first microbatch, by index.
+          model_state: State before the first microbatch, by index.
           scales: 1 / (tokens of its update) for each microbatch.
           batch_axes: Axes of the mesh whose devices run the same stage for other rows.
           frozen: Paths of parameters whose gradients are zero.
@@ -119,61 +119,61 @@ class UpdatingBranchTable(BranchTable):
         versions = self.plan.versions
         with jax.named_scope(VERSIONS):  # a ring buffer: version n is in slot n % versions
             history = [jnp.broadcast_to(buffer, (versions, *buffer.shape)) for buffer in params]
-        carry = self._start(kept) | {
+        carry = self._initial_carry(model_state) | {
             "history": history, "optimizer": list(states), "counts": dict(counts),
             "updates": jnp.zeros((), jnp.int32), "square": jnp.zeros((), jnp.float32),
         }  # fmt: skip
 
-        def read(carry: Carry, row: jax.Array) -> list[jax.Array]:
+        def read_weights(carry: Carry, row: jax.Array) -> list[jax.Array]:
             with jax.named_scope(VERSIONS):
                 return load(carry["history"], row[2] % versions)
 
-        def unchanged(gradients, newest, states, counts, square):
+        def keep_weights(gradients, newest, states, counts, square):
             return gradients, newest, states, counts, square
 
-        changes = [self._change(stage, optimizer, frozen) for stage in range(self.schedule.stages)]
+        branches = [self._build_update(stage, optimizer, frozen) for stage in range(self.schedule.stages)]
 
-        def after(carry: Carry, row: jax.Array) -> Carry:
-            takes = (row[3] == 1) & (row[0] > 0)
+        def update_weights(carry: Carry, row: jax.Array) -> Carry:
+            active = (row[3] == 1) & (row[0] > 0)
             newest = load(carry["history"], carry["updates"] % versions)
-            stage = jnp.asarray(self.replicas.stage_of)[lax.axis_index("pipe")]
-            gradients = self._sums.add(carry["gradients"], row[4:], takes, batch_axes)
+            stage = jnp.asarray(self.replicas.stages)[lax.axis_index("pipe")]
+            gradients = self._replica_sums.add(carry["gradients"], row[4:], active, batch_axes)
             gradients, newest, states, counts, square = lax.switch(
-                jnp.where(takes, 1 + stage, 0), [unchanged, *changes],
+                jnp.where(active, 1 + stage, 0), [keep_weights, *branches],
                 gradients, newest, carry["optimizer"], carry["counts"], carry["square"],
             )  # fmt: skip
-            count = carry["updates"] + takes.astype(jnp.int32)
+            count = carry["updates"] + active.astype(jnp.int32)
             with jax.named_scope(VERSIONS):
-                history = store(carry["history"], newest, count % versions, takes)
+                history = store(carry["history"], newest, count % versions, active)
             return carry | {
                 "gradients": gradients, "history": history, "optimizer": states, "counts": counts,
                 "updates": count, "square": square,
             }  # fmt: skip
 
-        carry = self._scan(data, carry, read, after, scales)
+        carry = self._scan_ticks(data, carry, read_weights, update_weights, scales)
         return carry | {"weights": load(carry["history"], carry["updates"] % versions)}
 
-    def _change(self, stage: int, optimizer: optax.GradientTransformation, frozen: frozenset[str]) -> Callable:
+    def _build_update(self, stage: int, optimizer: optax.GradientTransformation, frozen: frozenset[str]) -> Callable:
         """Returns the branch that updates the parameters of a stage, and begins its sums of gradients at zero."""
 
         def run(gradients, newest, states, counts, square):
             del square
-            params, own = self.buffers.read(newest, stage), self.states.read(states, stage)
-            found = {
+            params, arrays = self.buffers.read(newest, stage), self.states.read(states, stage)
+            grads = {
                 path: jnp.zeros_like(params[path]) if path in frozen else value.astype(params[path].dtype)
                 for path, value in self.buffers.read(gradients, stage).items()
             }
-            total = jnp.asarray(sum(jnp.sum(jnp.square(value.astype(jnp.float32))) for value in found.values()))
-            tree, leaves = _whole(self.params, params), {**self.arrays.shapes, **own, **counts}
+            total = jnp.asarray(sum(jnp.sum(jnp.square(value.astype(jnp.float32))) for value in grads.values()))
+            tree, leaves = _full_tree(self.params, params), {**self.arrays.shapes, **arrays, **counts}
             state = jax.tree.unflatten(self.arrays.tree, [_array_or_empty(leaves[name]) for name in self.arrays.names])
-            updates, new_state = loss_argument.update(optimizer, _whole(self.params, found), state, tree, None)
-            new = _flat(self.params, optax.apply_updates(tree, updates))
-            named = dict(zip(self.arrays.names, jax.tree.leaves(new_state), strict=True))
+            updates, new_state = loss_argument.update(optimizer, _full_tree(self.params, grads), state, tree, None)
+            new = _flatten(self.params, optax.apply_updates(tree, updates))
+            new_arrays = dict(zip(self.arrays.names, jax.tree.leaves(new_state), strict=True))
             return (
                 [jnp.zeros_like(total) for total in gradients],
                 self.buffers.fill(stage, {path: new[path] for path in params}),
-                self.states.fill(stage, {name: named[name] for name in own}),
-                {name: named[name] for name in counts},
+                self.states.fill(stage, {name: new_arrays[name] for name in arrays}),
+                {name: new_arrays[name] for name in counts},
                 total,
             )
 
@@ -190,16 +190,16 @@ def _empty(leaf: jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.zeros((0, *leaf.shape[1:]) if leaf.shape else (), leaf.dtype)
 
 
-def _whole(shapes: Shapes, values: Mapping[str, jax.Array]) -> Any:
+def _full_tree(shapes: Shapes, values: Mapping[str, jax.Array]) -> Any:
     """Returns the tree of all parameters, with empty arrays where there is no value."""
     return nest({tuple(path.split("/")): values.get(path, _empty(leaf)) for path, leaf in shapes.items()})
 
 
-def _flat(shapes: Shapes, tree: Any) -> dict[str, jax.Array]:
-    found = {}
+def _flatten(shapes: Shapes, tree: Any) -> dict[str, jax.Array]:
+    values = {}
     for path in shapes:
         value = tree
         for word in path.split("/"):
             value = value[word]
-        found[path] = value
-    return found
+        values[path] = value
+    return values

@@ -23,10 +23,10 @@ class MaskedChoice:
     def __init__(self, active: jax.Array):
         self.active = active
 
-    def __call__(self, take: jax.Array | bool, yes: Callable[[], Tree], no: Callable[[], Tree]) -> Tree:
-        """Returns the result of `yes` if `take` is true, else that of `no`."""
+    def __call__(self, pred: jax.Array | bool, on_true: Callable[[], Tree], on_false: Callable[[], Tree]) -> Tree:
+        """Returns the result of `on_true` if `pred` is true, else that of `on_false`."""
         # `where`, not a product with 0 or 1: stale slots may hold NaN or infinity, and 0 x NaN is NaN
-        return jax.tree.map(lambda a, b: jnp.where(take, a, b), yes(), no())
+        return jax.tree.map(lambda a, b: jnp.where(pred, a, b), on_true(), on_false())
 
 
 class BranchChoice:
@@ -34,6 +34,6 @@ class BranchChoice:
 
     active = True
 
-    def __call__(self, take: jax.Array | bool, yes: Callable[[], Tree], no: Callable[[], Tree]) -> Tree:
-        """Returns the result of `yes` if `take` is true, else that of `no`."""
-        return yes() if take is True else jax.lax.cond(take, yes, no)
+    def __call__(self, pred: jax.Array | bool, on_true: Callable[[], Tree], on_false: Callable[[], Tree]) -> Tree:
+        """Returns the result of `on_true` if `pred` is true, else that of `on_false`."""
+        return on_true() if pred is True else jax.lax.cond(pred, on_true, on_false)

@@ -115,8 +115,8 @@ class Inbox:
             place = jnp.asarray(self._starts[edge])[jnp.maximum(group, 0)]
             source, target = self._stages[edge.source], self._stages[edge.target]
             rounds = self._replicas.rounds(source, target) if source != target else self._local_rounds(source)
-            for taken in rounds:
-                inbox = self._send_round(inbox, outbox, edge, taken, place, group)
+            for messages in rounds:
+                inbox = self._send_round(inbox, outbox, edge, messages, place, group)
         return inbox
 
     def _local_rounds(self, stage: int) -> Iterator[list[tuple[int, int, int, int]]]:
@@ -130,28 +130,28 @@ class Inbox:
         inbox: jax.Array,
         outbox: jax.Array,
         edge: Edge,
-        taken: Sequence[tuple[int, int, int, int]],
+        messages: Sequence[tuple[int, int, int, int]],
         place: jax.Array,
         group: jax.Array,
     ) -> jax.Array:
-        own, device = self._outboxes[edge.kind, edge.source], lax.axis_index("pipe")
-        sends, arrives = self._message_numbers(taken, 0), self._message_numbers(taken, 2)
+        source_outbox, device = self._outboxes[edge.kind, edge.source], lax.axis_index("pipe")
+        sends, arrives = self._message_numbers(messages, 0), self._message_numbers(messages, 2)
         # a stage of one device sends from an offset that is known at compile time, where XLA reads without a copy
         number = jnp.maximum(jnp.asarray(sends)[device], 0) if sends.max() else 0
-        message = lax.dynamic_slice(outbox, (own.starts[edge] + own.size * number,), (edge.bytes,))
-        if pairs := [(source, target) for source, _, target, _ in taken if source != target]:
+        message = lax.dynamic_slice(outbox, (source_outbox.starts[edge] + source_outbox.size * number,), (edge.bytes,))
+        if pairs := [(source, target) for source, _, target, _ in messages if source != target]:
             with jax.named_scope(MESSAGE):
                 message = lax.ppermute(message, "pipe", pairs)
         number = jnp.asarray(arrives)[device]
-        is_mine = (number >= 0) & (group >= 0)
-        start = jnp.where(is_mine, place + number * edge.bytes, 0)
-        kept = lax.dynamic_slice(inbox, (start,), (edge.bytes,))
-        return lax.dynamic_update_slice(inbox, jnp.where(is_mine, message, kept), (start,))
+        is_receiver = (number >= 0) & (group >= 0)
+        start = jnp.where(is_receiver, place + number * edge.bytes, 0)
+        current = lax.dynamic_slice(inbox, (start,), (edge.bytes,))
+        return lax.dynamic_update_slice(inbox, jnp.where(is_receiver, message, current), (start,))
 
-    def _message_numbers(self, taken: Sequence[tuple[int, int, int, int]], end: int) -> np.ndarray:
+    def _message_numbers(self, messages: Sequence[tuple[int, int, int, int]], end: int) -> np.ndarray:
         """Returns the number of the message that each device sends (end 0) or receives (end 2) in a round, or -1."""
         numbers = np.full(sum(self._replicas.counts), -1, np.int32)
-        for message in taken:
+        for message in messages:
             numbers[message[end]] = message[end + 1]
         return numbers
 
@@ -206,7 +206,7 @@ def decode(message: jax.Array, tree: Tree) -> Tree:
         if data.dtype.itemsize == 1:
             bits = bits[..., 0]
         value = bits.astype(bool) if data.dtype == bool else lax.bitcast_convert_type(bits, data.dtype)
-        leaves.append(_like(value, leaf))
+        leaves.append(_wrap_keys(value, leaf))
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
@@ -222,6 +222,6 @@ def _data_shape(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.eval_shape(_data, leaf)
 
 
-def _like(data: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+def _wrap_keys(data: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     """Wraps the data as PRNG keys if the leaf has keys."""
     return jax.random.wrap_key_data(data, impl=leaf.dtype._impl) if _is_key(leaf) else data

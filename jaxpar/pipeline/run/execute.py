@@ -42,7 +42,7 @@ def execute(
     inputs: Tree,
     *,
     keep: Keep = "inputs",
-    place: Callable[[str, Tree], Tree] = lambda name, tree: tree,
+    constrain: Callable[[str, Tree], Tree] = lambda name, tree: tree,
     shards: Shards | None = None,
     fill: float = 0.0,
 ) -> TableGradients:
@@ -56,7 +56,7 @@ def execute(
       layers: Parameters of this stage's layers; dim 0 is chunks x layers per chunk, in order of chunks.
       inputs: Inputs other than parameters, with a slot per microbatch: the batch, PRNG keys for dropout.
       keep: What a forward saves for its backward: its input, if the backward recomputes the forward, or residuals.
-      place: Constrains a tree, named "x", "layers" or "shared", to its sharding over the axes that are not manual.
+      constrain: Constrains a tree, named "x", "layers" or "shared", to its sharding over the axes that are not manual.
       shards: The sharding of the gradient sums, which are then dicts by path; None leaves them unsharded.
       fill: Initial value of the buffers. The result does not depend on it; tests check this with NaN.
 
@@ -64,7 +64,7 @@ def execute(
       JaxparError: If the model cannot be split into stages, because a block changes the shape or reads outside values.
     """
     # every device traces the same program; only its rows and its layers depend on the stage
-    run = Stage(program, model, shared, layers, inputs, keep=keep, place=place, shards=shards)
+    run = Stage(program, model, shared, layers, inputs, keep=keep, constrain=constrain, shards=shards)
     state = run_table(program, run.tick, run.start(fill), rows)
     # [chunks, layers, ...] -> [chunks x layers, ...], the shape of the parameters
     merged = (

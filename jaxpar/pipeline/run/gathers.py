@@ -48,14 +48,14 @@ def gather_parameter(shard: jax.Array, gather: Gather) -> jax.Array:
     return with_manual_axes(all_gather, gather.other_axes, gather.spec)(shard.astype(gather.dtype))
 
 
-def _forward(shard: jax.Array, how: Gather):
-    return gather_parameter(shard, how), None
+def _forward(shard: jax.Array, gather: Gather):
+    return gather_parameter(shard, gather), None
 
 
-def _backward(how: Gather, _, gradient: jax.Array):
+def _backward(gather: Gather, _, gradient: jax.Array):
     # the transpose of the forward would sum in the dtype of the gather, and bfloat16 sums over many devices lose digits
-    scatter = partial(reduce_scatter, axis=how.axis, dim=how.dim)
-    return (with_manual_axes(scatter, how.other_axes, how.spec)(gradient).astype(how.shard_dtype),)
+    scatter = partial(reduce_scatter, axis=gather.axis, dim=gather.dim)
+    return (with_manual_axes(scatter, gather.other_axes, gather.spec)(gradient).astype(gather.shard_dtype),)
 
 
 gather_parameter.defvjp(_forward, _backward)

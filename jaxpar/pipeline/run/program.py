@@ -5,7 +5,7 @@
           ──► loops: (kind, kind, ...) x repeats, so that a kind is compiled once and not chosen at run time
 
 There are three pools of slots. `messages` holds arrays from another part, inputs x and gradients g, until the backward
-that reads them. `kept` holds the residuals of a forward for its backward, `stash` those of a B for its W. Interval
+that reads them. `residuals` holds the residuals of a forward for its backward, `stash` those of a B for its W. Interval
 colouring assigns the slots, so a pool has exactly as many slots as values that are alive at once.
 
 A stage that is idle in a tick computes and writes too, because all stages run the same code. It writes into a slot that
@@ -24,7 +24,8 @@ from jaxpar.pipeline.tables.schedule import Schedule
 from jaxpar.pipeline.tables.synchronous import forwards
 
 COLUMNS = (
-    "op", "microbatch", "chunk", "part", "x", "g", "kept", "stash", "right", "left", "self_send", "version", "update",
+    "op", "microbatch", "chunk", "part", "x", "g", "residuals", "stash", "right", "left", "self_send", "version",
+    "update",
 )  # fmt: skip
 OP_NUMBER = {None: 0, "F": 1, "B": 2, "W": 3}
 
@@ -84,7 +85,7 @@ class Program:
       message_slots: Slots for inputs and gradients from other parts.
       residual_slots: Slots for the residuals of a forward; 0 for an evaluation.
       stash_slots: Slots for the residuals of a B; 0 if B and W are one op.
-      masked_pools: Pools among `kept` and `stash` in which idle stages do not always have a free slot.
+      masked_pools: Pools among `residuals` and `stash` in which idle stages do not always have a free slot.
       right: Pairs (from, to) of a stage and the next one, if it sends to that.
       left: Pairs (from, to) of a stage and the previous one, if it sends to that.
     """
@@ -107,14 +108,14 @@ def program(schedule: Schedule, *, forward_only: bool = False) -> Program:
     # idle cells have op, microbatch, chunk and part 0: a masked stage computes on them, so they must exist
     rows = np.full((len(ticks), schedule.stages, len(COLUMNS)), -1, np.int32)
     rows[..., :4] = 0
-    places: dict[tuple[str, int, int], tuple[int, int]] = {}
+    runs: dict[tuple[str, int, int], tuple[int, int]] = {}
     for tick, row in enumerate(ticks):
         for stage, cell in enumerate(row):
             if cell:
                 part = schedule.part(stage, cell.chunk)
-                places[cell.op, cell.microbatch, part] = tick, stage
+                runs[cell.op, cell.microbatch, part] = tick, stage
                 rows[tick, stage, :4] = OP_NUMBER[cell.op], cell.microbatch, cell.chunk, part
-    kinds = [_kind(schedule, row, forward_only=forward_only) for row in ticks]
+    kinds = [_tick_kind(schedule, row, forward_only=forward_only) for row in ticks]
     # a table that mixes ops in a tick has one kind for all of its ticks: its stages choose at run time anyway, and one
     # loop body is compiled instead of many
     if not schedule.phased and not forward_only:
@@ -122,37 +123,37 @@ def program(schedule: Schedule, *, forward_only: bool = False) -> Program:
         flags = [any(flag) for flag in zip(*(kind[1:] for kind in kinds), strict=True)]
         kinds = [TickKind(ops, *flags)] * len(kinds)
     kinds = _equalize_directions(kinds)
-    kept = stash = SlotPool(0, False)
+    residuals = stash = SlotPool(0, False)
     if not forward_only:
-        kept = _assign_saved_slots(rows, places, kinds, "F", "B", "kept")
-        stash = _assign_saved_slots(rows, places, kinds, "B", "W", "stash") if schedule.split else stash
+        residuals = _assign_pool(rows, runs, kinds, "F", "B", "residuals")
+        stash = _assign_pool(rows, runs, kinds, "B", "W", "stash") if schedule.split else stash
     return Program(
         schedule=schedule,
         rows=rows,
         loops=_nest_loops(kinds),
-        message_slots=_assign_message_slots(schedule, rows, places, forward_only=forward_only),
-        residual_slots=kept.slots,
+        message_slots=_assign_message_slots(schedule, rows, runs, forward_only=forward_only),
+        residual_slots=residuals.slots,
         stash_slots=stash.slots,
-        masked_pools=frozenset(name for name, pool in (("kept", kept), ("stash", stash)) if pool.masked),
-        right=_pairs(schedule, places, "right"),
-        left=_pairs(schedule, places, "left"),
+        masked_pools=frozenset(name for name, pool in (("residuals", residuals), ("stash", stash)) if pool.masked),
+        right=_permute_pairs(schedule, runs, "right"),
+        left=_permute_pairs(schedule, runs, "left"),
     )
 
 
-def _pairs(schedule: Schedule, at, way: str) -> tuple[tuple[int, int], ...]:
+def _permute_pairs(schedule: Schedule, runs, direction: str) -> tuple[tuple[int, int], ...]:
     # one permute for all ticks that send in this direction, with all of their pairs: they share their code
-    sends = {(stage, _target(schedule, op, part, stage)) for (op, _, part), (_, stage) in at.items()}
-    return tuple(sorted({(stage, schedule.place(to[1])[0]) for stage, to in sends if to and to[0] == way}))
+    sends = {(stage, _find_target(schedule, op, part, stage)) for (op, _, part), (_, stage) in runs.items()}
+    return tuple(sorted({(stage, schedule.locate(to[1])[0]) for stage, to in sends if to and to[0] == direction}))
 
 
-def _target(schedule: Schedule, op: str, part: int, stage: int) -> tuple[str, int] | None:
+def _find_target(schedule: Schedule, op: str, part: int, stage: int) -> tuple[str, int] | None:
     """Returns (direction in which a stage sends the result of an op, part that reads it); None if no part reads it."""
     if op == "F" and part == schedule.parts - 1:
         return "self_send", part  # the loss gradient, for its own backward
     next_part = part + 1 if op == "F" else part - 1
     if op == "W" or next_part < 0:
         return None
-    home, _ = schedule.place(next_part)
+    home, _ = schedule.locate(next_part)
     if home == stage:  # as at the turn of a v-shaped schedule: neighbouring parts on one stage
         return "self_send", next_part
     # on a ring of two stages both directions lead to the same neighbour: forwards go right and backwards left, so that
@@ -162,13 +163,13 @@ def _target(schedule: Schedule, op: str, part: int, stage: int) -> tuple[str, in
     ), next_part
 
 
-def _kind(schedule: Schedule, row, *, forward_only: bool) -> TickKind:
+def _tick_kind(schedule: Schedule, row, *, forward_only: bool) -> TickKind:
     parts = [(cell.op, schedule.part(stage, cell.chunk), stage) for stage, cell in enumerate(row) if cell]
     last = any(op == "F" and part == schedule.parts - 1 for op, part, _ in parts)
     directions = {
         target[0]
         for op, part, stage in parts
-        if (target := _target(schedule, op, part, stage)) and not (forward_only and part == schedule.parts - 1)
+        if (target := _find_target(schedule, op, part, stage)) and not (forward_only and part == schedule.parts - 1)
     }
     return TickKind(
         ops=frozenset(op for op, _, _ in parts),
@@ -189,32 +190,32 @@ def _equalize_directions(kinds: Sequence[TickKind]) -> list[TickKind]:
     return [TickKind(*kind[:3], *sends[kind.ops]) for kind in kinds]
 
 
-def _assign_message_slots(schedule: Schedule, rows: np.ndarray, at, *, forward_only: bool) -> int:
+def _assign_message_slots(schedule: Schedule, rows: np.ndarray, runs, *, forward_only: bool) -> int:
     """Assigns slots to the messages x and g; returns their number."""
     column = {name: i for i, name in enumerate(COLUMNS)}
     spans: list[list[tuple[int, int, list[tuple[int, int]]]]] = [[] for _ in range(schedule.stages)]
-    for (op, microbatch, part), (tick, stage) in at.items():
-        target = _target(schedule, op, part, stage)
+    for (op, microbatch, part), (tick, stage) in runs.items():
+        target = _find_target(schedule, op, part, stage)
         if target is None or (forward_only and part == schedule.parts - 1):
             continue
-        way, dest = target
+        direction, dest = target
         gradient = op == "B" or dest == part
         # an input is read twice, by its F and by its B (which differentiates at x), a gradient by its B only
-        readers = [at["B", microbatch, dest]] if not forward_only and ("B", microbatch, dest) in at else []
-        readers += [] if gradient else [at["F", microbatch, dest]]
+        readers = [runs["B", microbatch, dest]] if not forward_only and ("B", microbatch, dest) in runs else []
+        readers += [] if gradient else [runs["F", microbatch, dest]]
         receiver = readers[0][1]
-        cells = [(tick, column[way])] + [(reader, column["g" if gradient else "x"]) for reader, _ in readers]
+        cells = [(tick, column[direction])] + [(reader, column["g" if gradient else "x"]) for reader, _ in readers]
         spans[receiver].append((tick, max(reader for reader, _ in readers), cells))
     return max(_assign_lowest_slots(rows[:, stage], stage_spans) for stage, stage_spans in enumerate(spans))
 
 
-def _assign_saved_slots(rows: np.ndarray, at, kinds: Sequence[TickKind], write: str, read: str, pool: str) -> SlotPool:
+def _assign_pool(rows: np.ndarray, runs, kinds: Sequence[TickKind], write: str, read: str, pool: str) -> SlotPool:
     """Assigns slots to the values that op `write` saves for op `read`, and free slots to stages that drop a value."""
     column = COLUMNS.index(pool)
     spans: list[list] = [[] for _ in range(rows.shape[1])]
-    for (op, microbatch, part), (tick, stage) in at.items():
+    for (op, microbatch, part), (tick, stage) in runs.items():
         if op == write:
-            end, _ = at[read, microbatch, part]
+            end, _ = runs[read, microbatch, part]
             spans[stage].append((tick, end, [(tick, column), (end, column)]))
     slots = max(_assign_lowest_slots(rows[:, stage], stage_spans) for stage, stage_spans in enumerate(spans))
     writes, masked = np.array([write in kind.ops for kind in kinds]), False
@@ -243,9 +244,9 @@ def _assign_lowest_slots(rows: np.ndarray, spans: Iterable[tuple[int, int, list[
 
 def _nest_loops(kinds: Sequence[TickKind]) -> tuple[Loop, ...]:
     """Groups the kinds into nested loops with few bodies to compile: loops of ticks, then loops of loops."""
-    loops = _loops(tuple(kinds), 8)
+    loops = _find_loops(tuple(kinds), 8)
     while True:
-        merged = _loops(loops, 16)
+        merged = _find_loops(loops, 16)
         flat = tuple(
             item.body[0] if item.repeats == 1 and len(item.body) == 1 and isinstance(item.body[0], Loop) else item
             for item in merged
@@ -255,7 +256,7 @@ def _nest_loops(kinds: Sequence[TickKind]) -> tuple[Loop, ...]:
         loops = flat
 
 
-def _loops(symbols: tuple, longest: int) -> tuple[Loop, ...]:
+def _find_loops(symbols: tuple, longest: int) -> tuple[Loop, ...]:
     """Finds the loops with the fewest bodies that expand to these symbols, by dynamic programming from the end."""
     # patterns are tried up to `longest` symbols: a schedule's steady state repeats after a few ticks per chunk, and
     # trying all lengths would make the search quadratic in the table

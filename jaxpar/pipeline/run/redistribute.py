@@ -30,13 +30,13 @@ def permutation_rounds(cut: StageCut) -> list[list[int]]:
     for _ in range(cut.chunks):
         sends: dict[int, int] = {}  # stage that runs to the part that goes there
 
-        def match(stage: int, seen: set[int], sends=sends) -> bool:
+        def match(stage: int, visited: set[int], sends=sends) -> bool:
             # finds a receiver for this stage; a taken one is freed if its sender finds another
             for part in sorted(unsent[stage]):
-                receiver, _ = cut.place(part)
-                if receiver not in seen:
-                    seen.add(receiver)
-                    if receiver not in sends or match(sends[receiver] // cut.chunks, seen):
+                receiver, _ = cut.locate(part)
+                if receiver not in visited:
+                    visited.add(receiver)
+                    if receiver not in sends or match(sends[receiver] // cut.chunks, visited):
                         sends[receiver] = part
                         return True
             return False
@@ -73,22 +73,22 @@ def redistribute_layers(mesh: Mesh, cut: StageCut, layers: Any, *, reverse: bool
       layers: Arrays whose dim 0 is layers, sharded over `pipe`; the sharding of other dims does not change.
       reverse: Whether to move them from the running to the storing stages instead.
     """
-    if all(cut.place(part) == divmod(part, cut.chunks) for part in range(cut.parts)):
+    if all(cut.locate(part) == divmod(part, cut.chunks) for part in range(cut.parts)):
         return layers  # every stage runs the parts that it stores
     order = permutation_rounds(cut)
     stored = np.array([[part % cut.chunks for part in parts] for parts in order], np.int32)
     run = np.zeros_like(stored)
     for index, parts in enumerate(order):
         for part in parts:
-            stage, chunk = cut.place(part)
+            stage, chunk = cut.locate(part)
             run[index, stage] = chunk
-    pairs = [[(part // cut.chunks, cut.place(part)[0]) for part in parts] for parts in order]
+    pairs = [[(part // cut.chunks, cut.locate(part)[0]) for part in parts] for parts in order]
     if reverse:
         stored, run = run, stored
         pairs = [[(receiver, origin) for origin, receiver in entry] for entry in pairs]
 
-    def move(sources, targets, layers):
-        def one(x):
+    def redistribute(sources, targets, layers):
+        def redistribute_array(x):
             x = x.reshape(cut.chunks, -1, *x.shape[1:])
             out = jnp.zeros_like(x)
             for index, entry in enumerate(pairs):  # one permute per round: each stage sends one part and receives one
@@ -97,8 +97,8 @@ def redistribute_layers(mesh: Mesh, cut: StageCut, layers: Any, *, reverse: bool
                 out = jax.lax.dynamic_update_index_in_dim(out, piece, targets[index, 0], 0)
             return out.reshape(-1, *x.shape[2:])
 
-        return jax.tree.map(one, layers)
+        return jax.tree.map(redistribute_array, layers)
 
     entry = PartitionSpec(None, "pipe")
     specs: Mapping = {"in_specs": (entry, entry, PartitionSpec("pipe")), "out_specs": PartitionSpec("pipe")}
-    return jax.shard_map(move, mesh=mesh, axis_names={"pipe"}, check_vma=False, **specs)(stored, run, layers)
+    return jax.shard_map(redistribute, mesh=mesh, axis_names={"pipe"}, check_vma=False, **specs)(stored, run, layers)

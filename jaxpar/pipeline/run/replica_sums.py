@@ -44,14 +44,14 @@ class ReplicaSums:
         self.columns = np.stack(columns, axis=1).astype(np.int32)
 
     def add(
-        self, gradients: list[jax.Array], columns: jax.Array, takes: jax.Array, batch_axes: Sequence[str]
+        self, gradients: list[jax.Array], columns: jax.Array, active: jax.Array, batch_axes: Sequence[str]
     ) -> list[jax.Array]:
         """Returns the sums on devices that update now, and on others their own gradients.
 
         Args:
           gradients: The buffers of this device.
           columns: The columns of this tick.
-          takes: Whether this device updates now.
+          active: Whether this device updates now.
           batch_axes: Axes of the mesh whose devices run the same stage for other rows.
         """
         if self._replicated:
@@ -59,30 +59,30 @@ class ReplicaSums:
                 [self._replicas.device(stage, number) for number in range(count)]
                 for stage, count in enumerate(self._replicas.counts)
             ]
-            over_replicas = lambda arrays: lax.psum(arrays, "pipe", axis_index_groups=groups)  # noqa: E731
-            gradients = self._reduce(over_replicas, self._replicated, gradients, 0, columns, takes)
+            sum_replicas = lambda arrays: lax.psum(arrays, "pipe", axis_index_groups=groups)  # noqa: E731
+            gradients = self._reduce_stages(sum_replicas, self._replicated, gradients, 0, columns, active)
         if batch_axes:
-            over_batch = lambda arrays: lax.psum(arrays, tuple(batch_axes))  # noqa: E731
+            sum_batch = lambda arrays: lax.psum(arrays, tuple(batch_axes))  # noqa: E731
             every_stage = range(len(self._replicas.counts))
-            gradients = self._reduce(over_batch, every_stage, gradients, 1, columns, takes)
+            gradients = self._reduce_stages(sum_batch, every_stage, gradients, 1, columns, active)
         return gradients
 
-    def _reduce(
+    def _reduce_stages(
         self, reduce: Reduce, stages: Sequence[int], gradients: list[jax.Array], column: int, columns: jax.Array,
-        takes: jax.Array,
+        active: jax.Array,
     ) -> list[jax.Array]:  # fmt: skip
-        sizes = [max(self._buffers.used(stage)[i] for stage in stages) for i in range(len(gradients))]
+        sizes = [max(self._buffers.used_sizes(stage)[i] for stage in stages) for i in range(len(gradients))]
 
-        def reduced(gradients):
+        def reduce_buffers(gradients):
             heads = [buffer[:size] for buffer, size in zip(gradients, sizes, strict=True) if size]
             sums, result = iter(reduce(heads)), []
             for buffer, size in zip(gradients, sizes, strict=True):
                 total = next(sums) if size else buffer
                 if 0 < size < buffer.size:
                     total = lax.dynamic_update_slice(buffer, total, (0,))
-                result.append(jnp.where(takes, total, buffer))
+                result.append(jnp.where(active, total, buffer))
             return result
 
         runs = int(self.columns[:, column].sum())
         with jax.named_scope(GRADIENT), jax.named_scope(f"{UPDATES}{runs}"):
-            return lax.cond(columns[column] == 1, reduced, lambda gradients: gradients, gradients)
+            return lax.cond(columns[column] == 1, reduce_buffers, lambda gradients: gradients, gradients)

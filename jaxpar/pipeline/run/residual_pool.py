@@ -45,16 +45,16 @@ class ResidualPool:
         for part, size in self._sizes.items():
             count, places = assign_places(lifetimes[part])
             stage = stages[part]
-            of_group = replicas.share(stage) * size
-            self._starts[part] = (ends[stage] + places * of_group).astype(np.int32)
-            ends[stage] += count * of_group
+            group_bytes = replicas.share(stage) * size
+            self._starts[part] = (ends[stage] + places * group_bytes).astype(np.int32)
+            ends[stage] += count * group_bytes
         self.size = max([1, *ends])
 
     def write(
         self, pool: jax.Array, part: int, group: jax.Array, number: jax.Array | int, values: Sequence[jax.Array]
     ) -> jax.Array:
         """Writes the residuals of a microbatch, of which `number` says the how many-th of its group on this device."""
-        start = self._start(part, group, number)
+        start = self._find_start(part, group, number)
         for value in values:
             data = encode(value, tree_bytes(value))
             pool = lax.dynamic_update_slice(pool, data, (start,))
@@ -63,11 +63,11 @@ class ResidualPool:
 
     def read(self, pool: jax.Array, part: int, group: jax.Array, number: jax.Array | int) -> list[jax.Array]:
         """Returns the residuals of a microbatch."""
-        start, values = self._start(part, group, number), []
+        start, values = self._find_start(part, group, number), []
         for shape in self._residuals[part]:
             values.append(decode(lax.dynamic_slice(pool, (start,), (tree_bytes(shape),)), shape))
             start = start + tree_bytes(shape)
         return values
 
-    def _start(self, part: int, group: jax.Array, number: jax.Array | int) -> jax.Array:
+    def _find_start(self, part: int, group: jax.Array, number: jax.Array | int) -> jax.Array:
         return jnp.asarray(self._starts[part])[group] + number * self._sizes[part]

@@ -44,13 +44,13 @@ class ParameterShards:
     sizes: Mapping[str, int]
 
     @property
-    def over(self) -> tuple[str, ...]:
+    def split_axes(self) -> tuple[str, ...]:
         """The axes that split the parameter, in the order of `LEADING`."""
         used = {axis for axes in self.axes for axis in axes}
         return tuple(axis for axis in LEADING if axis in used)
 
     @property
-    def local(self) -> tuple[int, ...]:
+    def shard_shape(self) -> tuple[int, ...]:
         """Shape of a shard."""
         return tuple(
             rows // math.prod(self.sizes[axis] for axis in axes)
@@ -60,25 +60,25 @@ class ParameterShards:
     @property
     def size(self) -> int:
         """Number of elements of a shard."""
-        return math.prod(self.local)
+        return math.prod(self.shard_shape)
 
     def join(self, shards: jax.Array) -> jax.Array:
         """Joins shards of shape [*axes, *local] to the whole parameter."""
         order = []
         for dim, axes in enumerate(self.axes):
-            order += [*(self.over.index(axis) for axis in axes), len(self.over) + dim]
+            order += [*(self.split_axes.index(axis) for axis in axes), len(self.split_axes) + dim]
         return jnp.transpose(shards, order).reshape(self.shape)
 
     def split(self, whole: jax.Array) -> jax.Array:
         """Splits a whole array into shards of shape [*axes, *local]."""
-        dims, order, places = [], [0] * (len(self.over) + len(self.shape)), 0
+        dims, order, places = [], [0] * (len(self.split_axes) + len(self.shape)), 0
         for dim, axes in enumerate(self.axes):
             for axis in axes:
-                order[self.over.index(axis)] = places
+                order[self.split_axes.index(axis)] = places
                 places += 1
-            order[len(self.over) + dim] = places
+            order[len(self.split_axes) + dim] = places
             places += 1
-            dims += [*(self.sizes[axis] for axis in axes), self.local[dim]]
+            dims += [*(self.sizes[axis] for axis in axes), self.shard_shape[dim]]
         return jnp.transpose(whole.reshape(dims), order)
 
 
@@ -113,55 +113,55 @@ class ShardExchange:
         }
         self._groups: dict[tuple, list[str]] = {}  # of the parameters that `pipe` splits, by axes and dtype
         for path, shards in self.shards.items():
-            if "pipe" in shards.over:
-                self._groups.setdefault((shards.over, self._shapes[path].dtype.name), []).append(path)
+            if "pipe" in shards.split_axes:
+                self._groups.setdefault((shards.split_axes, self._shapes[path].dtype.name), []).append(path)
 
-    def to_stages(self, params: Mapping[str, jax.Array]) -> list[jax.Array]:
+    def send_params(self, params: Mapping[str, jax.Array]) -> list[jax.Array]:
         """Returns the buffers of this device's stage, given its shards of all parameters."""
         received = {}
         for key, paths in self._groups.items():
             owned = self._paths_by_stage(paths)
-            outbox = jnp.stack([self._row([params[path] for path in owned[stage]], paths) for stage in self._stage_of])
+            outbox = jnp.stack([self._pack([params[path] for path in owned[stage]], paths) for stage in self._stages])
             shards = lax.all_to_all(outbox, "pipe", 0, 0)  # [devices of pipe, elements]
             received[key] = lax.all_gather(shards, "fsdp") if "fsdp" in key[0] else shards
-        others = {path: self._gather_fsdp(path, value) for path, value in params.items() if self._is_read_there(path)}
+        others = {path: self._gather_fsdp(path, value) for path, value in params.items() if self._is_unsplit(path)}
 
-        def of_stage(stage: int):
+        def branch(stage: int):
             def fill(received, others):
-                found = {path: value for path, value in others.items() if path in self.buffers.stages[stage]}
+                params = {path: value for path, value in others.items() if path in self.buffers.stages[stage]}
                 for key, paths in self._groups.items():
                     start = 0
                     for path in self._paths_by_stage(paths)[stage]:
                         shards = self.shards[path]
                         part = received[key][..., start : start + shards.size]
-                        found[path] = shards.join(part.reshape(*part.shape[:-1], *shards.local))
+                        params[path] = shards.join(part.reshape(*part.shape[:-1], *shards.shard_shape))
                         start += shards.size
-                return self.buffers.fill(stage, found)
+                return self.buffers.fill(stage, params)
 
             return fill
 
-        return lax.switch(self._stage(), [of_stage(i) for i in range(len(self.buffers.stages))], received, others)
+        return lax.switch(self._stage_index(), [branch(i) for i in range(len(self.buffers.stages))], received, others)
 
-    def to_storage(self, sums: Sequence[jax.Array], batch_axes: Sequence[str]) -> dict[str, jax.Array]:
+    def send_gradients(self, sums: Sequence[jax.Array], batch_axes: Sequence[str]) -> dict[str, jax.Array]:
         """Returns this device's shards of the gradients of all parameters, summed over stages and `batch_axes`."""
-        others = [path for path in self.shards if self._is_read_there(path)]
+        others = [path for path in self.shards if self._is_unsplit(path)]
 
-        def of_stage(stage: int):
+        def branch(stage: int):
             def send(sums):
-                found = self.buffers.read(sums, stage)
+                grads = self.buffers.read(sums, stage)
                 rows = {}
                 for key, paths in self._groups.items():
-                    own = [self.shards[path].split(found[path]) for path in self._paths_by_stage(paths)[stage]]
+                    parts = [self.shards[path].split(grads[path]) for path in self._paths_by_stage(paths)[stage]]
                     lead = [self._sizes[axis] for axis in key[0]]
-                    flat = [value.reshape(*lead, -1) for value in own]
-                    missing = self._length(paths) - sum(value.shape[-1] for value in flat)
+                    flat = [value.reshape(*lead, -1) for value in parts]
+                    missing = self._max_size(paths) - sum(value.shape[-1] for value in flat)
                     rows[key] = jnp.concatenate([*flat, jnp.zeros((*lead, missing), jnp.float32)], axis=-1)
-                return rows, {path: found.get(path, jnp.zeros(self.shards[path].shape)) for path in others}
+                return rows, {path: grads.get(path, jnp.zeros(self.shards[path].shape)) for path in others}
 
             return send
 
-        branches = [of_stage(stage) for stage in range(len(self.buffers.stages))]
-        sent, whole = lax.switch(self._stage(), branches, sums)
+        branches = [branch(stage) for stage in range(len(self.buffers.stages))]
+        sent, whole = lax.switch(self._stage_index(), branches, sums)
         result = {}
         for key, paths in self._groups.items():
             rows = sent[key]
@@ -170,33 +170,33 @@ class ShardExchange:
             if rest := tuple(axis for axis in batch_axes if axis not in key[0]):
                 rows = lax.psum(rows, rest)
             received = lax.all_to_all(rows, "pipe", 0, 0)  # [devices of pipe, elements]
-            for stage, own in enumerate(self._paths_by_stage(paths)):
-                start, of_replicas = 0, jnp.sum(received[self._stage_of == stage], axis=0)
-                for path in own:
+            for stage, stage_paths in enumerate(self._paths_by_stage(paths)):
+                start, stage_sum = 0, jnp.sum(received[self._stages == stage], axis=0)
+                for path in stage_paths:
                     shards = self.shards[path]
-                    part = of_replicas[start : start + shards.size].reshape(shards.local)
+                    part = stage_sum[start : start + shards.size].reshape(shards.shard_shape)
                     result[path] = result[path] + part if path in result else part
                     start += shards.size
         for path, value in whole.items():
             total = lax.psum(value, ("pipe", *batch_axes))
             for dim, axes in enumerate(self.shards[path].axes):
                 if axes:  # `fsdp` alone
-                    rows = self.shards[path].local[dim]
+                    rows = self.shards[path].shard_shape[dim]
                     total = lax.dynamic_slice_in_dim(total, lax.axis_index("fsdp") * rows, rows, dim)
             result[path] = total
         return result
 
     @property
-    def _stage_of(self) -> np.ndarray:
-        return self._replicas.stage_of
+    def _stages(self) -> np.ndarray:
+        return self._replicas.stages
 
-    def _stage(self) -> jax.Array:
+    def _stage_index(self) -> jax.Array:
         """Returns the stage of this device."""
-        return jnp.asarray(self._stage_of)[lax.axis_index("pipe")]
+        return jnp.asarray(self._stages)[lax.axis_index("pipe")]
 
-    def _is_read_there(self, path: str) -> bool:
+    def _is_unsplit(self, path: str) -> bool:
         """Whether a device has the parameter already, perhaps sharded over `fsdp`, because `pipe` does not split it."""
-        return path in self.shards and "pipe" not in self.shards[path].over
+        return path in self.shards and "pipe" not in self.shards[path].split_axes
 
     def _gather_fsdp(self, path: str, value: jax.Array) -> jax.Array:
         for dim, axes in enumerate(self.shards[path].axes):
@@ -207,13 +207,13 @@ class ShardExchange:
         """Returns for each stage the paths that it reads."""
         return [[path for path in paths if path in stage] for stage in self.buffers.stages]
 
-    def _length(self, paths: Sequence[str]) -> int:
+    def _max_size(self, paths: Sequence[str]) -> int:
         """Returns the most elements that a device sends to a stage."""
-        return max(sum(self.shards[path].size for path in own) for own in self._paths_by_stage(paths))
+        return max(sum(self.shards[path].size for path in stage_paths) for stage_paths in self._paths_by_stage(paths))
 
-    def _row(self, shards: Sequence[jax.Array], paths: Sequence[str]) -> jax.Array:
+    def _pack(self, shards: Sequence[jax.Array], paths: Sequence[str]) -> jax.Array:
         flat = [shard.ravel() for shard in shards]
-        missing = self._length(paths) - sum(part.size for part in flat)
+        missing = self._max_size(paths) - sum(part.size for part in flat)
         return jnp.concatenate([*flat, jnp.zeros(missing, self._shapes[paths[0]].dtype)])
 
 

@@ -29,11 +29,11 @@ def load(tree: Tree, index: jax.Array | int) -> Tree:
     """Reads one slot of each buffer; index -1 reads slot 0, for an op whose result is dropped."""
     index = jnp.maximum(index, 0)
 
-    def one(leaf):
+    def load_leaf(leaf):
         array, dim = (leaf.rows, 1) if _is_interleaved(leaf) else (leaf, 0)
         return jax.lax.dynamic_index_in_dim(array, index, dim, keepdims=False)
 
-    return jax.tree.map(one, tree, is_leaf=_is_interleaved)
+    return jax.tree.map(load_leaf, tree, is_leaf=_is_interleaved)
 
 
 def slot_shapes(tree: Tree) -> Tree:
@@ -41,13 +41,13 @@ def slot_shapes(tree: Tree) -> Tree:
     return jax.eval_shape(lambda tree: load(tree, 0), tree)
 
 
-def store(tree: Tree, new: Tree, index: jax.Array | int, take: jax.Array | bool) -> Tree:
-    """Writes one slot of each buffer if `take` is true."""
+def store(tree: Tree, new: Tree, index: jax.Array | int, mask: jax.Array | bool) -> Tree:
+    """Writes one slot of each buffer if `mask` is true."""
     index = jnp.maximum(index, 0)
 
-    def one(buffer, value):
+    def store_leaf(buffer, value):
         # selects on one slot: a `where` over the whole buffer would rewrite every slot in every tick
         old = jax.lax.dynamic_index_in_dim(buffer, index, 0, keepdims=False)
-        return jax.lax.dynamic_update_index_in_dim(buffer, jnp.where(take, value, old), index, 0)
+        return jax.lax.dynamic_update_index_in_dim(buffer, jnp.where(mask, value, old), index, 0)
 
-    return jax.tree.map(one, tree, new)
+    return jax.tree.map(store_leaf, tree, new)

@@ -47,63 +47,63 @@ class ShardMaps:
       batch_axes: Manual axes that split examples.
       stages: Context manager around the trace of a stage.
       head: Context manager around the trace of embedding and head.
-      place: As for `execute`, inside of a stage.
-      place_head: Constrains gradients of embedding and head to their sharding over pipe and tensor.
+      constrain: As for `execute`, inside of a stage.
+      shard_head: Constrains gradients of embedding and head to their sharding over pipe and tensor.
     """
 
     mesh: Mesh
     batch_axes: tuple[str, ...]
     stages: Callable
     head: Callable
-    place: Callable[[str, Tree], Tree]
-    place_head: Callable[[Tree], Tree]
+    constrain: Callable[[str, Tree], Tree]
+    shard_head: Callable[[Tree], Tree]
 
-    def on_stages(self, function: Callable) -> Callable:
-        """Wraps a function of (rows, layers, known, *stacked) to run on every stage and replica.
+    def map_stages(self, function: Callable) -> Callable:
+        """Wraps a function of (rows, layers, inputs, *stacked) to run on every stage and replica.
 
         Its results are stacked: [stages, replicas, ...].
         """
         # stacked arrays: dim 0 over the stages, dim 1 over the replicas, so each device has one entry
         spec = PartitionSpec("pipe", self.batch_axes)
 
-        def local(rows, layers, inputs, *stacked):
+        def run_local(rows, layers, inputs, *stacked):
             inputs, stacked = _drop_dims(inputs, 1), _drop_dims(stacked, 2)
             with self.stages():
                 return _add_dims(function(rows[0], layers, inputs, *stacked), 2)
 
         def run(rows, layers, inputs, *stacked):
             specs = (PartitionSpec("pipe"), PartitionSpec("pipe"), PartitionSpec(self.batch_axes))
-            return self._island({"pipe", *self.batch_axes}, local, (*specs, *(spec,) * len(stacked)), spec)(
+            return self._island({"pipe", *self.batch_axes}, run_local, (*specs, *(spec,) * len(stacked)), spec)(
                 rows, layers, inputs, *stacked
             )
 
         return run
 
-    def on_replicas(self, function: Callable) -> Callable:
+    def map_replicas(self, function: Callable) -> Callable:
         """Wraps a function of (shared, *stacked) to run on every replica of the batch, where XLA handles `pipe`.
 
         Its results are stacked: [replicas, ...].
         """
         stacked_spec = PartitionSpec(self.batch_axes)
 
-        def local(shared, *stacked):
+        def run_local(shared, *stacked):
             with self.head():
                 return _add_dims(function(shared, *_drop_dims(stacked, 1)), 1)
 
         def run(shared, *stacked):
             specs = (PartitionSpec(), *(stacked_spec,) * len(stacked))
-            return self._island(set(self.batch_axes), local, specs, stacked_spec)(shared, *stacked)
+            return self._island(set(self.batch_axes), run_local, specs, stacked_spec)(shared, *stacked)
 
         return run
 
-    def replica_inputs(self, function: Callable) -> Callable:
+    def map_inputs(self, function: Callable) -> Callable:
         """Wraps a function of (replica, model states, batch) to run on every replica; its results are stacked."""
         spec = PartitionSpec(self.batch_axes)
 
-        def local(*args):
+        def run_local(*args):
             return _add_dims(function(*args), 1)
 
-        return self._island(set(self.batch_axes), local, (spec, PartitionSpec(), spec), spec)
+        return self._island(set(self.batch_axes), run_local, (spec, PartitionSpec(), spec), spec)
 
     def reduce_gradients(self, layers: Tree, ends: Tree) -> tuple[Tree, Tree]:
         """Sums gradients over all batch axes except `data`, which becomes dim 0.
@@ -128,8 +128,8 @@ class ShardMaps:
         )
         return reduce_layers(layers), reduce_ends(ends)
 
-    def _island(self, axes: set[str], local: Callable, specs: tuple, out: Any) -> Callable:
-        return jax.shard_map(local, mesh=self.mesh, axis_names=axes, in_specs=specs, out_specs=out, check_vma=False)
+    def _island(self, axes: set[str], function: Callable, specs: tuple, out: Any) -> Callable:
+        return jax.shard_map(function, mesh=self.mesh, axis_names=axes, in_specs=specs, out_specs=out, check_vma=False)
 
 
 class SpreadTable:
@@ -138,7 +138,7 @@ class SpreadTable:
     Args:
       program: The program of a phased table.
       model: Its embedding, layers and head.
-      around: Runs functions on the stages and on the replicas.
+      maps: Runs functions on the stages and on the replicas.
       layers: Parameters of the stack; dim 0 is stages x chunks x layers per chunk.
       embedding: Shared parameters that `model.embed` reads, split over `pipe` and `tensor` by the names of their dims.
       head: Shared parameters that `model.head` reads, likewise.
@@ -149,7 +149,7 @@ class SpreadTable:
         self,
         program: Program,
         model: PipelineFunctions,
-        around: ShardMaps,
+        maps: ShardMaps,
         layers,
         embedding,
         head,
@@ -157,28 +157,28 @@ class SpreadTable:
         *,
         keep: Keep,
     ):
-        self.program, self.model, self.around = program, model, around
+        self.program, self.model, self.maps = program, model, maps
         self.keep: Keep = keep
         self.layers, self.embedding, self.head, self.inputs = layers, embedding, head, inputs
         self.forward_only = not program.residual_slots
-        self.traced: PipelineModel | None = None
+        self.traced_model: PipelineModel | None = None
         self.x: Tree = None
-        self.first, _ = program.schedule.place(0)
-        self.last, _ = program.schedule.place(program.schedule.parts - 1)
+        self.first, _ = program.schedule.locate(0)
+        self.last, _ = program.schedule.locate(program.schedule.parts - 1)
 
     def run(self, fill: float) -> dict:
         """Runs all ticks; returns the stages' buffers, and the sums of embedding and head, stacked over devices."""
         rows = jnp.asarray(self.program.rows)
-        # the trace of the first island also sets `self.traced` and `self.x`, which later ticks reuse
-        state = {"stages": self._on_stages(lambda stage, row: stage.start(fill, head=False))(rows[0])}
+        # the trace of the first island also sets `self.traced_model` and `self.x`, which later ticks reuse
+        state = {"stages": self._map_stages(lambda stage, row: stage.start(fill, head=False))(rows[0])}
         y = jax.tree.map(lambda leaf: jnp.zeros((self.replica_count, *leaf.shape), leaf.dtype), self.x)
-        state["ends"] = self.around.on_replicas(self._start)(self.embedding | self.head, self.inputs, y)
+        state["ends"] = self.maps.map_replicas(self._initial_sums)(self.embedding | self.head, self.inputs, y)
         return run_table(self.program, self.tick, state, rows)
 
     @property
     def replica_count(self) -> int:
         """Number of replicas of the batch."""
-        return int(np.prod([self.around.mesh.shape[axis] for axis in self.around.batch_axes]))
+        return int(np.prod([self.maps.mesh.shape[axis] for axis in self.maps.batch_axes]))
 
     def tick(self, kind: TickKind, state: dict, rows: jax.Array) -> dict:
         """Runs one tick. Shape of rows: [stages, columns]."""
@@ -186,15 +186,15 @@ class SpreadTable:
         (op,) = kind.ops
         x = (self._embed_input(rows),) if kind.first and op != "W" else ()
         if kind.last and op == "F":
-            return self._with_head(kind, state, rows, x)
+            return self._run_head_tick(kind, state, rows, x)
 
         def step(stage: Stage, row: TableRow, state: dict, *x: Tree):
-            (stage.embedded,) = x or (None,)  # only ticks of the first part need the embedding
+            (stage.embeddings,) = x or (None,)  # only ticks of the first part need the embedding
             ops = {"F": stage.forward, "B": stage.backward, "W": stage.weights}
             results = ops[op](kind, state, row, stage.masked_choice(row, op))
-            return _changed_entries(state, stage.write(kind, state, row, results)), results.out
+            return _select_changes(state, stage.write(kind, state, row, results)), results.out
 
-        stages, out = self._on_stages(step)(rows, state["stages"], *x)
+        stages, out = self._map_stages(step)(rows, state["stages"], *x)
         stages = state["stages"] | stages
         if not kind.first or op != "B":
             return state | {"stages": stages}
@@ -202,8 +202,8 @@ class SpreadTable:
         # ticks share kinds: in some of these ticks the first stage idles or runs another part, and adds zeros
         active = (number == OP_NUMBER["B"]) & (part == 0)
         dx = jax.tree.map(lambda leaf: jnp.where(active, leaf[self.first], 0).astype(leaf.dtype), out)
-        back = self.around.on_replicas(self._embed_back)
-        ends = back(self.embedding, self.inputs, dx, state["ends"], _broadcast(self.replica_count, microbatch))
+        back = self.maps.map_replicas(self._embed_vjp)
+        ends = back(self.embedding, self.inputs, dx, state["ends"], _broadcast_tree(self.replica_count, microbatch))
         return {"stages": stages, "ends": ends}
 
     def _embed_input(self, rows: jax.Array) -> Tree:
@@ -212,60 +212,60 @@ class SpreadTable:
         def embed(shared: Mapping[str, Any], inputs: Tree, microbatch: jax.Array) -> Tree:
             return self.model.embed(shared, load(inputs, microbatch))[0]
 
-        microbatch = _broadcast(self.replica_count, rows[self.first, COLUMNS.index("microbatch")])
-        return _broadcast(
-            self.program.schedule.stages, self.around.on_replicas(embed)(self.embedding, self.inputs, microbatch)
+        microbatch = _broadcast_tree(self.replica_count, rows[self.first, COLUMNS.index("microbatch")])
+        return _broadcast_tree(
+            self.program.schedule.stages, self.maps.map_replicas(embed)(self.embedding, self.inputs, microbatch)
         )
 
-    def _with_head(self, kind: TickKind, state: dict, rows: jax.Array, x: tuple) -> dict:
+    def _run_head_tick(self, kind: TickKind, state: dict, rows: jax.Array, x: tuple) -> dict:
         """Runs a tick in which the last part runs forward, and so the head."""
 
         # `write` without `out` stores the residuals and sends nothing: the message of the last stage, dL/dy, is known
         # only after the head, so all stages send in `deliver`
         def chunk(stage: Stage, row: TableRow, state: dict, *x: Tree):
-            (stage.embedded,) = x or (None,)
+            (stage.embeddings,) = x or (None,)
             results = stage.forward(kind._replace(last=False), state, row, stage.masked_choice(row, "F"))
-            return _changed_entries(state, stage.write(kind, state, row, results._replace(out=None))), results.out
+            return _select_changes(state, stage.write(kind, state, row, results._replace(out=None))), results.out
 
         # the last stage sends the gradient of its output to itself, all others send their output on
         def deliver(stage: Stage, row: TableRow, state: dict, y: Tree, dy: Tree):
             last = (row.op == OP_NUMBER["F"]) & (row.part == self.program.schedule.parts - 1)
             out = jax.tree.map(lambda a, b: jnp.where(last, a, b), dy, y)
-            return _changed_entries(state, stage.send(kind, state, row, out))
+            return _select_changes(state, stage.send(kind, state, row, out))
 
-        stages, y = self._on_stages(chunk)(rows, state["stages"], *x)
+        stages, y = self._map_stages(chunk)(rows, state["stages"], *x)
         stages = state["stages"] | stages
-        microbatch = _broadcast(self.replica_count, rows[self.last, COLUMNS.index("microbatch")])
+        microbatch = _broadcast_tree(self.replica_count, rows[self.last, COLUMNS.index("microbatch")])
         out = jax.tree.map(lambda leaf: leaf[self.last], y)
-        ends, dy = self.around.on_replicas(self._head)(self.head, self.inputs, out, state["ends"], microbatch)
-        delivered = self._on_stages(deliver)(rows, stages, y, _broadcast(self.program.schedule.stages, dy))
+        ends, dy = self.maps.map_replicas(self._run_head)(self.head, self.inputs, out, state["ends"], microbatch)
+        delivered = self._map_stages(deliver)(rows, stages, y, _broadcast_tree(self.program.schedule.stages, dy))
         return {"stages": stages | delivered, "ends": ends}
 
-    def _on_stages(self, function: Callable) -> Callable:
+    def _map_stages(self, function: Callable) -> Callable:
         """Wraps `function(stage, row, *stacked)` to a function of (rows, *stacked) that runs on every stage."""
 
-        def local(numbers, layers, inputs, *stacked):
+        def run_local(numbers, layers, inputs, *stacked):
             # `shared` is empty: embedding and head run outside. Later ticks reuse the traced model, which every loop
             # body would trace again otherwise
             stage = Stage(
                 self.program, self.model, {}, layers, inputs,
-                keep=self.keep, place=self.around.place, traced=self.traced,
+                keep=self.keep, constrain=self.maps.constrain, traced_model=self.traced_model,
             )  # fmt: skip
-            self.traced, self.x = stage.traced, stage.traced.x
+            self.traced_model, self.x = stage.model, stage.model.x
             return function(stage, TableRow(*(numbers[i] for i in range(len(COLUMNS)))), *stacked)
 
-        island = self.around.on_stages(local)
+        island = self.maps.map_stages(run_local)
         return lambda rows, *stacked: island(rows, self.layers, self.inputs, *stacked)
 
-    def _start(self, shared: Mapping[str, Any], known: Tree, y: Tree) -> dict:
+    def _initial_sums(self, shared: Mapping[str, Any], inputs: Tree, y: Tree) -> dict:
         # sums in float32 or more for any dtype of gradients: in bfloat16 a sum of many microbatches stops growing
-        example = load(known, 0)
+        example = load(inputs, 0)
         sums = Traced(self.model.head, shared, example, y).shapes
         zeros = partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)))
-        return {"sums": zeros(sums), "shared": {} if self.forward_only else self.around.place_head(zeros(shared))}
+        return {"sums": zeros(sums), "shared": {} if self.forward_only else self.maps.shard_head(zeros(shared))}
 
-    def _head(self, shared: Mapping[str, Any], known: Tree, y: Tree, state: dict, microbatch: jax.Array):
-        example = load(known, microbatch)
+    def _run_head(self, shared: Mapping[str, Any], inputs: Tree, y: Tree, state: dict, microbatch: jax.Array):
+        example = load(inputs, microbatch)
 
         def total(shared, y):
             sums = self.model.head(shared, example, y)
@@ -276,25 +276,25 @@ class SpreadTable:
         _, pull, sums = jax.vjp(total, shared, y, has_aux=True)
         dshared, dy = pull(jnp.ones((), jnp.float32))
         # as in `Stage.write`: the gradient is added up before the message is sent
-        shared, dy = jax.lax.optimization_barrier((_add_grads(self.around, state, dshared), dy))
+        shared, dy = jax.lax.optimization_barrier((_add_grads(self.maps, state, dshared), dy))
         return {"sums": jax.tree.map(jnp.add, state["sums"], sums), "shared": shared}, dy
 
-    def _embed_back(self, shared: Mapping[str, Any], known: Tree, dx: Tree, state: dict, microbatch: jax.Array) -> dict:
-        _, pull = jax.vjp(lambda shared: self.model.embed(shared, load(known, microbatch))[0], shared)
-        return state | {"shared": _add_grads(self.around, state, pull(dx)[0])}
+    def _embed_vjp(self, shared: Mapping[str, Any], inputs: Tree, dx: Tree, state: dict, microbatch: jax.Array) -> dict:
+        _, pull = jax.vjp(lambda shared: self.model.embed(shared, load(inputs, microbatch))[0], shared)
+        return state | {"shared": _add_grads(self.maps, state, pull(dx)[0])}
 
 
-def _add_grads(around: ShardMaps, state: dict, more: Mapping[str, Any]) -> Tree:
+def _add_grads(maps: ShardMaps, state: dict, grads: Mapping[str, Any]) -> Tree:
     """Adds the gradients of embedding or head to the sums."""
-    return state["shared"] | around.place_head({path: add(state["shared"][path], more[path]) for path in more})
+    return state["shared"] | maps.shard_head({path: add(state["shared"][path], grads[path]) for path in grads})
 
 
-def _changed_entries(before: dict, after: dict) -> dict:
+def _select_changes(before: dict, after: dict) -> dict:
     """Returns only the entries that an op changes, because XLA copies the results of the stages in every tick."""
     return {key: value for key, value in after.items() if value is not before[key]}
 
 
-def _broadcast(count: int, tree: Tree) -> Tree:
+def _broadcast_tree(count: int, tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), tree)
 
 

@@ -68,17 +68,17 @@ class Stage:
 
     def __init__(
         self, program: Program, model: PipelineFunctions, shared, layers, inputs, *,
-        keep: Keep, place, traced: PipelineModel | None = None, shards: Shards | None = None,
+        keep: Keep, constrain, traced_model: PipelineModel | None = None, shards: Shards | None = None,
     ):  # fmt: skip
-        self.program, self.keep, self.place, self.shards = program, keep, place, shards
+        self.program, self.keep, self.constrain, self.shards = program, keep, constrain, shards
         self.schedule = program.schedule
         self.forward_only = not program.residual_slots
         self.shared, self.inputs, self.unit_scale = shared, inputs, jnp.ones((), jnp.float32)
-        self.embedded: Tree = None  # the input of part 0, if `spread_head` embeds it outside of the stages
+        self.embeddings: Tree = None  # the input of part 0, if `spread_head` embeds it outside of the stages
         chunks = self.schedule.chunks
         # [chunks x layers, ...] -> [chunks, layers, ...], so that a chunk is one dynamic index on the leading dim
         self.chunks = jax.tree.map(lambda x: x.reshape(chunks, x.shape[0] // chunks, *x.shape[1:]), layers)
-        self.traced = traced or PipelineModel(
+        self.model = traced_model or PipelineModel(
             model, self.schedule, shared, self.chunks, inputs, forward_only=self.forward_only
         )
 
@@ -96,19 +96,19 @@ class Stage:
                 if self.shards is None
                 else self.shards.sum_shapes(tree, leading_dims=int(name == "layers"))
             )
-            return self.place(name, zeros_like_shapes(shapes))
+            return self.constrain(name, zeros_like_shapes(shapes))
 
         table = self.program
         return {
             # x and g share one pool: they have the same shape, and the slot of an x is reused by the next g
-            "messages": self.place("slots", slots(table.message_slots, self.traced.x)),
-            "kept": []
+            "messages": self.constrain("slots", slots(table.message_slots, self.model.x)),
+            "residuals": []
             if self.forward_only or self.keep == "inputs"
-            else slots(table.residual_slots, self.traced.halves.residuals),
-            "stash": slots(table.stash_slots, self.traced.halves.stash) if table.stash_slots else [],
+            else slots(table.residual_slots, self.model.halves.residuals),
+            "stash": slots(table.stash_slots, self.model.halves.stash) if table.stash_slots else [],
             "layers": None if self.forward_only else zeros("layers", self.chunks),
             "shared": None if self.forward_only else zeros("shared", self.shared),
-            "sums": zeros_like_shapes(self.traced.sums) if head else {},
+            "sums": zeros_like_shapes(self.model.sums) if head else {},
         }
 
     @jax.named_scope(TABLE)
@@ -142,17 +142,17 @@ class Stage:
                 results = jax.lax.switch(jnp.asarray(numbered)[row.op], branches)
         return self.write(kind, state, row, results)
 
-    def _fill_missing(self, done: _OpResult, state: dict, row: TableRow) -> _OpResult:
+    def _fill_missing(self, result: _OpResult, state: dict, row: TableRow) -> _OpResult:
         """Fills missing results with zeros or old totals, because branches must return the same structure."""
         return _OpResult(
-            out=zeros_like_shapes(self.traced.x) if done.out is None else done.out,
-            residuals=[jnp.zeros(b.shape[1:], b.dtype) for b in state["kept"]]
-            if done.residuals is None
-            else done.residuals,
-            stash=[jnp.zeros(b.shape[1:], b.dtype) for b in state["stash"]] if done.stash is None else done.stash,
-            layers=zeros_like_shapes(slot_shapes(self.chunks)) if done.layers is None else done.layers,
-            shared=self._old_total(state) if done.shared is None else done.shared,
-            sums=state["sums"] if done.sums is None else done.sums,
+            out=zeros_like_shapes(self.model.x) if result.out is None else result.out,
+            residuals=[jnp.zeros(b.shape[1:], b.dtype) for b in state["residuals"]]
+            if result.residuals is None
+            else result.residuals,
+            stash=[jnp.zeros(b.shape[1:], b.dtype) for b in state["stash"]] if result.stash is None else result.stash,
+            layers=zeros_like_shapes(slot_shapes(self.chunks)) if result.layers is None else result.layers,
+            shared=self._old_total(state) if result.shared is None else result.shared,
+            sums=state["sums"] if result.sums is None else result.sums,
         )
 
     def parameters(self, state: dict, row: TableRow) -> tuple[Tree, Tree]:
@@ -171,63 +171,63 @@ class Stage:
         """Returns the cotangent of this microbatch's loss."""
         return self.unit_scale  # of the summed loss: the step divides by the count of the whole batch once, at its end
 
-    def _inputs(self, row: TableRow, shared: Tree):
+    def _load_inputs(self, row: TableRow, shared: Tree):
         inputs = load(self.inputs, row.microbatch)
         # every stage runs the embedding: it computes `per_layer`, and XLA removes the lookup of an unused x
-        x, per_layer = self.traced.embed(shared, inputs)
-        x = x if self.embedded is None else self.embedded
+        x, per_layer = self.model.embed(shared, inputs)
+        x = x if self.embeddings is None else self.embeddings
         part = jnp.maximum(row.part, 0)
-        start, count = jnp.asarray(self.traced.starts)[part], jnp.asarray(self.traced.layers)[part]
+        start, count = jnp.asarray(self.model.starts)[part], jnp.asarray(self.model.layers)[part]
 
-        def mine(leaf):
+        def slice_layers(leaf):
             # the static length of the slice is that of the fullest stage: a stage with fewer layers reads into the next
             # one's. `dynamic_slice` would shift a slice that exceeds the array, so the array is made longer
             extended = (
-                jnp.concatenate([leaf, leaf[: self.traced.depth - min(self.traced.layers)]])
-                if min(self.traced.layers) < self.traced.depth
+                jnp.concatenate([leaf, leaf[: self.model.depth - min(self.model.layers)]])
+                if min(self.model.layers) < self.model.depth
                 else leaf
             )
-            return jax.lax.dynamic_slice_in_dim(extended, start, self.traced.depth)
+            return jax.lax.dynamic_slice_in_dim(extended, start, self.model.depth)
 
-        return inputs, (inputs, jax.tree.map(mine, per_layer), count, part), x
+        return inputs, (inputs, jax.tree.map(slice_layers, per_layer), count, part), x
 
-    def _input(self, kind: TickKind, state: dict, row: TableRow, choose: MaskedChoice | BranchChoice):
+    def _load_op_inputs(self, kind: TickKind, state: dict, row: TableRow, choose: MaskedChoice | BranchChoice):
         """Returns an op's inputs: (batch and state, inputs per layer, shared parameters, chunk's parameters, x)."""
         shared, chunk = self.parameters(state, row)
-        inputs, layer_args, embedded = self._inputs(row, shared)
+        inputs, layer_args, embeddings = self._load_inputs(row, shared)
         x = load(state["messages"], row.x)
         if kind.first:
-            x = self.place("x", choose(row.part == 0, lambda: embedded, lambda: x))
+            x = self.constrain("x", choose(row.part == 0, lambda: embeddings, lambda: x))
         return inputs, layer_args, shared, chunk, x
 
     def forward(self, kind: TickKind, state: dict, row: TableRow, choose: MaskedChoice | BranchChoice) -> _OpResult:
         """Runs F: the chunk's forward, and in the last part also the head and its gradient."""
-        inputs, layer_args, params, chunk, x = self._input(kind, state, row, choose)
+        inputs, layer_args, params, chunk, x = self._load_op_inputs(kind, state, row, choose)
         residuals = slots = None
         if self.forward_only or self.keep == "inputs":
-            y = self.traced.stage(chunk, layer_args, x)
-        elif self._in_place(kind):
-            into_places = self.traced.halves.forward_in_place
+            y = self.model.stage(chunk, layer_args, x)
+        elif self._runs_in_place(kind):
+            into_places = self.model.halves.forward_in_place
             assert into_places is not None  # present if the backward is not split
             layers = self._read_in_place(chunk, row)
-            y, slots = into_places(layers, layer_args, x, self._places(state, row, self._writes("kept", row, "F")))
+            y, slots = into_places(layers, layer_args, x, self._entries(state, row, self._mask("residuals", row, "F")))
         else:
-            y, residuals = self.traced.halves.forward(chunk, layer_args, x)
+            y, residuals = self.model.halves.forward(chunk, layer_args, x)
         if not kind.last:
             return _OpResult(out=y, residuals=residuals, slots=slots)
         shared, sums = self._old_total(state), state["sums"]
 
         # the head's gradient is computed here, not in a B: logits are never stored, and all stages have the same B
-        def with_head():
-            new_sums, dshared, dy = self.traced.head(params, inputs, y, self.scale(row))
-            total = None if self.forward_only else self.place("shared", jax.tree.map(add, shared, dshared))
+        def run_head():
+            new_sums, dshared, dy = self.model.head(params, inputs, y, self.scale(row))
+            total = None if self.forward_only else self.constrain("shared", jax.tree.map(add, shared, dshared))
             return (y if self.forward_only else dy), total, jax.tree.map(jnp.add, sums, new_sums)
 
         last = choose.active & (row.part == self.schedule.parts - 1)
-        out, shared, sums = choose(last, with_head, lambda: (y, shared, sums))
+        out, shared, sums = choose(last, run_head, lambda: (y, shared, sums))
         return _OpResult(out=out, residuals=residuals, slots=slots, shared=shared, sums=sums)
 
-    def _in_place(self, kind: TickKind) -> bool:
+    def _runs_in_place(self, kind: TickKind) -> bool:
         """Whether ops read and write buffers in place; false inside a switch, which would copy them."""
         return len(kind.ops) == 1 and not self.schedule.split
 
@@ -239,17 +239,17 @@ class Stage:
         several_chunks = self.schedule.chunks > 1
         return jax.tree.map(lambda buffer: BufferEntry(buffer, row.chunk), self.chunks) if several_chunks else chunk
 
-    def _writes(self, pool: str, row: TableRow, op: str) -> jax.Array | bool:
+    def _mask(self, pool: str, row: TableRow, op: str) -> jax.Array | bool:
         """Whether the stage writes into its slot of a pool: always if the slot of an idle stage is a free one."""
         return row.op == OP_NUMBER[op] if pool in self.program.masked_pools else True
 
-    def _places(self, state: dict, row: TableRow, take: jax.Array | bool = True) -> list[BufferEntry]:
-        return [BufferEntry(buffer, row.residuals, take) for buffer in state["kept"]]
+    def _entries(self, state: dict, row: TableRow, mask: jax.Array | bool = True) -> list[BufferEntry]:
+        return [BufferEntry(buffer, row.residuals, mask) for buffer in state["residuals"]]
 
-    def _sums(self, state: dict, row: TableRow) -> Tree:
+    def _gradient_entries(self, state: dict, row: TableRow) -> Tree:
         """Returns references to the buffers in which the layers' gradients are accumulated."""
 
-        def one(path: tuple, buffer: jax.Array) -> BufferEntry:
+        def sum_entry(path: tuple, buffer: jax.Array) -> BufferEntry:
             def join(old: jax.Array, new: jax.Array) -> jax.Array:  # gradients of a layer, or of all layers of a chunk
                 missing_dims = buffer.ndim - 1 - new.ndim
                 return add(
@@ -261,93 +261,93 @@ class Stage:
 
             return BufferEntry(buffer, row.chunk, row.op == OP_NUMBER["B"], join, row_major=False)
 
-        return jax.tree_util.tree_map_with_path(one, state["layers"])
+        return jax.tree_util.tree_map_with_path(sum_entry, state["layers"])
 
-    def _residuals(self, state: dict, row: TableRow, layer_inputs, chunk, x) -> list:
+    def _load_residuals(self, state: dict, row: TableRow, layer_inputs, chunk, x) -> list:
         if self.keep == "residuals":
-            return load(state["kept"], row.residuals)
+            return load(state["residuals"], row.residuals)
         return self._recompute(layer_inputs, chunk, x)
 
     def _recompute(self, layer_inputs, chunk, x) -> list:
         with jax.named_scope(AGAIN):  # the inspector counts it as recomputation
-            return self.traced.halves.forward(chunk, layer_inputs, x)[1]
+            return self.model.halves.forward(chunk, layer_inputs, x)[1]
 
     def backward(self, kind: TickKind, state: dict, row: TableRow, choose: MaskedChoice | BranchChoice) -> _OpResult:
         """Runs B: computes the gradient of the input, and that of the weights if the table has no W."""
-        inputs, layer_args, params, chunk, x = self._input(kind, state, row, choose)
+        inputs, layer_args, params, chunk, x = self._load_op_inputs(kind, state, row, choose)
         g, stash, layers, total = load(state["messages"], row.g), None, None, None
-        from_places = self.traced.halves.backward_in_place if self._in_place(kind) else None
-        residuals = None if from_places else self._residuals(state, row, layer_args, chunk, x)
+        from_places = self.model.halves.backward_in_place if self._runs_in_place(kind) else None
+        residuals = None if from_places else self._load_residuals(state, row, layer_args, chunk, x)
         with jax.named_scope(BACKWARD):
             if from_places:
-                places = self._recompute(layer_args, chunk, x) if self.keep == "inputs" else self._places(state, row)
+                entries = self._recompute(layer_args, chunk, x) if self.keep == "inputs" else self._entries(state, row)
                 total, dx = from_places(
-                    self._read_in_place(chunk, row), layer_args, x, places, g, self._sums(state, row)
+                    self._read_in_place(chunk, row), layer_args, x, entries, g, self._gradient_entries(state, row)
                 )
-            elif self.traced.halves.input_grad is not None:
-                dx, stash = self.traced.halves.input_grad(chunk, layer_args, x, residuals, g)
+            elif self.model.halves.input_grad is not None:
+                dx, stash = self.model.halves.input_grad(chunk, layer_args, x, residuals, g)
             else:
-                layers, dx = self.traced.halves.backward(chunk, layer_args, x, residuals, g)
+                layers, dx = self.model.halves.backward(chunk, layer_args, x, residuals, g)
         shared = self._old_total(state)
-        if kind.first and self.embedded is None:  # otherwise `spread_head` computes the embedding's gradient
+        if kind.first and self.embeddings is None:  # otherwise `spread_head` computes the embedding's gradient
 
-            def embedding():
-                dshared = self.traced.embed_back(params, inputs, dx)
-                return self.place("shared", jax.tree.map(add, shared, dshared))
+            def add_embedding_gradient():
+                dshared = self.model.embed_backward(params, inputs, dx)
+                return self.constrain("shared", jax.tree.map(add, shared, dshared))
 
-            shared = choose(choose.active & (row.part == 0), embedding, lambda: shared)
+            shared = choose(choose.active & (row.part == 0), add_embedding_gradient, lambda: shared)
         return _OpResult(out=dx, stash=stash, layers=layers, total=total, shared=shared if kind.first else None)
 
     def weights(self, kind: TickKind, state: dict, row: TableRow, choose: MaskedChoice | BranchChoice) -> _OpResult:
         """Runs W: computes the gradient of the weights from the stash of B."""
-        assert self.traced.halves.weight_grad is not None  # a table with W has a split backward
+        assert self.model.halves.weight_grad is not None  # a table with W has a split backward
         shared, chunk = self.parameters(state, row)
-        _, layer_args, _ = self._inputs(row, shared)
+        _, layer_args, _ = self._load_inputs(row, shared)
         with jax.named_scope(BACKWARD):
-            dchunk = self.traced.halves.weight_grad(chunk, layer_args, load(state["stash"], row.stash))
+            dchunk = self.model.halves.weight_grad(chunk, layer_args, load(state["stash"], row.stash))
         return _OpResult(layers=dchunk)
 
-    def write(self, kind: TickKind, state: dict, row: TableRow, done: _OpResult) -> dict:
+    def write(self, kind: TickKind, state: dict, row: TableRow, result: _OpResult) -> dict:
         """Stores the results of an op, sends `out`, and stores the messages that arrive; returns the new state.
 
         In a masked tick, an idle stage computes on stale slots. What it writes goes to a free slot, or is masked.
         """
         state = dict(state)
-        if state["kept"] and done.residuals is not None:
-            state["kept"] = store(state["kept"], done.residuals, row.residuals, self._writes("kept", row, "F"))
-        if done.slots is not None:
-            state["kept"] = done.slots
-        if done.total is not None:
-            state["layers"] = self.place("layers", done.total)
-        if state["stash"] and done.stash is not None:
-            state["stash"] = store(state["stash"], done.stash, row.stash, self._writes("stash", row, "B"))
-        if done.layers is not None:
-            sums, summed = load(state["layers"], row.chunk), row.op == OP_NUMBER["W" if self.schedule.split else "B"]
-            gradients = done.layers if self.shards is None else self.shards.scatter(done.layers)
+        if (pool := state["residuals"]) and result.residuals is not None:
+            state["residuals"] = store(pool, result.residuals, row.residuals, self._mask("residuals", row, "F"))
+        if result.slots is not None:
+            state["residuals"] = result.slots
+        if result.total is not None:
+            state["layers"] = self.constrain("layers", result.total)
+        if state["stash"] and result.stash is not None:
+            state["stash"] = store(state["stash"], result.stash, row.stash, self._mask("stash", row, "B"))
+        if result.layers is not None:
+            sums, active = load(state["layers"], row.chunk), row.op == OP_NUMBER["W" if self.schedule.split else "B"]
+            gradients = result.layers if self.shards is None else self.shards.scatter(result.layers)
             write = partial(jax.lax.dynamic_update_index_in_dim, index=row.chunk, axis=0)
             with jax.named_scope(GRADIENT):
-                total = jax.tree.map(lambda a, b: jnp.where(summed, add(a, b), a), sums, gradients)
-                state["layers"] = self.place("layers", jax.tree.map(write, state["layers"], total))
-        if self.shards is not None and done.shared is not None and not self.forward_only:
+                total = jax.tree.map(lambda a, b: jnp.where(active, add(a, b), a), sums, gradients)
+                state["layers"] = self.constrain("layers", jax.tree.map(write, state["layers"], total))
+        if self.shards is not None and result.shared is not None and not self.forward_only:
             # only the parameters that the head or embedding reads have a gradient: others need no reduce-scatter
-            ends = {"F": self.traced.head, "B": self.traced.embed}
+            ends = {"F": self.model.head, "B": self.model.embed}
             reads = [ends[op].reads()[0] for op in kind.ops if op in ends]
-            done = done._replace(
-                shared=self.place("shared", self.shards.accumulate(state["shared"], done.shared, reads))
+            result = result._replace(
+                shared=self.constrain("shared", self.shards.accumulate(state["shared"], result.shared, reads))
             )
-        state |= {key: value for key in ("shared", "sums") if (value := getattr(done, key)) is not None}
-        if done.out is None:
+        state |= {key: value for key in ("shared", "sums") if (value := getattr(result, key)) is not None}
+        if result.out is None:
             return state
-        out = done.out
-        if done.shared is not None and not self.forward_only and self.shards is None:
+        out = result.out
+        if result.shared is not None and not self.forward_only and self.shards is None:
             # the barrier adds up gradients of embedding and head before the send: otherwise XLA keeps those of many
             # ticks, with their inputs, the gradient of all logits; ZeRO-2 scatters them in the same tick
             out, state["shared"] = jax.lax.optimization_barrier((out, state["shared"]))
         # the barrier completes the writes of a forward, and with several chunks the reads of a backward, before the
         # send: otherwise XLA defers parts of a tick, and copies all slots, which the next tick overwrites
-        names = ["kept"] * (done.slots is not None)
-        if done.total is not None and self.schedule.chunks > 1:
-            names = ["kept", "layers"]
+        names = ["residuals"] * (result.slots is not None)
+        if result.total is not None and self.schedule.chunks > 1:
+            names = ["residuals", "layers"]
         if names:
             out, results = jax.lax.optimization_barrier((out, {name: state[name] for name in names}))
             state |= results
@@ -355,7 +355,7 @@ class Stage:
 
     def send(self, kind: TickKind, state: dict, row: TableRow, out: Tree) -> dict:
         """Sends the result of every stage, and stores the messages that arrive; returns the new state."""
-        state, out = dict(state), self.place("x", out)
+        state, out = dict(state), self.constrain("x", out)
         # a permute is a collective: all stages take part in every tick of this kind, and drop the message if their slot
         # is -1. Sends stand outside of the switch, so that all stages reach them
         for direction in ("right", "left", "self_send"):
@@ -363,7 +363,7 @@ class Stage:
                 pairs = {"right": self.program.right, "left": self.program.left}.get(direction)
                 received = jax.tree.map(partial(_send, pairs=pairs), out) if pairs else out
                 slot = getattr(row, direction)
-                state["messages"] = self.place("slots", store(state["messages"], received, slot, slot >= 0))
+                state["messages"] = self.constrain("slots", store(state["messages"], received, slot, slot >= 0))
         return state
 
 
@@ -373,5 +373,5 @@ def _send(x: jax.Array, *, pairs) -> jax.Array:
 
 
 @jax.named_scope(GRADIENT)
-def add(total: jax.Array, more: jax.Array) -> jax.Array:
-    return total + more.astype(total.dtype)
+def add(total: jax.Array, gradient: jax.Array) -> jax.Array:
+    return total + gradient.astype(total.dtype)

@@ -40,23 +40,23 @@ class StageBuffers:
         self.buffers: list[jax.ShapeDtypeStruct] = []
         self.regions: list[dict[str, Region]] = [{} for _ in stages]
         for stage in sorted(range(len(stages)), key=lambda stage: -stage_bytes(self.stages[stage])):
-            self._lay(stage)
+            self._lay_out(stage)
 
-    def _lay(self, stage: int) -> None:
+    def _lay_out(self, stage: int) -> None:
         used = [0] * len(self.buffers)
         for path, leaf in sorted(self.stages[stage].items(), key=lambda item: (-item[1].size, item[0])):
             # best fit: the buffer with the least space that suffices, and one in use before an empty one
-            room = [
+            fits = [
                 (used[i] == 0, buffer.size - used[i], i)
                 for i, buffer in enumerate(self.buffers)
                 if buffer.dtype == leaf.dtype and buffer.size - used[i] >= leaf.size
             ]
-            chosen = min(room)[2] if room else len(self.buffers)
-            if not room:
+            index = min(fits)[2] if fits else len(self.buffers)
+            if not fits:
                 self.buffers.append(jax.ShapeDtypeStruct((leaf.size,), leaf.dtype))
                 used.append(0)
-            self.regions[stage][path] = Region(chosen, used[chosen])
-            used[chosen] += leaf.size
+            self.regions[stage][path] = Region(index, used[index])
+            used[index] += leaf.size
 
     def fill(self, stage: int, params: Mapping[str, jax.Array]) -> list[jax.Array]:
         """Returns the buffers with a stage's parameters, and zeros where it has none."""
@@ -79,7 +79,7 @@ class StageBuffers:
             for region in [self.regions[stage][path]]
         }
 
-    def used(self, stage: int) -> list[int]:
+    def used_sizes(self, stage: int) -> list[int]:
         """Returns the number of elements of each buffer up to the last that a stage has."""
         sizes = [0] * len(self.buffers)
         for path, region in self.regions[stage].items():
@@ -102,8 +102,8 @@ class StageBuffers:
             if flat.size == total.size:
                 result[region.buffer] = total + flat
             else:
-                added = _slice(total, region.start, flat.size) + flat
-                result[region.buffer] = lax.dynamic_update_slice(total, added, (region.start,))
+                region_sum = _slice(total, region.start, flat.size) + flat
+                result[region.buffer] = lax.dynamic_update_slice(total, region_sum, (region.start,))
         return result
 
 

@@ -31,12 +31,12 @@ class StageReplicas:
         return lcm(*self.counts)
 
     @cached_property
-    def stage_of(self) -> np.ndarray:
+    def stages(self) -> np.ndarray:
         """The stage of each device. Shape [devices], int32."""
         return np.repeat(np.arange(len(self.counts), dtype=np.int32), self.counts)
 
     @cached_property
-    def number_of(self) -> np.ndarray:
+    def replica_numbers(self) -> np.ndarray:
         """The number of each device among the replicas of its stage. Shape [devices], int32."""
         return np.concatenate([np.arange(count, dtype=np.int32) for count in self.counts])
 
@@ -44,7 +44,7 @@ class StageReplicas:
         """Returns the device of a replica."""
         return sum(self.counts[:stage]) + replica
 
-    def _turn(self, stage: int, microbatch: int) -> tuple[int, int]:
+    def _locate(self, stage: int, microbatch: int) -> tuple[int, int]:
         number, replica = divmod(microbatch, self.counts[stage])
         return self.device(stage, replica), number
 
@@ -59,11 +59,11 @@ class StageReplicas:
         the microbatches of the group on that device. Greedy: as many rounds as the busiest device has messages, because
         both ends take the microbatches in the same order.
         """
-        left = [(*self._turn(source, i), *self._turn(target, i)) for i in range(self.group)]
-        while left:
-            taken: list[tuple[int, int, int, int]] = []
-            for message in left:
-                if all(message[0] != other[0] and message[2] != other[2] for other in taken):
-                    taken.append(message)
-            yield taken
-            left = [message for message in left if message not in taken]
+        remaining = [(*self._locate(source, i), *self._locate(target, i)) for i in range(self.group)]
+        while remaining:
+            messages: list[tuple[int, int, int, int]] = []
+            for message in remaining:
+                if all(message[0] != other[0] and message[2] != other[2] for other in messages):
+                    messages.append(message)
+            yield messages
+            remaining = [message for message in remaining if message not in messages]

@@ -30,10 +30,10 @@ class PipelineFunctions:
     Attributes:
       name: Name of the model, for messages.
       layers: Number of layers of each stage, if they differ; all stages then hold as many as the largest stage.
-      embed: Maps (shared, known) to (x, per_layer): the input of the first layer, and inputs that differ by layer.
-      stage: Maps (layers, known, per_layer, x, salt) to y through consecutive layers. Dim 0 of `layers` and `per_layer`
-        is layers. The salt is an int32 that differs between calls; it is folded into the PRNG keys in `known`.
-      head: Maps (shared, known, y) to {name: (sum, count)}; the entry `loss` is minimized.
+      embed: Maps (shared, inputs) to (x, per_layer): the input of the first layer, and inputs that differ by layer.
+      stage: Maps (layers, inputs, per_layer, x, salt) to y through consecutive layers. Dim 0 of `layers` and of
+        `per_layer` is layers. The salt is an int32 that differs between calls; it is folded into PRNG keys of `inputs`.
+      head: Maps (shared, inputs, y) to {name: (sum, count)}; the entry `loss` is minimized.
     """
 
     name: str
@@ -51,12 +51,12 @@ class PipelineModel:
       layers: Number of layers of each part.
       starts: First layer of each part.
       x: Shapes of the activations that parts pass on.
-      embed: Maps (shared, known) to (x, per_layer).
-      stage: Maps (chunk, (known, per_layer, number of layers, part), x) to y.
+      embed: Maps (shared, inputs) to (x, per_layer).
+      stage: Maps (chunk, (inputs, per_layer, number of layers, part), x) to y.
       halves: Forward and backward of `stage` as separate functions; not set for an evaluation.
-      head: Maps (shared, known, y, scale) to (sums, gradients of shared, gradient of y); the gradients are scale times
+      head: Maps (shared, inputs, y, scale) to (sums, gradients of shared, gradient of y); the gradients are scale times
         those of the loss, and omitted for an evaluation.
-      embed_back: Maps (shared, known, g) to gradients of shared; not set for an evaluation.
+      embed_backward: Maps (shared, inputs, g) to gradients of shared; not set for an evaluation.
       sums: The (sum, count) pairs that `head` returns, as shapes.
     """
 
@@ -64,17 +64,17 @@ class PipelineModel:
         # traced for one microbatch and one chunk: all others have the same shapes
         batch, chunk = slot_shapes(inputs), slot_shapes(chunks)
         self.depth = max(leaf.shape[0] for leaf in jax.tree.leaves(chunk))
-        self.embed = Traced(lambda shared, known: model.embed(shared, known), shared, batch)
+        self.embed = Traced(lambda shared, inputs: model.embed(shared, inputs), shared, batch)
         self.x, per_layer = self.embed.shapes
         slices = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((self.depth, *leaf.shape[1:]), leaf.dtype), per_layer)
         self.layers = np.array(model.layers or [self.depth] * schedule.parts, np.int32)
         self.starts = np.cumsum([0, *self.layers[:-1]], dtype=np.int32)
         layers = _stage_function(model, self.depth, int(min(self.layers)))
 
-        def stage(chunk, known, x):
-            known, slices, count, part = known
+        def stage(chunk, inputs, x):
+            inputs, slices, count, part = inputs
             # at most depth + 1 calls in a part: no two calls share a salt
-            return layers(chunk, known, slices, x, count, part * (self.depth + 1))
+            return layers(chunk, inputs, slices, x, count, part * (self.depth + 1))
 
         count = jax.ShapeDtypeStruct((), jnp.int32)
         self.stage = Traced(stage, chunk, (batch, slices, count, count), self.x)
@@ -84,26 +84,26 @@ class PipelineModel:
 
         scale = jax.ShapeDtypeStruct((), jnp.float32)
 
-        def total(shared, known, y):
-            sums = model.head(shared, known, y)
+        def total(shared, inputs, y):
+            sums = model.head(shared, inputs, y)
             return sums["loss"][0], sums
 
         # value and gradient in one function: logits are live inside of it only, and never in a slot
-        def head(shared, known, y, scale):
-            _, pull, sums = jax.vjp(lambda shared, y: total(shared, known, y), shared, y, has_aux=True)
+        def head(shared, inputs, y, scale):
+            _, pull, sums = jax.vjp(lambda shared, y: total(shared, inputs, y), shared, y, has_aux=True)
             dshared, dy = pull(scale)
             return sums, dshared, dy
 
         # recomputes the lookup from the batch: no residual of it is saved until the last B
-        def embed_back(shared, known, g):
-            _, pull = jax.vjp(lambda shared: model.embed(shared, known)[0], shared)
+        def embed_backward(shared, inputs, g):
+            _, pull = jax.vjp(lambda shared: model.embed(shared, inputs)[0], shared)
             return pull(g)[0]
 
         if forward_only:
             self.head = Traced(lambda *args: (total(*args[:3])[1], None, None), shared, batch, self.x, scale)
         else:
             self.head = Traced(head, shared, batch, self.x, scale)
-            self.embed_back = Traced(embed_back, shared, batch, self.x)
+            self.embed_backward = Traced(embed_backward, shared, batch, self.x)
         self.sums = self.head.shapes[0]
 
 

@@ -71,7 +71,7 @@ def from_csv(text: str) -> Schedule:
     head = HEAD.fullmatch(",".join(field.strip() for field in first[1:]))
     if not head:
         raise refuse(
-            f"line {number}: {_short(','.join(first))}",
+            f"line {number}: {_shorten(','.join(first))}",
             rule="the first line is a header: a name, and how the model and the batch are cut",
             fix=HEADER,
         )
@@ -110,18 +110,18 @@ def _lines(text: str) -> list[tuple[int, list[str]]]:
         raise refuse(f"line {reader.line_num}: {error}", rule="a schedule is written as CSV", fix=HEADER) from error
 
 
-def _cell(text: str, where: str) -> Cell | None:
+def _cell(text: str, position: str) -> Cell | None:
     if text.strip() in ("", "."):
         return None
     match = CELL.fullmatch(text.strip())
     if not match:
         raise refuse(
-            f"{where}: {_short(text)}",
+            f"{position}: {_shorten(text)}",
             rule="a cell is F, B or W, a microbatch, and for a later chunk ' and its number",
             fix="F0, B3'1, or . where the stage idles",
         )
     return Cell(match[1], int(match[2]), int(match[3] or 0))
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     return repr(text if len(text) <= 60 else text[:57] + "...")

@@ -23,7 +23,7 @@ PUBLISHED = {  # names of papers to how a job declares them
     "dapple": "1f1b",
     "zero-bubble": "zb_h1, zb_h2 or zb_v",
 }
-MOST = 1_000_000  # cells in a table: building one takes seconds; a larger one is probably a typo
+MAX_CELLS = 1_000_000  # cells in a table: building one takes seconds; a larger one is probably a typo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,40 +71,40 @@ def schedule(name: str, *, stages: int, microbatches: int, chunks: int | None = 
             rule="the name of a schedule in the library, or a CSV file",
             fix=PUBLISHED.get(name.lower().replace("_", "-"), suggest(name, LIBRARY)),
         )
-    kind = LIBRARY[name]
+    family = LIBRARY[name]
     if chunks is None:
-        chunks = 2 if 2 in kind.chunks else 1
+        chunks = 2 if 2 in family.chunks else 1
     for key, number in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         if type(number) is not int or number < 1:
             raise refuse(f"{name} with {key}={number!r}", rule=f"{key} is a positive whole number", fix=f"{key}=4")
-    if chunks not in kind.chunks:
-        low, high = kind.chunks.start, kind.chunks.stop - 1
+    if chunks not in family.chunks:
+        low, high = family.chunks.start, family.chunks.stop - 1
         raise refuse(
             f"{name} with chunks={chunks}",
             rule=f"{name} has {low if low == high else f'{low}..{high}'} chunk{'s' * (high > 1)} per stage",
             fix=f"chunks={min(max(chunks, low), high)}" + ', or "interleaved" for more' * (high == 1),
         )
-    least = kind.fewest_microbatches(stages)
-    if microbatches < least:
+    fewest = family.fewest_microbatches(stages)
+    if microbatches < fewest:
         raise refuse(
             f"{name} with microbatches={microbatches} on stages={stages}",
-            rule=f"{name} takes at least {least} microbatches on {stages} stages",
-            fix=f'microbatches={least}, or "1f1b", which takes any number',
+            rule=f"{name} takes at least {fewest} microbatches on {stages} stages",
+            fix=f'microbatches={fewest}, or "1f1b", which takes any number',
         )
-    if kind.multiple_of_stages and microbatches % stages:
+    if family.multiple_of_stages and microbatches % stages:
         raise refuse(
             f"{name} with microbatches={microbatches} on stages={stages}",
             rule="microbatches go through the chunks in groups of `stages`: microbatches is a multiple of it",
             fix=f"microbatches={-(-microbatches // stages) * stages}",
         )
-    cells = kind.ticks(stages, microbatches, chunks) * stages
-    if cells > MOST:
+    cells = family.ticks(stages, microbatches, chunks) * stages
+    if cells > MAX_CELLS:
         raise refuse(
             f"{name} with stages={stages}, microbatches={microbatches}, chunks={chunks} has {cells} cells",
-            rule=f"a table has at most {MOST} cells",
+            rule=f"a table has at most {MAX_CELLS} cells",
             fix="fewer microbatches or stages",
         )
-    return kind.make(stages, microbatches, chunks)
+    return family.make(stages, microbatches, chunks)
 
 
 LIBRARY: Mapping[str, ScheduleFamily] = {

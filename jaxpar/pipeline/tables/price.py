@@ -94,10 +94,10 @@ def price(schedule: Schedule, times: OpTimes) -> Price:
     Raises:
       JaxparError: If a tuple of times does not have one entry for every part.
     """
-    cost = _costs(schedule, times)
+    cost = _op_costs(schedule, times)
     work, free = [0.0] * schedule.stages, [0.0] * schedule.stages
     arrival: dict[tuple[str, int, int], float] = {}  # (op, microbatch, part) to the arrival time of its result
-    starts, ticks, computed = {}, [0.0], 0.0
+    starts, ticks, compute = {}, [0.0], 0.0
     for tick, row in enumerate(schedule.cells):
         slowest = message = 0.0
         for stage, cell in enumerate(row):
@@ -107,18 +107,18 @@ def price(schedule: Schedule, times: OpTimes) -> Price:
             direction = {"F": 1, "B": -1, "W": 0}[cell.op]  # forwards go to the next part, backwards to the one before
             start = max(free[stage], arrival.get((cell.op, cell.microbatch, part - direction), 0.0))
             end = start + cost[cell.op][part]
-            sends = 0 <= part + direction < schedule.parts and schedule.place(part + direction)[0] != stage
+            sends = 0 <= part + direction < schedule.parts and schedule.locate(part + direction)[0] != stage
             arrival[cell.op, cell.microbatch, part] = end + times.send * sends
             starts[tick, stage], free[stage] = (start, end), end
             work[stage] += cost[cell.op][part]
             slowest, message = max(slowest, cost[cell.op][part]), max(message, times.send * sends)
         ticks.append(ticks[-1] + slowest + message)
-        computed += slowest * schedule.stages
-    computed = computed if schedule.phased else sum(work)
-    return Price(max(free), ticks[-1], tuple(work), computed, starts, tuple(ticks))
+        compute += slowest * schedule.stages
+    compute = compute if schedule.phased else sum(work)
+    return Price(max(free), ticks[-1], tuple(work), compute, starts, tuple(ticks))
 
 
-def _costs(schedule: Schedule, times: OpTimes) -> dict[str, tuple[float, ...]]:
+def _op_costs(schedule: Schedule, times: OpTimes) -> dict[str, tuple[float, ...]]:
     """Returns the time of each op on each part."""
     parts, problems = {}, []
     for key in ("forward", "backward", "weights"):

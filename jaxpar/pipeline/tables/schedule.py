@@ -61,7 +61,7 @@ class StageCut(NamedTuple):
             return 2 * self.stages - 1 - stage
         return chunk * self.stages + stage
 
-    def place(self, part: int) -> tuple[int, int]:
+    def locate(self, part: int) -> tuple[int, int]:
         """Returns the (stage, chunk) that holds a part of the model."""
         chunk, position = divmod(part, self.stages)
         return (self.stages - 1 - position if self.placement == "v" and chunk else position), chunk
@@ -144,25 +144,25 @@ class Schedule:
 
         A pair is saved from its F to its B, or to its W if backward is split. It is 1/chunks of a stage's activations.
         """
-        return self._most("F", "W" if self.split else "B")
+        return self._max_pairs("F", "W" if self.split else "B")
 
     @cached_property
     def stash(self) -> tuple[int, ...]:
         """The maximum number of stashes (residuals of a B for its W) that each stage saves; 0 if B and W are one op."""
-        return self._most("B", "W") if self.split else (0,) * self.stages
+        return self._max_pairs("B", "W") if self.split else (0,) * self.stages
 
-    def _most(self, begins: str, ends: str) -> tuple[int, ...]:
+    def _max_pairs(self, first_op: str, last_op: str) -> tuple[int, ...]:
         """Returns, per stage, the maximum number of (microbatch, chunk) pairs that are between two ops at once."""
         peaks, current = [0] * self.stages, [0] * self.stages
         for _, stage, cell in self:
-            current[stage] += (cell.op == begins) - (cell.op == ends)
+            current[stage] += (cell.op == first_op) - (cell.op == last_op)
             peaks[stage] = max(peaks[stage], current[stage])
         return tuple(peaks)
 
     @cached_property
     def messages(self) -> int:
         """Number of activations and gradients that stages send to other stages, per step."""
-        crossing = sum(self.place(part)[0] != self.place(part + 1)[0] for part in range(self.parts - 1))
+        crossing = sum(self.locate(part)[0] != self.locate(part + 1)[0] for part in range(self.parts - 1))
         return 2 * crossing * self.microbatches
 
     @property
@@ -174,9 +174,9 @@ class Schedule:
         """Returns the number of the part that is this chunk of a stage."""
         return self.cut.part(stage, chunk)
 
-    def place(self, part: int) -> tuple[int, int]:
+    def locate(self, part: int) -> tuple[int, int]:
         """Returns the (stage, chunk) that holds a part of the model."""
-        return self.cut.place(part)
+        return self.cut.locate(part)
 
     def __iter__(self) -> Iterator[tuple[int, int, Cell]]:
         """Yields (tick, stage, cell) of all cells that are not idle, in order of ticks."""
@@ -204,7 +204,7 @@ def _replay(schedule: Schedule) -> None:
       JaxparError: If the input of a cell is not there yet, or a cell repeats an op, has an unknown op, or is missing;
         the message names the first such cell.
     """
-    done: dict[tuple[str, int, int], int] = {}  # (op, microbatch, part) to its tick
+    op_ticks: dict[tuple[str, int, int], int] = {}  # (op, microbatch, part) to its tick
     for tick, row in enumerate(schedule.cells):
         if len(row) != schedule.stages:
             raise refuse(
@@ -215,18 +215,18 @@ def _replay(schedule: Schedule) -> None:
         new_ops = {}
         for stage, cell in enumerate(row):
             if cell is not None:
-                problem = _wrong(schedule.cut, done, stage, cell)
+                problem = _find_problem(schedule.cut, op_ticks, stage, cell)
                 if problem:
                     rule, fix = problem
                     raise refuse(f"tick {tick}, stage {stage} of {schedule.name}: {Cell(*cell)}", rule=rule, fix=fix)
                 new_ops[cell.op, cell.microbatch, schedule.part(stage, cell.chunk)] = tick
-        done |= new_ops  # after the whole row: the result of a tick reaches other stages in the next
-    ops = OPS if any(op == "W" for op, _, _ in done) else OPS[:2]
+        op_ticks |= new_ops  # after the whole row: the result of a tick reaches other stages in the next
+    ops = OPS if any(op == "W" for op, _, _ in op_ticks) else OPS[:2]
     for op in ops:
         for part in range(schedule.parts):
             for microbatch in range(schedule.microbatches):
-                if (op, microbatch, part) not in done:
-                    stage, chunk = schedule.place(part)
+                if (op, microbatch, part) not in op_ticks:
+                    stage, chunk = schedule.locate(part)
                     raise refuse(
                         f"{schedule.name} ends without {Cell(op, microbatch, chunk)} of stage {stage}",
                         rule="every microbatch goes forward and backward through every part once"
@@ -235,15 +235,15 @@ def _replay(schedule: Schedule) -> None:
                     )
 
 
-def _wrong(cut: StageCut, done: dict, stage: int, cell: Cell) -> tuple[str, str] | None:
-    """Returns (rule, fix) if a cell cannot run after the ops in `done`."""
+def _find_problem(cut: StageCut, op_ticks: dict, stage: int, cell: Cell) -> tuple[str, str] | None:
+    """Returns (rule, fix) if a cell cannot run after the ops in `op_ticks`."""
     op, microbatch, chunk = cell
     if op not in OPS or not 0 <= microbatch < cut.microbatches or not 0 <= chunk < cut.chunks:
         rule = f"a cell is F, B or W of microbatch 0..{cut.microbatches - 1} and chunk 0..{cut.chunks - 1}"
         return rule, "None where a stage idles"
     part = cut.part(stage, chunk)
-    if (op, microbatch, part) in done:
-        return "every op runs once", f"it ran in tick {done[op, microbatch, part]} already"
+    if (op, microbatch, part) in op_ticks:
+        return "every op runs once", f"it ran in tick {op_ticks[op, microbatch, part]} already"
     if op == "F":
         needs = [("F", part - 1)] if part else []
     elif op == "B":
@@ -251,8 +251,8 @@ def _wrong(cut: StageCut, done: dict, stage: int, cell: Cell) -> tuple[str, str]
     else:
         needs = [("B", part)]
     for earlier_op, earlier_part in needs:
-        if (earlier_op, microbatch, earlier_part) not in done:
-            earlier_stage, earlier_chunk = cut.place(earlier_part)
+        if (earlier_op, microbatch, earlier_part) not in op_ticks:
+            earlier_stage, earlier_chunk = cut.locate(earlier_part)
             return (
                 f"it needs {Cell(earlier_op, microbatch, earlier_chunk)} of stage {earlier_stage} in an earlier tick",
                 "a later tick for this cell, or an earlier one for that",
@@ -282,18 +282,18 @@ def from_orders(
     """
     stages = len(orders)
     cut = StageCut(stages, microbatches, chunks, placement)
-    done: dict[tuple[str, int, int], int] = {}
+    op_ticks: dict[tuple[str, int, int], int] = {}
     positions, rows = [0] * stages, []
     while any(positions[stage] < len(orders[stage]) for stage in range(stages)):
         row: list[Cell | None] = [None] * stages
         for stage, order in enumerate(orders):
-            # `done` has earlier ticks only, so that all stages of a tick are checked against the same state
-            if positions[stage] < len(order) and _wrong(cut, done, stage, order[positions[stage]]) is None:
+            # `op_ticks` has earlier ticks only, so that all stages of a tick are checked against the same state
+            if positions[stage] < len(order) and _find_problem(cut, op_ticks, stage, order[positions[stage]]) is None:
                 row[stage] = order[positions[stage]]
         if not any(row):
             stuck = next(s for s in range(stages) if positions[s] < len(orders[s]))
             cell = orders[stuck][positions[stuck]]
-            rule, fix = _wrong(cut, done, stuck, cell) or ("", "")
+            rule, fix = _find_problem(cut, op_ticks, stuck, cell) or ("", "")
             raise refuse(
                 f"the order of {name} stops at tick {len(rows)}: stage {stuck} waits with {Cell(*cell)}",
                 rule=rule,
@@ -301,7 +301,7 @@ def from_orders(
             )
         for stage, cell in enumerate(row):
             if cell:
-                done[cell.op, cell.microbatch, cut.part(stage, cell.chunk)] = len(rows)
+                op_ticks[cell.op, cell.microbatch, cut.part(stage, cell.chunk)] = len(rows)
                 positions[stage] += 1
         rows.append(tuple(row))
     return Schedule(name=name, cells=tuple(rows), **cut._asdict())

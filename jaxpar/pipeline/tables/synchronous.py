@@ -34,15 +34,15 @@ def depth_first(stages: int, microbatches: int, chunks: int) -> tuple[list[Cell]
 
 def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     """GPipe: Huang et al. (2018), arXiv:1811.06965."""
-    return _same_on_all("gpipe", stages, microbatches, 1)
+    return _uniform_schedule("gpipe", stages, microbatches, 1)
 
 
 def looped_bfs(stages: int, microbatches: int, chunks: int) -> Schedule:
     """Looped breadth-first schedule: Lamy-Poirier (2022), arXiv:2211.05953; with one chunk it is gpipe."""
-    return _same_on_all("looped_bfs", stages, microbatches, chunks)
+    return _uniform_schedule("looped_bfs", stages, microbatches, chunks)
 
 
-def _same_on_all(name: str, stages: int, microbatches: int, chunks: int) -> Schedule:
+def _uniform_schedule(name: str, stages: int, microbatches: int, chunks: int) -> Schedule:
     """Each stage runs all forwards, then all backwards."""
     cells = stage_order(*breadth_first(microbatches, chunks), microbatches * chunks)
     return from_orders(name, [cells] * stages, microbatches=microbatches, chunks=chunks)
@@ -115,17 +115,17 @@ def _shallowest(cell: Cell) -> tuple[int, int]:
 
 def _pack_forwards(cut: StageCut, rule: Callable[[Cell], tuple[int, int]]) -> tuple[Row, ...]:
     """Builds the table in which each stage runs, in every tick, the first cell by `rule` whose input has arrived."""
-    arrived: list[list[Cell]] = [[] for _ in range(cut.stages)]
-    arrived[cut.place(0)[0]] = [Cell("F", microbatch, 0) for microbatch in range(cut.microbatches)]
+    queues: list[list[Cell]] = [[] for _ in range(cut.stages)]
+    queues[cut.locate(0)[0]] = [Cell("F", microbatch, 0) for microbatch in range(cut.microbatches)]
     rows: list[Row] = []
-    while any(arrived):
-        row = tuple(min(cells, key=rule, default=None) for cells in arrived)
+    while any(queues):
+        row = tuple(min(cells, key=rule, default=None) for cells in queues)
         for stage, cell in enumerate(row):
             if cell:
-                arrived[stage].remove(cell)
+                queues[stage].remove(cell)
         for stage, cell in enumerate(row):  # the next tick may read the results of this one
             if cell and (part := cut.part(stage, cell.chunk) + 1) < cut.parts:
-                receiver, chunk = cut.place(part)
-                arrived[receiver].append(Cell("F", cell.microbatch, chunk))
+                receiver, chunk = cut.locate(part)
+                queues[receiver].append(Cell("F", cell.microbatch, chunk))
         rows.append(row)
     return tuple(rows)

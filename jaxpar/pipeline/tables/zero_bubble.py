@@ -7,22 +7,22 @@ stage, so they have no bubble if a stage does not wait for the flush.
 
 from jaxpar.pipeline.tables.schedule import Cell, Schedule, from_orders
 
-OF_LETTER = {"F": ("F", 0), "B": ("B", 0), "W": ("W", 0), "f": ("F", 1), "b": ("B", 1), "w": ("W", 1)}
+LETTER_CELLS = {"F": ("F", 0), "B": ("B", 0), "W": ("W", 0), "f": ("F", 1), "b": ("B", 1), "w": ("W", 1)}
 
 
 def zb_h1(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     """1f1b in which stage d delays its W by d backwards: Qi et al. (2023), arXiv:2401.10241."""
-    orders = [_late("F" * (stages - d), microbatches, late=d) for d in range(stages)]
+    orders = [_delayed_order("F" * (stages - d), microbatches, late=d) for d in range(stages)]
     return from_orders("zb_h1", orders, microbatches=microbatches)
 
 
 def zb_h2(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     """1f1b with as many additional warm-up forwards as fill the bubble: Qi et al. (2023), arXiv:2401.10241."""
-    orders = [_late("F" * (2 * (stages - d) - 1), microbatches, late=2 * d) for d in range(stages)]
+    orders = [_delayed_order("F" * (2 * (stages - d) - 1), microbatches, late=2 * d) for d in range(stages)]
     return from_orders("zb_h2", orders, microbatches=microbatches)
 
 
-def _late(warm: str, microbatches: int, *, late: int) -> list[Cell]:
+def _delayed_order(warm: str, microbatches: int, *, late: int) -> list[Cell]:
     """Returns a stage's cells: warm-up, then after every backward the W of `late` backwards ago and a forward."""
     cycles = ["B" + "W" * (m >= late) + "F" * (m + len(warm) < microbatches) for m in range(microbatches)]
     return parse_order(warm[:microbatches] + "".join(cycles) + "W" * min(late, microbatches))
@@ -91,10 +91,10 @@ def parse_order(ops: str) -> list[Cell]:
     >>> print(*parse_order("FFfbB"))
     F0 F1 F0'1 B0'1 B0
     """
-    count = dict.fromkeys(OF_LETTER, -1)
+    count = dict.fromkeys(LETTER_CELLS, -1)
     cells = []
     for letter in ops:
         count[letter] += 1
-        op, chunk = OF_LETTER[letter]
+        op, chunk = LETTER_CELLS[letter]
         cells.append(Cell(op, count[letter], chunk))
     return cells

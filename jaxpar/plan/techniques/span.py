@@ -75,7 +75,7 @@ def slowest(table: Schedule, times: tuple[float, ...]) -> tuple[int, ...]:
             if cell is not None:
                 part = table.part(stage, cell.chunk)
                 target = part + {"F": 1, "B": -1, "W": 0}[cell.op]
-                sends |= 0 <= target <= last and table.place(target)[0] != stage
+                sends |= 0 <= target <= last and table.locate(target)[0] != stage
                 seconds[stage] = op_seconds[cell.op] + (part == last) * cost.get(f"head {cell.op}", 0.0)
         if seconds:
             _count(counts, table, tick, max(seconds, key=lambda stage: seconds[stage]), last)

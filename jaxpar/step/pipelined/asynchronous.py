@@ -105,7 +105,7 @@ class AsyncPipelined(Pipelined):
                     plan=self.plan,
                     model=model,
                     update=stage_update(pause_schedules(optimizer), self._join, self._split, self._reduce),
-                    place=partial(constrain_tree_in_table, self.shardings.layout),
+                    constrain=partial(constrain_tree_in_table, self.shardings.layout),
                     keep=self.layout.parallel.pipeline.keep,
                     fill=self.fill,
                 )

@@ -71,25 +71,25 @@ class AsyncUnequalStages(UnequalStages):
                 exchange = ShardExchange(table.buffers, stage_replicas, specs, layout.sizes)
                 of_optimizer = ShardExchange(table.states, stage_replicas, array_specs, layout.sizes)
                 with jax.named_scope(f"{SCOPE}parameters sent to the stages"):
-                    buffers, states = exchange.to_stages(params), of_optimizer.to_stages(owned)
+                    buffers, states = exchange.send_params(params), of_optimizer.send_params(owned)
                 result = table.run_updates(
                     pause_schedules(optimizer), buffers, states, counts, traced.data, traced.table_state,
                     scales=self._scales(traced, stage_replicas), frozen=self.frozen,
                     batch_axes=[axis for axis in shardings.batch_axes if layout.sizes[axis] > 1],
                 )  # fmt: skip
-            first = jnp.asarray(stage_replicas.number_of)[jax.lax.axis_index("pipe")] == 0
+            first = jnp.asarray(stage_replicas.replica_numbers)[jax.lax.axis_index("pipe")] == 0
 
             def back(exchange, buffers, before):
                 # replicas have equal values: the first of each stage sends
                 own = [jnp.where(first, value, jnp.zeros_like(value)).astype(jnp.float32) for value in buffers]
-                found = exchange.to_storage(own, ())
+                found = exchange.send_gradients(own, ())
                 return {
                     name: found[name].astype(value.dtype) if name in found else value for name, value in before.items()
                 }
 
             sums = jax.tree.unflatten(traced.pieces.sums, result["outs"])
             sums = jax.tree.map(lambda x: jax.lax.psum(x, ("pipe", *shardings.batch_axes)), sums)
-            share = jnp.asarray(stage_replicas.counts)[jnp.asarray(stage_replicas.stage_of)[jax.lax.axis_index("pipe")]]
+            share = jnp.asarray(stage_replicas.counts)[jnp.asarray(stage_replicas.stages)[jax.lax.axis_index("pipe")]]
             square = jax.lax.psum(result["square"] / share, "pipe")
             new_state = traced.final_state(table.mean_state(result["state"], shardings.batch_axes))
             params = back(exchange, result["weights"], params)

@@ -187,8 +187,8 @@ class Pipelined(Gradients):
             batch_axes=shardings.batch_axes,
             stages=partial(table_names, layout),
             head=partial(spread_head_names, shardings),
-            place=partial(constrain_tree_in_table, layout),
-            place_head=lambda tree: {path: shard_end_gradient(shardings, path, value) for path, value in tree.items()},
+            constrain=partial(constrain_tree_in_table, layout),
+            shard_head=lambda tree: {path: shard_end_gradient(shardings, path, value) for path, value in tree.items()},
         )
 
         def known_inputs(replica, model_states, batch):
@@ -198,7 +198,7 @@ class Pipelined(Gradients):
 
         unscaled = self.split_model.model(train=train)
         model = with_scaled_gradient(unscaled) if self.scales_by_count and train else unscaled
-        stacked = shard_maps.replica_inputs(known_inputs)(jnp.arange(shardings.replicas), model_states, batch)
+        stacked = shard_maps.map_inputs(known_inputs)(jnp.arange(shardings.replicas), model_states, batch)
         microbatch = jax.eval_shape(lambda inputs: load(jax.tree.map(lambda x: x[0], inputs), 0), stacked)
         embed = Traced(model.embed, shared, microbatch)
         embed_reads = embed.reads()[0]
@@ -241,6 +241,6 @@ class Pipelined(Gradients):
         keep, shardings = self.layout.parallel.pipeline.keep, self.shardings
         return execute(
             table, model, rows, shared, layers, known,
-            keep=keep, place=partial(constrain_tree_in_table, shardings.layout), shards=shardings.shards,
+            keep=keep, constrain=partial(constrain_tree_in_table, shardings.layout), shards=shardings.shards,
             fill=self.fill,
         )  # fmt: skip

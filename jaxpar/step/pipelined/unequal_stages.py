@@ -111,14 +111,14 @@ class UnequalStages(Gradients):
                 table = self._table(traced.pieces, stored, train=train)
                 exchange = ShardExchange(table.buffers, table.replicas, specs, layout.sizes)
                 with jax.named_scope(f"{SCOPE}parameters sent to the stages"):
-                    buffers = exchange.to_stages(params)
+                    buffers = exchange.send_params(params)
                 outs, gradients, updated = table.run(buffers, traced.data, traced.table_state)
             sums = jax.tree.unflatten(traced.pieces.sums, outs)
             sums = jax.tree.map(lambda x: jax.lax.psum(x, ("pipe", *shardings.batch_axes)), sums)
             if not train:
                 return sums, {}, ()
             with jax.named_scope(GRADIENT):
-                found = exchange.to_storage(gradients, shardings.batch_axes)
+                found = exchange.send_gradients(gradients, shardings.batch_axes)
             gradients = {path: found.get(path, jnp.zeros(value.shape, jnp.float32)) for path, value in params.items()}
             return sums, gradients, traced.final_state(table.mean_state(updated, shardings.batch_axes))
 
@@ -202,7 +202,7 @@ class UnequalStages(Gradients):
         """Finds the number of pieces of each part. Simulated devices stand for H100s."""
         schedule, key = self.layout.schedule, chip_key(self.layout) or "h100"
         chip = next(chip for chip in CHIPS if chip.key == key)
-        counts = [replicas.counts[schedule.place(part)[0]] for part in range(schedule.parts)]
+        counts = [replicas.counts[schedule.locate(part)[0]] for part in range(schedule.parts)]
         return find_stages(pieces.chain(chip), counts, chip)
 
 
