@@ -26,7 +26,7 @@ from jaxpar.inspector import stand_in_attention
 from jaxpar.inspector.compiled import compile_program
 from jaxpar.inspector.memory import total
 from jaxpar.measure.record import commit, versions
-from jaxpar.models.islands import in_place_of_cudnn
+from jaxpar.models.islands import override_cudnn
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.search import describe
@@ -72,7 +72,7 @@ def needed(shape: Shape, candidate: Candidate, chip: str) -> int:
         layout, jp.next_token_loss, optax.adamw(1e-4), precision="bf16", remat=candidate.remat, accumulate=alone
     )
     rows = jax.ShapeDtypeStruct((candidate.rows, settings.seq), jnp.int32)
-    with in_place_of_cudnn(stand_in_attention.attention):
+    with override_cudnn(stand_in_attention.attention):
         lowered = step.lower(step.abstract(), {"inputs": rows, "targets": rows})
     return int(total(compile_program(lowered, list(layout.device_mesh.devices.flat))))
 

@@ -27,7 +27,7 @@ from jaxpar.checkpoint.spec import Checkpoints
 from jaxpar.errors import JaxparError, Problem
 from jaxpar.exchange.base import NO_MODEL
 from jaxpar.exchange.global_model import several_models
-from jaxpar.models.blocks.int8 import rounded
+from jaxpar.models.blocks.int8 import quantize_matrix
 from jaxpar.optim.patterns import has_prefix, matching, nearest_path, nearest_pattern
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.adapters import ROOM as ADAPTERS
@@ -100,7 +100,7 @@ def start(
         )
         abstract = jax.ShapeDtypeStruct(leaves[matrix].shape, adapter.float_dtype, sharding=sharding[0])
         loaded = saved_replicas.read_as_one(path, manifest, {source: abstract})
-        quantize = jax.jit(partial(rounded, lead=adapter.lead, inputs=adapter.inputs), out_shardings=sharding)
+        quantize = jax.jit(partial(quantize_matrix, lead=adapter.lead, inputs=adapter.inputs), out_shardings=sharding)
         # waits, so that no two matrices are in floats at once
         leaves[matrix], leaves[scales] = jax.block_until_ready(quantize(loaded.pop(source)))
     requests = {}

@@ -95,7 +95,7 @@ def _layout(args: argparse.Namespace, job: "Job", problems: "list[Problem]") -> 
     from jaxpar.job.check import resolve
     from jaxpar.job.parts.names import vocabulary
     from jaxpar.mesh.devices import simulate, use_cpu_only
-    from jaxpar.models.islands import implemented
+    from jaxpar.models.islands import use_islands
     from jaxpar.models.settings.logits import record_logits
     from jaxpar.parallel.layout import with_logits, with_note
 
@@ -105,7 +105,7 @@ def _layout(args: argparse.Namespace, job: "Job", problems: "list[Problem]") -> 
         use_cpu_only()
     if any(problem.got.startswith(("parallel.", "mesh.")) for problem in problems):
         raise JaxparError(*problems)  # the axis sizes are unknown
-    with record_logits() as logits, implemented({}) as called:
+    with record_logits() as logits, use_islands({}) as called:
         resolved = resolve(job, as_written=not problems)
         problems = [*problems, *(resolved.problems or vocabulary(job))]
     if problems or resolved.layout is None:

@@ -6,7 +6,7 @@ The names are those of `Parallel.activations`, which `specs="found"`, `jp.find_s
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from jaxpar.models.dim_names import axes_of
+from jaxpar.models.dim_names import spec_axes
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.source_lines import parse_line
 
@@ -64,7 +64,7 @@ def unsplit_lines(layout: Layout, lines: Iterable[str]) -> UnsplitLines | None:
     unsplit = {
         f"{line.file.rsplit('/', 1)[-1]}:{line.line}"
         for key, dims in layout.parallel.activations.items()
-        if (line := parse_line(key)) and not any({*axes_of(layout.names.get(dim or ""))} & {*sizes} for dim in dims)
+        if (line := parse_line(key)) and not any({*spec_axes(layout.names.get(dim or ""))} & {*sizes} for dim in dims)
     }
     places = dict.fromkeys(line.partition(" in ")[0] for line in lines)
     found = tuple(place for place in places if place in unsplit)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.models.dim_names import spec_of
+from jaxpar.models.dim_names import get_spec
 from jaxpar.models.islands import KEYS, QUERIES
 
 NAME = "stand_in_attention"
@@ -36,7 +36,7 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.
       v: Shape of `k`.
       causal: Ignored, because no score is computed.
     """
-    cut = spec_of(QUERIES), spec_of(KEYS), spec_of(KEYS)
+    cut = get_spec(QUERIES), get_spec(KEYS), get_spec(KEYS)
     entries = [entry for spec in cut for entry in spec or () if entry]
     axes = {axis for entry in entries for axis in ((entry,) if isinstance(entry, str) else entry)}
     if not axes:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, jaxprs_in_params
 
 from jaxpar.jaxprs.dataflow import OPAQUE, rewrite, rewrite_param, variables
-from jaxpar.models.blocks.int8 import with_int8_residuals
+from jaxpar.models.blocks.int8 import save_int8_residuals
 from jaxpar.models.low_rank import NAME
 
 _JIT = ("jit", "pjit")  # releases of JAX name it differently
@@ -145,7 +145,7 @@ def _product(
     """Computes the matmul of x and W + A B, over the inputs or the outputs of W."""
     (contract, _) = eqn.params["dimension_numbers"]
     multiply = partial(_matmul, eqn=eqn, at=at, over=over, dtype=dtype)
-    out = with_int8_residuals(multiply, x, base, *scales) if scales else multiply(x, base)
+    out = save_int8_residuals(multiply, x, base, *scales) if scales else multiply(x, base)
     params = {key: eqn.params[key] for key in ("precision", "preferred_element_type")}
     inputs = first.ndim - 1
     x_dims, w_dims = contract[1 - at], contract[at]

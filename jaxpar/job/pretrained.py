@@ -20,10 +20,10 @@ from jaxpar.job.parts.names import PREFERENCES
 from jaxpar.job.parts.pretrained_start import check_start, decoder_of, rules_of
 from jaxpar.models.huggingface.export import export
 from jaxpar.models.huggingface.folder import (
-    ALONG,
     CONFIG,
     EOS,
     GENERATION,
+    SMALL_FILES,
     copy_small_files,
     end_ids,
     is_folder,
@@ -52,7 +52,7 @@ def start_run(built: BuiltJob) -> tuple[State, str]:
     )  # fmt: skip
     if jax.process_index() == 0:  # the folder may be gone when the run is exported
         source, to = Path(job.checkpoint.start_from).expanduser(), local_folder(job.run.dir) / KEPT
-        copy_small_files(source, to, names=(CONFIG, *ALONG))
+        copy_small_files(source, to, names=(CONFIG, *SMALL_FILES))
     return first_state, f"{start.origin}, {start.kind}"
 
 

@@ -71,9 +71,9 @@ def _check_layout(job: Job, ranked: Ranked, question: Question, target: Target) 
     try:
         with ExitStack() as kernels_of_gpus:
             if fused:
-                kernels_of_gpus.enter_context(islands.in_place_of_cudnn(stand_in))
+                kernels_of_gpus.enter_context(islands.override_cudnn(stand_in))
             if chunks_by_kernel:  # cuDNN's calls are compiled but never run
-                kernels_of_gpus.enter_context(parts.in_place_of_cudnn(parts.CUDNN))
+                kernels_of_gpus.enter_context(parts.override_kernel(parts.CUDNN))
             report = observe(planned_job, target)
     except JaxparError as error:
         return CompiledLayout(ranked=ranked, seconds=None, bytes=None, fits=False, refusal=str(error.problems[0]))

@@ -18,7 +18,7 @@ class AlexNet(nnx.Module):
             layers.append(nnx.Conv(inputs, outputs, kernel, strides=stride, padding=padding, rngs=rngs))
             inputs = outputs
         self.convolutions = nnx.List(layers)
-        rows = _pooled(_pooled(_pooled((s.size + 4 - 11) // 4 + 1)))
+        rows = _pool(_pool(_pool((s.size + 4 - 11) // 4 + 1)))
         self.first = nnx.Linear(rows * rows * inputs, s.hidden, rngs=rngs)
         self.second = nnx.Linear(s.hidden, s.hidden, rngs=rngs)
         self.head = nnx.Linear(s.hidden, s.classes, rngs=rngs)
@@ -37,5 +37,5 @@ class AlexNet(nnx.Module):
         return self.head(x)
 
 
-def _pooled(rows: int) -> int:
+def _pool(rows: int) -> int:
     return (rows - 3) // 2 + 1

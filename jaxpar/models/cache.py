@@ -80,11 +80,11 @@ class LayerCache:
     def _write(self, cached: jax.Array, new: jax.Array) -> jax.Array:
         if new.shape[1] > 1:
             return constrain(
-                jax.lax.dynamic_update_slice_in_dim(cached, new.astype(cached.dtype), 0, axis=1), *KEYS_KEPT
+                jax.lax.dynamic_update_slice_in_dim(cached, new.astype(cached.dtype), 0, axis=1), *CACHE_NAMES
             )
         # a comparison, not a scatter: each device writes the rows it holds
         position_mask = jnp.arange(cached.shape[1])[None, :, None, None] == self.positions[:, :, None, None]
-        return constrain(jnp.where(position_mask, new.astype(cached.dtype), cached), *KEYS_KEPT)
+        return constrain(jnp.where(position_mask, new.astype(cached.dtype), cached), *CACHE_NAMES)
 
 
-KEYS_KEPT = (KEYS[0], None, *KEYS[2:])  # positions are not sharded, because a query attends to all of them
+CACHE_NAMES = (KEYS[0], None, *KEYS[2:])  # positions are not sharded, because a query attends to all of them

@@ -22,10 +22,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxpar.models.dim_names import axes_of, spec_of
+from jaxpar.models.dim_names import get_spec, spec_axes
 
-AT_ONCE = 2**26  # bytes of logits per device, above which their gradient is freed before the layers' backward pass
-ALONE = 2**23  # bytes sent for the head's gradient: over NVLink some 30 us, several times the cost of a launch
+LARGE_LOGITS = 2**26  # bytes of logits per device, above which their gradient is freed before the layers' backward pass
+LARGE_GRADIENT = 2**23  # bytes sent for the head's gradient: over NVLink some 30 us, several times the cost of a launch
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
@@ -78,8 +78,8 @@ def _normalized_backward(eps: float, centered: bool, looped: bool, residuals: tu
 
 def _sequences_are_unsharded() -> bool:
     """Whether the traced step leaves sequences unsharded."""
-    _, seq, _ = spec_of(("batch", "seq", "embed")) or (None,) * 3
-    return not axes_of(seq)
+    _, seq, _ = get_spec(("batch", "seq", "embed")) or (None,) * 3
+    return not spec_axes(seq)
 
 
 normalize.defvjp(_normalized_forward, _normalized_backward)
@@ -93,9 +93,9 @@ def unmerged_input(x: jax.Array) -> jax.Array:
     the copy of `x` that this function returns is a residual in addition to `x`. A matmul with a custom backward pass
     would save only `x`, but remat policies, adapters and casts would then not recognize the matmul.
     """
-    (entry,) = spec_of(("mlp",)) or (None,)
+    (entry,) = get_spec(("mlp",)) or (None,)
     sizes = jax.sharding.get_abstract_mesh().shape
-    return x if math.prod(sizes[axis] for axis in axes_of(entry)) > 1 else _unmerged_input(x)
+    return x if math.prod(sizes[axis] for axis in spec_axes(entry)) > 1 else _unmerged_input(x)
 
 
 @jax.custom_vjp
@@ -178,25 +178,25 @@ def logits(x_bsd: jax.Array, head_dv: jax.Array, *, looped: bool = False) -> jax
       head_dv: Shape [dim, vocab].
       looped: Whether `x` comes from a loop: XLA computes the head's gradient before or after that loop, not in between.
     """
-    device = _DeviceBytes.for_logits(x_bsd.size // x_bsd.shape[-1], head_dv)
-    return _logits(x_bsd, head_dv, device.logits > AT_ONCE or (looped and device.sent_bytes > ALONE))
+    device = _DeviceBytes.measure_logits(x_bsd.size // x_bsd.shape[-1], head_dv)
+    return _logits(x_bsd, head_dv, device.logits > LARGE_LOGITS or (looped and device.sent_bytes > LARGE_GRADIENT))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _logits(x_bsd: jax.Array, head_dv: jax.Array, at_once: bool) -> jax.Array:
+def _logits(x_bsd: jax.Array, head_dv: jax.Array, barrier: bool) -> jax.Array:
     return jnp.einsum("bsd,dv->bsv", x_bsd, head_dv)
 
 
-def _logits_backward(at_once: bool, residuals: tuple[jax.Array, jax.Array], grad_bsv: jax.Array):
+def _logits_backward(barrier: bool, residuals: tuple[jax.Array, jax.Array], grad_bsv: jax.Array):
     x_bsd, head_dv = residuals
     grads = jnp.einsum("bsv,dv->bsd", grad_bsv, head_dv), jnp.einsum("bsd,bsv->dv", x_bsd, grad_bsv)
     grads = grads[0].astype(x_bsd.dtype), grads[1].astype(head_dv.dtype)  # where one of the two is in 16 bits
     # both at once: XLA for GPUs would compute the head's gradient last of all, and hold the gradient of the logits
     # until then. The head's gradient is then sent on its own: it pays for large logits or a large gradient
-    return jax.lax.optimization_barrier(grads) if at_once else grads
+    return jax.lax.optimization_barrier(grads) if barrier else grads
 
 
-_logits.defvjp(lambda x_bsd, head_dv, at_once: (_logits(x_bsd, head_dv, at_once), (x_bsd, head_dv)), _logits_backward)
+_logits.defvjp(lambda x_bsd, head_dv, barrier: (_logits(x_bsd, head_dv, barrier), (x_bsd, head_dv)), _logits_backward)
 
 
 def mask_padding(logits: jax.Array, vocab: int) -> jax.Array:
@@ -215,10 +215,10 @@ class _DeviceBytes:
     sent_bytes: float
 
     @staticmethod
-    def for_logits(tokens: int, head_dv: jax.Array) -> "_DeviceBytes":
+    def measure_logits(tokens: int, head_dv: jax.Array) -> "_DeviceBytes":
         """Computes both for logits that are sharded as in the traced step; outside of a step they are unsharded."""
         sizes, width = jax.sharding.get_abstract_mesh().shape, head_dv.dtype.itemsize
-        batch, seq, vocab = map(axes_of, spec_of(("batch", "seq", "vocab")) or (None,) * 3)
+        batch, seq, vocab = map(spec_axes, get_spec(("batch", "seq", "vocab")) or (None,) * 3)
         size = lambda axes: math.prod(sizes[axis] for axis in axes)  # noqa: E731
         shards, gradient = size([axis for axis in batch if axis == "fsdp"]), width * head_dv.size / size(vocab)
         replicas = size((*batch, *seq)) // shards
@@ -241,7 +241,7 @@ def float32_attention(q_bshk: jax.Array, k_btgk: jax.Array, v_btgk: jax.Array, *
     b, s, heads, head_dim = q_bshk.shape
     t, groups = k_btgk.shape[1:3]
 
-    def of_one_head_each(q_bsgk: jax.Array) -> jax.Array:
+    def attend_heads(q_bsgk: jax.Array) -> jax.Array:
         scores = jnp.einsum("bsgk,btgk->bgst", q_bsgk, k_btgk) * (1 / math.sqrt(head_dim))
         if causal:
             mask = jnp.arange(s)[:, None] >= jnp.arange(t)
@@ -250,7 +250,7 @@ def float32_attention(q_bshk: jax.Array, k_btgk: jax.Array, v_btgk: jax.Array, *
 
     # vmap over the heads that share a head of keys: with these in the einsums, XLA transposes queries and results
     q_bsgrk = q_bshk.reshape(b, s, groups, heads // groups, head_dim)
-    return jax.vmap(of_one_head_each, in_axes=3, out_axes=3)(q_bsgrk).reshape(q_bshk.shape)
+    return jax.vmap(attend_heads, in_axes=3, out_axes=3)(q_bsgrk).reshape(q_bshk.shape)
 
 
 @jax.custom_jvp

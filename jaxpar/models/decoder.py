@@ -17,7 +17,7 @@ from flax import nnx
 
 from jaxpar.models.auxiliary import add_sums
 from jaxpar.models.blocks.lookup import COLUMNS, ROWS, look_up
-from jaxpar.models.blocks.masks import Documents, stream_of
+from jaxpar.models.blocks.masks import Documents, get_activations
 from jaxpar.models.cache import KVCache
 from jaxpar.models.custom_gradients import logits, mask_padding
 from jaxpar.models.dim_names import constrain
@@ -81,7 +81,7 @@ class Decoder(nnx.Module):
         if s.has_dense_layers:
             from jaxpar.models import interleaved
 
-            self.first_blocks, self.dense_blocks = interleaved.first_and_dense(shape, numbers, s.layers, rngs=rngs)
+            self.first_blocks, self.dense_blocks = interleaved.make_dense_layers(shape, numbers, s.layers, rngs=rngs)
         self.norm = Norm(s.dim, kind=s.norm, eps=s.norm_eps)
         shape, size = (s.dim, s.vocab), s.vocab_rows
         self.head = padded_weight(rngs, shape, HEAD, s.dim**-0.5, dim=1, size=size) if not s.tied else None
@@ -113,7 +113,7 @@ class Decoder(nnx.Module):
           positions: Position of each token in its document. Shape [batch, seq].
         """
         table = self.embed[...]
-        return self._read_out(self._hidden(tokens_bs, table, Documents(segments, positions)), table)
+        return self._compute_logits(self._hidden(tokens_bs, table, Documents(segments, positions)), table)
 
     def hidden(
         self, tokens_bs: jax.Array, segments: jax.Array | None = None, positions: jax.Array | None = None
@@ -130,7 +130,7 @@ class Decoder(nnx.Module):
             x, keys = dropout(x, s.dropout, first), keys[1:]
         stream = documents.attach(x)
         stream = self._run_mixtures(stream, keys) if s.experts.count else self._run_stack(stream, keys)
-        return self._last_norm(stream_of(stream), looped=s.scan)
+        return self._final_norm(get_activations(stream), looped=s.scan)
 
     def _run_stack(self, stream: Any, inputs: Any) -> Any:
         return run_stack(self.blocks, stream, inputs, policy=self.remat, scan=self.settings.scan, kinds=self.kinds)
@@ -154,12 +154,12 @@ class Decoder(nnx.Module):
     def _interleaved(self) -> Any:
         from jaxpar.models.interleaved import DenseAndExpertLayers, LayerOrder
 
-        order = LayerOrder.of_numbers(self.settings.layers_with_experts, self.settings.layers)
+        order = LayerOrder.from_numbers(self.settings.layers_with_experts, self.settings.layers)
         return DenseAndExpertLayers(order, self.first_blocks or (), self.dense_blocks, self.blocks, self.kinds)
 
-    def _last_norm(self, x: jax.Array, *, looped: bool = False) -> jax.Array:
+    def _final_norm(self, x: jax.Array, *, looped: bool = False) -> jax.Array:
         """Hidden states, of which a matmul with the head makes logits up to a softcap."""
-        return _scaled(self.norm(x, looped=looped), self.settings.logits_scale)
+        return _scale(self.norm(x, looped=looped), self.settings.logits_scale)
 
     def _add_router_sums(self, sums: Any) -> None:
         """Adds the losses of the routers to the loss, and moves the bias towards experts with few choices."""
@@ -206,18 +206,18 @@ class Decoder(nnx.Module):
             x, cache = run_cached(self.blocks, x, cache, positions, kinds=self.kinds)
         ends = cache.length + 1 if lengths is None else lengths
         last = jnp.take_along_axis(x, (ends - 1)[:, None, None], axis=1) if count > 1 else x
-        return self._read_out(self._last_norm(last), table)[:, 0], KVCache(cache.keys, cache.values, ends)
+        return self._compute_logits(self._final_norm(last), table)[:, 0], KVCache(cache.keys, cache.values, ends)
 
     def _embed_tokens(self, table: jax.Array, tokens_bs: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         x = jnp.take(table, tokens_bs, axis=0) if self.head is None else look_up(table, tokens_bs)
-        x = _scaled(x, self.settings.embed_scale)
+        x = _scale(x, self.settings.embed_scale)
         if self.positions is not None:
             rows = self.positions[...]
             x = x + (rows[: tokens_bs.shape[1]] if positions is None else jnp.take(rows, positions, axis=0))
         # a table sharded by rows is looked up on each device and summed; with seq sharded first, XLA would gather it
         return constrain(constrain(x, "batch", None, "embed"), "batch", "seq", "embed")
 
-    def _read_out(self, x: jax.Array, table: jax.Array) -> jax.Array:
+    def _compute_logits(self, x: jax.Array, table: jax.Array) -> jax.Array:
         values = (
             jnp.einsum("bsd,dv->bsv", x, table.T)
             if self.head is None
@@ -241,7 +241,7 @@ def layer_kinds(settings: DecoderConfig) -> tuple[LayerKind, ...]:
     return tuple(kinds)
 
 
-def _scaled(x: jax.Array, factor: float) -> jax.Array:
+def _scale(x: jax.Array, factor: float) -> jax.Array:
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
 
 

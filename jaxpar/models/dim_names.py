@@ -35,7 +35,7 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     return x if spec is None else constrain_to(x, spec)
 
 
-def spec_of(names: tuple[str | None, ...]) -> PartitionSpec | None:
+def get_spec(names: tuple[str | None, ...]) -> PartitionSpec | None:
     """The spec of an activation with these dim names; None outside of a step.
 
     Unlike `constrain`, this does not count as a use of the names: a step records the names that `constrain` looks up in
@@ -59,7 +59,7 @@ def constrain_to(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(get_abstract_mesh(), spec))
 
 
-def axes_of(entry: object) -> tuple[str, ...]:
+def spec_axes(entry: object) -> tuple[str, ...]:
     """The mesh axes in one entry of a spec; none if the dim is unsharded or unconstrained."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()

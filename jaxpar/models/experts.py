@@ -48,13 +48,13 @@ class Routing:
     def slots(self) -> Slots:
         """The slots of each row, see `assign_slots`; all arrays with a leading dim batch."""
 
-        def one(choices: jax.Array) -> Slots:
+        def assign_row(choices: jax.Array) -> Slots:
             count = self.weights.shape[-1]
             return assign_slots(
                 choices, per_token=count, experts=self.experts, capacity=self.capacity, sharing=self.sharing
             )
 
-        return jax.vmap(one)(self.choices)
+        return jax.vmap(assign_row)(self.choices)
 
 
 def mixture(
@@ -106,17 +106,17 @@ def mixture(
         choices = jnp.where(counted[..., None], choices, experts)
     per_token, seq = weights.shape[-1], x.shape[1]
     if imbalance is None:
-        sharing, slots = 1, _slots_of_expert(capacity, per_token, seq, experts)
+        sharing, slots = 1, _expert_capacity(capacity, per_token, seq, experts)
     else:
         sharing = _sharing(imbalance, buffers, capacity, experts)
         even = per_token * seq * sharing / experts
         slots = min(seq * min(per_token, sharing), math.ceil(round(imbalance * even, 6)))
     routing = Routing(choices=choices, weights=weights, experts=experts, capacity=slots, sharing=sharing)
-    run = implementation("mixture", one_after_another)
+    run = implementation("mixture", run_sequentially)
     return run(expert, params, x, routing)
 
 
-def _slots_of_expert(capacity: float | None, per_token: int, seq: int, experts: int) -> int:
+def _expert_capacity(capacity: float | None, per_token: int, seq: int, experts: int) -> int:
     share = per_token * seq / experts  # tokens of a row for an expert, if all get as many
     if capacity is not None and not capacity * share >= 1:
         raise refuse(
@@ -141,7 +141,7 @@ def _sharing(imbalance: float, buffers: int, capacity: float | None, experts: in
     return experts // count
 
 
-def one_after_another(expert: Expert, params: Tree, x: jax.Array, routing: Routing) -> tuple[jax.Array, Load]:
+def run_sequentially(expert: Expert, params: Tree, x: jax.Array, routing: Routing) -> tuple[jax.Array, Load]:
     """Computes all tokens by each expert, in a loop, and adds up those that chose it."""
     slots = routing.slots()
     flat = x.reshape(-1, x.shape[-1])

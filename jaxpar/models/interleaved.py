@@ -47,7 +47,7 @@ class LayerOrder:
     groups: int
 
     @classmethod
-    def of_numbers(cls, with_experts: range, layers: int) -> "LayerOrder":
+    def from_numbers(cls, with_experts: range, layers: int) -> "LayerOrder":
         """The order in which the layers of these numbers have experts."""
         first = with_experts[0] + 1 - with_experts.step
         return cls(layers, first, with_experts.step, len(with_experts))
@@ -114,16 +114,16 @@ class DenseAndExpertLayers:
             run = remat(partial(_dense_layer, graph, kinds[i % len(kinds)]), policy)
             stream = run(stream, (params, None if keys is None else keys[i]))
         if self.dense is None:
-            shifted = [kinds[(order.first + i) % len(kinds)] for i in range(len(kinds))]
-            return run_stack(self.experts, stream, inputs, policy=policy, scan=scan, kinds=shifted)
+            stack_kinds = [kinds[(order.first + i) % len(kinds)] for i in range(len(kinds))]
+            return run_stack(self.experts, stream, inputs, policy=policy, scan=scan, kinds=stack_kinds)
         graphs, params = zip(nnx.split(self.dense), nnx.split(self.experts), strict=True)
         dense_keys = None if keys is None else keys[jnp.array(order.dense)]
 
         def layers(stream, dense_keys, inputs):
             parts = (params[0], dense_keys), (params[1], inputs)
             _check_stage(parts, order, kinds)
-            loops = _loops(parts[1], order.every, order.period(kinds)) if scan else 0
-            prevent_cse = loops * order.period(kinds) < _layers(parts)
+            loops = _count_loops(parts[1], order.every, order.period(kinds)) if scan else 0
+            prevent_cse = loops * order.period(kinds) < _count_layers(parts)
             runs = order.alternate(
                 lambda kind: remat(partial(_dense_layer, graphs[0], kind), policy, prevent_cse=prevent_cse),
                 lambda kind: remat(partial(_expert_layer, graphs[1], kind), policy, prevent_cse=prevent_cse),
@@ -149,16 +149,16 @@ class DenseAndExpertLayers:
             lambda kind: partial(cached_layer, graph, positions, kind),
             kinds,
         )
-        loops = _loops(experts, order.every, len(runs))
+        loops = _count_loops(experts, order.every, len(runs))
         x, keys, values = _run_groups(runs, carry, (dense, experts), order.every, loops)
         return x, KVCache(keys, values, cache.length)
 
 
-def first_and_dense(
+def make_dense_layers(
     shape: BlockConfig, with_experts: range, layers: int, *, rngs: nnx.Rngs
 ) -> tuple[nnx.List | None, nnx.Module | None]:
     """Makes the dense layers of a decoder: a list of those before the first group, and a stack of the others."""
-    order = LayerOrder.of_numbers(with_experts, layers)
+    order = LayerOrder.from_numbers(with_experts, layers)
     first = nnx.List([Block(shape, rngs=rngs) for _ in range(order.first)]) if order.first else None
     count = len(order.dense)
     return first, stack(lambda rngs: Block(shape, rngs=rngs), count, rngs) if count else None
@@ -168,13 +168,13 @@ def _dense_layer(graph: Any, kind: LayerKind, stream: dict, params_and_key: tupl
     params, key = params_and_key
     block: Any = nnx.merge(graph, params)
     arrays = {name: value for name, value in stream.items() if name != "router"}
-    return block.on_stream(arrays, key, kind) | {"router": stream["router"]}
+    return block.run_stream(arrays, key, kind) | {"router": stream["router"]}
 
 
 def _expert_layer(graph: Any, kind: LayerKind, stream: dict, params_and_inputs: tuple[Any, LayerInputs]) -> dict:
     params, inputs = params_and_inputs
     block: Any = nnx.merge(graph, params)
-    return block.on_stream(stream, inputs, kind)
+    return block.run_stream(stream, inputs, kind)
 
 
 def _run_groups(runs: Sequence[Run], carry: Any, parts: tuple[Any, Any], every: int, loops: int) -> Any:
@@ -191,21 +191,21 @@ def _run_groups(runs: Sequence[Run], carry: Any, parts: tuple[Any, Any], every: 
     groups = period // every
 
     def body(carry, parts):
-        return _run_in_order(runs, carry, parts, every, range(period)), None
+        return _run_layers(runs, carry, parts, every, range(period)), None
 
     if loops:
         sizes = period - groups, groups
-        looped = [jax.tree.map(partial(_split, loops, size), part) for size, part in zip(sizes, parts, strict=True)]
+        looped = [jax.tree.map(partial(_fold_leaf, loops, size), part) for size, part in zip(sizes, parts, strict=True)]
         carry, _ = jax.lax.scan(body, carry, tuple(looped))
-    return _run_in_order(runs, carry, parts, every, range(loops * period, _layers(parts)))
+    return _run_layers(runs, carry, parts, every, range(loops * period, _count_layers(parts)))
 
 
-def _split(loops: int, size: int, leaf: jax.Array) -> jax.Array:
+def _fold_leaf(loops: int, size: int, leaf: jax.Array) -> jax.Array:
     looped = leaf if loops * size == leaf.shape[0] else leaf[: loops * size]
     return looped.reshape(loops, size, *leaf.shape[1:])
 
 
-def _run_in_order(runs: Sequence[Run], carry: Any, parts: tuple[Any, Any], every: int, numbers: range) -> Any:
+def _run_layers(runs: Sequence[Run], carry: Any, parts: tuple[Any, Any], every: int, numbers: range) -> Any:
     for i in numbers:
         group, place = divmod(i, every)
         row = group if place == every - 1 else i - group
@@ -219,11 +219,11 @@ def _count(part: Any) -> int:
     return leaves[0].shape[0] if leaves else 0
 
 
-def _layers(parts: tuple[Any, Any]) -> int:
+def _count_layers(parts: tuple[Any, Any]) -> int:
     return _count(parts[0]) + _count(parts[1])
 
 
-def _loops(experts: Any, every: int, period: int) -> int:
+def _count_loops(experts: Any, every: int, period: int) -> int:
     return _count(experts) * every // period
 
 
@@ -235,4 +235,4 @@ def _check_stage(parts: tuple[Any, Any], order: LayerOrder, kinds: Sequence[Laye
             rule="every stage of a pipeline has whole groups of layers: every - 1 dense ones, then one with experts",
             fix=f"layers = {order.first + order.groups * order.every}, or pipe=1",
         )
-    check_stage(_layers(parts), order.period(kinds))
+    check_stage(_count_layers(parts), order.period(kinds))

@@ -11,7 +11,7 @@ It receives masks other than `causal`, and a softcap, only if the model passes t
 
 To add an island: a function, as `experts.mixture` in a file of its own, that checks its arguments and calls the
 `implementation` registered under its name. To add an implementation: a row of the table `how` of a technique
-(`jaxpar.parallel.techniques`). A model's or a user's own needs no technique: `with implemented({"attention": mine}):`
+(`jaxpar.parallel.techniques`). A model's or a user's own needs no technique: `with use_islands({"attention": mine}):`
 around the call of the model.
 
 Suffixes of arrays: b batch, s queries, t keys, h heads, g heads of keys and values, k head_dim.
@@ -45,7 +45,7 @@ KEYS = ("batch", "seq", "kv_heads", "head_dim")
 
 # pairs of an island's name and its implementation. A JAX context, so that a function jitted before is traced again
 # under another implementation; hence a tuple, which can be compared
-_running = jax.make_user_context(())
+_implementations = jax.make_user_context(())
 _called: ContextVar[set[str] | None] = ContextVar("called", default=None)
 _kernel: ContextVar[Attention | None] = ContextVar("kernel", default=None)
 
@@ -145,7 +145,7 @@ def single_device_attention(
 
 
 @contextmanager
-def in_place_of_cudnn(kernel: Attention) -> Iterator[None]:
+def override_cudnn(kernel: Attention) -> Iterator[None]:
     """Context in which `kernel` replaces cuDNN's kernel on GPUs: for programs that are compiled for absent GPUs, and
     never run.
     """
@@ -157,7 +157,7 @@ def in_place_of_cudnn(kernel: Attention) -> Iterator[None]:
 
 
 @contextmanager
-def implemented(islands: Mapping[str, Callable]) -> Iterator[set[str]]:
+def use_islands(islands: Mapping[str, Callable]) -> Iterator[set[str]]:
     """Context in which calls of these islands, by name, run the given functions. The innermost context wins.
 
     Yields:
@@ -168,17 +168,17 @@ def implemented(islands: Mapping[str, Callable]) -> Iterator[set[str]]:
     record: set[str] = set() if outer is None else outer
     token = _called.set(record)
     try:
-        with _running(tuple({**dict(_running.value), **islands}.items())):
+        with _implementations(tuple({**dict(_implementations.value), **islands}.items())):
             yield record
     finally:
         _called.reset(token)
 
 
-def note(form: str) -> None:
+def note(sentence: str) -> None:
     """Records a sentence for a report about the implementation of an island, without its full stop."""
     record = _called.get()
     if record is not None:
-        record.add(form)
+        record.add(sentence)
 
 
 def _keywords(run: Callable) -> set[str]:
@@ -193,7 +193,7 @@ def implementation(island: str, plain: Callable) -> Callable:
     record = _called.get()
     if record is not None:
         record.add(island)
-    return dict(_running.value).get(island, plain)
+    return dict(_implementations.value).get(island, plain)
 
 
 def _check(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool) -> None:

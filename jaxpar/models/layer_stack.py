@@ -34,7 +34,7 @@ def run_cached(
     """Applies all blocks of a stack with a KV cache. Returns the output and the updated cache.
 
     Args:
-      blocks: The result of `stack`; a block has a method `cached(x, layer, kind)`.
+      blocks: The result of `stack`; a block has a method `run_cached(x, layer, kind)`.
       x: Shape [batch, seq, embed].
       cache: Cache with as many layers.
       positions: Positions of the tokens. Shape [batch, seq], int32.
@@ -56,7 +56,7 @@ def cached_layer(
     params, i = params_and_number
     k, v = (jax.lax.dynamic_index_in_dim(array, i, keepdims=False) for array in (keys, values))
     block: Any = nnx.merge(graph, params)
-    x, updated = block.cached(x, LayerCache(k, v, positions), kind)
+    x, updated = block.run_cached(x, LayerCache(k, v, positions), kind)
     keys, values = (
         jax.lax.dynamic_update_index_in_dim(array, new, i, axis=0)
         for array, new in ((keys, updated.keys), (values, updated.values))
@@ -76,7 +76,7 @@ def run_stack(
     """Applies all blocks of a stack to a stream.
 
     Args:
-      blocks: The result of `stack`; a block has a method `on_stream(stream, inputs, kind)`.
+      blocks: The result of `stack`; a block has a method `run_stream(stream, inputs, kind)`.
       stream: Activations, or a dict of arrays that are carried along.
       inputs: Inputs of each block, such as its dropout key, or None. Leading dim: layers.
       policy: Remat policy, which selects the residuals of each block.
@@ -89,9 +89,9 @@ def run_stack(
     graph, params = nnx.split(blocks)
 
     def layer(stream, params_and_inputs, kind):
-        params, of_block = params_and_inputs
+        params, block_inputs = params_and_inputs
         block: Any = nnx.merge(graph, params)
-        return block.on_stream(stream, of_block, kind)
+        return block.run_stream(stream, block_inputs, kind)
 
     def layers(stream, inputs):
         stacked = (params, inputs)
@@ -102,7 +102,7 @@ def run_stack(
         runs = [remat(partial(layer, kind=kind), policy, prevent_cse=prevent_cse) for kind in kinds]
         if scan:
             return _scan_by_kind(runs, stream, stacked)
-        return _unrolled(runs, stream, stacked, range(count))
+        return _run_unrolled(runs, stream, stacked, range(count))
 
     return pipelined(layers, stream, inputs)
 
@@ -114,23 +114,23 @@ def _scan_by_kind(runs: Sequence[Callable[..., Any]], carry: Any, stacked: Any) 
     """
     count, period = _count(stacked), len(runs)
     looped = count - count % period
-    groups = jax.tree.map(lambda leaf: _group(leaf, looped, period), stacked)
+    groups = jax.tree.map(lambda leaf: _group_leaf(leaf, looped, period), stacked)
 
     def group(carry, parts):
-        return (runs[0](carry, parts) if period == 1 else _unrolled(runs, carry, parts, range(period))), None
+        return (runs[0](carry, parts) if period == 1 else _run_unrolled(runs, carry, parts, range(period))), None
 
     carry, _ = jax.lax.scan(group, carry, groups)
-    return _unrolled(runs, carry, stacked, range(looped, count))
+    return _run_unrolled(runs, carry, stacked, range(looped, count))
 
 
-def _group(leaf: jax.Array, looped: int, period: int) -> jax.Array:
+def _group_leaf(leaf: jax.Array, looped: int, period: int) -> jax.Array:
     if period == 1:
         return leaf
     first = leaf if looped == leaf.shape[0] else leaf[:looped]
     return first.reshape(looped // period, period, *leaf.shape[1:])
 
 
-def _unrolled(runs: Sequence[Callable[..., Any]], carry: Any, stacked: Any, numbers: range) -> Any:
+def _run_unrolled(runs: Sequence[Callable[..., Any]], carry: Any, stacked: Any, numbers: range) -> Any:
     for i in numbers:
         carry = runs[i % len(runs)](carry, jax.tree.map(lambda leaf, i=i: leaf[i], stacked))
     return carry

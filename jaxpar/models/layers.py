@@ -169,7 +169,7 @@ class Attention(nnx.Module):
         )
         return self._project_out(y)
 
-    def cached(self, x_bsd: jax.Array, layer: LayerCache, kind: LayerKind) -> tuple[jax.Array, LayerCache]:
+    def run_cached(self, x_bsd: jax.Array, layer: LayerCache, kind: LayerKind) -> tuple[jax.Array, LayerCache]:
         """Attention with a KV cache. Returns the output [batch, seq, dim] and the updated cache."""
         projected = self._project(x_bsd, kind, layer.positions)
         y, layer = layer.attend(*projected, window=kind.window, softcap=self.settings.attention_softcap or None)
@@ -247,16 +247,16 @@ class Block(nnx.Module):
         """Output [batch, seq, dim]; no dropout without a key."""
         return self.layer(x_bsd, key, lambda x: self.attention(x, documents, kind), self.mlp)
 
-    def on_stream(self, stream: jax.Array | dict, key: jax.Array | None, kind: LayerKind) -> Any:
+    def run_stream(self, stream: jax.Array | dict, key: jax.Array | None, kind: LayerKind) -> Any:
         """Applies the block to a stream, which may have documents: see `Documents.attach`."""
         return apply_layer(lambda x, documents: self(x, key, documents, kind), stream)
 
-    def cached(self, x_bsd: jax.Array, layer: LayerCache, kind: LayerKind) -> tuple[jax.Array, LayerCache]:
+    def run_cached(self, x_bsd: jax.Array, layer: LayerCache, kind: LayerKind) -> tuple[jax.Array, LayerCache]:
         """The block with a KV cache. Returns the output [batch, seq, dim] and the updated cache."""
         updated: list[LayerCache] = []
 
         def attend(x: jax.Array) -> jax.Array:
-            y, cache = self.attention.cached(x, layer, kind)
+            y, cache = self.attention.run_cached(x, layer, kind)
             updated.append(cache)
             return y
 

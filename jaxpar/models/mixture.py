@@ -84,7 +84,7 @@ class MixtureLayer(nnx.Module):
         logits = _float32_logits(x_bsd, self.router[...].astype(jnp.float32))
         scores = jax.nn.softmax(logits) if e.scores == "softmax" else jax.nn.sigmoid(logits)
         choices = self._choose(jax.lax.stop_gradient(scores if bias is None else scores + bias))
-        weights = _scores_of_choices(scores, choices[..., : e.per_token])
+        weights = _choice_scores(scores, choices[..., : e.per_token])
         if e.normalize:
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
         params = {"up": self.up[...], "down": self.down[...]} | ({} if self.gate is None else {"gate": self.gate[...]})
@@ -107,13 +107,13 @@ class MixtureLayer(nnx.Module):
         if e.groups:
             grouped = scores.reshape(*scores.shape[:-1], e.groups, -1)
             best_two = jnp.sort(grouped, descending=True)[..., :2].sum(-1)
-            best = _best(best_two, e.group_limit)
+            best = _top_choices(best_two, e.group_limit)
             taken = jnp.any(best[..., None] == jnp.arange(e.groups), axis=-2)
             scores = jnp.where(taken[..., None], grouped, -jnp.inf).reshape(scores.shape)
-        return _best(scores, e.choices)
+        return _top_choices(scores, e.choices)
 
 
-def _best(scores: jax.Array, count: int) -> jax.Array:
+def _top_choices(scores: jax.Array, count: int) -> jax.Array:
     """Returns the numbers of the highest scores, best first: those of `jax.lax.top_k`."""
     # XLA partitions `top_k` as if the scores were sharded: it sorts the best of each token a second time
     return jnp.argsort(-scores, axis=-1)[..., :count]
@@ -135,23 +135,23 @@ _float32_logits.defvjp(lambda x, router: (_float32_logits(x, router), (x, router
 
 
 @jax.custom_vjp
-def _scores_of_choices(scores_bse: jax.Array, choices_bsk: jax.Array) -> jax.Array:
+def _choice_scores(scores_bse: jax.Array, choices_bsk: jax.Array) -> jax.Array:
     """Looks up the scores of the chosen experts [batch, seq, k], and saves the choices only."""
     # a sum instead of a lookup: XLA ends the process at some lookups per row inside of pipelines
     chosen = choices_bsk[..., None] == jnp.arange(scores_bse.shape[-1])
     return jnp.sum(jnp.where(chosen, scores_bse[..., None, :], 0), axis=-1)
 
 
-def _scores_of_choices_forward(scores_bse: jax.Array, choices_bsk: jax.Array):
-    return _scores_of_choices(scores_bse, choices_bsk), (choices_bsk, jnp.arange(scores_bse.shape[-1]))
+def _choice_scores_forward(scores_bse: jax.Array, choices_bsk: jax.Array):
+    return _choice_scores(scores_bse, choices_bsk), (choices_bsk, jnp.arange(scores_bse.shape[-1]))
 
 
-def _scores_of_choices_backward(residuals: tuple[jax.Array, jax.Array], grad_bsk: jax.Array):
+def _choice_scores_backward(residuals: tuple[jax.Array, jax.Array], grad_bsk: jax.Array):
     choices_bsk, experts = residuals
     return jnp.sum(jnp.where(choices_bsk[..., None] == experts, grad_bsk[..., None], 0), axis=-2), None
 
 
-_scores_of_choices.defvjp(_scores_of_choices_forward, _scores_of_choices_backward)
+_choice_scores.defvjp(_choice_scores_forward, _choice_scores_backward)
 
 
 def _expert(activation: Activation, params: dict[str, jax.Array], x_nd: jax.Array) -> jax.Array:
@@ -167,7 +167,7 @@ class MixtureBlock(Block):
     def __init__(self, s: BlockConfig, e: ExpertsConfig, *, rngs: nnx.Rngs):
         super().__init__(s, lambda s, rngs: MixtureLayer(s, e, rngs=rngs), rngs=rngs)
 
-    def on_stream(self, stream: dict, inputs: LayerInputs, kind: LayerKind) -> dict:
+    def run_stream(self, stream: dict, inputs: LayerInputs, kind: LayerKind) -> dict:
         """Applies the layer to a stream, and adds its sums to those of the router."""
         found: list[RouterSums] = []
 

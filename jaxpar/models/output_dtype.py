@@ -31,18 +31,18 @@ def keep_output_dtype() -> Iterator[None]:
         _as_computed.reset(token)
 
 
-def call_in_float32(call: Callable, of_loss: Callable[[Any], bool]) -> Callable:
+def call_in_float32(call: Callable, is_loss_model: Callable[[Any], bool]) -> Callable:
     """Wraps the `__call__` of a module class so that a loss receives its output in float32, see `cast_output`.
 
     Args:
       call: The `__call__` of the class.
-      of_loss: Returns whether a module is the model that a loss calls, not a submodule.
+      is_loss_model: Returns whether a module is the model that a loss calls, not a submodule.
     """
 
     @wraps(call)
     def __call__(self: object, *args: Any, **kwargs: Any) -> Any:
         out = call.__get__(self, type(self))(*args, **kwargs)
-        return cast_output(out) if of_loss(self) else out
+        return cast_output(out) if is_loss_model(self) else out
 
     return __call__
 

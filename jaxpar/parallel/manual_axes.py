@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from jax.sharding import get_abstract_mesh
 
 from jaxpar.mesh.axes import batch_axes
-from jaxpar.models.dim_names import axes_of, spec_of
+from jaxpar.models.dim_names import get_spec, spec_axes
 
 _merging: ContextVar[bool] = ContextVar("merging", default=False)
 
@@ -25,9 +25,9 @@ def merging_replicas() -> Iterator[None]:
 
 def automatic_axes(*names: str) -> tuple[tuple[str, ...], ...]:
     """Returns, for each name of a dim, the axes that the traced step splits it over and that are not manual here."""
-    spec, manual = spec_of(names), get_abstract_mesh().manual_axes
+    spec, manual = get_spec(names), get_abstract_mesh().manual_axes
     entries = (None,) * len(names) if spec is None else spec
-    return tuple(tuple(axis for axis in axes_of(entry) if axis not in manual) for entry in entries)
+    return tuple(tuple(axis for axis in spec_axes(entry) if axis not in manual) for entry in entries)
 
 
 def example_axes(examples: int, *, groups: tuple[str, ...] = ()) -> tuple[str, ...]:

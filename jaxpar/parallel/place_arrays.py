@@ -8,7 +8,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.errors import Problem, suggest
 from jaxpar.mesh.axes import AXES, batch_axes
-from jaxpar.models.dim_names import axes_of
+from jaxpar.models.dim_names import spec_axes
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.placement import Placement
@@ -20,7 +20,7 @@ from jaxpar.sharding.infer_names.from_words import InferredDims
 from jaxpar.sharding.infer_names.infer_dims import infer_dims
 from jaxpar.sharding.lists import Lists
 from jaxpar.sharding.names import LARGE, Blueprint, Leaf
-from jaxpar.sharding.rules import Axes, AxisChoice, choose_axes, name_stacks, spec_of
+from jaxpar.sharding.rules import Axes, AxisChoice, choose_axes, name_stacks, to_spec
 from jaxpar.sharding.stacks import stack_choice, unnamed_layers, unstack_choice, unstack_leaf
 from jaxpar.units import show_bytes
 
@@ -190,13 +190,13 @@ def _place(path: str, leaf: Leaf, parallel: Parallel, choice: AxisChoice, *, cut
     # XLA cannot see a parameter's readers in pipeline stages or per-replica steps: there it is stored as it is used
     if choice.read_and_stored_axes and parallel.pipe == 1 and not parallel.exchange.per_replica:
         choice, stored_choice = (replace(choice, axes=axes) for axes in choice.read_and_stored_axes)
-    whole = spec_of(remove_axis(stored_choice))
-    sharded = spec_of(add_axes(path, stored_choice, leaf, parallel.sizes, parallel.zero_axes)) if cut else whole
+    whole = to_spec(remove_axis(stored_choice))
+    sharded = to_spec(add_axes(path, stored_choice, leaf, parallel.sizes, parallel.zero_axes)) if cut else whole
     return Placement(
         leaf=leaf,
         names=choice.names,
         stored=sharded if parallel.stage else whole,
-        used=spec_of(remove_axis(choice)),
+        used=to_spec(remove_axis(choice)),
         whole=whole,
         sharded=sharded,
         why=choice.why + _fsdp_reason(parallel, whole, sharded),
@@ -214,7 +214,7 @@ def _place_unsharded(leaf: Leaf) -> Placement:
 def _fsdp_reason(parallel: Parallel, whole, sharded) -> str:
     if parallel.stage == 0:
         return ""
-    used = {axis for entry in whole for axis in axes_of(entry)}
+    used = {axis for entry in whole for axis in spec_axes(entry)}
     axes = " x ".join(axis for axis in parallel.zero_axes if parallel.sizes[axis] > 1 and axis not in used)
     if not axes:
         return ""

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
-from jaxpar.models.dim_names import axes_of
+from jaxpar.models.dim_names import spec_axes
 from jaxpar.parallel.gather import constrained, gather, gather_combined, padding, reshard_padded
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.adapters import is_scales
@@ -101,7 +101,7 @@ def gather_small_stacks(layout: Layout, params: Tree, dtype=None, as_stored: Set
         with jax.named_scope(SCOPE + path.replace("/", ".")):
             cast_value = value.astype(dtype) if dtype is not None and _is_cast(layout, path, value) else value
             used, stored = layout.sharding(place.used), layout.sharding(place.stored)
-            if with_tensor and not any("tensor" in axes_of(entry) for entry in place.stored):
+            if with_tensor and not any("tensor" in spec_axes(entry) for entry in place.stored):
                 return gather_combined(cast_value, used, stored, "tensor")
             return gather(cast_value, used, stored)
 

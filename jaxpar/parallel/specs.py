@@ -14,7 +14,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.errors import refuse
-from jaxpar.models.dim_names import SPATIAL, axes_of
+from jaxpar.models.dim_names import SPATIAL, spec_axes
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.zero import state_spec
 from jaxpar.sharding.names import Tree, nest, path_of, pick
@@ -83,7 +83,7 @@ def optimizer_specs(layout: Layout, state: Tree) -> Tree:
         if param_path and tuple(leaf.shape) == layout.placements[param_path].leaf.shape:
             return pick(update_specs(layout), tuple(param_path.split("/")))
         param = pick(update_specs(layout), tuple(param_path.split("/"))) if param_path else ()
-        return state_spec(leaf, layout.sizes, axes, tuple(axis for entry in param for axis in axes_of(entry)))
+        return state_spec(leaf, layout.sizes, axes, tuple(axis for entry in param for axis in spec_axes(entry)))
 
     return jax.tree_util.tree_map_with_path(spec, state)
 
@@ -103,7 +103,7 @@ def batch_sharding(layout: Layout, shape: tuple[int, ...]) -> NamedSharding:
 
 def _spatial_axes(layout: Layout, name: str, size: int) -> tuple[str, ...] | None:
     entry = layout.names.get(name)
-    axes = tuple(axis for axis in axes_of(entry) if layout.sizes.get(axis, 1) > 1)
+    axes = tuple(axis for axis in spec_axes(entry) if layout.sizes.get(axis, 1) > 1)
     return axes if axes and size % math.prod(layout.sizes[axis] for axis in axes) == 0 else None
 
 

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpar.sharding.names import LARGE, Leaf
-from jaxpar.sharding.rules import AxisChoice, count_layer_dims, spec_of
+from jaxpar.sharding.rules import AxisChoice, count_layer_dims, to_spec
 
 
 def add_axes(
@@ -90,7 +90,7 @@ def state_spec(
         if fitting and _num_shards(axes, sizes) > 1:
             best = max(fitting, key=lambda dim: leaf.shape[dim] // _num_shards(spec[dim], sizes))
             spec[best] = (*axes, *spec[best])
-    return spec_of(tuple(spec))
+    return to_spec(tuple(spec))
 
 
 def add_zero_and_axes(

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.errors import JaxparError, Problem, refuse
-from jaxpar.models.blocks.int8 import DTYPE, dequantize, rounded
+from jaxpar.models.blocks.int8 import DTYPE, dequantize, quantize_matrix
 from jaxpar.models.low_rank import low_rank_sum
 from jaxpar.models.settings.adapters import Adapters
 from jaxpar.optim.patterns import matching, unmatched
@@ -194,7 +194,7 @@ def quantize(adapters: Mapping[str, Adapter], params: Tree) -> Tree:
     flat = dict(by_path(params))
     for path, adapter in adapters.items():
         if adapter.float_dtype:
-            flat[path], flat[f"{SCALES}/{path}"] = rounded(flat[path], lead=adapter.lead, inputs=adapter.inputs)
+            flat[path], flat[f"{SCALES}/{path}"] = quantize_matrix(flat[path], lead=adapter.lead, inputs=adapter.inputs)
     return nest({tuple(path.split("/")): value for path, value in flat.items()})
 
 

@@ -65,7 +65,7 @@ class AxisChoice:
     read_and_stored_axes: tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]] | None = None
 
 
-def spec_of(axes: Sequence[tuple[str, ...]]) -> PartitionSpec:
+def to_spec(axes: Sequence[tuple[str, ...]]) -> PartitionSpec:
     """Returns the `PartitionSpec` of per-dim axes, without trailing Nones."""
     entries = [None if not a else a[0] if len(a) == 1 else tuple(a) for a in axes]
     while entries and entries[-1] is None:

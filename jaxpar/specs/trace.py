@@ -13,7 +13,7 @@ from jax.extend.core import Jaxpr, jaxprs_in_params
 from jaxpar.errors import refuse, user_code_errors
 from jaxpar.jaxprs.lookups import demote_matmuls
 from jaxpar.jaxprs.low_rank_path import separate_low_rank
-from jaxpar.models.islands import implemented
+from jaxpar.models.islands import use_islands
 from jaxpar.optim.patterns import matching
 from jaxpar.parallel.compose import compose
 from jaxpar.parallel.declaration import Parallel
@@ -116,7 +116,7 @@ class TracedLoss:
         from jaxpar.models.experts import active_experts  # loaded only where a model is traced
 
         # outside of a step, shardings in the model's own code have no effect
-        with errors, sharding_translation(), step_hooks(), implemented({"mixture": active_experts}) as called:
+        with errors, sharding_translation(), step_hooks(), use_islands({"mixture": active_experts}) as called:
             yield
         self.islands |= called
 

@@ -49,7 +49,7 @@ def next_token_loss(model: Callable[..., jax.Array], batch: Mapping[str, jax.Arr
     if has_head(model) and cut is not None:
         logits = cut.logits(tokens.size, vocab_size(model), largest=largest)
         add_logits(logits)
-        if logits.in_chunks:
+        if logits.is_chunked:
             with collect_sums() as sums:
                 head = read_head(model, tokens, **documents)
             return _with_model_sums(_chunked_loss(head, cut, logits, batch), sums, batch)

@@ -7,7 +7,7 @@ import jax
 
 from jaxpar.hlo.traced_flop import forward_flop
 from jaxpar.models.experts import active_experts
-from jaxpar.models.islands import implemented
+from jaxpar.models.islands import use_islands
 from jaxpar.sharding.author.explicit import sharding_translation
 from jaxpar.sharding.names import Compute
 from jaxpar.sharding.nnx.hooks import step_hooks
@@ -35,6 +35,6 @@ def model_flop(step: Step, batch: Mapping[str, Any]) -> float:
         jax.set_mesh(step.layout.device_mesh),
         sharding_translation(),
         step_hooks(),
-        implemented({"mixture": active_experts}),
+        use_islands({"mixture": active_experts}),
     ):  # the model may use mesh axes directly
         return 3.0 * models * forward_flop(forward, key, shapes)

@@ -111,7 +111,7 @@ def answer_log_probs(
     if has_head(model) and sharding is not None:
         logits = sharding.logits(inputs.size, vocab_size(model), largest=largest)
         add_logits(logits)
-        if logits.in_chunks:
+        if logits.is_chunked:
             head = read_head(model, inputs)
             how = Chunks(sharding, logits.chunks, head.table, head.vocab)
             losses: Any = token_losses(how, head.hidden, head.weight, labels)

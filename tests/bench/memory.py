@@ -23,7 +23,7 @@ from jaxpar.job.plan import apply_layout, compiled_chip, question
 from jaxpar.measure.record import commit, versions
 from jaxpar.mesh.absent_gpus import target_devices
 from jaxpar.mesh.target import Target
-from jaxpar.models.islands import in_place_of_cudnn
+from jaxpar.models.islands import override_cudnn
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.search import Question, Ranked, describe
 from jaxpar.plan.validation import sample
@@ -91,7 +91,7 @@ def compiled(job: Job, asked: Question, candidate: Candidate) -> dict[str, Any]:
         meant = apply_layout(job, candidate, asked.model.layers)
         step = assemble(meant, target_devices(target))
         batch = {name: step.placement.shape_struct(name, value) for name, value in abstract_batch(meant).items()}
-        with in_place_of_cudnn(stand_in_attention.attention):
+        with override_cudnn(stand_in_attention.attention):
             lowered = step.lower(step.abstract(), batch)
         return {"bytes": total(compile_program(lowered, list(step.layout.device_mesh.devices.flat))), "refusal": ""}
     except JaxparError as error:

@@ -61,9 +61,9 @@ def test_sums_and_counts_are_those_of_plain_loops(capacity, spare, in_slots):
 
 
 def in_an_implementation(*arguments, **options):
-    from jaxpar.models.islands import implemented
+    from jaxpar.models.islands import use_islands
 
-    with implemented({"mixture": dispatched}):
+    with use_islands({"mixture": dispatched}):
         return jp.mixture(*arguments, **options)
 
 
@@ -92,10 +92,10 @@ def test_a_sum_of_slots_saves_the_smaller_of_slots_and_choices(capacity):
     y, weights = (jnp.asarray(numbers.random(shape), jnp.float32) for shape in ((4 * capacity, 5), (8, 2)))
 
     def plain(y, weights):
-        return jnp.einsum("sk,skd->sd", weights, jnp.take(y, slots.of_choice, axis=0, mode="fill", fill_value=0))
+        return jnp.einsum("sk,skd->sd", weights, jnp.take(y, slots.slot, axis=0, mode="fill", fill_value=0))
 
     expected, plain_gradient = jax.vjp(plain, y, weights)
-    sums, gradient = jax.vjp(lambda y, weights: combine(y, weights, slots.of_choice, slots.choice), y, weights)
+    sums, gradient = jax.vjp(lambda y, weights: combine(y, weights, slots.slot, slots.choice), y, weights)
     np.testing.assert_allclose(sums, expected, rtol=1e-6)
     for ours, theirs in zip(gradient(sums), plain_gradient(sums), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5)
@@ -123,7 +123,7 @@ def test_every_choice_is_kept_spilled_or_dropped_and_no_slot_is_given_twice(data
     load = jax.tree.map(np.asarray, slots.load)
     np.testing.assert_array_equal(load.sent, load.kept + load.spilled + load.dropped)
     np.testing.assert_array_equal(load.sent, [(choices[:, :k] == e).sum() for e in range(experts)])
-    given_slots, end = np.asarray(slots.of_choice), experts // sharing * capacity
+    given_slots, end = np.asarray(slots.slot), experts // sharing * capacity
     used = given_slots[given_slots < end]
     assert len(set(used.tolist())) == len(used) == int(load.kept.sum() + load.spilled.sum())
     np.testing.assert_array_equal(np.sort(np.flatnonzero(np.asarray(slots.choice) < tokens * k)), np.sort(used))

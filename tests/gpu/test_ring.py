@@ -17,7 +17,7 @@ from jaxpar.models.blocks.attention import blockwise
 from jaxpar.models.blocks.attention_mask import AttentionMask
 from jaxpar.models.blocks.fused import CUDNN
 from jaxpar.models.blocks.kernel_check import BAND, relative_errors
-from jaxpar.models.islands import implemented
+from jaxpar.models.islands import use_islands
 from jaxpar.parallel.techniques.ring_attention.attention import distributed_attention
 
 
@@ -43,7 +43,7 @@ def test_pieces_have_the_values_and_gradients_of_float64(gpus, ulysses, causal):
     mesh = jax.make_mesh((count,), ("context",), axis_types=(AxisType.Auto,), devices=gpus[:count])
     rng = np.random.default_rng(0)
     given = [jnp.asarray(rng.normal(size=(2, 1024, heads, 128)), jnp.bfloat16) for heads in (8, 8, 8, 8)]
-    with jax.set_mesh(mesh), implemented({}) as called:
+    with jax.set_mesh(mesh), use_islands({}) as called:
         run = partial(distributed_attention, causal=causal, ulysses=ulysses, kernel="cudnn")
         cut = NamedSharding(mesh, P(None, "context"))
         got = jax.jit(partial(both, run))(*jax.device_put(given, cut))

@@ -20,7 +20,7 @@ from jaxpar.hlo.replica_groups import parse_groups, parse_pairs
 from jaxpar.hlo.text import parse
 from jaxpar.job.file.dump import dumps
 from jaxpar.job.file.parse import loads
-from jaxpar.models.huggingface.config import FAMILIES, SILENT, settings_of
+from jaxpar.models.huggingface.config import FAMILIES, SILENT, read_settings
 from jaxpar.models.huggingface.safetensors import entries
 from jaxpar.partition.profile import load as load_profile
 from jaxpar.pipeline.tables.csv import from_csv, to_csv
@@ -179,7 +179,7 @@ def test_a_file_is_read_or_refused(name, count, tmp_path):
 @pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.full)])
 def test_a_config_of_any_values_is_read_or_refused(count):
     def one(config):
-        clean(settings_of, config)
+        clean(read_settings, config)
 
     often(given(CONFIGS)(one), count)()
 

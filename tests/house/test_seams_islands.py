@@ -16,7 +16,7 @@ from tiny import SEQ, VOCAB, assert_same_arrays, train
 import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.job.file import parse
-from jaxpar.models.islands import implemented, unsharded_attention
+from jaxpar.models.islands import unsharded_attention, use_islands
 from jaxpar.parallel.techniques import table
 from jaxpar.parallel.techniques.context import CONTEXT
 
@@ -174,7 +174,7 @@ def test_of_a_step_and_in_a_users_context_it_is_a_plain_function():
     again = jax.jit(jp.attention)
     for attention in (jp.attention, again):
         np.testing.assert_array_equal(attention(q, k, v), jax.nn.dot_product_attention(q, k, v))
-    with implemented({"attention": lambda q, k, v, *, causal: q + 1}) as called:  # also what was jitted before
+    with use_islands({"attention": lambda q, k, v, *, causal: q + 1}) as called:  # also what was jitted before
         np.testing.assert_array_equal(again(q, k, v), q + 1)
     assert called == {"attention"}
     np.testing.assert_array_equal(again(q, k, v), jax.nn.dot_product_attention(q, k, v))

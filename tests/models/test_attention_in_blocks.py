@@ -172,11 +172,11 @@ def test_long_rows_run_by_blocks_and_it_is_noted(masks, monkeypatch):
     if "segments" in masks:
         masks["segments"] = jnp.arange(40)[None] // jnp.array([[7], [11]])
     run = partial(jp.attention, **masks)
-    with islands.implemented({}) as called:
+    with islands.use_islands({}) as called:
         short = both(run, given, weight)
     assert called == {"attention"}
     monkeypatch.setattr(fused, "LONG", 32)
-    with islands.implemented({}) as called:
+    with islands.use_islands({}) as called:
         long = both(run, given, weight)
     assert called == {"attention", islands.BY_BLOCKS}
     for got, want in zip(long, short, strict=True):
@@ -214,7 +214,7 @@ def test_masks_that_mean_nothing_are_refused(masks, said):
 def test_a_window_over_another_sequence_and_an_implementation_without_windows_are_refused():
     with pytest.raises(JaxparError, match="8 queries and 6 keys"):
         jp.attention(Q, Q[:, :6], Q[:, :6], window=3)
-    with islands.implemented({"attention": lambda q, k, v, *, causal: q}):
+    with islands.use_islands({"attention": lambda q, k, v, *, causal: q}):
         with pytest.raises(JaxparError, match=re.escape("jp.attention(window=...), run by <lambda>")):
             jp.attention(Q, Q, Q, window=3)
 

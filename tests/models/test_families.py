@@ -23,7 +23,7 @@ from published_configs import PUBLISHED
 import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.models.decoder import Decoder
-from jaxpar.models.huggingface.config import config_of, differences, settings_of
+from jaxpar.models.huggingface.config import differences, make_config, read_settings
 from jaxpar.models.huggingface.export import export
 from jaxpar.models.huggingface.load import load
 from jaxpar.models.huggingface.param_mapping import param_mappings
@@ -106,9 +106,9 @@ def test_every_parameter_has_a_row_and_is_counted(name):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_are_read_and_have_their_numbers_of_parameters(name):
     config, parameters = PUBLISHED[name]
-    kind, settings = settings_of(config)
+    kind, settings = read_settings(config)
     assert sum(np.prod(rule.shape, dtype=int) for rule in param_mappings(kind, settings)) == parameters
-    assert differences(settings, settings_of(config_of(settings, "bfloat16", origin=kind)[1])[1]) == []
+    assert differences(settings, read_settings(make_config(settings, "bfloat16", origin=kind)[1])[1]) == []
     if not settings.experts.count:
         assert Shape.from_settings(settings).parameters == parameters
 
@@ -199,8 +199,8 @@ def settings_with(draw):
 def test_what_is_written_reads_back_as_the_same_model_or_is_refused(data):
     settings = settings_with(data.draw)
     with contextlib.suppress(JaxparError):
-        kind, config = config_of(settings, "float32")
-        assert (kind, differences(settings, settings_of(config)[1])) == (config["model_type"], [])
+        kind, config = make_config(settings, "float32")
+        assert (kind, differences(settings, read_settings(config)[1])) == (config["model_type"], [])
 
 
 @pytest.mark.nightly

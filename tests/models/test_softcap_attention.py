@@ -72,7 +72,7 @@ def test_one_device_has_the_values_and_gradients_of_einsums(mask, long, monkeypa
     with jax.enable_x64(True):
         three, weight, masks = given(mask, 24, 4, 2)
         wanted = both(partial(by_einsum, **masks, softcap=CAP), three, weight)
-        with islands.implemented({}) as called:
+        with islands.use_islands({}) as called:
             got = both(partial(jp.attention, **masks, softcap=CAP), three, weight)
         uncapped = both(partial(by_einsum, **masks), three, weight)
     assert (islands.BY_BLOCKS in called) == long
@@ -194,13 +194,13 @@ def test_a_model_with_capped_scores_trains_as_with_einsums_on_one_device(sizes):
 @pytest.mark.nightly
 def test_cudnns_kernel_is_not_given_capped_scores_and_refused_by_name_where_it_is_asked_for():
     why = "it caps no scores"
-    with fused.in_place_of_cudnn(REFERENCE):
+    with fused.override_kernel(REFERENCE):
         called, run = lowered(parts="cpu", softcap=CAP)
         assert [note for note in called if note.endswith(f"not by cuDNN's kernel: {why}")]
         assert "tanh" in run.lower().as_text()
         with pytest.raises(JaxparError, match=rf"context_kernel='cudnn' for q .*: {why}\n.*softcap.*\n.*'auto'"):
             lowered(parts="cpu", softcap=CAP, kernel="cudnn")
-    with islands.in_place_of_cudnn(lambda *_, **__: pytest.fail("the kernel was called")):
+    with islands.override_cudnn(lambda *_, **__: pytest.fail("the kernel was called")):
         low = jnp.ones((1, 8, 2, 8), jnp.bfloat16)
         assert jp.attention(low, low, low, softcap=CAP).shape == low.shape
 
@@ -230,6 +230,6 @@ def test_any_number_is_a_cap_and_keeps_the_dtype(cap):
 
 
 def test_an_implementation_without_a_cap_is_refused_by_name():
-    with islands.implemented({"attention": lambda q, k, v, *, causal: q}):
+    with islands.use_islands({"attention": lambda q, k, v, *, causal: q}):
         with pytest.raises(JaxparError, match=re.escape("jp.attention(softcap=...), run by <lambda>")):
             jp.attention(Q, Q, Q, softcap=50.0)

@@ -24,7 +24,7 @@ from jaxpar.job.checkpoint import _numbers, _on_one_device
 from jaxpar.job.parts.models import resolve_loss, resolve_model
 from jaxpar.job.parts.plan_traced import state_recipe
 from jaxpar.job.plan import question
-from jaxpar.models.blocks.int8 import QuantizedMatrix, dequantize, rounded
+from jaxpar.models.blocks.int8 import QuantizedMatrix, dequantize, quantize_matrix
 from jaxpar.models.huggingface.load import load
 from jaxpar.models.low_rank import low_rank_sum
 from jaxpar.parallel.layout import per_device
@@ -122,7 +122,7 @@ def test_what_is_merged_of_8_bits_computes_the_same_without_adapters(name):
 @pytest.mark.nightly
 def test_a_matrix_is_within_half_a_scale_of_what_it_was_and_zeros_stay():
     wide = jax.random.normal(jax.random.key(0), (3, 8, 4, 6)).at[:, :, 1, 2].set(0)
-    held, scales = rounded(wide, lead=1, inputs=1)
+    held, scales = quantize_matrix(wide, lead=1, inputs=1)
     assert (held.dtype, scales.shape) == (jnp.int8, (3, 4, 6))
     assert np.abs(held).max(axis=1)[:, 0].min() == 127
     back = dequantize(held, scales[:, None], jnp.float32)
@@ -148,7 +148,7 @@ def test_what_is_read_from_files_is_rounded_as_a_whole_matrix_is_part_by_part(le
 
     made, (held, scales) = (
         QuantizedMatrix("w", Lies(), lead, inputs),
-        rounded(jnp.asarray(wide), lead=lead, inputs=inputs),
+        quantize_matrix(jnp.asarray(wide), lead=lead, inputs=inputs),
     )
     halves = [slice(0, 1), slice(1, 2)], [slice(None)], [slice(0, 3), slice(3, 6)], [slice(0, 4), slice(4, None)]
     for index in [(a, b, c, d) for a in halves[0] for b in halves[1] for c in halves[2] for d in halves[3]]:
@@ -165,7 +165,7 @@ def test_a_matrix_that_is_not_finite_is_not_rounded():
 
 RNG = np.random.default_rng(1)  # not by JAX, which would compile while tests are collected
 WIDE = jnp.asarray(RNG.normal(size=(6, 2, 4)).astype(np.float32))
-HELD, SCALES = rounded(WIDE, lead=0, inputs=1)
+HELD, SCALES = quantize_matrix(WIDE, lead=0, inputs=1)
 A, B = (jnp.asarray(RNG.normal(size=s).astype(np.float32)) for s in [(6, 3), (3, 2, 4)])
 
 

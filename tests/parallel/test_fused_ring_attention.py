@@ -24,7 +24,7 @@ from jaxpar.models.blocks import fused
 from jaxpar.models.blocks.attention import blockwise
 from jaxpar.models.blocks.attention_mask import AttentionMask
 from jaxpar.models.blocks.kernel_check import BAND, check_kernel, relative_errors
-from jaxpar.models.islands import implemented
+from jaxpar.models.islands import use_islands
 from jaxpar.parallel.techniques.ring_attention import attention, choice
 from jaxpar.parallel.techniques.ring_attention.choice import AttentionSharding
 
@@ -200,7 +200,7 @@ def lowered(shape=(2, 32, 4, 64), dtype=jnp.bfloat16, kv_heads=2, devices=2, axe
     q, k = (jax.ShapeDtypeStruct((*shape[:2], n, shape[3]), dtype, sharding=cut) for n in (shape[2], kv_heads))
     segments = jnp.zeros(shape[:2], jnp.int32) if how.pop("packed", False) else None
     how = {"causal": True, "segments": segments} | how
-    with jax.set_mesh(mesh), implemented({}) as called:
+    with jax.set_mesh(mesh), use_islands({}) as called:
         run = jax.jit(partial(attention.distributed_attention, **how)).trace(q, k, k)
     return called, run
 
@@ -256,7 +256,7 @@ def test_simulated_devices_run_plain_jax_and_cannot_be_asked_for_more():
 
 
 def test_what_stands_in_for_it_runs_where_it_would():
-    with fused.in_place_of_cudnn(REFERENCE):
+    with fused.override_kernel(REFERENCE):
         called, run = lowered(parts="cpu")
     assert [note for note in called if KERNEL in note]
     assert "while" not in run.lower().as_text()  # no walk over blocks
@@ -299,7 +299,7 @@ def test_training_by_parts_of_a_kernel_has_the_losses_and_parameters_of_one_devi
     monkeypatch.setattr(choice, "_refusal", lambda *_: None)  # the reference computes in float32 too
     pipeline = {"pipeline": jp.Pipeline(microbatches=2)} if "pipe" in layout else {}
     parallel = jp.Parallel(**forms.LAYOUTS[layout], **forms.FORMS[form], **pipeline, context_kernel="cudnn")
-    with fused.in_place_of_cudnn(REFERENCE):
+    with fused.override_kernel(REFERENCE):
         got, state, _ = forms.run(kind, mask, parallel, remat=remat)
     np.testing.assert_allclose(got, want, rtol=1e-5)
     assert_same_arrays(state.params, params)

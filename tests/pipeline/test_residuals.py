@@ -24,7 +24,7 @@ from jaxpar.jaxprs.split_backward import halves
 from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.target import missing_plugin
 from jaxpar.models.custom_gradients import unmerged_input
-from jaxpar.models.islands import implemented
+from jaxpar.models.islands import use_islands
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.software import JAXPAR_FUSED
 from jaxpar.plan.memory import memory
@@ -156,7 +156,7 @@ def _made(eqns, there):
 
 
 def stood_in(model, batch):
-    with implemented({"attention": stand_in_attention.attention}):
+    with use_islands({"attention": stand_in_attention.attention}):
         return jp.next_token_loss(model, batch)
 
 

@@ -10,7 +10,7 @@ from pairwise import some
 from specs.test_trained import CASES, SGD, plain, train
 
 import jaxpar as jp
-from jaxpar.models.dim_names import axes_of
+from jaxpar.models.dim_names import spec_axes
 
 SIZES = {"context": 2, "tensor": 2}
 
@@ -26,7 +26,7 @@ def compose(case, parallel):
 
 
 def axes_of_parameters(layout):
-    return {tuple(axes_of(entry)) for place in layout.placements.values() for entry in place.used}
+    return {tuple(spec_axes(entry)) for place in layout.placements.values() for entry in place.used}
 
 
 @pytest.mark.parametrize(
@@ -76,5 +76,5 @@ def test_two_axes_find_their_specs_in_compose():
 def test_beside_fsdp_no_dim_is_cut_by_both_axes():
     """XLA computes wrong gradients of some parameters that both axes cut along one dim, and fsdp along another."""
     specs = found("mixture", fsdp=2)
-    assert {len(axes_of(axes)) for axes in specs.specs.rules.values()} == {1}
+    assert {len(spec_axes(axes)) for axes in specs.specs.rules.values()} == {1}
     plain_loop.assert_alike(train(compose("mixture", specs.parallel), "mixture"), plain("mixture"))

@@ -256,9 +256,9 @@ def test_what_is_no_head_is_refused(case):
 
 @pytest.mark.slow
 def test_the_size_of_logits_decides_and_check_says_so(capsys, tmp_path):
-    assert not Logits(2**13, 2**17).in_chunks  # 4 GiB to the byte
+    assert not Logits(2**13, 2**17).is_chunked  # 4 GiB to the byte
     long = Logits(131072, 128256)
-    assert (long.in_chunks, long.chunks, 131072 % long.chunks) == (True, 64, 0)
+    assert (long.is_chunked, long.chunks, 131072 % long.chunks) == (True, 64, 0)
     assert long.part(16).bytes < LARGEST
     job = ["check", "configs/quickstart.toml", "model.vocab=128256", "train.global_batch=256"]
     job += ["data.tokenizer=bpe", "data.vocab=128256", f"run.dir={tmp_path}"]

@@ -11,7 +11,7 @@ from pairwise import some
 from tiny import BATCH, SEQ, VOCAB, assert_same_arrays, batches, models, on_one_device, token_loss, train
 
 import jaxpar as jp
-from jaxpar.models.dim_names import spec_of
+from jaxpar.models.dim_names import get_spec
 from jaxpar.models.settings.computing import POLICIES
 from jaxpar.parallel.techniques.all_techniques import all_dim_names
 from jaxpar.sharding.constrain import activation_names
@@ -268,6 +268,6 @@ def test_the_batch_is_split_over_data_and_fsdp():
 def test_under_sequence_parallelism_heads_and_mlp_keep_the_axis_that_the_stream_may_have():
     parallel = jp.Parallel(data=4, tensor=2, sequence=True)
     with activation_names(all_dim_names(parallel), parallel.sizes):
-        assert spec_of(("batch", "seq", "embed")) == PartitionSpec("data", "tensor", None)
-        assert spec_of(("batch", "seq", "heads", "head_dim")) == PartitionSpec("data", None, "tensor", None)
-        assert spec_of(("batch", "seq", "mlp")) == PartitionSpec("data", None, "tensor")
+        assert get_spec(("batch", "seq", "embed")) == PartitionSpec("data", "tensor", None)
+        assert get_spec(("batch", "seq", "heads", "head_dim")) == PartitionSpec("data", None, "tensor", None)
+        assert get_spec(("batch", "seq", "mlp")) == PartitionSpec("data", None, "tensor")

@@ -10,7 +10,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.jaxprs.dataflow import REMAT, Scan, consts_of, jaxpr_of, shapes, variables
-from jaxpar.models.dim_names import axes_of
+from jaxpar.models.dim_names import spec_axes
 from jaxpar.sharding.names import shard_counts
 
 FREE = PartitionSpec.UNCONSTRAINED
@@ -164,7 +164,7 @@ def _expert_tokens(body: Jaxpr, producers: dict[Var, JaxprEqn], axis: str) -> se
             continue
         before, after = shapes(eqn.invars)[0].shape, shapes(eqn.outvars)[0].shape
         spec = island.params["out_specs"][island.outvars.index(var)]
-        dim = next((dim for dim, entry in enumerate(spec) if axes_of(entry)[:1] == (axis,)), 0)
+        dim = next((dim for dim, entry in enumerate(spec) if spec_axes(entry)[:1] == (axis,)), 0)
         merged = len(after) > 1 and before[0] == after[0] and after[1] % before[dim] == 0
         if dim > 0 and merged and math.prod(before[1:dim]) == 1:
             result.add(after[:2])
@@ -185,13 +185,13 @@ def split_dim(eqn: JaxprEqn, axis: str) -> int | None:
     if axis not in constraint_axes(eqn):
         return None
     target, shape = eqn.params["sharding"], shapes(eqn.outvars)[0].shape
-    if FREE in target.spec or any(len(axes_of(entry)) > 1 for entry in target.spec):
+    if FREE in target.spec or any(len(spec_axes(entry)) > 1 for entry in target.spec):
         return None
     if any(
         size % ways for size, ways in zip(shape, shard_counts(target.spec, len(shape), target.mesh.shape), strict=True)
     ):
         return None
-    return next((dim for dim, entry in enumerate(target.spec) if axes_of(entry) == (axis,)), None)
+    return next((dim for dim, entry in enumerate(target.spec) if spec_axes(entry) == (axis,)), None)
 
 
 def is_cast(eqn: JaxprEqn) -> bool:
@@ -205,4 +205,4 @@ def _is_constraint(eqn: JaxprEqn) -> bool:
 def constraint_axes(eqn: JaxprEqn) -> tuple[str, ...]:
     """Returns the axes over which an equation's constraint splits its array."""
     spec = eqn.params["sharding"].spec if _is_constraint(eqn) else ()
-    return tuple(axis for entry in spec for axis in axes_of(entry))
+    return tuple(axis for entry in spec for axis in spec_axes(entry))

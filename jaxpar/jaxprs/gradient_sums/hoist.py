@@ -43,7 +43,7 @@ from jaxpar.jaxprs.gradient_sums.find import (
     is_cast,
     split_dim,
 )
-from jaxpar.models.dim_names import axes_of, constrain_to
+from jaxpar.models.dim_names import constrain_to, spec_axes
 
 WAITING = 2**23  # bytes per device: most extra memory for unreduced gradients until a reduce-scatter after the scan
 Axes = str | tuple[str, ...]
@@ -195,7 +195,7 @@ def _device_gradient(axes: tuple[str, ...], ways: int, one: ExampleSum, env: Env
     if not remaining:
         return _shard_dim(x, axes)
     sharding = remaining[0].params["sharding"]
-    other_axes = (tuple(axis for axis in axes_of(entry) if axis not in axes) or None for entry in sharding.spec)
+    other_axes = (tuple(axis for axis in spec_axes(entry) if axis not in axes) or None for entry in sharding.spec)
     return jax.lax.with_sharding_constraint(x, NamedSharding(sharding.mesh, PartitionSpec(axes, *other_axes)))
 
 

@@ -11,7 +11,7 @@ from jaxpar.job.evaluation.overrides import check_overrides, choose_data, key_of
 from jaxpar.job.file.parse import loads
 from jaxpar.job.parts.pretrained_start import check_start
 from jaxpar.job.pretrained import start_from_params
-from jaxpar.models.huggingface.config import settings_of
+from jaxpar.models.huggingface.config import read_settings
 from jaxpar.models.huggingface.folder import CONFIG, read_config
 from jaxpar.step.state import State
 from jaxpar.step.step import Step
@@ -83,7 +83,7 @@ def open_pretrained(
 def _defaults(folder: Path, overrides: tuple[str, ...]) -> list[str]:
     """Returns overrides for the keys that the folder decides: its tokenizer, and the length of a row."""
     folder = folder.expanduser()
-    _, settings = settings_of(read_config(folder / CONFIG))
+    _, settings = read_settings(read_config(folder / CONFIG))
     defaults = [f"train.global_batch={EXAMPLES}", f"data.seq={min(settings.seq, LONGEST)}"]
     if (folder / TOKENIZER).is_file():
         defaults.append(f"data.tokenizer={json.dumps(str(folder))}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.errors import JaxparError, Problem, suggest
-from jaxpar.models.huggingface.config import settings_of
+from jaxpar.models.huggingface.config import read_settings
 from jaxpar.models.huggingface.folder import CONFIG, is_folder, model_table, read_config
 from jaxpar.models.settings.table import MODELS
 
@@ -29,7 +29,7 @@ def expand_model_folder(raw: dict[str, Any]) -> tuple[dict[str, Any], list[Probl
     if not isinstance(name, str) or name in MODELS or ":" in name or not is_folder(name):
         return raw, []
     try:
-        _, config = settings_of(read_config(Path(name).expanduser() / CONFIG))
+        _, config = read_settings(read_config(Path(name).expanduser() / CONFIG))
     except JaxparError as error:
         return raw | {"model": {"name": "decoder"}}, list(error.problems)
     settings = {key: value for key, value in dataclasses.asdict(config).items() if key not in OWN}

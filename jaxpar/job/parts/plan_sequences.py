@@ -15,7 +15,7 @@ import jax
 from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType
 
-from jaxpar.models.dim_names import axes_of
+from jaxpar.models.dim_names import spec_axes
 from jaxpar.parallel.compose import compose
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.techniques.all_techniques import ModelUse, tracing
@@ -43,7 +43,7 @@ def sequences_split(blueprint: Blueprint) -> Iterator[set[str]]:
     mesh = AbstractMesh(tuple(layout.sizes.values()), tuple(layout.sizes), axis_types=axis_types)
     with tracing(layout, model_use), jax.sharding.use_abstract_mesh(mesh):
         yield names
-    names |= {name for name in model_use.names if AXIS in axes_of(layout.names.get(name))}
+    names |= {name for name in model_use.names if AXIS in spec_axes(layout.names.get(name))}
 
 
 class SequenceShares:
@@ -102,7 +102,7 @@ def _split_dims(jaxpr: Jaxpr) -> Iterator[tuple[Any, int, int]]:
     for eqn in jaxpr.eqns:
         if (spec := _spec(eqn)) is not None:
             for dim, entry in enumerate(spec):
-                if AXIS in axes_of(entry):
+                if AXIS in spec_axes(entry):
                     yield eqn.outvars[0], dim, eqn.outvars[0].aval.shape[dim]
         for inner in jaxprs_in_params(eqn.params):
             yield from _split_dims(inner)
@@ -113,7 +113,9 @@ def _gathers(jaxpr: Jaxpr, specs: dict[int, tuple], times: int = 1) -> Iterator[
     for eqn in jaxpr.eqns:
         if (spec := _spec(eqn)) is not None:
             before = specs.get(id(eqn.invars[0]), ())
-            if any(AXIS in axes_of(entry) for entry in before) and not any(AXIS in axes_of(entry) for entry in spec):
+            if any(AXIS in spec_axes(entry) for entry in before) and not any(
+                AXIS in spec_axes(entry) for entry in spec
+            ):
                 aval = eqn.outvars[0].aval
                 yield math.prod(aval.shape) * aval.dtype.itemsize, times
             specs[id(eqn.outvars[0])] = spec

@@ -147,7 +147,7 @@ def _find(program: TracedProgram, sizes: Sizes, rows: int, replicas: int, precis
 
 
 def _of_sequences(context: bool, tensor: bool) -> tuple[str, ...]:
-    """Returns notes on layouts that are not planned where a model calls `jp.attention`, given the axes that split it."""
+    """Returns notes on what a plan leaves out where a model calls `jp.attention`, given the axes that split it."""
     apart = ("context with tensor: each is planned alone where the model calls jp.attention",) * (context and tensor)
     forms = ("context_by ring and ulysses: priced for decoders; keys are gathered",) * context
     return (*apart, *forms)

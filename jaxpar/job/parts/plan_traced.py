@@ -20,7 +20,7 @@ from jaxpar.job.parts.plan_sequences import SequenceShares, sequences_split
 from jaxpar.job.parts.plan_splits import FoundSplit, NamedSplit, find_splits
 from jaxpar.job.parts.plan_stages import find_stages
 from jaxpar.models.experts import Routing
-from jaxpar.models.islands import implemented
+from jaxpar.models.islands import use_islands
 from jaxpar.parallel.compose import as_blueprint, compose
 from jaxpar.parallel.declaration import DECLARED, Parallel
 from jaxpar.parallel.layout import Layout, other_arrays, per_device
@@ -145,7 +145,7 @@ def trace_model(
         sharding_translation(),
         step_hooks(),
         batch_errors(two_rows),
-        implemented({"mixture": partial(_mixture, buffers)}),
+        use_islands({"mixture": partial(_mixture, buffers)}),
     ):  # shardings that the model itself names have no effect outside of a step
         shares = {sizes: each.shares for sizes, each in splits.items()}
         sequences = partial(sequences_split, blueprint)
@@ -153,7 +153,7 @@ def trace_model(
         model_trace, sums = _trace_loss(
             blueprint, loss, batch, shares, max(1, rows / devices), compute, frozen, contexts=contexts
         )
-    with sharding_translation(), step_hooks(), implemented({"mixture": mixture}):
+    with sharding_translation(), step_hooks(), use_islands({"mixture": mixture}):
         stages, no_pipeline = find_stages(
             blueprint, loss, batch, rows=max(1, rows / devices), devices=devices, precision=compute,
             remats=[*model_trace.programs],

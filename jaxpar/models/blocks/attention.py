@@ -71,7 +71,7 @@ def _blockwise(q, k, v, segments, rule: AttentionMask, block: int | None) -> jax
 
 def _forward(q, k, v, segments, rule: AttentionMask, block: int | None) -> tuple[jax.Array, tuple]:
     q_blocks, k_blocks = _blocks(q, k, block)
-    queries, keys = _cut(q, k, v, segments, q_blocks, k_blocks)
+    queries, keys = _split_blocks(q, k, v, segments, q_blocks, k_blocks)
     sums = accumulate(initial_sums(queries.q), queries, keys, pairs(rule, q_blocks, k_blocks), rule)
     out, logsumexp = finalize(sums, q.dtype)
     out = join_heads(out, q_blocks)
@@ -81,7 +81,7 @@ def _forward(q, k, v, segments, rule: AttentionMask, block: int | None) -> tuple
 def _backward(rule: AttentionMask, block: int | None, residuals: tuple, grad: jax.Array) -> tuple:
     q, k, v, segments, out, logsumexp = residuals
     q_blocks, k_blocks = _blocks(q, k, block)
-    queries, keys = _cut(q, k, v, segments, q_blocks, k_blocks)
+    queries, keys = _split_blocks(q, k, v, segments, q_blocks, k_blocks)
     groups = k.shape[2]
     end = final_statistics(split_heads(grad, q_blocks, groups), split_heads(out, q_blocks, groups), logsumexp)
     zeros = jnp.zeros(queries.q.shape, accumulator_dtype(q))
@@ -105,7 +105,7 @@ def _blocks(q, k, block: int | None) -> tuple[Blocks, Blocks]:
     return Blocks.split(q.shape[1], sizes[0]), Blocks.split(k.shape[1], sizes[1])
 
 
-def _cut(q, k, v, segments, q_blocks: Blocks, k_blocks: Blocks) -> tuple[Queries, Keys]:
+def _split_blocks(q, k, v, segments, q_blocks: Blocks, k_blocks: Blocks) -> tuple[Queries, Keys]:
     block_segments = [None if segments is None else split_segments(segments, blocks) for blocks in (q_blocks, k_blocks)]
     q_positions, k_positions = (split_positions(jnp.arange(blocks.tokens), blocks) for blocks in (q_blocks, k_blocks))
     queries = Queries(split_heads(q, q_blocks, k.shape[2]), q_positions, block_segments[0])
@@ -114,7 +114,7 @@ def _cut(q, k, v, segments, q_blocks: Blocks, k_blocks: Blocks) -> tuple[Queries
 
 # Attention that materializes all scores; `record_sizes` records their size while a job is traced.
 
-_noting: ContextVar[list[int] | None] = ContextVar("noting", default=None)
+_recorder: ContextVar[list[int] | None] = ContextVar("recorder", default=None)
 
 
 @contextmanager
@@ -125,16 +125,16 @@ def record_sizes() -> Iterator[list[int]]:
       A list with the bytes per device in float32 of each traced call of attention; complete when the context ends.
     """
     sizes: list[int] = []
-    token = _noting.set(sizes)
+    token = _recorder.set(sizes)
     try:
         yield sizes
     finally:
-        _noting.reset(token)
+        _recorder.reset(token)
 
 
 def add_size(size: int) -> None:
     """Adds the bytes of one call's scores to the record, if there is one."""
-    sizes = _noting.get()
+    sizes = _recorder.get()
     if sizes is not None:
         sizes.append(size)
 

@@ -40,7 +40,7 @@ class Slots(NamedTuple):
     """The slots of one row.
 
     Attributes:
-      of_choice: Slot of each choice, or the number of slots if it has none. Shape [tokens, k], int32.
+      slot: Slot of each choice, or the number of slots if it has none. Shape [tokens, k], int32.
       choice: The choice (token x k + number) in each slot, or tokens x k if it is empty. Shape [slots], int32.
       expert: Expert that computes each choice, or the number of experts if none does. Shape [tokens, k], int32.
       place: Place of the expert of each slot among those that share its buffer, or their number if it is empty. Shape
@@ -48,7 +48,7 @@ class Slots(NamedTuple):
       load: Numbers of choices. Shape of each [experts].
     """
 
-    of_choice: jax.Array
+    slot: jax.Array
     choice: jax.Array
     expert: jax.Array
     place: jax.Array
@@ -77,12 +77,12 @@ def assign_slots(choices: jax.Array, *, per_token: int, experts: int, capacity: 
     for number in range(per_token, choices.shape[1]):
         open_choices = asks & (slots == end)
         first = jnp.argmax(open_choices, axis=1)
-        asked = jnp.where(jnp.any(open_choices, axis=1), choices[:, number], experts)
-        position, more = _queue(asked // sharing, used, capacity)
+        requests = jnp.where(jnp.any(open_choices, axis=1), choices[:, number], experts)
+        position, more = _queue(requests // sharing, used, capacity)
         used = jnp.minimum(used + more, capacity)
         fits = (jnp.arange(per_token) == first[:, None]) & open_choices & (position < capacity)[:, None]
-        slots = jnp.where(fits, (asked // sharing * capacity + position)[:, None], slots)
-        expert = jnp.where(fits, asked[:, None], expert)
+        slots = jnp.where(fits, (requests // sharing * capacity + position)[:, None], slots)
+        expert = jnp.where(fits, requests[:, None], expert)
     slots, expert = slots.astype(jnp.int32), expert.astype(jnp.int32)
     entries = jnp.arange(tokens * per_token, dtype=jnp.int32)
     choice = jnp.full((end,), tokens * per_token, jnp.int32).at[slots.reshape(-1)].set(entries, mode="drop")
@@ -98,16 +98,16 @@ def assign_slots(choices: jax.Array, *, per_token: int, experts: int, capacity: 
     return Slots(slots, choice, expert, place, load)
 
 
-def _queue(asked: jax.Array, used: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
+def _queue(requests: jax.Array, used: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
     """Returns the place of each request in its buffer's queue, and the number of requests of each buffer."""
     buffers = used.shape[0]
-    asked = jnp.where((asked >= 0) & (asked < buffers), asked, buffers)
+    requests = jnp.where((requests >= 0) & (requests < buffers), requests, buffers)
     # a stable sort keeps the order of the requests within a buffer
-    rank = jnp.argsort(jnp.argsort(asked, stable=True))
-    counts = _count(asked, buffers)
+    rank = jnp.argsort(jnp.argsort(requests, stable=True))
+    counts = _count(requests, buffers)
     start = jnp.cumsum(counts) - counts - used
-    start_of_asked = jnp.sum(jnp.where(asked[:, None] == jnp.arange(buffers), start, 0), axis=1)
-    position = jnp.where(asked < buffers, rank - start_of_asked, capacity)
+    request_start = jnp.sum(jnp.where(requests[:, None] == jnp.arange(buffers), start, 0), axis=1)
+    position = jnp.where(requests < buffers, rank - request_start, capacity)
     return position, counts
 
 
@@ -122,50 +122,50 @@ def _take(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def dispatch(x_sd: jax.Array, of_choice_sk: jax.Array, choice_n: jax.Array) -> jax.Array:
+def dispatch(x_sd: jax.Array, slot_sk: jax.Array, choice_n: jax.Array) -> jax.Array:
     """Returns the token in each slot, zeros in an empty one. Shape [slots, width]."""
-    return _take(x_sd, choice_n // of_choice_sk.shape[1])
+    return _take(x_sd, choice_n // slot_sk.shape[1])
 
 
-def _dispatch_backward(of_choice_sk: jax.Array, g_nd: jax.Array) -> tuple[jax.Array, None, None]:
-    total = jnp.sum(_take(g_nd, of_choice_sk.T), axis=0, dtype=_wide(g_nd.dtype))
+def _dispatch_backward(slot_sk: jax.Array, g_nd: jax.Array) -> tuple[jax.Array, None, None]:
+    total = jnp.sum(_take(g_nd, slot_sk.T), axis=0, dtype=_sum_dtype(g_nd.dtype))
     return total.astype(g_nd.dtype), None, None
 
 
-dispatch.defvjp(lambda x, of_choice, choice: (dispatch(x, of_choice, choice), of_choice), _dispatch_backward)
+dispatch.defvjp(lambda x, slot, choice: (dispatch(x, slot, choice), slot), _dispatch_backward)
 
 
 @jax.custom_vjp
-def combine(y_nd: jax.Array, weights_sk: jax.Array, of_choice_sk: jax.Array, choice_n: jax.Array) -> jax.Array:
+def combine(y_nd: jax.Array, weights_sk: jax.Array, slot_sk: jax.Array, choice_n: jax.Array) -> jax.Array:
     """Returns the weighted sum of each token's slots, in the dtype of `y`. Shape [tokens, width]."""
     del choice_n
-    return _weighted_sum(_by_choice(y_nd, of_choice_sk), weights_sk)
+    return _weighted_sum(_take_slots(y_nd, slot_sk), weights_sk)
 
 
-def _by_choice(y_nd: jax.Array, of_choice_sk: jax.Array) -> list[jax.Array]:
+def _take_slots(y_nd: jax.Array, slot_sk: jax.Array) -> list[jax.Array]:
     """The slots of all tokens' first choices, second choices, and so on. Shape of each [tokens, width]."""
-    return [_take(y_nd, slot) for slot in of_choice_sk.T]
+    return [_take(y_nd, slot) for slot in slot_sk.T]
 
 
 def _weighted_sum(parts_sd: list[jax.Array], weights_sk: jax.Array) -> jax.Array:
-    dtype = jnp.promote_types(_wide(parts_sd[0].dtype), weights_sk.dtype)
+    dtype = jnp.promote_types(_sum_dtype(parts_sd[0].dtype), weights_sk.dtype)
     parts = (w[:, None].astype(dtype) * part for w, part in zip(weights_sk.T, parts_sd, strict=True))
     return jnp.asarray(sum(parts), parts_sd[0].dtype)
 
 
-def _combine_forward(y_nd: jax.Array, weights_sk: jax.Array, of_choice_sk: jax.Array, choice_n: jax.Array):
-    parts = _by_choice(y_nd, of_choice_sk)
+def _combine_forward(y_nd: jax.Array, weights_sk: jax.Array, slot_sk: jax.Array, choice_n: jax.Array):
+    parts = _take_slots(y_nd, slot_sk)
     # the smaller of the two: slots are more than choices where experts have slots to spare
-    saved = parts if of_choice_sk.size <= y_nd.shape[0] else y_nd
-    return _weighted_sum(parts, weights_sk), (saved, weights_sk, of_choice_sk, choice_n)
+    saved = parts if slot_sk.size <= y_nd.shape[0] else y_nd
+    return _weighted_sum(parts, weights_sk), (saved, weights_sk, slot_sk, choice_n)
 
 
 def _combine_backward(residuals: tuple, g_sd: jax.Array) -> tuple[jax.Array, jax.Array, None, None]:
-    saved, weights_sk, of_choice_sk, choice_n = residuals
-    parts = saved if isinstance(saved, list) else _by_choice(saved, of_choice_sk)
-    dtype = jnp.promote_types(_wide(g_sd.dtype), weights_sk.dtype)
-    of_slot = _take(weights_sk.reshape(-1, 1), choice_n).astype(dtype)
-    dy = of_slot * _take(g_sd, choice_n // weights_sk.shape[1])
+    saved, weights_sk, slot_sk, choice_n = residuals
+    parts = saved if isinstance(saved, list) else _take_slots(saved, slot_sk)
+    dtype = jnp.promote_types(_sum_dtype(g_sd.dtype), weights_sk.dtype)
+    slot_weights = _take(weights_sk.reshape(-1, 1), choice_n).astype(dtype)
+    dy = slot_weights * _take(g_sd, choice_n // weights_sk.shape[1])
     dw = [jnp.sum(g_sd.astype(dtype) * part, axis=-1) for part in parts]
     return dy.astype(g_sd.dtype), jnp.stack(dw, axis=-1).astype(weights_sk.dtype), None, None
 
@@ -173,6 +173,6 @@ def _combine_backward(residuals: tuple, g_sd: jax.Array) -> tuple[jax.Array, jax
 combine.defvjp(_combine_forward, _combine_backward)
 
 
-def _wide(dtype: jnp.dtype) -> jnp.dtype:
+def _sum_dtype(dtype: jnp.dtype) -> jnp.dtype:
     """The dtype of sums: float32 for 16 bits."""
     return jnp.promote_types(dtype, jnp.float32)

@@ -81,33 +81,33 @@ def backward(
 
 
 CUDNN = FusedKernel(forward, backward)
-_instead: ContextVar[FusedKernel | None] = ContextVar("instead", default=None)
+_override: ContextVar[FusedKernel | None] = ContextVar("override", default=None)
 
 
 def kernel_override() -> FusedKernel | None:
     """Returns the kernel that replaces cuDNN's in this context, or None."""
-    return _instead.get()
+    return _override.get()
 
 
 @contextmanager
-def in_place_of_cudnn(kernel: FusedKernel) -> Iterator[None]:
+def override_kernel(kernel: FusedKernel) -> Iterator[None]:
     """Context in which `kernel` replaces cuDNN's kernel for 16-bit attention over parts of the keys.
 
     Used for programs compiled for absent GPUs, and for tests of code that combines the parts.
     """
-    token = _instead.set(kernel)
+    token = _override.set(kernel)
     try:
         yield
     finally:
-        _instead.reset(token)
+        _override.reset(token)
 
 
 def merge(sums: tuple[jax.Array, jax.Array], update: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Merges (output, logsumexp) over two sets of keys: the float32 running sums, and the result of one call."""
-    (out, running), (added, logsumexp) = sums, update
+    (out, running), (update_out, logsumexp) = sums, update
     total = jnp.logaddexp(running, logsumexp)
     weights = (jnp.exp(term - total).swapaxes(1, 2)[..., None] for term in (running, logsumexp))
-    return out * next(weights) + added.astype(out.dtype) * next(weights), total
+    return out * next(weights) + update_out.astype(out.dtype) * next(weights), total
 
 
 def _ffi_call(target: str, result_shapes, layouts, settings: str) -> Callable:

@@ -1,7 +1,7 @@
 """Stores a frozen matrix in 8 bits: integers from -127 to 127, and a scale per output.
 
-    W  [*inputs, *outputs]  ≈  held  [*inputs, *outputs]  int8   x   scales  [*outputs]  float32
-    x @ W                   ≈  (x @ held) * scales
+    W  [*inputs, *outputs]  ≈  values  [*inputs, *outputs]  int8   x   scales  [*outputs]  float32
+    x @ W                   ≈  (x @ values) * scales
 
 One scale per output commutes with the matmul, so no matrix of floats is stored: the matmul converts one layer's
 integers at a time (bfloat16 represents them all exactly), and the backward pass does so again.
@@ -27,7 +27,7 @@ STEP = np.float32(1 / 127)  # of the largest entry; -128 has no opposite. XLA ma
 Index = tuple[slice, ...]
 
 
-def rounded(matrix: jax.Array, *, lead: int, inputs: int) -> tuple[jax.Array, jax.Array]:
+def quantize_matrix(matrix: jax.Array, *, lead: int, inputs: int) -> tuple[jax.Array, jax.Array]:
     """Quantizes a matrix to int8 values and scales; the largest entry of each output becomes 127 in magnitude.
 
     Args:
@@ -36,7 +36,7 @@ def rounded(matrix: jax.Array, *, lead: int, inputs: int) -> tuple[jax.Array, ja
       inputs: Number of dims that the matmul contracts.
 
     Returns:
-      held: Integers of the same shape. Times the scales, each entry differs from the original by at most half a scale.
+      values: Integers of the same shape. Times the scales, an entry differs from the original by half a scale at most.
       scales: Shape [*lead, *outputs], float32; 1 where all entries of an output are zero.
     """
     floats, axes = matrix.astype(jnp.float32), tuple(range(lead, lead + inputs))
@@ -45,31 +45,31 @@ def rounded(matrix: jax.Array, *, lead: int, inputs: int) -> tuple[jax.Array, ja
     return jnp.round(floats / scales).astype(DTYPE), jnp.squeeze(scales, axes)
 
 
-def dequantize(held: jax.Array, scales: jax.Array, dtype: DTypeLike) -> jax.Array:
+def dequantize(values: jax.Array, scales: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Dequantizes int8 values [*inputs, *outputs] with scales [*outputs]."""
-    return (held.astype(jnp.float32) * scales).astype(dtype)
+    return (values.astype(jnp.float32) * scales).astype(dtype)
 
 
-def with_int8_residuals(run: Callable, x: jax.Array, held: jax.Array, scales: jax.Array) -> jax.Array:
-    """Computes `run(x, held, scales)`, linear in x, and saves only `held` and `scales` for the backward pass.
+def save_int8_residuals(run: Callable, x: jax.Array, values: jax.Array, scales: jax.Array) -> jax.Array:
+    """Computes `run(x, values, scales)`, linear in x, and saves only `values` and `scales` for the backward pass.
 
-    JAX alone would save `held` converted to floats, which in a scan over layers is the whole unquantized base.
+    JAX alone would save `values` converted to floats, which in a scan over layers is the whole unquantized base.
     """
-    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    x_shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
 
     @jax.custom_vjp
-    def frozen_matmul(x, held, scales):
-        return run(x, held, scales)
+    def frozen_matmul(x, values, scales):
+        return run(x, values, scales)
 
-    def forward(x, held, scales):
-        return run(x, held, scales), (held, scales)
+    def forward(x, values, scales):
+        return run(x, values, scales), (values, scales)
 
     def backward(residuals, gradient):
-        (back,) = jax.linear_transpose(lambda x: run(x, *residuals), like)(gradient)
-        return back, None, None
+        (dx,) = jax.linear_transpose(lambda x: run(x, *residuals), x_shape)(gradient)
+        return dx, None, None
 
     frozen_matmul.defvjp(forward, backward)
-    return frozen_matmul(x, held, scales)
+    return frozen_matmul(x, values, scales)
 
 
 @dataclass(frozen=True, eq=False)

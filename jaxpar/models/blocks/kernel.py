@@ -92,11 +92,11 @@ def accumulate(sums: KernelSums, queries: Queries, keys: Keys, table: Table, rul
     def step(sums: KernelSums, row: jax.Array) -> tuple[KernelSums, None]:
         i, j = row[0], row[1]
         scores, seen = _scores(queries, keys, i, j, rule)
-        out, total, top = (_block_at(x, i) for x in sums)
+        out, total, top = (_take_block(x, i) for x in sums)
         higher = jnp.maximum(top, jnp.max(scores, axis=-1))
         shares = jnp.where(seen, jnp.exp(scores - higher[..., None]), 0)
         decay = jnp.exp(top - higher)
-        v = _block_at(keys.kv, j)[1]
+        v = _take_block(keys.kv, j)[1]
         added = jnp.einsum("bgrqc,bgck->bgrqk", shares.astype(v.dtype), v, preferred_element_type=out.dtype)
         new = KernelSums(out * decay[..., None] + added, total * decay + jnp.sum(shares, axis=-1), higher)
         return KernelSums(*(_put(x, y, i) for x, y in zip(sums, new, strict=True))), None
@@ -119,11 +119,11 @@ def accumulate_grads(
     def step(carry: tuple[jax.Array, jax.Array], row: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
         dq, dkv = carry
         i, j = row[0], row[1]
-        q, grad, (k, v) = _block_at(queries.q, i), _block_at(end.grad, i), _block_at(keys.kv, j)
+        q, grad, (k, v) = _take_block(queries.q, i), _take_block(end.grad, i), _take_block(keys.kv, j)
         scores, seen = _scores(queries, keys, i, j, rule)
-        shares = jnp.where(seen, jnp.exp(scores - _block_at(end.logsumexp, i)[..., None]), 0)
+        shares = jnp.where(seen, jnp.exp(scores - _take_block(end.logsumexp, i)[..., None]), 0)
         slopes = jnp.einsum("bgrqk,bgck->bgrqc", grad, v, preferred_element_type=scores.dtype)
-        slopes = rule.cap_gradient(shares * (slopes - _block_at(end.delta, i)[..., None]), scores)
+        slopes = rule.cap_gradient(shares * (slopes - _take_block(end.delta, i)[..., None]), scores)
         slopes = (slopes * scale).astype(low)
         more_q = jnp.einsum("bgrqc,bgck->bgrqk", slopes, k, preferred_element_type=dq.dtype)
         more_k = jnp.einsum("bgrqc,bgrqk->bgck", slopes, q, preferred_element_type=dkv.dtype)
@@ -137,15 +137,15 @@ def _scores(
     queries: Queries, keys: Keys, i: jax.Array, j: jax.Array, rule: AttentionMask
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the scores of a pair [b, g, r, q, c], the lowest number if a key is masked, and the mask."""
-    q, k = _block_at(queries.q, i), _block_at(keys.kv, j)[0]
+    q, k = _take_block(queries.q, i), _take_block(keys.kv, j)[0]
     scores = jnp.einsum("bgrqk,bgck->bgrqc", q, k, preferred_element_type=accumulator_dtype(q)) / math.sqrt(q.shape[-1])
     scores = rule.cap(scores)
-    q_seg, k_seg = (None if x is None else _block_at(x, n) for x, n in ((queries.segments, i), (keys.segments, j)))
-    seen = rule.mask(_block_at(queries.positions, i), _block_at(keys.positions, j), q_seg, k_seg)
+    q_seg, k_seg = (None if x is None else _take_block(x, n) for x, n in ((queries.segments, i), (keys.segments, j)))
+    seen = rule.mask(_take_block(queries.positions, i), _take_block(keys.positions, j), q_seg, k_seg)
     return jnp.where(seen, scores, -0.5 * jnp.finfo(scores.dtype).max), seen
 
 
-def _block_at(x: jax.Array, i: jax.Array) -> jax.Array:
+def _take_block(x: jax.Array, i: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
 
 
@@ -154,4 +154,4 @@ def _put(x: jax.Array, block: jax.Array, i: jax.Array) -> jax.Array:
 
 
 def _add(x: jax.Array, block: jax.Array, i: jax.Array) -> jax.Array:
-    return _put(x, _block_at(x, i) + block, i)
+    return _put(x, _take_block(x, i) + block, i)

@@ -74,10 +74,10 @@ def relative_errors(
     with jax.default_matmul_precision("highest"):
         exact = partial(blockwise, rule=AttentionMask(True, window))
         expected = jax.jit(partial(_forward_and_backward, exact))(*(x.astype(jnp.float32) for x in (q, k, v, grad)))
-    attention = _in_two if window is None else _in_one
+    attention = _run_two_calls if window is None else _run_one_call
     results = jax.jit(partial(attention, kernel, window))(q, k, v, grad)
     names = ("the output", "the gradient of q", "the gradient of k", "the gradient of v")
-    return {name: _relative_error(*pair) for name, *pair in zip(names, results, _late(expected, window), strict=True)}
+    return {name: _relative_error(*pair) for name, *pair in zip(names, results, _half(expected, window), strict=True)}
 
 
 def _forward_and_backward(attention, q, k, v, grad):
@@ -85,18 +85,18 @@ def _forward_and_backward(attention, q, k, v, grad):
     return out, *back(grad)
 
 
-def _late(expected, window: int | None):
-    """Selects the late half of outputs and gradients of queries: `_in_two` computes only those."""
+def _half(expected, window: int | None):
+    """Selects the late half of outputs and gradients of queries: `_run_two_calls` computes only those."""
     out, dq, *key_grads = expected
     return (out, dq, *key_grads) if window is not None else (*(x[:, TOKENS // 2 :] for x in (out, dq)), *key_grads)
 
 
-def _in_one(kernel: FusedKernel, window: int | None, q, k, v, grad):
+def _run_one_call(kernel: FusedKernel, window: int | None, q, k, v, grad):
     out, logsumexp = kernel.forward(q, k, v, causal=True, window=window)
     return out, *kernel.backward(q, k, v, out, logsumexp, grad, causal=True, window=window)
 
 
-def _in_two(kernel: FusedKernel, window: None, q, k, v, grad):
+def _run_two_calls(kernel: FusedKernel, window: None, q, k, v, grad):
     """Attention of the late half of queries, first to the late keys, then to the early keys as in a ring."""
     half = TOKENS // 2
     q, grad = q[:, half:], grad[:, half:]

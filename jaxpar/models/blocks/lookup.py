@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxpar.models.dim_names import axes_of, constrain_to, spec_of
+from jaxpar.models.dim_names import constrain_to, get_spec, spec_axes
 
 ROWS, COLUMNS = "vocab_table", "embed_table"  # dim names of such a table
 
@@ -27,27 +27,27 @@ def look_up(table_vd: jax.Array, tokens_bs: jax.Array) -> jax.Array:
       tokens_bs: Shape [batch, seq], integers.
     """
     spec = _result_spec(table_vd, tokens_bs)
-    return jnp.take(table_vd, tokens_bs, axis=0) if spec is None else _by_columns(table_vd, tokens_bs, spec)
+    return jnp.take(table_vd, tokens_bs, axis=0) if spec is None else _look_up_columns(table_vd, tokens_bs, spec)
 
 
 def _result_spec(table_vd: jax.Array, tokens_bs: jax.Array) -> PartitionSpec | None:
     """The step's spec of the result; None leaves it to XLA: outside of a step, if shards are not equal, and in a
     pipeline, which shards the table by rows.
     """
-    spec, mesh = spec_of(("batch", "seq", COLUMNS)), jax.sharding.get_abstract_mesh()
+    spec, mesh = get_spec(("batch", "seq", COLUMNS)), jax.sharding.get_abstract_mesh()
     if spec is None or mesh.shape.get("pipe", 1) > 1 or any(kind != AxisType.Auto for kind in mesh.axis_types):
         return None
     shape = (*tokens_bs.shape, table_vd.shape[1])
-    shard_counts = [math.prod(mesh.shape[axis] for axis in axes_of(entry)) for entry in spec]
+    shard_counts = [math.prod(mesh.shape[axis] for axis in spec_axes(entry)) for entry in spec]
     if math.prod(shard_counts) == 1 or any(size % n for size, n in zip(shape, shard_counts, strict=True)):
         return None
     return spec
 
 
-def _by_columns(table_vd: jax.Array, tokens_bs: jax.Array, spec: PartitionSpec) -> jax.Array:
+def _look_up_columns(table_vd: jax.Array, tokens_bs: jax.Array, spec: PartitionSpec) -> jax.Array:
     batch, seq, columns = spec
     tokens, shards = PartitionSpec(batch, seq), PartitionSpec(None, columns)
-    examples = (*axes_of(batch), *axes_of(seq))
+    examples = (*spec_axes(batch), *spec_axes(seq))
 
     @jax.custom_vjp
     def look(table_vd: jax.Array, tokens_bs: jax.Array) -> jax.Array:
@@ -57,12 +57,12 @@ def _by_columns(table_vd: jax.Array, tokens_bs: jax.Array, spec: PartitionSpec) 
     def backward(residuals: tuple[jax.Array, jax.Array], grad_bsd: jax.Array) -> tuple[jax.Array, None]:
         template, tokens_bs = residuals
 
-        def added(tokens: jax.Array, grad: jax.Array) -> jax.Array:
+        def add_gradients(tokens: jax.Array, grad: jax.Array) -> jax.Array:
             zeros = jnp.zeros((template.shape[0], grad.shape[-1]), grad.dtype)
             return zeros.at[tokens.reshape(-1)].add(grad.reshape(-1, grad.shape[-1]), mode="drop")[None]
 
         shard = PartitionSpec(examples or None, None, columns)
-        local_sums = jax.shard_map(added, in_specs=(tokens, spec), out_specs=shard, check_vma=False)(
+        local_sums = jax.shard_map(add_gradients, in_specs=(tokens, spec), out_specs=shard, check_vma=False)(
             tokens_bs, grad_bsd
         )
         return jnp.einsum("e,evd->vd", jnp.ones(local_sums.shape[0], local_sums.dtype), local_sums), None
@@ -75,10 +75,10 @@ def _gather_columns(x_bsd: jax.Array, spec: PartitionSpec) -> jax.Array:
     # over a new outermost dim: gathered along the columns, XLA would lay out the stream of the whole model with its
     # columns outermost
     batch, seq, columns = spec
-    stream = spec_of(("batch", "seq", "embed"))
+    stream = get_spec(("batch", "seq", "embed"))
     if columns is None or stream is None:
         return x_bsd
-    shards = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes_of(columns))
+    shards = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in spec_axes(columns))
     stacked = jnp.moveaxis(x_bsd.reshape(*x_bsd.shape[:2], shards, -1), 2, 0)
     stacked = constrain_to(stacked, PartitionSpec(columns, batch, seq, None))
     stacked = constrain_to(stacked, PartitionSpec(None, *stream))

@@ -101,7 +101,7 @@ class Documents:
 ONE = Documents()  # a row that is one document
 
 
-def stream_of(stream: jax.Array | dict[str, jax.Array]) -> jax.Array:
+def get_activations(stream: jax.Array | dict[str, jax.Array]) -> jax.Array:
     return stream["x"] if isinstance(stream, dict) else stream
 
 

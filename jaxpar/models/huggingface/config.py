@@ -46,7 +46,7 @@ FREE_OF_EXPERTS = (
 )  # fmt: skip
 
 
-def settings_of(config: Mapping[str, Any]) -> tuple[str, DecoderConfig]:
+def read_settings(config: Mapping[str, Any]) -> tuple[str, DecoderConfig]:
     """Reads the family and the settings from a config.json.
 
     Raises:
@@ -56,8 +56,8 @@ def settings_of(config: Mapping[str, Any]) -> tuple[str, DecoderConfig]:
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise refuse(f"model_type = {kind!r:.60}", rule=RULE, fix=f"a model of the kind {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
-    config = _flat_rope(config) if family.fixed["position"] == "rotary" else config
-    problems = [*_wrong_class(config, family), *_unknown(config, family)]
+    config = _flatten_rope(config) if family.fixed["position"] == "rotary" else config
+    problems = [*_class_problems(config, family), *_key_problems(config, family)]
     values: dict[str, Any] = {}
     for setting, key in family.keys.items():
         expected = type(getattr(DecoderConfig, setting))
@@ -75,14 +75,14 @@ def settings_of(config: Mapping[str, Any]) -> tuple[str, DecoderConfig]:
             problems += error.problems
     if problems:
         raise JaxparError(*problems)
-    settings = _shortened(DecoderConfig(**{**family.fixed, **values}))
+    settings = _shorten(DecoderConfig(**{**family.fixed, **values}))
     if config.get("n_ctx", settings.seq) != settings.seq:
         raise refuse(f"n_ctx = {config['n_ctx']!r:.60}", rule="n_ctx is n_positions",
                      fix=f"a model with n_ctx = {settings.seq}")  # fmt: skip
     return kind, settings
 
 
-def _shortened(settings: DecoderConfig) -> DecoderConfig:
+def _shorten(settings: DecoderConfig) -> DecoderConfig:
     """Returns equal settings with defaults in place of the numbers that they stand for."""
     plain = DecoderConfig(gated=settings.gated).activation_name
     changes: dict[str, Any] = {}
@@ -99,7 +99,7 @@ def _shortened(settings: DecoderConfig) -> DecoderConfig:
 
 def differences(first: DecoderConfig, second: DecoderConfig) -> list[str]:
     """Returns the settings in which two decoders differ in effect: a 0 stands for its default number."""
-    mine, theirs = _resolved(first), _resolved(second)
+    mine, theirs = _resolve(first), _resolve(second)
     keys = [key for key in mine if mine[key] != theirs[key]]
     single = not (first.rope_bases or second.rope_bases)
     names = {"rope_bases": "rope_base"} if single else {}
@@ -107,7 +107,7 @@ def differences(first: DecoderConfig, second: DecoderConfig) -> list[str]:
     return [names.get(key, key) for key in keys]
 
 
-def _resolved(settings: DecoderConfig) -> dict[str, Any]:
+def _resolve(settings: DecoderConfig) -> dict[str, Any]:
     """Returns settings without defaults that other settings imply, and without those that change no logit."""
     values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     kinds = settings.layer_attention
@@ -139,7 +139,7 @@ def _resolved(settings: DecoderConfig) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in FREE}
 
 
-def config_of(settings: DecoderConfig, dtype: str, *, origin: str = "") -> tuple[str, dict[str, Any]]:
+def make_config(settings: DecoderConfig, dtype: str, *, origin: str = "") -> tuple[str, dict[str, Any]]:
     """Returns the family of a decoder and its config.json.
 
     A config is right if reading it gives the settings; of several such families it is that of `origin`, or the first.
@@ -158,24 +158,24 @@ def config_of(settings: DecoderConfig, dtype: str, *, origin: str = "") -> tuple
             rule="no family of mixtures that export writes adds a bias to the scores of its router",
             fix="the checkpoint as it is",
         )
-    found: dict[str, list[str]] = {}
-    again: dict[str, DecoderConfig] = {}
+    changes: dict[str, list[str]] = {}
+    read_back: dict[str, DecoderConfig] = {}
     for kind in sorted(FAMILIES, key=lambda kind: kind != origin):
         config = _write(kind, settings, dtype)
         try:
-            _, again[kind] = settings_of(config)
+            _, read_back[kind] = read_settings(config)
         except JaxparError:  # a mixture without experts, say: no config of this family
             continue
-        found[kind] = differences(settings, again[kind])
-        if not found[kind]:
+        changes[kind] = differences(settings, read_back[kind])
+        if not changes[kind]:
             return kind, config
-    kind = min(found, key=lambda kind: len(found[kind]))
-    nearest = again[kind]
+    kind = min(changes, key=lambda kind: len(changes[kind]))
+    nearest = read_back[kind]
     raise refuse(
-        "a decoder with " + ", ".join(f"{key} = {getattr(settings, key)!r}" for key in found[kind]),
+        "a decoder with " + ", ".join(f"{key} = {getattr(settings, key)!r}" for key in changes[kind]),
         rule=f"export writes a model that Hugging Face supports: {', '.join(FAMILIES)}",
         fix=f"{kind} has "
-        + ", ".join(f"{key} = {_resolved(nearest).get(key, getattr(nearest, key))!r}" for key in found[kind]),
+        + ", ".join(f"{key} = {_resolve(nearest).get(key, getattr(nearest, key))!r}" for key in changes[kind]),
     )
 
 
@@ -194,7 +194,7 @@ def _write(kind: str, settings: DecoderConfig, dtype: str) -> dict[str, Any]:
     return config | {"attention_dropout": 0.0}
 
 
-def _flat_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Moves transformers 5's `rope_parameters` table to the keys of transformers 4."""
     flat = dict(config)
     table = flat.pop("rope_parameters", None)
@@ -204,7 +204,7 @@ def _flat_rope(config: Mapping[str, Any]) -> dict[str, Any]:
         flat.setdefault("rope_local_base_freq", local.get("rope_theta") if isinstance(local, Mapping) else None)
         table = table[FULL]
     if table is not None:
-        flat = _with_rope(flat, dict(table) if isinstance(table, Mapping) else {"rope_parameters": table})
+        flat = _merge_rope(flat, dict(table) if isinstance(table, Mapping) else {"rope_parameters": table})
     if kind == "gpt_neox" and "rope_theta" in flat:  # two names of one number
         theta = flat.pop("rope_theta")
         if flat.setdefault("rotary_emb_base", theta) != theta:
@@ -213,7 +213,7 @@ def _flat_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _with_rope(flat: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+def _merge_rope(flat: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
     theta = rope.pop("rope_theta", flat.get("rope_theta", 10_000.0))
     if flat.setdefault("rope_theta", theta) != theta:
         raise refuse(
@@ -231,14 +231,14 @@ def _with_rope(flat: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
     return flat | ({"rope_scaling": rope} if rope else {})
 
 
-def _wrong_class(config: Mapping[str, Any], family: Family) -> list[Problem]:
+def _class_problems(config: Mapping[str, Any], family: Family) -> list[Problem]:
     names = config.get("architectures")
     if names in (None, [family.architecture]):
         return []
     return [Problem(f"architectures = {names!r:.80}", f"the decoder is a {family.architecture}", "another model")]
 
 
-def _unknown(config: Mapping[str, Any], family: Family) -> list[Problem]:
+def _key_problems(config: Mapping[str, Any], family: Family) -> list[Problem]:
     """Reports unknown keys, and keys with values that the decoder does not support."""
     limits = ONLY | dict(family.only)
     handled = {*family.keys.values(), *(key for conversion in family.conversions for key in conversion.keys)}

@@ -25,7 +25,7 @@ class Conversion:
     Attributes:
       keys: The keys.
       read: Returns the settings of a config; raises a `JaxparError` for values that the decoder does not support.
-      write: Returns the keys of settings. What cannot be expressed is left out: `config_of` compares.
+      write: Returns the keys of settings. What cannot be expressed is left out: `make_config` compares.
     """
 
     keys: tuple[str, ...]
@@ -66,7 +66,7 @@ def scale(setting: str, key: str, *, inverse: bool = False) -> Conversion:
 
     def write(settings: DecoderConfig) -> dict[str, Any]:
         value = getattr(settings, setting)
-        return {key: _whole(1 / value) if inverse else value}
+        return {key: _round_whole(1 / value) if inverse else value}
 
     return Conversion((key,), read, write)
 
@@ -81,7 +81,7 @@ def softcap(setting: str, key: str, default: float | None) -> Conversion:
     return Conversion((key,), read, lambda settings: {key: getattr(settings, setting) or None})
 
 
-def _whole(value: float) -> float:
+def _round_whole(value: float) -> float:
     """Returns the nearest integer if the value differs from it only by rounding."""
     return float(round(value)) if math.isclose(value, round(value), rel_tol=1e-12) else value
 
@@ -187,19 +187,19 @@ def rotary_share(key: str, default: float) -> Conversion:
     return Conversion(names, read, write)
 
 
-def _window_of(settings: DecoderConfig) -> int | None:
+def _one_window(settings: DecoderConfig) -> int | None:
     """The largest window of a decoder; None if it has none."""
     return max((window for window, _, _ in settings.layer_attention), default=0) or None
 
 
-def every_window(default: int | None) -> Conversion:
+def uniform_window(default: int | None) -> Conversion:
     """The conversion of a sliding window that all layers have; null for none, `default` if missing."""
 
     def read(config: Config) -> dict[str, Any]:
         window = integer(config, "sliding_window") if "sliding_window" in config else default
         return {"windows": (window,) if window else ()}
 
-    return Conversion(("sliding_window",), read, lambda settings: {"sliding_window": _window_of(settings)})
+    return Conversion(("sliding_window",), read, lambda settings: {"sliding_window": _one_window(settings)})
 
 
 def layer_types(config: Config, usual: Callable[[int], str]) -> list[str]:
@@ -225,7 +225,7 @@ def write_layer_types(settings: DecoderConfig) -> dict[str, Any]:
     """Returns `layer_types` and `sliding_window`."""
     kinds = settings.layer_attention
     windows = [kinds[i % len(kinds)][0] for i in range(settings.layers)]
-    return {"layer_types": [SLIDING if window else FULL for window in windows], "sliding_window": _window_of(settings)}
+    return {"layer_types": [SLIDING if window else FULL for window in windows], "sliding_window": _one_window(settings)}
 
 
 def shortest_period(values: list[Any]) -> tuple[Any, ...]:
@@ -283,7 +283,7 @@ def _read_query_scale(config: Config) -> dict[str, Any]:
 
 def _write_query_scale(settings: DecoderConfig) -> dict[str, Any]:
     scale_of = settings.attention_scale or settings.head_width**-0.5
-    value = _whole(scale_of**-2)
+    value = _round_whole(scale_of**-2)
     return {"query_pre_attn_scalar": int(value) if value.is_integer() else value}
 
 

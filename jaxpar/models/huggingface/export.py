@@ -12,9 +12,9 @@ from jax.typing import DTypeLike
 
 from jaxpar.errors import JaxparError, Problem, refuse, shape_differences
 from jaxpar.files import check_local
-from jaxpar.models.huggingface.config import config_of
+from jaxpar.models.huggingface.config import make_config
 from jaxpar.models.huggingface.folder import CONFIG, copy_small_files, is_folder, read_config, special_ids
-from jaxpar.models.huggingface.load import few
+from jaxpar.models.huggingface.load import shorten
 from jaxpar.models.huggingface.param_mapping import ParamMapping, groups, param_mappings, tensor_shape, to_tensor
 from jaxpar.models.huggingface.safetensors import FLOATS, TensorSource, write
 from jaxpar.models.settings.decoder import DecoderConfig
@@ -46,10 +46,10 @@ def export(
     Raises:
       JaxparError: If Hugging Face has no such model, parameters do not fit the settings, or files cannot be written.
     """
-    flat = _flat(params)
+    flat = _flatten(params)
     tensor_dtype = None if dtype is None else float_dtype(dtype)
     name = (tensor_dtype or np.dtype(flat["embed"].dtype)).name if "embed" in flat else "float32"
-    kind, config = config_of(settings, name, origin=_family(origin))
+    kind, config = make_config(settings, name, origin=_family(origin))
     table = param_mappings(kind, settings)
     if problems := _mismatches(flat, table):
         raise JaxparError(*problems)
@@ -124,14 +124,14 @@ def _fetch(group: list[ParamMapping], flat: Mapping[str, Any], place: tuple[int,
     return to_tensor(group, [np.asarray(flat[rule.path][place or ...]) for rule in group])
 
 
-def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+def _flatten(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= _flat(value, f"{above}{key}/") if isinstance(value, Mapping) else {f"{above}{key}": value}
+        flat |= _flatten(value, f"{above}{key}/") if isinstance(value, Mapping) else {f"{above}{key}": value}
     return flat
 
 
 def _mismatches(flat: Mapping[str, Any], table: list[ParamMapping]) -> list[Problem]:
     problems = shape_differences(flat, {rule.path: rule.shape for rule in table}, owner="this decoder")
     rule, fix = "they are those of a decoder of these settings", "its own settings"
-    return [Problem(f"parameters {kind}: {few(names)}", rule, fix) for kind, names in problems.items()]
+    return [Problem(f"parameters {kind}: {shorten(names)}", rule, fix) for kind, names in problems.items()]

@@ -24,7 +24,6 @@ from jaxpar.models.huggingface.conversions import (
     Conversion,
     activation,
     alternate_windows,
-    every_window,
     head_dim,
     integer,
     layer_types,
@@ -34,6 +33,7 @@ from jaxpar.models.huggingface.conversions import (
     scale,
     shortest_period,
     softcap,
+    uniform_window,
     windows,
     write_layer_types,
 )
@@ -51,7 +51,7 @@ class Family:
       keys: jaxpar's setting to Hugging Face's key; keys without a default are required.
       defaults: Hugging Face's key to its value if it is missing.
       conversions: Keys and settings that are no pairs of equal values.
-      only: Hugging Face's key to the values that the decoder supports; `config_of` writes the first.
+      only: Hugging Face's key to the values that the decoder supports; `make_config` writes the first.
     """
 
     architecture: str
@@ -226,7 +226,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family(
         architecture="MistralForCausalLM", fixed=LLAMA, keys=KEYS,
         defaults=DEFAULTS | {"num_key_value_heads": 8, "max_position_embeddings": 131_072},
-        conversions=(ACT, head_dim(), every_window(4096), ROPE),
+        conversions=(ACT, head_dim(), uniform_window(4096), ROPE),
     ),
     "qwen2": Family(
         architecture="Qwen2ForCausalLM", fixed=LLAMA | {"biases": ("qkv",)}, keys=KEYS,
@@ -241,7 +241,7 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family(
         architecture="Phi3ForCausalLM", fixed=LLAMA, keys=KEYS,
         defaults=DEFAULTS | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
-        conversions=(ACT, every_window(None), rotary_share("partial_rotary_factor", 1.0)),
+        conversions=(ACT, uniform_window(None), rotary_share("partial_rotary_factor", 1.0)),
         only={"rope_scaling": (None,), "attention_bias": (False,)},
     ),
     "olmo2": Family(
@@ -306,7 +306,7 @@ FAMILIES: dict[str, Family] = {
         defaults=DEFAULTS | {
             "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 131_072,
         },
-        conversions=(ACT, head_dim(), every_window(None), ROPE, MIXTRAL_EXPERTS),
+        conversions=(ACT, head_dim(), uniform_window(None), ROPE, MIXTRAL_EXPERTS),
     ),
     "qwen3_moe": Family(
         architecture="Qwen3MoeForCausalLM", fixed=LLAMA | {"qk_norm": "head"}, keys=KEYS,

@@ -15,7 +15,7 @@ from jaxpar.files import check_plain
 CONFIG, GENERATION = "config.json", "generation_config.json"
 # files in which Hugging Face saves a tokenizer; SentencePiece's is a .model
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "*.model", "*.tiktoken")
-ALONG = (
+SMALL_FILES = (
     *TOKENIZERS, "special_tokens_map.json", "added_tokens.json", "chat_template.json", "chat_template.jinja",
     GENERATION,
 )  # fmt: skip
@@ -69,7 +69,7 @@ def end_ids(folder: Path) -> tuple[int, ...]:
     return tuple(token for token in (ids if isinstance(ids, list) else [ids]) if isinstance(token, int))
 
 
-def copy_small_files(source: Path, to: Path, *, names: tuple[str, ...] = ALONG) -> list[Path]:
+def copy_small_files(source: Path, to: Path, *, names: tuple[str, ...] = SMALL_FILES) -> list[Path]:
     """Copies the small files of a folder, except links and files that are too large; returns the copies.
 
     Args:

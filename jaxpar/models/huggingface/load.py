@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar.errors import JaxparError, Problem, shape_differences
-from jaxpar.models.huggingface.config import settings_of
+from jaxpar.models.huggingface.config import read_settings
 from jaxpar.models.huggingface.families import FAMILIES
 from jaxpar.models.huggingface.folder import CONFIG, read_config
 from jaxpar.models.huggingface.param_mapping import ParamMapping, groups, joint_size, param_mappings, tensor_shape
@@ -51,12 +51,12 @@ class Tensor:
         index = index if isinstance(index, tuple) else (index,)
         index, stacked = tuple(entry for entry in index if entry is not ...), self.entries.ndim
         inner = index[stacked:]
-        chosen: Any = self.entries[index[:stacked]]
-        if isinstance(chosen, Entry):
-            return self._padded(self._view(chosen), inner)
-        part = np.empty((*chosen.shape, *self._view(self.entries.flat[0])[inner].shape), self.dtype)
-        for place in np.ndindex(chosen.shape):
-            part[place] = self._view(chosen[place])[inner]
+        selection: Any = self.entries[index[:stacked]]
+        if isinstance(selection, Entry):
+            return self._padded(self._view(selection), inner)
+        part = np.empty((*selection.shape, *self._view(self.entries.flat[0])[inner].shape), self.dtype)
+        for place in np.ndindex(selection.shape):
+            part[place] = self._view(selection[place])[inner]
         return part
 
     def _padded(self, view: np.ndarray, index: tuple) -> np.ndarray:
@@ -104,24 +104,24 @@ def load(folder: str | Path, *, dtype: Any = np.float32, padded_vocab: int = 0) 
         another shape or not a float, or a file is damaged; the message lists all such keys or tensors.
     """
     folder = Path(folder).expanduser()
-    kind, settings = settings_of(read_config(folder / CONFIG))
+    kind, settings = read_settings(read_config(folder / CONFIG))
     settings = replace(settings, padded_vocab=padded_vocab)
     table = param_mappings(kind, settings)
-    tensors = _prefixed(folder_entries(folder), FAMILIES[kind].prefix, {rule.tensor_name for rule in table})
-    if problems := _differences(tensors, table, settings):
+    tensors = _add_prefix(folder_entries(folder), FAMILIES[kind].prefix, {rule.tensor_name for rule in table})
+    if problems := _tensor_problems(tensors, table, settings):
         raise JaxparError(*problems)
     sizes = {name: joint_size(group) for name, group in groups(table).items()}
     return Pretrained(
         kind=kind,
         settings=settings,
         params={
-            rule.path: Tensor(rule, entries_of(rule, tensors), sizes[rule.tensor_name], np.dtype(dtype))
+            rule.path: Tensor(rule, find_entries(rule, tensors), sizes[rule.tensor_name], np.dtype(dtype))
             for rule in table
         },
     )
 
 
-def entries_of(rule: ParamMapping, tensors: Mapping[str, Entry]) -> np.ndarray:
+def find_entries(rule: ParamMapping, tensors: Mapping[str, Entry]) -> np.ndarray:
     """Returns the entries of a parameter by the full names of tensors. Shape `rule.stacked`, of objects."""
     entries = np.empty(rule.stacked, object)
     for place in np.ndindex(rule.stacked):
@@ -129,7 +129,7 @@ def entries_of(rule: ParamMapping, tensors: Mapping[str, Entry]) -> np.ndarray:
     return entries
 
 
-def _prefixed(tensors: Mapping[str, Entry], prefix: str, names: set[str]) -> dict[str, Entry]:
+def _add_prefix(tensors: Mapping[str, Entry], prefix: str, names: set[str]) -> dict[str, Entry]:
     """Adds the prefix, e.g. `model.`, to the names of a model that was saved without its head."""
     is_unprefixed = not any(name.startswith(prefix) for name in tensors)
     return {
@@ -139,7 +139,7 @@ def _prefixed(tensors: Mapping[str, Entry], prefix: str, names: set[str]) -> dic
     }
 
 
-def _differences(tensors: Mapping[str, Entry], table: list[ParamMapping], settings: DecoderConfig) -> list[Problem]:
+def _tensor_problems(tensors: Mapping[str, Entry], table: list[ParamMapping], settings: DecoderConfig) -> list[Problem]:
     """Reports the names of tensors that are missing, unexpected, of another shape, or not floats."""
     if settings.layers > len(tensors):
         return [
@@ -153,7 +153,7 @@ def _differences(tensors: Mapping[str, Entry], table: list[ParamMapping], settin
         settings.tied
         and HEAD in tensors
         and HEAD not in expected
-        and _same(tensors[HEAD], tensors.get(table[0].tensor_name))
+        and _is_equal(tensors[HEAD], tensors.get(table[0].tensor_name))
     ):
         tensors = {name: entry for name, entry in tensors.items() if name != HEAD}  # saved twice
     differing = shape_differences(tensors, expected, owner="this model")
@@ -164,15 +164,15 @@ def _differences(tensors: Mapping[str, Entry], table: list[ParamMapping], settin
     ]
     rule = "a model's files hold the tensors that its config.json says, in F32, F16 or BF16"
     fix = "the config.json that belongs to these files"
-    return [Problem(f"{kind}: {few(names)}", rule, fix) for kind, names in differing.items() if names]
+    return [Problem(f"{kind}: {shorten(names)}", rule, fix) for kind, names in differing.items() if names]
 
 
-def _same(first: Entry, second: Entry | None) -> bool:
+def _is_equal(first: Entry, second: Entry | None) -> bool:
     if second is None or (first.shape, first.dtype) != (second.shape, second.dtype):
         return False
     a, b = first.view(), second.view()
     return all(np.array_equal(a[i : i + 1024], b[i : i + 1024]) for i in range(0, len(a), 1024))
 
 
-def few(names: list[str]) -> str:
+def shorten(names: list[str]) -> str:
     return ", ".join(names[:40]) + (f" and {len(names) - 40} more" if len(names) > 40 else "")

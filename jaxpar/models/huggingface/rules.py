@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar.errors import Problem, suggest
-from jaxpar.models.huggingface.load import few
+from jaxpar.models.huggingface.load import shorten
 from jaxpar.models.huggingface.param_mapping import ParamMapping, groups, joint_size, tensor_shape
 
 Rule = str | tuple[str, str] | None
@@ -44,32 +44,32 @@ def expand(
     owners: dict[str, str] = {}
     problems: list[Problem] = []
     for pattern, value in rules.items():
-        matches = _matches(str(pattern), leaves, wild=value is None)
+        matches = _match_paths(str(pattern), leaves, wild=value is None)
         if not matches:
             problems.append(
                 Problem(f"rule {pattern!r:.100} matches no parameter", "each rule maps parameters of the model",
-                        suggest(str(pattern).replace("{}", "0"), leaves, otherwise=f"one of {few(list(leaves))}"))
+                        suggest(str(pattern).replace("{}", "0"), leaves, otherwise=f"one of {shorten(list(leaves))}"))
             )  # fmt: skip
         for path, numbers in matches.items():
             if path in owners:
-                problems.append(_twice(path, owners[path], pattern))
+                problems.append(_duplicate_problem(path, owners[path], pattern))
                 continue
             owners[path] = str(pattern)
-            mapping = _mapping(path, numbers, value, tuple(leaves[path].shape))
+            mapping = _parse(path, numbers, value, tuple(leaves[path].shape))
             if isinstance(mapping, Problem):
                 problems.append(mapping)
                 break  # the same for each number
             result[path] = mapping
     if missing := [path for path in leaves if path not in owners]:
         fix = f"rules[{missing[0]!r}] = {EXAMPLE}, or None to initialize it"
-        problems.append(Problem(f"parameters without a rule: {few(missing)}", "each parameter has a rule", fix))
+        problems.append(Problem(f"parameters without a rule: {shorten(missing)}", "each parameter has a rule", fix))
     if problems:
         return result, problems
-    result = _concatenated(result)
+    result = _concatenate(result)
     return result, _sharing_problems(result)
 
 
-def _twice(path: str, first: str, second: str) -> Problem:
+def _duplicate_problem(path: str, first: str, second: str) -> Problem:
     return Problem(
         f"{path} has two rules, {first!r:.80} and {second!r:.80}",
         "each parameter has one rule",
@@ -77,7 +77,7 @@ def _twice(path: str, first: str, second: str) -> Problem:
     )
 
 
-def _matches(pattern: str, leaves: Mapping[str, Any], *, wild: bool) -> dict[str, tuple[str, ...]]:
+def _match_paths(pattern: str, leaves: Mapping[str, Any], *, wild: bool) -> dict[str, tuple[str, ...]]:
     """Returns the parameters that a rule is for, each with the numbers at its `{}`."""
     if wild and "{}" not in pattern:
         return {path: () for path in leaves if fnmatchcase(path, pattern)}
@@ -86,7 +86,7 @@ def _matches(pattern: str, leaves: Mapping[str, Any], *, wild: bool) -> dict[str
     return {path: match.groups() for path, match in found.items() if match}
 
 
-def _mapping(path: str, numbers: tuple[str, ...], value: Rule, shape: tuple[int, ...]) -> ParamMapping | Problem | None:
+def _parse(path: str, numbers: tuple[str, ...], value: Rule, shape: tuple[int, ...]) -> ParamMapping | Problem | None:
     if value is None:
         return None
     parts: list[Any] = [value] if isinstance(value, str) else list(value) if isinstance(value, tuple | list) else []
@@ -110,7 +110,7 @@ def _mapping(path: str, numbers: tuple[str, ...], value: Rule, shape: tuple[int,
             "the dims of matrices are written, because Flax stores most of them transposed",
             f'({name!r}, "b a -> a b"), or "a b -> a b" if both have one order',
         )
-    sides = _sides(parts[1] if len(parts) == 2 else " -> ".join(["a" * len(dims)] * 2))
+    sides = _parse_dims(parts[1] if len(parts) == 2 else " -> ".join(["a" * len(dims)] * 2))
     if isinstance(sides, str) or len(sides[1]) != len(dims):
         got = sides if isinstance(sides, str) else f"{len(sides[1])} dims on the right, the parameter has {list(dims)}"
         return Problem(
@@ -120,19 +120,19 @@ def _mapping(path: str, numbers: tuple[str, ...], value: Rule, shape: tuple[int,
         )
     (flat, joint), ours = sides
     return ParamMapping(
-        path=path, dims=ours, tensor_name=_numbered(name, numbers), tensor_dims=flat, part=slice(0, 0), joint=joint,
+        path=path, dims=ours, tensor_name=_fill_numbers(name, numbers), tensor_dims=flat, part=slice(0, 0), joint=joint,
         stacked=stacked, sizes=dict(zip(ours, dims, strict=True)),
     )  # fmt: skip
 
 
-def _numbered(name: str, numbers: tuple[str, ...]) -> str:
+def _fill_numbers(name: str, numbers: tuple[str, ...]) -> str:
     """Fills the first `{}` of a tensor's name with the numbers of a path."""
     for number in numbers:
         name = name.replace("{}", number, 1)
     return name
 
 
-def _sides(text: str) -> tuple[tuple[tuple[str, ...], str], str] | str:
+def _parse_dims(text: str) -> tuple[tuple[tuple[str, ...], str], str] | str:
     """Parses dims: (the tensor's dims, letter of the concatenated one), the parameter's letters; or what is wrong."""
     theirs, arrow, ours = text.partition("->")
     if not arrow or re.sub(r"\([\w\s+]*\)|\w+\+?|\s", "", theirs) or re.sub(r"\w+|\s", "", ours):
@@ -149,7 +149,7 @@ def _sides(text: str) -> tuple[tuple[tuple[str, ...], str], str] | str:
     return (dims, letters[marked[0].strip("+")] if marked else ""), "".join(letters.values())
 
 
-def _concatenated(mappings: Mapping[str, ParamMapping | None]) -> dict[str, ParamMapping | None]:
+def _concatenate(mappings: Mapping[str, ParamMapping | None]) -> dict[str, ParamMapping | None]:
     """Assigns to each parameter its range of the tensor that it shares, in the order of the rules."""
     ends: dict[str, int] = {}
     result: dict[str, ParamMapping | None] = {}

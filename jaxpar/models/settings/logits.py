@@ -37,19 +37,19 @@ class Logits:
         return 4 * self.tokens * self.vocab
 
     @property
-    def in_chunks(self) -> bool:
+    def is_chunked(self) -> bool:
         """Whether the loss computes the logits in chunks of tokens."""
         return self.bytes > self.largest
 
     @property
     def is_large(self) -> bool:
         """Whether a user may want to change the decision: the loss has chunks, or whole logits of over 1 GiB."""
-        return self.in_chunks or self.bytes > CHUNK
+        return self.is_chunked or self.bytes > CHUNK
 
     @property
     def chunks(self) -> int:
         """Number of chunks of a device's tokens; 1 if all logits are computed at once."""
-        if not self.in_chunks:
+        if not self.is_chunked:
             return 1
         minimum = min(self.tokens, -(-self.bytes // min(CHUNK, max(self.largest, 1))))
         # equal chunks if at most twice as many divide the tokens: else tokens of weight zero pad the last one
@@ -62,13 +62,13 @@ class Logits:
     def __str__(self) -> str:
         """Describes whether the logits are computed at once or in chunks, and why."""
         size = f"a device's {self.tokens:,} x {self.vocab:,} in float32 would be {show_bytes(self.bytes)}"
-        if not self.in_chunks:
+        if not self.is_chunked:
             return f"logits: whole; {size}, not more than {show_bytes(self.largest)}"
         chunk_tokens = -(-self.tokens // self.chunks)
         return f"logits: {self.chunks} chunks of {chunk_tokens:,} tokens; {size}, more than {show_bytes(self.largest)}"
 
 
-_noting: ContextVar[list[Logits] | None] = ContextVar("noting", default=None)
+_records: ContextVar[list[Logits] | None] = ContextVar("records", default=None)
 
 
 @contextmanager
@@ -79,15 +79,15 @@ def record_logits() -> Iterator[list[Logits]]:
       A list, complete when the context ends; empty if the loss takes logits from the model's `__call__`.
     """
     records: list[Logits] = []
-    token = _noting.set(records)
+    token = _records.set(records)
     try:
         yield records
     finally:
-        _noting.reset(token)
+        _records.reset(token)
 
 
 def add_logits(logits: Logits) -> None:
     """Adds the logits of a loss to the record, if there is one."""
-    records = _noting.get()
+    records = _records.get()
     if records is not None and logits not in records:
         records.append(logits)

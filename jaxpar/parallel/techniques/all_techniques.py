@@ -9,7 +9,7 @@ from jax.stages import Lowered
 from jaxpar.errors import Problem, refuse, suggest
 from jaxpar.mesh.axes import AXES
 from jaxpar.mesh.preset import CompilerOption
-from jaxpar.models.islands import implemented
+from jaxpar.models.islands import use_islands
 from jaxpar.parallel.convolutions import split_convolutions
 from jaxpar.parallel.declaration import Axes, Parallel, size_setting
 from jaxpar.parallel.layout import Layout
@@ -116,7 +116,7 @@ def tracing(
         islands(layout, TracedStep(choose=choose, saves_activations=saves_activations)),
     )
     processors = layout.mesh is not None and layout.mesh.devices.flat[0].platform == "cpu"
-    with names as dim_names, implemented(table) as calls, sharding_translation(), step_hooks(), gather_stacks_once():
+    with names as dim_names, use_islands(table) as calls, sharding_translation(), step_hooks(), gather_stacks_once():
         with split_convolutions(processors=processors):
             yield
     model_use.names |= with_meanings(dim_names)

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.models.blocks.attention import add_size
 from jaxpar.models.blocks.attention_mask import AttentionMask
-from jaxpar.models.dim_names import constrain_to, spec_of
+from jaxpar.models.dim_names import constrain_to, get_spec
 from jaxpar.models.islands import KEYS, QUERIES, single_device_attention
 
 _WHOLE = ("batch", "keys", "kv_heads", "head_dim")
@@ -44,7 +44,7 @@ def gather(q_bshk: jax.Array, k_btgk: jax.Array, v_btgk: jax.Array, *, causal: b
 
 def _gather_sequences(x_btgk: jax.Array) -> jax.Array:
     """Gathers keys or values of whole sequences, if an axis splits them."""
-    local, full = spec_of(KEYS), spec_of(_WHOLE)
+    local, full = get_spec(KEYS), get_spec(_WHOLE)
     return x_btgk if local == full else _move(x_btgk, full, local)
 
 
@@ -88,7 +88,7 @@ def in_16_bits(
     k_bgtk, v_bgtk = jnp.moveaxis(k_btgk, 1, 2), jnp.moveaxis(v_btgk, 1, 2)
     rule = AttentionMask(causal, window, softcap)
     scores = rule.cap(_scores(q_bgrsk, k_bgtk) / math.sqrt(head_dim))
-    shares = _attention_weights(rule, jnp.dtype(q_bshk.dtype), spec_of(_SCORES), scores, segments)
+    shares = _attention_weights(rule, jnp.dtype(q_bshk.dtype), get_spec(_SCORES), scores, segments)
     y_bgrsk = _after_weights(jnp.einsum("bgrst,bgtk->bgrsk", shares, v_bgtk), shares)
     return jnp.moveaxis(y_bgrsk, 3, 1).reshape(q_bshk.shape)
 
@@ -173,7 +173,7 @@ _scores.defvjp(lambda q, k: (_scores(q, k), (q, k)), _scores_backward)
 def _scores_of_a_device(shape: tuple[int, ...], keys: int) -> int:
     """Returns the bytes of a device's scores [batch, heads, queries, keys] in float32."""
     sizes, ways = jax.sharding.get_abstract_mesh().shape, 1
-    for entry in spec_of(QUERIES) or ():
+    for entry in get_spec(QUERIES) or ():
         if entry is not None and entry is not PartitionSpec.UNCONSTRAINED:
             axes = (entry,) if isinstance(entry, str) else entry
             ways *= math.prod(sizes[axis] for axis in axes)
@@ -181,5 +181,5 @@ def _scores_of_a_device(shape: tuple[int, ...], keys: int) -> int:
 
 
 def _splits() -> bool:
-    spec = spec_of(QUERIES)
+    spec = get_spec(QUERIES)
     return spec is not None and spec[1] is not None

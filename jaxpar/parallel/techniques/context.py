@@ -22,7 +22,7 @@ from jax.stages import Lowered
 from jaxpar.errors import Problem, nearest_divisor, refuse, suggest
 from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.preset import CompilerOption
-from jaxpar.models.dim_names import spec_of
+from jaxpar.models.dim_names import get_spec
 from jaxpar.models.islands import QUERIES, note
 from jaxpar.parallel.declaration import Axes, Parallel
 from jaxpar.parallel.layout import Layout, per_device, with_note
@@ -47,7 +47,7 @@ def auto(
 
     The choice is made during tracing, for the layout's chip, which need not be present.
     """
-    spec, masked = spec_of(QUERIES), {name: mask for name, mask in masks.items() if mask is not None}
+    spec, masked = get_spec(QUERIES), {name: mask for name, mask in masks.items() if mask is not None}
     cut = () if spec is None or spec[2] is None else (spec[2],) if isinstance(spec[2], str) else spec[2]
     choice = step.choose(
         AttentionCall(

@@ -7,7 +7,7 @@ from collections.abc import Set
 from typing import Any
 
 from jaxpar.errors import Problem
-from jaxpar.models.dim_names import axes_of
+from jaxpar.models.dim_names import spec_axes
 from jaxpar.models.islands import MIXTURE
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.layout import Layout
@@ -42,7 +42,7 @@ def idle(layout: Layout) -> list[Problem]:
     """Returns a problem if no parameter has a dim of experts."""
     size = layout.sizes.get(AXIS, 1)
     named = any(
-        AXIS in axes_of(layout.names.get(name or "")) for place in layout.placements.values() for name in place.names
+        AXIS in spec_axes(layout.names.get(name or "")) for place in layout.placements.values() for name in place.names
     )
     if size == 1 or named:
         return []

@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec, get_abstract_mesh
 
 from jaxpar.errors import refuse
 from jaxpar.models.blocks.dispatch import Load, combine, dispatch
-from jaxpar.models.dim_names import axes_of, constrain, constrain_to, partial_spec, spec_of
+from jaxpar.models.dim_names import constrain, constrain_to, get_spec, partial_spec, spec_axes
 from jaxpar.models.experts import Expert, Routing, Tree
 from jaxpar.sharding.names import DISPATCH, TOKENS
 
@@ -53,9 +53,9 @@ def mixture(expert: Expert, params: Tree, x: jax.Array, routing: Routing) -> tup
         return constrain(x, "batch", *(None,) * (x.ndim - 1))
 
     rows, width, of_buffer = x.shape[0], x.shape[-1], (routing.buffers, routing.capacity)
-    of_choice, choice = by_rows(slots.of_choice), by_rows(slots.choice)
+    slot, choice = by_rows(slots.slot), by_rows(slots.choice)
     with jax.named_scope(DISPATCH):
-        sent = by_rows(jax.vmap(dispatch)(by_rows(x), of_choice, choice)).reshape(rows, *of_buffer, width)
+        sent = by_rows(jax.vmap(dispatch)(by_rows(x), slot, choice)).reshape(rows, *of_buffer, width)
     empty = [(0, 0), (0, 0), (0, -routing.capacity % split.pieces), (0, 0)]  # slots, for pieces of one size
     tokens = split.to_experts(jnp.pad(sent, empty))
     if routing.sharing == 1:
@@ -65,7 +65,7 @@ def mixture(expert: Expert, params: Tree, x: jax.Array, routing: Routing) -> tup
         y = _blocks(expert, params, tokens, split.to_experts(jnp.pad(place, empty, constant_values=routing.sharing)))
     returned = split.to_rows(y.reshape(*tokens.shape[:-1], -1))[:, :, : routing.capacity]
     returned = by_rows(returned.reshape(rows, math.prod(of_buffer), -1))
-    sums = by_rows(jax.vmap(combine)(returned, by_rows(routing.weights), of_choice, choice))
+    sums = by_rows(jax.vmap(combine)(returned, by_rows(routing.weights), slot, choice))
     return constrain(sums, "batch", "seq", None), slots.load
 
 
@@ -146,14 +146,14 @@ class Split:
 
 def _split(rows: int) -> Split:
     """Returns the axes that split this many rows, and slots, here; none outside of a step."""
-    mesh, spec = get_abstract_mesh(), spec_of(("batch", "seq"))
+    mesh, spec = get_abstract_mesh(), get_spec(("batch", "seq"))
     if spec is None:
         return Split(1, (), 1, (), 1)
     free = {axis: size for axis, size in mesh.shape.items() if size > 1 and axis not in mesh.manual_axes}
-    by_rows = tuple(axis for axis in axes_of(spec[0]) if axis in free)
+    by_rows = tuple(axis for axis in spec_axes(spec[0]) if axis in free)
     if rows % math.prod(free[axis] for axis in by_rows):
         return Split(1, (), 1, (), 1)
-    context = tuple(axis for axis in axes_of(spec[1]) if axis == "context" and axis in free)
+    context = tuple(axis for axis in spec_axes(spec[1]) if axis == "context" and axis in free)
     others = tuple(axis for axis in by_rows if axis != AXIS)
     return Split(
         ways=free.get(AXIS, 1) if AXIS in by_rows else 1,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from jaxpar.errors import Problem, refuse
-from jaxpar.models.dim_names import SPATIAL, axes_of
+from jaxpar.models.dim_names import SPATIAL, spec_axes
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques.base import Technique
@@ -38,7 +38,7 @@ def check(layout: Layout, named: set[str], _: object, axis: str) -> None:
     Raises:
       JaxparError: If the model has no convolution whose image the axis splits.
     """
-    splits = {name for name, axes in layout.names.items() if axis in axes_of(axes)}
+    splits = {name for name, axes in layout.names.items() if axis in spec_axes(axes)}
     if splits & named:
         return
     size = layout.sizes[axis]

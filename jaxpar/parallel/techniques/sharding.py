@@ -3,7 +3,7 @@
 import math
 
 from jaxpar.errors import Problem, suggest
-from jaxpar.models.dim_names import axes_of
+from jaxpar.models.dim_names import spec_axes
 from jaxpar.parallel.declaration import ZERO_OVER, ZERO_SHARDS, Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques.base import Technique, unsplit_axis_problems
@@ -85,7 +85,7 @@ def unsharded_problems(layout: Layout) -> list[Problem]:
     for path, place in {**layout.placements, **layout.other_state}.items():
         local = shard_bytes(place.leaf, place.sharded, layout.sizes)
         # experts are sharded over `expert` already
-        used = {axis for entry in place.used for axis in axes_of(entry)}
+        used = {axis for entry in place.used for axis in spec_axes(entry)}
         axes = [axis for axis in layout.parallel.zero_axes if layout.sizes[axis] > 1 and axis not in used]
         if layout.parallel.stage and axes and place.used == place.sharded and local > limit:
             ways = math.prod(layout.sizes[axis] for axis in axes)

@@ -3,7 +3,7 @@
 import warnings
 
 from jaxpar.errors import Problem
-from jaxpar.models.dim_names import IMAGES, axes_of
+from jaxpar.models.dim_names import IMAGES, spec_axes
 from jaxpar.parallel.declaration import Axes, Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques.base import Technique, unsplit_axis_problems
@@ -26,7 +26,7 @@ def problems(parallel: Parallel) -> list[Problem]:
 
 def names(parallel: Parallel) -> dict[str, Axes]:
     """Returns whole channels if a rule splits the examples of convolutions over `tensor` (Krizhevsky 2014)."""
-    return {"channels": None} if "tensor" in axes_of(parallel.rules.get(IMAGES)) else {}
+    return {"channels": None} if "tensor" in spec_axes(parallel.rules.get(IMAGES)) else {}
 
 
 def check(layout: Layout, named: set[str], _: object) -> None:

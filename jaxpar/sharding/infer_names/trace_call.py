@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.models.islands import implemented
+from jaxpar.models.islands import use_islands
 from jaxpar.sharding.author.explicit import no_mesh, sharding_translation
 from jaxpar.sharding.names import Blueprint, Compute, Program, Tree, path_of
 from jaxpar.sharding.nnx.hooks import step_hooks
@@ -31,7 +31,7 @@ def trace_program(init: Callable, bind: Callable, call: Callable[[Any], Any]) ->
         values, state = jax.eval_shape(init, jax.random.key(0))
         paths = tuple(path_of(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(values)[0])
         # all experts in one matmul: in a loop over them, a stack of experts would look like a stack of layers
-        with implemented({"mixture": active_experts}):
+        with use_islands({"mixture": active_experts}):
             return jax.make_jaxpr(program)(values, state), paths
 
 

@@ -144,7 +144,7 @@ def _is_model(module: nnx.Module) -> bool:
     return not places or any(path == place for path, place in places)
 
 
-_call_model = partial(call_in_float32, of_loss=_is_model)
+_call_model = partial(call_in_float32, is_loss_model=_is_model)
 
 
 def _call_assigning(before: Callable) -> Callable:

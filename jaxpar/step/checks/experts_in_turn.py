@@ -14,7 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from jaxpar.hlo.attribution import equation_frame
 from jaxpar.hlo.text import SourceFrame
-from jaxpar.models.dim_names import axes_of
+from jaxpar.models.dim_names import spec_axes
 from jaxpar.models.islands import MIXTURE
 from jaxpar.parallel.layout import Layout
 
@@ -35,7 +35,7 @@ def check_experts(layout: Layout, jaxpr: Jaxpr) -> None:
 def _mixed_rules(layout: Layout) -> Iterator[str]:
     """Yields a message for each rule of the user by which `expert` splits dims of several sizes."""
     for name, axes in layout.parallel.rules.items():
-        if AXIS not in axes_of(axes):
+        if AXIS not in spec_axes(axes):
             continue
         dims: dict[int, str] = {}
         experts = ""
@@ -59,7 +59,7 @@ def _loops(layout: Layout, jaxpr: Jaxpr) -> Iterator[str]:
     stacks = {
         place.leaf.shape: path
         for path, place in layout.placements.items()
-        if len(place.leaf.shape) > 2 and AXIS in axes_of(place.used[0] if place.used else None)
+        if len(place.leaf.shape) > 2 and AXIS in spec_axes(place.used[0] if place.used else None)
     }
     entries: defaultdict[str, set[int]] = defaultdict(set)
     for equation, frame in _slices(jaxpr, None):

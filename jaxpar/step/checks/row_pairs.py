@@ -16,7 +16,7 @@ from jaxpar.errors import JaxparError, user_code_errors
 from jaxpar.hlo.attribution import equation_frame
 from jaxpar.hlo.text import SourceFrame
 from jaxpar.models.experts import active_experts
-from jaxpar.models.islands import implemented
+from jaxpar.models.islands import use_islands
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.author.explicit import sharding_translation
 from jaxpar.sharding.names import Compute
@@ -76,7 +76,7 @@ def _trace(
         jax.set_mesh(layout.device_mesh),  # the model may use mesh axes directly
         sharding_translation(),
         step_hooks(),
-        implemented({"mixture": active_experts}),  # its slots are of a microbatch in any case
+        use_islands({"mixture": active_experts}),  # its slots are of a microbatch in any case
     ):
         for count in counts:
             shapes = {

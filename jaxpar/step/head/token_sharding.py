@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxpar.models.dim_names import axes_of, constrain_to, spec_of
+from jaxpar.models.dim_names import constrain_to, get_spec, spec_axes
 from jaxpar.models.settings.logits import Logits
 
 Axes = tuple[str, ...]
@@ -101,11 +101,11 @@ def token_sharding(rows: int, seq: int) -> TokenSharding | None:
 
     None if the shards would be unequal. Outside of a step nothing is sharded.
     """
-    specs, stream = spec_of(("batch", "seq", "vocab")), spec_of(("batch", "seq", "embed"))
+    specs, stream = get_spec(("batch", "seq", "vocab")), get_spec(("batch", "seq", "embed"))
     if specs is None or stream is None:
         return TokenSharding()
-    batch, seq_axes, vocab = (axes_of(entry) for entry in specs)
-    stream_axes = axes_of(stream[1])
+    batch, seq_axes, vocab = (spec_axes(entry) for entry in specs)
+    stream_axes = spec_axes(stream[1])
     inner = stream_axes[len(seq_axes) :] if stream_axes[: len(seq_axes)] == seq_axes else ()
     ways = (_shard_count(batch), _shard_count(seq_axes), _shard_count(inner))
     if rows % ways[0] or seq % (ways[1] * ways[2]):
@@ -123,8 +123,8 @@ def _shard_count(axes: Axes) -> int:
 
 def num_vocab_shards(vocab: int) -> int:
     """Returns the number of vocab shards in the traced step; 1 if they are unequal, or on manual axes."""
-    (entry,) = spec_of(("vocab",)) or (None,)
-    axes = axes_of(entry)
+    (entry,) = get_spec(("vocab",)) or (None,)
+    axes = spec_axes(entry)
     mesh = jax.sharding.get_abstract_mesh()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if any(kinds[axis] != AxisType.Auto for axis in axes):

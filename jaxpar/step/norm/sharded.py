@@ -21,7 +21,7 @@ from jax.extend.core import (
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxpar.jaxprs.dataflow import Traced, needed_equations
-from jaxpar.models.dim_names import axes_of
+from jaxpar.models.dim_names import spec_axes
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.specs import abstract_params, update_specs
 from jaxpar.sharding.names import Tree, is_float, shard_counts
@@ -76,7 +76,7 @@ def _widen(leaf: jax.Array) -> jax.Array:
 
 
 def _axes(spec: PartitionSpec) -> Axes:
-    return tuple(axis for entry in spec for axis in axes_of(entry))
+    return tuple(axis for entry in spec for axis in spec_axes(entry))
 
 
 def _has_equal_shards(layout: Layout, gradients: Tree) -> bool:

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxpar.errors import JaxparError, Problem, refuse, shape_differences
 from jaxpar.models.huggingface.export import float_dtype, tensor_sources, write_model
 from jaxpar.models.huggingface.folder import CONFIG, is_folder, read_config
-from jaxpar.models.huggingface.load import Tensor, entries_of, few
+from jaxpar.models.huggingface.load import Tensor, find_entries, shorten
 from jaxpar.models.huggingface.param_mapping import ParamMapping, groups, joint_size
 from jaxpar.models.huggingface.rules import Rule, expand, tensor_shapes
 from jaxpar.models.huggingface.safetensors import FLOATS, NAMES, Entry, folder_entries
@@ -88,7 +88,7 @@ def from_huggingface(
         raise JaxparError(*problems)
     totals = {name: joint_size(group) for name, group in groups(table).items()}
     return {
-        path: rule and Tensor(rule, entries_of(rule, used), totals[rule.tensor_name], np.dtype(leaves[path].dtype))
+        path: rule and Tensor(rule, find_entries(rule, used), totals[rule.tensor_name], np.dtype(leaves[path].dtype))
         for path, rule in mappings.items()
     }
 
@@ -210,4 +210,4 @@ def _tensor_problems(tensors: Mapping[str, Entry], table: list[ParamMapping], *,
          "the model's own sizes, or other dims in the rule"),
         (numbers, "in numbers that are not read", "weights are read in F32, F16 or BF16", "skip=[...]"),
     ]  # fmt: skip
-    return [Problem(f"tensors {what}: {few(names)}", rule, fix) for names, what, rule, fix in rows if names]
+    return [Problem(f"tensors {what}: {shorten(names)}", rule, fix) for names, what, rule, fix in rows if names]

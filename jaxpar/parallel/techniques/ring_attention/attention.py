@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.models.blocks.attention_mask import AttentionMask
 from jaxpar.models.blocks.fused import FusedKernel
 from jaxpar.models.blocks.pairs import Blocks, max_block_sizes
-from jaxpar.models.dim_names import spec_of
+from jaxpar.models.dim_names import get_spec
 from jaxpar.models.islands import QUERIES, note
 from jaxpar.parallel.techniques.ring_attention import ring as zigzag
 from jaxpar.parallel.techniques.ring_attention.block_tables import BlockTables
@@ -115,7 +115,7 @@ def distributed_attention(
 
 def _ways_of_heads(sizes: dict[str, int]) -> int:
     """Returns the number of shards of the heads over axes other than context."""
-    spec = spec_of(QUERIES)
+    spec = get_spec(QUERIES)
     entry = None if spec is None else spec[2]
     ways = 1
     for axis in (entry,) if isinstance(entry, str) else entry or ():

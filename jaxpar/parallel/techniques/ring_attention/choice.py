@@ -20,7 +20,7 @@ from jaxpar.errors import refuse
 from jaxpar.models.blocks.attention_mask import AttentionMask
 from jaxpar.models.blocks.fused import CUDNN, FusedKernel, capability, kernel_override
 from jaxpar.models.blocks.kernel_check import check_kernel
-from jaxpar.models.dim_names import axes_of, spec_of
+from jaxpar.models.dim_names import get_spec, spec_axes
 from jaxpar.models.islands import KEYS, QUERIES, note
 from jaxpar.models.settings.computing import why_no_part
 from jaxpar.parallel.techniques.ring_attention.ring_devices import AXIS, RingDevices, repeated_kv_heads
@@ -173,12 +173,12 @@ def _say(ways: RingDevices, why: str) -> None:
 
 def _find_sharding(q: jax.Array, k: jax.Array) -> AttentionSharding | str:
     """Returns the axes that split examples and heads, or the reason why the kernel does not support them."""
-    specs = spec_of(QUERIES), spec_of(KEYS)
+    specs = get_spec(QUERIES), get_spec(KEYS)
     mesh = jax.sharding.get_abstract_mesh()
     free = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual}
     ways = {axis: size for axis, size in mesh.shape.items() if axis in free and size > 1}
     of_q, of_k = (
-        [tuple(axis for axis in axes_of(entry) if axis in ways) for entry in spec or (None, AXIS, None, None)]
+        [tuple(axis for axis in spec_axes(entry) if axis in ways) for entry in spec or (None, AXIS, None, None)]
         for spec in specs
     )
     if any(entry is P.UNCONSTRAINED for spec in specs for entry in spec or ()):

@@ -15,7 +15,7 @@ from jaxpar.inspector import stand_in_attention
 from jaxpar.inspector.report import Report, build_report
 from jaxpar.inspector.step_subject import step_subject
 from jaxpar.mesh.absent_gpus import target_config_of, target_devices
-from jaxpar.models.islands import implemented
+from jaxpar.models.islands import use_islands
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import JAXPAR_FUSED
@@ -137,7 +137,7 @@ class Built:
 
 
 def _with_stand_in(model: Any, batch: Any) -> Any:
-    with implemented({"attention": stand_in_attention.attention}):
+    with use_islands({"attention": stand_in_attention.attention}):
         return jp.next_token_loss(model, batch)
 
 
