@@ -101,9 +101,8 @@ def _split_dims(jaxpr: Jaxpr) -> Iterator[tuple[Any, int, int]]:
     """Yields (variable, dim, size of the dim) of each dim that a constraint splits over `context`."""
     for eqn in jaxpr.eqns:
         if (spec := _spec(eqn)) is not None:
-            for dim, entry in enumerate(spec):
-                if AXIS in spec_axes(entry):
-                    yield eqn.outvars[0], dim, eqn.outvars[0].aval.shape[dim]
+            result: Any = eqn.outvars[0]
+            yield from ((result, dim, result.aval.shape[dim]) for dim, entry in enumerate(spec) if _is_split([entry]))
         for inner in jaxprs_in_params(eqn.params):
             yield from _split_dims(inner)
 
@@ -112,12 +111,9 @@ def _gathers(jaxpr: Jaxpr, specs: dict[int, tuple], times: int = 1) -> Iterator[
     """Yields the bytes of each array that `context` splits in one constraint and not in the next, and its runs."""
     for eqn in jaxpr.eqns:
         if (spec := _spec(eqn)) is not None:
-            before = specs.get(id(eqn.invars[0]), ())
-            if any(AXIS in spec_axes(entry) for entry in before) and not any(
-                AXIS in spec_axes(entry) for entry in spec
-            ):
-                aval = eqn.outvars[0].aval
-                yield math.prod(aval.shape) * aval.dtype.itemsize, times
+            result: Any = eqn.outvars[0].aval
+            if _is_split(specs.get(id(eqn.invars[0]), ())) and not _is_split(spec):
+                yield math.prod(result.shape) * result.dtype.itemsize, times
             specs[id(eqn.outvars[0])] = spec
         runs = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
         for inner in jaxprs_in_params(eqn.params):
@@ -126,3 +122,7 @@ def _gathers(jaxpr: Jaxpr, specs: dict[int, tuple], times: int = 1) -> Iterator[
 
 def _spec(eqn: Any) -> tuple | None:
     return tuple(eqn.params["sharding"].spec) if eqn.primitive.name == "sharding_constraint" else None
+
+
+def _is_split(spec: Sequence[Any]) -> bool:
+    return any(AXIS in spec_axes(entry) for entry in spec)

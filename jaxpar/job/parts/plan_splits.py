@@ -62,7 +62,7 @@ def find_splits(
     sizes: Collection[int],
     precision: str,
     frozen: Collection[str],
-) -> tuple[dict[Sizes, FoundSplit | NamedSplit], tuple[str, ...]]:
+) -> tuple[Mapping[Sizes, FoundSplit | NamedSplit], tuple[str, ...]]:
     """Returns the splits of a model by sizes of `context` and `tensor`, and a sentence on each that is left out.
 
     Args:
