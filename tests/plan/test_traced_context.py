@@ -13,6 +13,7 @@ from specs import models
 from specs.test_trained import CASES, plain, train
 
 import jaxpar as jp
+from jaxpar.errors import Problem
 from jaxpar.job.file.parse import loads
 from jaxpar.job.parts.plan_splits import find_splits
 from jaxpar.job.plan import apply_layout
@@ -173,6 +174,29 @@ def test_context_is_planned_along_the_sequence_that_a_model_names(attending):
     assert first.context > 1
     assert "specs" not in attending.command
     assert f"context={first.context}" in attending.command
+
+
+def test_sizes_that_do_not_divide_the_tokens_or_the_examples_are_left_out():
+    odd = {key: jax.ShapeDtypeStruct((2, 65), "int32") for key in ("x", "y")}
+    found, sentences = splits_of(Attending, models.next_token, odd, rows=2)
+    assert all(context == 1 for context, _ in found)
+    assert sentences == ("context: none of 8 divides the 65 tokens of a row",)
+    found, sentences = splits_of(Attending, models.next_token, TOKENS, rows=3, sizes=(2, 4))
+    assert all(context == 1 for context, _ in found)
+    assert sentences == ("context: with none of its sizes the replicas divide the examples",)
+
+
+def test_a_model_that_context_does_not_support_is_planned_over_its_other_axes():
+    def attend(model, batch):
+        x = model.up(batch["x"]).reshape(*batch["x"].shape[:2], 4, -1)
+        x = jp.constrain(x, "batch", "seq", "heads", "head_dim")
+        if jax.sharding.get_abstract_mesh().shape.get("context", 1) > 1:
+            raise jp.JaxparError(Problem("such a mask over pieces of a row", "whole rows", "context=1"))
+        return jnp.mean(jp.attention(x, x, x, causal=True) ** 2)
+
+    found, sentences = splits_of(Wide, attend, {"x": jax.ShapeDtypeStruct((8, 16, 64), "float32")}, rows=8)
+    assert (1, 2) in found
+    assert sentences == ("context: such a mask over pieces of a row",)
 
 
 def test_keys_and_values_are_gathered_and_their_gradients_scattered(attending):

@@ -15,6 +15,7 @@ import jax
 from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType
 
+from jaxpar.errors import JaxparError
 from jaxpar.models.dim_names import spec_axes
 from jaxpar.parallel.compose import compose
 from jaxpar.parallel.declaration import Parallel
@@ -81,9 +82,12 @@ def sequence_splits(
     """
     params, model_state = jax.eval_shape(lambda: blueprint.init(jax.random.key(0)))
     rows = {name: jax.ShapeDtypeStruct((ROWS, *leaf.shape[1:]), leaf.dtype) for name, leaf in batch.items()}
-    with sequences_split(blueprint) as names:
-        summed = summed_loss(blueprint, loss, DTYPES[precision])
-        jaxpr = jax.make_jaxpr(lambda *args: summed(*args)[0])(params, model_state, rows).jaxpr
+    try:
+        with sequences_split(blueprint) as names:
+            summed = summed_loss(blueprint, loss, DTYPES[precision])
+            jaxpr = jax.make_jaxpr(lambda *args: summed(*args)[0])(params, model_state, rows).jaxpr
+    except JaxparError as error:  # the model does not support context: a plan says so, and has its other axes
+        return {}, error.problems[0].got
     if not names:
         return {}, f'{blueprint.name} names no dim seq; jp.constrain(x, "batch", "seq", "embed") on its stream does'
     gathered = [*_gathers(jaxpr, {})]
@@ -94,6 +98,8 @@ def sequence_splits(
         for kind in ("all-gather", "reduce-scatter")
     )
     divided = [size for size in sizes if all(length % size == 0 for length in lengths)]
+    if not divided:
+        return {}, f"none of {', '.join(map(str, sizes))} divides the {max(lengths):,} tokens of a row"
     return dict.fromkeys(divided, ModelSplit(traffic=traffic)), ""
 
 

@@ -100,6 +100,8 @@ def find_splits(
     if contexts:
         program(local_rows(contexts[0]))  # records the islands
     if "attention" in islands:  # it meets the keys of tokens that `context` splits as the model names them
+        if not contexts:
+            return found, ("context: with none of its sizes the replicas divide the examples",)
         named, reason = sequence_splits(blueprint, loss, batch, sizes=contexts, precision=precision)
         splits = {(size, 1): NamedSplit(split=split, shares=SequenceShares(size)) for size, split in named.items()}
         sentences = (f"context: {reason}",) if reason else _of_sequences(bool(splits), bool(found))
