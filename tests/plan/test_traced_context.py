@@ -18,6 +18,7 @@ from jaxpar.job.file.parse import loads
 from jaxpar.job.parts.plan_splits import find_splits
 from jaxpar.job.plan import apply_layout
 from jaxpar.mesh.target import missing_plugin
+from jaxpar.models.remat import remat
 from jaxpar.parallel.compose import as_blueprint
 from jaxpar.plan.candidate import Candidate
 from jaxpar.sharding.names import shard_bytes
@@ -140,7 +141,7 @@ class Attending(nnx.Module):
     """A decoder of one's own that calls jp.attention, and names its stream as the user does or does not."""
 
     def __init__(self, rngs, *, names=("batch", "seq", "embed"), dim=256, heads=8, layers=2):
-        self.names, self.heads = names, heads
+        self.names, self.heads, self.remat = names, heads, "none"
         self.embed = nnx.Embed(64, dim, rngs=rngs)
         self.inputs = nnx.List([nnx.Linear(dim, 3 * dim, rngs=rngs) for _ in range(layers)])
         self.up = nnx.List([nnx.Linear(dim, 4 * dim, rngs=rngs) for _ in range(layers)])
@@ -150,11 +151,15 @@ class Attending(nnx.Module):
         x = self.embed(x)
         if self.names:
             x = jp.constrain(x, *self.names)
-        for inputs, up, down in zip(self.inputs, self.up, self.down, strict=True):
-            q, k, v = (part.reshape(*x.shape[:2], self.heads, -1) for part in jnp.split(inputs(x), 3, axis=-1))
-            x = x + jp.attention(q, k, v, causal=True).reshape(x.shape)
-            x = x + down(nnx.gelu(up(x)))
+        for layer in zip(self.inputs, self.up, self.down, strict=True):
+            x = remat(partial(self.block, layer), self.remat)(x)
         return self.embed.attend(x)
+
+    def block(self, layer, x):
+        inputs, up, down = layer
+        q, k, v = (part.reshape(*x.shape[:2], self.heads, -1) for part in jnp.split(inputs(x), 3, axis=-1))
+        x = x + jp.attention(q, k, v, causal=True).reshape(x.shape)
+        return x + down(nnx.gelu(up(x)))
 
 
 TOKENS = {key: jax.ShapeDtypeStruct((2, 2048), "int32") for key in ("x", "y")}
@@ -254,12 +259,20 @@ def test_no_specs_are_found_for_context_where_jp_attention_exchanges_keys(sizes)
 @pytest.mark.spread(1)
 @pytest.mark.slow
 @pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
-@pytest.mark.parametrize("sizes", [{"context": 8}, {"data": 2, "context": 4}, {"fsdp": 2, "context": 4, "zero": 3}])
-def test_a_plan_of_named_sequences_is_near_the_compiled_program(attending, sizes):
+@pytest.mark.parametrize(
+    ("sizes", "policy"),
+    [
+        ({"context": 8}, "none"),
+        ({"data": 2, "context": 4}, "full"),
+        ({"data": 2, "context": 4}, "dots"),
+        ({"fsdp": 2, "context": 4, "zero": 3}, "all_dots"),
+    ],
+)
+def test_a_plan_of_named_sequences_is_near_the_compiled_program(attending, sizes, policy):
     layout = jp.compose(Attending, jp.Parallel(**sizes), jp.target_devices("h100:1x8"))
-    step = jp.train_step(layout, models.next_token, optax.adamw(1e-3), precision="bf16")
+    step = jp.train_step(layout, models.next_token, optax.adamw(1e-3), precision="bf16", remat=policy)
     report, question = jp.inspect(step, TOKENS), attending.question
-    candidate = Candidate(**sizes, microbatch=2 // (8 // sizes["context"]))
+    candidate = Candidate(**sizes, microbatch=2 // (8 // sizes["context"]), remat=policy)
     assert float(question.bytes(candidate).total) == pytest.approx(report.total, rel=0.1)
     sent = question.model.collectives(candidate, question.software)
     for kind in ("all-gather", "reduce-scatter"):

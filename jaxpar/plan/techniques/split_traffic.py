@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from jaxpar.mesh.collective import Collective
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.software import SoftwareModel
@@ -16,18 +18,21 @@ def split_traffic(
 ) -> Iterator[SentCollective]:
     """Yields the collectives over an axis of a model that is no decoder.
 
-    Collectives of the forward pass, half of all, are exposed; of the backward pass's the share `overlap` is hidden.
+    Collectives of the forward pass, half of all, are exposed; of the backward pass's the share `overlap` is hidden. If
+    the model names the dims that the axis splits, its all-gathers are of keys and values: no remat policy saves them.
     """
     if isinstance(model, Shape):
         return
     for kind, payload, times in traffic(model, candidate, axis):
-        yield SentCollective(
-            collective=Collective(
-                kind=kind, axes=(axis,), dtype="bf16" if software.wire[0] == 2 else "f32", group=candidate.size(axis),
-                times=times * candidate.microbatches, payload=payload,
-            ),
-            exposed=1 - overlap / 2,
-        )  # fmt: skip
+        gathers_again = kind == "all-gather" and axis in getattr(model, "named_axes", ())
+        for runs, again in ((1.0, False), *[(1.0 * np.not_equal(candidate.remat, "none"), True)] * gathers_again):
+            yield SentCollective(
+                collective=Collective(
+                    kind=kind, axes=(axis,), dtype="bf16" if software.wire[0] == 2 else "f32",
+                    group=candidate.size(axis), times=runs * times * candidate.microbatches, payload=payload,
+                ),
+                exposed=1 - overlap / 2, recomputed=again,
+            )  # fmt: skip
 
 
 def why_no_split(model: Any, axis: str) -> str:
