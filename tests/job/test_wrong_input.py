@@ -294,7 +294,7 @@ JOBS = [
     (CUT, "model.name=misuse:Lin", "Lin has no stack of layers", "nn.scan"),
     (CUT, "model.name=misuse:Normed", "Normed keeps state", "LayerNorm"),
     (CUT, "model.name=misuse:ReadsOutside", "a/bias", "layers", "pass it"),
-    (CUT, "model.name=misuse:Uncut", "calls jp.pipelined 0 times", "x = jp.pipelined(layers, x)", 'stages="found"'),
+    (CUT, "model.name=misuse:Uncut", "does not call jp.pipelined", "x = jp.pipelined(layers, x)", 'stages="found"'),
     (CUT, "model.name=misuse:CutTwice", "calls jp.pipelined 2 times", "once"),
     (CUT, "model.name=misuse:ScalesByState", "or what follows from it", "through x"),  # it would be that of zeros
     (CUT, "model.name=misuse:NormedInside", "NormedInside keeps state", "LayerNorm"),

@@ -589,7 +589,7 @@ REFUSED = {  # what is tried; words of what was got, of the rule and of the fix
                "a mean of means", "(sum, count)"),
     "another structure": (tries(Structure), "the layers of Structure take", "structure, shapes and dtypes",
                           "before or after pipelined"),
-    "no cut": (tries(Uncut), "calls jp.pipelined 0 times", "once, around its stack", 'or jp.Pipeline(stages="found")'),
+    "no cut": (tries(Uncut), "does not call jp.pipelined", "once, around its stack", 'or jp.Pipeline(stages="found")'),
     "two cuts": (tries(Twice), "calls jp.pipelined 2 times", "once, around its stack", "x = jp.pipelined(layers, x)"),
     "captured": (tries(Captured), "reads gain inside of its layers", "a stage has nothing else", "through x"),
     "BatchNorm inside": (tries(AveragedInside), "the averages of BatchNorm", "microbatches overlap",

@@ -105,8 +105,9 @@ class ModelStates:
         microbatch = {key: value[: value.shape[0] // count] for key, value in batch.items()}
         traced = Traced(run_loss, params, microbatch, model_state)
         if len(calls) != 1:
+            usage = f"calls jp.pipelined {len(calls)} times" if calls else "does not call jp.pipelined"
             raise refuse(
-                f"{blueprint.name} calls jp.pipelined {len(calls)} times",
+                f"{blueprint.name} {usage}",
                 rule="a pipeline cuts a model where it calls jp.pipelined(layers, x): once, around its stack of layers",
                 fix="x = jp.pipelined(layers, x) around the stack of equal layers, the largest of several; Decoder and "
                 "ViT have it" + ("" if calls else '; or jp.Pipeline(stages="found"), which cuts any traced model'),
