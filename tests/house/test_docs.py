@@ -92,7 +92,7 @@ def test_the_first_code_of_the_readme_is_short_early_and_prints_what_it_says():
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param("jaxpar plan configs/digits.toml --devices 8", marks=pytest.mark.full),
+        pytest.param("jaxpar plan configs/digits.toml --devices 8", marks=pytest.mark.slow),
         pytest.param("jaxpar check configs/digits.toml", marks=pytest.mark.slow),
         "python -c 'import jaxpar as jp; jp.compose(lambda rngs: jp.ViT(jp.ViTConfig(), rngs=rngs), jp.Parallel())'",
     ],
