@@ -316,8 +316,11 @@ def test_every_layout_of_data_fsdp_and_tensor_is_weighed():
     plan = search(question(VIT), top=500)
     # remats, and microbatches of replicas of 8, 16, 32 and 64 rows, with stages of ZeRO on each size of fsdp above 1
     every = plan.question.legal()
-    unpipelined = np.asarray(every.pipe) == 1
-    assert unpipelined.sum() == 4 * (4 * (1 + 3 * 3) + 5 * (1 + 3 * 2) + 6 * (1 + 3) + 7)
+    context, unpipelined = np.asarray(every.context), np.asarray(every.pipe) == 1
+    assert (unpipelined & (context == 1)).sum() == 4 * (4 * (1 + 3 * 3) + 5 * (1 + 3 * 2) + 6 * (1 + 3) + 7)
+    # context 2, 4 and 8 leave replicas as tensor does; the patches are the tokens that it names
+    assert (unpipelined & (context > 1)).sum() == 4 * (5 * (1 + 3 * 2) + 6 * (1 + 3) + 7)
+    assert (np.asarray(every.tensor)[context > 1] == 1).all()
     assert plan.considered == len(unpipelined)
     assert {*np.asarray(every.pipe).tolist()} == {1, 2, 4}  # of 4 layers
     assert {*np.asarray(every.tensor).tolist()} == {1, 2, 4, 8}
