@@ -276,7 +276,7 @@ def test_a_plan_of_named_sequences_is_near_the_compiled_program(attending, sizes
     assert float(question.bytes(candidate).total) == pytest.approx(report.total, rel=0.1)
     sent = question.model.collectives(candidate, question.software)
     for kind in ("all-gather", "reduce-scatter"):
-        planned = sum(each.wire for each in sent if each.kind == kind)
+        planned = sum(each.step_wire for each in sent if each.kind == kind)
         assert report.by_axis["context"].get(kind) == pytest.approx(planned, rel=0.02)
 
 

@@ -13,7 +13,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jaxpar.errors import refuse
 from jaxpar.models.settings.computing import POLICIES, model_policy
 from jaxpar.plan.model.liveness import Estimate, estimate
-from jaxpar.plan.model.program import MatmulKind, SizedProgram, read_program, value
+from jaxpar.plan.model.program import MatmulKind, SizedProgram, TracedMatmul, read_program, value
 from jaxpar.plan.model.splits import Sizes
 from jaxpar.sharding.names import DISPATCH, path_of
 
@@ -117,24 +117,25 @@ def trace(
             rule="a plan needs a loss that depends on the parameters and on the rows of the batch",
             fix="a model and a loss that read the batch",
         )
-    passes = (
-        tuple(
-            Matmul(flop=float(value(matmul.flop, COUNTED)) / COUNTED, times=times, kind=matmul.kind)
-            for matmul, times, backward in matmuls
-            if backward == is_backward
-        )
-        for is_backward in (False, True)
-    )
     small = inputs(COUNTED)
     jaxpr = jax.make_jaxpr(forward("none"))(params, small).jaxpr
     remat_jaxpr = jax.make_jaxpr(forward("full"))(params, small).jaxpr if takes_remat else None
     return ModelTrace(
-        matmuls=next(passes),
-        backward=next(passes),
+        matmuls=_count_flop(matmuls, backward=False),
+        backward=_count_flop(matmuls, backward=True),
         programs=estimates,
         blocks=_blocks(remat_jaxpr) if remat_jaxpr is not None else 0,
         slots=tuple((elements / COUNTED, times) for elements, times in _slots(jaxpr)),
         split_programs=split_programs,
+    )
+
+
+def _count_flop(matmuls: Collection[tuple[TracedMatmul, int, bool]], *, backward: bool) -> tuple[Matmul, ...]:
+    """Returns the FLOP per row of the matmuls of the forward or the backward pass."""
+    return tuple(
+        Matmul(flop=float(value(matmul.flop, COUNTED)) / COUNTED, times=times, kind=matmul.kind)
+        for matmul, times, is_backward in matmuls
+        if is_backward == backward
     )
 
 

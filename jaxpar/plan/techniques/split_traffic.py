@@ -24,15 +24,15 @@ def split_traffic(
     if isinstance(model, Shape):
         return
     for kind, payload, times in traffic(model, candidate, axis):
-        gathers_again = kind == "all-gather" and axis in getattr(model, "named_axes", ())
-        for runs, again in ((1.0, False), *[(1.0 * np.not_equal(candidate.remat, "none"), True)] * gathers_again):
-            yield SentCollective(
-                collective=Collective(
-                    kind=kind, axes=(axis,), dtype="bf16" if software.wire[0] == 2 else "f32",
-                    group=candidate.size(axis), times=runs * times * candidate.microbatches, payload=payload,
-                ),
-                exposed=1 - overlap / 2, recomputed=again,
-            )  # fmt: skip
+        gathers_keys = kind == "all-gather" and axis in getattr(model, "named_axes", ())
+        runs = 1 + gathers_keys * np.not_equal(candidate.remat, "none")
+        yield SentCollective(
+            collective=Collective(
+                kind=kind, axes=(axis,), dtype="bf16" if software.wire[0] == 2 else "f32", group=candidate.size(axis),
+                times=runs * times * candidate.microbatches, payload=payload,
+            ),
+            exposed=1 - overlap / 2,
+        )  # fmt: skip
 
 
 def why_no_split(model: Any, axis: str) -> str:
