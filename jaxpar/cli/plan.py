@@ -69,7 +69,7 @@ def run_plan(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.job.file.dump import dumps
     from jaxpar.job.file.parse import load
     from jaxpar.job.parts.plan_model import needs_jax
-    from jaxpar.job.plan import apply_layout, command, compiled_chip, named_axes, question
+    from jaxpar.job.plan import apply_layout, command, compiled_chip, question
     from jaxpar.plan.pages.html import write
     from jaxpar.plan.pages.text import page
     from jaxpar.plan.rules.advice import advise
@@ -112,7 +112,7 @@ def run_plan(args: argparse.Namespace) -> tuple[Any, int]:
         print(fold("\n" + comparison(verified), terminal_width()))
         result |= {"verified": [scored.to_dict() for scored in verified], "agreement": agreement(verified)}
     first = proposal(plan, verified).candidate
-    planned_job = apply_layout(job, first, request.model.layers, request.hardware, named=named_axes(request.model))
+    planned_job = apply_layout(job, first, request.model.layers, request.hardware, named=request.model.named_axes)
     train = command(args.job, args.overrides, job, planned_job)
     print(f"\nTrain it so:\n  {train}")
     if args.write:

@@ -44,6 +44,7 @@ MACHINERY = tuple(
     + [str(Path(module.__file__ or "").parent) for module in (jax, jaxlib, flax, optax)]  # symlinks may lead elsewhere
     + ["<"]
 )
+_ISLANDS = str(_HOME / "models" / "islands.py")
 _PYTHON = sysconfig.get_path("stdlib")
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/([^/.]+)")
 _LIBRARIES = frozenset(
@@ -299,6 +300,8 @@ def _is_machinery(file: str) -> bool:
 def equation_frame(equation: JaxprEqn, enclosing: SourceFrame | None = None) -> SourceFrame | None:
     """Returns the innermost line of the user's code that traced an equation of a jaxpr; None if unknown.
 
+    That of an island's result, which has a name (`jaxpar.models.islands.attention`), is the line that calls it.
+
     Args:
       equation: The equation.
       enclosing: The line of the equation in whose jaxpr it stands: JAX keeps the lines of an inner function alone.
@@ -306,6 +309,8 @@ def equation_frame(equation: JaxprEqn, enclosing: SourceFrame | None = None) -> 
     traceback = equation.source_info.traceback
     frames = traceback.frames if traceback else ()
     stack = [SourceFrame(frame.file_name, frame.line_num, frame.function_name) for frame in frames]
+    if equation.primitive.name == "name":
+        stack = [frame for frame in stack if frame.file != _ISLANDS]
     return user_frame(stack, enclosing)
 
 

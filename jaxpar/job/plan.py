@@ -252,11 +252,6 @@ def _head(job: Job, candidate: Candidate) -> list[str]:
     return [f"parallel.pipeline.head={candidate.head}"] * (candidate.pipe > 1 and not has_formulas(job))
 
 
-def named_axes(model: Any) -> tuple[str, ...]:
-    """Returns the axes that split dims of a planned model as it names them, so that no specs are found for them."""
-    return getattr(model, "named_axes", ())
-
-
 def apply_layout(
     job: Job,
     candidate: Candidate,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jaxpar.errors import refuse, user_code_errors
 from jaxpar.job.file.parse import load, replacement_note, shipped_job
 from jaxpar.job.file.schema import Job
-from jaxpar.job.plan import apply_layout, command, model_question, named_axes, question
+from jaxpar.job.plan import apply_layout, command, model_question, question
 from jaxpar.parallel.declaration import OPTIONAL
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.model.splits import AXES
@@ -50,7 +50,7 @@ def plan_step(step: Any, batches: Sequence[Any], *, top: int, devices: int, **as
         remat=step.numerics.remat, steps=0, devices=devices, **asked,
     )  # fmt: skip
     result = search(question, top=top)
-    command = _command(result.best[0].candidate, step, named_axes(question.model))
+    command = _command(result.best[0].candidate, step, question.model.named_axes)
     return DisplayedPlan.from_plan(result, title=f"{step.layout.blueprint.name}: a plan", command=command)
 
 
@@ -201,7 +201,7 @@ def plan(
     result = search(request, top=top)
     name = "JOB" if isinstance(job, Job) else str(job)
     best_job = apply_layout(
-        loaded, result.best[0].candidate, request.model.layers, request.hardware, named=named_axes(request.model)
+        loaded, result.best[0].candidate, request.model.layers, request.hardware, named=request.model.named_axes
     )
     return DisplayedPlan.from_plan(
         result,

@@ -11,7 +11,7 @@ from jaxpar.job.parts.batches import abstract_batch
 from jaxpar.job.parts.models import batch_errors, frozen_paths, resolve_loss, resolve_model
 from jaxpar.mesh.axes import infer_sizes
 from jaxpar.parallel.compose import as_blueprint
-from jaxpar.specs.find import FoundSpecs, axes_of, find_specs
+from jaxpar.specs.find import FoundSpecs, find_specs
 from jaxpar.units import show_bytes
 
 
@@ -78,9 +78,8 @@ def compare_specs(job: Job, found: FoundSpecs, target: str) -> SpecsComparison:
     """
     plain = dataclasses.replace(job, parallel=dataclasses.replace(found.parallel, **_declared_names(job)))
     reports = [observe(each, target) for each in (with_specs(job, found), plain)]
-    axes = axes_of(found.parallel)
-    compiled, without = (bytes_over_axes(report.by_axis, axes) for report in reports)
-    return SpecsComparison(axes, found.solution.traffic, compiled, without, (reports[0].total, reports[1].total))
+    compiled, without = (bytes_over_axes(report.by_axis, found.axes) for report in reports)
+    return SpecsComparison(found.axes, found.solution.traffic, compiled, without, (reports[0].total, reports[1].total))
 
 
 def bytes_over_axes(by_axis: Mapping[str, Mapping[str, float]], axes: Collection[str]) -> dict[str, float]:

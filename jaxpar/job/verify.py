@@ -15,7 +15,7 @@ from jaxpar.errors import JaxparError
 from jaxpar.inspector import stand_in_attention
 from jaxpar.job.file.schema import Job
 from jaxpar.job.inspect import observe
-from jaxpar.job.plan import apply_layout, compiled_chip, machines, named_axes
+from jaxpar.job.plan import apply_layout, compiled_chip, machines
 from jaxpar.mesh.chips import Chip
 from jaxpar.mesh.memory_pool import Pool
 from jaxpar.mesh.target import Target
@@ -60,7 +60,7 @@ def _target_chip(question: Question, memory: int) -> Chip:
 
 
 def _check_layout(job: Job, ranked: Ranked, question: Question, target: Target) -> CompiledLayout:
-    planned_job = apply_layout(job, ranked.candidate, question.model.layers, named=named_axes(question.model))
+    planned_job = apply_layout(job, ranked.candidate, question.model.layers, named=question.model.named_axes)
     fused, chunks_by_kernel = question.software.attention == "fused", _uses_chunk_kernel(question, ranked)
     calls: list[jax.Array] = []  # calls of the stand-in, on whole sequences
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.errors import refuse
 from jaxpar.models.blocks.attention import attend, blockwise
@@ -96,7 +97,8 @@ def attention(
             rule="an implementation of attention accepts each mask and softcap that the model passes",
             fix="add a parameter of each of these names to it, or call attention without them",
         )
-    return backend(q, k, v, causal=causal, **masks)
+    # a name, so that specs which are found for the line of the call find the result of any implementation
+    return checkpoint_name(backend(q, k, v, causal=causal, **masks), "attention")
 
 
 def unsharded_attention(q_bshk: jax.Array, k_btgk: jax.Array, v_btgk: jax.Array, *, causal: bool) -> jax.Array:

@@ -15,6 +15,7 @@ from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.memory import Memory, memory
 from jaxpar.plan.model.layer_bytes import host_bytes, layer_bytes
 from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.model.splits import AXES
 from jaxpar.plan.model.state_bytes import JAXPAR, Recipe
 from jaxpar.plan.techniques.totals import collectives, unused_axes
 from jaxpar.plan.time import StepTime, step_time
@@ -42,6 +43,11 @@ class Model(Protocol):
     def has_published_runs(self) -> bool:
         """Whether there are published runs of such models, from which an expected error follows."""
         return False
+
+    @property
+    def named_axes(self) -> tuple[str, ...]:
+        """Axes of `context` and `tensor` that split dims as the model names them: no specs are found for these."""
+        ...
 
     def step_flop(self, rows: int) -> float:
         """Returns the FLOP of a step over this many rows, without recomputation: backward is twice forward."""
@@ -126,6 +132,11 @@ class Transformer:
     def has_published_runs(self) -> bool:
         """True: all published runs are of decoders."""
         return True
+
+    @property
+    def named_axes(self) -> tuple[str, ...]:
+        """Both: a decoder names its dims."""
+        return AXES
 
     def step_flop(self, rows: int) -> float:
         """Returns the FLOP of a step; see `Shape.step_flop`."""

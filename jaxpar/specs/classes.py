@@ -94,7 +94,9 @@ def _kind(operation: Operation) -> Hashable:
     params = operation.equation.params
     numbers = repr(params.get("dimension_numbers"))
     shapes = tuple(array.shape for array in (*operation.operands, operation.result))
-    return operation.equation.primitive.name, numbers, shapes, operation.times, len(operation.loops)
+    return (
+        operation.equation.primitive.name, numbers, shapes, operation.times, len(operation.loops), operation.backward,
+    )  # fmt: skip
 
 
 def _multiset(items: Iterable[Hashable]) -> Hashable:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.errors import JaxparError, refuse, suggest
+from jaxpar.errors import refuse, suggest
 from jaxpar.hlo.flop_share import ALLOWED
 from jaxpar.parallel.compose import as_blueprint
 from jaxpar.parallel.declaration import Parallel
@@ -36,6 +36,7 @@ class FoundSpecs:
 
     Attributes:
       parallel: The declaration with the names and rules that were found; a step treats them like the user's own.
+      axes: The axes for which dims were found, outermost first.
       specs: Names of the dims of parameters and of activations, and the rules for them.
       solution: The modelled seconds of a step, their lower bound, and the bytes of a device.
       reasons: Each name to the reason for its split: the seconds of a step that does not split its dims.
@@ -47,6 +48,7 @@ class FoundSpecs:
     """
 
     parallel: Parallel
+    axes: tuple[str, ...]
     specs: NamedSpecs
     solution: Solution
     reasons: Mapping[str, str]
@@ -59,9 +61,13 @@ class FoundSpecs:
     def __repr__(self) -> str:
         solution = self.solution
         return (
-            f"<specs over {_format_axes(self.parallel)}: {', '.join(sorted({*self.specs.names.values()})) or 'none'}; "
+            f"<specs over {self._sizes}: {', '.join(sorted({*self.specs.names.values()})) or 'none'}; "
             f"{solution.cost * 1e3:.3g} ms modelled, at most {solution.gap:.2%} above the best>"
         )
+
+    @property
+    def _sizes(self) -> str:
+        return _format_axes(self.parallel, self.axes)
 
     @property
     def sentence(self) -> str:
@@ -75,7 +81,7 @@ class FoundSpecs:
     @property
     def _repeated(self) -> str:
         """How much of the matmuls' work devices repeat, and why; "" for none."""
-        times = self.solution.work * math.prod(self.parallel.sizes[axis] for axis in axes_of(self.parallel))
+        times = self.solution.work * math.prod(self.parallel.sizes[axis] for axis in self.axes)
         if times <= ALLOWED:
             return ""
         return (
@@ -87,9 +93,9 @@ class FoundSpecs:
     def _splits(self) -> str:
         names = [
             sorted({name for state, name in self.specs.names.items() if number in self.solution.axes.get(state, ())})
-            for number in range(len(axes_of(self.parallel)))
+            for number in range(len(self.axes))
         ]
-        pairs = zip(axes_of(self.parallel), names, strict=True)
+        pairs = zip(self.axes, names, strict=True)
         return "; ".join(f"{axis} splits {', '.join(given) or 'nothing'}" for axis, given in pairs)
 
     @property
@@ -100,7 +106,7 @@ class FoundSpecs:
         """Formats the names with the reason for each, and the predicted cost with its lower bound."""
         solution, lines = self.solution, []
         lines.append(
-            f"{_format_axes(self.parallel)}: {solution.cost * 1e3:.4g} ms of a step's work and traffic, modelled; no "
+            f"{self._sizes}: {solution.cost * 1e3:.4g} ms of a step's work and traffic, modelled; no "
             f"other choice costs less than {solution.bound * 1e3:.4g} ms (gap {solution.gap:.2%}); "
             f"{show_bytes(int(solution.memory))} of state and kept activations; {self.seconds:.1f} s"
         )
@@ -111,7 +117,7 @@ class FoundSpecs:
         lines += [f"  yours wins, unlike the prediction: {own}" for own in self.differing]
         if solution.cost > 1.0001 * solution.best:
             lines.append(f"  the simplest within {TIE:.0%} of the best, {solution.best * 1e3:.4g} ms")
-        for number, axis in enumerate(axes_of(self.parallel)):
+        for number, axis in enumerate(self.axes):
             traffic = sorted(solution.traffic_over(number).items())
             sent = ", ".join(f"{kind} {show_bytes(int(size))}" for kind, size in traffic)
             lines.append(f"  sent by a device over {axis} in a step, predicted: {sent or 'nothing'}")
@@ -139,8 +145,8 @@ def axes_of(parallel: Parallel) -> tuple[str, ...]:
     return tuple(axis for axis in parallel.sizes if axis in AXES and parallel.sizes[axis] != 1)
 
 
-def _format_axes(parallel: Parallel) -> str:
-    return " x ".join(f"{axis}={parallel.sizes[axis]}" for axis in axes_of(parallel))
+def _format_axes(parallel: Parallel, axes: Iterable[str]) -> str:
+    return " x ".join(f"{axis}={parallel.sizes[axis]}" for axis in axes)
 
 
 def find_specs(
@@ -166,7 +172,8 @@ def find_specs(
       loss: A function of (model, batch), or of (model, batch, key).
       batch: The global batch: name to an array, or to its shape and dtype; dim 0 is examples.
       parallel: The declaration, with `tensor` or `context` of at least 2; `data` and `fsdp` split the examples. For two
-        axes the dims are chosen together: an array may be cut along two dims, or along one by both.
+        axes the dims are chosen together: an array may be cut along two dims, or along one by both. If the model calls
+        `jp.attention`, `context` splits the dims of tokens that the model names, and dims are found for `tensor` alone.
       precision: Dtype of matmuls: "fp32" or "bf16".
       chip: The GPU, a key of `jaxpar.plan.machine.hardware.HARDWARE`.
       examples: Whether these axes may split examples too where that is cheaper, as data parallelism does for
@@ -175,35 +182,40 @@ def find_specs(
       memory: Bytes of a device that parameters, their state and kept activations may take; None for no limit.
 
     Raises:
-      JaxparError: If the declaration has other axes, or `context` for a model that calls `jp.attention`; if the
-        replicas do not divide the examples; or if nothing fits in `memory`: the message then has the least bytes that
-        any choice needs.
+      JaxparError: If the declaration has other axes; if it has `context` for a model that calls `jp.attention`, and no
+        `tensor` or no named dim of tokens; if the replicas do not divide the examples; or if nothing fits in `memory`:
+        the message then has the least bytes that any choice needs.
     """
     start = time.perf_counter()
     check_arguments(batch, parallel, precision, memory)
-    blueprint, rows = as_blueprint(model), _rows(parallel, batch)
+    blueprint, rows, searched = as_blueprint(model), _rows(parallel, batch), parallel
     traced = TracedLoss(blueprint, loss, batch, rows=rows, precision=precision)
     program = traced.program(frozen)
-    axes = axes_of(parallel)
-    if "context" in axes and "attention" in traced.islands:
-        raise _named_context(blueprint.name, parallel)
-    costs, note = step_costs(_hardware(chip), parallel, precision), ""
-    sizes = tuple(parallel.sizes[axis] for axis in axes)
+    if parallel.context > 1 and "attention" in traced.islands:
+        # its devices have parts of rows as replicas have rows, along dims that the model names
+        rows, searched = rows / parallel.context, replace(parallel, data=parallel.data * parallel.context, context=1)
+        traced = TracedLoss(blueprint, loss, batch, rows=rows, precision=precision, sequences=True)
+        program = traced.program(frozen)
+        _check_named(program, blueprint.name, parallel)
+    axes = axes_of(searched)
+    costs, note = step_costs(_hardware(chip), searched, precision), ""
+    sizes = tuple(searched.sizes[axis] for axis in axes)
     examples = examples and rows % math.prod(sizes) == 0
     # with fsdp, two axes must not cut one dim together: XLA (jaxlib 0.12) then computes wrong results. Example: both
     # operands of einsum("bsh,bsd->hd") are P(None, a, None), so it sums over axis a, and its result is P(a, (c, b))
     solver, solution, best = choose_dims(
         program, sizes, costs, parameters=AXIS in axes, memory=memory, examples=examples,
-        both=parallel.sizes["fsdp"] == 1,
+        both=searched.sizes["fsdp"] == 1,
     )  # fmt: skip
     if best is not None:
-        note = _note_on_cheapest(*best, parallel, chip, rows)
+        note = _note_on_cheapest(*best, searched, chip, rows)
     named = name_solution(solver, solution, axes, tuple(axis for axis in parallel.sizes if axis in parallel.batch_axes))
     lines = traced.lines(named.activations)  # some lines compute other arrays when JAX traces them without gradients
     named = replace(named, activations={line: names for line, names in named.activations.items() if line in lines})
     found, differing = merge_names(parallel, named, program.params)
     return FoundSpecs(
         parallel=found,
+        axes=axes,
         specs=named,
         solution=solution,
         reasons=_reasons(solver, solution, named, memory, split=bool(note)),
@@ -251,32 +263,38 @@ def choose_dims(
     return split, split.solve(memory=memory, split=True), (solver, solution)
 
 
-def _named_context(name: str, parallel: Parallel) -> JaxparError:
-    """Returns the refusal of `context` for a model that calls `jp.attention`.
+def _check_named(program: TracedProgram, name: str, parallel: Parallel) -> None:
+    """Checks that a model which calls `jp.attention` names the dim that `context` splits, and leaves `tensor` to find.
 
-    It exchanges the keys of tokens that `context` splits by their name. If `context` splits heads or features instead,
-    as a solver may choose, each device would compute the attention of all tokens.
+    `jp.attention` exchanges the keys of tokens that `context` splits by their name. If `context` split heads or
+    features instead, as a solver may choose, each device would compute the attention of all tokens.
+
+    Raises:
+      JaxparError: If it does not.
     """
+    if program.named and parallel.tensor > 1:
+        return
     sizes = ", ".join(f"{axis}={size}" for axis, size in parallel.sizes.items() if size != 1)
-    return refuse(
+    constrain = 'jp.constrain(x, "batch", "seq", "embed") on the stream'
+    raise refuse(
         f"specs to be found for context={parallel.context} in {name}, which calls jp.attention",
         rule="jp.attention exchanges the keys of tokens, which context splits along the dim that the model calls seq; "
-        "specs are found where no axis has such a meaning",
-        fix=f'jp.Parallel({sizes}) without specs, and jp.constrain(x, "batch", "seq", "embed") on the stream; or specs '
-        "for tensor alone",
+        "specs are found for tensor alone there",
+        fix=f"jp.Parallel({sizes}) without specs" if program.named else f"{constrain}; or specs for tensor alone",
     )
 
 
-def _note_on_cheapest(solver: SpecsSolver, solution: Solution, parallel: Parallel, chip: str, rows: int) -> str:
+def _note_on_cheapest(solver: SpecsSolver, solution: Solution, parallel: Parallel, chip: str, rows: float) -> str:
     """Explains why the cheapest choice was rejected: it leaves an axis idle, or splits no parameter."""
-    names, shown = {*name_solution(solver, solution, axes_of(parallel)).names.values()}, _format_axes(parallel)
+    axes = axes_of(parallel)
+    names, shown = {*name_solution(solver, solution, axes).names.values()}, _format_axes(parallel, axes)
     instead = "the best choice that splits matmuls and parameters, without the cost of launches"
     if not solution.idle and any(name.startswith("tokens") for name in names):
         return (
-            f"for {rows} examples a device on {chip}, splitting tokens and no parameter would be fastest, as "
+            f"for {rows:g} examples a device on {chip}, splitting tokens and no parameter would be fastest, as "
             f"context={solver.n} does ({solution.cost * 1e3:.3g} ms by this model); this is {instead}"
         )
-    return f"{shown} costs more than it saves for {rows} examples a device on {chip}, by this model: {instead}"
+    return f"{shown} costs more than it saves for {rows:g} examples a device on {chip}, by this model: {instead}"
 
 
 def find_specs_of_call(blueprint: Blueprint, parallel: Parallel) -> FoundSpecs:

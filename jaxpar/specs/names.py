@@ -66,14 +66,18 @@ def name_solution(
     name_of = _names_of_pieces(solver, solution, axes)
 
     def names(array: Array) -> Names:
-        firsts = [next(flat(dim), None) for dim in array.dims]
-        return tuple(
-            None if piece is None else name_of.get(piece) or ("batch" if piece in program.rows else None)
-            for piece in firsts
-        )  # fmt: skip
+        pieces = [next(flat(dim), None) for dim in array.dims]
+        return tuple(name_of.get(piece) or ("batch" if piece in program.rows else None) for piece in pieces)
+
+    def activation_names(array: Array) -> Names:
+        found: list[str | None] = []
+        for dim, name in zip(array.dims, names(array), strict=True):
+            given = program.named.get(next(flat(dim), None))
+            found.append(name or (given if given not in found else None))  # of scores, the dim of queries alone
+        return tuple(found)
 
     paths = _by_pattern({path: names(array) for path, array in program.params.items()})
-    activations, without_line = _by_line(program, names)
+    activations, without_line = _by_line(program, activation_names)
     used = {each for given in (*paths.values(), *activations.values()) for each in given if each}
     rules: dict[str, Any] = {}
     for piece, name in sorted(name_of.items(), key=lambda item: item[1]):

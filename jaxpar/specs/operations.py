@@ -5,7 +5,8 @@ operation's work: it reads shards of the operands that have the dim, whole copie
 of the result, or a partial sum if the result lacks the dim.
 
     dot_general   batch dims, free dims of either side, contracted dims
-    convolution   examples, channels in (contracted), channels out; rows and columns are cut by other axes
+    convolution   examples, channels in (contracted), channels out; windows run along rows and columns, which are not
+                  cut: devices would exchange their edges
     gather        dims of the indices, dims that are taken whole, and the looked-up dim: each device looks up the rows
                   of its own shard and takes zeros for all others, which gives a partial sum
     scatter-add   dims of the updates (a partial sum), dims that are added whole, and the dim that is looked up
@@ -32,6 +33,14 @@ def loops_of(eqn: JaxprEqn) -> list[Loop] | None:
     if name == "scatter-add":
         return list(_scatter(eqn))
     return None
+
+
+def dims_with_windows(eqn: JaxprEqn) -> tuple[tuple[int, ...], ...]:
+    """Returns the dims of each operand and of the result along which the windows of a convolution run."""
+    if eqn.primitive.name != "conv_general_dilated":
+        return tuple(() for _ in range(len(eqn.invars) + 1))
+    numbers = eqn.params["dimension_numbers"]
+    return tuple(tuple(spec[2:]) for spec in (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec))
 
 
 def flop_of(eqn: JaxprEqn) -> float:

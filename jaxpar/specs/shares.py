@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 from jax.extend.core import Jaxpr, Literal
 
@@ -21,6 +21,16 @@ from jaxpar.specs.optimize import Solution, SpecsSolver
 from jaxpar.specs.program import Array, TracedProgram, follow_dims
 
 CutDims = tuple[tuple[int, tuple[int, ...]], ...]  # indices of dims, each with the indices of the axes that cut it
+
+
+class Shares(Protocol):
+    """The share of each array of a program that a device has."""
+
+    def __call__(
+        self, jaxpr: Jaxpr, paths: Sequence[str], batch: Sequence[int], gradients: Sequence[int]
+    ) -> Callable[[Any], float]:
+        """Returns a function of a variable; see `jaxpar.specs.program.follow_dims` for the arguments."""
+        ...
 
 
 class ArrayShares:

@@ -1,7 +1,8 @@
 """Traces a model's loss and its gradients on shapes, as a step on one device computes them."""
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import count
 from typing import Any
@@ -22,6 +23,7 @@ from jaxpar.sharding.author.explicit import sharding_translation
 from jaxpar.sharding.names import Blueprint, Compute, path_of
 from jaxpar.sharding.nnx.hooks import step_hooks
 from jaxpar.specs.program import TracedProgram, follow_dims
+from jaxpar.specs.sequences import sequence_pieces, sequences_split
 from jaxpar.step.line_names import lines_used
 from jaxpar.step.losses import as_sums
 from jaxpar.step.numerics import DTYPES
@@ -33,19 +35,31 @@ LARGEST = 30_000  # most equations: about a minute. Not a time limit, as all pro
 class TracedLoss:
     """Traces the mean loss as a function of (params, model state, batch), for the examples of one device."""
 
-    def __init__(self, blueprint: Blueprint, loss: Callable, batch: Mapping[str, Any], *, rows: int, precision: str):
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        loss: Callable,
+        batch: Mapping[str, Any],
+        *,
+        rows: float,
+        precision: str,
+        sequences: bool = False,
+    ):
         """Sets the shapes of the arguments.
 
         Args:
           blueprint: The model.
           loss: A function of (model, batch), or of (model, batch, key).
           batch: Arrays, or their shapes and dtypes, by name; dim 0 is examples.
-          rows: Examples on a device.
+          rows: Examples on a device; a fraction if it has parts of rows.
           precision: Dtype of matmuls: "fp32" or "bf16".
+          sequences: Whether `context` splits the dims of tokens that the model names; they are then `named` in the
+            program.
         """
         self.blueprint = blueprint
+        self._sequences = sequences
         params, model_state = jax.eval_shape(lambda: blueprint.init(jax.random.key(0)))
-        traced = max(rows, 2)
+        traced = max(math.ceil(rows), 2)
         local = {name: jax.ShapeDtypeStruct((traced, *leaf.shape[1:]), leaf.dtype) for name, leaf in batch.items()}
         self._share = rows / traced
         self.islands: set[str] = set()  # that the model called in the traces so far
@@ -88,13 +102,16 @@ class TracedLoss:
 
             return jax.value_and_grad(objective)([given[path] for path in trained])
 
-        with self._tracing():
+        with self._tracing() as names:
             closed = jax.make_jaxpr(gradients)(params, *others)
         self._check_size(_size(closed.jaxpr))
         first, numbers = len(leaves) + len(jax.tree.leaves(others[0])), count(1)
         batch = range(first, first + len(jax.tree.leaves(others[1])))
         of_leaf = [-1 if path in fixed else next(numbers) for path in leaves]
-        return follow_dims(closed.jaxpr, [*leaves], batch, of_leaf, share=self._share)
+        program = follow_dims(closed.jaxpr, [*leaves], batch, of_leaf, share=self._share)
+        if names:
+            program.named = dict.fromkeys(sequence_pieces(program, closed.jaxpr), min(names))
+        return program
 
     def _check_size(self, equations: int) -> None:
         if equations > LARGEST:
@@ -107,7 +124,7 @@ class TracedLoss:
             )
 
     @contextmanager
-    def _tracing(self) -> Iterator[None]:
+    def _tracing(self) -> Iterator[set[str]]:
         errors = user_code_errors(
             f"{self.blueprint.name} and its loss",
             rule="model and loss accept the batch",
@@ -116,8 +133,15 @@ class TracedLoss:
         from jaxpar.models.experts import active_experts  # loaded only where a model is traced
 
         # outside of a step, shardings in the model's own code have no effect
-        with errors, sharding_translation(), step_hooks(), use_islands({"mixture": active_experts}) as called:
-            yield
+        split = sequences_split(self.blueprint) if self._sequences else nullcontext(set[str]())
+        with (
+            errors,
+            sharding_translation(),
+            step_hooks(),
+            split as names,
+            use_islands({"mixture": active_experts}) as called,
+        ):
+            yield names
         self.islands |= called
 
 

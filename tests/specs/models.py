@@ -1,8 +1,13 @@
-"""Models without a single name of a dim: what is found must come of their programs."""
+"""Models without a single name of a dim, except in `Attending`: what is found must come of their programs."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+import jaxpar as jp
+from jaxpar.models.remat import remat
 
 
 class Attention(nnx.Module):
@@ -202,6 +207,31 @@ class TwoTowers(nnx.Module):
             picture = block(picture)
         text, picture = text.mean(1), picture.mean(1)
         return text @ picture.T
+
+
+class Attending(nnx.Module):
+    """A decoder of one's own that calls jp.attention, and names its stream as the user does or does not."""
+
+    def __init__(self, rngs, *, names=("batch", "seq", "embed"), dim=256, heads=8, layers=2):
+        self.names, self.heads, self.remat = names, heads, "none"
+        self.embed = nnx.Embed(64, dim, rngs=rngs)
+        self.inputs = nnx.List([nnx.Linear(dim, 3 * dim, rngs=rngs) for _ in range(layers)])
+        self.up = nnx.List([nnx.Linear(dim, 4 * dim, rngs=rngs) for _ in range(layers)])
+        self.down = nnx.List([nnx.Linear(4 * dim, dim, rngs=rngs) for _ in range(layers)])
+
+    def __call__(self, x):
+        x = self.embed(x)
+        if self.names:
+            x = jp.constrain(x, *self.names)
+        for layer in zip(self.inputs, self.up, self.down, strict=True):
+            x = remat(partial(self.block, layer), self.remat)(x)
+        return self.embed.attend(x)
+
+    def block(self, layer, x):
+        inputs, up, down = layer
+        q, k, v = (part.reshape(*x.shape[:2], self.heads, -1) for part in jnp.split(inputs(x), 3, axis=-1))
+        x = x + jp.attention(q, k, v, causal=True).reshape(x.shape)
+        return x + down(nnx.gelu(up(x)))
 
 
 def next_token(model, batch):

@@ -279,7 +279,8 @@ class Exhaustive:
                 price = self._sent(operand.bytes / (self.n if exchanged else 1))
                 root = self.of_array(operand.root)
                 alike = len({id(a) for a in self._roots() if self.of_array(a) == root})
-                shared["gather", root, source, target, exchanged] = alike * price
+                again = not exchanged and self.is_gathered_again(operation, operand.root, source)
+                shared["gather", root, source, target, exchanged, again] = alike * price
         target = self._state(operation.result, cut)
         if made not in (None, target):
             merged = any(len([*flat(dim)]) > 1 for dim in operation.result.dims)
@@ -293,6 +294,11 @@ class Exhaustive:
             else:
                 own += len(group) * price
         return own, shared
+
+    def is_gathered_again(self, operation, root, label):
+        """Whether the backward pass gathers an activation once more: XLA gathers its last dim in another layout."""
+        last = next(flat(root.dims[-1]), None) if root.dims else None
+        return operation.backward and not root.path and last is not None and self.of_piece(last) == label
 
     def _roots(self):
         return (a.root for o in self.program.operations for a in (*o.operands, o.result) if not a.root.constant)

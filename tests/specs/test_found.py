@@ -183,15 +183,15 @@ def test_a_linen_model_has_columns_rows_and_a_head_over_the_vocabulary():
 
 @pytest.mark.nightly
 def test_less_memory_changes_the_choice_until_nothing_fits():
-    free = found("pictures")
-    tight = found("pictures", memory=0.9 * free.solution.memory)
+    free = found("gqa")
+    tight = found("gqa", memory=0.9 * free.solution.memory)
     assert tight.solution.memory <= 0.9 * free.solution.memory
     assert tight.solution.best > free.solution.best
     assert tight.parallel != free.parallel
     with pytest.raises(JaxparError, match="any choice of dims needs at least") as refusal:
-        found("pictures", memory=2**20)
+        found("gqa", memory=2**20)
     least = re.search(r"memory of ([\d.]+ \w+)", refusal.value.problems[0].fix)[1]  # the fix can be followed
-    assert found("pictures", memory=parse_bytes(least)).solution.memory <= parse_bytes(least)
+    assert found("gqa", memory=parse_bytes(least)).solution.memory <= parse_bytes(least)
 
 
 @pytest.mark.nightly

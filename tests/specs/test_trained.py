@@ -32,6 +32,7 @@ CASES = {
     "mixture": (partial(models.Gpt, **SMALL, heads=4, experts=4, capacity=64), models.next_token, TEXTS),
     "pictures": (partial(models.AlexNet, width=8, dense=64, classes=16, size=32), models.classes, PICTURES),
     "lstm": (partial(models.Lstm, vocab=64, dim=32), models.next_token, TEXTS),
+    "attending": (partial(models.Attending, dim=32, heads=4), models.next_token, TEXTS),
     "towers": (partial(models.TwoTowers, **SMALL, heads=4), models.contrastive, PAIRS),
 }
 LAYOUTS = {"tensor 4, fsdp 2": {"tensor": 4, "fsdp": 2}, "tensor 2, data 2": {"tensor": 2, "data": 2}}

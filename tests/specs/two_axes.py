@@ -202,7 +202,9 @@ class ExhaustivePairs(Exhaustive):
                 before, after = self._state(operand, cut), tuple(asked[index] for _, asked, _ in chosen)
                 root = self.of_array(operand.root)
                 for (kind, *states), seconds in self.moves(operand.bytes, before, after, merged=_merged(operand)):
-                    shared["gather", root, kind, *states] = self.counts[root] * seconds
+                    moved = next(one for one, other in zip(*states, strict=True) if one != other)
+                    again = kind == "gather" and self.is_gathered_again(operation, operand.root, moved)
+                    shared["gather", root, kind, *states, again] = self.counts[root] * seconds
         before, after = tuple(made for *_, made in chosen), self._state(operation.result, cut)
         for (kind, *states), seconds in self.moves(
             operation.result.bytes, before, after, merged=_merged(operation.result)

@@ -1,55 +1,69 @@
 """Finds how `context` and `tensor` would split a model that is no decoder, for a plan."""
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import product
 from typing import Any
 
+from jax.extend.core import Jaxpr
+
 from jaxpar.errors import JaxparError
-from jaxpar.job.parts.plan_sequences import SequenceShares, sequence_splits
+from jaxpar.job.parts.plan_sequences import SequenceTrace, trace_sequences
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.model.splits import AXES, ModelSplit, Sizes, SplitTraffic
+from jaxpar.plan.model.tracing import Context
 from jaxpar.sharding.names import Blueprint
 from jaxpar.specs.collectives import RepeatedCollective
 from jaxpar.specs.find import choose_dims, step_costs
 from jaxpar.specs.names import NamedSpecs, name_solution
 from jaxpar.specs.optimize import Solution
 from jaxpar.specs.program import TracedProgram
-from jaxpar.specs.shares import ArrayShares
+from jaxpar.specs.sequences import SequenceShares, sequences_split
+from jaxpar.specs.shares import ArrayShares, Shares
 from jaxpar.specs.trace import TracedLoss
 
 MOST_TENSOR, MOST_CONTEXT = 8, 16  # largest sizes that a plan tries for a model that is no decoder
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class NamedSplit:
-    """A split by a size of `context`, along dims that the model names itself.
+class FoundSplit:
+    """A split of a model by sizes of `context` and `tensor`.
 
     Attributes:
       split: Its traffic.
+      names: Names of the dims that were found; None if the model names all dims that are split.
       shares: The share of each array that a device holds.
+      context: The context in which the program is traced that is split.
     """
 
     split: ModelSplit
-    shares: SequenceShares
+    names: NamedSpecs | None
+    shares: Shares
+    context: Context = nullcontext
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class FoundSplit:
-    """Dims that were found for sizes of `context` and `tensor`.
+class _Search:
+    """The dims that were found for sizes of `context` and `tensor`.
 
     Attributes:
-      split: Their traffic.
+      traffic: Their traffic.
       names: Names of the dims.
       shares: The share of each array that a device holds.
       solution: The solution.
     """
 
-    split: ModelSplit
+    traffic: tuple[SplitTraffic, ...]
     names: NamedSpecs
     shares: ArrayShares
     solution: Solution
+
+    def split(self) -> FoundSplit:
+        """Returns the split of the model."""
+        return FoundSplit(split=ModelSplit(traffic=self.traffic), names=self.names, shares=self.shares)
 
 
 def find_splits(
@@ -62,7 +76,7 @@ def find_splits(
     sizes: Collection[int],
     precision: str,
     frozen: Collection[str],
-) -> tuple[Mapping[Sizes, FoundSplit | NamedSplit], tuple[str, ...]]:
+) -> tuple[Mapping[Sizes, FoundSplit], tuple[str, ...]]:
     """Returns the splits of a model by sizes of `context` and `tensor`, and a sentence on each that is left out.
 
     Args:
@@ -87,25 +101,36 @@ def find_splits(
     def local_rows(split: int) -> int:
         return max(1, rows * split // devices)
 
-    def find(context: int, tensor: int) -> FoundSplit | None:
+    def find(context: int, tensor: int) -> _Search | None:
         split = context * tensor
         return _find(program(local_rows(split)), (context, tensor), local_rows(split), devices // split, precision)
 
-    found: dict[Sizes, FoundSplit] = {}
+    found: dict[Sizes, _Search] = {}
     idle, equal = [], []
     for size in (size for size in sizes if size <= MOST_TENSOR):
         if (split := find(1, size)) is not None:
             found[1, size] = split
     contexts = [size for size in sizes if size <= MOST_CONTEXT and rows % (devices // size) == 0]
-    if contexts:
-        program(local_rows(contexts[0]))  # records the islands
+    program(local_rows(contexts[0] if contexts else 1))  # records the islands
     if "attention" in islands:  # it meets the keys of tokens that `context` splits as the model names them
-        if not contexts:
-            return found, ("context: with none of its sizes the replicas divide the examples",)
-        named, reason = sequence_splits(blueprint, loss, batch, sizes=contexts, precision=precision)
-        splits = {(size, 1): NamedSplit(split=split, shares=SequenceShares(size)) for size, split in named.items()}
-        sentences = (f"context: {reason}",) if reason else _of_sequences(bool(splits), bool(found))
-        return found | splits, sentences
+        splits = {sizes: search.split() for sizes, search in found.items()}
+        pairs = [
+            (context, tensor)
+            for context, tensor in product(sizes, [1, *(size for _, size in found)])
+            if context <= MOST_CONTEXT and devices % (context * tensor) == 0
+            and rows % (devices // (context * tensor)) == 0
+        ]  # fmt: skip
+        if not pairs:
+            return splits, ("context: with none of its sizes the replicas divide the examples",)
+        tried = sorted({context for context, _ in pairs})
+        trace, reason = trace_sequences(blueprint, loss, batch, sizes=tried, precision=precision)
+        if trace is None:
+            return splits, (f"context: {reason}",)
+        pairs = [pair for pair in pairs if pair[0] in trace.sizes]
+        named = _named_splits(
+            blueprint, loss, batch, trace, pairs, rows=rows, devices=devices, precision=precision, frozen=frozen
+        )
+        return splits | named, ("context_by ring and ulysses: priced for decoders; keys are gathered",)
     for size in contexts:
         split, of_tensor = find(size, 1), found.get((1, size))
         if split is not None and of_tensor is not None and split.solution.axes == of_tensor.solution.axes:
@@ -121,10 +146,63 @@ def find_splits(
     no_splits = [f"context {', '.join(map(str, given))}: {reason}" for reason, given in sentences if given]
     if all(any(sizes[number] > 1 for sizes in found) for number in range(len(AXES))):
         no_splits.append("context with tensor: a plan finds the dims of one of them; jp.find_specs finds both together")
-    return found, tuple(no_splits)
+    return {sizes: search.split() for sizes, search in found.items()}, tuple(no_splits)
 
 
-def _find(program: TracedProgram, sizes: Sizes, rows: int, replicas: int, precision: str) -> FoundSplit | None:
+def _named_splits(
+    blueprint: Blueprint,
+    loss: Callable,
+    batch: Mapping[str, Any],
+    trace: SequenceTrace,
+    pairs: Collection[Sizes],
+    *,
+    rows: int,
+    devices: int,
+    precision: str,
+    frozen: Collection[str],
+) -> dict[Sizes, FoundSplit]:
+    """Returns the splits by `context` of tokens as a model names them, alone and with dims found for `tensor`.
+
+    A device of `context` has parts of rows: for `tensor` the dims are found as for as many replicas, once for all sizes
+    of `context`.
+    """
+    traced_in = partial(sequences_split, blueprint)
+    found = {
+        (context, 1): FoundSplit(
+            split=ModelSplit(traffic=trace.traffic()), names=None, shares=SequenceShares(context), context=traced_in
+        )
+        for context, n in pairs
+        if n == 1
+    }
+    for n in sorted({tensor for _, tensor in pairs if tensor > 1}):
+        local = rows * n / devices
+        program = TracedLoss(blueprint, loss, batch, rows=local, precision=precision, sequences=True).program(frozen)
+        search = _find(program, (1, n), local, devices // n, precision)
+        if search is None:
+            continue
+        keys = trace.traffic(search.shares)
+        for size in (context for context, tensor in pairs if tensor == n):
+            sent = tuple(replace(each, payload_per_row=each.payload_per_row / size) for each in search.traffic)
+            found[size, n] = FoundSplit(
+                split=ModelSplit(traffic=(*keys, *sent)), names=search.names,
+                shares=_product(SequenceShares(size), search.shares), context=traced_in,
+            )  # fmt: skip
+    return found
+
+
+def _product(first: Shares, second: Shares) -> Shares:
+    """Returns the shares of a device of two axes, which split different dims."""
+
+    def shares(
+        jaxpr: Jaxpr, paths: Sequence[str], batch: Sequence[int], gradients: Sequence[int]
+    ) -> Callable[[Any], float]:
+        of_first, of_second = (each(jaxpr, paths, batch, gradients) for each in (first, second))
+        return lambda variable: of_first(variable) * of_second(variable)
+
+    return shares
+
+
+def _find(program: TracedProgram, sizes: Sizes, rows: float, replicas: int, precision: str) -> _Search | None:
     """Returns the split by these sizes; None if no dims can be cut so, or `tensor` would cut no parameter.
 
     As in a run, a parameter costs its update and the sum of its gradient over the replicas, here those of `data`.
@@ -140,19 +218,12 @@ def _find(program: TracedProgram, sizes: Sizes, rows: int, replicas: int, precis
         return None
     axes = tuple(by_axis)
     traffic = tuple(_traffic(sent, axes[sent.axis], by_axis[axes[sent.axis]], rows) for sent in solution.collectives)
-    return FoundSplit(
-        split=ModelSplit(traffic=traffic),
+    return _Search(
+        traffic=traffic,
         names=name_solution(solver, solution, axes),
         shares=ArrayShares(solver, solution),
         solution=solution,
     )
-
-
-def _of_sequences(context: bool, tensor: bool) -> tuple[str, ...]:
-    """Returns notes on what a plan leaves out where a model calls `jp.attention`, given the axes that split it."""
-    apart = ("context with tensor: each is planned alone where the model calls jp.attention",) * (context and tensor)
-    forms = ("context_by ring and ulysses: priced for decoders; keys are gathered",) * context
-    return (*apart, *forms)
 
 
 def splits_tokens(names: NamedSpecs, axis: str) -> bool:
@@ -161,7 +232,7 @@ def splits_tokens(names: NamedSpecs, axis: str) -> bool:
     return any(axis in names.axes.get(name, ()) for name in given if name.split("_")[0] == "tokens")
 
 
-def _traffic(sent: RepeatedCollective, axis: str, size: int, rows: int) -> SplitTraffic:
+def _traffic(sent: RepeatedCollective, axis: str, size: int, rows: float) -> SplitTraffic:
     payload = sent.bytes * size / (size - 1) / (2 if sent.kind == "all-reduce" else 1)
     per_row = payload / rows if sent.of_examples else 0.0
     constant = 0.0 if sent.of_examples else payload

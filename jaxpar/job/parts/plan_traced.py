@@ -16,8 +16,7 @@ from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch
 from jaxpar.job.parts.models import batch_errors, frozen_paths, resolve_loss, resolve_model
 from jaxpar.job.parts.optimizers import resolve_optimizer
-from jaxpar.job.parts.plan_sequences import SequenceShares, sequences_split
-from jaxpar.job.parts.plan_splits import FoundSplit, NamedSplit, find_splits
+from jaxpar.job.parts.plan_splits import FoundSplit, find_splits
 from jaxpar.job.parts.plan_stages import find_stages
 from jaxpar.models.experts import Routing
 from jaxpar.models.islands import use_islands
@@ -29,7 +28,7 @@ from jaxpar.plan.candidate import Candidate, Choices
 from jaxpar.plan.model.shape import Dims
 from jaxpar.plan.model.splits import AXES, Sizes, split_sizes
 from jaxpar.plan.model.state_bytes import Recipe
-from jaxpar.plan.model.tracing import Context, ModelTrace, trace
+from jaxpar.plan.model.tracing import ModelTrace, ProgramSplit, trace
 from jaxpar.plan.techniques.base import divisors
 from jaxpar.plan.techniques.expert import NAME as EXPERTS
 from jaxpar.plan.techniques.table import TECHNIQUES
@@ -38,8 +37,6 @@ from jaxpar.sharding.author.explicit import sharding_translation
 from jaxpar.sharding.names import Blueprint, nest, path_of, shard_bytes
 from jaxpar.sharding.nnx.hooks import step_hooks
 from jaxpar.sharding.rules import name_stacks
-from jaxpar.specs.names import NamedSpecs
-from jaxpar.specs.shares import ArrayShares
 from jaxpar.specs.trace import summed_loss
 from jaxpar.step.numerics import DTYPES
 
@@ -147,12 +144,7 @@ def trace_model(
         batch_errors(two_rows),
         use_islands({"mixture": partial(_mixture, buffers)}),
     ):  # shardings that the model itself names have no effect outside of a step
-        shares = {sizes: each.shares for sizes, each in splits.items()}
-        sequences = partial(sequences_split, blueprint)
-        contexts = {sizes: sequences for sizes, each in splits.items() if isinstance(each, NamedSplit)}
-        model_trace, sums = _trace_loss(
-            blueprint, loss, batch, shares, max(1, rows / devices), compute, frozen, contexts=contexts
-        )
+        model_trace, sums = _trace_loss(blueprint, loss, batch, splits, max(1, rows / devices), compute, frozen)
     with sharding_translation(), step_hooks(), use_islands({"mixture": mixture}):
         stages, no_pipeline = find_stages(
             blueprint, loss, batch, rows=max(1, rows / devices), devices=devices, precision=compute,
@@ -160,8 +152,8 @@ def trace_model(
         )  # fmt: skip
     named_dims, dtype = _dims(compose(blueprint, Parallel(), 1), buffers), DTYPES[compute]
     axes = _axis_sizes(named_dims, splits, rows)
-    names = {sizes: each.names if isinstance(each, FoundSplit) else None for sizes, each in splits.items()}
-    shards, state_bytes, refused = _shards(blueprint, devices, axes, names, rows=rows)
+    named_axes = tuple(AXES[:1]) if any(each.names is None for each in splits.values()) else ()
+    shards, state_bytes, refused = _shards(blueprint, devices, axes, splits, rows=rows, named_axes=named_axes)
     return TracedModel(
         name=blueprint.name,
         shards=shards,
@@ -177,7 +169,7 @@ def trace_model(
         axes=tuple(axes),
         splits={sizes: each.split for sizes, each in splits.items()},
         no_splits=no_splits,
-        named_axes=("context",) if contexts else (),
+        named_axes=named_axes,
         dims=named_dims.dims,
         parameters_by_dim=named_dims.parameters_by_dim,
         stages=stages,
@@ -199,17 +191,14 @@ def _trace_loss(
     blueprint: Blueprint,
     loss: Callable,
     batch: Mapping[str, Any],
-    shares: Mapping[Sizes, ArrayShares | SequenceShares],
+    splits: Mapping[Sizes, FoundSplit],
     rows: float,
     compute: str,
     frozen: Collection[str],
-    *,
-    contexts: Mapping[Sizes, Context],
 ) -> tuple[ModelTrace, bool]:
     """Traces the loss and its gradients; also returns whether the loss is a (sum, count).
 
-    `shares` maps sizes of `context` and `tensor` to the share of each array that a device has, and `contexts` some of
-    them to the context in which their program is traced; `rows` are the examples of a device.
+    `splits` maps sizes of `context` and `tensor` to the split of the model; `rows` are the examples of a device.
     """
     params, model_state = jax.eval_shape(blueprint.init, jax.random.key(0))
 
@@ -225,7 +214,11 @@ def _trace_loss(
     numbers = _argument_numbers(params, model_state, batch, frozen)
     model_trace = trace(
         forward, params, abstract_inputs, takes_remat=blueprint.takes_remat, name=blueprint.name, rows=rows,
-        frozen=frozen, splits={sizes: partial(each, **numbers) for sizes, each in shares.items()}, contexts=contexts,
+        frozen=frozen,
+        splits={
+            sizes: ProgramSplit(shares=partial(split.shares, **numbers), context=split.context)
+            for sizes, split in splits.items()
+        },
     )  # fmt: skip
     return model_trace, _is_sum(forward("none", accumulate=2), params, abstract_inputs(2))
 
@@ -267,14 +260,15 @@ def _shards(
     blueprint: Blueprint,
     devices: int,
     axes: Mapping[str, Collection[int]],
-    specs: Mapping[Sizes, NamedSpecs | None],
+    splits: Mapping[Sizes, FoundSplit],
     *,
     rows: int,
+    named_axes: Collection[str],
 ) -> tuple[dict[tuple[int, ...], int], dict[tuple[int, ...], int], dict[tuple[int, ...], str]]:
     """Returns three dicts from axis sizes: a device's parameters, its bytes of other state, and unsupported sizes.
 
-    `specs` are the names of dims that were found for sizes of `context` and `tensor`, None where the model's own names
-    split them, and `rows` the examples of a step, which replicas divide.
+    `splits` maps sizes of `context` and `tensor` to the split of the model, `rows` are the examples of a step, which
+    replicas divide, and `named_axes` the axes that split dims as the model names them.
     """
     counts, state_bytes, refused = {}, {}, {}
     sizes_of_axis = divisors(devices)
@@ -286,10 +280,10 @@ def _shards(
             continue
         axis_sizes = {axis: size for axis, size in zip(axes, further, strict=True) if size > 1}
         split = axis_sizes.get("context", 1), axis_sizes.get("tensor", 1)
-        names = specs.get(split)
-        if split != (1, 1) and (split not in specs or rows % (devices // math.prod(split))):
+        names = splits[split].names if split in splits else None
+        if split != (1, 1) and (split not in splits or rows % (devices // math.prod(split))):
             continue
-        if split in specs and names is None and EXPERTS in axis_sizes:
+        if EXPERTS in axis_sizes and {*named_axes} & {*axis_sizes}:
             refused[sizes] = f"{EXPERTS} with context: a mixture's slots are priced on unsplit sequences"
             continue
         try:

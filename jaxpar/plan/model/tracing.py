@@ -17,10 +17,21 @@ from jaxpar.plan.model.program import MatmulKind, SizedProgram, TracedMatmul, re
 from jaxpar.plan.model.splits import Sizes
 from jaxpar.sharding.names import DISPATCH, path_of
 
-# maps a jaxpr of (parameters, other inputs) to a function of a variable to the share that a device has of its array
-Shares = Callable[[Jaxpr], Callable[[Any], float]]
 Context = Callable[[], AbstractContextManager[Any]]
 COUNTED = 2  # rows at which amounts are counted: a single row could be broadcast
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramSplit:
+    """How axes split a program.
+
+    Attributes:
+      shares: Maps a jaxpr of (parameters, other inputs) to a function of a variable to a device's share of its array.
+      context: The context in which the program is traced that they split.
+    """
+
+    shares: Callable[[Jaxpr], Callable[[Any], float]]
+    context: Context = nullcontext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +81,7 @@ def trace(
     name: str,
     rows: float = 64.0,
     frozen: Collection[str] = (),
-    splits: Mapping[Sizes, Shares] = MappingProxyType({}),
-    contexts: Mapping[Sizes, Context] = MappingProxyType({}),
+    splits: Mapping[Sizes, ProgramSplit] = MappingProxyType({}),
 ) -> ModelTrace:
     """Traces a loss and its gradients, without compiling and without arrays.
 
@@ -83,8 +93,7 @@ def trace(
       name: Name of the model, for messages.
       rows: Rows of a device for which fusions are chosen.
       frozen: Paths of parameters without gradients.
-      splits: Maps sizes of (context, tensor) to the shares of arrays that a device has.
-      contexts: Maps some of these sizes to the context in which the program is traced that they split.
+      splits: Maps sizes of (context, tensor) to how they split the program.
 
     Raises:
       JaxparError: If no saved activation grows with the rows, or if ops depend on the number of rows.
@@ -95,8 +104,8 @@ def trace(
         with context():
             return {policy: _program(forward(policy), params, inputs, frozen, name) for policy in policies}
 
-    programs = traced(nullcontext)
-    programs_in = {context: traced(context) for context in {*contexts.values()}}
+    traced_in = {context: traced(context) for context in {nullcontext, *(split.context for split in splits.values())}}
+    programs = traced_in[nullcontext]
     trained = len(jax.tree.leaves(params)) - len(_frozen_places(params, frozen))
     places, gradients = range(len(jax.tree.leaves(params))), range(1, 1 + trained)
     estimates = {
@@ -104,11 +113,11 @@ def trace(
     }
     split_programs = {
         sizes: {
-            policy: estimate(program.split(shares(program.jaxpr)), rows, params=places, gradients=gradients)
-            for policy, program in (programs_in[contexts[sizes]] if sizes in contexts else programs).items()
+            policy: estimate(program.split(split.shares(program.jaxpr)), rows, params=places, gradients=gradients)
+            for policy, program in traced_in[split.context].items()
             if program.jaxpr is not None
         }
-        for sizes, shares in splits.items()
+        for sizes, split in splits.items()
     }
     matmuls = [*programs["none"].matmuls()]
     if not any(matmul.flop[1:].any() for matmul, _, backward in matmuls if backward):

@@ -24,7 +24,7 @@ def split_traffic(
     if isinstance(model, Shape):
         return
     for kind, payload, times in traffic(model, candidate, axis):
-        gathers_keys = kind == "all-gather" and axis in getattr(model, "named_axes", ())
+        gathers_keys = kind == "all-gather" and axis in model.named_axes
         runs = 1 + gathers_keys * np.not_equal(candidate.remat, "none")
         yield SentCollective(
             collective=Collective(
