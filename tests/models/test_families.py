@@ -113,6 +113,89 @@ def test_published_configs_are_read_and_have_their_numbers_of_parameters(name):
         assert Shape.from_settings(settings).parameters == parameters
 
 
+# model, keys without a value, keys with another, setting, its value: the configuration classes of transformers 4.57
+UNSAID = [
+    ("gemma2", ["hidden_activation"], {}, "activation_name", "gelu_tanh"),
+    ("gemma3", ["hidden_activation"], {"hidden_act": "gelu"}, "activation_name", "gelu_tanh"),
+    ("gpt_neox", ["hidden_act"], {}, "activation_name", "gelu"),
+    ("gpt2", ["activation_function"], {}, "activation_name", "gelu_tanh"),
+    ("llama", ["hidden_act"], {}, "activation_name", "silu"),
+    ("qwen2", ["sliding_window", "layer_types"], {}, "windows", (0, 4096, 4096)),
+    ("mistral", [], {"num_key_value_heads": None}, "kv_heads", 0),
+    ("mixtral", [], {"num_key_value_heads": None}, "kv_heads", 0),
+    ("qwen3", [], {"num_key_value_heads": None}, "kv_heads", 0),
+]
+
+
+@pytest.mark.parametrize(("name", "missing", "keys", "setting", "value"), UNSAID)
+def test_a_key_that_a_config_lacks_has_the_value_that_transformers_gives_it(name, missing, keys, setting, value):
+    config = json.loads((SAVED / name / "config.json").read_text()) | keys
+    _, settings = read_settings({key: item for key, item in config.items() if key not in missing})
+    assert getattr(settings, setting) == value
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_config_without_any_one_key_is_read_as_transformers_reads_it(name):
+    AutoConfig = pytest.importorskip("transformers").AutoConfig
+    kind, saved = read_settings(json.loads((SAVED / name / "config.json").read_text()))
+    config = make_config(saved, "float32", origin=kind)[1]
+    config.pop("rope_parameters", None)  # of version 5
+    compared = 0
+    for key in config.keys() - {"model_type"}:
+        for shorter in ({k: v for k, v in config.items() if k != key}, config | {key: None}):
+            try:
+                theirs = AutoConfig.for_model(**shorter).to_dict()
+                ours, full = read_settings(shorter)[1], read_settings(theirs)[1]
+            except (JaxparError, ValueError, TypeError):  # a key of the shape, or one that may not be null
+                continue
+            assert differences(ours, full) == [], key
+            compared += 1
+    assert compared > 10
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("llama", {"rope_scaling": {"rope_type": "default"}}),
+        ("phi3", {"rope_scaling": {"type": "default"}}),
+        ("gpt_neox", {"rope_scaling": {"type": "default", "rope_type": "default"}}),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}}),
+        ("llama", {"quantization_config": None, "sliding_window": None, "use_sliding_window": False}),
+        ("olmo2", {"layer_types": ["full_attention"] * 2, "mlp_bias": False}),
+        ("mistral", {"attention_bias": False}),
+        ("llama", {"architectures": []}),
+    ],
+)
+def test_keys_of_other_families_that_change_nothing_are_no_reason_to_refuse(name, keys):
+    config = json.loads((SAVED / name / "config.json").read_text())
+    assert read_settings(config | keys) == read_settings(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("llama", {"partial_rotary_factor": 0.5}),
+        ("llama", {"layer_types": ["sliding_attention"] * 2}),
+        ("mistral", {"layer_types": ["full_attention"] * 2}),  # and a window
+        ("mistral", {"attention_bias": True}),
+        ("llama", {"rope_scaling": {"rope_type": "default", "type": "linear", "factor": 2.0}}),
+    ],
+)
+def test_keys_of_other_families_that_would_change_something_are_refused(name, keys):
+    config = json.loads((SAVED / name / "config.json").read_text())
+    with pytest.raises(JaxparError, match=next(iter(keys))):
+        read_settings(config | keys)
+
+
+def test_rotary_frequencies_have_two_names_of_their_kind():
+    config = json.loads((SAVED / "llama" / "config.json").read_text())
+    stretch = {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    for kind in ({"type": "llama3"}, {"type": "llama3", "rope_type": "llama3"}):
+        assert read_settings(config | {"rope_scaling": stretch | kind})[1].rope_stretch == (8.0, 1.0, 4.0, 8192.0)
+
+
 LAYOUTS = {
     "gemma2": {"pipe": 2, "tensor": 2, "fsdp": 2},  # windows, softcaps, tied
     "smollm3": {"pipe": 2, "data": 2, "fsdp": 2},  # layers without positions

@@ -38,6 +38,10 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,), "chunk_size_feed_forward": (0,), "is_encoder_decoder": (False,),
     "per_layer_config": (None,), "pruned_heads": ({}, None), "rope_interleaved": (False,), "use_mrope": (False,),
 }  # fmt: skip
+# values of keys of other families with which they change no logit of a family that does not read them
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False,), "mlp_bias": (False,), "partial_rotary_factor": (1, 1.0), "use_sliding_window": (False,),
+}  # fmt: skip
 MOST_LAYERS = 4096  # as many are compared
 # settings that change no logit: how a decoder is trained and compiled
 FREE = ("dropout", "scan", "padded_vocab")
@@ -54,14 +58,17 @@ def read_settings(config: Mapping[str, Any]) -> tuple[str, DecoderConfig]:
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise refuse(f"model_type = {kind!r:.60}", rule=RULE, fix=f"a model of the kind {', '.join(FAMILIES)}")
+        fix = f"a model of the kind {', '.join(FAMILIES)}; or a Flax model of your own, with checkpoint.rules"
+        raise refuse(f"model_type = {kind!r:.60}", rule=RULE, fix=fix)
     family = FAMILIES[kind]
     config = _flatten_rope(config) if family.fixed["position"] == "rotary" else config
     problems = [*_class_problems(config, family), *_key_problems(config, family)]
     values: dict[str, Any] = {}
     for setting, key in family.keys.items():
         expected = type(getattr(DecoderConfig, setting))
-        value = family.defaults.get(key) if config.get(key) is None else config[key]
+        # transformers reads null as a head of keys and values for each query head, whatever the family's default
+        default = 0 if setting == "kv_heads" and key in config else family.defaults.get(key)
+        value = default if config.get(key) is None else config[key]
         if type(value) is int and expected is float and abs(value) < 2**53:
             value = float(value)
         if type(value) is not expected:
@@ -197,6 +204,8 @@ def _write(kind: str, settings: DecoderConfig, dtype: str) -> dict[str, Any]:
 def _flatten_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Moves transformers 5's `rope_parameters` table to the keys of transformers 4."""
     flat = dict(config)
+    if "rope_scaling" in flat:
+        flat["rope_scaling"] = _rename_kind(flat["rope_scaling"])
     table = flat.pop("rope_parameters", None)
     kind = flat.get("model_type")
     if isinstance(table, Mapping) and FULL in table:
@@ -213,6 +222,20 @@ def _flatten_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
+def _rename_kind(scaling: Any) -> Any:
+    """Drops `type`, an older name of `rope_type`, where both agree; returns None for the plain frequencies.
+
+    Other kinds are returned as they are, to be refused in the user's words.
+    """
+    if not isinstance(scaling, Mapping):
+        return scaling
+    rope = dict(scaling)
+    kind = rope.setdefault("rope_type", rope.get("type"))
+    if kind not in ("default", "llama3") or rope.pop("type", kind) != kind:
+        return scaling
+    return None if rope == {"rope_type": "default"} else rope
+
+
 def _merge_rope(flat: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
     theta = rope.pop("rope_theta", flat.get("rope_theta", 10_000.0))
     if flat.setdefault("rope_theta", theta) != theta:
@@ -223,8 +246,7 @@ def _merge_rope(flat: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
         )
     if "partial_rotary_factor" in rope:
         flat.setdefault("partial_rotary_factor", rope.pop("partial_rotary_factor"))
-    if rope.get("rope_type") == "default":
-        del rope["rope_type"]
+    rope = _rename_kind(rope) or {}
     if rope and (flat.get("rope_scaling") or rope) != rope:
         got = f"rope_scaling = {flat['rope_scaling']!r:.80}, and {rope!r:.80} in rope_parameters"
         raise refuse(got, rule=RULE, fix="one of them")
@@ -233,7 +255,7 @@ def _merge_rope(flat: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
 
 def _class_problems(config: Mapping[str, Any], family: Family) -> list[Problem]:
     names = config.get("architectures")
-    if names in (None, [family.architecture]):
+    if names in (None, [], [family.architecture]):
         return []
     return [Problem(f"architectures = {names!r:.80}", f"the decoder is a {family.architecture}", "another model")]
 
@@ -249,9 +271,16 @@ def _key_problems(config: Mapping[str, Any], family: Family) -> list[Problem]:
             problems.append(
                 Problem(f"{key} = {value!r:.100}", f"the decoder supports {key} = {values}", "another model")
             )
-        elif key not in SILENT | handled | limits.keys():
+        elif value is not None and key not in SILENT | handled | limits.keys() and not _is_neutral(key, value, config):
             problems.append(
                 Problem(f"{key} = {value!r:.100}", "every key of config.json that changes the model is supported",
                         f"another model, or delete the key if it changes no logit; {suggest(key, handled)}")
             )  # fmt: skip
     return problems
+
+
+def _is_neutral(key: str, value: Any, config: Mapping[str, Any]) -> bool:
+    """Whether a key that the family does not read has the value of models without what it describes."""
+    if key == "layer_types" and not config.get("sliding_window"):
+        return isinstance(value, list) and set(map(str, value)) == {FULL}
+    return any(type(value) is type(choice) and value == choice for choice in NEUTRAL.get(key, ()))

@@ -86,21 +86,28 @@ def _round_whole(value: float) -> float:
     return float(round(value)) if math.isclose(value, round(value), rel_tol=1e-12) else value
 
 
-def _read_activation(key: str) -> Callable[[Config], dict[str, Any]]:
+def _read_activation(key: str, default: str) -> Callable[[Config], dict[str, Any]]:
     def read(config: Config) -> dict[str, Any]:
-        value = config.get(key)
-        if value is not None and (not isinstance(value, str) or value not in ACTIVATIONS):
+        value = default if config.get(key) is None else config[key]
+        if not isinstance(value, str) or value not in ACTIVATIONS:
             raise refuse(f"{key} = {value!r:.60}", rule=f"the decoder supports {key} = {', '.join(ACTIVATIONS)}",
                          fix="another model")  # fmt: skip
-        return {} if value is None else {"activation": ACTIVATIONS[value]}
+        return {"activation": ACTIVATIONS[value]}
 
     return read
 
 
-def activation(key: str, *unread: str) -> Conversion:
-    """The conversion of the activation of the feed-forward; transformers does not read the keys `unread`."""
+def activation(key: str, *unread: str, default: str) -> Conversion:
+    """The conversion of the activation of the feed-forward.
+
+    Args:
+      key: Its key.
+      unread: Keys that transformers does not read.
+      default: The family's activation if the key is missing or null.
+    """
     names = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
-    return Conversion((key, *unread), _read_activation(key), lambda settings: {key: names[settings.activation_name]})
+    write = lambda settings: {key: names[settings.activation_name]}  # noqa: E731
+    return Conversion((key, *unread), _read_activation(key, default), write)
 
 
 def read_biases(config: Config) -> dict[str, Any]:
@@ -245,7 +252,8 @@ def windows(types: list[str], window: int | None) -> tuple[int, ...]:
 def _read_qwen_windows(config: Config) -> dict[str, Any]:
     if type(config.get("use_sliding_window", False)) is not bool:
         raise refuse(f"use_sliding_window = {config['use_sliding_window']!r:.60}", rule=RULE, fix="true or false")
-    window = integer(config, "sliding_window") if config.get("use_sliding_window") else None
+    size = integer(config, "sliding_window") if "sliding_window" in config else 4096
+    window = size if config.get("use_sliding_window") else None
     first = 28 if config.get("max_window_layers") is None else config["max_window_layers"]
     if type(first) is not int:
         raise refuse(f"max_window_layers = {first!r:.60}", rule=RULE, fix="max_window_layers is a whole number")

@@ -200,8 +200,8 @@ OLMOE_EXPERTS = _experts(
 UNUSED_WINDOWS = Conversion(
     ("sliding_window", "max_window_layers"), lambda config: {}, lambda settings: {"sliding_window": None}
 )
-ACT = activation("hidden_act")
-GEMMA_ACT = activation("hidden_activation", "hidden_act", "sliding_window_size")
+ACT = activation("hidden_act", default="silu")
+GEMMA_ACT = activation("hidden_activation", "hidden_act", "sliding_window_size", default="gelu_pytorch_tanh")
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
@@ -217,7 +217,7 @@ FAMILIES: dict[str, Family] = {
             "hidden": "n_inner", "norm_eps": "layer_norm_epsilon", "tied": "tie_word_embeddings",
         },
         defaults={"n_inner": 0, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
-        conversions=(activation("activation_function"),),
+        conversions=(activation("activation_function", default="gelu_new"),),
         only={
             "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
             "reorder_and_upcast_attn": (False,),
@@ -298,7 +298,7 @@ FAMILIES: dict[str, Family] = {
             "max_position_embeddings": 2048, "layer_norm_eps": 1e-5, "tie_word_embeddings": False,
             "rotary_emb_base": 10_000.0, "use_parallel_residual": True,
         },
-        conversions=(ACT, NEOX_BIASES, rotary_share("rotary_pct", 0.25)),
+        conversions=(activation("hidden_act", default="gelu"), NEOX_BIASES, rotary_share("rotary_pct", 0.25)),
         only={"rope_scaling": (None,)},
     ),
     "mixtral": Family(
