@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -218,6 +219,38 @@ def test_a_folder_whose_config_says_too_much_is_refused_by_name(folder):
         job(folder, "x")
     assert "sliding_window" in str(caught.value)
     assert "hidden_act" in str(caught.value)
+
+
+def test_a_snapshot_of_hugging_faces_cache_keeps_all_of_its_files_though_they_are_links(folder, tmp_path, monkeypatch):
+    blobs, snapshot = tmp_path / "models--me--my/blobs", tmp_path / "models--me--my/snapshots/3f9a"
+    snapshot.mkdir(parents=True)
+    names = sorted(path.name for path in folder.iterdir())
+    shutil.copytree(folder, blobs)
+    for number, name in enumerate(names):
+        (blobs / name).rename(blobs / f"{number:040x}")
+        (snapshot / name).symlink_to(f"../../blobs/{number:040x}")
+    assert check(job(snapshot, "x", f"data.path={tmp_path / 'data.npz'}")) == []
+    model = load(snapshot)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    export(model.params, model.settings, tmp_path / "out", origin=f"~/{snapshot.relative_to(tmp_path)}")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    assert json.loads((tmp_path / "out/tokenizer.json").read_text()) == TOKENIZER["tokenizer.json"]
+    assert not (tmp_path / "out/tokenizer.json").is_symlink()
+
+
+def test_a_link_to_a_file_of_another_name_is_refused_and_not_published(folder, tmp_path):
+    (tmp_path / "private").write_text("secret")
+    (folder / "vocab.json").symlink_to(tmp_path / "private")
+    shutil.copytree(folder, tmp_path / "mirrored")
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to(tmp_path / "mirrored" / "tokenizer.json")  # of the same name: read
+    (problem,) = check(job(folder, "x"))
+    assert "vocab.json is a link to" in problem.got
+    assert f"cp --remove-destination {tmp_path / 'private'} {folder / 'vocab.json'}" in problem.fix
+    model = load(folder)
+    with pytest.raises(JaxparError, match="is a link to"):
+        export(model.params, model.settings, tmp_path / "out", origin=folder)
+    assert not list((tmp_path / "out").glob("*"))
 
 
 def test_the_tokens_that_end_a_text_are_those_of_the_generation_config_as_in_transformers(folder):

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxpar.errors import JaxparError, Problem, refuse, shape_differences
 from jaxpar.files import check_local
 from jaxpar.models.huggingface.config import make_config
-from jaxpar.models.huggingface.folder import CONFIG, copy_small_files, is_folder, read_config, special_ids
+from jaxpar.models.huggingface.folder import CONFIG, check_links, copy_small_files, is_folder, read_config, special_ids
 from jaxpar.models.huggingface.load import shorten
 from jaxpar.models.huggingface.param_mapping import ParamMapping, groups, param_mappings, tensor_shape, to_tensor
 from jaxpar.models.huggingface.safetensors import FLOATS, TensorSource, write
@@ -68,21 +68,24 @@ def write_model(
     """Writes tensors, config.json and the small files of `origin` to a folder; returns the written files.
 
     Raises:
-      JaxparError: If the folder holds a model or cannot be written.
+      JaxparError: If the folder holds a model or cannot be written, or `check_links` refuses the origin.
     """
     check_local(folder, "folder")
     folder = Path(folder).expanduser()
+    source = Path(origin).expanduser() if origin else None
+    if source:
+        check_links(source)
     rule = "a model is exported into a folder that holds none"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if models := [*folder.glob("*.safetensors*"), *folder.glob("config.json")]:
             raise refuse(f"{folder} holds {models[0].name}", rule=rule, fix="another folder, or empty this one")
         written = write(folder, tensors, max_file_bytes=max_file_bytes)
-        config = {**config, **special_ids(Path(origin))} if origin else config
+        config = {**config, **special_ids(source)} if source else config
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     except OSError as error:
         raise refuse(f"{folder}: {error.strerror}", rule=rule, fix="a folder that can be written, with room") from error
-    return [*written, folder / CONFIG, *(copy_small_files(Path(origin), folder) if origin else ())]
+    return [*written, folder / CONFIG, *(copy_small_files(source, folder) if source else ())]
 
 
 def float_dtype(dtype: DTypeLike | None) -> np.dtype:

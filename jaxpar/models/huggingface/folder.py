@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxpar.errors import refuse
+from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.files import check_plain
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -69,8 +69,37 @@ def end_ids(folder: Path) -> tuple[int, ...]:
     return tuple(token for token in (ids if isinstance(ids, list) else [ids]) if isinstance(token, int))
 
 
+def _small_files(source: Path, names: tuple[str, ...]) -> list[Path]:
+    return sorted({path for name in names for path in source.expanduser().glob(name) if path.is_file()})
+
+
+def check_links(source: Path, *, names: tuple[str, ...] = (CONFIG, *SMALL_FILES)) -> None:
+    """Checks that the small files of a folder that are links may be copied into runs and exports.
+
+    Hugging Face's cache has links to its blobs only. Any other link leads to a file of the same name: a folder from
+    elsewhere could link a vocab.json to a private file, which an export would publish.
+
+    Raises:
+      JaxparError: With every link to a file of another name.
+    """
+    blobs = source.expanduser().resolve().parent.parent / "blobs"
+    links = [(path, path.resolve()) for path in _small_files(source, names) if path.is_symlink()]
+    problems = [
+        Problem(
+            f"{path} is a link to {target}",
+            "the small files of a model go along with it: a link leads to a file of the same name, or into the blobs "
+            "of Hugging Face's cache",
+            f"cp --remove-destination {target} {path}, if it is meant",
+        )
+        for path, target in links
+        if target.name != path.name and target.parent != blobs
+    ]
+    if problems:
+        raise JaxparError(*problems)
+
+
 def copy_small_files(source: Path, to: Path, *, names: tuple[str, ...] = SMALL_FILES) -> list[Path]:
-    """Copies the small files of a folder, except links and files that are too large; returns the copies.
+    """Copies the small files of a folder, except files that are too large; returns the copies.
 
     Args:
       source: The folder.
@@ -78,9 +107,10 @@ def copy_small_files(source: Path, to: Path, *, names: tuple[str, ...] = SMALL_F
       names: Glob patterns of the files.
 
     Raises:
-      JaxparError: If one cannot be read or written.
+      JaxparError: If one cannot be read or written, or `check_links` refuses it.
     """
-    files = sorted({path for name in names for path in source.glob(name) if path.is_file() and not path.is_symlink()})
+    check_links(source, names=names)
+    files = _small_files(source, names)
     try:
         to.mkdir(parents=True, exist_ok=True)
         small = [path for path in files if path.stat().st_size <= MOST]
