@@ -24,6 +24,7 @@ from typing import Any
 import fsspec
 
 from jaxpar.errors import JaxparError, describe_exception, refuse, suggest
+from jaxpar.files import expand_home
 
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # one slash: `Path` drops the second
 MANIFEST = "MANIFEST"
@@ -66,14 +67,17 @@ def check_address(path: str | Path, name: str) -> None:
 
 
 def local_folder(path: str | Path, *, kind: str = "buckets") -> Path:
-    """Returns a run's folder on the local disk: the path itself, or the copy of an address.
+    """Returns a run's folder on the local disk: the path itself, `~` expanded, or the copy of an address.
 
     Args:
       path: A folder, or an address.
       kind: The folder of the cache: read-only copies are separate from those of runs, which may be writing.
+
+    Raises:
+      JaxparError: If the path begins with the home of an unknown user.
     """
     if not is_address(path):
-        return Path(path)
+        return expand_home(path, "folder")
     scheme, _, folder = str(path).partition(":")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return cache / "jaxpar" / kind / scheme / folder.strip("/")
@@ -257,13 +261,13 @@ class _Talking:
 
 
 def pull_folder(path: str | Path) -> Path:
-    """Returns a folder to read: the path itself, or the up-to-date copy of an address.
+    """Returns a folder to read: the path itself, `~` expanded, or the up-to-date copy of an address.
 
     Raises:
-      JaxparError: If the address cannot be read.
+      JaxparError: If the address cannot be read, or the path begins with the home of an unknown user.
     """
     if not is_address(path):
-        return Path(path)
+        return expand_home(path, "folder")
     bucket = Bucket(path, kind=READ)
     bucket.pull()
     return bucket.local

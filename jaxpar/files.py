@@ -33,6 +33,26 @@ def check_local(path: str | Path, name: str) -> None:
         )
 
 
+def expand_home(path: str | Path, name: str) -> Path:
+    """Replaces a `~` at the beginning of a path by the user's home: no shell does so in a file, or after `run.dir=`.
+
+    Args:
+      path: Path of a file or folder.
+      name: Its name for the user, such as run.dir.
+
+    Raises:
+      JaxparError: If no user of this machine has the name after the `~`.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise refuse(
+            f"{name} = {str(path)!r:.200}: {error}",
+            rule="~ is the home of the user, and ~name that of another user of this machine",
+            fix=f"{name} = './{str(path):.200}', if a folder has that name",
+        ) from error
+
+
 def check_plain(path: Path, *, rule: str, fix: str) -> None:
     """Refuses a pipe, a device or a socket, which would block when opened; a missing file passes.
 

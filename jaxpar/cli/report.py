@@ -31,7 +31,7 @@ def add(verbs) -> None:
 
 def write_report(args: argparse.Namespace) -> tuple[Any, int]:
     """Writes the page of a run and prints its path."""
-    from jaxpar.buckets import READ, Bucket, is_address
+    from jaxpar.buckets import READ, Bucket, is_address, local_folder
     from jaxpar.files import write_text
     from jaxpar.job.report import page
     from jaxpar.job.report.read import read
@@ -41,7 +41,7 @@ def write_report(args: argparse.Namespace) -> tuple[Any, int]:
     bucket = Bucket(args.folder, kind=READ) if is_address(args.folder) else None
     if bucket:
         bucket.pull()
-    contents = read(bucket.local if bucket else Path(args.folder))
+    contents = read(bucket.local if bucket else local_folder(args.folder))
     file = Path(args.html) if args.html else contents.folder / "report.html"
     write_text(file, page.render(contents))
     if bucket:

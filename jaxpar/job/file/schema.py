@@ -13,6 +13,7 @@ from jaxpar.data.spec import Data
 from jaxpar.errors import check_ranges, refuse
 from jaxpar.exchange.all_reduce import AllReduce
 from jaxpar.exchange.population.sweep import Sweep
+from jaxpar.files import expand_home
 from jaxpar.mesh.preset import Preset
 from jaxpar.mesh.target import parse_target
 from jaxpar.models.settings.adapters import Adapters
@@ -48,6 +49,8 @@ class RunTable:
 
     def __post_init__(self):
         check_ranges(self, "run", {"timeout": (1.0, 86400.0)})
+        if self.dir.startswith("~"):
+            object.__setattr__(self, "dir", str(expand_home(self.dir, "run.dir")))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from jaxpar.checkpoint import Checkpoints, Store
 from jaxpar.checkpoint.listing import LEFT, checkpoint_folder, set_aside, steps
 from jaxpar.checkpoint.processes import broadcast, is_first
 from jaxpar.errors import refuse
+from jaxpar.files import expand_home
 from jaxpar.step.checks.input_state import check_not_donated, scalars_to_arrays
 from jaxpar.step.state import State
 from jaxpar.step.step import Step
@@ -30,7 +31,7 @@ def save(path: str | Path, state: State, *, replace: bool = False) -> Path:
     """
     check_not_donated(state)
     state = scalars_to_arrays(state)
-    store, step = Store(Path(path) / FOLDER, ALL), int(state.step)
+    store, step = Store(expand_home(path, "path") / FOLDER, ALL), int(state.step)
     if broadcast(step in store.steps()):
         if not replace:
             raise refuse(
@@ -64,7 +65,7 @@ def restore(path: str | Path, step: Step, *, at: int | None = None) -> State:
             rule="a state is restored for the step that goes on with it",
             fix="jp.restore(path, jp.train_step(layout, loss, optimizer)), and at=200 for one of several checkpoints",
         )
-    folder = checkpoint_folder(Path(path))
+    folder = checkpoint_folder(expand_home(path, "path"))
     if at is None and folder.name.isdigit() and int(folder.name) in steps(folder.parent):
         folder, at = folder.parent, int(folder.name)
     restored, _ = Store(folder, ALL, is_owner=False).restore(step.abstract(), at)
