@@ -49,7 +49,7 @@ def expand_home(path: str | Path, name: str) -> Path:
         raise refuse(
             f"{name} = {str(path)!r:.200}: {error}",
             rule="~ is the home of the user, and ~name that of another user of this machine",
-            fix=f"{name} = './{str(path):.200}', if a folder has that name",
+            fix=f"{name} = './{path!s:.200}', if a folder has that name",
         ) from error
 
 

@@ -98,7 +98,7 @@ class Question:
             )
         layouts = self.model.legal(devices=devices or self.devices, rows=self.rows, choices=self.choices)
         if self.software.spmd:
-            layouts = select(layouts, self.model.storable(layouts))  # compose refuses the others
+            layouts = select(layouts, self._storable(layouts, devices or self.devices))
         if not self.software.exchange.per_replica:
             return layouts
         independent = np.greater(layouts.data, 1) & np.equal(layouts.pipe, 1)
@@ -110,6 +110,19 @@ class Question:
                 fix="a global batch that 2 divides and more devices, or a job without the exchange",
             )
         return select(layouts, independent)
+
+    def _storable(self, layouts: Candidate, devices: int) -> np.ndarray:
+        """Returns a mask of the layouts that `compose` does not refuse for parameters in unequal shards."""
+        storable = np.broadcast_to(self.model.storable(layouts), np.shape(layouts.pipe))
+        if not storable.any():
+            nearest = max(1, round(self.rows / devices)) * devices  # which `data` alone divides
+            raise refuse(
+                f"{devices:,} devices for {self.rows} examples: no layout stores its parameters in equal shards",
+                rule="stages divide the layers or the model's dim, shards a dim of every large parameter, and replicas "
+                "the examples",
+                fix=f"a global batch of {nearest}, or another number of devices",
+            )
+        return storable
 
     @property
     def exclusions(self) -> tuple[str, ...]:

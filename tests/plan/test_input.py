@@ -52,6 +52,14 @@ def test_no_memory_is_refused_and_does_not_mean_the_default(memory, capsys):
     assert "Traceback" not in error
 
 
+@pytest.mark.parametrize(("devices", "batch", "fix"), [(11, 840, 836), (49, 7, 49), (100, 840, 800)])
+def test_gpus_that_no_layout_divides_are_refused_with_a_batch_that_they_divide(devices, batch, fix, capsys):
+    words = ["plan", JOB.replace("8b_fsdp8", "1b3_fsdp8"), "--top", "1", "--devices", str(devices)]
+    assert main([*words, f"train.global_batch={batch}"]) == 1
+    assert f"fix:  a global batch of {fix}" in capsys.readouterr().err
+    assert main([*words, f"train.global_batch={fix}"]) == 0
+
+
 def test_the_way_out_of_wrong_heads_is_the_nearest_number_of_heads(capsys):
     assert main([*PLAN, "model.heads=7"]) == 1
     assert capsys.readouterr().err.rstrip().endswith("fix:  heads = 8")
