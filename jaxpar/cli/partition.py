@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.cli.options import add_allow_import, add_json, check_file, job_file
-from jaxpar.errors import refuse, suggest
-from jaxpar.mesh.chips import CHIPS
+from jaxpar.errors import refuse
+from jaxpar.mesh.chips import CHIPS, suggest_chip
 from jaxpar.units import parse_bytes, show_bytes, show_seconds
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def _partition_job(args: argparse.Namespace, topology: "Topology", objective: "O
     chip = next((chip for chip in CHIPS if chip.key == args.chip), None)
     if chip is None:
         keys = [chip.key for chip in CHIPS]
-        raise refuse(f"--chip {args.chip}", rule=f"one of {', '.join(keys)}", fix=suggest(args.chip, keys))
+        raise refuse(f"--chip {args.chip}", rule=f"one of {', '.join(keys)}", fix=suggest_chip(args.chip, keys))
     use_cpu_only()
     job = load_job(args.profile, allow_import=args.allow_import)
     rows = args.rows or max(1, job.train.global_batch // prod(size for size, _ in topology))

@@ -14,7 +14,7 @@ from jaxpar.job.file.dump import dumps, toml_value
 from jaxpar.job.file.parse import loads
 from jaxpar.job.file.schema import Job, MeshTable
 from jaxpar.job.parts.plan_model import has_formulas, planner_model
-from jaxpar.mesh.chips import CHIPS, Chip, find_chip
+from jaxpar.mesh.chips import CHIPS, Chip, find_chip, suggest_chip
 from jaxpar.mesh.memory_pool import pool_of_environment
 from jaxpar.mesh.target import Target
 from jaxpar.models.settings.computing import HOPPER, why_no_part
@@ -192,7 +192,7 @@ def _hardware(chip: str, devices: int, per_node: int | None, between: float) -> 
     raise refuse(
         f"--chip {chip}",
         rule="a chip whose constants are known, or a .toml file of jaxpar measure links and gemm",
-        fix=suggest(chip, HARDWARE),
+        fix=suggest_chip(chip, HARDWARE),
     )
 
 

@@ -9,6 +9,7 @@ A number that no source states is None, never a guess: code that needs it asks t
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxpar.errors import check_ranges
@@ -216,6 +217,20 @@ def find_chip(device_kind: str) -> Chip | None:
     return next(
         (chip for chip in CHIPS if chip.kind_pattern and re.search(chip.kind_pattern, device_kind.lower())), None
     )
+
+
+def suggest_chip(name: str, keys: Iterable[str]) -> str:
+    """Returns the fix for a chip that the table lacks: its key if only the spelling differs, else all keys.
+
+    A chip of a similar name is not proposed: an H20 is no H200, and the table's A100 has 80 GB.
+
+    >>> suggest_chip("NVIDIA H100", ["a100", "h100"]), suggest_chip("a100-40gb", ["a100"])
+    ("did you mean 'h100'?", 'one of: a100 (80 GB)')
+    """
+    keys = sorted(keys)
+    bare = re.sub("[^a-z0-9]", "", name.lower()).removeprefix("nvidia").removeprefix("amd")
+    sizes = {chip.key: round(chip.memory / 10**9) for chip in CHIPS}
+    return f"did you mean {bare!r}?" if bare in keys else "one of: " + ", ".join(f"{k} ({sizes[k]} GB)" for k in keys)
 
 
 # Links: the time of a message between two devices.

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 
-from jaxpar.errors import JaxparError, refuse, suggest
-from jaxpar.mesh.chips import CHIPS, Chip
+from jaxpar.errors import JaxparError, refuse
+from jaxpar.mesh.chips import CHIPS, Chip, suggest_chip
 from jaxpar.mesh.plugin import PLUGIN
 
 FORM = "a target is CHIP:NODESxGPUS, or cpu"
@@ -60,7 +60,7 @@ def parse_target(text: str, *, devices: int | None = None) -> Target:
     if uncompiled := next((chip for chip in CHIPS if chip.key == name and not chip.gpu), None):
         raise _uncompiled(f"target {text!r}", uncompiled)
     if name not in chips:
-        fix = "--target cpu, without counts; in Python jp.simulate(8)" if name == "cpu" else suggest(name, chips)
+        fix = "--target cpu, without counts; in Python jp.simulate(8)" if name == "cpu" else suggest_chip(name, chips)
         raise refuse(f"target {text!r}", rule=f"{FORM}; chips are {', '.join(chips)}", fix=fix)
     if not colon and devices:
         per_node = min(devices, 8)

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.errors import refuse, suggest
+from jaxpar.errors import refuse
 from jaxpar.hlo.flop_share import ALLOWED
+from jaxpar.mesh.chips import suggest_chip
 from jaxpar.parallel.compose import as_blueprint
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.plan.machine.hardware import HARDWARE, Hardware
@@ -318,7 +319,7 @@ def find_specs_of_call(blueprint: Blueprint, parallel: Parallel) -> FoundSpecs:
 def _hardware(chip: str) -> Hardware:
     if chip in HARDWARE:
         return HARDWARE[chip]
-    raise refuse(f"chip={chip!r}", rule="a chip whose constants are known", fix=suggest(chip, HARDWARE))
+    raise refuse(f"chip={chip!r}", rule="a chip whose constants are known", fix=suggest_chip(chip, HARDWARE))
 
 
 def _rows(parallel: Parallel, batch: Mapping[str, Any]) -> int:

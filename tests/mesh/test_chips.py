@@ -1,6 +1,7 @@
 """The table of chips says what its sources say, and a chip of the user's own is read or refused as a whole."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +11,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpar as jp
+from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.mesh.chip_file import KEYS, load_chip
 from jaxpar.mesh.chips import CHIPS, find_chip
 from jaxpar.mesh.target import Target, description, missing_plugin, parse_target
 
+JOB = str(Path(__file__).parents[2] / "configs/gpu_llama_1b3_fsdp8.toml")
 PLANNED = [chip for chip in CHIPS if chip.gpu is None]
 MINE = {
     "name": '"Acme One"', "source": '"measured"', "memory": '"64 GiB"', "bf16_flops": "400e12", "f32_flops": "50e12",
@@ -187,3 +190,18 @@ def test_a_file_that_is_not_there_is_refused(tmp_path):
         with pytest.raises(JaxparError, match="a chip is a TOML file"):
             load_chip(path)
     assert set(KEYS) == set(MINE)
+
+
+@pytest.mark.parametrize("name", ["a100-40gb", "h20", "v100", "a6000", "b100"])
+def test_a_chip_that_the_table_lacks_is_not_taken_for_another(name, capsys):
+    for words in (["plan", JOB, "--devices", "8", "--chip", name], ["check", JOB, f"mesh.target={name}:1x8"]):
+        assert main(words) == 1
+        said = capsys.readouterr().err
+        assert "did you mean" not in said
+        assert "a100 (80 GB), " in said
+
+
+@pytest.mark.parametrize("name", ["H100", "NVIDIA H100", "h-100"])
+def test_a_chip_in_another_spelling_is(name, capsys):
+    assert main(["plan", JOB, "--devices", "8", "--chip", name]) == 1
+    assert "did you mean 'h100'?" in capsys.readouterr().err
