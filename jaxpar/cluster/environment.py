@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpar.cluster.launchers import LAUNCHERS, WAY_OUT, Said, read_number
+from jaxpar.cluster.launchers import LAUNCHERS, WAY_OUT, Said, read_number, unread_problem
 from jaxpar.errors import JaxparError, Problem, refuse
 
 PORT = 8476  # if only a host is given; JAX uses the same on Kubernetes
@@ -67,7 +67,8 @@ def detect(environment: Mapping[str, str]) -> Cluster | None:
       environment: Environment variables, such as `os.environ`.
 
     Raises:
-      JaxparError: If variables are missing or have impossible values; the message lists all of them.
+      JaxparError: If variables are missing or have impossible values, of which the message lists all; or if only a
+        launcher that is not read has started several processes.
     """
     settings = {key: environment[name] for key, name in OWN.items() if environment.get(name)}
     launchers = [name for name, launcher in LAUNCHERS.items() if launcher.started(environment)]
@@ -86,6 +87,8 @@ def detect(environment: Mapping[str, str]) -> Cluster | None:
     if "coordinator" in settings and "coordinator" not in values:
         values["coordinator"] = settings["coordinator"]
     if not settings and not values and not problems:
+        if problem := unread_problem(environment):
+            raise JaxparError(problem)
         return None
     if values.get("processes") == 1 and not values.get("process") and not problems:
         return None  # alone: there are no others to find

@@ -254,6 +254,34 @@ def _kubernetes(environment: Environment, own: Mapping[str, str], problems: list
     return values
 
 
+# launchers that are not read: variables of the number of processes and of this process, and others that they set
+UNREAD = {
+    "MPICH or Intel MPI": ("PMI_SIZE", "PMI_RANK"),
+    "MVAPICH": ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+    "jsrun": ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
+    "Flux": ("FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
+    "SkyPilot": ("SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK"),
+    "Kubeflow's JAXJob": ("NUM_PROCESSES", "PROCESS_ID", "COORDINATOR_ADDRESS"),
+}
+
+
+def unread_problem(environment: Environment) -> Problem | None:
+    """Reports that a launcher which is not read has started several processes; each would train alone."""
+    for launcher, names in UNREAD.items():
+        count = environment.get(names[0], "")
+        if all(map(environment.get, names)) and count.isdecimal() and int(count) > 1:
+            address = f"${names[2]}" if names[2:] else "HOST:8476"
+            variables = f"JAXPAR_PROCESSES=${names[0]} JAXPAR_PROCESS=${names[1]} JAXPAR_COORDINATOR={address}"
+            return Problem(
+                f"{names[0]}={count:.20}, {names[1]}={environment[names[1]]:.20}, of {launcher}",
+                f"jaxpar reads {', '.join(LAUNCHERS)} and its own variables; each of these processes would train alone",
+                f"sh -c '{variables} exec jaxpar train JOB' as the command of each"
+                + ", HOST that of process 0" * (not names[2:])
+                + "; JAXPAR_PROCESSES=1 to train alone",
+            )
+    return None
+
+
 LAUNCHERS = {
     # MASTER_ADDR and MASTER_PORT identify no launcher: batch scripts and container images export them for any
     "torchrun": Launcher(("RANK", "WORLD_SIZE"), _torchrun, (("RANK",), ("WORLD_SIZE",))),

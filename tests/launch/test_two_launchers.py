@@ -1,5 +1,8 @@
 """Variables of two launchers in one environment: the complete launcher is asked, and contradictions are refused."""
 
+import os
+import subprocess
+
 import pytest
 
 from jaxpar.cluster.environment import detect
@@ -59,3 +62,37 @@ def test_half_an_open_mpi_beside_srun_is_slurm():
 def test_an_allocation_without_a_step_does_not_hide_the_pod_that_it_runs_in():
     pod = {"JOB_COMPLETION_INDEX": "2", "JAXPAR_PROCESSES": "4", "JAXPAR_COORDINATOR": "a:1"}
     assert detect({"SLURM_JOB_ID": "1", **pod}).process == 2
+
+
+UNREAD = {
+    "MPICH": {"PMI_SIZE": "4", "PMI_RANK": "2"},
+    "MVAPICH": {"MV2_COMM_WORLD_SIZE": "4", "MV2_COMM_WORLD_RANK": "2"},
+    "jsrun": {"JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_RANK": "2", "LSB_JOBID": "5"},
+    "Flux in an allocation": {"FLUX_JOB_SIZE": "4", "FLUX_TASK_RANK": "2", "SLURM_JOB_ID": "77"},
+    "SkyPilot": {"SKYPILOT_NUM_NODES": "4", "SKYPILOT_NODE_RANK": "2", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"},
+    "JAXJob": {"NUM_PROCESSES": "4", "PROCESS_ID": "2", "COORDINATOR_ADDRESS": "HOST:8476"},
+}
+
+
+@pytest.mark.parametrize("launcher", UNREAD)
+def test_several_processes_of_a_launcher_that_is_not_read_do_not_each_train_alone(launcher):
+    with pytest.raises(JaxparError, match="of these processes would train alone") as caught:
+        detect(UNREAD[launcher])
+    (problem,) = caught.value.problems
+    command = problem.fix[: problem.fix.index("' as the command")].removeprefix("sh -c '")
+    told = subprocess.run(
+        ["sh", "-c", command.replace("jaxpar train JOB", "env")], env=UNREAD[launcher] | {"PATH": os.environ["PATH"]},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    variables = dict(line.split("=", 1) for line in told.stdout.splitlines() if "=" in line)
+    assert str(detect(variables)).startswith("process 2 of 4, coordinator HOST:8476 (says JAXPAR")
+    assert detect(UNREAD[launcher] | {"JAXPAR_PROCESSES": "1"}) is None
+
+
+def test_one_process_of_a_launcher_that_is_not_read_is_alone():
+    assert detect({"PMI_SIZE": "1", "PMI_RANK": "0"}) is None
+    assert detect({"NUM_PROCESSES": "8", "PROCESS_ID": "0"}) is None  # variables of anything
+
+
+def test_srun_that_sets_the_variables_of_mpich_is_slurm():
+    assert detect(TASKS[1] | {"PMI_SIZE": "2", "PMI_RANK": "1"}).source == "SLURM"
