@@ -5,7 +5,6 @@ JaxparError: mesh axes fsdp=4 x tensor=3 need 12 devices, 8 are visible (cpu).
   fix:  tensor=2, or fsdp=-1 to infer it
 """
 
-import difflib
 import math
 import re
 import signal
@@ -194,12 +193,12 @@ def file_errors(
 
 
 def suggest(word: str, words: Iterable[str], *, otherwise: str = "") -> str:
-    """Suggests a correction of a misspelt `word`: "did you mean 'x'?"; else `elementwise`, or the known words."""
+    """Suggests a correction of a misspelt or foreign `word`: "did you mean 'x'?"; else `otherwise`, or the words."""
+    from jaxpar.other_names import find_name  # only errors need it
+
     choices = sorted(words)
-    # in lower case, so that adamW is nearer to adamw than to adam; of names that differ in case only, the first
-    names = {choice.lower(): choice for choice in reversed(choices)}
-    close = [names[match] for match in difflib.get_close_matches(str(word).lower(), names, n=1, cutoff=0.6)]
-    return f"did you mean {close[0]!r}?" if close else otherwise or f"one of: {', '.join(choices)}"
+    name = find_name(str(word), choices)
+    return f"did you mean {name!r}?" if name else otherwise or f"one of: {', '.join(choices)}"
 
 
 def nearest_divisor(number: int, near: int, *, good: Callable[[int], bool] = lambda divisor: True) -> int | None:

@@ -1,8 +1,15 @@
 """A misspelt name is answered with the nearest one, whatever its case."""
 
+import re
+
 import pytest
 
-from jaxpar.errors import suggest
+import jaxpar as jp
+from jaxpar.errors import JaxparError, suggest
+from jaxpar.job.file.parse import loads
+from jaxpar.job.file.schema import TABLES, meanings
+from jaxpar.models.settings.decoder import DecoderConfig
+from jaxpar.other_names import OTHER_NAMES
 
 
 @pytest.mark.parametrize(
@@ -22,3 +29,67 @@ def test_case_does_not_count(word, known, meant):
 
 def test_what_is_near_to_nothing_lists_the_names():
     assert suggest("zzz", ["adam", "SGD"]) == "one of: SGD, adam"
+
+
+# an override of a newcomer, and how he is told to write it
+FOREIGN = [
+    ("parallel.dp=8", "'data'"),  # not fsdp
+    ("parallel.sp=true", "'sequence'"),
+    ("parallel.context_parallel=2", "'context'"),
+    ("parallel.zero_stage=3", "'zero'"),
+    ("model.hidden_size=64", "'dim'"),  # not hidden
+    ("model.mlp_dim=64", "'hidden'"),  # not dim
+    ("model.rope_theta=1e4", "'rope_base'"),
+    ("optimizer.lr=1e-3", "'learning_rate'"),
+    ("train.lr=1e-3", "optimizer.learning_rate"),
+    ("train.learning_rate=1e-3", "optimizer.learning_rate"),
+    ("checkpoint.save_every=5", "'every'"),
+    ("data.batch_size=8", "train.global_batch"),
+]
+
+
+@pytest.mark.parametrize(("override", "meant"), FOREIGN)
+def test_a_name_of_another_framework_is_answered_with_ours_and_not_with_one_spelt_alike(override, meant):
+    key, _, value = override.partition("=")
+    with pytest.raises(JaxparError) as caught:
+        DecoderConfig(**{key.removeprefix("model."): value}) if "model." in key else loads("", [override])
+    (problem,) = caught.value.problems
+    assert problem.fix == f"did you mean {meant}?"
+
+
+def test_python_answers_with_the_same_names():
+    with pytest.raises(JaxparError, match="did you mean 'data'"):
+        jp.Parallel(dp=8)
+
+
+def test_every_name_of_another_framework_stands_for_a_key_and_is_none():
+    keys = {key for cls in (*TABLES.values(), DecoderConfig) for key in meanings(cls)}
+    assert set(OTHER_NAMES.values()) <= keys
+    assert set(OTHER_NAMES) - {"batch"} & keys == set()
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("train.steps=1e3", "steps = 1000"),
+        ('train.steps="30"', "steps = 30"),
+        ("metrics.loggers=wandb", 'loggers = ["wandb"]'),
+        ('optimizer.learning_rate="1e-3"', "learning_rate = 0.001"),
+        ("lr=1e-3", "optimizer.learning_rate=1e-3"),
+        ("global_batch=8", "train.global_batch=8"),
+    ],
+)
+def test_a_value_in_another_form_is_answered_with_itself(override, fix):
+    with pytest.raises(JaxparError) as caught:
+        loads("", [override])
+    (problem,) = caught.value.problems
+    assert problem.fix == fix
+    key = fix if "=" in override.partition(".")[0] else f"{override.partition('.')[0]}.{fix}"
+    loads("", [re.sub(" = ", "=", key)])  # as it is told
+
+
+@pytest.mark.parametrize("override", ["train.steps=abc", "train.steps=1.5", "train.steps=inf", "data=a", "zzz=1"])
+def test_a_value_without_another_form_keeps_the_default_or_the_form(override):
+    with pytest.raises(JaxparError) as caught:
+        loads("", [override])
+    assert caught.value.problems[0].fix in ("default: 100", "train.steps=100")

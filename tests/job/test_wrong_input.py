@@ -234,7 +234,7 @@ JOBS = [
     (DECODER, "parallel.paths.*/key=['embed']", "'*/key'", "regular expression"),
     # the pipeline: its table
     (PIPE, "parallel.pipeline.schedul=1f1b", "parallel.pipeline.schedul", "did you mean 'schedule'?"),
-    (PIPE, "parallel.pipeline.microbatches=8.0", "parallel.pipeline.microbatches = 8.0", "integer", "default: 0"),
+    (PIPE, "parallel.pipeline.microbatches=8.0", "parallel.pipeline.microbatches = 8.0", "integer", "microbatches = 8"),
     (PIPE, "parallel.pipeline.schedule=1", "parallel.pipeline.schedule = 1", "string", '"auto"'),
     (PIPE, "parallel.pipeline.keep=input", "parallel.pipeline.keep", "did you mean 'inputs'?"),
     (PIPE, "parallel.pipeline=1f1b", 'parallel.pipeline = "1f1b"', "[parallel.pipeline] on a line of its own"),

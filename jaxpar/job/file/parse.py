@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from jaxpar.exchange.table import EXCHANGES
 from jaxpar.job.file.dump import toml_value
 from jaxpar.job.file.model_folder import expand_model_folder
 from jaxpar.job.file.schema import SECTIONS, TABLES, Job, default, inner_tables, iter_tables
+from jaxpar.other_names import OTHER_NAMES
 
 PRINTED = 4096  # largest integer, in bits, that Python converts to digits
 
@@ -113,7 +115,9 @@ def _override(raw: dict[str, Any], text: str) -> list[Problem]:
     key, equals, value = text.partition("=")
     words = [word.strip() for word in key.split(".")]
     if not equals or len(words) < 2 or not all(words):
-        return [Problem(f"override {text!r:.200}", "an override is section.key=value", "train.steps=100")]
+        owner = re.search(r"mean (.*)\?", _elsewhere(words[0])) if len(words) == 1 and key not in SECTIONS else None
+        fix = f"{owner[1]}={value or '...'}" if owner else "train.steps=100"
+        return [Problem(f"override {text!r:.200}", "an override is section.key=value", fix)]
     table = raw
     for word in words[:-1]:
         table = table.setdefault(word, {})
@@ -242,6 +246,31 @@ _UNIONS = {
 }
 
 
+def _elsewhere(word: str) -> str:
+    """Returns the key that a word names, if one section alone has it; else ""."""
+    key = OTHER_NAMES.get(word.lower(), word)
+    owners = [
+        section
+        for section, cls in TABLES.items()
+        if "." not in section and key in {field.name for field in dataclasses.fields(cls)}
+    ]
+    return f"did you mean {owners[0]}.{key}?" if len(owners) == 1 else ""
+
+
+def _convert(got: Any, usual: Any) -> Any:
+    """Returns a value of the type that a key takes if the user's is one in another form, else None."""
+    if isinstance(got, str) and isinstance(usual, (int, float)):
+        try:
+            got = float(got)
+        except ValueError:
+            return None
+    if type(usual) is int and type(got) is float and got.is_integer() and abs(got) < 2**53:
+        return int(got)
+    if isinstance(usual, tuple | list) and isinstance(got, str) and got:
+        return [got]
+    return got if type(usual) is float and type(got) is float and math.isfinite(got) else None
+
+
 def _problems(cls: type, error: Any, section: str) -> list[Problem]:
     parts = [
         part for part in error["loc"] if not re.match(r"str$|list\[|tuple\[|literal\[", str(part))
@@ -255,7 +284,7 @@ def _problems(cls: type, error: Any, section: str) -> list[Problem]:
         owners = [
             name for name, inner in iter_tables(cls, section) if word in {f.name for f in dataclasses.fields(inner)}
         ]
-        fix = f"{word} belongs to [{owners[0]}]" if owners else suggest(word, keys)
+        fix = f"{word} belongs to [{owners[0]}]" if owners else suggest(word, keys, otherwise=_elsewhere(word))
         return [Problem(f"unknown key {key}", f"[{section}] has the keys {', '.join(keys)}", fix)]
     expected = re.sub(r"^Input should be ", "", error["msg"])
     expected = re.sub(r"\ba (?:valid )?(integer|array|object)", r"an \1", expected).replace("a valid ", "a ")
@@ -276,6 +305,8 @@ def _problems(cls: type, error: Any, section: str) -> list[Problem]:
         if default_value is None or default_value in ("", {})
         else f"default: {toml_value(default_value)}"
     )
+    if len(parts) == 1 and (converted := _convert(got, default_value)) is not None:
+        fix = f"{parts[0]} = {toml_value(converted)}"
     if dataclasses.is_dataclass(default_value):
         expected, fix = "a table", f"[{key}] on a line of its own"
     if error["type"] == "literal_error" and isinstance(got, str):
