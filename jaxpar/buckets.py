@@ -56,14 +56,21 @@ def check_address(path: str | Path, name: str) -> None:
         fsspec.get_filesystem_class(scheme)
     except (ImportError, ValueError) as error:
         schemes = fsspec.available_protocols()
-        package = re.search(r"[Ii]nstall (\S+)", str(error))
+        install = f"pip install {packages}" if (packages := _packages(str(error))) else "the packages that it needs"
         raise refuse(
             f"{name} = {str(path)!r:.200}: {error}",
             rule="an address has a scheme of fsspec, whose package is installed",
-            fix=f"pip install {package[1]}; or a bucket that is mounted, and its folder"
-            if scheme in schemes and package
+            fix=f"{install}; or a bucket that is mounted, and its folder"
+            if scheme in schemes
             else f"{suggest(scheme, schemes, otherwise='gs://, s3://, az://')}; or a folder",
         ) from error
+
+
+def _packages(text: str) -> str:
+    """Returns the packages that fsspec's message about a scheme names, separated by spaces; "" if it names none."""
+    if match := re.search(r"[Ii]nstall (?:the )?([a-z][\w-]+)|requires ([a-z][\w-]+) to be|'(huggingface_hub)\.", text):
+        return next(filter(None, match.groups()))
+    return " ".join(re.findall(r'"([a-z][\w-]+)"', text))
 
 
 def local_folder(path: str | Path, *, kind: str = "buckets") -> Path:

@@ -92,14 +92,17 @@ def blocks(value: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def to_32_bits(value: np.ndarray, name: str) -> np.ndarray:
-    """Converts 64-bit numbers to 32 bits, in which a step computes.
+    """Converts 64-bit numbers to 32 bits, in which a step computes, and big-endian ones to this machine's byte order.
 
     Raises:
       JaxparError: If an integer does not fit.
     """
+    if not value.dtype.isnative:  # as of IDX, FITS and HDF5 files
+        value = value.astype(value.dtype.newbyteorder("="))
     if value.dtype.kind in "iu" and value.dtype.itemsize == 8:
         if value.size and (value.max() >= 2**31 or value.min() < -(2**31)):
-            raise refuse(f"{name} has {value.max()}", rule="whole numbers fit into 32 bits", fix="smaller ids")
+            largest = value.max() if value.max() >= 2**31 else value.min()
+            raise refuse(f"{name} has {largest}", rule="whole numbers fit into 32 bits", fix="smaller ids")
         return value.astype(np.int32)
     narrow = {np.dtype(np.float64): np.float32, np.dtype(np.complex128): np.complex64}.get(value.dtype)
     return value if narrow is None else value.astype(narrow)

@@ -143,7 +143,9 @@ class Data(Keywords):
         except JaxparError as error:
             problems += error.problems
         known_sources = (*TEXT, "digits", "photographs", "images", "arrays")
-        if self.source not in known_sources and not (isinstance(self.source, str) and ":" in self.source):
+        if self.source not in known_sources and not (
+            isinstance(self.source, str) and ":" in self.source and "://" not in self.source
+        ):
             rule = f'a source is {", ".join(known_sources)}, or "package.module:name"'
             problems.append(
                 Problem(f"data.source = {self.source!r}", rule, _suggest_source(self.source, known_sources))
@@ -255,11 +257,21 @@ def _set_problems(spec: Data, name: str) -> list[Problem]:
 
 def _suggest_source(source: object, known: Sequence[str]) -> str:
     """Suggests a source; for a file name, the source that reads its suffix."""
-    suffix = Path(source).suffix if isinstance(source, str) else ""
-    kind = {".npz": "arrays", ".npy": "arrays", ".bin": "arrays", ".jsonl": "jsonl", ".parquet": "parquet"}.get(
-        suffix, "text"
-    )
-    return f'source = "{kind}", path = "{source}"' if suffix else suggest(str(source), known)
+    path = Path(source) if isinstance(source, str) else Path()
+    kinds = {
+        ".npz": "arrays", ".npy": "arrays", ".bin": "arrays", ".jsonl": "jsonl", ".parquet": "parquet",
+        ".tar": "images", ".txt": "text", ".md": "text", ".py": "text",
+    }  # fmt: skip
+    if kind := kinds.get(path.suffix, "jsonl" if path.suffixes[:1] == [".jsonl"] else ""):
+        return f'source = "{kind}", path = "{source}"'
+    if isinstance(source, str) and (match := re.fullmatch(r"(?:hf://datasets/)?([\w-][\w.-]*/[\w.-]+)", source)):
+        folder = match[1].rpartition("/")[2]
+        download = f"hf download --repo-type dataset {match[1]} --local-dir {folder}"
+        return f'{download}, and source = "parquet", path = "{folder}", or the source of its files'
+    others = {".arrow": "to_parquet of datasets", ".csv": "to_json(orient='records', lines=True) of pandas"}
+    if writer := others.get(path.suffix) or others.get(f".{source}"):
+        return f"write it as JSONL or Parquet, as by {writer}"
+    return suggest(str(source), known)
 
 
 Rows = np.ndarray | None  # the rows of a global batch to return, in order; None means all

@@ -61,7 +61,8 @@ class TokenStream(TokenWindows):
         seq = self.spec.seq
         window = np.stack([self.tokens[int(index) * seq : (int(index) + 1) * seq + 1] for index in chosen])
         if window.size and (int(window.max()) >= 2**31 or int(window.min()) < 0):
-            raise refuse(f"{self.file}: token {window.max()}", rule="ids are from 0 to 2^31 - 1", fix=FIX)
+            worst = window.min() if int(window.min()) < 0 else window.max()
+            raise refuse(f"{self.file}: token {worst}", rule="ids are from 0 to 2^31 - 1", fix=FIX)
         window = window.astype(np.int32)
         return {"inputs": window[:, :-1], "targets": window[:, 1:]}
 

@@ -17,7 +17,7 @@ MAGIC = {
     GZIP: "gzip", ZSTD: "Zstandard", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"PK\x03\x04": "zip", b"PAR1": "Parquet",
     b"\x89PNG": "a PNG picture", b"\xff\xd8\xff": "a JPEG picture", b"%PDF-": "PDF", b"\x7fELF": "a program",
     b"\x93NUMPY": "a NumPy array", b"ARROW1": "Arrow", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16",
-    b"SQLite format 3\0": "a database",
+    b"\xff\xff\xff\xff": "Arrow (a stream)", b"SQLite format 3\0": "a database",
 }  # fmt: skip
 
 
@@ -43,7 +43,9 @@ def open_lines(file: Path) -> BinaryIO:
         raise refuse(
             f"{file} is {kind}",
             rule="rows are read from JSONL, plain or in gzip or Zstandard, and from .parquet",
-            fix="write it as JSONL in utf-8",
+            fix="datasets.load_from_disk(FOLDER).to_parquet(FILE), and data.path = FILE"
+            if "Arrow" in kind
+            else "write it as JSONL in utf-8",
         )
     return file.open("rb")
 

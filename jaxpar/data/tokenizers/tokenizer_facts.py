@@ -235,12 +235,17 @@ def read_tokenizer(path: str | Path) -> TokenizerFacts:
 
 
 def _no_tokenizer_error(path: str | Path, why: str) -> Exception:
+    from jaxpar.models.huggingface.folder import hub_download  # only this error needs it
+
+    download = hub_download(str(path)) if "no such file" in why else None
+    download_first = f'{download[0]}, and tokenizer = "{download[1]}"; or ' if download else ""
     return refuse(
         f"data.tokenizer = {str(path)!r}: {why}",
         rule='a tokenizer is "bytes", "bpe", a tokenizer.json or a folder with one',
         fix="AutoTokenizer.from_pretrained(folder).save_pretrained(folder) of transformers writes it"
         if "older kind" in why
-        else 'a folder with a tokenizer.json, such as the model\'s; or tokenizer = "bytes", for text without messages',
+        else f"{download_first}a folder with a tokenizer.json, such as the model's; or "
+        'tokenizer = "bytes", for text without messages',
     )
 
 

@@ -7,16 +7,14 @@ name = "my-llama"    ─►    name = "decoder", and the settings of my-llama/co
 """
 
 import dataclasses
-import re
 from pathlib import Path
 from typing import Any
 
 from jaxpar.errors import JaxparError, Problem, suggest
 from jaxpar.models.huggingface.config import read_settings
-from jaxpar.models.huggingface.folder import CONFIG, is_folder, model_table, read_config
+from jaxpar.models.huggingface.folder import CONFIG, hub_download, is_folder, model_table, read_config
 from jaxpar.models.settings.table import MODELS
 
-HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # a model id on the Hugging Face Hub
 OWN = ("dropout", "scan")  # jaxpar's own settings, absent from config.json; they do not change a trained model
 
 
@@ -43,6 +41,12 @@ def unknown_model_problem(name: str) -> Problem:
     """Describes a `model.name` that is no jaxpar model, no import path and no model folder."""
     got = f"model.name = {name!r:.200}"
     rule = f'a model is {", ".join(MODELS)}, "package.module:Object", or a folder with a config.json'
+    path_fallback = "the path of a folder that is there"
+    if download := hub_download(name):
+        path_fallback = f'{download[0]}, and name = "{download[1]}"; or {path_fallback}'
+    if "://" in name:
+        on_disk = f'name = "{name.removeprefix("file://")}"' if name.startswith("file://") else path_fallback
+        return Problem(f"{got}, an address", rule, on_disk)
     try:
         path = Path(name).expanduser()
         is_file, is_directory = path.is_file(), path.is_dir()
@@ -61,6 +65,4 @@ def unknown_model_problem(name: str) -> Problem:
     if path.parent == Path() and not name.startswith((".", "~")):  # it may be meant as a model or as a folder
         fallback = f"one of: {', '.join(sorted(MODELS))}; or the path of a folder that is there"
         return Problem(f"{got}, no such model or folder", rule, suggest(name, [*MODELS, *siblings], otherwise=fallback))
-    download = f'hf download {name} --local-dir {path.name}, and name = "{path.name}"; or ' * bool(HUB.fullmatch(name))
-    path_fallback = f"{download}the path of a folder that is there"
     return Problem(f"{got}: no such folder", rule, suggest(str(path), siblings, otherwise=path_fallback))

@@ -48,7 +48,7 @@ def model_table(job: Job) -> tuple[str, dict[str, Any]]:
       JaxparError: If the name is neither.
     """
     name = job.model["name"]
-    if name not in MODELS and ":" not in name:
+    if name not in MODELS and (":" not in name or "://" in name):
         raise JaxparError(unknown_model_problem(name))
     return name, {key: value for key, value in job.model.items() if key != "name"}
 

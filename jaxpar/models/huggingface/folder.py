@@ -4,6 +4,7 @@ These small files are copied into a run that starts from the folder, and into it
 """
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +24,19 @@ SMALL_FILES = (
 EOS = "eos_token_id"
 SPECIAL = ("bos_token_id", EOS, "pad_token_id")
 MOST = 2**28  # maximum bytes of a copied file
+
+
+# a model id on the Hugging Face Hub, or the address of one
+HUB = re.compile(r"(?:hf://|https://huggingface\.co/)?([\w-][\w.-]*/[\w.-]+)/?")
+
+
+def hub_download(name: str) -> tuple[str, str] | None:
+    """Returns the command that downloads a model of the Hugging Face Hub, and its folder; None for any other name."""
+    match = HUB.fullmatch(name)
+    if not match:
+        return None
+    folder = match[1].rpartition("/")[2]
+    return f"hf download {match[1]} --local-dir {folder}", folder
 
 
 def is_folder(path: str | Path) -> bool:
