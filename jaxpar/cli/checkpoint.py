@@ -117,7 +117,10 @@ def diff(args: argparse.Namespace) -> tuple[Any, int]:
 
 def export(args: argparse.Namespace) -> tuple[Any, int]:
     """Copies a checkpoint to a folder, in the requested format."""
+    from jaxpar.files import expand_home
     from jaxpar.units import show_bytes
+
+    args.to = expand_home(args.to, "--to")
 
     if args.format == "jaxpar":  # imports no jax
         from jaxpar.buckets import pull_folder

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -38,6 +39,13 @@ VERBS = (
     new, train, sweep, launch, check, inspect, plan, specs, partition, schedule, exchange, sample, evaluate, report,
     checkpoint, measure, doctor, completion,
 )  # fmt: skip
+# what others call a verb, or an option of jaxpar's
+OTHER_VERBS = {
+    "export": "jaxpar checkpoint export", "resume": "jaxpar train, which resumes by itself", "finetune": "jaxpar train",
+    "fit": "jaxpar train", "run": "jaxpar train", "generate": "jaxpar sample", "chat": "jaxpar sample --chat",
+    "convert": "jaxpar checkpoint export --format safetensors", "help": "jaxpar --help", "version": "jaxpar --version",
+    "config": "jaxpar train --print-defaults", "init": "jaxpar new", "profile": "jaxpar train, with train.profile",
+}  # fmt: skip
 LASTING = ("train", "sweep", "launch")  # they continue when the reader of their output goes away
 
 
@@ -64,7 +72,11 @@ def execute(command: argparse.ArgumentParser, words: Sequence[str]) -> int:
     if unrecognized := [
         word for word in more if word.startswith("-") or "=" not in word or not hasattr(args, "overrides")
     ]:
-        command.error(f"unrecognized arguments: {' '.join(unrecognized)}")
+        key = unrecognized[0].lstrip("-")
+        is_override = re.match(r"[a-z]+\.[\w.]+(=|$)", key) and hasattr(args, "overrides")
+        key += "=..." * ("=" not in key)
+        way_out = f"; a key of the job is overridden without dashes: {key}" if is_override else ""
+        command.error(f"unrecognized arguments: {' '.join(unrecognized)}{way_out}")
     if more:  # overrides after an option: argparse does not collect these
         args.overrides += more
     try:
@@ -117,8 +129,8 @@ def _check_verb(made: argparse.ArgumentParser, words: list[str]) -> None:
     """Exits with status 2 for an unknown verb, and suggests the nearest."""
     names = [verb.__name__.rpartition(".")[2] for verb in VERBS]
     if words and not words[0].startswith("-") and words[0] not in names:
-        job = words[0].endswith(".toml")
-        made.error(f"no verb {words[0]!r:.80}: {f'jaxpar train {words[0]}' if job else suggest(words[0], names)}")
+        job = f"jaxpar train {words[0]}" if words[0].endswith(".toml") else ""
+        made.error(f"no verb {words[0]!r:.80}: {job or OTHER_VERBS.get(words[0]) or suggest(words[0], names)}")
 
 
 def _exit_if_distributed(status: int) -> None:

@@ -5,6 +5,7 @@ import re
 import pytest
 
 import jaxpar as jp
+from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError, suggest
 from jaxpar.job.file.parse import loads
 from jaxpar.job.file.schema import TABLES, meanings
@@ -66,6 +67,22 @@ def test_every_name_of_another_framework_stands_for_a_key_and_is_none():
     keys = {key for cls in (*TABLES.values(), DecoderConfig) for key in meanings(cls)}
     assert set(OTHER_NAMES.values()) <= keys
     assert set(OTHER_NAMES) - {"batch"} & keys == set()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["export", "runs/mine"], "no verb 'export': jaxpar checkpoint export"),
+        (["resume", "runs/mine"], "no verb 'resume': jaxpar train, which resumes by itself"),
+        (["help"], "no verb 'help': jaxpar --help"),
+        (["check", "job.toml", "--train.steps=3"], "a key of the job is overridden without dashes: train.steps=3"),
+        (["train", "job.toml", "--train.steps", "3"], "a key of the job is overridden without dashes: train.steps=..."),
+    ],
+)
+def test_a_verb_or_option_of_another_command_is_answered_with_what_does_it_here(words, said, capsys):
+    with pytest.raises(SystemExit):
+        main(words)
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A ~ at the beginning of a path is the user's home: in a job, in an override, and in Python."""
 
 import io
+import json
 from pathlib import Path
 
 import jax
@@ -40,6 +41,12 @@ def test_a_run_folder_below_home_is_there_and_no_folder_is_called_tilde(home, ca
     assert [path.name for path in Path().iterdir()] == ["text.txt"]
     assert main(["checkpoint", "ls", "~/runs/mine"]) == 0  # quoted, so that no shell expands it
     assert main(["report", "~/runs/mine"]) == 0
+    words = ["checkpoint", "export", "~/runs/mine", "--to"]
+    assert main([*words, "~/copy"]) == 0
+    assert main([*words, "~/exported", "--format", "safetensors"]) == 0
+    assert (home / "copy").is_dir()
+    assert json.loads((home / "exported/config.json").read_text())["eos_token_id"] == 0  # written last
+    assert [path.name for path in Path().iterdir()] == ["text.txt"]
     assert f"{home}/runs/mine/report.html" in capsys.readouterr().out
 
 

@@ -1,12 +1,14 @@
 """Data and models as others leave them: what jaxpar does not read is refused with a command that makes it readable."""
 
 import json
+import os
 
 import numpy as np
 import pytest
 
 import jaxpar as jp
 from jaxpar.buckets import check_address
+from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.job.check import check
 from jaxpar.job.file.parse import loads
@@ -83,6 +85,24 @@ def test_the_address_of_a_model_is_no_module(name, fix):
     (problem,) = check(loads("", [f'model.name="{name}"', "mesh.simulate=1"]))
     assert "an address" in problem.got
     assert problem.fix.startswith(fix)
+
+
+def test_the_cache_of_hugging_face_is_answered_with_its_newest_snapshot(here, capsys):
+    for number, name in enumerate(("old", "new")):
+        snapshot = here / "hub/models--me--my/snapshots" / name
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text("{}")
+        os.utime(snapshot, (number, number))
+    (problem,) = check(loads("", ['model.name="hub/models--me--my"', "mesh.simulate=1"]))
+    assert problem.fix == 'name = "hub/models--me--my/snapshots/new"'
+    assert main(["evaluate", "hub/models--me--my"]) == 1
+    assert "fix:  jaxpar evaluate hub/models--me--my/snapshots/new" in capsys.readouterr().err
+
+
+def test_a_model_of_the_hub_is_not_evaluated_before_it_is_downloaded(capsys):
+    assert main(["evaluate", "me/my-llama"]) == 1
+    said = capsys.readouterr().err
+    assert "fix:  hf download me/my-llama --local-dir my-llama, then jaxpar evaluate my-llama; or" in said
 
 
 def test_a_tokenizer_of_the_hub_is_told_how_it_is_downloaded():

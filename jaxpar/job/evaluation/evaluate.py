@@ -34,7 +34,7 @@ from jaxpar.job.parts.measures import resolve_measures
 from jaxpar.job.parts.models import batch_spec
 from jaxpar.job.parts.names import counted_unit
 from jaxpar.mesh.devices import simulate, visible_devices
-from jaxpar.models.huggingface.folder import is_folder
+from jaxpar.models.huggingface.folder import hub_download, is_folder, newest_snapshot
 from jaxpar.optim.freeze import freeze
 from jaxpar.step.measures.evaluation_loss import derive_measures
 from jaxpar.step.state import State
@@ -111,20 +111,27 @@ def evaluate(folder: str | Path, request: EvaluationRequest, *, allow_import: bo
     """
     path = pull_folder(folder)
     with tempfile.TemporaryDirectory(prefix="jaxpar-evaluate-") as work:
-        model = _open_model(path, request, Path(work), allow_import=allow_import)
+        model = _open_model(path, str(folder), request, Path(work), allow_import=allow_import)
         return _evaluate(model, str(folder))
 
 
-def _open_model(path: Path, request: EvaluationRequest, work: Path, *, allow_import: bool) -> EvaluatedModel:
+def _open_model(
+    path: Path, folder: str, request: EvaluationRequest, work: Path, *, allow_import: bool
+) -> EvaluatedModel:
     arguments = (path, request.checkpoints, request.overrides, work)
     if (path / NAME).is_file() or is_checkpoint(path):
         return open_run(*arguments, allow_import=allow_import)
     if is_folder(path):
         return open_pretrained(*arguments, allow_import=allow_import)
+    fix = "jaxpar evaluate runs/quickstart, after jaxpar train configs/quickstart.toml"
+    if snapshot := newest_snapshot(path):
+        fix = f"jaxpar evaluate {snapshot}"
+    elif not path.is_dir() and (download := hub_download(folder)):
+        fix = f"{download[0]}, then jaxpar evaluate {download[1]}; or {fix}"
     raise refuse(
-        f"{path} holds no {NAME} and no config.json" if path.is_dir() else f"{path} is no folder",
+        f"{folder} holds no {NAME} and no config.json" if path.is_dir() else f"{folder} is no folder",
         rule="a run folder, which jaxpar train wrote, or a Hugging Face folder is evaluated",
-        fix="jaxpar evaluate runs/quickstart, after jaxpar train configs/quickstart.toml",
+        fix=fix,
     )
 
 

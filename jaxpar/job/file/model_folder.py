@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxpar.errors import JaxparError, Problem, suggest
 from jaxpar.models.huggingface.config import read_settings
-from jaxpar.models.huggingface.folder import CONFIG, hub_download, is_folder, model_table, read_config
+from jaxpar.models.huggingface.folder import CONFIG, hub_download, is_folder, model_table, newest_snapshot, read_config
 from jaxpar.models.settings.table import MODELS
 
 OWN = ("dropout", "scan")  # jaxpar's own settings, absent from config.json; they do not change a trained model
@@ -59,9 +59,9 @@ def unknown_model_problem(name: str) -> Problem:
         fix = f'name = "{path.parent}"' if is_model else "the folder that save_pretrained of transformers has written"
         return Problem(f"{got} is a file", rule, fix)
     if is_directory:
-        return Problem(
-            f"{got} is a folder without {CONFIG}", rule, "the folder that save_pretrained of transformers has written"
-        )
+        snapshot = newest_snapshot(path)
+        written = "the folder that save_pretrained of transformers has written"
+        return Problem(f"{got} is a folder without {CONFIG}", rule, f'name = "{snapshot}"' if snapshot else written)
     if path.parent == Path() and not name.startswith((".", "~")):  # it may be meant as a model or as a folder
         fallback = f"one of: {', '.join(sorted(MODELS))}; or the path of a folder that is there"
         return Problem(f"{got}, no such model or folder", rule, suggest(name, [*MODELS, *siblings], otherwise=fallback))

@@ -27,7 +27,7 @@ MOST = 2**28  # maximum bytes of a copied file
 
 
 # a model id on the Hugging Face Hub, or the address of one
-HUB = re.compile(r"(?:hf://|https://huggingface\.co/)?([\w-][\w.-]*/[\w.-]+)/?")
+HUB = re.compile(r"(?:hf:/+|https://huggingface\.co/)?([\w-][\w.-]*/[\w.-]+)/?")
 
 
 def hub_download(name: str) -> tuple[str, str] | None:
@@ -37,6 +37,12 @@ def hub_download(name: str) -> tuple[str, str] | None:
         return None
     folder = match[1].rpartition("/")[2]
     return f"hf download {match[1]} --local-dir {folder}", folder
+
+
+def newest_snapshot(folder: Path) -> Path | None:
+    """Returns the newest snapshot of a model in Hugging Face's cache, by the folder of the model; else None."""
+    snapshots = [file.parent for file in folder.glob(f"snapshots/*/{CONFIG}")]
+    return max(snapshots, key=lambda snapshot: snapshot.stat().st_mtime, default=None)
 
 
 def is_folder(path: str | Path) -> bool:
