@@ -880,7 +880,12 @@ VALUES = {
     "an empty batch": (lambda: step({}), "{}", '"inputs"'),
     "a batch of no rows": (lambda: step({"inputs": X[:0], "labels": Y[:0]}), "[0, 64]", "global batch of 8"),
     "15 rows": (lambda: step({"inputs": X[:15], "labels": Y[:15]}), "[15, 64]", "global batch of 16"),
-    "a scalar in the batch": (lambda: step({**BATCH, "epoch": 3}), "epoch", "[]"),
+    "a scalar in the batch": (lambda: step({**BATCH, "epoch": 3}), "epoch in the batch is one int", "np.full(examples"),
+    "a step inside of jit": (
+        lambda: jax.jit(lambda given: step(given=lambda: given))(state()),
+        "a step inside of jax.jit",
+        "without jax.jit",
+    ),
     "nothing in the batch": (lambda: step({**BATCH, "labels": None}), "labels", "numbers"),
     "objects in the batch": (lambda: step({**BATCH, "inputs": np.array([object()] * 16)}), "inputs", "object"),
     "text in the batch": (lambda: step({**BATCH, "labels": np.array(["a"] * 16)}), "labels", "<U1"),

@@ -90,6 +90,37 @@ def test_random_keys_on_another_mesh_are_refused():
         trained({"x": keys, "y": Y}, sizes={"data": 8})
 
 
+def sums(model, batch):
+    """The squares of graphs, each the sum of its nodes: nodes of all graphs in one array."""
+    owner = jnp.repeat(jnp.arange(len(batch["size"])), batch["size"], total_repeat_length=len(batch["x"]))
+    losses = jax.ops.segment_sum(model(batch["x"]), owner, num_segments=len(batch["size"])) ** 2
+    return jnp.sum(losses), losses.size
+
+
+GRAPHS = {"x": X, "size": np.array([5, 1, 2, 3, 1, 1, 1, 2])}
+
+
+def test_several_graphs_in_one_array_train_as_on_one_device():
+    wanted = trained(GRAPHS, sums, devices=jax.devices()[:1])
+    np.testing.assert_allclose(trained(GRAPHS, sums, sizes={"data": 4, "fsdp": 2}), wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "numerics", "shown"),
+    [
+        ({"data": 4}, {"accumulate": 2}, "accumulate=2"),
+        ({"data": 8, "exchange": jp.Exchange("diloco")}, {}, "replicas that step apart=8"),
+    ],
+    ids=["accumulation", "replicas"],
+)
+def test_slices_of_arrays_of_several_first_dims_are_refused(sizes, numerics, shown):
+    layout, optimizer = jp.compose(Net, jp.Parallel(**sizes), jax.devices()[: sizes["data"]]), optax.sgd(0.1)
+    step, state = jp.train_step(layout, sums, optimizer, **numerics), jp.init_state(layout, optimizer)
+    for act in (lambda: step(state, GRAPHS), lambda: step.lower(step.abstract(), GRAPHS)):
+        with pytest.raises(JaxparError, match=rf"x \[16, 8\], size \[8\] in the batch, of which {shown} takes slices"):
+            act()
+
+
 LISTS = {
     "beside another array": {"views": [X, Y], "labels": np.arange(16)},
     "alone": {"views": (X, Y)},

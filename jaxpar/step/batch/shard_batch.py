@@ -41,10 +41,18 @@ class BatchPlacement:
         """
         check_dict(batch)
         check_lists(batch)
-        return {name: self._put(name, value) for name, value in batch.items()}
+        return self.checked({name: self._put(name, value) for name, value in batch.items()})
+
+    def checked(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        """Returns arrays or shapes, if they can be sliced as the step slices them."""
+        if len({array.shape[:1] for array in arrays.values()}) > 1:
+            from jaxpar.step.checks.batch_examples import check_slices  # most batches have one number of examples
+
+            check_slices(arrays, self.layout, self.accumulate)
+        return arrays
 
     def shape_struct(self, name: str, value: Any) -> Any:
-        """Returns the shape and the future sharding of a batch array.
+        """Returns the shape and the future sharding of one array of a batch.
 
         Raises:
           JaxparError: If its first dim does not divide.
@@ -91,17 +99,10 @@ class BatchPlacement:
 
     def _check_rows(self, name: str, value: jax.Array | np.ndarray | jax.ShapeDtypeStruct) -> None:
         ways = self.layout.replicas * self.accumulate * self.layout.microbatches
-        rows = value.shape[0] if value.shape else 0
-        if not rows or rows % ways:
-            factors = {axis: self.layout.sizes[axis] for axis in self.layout.parallel.batch_axes}
-            factors |= {"accumulate": self.accumulate, "microbatches": self.layout.microbatches}
-            shown = " x ".join(f"{axis}={size}" for axis, size in factors.items() if size > 1) or "one device"
-            raise refuse(
-                f"{name} {list(value.shape)} in the batch has {rows} examples; {shown} needs a multiple of {ways}",
-                rule="data x fsdp x accumulate (or microbatches of a pipeline) divides the global batch, the first dim "
-                "of every array",
-                fix=f"a global batch of {max(1, round(rows / ways)) * ways}",
-            )
+        if not value.shape or not value.shape[0] or value.shape[0] % ways:
+            from jaxpar.step.checks.batch_examples import wrong_examples  # not loaded where nothing is wrong
+
+            raise wrong_examples(name, value, self.layout, self.accumulate)
 
 
 def check_dict(batch: object) -> None:

@@ -47,6 +47,13 @@ def check_not_donated(state: object) -> None:
             rule="a state comes from jp.init_state, or from the step before",
             fix=_FIX,
         )
+    if isinstance(state.step, jax.core.Tracer):
+        raise refuse(
+            "a step inside of jax.jit, or of another transformation of JAX",
+            rule="a step is one compiled program, whose input is arrays",
+            fix="state, metrics = step(state, batch) in a loop of Python, without jax.jit; or jp.fit(step, data, "
+            "steps=100)",
+        )
     if isinstance(state.step, jax.Array) and state.step.is_deleted():
         raise refuse(
             "a state that was already passed to a step",
