@@ -6,8 +6,8 @@ from collections.abc import Sequence
 # jaxpar's names to those of PyTorch, Megatron, torchtitan and Hugging Face for the same: by spelling alone, dp would be
 # taken for fsdp, and hidden_size, which is the model's width, for hidden
 _OTHER_NAMES = {
-    "data": "dp ddp dp_size data_parallel", "fsdp": "dp_shard", "pipe": "pp pp_size pipeline_parallel",
-    "tensor": "tp mp tp_size tensor_parallel model_parallel", "context": "cp cp_size context_parallel",
+    "data": "dp ddp replica dp_size data_parallel", "fsdp": "dp_shard", "pipe": "pp stage pp_size pipeline_parallel",
+    "tensor": "tp mp model tp_size tensor_parallel model_parallel", "context": "cp cp_size context_parallel",
     "sequence": "sp sequence_parallel", "expert": "ep ep_size expert_parallel", "zero": "zero_stage sharding",
     "dim": "hidden_size d_model n_embd embed_dim", "layers": "num_hidden_layers depth", "heads": "num_attention_heads",
     "kv_heads": "num_key_value_heads", "hidden": "intermediate_size ffn_hidden_size d_ff ffn_dim mlp_dim",

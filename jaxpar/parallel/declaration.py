@@ -119,7 +119,10 @@ class Parallel(Keywords):
     @classmethod
     def keyword_fix(cls, key: str, value: Any, names: Sequence[str]) -> str:
         """Returns the fix for a keyword without a field; an axis of the mesh may be one."""
-        return size_setting(key, value) if key in AXES else super().keyword_fix(key, value, names)
+        from jaxpar.other_names import OTHER_NAMES  # not loaded where nothing is wrong
+
+        axis = OTHER_NAMES.get(key, key)
+        return size_setting(axis, value) if axis in AXES else super().keyword_fix(key, value, names)
 
     @property
     def sizes(self) -> dict[str, int]:

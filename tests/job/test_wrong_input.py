@@ -677,6 +677,12 @@ PARAMS = {"params": {"Dense_0": {"kernel": np.zeros((64, 10), np.float32)}}}
 VALUES = {
     # the declaration
     "an axis misspelt": (lambda: compose(dta=8), "Parallel(dta=8)", "did you mean 'data'?"),
+    "an axis by the name of other libraries": (lambda: compose(tp=8), "Parallel(tp=8)", "tensor=8"),
+    "a rule to an axis of other libraries": (
+        lambda: compose(data=8, rules={"mlp": "mp"}),
+        "rule mlp -> 'mp'",
+        "did you mean 'tensor'?",
+    ),
     "a number without its axis": (lambda: jp.Parallel(8), "Parallel(8)", "pipe=8"),
     "a pipeline misspelt": (lambda: jp.Pipeline(schedul="1f1b"), "schedul='1f1b'", "did you mean 'schedule'?"),
     "data as text": (lambda: compose(data="8"), "data='8'", "data=8"),
