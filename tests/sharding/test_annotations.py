@@ -480,6 +480,20 @@ def test_a_dim_without_an_axis_in_a_spec_alone_is_whole(spec, lowered_spec):
     assert f"sharding_constraint %{{}} <@mesh, {lowered_spec}>" in re.sub(r"%\w+", "%{}", text)
 
 
+@pytest.mark.parametrize(
+    ("names", "lowered_spec"),
+    [
+        (("batch", "mlp", "mlp"), '[{"data", "fsdp"}, {"tensor"}, {?}]'),
+        (("batch", "unmodeled", "unmodeled"), '[{"data", "fsdp"}, {?}, {?}]'),
+        (("batch", None, None), '[{"data", "fsdp"}, {}, {}]'),
+    ],
+)
+@pytest.mark.parametrize("constrain", [nn.with_logical_constraint, partitioning.with_sharding_constraint])
+def test_of_dims_of_one_name_the_first_is_split(constrain, names, lowered_spec):
+    text = lowered(partial(Activations, say=lambda x: constrain(x.reshape(-1, 8, 4), names).reshape(x.shape)), BOTH)
+    assert f"sharding_constraint %{{}} <@mesh, {lowered_spec}>" in re.sub(r"%\w+", "%{}", text)
+
+
 @pytest.mark.parametrize("axes", [("data", "fsdp"), ("fsdp", "data")])
 def test_a_spec_that_names_two_axes_of_examples_means_each_by_itself(axes):
     text = lowered(partial(Activations, say=lambda x: jax.lax.with_sharding_constraint(x, P(*axes))), BOTH)

@@ -236,6 +236,9 @@ def _functions() -> dict[str, Callable]:
 
     def _with_sharding_constraint_one_fallback(names: Any, x: Any, *args: Any, rules: Any = None, **kwargs: Any) -> Any:
         by_step.append(rules is step_rules.get())
+        if by_step[-1] and names is not None:  # Flax refuses repeated names, but an author without rules may have them
+            repeats = {i for i, name in enumerate(names) if isinstance(name, str) and name in tuple(names)[:i]}
+            names = tuple(PartitionSpec.UNCONSTRAINED if i in repeats else name for i, name in enumerate(names))
         try:
             return resolve(names, x, *args, rules=rules, **kwargs)
         finally:
