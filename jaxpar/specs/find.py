@@ -304,16 +304,34 @@ def find_specs_of_call(blueprint: Blueprint, parallel: Parallel) -> FoundSpecs:
     Raises:
       JaxparError: As `find_specs`.
     """
-    leaves, structure = jax.tree.flatten(blueprint.example)
-    arrays = {str(n): leaf for n, leaf in enumerate(leaves) if getattr(leaf, "shape", ()) and hasattr(leaf, "dtype")}
+    leaves, structure = jax.tree.flatten_with_path(blueprint.example)
+    inputs = {_input_name(path): leaf for path, leaf in leaves}
+    arrays = {name: leaf for name, leaf in inputs.items() if getattr(leaf, "shape", ()) and hasattr(leaf, "dtype")}
     batch = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in arrays.items()}
+    _check_axes(parallel)
+    replicas = parallel.data * parallel.fsdp
+    if not all(leaf.shape[0] % replicas == 0 for leaf in batch.values()):
+        shown = ", ".join(f"{name} {list(leaf.shape)}" for name, leaf in batch.items())
+        raise refuse(
+            f'specs="found" for {blueprint.name} and an example of its inputs, {shown}, over data x fsdp = {replicas}',
+            rule="specs are found for a global batch, whose examples, dim 0 of each input, the replicas divide",
+            fix="inputs of the shapes of a global batch in jp.from_linen(module, inputs) or jp.from_nnx(function, "
+            f"inputs): dim 0 a multiple of {replicas}",
+        )
 
     def loss(model: Any, batch: Mapping[str, Any]) -> Any:
-        args, kwargs = jax.tree.unflatten(structure, [batch.get(str(n), leaf) for n, leaf in enumerate(leaves)])
+        args, kwargs = jax.tree.unflatten(structure, [batch.get(name, leaf) for name, leaf in inputs.items()])
         results = [leaf for leaf in jax.tree.leaves(model(*args, **kwargs)) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
         return sum(jnp.mean(jnp.square(leaf.astype(jnp.float32))) for leaf in results)
 
     return find_specs(blueprint, loss, batch, parallel)
+
+
+def _input_name(path: tuple[Any, ...]) -> str:
+    """Returns the name of an array of an example's (args, kwargs): "input 0", "input 0['nodes']", "mask"."""
+    of_kwargs, first, *rest = path
+    name = first.key if of_kwargs.idx else f"input {first.idx}"
+    return name + jax.tree_util.keystr(tuple(rest))
 
 
 def _hardware(chip: str) -> Hardware:
@@ -322,8 +340,8 @@ def _hardware(chip: str) -> Hardware:
     raise refuse(f"chip={chip!r}", rule="a chip whose constants are known", fix=suggest_chip(chip, HARDWARE))
 
 
-def _rows(parallel: Parallel, batch: Mapping[str, Any]) -> int:
-    """Returns the number of examples on a device."""
+def _check_axes(parallel: Parallel) -> None:
+    """Refuses a declaration with axes for which no specs are found, or without those for which they are."""
     others = {axis: size for axis, size in parallel.sizes.items() if size != 1 and axis not in ("data", "fsdp", *AXES)}
     if others or not axes_of(parallel):
         shown = ", ".join(f"{axis}={size}" for axis, size in parallel.sizes.items() if size != 1) or "no axis"
@@ -339,6 +357,11 @@ def _rows(parallel: Parallel, batch: Mapping[str, Any]) -> int:
             rule=f"specs are found for {' and '.join(AXES)}, of size 2 or more, beside data and fsdp",
             fix=fix,
         )
+
+
+def _rows(parallel: Parallel, batch: Mapping[str, Any]) -> int:
+    """Returns the number of examples on a device."""
+    _check_axes(parallel)
     counts = {leaf.shape[0] for leaf in batch.values() if getattr(leaf, "shape", ())}
     rows, replicas = max(counts, default=0), parallel.data * parallel.fsdp
     if not rows or rows % replicas:

@@ -39,6 +39,11 @@ def _batch_problems(batch: object) -> Iterable[Problem]:
         yield Problem(f"batch={batch!r:.60}", "names to arrays, or to their shapes and dtypes", fix)
         return
     for name, leaf in batch.items():
+        if isinstance(leaf, Mapping):
+            got = f"batch[{name!r}] is a dict of {', '.join(map(str, leaf))}"
+            flat = 'flax.traverse_util.flatten_dict(batch, sep="/"), and in the loss unflatten_dict(batch, sep="/")'
+            yield Problem(got, "a batch is a dict of arrays, without nested dicts", flat)
+            return
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype") or not leaf.shape:
             yield Problem(f"batch[{name!r}]={leaf!r:.60}", "an array, or its shape and dtype; dim 0 is examples", fix)
             return

@@ -166,7 +166,7 @@ def test_sizes_that_do_not_divide_the_tokens_or_the_examples_are_left_out():
     odd = {key: jax.ShapeDtypeStruct((2, 65), "int32") for key in ("x", "y")}
     found, sentences = splits_of(models.Attending, models.next_token, odd, rows=2)
     assert all(context == 1 for context, _ in found)
-    assert sentences == ("context: none of 8 divides the 65 tokens of a row",)
+    assert sentences == ("context: none of 2, 8 divides the 65 tokens of a row",)
     found, sentences = splits_of(models.Attending, models.next_token, TOKENS, rows=3, sizes=(2,))
     assert all(context == 1 for context, _ in found)
     assert sentences == ("context: with none of its sizes the replicas divide the examples",)

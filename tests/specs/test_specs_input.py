@@ -87,6 +87,18 @@ REFUSED = {
         "6 examples over data x fsdp = 4",
         "a batch of 8 examples",
     ),
+    "an example of one row": (
+        partial(compose, jp.from_nnx(Net, jnp.zeros((1, 64))), data=2, tensor=4, specs="found"),
+        "for Net and an example of its inputs, input 0 [1, 64], over data x fsdp = 2",
+        "inputs of the shapes of a global batch in jp.from_linen(module, inputs) or jp.from_nnx(function, inputs): "
+        "dim 0 a multiple of 2",
+    ),
+    "inputs of several sizes": (
+        partial(compose, jp.from_nnx(Net, {"nodes": BATCH["x"], "edges": BATCH["x"][:4]}), tensor=8, specs="found"),
+        "input 0['edges']: 4, input 0['nodes']: 8 examples",
+        "repeat it per example",
+    ),
+    "dicts in a batch": (lambda: find(batch={"in": BATCH}), "batch['in'] is a dict of x", "flatten_dict(batch"),
     "no batch": (lambda: find(batch={}), "0 examples", "a batch of 1 examples"),
     "a batch of lists": (lambda: find(batch={"x": [[1.0]]}), "batch['x']", "ShapeDtypeStruct"),
     "a scalar": (lambda: find(batch={**BATCH, "scale": np.float32(1)}), "batch['scale']", "ShapeDtypeStruct"),
@@ -164,6 +176,14 @@ def test_dims_along_which_entries_move_stay_whole(between):
     result = find(model=lambda rngs: Net(rngs, between))
     assert result.unknown == ()
     assert result.specs.activations[f"{UP} [..., 256]"] == ("batch", None)
+
+
+def test_an_array_without_entries_is_followed():
+    def add_rest(x):  # as `lax.associative_scan` does at the end of its recursion
+        return x + x[8:].reshape(1, 0, 256).sum((0, 1))
+
+    result = find(model=lambda rngs: Net(rngs, add_rest))
+    assert result.specs.activations[f"{UP} [..., 256]"] == ("batch", "mlp")
 
 
 def test_a_loop_of_unknown_length_is_followed():

@@ -62,12 +62,12 @@ class DimPiece:
     parent: "DimPiece | None" = None
 
 
-Dim = tuple[DimPiece, ...]  # empty for a dim of size 1
+Dim = tuple[DimPiece, ...]  # empty for a dim of size 1 or 0
 
 
 def fresh(size: int) -> Dim:
     """Returns a new dim without facts."""
-    return (DimPiece(size),) if size != 1 else ()
+    return (DimPiece(size),) if size > 1 else ()
 
 
 def flat(dim: Iterable[DimPiece]) -> Iterator[DimPiece]:
@@ -107,7 +107,9 @@ def join(first: Dim, second: Dim) -> None:
 
 
 def regroup(dims: Sequence[Dim], sizes: Sequence[int]) -> list[Dim]:
-    """Returns the dims of a reshaped array."""
+    """Returns the dims of a reshaped array; new ones if it has no entries."""
+    if 0 in sizes:
+        return [fresh(size) for size in sizes]
     pieces = [piece for dim in dims for piece in flat(dim)][::-1]
     dims_out: list[Dim] = []
     for index, size in enumerate(sizes):
