@@ -6,57 +6,21 @@ lines that traced it. And an array may have the shape of an argument, or of a sh
 """
 
 import re
-import sysconfig
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
-import flax
-import jax
-import jaxlib
-import optax
-from jax.extend.core import JaxprEqn
-
+from jaxpar.hlo.labels import is_backward, shorten_label
 from jaxpar.hlo.provenance import DataFlow
+from jaxpar.hlo.source_frames import user_frame
 from jaxpar.hlo.text import HloArray, Op, SourceFrame
-from jaxpar.optim import loss_argument
-from jaxpar.sharding.names import AGAIN, GRADIENT, HALO, MESSAGE, SCOPE, TOKENS
+from jaxpar.sharding.names import GRADIENT, HALO, MESSAGE, SCOPE, TOKENS
 
 _HOME = Path(__file__).parent.parent
-# files whose lines do not explain an instruction: jaxpar's own step, Python, and libraries of layers, transformations
-# or optimizers. Models are not among them, jaxpar's or a package's, wherever they are installed
-MACHINERY = tuple(
-    [str(_HOME / room) for room in ("sharding", "exchange", "parallel", "inspector", "job")]
-    + [
-        str(_HOME / "step" / file)
-        for file in (
-            "step.py",
-            "compiler.py",
-            "model_flop.py",
-            "gradients.py",
-            "per_replica",
-            "unpipelined.py",
-        )
-    ]
-    + [str(_HOME / "models" / file) for file in ("remat.py", "output_dtype.py")]
-    + [str(Path(module.__file__ or "").parent) for module in (jax, jaxlib, flax, optax)]  # symlinks may lead elsewhere
-    + ["<"]
-)
-_ISLANDS = str(_HOME / "models" / "islands.py")
-_PYTHON = sysconfig.get_path("stdlib")
-_INSTALLED = re.compile(r"/(?:site|dist)-packages/([^/.]+)")
-_LIBRARIES = frozenset(
-    "IPython _pytest absl chex diffrax distrax einops equinox etils flax haiku ipykernel jax jaxlib jaxopt jaxtyping "
-    "beartype lineax numpy optax optimistix orbax pluggy pytest runpy scipy treescope".split()
-)
 _LOSSES = str(_HOME / "step" / "losses.py")
-_UPDATE = str(Path(loss_argument.__file__ or ""))  # the one place that asks an optimizer for its updates
-_EXCHANGES = str(_HOME / "exchange") + "/"
 _EXCHANGED = re.compile(rf"{HALO}\w+|{TOKENS}")  # whose scope is the cause
 _SCOPED = re.compile(rf"{SCOPE}([^/()]+)")
-_WRAPPERS = ("jit(", "while", "body", "eval_jaxpr", "checkpoint", "rematted", "closed_call", "pipeline:")
 STAGE_TO_STAGE = "from stage to stage"
 
 
@@ -254,73 +218,6 @@ class ArrayCauses:
 def join_names(names: Sequence[str]) -> str:
     """Joins names of alternatives: `a or b or 3 more`."""
     return " or ".join(names[:2]) + (f" or {len(names) - 2} more" if len(names) > 2 else "")
-
-
-def is_backward(label: str) -> bool:
-    """Whether an operation belongs to the backward pass or adds up gradients; false for recomputation."""
-    return ("transpose(" in label or GRADIENT in label) and AGAIN not in label
-
-
-def is_recomputed(label: str) -> bool:
-    """Whether an operation is a recomputation of the forward pass in the backward pass."""
-    return AGAIN in label
-
-
-def shorten_label(label: str) -> str:
-    """Returns the end of a label, without the names of JAX's transformations and loops.
-
-    >>> shorten_label("jit(f)/while/body/transpose(jvp(Block))/bsd,df->bsf/dot_general")
-    'bsd,df->bsf/dot_general'
-    """
-    words = [word for word in re.split(r"/(?![^(]*\))", label) if not word.startswith(_WRAPPERS)]
-    words = [re.sub(r"^(?:transpose|jvp|vmap|\()+|\)+$", "", word) for word in words]
-    end = "/".join([word for word in words if word][-2:]) or label
-    parts = end.split(":")  # XLA labels combined instructions a:b:c
-    return parts[0] if len(parts) == 1 else f"{parts[0]} and {len(parts) - 1} more"
-
-
-def user_frame(stack: Sequence[SourceFrame], enclosing: SourceFrame | None = None) -> SourceFrame | None:
-    """Returns the innermost line of Python outside of libraries and of jaxpar's code that runs a step.
-
-    Without such a line it is `enclosing`, or else the innermost of all.
-    """
-    fallback = enclosing or (stack[0] if stack else None)
-    return next((frame for frame in stack if not _is_machinery(frame.file)), fallback)
-
-
-@cache
-def _is_machinery(file: str) -> bool:
-    if file.startswith(MACHINERY):
-        return True
-    if package := _INSTALLED.search(file):
-        return package[1] in _LIBRARIES
-    return file.startswith(_PYTHON)
-
-
-def equation_frame(equation: JaxprEqn, enclosing: SourceFrame | None = None) -> SourceFrame | None:
-    """Returns the innermost line of the user's code that traced an equation of a jaxpr; None if unknown.
-
-    That of an island's result, which has a name (`jaxpar.models.islands.attention`), is the line that calls it.
-
-    Args:
-      equation: The equation.
-      enclosing: The line of the equation in whose jaxpr it stands: JAX keeps the lines of an inner function alone.
-    """
-    traceback = equation.source_info.traceback
-    frames = traceback.frames if traceback else ()
-    stack = [SourceFrame(frame.file_name, frame.line_num, frame.function_name) for frame in frames]
-    if equation.primitive.name == "name":
-        stack = [frame for frame in stack if frame.file != _ISLANDS]
-    return user_frame(stack, enclosing)
-
-
-def is_update_equation(equation: JaxprEqn) -> bool:
-    """Whether an equation of a step's jaxpr belongs to the optimizer or the exchange, not to the model."""
-    traceback = equation.source_info.traceback
-    return any(
-        (frame.file_name == _UPDATE and frame.function_name == "update") or frame.file_name.startswith(_EXCHANGES)
-        for frame in (traceback.frames if traceback else ())
-    )
 
 
 def _merge_dims(shape: Sequence[int]) -> list[tuple[int, ...]]:

@@ -67,12 +67,15 @@ def name_solution(
 
     def names(array: Array) -> Names:
         pieces = [next(flat(dim), None) for dim in array.dims]
-        return tuple(name_of.get(piece) or ("batch" if piece in program.rows else None) for piece in pieces)
+        return tuple(
+            None if piece is None else name_of.get(piece) or ("batch" if piece in program.rows else None)
+            for piece in pieces
+        )  # fmt: skip
 
     def activation_names(array: Array) -> Names:
         found: list[str | None] = []
         for dim, name in zip(array.dims, names(array), strict=True):
-            given = program.named.get(next(flat(dim), None))
+            given = next((program.named.get(piece) for piece in flat(dim)), None)
             found.append(name or (given if given not in found else None))  # of scores, the dim of queries alone
         return tuple(found)
 

@@ -17,7 +17,7 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jaxpar import models
-from jaxpar.hlo.attribution import equation_frame
+from jaxpar.hlo.source_frames import equation_frame
 from jaxpar.hlo.text import SourceFrame
 from jaxpar.sharding.infer_names.dim_pieces import Dim, DimPiece, flat, fresh, join, mix, split
 from jaxpar.sharding.infer_names.operations import CALLS, OPERATIONS, TracedArray, elementwise

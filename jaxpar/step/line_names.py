@@ -17,7 +17,7 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jaxpar.errors import JaxparError, Problem
-from jaxpar.hlo.attribution import equation_frame
+from jaxpar.hlo.source_frames import equation_frame
 from jaxpar.hlo.text import SourceFrame
 from jaxpar.jaxprs.dataflow import OPAQUE, rewrite, rewrite_param, shapes
 from jaxpar.models.dim_names import constrain

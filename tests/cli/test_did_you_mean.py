@@ -59,7 +59,7 @@ def test_a_name_of_another_framework_is_answered_with_ours_and_not_with_one_spel
 
 
 def test_python_answers_with_the_same_names():
-    with pytest.raises(JaxparError, match="did you mean 'data'"):
+    with pytest.raises(JaxparError, match="fix:  data=8"):
         jp.Parallel(dp=8)
 
 

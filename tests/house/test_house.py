@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.hlo import attribution
+from jaxpar.hlo import source_frames
 
 ROOT = Path(__file__).parents[2]
 HOUSE = ROOT / "jaxpar"
@@ -64,7 +64,7 @@ def test_a_big_room_says_what_it_is_for_and_how_to_add_one_more(room):
 
 
 def test_files_that_explain_no_instruction_are_there():
-    assert [path for path in attribution.MACHINERY if path.startswith(str(HOUSE)) and not Path(path).exists()] == []
+    assert [path for path in source_frames.MACHINERY if path.startswith(str(HOUSE)) and not Path(path).exists()] == []
 
 
 WORDS = (  # participles, pronouns and prepositions name nothing

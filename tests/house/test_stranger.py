@@ -13,7 +13,7 @@ import pytest
 
 import jaxpar
 from jaxpar.cli.main import main
-from jaxpar.hlo.attribution import user_frame
+from jaxpar.hlo.source_frames import user_frame
 from jaxpar.hlo.text import SourceFrame
 from jaxpar.pipeline.draw.schedule import svg
 from jaxpar.pipeline.tables.library import schedule

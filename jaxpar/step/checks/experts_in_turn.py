@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
-from jaxpar.hlo.attribution import equation_frame
+from jaxpar.hlo.source_frames import equation_frame
 from jaxpar.hlo.text import SourceFrame
 from jaxpar.models.dim_names import spec_axes
 from jaxpar.models.islands import MIXTURE

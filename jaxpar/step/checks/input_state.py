@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
@@ -47,7 +48,7 @@ def check_not_donated(state: object) -> None:
             rule="a state comes from jp.init_state, or from the step before",
             fix=_FIX,
         )
-    if isinstance(state.step, jax.core.Tracer):
+    if isinstance(state.step, Tracer):
         raise refuse(
             "a step inside of jax.jit, or of another transformation of JAX",
             rule="a step is one compiled program, whose input is arrays",

@@ -13,7 +13,7 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from jaxpar.errors import JaxparError, user_code_errors
-from jaxpar.hlo.attribution import equation_frame
+from jaxpar.hlo.source_frames import equation_frame
 from jaxpar.hlo.text import SourceFrame
 from jaxpar.models.experts import active_experts
 from jaxpar.models.islands import use_islands

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jaxpar.errors import JaxparError, refuse
-from jaxpar.hlo.attribution import equation_frame
+from jaxpar.hlo.source_frames import equation_frame
 from jaxpar.jaxprs.dataflow import needed_equations, shapes
 from jaxpar.sharding.names import Tree
 from jaxpar.step.pipelined.layer_state import makes_keys

@@ -1,0 +1,90 @@
+"""The line of a user's source that traced an equation or an instruction."""
+
+import re
+import sysconfig
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import flax
+import jax
+import jaxlib
+import optax
+from jax.extend.core import JaxprEqn
+
+from jaxpar.hlo.text import SourceFrame
+from jaxpar.optim import loss_argument
+
+_HOME = Path(__file__).parent.parent
+# files whose lines do not explain an instruction: jaxpar's own step, Python, and libraries of layers, transformations
+# or optimizers. Models are not among them, jaxpar's or a package's, wherever they are installed
+MACHINERY = tuple(
+    [str(_HOME / room) for room in ("sharding", "exchange", "parallel", "inspector", "job")]
+    + [
+        str(_HOME / "step" / file)
+        for file in (
+            "step.py",
+            "compiler.py",
+            "model_flop.py",
+            "gradients.py",
+            "per_replica",
+            "unpipelined.py",
+        )
+    ]
+    + [str(_HOME / "models" / file) for file in ("remat.py", "output_dtype.py")]
+    + [str(Path(module.__file__ or "").parent) for module in (jax, jaxlib, flax, optax)]  # symlinks may lead elsewhere
+    + ["<"]
+)
+_ISLANDS = str(_HOME / "models" / "islands.py")
+_PYTHON = sysconfig.get_path("stdlib")
+_INSTALLED = re.compile(r"/(?:site|dist)-packages/([^/.]+)")
+_LIBRARIES = frozenset(
+    "IPython _pytest absl chex diffrax distrax einops equinox etils flax haiku ipykernel jax jaxlib jaxopt jaxtyping "
+    "beartype lineax numpy optax optimistix orbax pluggy pytest runpy scipy treescope".split()
+)
+_UPDATE = str(Path(loss_argument.__file__ or ""))  # the one place that asks an optimizer for its updates
+_EXCHANGES = str(_HOME / "exchange") + "/"
+
+
+def user_frame(stack: Sequence[SourceFrame], enclosing: SourceFrame | None = None) -> SourceFrame | None:
+    """Returns the innermost line of Python outside of libraries and of jaxpar's code that runs a step.
+
+    Without such a line it is `enclosing`, or else the innermost of all.
+    """
+    fallback = enclosing or (stack[0] if stack else None)
+    return next((frame for frame in stack if not _is_machinery(frame.file)), fallback)
+
+
+@cache
+def _is_machinery(file: str) -> bool:
+    if file.startswith(MACHINERY):
+        return True
+    if package := _INSTALLED.search(file):
+        return package[1] in _LIBRARIES
+    return file.startswith(_PYTHON)
+
+
+def equation_frame(equation: JaxprEqn, enclosing: SourceFrame | None = None) -> SourceFrame | None:
+    """Returns the innermost line of the user's code that traced an equation of a jaxpr; None if unknown.
+
+    That of an island's result, which has a name (`jaxpar.models.islands.attention`), is the line that calls it.
+
+    Args:
+      equation: The equation.
+      enclosing: The line of the equation in whose jaxpr it stands: JAX keeps the lines of an inner function alone.
+    """
+    traceback = equation.source_info.traceback
+    frames = traceback.frames if traceback else ()
+    stack = [SourceFrame(frame.file_name, frame.line_num, frame.function_name) for frame in frames]
+    if equation.primitive.name == "name":
+        stack = [frame for frame in stack if frame.file != _ISLANDS]
+    return user_frame(stack, enclosing)
+
+
+def is_update_equation(equation: JaxprEqn) -> bool:
+    """Whether an equation of a step's jaxpr belongs to the optimizer or the exchange, not to the model."""
+    traceback = equation.source_info.traceback
+    return any(
+        (frame.file_name == _UPDATE and frame.function_name == "update") or frame.file_name.startswith(_EXCHANGES)
+        for frame in (traceback.frames if traceback else ())
+    )
