@@ -40,7 +40,7 @@ def step_subject(step: Step, batch: Mapping[str, Any], *, sync_round: int = 0) -
     """
     check_dict(batch)
     layout, state = step.layout, step.abstract()
-    batch = step.placement.checked({name: step.placement.shape_struct(name, value) for name, value in batch.items()})
+    batch = step.placement.shapes(batch)
     lowered = step.lower(state, batch, sync_round=sync_round)
     notes, code = tuple(_notes(step, layout)), _code(step.loss)
     return Subject(

@@ -97,8 +97,8 @@ def attention(
             rule="an implementation of attention accepts each mask and softcap that the model passes",
             fix="add a parameter of each of these names to it, or call attention without them",
         )
-    # a name, so that specs which are found for the line of the call find the result of any implementation
-    return checkpoint_name(backend(q, k, v, causal=causal, **masks), "attention")
+    # named, so that an equation of the caller's line computes the result, whatever the implementation
+    return checkpoint_name(backend(q, k, v, causal=causal, **masks), "jaxpar.attention")
 
 
 def unsharded_attention(q_bshk: jax.Array, k_btgk: jax.Array, v_btgk: jax.Array, *, causal: bool) -> jax.Array:

@@ -30,7 +30,10 @@ class Classes:
         self._arrays = {**{id(array): array for array in arrays}, **views}
         found = {piece: None for array in self._arrays.values() for dim in array.dims for piece in flat(dim)}
         self.pieces: dict[DimPiece, int] = _numbered(
-            {piece: (piece.size, piece in program.rows, bool(piece.facts.mixed)) for piece in found}
+            {
+                piece: (piece.size, piece in program.rows, program.name_of_piece.get(piece), bool(piece.facts.mixed))
+                for piece in found
+            }
         )
         self.arrays: dict[int, int] = _numbered(
             {key: (array.shape, array.itemsize, bool(array.path), array.times) for key, array in self._arrays.items()}
@@ -96,6 +99,7 @@ def _kind(operation: Operation) -> Hashable:
     shapes = tuple(array.shape for array in (*operation.operands, operation.result))
     return (
         operation.equation.primitive.name, numbers, shapes, operation.times, len(operation.loops), operation.backward,
+        operation.in_island,
     )  # fmt: skip
 
 

@@ -189,27 +189,30 @@ def find_specs(
     """
     start = time.perf_counter()
     check_arguments(batch, parallel, precision, memory)
-    blueprint, rows, searched = as_blueprint(model), _rows(parallel, batch), parallel
+    blueprint, rows, search_parallel = as_blueprint(model), _rows(parallel, batch), parallel
     traced = TracedLoss(blueprint, loss, batch, rows=rows, precision=precision)
     program = traced.program(frozen)
     if parallel.context > 1 and "attention" in traced.islands:
         # its devices have parts of rows as replicas have rows, along dims that the model names
-        rows, searched = rows / parallel.context, replace(parallel, data=parallel.data * parallel.context, context=1)
+        rows, search_parallel = (
+            rows / parallel.context,
+            replace(parallel, data=parallel.data * parallel.context, context=1),
+        )
         traced = TracedLoss(blueprint, loss, batch, rows=rows, precision=precision, sequences=True)
         program = traced.program(frozen)
         _check_named(program, blueprint.name, parallel)
-    axes = axes_of(searched)
-    costs, note = step_costs(_hardware(chip), searched, precision), ""
-    sizes = tuple(searched.sizes[axis] for axis in axes)
+    axes = axes_of(search_parallel)
+    costs, note = step_costs(_hardware(chip), search_parallel, precision), ""
+    sizes = tuple(search_parallel.sizes[axis] for axis in axes)
     examples = examples and rows % math.prod(sizes) == 0
     # with fsdp, two axes must not cut one dim together: XLA (jaxlib 0.12) then computes wrong results. Example: both
     # operands of einsum("bsh,bsd->hd") are P(None, a, None), so it sums over axis a, and its result is P(a, (c, b))
     solver, solution, best = choose_dims(
         program, sizes, costs, parameters=AXIS in axes, memory=memory, examples=examples,
-        both=searched.sizes["fsdp"] == 1,
+        both=search_parallel.sizes["fsdp"] == 1,
     )  # fmt: skip
     if best is not None:
-        note = _note_on_cheapest(*best, searched, chip, rows)
+        note = _note_on_cheapest(*best, search_parallel, chip, rows)
     named = name_solution(solver, solution, axes, tuple(axis for axis in parallel.sizes if axis in parallel.batch_axes))
     lines = traced.lines(named.activations)  # some lines compute other arrays when JAX traces them without gradients
     named = replace(named, activations={line: names for line, names in named.activations.items() if line in lines})
@@ -273,7 +276,7 @@ def _check_named(program: TracedProgram, name: str, parallel: Parallel) -> None:
     Raises:
       JaxparError: If it does not.
     """
-    if program.named and parallel.tensor > 1:
+    if program.name_of_piece and parallel.tensor > 1:
         return
     sizes = ", ".join(f"{axis}={size}" for axis, size in parallel.sizes.items() if size != 1)
     constrain = 'jp.constrain(x, "batch", "seq", "embed") on the stream'
@@ -281,7 +284,9 @@ def _check_named(program: TracedProgram, name: str, parallel: Parallel) -> None:
         f"specs to be found for context={parallel.context} in {name}, which calls jp.attention",
         rule="jp.attention exchanges the keys of tokens, which context splits along the dim that the model calls seq; "
         "specs are found for tensor alone there",
-        fix=f"jp.Parallel({sizes}) without specs" if program.named else f"{constrain}; or specs for tensor alone",
+        fix=f"jp.Parallel({sizes}) without specs"
+        if program.name_of_piece
+        else f"{constrain}; or specs for tensor alone",
     )
 
 

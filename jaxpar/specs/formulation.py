@@ -74,7 +74,7 @@ class Formulation(IntegerProgram):
         self.n = math.prod(self.sizes)
         self.links = Links(self.sizes, costs)
         # examples, which the axes may not split, and dims that another axis splits
-        self._whole: set[DimPiece] = {*program.named, *(() if examples else program.rows)}
+        self._whole: set[DimPiece] = {*program.name_of_piece, *(() if examples else program.rows)}
         self.classes = Classes(program)
         self._size_of = {state: piece.size for piece, state in self.classes.pieces.items()}
         self._w: dict[Any, int] = {}
@@ -335,8 +335,8 @@ class Formulation(IntegerProgram):
         of_array = self.classes.of_array(root)
         for move, users in self._flow_collectives(operand.bytes, columns, merged).items():
             # XLA gathers the last dim of an activation in two layouts, for the forward and the backward pass
-            again = operation.backward and not root.path and self._is_last_dim(root, move)
-            key = (of_array, move.source, move.target, again)
+            second_layout = operation.backward and not root.path and self._is_last_dim(root, move)
+            key = (of_array, move.source, move.target, second_layout)
             if key not in self._w:
                 self._w[key] = self._column()
                 count = self._array_counts[of_array] * times

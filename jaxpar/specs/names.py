@@ -75,7 +75,7 @@ def name_solution(
     def activation_names(array: Array) -> Names:
         found: list[str | None] = []
         for dim, name in zip(array.dims, names(array), strict=True):
-            given = next((program.named.get(piece) for piece in flat(dim)), None)
+            given = next((program.name_of_piece.get(piece) for piece in flat(dim)), None)
             found.append(name or (given if given not in found else None))  # of scores, the dim of queries alone
         return tuple(found)
 

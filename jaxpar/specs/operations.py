@@ -5,15 +5,15 @@ operation's work: it reads shards of the operands that have the dim, whole copie
 of the result, or a partial sum if the result lacks the dim.
 
     dot_general   batch dims, free dims of either side, contracted dims
-    convolution   examples, channels in (contracted), channels out; windows run along rows and columns, which are not
-                  cut: devices would exchange their edges
+    convolution   examples, channels in (contracted), channels out; rows and columns are not cut where windows overlap:
+                  devices would exchange their edges
     gather        dims of the indices, dims that are taken whole, and the looked-up dim: each device looks up the rows
                   of its own shard and takes zeros for all others, which gives a partial sum
     scatter-add   dims of the updates (a partial sum), dims that are added whole, and the dim that is looked up
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.extend.core import JaxprEqn
@@ -35,12 +35,26 @@ def loops_of(eqn: JaxprEqn) -> list[Loop] | None:
     return None
 
 
-def dims_with_windows(eqn: JaxprEqn) -> tuple[tuple[int, ...], ...]:
-    """Returns the dims of each operand and of the result along which the windows of a convolution run."""
+def overlapping_dims(eqn: JaxprEqn) -> tuple[tuple[int, ...], ...]:
+    """Returns the dims of each operand and of the result along which the windows of a convolution overlap."""
     if eqn.primitive.name != "conv_general_dilated":
         return tuple(() for _ in range(len(eqn.invars) + 1))
-    numbers = eqn.params["dimension_numbers"]
-    return tuple(tuple(spec[2:]) for spec in (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec))
+    numbers, shapes = eqn.params["dimension_numbers"], [_shape(var) for var in (*eqn.invars, *eqn.outvars)]
+    specs = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    places = [place for place in range(len(shapes[0]) - 2) if not _is_disjoint(eqn, place, shapes, specs)]
+    return tuple(tuple(spec[2 + place] for place in places) for spec in specs)
+
+
+def _is_disjoint(eqn: JaxprEqn, place: int, shapes: Sequence[tuple[int, ...]], specs: Sequence[Any]) -> bool:
+    """Whether the windows along a spatial dim do not overlap, as those of patches, in either pass."""
+    params = eqn.params
+    _, window, out = (shape[spec[2 + place]] for shape, spec in zip(shapes, specs, strict=True))
+    stride, padding = params["window_strides"][place], tuple(params["padding"][place])
+    dilations = params["lhs_dilation"][place], params["rhs_dilation"][place]
+    forward = window == stride and dilations == (1, 1) and padding == (0, 0)
+    of_kernel = stride == 1 and dilations == (1, out) and padding == (0, 0)  # the gradient of the kernel
+    of_input = stride == 1 and dilations == (window, 1) and padding == (window - 1,) * 2
+    return forward or of_kernel or of_input
 
 
 def flop_of(eqn: JaxprEqn) -> float:

@@ -24,7 +24,7 @@ from jaxpar.sharding.infer_names.operations import CALLS, OPERATIONS, TracedArra
 from jaxpar.sharding.infer_names.program import (
     ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
 )
-from jaxpar.specs.operations import dims_with_windows, flop_of, loops_of
+from jaxpar.specs.operations import flop_of, loops_of, overlapping_dims
 
 VIEWS = ("reshape", "transpose", "squeeze", "expand_dims", "convert_element_type", "copy", "reduce_precision")
 ELEMENTWISE = frozenset(
@@ -35,12 +35,16 @@ ELEMENTWISE = frozenset(
     "reduce_precision rem round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic "
     "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor".split()
 )
+_IN_FLOAT32 = "float32_attention", "attend_heads"  # functions of jaxpar.models.custom_gradients
 GENERATED = ("iota", "random_bits", "random_seed", "random_wrap", "random_unwrap", "random_fold_in", "random_split",
              "threefry2x32", "random_clone", "empty", "full")  # fmt: skip
 SUMS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or")
 WINDOWS = ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add",
            "select_and_gather_add", "rev", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "pad")  # fmt: skip
-_ISLANDS = tuple(str(Path(models.__file__).parent / name) for name in ("islands.py", "blocks", "custom_gradients.py"))
+_ATTENTION = tuple(
+    str(Path(models.__file__).parent / name)
+    for name in ("islands.py", "blocks/attention.py", "blocks/kernel.py", "blocks/pairs.py")
+)
 OWN = ("shard_map", "reduce", "reduce_window")  # not followed inside: programs of one device, or of two scalars
 FOLLOWED = ("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "dynamic_slice", "split",
             "concatenate", "unstack", "stack", "dynamic_update_slice", "sort", "argmax", "argmin")  # fmt: skip
@@ -104,7 +108,7 @@ class Operation:
       times: How often the program runs it: more than once in a loop.
       backward: Whether it belongs to the backward pass.
       loops: For each loop, the piece of each operand and of the result that it runs over; None if it runs over none.
-      in_island: Whether an island of jaxpar, as `jp.attention`, runs it: no line of the model names its arrays.
+      in_island: Whether `jp.attention` runs it: no line of the model names its arrays.
     """
 
     equation: JaxprEqn
@@ -132,7 +136,7 @@ class TracedProgram:
       rows: The pieces of batch dims, whose entries are examples.
       of_variable: The array of each variable of the jaxpr and of its inner jaxprs, as last computed.
       constants: Each constant that an elementwise operation reads, and the result, if both have one shape.
-      named: Pieces that an axis splits by the name that the model gives their dim; no other axis may split them.
+      name_of_piece: Pieces that an axis splits by the name that the model gives their dim; no other axis splits them.
     """
 
     arrays: list[Array] = field(default_factory=list)
@@ -145,7 +149,7 @@ class TracedProgram:
     rows: set[DimPiece] = field(default_factory=set)
     of_variable: dict[Any, Array] = field(default_factory=dict)
     constants: list[tuple[Array, Array]] = field(default_factory=list)
-    named: dict[DimPiece, str] = field(default_factory=dict)
+    name_of_piece: dict[DimPiece, str] = field(default_factory=dict)
 
 
 def follow_dims(
@@ -269,12 +273,14 @@ class _Interpreter:
 
     def operation(self, eqn: JaxprEqn, operands: list[Array], loops: list) -> Array:
         result = self.array(eqn.outvars[0])
-        in_island = self.line is not None and self.line.file.startswith(_ISLANDS)
+        in_island = self.line is not None and (
+            self.line.file in _ATTENTION or any(name in self.line.function for name in _IN_FLOAT32)
+        )
         made = Operation(eqn, operands, result, flop_of(eqn), self.times, self.backward, in_island=in_island)
         self.program.operations.append(made)
-        for array, with_windows in zip((*operands, result), dims_with_windows(eqn), strict=True):
-            for dim in with_windows:
-                mix(array.dims[dim], "windows of a convolution run along it")
+        for array, overlapping in zip((*operands, result), overlapping_dims(eqn), strict=True):
+            for dim in overlapping:
+                mix(array.dims[dim], "windows of a convolution overlap along it")
         dims = [
             [*(None if at is None else array.dims[at] for at, array in zip(ats, operands, strict=False)),
              None if out is None else result.dims[out]]

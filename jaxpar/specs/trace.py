@@ -53,8 +53,8 @@ class TracedLoss:
           batch: Arrays, or their shapes and dtypes, by name; dim 0 is examples.
           rows: Examples on a device; a fraction if it has parts of rows.
           precision: Dtype of matmuls: "fp32" or "bf16".
-          sequences: Whether `context` splits the dims of tokens that the model names; they are then `named` in the
-            program.
+          sequences: Whether `context` splits the dims of tokens that the model names; the program then has
+            their names.
         """
         self.blueprint = blueprint
         self._sequences = sequences
@@ -110,7 +110,7 @@ class TracedLoss:
         of_leaf = [-1 if path in fixed else next(numbers) for path in leaves]
         program = follow_dims(closed.jaxpr, [*leaves], batch, of_leaf, share=self._share)
         if names:
-            program.named = dict.fromkeys(sequence_pieces(program, closed.jaxpr), min(names))
+            program.name_of_piece = dict.fromkeys(sequence_pieces(program, closed.jaxpr), min(names))
         return program
 
     def _check_size(self, equations: int) -> None:

@@ -299,7 +299,7 @@ class Step:
           sync_round: The number of the sync round that ends the step, from 1; 0 for none, unless replicas sync in every
             step.
         """
-        batch = self.placement.checked({name: self.placement.shape_struct(name, x) for name, x in batch.items()})
+        batch = self.placement.shapes(batch)
         always = self.gradients.sync_round(1) if self.gradients.sync_every == 1 else 0
         return self.compiler.lower_update(self._updates(sync_round or always), state, batch, guard=self.guard)
 

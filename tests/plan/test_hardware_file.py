@@ -212,7 +212,7 @@ def test_one_node_is_not_told_of_a_network(example, capsys):
         (["--chip", "v6e"], "no measured bandwidths and matmul speeds"),
         (["--chip", "v5p"], "a10, a100, b200, b300, gb200, gb300, gh200, h100, h200, l40s, mi300x, rtx4090, rtx5090"),
         (["--chip", "l40s", "--per-node", "4"], "--between 12.5GB, of one GPU's share of the network; or --per-node 8"),
-        (["--chip", "h300"], "did you mean 'h"),
+        (["--chip", "h300"], "one of: a10 (24 GB), a100 (80 GB)"),
         (["--chip", "none.toml"], "the chip of none.toml: No such file"),
         (["--chip", "b200", "--verify", "1"], "--verify for NVIDIA B200 SXM"),
     ],

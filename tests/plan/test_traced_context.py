@@ -314,6 +314,19 @@ class Separate(models.Attending):
         return self.embed.attend(x)
 
 
+def test_context_that_needs_tensor_has_named_dims_too():
+    """With 32 devices for two rows of 1,000 tokens no size of context has enough devices alone."""
+    planned = plan_of(partial(models.Attending, dim=32, heads=8), models.next_token, rows(2, 1000), devices=32)
+    model = planned.question.model
+    assert {context > 1 and tensor > 1 for context, tensor in model.splits if context > 1} == {True}
+    assert model.named_axes == ("context",)
+
+
+def test_a_plan_of_one_device_has_no_sentence_on_context():
+    planned = plan_of(partial(models.Attending, dim=32, heads=4), models.next_token, rows(2, 64), devices=1)
+    assert not [text for text in planned.exclusions if text.startswith("context: with none")]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
 def test_scores_are_not_exchanged_where_heads_become_tokens():

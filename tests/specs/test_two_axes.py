@@ -11,6 +11,7 @@ from specs.test_trained import CASES, SGD, plain, train
 
 import jaxpar as jp
 from jaxpar.models.dim_names import spec_axes
+from jaxpar.specs.operations import overlapping_dims
 
 SIZES = {"context": 2, "tensor": 2}
 
@@ -45,6 +46,22 @@ def test_rows_and_columns_of_pictures_stay_whole():
     arrays = [names for names in found("pictures", data=2).specs.activations.values() if len(names) == 4]
     assert arrays
     assert all(names[1:3] == (None, None) for names in arrays)
+
+
+@pytest.mark.parametrize(
+    ("window", "stride", "padding", "overlap"),
+    [(4, 4, "VALID", False), (1, 1, "SAME", False), (3, 1, "SAME", True), (3, 2, "SAME", True), (2, 1, "VALID", True)],
+)
+def test_windows_of_patches_do_not_overlap_in_either_pass(window, stride, padding, overlap):
+    def loss(x, kernel):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, kernel, (stride,) * 2, padding, dimension_numbers=numbers).sum()
+
+    shapes = jax.ShapeDtypeStruct((2, 16, 16, 4), "float32"), jax.ShapeDtypeStruct((window, window, 4, 8), "float32")
+    jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(*shapes).jaxpr
+    convolutions = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "conv_general_dilated"]
+    assert len(convolutions) > 1
+    assert all(any(overlapping_dims(eqn)) == overlap for eqn in convolutions)
 
 
 @pytest.mark.nightly

@@ -36,17 +36,17 @@ class FoundSplit:
       split: Its traffic.
       names: Names of the dims that were found; None if the model names all dims that are split.
       shares: The share of each array that a device holds.
-      context: The context in which the program is traced that is split.
+      trace_context: Context manager in which the split program is traced.
     """
 
     split: ModelSplit
     names: NamedSpecs | None
     shares: Shares
-    context: Context = nullcontext
+    trace_context: Context = nullcontext
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Search:
+class _FoundDims:
     """The dims that were found for sizes of `context` and `tensor`.
 
     Attributes:
@@ -89,7 +89,9 @@ def find_splits(
       precision: Dtype of matmuls: "fp32" or "bf16".
       frozen: Patterns of the paths of frozen parameters.
     """
-    islands: set[str] = set()
+    sizes, islands = [*sizes], set[str]()
+    if not sizes:
+        return {}, ()
 
     @cache
     def program(local: int) -> TracedProgram:
@@ -101,18 +103,21 @@ def find_splits(
     def local_rows(split: int) -> int:
         return max(1, rows * split // devices)
 
-    def find(context: int, tensor: int) -> _Search | None:
+    def find(context: int, tensor: int) -> _FoundDims | None:
         split = context * tensor
         return _find(program(local_rows(split)), (context, tensor), local_rows(split), devices // split, precision)
 
-    found: dict[Sizes, _Search] = {}
+    found: dict[Sizes, _FoundDims] = {}
     idle, equal = [], []
     for size in (size for size in sizes if size <= MOST_TENSOR):
         if (split := find(1, size)) is not None:
             found[1, size] = split
     contexts = [size for size in sizes if size <= MOST_CONTEXT and rows % (devices // size) == 0]
-    program(local_rows(contexts[0] if contexts else 1))  # records the islands
-    if "attention" in islands:  # it meets the keys of tokens that `context` splits as the model names them
+    if min(sizes) <= MOST_CONTEXT:
+        program(local_rows(contexts[0] if contexts else min(sizes)))  # records the islands
+    if (
+        "attention" in islands and min(sizes) <= MOST_CONTEXT
+    ):  # it meets the keys of tokens that `context` splits as the model names them
         splits = {sizes: search.split() for sizes, search in found.items()}
         pairs = [
             (context, tensor)
@@ -163,13 +168,16 @@ def _named_splits(
 ) -> dict[Sizes, FoundSplit]:
     """Returns the splits by `context` of tokens as a model names them, alone and with dims found for `tensor`.
 
-    A device of `context` has parts of rows: for `tensor` the dims are found as for as many replicas, once for all sizes
-    of `context`.
+    A device of `context` has a part of each sequence, which costs as much as a part of the rows: the dims for `tensor`
+    are found as for that many more replicas, once for all sizes of `context`.
     """
     traced_in = partial(sequences_split, blueprint)
     found = {
         (context, 1): FoundSplit(
-            split=ModelSplit(traffic=trace.traffic()), names=None, shares=SequenceShares(context), context=traced_in
+            split=ModelSplit(traffic=trace.traffic()),
+            names=None,
+            shares=SequenceShares(context),
+            trace_context=traced_in,
         )
         for context, n in pairs
         if n == 1
@@ -185,7 +193,7 @@ def _named_splits(
             sent = tuple(replace(each, payload_per_row=each.payload_per_row / size) for each in search.traffic)
             found[size, n] = FoundSplit(
                 split=ModelSplit(traffic=(*keys, *sent)), names=search.names,
-                shares=_product(SequenceShares(size), search.shares), context=traced_in,
+                shares=_product(SequenceShares(size), search.shares), trace_context=traced_in,
             )  # fmt: skip
     return found
 
@@ -202,7 +210,7 @@ def _product(first: Shares, second: Shares) -> Shares:
     return shares
 
 
-def _find(program: TracedProgram, sizes: Sizes, rows: float, replicas: int, precision: str) -> _Search | None:
+def _find(program: TracedProgram, sizes: Sizes, rows: float, replicas: int, precision: str) -> _FoundDims | None:
     """Returns the split by these sizes; None if no dims can be cut so, or `tensor` would cut no parameter.
 
     As in a run, a parameter costs its update and the sum of its gradient over the replicas, here those of `data`.
@@ -218,7 +226,7 @@ def _find(program: TracedProgram, sizes: Sizes, rows: float, replicas: int, prec
         return None
     axes = tuple(by_axis)
     traffic = tuple(_traffic(sent, axes[sent.axis], by_axis[axes[sent.axis]], rows) for sent in solution.collectives)
-    return _Search(
+    return _FoundDims(
         traffic=traffic,
         names=name_solution(solver, solution, axes),
         shares=ArrayShares(solver, solution),

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import count, product
@@ -152,7 +152,8 @@ def trace_model(
         )  # fmt: skip
     named_dims, dtype = _dims(compose(blueprint, Parallel(), 1), buffers), DTYPES[compute]
     axes = _axis_sizes(named_dims, splits, rows)
-    named_axes = tuple(AXES[:1]) if any(each.names is None for each in splits.values()) else ()
+    named = any(each.trace_context is not nullcontext for each in splits.values())
+    named_axes = ("context",) if named else ()
     shards, state_bytes, refused = _shards(blueprint, devices, axes, splits, rows=rows, named_axes=named_axes)
     return TracedModel(
         name=blueprint.name,
@@ -216,7 +217,7 @@ def _trace_loss(
         forward, params, abstract_inputs, takes_remat=blueprint.takes_remat, name=blueprint.name, rows=rows,
         frozen=frozen,
         splits={
-            sizes: ProgramSplit(shares=partial(split.shares, **numbers), context=split.context)
+            sizes: ProgramSplit(shares=partial(split.shares, **numbers), trace_context=split.trace_context)
             for sizes, split in splits.items()
         },
     )  # fmt: skip

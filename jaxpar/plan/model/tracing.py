@@ -27,11 +27,11 @@ class ProgramSplit:
 
     Attributes:
       shares: Maps a jaxpr of (parameters, other inputs) to a function of a variable to a device's share of its array.
-      context: The context in which the program is traced that they split.
+      trace_context: Context manager in which the split program is traced.
     """
 
     shares: Callable[[Jaxpr], Callable[[Any], float]]
-    context: Context = nullcontext
+    trace_context: Context = nullcontext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,9 @@ def trace(
         with context():
             return {policy: _program(forward(policy), params, inputs, frozen, name) for policy in policies}
 
-    traced_in = {context: traced(context) for context in {nullcontext, *(split.context for split in splits.values())}}
+    traced_in = {
+        context: traced(context) for context in {nullcontext, *(split.trace_context for split in splits.values())}
+    }
     programs = traced_in[nullcontext]
     trained = len(jax.tree.leaves(params)) - len(_frozen_places(params, frozen))
     places, gradients = range(len(jax.tree.leaves(params))), range(1, 1 + trained)
@@ -114,7 +116,7 @@ def trace(
     split_programs = {
         sizes: {
             policy: estimate(program.split(split.shares(program.jaxpr)), rows, params=places, gradients=gradients)
-            for policy, program in traced_in[split.context].items()
+            for policy, program in traced_in[split.trace_context].items()
             if program.jaxpr is not None
         }
         for sizes, split in splits.items()

@@ -41,10 +41,17 @@ class BatchPlacement:
         """
         check_dict(batch)
         check_lists(batch)
-        return self.checked({name: self._put(name, value) for name, value in batch.items()})
+        return self._check_first_dims({name: self._put(name, value) for name, value in batch.items()})
 
-    def checked(self, arrays: dict[str, Any]) -> dict[str, Any]:
-        """Returns arrays or shapes, if they can be sliced as the step slices them."""
+    def shapes(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the shapes and the future shardings of the arrays of a batch.
+
+        Raises:
+          JaxparError: If a first dim does not divide, or a step takes slices of arrays with several.
+        """
+        return self._check_first_dims({name: self.shape_struct(name, value) for name, value in batch.items()})
+
+    def _check_first_dims(self, arrays: dict[str, Any]) -> dict[str, Any]:
         if len({array.shape[:1] for array in arrays.values()}) > 1:
             from jaxpar.step.checks.batch_examples import check_slices  # most batches have one number of examples
 

@@ -112,8 +112,7 @@ class Round:
                 rule=f"a round of {self.exchange} is {self.steps} steps, and begins where a fragment is sent",
                 fix=f"{self.steps} batches, and single steps while not Round.is_first_step(step)",
             )
-        place = self.step.placement.shape_struct
-        shapes = [self.step.placement.checked({name: place(name, x) for name, x in batch.items()}) for batch in batches]
+        shapes = [self.step.placement.shapes(batch) for batch in batches]
         with self.step.compiler.trace_context():
             out_shardings = (self.step.shardings, None)
             run = jax.jit(lambda *args: self._run(first, *args), donate_argnums=0, out_shardings=out_shardings)
