@@ -249,30 +249,44 @@ def windows(types: list[str], window: int | None) -> tuple[int, ...]:
     return shortest_period(sizes) if any(sizes) else ()
 
 
-def _read_qwen_windows(config: Config) -> dict[str, Any]:
-    if type(config.get("use_sliding_window", False)) is not bool:
-        raise refuse(f"use_sliding_window = {config['use_sliding_window']!r:.60}", rule=RULE, fix="true or false")
-    size = integer(config, "sliding_window") if "sliding_window" in config else 4096
-    window = size if config.get("use_sliding_window") else None
+def _after_full_layers(config: Config) -> Callable[[int], bool]:
+    """Whether a layer has a window by `max_window_layers`, as in Qwen: the first layers have none."""
     first = 28 if config.get("max_window_layers") is None else config["max_window_layers"]
     if type(first) is not int:
         raise refuse(f"max_window_layers = {first!r:.60}", rule=RULE, fix="max_window_layers is a whole number")
-    types = layer_types(config, lambda i: SLIDING if window and i >= first else FULL)
-    return {"windows": windows(types, window)}
+    return lambda i: i >= first
 
 
-def _write_qwen_windows(settings: DecoderConfig) -> dict[str, Any]:
+def _write_switched_windows(settings: DecoderConfig) -> dict[str, Any]:
     keys = write_layer_types(settings)
     types = keys["layer_types"]
     first = types.index(SLIDING) if SLIDING in types else settings.layers
     return keys | {"use_sliding_window": SLIDING in types, "max_window_layers": first}
 
 
-QWEN_WINDOWS = Conversion(
-    ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
-    _read_qwen_windows,
-    _write_qwen_windows,
-)
+def switched_windows(
+    default: int | None, usual: Callable[[Config], Callable[[int], bool]] = _after_full_layers
+) -> Conversion:
+    """The conversion of windows that `use_sliding_window` switches on.
+
+    Args:
+      default: Window if the key is missing; None for no window.
+      usual: Maps a config without `layer_types` to whether a layer has a window.
+    """
+
+    def read(config: Config) -> dict[str, Any]:
+        is_on = config.get("use_sliding_window", False)
+        if type(is_on) is not bool:
+            raise refuse(f"use_sliding_window = {is_on!r:.60}", rule=RULE, fix="true or false")
+        window = None
+        if is_on:  # otherwise transformers does not read the size
+            window = integer(config, "sliding_window") if "sliding_window" in config else default
+        has_window = usual(config)
+        types = layer_types(config, lambda i: SLIDING if window and has_window(i) else FULL)
+        return {"windows": windows(types, window)}
+
+    keys = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+    return Conversion(keys, read, _write_switched_windows)
 
 
 def alternate_windows(window: int, usual: Callable[[int], str]) -> Conversion:

@@ -15,7 +15,6 @@ from jaxpar.models.huggingface.conversions import (
     BIASES,
     FULL,
     QUERY_SCALE,
-    QWEN_WINDOWS,
     ROPE,
     RULE,
     SLIDING,
@@ -33,6 +32,7 @@ from jaxpar.models.huggingface.conversions import (
     scale,
     shortest_period,
     softcap,
+    switched_windows,
     uniform_window,
     windows,
     write_layer_types,
@@ -140,10 +140,11 @@ NEOX_BIASES = Conversion(
 )
 
 
-# SmolLM3 has no positions in every fourth layer.
+# SmolLM3 has no positions in every fourth layer; the layers without them have the window, if there is one.
 
 
-def _read_no_rope(config: Config) -> dict[str, Any]:
+def _rotary_layers(config: Config) -> list[int]:
+    """1 for a layer that has rotary positions, else 0, for each layer."""
     count, layers = config.get("num_hidden_layers"), config.get("no_rope_layers")
     count = count if type(count) is int and 0 < count < 10_000 else 0
     if layers is None:
@@ -152,6 +153,11 @@ def _read_no_rope(config: Config) -> dict[str, Any]:
     if not isinstance(layers, list) or len(layers) != count or not all(value in (0, 1) for value in layers):
         raise refuse(f"no_rope_layers = {layers!r:.100} for {count} layers", rule=RULE,
                      fix="a list of 0 and 1, one for each layer")  # fmt: skip
+    return layers
+
+
+def _read_no_rope(config: Config) -> dict[str, Any]:
+    layers = _rotary_layers(config)
     base = number(config, "rope_theta", 2e6)
     return {"rope_bases": shortest_period([base if rotates else 0.0 for rotates in layers]) if 0 in layers else ()}
 
@@ -162,6 +168,9 @@ def _write_no_rope(settings: DecoderConfig) -> dict[str, Any]:
 
 
 NO_ROPE = Conversion(("no_rope_layers", "no_rope_layer_interval"), _read_no_rope, _write_no_rope)
+
+
+SMOLLM3_WINDOWS = switched_windows(None, lambda config: lambda i: not _rotary_layers(config)[i])
 
 
 # Mixtures: a decoder as read has no capacity, as in transformers.
@@ -231,12 +240,12 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(
         architecture="Qwen2ForCausalLM", fixed=LLAMA | {"biases": ("qkv",)}, keys=KEYS,
         defaults=DEFAULTS | {"num_key_value_heads": 32, "max_position_embeddings": 32_768},
-        conversions=(ACT, QWEN_WINDOWS, ROPE),
+        conversions=(ACT, switched_windows(4096), ROPE),
     ),
     "qwen3": Family(
         architecture="Qwen3ForCausalLM", fixed=LLAMA | {"qk_norm": "head"}, keys=KEYS,
         defaults=DEFAULTS | {"num_key_value_heads": 32, "max_position_embeddings": 32_768},
-        conversions=(ACT, ATTENTION_BIAS, head_dim(128), QWEN_WINDOWS, ROPE),
+        conversions=(ACT, ATTENTION_BIAS, head_dim(128), switched_windows(4096), ROPE),
     ),
     "phi3": Family(
         architecture="Phi3ForCausalLM", fixed=LLAMA, keys=KEYS,
@@ -253,7 +262,7 @@ FAMILIES: dict[str, Family] = {
         defaults=DEFAULTS | {
             "num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6, "max_position_embeddings": 32_768,
         },
-        conversions=(ACT, BIASES, NO_ROPE, QWEN_WINDOWS, ROPE),
+        conversions=(ACT, BIASES, NO_ROPE, SMOLLM3_WINDOWS, ROPE),
     ),
     "granite": Family(
         architecture="GraniteForCausalLM", fixed=LLAMA, keys=KEYS, defaults=DEFAULTS,
