@@ -37,13 +37,25 @@ def opened(source, path):
 def test_a_json_array_is_refused_with_the_command_that_makes_jsonl_of_it(indent, filter, here):
     (here / "my rows.json").write_text(json.dumps(ROWS, indent=indent))
     problem = refusal(opened, "jsonl", "my rows.json")
-    assert problem.fix == f"jq -c '{filter}' 'my rows.json' > rows.jsonl"
+    assert problem.fix == f"jq -c '{filter}' 'my rows.json' > 'my rows-rows.jsonl'"
+
+
+def test_the_command_that_makes_jsonl_writes_another_file_than_it_reads(here):
+    (here / "rows.jsonl").write_text(json.dumps(ROWS))
+    assert refusal(opened, "jsonl", "rows.jsonl").fix == "jq -c '.[]' rows.jsonl > rows-rows.jsonl"
+
+
+@pytest.mark.parametrize("text", ["[1, 2, 3]\n[4]\n", "[\n1,\n2\n]", "[]", '["a"]'])
+def test_an_array_of_other_values_than_objects_is_not_made_into_rows(text, here):
+    (here / "ids.jsonl").write_text(text)
+    assert "jq" not in refusal(opened, "jsonl", "ids.jsonl").fix
 
 
 def test_a_csv_is_refused_with_the_line_that_makes_jsonl_of_it(here):
     (here / "rows.csv").write_text("text\n" + "\n".join(f'"{row["text"]}"' for row in ROWS))
     problem = refusal(opened, "jsonl", "rows.csv")
-    assert problem.fix == "in Python pandas.read_csv('rows.csv').to_json('rows.jsonl', orient='records', lines=True)"
+    write = "to_json('rows-rows.jsonl', orient='records', lines=True)"
+    assert problem.fix == f"in Python pandas.read_csv('rows.csv').{write}"
 
 
 @pytest.mark.parametrize("kind", ["file", "stream"])

@@ -6,6 +6,7 @@ Each row is a document, read whole. An invalid row is refused with its file and 
 import codecs
 import io
 import json
+import re
 import shlex
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +28,6 @@ from jaxpar.data.documents.plain_text import open_lines
 from jaxpar.data.tokenizers.chat_template import ChatTemplate, conversation, preview
 from jaxpar.errors import refuse
 
-NEW = "rows.jsonl"  # an example of a file name
 TABLES = {".csv": "", ".tsv": r", sep='\t'"}  # suffix to further arguments of `pandas.read_csv`
 
 # Reads rows of a Parquet file in batches of bounded memory, and flags rows above the size limit.
@@ -191,7 +191,7 @@ def read_jsonl(file: Path, column: str, place: Place) -> Iterator[Row]:
                 raise refuse(
                     f"{where} is broken: {error}" + ", and the file ends within it" * is_truncated,
                     rule="each line of JSONL is an object of JSON in utf-8",
-                    fix=_rewrite(file, line) or f"sed -n {number}p {file.name}, and mend or delete it"
+                    fix=_rewrite(file, line, lines) or f"sed -n {number}p {file.name}, and mend or delete it"
                     if isinstance(lines, io.BufferedReader)
                     else "mend or delete the line, and compress the file again",
                 ) from error
@@ -199,21 +199,30 @@ def read_jsonl(file: Path, column: str, place: Place) -> Iterator[Row]:
                 raise refuse(
                     f"{where} is {preview(row)}",
                     rule="each line of JSONL is an object",
-                    fix=_rewrite(file, line) or '{"text": ...}',
+                    fix=_rewrite(file, line, lines) or '{"text": ...}',
                 )
             if column not in row:
                 raise _no_column(where, column, row)
             yield row, len(line), Place(place.file, offset, number), where, unknown
 
 
-def _rewrite(file: Path, line: bytes) -> str:
-    """Returns the command that makes JSONL of one JSON value over many lines, or of a table; "" if it is neither."""
+def _rewrite(file: Path, line: bytes, rest: Any) -> str:
+    """Returns the command that makes JSONL of one JSON value over many lines, or of a table; "" if it is neither.
+
+    Args:
+      file: The file.
+      line: Its line that is no row.
+      rest: The lines after it.
+    """
     start = line.strip().removeprefix(codecs.BOM_UTF8)
-    if start[:1] == b"[" or start == b"{":
-        return f"jq -c {shlex.quote('.[]' if start[:1] == b'[' else '.')} {shlex.quote(file.name)} > {NEW}"
+    if start == b"[":
+        start += _line(file, rest).strip()
+    new = f"{file.stem}-rows.jsonl"  # never the file itself, which the shell would empty first
+    if start == b"{" or re.match(rb"\[\s*\{", start):  # elements that are no objects make no rows
+        return f"jq -c {shlex.quote('.[]' if start[:1] == b'[' else '.')} {shlex.quote(file.name)} > {shlex.quote(new)}"
     if file.suffix in TABLES:
         read = f"pandas.read_csv({file.name!r}{TABLES[file.suffix]})"
-        return f"in Python {read}.to_json({NEW!r}, orient='records', lines=True)"
+        return f"in Python {read}.to_json({new!r}, orient='records', lines=True)"
     return ""
 
 
