@@ -22,6 +22,11 @@ _OTHER_NAMES = {
     "every": "save_every save_steps save_interval", "start_from": "init_from resume_from", "dir": "output_dir save_dir",
 }  # fmt: skip
 OTHER_NAMES = {theirs: ours for ours, names in _OTHER_NAMES.items() for theirs in names.split()}
+# those among them whose values are no values of jaxpar's key: a count of epochs, a switch, a pair, another spelling
+OTHER_VALUES = set(
+    "epochs num_epochs bf16 mixed_precision dtype betas num_workers sharding gradient_checkpointing "
+    "activation_checkpointing lora wandb tensorboard report_to resume_from qkv_bias sliding_window act_fn".split()
+)
 
 
 def find_name(word: str, choices: Sequence[str]) -> str | None:

@@ -10,7 +10,7 @@ from jaxpar.errors import JaxparError, suggest
 from jaxpar.job.file.parse import loads
 from jaxpar.job.file.schema import TABLES, meanings
 from jaxpar.models.settings.decoder import DecoderConfig
-from jaxpar.other_names import OTHER_NAMES
+from jaxpar.other_names import OTHER_NAMES, OTHER_VALUES
 
 
 @pytest.mark.parametrize(
@@ -110,3 +110,24 @@ def test_a_value_without_another_form_keeps_the_default_or_the_form(override):
     with pytest.raises(JaxparError) as caught:
         loads("", [override])
     assert caught.value.problems[0].fix in ("default: 100", "train.steps=100")
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("epochs=3", "train.steps = epochs x examples / train.global_batch"),
+        ("train.epochs=3", "train.steps = epochs x examples / train.global_batch"),
+        ("bf16=true", "train.precision=..."),
+        ("wandb=true", "metrics.loggers=..."),
+        ('train.profile="3"', "default: []"),  # of whole numbers: a list of text would be refused again
+        ('data.augment="flip"', 'augment = ["flip"]'),
+    ],
+)
+def test_a_value_of_another_meaning_is_not_carried_into_our_key(override, fix):
+    with pytest.raises(JaxparError) as caught:
+        loads("", [override])
+    assert caught.value.problems[0].fix == fix
+
+
+def test_other_values_are_of_other_names():
+    assert OTHER_VALUES <= set(OTHER_NAMES)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from jaxpar.exchange.table import EXCHANGES
 from jaxpar.job.file.dump import toml_value
 from jaxpar.job.file.model_folder import expand_model_folder
 from jaxpar.job.file.schema import SECTIONS, TABLES, Job, default, inner_tables, iter_tables
-from jaxpar.other_names import OTHER_NAMES
+from jaxpar.other_names import OTHER_NAMES, OTHER_VALUES
 
+EPOCHS: dict[str, str] = dict.fromkeys(("epochs", "num_epochs"), "train.steps = epochs x examples / train.global_batch")
 PRINTED = 4096  # largest integer, in bits, that Python converts to digits
 
 
@@ -116,7 +118,8 @@ def _override(raw: dict[str, Any], text: str) -> list[Problem]:
     words = [word.strip() for word in key.split(".")]
     if not equals or len(words) < 2 or not all(words):
         owner = re.search(r"mean (.*)\?", _elsewhere(words[0])) if len(words) == 1 and key not in SECTIONS else None
-        fix = f"{owner[1]}={value or '...'}" if owner else "train.steps=100"
+        meant = value if value and words[0].lower() not in OTHER_VALUES else "..."
+        fix = EPOCHS.get(words[0].lower()) or (f"{owner[1]}={meant}" if owner else "train.steps=100")
         return [Problem(f"override {text!r:.200}", "an override is section.key=value", fix)]
     table = raw
     for word in words[:-1]:
@@ -257,8 +260,14 @@ def _elsewhere(word: str) -> str:
     return f"did you mean {owners[0]}.{key}?" if len(owners) == 1 else ""
 
 
-def _convert(got: Any, usual: Any) -> Any:
-    """Returns a value of the type that a key takes if the user's is one in another form, else None."""
+def _convert(got: Any, usual: Any, kind: Any) -> Any:
+    """Returns a value of the type that a key takes if the user's is one in another form, else None.
+
+    Args:
+      got: The user's value.
+      usual: The default.
+      kind: The annotation of the key.
+    """
     if isinstance(got, str) and isinstance(usual, (int, float)):
         try:
             got = float(got)
@@ -266,8 +275,9 @@ def _convert(got: Any, usual: Any) -> Any:
             return None
     if type(usual) is int and type(got) is float and got.is_integer() and abs(got) < 2**53:
         return int(got)
-    if isinstance(usual, tuple | list) and isinstance(got, str) and got:
-        return [got]
+    if isinstance(got, str) and got and typing.get_origin(kind) is tuple:
+        item = typing.get_args(kind)[0]
+        return [got] if item is str or got in typing.get_args(item) else None
     return got if type(usual) is float and type(got) is float and math.isfinite(got) else None
 
 
@@ -284,7 +294,8 @@ def _problems(cls: type, error: Any, section: str) -> list[Problem]:
         owners = [
             name for name, inner in iter_tables(cls, section) if word in {f.name for f in dataclasses.fields(inner)}
         ]
-        fix = f"{word} belongs to [{owners[0]}]" if owners else suggest(word, keys, otherwise=_elsewhere(word))
+        meant = suggest(word, keys, otherwise=_elsewhere(word))
+        fix = f"{word} belongs to [{owners[0]}]" if owners else EPOCHS.get(word.lower(), meant)
         return [Problem(f"unknown key {key}", f"[{section}] has the keys {', '.join(keys)}", fix)]
     expected = re.sub(r"^Input should be ", "", error["msg"])
     expected = re.sub(r"\ba (?:valid )?(integer|array|object)", r"an \1", expected).replace("a valid ", "a ")
@@ -305,7 +316,8 @@ def _problems(cls: type, error: Any, section: str) -> list[Problem]:
         if default_value is None or default_value in ("", {})
         else f"default: {toml_value(default_value)}"
     )
-    if len(parts) == 1 and (converted := _convert(got, default_value)) is not None:
+    kind = typing.get_type_hints(cls)[str(error["loc"][0])]
+    if len(parts) == 1 and (converted := _convert(got, default_value, kind)) is not None:
         fix = f"{parts[0]} = {toml_value(converted)}"
     if dataclasses.is_dataclass(default_value):
         expected, fix = "a table", f"[{key}] on a line of its own"
