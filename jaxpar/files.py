@@ -36,6 +36,9 @@ def check_local(path: str | Path, name: str) -> None:
 def expand_home(path: str | Path, name: str) -> Path:
     """Replaces a `~` at the beginning of a path by the user's home: no shell does so in a file, or after `run.dir=`.
 
+    The text "./~x" is a folder of that name, and becomes its absolute path: `Path` drops the "./", and whoever expands
+    the path again would take the name for a user's.
+
     Args:
       path: Path of a file or folder.
       name: Its name for the user, such as run.dir.
@@ -43,14 +46,14 @@ def expand_home(path: str | Path, name: str) -> Path:
     Raises:
       JaxparError: If no user of this machine has the name after the `~`.
     """
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        raise refuse(
-            f"{name} = {str(path)!r:.200}: {error}",
-            rule="~ is the home of the user, and ~name that of another user of this machine",
-            fix=f"{name} = './{path!s:.200}', if a folder has that name",
-        ) from error
+    text = os.path.expanduser(path)
+    if not str(text).startswith("~"):
+        return Path(os.path.abspath(text) if str(Path(text)).startswith("~") else text)
+    raise refuse(
+        f"{name} = {str(path)!r:.200}: no such user, or one without a home",
+        rule="~ is the home of the user, and ~name that of another user of this machine",
+        fix=f"{name} = '{os.path.abspath(text):.200}', if a folder has that name",
+    )
 
 
 def check_plain(path: Path, *, rule: str, fix: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import jaxpar as jp
+from jaxpar.buckets import local_folder
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.job import run
@@ -66,3 +67,14 @@ def test_the_home_of_an_unknown_user_is_refused():
         loads("", ["run.dir=~nobody-here/x"])
     with pytest.raises(JaxparError, match="'~nobody-here/x'"):
         jp.model("~nobody-here/x")
+
+
+def test_a_folder_whose_name_begins_with_a_tilde_is_named_from_here_or_by_its_absolute_path(home):
+    with pytest.raises(JaxparError) as caught:
+        loads("", ["run.dir=~nobody-here"])
+    absolute = str(Path.cwd() / "~nobody-here")
+    assert caught.value.problems[0].fix == f"run.dir = '{absolute}', if a folder has that name"
+    for name in ("./~nobody-here", absolute):
+        job = loads("", [f"run.dir={name}"])
+        assert job.run.dir == absolute
+        assert str(local_folder(job.run.dir)) == str(local_folder(name)) == absolute

@@ -6,6 +6,7 @@ An inner table is a dataclass field. The docstring's Attributes give the meaning
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from jaxpar.checkpoint import Checkpoints
@@ -49,7 +50,7 @@ class RunTable:
 
     def __post_init__(self):
         check_ranges(self, "run", {"timeout": (1.0, 86400.0)})
-        if self.dir.startswith("~"):
+        if str(Path(self.dir)).startswith("~"):  # also "./~x", a folder of that name
             object.__setattr__(self, "dir", str(expand_home(self.dir, "run.dir")))
 
 
