@@ -1,5 +1,6 @@
 """The `[data]` table of a job, and the protocol of a source of batches."""
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -264,13 +265,18 @@ def _suggest_source(source: object, known: Sequence[str]) -> str:
     }  # fmt: skip
     if kind := kinds.get(path.suffix, "jsonl" if path.suffixes[:1] == [".jsonl"] else ""):
         return f'source = "{kind}", path = "{source}"'
-    if isinstance(source, str) and (match := re.fullmatch(r"(?:hf://datasets/)?([\w-][\w.-]*/[\w.-]+)", source)):
-        folder = match[1].rpartition("/")[2]
-        download = f"hf download --repo-type dataset {match[1]} --local-dir {folder}"
-        return f'{download}, and source = "parquet", path = "{folder}", or the source of its files'
     others = {".arrow": "to_parquet of datasets", ".csv": "to_json(orient='records', lines=True) of pandas"}
     if writer := others.get(path.suffix) or others.get(f".{source}"):
         return f"write it as JSONL or Parquet, as by {writer}"
+    from jaxpar.models.huggingface.folder import is_local_name  # only this error needs it
+
+    hub = re.fullmatch(r"(?:hf://datasets/)?([\w-][\w.-]*/[\w.-]+)", str(source))
+    if hub and (hub[1] != source or not is_local_name(hub[1])):
+        folder = hub[1].rpartition("/")[2]
+        download = f"hf download --repo-type dataset {hub[1]} --local-dir {folder}"
+        return f'{download}, and source = "parquet", path = "{folder}", or the source of its files'
+    if "/" in str(source) and os.path.isdir(path):
+        return f'path = "{source}", and the source of its files, such as "text"'
     return suggest(str(source), known)
 
 

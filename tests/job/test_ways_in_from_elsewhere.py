@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -82,6 +83,25 @@ def test_arrow_of_datasets_is_refused_as_such_in_both_of_its_forms(kind, here):
 )
 def test_a_source_that_is_a_file_or_a_data_set_of_the_hub_is_told_how_it_is_read(source, fix):
     assert refusal(jp.Data, source=source).fix.startswith(fix)
+
+
+def test_a_name_on_this_machine_is_not_looked_for_on_the_hub(here, capsys):
+    Path("data/mytext").mkdir(parents=True)
+    Path("runs/quickstart").mkdir(parents=True)
+    assert (
+        refusal(jp.Data, source="data/mytext").fix
+        == 'path = "data/mytext", and the source of its files, such as "text"'
+    )
+    for source, fix in (
+        ("data/train.csv", "write it as JSONL"),
+        ("more/book.html", "one of:"),
+        ("data/typo", "one of:"),
+    ):
+        assert refusal(jp.Data, source=source).fix.startswith(fix)
+    assert main(["evaluate", "runs/quikstart"]) == 1
+    assert "fix:  jaxpar evaluate runs/quickstart" in capsys.readouterr().err
+    (problem,) = check(loads("", ["data.tokenizer=tokenizers/tokenizer.json", "mesh.simulate=1"]))
+    assert problem.fix.startswith("a folder with a tokenizer.json")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ These small files are copied into a run that starts from the folder, and into it
 """
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -30,10 +31,19 @@ MOST = 2**28  # maximum bytes of a copied file
 HUB = re.compile(r"(?:hf:/+|https://huggingface\.co/)?([\w-][\w.-]*/[\w.-]+)/?")
 
 
+def is_local_name(name: str) -> bool:
+    """Whether OWNER/NAME is a path of this machine rather than a name on the Hub: of a file, or in a folder there is.
+
+    >>> is_local_name("data/train.csv"), is_local_name("meta-llama/Llama-3.1-8B")
+    (True, False)
+    """
+    return bool(re.search(r"\.[A-Za-z]{2,}\d?$", name)) or os.path.exists(Path(name).parent)
+
+
 def hub_download(name: str) -> tuple[str, str] | None:
     """Returns the command that downloads a model of the Hugging Face Hub, and its folder; None for any other name."""
     match = HUB.fullmatch(name)
-    if not match:
+    if not match or (match[1] == name.rstrip("/") and is_local_name(name)):
         return None
     folder = match[1].rpartition("/")[2]
     return f"hf download {match[1]} --local-dir {folder}", folder
