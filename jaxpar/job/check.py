@@ -36,7 +36,7 @@ from jaxpar.mesh.devices import Simulated, is_simulated, visible_devices
 from jaxpar.mesh.memory_pool import pool_of_environment
 from jaxpar.mesh.target import parse_target
 from jaxpar.models.blocks.attention import record_sizes
-from jaxpar.models.huggingface.folder import is_folder
+from jaxpar.models.huggingface.folder import check_links, is_folder
 from jaxpar.models.settings.computing import model_policy
 from jaxpar.parallel.compose import compose
 from jaxpar.parallel.declaration import Parallel
@@ -82,7 +82,9 @@ def check(job: Job, *, as_written: bool = True) -> list[Problem]:
     return [*resolve(job, as_written=as_written).problems]
 
 
-def resolve(job: Job, devices: Sequence[Any] | None = None, *, as_written: bool = True) -> ResolvedJob:
+def resolve(
+    job: Job, devices: Sequence[Any] | None = None, *, as_written: bool = True, publishes: bool = True
+) -> ResolvedJob:
     """Resolves the objects that a job names, and finds all of its problems; nothing is compiled.
 
     Args:
@@ -129,6 +131,8 @@ def resolve(job: Job, devices: Sequence[Any] | None = None, *, as_written: bool 
         problems.extend(problem for problem in declaration_problems(parallel) if problem not in problems)
     if layout and as_written and not problems and is_folder(job.checkpoint.start_from):
         attempt(check_start, job, layout)
+        if publishes:
+            attempt(check_links, Path(job.checkpoint.start_from))
     attempt(_check_origin, job)
     if as_written:
         attempt(_check_base, job)

@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import jax
@@ -18,12 +19,12 @@ from jaxpar.cli.main import main
 from jaxpar.data.tokenizers.tokenizer_facts import read_tokenizer
 from jaxpar.errors import JaxparError
 from jaxpar.job import run
-from jaxpar.job.check import check
+from jaxpar.job.check import check, resolve
 from jaxpar.job.file.parse import loads
 from jaxpar.job.parts.plan_traced import state_recipe
 from jaxpar.models.decoder import Decoder
 from jaxpar.models.huggingface.export import export
-from jaxpar.models.huggingface.folder import end_ids
+from jaxpar.models.huggingface.folder import check_links, end_ids
 from jaxpar.models.huggingface.load import load
 from jaxpar.models.huggingface.safetensors import entries
 
@@ -251,6 +252,20 @@ def test_a_link_to_a_file_of_another_name_is_refused_and_not_published(folder, t
     with pytest.raises(JaxparError, match="is a link to"):
         export(model.params, model.settings, tmp_path / "out", origin=folder)
     assert not list((tmp_path / "out").glob("*"))
+    assert resolve(job(folder, "x"), publishes=False).problems == ()  # as jaxpar evaluate, which copies nothing
+
+
+@pytest.mark.parametrize(
+    ("place", "name"), [("blobs", "0a" * 32), ("blobs", "0a" * 20), ("x", "0a" * 32), ("blobs", "id")]
+)
+def test_a_link_into_the_blobs_of_any_cache_is_followed(place, name, tmp_path):
+    blob, link = tmp_path / "cache/models--me--my" / place / name, tmp_path / "my/tokenizer.json"
+    for file in (blob, link):
+        file.parent.mkdir(parents=True)
+    blob.write_text("{}")
+    link.symlink_to(blob)
+    with nullcontext() if place == "blobs" and name != "id" else pytest.raises(JaxparError, match="is a link to"):
+        check_links(link.parent)
 
 
 def test_the_tokens_that_end_a_text_are_those_of_the_generation_config_as_in_transformers(folder):

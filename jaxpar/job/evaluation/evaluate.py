@@ -175,7 +175,7 @@ def _build_step(job: Job, *, several: bool) -> Step:
             rule="a model is evaluated on devices that are there",
             fix=f"mesh.devices={len(devices)}, or mesh.simulate={job.mesh.devices} mesh.devices=0",
         )
-    resolved = resolve(job, devices[: job.mesh.devices or None])
+    resolved = resolve(job, devices[: job.mesh.devices or None], publishes=False)
     if resolved.problems or resolved.layout is None or resolved.loss is None or resolved.optimizer is None:
         raise JaxparError(*resolved.problems)
     return train_step(

@@ -18,7 +18,7 @@ from jaxpar.job.file.import_object import import_object
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.names import settings_of
 from jaxpar.models.huggingface.config import differences
-from jaxpar.models.huggingface.folder import TOKENIZERS, check_links
+from jaxpar.models.huggingface.folder import TOKENIZERS
 from jaxpar.models.huggingface.load import Pretrained, Tensor, load
 from jaxpar.models.settings.decoder import DecoderConfig
 from jaxpar.parallel.layout import Layout
@@ -54,7 +54,6 @@ def check_start(job: Job, layout: Layout) -> PretrainedStart:
       JaxparError: If the folder cannot be read, or the job's model or tokenizer differs.
     """
     spec, defaults = job.checkpoint, Checkpoints()
-    check_links(Path(spec.start_from))
     if spec.rules:
         return _start_by_rules(job, layout)
     is_decoder = job.model["name"] == "decoder"

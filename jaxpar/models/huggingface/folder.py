@@ -24,6 +24,7 @@ SMALL_FILES = (
 # config keys of the tokens that begin, end and pad a text
 EOS = "eos_token_id"
 SPECIAL = ("bos_token_id", EOS, "pad_token_id")
+HASH = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")  # the name of a blob: SHA-1 of Git, or SHA-256 of large files
 MOST = 2**28  # maximum bytes of a copied file
 
 
@@ -106,13 +107,13 @@ def _small_files(source: Path, names: tuple[str, ...]) -> list[Path]:
 def check_links(source: Path, *, names: tuple[str, ...] = (CONFIG, *SMALL_FILES)) -> None:
     """Checks that the small files of a folder that are links may be copied into runs and exports.
 
-    Hugging Face's cache has links to its blobs only. Any other link leads to a file of the same name: a folder from
-    elsewhere could link a vocab.json to a private file, which an export would publish.
+    Hugging Face's cache, and folders that older versions downloaded with `--local-dir`, have links to its blobs, which
+    are named by their hash. Any other link leads to a file of the same name: a folder from elsewhere could link a
+    vocab.json to a private file, which an export would publish.
 
     Raises:
       JaxparError: With every link to a file of another name.
     """
-    blobs = source.expanduser().resolve().parent.parent / "blobs"
     links = [(path, path.resolve()) for path in _small_files(source, names) if path.is_symlink()]
     problems = [
         Problem(
@@ -122,7 +123,7 @@ def check_links(source: Path, *, names: tuple[str, ...] = (CONFIG, *SMALL_FILES)
             f"cp --remove-destination {target} {path}, if it is meant",
         )
         for path, target in links
-        if target.name != path.name and target.parent != blobs
+        if target.name != path.name and not (target.parent.name == "blobs" and HASH.fullmatch(target.name))
     ]
     if problems:
         raise JaxparError(*problems)
