@@ -39,18 +39,27 @@ def once(build: Callable[[int], Callable[[Any], Any]], x: Any, *, rounds: int) -
     return statistics.median(found)
 
 
-def measured_devices(what: str) -> list[Any]:
+def measured_devices(what: str, *, one: bool = False) -> list[Any]:
     """Returns the devices of all processes; connects the processes first if a launcher started several.
 
+    Args:
+      what: What is measured.
+      one: Whether only one device is measured, for which no other process is needed.
+
     Raises:
-      JaxparError: If the devices are a CPU or simulated: their speed says nothing about GPUs.
+      JaxparError: If the devices are a CPU or simulated: their speed says nothing about GPUs; or if the processes
+        cannot be connected.
     """
     from jaxpar.cluster.connect import connect
     from jaxpar.cluster.environment import detect
+    from jaxpar.cluster.launchers import unread_problem
 
-    cluster = detect(os.environ)
-    if cluster and not jax.distributed.is_initialized():
-        connect(cluster)
+    if not jax.distributed.is_initialized():
+        environment = dict(os.environ)
+        if one and unread_problem(environment):
+            environment.setdefault("JAXPAR_PROCESSES", "1")  # each process by itself
+        if cluster := detect(environment):
+            connect(cluster)
     devices = visible_devices()
     if is_simulated(devices):
         raise refuse(

@@ -77,7 +77,7 @@ def gemm(*, write: str = "", rounds: int = 20, sides: Sequence[int] = SIDES) -> 
     Raises:
       JaxparError: If the devices are simulated, the chip's peak is not known, or no curve fits the times.
     """
-    devices = measured_devices("gemm")
+    devices = measured_devices("gemm", one=True)
     destination = Destination.for_devices(write, devices)
     chip, device = destination.known_chip(), jax.local_devices()[0]
     print(

@@ -18,7 +18,7 @@ from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.measure import gemm, links
 from jaxpar.measure.chip import Destination
-from jaxpar.measure.clock import REPEATS, once
+from jaxpar.measure.clock import REPEATS, measured_devices, once
 from jaxpar.mesh.chip_file import load_chip
 from jaxpar.mesh.target import missing_plugin
 from jaxpar.plan.machine.fit import KINDS, Timing
@@ -34,6 +34,15 @@ def test_simulated_devices_have_no_speed_and_no_file(name, tmp_path, capsys):
     assert f"measure {name} on 8 x cpu (simulated)" in said.err
     assert "GB/s" not in said.out + said.err
     assert not file.exists()
+
+
+@pytest.mark.parametrize(("one", "connected", "got"), [(0, 0, "PMI_SIZE=2"), (1, 0, "cpu"), (0, 1, "cpu")])
+def test_an_unread_launcher_stops_only_what_needs_processes_that_are_not_connected(one, connected, got, monkeypatch):
+    monkeypatch.setenv("PMI_SIZE", "2")
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: bool(connected))
+    with pytest.raises(JaxparError, match=got):
+        measured_devices("x", one=bool(one))
 
 
 def test_no_rounds_are_refused(capsys):
@@ -181,7 +190,7 @@ def test_from_times_to_a_file_to_a_plan(tmp_path, monkeypatch, capsys):
 
 def test_the_bench_of_products_writes_its_curve(tmp_path, monkeypatch, capsys):
     machine, path = HARDWARE["a100"], tmp_path / "mine.toml"
-    monkeypatch.setattr(gemm, "measured_devices", lambda what: fake("NVIDIA A100-SXM4-80GB", 1))
+    monkeypatch.setattr(gemm, "measured_devices", lambda what, one: fake("NVIDIA A100-SXM4-80GB", 1))
     monkeypatch.setattr(gemm, "time_product", lambda side, device, rounds: float(machine.matmuls(2 * side**3)))
     assert gemm.gemm(write=str(path))["gemm"]["top"] == pytest.approx(machine.gemm.top)
     assert "81.7% of the peak x f / (f + 2.4 GFLOP)" in capsys.readouterr().out
