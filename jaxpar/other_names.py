@@ -1,6 +1,7 @@
 """Finds the name that a misspelt word, or the word of another framework, stands for."""
 
 import difflib
+import re
 from collections.abc import Sequence
 
 # jaxpar's names to those of PyTorch, Megatron, torchtitan and Hugging Face for the same: by spelling alone, dp would be
@@ -32,14 +33,20 @@ OTHER_VALUES = set(
 def find_name(word: str, choices: Sequence[str]) -> str | None:
     """Returns the choice that a word stands for, or None.
 
-    A word of another framework has its meaning there, and is not compared by spelling.
+    A word of another framework has its meaning there. If that is no choice, it may be the dim of an author that it
+    names, or a choice of nearly the same spelling: by looser spelling dp would be fsdp, and depth a path.
 
     >>> find_name("shedule", ["schedule", "stages"]), find_name("dp", ["data", "fsdp"]), find_name("dp", ["fsdp"])
     ('schedule', 'data', None)
+    >>> find_name("mlp_dim", ["hidden", "dim"]), find_name("mlp_dim", ["embed", "mlp"])
+    ('hidden', 'mlp')
     """
-    if ours := OTHER_NAMES.get(word.lower()):
-        return ours if ours in choices else None
     # in lower case, so that adamW is nearer to adamw than to adam; of names that differ in case only, the first
     names = {choice.lower(): choice for choice in reversed(choices)}
-    close = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.6)
+    ours = OTHER_NAMES.get(word.lower())
+    if ours in choices:
+        return ours
+    if ours and (dim := re.sub("_(dim|size)$", "", word.lower())) in names:
+        return names[dim]
+    close = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.85 if ours else 0.6)
     return names[close[0]] if close else None

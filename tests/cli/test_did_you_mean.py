@@ -22,6 +22,8 @@ from jaxpar.other_names import OTHER_NAMES, OTHER_VALUES
         ("decoder", ["MLP", "Decoder"], "Decoder"),
         ("Global_Batch", ["global_batch", "growth"], "global_batch"),
         ("lerning_rate", ["learning_rate"], "learning_rate"),
+        ("embed_dim", ["embed", "mlp"], "embed"),  # no choice has its meaning of other frameworks, dim
+        ("mlp_dim", ["embed", "mlp"], "mlp"),
     ],
 )
 def test_case_does_not_count(word, known, meant):
@@ -30,6 +32,7 @@ def test_case_does_not_count(word, known, meant):
 
 def test_what_is_near_to_nothing_lists_the_names():
     assert suggest("zzz", ["adam", "SGD"]) == "one of: SGD, adam"
+    assert suggest("dp", ["fsdp"]) == "one of: fsdp"
 
 
 # an override of a newcomer, and how he is told to write it
@@ -46,6 +49,9 @@ FOREIGN = [
     ("train.learning_rate=1e-3", "optimizer.learning_rate"),
     ("checkpoint.save_every=5", "'every'"),
     ("data.batch_size=8", "train.global_batch"),
+    ("data.batch=8", "train.global_batch"),  # not path
+    ("checkpoint.log_every=8", "metrics.show_every"),  # not every
+    ("run.resume_from=x", "checkpoint.start_from"),  # not resume
 ]
 
 

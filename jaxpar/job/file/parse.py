@@ -294,7 +294,8 @@ def _problems(cls: type, error: Any, section: str) -> list[Problem]:
         owners = [
             name for name, inner in iter_tables(cls, section) if word in {f.name for f in dataclasses.fields(inner)}
         ]
-        meant = suggest(word, keys, otherwise=_elsewhere(word))
+        is_elsewhere = OTHER_NAMES.get(word.lower(), word) not in keys and word.lower() in OTHER_NAMES
+        meant = (is_elsewhere and _elsewhere(word)) or suggest(word, keys, otherwise=_elsewhere(word))
         fix = f"{word} belongs to [{owners[0]}]" if owners else EPOCHS.get(word.lower(), meant)
         return [Problem(f"unknown key {key}", f"[{section}] has the keys {', '.join(keys)}", fix)]
     expected = re.sub(r"^Input should be ", "", error["msg"])
