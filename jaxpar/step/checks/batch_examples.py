@@ -59,6 +59,7 @@ def check_slices(arrays: Mapping[str, jax.Array | jax.ShapeDtypeStruct], layout:
         f"{', '.join(f'{name} {list(array.shape)}' for name, array in arrays.items())} in the batch, of which {shown} "
         "takes slices",
         rule="a slice has the same examples of every array, so dim 0 is all examples in each",
-        fix="arrays [examples, ...], padded: graphs as nodes [graphs, most nodes, ...]; or a step without accumulate, "
-        "pipeline and exchange, whose devices share the whole batch",
+        fix="arrays [examples, ...]: rows grouped per example as x.reshape(examples, -1, ...), or padded: graphs "
+        "as nodes [graphs, most nodes, ...]; or a step without accumulate, pipeline and exchange, whose devices share "
+        "the whole batch",
     )
