@@ -219,7 +219,7 @@ def find_chip(device_kind: str) -> Chip | None:
     )
 
 
-def suggest_chip(name: str, keys: Iterable[str]) -> str:
+def suggest_chip(name: object, keys: Iterable[str]) -> str:
     """Returns the fix for a chip that the table lacks: its key if only the spelling differs, else all keys.
 
     A chip of a similar name is not proposed: an H20 is no H200, and the table's A100 has 80 GB.
@@ -228,7 +228,7 @@ def suggest_chip(name: str, keys: Iterable[str]) -> str:
     ("did you mean 'h100'?", 'one of: a100 (80 GB)')
     """
     keys = sorted(keys)
-    bare = re.sub("[^a-z0-9]", "", name.lower()).removeprefix("nvidia").removeprefix("amd")
+    bare = re.sub("[^a-z0-9]", "", str(name).lower()).removeprefix("nvidia").removeprefix("amd")
     sizes = {chip.key: round(chip.memory / 10**9) for chip in CHIPS}
     return f"did you mean {bare!r}?" if bare in keys else "one of: " + ", ".join(f"{k} ({sizes[k]} GB)" for k in keys)
 
