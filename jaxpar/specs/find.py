@@ -314,6 +314,7 @@ def find_specs_of_call(blueprint: Blueprint, parallel: Parallel) -> FoundSpecs:
     arrays = {name: leaf for name, leaf in inputs.items() if getattr(leaf, "shape", ()) and hasattr(leaf, "dtype")}
     batch = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in arrays.items()}
     _check_axes(parallel)
+    check_arguments(batch, parallel, "fp32", None)  # first: no multiple of rows mends an input without examples
     replicas = parallel.data * parallel.fsdp
     if not all(leaf.shape[0] % replicas == 0 for leaf in batch.values()):
         shown = ", ".join(f"{name} {list(leaf.shape)}" for name, leaf in batch.items())
@@ -340,7 +341,7 @@ def _input_name(path: tuple[Any, ...]) -> str:
 
 
 def _hardware(chip: str) -> Hardware:
-    if chip in HARDWARE:
+    if isinstance(chip, str) and chip in HARDWARE:
         return HARDWARE[chip]
     raise refuse(f"chip={chip!r}", rule="a chip whose constants are known", fix=suggest_chip(chip, HARDWARE))
 

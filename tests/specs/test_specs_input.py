@@ -93,6 +93,11 @@ REFUSED = {
         "inputs of the shapes of a global batch in jp.from_linen(module, inputs) or jp.from_nnx(function, inputs): "
         "dim 0 a multiple of 2",
     ),
+    "an input without examples": (
+        partial(compose, jp.from_nnx(Net, BATCH["x"], jnp.zeros((1, 64))), fsdp=2, tensor=4, specs="found"),
+        "input 0: 8, input 1: 1 examples",
+        "make it in the model or loss",
+    ),
     "inputs of several sizes": (
         partial(compose, jp.from_nnx(Net, {"nodes": BATCH["x"], "edges": BATCH["x"][:4]}), tensor=8, specs="found"),
         "input 0['edges']: 4, input 0['nodes']: 8 examples",
@@ -123,6 +128,7 @@ REFUSED = {
     ),
     "an unknown precision": (lambda: find(precision="bf61"), "precision='bf61'", "bf16"),
     "an unknown chip": (lambda: find(chip="h101"), "chip='h101'", "h100"),
+    "no chip": (lambda: find(chip=None), "chip=None", "h100"),
     "memory as text": (lambda: find(memory="1GiB"), "memory='1GiB'", "2**30"),
     "too little memory": (lambda: find(memory=10), "10 B per device", "MiB"),
     "a bare factory": (partial(compose, tensor=8, specs="found"), "inputs are unknown", "jp.from_nnx(Net, inputs)"),
