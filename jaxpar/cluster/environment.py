@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpar.cluster.launchers import LAUNCHERS, WAY_OUT, Said, read_number, unread_problem
+from jaxpar.cluster.launchers import LAUNCHERS, WAY_OUT, Said, read_number, unsupported_launcher
 from jaxpar.errors import JaxparError, Problem, refuse
 
 PORT = 8476  # if only a host is given; JAX uses the same on Kubernetes
@@ -87,7 +87,7 @@ def detect(environment: Mapping[str, str]) -> Cluster | None:
     if "coordinator" in settings and "coordinator" not in values:
         values["coordinator"] = settings["coordinator"]
     if not settings and not values and not problems:
-        if problem := unread_problem(environment):
+        if problem := unsupported_launcher(environment):
             raise JaxparError(problem)
         return None
     if values.get("processes") == 1 and not values.get("process") and not problems:

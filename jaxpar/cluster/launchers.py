@@ -255,7 +255,7 @@ def _kubernetes(environment: Environment, own: Mapping[str, str], problems: list
 
 
 # launchers that are not read: variables of the number of processes and of this process, and others that they set
-UNREAD = {
+UNSUPPORTED_LAUNCHERS = {
     "MPICH or Intel MPI": ("PMI_SIZE", "PMI_RANK"),
     "MVAPICH": ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
     "jsrun": ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
@@ -265,9 +265,9 @@ UNREAD = {
 }
 
 
-def unread_problem(environment: Environment) -> Problem | None:
+def unsupported_launcher(environment: Environment) -> Problem | None:
     """Reports that a launcher which is not read has started several processes; each would train alone."""
-    for launcher, names in UNREAD.items():
+    for launcher, names in UNSUPPORTED_LAUNCHERS.items():
         count = environment.get(names[0], "")
         if all(map(environment.get, names)) and count.isdecimal() and int(count) > 1:
             address = f"${names[2]}" if names[2:] else "HOST:8476"

@@ -52,11 +52,11 @@ def measured_devices(what: str, *, one: bool = False) -> list[Any]:
     """
     from jaxpar.cluster.connect import connect
     from jaxpar.cluster.environment import detect
-    from jaxpar.cluster.launchers import unread_problem
+    from jaxpar.cluster.launchers import unsupported_launcher
 
     if not jax.distributed.is_initialized():
         environment = dict(os.environ)
-        if one and unread_problem(environment):
+        if one and unsupported_launcher(environment):
             environment.setdefault("JAXPAR_PROCESSES", "1")  # each process by itself
         if cluster := detect(environment):
             connect(cluster)

@@ -64,7 +64,7 @@ def test_an_allocation_without_a_step_does_not_hide_the_pod_that_it_runs_in():
     assert detect({"SLURM_JOB_ID": "1", **pod}).process == 2
 
 
-UNREAD = {
+UNSUPPORTED = {
     "MPICH": {"PMI_SIZE": "4", "PMI_RANK": "2"},
     "MVAPICH": {"MV2_COMM_WORLD_SIZE": "4", "MV2_COMM_WORLD_RANK": "2"},
     "jsrun": {"JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_RANK": "2", "LSB_JOBID": "5"},
@@ -74,19 +74,19 @@ UNREAD = {
 }
 
 
-@pytest.mark.parametrize("launcher", UNREAD)
+@pytest.mark.parametrize("launcher", UNSUPPORTED)
 def test_several_processes_of_a_launcher_that_is_not_read_do_not_each_train_alone(launcher):
     with pytest.raises(JaxparError, match="of these processes would train alone") as caught:
-        detect(UNREAD[launcher])
+        detect(UNSUPPORTED[launcher])
     (problem,) = caught.value.problems
     command = problem.fix[: problem.fix.index("' as the command")].removeprefix("sh -c '")
     told = subprocess.run(
-        ["sh", "-c", command.replace("jaxpar train JOB", "env")], env=UNREAD[launcher] | {"PATH": os.environ["PATH"]},
-        capture_output=True, text=True, check=True,
+        ["sh", "-c", command.replace("jaxpar train JOB", "env")],
+        env=UNSUPPORTED[launcher] | {"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     variables = dict(line.split("=", 1) for line in told.stdout.splitlines() if "=" in line)
     assert str(detect(variables)).startswith("process 2 of 4, coordinator HOST:8476 (says JAXPAR")
-    assert detect(UNREAD[launcher] | {"JAXPAR_PROCESSES": "1"}) is None
+    assert detect(UNSUPPORTED[launcher] | {"JAXPAR_PROCESSES": "1"}) is None
 
 
 def test_one_process_of_a_launcher_that_is_not_read_is_alone():

@@ -117,7 +117,11 @@ def _override(raw: dict[str, Any], text: str) -> list[Problem]:
     key, equals, value = text.partition("=")
     words = [word.strip() for word in key.split(".")]
     if not equals or len(words) < 2 or not all(words):
-        owner = re.search(r"mean (.*)\?", _elsewhere(words[0])) if len(words) == 1 and key not in SECTIONS else None
+        owner = (
+            re.search(r"mean (.*)\?", _key_of_other_section(words[0]))
+            if len(words) == 1 and key not in SECTIONS
+            else None
+        )
         meant = value if value and words[0].lower() not in OTHER_VALUES else "..."
         fix = EPOCHS.get(words[0].lower()) or (f"{owner[1]}={meant}" if owner else "train.steps=100")
         return [Problem(f"override {text!r:.200}", "an override is section.key=value", fix)]
@@ -249,7 +253,7 @@ _UNIONS = {
 }
 
 
-def _elsewhere(word: str) -> str:
+def _key_of_other_section(word: str) -> str:
     """Returns the key that a word names, if one section alone has it; else ""."""
     key = OTHER_NAMES.get(word.lower(), word)
     owners = [
@@ -295,7 +299,9 @@ def _problems(cls: type, error: Any, section: str) -> list[Problem]:
             name for name, inner in iter_tables(cls, section) if word in {f.name for f in dataclasses.fields(inner)}
         ]
         is_elsewhere = OTHER_NAMES.get(word.lower(), word) not in keys and word.lower() in OTHER_NAMES
-        meant = (is_elsewhere and _elsewhere(word)) or suggest(word, keys, otherwise=_elsewhere(word))
+        meant = (is_elsewhere and _key_of_other_section(word)) or suggest(
+            word, keys, otherwise=_key_of_other_section(word)
+        )
         fix = f"{word} belongs to [{owners[0]}]" if owners else EPOCHS.get(word.lower(), meant)
         return [Problem(f"unknown key {key}", f"[{section}] has the keys {', '.join(keys)}", fix)]
     expected = re.sub(r"^Input should be ", "", error["msg"])

@@ -107,9 +107,9 @@ class BatchPlacement:
     def _check_rows(self, name: str, value: jax.Array | np.ndarray | jax.ShapeDtypeStruct) -> None:
         ways = self.layout.replicas * self.accumulate * self.layout.microbatches
         if not value.shape or not value.shape[0] or value.shape[0] % ways:
-            from jaxpar.step.checks.batch_examples import wrong_examples  # not loaded where nothing is wrong
+            from jaxpar.step.checks.batch_examples import examples_error  # not loaded where nothing is wrong
 
-            raise wrong_examples(name, value, self.layout, self.accumulate)
+            raise examples_error(name, value, self.layout, self.accumulate)
 
 
 def check_dict(batch: object) -> None:

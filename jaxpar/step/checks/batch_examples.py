@@ -17,7 +17,7 @@ from jaxpar.errors import JaxparError, refuse
 from jaxpar.parallel.layout import Layout
 
 
-def wrong_examples(
+def examples_error(
     name: str, value: jax.Array | np.ndarray | jax.ShapeDtypeStruct, layout: Layout, accumulate: int
 ) -> JaxparError:
     """Makes the error for an array whose first dim is missing, or does not divide into replicas and microbatches."""
