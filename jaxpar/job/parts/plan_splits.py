@@ -10,7 +10,7 @@ from typing import Any
 from jax.extend.core import Jaxpr
 
 from jaxpar.errors import JaxparError
-from jaxpar.job.parts.plan_sequences import SequenceTrace, trace_sequences
+from jaxpar.job.parts.plan_sequences import trace_sequences
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.model.splits import AXES, ModelSplit, Sizes, SplitTraffic
@@ -115,27 +115,17 @@ def find_splits(
     contexts = [size for size in sizes if size <= MOST_CONTEXT and rows % (devices // size) == 0]
     if min(sizes) <= MOST_CONTEXT:
         program(local_rows(contexts[0] if contexts else min(sizes)))  # records the islands
-    if (
-        "attention" in islands and min(sizes) <= MOST_CONTEXT
-    ):  # it meets the keys of tokens that `context` splits as the model names them
-        splits = {sizes: search.split() for sizes, search in found.items()}
+    if "attention" in islands:  # its keys are those of tokens that `context` splits as the model names them
         pairs = [
             (context, tensor)
             for context, tensor in product(sizes, [1, *(size for _, size in found)])
             if context <= MOST_CONTEXT and devices % (context * tensor) == 0
             and rows % (devices // (context * tensor)) == 0
         ]  # fmt: skip
-        if not pairs:
-            return splits, ("context: with none of its sizes the replicas divide the examples",)
-        tried = sorted({context for context, _ in pairs})
-        trace, reason = trace_sequences(blueprint, loss, batch, sizes=tried, precision=precision)
-        if trace is None:
-            return splits, (f"context: {reason}",)
-        pairs = [pair for pair in pairs if pair[0] in trace.sizes]
-        named = _named_splits(
-            blueprint, loss, batch, trace, pairs, rows=rows, devices=devices, precision=precision, frozen=frozen
+        named, sentences = _named_splits(
+            blueprint, loss, batch, pairs, rows=rows, devices=devices, precision=precision, frozen=frozen
         )
-        return splits | named, ("context_by ring and ulysses: priced for decoders; keys are gathered",)
+        return {sizes: dims.split() for sizes, dims in found.items()} | named, sentences
     for size in contexts:
         split, of_tensor = find(size, 1), found.get((1, size))
         if split is not None and of_tensor is not None and split.solution.axes == of_tensor.solution.axes:
@@ -151,26 +141,34 @@ def find_splits(
     no_splits = [f"context {', '.join(map(str, given))}: {reason}" for reason, given in sentences if given]
     if all(any(sizes[number] > 1 for sizes in found) for number in range(len(AXES))):
         no_splits.append("context with tensor: a plan finds the dims of one of them; jp.find_specs finds both together")
-    return {sizes: search.split() for sizes, search in found.items()}, tuple(no_splits)
+    return {sizes: dims.split() for sizes, dims in found.items()}, tuple(no_splits)
 
 
 def _named_splits(
     blueprint: Blueprint,
     loss: Callable,
     batch: Mapping[str, Any],
-    trace: SequenceTrace,
     pairs: Collection[Sizes],
     *,
     rows: int,
     devices: int,
     precision: str,
     frozen: Collection[str],
-) -> dict[Sizes, FoundSplit]:
+) -> tuple[dict[Sizes, FoundSplit], tuple[str, ...]]:
     """Returns the splits by `context` of tokens as a model names them, alone and with dims found for `tensor`.
+
+    Also returns sentences on what is left out. `pairs` are the sizes of (context, tensor) to try.
 
     A device of `context` has a part of each sequence, which costs as much as a part of the rows: the dims for `tensor`
     are found as for that many more replicas, once for all sizes of `context`.
     """
+    if not pairs:
+        return {}, ("context: with none of its sizes the replicas divide the examples",)
+    sizes = sorted({context for context, _ in pairs})
+    trace, reason = trace_sequences(blueprint, loss, batch, sizes=sizes, precision=precision)
+    if trace is None:
+        return {}, (f"context: {reason}",)
+    pairs = [pair for pair in pairs if pair[0] in trace.sizes]
     traced_in = partial(sequences_split, blueprint)
     found = {
         (context, 1): FoundSplit(
@@ -182,20 +180,25 @@ def _named_splits(
         for context, n in pairs
         if n == 1
     }
+    alone: list[int] = []
     for n in sorted({tensor for _, tensor in pairs if tensor > 1}):
         local = rows * n / devices
         program = TracedLoss(blueprint, loss, batch, rows=local, precision=precision, sequences=True).program(frozen)
-        search = _find(program, (1, n), local, devices // n, precision)
-        if search is None:
+        dims = _find(program, (1, n), local, devices // n, precision)
+        if dims is None:
+            alone.append(n)
             continue
-        keys = trace.traffic(search.shares)
+        keys = trace.traffic(dims.shares)
         for size in (context for context, tensor in pairs if tensor == n):
-            sent = tuple(replace(each, payload_per_row=each.payload_per_row / size) for each in search.traffic)
+            sent = tuple(replace(each, payload_per_row=each.payload_per_row / size) for each in dims.traffic)
             found[size, n] = FoundSplit(
-                split=ModelSplit(traffic=(*keys, *sent)), names=search.names,
-                shares=_product(SequenceShares(size), search.shares), trace_context=traced_in,
+                split=ModelSplit(traffic=(*keys, *sent)), names=dims.names,
+                shares=_product(SequenceShares(size), dims.shares), trace_context=traced_in,
             )  # fmt: skip
-    return found
+    sentences = ["context_by ring and ulysses: priced for decoders; keys are gathered"]
+    if alone:
+        sentences.append(f"context with tensor {', '.join(map(str, alone))}: tensor splits no parameter beside it")
+    return found, tuple(sentences)
 
 
 def _product(first: Shares, second: Shares) -> Shares:
