@@ -20,7 +20,7 @@ section 4), with shared collectives and partial sums as states.
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
@@ -51,6 +51,21 @@ class Strategy:
     devices: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Gather:
+    """A gather of an activation.
+
+    Attributes:
+      array: The class of the array.
+      share: The share of the array that a device then has.
+      backward: For the operations that read it, whether they belong to the backward pass.
+    """
+
+    array: int
+    share: float
+    backward: set[bool] = field(default_factory=set)
+
+
 class Formulation(IntegerProgram):
     """The integer program of one traced program and one axis, or two."""
 
@@ -78,6 +93,7 @@ class Formulation(IntegerProgram):
         self.classes = Classes(program)
         self._size_of = {state: piece.size for piece, state in self.classes.pieces.items()}
         self._w: dict[Any, int] = {}
+        self._gathers: dict[int, Gather] = {}  # of activations, by column
         self._memory: defaultdict[int, float] = defaultdict(float)
         self._memory_whole = self._constant = 0.0
         self._collectives: list[tuple[int, RepeatedCollective]] = []
@@ -342,6 +358,10 @@ class Formulation(IntegerProgram):
                 count = self._array_counts[of_array] * times
                 self._add_traffic(self._w[key], move, count, of_examples=self._has_examples(root))
                 self._complexity[self._w[key]] = 1.0 if root.path else 0.5 if move.kind == "all-to-all" else 0.0
+                if move.kind == "all-gather" and not root.path:
+                    self._gathers[self._w[key]] = Gather(array=of_array, share=1 / self._devices(move.target))
+            if self._w[key] in self._gathers:
+                self._gathers[self._w[key]].backward.add(operation.backward)
             self._row({self._w[key]: 1.0} | dict.fromkeys(users, -1.0), 0, np.inf)
 
     def _flow_columns(

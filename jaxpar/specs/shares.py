@@ -4,6 +4,7 @@
     activations    are cut like the array of the same source line and shape in the trace that was solved
     backward pass  an operation with a loop over a cut dim is split along it, and so are its other arrays
     constants      are cut like the result of the elementwise operation that reads them: a mask like its scores
+    gathers        of an activation that matmuls of both passes read: its shards are kept joined between them
 
 The other trace may recompute activations, or have another number of examples.
 """
@@ -45,13 +46,26 @@ class ArrayShares:
         for array in program.arrays:
             of_line[_line_and_shape(array, program)].add(_dims_of_axes(array, cut))
         self.of_line = {key: next(iter(dims)) for key, dims in of_line.items() if len(dims) == 1}
+        read = [array for operation in program.operations for array in operation.operands if not array.constant]
+        self.gathered = {
+            _line_and_shape(array, program): share
+            for array in read
+            if (share := solution.gathered.get(solver.classes.of_array(array.root))) and not array.backward
+        }
 
     def __call__(
         self, jaxpr: Jaxpr, paths: Sequence[str], batch: Sequence[int], gradients: Sequence[int]
     ) -> Callable[[Any], float]:
         """Returns the share that a device has of the array of each variable; see `follow_dims` for the arguments."""
         program = cached_program(jaxpr, tuple(paths), tuple(batch), tuple(gradients))
-        return share_of_variable(program, self._seeds(program), self.sizes)
+        share = share_of_variable(program, self._seeds(program), self.sizes)
+
+        def after_gathers(variable: Any) -> float:
+            array = None if isinstance(variable, Literal) else program.of_variable.get(variable)
+            joined = self.gathered.get(_line_and_shape(array, program), 0.0) if array else 0.0
+            return max(share(variable), joined)
+
+        return after_gathers
 
     def _seeds(self, program: TracedProgram) -> Mapping[DimPiece, set[int]]:
         """Returns the pieces that are cut, each with the indices of the axes that cut it."""

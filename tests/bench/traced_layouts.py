@@ -99,7 +99,7 @@ def draw(count: int, *, seed: int, only: tuple[str, ...] = ()) -> Iterator[Pair]
 def _draw_layout(question: Question, generator: np.random.Generator) -> Candidate:
     layouts = question.legal()
     usual = np.flatnonzero((layouts.microbatches <= MICROBATCHES) & (layouts.pipe == 1))
-    axes = [np.asarray(layouts.size(axis)) > 1 for axis in ("data", "fsdp", "tensor")]
+    axes = [np.asarray(layouts.size(axis)) > 1 for axis in ("data", "fsdp", "context", "tensor")]
     kinds = np.stack([*axes, layouts.zero, np.unique(layouts.remat, return_inverse=True)[1],
                       np.asarray(layouts.microbatches) > 1])[:, usual]  # fmt: skip
     distinct, of_layout = np.unique(kinds, axis=1, return_inverse=True)
@@ -131,10 +131,12 @@ def compiled(pair: Pair) -> dict[str, Any]:
     (model, loss, batch), layout = _case(pair.model), pair.candidate
     began = time.perf_counter()
     parallel = jp.Parallel(
-        data=layout.data, fsdp=layout.fsdp, tensor=layout.tensor, zero=layout.zero if layout.fsdp > 1 else None
-    )
+        data=layout.data, fsdp=layout.fsdp, context=layout.context, tensor=layout.tensor,
+        zero=layout.zero if layout.fsdp > 1 else None,
+    )  # fmt: skip
+    named = question_of(pair.model).model.named_axes
     try:
-        if layout.tensor > 1:
+        if layout.tensor > 1 or (layout.context > 1 and "context" not in named):
             parallel = jp.find_specs(model, loss, batch, parallel, precision="bf16").parallel
         step = jp.train_step(
             jp.compose(model, parallel, jp.target_devices(TARGET)), loss, optax.adamw(1e-3), precision="bf16",

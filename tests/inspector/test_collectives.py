@@ -102,7 +102,7 @@ def test_zero_3_with_remat_gathers_the_layers_twice():
     "zero",
     [
         pytest.param(1, marks=pytest.mark.full),
-        pytest.param(2, marks=pytest.mark.slow),
+        pytest.param(2, marks=pytest.mark.nightly),
         pytest.param(3, marks=pytest.mark.full),
     ],
 )
@@ -125,7 +125,7 @@ def test_tensor_parallel_reduces_four_activations_a_layer_and_one_and_gathers_on
     jp.assert_collectives(found, {"tensor": {"all-reduce": 4 * L + 1, "all-gather": 1}}, at_least=SIZE.activation)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tensor_parallel_with_full_remat_reduces_five_a_layer():
     found = report(jp.Parallel(tensor=8), remat="full")
     jp.assert_collectives(found, {"tensor": {"all-reduce": 5 * L + 1, "all-gather": 1}}, at_least=SIZE.activation)
@@ -170,7 +170,7 @@ def test_context_and_fsdp_reduce_no_gradient_whole():
     assert got["fsdp", "all-gather"] == pytest.approx(SIZE.all, **EXACT)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tensor_and_data_divide_the_bytes_between_them():
     found = report(jp.Parallel(data=2, tensor=4))
     sharded = (SIZE.all - (2 * L + 1) * SIZE.norm) / 4 + (2 * L + 1) * SIZE.norm
@@ -187,14 +187,14 @@ def test_bf16_halves_what_zero_3_moves():
     assert {entry.dtype for entry in found.ledger if entry.payload > 64} == {"bf16"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bf16_halves_what_tensor_parallel_moves():
     found = report(jp.Parallel(tensor=8), precision="bf16")
     gathered = SIZE.activation / 2 + 8 * 2 * SIZE.statistic
     check(found, {("tensor", "all-reduce"): (4 * L + 1) * SIZE.activation / 2, ("tensor", "all-gather"): gathered})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_accumulation_under_zero_1_reduces_layers_every_microbatch_and_gathers_once():
     got = payloads(report(jp.Parallel(fsdp=8, zero=1), accumulate=2))
     assert got["fsdp", "all-gather"] == pytest.approx(SIZE.all, **EXACT)  # parameters, before the loop

@@ -67,9 +67,9 @@ def test_parameters_are_gathered_once_a_step_in_bf16(zero, accumulate):
     assert not said(found, "unsharded gradient")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @absent
-@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_parameters_are_gathered_in_bf16_around_the_table_of_a_pipeline(zero):
     """Its gradients are summed in float32, and reduced so."""
     model = partial(Staged, layers=LAYERS, tied=False, vocab=VOCAB, dim=DIM, hidden=HIDDEN)

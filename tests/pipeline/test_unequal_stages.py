@@ -122,7 +122,7 @@ def case(kind, pipeline, *, marks=(), **sizes):
     ("kind", "parallel"),
     [
         case(Convolutions, {"stages": (1, 1, 1, 1), "schedule": "1f1b"}, pipe=4, data=2),
-        case(Translator, {"stages": (2, 2), "schedule": "1f1b_phased"}, pipe=2, fsdp=2, data=2),
+        case(Translator, {"stages": (2, 2), "schedule": "1f1b_phased"}, pipe=2, fsdp=2, data=2, marks=pytest.mark.slow),
         case(Skips, {"stages": (2, 1, 1, 1), "schedule": "zb_h1"}, pipe=4, fsdp=2, marks=pytest.mark.full),
         case(Skips, {"stages": (3, 2), "schedule": "gpipe"}, pipe=2, fsdp=4, zero=1, marks=pytest.mark.slow),
         case(Convolutions, {"stages": (3, 1), "schedule": "zb_h1"}, pipe=2, fsdp=4, marks=pytest.mark.slow),

@@ -16,13 +16,14 @@ from specs.test_trained import CASES, plain, train
 import jaxpar as jp
 from jaxpar.errors import Problem
 from jaxpar.job.file.parse import loads
-from jaxpar.job.parts.plan_splits import find_splits
+from jaxpar.job.parts.plan_splits import find_splits, splits_tokens
 from jaxpar.job.plan import apply_layout
 from jaxpar.mesh.target import missing_plugin
 from jaxpar.parallel.compose import as_blueprint
 from jaxpar.plan.candidate import Candidate
 from jaxpar.sharding.names import shard_bytes
 
+pytestmark = pytest.mark.xdist_group("traced context")  # one worker, which makes each plan once
 # long rows, and matrices so small that splitting them gains less than it sends
 LONG = partial(models.Gpt, vocab=512, dim=1024, heads=4, hidden=1024, layers=1)
 BATCH = {key: jax.ShapeDtypeStruct((1, 32768), "int32") for key in ("x", "y")}
@@ -362,3 +363,17 @@ def test_a_layout_of_context_needs_and_sends_what_was_predicted():
     sums = found.solution.traffic["all-reduce"] + found.solution.traffic.get("reduce-scatter", 0.0)
     kinds = report.by_axis["context"]
     assert kinds.get("all-reduce", 0) + kinds.get("reduce-scatter", 0) == pytest.approx(sums, rel=0.1)
+
+
+def test_dims_for_both_axes_are_found_where_there_are_fewer_examples_than_devices():
+    """A model that names no sequence: four rows on 8 devices are shared by two axes, of which one splits tokens."""
+    model = partial(models.Gpt, vocab=64, dim=32, heads=4, hidden=64, layers=1)
+    found, sentences = splits_of(model, models.next_token, rows(4, 256), rows=4, sizes=(2, 4, 8), precision="bf16")
+    assert {sizes for sizes in found if min(sizes) > 1} == {(2, 2)}
+    assert {sent.axis for sent in found[2, 2].split.traffic} == {"context", "tensor"}
+    axes = {axis for axis in ("context", "tensor") if splits_tokens(found[2, 2].names, axis)}
+    assert len(axes) == 1
+    assert {*found[2, 2].names.axes["heads"]} == {"context", "tensor"} - axes
+    assert any(text.startswith("context with tensor: only the smallest sizes") for text in sentences)
+    found, _ = splits_of(model, models.next_token, rows(8, 256), rows=8, sizes=(2, 4, 8), precision="bf16")
+    assert not [sizes for sizes in found if min(sizes) > 1]

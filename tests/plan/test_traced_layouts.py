@@ -1,21 +1,26 @@
 """Layouts of traced models: arrays are split by the dims that were found; microbatches and fsdp have their costs."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
 import optax
 import pytest
+from specs import models
 
 import jaxpar as jp
 from jaxpar.job.file.parse import loads
 from jaxpar.job.parts.plan_model import planner_model
+from jaxpar.job.parts.plan_splits import find_splits
 from jaxpar.job.parts.plan_traced import trace_job
 from jaxpar.mesh.target import missing_plugin
+from jaxpar.parallel.compose import as_blueprint
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.software import JAXPAR
 
+pytestmark = pytest.mark.xdist_group("traced layouts")  # one worker, which traces the decoder once
 NEWEST = jax.__version_info__ >= (0, 12)  # the rules are of its XLA; 0.10's needs 17 % more under tensor
 DECODER = """
 [model]
@@ -90,7 +95,7 @@ def test_microbatches_add_the_batch_twice_and_a_kernel_per_array(plans):
 @pytest.mark.parametrize(
     ("sizes", "accumulate", "layers"),
     [
-        ({"data": 2, "fsdp": 4, "zero": 3}, 2, {"layers": 1}),
+        pytest.param({"data": 2, "fsdp": 4, "zero": 3}, 2, {"layers": 1}, marks=pytest.mark.nightly),
         ({"data": 4, "tensor": 2}, 1, {"layers": 1}),
         pytest.param(
             {"data": 2, "tensor": 4},
@@ -124,3 +129,16 @@ def test_a_layout_needs_the_bytes_of_its_compiled_program(sizes, accumulate, lay
         microbatch=64 // replicas // accumulate, microbatches=accumulate,
     )  # fmt: skip
     assert float(asked.bytes(layout).total) == pytest.approx(jp.inspect(step, batch).total, rel=0.1 if NEWEST else 0.2)
+
+
+def test_shards_that_matmuls_of_both_passes_gather_are_kept_joined():
+    """XLA gathers the input of queries, keys and values once, and keeps it for their gradients: 64 MiB of two layers."""
+    model = partial(models.Gpt, vocab=8192, dim=1024, heads=16, hidden=4096, layers=2)
+    batch = {key: jax.ShapeDtypeStruct((4, 4096), "int32") for key in ("x", "y")}
+    found, _ = find_splits(
+        as_blueprint(model), models.next_token, batch, rows=4, devices=8, sizes=(8,), precision="bf16", frozen=()
+    )
+    shares = found[1, 8].shares
+    joined = [shape for (line, _, _, shape), share in shares.gathered.items() if share == 1.0]
+    assert (0, 4096, 1024) in joined
+    assert not any(backward for _, backward, _, _ in shares.gathered)

@@ -111,7 +111,7 @@ def rows(folder):
     return [{key: value for key, value in row.items() if "second" not in key} for row in found]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_growing_the_batch_is_as_hot_as_dropping_the_rate_and_resumes_inside_of_a_phase(tmp_path):
     """Smith, Kindermans, Ying, Le (2018): equal noise scales at equal examples, within 1 %."""
     job = written(tmp_path)

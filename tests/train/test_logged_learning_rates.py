@@ -101,7 +101,7 @@ def test_a_run_without_a_flush_goes_on_with_one_at_the_rate_of_its_step(job):
         np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_schedule_in_a_users_chain_counts_steps_too(job):
     built = job("stash")
     injected = optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(0.0, 1e-2, 4))

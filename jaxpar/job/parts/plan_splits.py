@@ -1,5 +1,6 @@
 """Finds how `context` and `tensor` would split a model that is no decoder, for a plan."""
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -134,14 +135,39 @@ def find_splits(
             idle.append(size)
         else:
             found[size, 1] = split
+    for pair in _pairs_to_find(sizes, [size for context, size in found if context == 1], rows, devices):
+        if (dims := find(*pair)) is not None and any(splits_tokens(dims.names, axis) for axis in AXES):
+            found[pair] = dims
     sentences = (
         ("splits no activation along a dim of the batch, such as tokens", idle),
         ("the solver splits the same dims for it as for tensor", equal),
     )
     no_splits = [f"context {', '.join(map(str, given))}: {reason}" for reason, given in sentences if given]
     if all(any(sizes[number] > 1 for sizes in found) for number in range(len(AXES))):
-        no_splits.append("context with tensor: a plan finds the dims of one of them; jp.find_specs finds both together")
+        no_splits.append(
+            "context with tensor: only the smallest sizes with which the replicas divide fewer examples than devices; "
+            "jp.find_specs finds dims for others"
+        )
     return {sizes: dims.split() for sizes, dims in found.items()}, tuple(no_splits)
+
+
+def _pairs_to_find(contexts: Collection[int], tensors: Collection[int], rows: int, devices: int) -> list[Sizes]:
+    """Returns the sizes of both axes, of these sizes of each, for which a plan finds dims.
+
+    Only if there are fewer examples than devices, and only the smallest product with which the replicas divide the
+    examples: replicas send less than devices that share an example. Dims are found for both axes together, so that
+    either may split tokens: inside of a node (4, 2) is (2, 4) with other names. `context` is the outer axis, which
+    leaves a node first.
+    """
+    if rows >= devices:
+        return []
+    pairs = [
+        (context, tensor)
+        for context, tensor in product(contexts, tensors)
+        if context <= tensor and devices % (context * tensor) == 0 and rows % (devices // (context * tensor)) == 0
+    ]
+    least = min((math.prod(pair) for pair in pairs), default=0)
+    return [pair for pair in pairs if math.prod(pair) == least]
 
 
 def _named_splits(
@@ -222,7 +248,10 @@ def _find(program: TracedProgram, sizes: Sizes, rows: float, replicas: int, prec
     costs = step_costs(HARDWARE["h100"], Parallel(data=replicas, context=sizes[0], tensor=sizes[1]), precision)
     needs_parameters = "tensor" in by_axis
     try:
-        solver, solution, _ = choose_dims(program, tuple(by_axis.values()), costs, parameters=needs_parameters)
+        # both=False: a plan weighs each split with fsdp too, beside which two axes must not cut one dim together
+        solver, solution, _ = choose_dims(
+            program, tuple(by_axis.values()), costs, parameters=needs_parameters, both=False
+        )
     except JaxparError:  # no dims of the model can be cut so: the plan has no layout of this size
         return None
     if needs_parameters and not solver.splits_parameters(solution):
