@@ -97,7 +97,7 @@ def run_plan(args: argparse.Namespace) -> tuple[Any, int]:
         compiled_chip(request.hardware)
     plan = search(request, top=args.top)
     print(page(plan, colour=wants_colour()))
-    result: dict[str, Any] = plan.to_dict() | {"attention": request.model.attention(request.software)}
+    result: dict[str, Any] = plan.to_dict() | {"attention": request.costs.attention}
     for row, scored in zip(result["best"], plan.best, strict=True):
         row["speed"] = speed(request, scored).to_dict()
     if args.advise:

@@ -42,7 +42,7 @@ class Model(Protocol):
     @property
     def has_published_runs(self) -> bool:
         """Whether there are published runs of such models, from which an expected error follows."""
-        return False
+        ...
 
     @property
     def named_axes(self) -> tuple[str, ...]:
@@ -55,10 +55,6 @@ class Model(Protocol):
 
     def masked_flop(self, rows: int) -> float:
         """Returns the FLOP of a step that the attention mask drops; 0 if unknown."""
-        return 0.0
-
-    def attention(self, software: SoftwareModel) -> str:
-        """Returns the assumed attention implementation as text; "" if unknown."""
         ...
 
     def exclusions(self, choices: Choices) -> tuple[str, ...]:
@@ -73,24 +69,38 @@ class Model(Protocol):
         """Whether jaxpar's program can store the parameters in equal shards."""
         ...
 
-    def memory(self, candidate: Candidate, software: SoftwareModel) -> Memory:
+    def costs(self, software: SoftwareModel) -> "LayoutCosts":
+        """Returns the costs of layouts if this program trains the model."""
+        ...
+
+
+class LayoutCosts(Protocol):
+    """Bytes, seconds and collectives of layouts of one model, trained by one program."""
+
+    @property
+    def attention(self) -> str:
+        """The assumed attention implementation as text; "" if unknown."""
+        ...
+
+    @property
+    def largest_layer(self) -> float:
+        """Bytes of the largest layer: its training state, and its residuals for one row."""
+        ...
+
+    def memory(self, candidate: Candidate) -> Memory:
         """Returns the bytes of the fullest device, by cause."""
         ...
 
-    def time(self, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> StepTime:
+    def time(self, candidate: Candidate, hardware: Hardware) -> StepTime:
         """Returns the seconds of a step, by cause."""
         ...
 
-    def collectives(self, candidate: Candidate, software: SoftwareModel) -> list[Collective]:
+    def collectives(self, candidate: Candidate) -> list[Collective]:
         """Returns the collectives of a step of one layout, in the form of a ledger."""
         ...
 
     def host_bytes(self, candidate: Candidate) -> float:
         """Returns the bytes of layer inputs that a device keeps in host memory during a step."""
-        ...
-
-    def largest_layer(self, software: SoftwareModel) -> float:
-        """Returns the bytes of the largest layer: its training state, and its residuals for one row."""
         ...
 
 
@@ -113,6 +123,9 @@ class Transformer:
     recipe: Recipe = JAXPAR
     no_kernel_reason: str = ""
 
+    has_published_runs = True
+    named_axes = AXES  # a decoder names its dims
+
     @property
     def parameters(self) -> int:
         """Number of parameters."""
@@ -128,16 +141,6 @@ class Transformer:
         """Tokens, and the tokens of a row."""
         return "tokens", self.shape.seq
 
-    @property
-    def has_published_runs(self) -> bool:
-        """True: all published runs are of decoders."""
-        return True
-
-    @property
-    def named_axes(self) -> tuple[str, ...]:
-        """Both: a decoder names its dims."""
-        return AXES
-
     def step_flop(self, rows: int) -> float:
         """Returns the FLOP of a step; see `Shape.step_flop`."""
         return float(self.shape.step_flop(rows))
@@ -145,26 +148,6 @@ class Transformer:
     def masked_flop(self, rows: int) -> float:
         """Returns the FLOP that a causal mask drops; see `Shape.masked_flop`."""
         return float(self.shape.masked_flop(rows))
-
-    def attention(self, software: SoftwareModel) -> str:
-        """Returns the kernels that run attention, and whether they save the scores."""
-        if software.attention == "unfused":
-            return "XLA's own, which keeps the scores once (jax 0.10 keeps them twice between the passes: not counted)"
-        if software.split_sequences is None:
-            return "cuDNN's kernel, which keeps no scores"
-        pieces = f"blocks of plain JAX ({reason})" if (reason := self._why_blocks(software)) else "the kernel, in parts"
-        return (
-            "cuDNN's kernel, which keeps no scores; where context cuts sequences XLA's own, which keeps them, for "
-            f"gathered keys, and for pieces that travel {pieces}"
-        )
-
-    def _why_blocks(self, software: SoftwareModel) -> str:
-        return self.no_kernel_reason or "the software has no kernel for them" * (software.ring_kernel is None)
-
-    def _run(self, software: SoftwareModel) -> SoftwareModel:
-        """Adapts the software model: frozen weights send no gradients, and the kernel may not support the model."""
-        wire = software.wire[0], software.wire[1] * self.shape.trained
-        return replace(software, ring_kernel=None if self.no_kernel_reason else software.ring_kernel, wire=wire)
 
     def exclusions(self, choices: Choices) -> tuple[str, ...]:
         """Returns axes that no layout has, and schedules that the search does not try."""
@@ -193,24 +176,68 @@ class Transformer:
             large_divide = large_divide & (divides | (size * BYTES <= REPLICATED))
         return stages & ((large_divide & any_divides) | np.equal(candidate.shards, 1))
 
-    def memory(self, candidate: Candidate, software: SoftwareModel) -> Memory:
+    def costs(self, software: SoftwareModel) -> "TransformerCosts":
+        """Returns the costs of layouts: frozen weights send no gradients, and the kernel may not support the model."""
+        wire = software.wire[0], software.wire[1] * self.shape.trained
+        no_kernel_reason = self.no_kernel_reason or "the software has no kernel for them" * (
+            software.ring_kernel is None
+        )
+        return TransformerCosts(
+            shape=self.shape,
+            recipe=self.recipe,
+            software=replace(software, ring_kernel=None if no_kernel_reason else software.ring_kernel, wire=wire),
+            no_kernel_reason=no_kernel_reason,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerCosts:
+    """Bytes, seconds and collectives of layouts of a decoder.
+
+    Attributes:
+      shape: Layers and widths.
+      recipe: Bytes per parameter of the training state.
+      software: The program; it has a kernel for ring or ulysses attention only if that supports the model.
+      no_kernel_reason: Reason why blocks of plain JAX compute it; "" if a kernel does.
+    """
+
+    shape: Shape
+    recipe: Recipe
+    software: SoftwareModel
+    no_kernel_reason: str
+
+    @property
+    def attention(self) -> str:
+        """The kernels that run attention, and whether they save the scores."""
+        if self.software.attention == "unfused":
+            return "XLA's own, which keeps the scores once (jax 0.10 keeps them twice between the passes: not counted)"
+        if self.software.split_sequences is None:
+            return "cuDNN's kernel, which keeps no scores"
+        pieces = f"blocks of plain JAX ({self.no_kernel_reason})" if self.no_kernel_reason else "the kernel, in parts"
+        return (
+            "cuDNN's kernel, which keeps no scores; where context cuts sequences XLA's own, which keeps them, for "
+            f"gathered keys, and for pieces that travel {pieces}"
+        )
+
+    @property
+    def largest_layer(self) -> float:
+        """Bytes of the training state and residuals of a block, or of the state of an embedding or head."""
+        shape = self.shape
+        block = self.recipe.total * shape.layer_parameters + float(layer_bytes(shape, Candidate(), self.software)[1])
+        return max(block, *(self.recipe.total * count for count in (shape.embedding_parameters, shape.head_parameters)))
+
+    def memory(self, candidate: Candidate) -> Memory:
         """Returns the bytes of the fullest device; see `jaxpar.plan.memory`."""
-        return memory(self.shape, candidate, self._run(software), self.recipe)
+        return memory(self.shape, candidate, self.software, self.recipe)
 
-    def time(self, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> StepTime:
+    def time(self, candidate: Candidate, hardware: Hardware) -> StepTime:
         """Returns the seconds of a step; see `jaxpar.plan.time`."""
-        return step_time(self.shape, candidate, hardware, self._run(software))
+        return step_time(self.shape, candidate, hardware, self.software)
 
-    def collectives(self, candidate: Candidate, software: SoftwareModel) -> list[Collective]:
+    def collectives(self, candidate: Candidate) -> list[Collective]:
         """Returns the collectives of a step; see `jaxpar.plan.techniques.totals`."""
-        return collectives(self.shape, candidate, self._run(software))
+        return collectives(self.shape, candidate, self.software)
 
     def host_bytes(self, candidate: Candidate) -> float:
         """Returns the bytes of layer inputs that a device keeps in host memory during a step."""
         return float(host_bytes(self.shape, candidate))
-
-    def largest_layer(self, software: SoftwareModel) -> float:
-        """Returns the bytes of the training state and residuals of a block, or of the state of an embedding or head."""
-        shape = self.shape
-        block = self.recipe.total * shape.layer_parameters + float(layer_bytes(shape, Candidate(), software)[1])
-        return max(block, *(self.recipe.total * count for count in (shape.embedding_parameters, shape.head_parameters)))

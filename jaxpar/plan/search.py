@@ -12,7 +12,7 @@ from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.memory import Memory
 from jaxpar.plan.model.layer_time import pcie_seconds
-from jaxpar.plan.model_protocol import Model
+from jaxpar.plan.model_protocol import LayoutCosts, Model
 from jaxpar.plan.sensitivity import Points, changes, pareto
 from jaxpar.plan.techniques.table import TECHNIQUES
 from jaxpar.plan.time import StepTime
@@ -129,13 +129,18 @@ class Question:
         """Axes and schedules that the search leaves out, each with the reason or the option that includes it."""
         return self.model.exclusions(self.choices)
 
+    @property
+    def costs(self) -> LayoutCosts:
+        """Bytes, seconds and collectives of layouts."""
+        return self.model.costs(self.software)
+
     def bytes(self, candidate: Candidate) -> Memory:
         """Returns the bytes of the fullest device, by cause."""
-        return self.model.memory(candidate, self.software)
+        return self.costs.memory(candidate)
 
     def seconds(self, candidate: Candidate) -> StepTime:
         """Returns the seconds of a step, by cause."""
-        return self.model.time(candidate, self.hardware.for_devices(self.devices), self.software)
+        return self.costs.time(candidate, self.hardware.for_devices(self.devices))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,7 +275,7 @@ def _fitting(question: Question) -> tuple[Question, int, Candidate, np.ndarray]:
 
 def predict(question: Question, candidate: Candidate) -> Ranked:
     """Predicts time and memory of one layout, as Python numbers."""
-    host_bytes = question.model.host_bytes(candidate)
+    host_bytes = question.costs.host_bytes(candidate)
     return Ranked(
         candidate=candidate,
         time=question.seconds(candidate).plain,

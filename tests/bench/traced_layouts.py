@@ -117,8 +117,8 @@ def network_prices() -> Hardware:
 def predict(pair: Pair) -> dict[str, Any]:
     """Returns the planned bytes and seconds of a pair, and their causes."""
     question = question_of(pair.model)
-    memory = question.model.memory(pair.candidate, question.software)
-    seconds = question.model.time(pair.candidate, network_prices(), question.software)
+    memory = question.costs.memory(pair.candidate)
+    seconds = question.costs.time(pair.candidate, network_prices())
     return {
         "bytes": float(memory.total), "seconds": float(seconds.total),
         "causes": {name: {key: float(value) for key, value in amounts.items()}

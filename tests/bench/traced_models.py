@@ -43,8 +43,8 @@ def compare(case: Case, *, remat: str = "none") -> dict[str, Any]:
     question = jp.plan(step, batch, devices=1).question
     rows, planned = question.rows, time.perf_counter() - began
     candidate = Candidate(data=1, microbatch=rows, remat=remat)
-    memory = question.model.memory(candidate, question.software)
-    seconds = question.model.time(candidate, replay_prices(), question.software)
+    memory = question.costs.memory(candidate)
+    seconds = question.costs.time(candidate, replay_prices())
     began = time.perf_counter()
     report = jp.inspect(step, batch)
     predicted = {"bytes": float(memory.total), "seconds": float(seconds.total)}

@@ -117,7 +117,7 @@ def test_its_predicted_bytes_are_those_of_the_ledger_of_a_program_for_gpus(sizes
     job = loads(toy_axis.JOB, [], allow_import=True)
     report = observe(apply_layout(job, layout, 1), "h100:1x8")
     kernels = [each for each in report.ledger if any("kernel" in path for path in each.parameters)]
-    said = by_kind(asked.model.collectives(layout, asked.software))
+    said = by_kind(asked.costs.collectives(layout))
     assert said == by_kind(each for each in kernels if each.axes == ("toy",))
     assert said["all-gather"] == 4 * WEIGHTS * (1 - 1 / sizes["toy"])
 

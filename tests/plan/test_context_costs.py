@@ -274,7 +274,7 @@ def test_a_plan_of_a_job_prices_and_says_what_runs_its_pieces_and_the_job_that_i
         (("parallel.context_kernel=cudnn",), "for pieces that travel the kernel, in parts"),
     ):
         job, one = asked(32768, *words)
-        assert said in one.model.attention(one.software)
+        assert said in one.costs.attention
         taken[words] = predict(one, ring).time.total
         assert apply_layout(job, ring, 32).parallel.context_kernel == job.parallel.context_kernel
         assert not any("context_kernel" in word for word in printed(job, ring)), "the job has it"
@@ -375,8 +375,8 @@ def test_a_plan_of_a_job_that_offloads_says_what_is_on_the_host_and_its_time():
     remats = one.legal()
     assert set(remats.remat[remats.pipe > 1]) == set(remats.remat) - {"offload"}
     full, away = (predict(one, form("ring", remat=remat, zero=3, zero_context=True)) for remat in ("full", "offload"))
-    assert one.model.host_bytes(away.candidate) == 4 * 2**30
-    assert one.model.host_bytes(full.candidate) == 0
+    assert one.costs.host_bytes(away.candidate) == 4 * 2**30
+    assert one.costs.host_bytes(full.candidate) == 0
     assert full.memory.activations - away.memory.activations == pytest.approx(4 * 2**30 * 31 / 32)
     assert away.time.host == 0  # a layer of 131,072 tokens takes far longer than its input
     slow = replace(one.hardware, chip=replace(one.hardware.chip, pcie=1e6))

@@ -42,7 +42,7 @@ def question(*changes, devices=8):
 def test_the_all_to_alls_of_a_plan_are_those_of_the_program():
     asked = question()
     layout = Candidate(fsdp=2, axes={"expert": 4}, zero=3, remat="full", microbatches=2, microbatch=4)
-    planned = [each for each in asked.model.collectives(layout, JAXPAR) if each.kind == "all-to-all"]
+    planned = [each for each in asked.model.costs(JAXPAR).collectives(layout) if each.kind == "all-to-all"]
     report = observe(apply_layout(loads(JOB, []), layout, 2, asked.hardware), "h100:1x8")
     compiled = [each for each in report.ledger if each.kind == "all-to-all"]
     assert {each.axes for each in compiled} == {each.axes for each in planned} == {("expert",)}
@@ -56,10 +56,10 @@ def test_the_all_to_alls_of_a_plan_are_those_of_the_program():
 def test_what_is_no_expert_is_gathered_over_the_axis_too():
     asked = question()
     layout = Candidate(fsdp=1, axes={"expert": 8}, zero=0, remat="none", microbatches=1, microbatch=8)
-    (reduced,) = [each for each in asked.model.collectives(layout, JAXPAR) if each.kind == "all-reduce"]
-    dense = asked.model.parameters - asked.model.parameters_by_dim["expert"]
+    (reduced,) = [each for each in asked.model.costs(JAXPAR).collectives(layout) if each.kind == "all-reduce"]
+    dense = asked.model.parameters - asked.model.shape.parameters_by_dim["expert"]
     assert reduced.payload == 2 * dense
-    assert asked.model.parameters_by_dim["expert"] == 2 * 8 * 3 * 256 * 512
+    assert asked.model.shape.parameters_by_dim["expert"] == 2 * 8 * 3 * 256 * 512
     assert "parallel.expert=8" in overrides(layout, 2)
     assert "parallel.zero=0" in overrides(layout, 2)
 

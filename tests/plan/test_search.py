@@ -257,8 +257,8 @@ def test_fused_attention_takes_whole_sequences_and_the_plan_says_so():
     plain = asked_of(job, devices=64, chip="h100", per_node=None, options={"attention": "unfused"})
     for asked in (fused, plain):
         assert set(asked.legal().context.tolist()) == {1, 2, 4, 8, 16}
-    assert fused.model.attention(fused.software).startswith("cuDNN's kernel, which keeps no scores; where context cuts")
-    assert plain.model.attention(plain.software).startswith("XLA's own, which keeps the scores once")
+    assert fused.costs.attention.startswith("cuDNN's kernel, which keeps no scores; where context cuts")
+    assert plain.costs.attention.startswith("XLA's own, which keeps the scores once")
 
 
 @pytest.mark.nightly

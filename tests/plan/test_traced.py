@@ -205,11 +205,11 @@ def test_flop_of_a_vision_transformer_are_those_of_its_matrices():
     model = question(VIT).model
     patches, dim = 16, 64  # 8 x 8 pixels in patches of 2 x 2, and no token for the class
     matrices = 4 * (4 * dim * dim + 8 * dim * dim) + 4 * dim
-    weights = sum(each.flop * each.times for each in model.trace.matmuls if each.kind != "batched")
+    weights = sum(each.flop * each.times for each in model.shape.trace.matmuls if each.kind != "batched")
     assert weights == pytest.approx(2 * (patches * matrices + 10 * dim), rel=1e-9)
-    batched = sum(each.flop * each.times for each in model.trace.matmuls if each.kind == "batched")
+    batched = sum(each.flop * each.times for each in model.shape.trace.matmuls if each.kind == "batched")
     assert batched == 4 * 2 * 2 * patches * patches * dim
-    assert model.trace.blocks == 4
+    assert model.shape.trace.blocks == 4
 
 
 @pytest.mark.spread(0)
@@ -454,7 +454,7 @@ def test_a_decoder_in_float32_is_refused_with_the_way_out(capsys):
 def test_more_of_anything_is_never_cheaper():
     model = question(VIT).model
     every = model.legal(devices=8, rows=64, choices=Choices())
-    bytes_, seconds = model.memory(every, JAXPAR), model.time(every, HARDWARE["h100"], JAXPAR)
+    bytes_, seconds = model.costs(JAXPAR).memory(every), model.costs(JAXPAR).time(every, HARDWARE["h100"])
     assert np.isfinite(seconds.total).all()
     assert (bytes_.total > 0).all()
     full, none = every.remat == "full", every.remat == "none"

@@ -53,8 +53,8 @@ def test_context_is_weighed_and_is_first_where_one_long_row_is_all_there_is(plan
 
 
 def test_devices_of_context_share_the_work_and_the_kept_activations(plan):
-    model = plan.question.model
-    whole, split = model.trace.programs["none"], model.trace.split_programs[8, 1]["none"]
+    trace = plan.question.model.shape.trace
+    whole, split = trace.programs["none"], trace.split_programs[8, 1]["none"]
     work = [float((program.flop.sum(axis=1) * program.runs).sum()) for program in (whole, split)]
     assert work[1] == pytest.approx(work[0] / 8, rel=0.01)
     kept = [program.peak(1, weights=0, gradients=0)["activations"] for program in (whole, split)]
@@ -66,7 +66,7 @@ def test_sums_of_gradients_over_context_do_not_grow_with_the_examples(plan):
     model, software = plan.question.model, plan.question.software
     parameters = 2 * model.parameters  # bytes of gradients, in 16 bits
     for microbatch in (1, 4):
-        sent = model.collectives(Candidate(context=8, microbatch=microbatch), software)
+        sent = model.costs(software).collectives(Candidate(context=8, microbatch=microbatch))
         sums = sum(each.times * each.payload for each in sent if each.kind == "all-reduce")
         assert 0.9 * parameters < sums < 1.1 * parameters
         moved = sum(each.times * each.payload for each in sent if each.kind == "all-gather")
@@ -188,15 +188,15 @@ def test_a_model_that_context_does_not_support_is_planned_over_its_other_axes():
 
 def test_keys_and_values_are_gathered_and_their_gradients_scattered(attending):
     model, software = attending.question.model, attending.question.software
-    sent = model.collectives(Candidate(context=8, microbatch=2), software)
+    sent = model.costs(software).collectives(Candidate(context=8, microbatch=2))
     keys = 2 * 2048 * 256 * 2  # bytes of the keys of two rows, in 16 bits
     for kind in ("all-gather", "reduce-scatter"):
         assert sum(each.times * each.payload for each in sent if each.kind == kind) == 2 * 2 * keys  # k, v; layers
 
 
 def test_devices_share_the_matmuls_and_the_activations_of_named_sequences(attending):
-    model = attending.question.model
-    whole, split = model.trace.programs["none"], model.trace.split_programs[8, 1]["none"]
+    trace = attending.question.model.shape.trace
+    whole, split = trace.programs["none"], trace.split_programs[8, 1]["none"]
     work = [float((program.flop.sum(axis=1) * program.runs).sum()) for program in (whole, split)]
     assert work[1] == pytest.approx(work[0] / 8, rel=0.01)
     # in 16 bits a step with split sequences keeps one copy of the scores instead of two
@@ -271,7 +271,7 @@ def test_a_plan_of_named_sequences_is_near_the_compiled_program(attending, sizes
     report = jp.inspect(step, batch)
     candidate = Candidate(**sizes, microbatch=2 // layout.replicas, remat=policy)
     assert float(question.bytes(candidate).total) == pytest.approx(report.total, rel=0.1)
-    sent = question.model.collectives(candidate, question.software)
+    sent = question.costs.collectives(candidate)
     for axis, kind in product(["context", "tensor"], ["all-gather", "reduce-scatter", "all-reduce"]):
         planned = sum(each.step_wire for each in sent if each.kind == kind and each.axes == (axis,))
         if planned:
@@ -319,7 +319,7 @@ def test_context_that_needs_tensor_has_named_dims_too():
     """With 32 devices for two rows of 1,000 tokens no size of context has enough devices alone."""
     planned = plan_of(partial(models.Attending, dim=32, heads=8), models.next_token, rows(2, 1000), devices=32)
     model = planned.question.model
-    assert {context > 1 and tensor > 1 for context, tensor in model.splits if context > 1} == {True}
+    assert {context > 1 and tensor > 1 for context, tensor in model.shape.splits if context > 1} == {True}
     assert model.named_axes == ("context",)
 
 

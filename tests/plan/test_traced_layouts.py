@@ -62,7 +62,7 @@ def test_a_traced_decoder_needs_the_bytes_of_its_formulas_under_tensor(plans, re
     """One share of kept activations for all arrays was 1 for scanned layers: they had up to four times the bytes."""
     for tensor in (2, 4):
         layout = Candidate(data=8 // tensor, tensor=tensor, microbatch=8 * tensor, remat=remat)
-        predicted, exact = (float(plans[name].memory(layout, JAXPAR).total) for name in ("trace", "formulas"))
+        predicted, exact = (float(plans[name].costs(JAXPAR).memory(layout).total) for name in ("trace", "formulas"))
         assert predicted == pytest.approx(exact, rel=0.15)
 
 
@@ -70,9 +70,9 @@ def test_devices_of_tensor_share_the_work_of_matmuls_and_the_arrays_of_heads_and
     model = plans["trace"]
     flop, peaks = {}, {}
     for size in (1, 2, 4):
-        programs = model.trace.split_programs.get((1, size), model.trace.programs)
-        flop[size] = float((programs["none"].flop.sum(axis=1) * programs["none"].runs).sum())
-        peaks[size] = programs["none"].peak(8, weights=0, gradients=0)["activations"]
+        program = model.shape.trace.program("none", 1, size)
+        flop[size] = float((program.flop.sum(axis=1) * program.runs).sum())
+        peaks[size] = program.peak(8, weights=0, gradients=0)["activations"]
     assert flop[2] == pytest.approx(flop[1] / 2, rel=0.01)
     assert flop[4] == pytest.approx(flop[1] / 4, rel=0.01)
     assert peaks[1] / 4 < peaks[4] < 0.6 * peaks[1]  # the stream between blocks is whole, or split over tokens
@@ -81,12 +81,11 @@ def test_devices_of_tensor_share_the_work_of_matmuls_and_the_arrays_of_heads_and
 def test_microbatches_add_the_batch_twice_and_a_kernel_per_array(plans):
     model, row = plans["trace"], 2 * 4 * 512  # bytes of tokens and targets, int32
     two, four = (Candidate(data=8, microbatch=2, microbatches=count) for count in (2, 4))
-    memory = [model.memory(layout, JAXPAR) for layout in (two, four)]
+    memory = [model.costs(JAXPAR).memory(layout) for layout in (two, four)]
     assert float(memory[1].activations - memory[0].activations) == pytest.approx(2 * (8 - 4) * row, rel=1e-6)
-    tiny = replace(model, arrays=((1, 1),) * 1000)  # of a thousand numbers
-    slow, fast = (
-        float(each.time(four, HARDWARE["h100"], JAXPAR).elementwise) for each in (tiny, replace(tiny, arrays=()))
-    )
+    shapes = [replace(model.shape, arrays=arrays) for arrays in (((1, 1),) * 1000, ())]  # of a thousand numbers
+    times = [replace(model, shape=shape).costs(JAXPAR).time(four, HARDWARE["h100"]) for shape in shapes]
+    slow, fast = (float(each.elementwise) for each in times)
     assert slow - fast == pytest.approx(4 * 1000 * 2e-6, rel=1e-6)
 
 

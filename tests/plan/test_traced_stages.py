@@ -95,13 +95,13 @@ def test_a_device_stores_what_the_layout_stores_and_holds_a_stage_while_the_tabl
     memory = plan.question.bytes(piped(data=1, fsdp=2, zero=3))
     assert float(memory.parameters) == exact
     layer, ends = 2 * 16 * 64 + 64 + 16, 64 * 16 + 16 + 16 * 10 + 10
-    assert plan.question.model.stages.parameters(4) == layer + ends
+    assert plan.question.model.shape.stages.parameters(4) == layer + ends
 
 
 @pytest.mark.nightly
 def test_stages_wait_as_the_table_says(plan):
     """The share of F and B in which a stage waits is that of the closed form (P - 1) / (M + P - 1)."""
-    stages, hardware = plan.question.model.stages, HARDWARE["h100"]
+    stages, hardware = plan.question.model.shape.stages, HARDWARE["h100"]
     for pipe, count in ((2, 4), (4, 8), (4, 16)):
         candidate = piped(pipe=pipe, data=8 // pipe, microbatches=count, microbatch=32)
         time = plan.question.seconds(candidate)
@@ -117,7 +117,7 @@ def test_stages_wait_as_the_table_says(plan):
 @pytest.mark.slow
 def test_what_passes_between_stages_is_the_input_of_a_layer(plan):
     for schedule, ticks in (("1f1b_phased", 2 * (8 + 3)), ("1f1b", 2 * 2 * (8 + 3))):  # of 1f1b all send both ways
-        (message,) = plan.question.model.collectives(piped(schedule=schedule), plan.question.software)
+        (message,) = plan.question.costs.collectives(piped(schedule=schedule))
         assert (message.kind, message.axes) == ("collective-permute", ("pipe",))
         assert (message.payload, message.times) == (32 * 16 * 4, ticks)
 
@@ -273,7 +273,7 @@ def test_a_plan_has_the_bytes_and_messages_of_the_compiled_pipeline(sizes):
     newest = jax.__version_info__ >= (0, 12)  # the rules are of its XLA; 0.10's needs 22 % more with ZeRO-3
     assert float(question.bytes(candidate).total) == pytest.approx(report.total, rel=0.1 if newest else 0.25)
     sent = [(each.payload, each.times) for each in report.ledger if each.kind == "collective-permute"]
-    (planned,) = question.model.collectives(candidate, question.software)
+    (planned,) = question.costs.collectives(candidate)
     assert sum(size * count for size, count in sent) == planned.payload * planned.times
 
 
@@ -285,7 +285,7 @@ def test_a_plan_has_the_seconds_of_the_replayed_pipeline(sizes):
     from bench.traced_models import replay_prices
 
     question, candidate, report = compiled_pipeline(*sizes)
-    seconds = question.model.time(candidate, replay_prices(), question.software).total
+    seconds = question.costs.time(candidate, replay_prices()).total
     assert float(seconds) == pytest.approx(report.timeline.seconds, rel=0.15)
 
 

@@ -33,6 +33,7 @@ from jaxpar.plan.techniques.base import divisors
 from jaxpar.plan.techniques.expert import NAME as EXPERTS
 from jaxpar.plan.techniques.table import TECHNIQUES
 from jaxpar.plan.traced_model import TracedModel
+from jaxpar.plan.traced_shape import ShardAmounts, TracedShape
 from jaxpar.sharding.author.explicit import sharding_translation
 from jaxpar.sharding.names import Blueprint, nest, path_of, shard_bytes
 from jaxpar.sharding.nnx.hooks import step_hooks
@@ -155,27 +156,25 @@ def trace_model(
     named = any(each.trace_context is not nullcontext for each in splits.values())
     named_axes = ("context",) if named else ()
     shards, state_bytes, refused = _shards(blueprint, devices, axes, splits, rows=rows, named_axes=named_axes)
-    return TracedModel(
+    sharded_axes = ("fsdp", *axes)
+    shape = TracedShape(
         name=blueprint.name,
-        shards=shards,
-        other_state=state_bytes,
-        unsupported=refused,
+        shards=ShardAmounts(axes=sharded_axes, by_sizes=shards),
+        other_state=ShardAmounts(axes=sharded_axes, by_sizes=state_bytes),
         largest_array=_largest_gather(blueprint),
-        stacked=_stacked_share(blueprint),
-        arrays=_arrays(blueprint, frozen),
-        recipe=recipe,
         trace=model_trace,
         itemsize=4 if dtype is None else dtype(0).dtype.itemsize,
-        sum_loss=sums,
-        axes=tuple(axes),
+        dims=named_dims.dims,
+        parameters_by_dim=named_dims.parameters_by_dim,
+        stacked=_stacked_share(blueprint),
+        arrays=_arrays(blueprint, frozen),
         splits={sizes: each.split for sizes, each in splits.items()},
         no_splits=no_splits,
         named_axes=named_axes,
-        dims=named_dims.dims,
-        parameters_by_dim=named_dims.parameters_by_dim,
         stages=stages,
         no_pipeline=no_pipeline,
     )
+    return TracedModel(shape=shape, recipe=recipe, sum_loss=sums, unsupported=refused)
 
 
 def _axis_sizes(dims: Dims, splits: Mapping[Sizes, Any], rows: int) -> dict[str, Collection[int]]:

@@ -71,6 +71,11 @@ class ModelTrace:
     slots: tuple[tuple[float, int], ...] = ()
     split_programs: Mapping[Sizes, Mapping[str, Estimate]] = field(default_factory=dict)
 
+    def program(self, remat: str, context: int, tensor: int) -> Estimate:
+        """Returns the estimate of a device's program under a remat policy; a model without blocks has one for all."""
+        programs = self.split_programs.get((context, tensor), self.programs)
+        return programs.get(remat, programs["none"])
+
 
 def trace(
     forward: Callable[[str], Callable],

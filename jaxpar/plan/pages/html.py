@@ -69,7 +69,7 @@ def _where(plan: Plan) -> Markup:
         f"{nodes} node{'s' * (nodes > 1)} of {min(hardware.per_node, question.devices)}",
         batch_of(question),
         f"expected error of a step: {expected_error(question, plan.best[0])}",
-        *[f"attention: {words}" for words in [question.model.attention(question.software)] if words],
+        *[f"attention: {words}" for words in [question.costs.attention] if words],
     ]
     return tag("p", " · ".join(words), cls="jx-where")
 

@@ -40,7 +40,7 @@ def page(plan: Plan, *, colour: bool = False, width: int | None = None) -> str:
 
 def _head(plan: Plan) -> str:
     question = plan.question
-    hardware, attention = question.hardware, question.model.attention(question.software)
+    hardware, attention = question.hardware, question.costs.attention
     nodes = -(-question.devices // hardware.per_node)
     plural = "s" * (nodes > 1)
     size = show_count(question.model.parameters).replace("G", "B")

@@ -135,7 +135,7 @@ def situation_of(question: Question) -> Situation:
         holder: float(np.min(question.bytes(Candidate(fsdp=n, zero=3 * (n > 1), remat=remat)).total))
         for holder, n in (("device", 1), ("node", per_node))
     }
-    needs["layer"] = question.model.largest_layer(question.software)
+    needs["layer"] = question.costs.largest_layer
     nodes = -(-question.devices // question.hardware.per_node)
     link = question.hardware.between if nodes > 1 else question.hardware.inside
     return make_situation(nodes=nodes, needs=needs, room=question.limit(Candidate()), bandwidth=link.bandwidth)
