@@ -21,7 +21,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -29,26 +28,11 @@ import numpy as np
 from jaxpar.sharding.infer_names.dim_pieces import DimPiece, flat
 from jaxpar.specs.classes import Classes
 from jaxpar.specs.collectives import PARTIAL, Links, RepeatedCollective, Resharding, State, States, StepCosts, is_cut
+from jaxpar.specs.cut_columns import CutColumns, cuttable_pieces
 from jaxpar.specs.integer_program import IntegerProgram
 from jaxpar.specs.partial_sums import sums_of_results
 from jaxpar.specs.program import Array, Operation, TracedProgram
-
-
-@dataclass(frozen=True, kw_only=True)
-class Strategy:
-    """One way to split an operation: the loop of it that each axis cuts, or none.
-
-    Attributes:
-      loops: For each axis the index of the loop, or None.
-      operands: The states in which the operation reads each operand.
-      result: The states of the result before any collective: a partial sum where a loop contracts.
-      devices: Number of devices that share the work.
-    """
-
-    loops: tuple[int | None, ...]
-    operands: tuple[States, ...]
-    result: States
-    devices: int
+from jaxpar.specs.strategies import Strategy, strategies_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,14 +68,17 @@ class Formulation(IntegerProgram):
         """
         super().__init__()
         self.program, self.costs = program, costs
-        self._both = both
         self.sizes = devices if isinstance(devices, tuple) else (devices,)
         self.n = math.prod(self.sizes)
         self.links = Links(self.sizes, costs)
-        # examples, which the axes may not split, and dims that another axis splits
-        self._whole: set[DimPiece] = {*program.name_of_piece, *(() if examples else program.rows)}
         self.classes = Classes(program)
-        self._size_of = {state: piece.size for piece, state in self.classes.pieces.items()}
+        # examples, which the axes may not split, and dims that another axis splits
+        self._uncut: set[DimPiece] = {*program.name_of_piece, *(() if examples else program.rows)}
+        cuttable = [cuttable_pieces(program, size, self._uncut) for size in self.sizes]
+        self.candidates: set[DimPiece] = set().union(*cuttable)
+        self._touched = _touched_arrays(program)
+        self._all_arrays = {**self._touched, **{id(array): array for array in program.params.values()}}
+        self.cut_columns = CutColumns(self, self.classes, self.sizes, cuttable, self._all_arrays.values(), both=both)
         self._w: dict[Any, int] = {}
         self._gathers: dict[int, Gather] = {}  # of activations, by column
         self._memory: defaultdict[int, float] = defaultdict(float)
@@ -104,107 +91,16 @@ class Formulation(IntegerProgram):
         self._complexity: dict[int, float] = {}
         self._whole_work: list[dict[int, float]] = [{} for _ in self.sizes]
         self._cuts: list[list[int]] = [[] for _ in self.sizes]  # for each axis, the columns of v whose loop it cuts
-        self.x: dict[tuple[int, int], int] = {}
-        self._pairs: dict[States, int] = {}
-        self._joint_columns: dict[Any, dict[States, int]] = {}
-        self._cuttable = [self._candidates(size) for size in self.sizes]
-        self.candidates: set[DimPiece] = set().union(*self._cuttable)
         self._arrays()
         self._reductions()
         self._operations()
-        self._row({self._column(): 1.0}, 0, 0)  # a program without operations has no other column: HiGHS wants one
-
-    # states of arrays
-
-    def _candidates(self, devices: int) -> set[DimPiece]:
-        """Returns the pieces that may be cut: the devices divide their size, and they are first in every dim."""
-        found: set[DimPiece] = set()
-        barred: set[DimPiece] = set(self._whole)
-        for array in self.program.arrays:
-            seen: set[DimPiece] = set()
-            for dim in array.dims:
-                for depth, piece in enumerate(flat(dim)):
-                    found.add(piece)
-                    if depth or piece.facts.mixed or piece.size % devices or piece in seen:
-                        barred.add(piece)
-                    seen.add(piece)
-        return found - barred
-
-    def _states(self, array: Array, axis: int) -> list[int]:
-        """Returns the classes of the pieces along which an axis may cut an array."""
-        pieces = [piece for dim in array.root.dims for piece in flat(dim) if piece in self._cuttable[axis]]
-        return sorted({self.classes.pieces[piece] for piece in pieces})
-
-    def _cut_columns(self, array: Array) -> Mapping[States, int]:
-        """Returns the column of each state in which some axis cuts the array."""
-        return self._state_columns(
-            tuple(tuple(self._states(array, axis)) for axis in range(len(self.sizes))), exclusive=True
-        )
-
-    def _state_columns(self, states: tuple[tuple[int, ...], ...], *, exclusive: bool = False) -> Mapping[States, int]:
-        """Returns the column of each joint state of the axes, and adds it if there is none.
-
-        Args:
-          states: For each axis, the classes that it may cut.
-          exclusive: Whether an axis may cut at most one of the classes; with two axes that is always so.
-        """
-        key = states, exclusive or len(states) > 1
-        if key not in self._joint_columns:
-            columns = self._joint_columns[key] = self._pair_columns(states) if all(states) else {}
-            if not columns:  # there is one axis, or only one of two may cut such an array
-                alone = [axis for axis, given in enumerate(states) if given]
-                for axis in alone:
-                    columns |= {self._one_axis_state(axis, state): self.x[axis, state] for state in states[axis]}
-            if key[1] and len(columns) > 1:
-                self._row(dict.fromkeys(columns.values(), 1.0), 0, 1)
-        return self._joint_columns[key]
-
-    def _one_axis_state(self, axis: int, state: State) -> States:
-        return tuple(state if number == axis else None for number in range(len(self.sizes)))
-
-    def _pair_columns(self, states: tuple[tuple[int, ...], ...]) -> dict[States, int]:
-        """Adds a column per pair of classes, shared by all arrays, and one per class cut by one axis alone.
-
-        The columns with a class sum to its x.
-        """
-        if len(states) == 1:
-            return {}
-        columns: dict[States, int] = {}
-        for pair in product(*states):
-            if pair[0] != pair[1] or (self._both and self._size_of[pair[0]] % self.n == 0):
-                if pair not in self._pairs:
-                    self._pairs[pair] = self._column()
-                columns[pair] = self._pairs[pair]
-        both = dict(columns)
-        for axis, given in enumerate(states):
-            for state in given:
-                columns[self._one_axis_state(axis, state)] = alone = self._column()
-                terms = {column: 1.0 for pair, column in both.items() if pair[axis] == state}
-                self._row(terms | {alone: 1.0, self.x[axis, state]: -1.0}, 0, 0)
-        return columns
-
-    def _devices(self, states: States) -> int:
-        """Returns the number of shards of an array in these states."""
-        return math.prod(size for size, state in zip(self.sizes, states, strict=True) if is_cut(state))
+        self.add_row({self.add_column(): 1.0}, 0, 0)  # HiGHS needs a column; without operations there is no other
 
     def _arrays(self) -> None:
-        """Adds x, and subtracts the memory traffic and the bytes that a cut of each array saves."""
-        touched = {
-            id(array.root): array.root
-            for operation in self.program.operations
-            for array in (*operation.operands, operation.result)
-            if not array.root.constant
-        }
-        everything = {**touched, **{id(array): array for array in self.program.params.values()}}
-        for array in everything.values():
-            for axis in range(len(self.sizes)):
-                for state in self._states(array, axis):
-                    self.x.setdefault((axis, state), -1)
-        for key in self.x:
-            self.x[key] = self._column(binary=True)
+        """Adds the memory traffic and the bytes of all arrays, and subtracts those that a cut of each saves."""
         kept = _saved_activations(self.program)
-        for key, array in everything.items():
-            seconds = 2 * array.times * array.bytes / self.costs.memory if key in touched else 0.0
+        for key, array in self._all_arrays.items():
+            seconds = 2 * array.times * array.bytes / self.costs.memory if key in self._touched else 0.0
             stored = array.bytes * array.times if key in kept else 0.0
             if array.path:
                 seconds += array.bytes / array.itemsize * self.costs.parameter
@@ -212,8 +108,8 @@ class Formulation(IntegerProgram):
             self._memory_whole += stored
             self._kept_whole += 0.0 if array.path else stored
             self._constant += seconds
-            for states, column in self._cut_columns(array).items():
-                share = 1 - 1 / self._devices(states)
+            for states, column in self.cut_columns.of_array(array).items():
+                share = 1 - 1 / _shards(states, self.sizes)
                 self._cost[column] -= share * seconds
                 self._memory[column] -= share * stored
                 self._kept[column] -= 0.0 if array.path else share * stored
@@ -224,21 +120,23 @@ class Formulation(IntegerProgram):
             summed = [
                 Counter(
                     state for piece in pieces
-                    if piece in cuttable and (axis, state := self.classes.pieces[piece]) in self.x
+                    if piece in cuttable and (axis, state := self.classes.pieces[piece]) in self.cut_columns.x
                 )
-                for axis, cuttable in enumerate(self._cuttable)
+                for axis, cuttable in enumerate(self.cut_columns.cuttable)
             ]  # fmt: skip
-            kept = [[] if len(self.sizes) == 1 else self._states(result, axis) for axis in range(len(self.sizes))]
+            kept = [
+                [] if len(self.sizes) == 1 else self.cut_columns.states(result, axis) for axis in range(len(self.sizes))
+            ]
             states = tuple(
-                tuple(sorted({*summed[axis], *(state for state in kept[axis] if (axis, state) in self.x)}))
+                tuple(sorted({*summed[axis], *(state for state in kept[axis] if (axis, state) in self.cut_columns.x)}))
                 for axis in range(len(self.sizes))
             )
-            for joint, column in (self._state_columns(states) if any(summed) else {}).items():
+            for joint, column in (self.cut_columns.of_states(states) if any(summed) else {}).items():
                 partial = tuple(PARTIAL if state in summed[axis] else state for axis, state in enumerate(joint))
                 whole = tuple(None if state == PARTIAL else state for state in partial)
                 times = result.times * max(summed[axis].get(state, 0) for axis, state in enumerate(joint))  # type: ignore[call-overload]
                 for move in self.links.moves(result.bytes, partial, whole, False):
-                    self._add_traffic(column, move, times, of_examples=self._has_examples(result))
+                    self._add_traffic(column, move, times, of_examples=_has_examples(self.program, result))
 
     def _add_traffic(self, column: int, move: Resharding, times: float, *, of_examples: bool) -> None:
         """Adds the seconds of a collective, run `times` times in a step, to the cost of a column."""
@@ -247,11 +145,6 @@ class Formulation(IntegerProgram):
             axis=move.axis, kind=move.kind, bytes=move.bytes, times=times, of_examples=of_examples
         )
         self._collectives.append((column, sent))
-
-    def _has_examples(self, array: Array) -> bool:
-        return any(piece in self.program.rows for dim in array.dims for piece in flat(dim))
-
-    # operations
 
     def _operations(self) -> None:
         groups = sums_of_results(self.program)
@@ -269,10 +162,10 @@ class Formulation(IntegerProgram):
             self._operation(operation, counts[number], groups.get(group_of.get(id(operation.result), -1)))
 
     def _operation(self, operation: Operation, count: int, group: Any) -> None:
-        strategies = self._strategies(operation)
+        strategies = strategies_of(operation, self.classes, self.sizes, self._uncut)
         flop = count * operation.times * operation.flop
-        v = [self._column(flop / self.costs.flops / strategy.devices, binary=True) for strategy in strategies]
-        self._row(dict.fromkeys(v, 1.0), 1, 1)
+        v = [self.add_column(flop / self.costs.flops / strategy.devices, binary=True) for strategy in strategies]
+        self.add_row(dict.fromkeys(v, 1.0), 1, 1)
         self._flop.append(({column: each.devices for column, each in zip(v, strategies, strict=True)}, flop))
         for axis, whole in enumerate(self._whole_work):
             alone = [column for column, each in zip(v, strategies, strict=True) if each.loops[axis] is None]
@@ -295,7 +188,10 @@ class Formulation(IntegerProgram):
         """
         if len(operation.operands) != 2:
             return
-        cuttable = [set() if operand.constant else set(self._states(operand, axis)) for operand in operation.operands]
+        cuttable = [
+            set() if operand.constant else set(self.cut_columns.states(operand, axis)) for operand in operation.operands
+        ]
+        x = self.cut_columns.x
         columns: dict[tuple[int, tuple[State, ...]], list[int]] = {}
         for strategy, column in zip(strategies, v, strict=True):
             if (loop := strategy.loops[axis]) is not None:
@@ -306,151 +202,87 @@ class Formulation(IntegerProgram):
                     continue
                 others = cuttable[1 - index] - {states[1 - index]}
                 if state not in others:  # else a cut of this operand cuts the other along another loop
-                    terms = dict.fromkeys(users, 1.0) | {self.x[axis, state]: -1.0}  # type: ignore[index]
-                    self._row(terms | {self.x[axis, other]: 1.0 for other in others}, 0, np.inf)
-
-    def _strategies(self, operation: Operation) -> list[Strategy]:
-        """Returns all ways to split an operation, with the states of its operands and its result."""
-        whole = (None, (None,) * len(operation.operands), None)
-        options = [[whole, *self._loops(operation, axis)] for axis in range(len(self.sizes))]
-        strategies = []
-        for chosen in product(*options):
-            loops = tuple(loop for loop, _, _ in chosen)
-            devices = math.prod(size for size, loop in zip(self.sizes, loops, strict=True) if loop is not None)
-            if None not in loops and len({*loops}) < len(loops) and _size_of(operation, loops[0]) % devices:
-                continue
-            operands = tuple(zip(*(states for _, states, _ in chosen), strict=True))
-            result = tuple(made for _, _, made in chosen)
-            strategies.append(Strategy(loops=loops, operands=operands, result=result, devices=devices))
-        return strategies
-
-    def _loops(self, operation: Operation, axis: int) -> Iterable[tuple[int, tuple[State, ...], State]]:
-        """Yields each loop that an axis may cut: its number, its operands' states, and its result's state."""
-        arrays = (*operation.operands, operation.result)
-        for number, (operands, result) in enumerate(operation.loops):
-            pieces = (*operands, result)
-            if _size_of(operation, number) % self.sizes[axis] or any(piece in self._whole for piece in pieces):
-                continue
-            leading = all(
-                piece is None or array.constant or piece in array.pieces()
-                for piece, array in zip(pieces, arrays, strict=True)
-            )
-            if leading:
-                made = PARTIAL if result is None else self.classes.pieces[result]
-                yield number, tuple(map(self.classes.of_piece, operands)), made
+                    terms = dict.fromkeys(users, 1.0) | {x[axis, state]: -1.0}  # type: ignore[index]
+                    self.add_row(terms | {x[axis, other]: 1.0 for other in others}, 0, np.inf)
 
     def _flow(self, operation: Operation, operand: Array, targets: Sequence[States], v: Sequence[int]) -> None:
         """Adds the flow from the states of an operand's array to the states in which strategies read it."""
-        given, root = self._cut_columns(operand), operand.root
-        columns = self._flow_columns([*given, self._one_axis_state(0, None)], targets, v)
-        if operation.in_island:
-            self._forbid_exchange(columns)
+        given, root = self.cut_columns.of_array(operand), operand.root
+        columns = self._flow_columns(operation, given, targets, v)
         for source, y in given.items():
-            self._row({columns[source, t]: 1.0 for t in dict.fromkeys(targets)} | {y: -1.0}, 0, 0)
-        times, merged = max(operation.times, root.times), _is_merged(operand)
-        of_array = self.classes.of_array(root)
-        for move, users in self._flow_collectives(operand.bytes, columns, merged).items():
+            self.add_row({columns[source, t]: 1.0 for t in dict.fromkeys(targets)} | {y: -1.0}, 0, 0)
+        times, of_array = max(operation.times, root.times), self.classes.of_array(root)
+        for move, users in _collectives(self.links, operand, columns).items():
             # XLA gathers the last dim of an activation in two layouts, for the forward and the backward pass
-            second_layout = operation.backward and not root.path and self._is_last_dim(root, move)
+            second_layout = operation.backward and not root.path and _gathers_last_dim(self.classes, root, move)
             key = (of_array, move.source, move.target, second_layout)
             if key not in self._w:
-                self._w[key] = self._column()
+                self._w[key] = self.add_column()
                 count = self._array_counts[of_array] * times
-                self._add_traffic(self._w[key], move, count, of_examples=self._has_examples(root))
+                self._add_traffic(self._w[key], move, count, of_examples=_has_examples(self.program, root))
                 self._complexity[self._w[key]] = 1.0 if root.path else 0.5 if move.kind == "all-to-all" else 0.0
                 if move.kind == "all-gather" and not root.path:
-                    self._gathers[self._w[key]] = Gather(array=of_array, share=1 / self._devices(move.target))
+                    self._gathers[self._w[key]] = Gather(array=of_array, share=1 / _shards(move.target, self.sizes))
             if self._w[key] in self._gathers:
                 self._gathers[self._w[key]].backward.add(operation.backward)
-            self._row({self._w[key]: 1.0} | dict.fromkeys(users, -1.0), 0, np.inf)
+            self.add_row({self._w[key]: 1.0} | dict.fromkeys(users, -1.0), 0, np.inf)
 
     def _flow_columns(
-        self, others: Sequence[States], of_strategies: Sequence[States], v: Sequence[int]
+        self, operation: Operation, cuts: Iterable[States], of_strategies: Sequence[States], v: Sequence[int]
     ) -> dict[tuple[States, States], int]:
-        """Adds a column per pair (state of an array, state of a strategy); a strategy's columns sum to its variable."""
-        users = dict.fromkeys(of_strategies)
-        columns = {(other, state): self._column() for other in others for state in users}
-        for state in users:
-            terms = {columns[other, state]: 1.0 for other in others}
-            terms |= {column: -1.0 for column, each in zip(v, of_strategies, strict=True) if each == state}
-            self._row(terms, 0, 0)
-        return columns
+        """Adds a column per pair (state of an array, state of a strategy); a strategy's columns sum to its variable.
 
-    def _is_last_dim(self, array: Array, move: Resharding) -> bool:
-        """Whether a collective gathers the last dim of an array."""
-        last = next(flat(array.dims[-1]), None) if array.dims else None
-        return move.kind == "all-gather" and last is not None and self.classes.pieces[last] == move.source[move.axis]
-
-    def _forbid_exchange(self, columns: Mapping[tuple[States, States], int]) -> None:
-        """Forbids that an axis cuts one dim before and another one after a flow inside of an island.
-
-        No line of the model names the arrays there, so XLA chooses where it exchanges them: for jp.attention it
-        exchanged the scores, 26 times the bytes of the heads.
+        An array has one of the states `cuts`, or is replicated. In an island no axis cuts one dim before and another
+        one after a flow: no line of the model names the arrays there, so XLA chooses where it exchanges them. For
+        jp.attention it exchanged the scores, 26 times the bytes of the heads.
         """
-        for (array, operation), column in columns.items():
-            if any(is_cut(one) and is_cut(other) and one != other for one, other in zip(array, operation, strict=True)):
-                self._row({column: 1.0}, 0, 0)
-
-    def _flow_collectives(
-        self, size: float, columns: Mapping[tuple[States, States], int], merged: bool
-    ) -> dict[Resharding, list[int]]:
-        """Returns the collectives of a flow, each with the columns that need it."""
-        users: dict[Resharding, list[int]] = {}
-        for (source, target), column in columns.items():
-            for move in self.links.moves(size, source, target, merged):
-                users.setdefault(move, []).append(column)
-        return users
+        users, states = dict.fromkeys(of_strategies), [*cuts, (None,) * len(self.sizes)]
+        columns = {(state, user): self.add_column() for state in states for user in users}
+        for user in users:
+            terms = {columns[state, user]: 1.0 for state in states}
+            terms |= {column: -1.0 for column, each in zip(v, of_strategies, strict=True) if each == user}
+            self.add_row(terms, 0, 0)
+        for pair, column in columns.items() if operation.in_island else ():
+            if any(is_cut(one) and is_cut(other) and one != other for one, other in zip(*pair, strict=True)):
+                self.add_row({column: 1.0}, 0, 0)
+        return columns
 
     def _result_flow(
         self, operation: Operation, made: Sequence[States], v: Sequence[int], count: int, group: Any
     ) -> None:
         """Adds the flow from the states in which an operation computes its result to the states of that array."""
-        given = self._cut_columns(operation.result)
-        columns = self._flow_columns([*given, self._one_axis_state(0, None)], made, v)
-        if operation.in_island:
-            self._forbid_exchange(columns)
+        given = self.cut_columns.of_array(operation.result)
+        columns = self._flow_columns(operation, given, made, v)
         for target, y in given.items():
-            self._row({columns[target, s]: 1.0 for s in dict.fromkeys(made)} | {y: -1.0}, 0, 0)
+            self.add_row({columns[target, s]: 1.0 for s in dict.fromkeys(made)} | {y: -1.0}, 0, 0)
         flows = {(source, target): column for (target, source), column in columns.items()}
         for (source, target), column in flows.items():
-            self._repeat(column, count * operation.times * operation.flop, source, target)
-        of_examples = self._has_examples(operation.result)
-        for move, users in self._flow_collectives(operation.result.bytes, flows, _is_merged(operation.result)).items():
+            repeated = count * operation.times * operation.flop * _repeated_share(source, target, self.sizes)
+            self._cost[column] += repeated / self.costs.flops
+            self._repeated[column] += repeated
+        of_examples = _has_examples(self.program, operation.result)
+        for move, users in _collectives(self.links, operation.result, flows).items():
             if move.kind in ("all-reduce", "reduce-scatter") and group is not None:
                 result, members = group
                 key = ("sum", self.classes.of_array(result), len(members), move.source, move.target)
                 if key not in self._w:
-                    self._w[key] = self._column()
+                    self._w[key] = self.add_column()
                     times = self._group_counts[key[1], key[2]] * operation.times
                     self._add_traffic(self._w[key], move, times, of_examples=of_examples)
-                self._row({self._w[key]: 1.0} | dict.fromkeys(users, -1.0), 0, np.inf)
+                self.add_row({self._w[key]: 1.0} | dict.fromkeys(users, -1.0), 0, np.inf)
             else:
                 for column in users:
                     self._add_traffic(column, move, count * operation.times, of_examples=of_examples)
 
-    def _repeat(self, column: int, flop: float, source: States, target: States) -> None:
-        """Adds the work that devices repeat for a result that a strategy cuts but whose names do not split it.
 
-        XLA does not gather such a result: a constraint holds for the operation itself, whose operands XLA gathers.
-        """
-        before = [size for size, state in zip(self.sizes, source, strict=True) if state is not None]
-        after = [
-            size
-            for size, state, stored in zip(self.sizes, source, target, strict=True)
-            if state == PARTIAL or (state is not None and stored is not None)
-        ]
-        repeated = flop * (1 / math.prod(after) - 1 / math.prod(before))
-        self._cost[column] += repeated / self.costs.flops
-        self._repeated[column] += repeated
-
-
-def _size_of(operation: Operation, loop: int | None) -> int:
-    operands, result = operation.loops[loop or 0]
-    return next(piece.size for piece in (*operands, result) if piece is not None)
-
-
-def _is_merged(array: Array) -> bool:
-    return any(len(list(flat(dim))) > 1 for dim in array.dims)
+def _touched_arrays(program: TracedProgram) -> dict[int, Array]:
+    """Returns the arrays that operations read or compute, by their ids."""
+    return {
+        id(array.root): array.root
+        for operation in program.operations
+        for array in (*operation.operands, operation.result)
+        if not array.root.constant
+    }
 
 
 def _saved_activations(program: TracedProgram) -> set[int]:
@@ -462,3 +294,43 @@ def _saved_activations(program: TracedProgram) -> set[int]:
         for array in operation.operands
         if not array.root.constant and not array.root.path and not array.root.backward
     }
+
+
+def _has_examples(program: TracedProgram, array: Array) -> bool:
+    return any(piece in program.rows for dim in array.dims for piece in flat(dim))
+
+
+def _shards(states: States, sizes: Sequence[int]) -> int:
+    """Returns the number of shards of an array in these states."""
+    return math.prod(size for size, state in zip(sizes, states, strict=True) if is_cut(state))
+
+
+def _collectives(
+    links: Links, array: Array, columns: Mapping[tuple[States, States], int]
+) -> dict[Resharding, list[int]]:
+    """Returns the collectives of a flow of an array, each with the columns that need it."""
+    merged = any(len(list(flat(dim))) > 1 for dim in array.dims)
+    users: dict[Resharding, list[int]] = {}
+    for (source, target), column in columns.items():
+        for move in links.moves(array.bytes, source, target, merged):
+            users.setdefault(move, []).append(column)
+    return users
+
+
+def _gathers_last_dim(classes: Classes, array: Array, move: Resharding) -> bool:
+    last = next(flat(array.dims[-1]), None) if array.dims else None
+    return move.kind == "all-gather" and last is not None and classes.pieces[last] == move.source[move.axis]
+
+
+def _repeated_share(source: States, target: States, sizes: Sequence[int]) -> float:
+    """Returns the share of its FLOP that each device repeats for a result whose names do not split it as a strategy.
+
+    XLA does not gather such a result: a constraint holds for the operation itself, whose operands XLA gathers.
+    """
+    before = [size for size, state in zip(sizes, source, strict=True) if state is not None]
+    after = [
+        size
+        for size, state, stored in zip(sizes, source, target, strict=True)
+        if state == PARTIAL or (state is not None and stored is not None)
+    ]
+    return 1 / math.prod(after) - 1 / math.prod(before)

@@ -18,12 +18,14 @@ class IntegerProgram:
         self._binary: list[bool] = []
         self._rows: list[Row] = []
 
-    def _column(self, cost: float = 0.0, *, binary: bool = False) -> int:
+    def add_column(self, cost: float = 0.0, *, binary: bool = False) -> int:
+        """Adds a column, and returns its number."""
         self._cost.append(cost)
         self._binary.append(binary)
         return len(self._cost) - 1
 
-    def _row(self, terms: Mapping[int, float], low: float, high: float) -> None:
+    def add_row(self, terms: Mapping[int, float], low: float, high: float) -> None:
+        """Adds a row: the sum of these columns, with coefficients, is within low..high."""
         self._rows.append((terms, low, high))
 
 

@@ -133,7 +133,7 @@ class SpecsSolver(Formulation):
         done = sum(flop * sum(values[k] / n for k, n in devices.items()) for devices, flop in self._flop)
         done += total(self._repeated)
         axes: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
-        for (axis, state), column in self.x.items():
+        for (axis, state), column in self.cut_columns.x.items():
             axes[state] += (axis,) if values[column] > 0.5 else ()
         return Solution(
             axes={state: numbers for state, numbers in axes.items() if numbers},
@@ -160,7 +160,7 @@ class SpecsSolver(Formulation):
         columns = len(self._cost)
         rows, upper = self._limited_rows(memory, split=split), np.where(np.array(self._binary), 1.0, np.inf)
         states = {*states}
-        upper[[column for (_, state), column in self.x.items() if state in states]] = 0.0
+        upper[[column for (_, state), column in self.cut_columns.x.items() if state in states]] = 0.0
         relaxed = minimize(np.array(self._cost) * 1e6, rows, upper=upper, binary=np.zeros(columns))
         return np.inf if relaxed.x is None else relaxed.fun / 1e6 + self._constant
 
@@ -173,9 +173,9 @@ class SpecsSolver(Formulation):
             for axis, whole in enumerate(self._whole_work):
                 rows.append((whole, -np.inf, WHOLE * self._work_of(axis)))
             sizes: defaultdict[int, float] = defaultdict(float)
-            params = [array for array in self.program.params.values() if self._cut_columns(array)]
+            params = [array for array in self.program.params.values() if self.cut_columns.of_array(array)]
             for array in params:
-                for column in self._cut_columns(array).values():
+                for column in self.cut_columns.of_array(array).values():
                     sizes[column] += array.bytes
             rows.append((dict(sizes), sum(array.bytes for array in params) / 2, np.inf))
         return rows
@@ -188,7 +188,7 @@ class SpecsSolver(Formulation):
     def splits_parameters(self, solution: Solution) -> bool:
         """Whether a solution cuts any parameter."""
         return any(
-            solution.cut & {state for states in self._cut_columns(array) for state in states}
+            solution.cut & {state for states in self.cut_columns.of_array(array) for state in states}
             for array in self.program.params.values()
         )
 
