@@ -5,7 +5,7 @@
 There is no list of causes: each technique names its own and their colours, and pages show all causes in a plan.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -75,9 +75,3 @@ class Causes(Mapping[str, Any]):
     def plus(self, more: Mapping[str, Any]) -> Self:
         """Returns the sum of both for each cause; causes that only `more` has come last."""
         return type(self)(**{cause: self.get(cause, 0.0) + more.get(cause, 0.0) for cause in {**self, **more}})
-
-    @classmethod
-    def largest(cls, candidates: Sequence[Self]) -> Self:
-        """Returns, for each layout, the causes of the one of `candidates` with the largest total."""
-        indices = np.argmax(np.stack(np.broadcast_arrays(*[causes.total for causes in candidates])), axis=0)
-        return cls(**{cause: np.choose(indices, [causes[cause] for causes in candidates]) for cause in candidates[0]})

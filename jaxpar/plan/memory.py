@@ -87,7 +87,9 @@ def memory(shape: Shape, candidate: Candidate, software: SoftwareModel, recipe: 
         stages = _spmd_program(shape, candidate, software, recipe, residuals)
     else:
         stages = _program_per_stage(shape, candidate, software, recipe, residuals, all_residuals)
-    return Memory.largest([stage.plus(extra) for stage in stages])
+    totals = [stage.plus(extra) for stage in stages]
+    fullest = np.argmax(np.stack(np.broadcast_arrays(*[stage.total for stage in totals])), axis=0)
+    return Memory(**{cause: np.choose(fullest, [stage[cause] for stage in totals]) for cause in totals[0]})
 
 
 def _spmd_program(
