@@ -62,7 +62,7 @@ class Question:
     @property
     def memory_limit(self) -> int:
         """Bytes of a device that a program may use."""
-        return self.memory or self.hardware.memory
+        return self.memory or self.hardware.chip.usable_memory
 
     @property
     def slack(self) -> float:

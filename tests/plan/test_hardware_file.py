@@ -60,7 +60,7 @@ def test_what_is_written_is_read_back_and_prices_alike(key, tmp_path):
     write_table(path, "gemm", gemm, chip=machine.chip)
     found = load_hardware(path, devices=64)
     assert (found.inside, found.between, found.launch) == (machine.inside, machine.between, machine.launch)
-    assert found.memory == machine.memory
+    assert found.chip.usable_memory == machine.chip.usable_memory
     assert found.matmuls(1e12) == machine.matmuls(1e12)
     assert found.gather(1e8, 64, 1) == machine.gather(1e8, 64, 1)
     assert find_chip(found.chip.name) is machine.chip

@@ -61,11 +61,6 @@ class Hardware:
         check_ranges(self, "hardware", {"per_node": (1, 2**31 - 1), "launch": (0.0, 1.0)} | shares)
         check_ranges(self.chip, "chip", {"bf16_flops": (1.0, 1e21), "bandwidth": (1.0, 1e18), "memory": (1, 2**60)})
 
-    @property
-    def memory(self) -> int:
-        """Bytes of one chip's memory that a program may use."""
-        return self.chip.usable_memory
-
     def matmuls(self, flop: np.ndarray | float, count: np.ndarray | float = 1) -> Any:
         """Returns the seconds of `count` matmuls of `flop` FLOP each."""
         return count * flop / (self.chip.bf16_flops * self.gemm.share(flop))

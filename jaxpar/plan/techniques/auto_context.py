@@ -53,7 +53,7 @@ def choose_form(call: AttentionCall) -> AttentionChoice:
     costs = {
         form: layer_seconds(shape, form, hardware, IN_BLOCKS if blocks.get(form) else JAXPAR_FUSED) for form in forms
     }
-    room = int((1 - SPARE) * hardware.memory) - call.state_bytes
+    room = int((1 - SPARE) * hardware.chip.usable_memory) - call.state_bytes
     fits = {form: _scores(shape, form, call.layers) <= room for form in forms}
     sent_forms = [form for form in forms if form is not gather]
     first = min([form for form in forms if fits[form]] or sent_forms or forms, key=lambda form: costs[form])
