@@ -3,20 +3,19 @@
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import numpy as np
-
 from jaxpar.mesh.collective import Collective
-from jaxpar.parallel.declaration import Parallel
 from jaxpar.pipeline.tables.library import LIBRARY
 from jaxpar.plan.candidate import Candidate, Choices
 from jaxpar.plan.enumeration import legal_layouts
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.memory import Memory, memory
+from jaxpar.plan.model.decoder_flop import masked_flop, step_flop
 from jaxpar.plan.model.layer_bytes import host_bytes, layer_bytes
-from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.model.shape import Shape, count_parameters
 from jaxpar.plan.model.splits import AXES
 from jaxpar.plan.model.state_bytes import JAXPAR, Recipe
+from jaxpar.plan.model.stored_arrays import divides_arrays
 from jaxpar.plan.techniques.totals import collectives, unused_axes
 from jaxpar.plan.time import StepTime, step_time
 
@@ -104,10 +103,6 @@ class LayoutCosts(Protocol):
         ...
 
 
-BYTES = 4  # of a parameter between steps
-REPLICATED = Parallel().replicate_above  # largest bytes of a parameter that is replicated if shards do not divide it
-
-
 @dataclass(frozen=True, kw_only=True)
 class Transformer:
     """A decoder, planned by the formulas of `plan/memory.py` and `plan/time.py`.
@@ -142,12 +137,12 @@ class Transformer:
         return "tokens", self.shape.seq
 
     def step_flop(self, rows: int) -> float:
-        """Returns the FLOP of a step; see `Shape.step_flop`."""
-        return float(self.shape.step_flop(rows))
+        """Returns the FLOP of a step; see `jaxpar.plan.model.decoder_flop`."""
+        return float(step_flop(self.shape, rows))
 
     def masked_flop(self, rows: int) -> float:
-        """Returns the FLOP that a causal mask drops; see `Shape.masked_flop`."""
-        return float(self.shape.masked_flop(rows))
+        """Returns the FLOP of a step that a causal mask drops."""
+        return float(masked_flop(self.shape, rows))
 
     def exclusions(self, choices: Choices) -> tuple[str, ...]:
         """Returns axes that no layout has, and schedules that the search does not try."""
@@ -160,21 +155,8 @@ class Transformer:
         return legal_layouts(self.shape, devices=devices, rows=rows, choices=choices)
 
     def storable(self, candidate: Candidate) -> Any:
-        """Whether stages and shards of the training state divide a dim of each large parameter.
-
-        The number of stages must divide the number of layers or the model dim. The number of shards (times `tensor`,
-        on dims that it splits) must divide a dim other than the layers: JAX stores no unequal shards, and `compose`
-        refuses to replicate large parameters.
-        """
-        stages = np.equal(self.shape.layers % candidate.pipe, 0) | np.equal(self.shape.dim % candidate.pipe, 0)
-        # all large arrays divide; and at least one array does, or the axis is refused
-        large_divide, any_divides = True, False
-        for size, dims in self.shape.stored_arrays:
-            fits = [np.equal(dim % (candidate.shards * (candidate.tensor if flag else 1)), 0) for dim, flag in dims]
-            divides = np.any(np.broadcast_arrays(*fits), axis=0)
-            any_divides = any_divides | divides
-            large_divide = large_divide & (divides | (size * BYTES <= REPLICATED))
-        return stages & ((large_divide & any_divides) | np.equal(candidate.shards, 1))
+        """Whether stages and shards of the training state divide the parameters; see `plan/model/stored_arrays.py`."""
+        return divides_arrays(self.shape, candidate)
 
     def costs(self, software: SoftwareModel) -> "TransformerCosts":
         """Returns the costs of layouts: frozen weights send no gradients, and the kernel may not support the model."""
@@ -222,9 +204,9 @@ class TransformerCosts:
     @property
     def largest_layer(self) -> float:
         """Bytes of the training state and residuals of a block, or of the state of an embedding or head."""
-        shape = self.shape
-        block = self.recipe.total * shape.layer_parameters + float(layer_bytes(shape, Candidate(), self.software)[1])
-        return max(block, *(self.recipe.total * count for count in (shape.embedding_parameters, shape.head_parameters)))
+        count = count_parameters(self.shape)
+        block = self.recipe.total * count.layer + float(layer_bytes(self.shape, Candidate(), self.software)[1])
+        return max(block, self.recipe.total * count.embedding, self.recipe.total * count.head)
 
     def memory(self, candidate: Candidate) -> Memory:
         """Returns the bytes of the fullest device; see `jaxpar.plan.memory`."""

@@ -20,7 +20,8 @@ from jaxpar.models.settings.mlp import MLPConfig
 from jaxpar.parallel.compose import as_blueprint
 from jaxpar.partition.chain import linearise
 from jaxpar.partition.profile import Node, Profile, dumps, load
-from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.model.decoder_flop import step_flop
+from jaxpar.plan.model.shape import Shape, count_parameters
 from jaxpar.plan.model.work_depth import WorkDepth
 from jaxpar.step.losses import classification_loss
 from jaxpar.step.numerics import Numerics
@@ -76,8 +77,8 @@ def test_a_layer_stores_its_parameters_its_activations_and_a_gradient_of_each(pr
     profile = profile if precision == "fp32" else measured(precision=precision)
     flowing = ROWS * SEQ * DIM * width
     for node in profile.nodes[2:-1]:
-        assert node.storage == 2 * 4 * shape.layer_parameters + 2 * flowing
-    assert profile.nodes[1].storage == 2 * 4 * shape.embedding_parameters + 2 * flowing
+        assert node.storage == 2 * 4 * count_parameters(shape).layer + 2 * flowing
+    assert profile.nodes[1].storage == 2 * 4 * count_parameters(shape).embedding + 2 * flowing
     pieces = Pieces.from_model(partial(jp.Decoder, SETTINGS), jp.next_token_loss, Numerics(precision=precision))
     shared, one = jax.eval_shape(pieces.arrays)
     known = (jax.eval_shape(lambda key: pieces.blueprint.init(key)[1], jax.random.key(0)), BATCH)
@@ -96,7 +97,7 @@ def test_a_layer_stores_its_parameters_its_activations_and_a_gradient_of_each(pr
 def test_layers_one_after_the_other_do_what_the_model_does():
     work = bench.counted(partial(jp.Decoder, SETTINGS), jp.next_token_loss, BATCH, Numerics())
     assert len(work) == 5
-    matmuls = Shape.from_settings(SETTINGS).step_flop(ROWS) // 3
+    matmuls = step_flop(Shape.from_settings(SETTINGS), ROWS) // 3
     assert matmuls < reduce(WorkDepth.then, work).work < 1.3 * matmuls  # what is elementwise comes on top
     assert work[1] == work[2] == work[3]
     assert work[1].depth > 4 * (1 + 5)  # four matmuls at least, of sums of 32

@@ -15,6 +15,7 @@ from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.software import JAXPAR_FUSED as JAXPAR
 from jaxpar.plan.machine.software import TORCHTITAN
 from jaxpar.plan.memory import memory
+from jaxpar.plan.model.layer_bytes import device_layer_parameters
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model_protocol import Transformer
 from jaxpar.plan.search import Question
@@ -122,4 +123,4 @@ def test_a_plan_counts_places_of_the_fullest_stage_and_state_in_equal_parts(zero
         for n in (126, 128)
     ]
     some, more = (memory(shape, layout, JAXPAR).total for shape in shapes)
-    assert more - some == pytest.approx(12 * 2 / 16 / 4 * shapes[0].device_layer_parameters(8))
+    assert more - some == pytest.approx(12 * 2 / 16 / 4 * device_layer_parameters(shapes[0], 8))

@@ -17,7 +17,7 @@ from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.software import JAXPAR
 from jaxpar.plan.memory import memory
-from jaxpar.plan.model.layer_bytes import stage_parameters
+from jaxpar.plan.model.layer_bytes import device_layer_parameters, stage_parameters
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.state_bytes import JAXPAR as BYTES
 from jaxpar.plan.techniques import sharding
@@ -98,6 +98,6 @@ def test_the_planner_counts_shards_and_what_they_cost_to_make():
     assert before.gradients - after.gradients == pytest.approx(BYTES.gradients * count * 7 / 8)
     assert after.working == before.working
     mixed = [memory(shape, replace(each, schedule="1f1b"), JAXPAR).working for each in (one, two)]
-    assert mixed[1] - mixed[0] == pytest.approx(BYTES.gradients * 8 * shape.device_layer_parameters(1))
+    assert mixed[1] - mixed[0] == pytest.approx(BYTES.gradients * 8 * device_layer_parameters(shape, 1))
     (_, once), (each, after) = (sharding.fsdp_seconds(count, c, HARDWARE["h100"], JAXPAR, layers=8) for c in (one, two))
     assert 8 * each == pytest.approx((8 + 4 - 1) * (once - after))

@@ -26,7 +26,7 @@ from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.software import JAXPAR, MAXTEXT, MEGATRON_2022
 from jaxpar.plan.memory import memory, static
 from jaxpar.plan.model.layer_bytes import layer_bytes, stash_bytes
-from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.model.shape import Shape, count_parameters
 from jaxpar.plan.model.state_bytes import JAXPAR as FLOAT32
 from jaxpar.plan.model.state_bytes import MEGATRON, PAPER, Recipe
 from jaxpar.plan.techniques.pipe import in_flight
@@ -108,7 +108,7 @@ def test_stages_together_hold_the_model(tied):
         sum(static(shape, pipe, Recipe(name="own", dtypes="", parameters=1, gradients=0, optimizer=0), end))
         for end in ("first", "last")
     )
-    middle = 2 * 8 * shape.layer_parameters
+    middle = 2 * 8 * count_parameters(shape).layer
     again = tied * shape.vocab * shape.dim  # on both ends
     assert first + middle + last - again == shape.parameters
 

@@ -22,7 +22,8 @@ from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import HARDWARE, TOGETHER, Gemm, cap
 from jaxpar.plan.machine.software import JAXPAR, MAXTEXT, MEGATRON_2022, TORCHTITAN
 from jaxpar.plan.model import layer_time
-from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.model.decoder_flop import attention_flop, layer_flop, step_flop
+from jaxpar.plan.model.shape import Shape, count_parameters
 from jaxpar.plan.techniques import context, sharding, span, tensor
 from jaxpar.plan.techniques.base import exposed_seconds
 from jaxpar.plan.time import step_time
@@ -41,9 +42,9 @@ FINITE = {"allow_nan": False, "allow_infinity": False}
 def test_a_layer_counted_by_hand():
     # q 8x8, k 8x8, v 8x8, out 8x8, up 8x20, down 20x8; two norms of 8
     assert TINY.matrices == ((8, 24), (8, 8), (8, 20), (20, 8))
-    assert TINY.layer_parameters == 4 * 64 + 2 * 160 + 2 * 8
-    assert TINY.layer_flop == 2 * (4 * 64 + 2 * 160)
-    assert TINY.attention_flop == 2 * (16 * 8) * 2
+    assert count_parameters(TINY).layer == 4 * 64 + 2 * 160 + 2 * 8
+    assert layer_flop(TINY) == 2 * (4 * 64 + 2 * 160)
+    assert attention_flop(TINY) == 2 * (16 * 8) * 2
     assert TINY.parameters == 2 * 592 + 50 * 8 + 8 + 50 * 8
 
 
@@ -56,16 +57,16 @@ def test_parameters_and_flop_are_those_of_narayanan_2021():
     l, h, s, v, rows = 96, 12288, 2048, 51200, 3  # noqa: E741
     assert GPT3.parameters - 2 * h == pytest.approx(12 * l * h * h * (1 + 13 / (12 * h) + (v + s) / (12 * l * h)))
     published = 96 * rows * s * l * h * h * (1 + s / (6 * h) + v / (16 * l * h))
-    again = rows * s * l * (GPT3.layer_flop + GPT3.attention_flop)  # full recomputation, which the head is spared
-    assert GPT3.step_flop(rows) + again == pytest.approx(published)
+    again = rows * s * l * (layer_flop(GPT3) + attention_flop(GPT3))  # full recomputation, which the head is spared
+    assert step_flop(GPT3, rows) + again == pytest.approx(published)
 
 
 @pytest.mark.parametrize("shape", [GPT3, LLAMA_8B, LLAMA_70B], ids=["175B", "8B", "70B"])
 def test_flop_are_6_per_parameter_and_token_with_attention_beside(shape):
     tokens = 4 * shape.seq
-    attention = 3 * tokens * shape.layers * shape.attention_flop
-    embedding = 0 if shape.tied else 6 * tokens * shape.embedding_parameters  # a lookup
-    assert shape.step_flop(4) - attention + embedding == pytest.approx(6 * shape.parameters * tokens, rel=2e-3)
+    attention = 3 * tokens * shape.layers * attention_flop(shape)
+    embedding = 0 if shape.tied else 6 * tokens * count_parameters(shape).embedding  # a lookup
+    assert step_flop(shape, 4) - attention + embedding == pytest.approx(6 * shape.parameters * tokens, rel=2e-3)
 
 
 def test_half_of_the_top_share_is_reached_at_half():

@@ -22,7 +22,7 @@ from jaxpar.models.settings.logits import CHUNK, LARGEST
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model import ring_attention
-from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.model.shape import Shape, count_parameters
 
 SCORE = 4  # bytes of an attention score, q k, in XLA's own attention: float32
 SHARE = 2  # bytes of an attention weight, softmax(q k), in XLA's own attention: 16 bits
@@ -45,15 +45,21 @@ def stage_parameters(shape: Shape, candidate: Candidate, stage: Literal["first",
     return blocks + table + norm + np.where(has_both, (not shape.tied) * table + position_parameters, 0)
 
 
+def device_layer_parameters(shape: Shape, tensor: Any) -> Any:
+    """Returns the parameters of a block on one of `tensor` devices; norms and biases of width `dim` are on each."""
+    replicated = 2 * shape.dim * (1 + 2 * shape.biases)
+    return (count_parameters(shape).layer - replicated) / tensor + replicated
+
+
 def block_parameters(shape: Shape, candidate: Candidate) -> Any:
     """Returns the parameters of the layers on a device of a stage, before fsdp shards them."""
-    return candidate.chunks * candidate.layers(shape.layers) * shape.device_layer_parameters(candidate.tensor)
+    return candidate.chunks * candidate.layers(shape.layers) * device_layer_parameters(shape, candidate.tensor)
 
 
 def spare_parameters(shape: Shape, candidate: Candidate) -> Any:
     """Returns the parameters of the fullest stage beyond an equal share of the layers."""
-    return block_parameters(shape, candidate) - shape.layers / candidate.pipe * shape.device_layer_parameters(
-        candidate.tensor
+    return block_parameters(shape, candidate) - shape.layers / candidate.pipe * device_layer_parameters(
+        shape, candidate.tensor
     )
 
 

@@ -17,7 +17,8 @@ from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model import ring_attention
-from jaxpar.plan.model.layer_bytes import host_bytes, layer_bytes, logit_chunks
+from jaxpar.plan.model.decoder_flop import attention_flop
+from jaxpar.plan.model.layer_bytes import device_layer_parameters, host_bytes, layer_bytes, logit_chunks
 from jaxpar.plan.model.shape import Shape
 
 SUM = 4  # bytes of an accumulated gradient: float32
@@ -85,7 +86,7 @@ def attention(shape: Shape, candidate: Candidate, hardware: Hardware, software: 
     A fused kernel skips masked scores, and recomputes the scores in the backward pass: 5 matmuls for 2. Source: Dao
     2023, arXiv:2307.08691, section 3.1. Its share of the peak depends on chip, sequence length and head_dim.
     """
-    dense = 1.0 * tokens(shape, candidate) * shape.attention_flop / candidate.tensor
+    dense = 1.0 * tokens(shape, candidate) * attention_flop(shape) / candidate.tensor
     peak = hardware.chip.bf16_flops
 
     def seconds(software: SoftwareModel) -> tuple[Any, Any]:
@@ -171,7 +172,7 @@ def elementwise(shape: Shape, candidate: Candidate, hardware: Hardware, software
     stream = count * shape.dim / np.where(candidate.sequence, candidate.tensor, 1)
     inner = count * (shape.q_dim + 2 * shape.kv_dim + shape.width * (1 + shape.gated)) / candidate.tensor
     forward, backward = (software.stream[i] * stream + software.inner[i] * inner for i in (0, 1))
-    sums = accumulation_bytes(shape.trained * shape.device_layer_parameters(candidate.tensor), candidate, software)
+    sums = accumulation_bytes(shape.trained * device_layer_parameters(shape, candidate.tensor), candidate, software)
     copied = np.where(np.greater(candidate.pipe, 1), 2, 1) * software.stacking_traffic
 
     def residuals(variant: SoftwareModel):
@@ -207,7 +208,7 @@ def _kernel_seconds(
     # with shards, microbatches or stages, weights in 16 bits exist for the whole step
     shared = np.greater(candidate.shards, 1)
     casts = ~shared & np.equal(candidate.microbatches, 1) & np.equal(candidate.pipe, 1)
-    weights = weights + casts * kernels.cast_bytes * shape.device_layer_parameters(candidate.tensor)
+    weights = weights + casts * kernels.cast_bytes * device_layer_parameters(shape, candidate.tensor)
     count = (6 + shape.gated) * (kernels.weights[way] + way * shared * kernels.around_collectives)
     stack_count = kernels.stacks * np.equal(candidate.remat, "none") * (1 - way)
     return (

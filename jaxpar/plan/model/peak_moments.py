@@ -18,7 +18,13 @@ from jaxpar.models.settings.logits import CHUNK, LARGEST
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model import ring_attention
-from jaxpar.plan.model.layer_bytes import SCORE, block_parameters, stage_parameters, updates_in_place
+from jaxpar.plan.model.layer_bytes import (
+    SCORE,
+    block_parameters,
+    device_layer_parameters,
+    stage_parameters,
+    updates_in_place,
+)
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.state_bytes import Recipe
 
@@ -117,7 +123,7 @@ def _gradients_in_backward(
     single = np.equal(candidate.microbatches, 1) & np.greater_equal(candidate.zero, 1)
     sharded = single | np.greater_equal(candidate.zero, 2)
     scan = np.where(light, software.wire[1], recipe.gradients) * parts.layers / np.where(sharded, parts.shards, 1)
-    layer = (software.wire[1] + recipe.gradients) * shape.device_layer_parameters(candidate.tensor)
+    layer = (software.wire[1] + recipe.gradients) * device_layer_parameters(shape, candidate.tensor)
     all_layers = software.wire[1] * parts.layers
     return np.where(
         np.greater(candidate.pipe, 1), np.where(updates_in_place(candidate, software), layer, all_layers), scan
@@ -152,7 +158,7 @@ def _copies(shape: Shape, candidate: Candidate, software: SoftwareModel, parts: 
         + np.where(by_layer, 4 * transposed, 0.0)
         + saved_bytes,
         layer=np.where(
-            by_layer & ~keeps_layers, 2 * software.wire[0] * shape.device_layer_parameters(candidate.tensor), 0.0
+            by_layer & ~keeps_layers, 2 * software.wire[0] * device_layer_parameters(shape, candidate.tensor), 0.0
         ),
     )
 

@@ -1,8 +1,7 @@
-"""The shape of a transformer, with its parameters and FLOP."""
+"""The shape of a transformer, with its parameters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Protocol
 
 from jaxpar.errors import check_ranges, nearest_divisor, refuse
@@ -109,33 +108,6 @@ class Shape:
         )
 
     @property
-    def stored_arrays(self) -> tuple[tuple[int, tuple[tuple[int, bool], ...]], ...]:
-        """(parameters, dims) of each array of matrices that a decoder stores; an array stacks all layers.
-
-        A dim is (size, whether the tensor axis splits it). The dim of the layers is not listed.
-        """
-        size, kv_heads = self.head_width, self.kv_heads or self.heads
-        inner = (
-            ((self.dim, False), (self.heads, True), (size, False)),
-            ((self.dim, False), (kv_heads, True), (size, False)),
-        )
-        arrays = *inner, ((self.dim, False), (self.width, True))
-        ends = ((self.dim, False), (self.vocab, True))
-        return *((self.layers * prod(n for n, _ in dims), dims) for dims in arrays), (self.vocab * self.dim, ends)
-
-    @property
-    def layer_parameters(self) -> int:
-        """Parameters of a block, with two norms."""
-        weights = sum(inputs * outputs for inputs, outputs in self.matrices)
-        biases = sum(outputs for _, outputs in self.matrices) + 2 * self.dim
-        return weights + (self.vectors or 2 * self.dim + self.biases * biases)
-
-    def device_layer_parameters(self, tensor: Any) -> Any:
-        """Returns the parameters of a block on one of `tensor` devices; norms and biases of width `dim` are on each."""
-        replicated = 2 * self.dim * (1 + 2 * self.biases)
-        return (self.layer_parameters - replicated) / tensor + replicated
-
-    @property
     def dims(self) -> dict[str, int]:
         """Names of dims, as in `jaxpar.mesh.axes`, to their sizes."""
         sizes = {"layers": self.layers, "embed": self.dim, "heads": self.heads, "mlp": self.width}
@@ -146,52 +118,40 @@ class Shape:
         """Names of dims that a technique may split, to the weights in all matrices that have such a dim."""
         widths = {"heads": 2 * self.q_dim, "kv_heads": 2 * self.kv_dim, "mlp": self.width * (2 + self.gated)}
         inner = {name: self.layers * self.dim * width for name, width in widths.items()}
-        stack, vocab_parameters = self.layers * self.layer_parameters, (2 - self.tied) * self.vocab * self.dim
+        stack, vocab_parameters = self.layers * count_parameters(self).layer, (2 - self.tied) * self.vocab * self.dim
         return inner | {"layers": stack, "vocab": vocab_parameters, "embed": sum(inner.values()) + vocab_parameters}
-
-    @property
-    def embedding_parameters(self) -> int:
-        """Parameters of the token and position embeddings."""
-        return (self.vocab + self.learned * self.seq) * self.dim
-
-    @property
-    def head_parameters(self) -> int:
-        """Parameters of the last norm and of an untied output matrix."""
-        return (1 + self.biases) * self.dim + (not self.tied) * self.vocab * self.dim
 
     @property
     def parameters(self) -> int:
         """Number of parameters."""
-        return self.layers * self.layer_parameters + self.embedding_parameters + self.head_parameters
+        count = count_parameters(self)
+        return self.layers * count.layer + count.embedding + count.head
 
-    @property
-    def layer_flop(self) -> int:
-        """Forward FLOP per token of a block's matmuls with weights: 2 per weight."""
-        return 2 * sum(inputs * outputs for inputs, outputs in self.matrices)
 
-    @property
-    def attention_flop(self) -> int:
-        """Forward FLOP per token of a block's two attention matmuls over the whole row: 4 seq heads head_dim."""
-        return 4 * self.seq * self.q_dim
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterCount:
+    """Parameters of a decoder.
 
-    @property
-    def head_flop(self) -> int:
-        """Forward FLOP per token of the logits."""
-        return 2 * self.dim * self.vocab
+    Attributes:
+      layer: Of a block.
+      embedding: Of the token and position embeddings.
+      head: Of the last norm and of an untied output matrix.
+    """
 
-    def step_flop(self, rows: int) -> int:
-        """Returns the FLOP of a step over this many rows, without recomputation: backward is twice forward.
+    layer: int
+    embedding: int
+    head: int
 
-        For a frozen weight backward equals forward: 4 FLOP per parameter and token, not 6.
 
-        Source: Narayanan et al. 2021, arXiv:2104.04473, appendix. Masked scores count.
-        """
-        weights, core = self.layers * self.layer_flop + self.head_flop, self.layers * self.attention_flop
-        return round(rows * self.seq * ((2 + self.trained) * weights + 3 * core))
-
-    def masked_flop(self, rows: int) -> int:
-        """Returns the FLOP of a step that a causal mask drops: half of attention's matmuls."""
-        return round(rows * self.seq * 3 * self.layers * self.attention_flop / 2) if self.causal else 0
+def count_parameters(shape: Shape) -> ParameterCount:
+    """Counts the parameters of the parts of a decoder."""
+    weights = sum(inputs * outputs for inputs, outputs in shape.matrices)
+    biases = sum(outputs for _, outputs in shape.matrices) + 2 * shape.dim
+    return ParameterCount(
+        layer=weights + (shape.vectors or 2 * shape.dim + shape.biases * biases),
+        embedding=(shape.vocab + shape.learned * shape.seq) * shape.dim,
+        head=(1 + shape.biases) * shape.dim + (not shape.tied) * shape.vocab * shape.dim,
+    )
 
 
 def _vectors(settings: Any) -> int:

@@ -18,7 +18,7 @@ from jaxpar.pipeline.tables.price import OpTimes, price
 from jaxpar.pipeline.tables.schedule import Schedule
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.software import SoftwareModel
-from jaxpar.plan.model.layer_bytes import stage_parameters
+from jaxpar.plan.model.layer_bytes import device_layer_parameters, stage_parameters
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.state_bytes import Recipe
 
@@ -226,6 +226,6 @@ def gathered_bytes(shape: Shape, candidate: Candidate, software: SoftwareModel, 
     for_a_step = gathers_once(candidate, recipe)
     of_stage = stage_parameters(shape, candidate, "last")
     layer = np.where(
-        np.equal(candidate.zero, 3) & np.greater(candidate.fsdp, 1), shape.device_layer_parameters(candidate.tensor), 0
+        np.equal(candidate.zero, 3) & np.greater(candidate.fsdp, 1), device_layer_parameters(shape, candidate.tensor), 0
     )
     return software.wire[0] * np.where(for_a_step, of_stage, 2 * layer)

@@ -20,6 +20,7 @@ from jaxpar.errors import JaxparError, Problem, refuse, suggest
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
+from jaxpar.plan.model.decoder_flop import step_flop
 from jaxpar.plan.model.shape import Shape
 
 from ..published.cells import AXES, NEEDED, OPTIONAL, USUAL, WORDS, contradictions, numbers, real, software
@@ -64,7 +65,7 @@ class Run:
     def mfu(self, seconds: float) -> float:
         """Returns the share of the bfloat16 peak that the model's own FLOP reach in so many seconds a step."""
         rows, peak = self.candidate.rows, self.hardware.chip.bf16_flops
-        return self.shape.step_flop(rows) / (seconds * self.candidate.devices * peak)
+        return step_flop(self.shape, rows) / (seconds * self.candidate.devices * peak)
 
 
 def load(path: str | Path | None = None) -> tuple[Run, ...]:

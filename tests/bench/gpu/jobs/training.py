@@ -20,6 +20,7 @@ from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import JAXPAR_FUSED
 from jaxpar.plan.memory import memory
+from jaxpar.plan.model.decoder_flop import step_flop
 from jaxpar.plan.model.layer_time import attention
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.time import step_time
@@ -70,8 +71,8 @@ class Training:
 
     @property
     def flop(self) -> float:
-        """FLOP of a step, nothing computed twice; see `Shape.step_flop`."""
-        return float(self.shape.step_flop(self.batch))
+        """FLOP of a step, nothing computed twice; see `jaxpar.plan.model.decoder_flop.step_flop`."""
+        return float(step_flop(self.shape, self.batch))
 
     @property
     def candidate(self) -> Candidate:
