@@ -71,7 +71,8 @@ def needed(shape: Shape, candidate: Candidate, chip: str) -> int:
     step = jp.train_step(
         layout, jp.next_token_loss, optax.adamw(1e-4), precision="bf16", remat=candidate.remat, accumulate=alone
     )
-    rows = jax.ShapeDtypeStruct((candidate.rows, settings.seq), jnp.int32)
+    count = candidate.microbatch * candidate.microbatches * candidate.replicas
+    rows = jax.ShapeDtypeStruct((count, settings.seq), jnp.int32)
     with override_cudnn(stand_in_attention.attention):
         lowered = step.lower(step.abstract(), {"inputs": rows, "targets": rows})
     return int(total(compile_program(lowered, list(layout.device_mesh.devices.flat))))

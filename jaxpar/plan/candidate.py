@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,18 +14,69 @@ from jaxpar.parallel.declaration import DECLARED
 from jaxpar.pipeline.tables.library import LIBRARY, schedule
 from jaxpar.pipeline.tables.schedule import Schedule
 
-RECOMPUTES = {
-    # remat: shares of a layer's forward pass that the backward pass recomputes:
-    # matmuls with weights, attention's matmuls, its softmax, elementwise ops, collectives of the tensor axis; if
-    # attention's matmuls are recomputed, the context axis gathers keys and values again
-    "none": (0.0, 0.0, 0.0, 0.0, 0.0),
-    "all_dots": (0.0, 0.0, 1.0, 1.0, 0.0),
-    "dots": (0.0, 1.0, 1.0, 1.0, 0.0),
-    "selective": (0.0, 1.0, 1.0, 0.0, 0.0),
-    "op": (0.5, 0.0, 0.0, 1.0, 0.0),
-    "full": (1.0, 1.0, 1.0, 1.0, 1.0),
-    "offload": (1.0, 1.0, 1.0, 1.0, 1.0),
+
+class RecomputeShares(NamedTuple):
+    """Shares of a layer's forward pass that the backward pass recomputes.
+
+    Attributes:
+      matmuls: Of matmuls with weights.
+      attention: Of attention's matmuls; if they are recomputed, the context axis gathers keys and values again.
+      scores: Of attention's softmax.
+      elementwise: Of all other ops.
+      collectives: Of collectives of the tensor axis.
+    """
+
+    matmuls: Any
+    attention: Any
+    scores: Any
+    elementwise: Any
+    collectives: Any
+
+
+RECOMPUTES = {  # by remat policy
+    "none": RecomputeShares(0.0, 0.0, 0.0, 0.0, 0.0),
+    "all_dots": RecomputeShares(0.0, 0.0, 1.0, 1.0, 0.0),
+    "dots": RecomputeShares(0.0, 1.0, 1.0, 1.0, 0.0),
+    "selective": RecomputeShares(0.0, 1.0, 1.0, 0.0, 0.0),
+    "op": RecomputeShares(0.5, 0.0, 0.0, 1.0, 0.0),
+    "full": RecomputeShares(1.0, 1.0, 1.0, 1.0, 1.0),
+    "offload": RecomputeShares(1.0, 1.0, 1.0, 1.0, 1.0),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleTraits:
+    """Facts of a schedule that hold for any number of stages and microbatches.
+
+    Attributes:
+      phased: Whether each tick has one kind of op on all stages.
+      split: Whether gradients of weights and of inputs are separate ops.
+      forwards_first: Whether all forwards come before the first backward.
+    """
+
+    phased: Any
+    split: Any
+    forwards_first: Any
+
+
+def schedule_traits(names: Any) -> ScheduleTraits:
+    """Returns the traits of schedules of the library, by their names."""
+    names = np.asarray(names)
+    phased, split, forwards_first = (np.zeros(names.shape, bool) for _ in range(3))
+    for name in LIBRARY:
+        if (matches := names == name).any():
+            table = _table_of(name)
+            phased = phased | (matches & table.phased)
+            split = split | (matches & table.split)
+            forwards_first = forwards_first | (matches & (table.peak[0] == table.microbatches * table.chunks))
+    return ScheduleTraits(phased=phased, split=split, forwards_first=forwards_first)
+
+
+@cache
+def _table_of(name: str) -> Schedule:
+    """Returns a small example table of a schedule of the library."""
+    stages = 2
+    return schedule(name, stages=stages, microbatches=max(4, LIBRARY[name].fewest_microbatches(stages)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,63 +194,28 @@ class Candidate:
         """Number of groups of devices that get different examples: the product of the batch axes."""
         return math.prod(self.size(axis) for axis in batch_axes())
 
-    @property
-    def rows(self) -> Any:
-        """Rows of a step on all replicas."""
-        return self.microbatch * self.microbatches * self.replicas
-
     def layers(self, count: int) -> Any:
         """Returns the most layers in a part (one chunk of one stage), if the model has `count` layers."""
         return -(-count // (self.pipe * self.chunks))
 
     @cached_property
-    def phased(self) -> Any:
-        """Whether each tick of the schedule has one kind of op on all stages."""
-        return self._of_schedules(lambda table: table.phased)
-
-    @cached_property
-    def split(self) -> Any:
-        """Whether the schedule runs gradients of weights and of inputs as separate ops."""
-        return self._of_schedules(lambda table: table.split)
-
-    @cached_property
-    def forwards_first(self) -> Any:
-        """Whether all forwards of the schedule come before its first backward, for any number of microbatches."""
-        return self._of_schedules(lambda table: table.peak[0] == table.microbatches * table.chunks)
-
-    def _of_schedules(self, true: Callable[[Schedule], bool]) -> np.ndarray:
-        names, mask = np.asarray(self.schedule), np.zeros(np.shape(self.schedule), bool)
-        for name in LIBRARY:
-            if (matches := names == name).any() and true(_table_of(name)):
-                mask = mask | matches
-        return mask
-
-    @property
-    def head_shards(self) -> Any:
-        """Stages that share the embedding and the head."""
-        return np.where(np.asarray(self.head) == "spread", self.pipe, 1)
-
-    @cached_property
-    def recompute_shares(self) -> tuple[Any, ...]:
-        """The five shares in `RECOMPUTES` for `remat`, corrected for context parallelism.
-
-        With gathered keys no remat policy can save the result of attention's first matmul, so all_dots recomputes it.
-        """
-        remat = np.asarray(self.remat)
-        masks = [remat == name for name in RECOMPUTES]
-        selected = [np.select(masks, [shares[i] for shares in RECOMPUTES.values()]) for i in range(5)]
-        selected[1] = np.where((remat == "all_dots") & np.greater(self.context, 1), 0.5, selected[1])
-        # a ring or ulysses is one function each for forward and backward: no policy sees the matmuls in them
-        opaque = np.isin(remat, ("all_dots", "dots")) & np.not_equal(self.context_by, "gather")
-        selected[1], selected[2] = (np.where(opaque, 1.0, share) for share in selected[1:3])
-        return tuple(selected)
+    def schedule_traits(self) -> ScheduleTraits:
+        """Facts of the schedule; see `schedule_traits`."""
+        return schedule_traits(self.schedule)
 
 
-@cache
-def _table_of(name: str) -> Schedule:
-    """Returns a small example table of a schedule of the library."""
-    stages = 2
-    return schedule(name, stages=stages, microbatches=max(4, LIBRARY[name].fewest_microbatches(stages)))
+def recompute_shares(candidate: Candidate) -> RecomputeShares:
+    """Returns the shares in `RECOMPUTES` for `remat`, corrected for context parallelism.
+
+    With gathered keys no remat policy can save the result of attention's first matmul, so all_dots recomputes it.
+    """
+    remat = np.asarray(candidate.remat)
+    masks = [remat == name for name in RECOMPUTES]
+    shares = RecomputeShares(*(np.select(masks, column) for column in zip(*RECOMPUTES.values(), strict=True)))
+    attention = np.where((remat == "all_dots") & np.greater(candidate.context, 1), 0.5, shares.attention)
+    # a ring or ulysses is one function each for forward and backward: no policy sees the matmuls in them
+    opaque = np.isin(remat, ("all_dots", "dots")) & np.not_equal(candidate.context_by, "gather")
+    return shares._replace(attention=np.where(opaque, 1.0, attention), scores=np.where(opaque, 1.0, shares.scores))
 
 
 # Options of a search: schedules, chunks, remat policies and bounds on axis sizes.

@@ -18,6 +18,7 @@ from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.causes import Causes
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model.layer_bytes import (
+    head_shards,
     layer_bytes,
     spare_parameters,
     stage_parameters,
@@ -131,7 +132,7 @@ def _program_per_stage(
     """Yields the bytes of the first and of the last stage, if each stage runs its own program."""
     layers = candidate.layers(shape.layers)
     tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
-    vocab_shards = candidate.tensor * candidate.head_shards
+    vocab_shards = candidate.tensor * head_shards(candidate)
     logits = 4 * tokens * shape.vocab / vocab_shards  # float32, and the two inputs of norm and matmul
     logits = logits + 4 * tokens * shape.dim / np.where(candidate.sequence, candidate.tensor, 1)
     unpipelined, stash = np.equal(candidate.pipe, 1), stash_bytes(shape, candidate)

@@ -77,7 +77,7 @@ class Question:
         """Returns the largest predicted bytes of a layout that counts as fitting; some pipelines leave more free."""
         pipeline = self.software.spmd & np.greater(candidate.pipe, 1)
         return self.memory_limit * (
-            1 - self.spare - CHUNKED * (pipeline & (np.greater(candidate.chunks, 1) | candidate.split))
+            1 - self.spare - CHUNKED * (pipeline & (np.greater(candidate.chunks, 1) | candidate.schedule_traits.split))
         )
 
     def legal(self, devices: int = 0) -> Candidate:

@@ -19,7 +19,7 @@ from jaxpar.errors import refuse
 from jaxpar.mesh.axes import batch_axes
 from jaxpar.mesh.collective import Collective
 from jaxpar.pipeline.tables.library import LIBRARY
-from jaxpar.plan.candidate import Candidate, Choices
+from jaxpar.plan.candidate import Candidate, Choices, schedule_traits
 from jaxpar.plan.enumeration import all_layouts, select
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
@@ -128,8 +128,8 @@ def _pipelines_left_out(shape: TracedShape, choices: Choices) -> Iterator[str]:
         return
     if further_axes := shape.shards.axes[1:]:
         yield f"pipe with {' or '.join(further_axes)}: stages are priced with layers that pipe alone cuts"
-    names = [name for name in LIBRARY if name not in choices.schedules or Candidate(schedule=name).split]
-    whole = [name for name in names if not Candidate(schedule=name).split]
+    names = [name for name in LIBRARY if name not in choices.schedules or schedule_traits(name).split]
+    whole = [name for name in names if not schedule_traits(name).split]
     if whole:
         yield f"schedules {', '.join(whole)}: --schedules all weighs them too"
     if split := [name for name in names if name not in whole]:

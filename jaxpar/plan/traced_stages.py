@@ -207,5 +207,5 @@ def _seconds(stages: StageTrace, candidate: Candidate, hardware: Hardware, part:
 
     (in_use, _), _ = pipe.in_flight(candidate)
     # idle stages have no free slot once all microbatches are in flight: see `jaxpar.pipeline.run.program`
-    masked = np.greater_equal(in_use, candidate.microbatches * candidate.chunks) & candidate.phased
+    masked = np.greater_equal(in_use, candidate.microbatches * candidate.chunks) & candidate.schedule_traits.phased
     return per_row(of_rows, candidate.microbatch, candidate.remat, masked)

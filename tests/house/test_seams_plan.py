@@ -51,7 +51,7 @@ def test_all_its_legal_sizes_are_weighed_and_no_layout_is_twice():
     found = question().legal()
     assert {*found.size("toy").tolist()} == {1, 2, 4, 8}
     assert (found.devices == 8).all()
-    assert (found.rows == 1024).all()
+    assert (found.microbatch * found.microbatches * found.replicas == 1024).all()
     every = [*zip(*map(np.ndarray.tolist, found.sizes.values()), found.zero.tolist(), found.microbatches.tolist())]  # noqa: B905
     assert len({*every}) == len(every)
     assert {*question(choices=Choices(axes={"toy": 2})).legal().size("toy").tolist()} == {1, 2}

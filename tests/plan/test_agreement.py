@@ -147,7 +147,7 @@ def test_a_sample_has_every_kind_alike_and_depends_on_its_seed():
     assert len(set(drawn)) == 50
     assert drawn == [each.candidate for each in sample(asked(), 50, seed=3)]
     assert drawn != [each.candidate for each in sample(asked(), 50, seed=4)]
-    assert all(each.devices == 8 and each.rows == 32 for each in drawn)
+    assert all(each.devices == 8 and each.microbatch * each.microbatches * each.replicas == 32 for each in drawn)
 
 
 @pytest.mark.parametrize("count", [0, 10**9])

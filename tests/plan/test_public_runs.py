@@ -175,7 +175,7 @@ def question(run: Run) -> AsTheyHad:
     stack = STACKS[run.row["system"]]
     return AsTheyHad(
         model=Transformer(shape=run.shape, recipe=stack.recipe), devices=run.candidate.devices,
-        rows=run.candidate.rows, hardware=run.hardware, software=software(run), choices=stack.choices, stack=stack,
+        rows=run.rows, hardware=run.hardware, software=software(run), choices=stack.choices, stack=stack,
         memory=stack.room(run),
     )  # fmt: skip
 

@@ -269,7 +269,7 @@ def test_the_packages_constants_predict_published_runs(judged):
 
 def test_layouts_of_one_model_and_cluster_are_ranked(judged):
     """BLOOM's, all with equal batches; none of the three slowest is among the five that are predicted fastest."""
-    some = [each for each in judged if "BLOOM" in each.run.group and each.run.candidate.rows == 2048]
+    some = [each for each in judged if "BLOOM" in each.run.group and each.run.rows == 2048]
     alike = [each for each in some if each.run.group.endswith("02-25") and each.run.row["model"] == "gpt-72x14336"]
     for runs in (some, alike):
         seconds, predicted = [each.run.seconds for each in runs], [each.predicted for each in runs]

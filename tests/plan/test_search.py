@@ -57,7 +57,7 @@ def test_every_legal_layout_uses_all_devices_and_rows_and_none_is_twice(devices,
     except JaxparError:
         return
     assert (found.devices == devices).all()
-    assert (found.rows == rows).all()
+    assert (found.microbatch * found.microbatches * found.replicas == rows).all()
     assert (SMALL.kv_heads % found.tensor == 0).all()
     assert (SMALL.seq % (found.context * np.where(found.sequence, found.tensor, 1)) == 0).all()
     assert (found.pipe * found.chunks <= SMALL.layers).all()

@@ -332,7 +332,7 @@ def test_published_runs_fill_the_machines_they_name():
     for run in published():
         shape, candidate, _, _, seconds = read(run)
         assert candidate.devices == int(run["gpus"])
-        assert candidate.rows == int(run["global_batch"])
+        assert candidate.microbatch * candidate.microbatches * candidate.replicas == int(run["global_batch"])
         assert seconds > 0
         named, unit = re.search(r"(\d+)([BT])$", run["model"]).groups()
         assert shape.parameters == pytest.approx(float(named) * {"B": 1e9, "T": 1e12}[unit], rel=0.02)

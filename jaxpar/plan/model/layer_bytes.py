@@ -37,12 +37,17 @@ def stage_parameters(shape: Shape, candidate: Candidate, stage: Literal["first",
     """
     blocks = block_parameters(shape, candidate)
     has_both = np.equal(candidate.pipe, 1) | spmd
-    table = shape.vocab * shape.dim / candidate.tensor / np.where(spmd, candidate.head_shards, 1)
+    table = shape.vocab * shape.dim / candidate.tensor / np.where(spmd, head_shards(candidate), 1)
     position_parameters = shape.learned * shape.seq * shape.dim
     norm = (1 + shape.biases) * shape.dim
     if stage == "first":
         return blocks + table + position_parameters + np.where(has_both, norm + (not shape.tied) * table, 0)
     return blocks + table + norm + np.where(has_both, (not shape.tied) * table + position_parameters, 0)
+
+
+def head_shards(candidate: Candidate) -> Any:
+    """Returns the number of stages that share the embedding and the head."""
+    return np.where(np.asarray(candidate.head) == "spread", candidate.pipe, 1)
 
 
 def device_layer_parameters(shape: Shape, tensor: Any) -> Any:
@@ -120,7 +125,7 @@ def logit_chunks(tokens: np.ndarray | float, vocab: np.ndarray | float, software
 
 def updates_in_place(candidate: Candidate, software: SoftwareModel) -> Any:
     """Whether a stage updates its buffers in place: if each tick has one kind of op."""
-    return software.spmd & np.greater(candidate.pipe, 1) & candidate.phased
+    return software.spmd & np.greater(candidate.pipe, 1) & candidate.schedule_traits.phased
 
 
 def _lean(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Any:
@@ -163,7 +168,7 @@ def _layer_bytes(shape: Shape, candidate: Candidate, software: SoftwareModel) ->
     # of split sequences a stage's slots hold it twice: also in the layout of the backward matmuls
     product = product * (1 + software.spmd * (np.greater(candidate.pipe, 1) & np.greater(candidate.context, 1)))
     stage = software.spmd & np.greater(candidate.pipe, 1)
-    lean, split_stage = stage & ~candidate.split, stage & candidate.split
+    lean, split_stage = stage & ~candidate.schedule_traits.split, stage & candidate.schedule_traits.split
     # an array that keeps XLA from merging the matmuls of gate and up: `jaxpar.models.custom_gradients.unmerged_input`
     merge_barrier = software.spmd * shape.gated * np.equal(tensor, 1) * ~split_stage * 2 * stream
     # a stage with a split backward saves scores and attention weights; further arrays of scores have no slots

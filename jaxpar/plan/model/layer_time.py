@@ -13,12 +13,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.candidate import Candidate, recompute_shares
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model import ring_attention
 from jaxpar.plan.model.decoder_flop import attention_flop
-from jaxpar.plan.model.layer_bytes import device_layer_parameters, host_bytes, layer_bytes, logit_chunks
+from jaxpar.plan.model.layer_bytes import (
+    device_layer_parameters,
+    head_shards,
+    host_bytes,
+    layer_bytes,
+    logit_chunks,
+)
 from jaxpar.plan.model.shape import Shape
 
 SUM = 4  # bytes of an accumulated gradient: float32
@@ -279,7 +285,7 @@ def block(shape: Shape, candidate: Candidate, hardware: Hardware, software: Soft
     last = hardware.matmul(tokens(shape, candidate), inputs / candidate.tensor, outputs) if software.spmd else 0.0
     recomputable = forward._replace(matmuls=forward_matmuls - last)
     recomputation = Cost(
-        *(share * cost for share, cost in zip(candidate.recompute_shares[:4], recomputable, strict=True))
+        *(share * cost for share, cost in zip(recompute_shares(candidate)[:4], recomputable, strict=True))
     )
     return forward, backward, recomputation
 
@@ -289,7 +295,7 @@ def head(shape: Shape, candidate: Candidate, hardware: Hardware, software: Softw
 
     The logits are split over the vocab, and large ones are computed in chunks of tokens, by the same matmuls.
     """
-    count, vocab_shards = 1.0 * tokens(shape, candidate), candidate.tensor * candidate.head_shards
+    count, vocab_shards = 1.0 * tokens(shape, candidate), candidate.tensor * head_shards(candidate)
     forward, backward = matmul_passes(count, shape.dim, shape.vocab / vocab_shards, hardware, shape.trained)
     loss = hardware.stream(software.logits * count * shape.vocab / vocab_shards)
     sums = hardware.stream(

@@ -22,6 +22,7 @@ from jaxpar.plan.model.layer_bytes import (
     SCORE,
     block_parameters,
     device_layer_parameters,
+    head_shards,
     stage_parameters,
     updates_in_place,
 )
@@ -51,7 +52,7 @@ class DeviceParameters(NamedTuple):
     @classmethod
     def of_layout(cls, shape: Shape, candidate: Candidate, software: SoftwareModel) -> "DeviceParameters":
         """Counts the parameters of a layout; ends that are spread over stages count as shares."""
-        end = shape.vocab * shape.dim / candidate.tensor / candidate.head_shards
+        end = shape.vocab * shape.dim / candidate.tensor / head_shards(candidate)
         total = stage_parameters(shape, candidate, "last", spmd=True)
         return cls(total, block_parameters(shape, candidate), end, software.sharers(candidate))
 
@@ -68,7 +69,7 @@ def moments(shape: Shape, candidate: Candidate, software: SoftwareModel, recipe:
     copies, end_gradient = _copies(shape, candidate, software, parts), software.wire[1] * parts.end
 
     # if all forwards precede the first backward, or with one microbatch, layers have no gradient sums yet at the loss
-    early = table & (candidate.forwards_first | np.equal(candidate.microbatches, 1))
+    early = table & (candidate.schedule_traits.forwards_first | np.equal(candidate.microbatches, 1))
     ends = np.where(
         np.greater(candidate.microbatches, 1), recipe.gradients * (2 - shape.tied) * parts.end / sum_shards, 0.0
     )
@@ -105,7 +106,7 @@ def _logits(shape: Shape, candidate: Candidate) -> tuple[Any, Any]:
     Without chunks: logits in the dtype of matmuls, overwritten by their gradient. With chunks: both, of one chunk.
     """
     tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
-    count = tokens * shape.vocab / candidate.tensor / candidate.head_shards
+    count = tokens * shape.vocab / candidate.tensor / head_shards(candidate)
     chunks = np.where(4 * count > LARGEST, np.ceil(4 * count / CHUNK), 1)
     return chunks, np.where(np.greater(chunks, 1), 4 * count / chunks, 2 * count)
 
@@ -199,5 +200,7 @@ def _working(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Any
     # a pipeline stage recomputes attention weights, their gradients and a mask from saved scores, and also copies the
     # scores if its buffers are updated in place. A split backward needs `software.working_scores` instead
     restored = RESTORED + SCORE * updates_in_place(candidate, software)
-    score_bytes = np.where(saves_scores & np.greater(candidate.pipe, 1) & ~candidate.split, restored, score_bytes)
+    score_bytes = np.where(
+        saves_scores & np.greater(candidate.pipe, 1) & ~candidate.schedule_traits.split, restored, score_bytes
+    )
     return forward + np.maximum(score_bytes - saved, 0.0) * score

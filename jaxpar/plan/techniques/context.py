@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar.mesh.collective import Collective
-from jaxpar.plan.candidate import Candidate, Choices
+from jaxpar.plan.candidate import Candidate, Choices, recompute_shares
 from jaxpar.plan.causes import Style
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
@@ -53,7 +53,7 @@ def _gathered(shape: Shape, candidate: Candidate, software: SoftwareModel) -> It
     make = _Maker(candidate.context, exposed=1 - software.context_overlap)
     yield make("all-gather", uses_gather, size, backward=False)
     yield make("reduce-scatter", uses_gather, size)
-    recomputed = np.maximum(candidate.recompute_shares[1], software.regather_context)  # or if none are saved
+    recomputed = np.maximum(recompute_shares(candidate).attention, software.regather_context)  # or if none are saved
     yield make("all-gather", uses_gather * recomputed, size, again=True)
 
 
@@ -73,7 +73,7 @@ def _ring(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Iterat
     # share of one array in an iteration's bytes: forward 1 of 2; backward 1 of 2 plus 2 of twice the size (float32)
     forward, backward, sums = (_turn(shape, candidate, software, way, share) for way, share in ((0, 2), (1, 6), (1, 3)))
     yield make("collective-permute", 2 * hops, keys, backward=False, beside=forward)
-    yield make("collective-permute", 2 * hops * candidate.recompute_shares[1], keys, again=True, beside=forward)
+    yield make("collective-permute", 2 * hops * recompute_shares(candidate).attention, keys, again=True, beside=forward)
     yield make("collective-permute", 2 * hops, keys, beside=backward)
     yield make("collective-permute", 2 * hops, 2 * keys, dtype="f32", beside=sums)
     rotates = np.greater(ring, 1)
@@ -107,7 +107,7 @@ def _passes(
 ) -> Iterator[SentCollective]:
     """Yields a collective of the forward pass, of its recomputation, and of the backward pass."""
     yield make(kind, times, size, backward=False)
-    yield make(kind, times * candidate.recompute_shares[1], size, again=True)
+    yield make(kind, times * recompute_shares(candidate).attention, size, again=True)
     yield make(kind, times, size)
 
 

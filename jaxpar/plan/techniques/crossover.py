@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.candidate import Candidate, recompute_shares
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model import ring_attention
@@ -38,7 +38,8 @@ from jaxpar.plan.techniques.totals import block_seconds
 def layer_seconds(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> float:
     """Returns the modelled seconds of a layer and microbatch without matmuls with weights, with exposed traffic."""
     core, traffic, ops = (cost(shape, candidate, hardware, software) for cost in (attention, scores, elementwise))
-    recomputed = candidate.recompute_shares[1] * core[0] + candidate.recompute_shares[2] * traffic[0]
+    shares = recompute_shares(candidate)
+    recomputed = shares.attention * core[0] + shares.scores * traffic[0]
     exposed = block_seconds(shape, candidate, hardware, software)["context"]
     return float(np.sum([*core, *traffic, *ops, recomputed, *exposed]))
 
@@ -112,8 +113,8 @@ def _per_score(shape: Shape, candidate: Candidate, hardware: Hardware, own: Soft
     flop = 4 * shape.head_width / hardware.chip.bf16_flops
     core = np.array([flop / own.core[0], flop * 2.0 / own.core[1]])
     repeats = (
-        np.array([1 + float(candidate.recompute_shares[1]), 1.0]),
-        np.array([1 + float(candidate.recompute_shares[2]), 1.0]),
+        np.array([1 + float(recompute_shares(candidate).attention), 1.0]),
+        np.array([1 + float(recompute_shares(candidate).scores), 1.0]),
     )
     return float((repeats[0] * core + repeats[1] * traffic).sum())
 
@@ -125,7 +126,7 @@ def _gather_form_seconds(shape: Shape, candidate: Candidate, hardware: Hardware,
     square = per_row * _per_score(shape, candidate, hardware, variant)
     size = 2 * BYTES * candidate.microbatch * shape.kv_dim / candidate.tensor
     fixed, per_byte = _affine(lambda size: hardware.gather(size, candidate.context, candidate.stride("context")))
-    repeats = max(float(candidate.recompute_shares[1]), software.regather_context)
+    repeats = max(float(recompute_shares(candidate).attention), software.regather_context)
     times = (1 - software.context_overlap) * (2 + repeats)
     return np.array([square, times * per_byte * size, times * fixed]) + residuals
 
@@ -138,7 +139,7 @@ def _travelling(
     They hold in the range that contains the shape's tokens.
     """
     ring, ulysses = int(ring_attention.groups(candidate)), candidate.ulysses
-    causal, forwards = shape.causal, 1 + float(candidate.recompute_shares[1])
+    causal, forwards = shape.causal, 1 + float(recompute_shares(candidate).attention)
     fused = bool(ring_attention.uses_kernel(shape, candidate, software))
     one_block = shape.seq < _one_block_tokens(shape, candidate) and not fused
     price_blocks = _kernel_terms if fused else _one_block_terms if one_block else _block_terms
@@ -174,7 +175,7 @@ def _kernel_terms(shape: Shape, candidate: Candidate, hardware: Hardware, softwa
     heads, kv_heads = (float(count) for count in ring_attention.device_heads(shape, candidate))
     flop = 4 * heads * shape.head_width / (2 if shape.causal else 1) / hardware.chip.bf16_flops
     total = np.zeros(3)
-    for way, times in ((0, 1 + float(candidate.recompute_shares[1])), (1, 1.0)):
+    for way, times in ((0, 1 + float(recompute_shares(candidate).attention)), (1, 1.0)):
         core = flop * (1.0, 2.5)[way] / shares[way] * parts.kernel.slowdown(np.inf, width)
         traffic = parts.traffic(
             way, heads * width / ring, kv_heads * width / ring, ring=ring, ulysses=candidate.ulysses
@@ -191,7 +192,7 @@ def _block_terms(shape: Shape, candidate: Candidate, hardware: Hardware, softwar
     core = [scores * per_pair for per_pair in _matmul_seconds(shape, hardware, software)]
     costs = [float(pair(shape, candidate, hardware, software, way, core[way])) + core[way] for way in (0, 1)]
     per_pair, ring = (
-        (1 + float(candidate.recompute_shares[1])) * costs[0] + costs[1],
+        (1 + float(recompute_shares(candidate).attention)) * costs[0] + costs[1],
         int(ring_attention.groups(candidate)),
     )
     if not shape.causal:
@@ -207,7 +208,7 @@ def _one_block_terms(shape: Shape, candidate: Candidate, hardware: Hardware, sof
     head_dim, core, repeats = (
         shape.head_width,
         _matmul_seconds(shape, hardware, software),
-        float(candidate.recompute_shares[1]),
+        float(recompute_shares(candidate).attention),
     )
     total = np.zeros(3)
     for way, times in ((0, 1 + repeats), (1, 1)):

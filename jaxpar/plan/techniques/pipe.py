@@ -14,10 +14,11 @@ import numpy as np
 
 from jaxpar.mesh.collective import Collective
 from jaxpar.pipeline.tables.library import LIBRARY
-from jaxpar.plan.candidate import Candidate, Choices
+from jaxpar.plan.candidate import Candidate, Choices, schedule_traits
 from jaxpar.plan.causes import PALE, Style
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
+from jaxpar.plan.model.layer_bytes import head_shards
 from jaxpar.plan.model.layer_time import tokens
 from jaxpar.plan.model.shape import NamedDims, Shape
 from jaxpar.plan.techniques.base import BYTES, PlanTechnique, SentCollective, Settings, up_to
@@ -73,7 +74,7 @@ def tables(model: Shape | StagedModel, choices: Choices, pipe: int, microbatches
     pairs, layers = [], model.layers
     for name in choices.schedules:
         kind = LIBRARY[name]
-        if not isinstance(model, Shape) and Candidate(schedule=name).split:
+        if not isinstance(model, Shape) and schedule_traits(name).split:
             continue  # the backward of a traced model cannot be split into B and W
         if microbatches < kind.fewest_microbatches(pipe) or (kind.multiple_of_stages and microbatches % pipe):
             continue
@@ -137,7 +138,8 @@ def messages(model: Any, candidate: Candidate, software: SoftwareModel) -> Itera
     ticks = LIBRARY[candidate.schedule].ticks(candidate.pipe, candidate.microbatches, candidate.chunks)
     sent = Collective(
         kind="collective-permute", axes=("pipe",), dtype="bf16" if software.wire[0] == 2 else "f32",
-        group=candidate.pipe, times=ticks if candidate.phased else 2 * ticks, payload=model.message_bytes(candidate),
+        group=candidate.pipe, times=ticks if candidate.schedule_traits.phased else 2 * ticks,
+        payload=model.message_bytes(candidate),
     )  # fmt: skip
     yield SentCollective(collective=sent)
 
@@ -150,7 +152,7 @@ def spread_head_seconds(shape: Shape, candidate: Candidate, hardware: Hardware) 
     """
     stride = candidate.stride("pipe")
     size = BYTES * tokens(shape, candidate) * shape.dim / np.where(candidate.sequence, candidate.tensor, 1)
-    all_reduce = 2 * hardware.gather(size, candidate.head_shards, stride)
+    all_reduce = 2 * hardware.gather(size, head_shards(candidate), stride)
     return 2 * all_reduce, 3 * all_reduce
 
 

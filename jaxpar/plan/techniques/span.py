@@ -183,7 +183,7 @@ def auto_head(shape: Shape, candidate: Candidate) -> Any:
     freed = HELD * table * (2 - shape.tied) * (1 - 1 / np.asarray(candidate.pipe))
     divides = np.equal(shape.vocab % (candidate.pipe * candidate.tensor), 0)
     looks_up = np.greater(candidate.context, 1) & np.equal(candidate.tensor, 1)
-    spread = ~looks_up & candidate.phased & divides & np.not_equal(candidate.zero, 2) & (freed >= LEAST)
+    spread = ~looks_up & candidate.schedule_traits.phased & divides & np.not_equal(candidate.zero, 2) & (freed >= LEAST)
     return np.where(spread, "spread", "last")
 
 

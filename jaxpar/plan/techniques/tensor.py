@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar.mesh.collective import Collective
-from jaxpar.plan.candidate import Candidate, Choices
+from jaxpar.plan.candidate import Candidate, Choices, recompute_shares
 from jaxpar.plan.causes import Style
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model.layer_time import tokens
@@ -72,7 +72,8 @@ def block(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Iterat
     yield sent("reduce-scatter", 2 * sharded, exposed=exposed_share)
     yield sent("all-gather", 2 * software.regather * sharded, exposed=exposed_share)
     # jaxpar's own program does not recompute the last matmul of a layer, nor its all-reduce
-    times, repeated_sums = 2 * candidate.recompute_shares[4], (2 - software.spmd) * candidate.recompute_shares[4]
+    recomputed = recompute_shares(candidate).collectives
+    times, repeated_sums = 2 * recomputed, (2 - software.spmd) * recomputed
     yield sent("all-reduce", repeated_sums * ~sharded, again=True)
     yield sent("all-gather", times * sharded, again=True)
     yield sent("reduce-scatter", repeated_sums * sharded, again=True)

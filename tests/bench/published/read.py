@@ -62,10 +62,15 @@ class Run:
     source: str
     row: Mapping[str, str]
 
+    @property
+    def rows(self) -> int:
+        """Examples of a step on all replicas."""
+        return self.candidate.microbatch * self.candidate.microbatches * self.candidate.replicas
+
     def mfu(self, seconds: float) -> float:
         """Returns the share of the bfloat16 peak that the model's own FLOP reach in so many seconds a step."""
-        rows, peak = self.candidate.rows, self.hardware.chip.bf16_flops
-        return step_flop(self.shape, rows) / (seconds * self.candidate.devices * peak)
+        peak = self.hardware.chip.bf16_flops
+        return step_flop(self.shape, self.rows) / (seconds * self.candidate.devices * peak)
 
 
 def load(path: str | Path | None = None) -> tuple[Run, ...]:

@@ -16,7 +16,7 @@ from jaxpar.inspector.report import Report, build_report
 from jaxpar.inspector.step_subject import step_subject
 from jaxpar.mesh.absent_gpus import target_config_of, target_devices
 from jaxpar.models.islands import use_islands
-from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.candidate import Candidate, recompute_shares
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import JAXPAR_FUSED
 from jaxpar.plan.memory import memory
@@ -193,7 +193,7 @@ def predict_time(job: Training, hardware: Hardware) -> Numbers:
 def attention_seconds(job: Training, hardware: Hardware) -> tuple[float, float]:
     """Returns the planner's seconds of attention in all layers: forward, with what is computed again; backward."""
     forward, backward = attention(job.shape, job.candidate, hardware, JAXPAR_FUSED)
-    return job.layers * float(forward * (1 + job.candidate.recompute_shares[1])), job.layers * float(backward)
+    return job.layers * float(forward * (1 + recompute_shares(job.candidate).attention)), job.layers * float(backward)
 
 
 TINY = Training(layers=2, dim=16, heads=2, hidden=32, vocab=64, seq=16, batch=2)
