@@ -18,6 +18,7 @@ there are stages, the fewest for which two versions are enough.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -28,9 +29,10 @@ import optax
 from jaxpar.errors import refuse
 from jaxpar.optim import loss_argument
 from jaxpar.pipeline.run.execute import run_table
-from jaxpar.pipeline.run.program import COLUMNS, Program, TickKind, program
+from jaxpar.pipeline.run.program import COLUMNS, Program, TableRow, TickKind, program
 from jaxpar.pipeline.run.slots import load, store
-from jaxpar.pipeline.run.stage import Keep, Stage, TableRow
+from jaxpar.pipeline.run.stage import Keep, Stage
+from jaxpar.pipeline.run.tick import initial_state, run_tick
 from jaxpar.pipeline.run.traced_model import PipelineFunctions
 from jaxpar.pipeline.tables.schedule import Schedule
 from jaxpar.sharding.names import SCOPE
@@ -183,44 +185,25 @@ class AsynchronousTable:
           inputs: As for `execute`.
           scales: Cotangent of each microbatch's loss: 1 / tokens of its update. Shape [microbatches].
         """
-        plan, run = self.plan, _UpdatingStage(self, params, inputs, scales)
-        chunked = (params[0], run.chunks)
+        plan, stage = self.plan, _VersionedStage(self, params, inputs, scales)
+        chunked = (params[0], stage.chunks)
         with jax.named_scope(VERSIONS):  # a ring buffer: version n is in slot n % versions
             versions = jax.tree.map(lambda x: jnp.broadcast_to(x, (plan.versions, *x.shape)), chunked)
-        state = run.start(self.fill) | {
+        state = initial_state(stage, self.fill) | {
             "history": versions,
             "optimizer": optimizer_state,
             "updates": jnp.zeros((), jnp.int32),
             "square": jnp.zeros((), jnp.float32),
         }
-        state = run_table(plan.program, run.tick, state, rows)
+        state = run_table(plan.program, partial(self._run_tick, stage), state, rows)
         shared, chunks = load(state["history"], state["updates"] % plan.versions)
         params = (shared, jax.tree.map(lambda x: x[0], chunks))
         return StageResult(state["sums"], params, state["optimizer"], state["square"])
 
-
-class _UpdatingStage(Stage):
-    """A stage whose weights change between ticks."""
-
-    def __init__(self, table: AsynchronousTable, params: tuple[Tree, Tree], inputs: Tree, scales: jax.Array):
-        super().__init__(table.plan.program, table.model, *params, inputs, keep=table.keep, constrain=table.constrain)
-        self.plan, self.update, self.scales = table.plan, table.update, scales
-
-    def parameters(self, state: dict, row: TableRow) -> tuple[Tree, Tree]:
-        """Returns the version of the weights that this cell reads."""
-        with jax.named_scope(VERSIONS):
-            shared, chunks = load(state["history"], row.version % self.plan.versions)
-        return shared, jax.tree.map(lambda x: x[0], chunks)  # one chunk per stage: `plan_versions` has checked this
-
-    def scale(self, row: TableRow) -> jax.Array:
-        """Returns 1 / tokens of the update of this microbatch."""
-        # divides at once: the update follows inside the table, not after the last tick
-        return load(self.scales, row.microbatch)
-
-    def tick(self, kind: TickKind, state: dict, numbers: jax.Array) -> dict:
+    def _run_tick(self, stage: Stage, kind: TickKind, state: dict, numbers: jax.Array) -> dict:
         """Runs one tick, then the update that follows it."""
-        state = super().tick(kind, state, numbers)
-        row, versions = TableRow(*(numbers[i] for i in range(len(COLUMNS)))), self.plan.versions
+        state = run_tick(stage, kind, state, numbers)
+        row, versions = TableRow.read(numbers), self.plan.versions
         active = (row.update == 1) & (row.op > 0)
         # computes the update in every tick and drops most: stages update in different ticks, and XLA copies the buffers
         # that a conditional writes
@@ -241,6 +224,25 @@ class _UpdatingStage(Stage):
             "shared": shared,
             "layers": layers,
         }
+
+
+class _VersionedStage(Stage):
+    """A stage whose ops read the version of the weights that the table names."""
+
+    def __init__(self, table: AsynchronousTable, params: tuple[Tree, Tree], inputs: Tree, scales: jax.Array):
+        super().__init__(table.plan.program, table.model, *params, inputs, keep=table.keep, constrain=table.constrain)
+        self.versions, self.scales = table.plan.versions, scales
+
+    def parameters(self, state: dict, row: TableRow) -> tuple[Tree, Tree]:
+        """Returns the version of the weights that this cell reads."""
+        with jax.named_scope(VERSIONS):
+            shared, chunks = load(state["history"], row.version % self.versions)
+        return shared, jax.tree.map(lambda x: x[0], chunks)  # one chunk per stage: `plan_versions` has checked this
+
+    def scale(self, row: TableRow) -> jax.Array:
+        """Returns 1 / tokens of the update of this microbatch."""
+        # divides at once: the update follows inside the table, not after the last tick
+        return load(self.scales, row.microbatch)
 
 
 def stage_update(

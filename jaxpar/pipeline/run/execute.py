@@ -7,6 +7,7 @@ arrays.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ import jax
 from jaxpar.pipeline.run.program import Loop, Program, TickKind
 from jaxpar.pipeline.run.stage import Keep, Stage
 from jaxpar.pipeline.run.sum_shards import Shards
+from jaxpar.pipeline.run.tick import initial_state, run_tick
 from jaxpar.pipeline.run.traced_model import PipelineFunctions
 
 Tree = Any
@@ -64,8 +66,8 @@ def execute(
       JaxparError: If the model cannot be split into stages, because a block changes the shape or reads outside values.
     """
     # every device traces the same program; only its rows and its layers depend on the stage
-    run = Stage(program, model, shared, layers, inputs, keep=keep, constrain=constrain, shards=shards)
-    state = run_table(program, run.tick, run.start(fill), rows)
+    stage = Stage(program, model, shared, layers, inputs, keep=keep, constrain=constrain, shards=shards)
+    state = run_table(program, partial(run_tick, stage), initial_state(stage, fill), rows)
     # [chunks, layers, ...] -> [chunks x layers, ...], the shape of the parameters
     merged = (
         None if not program.residual_slots else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), state["layers"])

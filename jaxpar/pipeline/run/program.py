@@ -16,18 +16,44 @@ selects between the new and the old value, which XLA compiles to three reads and
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxpar.pipeline.tables.schedule import Schedule
 from jaxpar.pipeline.tables.synchronous import forwards
 
-COLUMNS = (
-    "op", "microbatch", "chunk", "part", "x", "g", "residuals", "stash", "right", "left", "self_send", "version",
-    "update",
-)  # fmt: skip
 OP_NUMBER = {None: 0, "F": 1, "B": 2, "W": 3}
+
+
+class TableRow(NamedTuple):
+    """One stage's cell of a tick, as int32 scalars: its op, and the slots that it reads and writes."""
+
+    op: Any
+    microbatch: Any
+    chunk: Any
+    part: Any
+    x: Any
+    g: Any
+    residuals: Any
+    stash: Any
+    right: Any
+    left: Any
+    self_send: Any
+    version: Any  # this and the next are for updates in the middle of a table: see `asynchronous.py`
+    update: Any
+
+    @classmethod
+    def read(cls, numbers: Any) -> "TableRow":
+        """Splits a row of `Program.rows`, [columns], into its columns."""
+        return cls(*(numbers[i] for i in range(len(COLUMNS))))
+
+    def runs(self, op: str) -> Any:
+        """Whether the stage runs this op in the tick."""
+        return self.op == OP_NUMBER[op]
+
+
+COLUMNS = TableRow._fields
 
 
 class TickKind(NamedTuple):
@@ -48,6 +74,11 @@ class TickKind(NamedTuple):
     right: bool
     left: bool
     self_send: bool
+
+    @property
+    def phased(self) -> bool:
+        """Whether all stages that are not idle run the same op, so that none is chosen by a switch."""
+        return len(self.ops) == 1
 
 
 class Loop(NamedTuple):
@@ -99,6 +130,10 @@ class Program:
     masked_pools: frozenset[str]
     right: tuple[tuple[int, int], ...]
     left: tuple[tuple[int, int], ...]
+
+    def write_mask(self, pool: str, row: TableRow) -> Any:
+        """Whether a stage writes into its slot of a pool: always if the slot of an idle stage is a free one."""
+        return row.runs({"residuals": "F", "stash": "B"}[pool]) if pool in self.masked_pools else True
 
 
 @lru_cache(maxsize=64)

@@ -30,9 +30,11 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.jaxprs.dataflow import Traced
 from jaxpar.pipeline.run.execute import run_table
-from jaxpar.pipeline.run.program import COLUMNS, OP_NUMBER, Program, TickKind
+from jaxpar.pipeline.run.gradient_sums import add
+from jaxpar.pipeline.run.program import COLUMNS, OP_NUMBER, Program, TableRow, TickKind
 from jaxpar.pipeline.run.slots import load
-from jaxpar.pipeline.run.stage import Keep, Stage, TableRow, add
+from jaxpar.pipeline.run.stage import Keep, Stage
+from jaxpar.pipeline.run.tick import initial_state, run_masked, send, write
 from jaxpar.pipeline.run.traced_model import PipelineFunctions, PipelineModel
 
 Tree = Any
@@ -170,7 +172,7 @@ class SpreadTable:
         """Runs all ticks; returns the stages' buffers, and the sums of embedding and head, stacked over devices."""
         rows = jnp.asarray(self.program.rows)
         # the trace of the first island also sets `self.traced_model` and `self.x`, which later ticks reuse
-        state = {"stages": self._map_stages(lambda stage, row: stage.start(fill, head=False))(rows[0])}
+        state = {"stages": self._map_stages(lambda stage, row: initial_state(stage, fill, head=False))(rows[0])}
         y = jax.tree.map(lambda leaf: jnp.zeros((self.replica_count, *leaf.shape), leaf.dtype), self.x)
         state["ends"] = self.maps.map_replicas(self._initial_sums)(self.embedding | self.head, self.inputs, y)
         return run_table(self.program, self.tick, state, rows)
@@ -190,9 +192,8 @@ class SpreadTable:
 
         def step(stage: Stage, row: TableRow, state: dict, *x: Tree):
             (stage.embeddings,) = x or (None,)  # only ticks of the first part need the embedding
-            ops = {"F": stage.forward, "B": stage.backward, "W": stage.weights}
-            results = ops[op](kind, state, row, stage.masked_choice(row, op))
-            return _select_changes(state, stage.write(kind, state, row, results)), results.out
+            result = run_masked(stage, kind, state, row)
+            return _select_changes(state, write(stage, kind, state, row, result)), result.out
 
         stages, out = self._map_stages(step)(rows, state["stages"], *x)
         stages = state["stages"] | stages
@@ -224,14 +225,14 @@ class SpreadTable:
         # only after the head, so all stages send in `deliver`
         def chunk(stage: Stage, row: TableRow, state: dict, *x: Tree):
             (stage.embeddings,) = x or (None,)
-            results = stage.forward(kind._replace(last=False), state, row, stage.masked_choice(row, "F"))
-            return _select_changes(state, stage.write(kind, state, row, results._replace(out=None))), results.out
+            result = run_masked(stage, kind._replace(last=False), state, row)
+            return _select_changes(state, write(stage, kind, state, row, result._replace(out=None))), result.out
 
         # the last stage sends the gradient of its output to itself, all others send their output on
         def deliver(stage: Stage, row: TableRow, state: dict, y: Tree, dy: Tree):
-            last = (row.op == OP_NUMBER["F"]) & (row.part == self.program.schedule.parts - 1)
+            last = row.runs("F") & (row.part == self.program.schedule.parts - 1)
             out = jax.tree.map(lambda a, b: jnp.where(last, a, b), dy, y)
-            return _select_changes(state, stage.send(kind, state, row, out))
+            return _select_changes(state, send(stage, kind, state, row, out))
 
         stages, y = self._map_stages(chunk)(rows, state["stages"], *x)
         stages = state["stages"] | stages
@@ -252,7 +253,7 @@ class SpreadTable:
                 keep=self.keep, constrain=self.maps.constrain, traced_model=self.traced_model,
             )  # fmt: skip
             self.traced_model, self.x = stage.model, stage.model.x
-            return function(stage, TableRow(*(numbers[i] for i in range(len(COLUMNS)))), *stacked)
+            return function(stage, TableRow.read(numbers), *stacked)
 
         island = self.maps.map_stages(run_local)
         return lambda rows, *stacked: island(rows, self.layers, self.inputs, *stacked)
@@ -275,7 +276,7 @@ class SpreadTable:
             return state | {"sums": jax.tree.map(jnp.add, state["sums"], total(shared, y)[1])}, y
         _, pull, sums = jax.vjp(total, shared, y, has_aux=True)
         dshared, dy = pull(jnp.ones((), jnp.float32))
-        # as in `Stage.write`: the gradient is added up before the message is sent
+        # as in `tick.write`: the gradient is added up before the message is sent
         shared, dy = jax.lax.optimization_barrier((_add_grads(self.maps, state, dshared), dy))
         return {"sums": jax.tree.map(jnp.add, state["sums"], sums), "shared": shared}, dy
 

@@ -53,17 +53,6 @@ class Shards:
         """Returns this device's shards of the gradients, summed over the axis."""
         return {path: self.scatter_one(path, gradient) for path, gradient in gradients.items()}
 
-    @jax.named_scope(GRADIENT)
-    def accumulate(
-        self, sums: Mapping[str, jax.Array], gradients: Mapping[str, jax.Array], reads: Sequence[Mapping[str, bool]]
-    ) -> dict[str, jax.Array]:
-        """Adds shards of new gradients to the sums, for the parameters in `reads`."""
-        # other parameters have zero gradients: skipping them saves a reduce-scatter of the vocabulary in most ticks
-        new = self.scatter(
-            {path: gradients[path] for path in sums if any(function_reads[path] for function_reads in reads)}
-        )
-        return {path: x + new[path].astype(x.dtype) if path in new else x for path, x in sums.items()}
-
     def scatter_one(self, path: str, gradient: jax.Array, *, missing_dims: int = 0) -> jax.Array:
         """Returns this device's shard of a gradient without the first `missing_dims` dims of its parameter."""
         if path not in self.dims:

@@ -19,6 +19,7 @@ from jaxpar.jaxprs.masked_scan import masked_layers
 from jaxpar.jaxprs.split_backward import Halves, halves
 from jaxpar.pipeline.run.slots import slot_shapes
 from jaxpar.pipeline.tables.schedule import Schedule
+from jaxpar.sharding.names import AGAIN
 
 Tree = Any
 
@@ -105,6 +106,23 @@ class PipelineModel:
             self.head = Traced(head, shared, batch, self.x, scale)
             self.embed_backward = Traced(embed_backward, shared, batch, self.x)
         self.sums = self.head.shapes[0]
+
+    def stage_inputs(self, inputs: Tree, per_layer: Tree, part: jax.Array) -> tuple[Tree, Tree, jax.Array, jax.Array]:
+        """Returns the inputs of `stage` for a part, given those of all layers."""
+        start, count, fewest = jnp.asarray(self.starts)[part], jnp.asarray(self.layers)[part], min(self.layers)
+
+        def slice_layers(leaf):
+            # the static length of the slice is that of the fullest stage: a stage with fewer layers reads into the next
+            # one's. `dynamic_slice` would shift a slice that exceeds the array, so the array is made longer
+            extended = jnp.concatenate([leaf, leaf[: self.depth - fewest]]) if fewest < self.depth else leaf
+            return jax.lax.dynamic_slice_in_dim(extended, start, self.depth)
+
+        return inputs, jax.tree.map(slice_layers, per_layer), count, part
+
+    def recompute_residuals(self, chunk: Tree, inputs: tuple, x: Tree) -> list:
+        """Runs the forward of a chunk again."""
+        with jax.named_scope(AGAIN):  # the inspector counts it as recomputation
+            return self.halves.forward(chunk, inputs, x)[1]
 
 
 def _stage_function(model: PipelineFunctions, depth: int, fewest: int) -> Callable:
