@@ -10,7 +10,7 @@ never end: messages are sent outside of the switch, and parts have none. A tick 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,34 +19,18 @@ from jax import lax
 
 from jaxpar.jaxprs.dataflow import shapes
 from jaxpar.jaxprs.part_programs import PartProgram
-from jaxpar.jaxprs.split_backward import Halves, halves
-from jaxpar.pipeline.run.edges import Edge, Inbox, Outbox, tree_bytes
+from jaxpar.pipeline.run.edges import Outbox, tree_bytes
+from jaxpar.pipeline.run.part_functions import PartFunctions, floats
 from jaxpar.pipeline.run.residual_pool import ResidualPool
-from jaxpar.pipeline.run.slots import load
 from jaxpar.pipeline.run.stage import Keep
 from jaxpar.pipeline.run.stage_buffers import Shapes, StageBuffers
 from jaxpar.pipeline.run.stage_replicas import StageReplicas
+from jaxpar.pipeline.run.table_messages import Messages, MicrobatchId, OpTicks
 from jaxpar.pipeline.tables.schedule import Schedule
-from jaxpar.pipeline.tables.synchronous import forwards
-from jaxpar.sharding.names import AGAIN, BACKWARD, CHOICE, GRADIENT, TABLE, Tree, is_float
+from jaxpar.sharding.names import CHOICE, GRADIENT, TABLE, Tree
 
 MicrobatchData = Callable[[jax.Array], Sequence[jax.Array]]
 Carry = dict[str, Any]  # what a device carries from tick to tick
-Runs = Mapping[tuple[str, int, int], tuple[int, int]]  # (op, group, part) to (tick, stage)
-
-
-class MicrobatchId(NamedTuple):
-    """A microbatch that a device runs in a tick.
-
-    Attributes:
-      group: Index of its group.
-      number: Its index among the microbatches of the group on this device.
-      microbatch: Its index in the step.
-    """
-
-    group: jax.Array
-    number: jax.Array | int
-    microbatch: jax.Array
 
 
 class BranchTable:
@@ -57,7 +41,6 @@ class BranchTable:
       replicas: The devices of each stage.
       parts: The parts.
       buffers: Buffers that hold the parameters of any one stage.
-      inbox: The bytes of the inbox that each message has.
       rows: Branch and group of each tick and stage. Shape [ticks, stages, 2], int32.
       owners: Index of state to the stage that updates it.
       residuals: Part to the bytes that its forward leaves for its backward, if it keeps residuals.
@@ -93,63 +76,24 @@ class BranchTable:
             stages[stage] |= {self._paths[i]: params[self._paths[i]] for i in part.params}
         self.buffers = StageBuffers(stages)
         self.owners = {i: stage for stage, part in zip(self._stages, parts, strict=True) for i in part.state}
-        cells = schedule.cells if train else forwards(schedule)
-        runs = {
-            (cell.op, cell.microbatch, schedule.part(stage, cell.chunk)): (tick, stage)
-            for tick, row in enumerate(cells)
-            for stage, cell in enumerate(row)
-            if cell
-        }
+        op_ticks = OpTicks(schedule, train=train)
         ops = ("F", "B", "W") if schedule.split else ("F", "B")
         self._branches = {pair: 1 + i for i, pair in enumerate((part, op) for part in range(len(parts)) for op in ops)}
-        self.rows = np.zeros((len(cells), schedule.stages, 2), np.int32)
-        for (op, group, part), (tick, stage) in runs.items():
+        self.rows = np.zeros((op_ticks.ticks, schedule.stages, 2), np.int32)
+        for (op, group, part), (tick, stage) in op_ticks.places.items():
             self.rows[tick, stage] = self._branches[part, op], group
-        self._edges = {(edge.kind, edge.source, edge.target): edge for edge in self._build_edges()}
-        self._outboxes = {
-            (kind, part): Outbox([edge for edge in self._edges.values() if (edge.kind, edge.source) == (kind, part)])
-            for kind in "xg"
-            for part in range(len(parts))
-        }
-        self.inbox, self._sent_groups = self._plan_messages(len(cells), runs)
+        self._messages = Messages(parts, self._stages, replicas, op_ticks, train=train)
         # the last part computes the loss in its backward, and so has no residuals
-        residual_parts = range(len(parts) - 1) if train and keep == "residuals" else range(0)
-        self._halves = {part: self._trace_halves(part, params) for part in residual_parts}
-        self._pool = ResidualPool(
-            {part: each.residuals for part, each in self._halves.items()},
-            self._stages,
-            replicas,
-            {part: self._lifetimes(runs, part, "F", part) for part in residual_parts},
-        )
-        self.residuals = {part: tree_bytes(each.residuals) for part, each in self._halves.items()}
-        self._width = max(
-            replicas.share(self._stages[part]) * outbox.size for (_, part), outbox in self._outboxes.items()
-        )
-
-    def _build_edges(self) -> list[Edge]:
-        edges = []
-        for target, part in enumerate(self.parts):
-            for source, variables in part.receives.items():
-                tree = shapes(variables)
-                edges.append(Edge("x", source, target, tree))
-                if self.train and _floats(tree):
-                    edges.append(Edge("g", target, source, _floats(tree)))
-        return edges
-
-    def _plan_messages(self, ticks: int, runs: Runs) -> tuple[Inbox, np.ndarray]:
-        """Returns the inbox, and of each tick and edge the group whose messages are sent, or -1."""
-        sent, lifetimes = np.full((ticks, len(self._edges)), -1, np.int32), {}
-        for number, edge in enumerate(self._edges.values()):
-            lifetimes[edge] = self._lifetimes(runs, edge.source, "F" if edge.kind == "x" else "B", edge.target)
-            for group, (tick, _) in enumerate(lifetimes[edge]):
-                sent[tick, number] = group
-        return Inbox(self._outboxes, self._stages, self.replicas, lifetimes), sent
-
-    def _lifetimes(self, runs: Runs, source: int, op: str, reader: int) -> list[tuple[int, int]]:
-        """Returns for each group the tick in which a part runs an op, and the last that reads its result."""
-        last = "F" if not self.train else "W" if self.schedule.split else "B"
-        groups = range(self.schedule.microbatches)
-        return [(runs[op, group, source][0], runs[last, group, reader][0]) for group in groups]
+        last, keeps = len(parts) - 1, train and keep == "residuals"
+        of_part = [{i: params[self._paths[i]] for i in part.params} for part in parts]
+        self._functions = [
+            PartFunctions(part, of_part[number], keep_residuals=keeps and number < last)
+            for number, part in enumerate(parts)
+        ]
+        residuals = {part: halves.residuals for part, each in enumerate(self._functions) if (halves := each.halves)}
+        lifetimes = {part: op_ticks.lifetimes(part, "F", part) for part in residuals}
+        self._pool = ResidualPool(residuals, self._stages, replicas, lifetimes)
+        self.residuals = {part: tree_bytes(tree) for part, tree in residuals.items()}
 
     def run(
         self, params: Sequence[jax.Array], data: MicrobatchData, state: Mapping[int, jax.Array]
@@ -196,12 +140,12 @@ class BranchTable:
 
         def idle(row, inbox, carry):
             del row, inbox
-            return jnp.zeros(self._width, jnp.uint8), carry
+            return jnp.zeros(self._messages.width, jnp.uint8), carry
 
         branches = [idle] * (1 + len(self._branches))
         for (part, op), number in self._branches.items():
             run_op = self._forward(part, data) if op == "F" else self._backward(part, op, data, scales)
-            outbox = {"F": self._outboxes["x", part], "B": self._outboxes["g", part]}.get(op)
+            outbox = self._messages.outbox(part, op)
             if op == "F" or self.train:
                 branches[number] = self._branch(run_op, part, outbox, read_params)
 
@@ -210,11 +154,11 @@ class BranchTable:
             (row, sent), (inbox, carry) = xs, state
             with jax.named_scope(CHOICE):
                 outbox, carry = lax.switch(row[0], branches, row, inbox, carry)
-            return (self.inbox.send(inbox, outbox, sent), finish_tick(carry, row)), None
+            return (self._messages.inbox.send(inbox, outbox, sent), finish_tick(carry, row)), None
 
         rows = jnp.asarray(self.rows)[:, jnp.asarray(self.replicas.stages)[lax.axis_index("pipe")]]
-        start = jnp.zeros(self.inbox.size, jnp.uint8), carry
-        return lax.scan(tick, start, (rows, jnp.asarray(self._sent_groups)))[0][1]
+        start = jnp.zeros(self._messages.inbox.size, jnp.uint8), carry
+        return lax.scan(tick, start, (rows, jnp.asarray(self._messages.sent_groups)))[0][1]
 
     def mean_state(self, state: Mapping[int, jax.Array], batch_axes: Sequence[str]) -> dict[int, jax.Array]:
         """Returns the state of each owner on all devices: the mean over its replicas and over `batch_axes`."""
@@ -247,104 +191,49 @@ class BranchTable:
                 return carry, jnp.zeros(0, jnp.uint8) if outbox is None else outbox.fill(messages or {})
 
             carry, sent = run_microbatch(carry, 0) if share == 1 else lax.scan(run_microbatch, carry, jnp.arange(share))
-            return jnp.pad(sent.ravel(), (0, self._width - sent.size)), carry
+            return jnp.pad(sent.ravel(), (0, self._messages.width - sent.size)), carry
 
         return run
 
-    def _received_messages(self, part: int, inbox: jax.Array, index: MicrobatchId) -> dict[int, list[jax.Array]]:
-        edges = {source: self._edges["x", source, part] for source in self.parts[part].receives}
-        return {source: self.inbox.read(inbox, edge, index.group, index.number) for source, edge in edges.items()}
-
-    def _targets(self, part: int) -> list[int]:
-        """Returns the parts that send gradients to a part."""
-        return [target for target, variables in self.parts[part].sends.items() if _floats(shapes(variables))]
-
-    def _compute_messages(self, part: int, params: Tree, inputs: tuple, floats: Sequence[jax.Array]) -> list:
-        """Returns the floating-point values that a part sends to each of `_targets`.
-
-        Args:
-          part: The part.
-          params: Index to parameter.
-          known: (data, state, what the part received).
-          floats: The floating-point leaves of what it received.
-        """
-        data, state, x = inputs
-        sent, _, _ = self.parts[part].run(params, data, state, _replace_floats(x, floats))
-        return [_floats(sent[target]) for target in self._targets(part)]
-
-    def _trace_halves(self, part: int, params: Shapes) -> Halves:
-        """Returns the forward and the backward of a part."""
-        program, part_inputs = self.parts[part], self.parts[part].inputs
-        received = {source: shapes(variables) for source, variables in program.receives.items()}
-        inputs = shapes(part_inputs.data), {i: shapes([part_inputs.state[i]])[0] for i in program.reads_state}, received
-        params_of_part = {i: params[self._paths[i]] for i in program.params}
-        stage = lambda params, inputs, floats: self._compute_messages(part, params, inputs, floats)  # noqa: E731
-        return halves(stage, params_of_part, inputs, _floats(received), split=False, whole=True)
-
     def _op_inputs(self, part: int, data: MicrobatchData, carry: Carry, inbox: jax.Array, index: MicrobatchId) -> tuple:
-        state = {i: carry["state"][i] for i in self.parts[part].reads_state}
-        return data(index.microbatch), state, self._received_messages(part, inbox, index)
+        program = self.parts[part]
+        return (
+            data(index.microbatch),
+            {i: carry["state"][i] for i in program.reads_state},
+            {source: self._messages.read("x", source, part, inbox, index) for source in program.receives},
+        )
 
     def _forward(self, part: int, data: MicrobatchData) -> Callable:
-        program, last = self.parts[part], part == len(self.parts) - 1
+        functions, last = self._functions[part], part == len(self.parts) - 1
 
         def run(carry: Carry, params: Tree, inbox: jax.Array, index: MicrobatchId):
-            if last and self.train and not program.state:
+            if last and self.train and not self.parts[part].state:
                 return carry, None
             inputs = self._op_inputs(part, data, carry, inbox, index)
-            sent, outs, new = program.run(params, *inputs)
-            carry = carry | {"state": carry["state"] | new}
+            sent, outs, state, residuals = functions.forward(params, inputs)
+            carry = carry | {"state": carry["state"] | state}
             if last and not self.train:
                 carry["outs"] = [total + value for total, value in zip(carry["outs"], outs, strict=True)]
-            if part in self._halves:
-                y, residuals = self._halves[part].forward(params, inputs, _floats(inputs[2]))
-                for target, values in zip(self._targets(part), y, strict=True):
-                    sent[target] = _replace_floats(sent[target], values)
-                pool = self._pool.write(carry["residuals"], part, index.group, index.number, residuals)
-                carry["residuals"] = pool
+            if residuals is not None:
+                carry["residuals"] = self._pool.write(carry["residuals"], part, index.group, index.number, residuals)
             return carry, sent
 
         return run
 
     def _backward(self, part: int, op: str, data: MicrobatchData, scales: jax.Array | None) -> Callable:
-        last = part == len(self.parts) - 1
-
-        def loss(params, inputs, floats):
-            data, state, x = inputs
-            _, outs, _ = self.parts[part].run(params, data, state, _replace_floats(x, floats))
-            return outs[self._loss], outs
-
-        def differentiate_loss(params, inputs, index):
-            with jax.named_scope(AGAIN):
-                y, pull, outs = jax.vjp(
-                    lambda *args: loss(args[0], inputs, args[1]), params, _floats(inputs[2]), has_aux=True
-                )
-            with jax.named_scope(BACKWARD):
-                return *pull(
-                    jnp.ones_like(y) if scales is None else load(scales, index.microbatch).astype(y.dtype)
-                ), outs
-
-        def pull_messages(carry, params, inputs, inbox, index):
-            arrived = [self._edges["g", target, part] for target in self._targets(part)]
-            g = [self.inbox.read(inbox, edge, index.group, index.number) for edge in arrived]
-            if part in self._halves:
-                residuals = self._pool.read(carry["residuals"], part, index.group, index.number)
-                with jax.named_scope(BACKWARD):
-                    return self._halves[part].backward(params, inputs, _floats(inputs[2]), residuals, g)
-            with jax.named_scope(AGAIN):
-                call = lambda params, floats: self._compute_messages(part, params, inputs, floats)  # noqa: E731
-                _, pull = jax.vjp(call, params, _floats(inputs[2]))
-            with jax.named_scope(BACKWARD):
-                return pull(g)
+        functions, last = self._functions[part], part == len(self.parts) - 1
 
         def run(carry: Carry, params: Tree, inbox: jax.Array, index: MicrobatchId):
-            inputs, carry = self._op_inputs(part, data, carry, inbox, index), dict(carry)
+            inputs, carry, residuals = self._op_inputs(part, data, carry, inbox, index), dict(carry), None
             if last:
-                dparams, dx, outs = differentiate_loss(params, inputs, index)
+                dparams, dx, outs = functions.loss_backward(params, inputs, self._loss, scales, index.microbatch)
                 if op == "B":
                     carry["outs"] = [total + value for total, value in zip(carry["outs"], outs, strict=True)]
             else:
-                dparams, dx = pull_messages(carry, params, inputs, inbox, index)
+                g = [self._messages.read("g", target, part, inbox, index) for target in functions.targets]
+                if functions.halves is not None:
+                    residuals = self._pool.read(carry["residuals"], part, index.group, index.number)
+                dparams, dx = functions.backward(params, inputs, residuals, g)
             if op == "W" or not self.schedule.split:
                 with jax.named_scope(GRADIENT):
                     gradients = {self._paths[i]: value for i, value in dparams.items()}
@@ -352,17 +241,6 @@ class BranchTable:
             if op == "W":
                 return carry, None
             grads = iter(dx)
-            return carry, {source: [next(grads) for _ in _floats(leaves)] for source, leaves in inputs[2].items()}
+            return carry, {source: [next(grads) for _ in floats(leaves)] for source, leaves in inputs[2].items()}
 
         return run
-
-
-def _floats(tree: Tree) -> list:
-    """Returns the floating-point leaves, which have gradients."""
-    return [leaf for leaf in jax.tree.leaves(tree) if is_float(leaf)]
-
-
-def _replace_floats(tree: Tree, floats: Sequence[jax.Array]) -> Tree:
-    """Replaces the floating-point leaves of a tree."""
-    leaves = iter(floats)
-    return jax.tree.map(lambda leaf: next(leaves) if is_float(leaf) else leaf, tree)

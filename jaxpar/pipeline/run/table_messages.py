@@ -1,0 +1,116 @@
+"""The messages of a table of unequal stages: when each is sent and last read, and its place until then.
+
+table ──► ticks in which ops run ──► lifetimes of messages ──► places in outboxes and inboxes: see `edges`
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxpar.jaxprs.dataflow import shapes
+from jaxpar.jaxprs.part_programs import PartProgram
+from jaxpar.pipeline.run.edges import Edge, Inbox, Outbox
+from jaxpar.pipeline.run.part_functions import floats
+from jaxpar.pipeline.run.stage_replicas import StageReplicas
+from jaxpar.pipeline.tables.schedule import Schedule
+from jaxpar.pipeline.tables.synchronous import forwards
+from jaxpar.sharding.names import Tree
+
+
+class MicrobatchId(NamedTuple):
+    """A microbatch that a device runs in a tick.
+
+    Attributes:
+      group: Index of its group.
+      number: Its index among the microbatches of the group on this device.
+      microbatch: Its index in the step.
+    """
+
+    group: jax.Array
+    number: jax.Array | int
+    microbatch: jax.Array
+
+
+class OpTicks:
+    """The tick and the stage in which each op of a table runs.
+
+    Attributes:
+      ticks: Number of ticks.
+      places: (op, group, part) to (tick, stage).
+    """
+
+    def __init__(self, schedule: Schedule, *, train: bool):
+        cells = schedule.cells if train else forwards(schedule)
+        self.ticks, self._groups = len(cells), range(schedule.microbatches)
+        self.places = {
+            (cell.op, cell.microbatch, schedule.part(stage, cell.chunk)): (tick, stage)
+            for tick, row in enumerate(cells)
+            for stage, cell in enumerate(row)
+            if cell
+        }
+        self._last_op = "F" if not train else "W" if schedule.split else "B"
+
+    def lifetimes(self, source: int, op: str, reader: int) -> list[tuple[int, int]]:
+        """Returns for each group the tick in which a part runs an op, and the last that reads its result."""
+        return [
+            (self.places[op, group, source][0], self.places[self._last_op, group, reader][0]) for group in self._groups
+        ]
+
+
+class Messages:
+    """The messages of a table.
+
+    Args:
+      parts: The parts.
+      stages: Of each part, the stage that runs it.
+      replicas: The devices of the stages.
+      op_ticks: When each op runs.
+      train: Whether gradients are sent.
+
+    Attributes:
+      inbox: The bytes of the inbox that each message has.
+      sent_groups: Of each tick and edge, the group whose messages are sent, or -1. Shape [ticks, edges], int32.
+      width: Bytes that a device sends in a tick at most.
+    """
+
+    def __init__(
+        self, parts: Sequence[PartProgram], stages: Sequence[int], replicas: StageReplicas, op_ticks: OpTicks, *,
+        train: bool,
+    ):  # fmt: skip
+        edges = _find_edges(parts, train=train)
+        self._edges = {(edge.kind, edge.source, edge.target): edge for edge in edges}
+        self._outboxes = {
+            (kind, part): Outbox([edge for edge in edges if (edge.kind, edge.source) == (kind, part)])
+            for kind in "xg"
+            for part in range(len(parts))
+        }
+        lifetimes = {
+            edge: op_ticks.lifetimes(edge.source, "F" if edge.kind == "x" else "B", edge.target) for edge in edges
+        }
+        self.inbox = Inbox(self._outboxes, stages, replicas, lifetimes)
+        self.sent_groups = np.full((op_ticks.ticks, len(edges)), -1, np.int32)
+        for number, spans in enumerate(lifetimes.values()):
+            for group, (tick, _) in enumerate(spans):
+                self.sent_groups[tick, number] = group
+        self.width = max(replicas.share(stages[part]) * outbox.size for (_, part), outbox in self._outboxes.items())
+
+    def outbox(self, part: int, op: str) -> Outbox | None:
+        """Returns the places of what an op of a part sends, or None if it sends nothing."""
+        return {"F": self._outboxes["x", part], "B": self._outboxes["g", part]}.get(op)
+
+    def read(self, kind: Literal["x", "g"], source: int, target: int, inbox: jax.Array, index: MicrobatchId) -> Tree:
+        """Returns the message from one part to another about a microbatch."""
+        return self.inbox.read(inbox, self._edges[kind, source, target], index.group, index.number)
+
+
+def _find_edges(parts: Sequence[PartProgram], *, train: bool) -> list[Edge]:
+    edges = []
+    for target, part in enumerate(parts):
+        for source, variables in part.receives.items():
+            tree = shapes(variables)
+            edges.append(Edge("x", source, target, tree))
+            if train and floats(tree):
+                edges.append(Edge("g", target, source, floats(tree)))
+    return edges
