@@ -10,20 +10,19 @@ folder that the next save deletes.
 import errno
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxpar.checkpoint import array_files, listing, manifest, processes, reading, saved_replicas, writing
+from jaxpar.checkpoint import array_files, listing, manifest, processes, reading, restoring, retention, writing
 from jaxpar.checkpoint.spec import Checkpoints
 from jaxpar.errors import LOST, JaxparError, Problem, refuse
 from jaxpar.files import FULL, make_folder
 from jaxpar.units import show_bytes
 
 LISTED = 4096  # bytes on disk per array for the list of its blocks and the file system's rounding
-NONE = -1  # broadcast in place of a step by processes whose value is ignored
 
 
 def _warn(text: str) -> None:
@@ -75,7 +74,10 @@ class Store:
           JaxparError: If the previous write failed, except for a full disk, which is only reported.
         """
         self.wait()
-        self._sweep()
+        if processes.is_first():
+            make_folder(self.folder)
+            for path in list(listing.remains(self.folder)):  # of a killed run or a failed write
+                listing.delete(path)
         needed = sum(
             array.bytes + LISTED for array in array_files.describe(state).values()
         )  # of all processes together
@@ -101,11 +103,12 @@ class Store:
         """
         if not processes.is_first():
             return
+        save_scores = partial(_save_scores, self.folder, step, scores, self.say)
         if self._pending is not None and self._pending.step == step:
-            self._pending = writing.run_after_commit(self._pending, partial(self._score, step, scores))
+            self._pending = writing.run_after_commit(self._pending, save_scores)
         elif self.path(step).is_dir():
-            self._score(step, scores)
-            self._delete_old()
+            save_scores()
+            retention.delete_old(self.folder, self.spec)
 
     def wait(self) -> None:
         """Waits until the last write is committed, then deletes checkpoints that are not retained.
@@ -123,14 +126,14 @@ class Store:
             processes.broadcast(0)  # a barrier: the first has renamed it, so that all list the same steps from here on
             self._disk_error = None
             if processes.is_first():
-                self._delete_old()
+                retention.delete_old(self.folder, self.spec)
         elif processes.is_multiprocess():
-            raise PartialWrite(*self._write_error(write, error).problems) from error
+            raise PartialWrite(*_write_error(self.folder, write, error).problems) from error
         else:
             # one process can go on without this checkpoint: what it wrote is deleted, which frees the disk again
             writing.remove(self.folder, write.step)
             if _errno(error) not in FULL:
-                raise self._write_error(write, error) from error
+                raise _write_error(self.folder, write, error) from error
             self._note_full_disk(write.step, write.bytes)
 
     def finish(self) -> None:
@@ -153,7 +156,7 @@ class Store:
             error = write.future.exception()
             write.worker.shutdown()
             if error is not None:
-                self.say(str(self._write_error(write, error)))
+                self.say(str(_write_error(self.folder, write, error)))
 
     def restore(self, like: Any, step: int | None = None) -> tuple[Any, int]:
         """Loads the state of a checkpoint with the shardings of `like`; returns it and its step.
@@ -168,28 +171,22 @@ class Store:
             checkpoint, or every difference by path.
         """
         damaged = {}
-        for candidate in self._candidates(step):
-            path = self.path(candidate)
+        for candidate in restoring.candidates(self.folder, step):
             try:
-                contents = reading.read_manifest(path)
-                arrays, note = saved_replicas.read(
-                    path, contents, like, how=self.spec.replicas, run=str(_run_folder(path))
-                )
-                if (saved_step := _state_step(arrays)) not in (None, candidate):
-                    raise reading.DamagedCheckpoint(path, [f"its state is of step {saved_step}"])
+                arrays, note = restoring.load(self.folder, candidate, like, replicas=self.spec.replicas)
             except reading.DamagedCheckpoint as found:
                 damaged[candidate] = found.faults
                 continue
             # set aside only now: if none is good, all stay in place for the user to inspect
             if processes.is_first():
-                for damaged_step, problem in zip(damaged, self._problems(damaged), strict=True):
-                    self._set_aside(problem, damaged_step, candidate)
+                for damaged_step, problem in zip(damaged, restoring.damage(self.folder, damaged), strict=True):
+                    _set_aside(self, problem, damaged_step, candidate)
             if note and processes.is_first():
                 self.say(f"step {candidate}: {note}")
             return array_files.unflatten(like, arrays), candidate
         if damaged:
-            raise JaxparError(*self._problems(damaged))
-        raise _no_checkpoint_error(self.folder, step)
+            raise JaxparError(*restoring.damage(self.folder, damaged))
+        raise restoring.no_checkpoint_error(self.folder, step)
 
     def set_aside_after(self, step: int) -> list[str]:
         """Sets aside the checkpoints after the step from which training goes on; returns their new names.
@@ -202,60 +199,9 @@ class Store:
         """Folder of a checkpoint."""
         return self.folder / listing.name_of(step)
 
-    def scores(self, step: int) -> dict[str, float]:
-        """Scores of a checkpoint; empty if its MANIFEST is lost."""
-        try:
-            return manifest.read(self.path(step)).scores
-        except JaxparError:
-            return {}
-
-    def _candidates(self, step: int | None) -> Iterator[int]:
-        """Yields the steps to try, newest first, from the first process, whose view of the folder is up to date."""
-        available = self.steps()
-        candidates = available[::-1] if step is None else [step] if step in available else []
-        for index in range(processes.broadcast(len(candidates))):
-            yield processes.broadcast(candidates[index] if processes.is_first() else NONE)
-
-    def _problems(self, damaged: Mapping[int, list[str]]) -> list[Problem]:
-        available, result = self.steps(), []
-        for step, faults in damaged.items():
-            choices = ", ".join(
-                str(number) for number in [alternative for alternative in available if alternative != step][-4:]
-            )
-            result.append(
-                Problem(
-                    f"checkpoint {self.path(step)} is damaged: {_join_first(faults)}",
-                    "every byte has the hash that the MANIFEST lists, and the folder the name of its step",
-                    f"another step ({choices})" if choices else "train anew, in another run.dir",
-                )
-            )
-        return result
-
-    def _set_aside(self, problem: Problem, step: int, used: int) -> None:
-        renamed_note = ""
-        if self.is_owner:
-            renamed_note = f"; it is called {listing.set_aside(self.path(step)).name} now"
-        self.say(f"{problem.got}; step {used} is used instead{renamed_note}")
-
-    def _sweep(self) -> None:
-        """Deletes the remains of a killed run or a failed write, before the next write."""
-        if processes.is_first():
-            make_folder(self.folder)
-            for path in list(listing.remains(self.folder)):
-                listing.delete(path)
-
-    def _score(self, step: int, scores: dict[str, float]) -> None:
-        try:
-            manifest.score(self.path(step), scores)
-        except OSError as error:  # without scores a checkpoint is still good: only keep_best cannot choose it
-            if error.errno not in FULL:
-                raise
-            self.say(f"the scores of step {step} are not saved: the disk of {self.folder} is full")
-
     def _note_full_disk(self, step: int, needed: int) -> None:
         free = shutil.disk_usage(self.folder).free
-        last_steps = self.steps()[-1:]
-        is_new = self._disk_error is None
+        last_steps, is_new = self.steps()[-1:], self._disk_error is None
         self._disk_error = refuse(
             f"step {step} is not saved: the disk of {self.folder} is full ({show_bytes(needed)} needed, "
             f"{show_bytes(free)} free)",
@@ -270,52 +216,31 @@ class Store:
                 + "and the next checkpoint is tried"
             )
 
-    def _write_error(self, write: writing.PendingWrite, error: BaseException) -> JaxparError:
-        code = _errno(error)
-        cause = errno.errorcode.get(code, str(code)) if code else (str(error) or type(error).__name__).splitlines()[0]
-        return refuse(
-            f"step {write.step} is not saved in {self.folder}: {cause:.160}",
-            rule="checkpoints can be written in the folder of the run",
-            fix=f"a folder {self.folder} that can be written, or another run.dir; "
-            "the same command goes on from the last checkpoint",
-        )
 
-    def _delete_old(self) -> None:
-        steps = self.steps()
-        retained = set(steps[-self.spec.keep_last :])
-        if self.spec.keep_best:
-            sign = 1 if self.spec.best_is == "lowest" else -1
-            scores = {step: self.scores(step).get(self.spec.best) for step in steps}
-            scored = [(sign * score, step) for step, score in scores.items() if score is not None]
-            retained |= {step for _, step in sorted(scored)[: self.spec.keep_best]}
-        for step in steps:
-            if step not in retained:
-                path = self.path(step)
-                # renamed first: deleting takes time, and a kill in the middle of it must not leave half a checkpoint
-                shutil.rmtree(path.rename(path.with_name(path.name + listing.DELETED)))
+def _set_aside(store: Store, problem: Problem, step: int, used: int) -> None:
+    renamed_note = f"; it is called {listing.set_aside(store.path(step)).name} now" if store.is_owner else ""
+    store.say(f"{problem.got}; step {used} is used instead{renamed_note}")
 
 
-def _join_first(wrong: list[str]) -> str:
-    return "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if wrong[3:] else "")
+def _save_scores(folder: Path, step: int, scores: Mapping[str, float], say: Callable[[str], None]) -> None:
+    try:
+        manifest.score(folder / listing.name_of(step), scores)
+    except OSError as error:  # without scores a checkpoint is still good: only keep_best cannot choose it
+        if error.errno not in FULL:
+            raise
+        say(f"the scores of step {step} are not saved: the disk of {folder} is full")
+
+
+def _write_error(folder: Path, write: writing.PendingWrite, error: BaseException) -> JaxparError:
+    code = _errno(error)
+    cause = errno.errorcode.get(code, str(code)) if code else (str(error) or type(error).__name__).splitlines()[0]
+    return refuse(
+        f"step {write.step} is not saved in {folder}: {cause:.160}",
+        rule="checkpoints can be written in the folder of the run",
+        fix=f"a folder {folder} that can be written, or another run.dir; "
+        "the same command goes on from the last checkpoint",
+    )
 
 
 def _errno(error: BaseException) -> int | None:
     return error.errno if isinstance(error, OSError) else None
-
-
-def _state_step(arrays: Mapping[str, Any]) -> int | None:
-    """The `step` of a state; None if it has none."""
-    step = arrays.get("step")
-    return None if step is None or step.shape else int(step)
-
-
-def _run_folder(path: Path) -> Path:
-    return path.parent.parent if path.parent.name == "checkpoints" else path
-
-
-def _no_checkpoint_error(folder: Path, step: int | None) -> JaxparError:
-    return refuse(
-        f"no {'good ' * (not step)}checkpoint {'' if step is None else f'of step {step} '}in {folder}",
-        rule="a run is resumed from a checkpoint",
-        fix="train it first: jaxpar train JOB",
-    )

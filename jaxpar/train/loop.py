@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from jaxpar.checkpoint import processes
+from jaxpar.checkpoint.retention import read_scores
 from jaxpar.checkpoint.writing import SaveSchedule
 from jaxpar.errors import JaxparError
 from jaxpar.step.measures.evaluation_loss import derive_measures, evaluation_names
@@ -241,7 +242,9 @@ def _evaluate(job: Run, state: State, feed: Feed, row: dict[str, Any], stop: Sto
 def _score_resumed_step(job: Run, state: State, feed: Feed, stop: Stop) -> str | None:
     """Evaluates the step that a run resumes from if its checkpoint has no score, as the run ended before it."""
     step, store = int(state.step), job.store
-    if store is None or not processes.broadcast(step in store.steps() and not is_evaluated(store.scores(step))):
+    if store is None or not processes.broadcast(
+        step in store.steps() and not is_evaluated(read_scores(store.folder, step))
+    ):
         return None
     row: dict[str, Any] = {"step": step}
     by = _evaluate(job, state, feed, row, stop)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jaxpar.checkpoint import Checkpoints, Store, array_files, listing, manifest, reading, saved_replicas
+from jaxpar.checkpoint import Checkpoints, Store, array_files, listing, manifest, reading, retention, saved_replicas
 from jaxpar.checkpoint.differences import differences, problems
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.exchange.base import NO_MODEL
@@ -145,15 +145,14 @@ def choose_steps(folder: Path, checkpoints: str, spec: Checkpoints) -> tuple[int
 
 
 def _best_step(folder: Path, available: list[int], spec: Checkpoints) -> int:
-    store, sign = Store(folder / "checkpoints", spec, is_owner=False), 1 if spec.best_is == "lowest" else -1
-    scores = {step: score for step in available if (score := store.scores(step).get(spec.best)) is not None}
-    if not scores:
+    ranked = retention.rank(folder / "checkpoints", available, spec)
+    if not ranked:
         raise refuse(
             f"--checkpoints best: no checkpoint in {folder / 'checkpoints'} has the score {spec.best}",
             rule="the best checkpoint is the one whose evaluation while training was the best",
             fix="--checkpoints all, or train.eval_every when it is trained",
         )
-    return min(scores, key=lambda step: (sign * scores[step], step))
+    return min(ranked)[1]
 
 
 def with_model_of(trained: Job, job: Job) -> Job:
