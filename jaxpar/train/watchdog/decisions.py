@@ -4,6 +4,7 @@ import difflib
 import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.train.watchdog.beat import Files, Heartbeat, unknown
@@ -12,6 +13,7 @@ from jaxpar.train.watchdog.digest import Digest
 SLOW = 10  # factor on the limit for activities that may be slow on one host and quick on another
 PATIENT = ("compiling", "evaluating", "saving", "restoring", "starting")
 TOGETHER = ("training",)  # all processes wait for each other here, so the duration blames none of them
+AGREEING = "agreeing on the"  # prefix of the activity of a process that waits for others to state a fact
 ON = "the same command goes on from the newest checkpoint; jaxpar launch does so by itself"
 
 
@@ -62,6 +64,14 @@ def allowed_seconds(doing: str, known: Digest, *, limit: float) -> float:
     """
     needed = 0.0 if doing in TOGETHER else known.longest.get(doing, 0.0)
     return limit * (SLOW if doing in PATIENT else 1) + 2 * needed
+
+
+def next_activity(mine: Heartbeat, seconds: float, **changes: Any) -> Heartbeat:
+    """Returns the heartbeat of a process that begins its next activity, with the duration of the last one."""
+    longest = mine.longest
+    if mine.doing not in TOGETHER and not mine.doing.startswith(AGREEING):
+        longest = {**longest, mine.doing: max(seconds, longest.get(mine.doing, 0.0))}
+    return replace(mine, place=mine.place + 1, longest=longest, **changes)
 
 
 # Facts: values that must be equal on all processes. If they are not, an error shows the difference.
@@ -135,19 +145,20 @@ def promise(mine: Heartbeat, first: Heartbeat, reached: int) -> Heartbeat:
 
 
 def decide(first: Heartbeat, known: Digest, count: int) -> Heartbeat:
-    """Returns the heartbeat of process 0, with a signal that any process got, and the last step once all hold.
+    """Returns the heartbeat of process 0: adds a signal that any process got, the last step, facts that all agree on.
 
     Args:
       first: The heartbeat of process 0.
       known: The digest of all processes, including process 0.
       count: Number of processes.
     """
+    agreed = first.agreed + is_agreed(known, first.agreed + 1, count)
     if known.stop and not first.stop:
-        return replace(first, stop=known.stop)
+        return replace(first, stop=known.stop, agreed=agreed)
     # the highest promise: no process has passed its own promise, so all can still stop here
     if first.stop and not first.stop_at and known.holding == count:
-        return replace(first, stop_at=known.hold)
-    return first
+        return replace(first, stop_at=known.hold, agreed=agreed)
+    return replace(first, agreed=agreed)
 
 
 def holds(mine: Heartbeat, first: Heartbeat, step: int) -> bool:

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from jaxpar.errors import Problem
-from jaxpar.train.watchdog import decisions as stop
-from jaxpar.train.watchdog.beat import Files, Heartbeat, unknown
-from jaxpar.train.watchdog.decisions import TOGETHER, is_agreed, judge
+from jaxpar.train.watchdog import decisions
+from jaxpar.train.watchdog.beat import Files, Heartbeat
 from jaxpar.train.watchdog.digest import Digest, merge
+from jaxpar.train.watchdog.peers import Peers
 
 # Processes read heartbeats along a tree: each opens a few files per turn, whatever the number of processes.
 
@@ -67,7 +67,37 @@ def patience(count: int, limit: float) -> float:
     return max(limit, TURNS * interval(count, limit))
 
 
-AGREEING = "agreeing on the"  # prefix of the activity of a process that waits for others to state a fact
+class AwakeClock:
+    """The seconds that this process has been running, without time during which it was stopped.
+
+    Args:
+      clock: A monotonic clock, in seconds.
+      longest: Seconds between two calls of `advance`, above which the process was stopped.
+    """
+
+    def __init__(self, clock: Callable[[], float], longest: float):
+        self._clock, self._longest = clock, longest
+        self._before, self._awake, self._began = clock(), 0.0, 0.0
+
+    def advance(self) -> tuple[float, bool]:
+        """Returns the time of the monotonic clock, and whether the process was stopped since the last call."""
+        now = self._clock()
+        stopped = now - self._before > self._longest
+        self._awake, self._before = self._seconds(now), now
+        return now, stopped
+
+    def activity_seconds(self) -> float:
+        """Returns the duration of the current activity."""
+        return round(self._seconds(self._clock()) - self._began, 2)
+
+    def begin_activity(self) -> float:
+        """Begins an activity; returns the duration of the one before."""
+        now, began = self._seconds(self._clock()), self._began
+        self._began = now
+        return round(now - began, 2)
+
+    def _seconds(self, now: float) -> float:
+        return self._awake + min(now - self._before, self._longest)
 
 
 class Watchdog:
@@ -81,71 +111,60 @@ class Watchdog:
       clock: A monotonic clock, in seconds.
 
     Attributes:
+      beat: The heartbeat of this process.
       known: The digest of all processes at the last turn.
     """
 
     def __init__(
         self, files: Files, *, process: int, count: int, limit: float, clock: Callable[[], float] = time.monotonic
     ):
-        self.files, self.process, self.count, self.clock = files, process, count, clock
+        self.files, self.process, self.count = files, process, count
         self.interval, self.limit = interval(count, limit), patience(count, limit)
-        self._children = children(process, count)
-        self._lock = threading.Lock()
-        self._beat = Heartbeat(process=process)
-        self._reached = 0
-        # process to its last (pid, count), and the time at which this process first read it: silence is measured by
-        # this process's own clock, as the clocks of hosts differ
-        self._heard: dict[int, tuple[tuple[int, int], float]] = {}
-        self._before, self._awake, self._began = clock(), 0.0, 0.0
-        self._said = unknown(0)
-        self.known = Digest()
-
-    @property
-    def beat(self) -> Heartbeat:
-        """The heartbeat of this process."""
-        return self._beat
+        self._children, self._peers = children(process, count), Peers(files)
+        self._lock, self._clock = threading.Lock(), AwakeClock(clock, 4 * self.interval)
+        self.beat, self.known, self._reached = Heartbeat(process=process), Digest(), 0
 
     @property
     def first(self) -> Heartbeat:
         """The last heartbeat of process 0 that this process has read."""
-        return self._said if self.process else self._beat
+        return self._peers.first if self.process else self.beat
 
     # called by the training loop
 
     def begin_activity(self, step: int, doing: str) -> None:
         """Begins an activity; all processes must begin the same activities in the same order."""
         with self._lock:
-            self._begin(replace(self._beat, step=step, doing=doing))
+            self.beat = decisions.next_activity(self.beat, self._clock.begin_activity(), step=step, doing=doing)
 
     def state(self, what: str, value: str) -> int:
         """States a fact by its hash and returns its number; from now on this process waits for the others."""
         with self._lock:
-            index = self._beat.fact[0] + 1
-            self._begin(replace(self._beat, fact=(index, value), doing=f"{AGREEING} {what}"))
-            return index
+            fact, doing = (self.beat.fact[0] + 1, value), f"{decisions.AGREEING} {what}"
+            self.beat = decisions.next_activity(self.beat, self._clock.begin_activity(), fact=fact, doing=doing)
+            return fact[0]
 
     def wish(self, name: str) -> None:
         """Reports that this process got a stop signal."""
         with self._lock:
-            if not self._beat.stop:
-                self._beat = replace(self._beat, stop=name)
+            if not self.beat.stop:
+                self.beat = replace(self.beat, stop=name)
 
     def holds(self, step: int) -> bool:
         """Returns whether this process must wait after a step until process 0 names the last step."""
         with self._lock:
             self._reached = max(self._reached, step)
-            if held := stop.holds(self._beat, self.first, step):
-                self._began = self._age()  # a wait for the decision does not count as lateness
+            if held := decisions.holds(self.beat, self.first, step):
+                self._clock.begin_activity()  # a wait for the decision does not count as lateness
             return held
 
     def stops(self, step: int) -> str | None:
         """Returns the signal for which all processes stop after this step, or None."""
-        return stop.stops(self.first, step)
+        return decisions.stops(self.first, step)
 
     def end(self, doing: str) -> None:
         """Writes the last heartbeat of this process."""
         with self._lock:
-            self._beat = replace(self._beat, doing=doing)
+            self.beat = replace(self.beat, doing=doing)
         self._write()
 
     # called by the thread
@@ -156,73 +175,34 @@ class Watchdog:
         Raises:
           OSError: If the folder cannot be written.
         """
-        now = self.clock()
         with self._lock:
-            if now - self._before > 4 * self.interval:
-                # this process itself was paused (by a signal, or with its machine), so all other heartbeats look old:
-                # measure their ages from now on
-                self._heard.clear()
-            self._awake, self._before = self._age(now), now
-        below = merge(self._read_heartbeat(child, now) for child in self._children)
+            now, stopped = self._clock.advance()
+            if stopped:  # this process itself, by a signal or with its machine
+                self._peers.restart()
+        below = merge(self._peers.read(child, now) for child in self._children)
         if self.process == 0:
-            self._decide(below)
+            with self._lock:
+                self.beat = replace(self.beat, stuck=self._clock.activity_seconds())
+                self.known = merge([self.beat.digest(), below])
+                self.beat = decisions.decide(self.beat, self.known, self.count)
         self._write(below)
         if self.process:
-            self.known = self._read_heartbeat(0, now)
+            self.known = self._peers.read(0, now)
         with self._lock:
-            self._beat = stop.promise(self._beat, self.first, self._reached)
-        return judge(self.process, self.known, limit=self.limit)
-
-    def _begin(self, beat: Heartbeat) -> None:
-        """Begins the next activity and records the duration of the last one; the caller holds the lock."""
-        now, before = self._age(), self._beat
-        longest = before.longest
-        if before.doing not in TOGETHER and not before.doing.startswith(AGREEING):
-            took = round(now - self._began, 2)
-            longest = {**longest, before.doing: max(took, longest.get(before.doing, 0.0))}
-        self._beat = replace(beat, place=before.place + 1, longest=longest)
-        self._began = now
-
-    def _age(self, now: float | None = None) -> float:
-        """Returns the seconds that this process has been running, without time during which it was stopped."""
-        return self._awake + min((self.clock() if now is None else now) - self._before, 4 * self.interval)
-
-    def _read_heartbeat(self, process: int, now: float) -> Digest:
-        """Reads the heartbeat of a process; returns the digest of it and of the processes below it."""
-        beat = self.files.read(process) or unknown(process)
-        if process == 0:
-            # keep the newest heartbeat of process 0: a shared file system may briefly show an older file, or none
-            self._said = beat = max(self._said, beat, key=lambda each: each.count)
-        alone = beat.digest(self._silent_seconds(beat, now))
-        return alone if beat.below is None else alone + beat.below
-
-    def _silent_seconds(self, beat: Heartbeat, now: float) -> float:
-        """Returns the seconds since the heartbeat of a process last changed, by this process's clock."""
-        life = (beat.pid, beat.count)
-        if beat.process not in self._heard or self._heard[beat.process][0] != life:
-            self._heard[beat.process] = (life, now)
-        return round(now - self._heard[beat.process][1], 2)
-
-    def _decide(self, below: Digest) -> None:
-        """Decides, in process 0, the step after which all stop, and which facts all agree on."""
-        with self._lock:
-            self._beat = replace(self._beat, stuck=round(self._age() - self._began, 2))
-            self.known = merge([self._beat.digest(), below])
-            self._beat = stop.decide(self._beat, self.known, self.count)
-            if is_agreed(self.known, self._beat.agreed + 1, self.count):
-                self._beat = replace(self._beat, agreed=self._beat.agreed + 1)
+            self.beat = decisions.promise(self.beat, self.first, self._reached)
+        return decisions.judge(self.process, self.known, limit=self.limit)
 
     def _write(self, below: Digest | None = None) -> None:
         with self._lock:
-            self._beat = beat = replace(
-                self._beat,
-                count=self._beat.count + 1,
-                stuck=round(self._age() - self._began, 2),
-                below=self._beat.below if below is None else below if self._children else None,
+            self.beat = beat = replace(
+                self.beat,
+                count=self.beat.count + 1,
+                stuck=self._clock.activity_seconds(),
+                below=self.beat.below if below is None else below if self._children else None,
             )
         # outside the lock, which the training takes in every step: a slow file system must not delay the training
         try:
             self.files.write(beat)
-        except OSError:  # in an outage all heartbeats seem old: after it, their ages are measured anew
-            self._heard.clear()
+        except OSError:
+            self._peers.restart()
             raise
