@@ -41,11 +41,11 @@ class PopulationMembers(PerReplica):
 
     def gradients(self, params: Tree, model_state: Tree, batch: Batch) -> tuple[Tree, Sums, Tree]:
         """Returns gradients, sums and model state of each member, over all examples: [member, ...]."""
-        return self.map_replicas(self.replica_gradients.gradients, rows=None)(params, model_state, batch)
+        return self.replica_map.on_batch(self.replica_gradients.gradients, params, model_state, batch)
 
     def evaluate(self, params: Tree, model_state: Tree, batch: Batch) -> Sums:
         """Returns the sums of each member, with names such as `loss/0`."""
-        return _split_members(self.map_replicas(self.evaluator.evaluate, rows=None)(params, model_state, batch))
+        return _split_members(self.replica_map.on_batch(self.evaluator.evaluate, params, model_state, batch))
 
     def update(
         self, optimizer: optax.GradientTransformation, state: State, batch: Batch, on_device: Callable[[Any], Any]

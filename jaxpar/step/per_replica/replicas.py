@@ -18,19 +18,18 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxpar.exchange.all_reduce import AllReduce
-from jaxpar.exchange.base import NO_MODEL, Replicas
+from jaxpar.exchange.base import NO_MODEL
 from jaxpar.exchange.global_model import merge_replicas_of_model
-from jaxpar.exchange.replica_mesh import AXIS, ReplicaMesh
+from jaxpar.exchange.replica_mesh import AXIS
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.layout_data import trained_shards
-from jaxpar.parallel.specs import optimizer_specs, stored_specs, update_specs
-from jaxpar.sharding.constrain import activation_names
+from jaxpar.parallel.specs import stored_specs, update_specs
 from jaxpar.sharding.names import Tree
 from jaxpar.step.gradients import Batch, Gradients, constrain_tree, metrics, update_params
 from jaxpar.step.losses import Sums
-from jaxpar.step.parameters.frozen import drop_paths, fill_missing, zero_frozen
-from jaxpar.step.per_replica.ensemble import REPLICA
-from jaxpar.step.state import State, replica_shapes
+from jaxpar.step.parameters.frozen import zero_frozen
+from jaxpar.step.per_replica.replica_map import ReplicaMap
+from jaxpar.step.per_replica.trained_state import TrainedState
+from jaxpar.step.state import State
 from jaxpar.step.unpipelined import Unpipelined
 
 
@@ -51,22 +50,22 @@ class PerReplica(Gradients):
       replica_gradients: Differentiates the model of one replica.
       evaluator: Evaluates the global model on all devices. If there is no global model, it evaluates the model of one
         replica, or an ensemble if the exchange averages predictions.
-      exchange: Synchronizes the replicas. It does not get frozen parameters, which are always equal.
+      exchange: Synchronizes the replicas.
+      replica_map: Maps functions of one replica over all replicas.
+      trained: The part of a state that the exchange synchronizes.
     """
 
     def __init__(self, layout: Layout, replica_gradients: Unpipelined, evaluator: Gradients):
-        self.layout, self.replica_gradients, self.evaluator, self.exchange = (
-            layout,
-            replica_gradients,
-            evaluator,
-            layout.parallel.exchange,
-        )
+        self.layout, self.replica_gradients, self.evaluator = layout, replica_gradients, evaluator
+        self.exchange = layout.parallel.exchange
+        self.replica_map = ReplicaMap(layout, replica_gradients.layout)
+        self.trained = TrainedState(layout, replica_gradients.frozen)
         self.sync_every = self.exchange.every
         self._scalars = jax.jit(_scalars)
 
     def gradients(self, params: Tree, model_state: Tree, batch: Batch) -> tuple[Tree, Sums, Tree]:
         """Returns gradients, sums and model state of each replica: [replica, ...]."""
-        return self.map_replicas(self.replica_gradients.gradients)(params, model_state, self._rows(batch))
+        return self.replica_map.on_rows(self.replica_gradients.gradients, params, model_state, batch)
 
     def global_model(self, params: Tree, model_state: Tree, exchange_state: Tree) -> tuple[Tree, Tree]:
         """Returns parameters and state of the global model, or of all replicas if they train several models."""
@@ -83,13 +82,13 @@ class PerReplica(Gradients):
         if self.exchange.global_model != NO_MODEL:
             return self.evaluator.evaluate(params, model_state, batch)
         if not self.exchange.averages_predictions:
-            sums = self.map_replicas(self.evaluator.evaluate)(params, model_state, self._rows(batch))
+            sums = self.replica_map.on_rows(self.evaluator.evaluate, params, model_state, batch)
             return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
         axes = self.layout.sharding(
             PartitionSpec(tuple(axis for axis in self.layout.parallel.batch_axes if axis != AXIS))
         )
         batch = {name: jax.lax.with_sharding_constraint(value, axes) for name, value in batch.items()}
-        sums = self.map_replicas(self.evaluator.evaluate, rows=None)(params, model_state, batch)
+        sums = self.replica_map.on_batch(self.evaluator.evaluate, params, model_state, batch)
         return jax.tree.map(lambda x: x[0], sums)  # equal on all replicas
 
     def update(
@@ -98,8 +97,10 @@ class PerReplica(Gradients):
         """Updates the parameters once, per replica if replicas differ."""
         gradients, sums, model_state = self.gradients(state.params, state.model_state, batch)
         # each replica divided by its own token count: a shared gradient must be that of the whole batch
-        gradients = self._weight_by_tokens(self._drop_frozen(gradients), sums["loss"][1])
-        replica_mesh = self._replica_mesh(update_specs(self.replica_gradients.layout))
+        gradients = _weight_by_tokens(
+            self.trained.drop_frozen(gradients), sums["loss"][1], differ=self.exchange.replicas_differ
+        )
+        replica_mesh = self.trained.replica_mesh(update_specs(self.replica_gradients.layout))
         gradients, exchange_state = self.exchange.gradients(gradients, state.exchange, replica_mesh)
 
         total, count = sums["loss"] if self.exchange.replicas_differ else jax.tree.map(jnp.sum, sums["loss"])
@@ -114,44 +115,14 @@ class PerReplica(Gradients):
         params, opt_state, norm = update(gradients, on_device(state.optimizer), state.params, total / count)
         return State(state.step + 1, params, opt_state, model_state, exchange_state), {"sums": sums, "grad_norm": norm}
 
-    def _weight_by_tokens(self, gradients: Tree, tokens: jax.Array) -> Tree:
-        """Weights replicas' gradients of mean losses by their numbers of `tokens` [replica]."""
-        share = jnp.ones_like(tokens) if self.exchange.replicas_differ else tokens / jnp.mean(tokens)
-
-        def weight(x: jax.Array) -> jax.Array:
-            weights, counts = (factor.reshape(-1, *(1,) * (x.ndim - 1)) for factor in (share, tokens > 0))
-            return jnp.where(counts, x * weights.astype(x.dtype), 0)  # a mean over no tokens is nan
-
-        return jax.tree.map(weight, gradients)
-
     def sync_round(self, step: int) -> int:
         """Returns the number of the exchange's sync round that ends a step; 0 for none."""
         return self.exchange.sync_round(step)
 
     def synchronize(self, state: State, step_metrics: dict[str, Any], sync_round: int) -> tuple[State, dict[str, Any]]:
         """Synchronizes the replicas; returns the state, and the metrics unchanged."""
-        return self.with_replicas(
-            state, self.exchange.synchronize(*self.exchange_inputs(state, sync_round))
-        ), step_metrics
-
-    def exchange_inputs(self, state: State, sync_round: int) -> tuple[Replicas, ReplicaMesh]:
-        """Returns the inputs of an exchange: the replicas of a state, and their specs."""
-        opt_specs = optimizer_specs(
-            self.layout, replica_shapes(state.optimizer) if self.exchange.replicas_differ else state.optimizer
-        )
-        replica_mesh = dataclasses.replace(
-            self._replica_mesh(stored_specs(self.layout)), optimizer=opt_specs, sync_round=sync_round
-        )
-        trained = self._drop_frozen(state.params)
-        inputs = Replicas(
-            params=trained, opt_state=state.optimizer, exchange_state=state.exchange, model_state=state.model_state
-        )
-        return inputs, replica_mesh
-
-    def with_replicas(self, state: State, replicas: Replicas) -> State:
-        """Returns the state with these replicas."""
-        params = fill_missing(replicas.params, state.params)
-        return State(state.step, params, replicas.opt_state, replicas.model_state, replicas.exchange_state)
+        replicas = self.exchange.synchronize(*self.trained.read(state, sync_round))
+        return self.trained.write(state, replicas), step_metrics
 
     def axes_without_traffic(self, *, sync_round: int) -> tuple[str, ...]:
         """Returns `data` for steps without a sync round."""
@@ -164,40 +135,16 @@ class PerReplica(Gradients):
         """
         return self._scalars(raw_metrics)
 
-    def _replica_mesh(self, specs: Tree) -> ReplicaMesh:
-        return ReplicaMesh(
-            mesh=self.layout.device_mesh, specs=self._drop_frozen(specs), parts=trained_shards(self.layout)
-        )
 
-    def _drop_frozen(self, tree: Tree) -> Tree:
-        """Removes frozen parameters from a tree of parameters, gradients or specs."""
-        return drop_paths(self.replica_gradients.frozen, tree)
+def _weight_by_tokens(gradients: Tree, tokens: jax.Array, *, differ: bool) -> Tree:
+    """Weights replicas' gradients of mean losses by their numbers of `tokens` [replica]."""
+    share = jnp.ones_like(tokens) if differ else tokens / jnp.mean(tokens)
 
-    def map_replicas(self, function: Callable, *, rows: int | None = 0) -> Callable:
-        """Maps a function of (params, model state, batch) of one replica over all replicas.
+    def weight(x: jax.Array) -> jax.Array:
+        weights, counts = (factor.reshape(-1, *(1,) * (x.ndim - 1)) for factor in (share, tokens > 0))
+        return jnp.where(counts, x * weights.astype(x.dtype), 0)  # a mean over no tokens is nan
 
-        Args:
-          function: The function of one replica.
-          rows: 0 if each replica has its own entry of the batch; None if all see the whole batch.
-        """
-        params = 0 if self.exchange.replicas_differ else None
-
-        def run_replica(*args):
-            with activation_names(self.replica_gradients.layout.names, self.replica_gradients.layout.sizes):
-                return function(*args)
-
-        return jax.vmap(run_replica, in_axes=(params, 0, rows), axis_name=REPLICA, spmd_axis_name=AXIS)
-
-    def _rows(self, batch: Batch) -> Batch:
-        """Reshapes a batch to [replica, rows, ...]; no row moves to another device."""
-        axes = PartitionSpec(AXIS, tuple(axis for axis in self.layout.parallel.batch_axes if axis != AXIS))
-
-        def split(value: jax.Array) -> jax.Array:
-            count = self.layout.sizes[AXIS]
-            rows = value.reshape(count, value.shape[0] // count, *value.shape[1:])
-            return jax.lax.with_sharding_constraint(rows, self.layout.sharding(axes))
-
-        return {name: split(value) for name, value in batch.items()}
+    return jax.tree.map(weight, gradients)
 
 
 def _scalars(raw_metrics: dict[str, Any]) -> dict[str, jax.Array]:
