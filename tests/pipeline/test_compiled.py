@@ -150,9 +150,7 @@ def test_layers_make_one_hop_to_the_stage_that_runs_them_and_one_back(name):
     dealt = [e for e in report.ledger if e.axis == "pipe" and e.payload not in (MESSAGE, 4)]
     moves = 0
     if plan.chunks > 1:
-        hops = [
-            [part // plan.chunks != plan.locate(part)[0] for part in parts] for parts in permutation_rounds(plan.cut)
-        ]
+        hops = [[part // plan.chunks != plan.locate(part)[0] for part in parts] for parts in permutation_rounds(plan)]
         moves = sum(map(any, hops))
     piece = LAYER_BYTES / MESH["fsdp"] / plan.parts
     assert sum(e.step_payload for e in dealt) == pytest.approx(2 * moves * piece, **EXACT)

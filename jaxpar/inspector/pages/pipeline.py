@@ -32,7 +32,7 @@ def facts(schedule: Schedule, ledger: Sequence[Collective]) -> dict[str, Any]:
     is_countable = all(entry.times is not None for entry in permutes)
     return {
         "schedule": schedule.name,
-        **schedule.cut._asdict(),
+        **{key: getattr(schedule, key) for key in ("stages", "microbatches", "chunks", "placement")},
         "ticks": schedule.ticks,
         "phased": schedule.phased,
         "bubble": schedule.bubble,
@@ -88,4 +88,4 @@ def picture(schedule: Schedule) -> Markup:
 
 def _cells(schedule: Schedule) -> int:
     """Returns the number of ops in the tick table."""
-    return schedule.ticks * schedule.stages - schedule.idle
+    return sum(1 for _ in schedule)

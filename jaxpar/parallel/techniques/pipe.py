@@ -45,7 +45,7 @@ def stack_problems(layout: Layout) -> list[Problem]:
     if stages == 1:
         return []
     try:
-        cut = layout.schedule.cut
+        schedule = layout.schedule
         if layout.parallel.pipeline.head == "spread" and not layout.schedule.phased:
             raise refuse(
                 f'head="spread" with schedule {layout.schedule.name}',
@@ -74,11 +74,11 @@ def stack_problems(layout: Layout) -> list[Problem]:
     if uneven := layout.parallel.pipeline.layers:
         wrong = {layers for layers in stacks if layers != sum(uneven)}
         chunked = Problem(
-            f"layers={tuple(uneven)} with chunks={cut.chunks}",
+            f"layers={tuple(uneven)} with chunks={schedule.chunks}",
             "stages with different numbers of layers have one chunk each",
             'schedule="1f1b_phased", or another with one chunk',
         )
-        return [chunked] * (cut.chunks > 1) + [
+        return [chunked] * (schedule.chunks > 1) + [
             Problem(
                 f"layers={tuple(uneven)} are {sum(uneven)}, {layout.blueprint.name} has {layers}",
                 "every layer is on one stage",
@@ -88,12 +88,12 @@ def stack_problems(layout: Layout) -> list[Problem]:
         ]
     return [
         Problem(
-            f"{layers} layers in {cut.parts} parts (pipe={stages} x chunks={cut.chunks})",
+            f"{layers} layers in {schedule.parts} parts (pipe={stages} x chunks={schedule.chunks})",
             "every part has as many layers as the others",
-            f"{-(-layers // cut.parts) * cut.parts} layers, or other pipe and chunks",
+            f"{-(-layers // schedule.parts) * schedule.parts} layers, or other pipe and chunks",
         )
         for layers in sorted(stacks)
-        if layers % cut.parts
+        if layers % schedule.parts
     ]
 
 

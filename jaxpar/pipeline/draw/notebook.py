@@ -39,7 +39,7 @@ class NotebookSchedule(Schedule):
                             cls="jaxpar jx-fragment"))  # fmt: skip
 
     def _picture(self) -> Markup:
-        small = self.ticks * self.stages - self.idle <= MAX_TOOLTIPS
+        small = sum(1 for _ in self) <= MAX_TOOLTIPS
         picture = svg(self, OpTimes()) if small else overview(self, OpTimes())
         return Markup(picture.replace(' xmlns="http://www.w3.org/2000/svg"', "", 1).strip())
 

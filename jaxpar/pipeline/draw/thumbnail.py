@@ -53,7 +53,7 @@ def overview(schedule: Schedule, times: OpTimes) -> str:
 
 def _count_ticks(schedule: Schedule, cost: Price, shortest: float) -> int:
     """Returns the number of ticks to draw: all, or as many as the width allows with readable numbers."""
-    if schedule.ticks * schedule.stages - schedule.idle <= MAX_CELLS:
+    if sum(1 for _ in schedule) <= MAX_CELLS:
         return schedule.ticks
     end = MAX_AXIS / (text_width("0" * len(str(schedule.microbatches - 1)), 8) + 2.5) * shortest
     return max(1, sum(begin <= end for begin in cost.ticks[1:]))

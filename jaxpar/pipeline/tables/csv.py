@@ -26,8 +26,7 @@ def to_csv(schedule: Schedule) -> str:
     name = schedule.name
     if re.search('[",\r\n]', name):
         name = '"' + name.replace('"', '""') + '"'
-    cut = schedule.cut
-    head = f"stages={cut.stages},microbatches={cut.microbatches},chunks={cut.chunks},placement={cut.placement}"
+    head = ",".join(f"{key}={getattr(schedule, key)}" for key in ("stages", "microbatches", "chunks", "placement"))
     lines = [",".join(str(row[stage] or ".") for row in schedule.cells) for stage in range(schedule.stages)]
     return "\n".join([f"{name},{head}", *lines, ""])
 

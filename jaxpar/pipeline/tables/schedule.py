@@ -42,8 +42,17 @@ class Cell(NamedTuple):
 Row = tuple[Cell | None, ...]
 
 
-class StageCut(NamedTuple):
-    """The division of a model into parts, and of a batch into microbatches: see `Schedule`."""
+@dataclass(frozen=True)
+class StageCut:
+    """The division of a model into parts, and of a batch into microbatches.
+
+    Attributes:
+      stages: Size of the axis `pipe`.
+      microbatches: Number of parts of the batch, which pass the stages in sequence.
+      chunks: Number of parts of the model on each stage.
+      placement: The stage of part p. ring: chunk p // stages of stage p % stages (Megatron-LM's interleaving). v: two
+        chunks, and the second half of the parts is in reverse order of stages (Qi et al. 2024, arXiv:2405.15362).
+    """
 
     stages: int
     microbatches: int
@@ -52,8 +61,14 @@ class StageCut(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Number of parts of the model."""
+        """Number of parts of the model: stages x chunks."""
         return self.stages * self.chunks
+
+    @cached_property
+    def messages(self) -> int:
+        """Number of activations and gradients that stages send to other stages, per step."""
+        crossing = sum(self.locate(part)[0] != self.locate(part + 1)[0] for part in range(self.parts - 1))
+        return 2 * crossing * self.microbatches
 
     def part(self, stage: int, chunk: int) -> int:
         """Returns the number of the part that is this chunk of a stage."""
@@ -68,27 +83,18 @@ class StageCut(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """A table [tick, stage] of cells, None where a stage idles.
+class Schedule(StageCut):
+    """A cut, and a table [tick, stage] of cells, None where a stage idles.
 
     Attributes:
       name: Name of the schedule.
-      stages: Size of the axis `pipe`.
-      microbatches: Number of parts of the batch, which pass the stages in sequence.
       cells: For every tick and stage, the op that the stage runs.
-      chunks: Number of parts of the model on each stage.
-      placement: The stage of part p. ring: chunk p // stages of stage p % stages (Megatron-LM's interleaving). v: two
-        chunks, and the second half of the parts is in reverse order of stages (Qi et al. 2024, arXiv:2405.15362).
       replicas: Number of devices of each stage; () means one each. With replicas, a microbatch of the table is a group
         of them: see `jaxpar.pipeline.run.stage_replicas`.
     """
 
     name: str
-    stages: int
-    microbatches: int
     cells: tuple[Row, ...]
-    chunks: int = 1
-    placement: Placement = "ring"
     replicas: tuple[int, ...] = ()
 
     def __post_init__(self):
@@ -113,11 +119,6 @@ class Schedule:
         """Rows of the table."""
         return len(self.cells)
 
-    @property
-    def parts(self) -> int:
-        """Number of parts of the model: stages x chunks."""
-        return self.cut.parts
-
     @cached_property
     def split(self) -> bool:
         """Whether backward is split into B and W."""
@@ -129,14 +130,10 @@ class Schedule:
         return all(len({cell.op for cell in row if cell}) <= 1 for row in self.cells)
 
     @property
-    def idle(self) -> int:
-        """Number of idle cells."""
-        return sum(cell is None for row in self.cells for cell in row)
-
-    @property
     def bubble(self) -> float:
         """Share of the cells that are idle: the bubble if all ops take the same time."""
-        return self.idle / (self.ticks * self.stages) if self.ticks else 0.0
+        idle = sum(cell is None for row in self.cells for cell in row)
+        return idle / (self.ticks * self.stages) if self.ticks else 0.0
 
     @cached_property
     def peak(self) -> tuple[int, ...]:
@@ -144,39 +141,12 @@ class Schedule:
 
         A pair is saved from its F to its B, or to its W if backward is split. It is 1/chunks of a stage's activations.
         """
-        return self._max_pairs("F", "W" if self.split else "B")
+        return _max_pairs(self, "F", "W" if self.split else "B")
 
     @cached_property
     def stash(self) -> tuple[int, ...]:
         """The maximum number of stashes (residuals of a B for its W) that each stage saves; 0 if B and W are one op."""
-        return self._max_pairs("B", "W") if self.split else (0,) * self.stages
-
-    def _max_pairs(self, first_op: str, last_op: str) -> tuple[int, ...]:
-        """Returns, per stage, the maximum number of (microbatch, chunk) pairs that are between two ops at once."""
-        peaks, current = [0] * self.stages, [0] * self.stages
-        for _, stage, cell in self:
-            current[stage] += (cell.op == first_op) - (cell.op == last_op)
-            peaks[stage] = max(peaks[stage], current[stage])
-        return tuple(peaks)
-
-    @cached_property
-    def messages(self) -> int:
-        """Number of activations and gradients that stages send to other stages, per step."""
-        crossing = sum(self.locate(part)[0] != self.locate(part + 1)[0] for part in range(self.parts - 1))
-        return 2 * crossing * self.microbatches
-
-    @property
-    def cut(self) -> "StageCut":
-        """The cut of the model into parts."""
-        return StageCut(self.stages, self.microbatches, self.chunks, self.placement)
-
-    def part(self, stage: int, chunk: int) -> int:
-        """Returns the number of the part that is this chunk of a stage."""
-        return self.cut.part(stage, chunk)
-
-    def locate(self, part: int) -> tuple[int, int]:
-        """Returns the (stage, chunk) that holds a part of the model."""
-        return self.cut.locate(part)
+        return _max_pairs(self, "B", "W") if self.split else (0,) * self.stages
 
     def __iter__(self) -> Iterator[tuple[int, int, Cell]]:
         """Yields (tick, stage, cell) of all cells that are not idle, in order of ticks."""
@@ -197,6 +167,15 @@ class Schedule:
         return "\n".join(rows)
 
 
+def _max_pairs(schedule: Schedule, first_op: str, last_op: str) -> tuple[int, ...]:
+    """Returns, per stage, the maximum number of (microbatch, chunk) pairs that are between two ops at once."""
+    peaks, current = [0] * schedule.stages, [0] * schedule.stages
+    for _, stage, cell in schedule:
+        current[stage] += (cell.op == first_op) - (cell.op == last_op)
+        peaks[stage] = max(peaks[stage], current[stage])
+    return tuple(peaks)
+
+
 def _replay(schedule: Schedule) -> None:
     """Replays the table on symbols.
 
@@ -215,7 +194,7 @@ def _replay(schedule: Schedule) -> None:
         new_ops = {}
         for stage, cell in enumerate(row):
             if cell is not None:
-                problem = _find_problem(schedule.cut, op_ticks, stage, cell)
+                problem = _find_problem(schedule, op_ticks, stage, cell)
                 if problem:
                     rule, fix = problem
                     raise refuse(f"tick {tick}, stage {stage} of {schedule.name}: {Cell(*cell)}", rule=rule, fix=fix)
@@ -304,4 +283,6 @@ def from_orders(
                 op_ticks[cell.op, cell.microbatch, cut.part(stage, cell.chunk)] = len(rows)
                 positions[stage] += 1
         rows.append(tuple(row))
-    return Schedule(name=name, cells=tuple(rows), **cut._asdict())
+    return Schedule(
+        name=name, cells=tuple(rows), stages=stages, microbatches=microbatches, chunks=chunks, placement=placement
+    )

@@ -102,7 +102,7 @@ def forwards(schedule: Schedule) -> tuple[Row, ...]:
     """Returns the table of only the forwards, in the shortest of three orders; ties go to the table's own order."""
     rows = (tuple(cell if cell and cell.op == "F" else None for cell in row) for row in schedule.cells)
     unpacked = tuple(row for row in rows if any(row))
-    return min((unpacked, *(_pack_forwards(schedule.cut, rule) for rule in (_deepest, _shallowest))), key=len)
+    return min((unpacked, *(_pack_forwards(schedule, rule) for rule in (_deepest, _shallowest))), key=len)
 
 
 def _deepest(cell: Cell) -> tuple[int, int]:

@@ -136,7 +136,7 @@ def read_in_layer(shardings: Shardings, path: str, value: jax.Array) -> jax.Arra
 def move_to_stages(layout: Layout, layers: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Moves the layers to the stages that run them."""
     if not layout.parallel.pipeline.layers:
-        return redistribute_layers(layout.device_mesh, layout.schedule.cut, layers)
+        return redistribute_layers(layout.device_mesh, layout.schedule, layers)
     # padding repeats a layer, so this is not a permutation: XLA gathers by index
     order, _ = padded_layers(layout.parallel.pipeline.layers)
     moved = {path: jnp.take(value, order, axis=0) for path, value in layers.items()}
@@ -148,7 +148,7 @@ def move_to_storage(layout: Layout, layers: dict[str, jax.Array]) -> dict[str, j
     if not layout.parallel.pipeline.layers:
         # otherwise XLA merges the slices of `redistribute_layers` with those for the shards, and reduces before slicing
         layers = jax.lax.optimization_barrier(layers) if layout.schedule.chunks > 1 else layers
-        return redistribute_layers(layout.device_mesh, layout.schedule.cut, layers, reverse=True)
+        return redistribute_layers(layout.device_mesh, layout.schedule, layers, reverse=True)
     _, places = padded_layers(layout.parallel.pipeline.layers)
     specs = {path: pick(update_specs(layout), tuple(path.split("/"))) for path in layers}
     moved = {path: constrain(layout, value, specs[path]) for path, value in layers.items()}
