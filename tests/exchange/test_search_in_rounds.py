@@ -12,6 +12,7 @@ from flax import nnx
 import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.exchange.population.evolution import Evolution
+from jaxpar.exchange.population.search_space import SearchSpace
 from jaxpar.exchange.population.swarm import Swarm
 from jaxpar.job.file import parse
 from jaxpar.job.run import train
@@ -75,7 +76,8 @@ def test_a_swarm_moves_as_its_equations_say():
     """Kennedy and Eberhart's velocity in numpy, with the same draws, through rounds in which some get worse."""
     swarm = Swarm(values={"a": (0.1, 0.5, 0.9), "b": (1.0, 2.0, 3.0)}, within={"a": (0.0, 1.0), "b": (0.0, 4.0)})
     x = np.array([[0.1, 0.25], [0.5, 0.5], [0.9, 0.75]], np.float32)
-    places = swarm.coordinates({name: jnp.float32(each) for name, each in swarm.values.items()})
+    space = SearchSpace(swarm.within, swarm.logarithmic)
+    places = space.coordinates({name: jnp.float32(each) for name, each in swarm.values.items()})
     np.testing.assert_allclose(places, x)
     memory, v, p, best = swarm.remember(places), np.zeros_like(x), x.copy(), np.full(3, np.inf)
     rng = np.random.default_rng(0)

@@ -3,6 +3,7 @@
     population   members that never synchronize: a grid, or random draws
     pbt          population based training: the worst members copy the best and continue with changed settings
     rounds       searches that restart training in each round: `evolution`, `swarm`
+    search_space positions of settings in their ranges, which these searches move
     copying      copies members to other members, over the mesh axis
     sweep        a job's `[sweep]`
     draws        the members' initial settings

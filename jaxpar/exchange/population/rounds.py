@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from jaxpar.errors import check_ranges
 from jaxpar.exchange.base import STEPS, Replicas, Tree
 from jaxpar.exchange.population.population import Population
+from jaxpar.exchange.population.search_space import SearchSpace
 
 if TYPE_CHECKING:
     import jax
@@ -28,8 +29,8 @@ SCORED = 0.2  # last share of a round whose losses are averaged
 class Rounds(Population):
     """A search over settings in rounds; a subclass proposes the settings of the next round.
 
-    It works on coordinates in [0, 1]: the position of a value in its range, or of its logarithm if the range is
-    logarithmic. Draws depend on `seed`, the round and the member, so a resumed run repeats them.
+    It works on the coordinates of a `SearchSpace`. Draws depend on `seed`, the round and the member, so a resumed run
+    repeats them.
 
     Attributes:
       name: rounds.
@@ -79,7 +80,8 @@ class Rounds(Population):
         """Returns the sums of losses, the counts of steps and rounds, the search's state, and initial parameters."""
         import jax.numpy as jnp
 
-        places = self.coordinates({name: jnp.asarray(values, jnp.float32) for name, values in self.values.items()})
+        values = {name: jnp.asarray(values, jnp.float32) for name, values in self.values.items()}
+        places = SearchSpace(self.within, self.logarithmic).coordinates(values)
         per_member = {"losses": jnp.zeros(replicas), "scores": jnp.zeros(replicas)}
         counts = {"step": jnp.zeros((), jnp.int32), "round": jnp.zeros((), jnp.int32)}
         return {"each": per_member, **counts, "memory": self.remember(places), "start": {"params": params}}
@@ -101,14 +103,9 @@ class Rounds(Population):
         import jax.numpy as jnp
 
         step = state["step"] + 1
-        is_scored = (step > self.every - self.scored_steps) & (step <= self.every)
+        is_scored = (step > self.every - _scored_steps(self.every)) & (step <= self.every)
         per_member = state["each"] | {"losses": state["each"]["losses"] + jnp.where(is_scored, losses, 0.0)}
         return state | {"each": per_member, "step": step}
-
-    @property
-    def scored_steps(self) -> int:
-        """The number of steps at the end of a round whose losses are averaged."""
-        return max(1, int(SCORED * self.every))
 
     def synchronize(self, replicas: Replicas, between: "ReplicaMesh") -> Replicas:
         """Starts the members' next round, and discards the update of its first step."""
@@ -118,15 +115,15 @@ class Rounds(Population):
         from jaxpar.exchange.population.copying import replicate
         from jaxpar.optim.injected import with_settings
 
-        state = replicas.exchange_state
-        scores = replicate(state["each"]["losses"], between.mesh) / self.scored_steps
+        state, space = replicas.exchange_state, SearchSpace(self.within, self.logarithmic)
+        scores = replicate(state["each"]["losses"], between.mesh) / _scored_steps(self.every)
         scores = jnp.where(jnp.isfinite(scores), scores, jnp.inf)
         settings = {name: replicate(x, between.mesh) for name, x in self.settings(replicas.opt_state).items()}
         key = jax.random.fold_in(jax.random.key(self.seed), state["round"])
-        places, memory = self.propose(self.coordinates(settings), scores, state["memory"], key)
+        places, memory = self.propose(space.coordinates(settings), scores, state["memory"], key)
         tile = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(x, (self.members, *x.shape)), tree)  # noqa: E731
         start = state["start"]
-        optimizer = with_settings(tile(start["optimizer"]), self.settings_at(places, settings))
+        optimizer = with_settings(tile(start["optimizer"]), space.settings(places, settings))
         state = state | {
             "each": {"losses": jnp.zeros_like(scores), "scores": scores},
             "step": jnp.ones_like(state["step"]),  # the discarded step
@@ -141,39 +138,14 @@ class Rounds(Population):
             exchange_state=state,
         )
 
-    def coordinates(self, settings: "Mapping[str, jax.Array]") -> "jax.Array":
-        """Returns the positions of values in their ranges. Shape [member, setting]."""
-        import jax.numpy as jnp
-
-        columns = []
-        for name, values in settings.items():
-            scale = jnp.log if name in self.logarithmic else jnp.asarray
-            low, high = (scale(jnp.float32(edge)) for edge in self.within[name])
-            columns.append((scale(values.astype(jnp.float32)) - low) / (high - low))
-        return jnp.stack(columns, axis=1)
-
-    def settings_at(self, places: "jax.Array", settings: "Mapping[str, jax.Array]") -> "dict[str, jax.Array]":
-        """Returns the values of settings at coordinates, [member] each.
-
-        Args:
-          places: Coordinates. Shape [member, setting].
-          settings: The previous values, by name; the new values get their dtypes.
-        """
-        import jax.numpy as jnp
-
-        result = {}
-        for (name, previous), column in zip(settings.items(), places.T, strict=True):
-            low, high = self.within[name]
-            if name in self.logarithmic:
-                value = low * (high / low) ** column
-            else:
-                value = low + column * (high - low)
-            result[name] = jnp.clip(value, low, high).astype(previous.dtype)
-        return result
-
     def round_metrics(self, state: dict[str, Any]) -> "dict[str, jax.Array]":
         """Returns the scores of the finished round."""
         return {"score": state["each"]["scores"]}
 
     def __str__(self) -> str:
         return f"{super().__str__()}, in rounds of {self.every} steps"
+
+
+def _scored_steps(every: int) -> int:
+    """Returns the number of steps at the end of a round whose losses are averaged."""
+    return max(1, int(SCORED * every))
