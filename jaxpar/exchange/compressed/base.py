@@ -110,7 +110,7 @@ class Compressed(SelectiveExchange):
 
         flat, structure = flatten_by_path(local)
         specs = dict(zip(flat, structure.flatten_up_to(between.specs), strict=True))
-        dims = self._dims(between.parts, between.replicas)
+        dims = _piece_dims(self, between.parts, between.replicas)
         decoded, errors, pieces = exchange_codes(
             self,
             {path: flat[path] for path in dims},
@@ -132,7 +132,7 @@ class Compressed(SelectiveExchange):
         from jaxpar.exchange.replica_mesh import AXIS, mean_traffic
         from jaxpar.mesh.collective import Collective
 
-        dims = self._dims(shards, replicas)
+        dims = _piece_dims(self, shards, replicas)
         row = sum(
             round_up(shards[path].size // replicas, self.block) for path in dims
         )  # a piece of each parameter, in whole blocks
@@ -148,11 +148,12 @@ class Compressed(SelectiveExchange):
         uncompressed = {path: part for path, part in shards.items() if path not in dims}
         return (*(Traffic(collective=collective) for collective in collectives), *mean_traffic(uncompressed, replicas))
 
-    def _dims(self, parts: Mapping[str, ShardShape], replicas: int) -> dict[str, int]:
-        """Maps each compressed parameter to the dim along which it is divided into the replicas' pieces."""
-        dims = {path: piece_dim(part.shape, replicas) for path, part in parts.items()
-                 if self.compresses(path, part.total_size)}  # fmt: skip
-        return {path: dim for path, dim in dims.items() if dim is not None}
+
+def _piece_dims(code: Compressed, parts: Mapping[str, ShardShape], replicas: int) -> dict[str, int]:
+    """Maps each compressed parameter to the dim along which it is divided into the replicas' pieces."""
+    dims = {path: piece_dim(part.shape, replicas) for path, part in parts.items()
+            if code.compresses(path, part.total_size)}  # fmt: skip
+    return {path: dim for path, dim in dims.items() if dim is not None}
 
 
 def pack_bits(values: "jax.Array", bits: int) -> "jax.Array":
