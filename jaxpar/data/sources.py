@@ -109,8 +109,9 @@ class Mixture:
         owners = np.searchsorted(ends, chosen, side="right")
         begins = np.concatenate([[0], ends[:-1]])
         parts = [
-            self.sets[owner].held_out_examples(chosen[owners == owner] - begins[owner])
-            for owner in np.unique(owners).tolist()
+            source.by_index(source.held_out_indices[chosen[owners == owner] - begins[owner]])
+            for owner, source in enumerate(self.sets)
+            if owner in owners
         ]
         batch = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         return weighted_batches(len(chosen), size, rows, lambda indices: select_rows(batch, indices))

@@ -84,7 +84,7 @@ class Examples(ABC):
 
     def batch(self, step: int, size: int, rows: Rows = None) -> Batch:
         """Returns the training batch of a step."""
-        return self._rows(self._batch_indices(step, size)[slice(None) if rows is None else rows])
+        return self.at_positions(np.arange(step * size, (step + 1) * size)[slice(None) if rows is None else rows])
 
     def where(self, step: int, size: int, row: int) -> str:
         """Describes where a row of a training batch comes from."""
@@ -98,13 +98,9 @@ class Examples(ABC):
             ]
         )
 
-    def by_index(self, chosen: np.ndarray) -> Batch:
-        """Returns training examples by index, in the order of the data."""
-        return self._rows(self.train_indices[chosen])
-
-    def held_out_examples(self, places: np.ndarray) -> Batch:
-        """Returns held-out examples by index among the held-out ones."""
-        return self._rows(self.held_out_indices[places])
+    def by_index(self, indices: np.ndarray) -> Batch:
+        """Returns examples by index among all, such as some of `train_indices` or `held_out_indices`."""
+        return self._rows(indices)
 
     def _batch_indices(self, step: int, size: int) -> np.ndarray:
         return self.train_indices[order(step, size, len(self.train_indices), seed=self.seed, shuffle=self.spec.shuffle)]

@@ -41,6 +41,7 @@ class AllExamples:
     def evaluation(self, index: int, size: int, rows: Rows = None) -> list[WeightedBatch]:
         """Returns the index-th group of `size` examples; none after the last."""
         chosen = np.arange(index * size, min((index + 1) * size, self.source.examples))
+        chosen = self.source.train_indices[chosen]
         return weighted_batches(len(chosen), size, rows, lambda indices: self.source.by_index(chosen[indices]))
 
 
