@@ -131,7 +131,7 @@ def test_a_layout_needs_the_bytes_of_its_compiled_program(sizes, accumulate, lay
 
 
 def test_shards_that_matmuls_of_both_passes_gather_are_kept_joined():
-    """XLA gathers the input of queries, keys and values once, and keeps it for their gradients: 64 MiB of two layers."""
+    """XLA gathers the input of queries, keys and values once, and keeps it for their gradients: 64 MiB."""
     model = partial(models.Gpt, vocab=8192, dim=1024, heads=16, hidden=4096, layers=2)
     batch = {key: jax.ShapeDtypeStruct((4, 4096), "int32") for key in ("x", "y")}
     found, _ = find_splits(
