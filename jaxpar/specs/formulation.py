@@ -19,7 +19,7 @@ section 4), with shared collectives and partial sums as states.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ from jaxpar.specs.integer_program import IntegerProgram
 from jaxpar.specs.partial_sums import sums_of_results
 from jaxpar.specs.program import Array, Operation, TracedProgram
 from jaxpar.specs.strategies import Strategy, strategies_of
+from jaxpar.specs.whole_results import gathered_operands
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +178,27 @@ class Formulation(IntegerProgram):
         for index, operand in enumerate(operation.operands):
             if not operand.constant:
                 self._flow(operation, operand, [strategy.operands[index] for strategy in strategies], v)
-        self._result_flow(operation, [strategy.result for strategy in strategies], v, count, group)
+        self._result_flow(operation, strategies, v, count, group)
+
+    def _gather_operands(
+        self, operation: Operation, strategies: Sequence[Strategy], source: States, target: States, column: int
+    ) -> States:
+        """Adds the gathers of operands whose result the names leave whole, if a column has that flow.
+
+        Returns:
+          The states of the result that remain to be resharded to `target`.
+        """
+        x, states = self.cut_columns.x, source
+        for gather in gathered_operands(operation, strategies, source, target, self.cut_columns.states):
+            user, before = column, tuple(gather.state if axis == gather.axis else None for axis in range(len(source)))
+            if gather.other is not None:  # only if the axis cuts this operand, and not the other one
+                user = self.add_column()
+                terms = {x[gather.axis, gather.state]: -1.0, x[gather.axis, gather.other]: 1.0}  # type: ignore[index]
+                self.add_row({user: 1.0, column: -1.0} | terms, -1, np.inf)
+            else:
+                states = tuple(None if axis == gather.axis else state for axis, state in enumerate(states))
+            self._reshard(operation, gather.operand, [((before, (None,) * len(source)), user)])
+        return states
 
     def _follow_operands(
         self, operation: Operation, axis: int, strategies: Sequence[Strategy], v: Sequence[int]
@@ -207,10 +228,17 @@ class Formulation(IntegerProgram):
 
     def _flow(self, operation: Operation, operand: Array, targets: Sequence[States], v: Sequence[int]) -> None:
         """Adds the flow from the states of an operand's array to the states in which strategies read it."""
-        given, root = self.cut_columns.of_array(operand), operand.root
+        given = self.cut_columns.of_array(operand)
         columns = self._flow_columns(operation, given, targets, v)
         for source, y in given.items():
             self.add_row({columns[source, t]: 1.0 for t in dict.fromkeys(targets)} | {y: -1.0}, 0, 0)
+        self._reshard(operation, operand, columns.items())
+
+    def _reshard(
+        self, operation: Operation, operand: Array, columns: Iterable[tuple[tuple[States, States], int]]
+    ) -> None:
+        """Adds the collectives between two states of an operand, which all readers of its array share."""
+        root = operand.root
         times, of_array = max(operation.times, root.times), self.classes.of_array(root)
         for move, users in _collectives(self.links, operand, columns).items():
             # XLA gathers the last dim of an activation in two layouts, for the forward and the backward pass
@@ -248,18 +276,19 @@ class Formulation(IntegerProgram):
         return columns
 
     def _result_flow(
-        self, operation: Operation, made: Sequence[States], v: Sequence[int], count: int, group: Any
+        self, operation: Operation, strategies: Sequence[Strategy], v: Sequence[int], count: int, group: Any
     ) -> None:
         """Adds the flow from the states in which an operation computes its result to the states of that array."""
-        given = self.cut_columns.of_array(operation.result)
+        given, made = self.cut_columns.of_array(operation.result), [strategy.result for strategy in strategies]
         columns = self._flow_columns(operation, given, made, v)
         for target, y in given.items():
             self.add_row({columns[target, s]: 1.0 for s in dict.fromkeys(made)} | {y: -1.0}, 0, 0)
-        flows = {(source, target): column for (target, source), column in columns.items()}
-        for (source, target), column in flows.items():
+        flows = []
+        for (target, source), column in columns.items():
             repeated = count * operation.times * operation.flop * _repeated_share(source, target, self.sizes)
             self._cost[column] += repeated / self.costs.flops
             self._repeated[column] += repeated
+            flows.append(((self._gather_operands(operation, strategies, source, target, column), target), column))
         of_examples = _has_examples(self.program, operation.result)
         for move, users in _collectives(self.links, operation.result, flows).items():
             if move.kind in ("all-reduce", "reduce-scatter") and group is not None:
@@ -306,12 +335,12 @@ def _shards(states: States, sizes: Sequence[int]) -> int:
 
 
 def _collectives(
-    links: Links, array: Array, columns: Mapping[tuple[States, States], int]
+    links: Links, array: Array, columns: Iterable[tuple[tuple[States, States], int]]
 ) -> dict[Resharding, list[int]]:
     """Returns the collectives of a flow of an array, each with the columns that need it."""
     merged = any(len(list(flat(dim))) > 1 for dim in array.dims)
     users: dict[Resharding, list[int]] = {}
-    for (source, target), column in columns.items():
+    for (source, target), column in columns:
         for move in links.moves(array.bytes, source, target, merged):
             users.setdefault(move, []).append(column)
     return users

@@ -187,6 +187,33 @@ class Lstm(nnx.Module):
         return self.out(jnp.moveaxis(hidden, 0, 1))
 
 
+class StateSpace(nnx.Module):
+    """A selective state space: its states, by an associative scan, are much larger than what is read from them."""
+
+    def __init__(self, rngs, *, vocab=512, dim=64, inner=128, states=8):
+        self.inner, self.states = inner, states
+        self.embed = nnx.Embed(vocab, dim, rngs=rngs)
+        self.inputs = nnx.Linear(dim, 2 * inner, use_bias=False, rngs=rngs)
+        self.conv = nnx.Conv(inner, inner, (4,), feature_group_count=inner, padding="CAUSAL", rngs=rngs)
+        self.select = nnx.Linear(inner, 4 + 2 * states, use_bias=False, rngs=rngs)
+        self.rate = nnx.Linear(4, inner, rngs=rngs)
+        self.decay = nnx.Param(jnp.log(jnp.tile(jnp.arange(1.0, states + 1), (inner, 1))))
+        self.skip = nnx.Param(jnp.ones(inner))
+        self.out = nnx.Linear(inner, dim, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens):
+        stream = self.embed(tokens)
+        x, gate = jnp.split(self.inputs(stream), 2, axis=-1)
+        x = jax.nn.silu(self.conv(x))
+        rate, write, read = jnp.split(self.select(x), [4, 4 + self.states], axis=-1)
+        rate = jax.nn.softplus(self.rate(rate))
+        kept = jnp.exp(jnp.einsum("bld,dn->bldn", rate, -jnp.exp(self.decay[...]).astype(rate.dtype)))
+        new = jnp.einsum("bld,bln,bld->bldn", rate, write, x)
+        _, states = jax.lax.associative_scan(lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (kept, new), axis=1)
+        y = jnp.einsum("bldn,bln->bld", states, read) + x * self.skip[...].astype(x.dtype)
+        return self.embed.attend(stream + self.out(y * jax.nn.silu(gate)))
+
+
 class TwoTowers(nnx.Module):
     """Texts and pictures, each by a stack of blocks, compared over the whole batch."""
 

@@ -282,6 +282,20 @@ class Exhaustive:
                 again = not exchanged and self.is_gathered_again(operation, operand.root, source)
                 shared["gather", root, source, target, exchanged, again] = alike * price
         target = self._state(operation.result, cut)
+        candidates = [
+            (operand, state) for operand, state in zip(operation.operands, asked, strict=True)
+            if not operand.constant and state in self.states[id(operand.root)]
+        ]  # fmt: skip
+        split = [pair for pair in candidates if self._state(pair[0], cut) == pair[1]]
+        if operation.flop and is_computed_whole(made, target) and (len(candidates) == 1 or len(split) == 1):
+            # XLA gathers the operand that is cut, and the result only if another one may be cut too
+            operand, state = (split or candidates)[0]
+            root = self.of_array(operand.root)
+            alike = len({id(a) for a in self._roots() if self.of_array(a) == root})
+            again = self.is_gathered_again(operation, operand.root, state)
+            shared["gather", root, state, None, False, again] = alike * self._sent(operand.bytes)
+            if len(candidates) == 1:
+                return own, shared
         if made not in (None, target):
             merged = any(len([*flat(dim)]) > 1 for dim in operation.result.dims)
             factor = (2 if target is None else 1) if made == PARTIAL else 1 if target is None or merged else 1 / self.n

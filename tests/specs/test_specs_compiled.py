@@ -24,6 +24,7 @@ CASES = {
     "gqa": partial(models.Gpt, **{**WIDE, "heads": 16}, kv_heads=8),
     "scanned": partial(models.ScannedGpt, **WIDE),
     "mixture": partial(models.Gpt, **WIDE, experts=8, capacity=320),
+    "state space": partial(models.StateSpace, vocab=16384, dim=512, inner=1024, states=16),
 }
 
 
@@ -50,7 +51,8 @@ APART = "one all-reduce a layer more: XLA sums two gradients of a mixture's rows
 
 
 @pytest.mark.parametrize(
-    "case", ["gpt", "scanned", pytest.param("mixture", marks=pytest.mark.xfail(reason=APART, strict=True))]
+    "case",
+    ["gpt", "scanned", "state space", pytest.param("mixture", marks=pytest.mark.xfail(reason=APART, strict=True))],
 )
 def test_bytes_are_sent_as_predicted(case):
     predicted, sent = found(case).solution.traffic, compiled(case, "found")

@@ -206,6 +206,20 @@ class ExhaustivePairs(Exhaustive):
                     again = kind == "gather" and self.is_gathered_again(operation, operand.root, moved)
                     shared["gather", root, kind, *states, again] = self.counts[root] * seconds
         before, after = tuple(made for *_, made in chosen), self._state(operation.result, cut)
+        for axis in (axis for axis in (0, 1) if operation.flop and is_computed_whole(before[axis], after[axis])):
+            candidates = [
+                (operand, state) for operand, state in zip(operation.operands, chosen[axis][1], strict=True)
+                if not operand.constant and state in self.states[id(operand.root)][axis]
+            ]  # fmt: skip
+            split = [pair for pair in candidates if self._state(pair[0], cut)[axis] == pair[1]]
+            if len(candidates) == 1 or len(split) == 1:
+                operand, state = (split or candidates)[0]
+                root, lost = self.of_array(operand.root), tuple(state if axis == one else None for one in (0, 1))
+                again = self.is_gathered_again(operation, operand.root, state)
+                for (kind, *states), seconds in self.moves(operand.bytes, lost, (None, None), merged=_merged(operand)):
+                    shared["gather", root, kind, *states, again] = self.counts[root] * seconds
+            if len(candidates) == 1:
+                before = tuple(None if axis == one else state for one, state in enumerate(before))
         for (kind, *states), seconds in self.moves(
             operation.result.bytes, before, after, merged=_merged(operation.result)
         ):

@@ -1,0 +1,65 @@
+"""Results that the names of their line leave whole, though an axis cuts an operand along a dim of them.
+
+    operand  [batch, heads/n, q, k]      ──┐
+    operand  [batch, heads, k, features] ──┴─►  result [batch, heads, q, features], whole by its names
+
+A constraint holds for the operation itself: XLA gathers the first operand, and each device computes the whole result,
+even if the operand is much larger, as the gradient of scores is beside that of queries. Only if both operands are cut
+along the dim, XLA computes a shard of the result on each device, and gathers it.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+from jaxpar.specs.collectives import State, States, is_cut
+from jaxpar.specs.program import Array, Operation
+from jaxpar.specs.strategies import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatheredOperand:
+    """An operand that XLA gathers over an axis, if the axis cuts it.
+
+    Attributes:
+      axis: Index of the axis.
+      operand: The operand.
+      state: The class of its dims that the axis cuts.
+      other: The class of the other operand's dims: if the axis cuts these too, the result is gathered; None if that
+        operand has no such dim.
+    """
+
+    axis: int
+    operand: Array
+    state: State
+    other: State
+
+
+def gathered_operands(
+    operation: Operation,
+    strategies: Iterable[Strategy],
+    source: States,
+    target: States,
+    states_of: Callable[[Array, int], Collection[State]],
+) -> Iterator[GatheredOperand]:
+    """Yields the operands that XLA gathers for the result of a matmul or a convolution that is left whole.
+
+    Args:
+      operation: The operation.
+      strategies: The ways to split it.
+      source: The states in which a strategy computes the result.
+      target: The states of the result by its names.
+      states_of: Maps an array and an axis to the classes of dims along which the axis may cut the array.
+    """
+    for axis, (made, named) in enumerate(zip(source, target, strict=True)):
+        if not operation.flop or not is_cut(made) or named is not None:  # of a lookup XLA gathers the result
+            continue
+        chosen = next(strategy for strategy in strategies if strategy.result[axis] == made)
+        pairs = [(operand, states[axis]) for operand, states in zip(operation.operands, chosen.operands, strict=True)]
+        cut = [(operand, state) for operand, state in pairs if _may_be_cut(operand, state, axis, states_of)]
+        for index, (operand, state) in enumerate(cut):
+            other = cut[1 - index][1] if len(cut) == 2 else None
+            yield GatheredOperand(axis=axis, operand=operand, state=state, other=other)
+
+
+def _may_be_cut(operand: Array, state: State, axis: int, states_of: Callable[[Array, int], Collection[State]]) -> bool:
+    return not operand.constant and state is not None and state in states_of(operand, axis)
