@@ -23,6 +23,7 @@ from jaxpar.jaxprs.dataflow import Traced
 from jaxpar.jaxprs.dead_code import PrunedJaxpr
 from jaxpar.jaxprs.gradient_sums.find import SMALL
 from jaxpar.jaxprs.gradient_sums.hoist import hoist_gradient_sums
+from jaxpar.jaxprs.gradient_sums.whole import keep_accumulated_whole
 from jaxpar.jaxprs.lookups import demote_matmuls
 from jaxpar.models.remat import remat
 from jaxpar.models.settings.computing import model_policy
@@ -253,12 +254,17 @@ class Unpipelined(Gradients):
         uncast = self.numerics.accumulate == 1 and self.layout.parallel.stage not in (1, 2)
         differentiated = uncast_gradients(differentiated) if uncast else differentiated
         overwritten = select_paths(self.layout.blueprint.overwritten, model_state)
-        (gradients, new_overwritten), (sums, after) = differentiated((drop_paths(self.frozen, params), overwritten))
-        after = fill_missing(new_overwritten, after)
-        if not uncast:
-            stored = drop_paths(self.frozen, abstract_params(self.layout))
-            gradients = jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), gradients, stored)
-        return constrain_tree(self.layout, gradients, specs), sums, after
+
+        def sharded(trees: tuple[Tree, Tree]) -> Any:
+            (gradients, new_overwritten), others = differentiated(trees)
+            if not uncast:
+                stored = drop_paths(self.frozen, abstract_params(self.layout))
+                gradients = jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), gradients, stored)
+            return (constrain_tree(self.layout, gradients, specs), new_overwritten), others
+
+        reduced = keep_accumulated_whole(sharded, ["fsdp"]) if self.layout.sizes["fsdp"] > 1 else sharded
+        (gradients, new_overwritten), (sums, after) = reduced((drop_paths(self.frozen, params), overwritten))
+        return gradients, sums, fill_missing(new_overwritten, after)
 
 
 def _cut_by_fsdp(layout: Layout) -> bool:
