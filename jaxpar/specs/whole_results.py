@@ -8,7 +8,7 @@ even if the operand is much larger, as the gradient of scores is beside that of 
 along the dim, XLA computes a shard of the result on each device, and gathers it.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxpar.specs.collectives import State, States, is_cut
@@ -36,7 +36,7 @@ class GatheredOperand:
 
 def gathered_operands(
     operation: Operation,
-    strategies: Iterable[Strategy],
+    strategies: Sequence[Strategy],
     source: States,
     target: States,
     states_of: Callable[[Array, int], Collection[State]],
@@ -53,8 +53,10 @@ def gathered_operands(
     for axis, (made, named) in enumerate(zip(source, target, strict=True)):
         if not operation.flop or not is_cut(made) or named is not None:  # of a lookup XLA gathers the result
             continue
-        chosen = next(strategy for strategy in strategies if strategy.result[axis] == made)
-        pairs = [(operand, states[axis]) for operand, states in zip(operation.operands, chosen.operands, strict=True)]
+        read = {tuple(states[axis] for states in each.operands) for each in strategies if each.result[axis] == made}
+        if len(read) > 1:  # two dims of the result are one, as of a sum with its transpose
+            continue
+        pairs = zip(operation.operands, next(iter(read)), strict=True)
         cut = [(operand, state) for operand, state in pairs if _may_be_cut(operand, state, axis, states_of)]
         for index, (operand, state) in enumerate(cut):
             other = cut[1 - index][1] if len(cut) == 2 else None

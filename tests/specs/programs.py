@@ -263,6 +263,10 @@ class Exhaustive:
         }
         return range(len(options)) if not followed else [*followed] if len(followed) == 1 else []
 
+    def is_made_twice(self, operation, state):
+        """Whether two dims of a result are one piece: of which operand it is a dim is then not known."""
+        return sum(self.of_piece(p) == state for dim in operation.result.dims for p in [*flat(dim)][:1]) > 1
+
     def _choice(self, group, option, index, cut):
         """Returns the seconds of an operation alone, and those of collectives that others may share."""
         operation, (asked, made) = group[0], option
@@ -287,7 +291,8 @@ class Exhaustive:
             if not operand.constant and state in self.states[id(operand.root)]
         ]  # fmt: skip
         split = [pair for pair in candidates if self._state(pair[0], cut) == pair[1]]
-        if operation.flop and is_computed_whole(made, target) and (len(candidates) == 1 or len(split) == 1):
+        whole = is_computed_whole(made, target) and not self.is_made_twice(operation, made)
+        if operation.flop and whole and (len(candidates) == 1 or len(split) == 1):
             # XLA gathers the operand that is cut, and the result only if another one may be cut too
             operand, state = (split or candidates)[0]
             root = self.of_array(operand.root)

@@ -186,7 +186,7 @@ def test_less_memory_changes_the_choice_until_nothing_fits():
     free = found("gqa")
     tight = found("gqa", memory=0.9 * free.solution.memory)
     assert tight.solution.memory <= 0.9 * free.solution.memory
-    assert tight.solution.best > free.solution.best
+    assert tight.solution.best >= free.solution.best  # equal if the free choice was the simpler one of a tie
     assert tight.parallel != free.parallel
     with pytest.raises(JaxparError, match="any choice of dims needs at least") as refusal:
         found("gqa", memory=2**20)

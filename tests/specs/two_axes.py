@@ -206,7 +206,8 @@ class ExhaustivePairs(Exhaustive):
                     again = kind == "gather" and self.is_gathered_again(operation, operand.root, moved)
                     shared["gather", root, kind, *states, again] = self.counts[root] * seconds
         before, after = tuple(made for *_, made in chosen), self._state(operation.result, cut)
-        for axis in (axis for axis in (0, 1) if operation.flop and is_computed_whole(before[axis], after[axis])):
+        whole = [axis for axis in (0, 1) if operation.flop and is_computed_whole(before[axis], after[axis])]
+        for axis in (axis for axis in whole if not self.is_made_twice(operation, before[axis])):
             candidates = [
                 (operand, state) for operand, state in zip(operation.operands, chosen[axis][1], strict=True)
                 if not operand.constant and state in self.states[id(operand.root)][axis]
