@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from jax.extend.core import Jaxpr
@@ -21,6 +22,7 @@ from jaxpar.specs.collectives import RepeatedCollective
 from jaxpar.specs.find import choose_dims, step_costs
 from jaxpar.specs.names import NamedSpecs, name_solution
 from jaxpar.specs.optimize import Solution
+from jaxpar.specs.partial_sums import sums_over_examples
 from jaxpar.specs.program import TracedProgram
 from jaxpar.specs.sequences import SequenceShares, sequences_split
 from jaxpar.specs.shares import ArrayShares, Shares
@@ -78,7 +80,9 @@ def find_splits(
     precision: str,
     frozen: Collection[str],
 ) -> tuple[Mapping[Sizes, FoundSplit], tuple[str, ...]]:
-    """Returns the splits of a model by sizes of `context` and `tensor`, and a sentence on each that is left out.
+    """Returns the splits of a model by sizes of `context` and `tensor`, and sentences.
+
+    The sentences say which sizes are left out and why, and what of the model has no price.
 
     Args:
       blueprint: The model.
@@ -90,7 +94,7 @@ def find_splits(
       precision: Dtype of matmuls: "fp32" or "bf16".
       frozen: Patterns of the paths of frozen parameters.
     """
-    sizes, islands = [*sizes], set[str]()
+    sizes, islands, whole_batch = [*sizes], set[str](), set[str]()
     if not sizes:
         return {}, ()
 
@@ -99,6 +103,8 @@ def find_splits(
         traced = TracedLoss(blueprint, loss, batch, rows=local, precision=precision)
         followed = traced.program(frozen)
         islands.update(traced.islands)
+        lines = (array.line for array in sums_over_examples(followed) if array.line)
+        whole_batch.update(f"{Path(line.file).name}:{line.line}" for line in lines)
         return followed
 
     def local_rows(split: int) -> int:
@@ -126,7 +132,8 @@ def find_splits(
         named, sentences = _named_splits(
             blueprint, loss, batch, pairs, rows=rows, devices=devices, precision=precision, frozen=frozen
         )
-        return {sizes: dims.split() for sizes, dims in found.items()} | named, sentences
+        splits = {sizes: dims.split() for sizes, dims in found.items()} | named
+        return splits, (*sentences, *_sentence_on_sums(whole_batch))
     for size in contexts:
         split, of_tensor = find(size, 1), found.get((1, size))
         if split is not None and of_tensor is not None and split.solution.axes == of_tensor.solution.axes:
@@ -148,7 +155,16 @@ def find_splits(
             "context with tensor: only the smallest sizes with which the replicas divide fewer examples than devices; "
             "jp.find_specs finds dims for others"
         )
-    return {sizes: dims.split() for sizes, dims in found.items()}, tuple(no_splits)
+    return {sizes: dims.split() for sizes, dims in found.items()}, (*no_splits, *_sentence_on_sums(whole_batch))
+
+
+def _sentence_on_sums(lines: Collection[str]) -> list[str]:
+    if not lines:
+        return []
+    return [
+        f"sums over examples: {', '.join(sorted(lines))} adds up the examples of the whole batch in one array, which "
+        "every replica then has whole: its work and traffic are planned as for the examples of one device, and are more"
+    ]
 
 
 def _pairs_to_find(contexts: Collection[int], tensors: Collection[int], rows: int, devices: int) -> list[Sizes]:
