@@ -8,14 +8,15 @@ Python), GPUs and their links, and returns a plan that prints itself, and displa
     pages/        a plan as text, HTML and bars             rules/         published rules of thumb
     search        ranks all legal layouts                   memory, time   bytes and seconds, by cause
     techniques/   bytes and seconds that each one adds      model/         a decoder's shape, or a traced model
+    traced_*      the shape, the bytes and the seconds of a model that is no decoder
     machine/      chips in nodes, their efficiency, and the kernels and overlap of a training program
     measurements/ published runs: the expected error, and machines calibrated on a run
 
 Nouns: a `Candidate` (one layout, or arrays of many), `Memory` and `StepTime` by cause, a `Collective` (the same class
 as in the ledger of a compiled program), a `Question` and its `Plan`.
 To add a technique: a file in `techniques/` (see there); sums, pages and bars then show its cause. A chip: a row of
-`machine.hardware.HARDWARE`, or a user's file of measurements (`machine/hardware_file.py`). A model family: a class with
-the protocol `model_protocol.Model`. A schedule: nothing, its table gives its price (`jaxpar.pipeline.tables.library`).
+`machine.hardware.HARDWARE`, or a user's file of measurements (`machine/hardware_file.py`). A model family: classes with
+the protocols `Model` and `LayoutCosts` of `model_protocol`. A schedule: nothing, its table gives its price (`jaxpar.pipeline.tables.library`).
 """
 
 import sys

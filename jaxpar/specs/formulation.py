@@ -37,18 +37,18 @@ from jaxpar.specs.whole_results import gathered_operands
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gather:
+class ActivationGather:
     """A gather of an activation.
 
     Attributes:
       array: The class of the array.
       share: The share of the array that a device then has.
-      backward: For the operations that read it, whether they belong to the backward pass.
+      passes: The passes whose operations read it, "forward" and "backward".
     """
 
     array: int
     share: float
-    backward: set[bool] = field(default_factory=set)
+    passes: set[str] = field(default_factory=set)
 
 
 class Formulation(IntegerProgram):
@@ -81,7 +81,7 @@ class Formulation(IntegerProgram):
         self._all_arrays = {**self._touched, **{id(array): array for array in program.params.values()}}
         self.cut_columns = CutColumns(self, self.classes, self.sizes, cuttable, self._all_arrays.values(), both=both)
         self._w: dict[Any, int] = {}
-        self._gathers: dict[int, Gather] = {}  # of activations, by column
+        self._gathers: dict[int, ActivationGather] = {}  # of activations, by column
         self._memory: defaultdict[int, float] = defaultdict(float)
         self._memory_whole = self._constant = 0.0
         self._collectives: list[tuple[int, RepeatedCollective]] = []
@@ -175,10 +175,30 @@ class Formulation(IntegerProgram):
                 whole.update(dict.fromkeys(alone, flop))
         for axis in range(len(self.sizes)):
             self._follow_operands(operation, axis, strategies, v)
+            if operation.fused:
+                self._exchange_parts(operation, axis, strategies, v, count)
         for index, operand in enumerate(operation.operands):
             if not operand.constant:
                 self._flow(operation, operand, [strategy.operands[index] for strategy in strategies], v)
         self._result_flow(operation, strategies, v, count, group)
+
+    def _exchange_parts(
+        self, operation: Operation, axis: int, strategies: Sequence[Strategy], v: Sequence[int], count: int
+    ) -> None:
+        """Adds the all-to-alls of a fused projection that an axis cuts, as it cuts the parts; XLA gathers neither."""
+        last, n, x = len(operation.loops) - 1, self.sizes[axis], self.cut_columns.x
+        chosen = [(each, column) for each, column in zip(strategies, v, strict=True) if each.loops[axis] == last]
+        for strategy, column in chosen:
+            for array in operation.exchanged:
+                sent = (n - 1) / n * array.bytes / strategy.devices
+                states = strategy.result, strategy.operands[0]
+                move = Resharding(axis=axis, kind="all-to-all", bytes=sent, source=states[1], target=states[0])
+                times = count * operation.times
+                self._add_traffic(column, move, times, of_examples=_has_examples(self.program, array))
+        if chosen:
+            state, cut = chosen[0][0].operands[0][axis], chosen[0][0].result[axis]
+            terms = {column: 1.0 for _, column in chosen} | {x[axis, state]: -1.0, x[axis, cut]: -1.0}  # type: ignore[index]
+            self.add_row(terms, -1, np.inf)
 
     def _gather_operands(
         self, operation: Operation, strategies: Sequence[Strategy], source: States, target: States, column: int
@@ -250,9 +270,11 @@ class Formulation(IntegerProgram):
                 self._add_traffic(self._w[key], move, count, of_examples=_has_examples(self.program, root))
                 self._complexity[self._w[key]] = 1.0 if root.path else 0.5 if move.kind == "all-to-all" else 0.0
                 if move.kind == "all-gather" and not root.path:
-                    self._gathers[self._w[key]] = Gather(array=of_array, share=1 / _shards(move.target, self.sizes))
+                    self._gathers[self._w[key]] = ActivationGather(
+                        array=of_array, share=1 / _shards(move.target, self.sizes)
+                    )
             if self._w[key] in self._gathers:
-                self._gathers[self._w[key]].backward.add(operation.backward)
+                self._gathers[self._w[key]].passes.add("backward" if operation.backward else "forward")
             self.add_row({self._w[key]: 1.0} | dict.fromkeys(users, -1.0), 0, np.inf)
 
     def _flow_columns(

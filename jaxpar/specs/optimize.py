@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.specs.collectives import RepeatedCollective
-from jaxpar.specs.formulation import Formulation, Gather
+from jaxpar.specs.formulation import ActivationGather, Formulation
 from jaxpar.specs.integer_program import Row, minimize, vector
 from jaxpar.units import show_bytes
 
@@ -37,8 +37,8 @@ class Solution:
       collectives: Collectives of a step over the axes.
       work: A device's FLOP, divided by its FLOP without the axes: 1 / n if n devices split all operations.
       kept: A device's bytes of saved activations, divided by the same bytes without the axes.
-      gathered: The share of an array that a device keeps from the forward to the backward pass, by the array's class,
-        where both passes read the array after a gather: XLA then gathers it once.
+      gather_shares: The share of an array that a device keeps from the forward to the backward pass, by the array's
+        class, where both passes read the array after a gather: XLA then gathers it once.
       size: Numbers of columns and rows of the integer program.
     """
 
@@ -53,7 +53,7 @@ class Solution:
     collectives: tuple[RepeatedCollective, ...]
     work: float
     kept: float
-    gathered: Mapping[int, float]
+    gather_shares: Mapping[int, float]
     size: tuple[int, int]
 
     @property
@@ -82,12 +82,12 @@ class Solution:
         return (self.best - self.bound) / self.best if self.best else 0.0
 
 
-def _kept_gathers(gathers: Iterable[Gather]) -> dict[int, float]:
+def _kept_gathers(gathers: Iterable[ActivationGather]) -> dict[int, float]:
     """Returns the largest share of each class of arrays that operations of both passes read after a gather."""
-    passes: defaultdict[int, set[bool]] = defaultdict(set)
+    passes: defaultdict[int, set[str]] = defaultdict(set)
     shares: defaultdict[int, list[float]] = defaultdict(list)
     for gather in gathers:
-        passes[gather.array] |= gather.backward
+        passes[gather.array] |= gather.passes
         shares[gather.array].append(gather.share)
     return {array: max(given) for array, given in shares.items() if len(passes[array]) > 1}
 
@@ -151,7 +151,7 @@ class SpecsSolver(Formulation):
             ),
             work=done / max(sum(flop for _, flop in self._flop), 1.0),
             kept=(self._kept_whole + total(self._kept)) / max(self._kept_whole, 1.0),
-            gathered=_kept_gathers(each for column, each in self._gathers.items() if values[column] > 0.5),
+            gather_shares=_kept_gathers(each for column, each in self._gathers.items() if values[column] > 0.5),
             size=(columns, len(self._rows)),
         )
 

@@ -1,7 +1,8 @@
 """Follows the dims of every array through the program (jaxpr) of a loss and its gradients.
 
     arrays      elementwise operations, transposes, reshapes, sums and loops join dims of different arrays to one
-    operations  matmuls, convolutions and lookups, before and after which an array may be resharded: `operations.py`
+    operations  matmuls, convolutions, lookups and splits of fused projections, before and after which an array may be
+                resharded: `operations.py`
     reductions  sums and maxima along dims, which need a collective if an axis cuts that dim
 
 A dim is a tuple of pieces, which reshapes split and merge (`jaxpar.sharding.infer_names.dim_pieces`). An array may be
@@ -45,6 +46,7 @@ _ATTENTION = tuple(
     str(Path(models.__file__).parent / name)
     for name in ("islands.py", "blocks/attention.py", "blocks/kernel.py", "blocks/pairs.py")
 )
+PARTS = 3  # of a fused projection: queries, keys and values
 OWN = ("shard_map", "reduce", "reduce_window")  # not followed inside: programs of one device, or of two scalars
 FOLLOWED = ("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "dynamic_slice", "split",
             "concatenate", "unstack", "stack", "dynamic_update_slice", "sort", "argmax", "argmin")  # fmt: skip
@@ -98,7 +100,7 @@ class Array:
 
 @dataclass(eq=False)
 class Operation:
-    """A matmul, convolution or lookup.
+    """A matmul, convolution or lookup, or the split of a fused projection and its gradient.
 
     Attributes:
       equation: Its equation.
@@ -109,6 +111,8 @@ class Operation:
       backward: Whether it belongs to the backward pass.
       loops: For each loop, the piece of each operand and of the result that it runs over; None if it runs over none.
       in_island: Whether `jp.attention` runs it: no line of the model names its arrays.
+      fused: Whether it splits a fused projection or joins its gradients; its last loop then runs over all entries.
+      exchanged: Arrays that are sent by an all-to-all if an axis cuts that loop.
     """
 
     equation: JaxprEqn
@@ -119,6 +123,8 @@ class Operation:
     backward: bool = False
     loops: list[tuple[tuple[DimPiece | None, ...], DimPiece | None]] = field(default_factory=list)
     in_island: bool = False
+    fused: bool = False
+    exchanged: tuple[Array, ...] = ()
 
 
 @dataclass(eq=False)
@@ -191,6 +197,9 @@ class _Interpreter:
         self.backward = False
         self.line: SourceFrame | None = None
         self.dims_of_loops: list[tuple[Operation, list[list[Dim | None]]]] = []
+        self.projected: list[Dim] = []  # last dims of the results of matmuls with a matrix of parameters
+        self.fused: dict[tuple[int, ...], int] = {}  # sizes of the parts of fused projections
+        self.axis_of_parts: list[tuple[Operation, int]] = []
 
     def array(self, var: Any, dims: tuple[Dim, ...] | None = None, **fields: Any) -> Array:
         shape = tuple(getattr(var.aval, "shape", ()))
@@ -256,6 +265,8 @@ class _Interpreter:
             return [self.array(var, constant=True) for var in eqn.outvars]
         if (loops := loops_of(eqn)) is not None:
             return [self.operation(eqn, operands, loops)]
+        if (axis := self.fused_axis(eqn, operands)) is not None:
+            return [self.part(eqn, operands, var, axis, first=var is eqn.outvars[0]) for var in eqn.outvars]
         if name in SUMS:
             axes, dims = eqn.params["axes"], operands[0].dims
             result = self.array(eqn.outvars[0], tuple(dim for axis, dim in enumerate(dims) if axis not in axes))
@@ -278,6 +289,8 @@ class _Interpreter:
         )
         made = Operation(eqn, operands, result, flop_of(eqn), self.times, self.backward, in_island=in_island)
         self.program.operations.append(made)
+        if made.flop and not self.backward and any(array.learned and len(array.shape) == 2 for array in operands):
+            self.projected.append(result.dims[-1])
         for array, overlapping in zip((*operands, result), overlapping_dims(eqn), strict=True):
             for dim in overlapping:
                 mix(array.dims[dim], "windows of a convolution overlap along it")
@@ -286,6 +299,37 @@ class _Interpreter:
              None if out is None else result.dims[out]]
             for ats, out in loops
         ]  # fmt: skip
+        self.dims_of_loops.append((made, dims))
+        return result
+
+    def fused_axis(self, eqn: JaxprEqn, operands: list[Array]) -> int | None:
+        """Returns the axis along which an equation splits a fused projection, or joins its gradients; else None.
+
+        Example: queries, keys and values of one matmul. They are columns of one matrix, which an axis may cut where it
+        cuts no part: XLA then exchanges the parts.
+        """
+        name = eqn.primitive.name
+        if name == "split" and len(eqn.outvars) == PARTS and not operands[0].learned:
+            axis, sizes = eqn.params["axis"], tuple(eqn.params["sizes"])
+            pieces = [*flat(operands[0].dims[axis])]
+            if len(pieces) == 1 and any(pieces == [*flat(dim)] for dim in self.projected):
+                self.fused[sizes] = axis
+                return axis
+        if name == "concatenate" and self.backward and not any(operand.constant for operand in operands):
+            axis = eqn.params["dimension"]
+            return axis if tuple(operand.shape[axis] for operand in operands) in self.fused else None
+        return None
+
+    def part(self, eqn: JaxprEqn, operands: list[Array], var: Any, axis: int, *, first: bool) -> Array:
+        """Returns a part of a fused projection, or the gradients of all parts joined."""
+        name, result = eqn.primitive.name, self.array(var)
+        # compiled for GPUs, XLA exchanges the whole and then its parts in the forward pass, the whole in the backward
+        exchanged = (operands[0],) * 2 if name == "split" and first else (result,) if name == "concatenate" else ()
+        made = Operation(eqn, operands, result, 0.0, self.times, self.backward, fused=True, exchanged=exchanged)
+        self.program.operations.append(made)
+        self.axis_of_parts.append((made, axis))
+        others = [dim for dim in range(len(result.dims)) if dim != axis]
+        dims = [[*(operand.dims[dim] for operand in operands), result.dims[dim]] for dim in others]
         self.dims_of_loops.append((made, dims))
         return result
 
@@ -364,6 +408,9 @@ def _align(interpreter: _Interpreter) -> None:
     for operation, dims_of_loops in interpreter.dims_of_loops:
         for dims in dims_of_loops:
             operation.loops += _loops_of_pieces(dims)
+    for operation, axis in interpreter.axis_of_parts:
+        *parts, whole = (next(flat(array.dims[axis]), None) for array in (*operation.operands, operation.result))
+        operation.loops.append((tuple(parts), whole))
     interpreter.program.reductions = [
         (result, tuple(piece for dim in dims for piece in flat(dim)))  # pyright: ignore[reportArgumentType]
         for result, dims in interpreter.program.reductions

@@ -47,10 +47,10 @@ class ArrayShares:
             of_line[_line_and_shape(array, program)].add(_dims_of_axes(array, cut))
         self.of_line = {key: next(iter(dims)) for key, dims in of_line.items() if len(dims) == 1}
         read = [array for operation in program.operations for array in operation.operands if not array.constant]
-        self.gathered = {
+        self.gather_shares = {
             _line_and_shape(array, program): share
             for array in read
-            if (share := solution.gathered.get(solver.classes.of_array(array.root))) and not array.backward
+            if (share := solution.gather_shares.get(solver.classes.of_array(array.root))) and not array.backward
         }
 
     def __call__(
@@ -60,12 +60,12 @@ class ArrayShares:
         program = cached_program(jaxpr, tuple(paths), tuple(batch), tuple(gradients))
         share = share_of_variable(program, self._seeds(program), self.sizes)
 
-        def after_gathers(variable: Any) -> float:
+        def kept_share(variable: Any) -> float:
             array = None if isinstance(variable, Literal) else program.of_variable.get(variable)
-            joined = self.gathered.get(_line_and_shape(array, program), 0.0) if array else 0.0
+            joined = self.gather_shares.get(_line_and_shape(array, program), 0.0) if array else 0.0
             return max(share(variable), joined)
 
-        return after_gathers
+        return kept_share
 
     def _seeds(self, program: TracedProgram) -> Mapping[DimPiece, set[int]]:
         """Returns the pieces that are cut, each with the indices of the axes that cut it."""

@@ -60,7 +60,9 @@ def _loops(
     arrays = (*operation.operands, operation.result)
     for number, (operands, result) in enumerate(operation.loops):
         pieces = (*operands, result)
-        if _size_of(operation, number) % devices or any(piece in uncut for piece in pieces):
+        if any(piece.size % devices for piece in pieces if piece is not None) or any(
+            piece in uncut for piece in pieces
+        ):
             continue
         leading = all(
             piece is None or array.constant or piece in array.pieces()

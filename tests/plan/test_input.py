@@ -1,7 +1,7 @@
 """What a plan is asked with, tried from outside: numbers without units, no memory, wrong heads, and its own doubts."""
 
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from jaxpar.plan.enumeration import select
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.software import JAXPAR, JAXPAR_FUSED
 from jaxpar.plan.model.shape import Shape
-from jaxpar.plan.model_protocol import Transformer
+from jaxpar.plan.model_protocol import Transformer, TransformerCosts
 from jaxpar.plan.search import Question, predict, search
 from jaxpar.plan.sensitivity import changes
 
@@ -152,10 +152,15 @@ def test_a_doubt_changes_no_step_by_more_than_twice():
 def test_a_doubt_weighs_what_it_may_put_first_and_not_all_that_fits():
     weighed = []
 
-    class Counted(Transformer):
-        def time(self, candidate, hardware, software):
+    class CountedCosts(TransformerCosts):
+        def time(self, candidate, hardware):
             weighed.append(np.size(candidate.data))
-            return super().time(candidate, hardware, software)
+            return super().time(candidate, hardware)
+
+    class Counted(Transformer):
+        def costs(self, software):
+            costs = super().costs(software)
+            return CountedCosts(**{each.name: getattr(costs, each.name) for each in fields(costs)})
 
     plan = search(asked(model=Counted(shape=asked().model.shape)), top=1)
     assert weighed[0] == plan.fitting

@@ -374,6 +374,6 @@ def test_dims_for_both_axes_are_found_where_there_are_fewer_examples_than_device
     axes = {axis for axis in ("context", "tensor") if splits_tokens(found[2, 2].names, axis)}
     assert len(axes) == 1
     assert {*found[2, 2].names.axes["heads"]} == {"context", "tensor"} - axes
-    assert any(text.startswith("context with tensor: only the smallest sizes") for text in sentences)
+    assert any(text.startswith("context with tensor: only 2 with 2, the smallest sizes") for text in sentences)
     found, _ = splits_of(model, models.next_token, rows(8, 256), rows=8, sizes=(2, 4, 8), precision="bf16")
     assert not [sizes for sizes in found if min(sizes) > 1]

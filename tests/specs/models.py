@@ -283,3 +283,37 @@ def contrastive(model, batch):
     logits = model(batch["x"], batch["pictures"]).astype(jnp.float32)
     picked = jnp.diagonal(jax.nn.log_softmax(logits))
     return -jnp.sum(picked), jnp.float32(picked.size)
+
+
+class FusedAttention(nnx.Module):
+    """Queries, keys and values are columns of one matrix, as in GPT-2."""
+
+    def __init__(self, dim, heads, rngs):
+        self.heads = heads
+        self.qkv, self.out = nnx.Linear(dim, 3 * dim, rngs=rngs), nnx.Linear(dim, dim, rngs=rngs)
+
+    def __call__(self, x):
+        b, t, d = x.shape
+        q, k, v = jnp.split(self.qkv(x), 3, axis=-1)
+        q, k, v = (y.reshape(b, t, self.heads, -1).transpose(0, 2, 1, 3) for y in (q, k, v))
+        scores = q @ k.transpose(0, 1, 3, 2) * (d // self.heads) ** -0.5
+        scores = jnp.where(jnp.tril(jnp.ones((t, t), bool)), scores, -1e9)
+        heads = jax.nn.softmax(scores, axis=-1) @ v
+        return self.out(heads.transpose(0, 2, 1, 3).reshape(b, t, d))
+
+
+class Gpt2(nnx.Module):
+    """A decoder as GPT-2, whose head is its embedding."""
+
+    def __init__(self, rngs, *, vocab=512, dim=64, heads=8, hidden=256, layers=2):
+        self.embed = nnx.Embed(vocab, dim, rngs=rngs)
+        self.attention = nnx.List([FusedAttention(dim, heads, rngs) for _ in range(layers)])
+        self.mlp = nnx.List([Mlp(dim, hidden, rngs) for _ in range(layers)])
+        self.norms = nnx.List([nnx.LayerNorm(dim, rngs=rngs) for _ in range(2 * layers)])
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for number, (attention, mlp) in enumerate(zip(self.attention, self.mlp, strict=True)):
+            x = x + attention(self.norms[2 * number](x))
+            x = x + mlp(self.norms[2 * number + 1](x))
+        return self.embed.attend(x)

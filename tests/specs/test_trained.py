@@ -27,6 +27,7 @@ PAIRS = {"x": TEXTS["x"], "pictures": RNG.normal(size=[ROWS, 6, 48]).astype(np.f
 SMALL = {"vocab": 64, "dim": 32, "hidden": 64}
 CASES = {
     "gpt": (partial(models.Gpt, **SMALL, heads=4), models.next_token, TEXTS),
+    "fused": (partial(models.Gpt2, **SMALL, heads=8), models.next_token, TEXTS),
     "gqa": (partial(models.Gpt, **SMALL, heads=8, kv_heads=4), models.next_token, TEXTS),
     "scanned": (partial(models.ScannedGpt, **SMALL, heads=4, layers=2), models.next_token, TEXTS),
     "mixture": (partial(models.Gpt, **SMALL, heads=4, experts=4, capacity=64), models.next_token, TEXTS),

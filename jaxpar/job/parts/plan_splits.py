@@ -142,7 +142,8 @@ def find_splits(
             idle.append(size)
         else:
             found[size, 1] = split
-    for pair in _pairs_to_find(sizes, [size for context, size in found if context == 1], rows, devices):
+    pairs = _pairs_to_find(sizes, [size for context, size in found if context == 1], rows, devices)
+    for pair in pairs:
         if (dims := find(*pair)) is not None and any(splits_tokens(dims.names, axis) for axis in AXES):
             found[pair] = dims
     sentences = (
@@ -151,10 +152,14 @@ def find_splits(
     )
     no_splits = [f"context {', '.join(map(str, given))}: {reason}" for reason, given in sentences if given]
     if all(any(sizes[number] > 1 for sizes in found) for number in range(len(AXES))):
-        no_splits.append(
-            "context with tensor: only the smallest sizes with which the replicas divide fewer examples than devices; "
-            "jp.find_specs finds dims for others"
+        shown = ", ".join(f"{context} with {tensor}" for context, tensor in pairs)
+        tried = (
+            f"only {shown}, the smallest sizes with which the replicas divide the examples; jp.find_specs finds dims "
+            "for others"
+            if pairs
+            else "tried if there are fewer examples than devices; jp.find_specs finds dims for both"
         )
+        no_splits.append(f"context with tensor: {tried}")
     return {sizes: dims.split() for sizes, dims in found.items()}, (*no_splits, *_sentence_on_sums(whole_batch))
 
 
@@ -168,12 +173,12 @@ def _sentence_on_sums(lines: Collection[str]) -> list[str]:
 
 
 def _pairs_to_find(contexts: Collection[int], tensors: Collection[int], rows: int, devices: int) -> list[Sizes]:
-    """Returns the sizes of both axes, of these sizes of each, for which a plan finds dims.
+    """Returns the pairs (context, tensor) for which a plan finds dims of both axes together.
 
-    Only if there are fewer examples than devices, and only the smallest product with which the replicas divide the
-    examples: replicas send less than devices that share an example. Dims are found for both axes together, so that
-    either may split tokens: inside of a node (4, 2) is (2, 4) with other names. `context` is the outer axis, which
-    leaves a node first.
+    There are none if a step has as many examples as devices. Otherwise the pairs have the smallest product with which
+    the replicas divide the examples, because replicas send less than devices that share an example. Either axis may
+    split tokens: inside of a node (4, 2) is (2, 4) with other names. `context` is the outer axis, which leaves a node
+    first.
     """
     if rows >= devices:
         return []

@@ -73,7 +73,7 @@ def collectives(model: NamedDims, candidate: Candidate, software: SoftwareModel)
     whole, and are not listed.
 
     Args:
-      model: A shape, or a traced model.
+      model: The shape of a decoder or of a traced model.
       candidate: One layout.
       software: Software model of the program.
     """

@@ -15,7 +15,7 @@ from jaxpar.errors import Problem
 from jaxpar.train.watchdog import decisions
 from jaxpar.train.watchdog.beat import Files, Heartbeat
 from jaxpar.train.watchdog.digest import Digest, merge
-from jaxpar.train.watchdog.peers import Peers
+from jaxpar.train.watchdog.heartbeat_reader import HeartbeatReader
 
 # Processes read heartbeats along a tree: each opens a few files per turn, whatever the number of processes.
 
@@ -120,7 +120,7 @@ class Watchdog:
     ):
         self.files, self.process, self.count = files, process, count
         self.interval, self.limit = interval(count, limit), patience(count, limit)
-        self._children, self._peers = children(process, count), Peers(files)
+        self._children, self._peers = children(process, count), HeartbeatReader(files)
         self._lock, self._clock = threading.Lock(), AwakeClock(clock, 4 * self.interval)
         self.beat, self.known, self._reached = Heartbeat(process=process), Digest(), 0
 

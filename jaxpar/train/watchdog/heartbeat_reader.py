@@ -4,7 +4,7 @@ from jaxpar.train.watchdog.beat import Files, Heartbeat, unknown
 from jaxpar.train.watchdog.digest import Digest
 
 
-class Peers:
+class HeartbeatReader:
     """Reads heartbeats, and measures silence by this process's own clock, as the clocks of hosts differ.
 
     Args:
