@@ -16,7 +16,8 @@ Nouns: a `Candidate` (one layout, or arrays of many), `Memory` and `StepTime` by
 as in the ledger of a compiled program), a `Question` and its `Plan`.
 To add a technique: a file in `techniques/` (see there); sums, pages and bars then show its cause. A chip: a row of
 `machine.hardware.HARDWARE`, or a user's file of measurements (`machine/hardware_file.py`). A model family: classes with
-the protocols `Model` and `LayoutCosts` of `model_protocol`. A schedule: nothing, its table gives its price (`jaxpar.pipeline.tables.library`).
+the protocols `Model` and `LayoutCosts` of `model_protocol`. A schedule: nothing, its table gives its price
+(`jaxpar.pipeline.tables.library`).
 """
 
 import sys

@@ -329,7 +329,9 @@ class _Interpreter:
         self.program.operations.append(made)
         self.axis_of_parts.append((made, axis))
         others = [dim for dim in range(len(result.dims)) if dim != axis]
-        dims = [[*(operand.dims[dim] for operand in operands), result.dims[dim]] for dim in others]
+        dims: list[list[Dim | None]] = [
+            [*(operand.dims[dim] for operand in operands), result.dims[dim]] for dim in others
+        ]
         self.dims_of_loops.append((made, dims))
         return result
 
