@@ -25,6 +25,7 @@ from jaxpar.sharding.infer_names.operations import CALLS, OPERATIONS, TracedArra
 from jaxpar.sharding.infer_names.program import (
     ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
 )
+from jaxpar.specs.fused_projections import FusedProjections, PartAxes
 from jaxpar.specs.operations import flop_of, loops_of, overlapping_dims
 
 VIEWS = ("reshape", "transpose", "squeeze", "expand_dims", "convert_element_type", "copy", "reduce_precision")
@@ -46,7 +47,6 @@ _ATTENTION = tuple(
     str(Path(models.__file__).parent / name)
     for name in ("islands.py", "blocks/attention.py", "blocks/kernel.py", "blocks/pairs.py")
 )
-PARTS = 3  # of a fused projection: queries, keys and values
 OWN = ("shard_map", "reduce", "reduce_window")  # not followed inside: programs of one device, or of two scalars
 FOLLOWED = ("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "dynamic_slice", "split",
             "concatenate", "unstack", "stack", "dynamic_update_slice", "sort", "argmax", "argmin")  # fmt: skip
@@ -197,9 +197,8 @@ class _Interpreter:
         self.backward = False
         self.line: SourceFrame | None = None
         self.dims_of_loops: list[tuple[Operation, list[list[Dim | None]]]] = []
-        self.projected: list[Dim] = []  # last dims of the results of matmuls with a matrix of parameters
-        self.fused: dict[tuple[int, ...], int] = {}  # sizes of the parts of fused projections
-        self.axis_of_parts: list[tuple[Operation, int]] = []
+        self.fused = FusedProjections()
+        self.axes_of_parts: list[tuple[Operation, PartAxes]] = []
 
     def array(self, var: Any, dims: tuple[Dim, ...] | None = None, **fields: Any) -> Array:
         shape = tuple(getattr(var.aval, "shape", ()))
@@ -250,6 +249,10 @@ class _Interpreter:
         if name not in OWN and (key := next((key for key in CALLS if key in eqn.params), None)):
             inner = eqn.params[key]
             return self.run(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner, operands)
+        if operands and not operands[0].constant and not operands[0].learned:
+            if (axes := self.fused.axes(eqn, operands[0].dims, backward=self.backward)) is not None:
+                read = operands[:1] if name == "pad" else operands  # not the value that it pads with
+                return [self.part(eqn, read, var, axes) for var in eqn.outvars]
         if name in VIEWS and not operands[0].constant:
             dims = _dims_of_results(self.program, eqn, operands)[0]
             return [self.array(eqn.outvars[0], dims, root=operands[0].root, learned=operands[0].learned)]
@@ -265,8 +268,6 @@ class _Interpreter:
             return [self.array(var, constant=True) for var in eqn.outvars]
         if (loops := loops_of(eqn)) is not None:
             return [self.operation(eqn, operands, loops)]
-        if (axis := self.fused_axis(eqn, operands)) is not None:
-            return [self.part(eqn, operands, var, axis, first=var is eqn.outvars[0]) for var in eqn.outvars]
         if name in SUMS:
             axes, dims = eqn.params["axes"], operands[0].dims
             result = self.array(eqn.outvars[0], tuple(dim for axis, dim in enumerate(dims) if axis not in axes))
@@ -289,8 +290,8 @@ class _Interpreter:
         )
         made = Operation(eqn, operands, result, flop_of(eqn), self.times, self.backward, in_island=in_island)
         self.program.operations.append(made)
-        if made.flop and not self.backward and any(array.learned and len(array.shape) == 2 for array in operands):
-            self.projected.append(result.dims[-1])
+        if made.flop and any(array.learned and len(array.shape) == 2 for array in operands):
+            self.fused.add(result.dims[-1])
         for array, overlapping in zip((*operands, result), overlapping_dims(eqn), strict=True):
             for dim in overlapping:
                 mix(array.dims[dim], "windows of a convolution overlap along it")
@@ -302,37 +303,31 @@ class _Interpreter:
         self.dims_of_loops.append((made, dims))
         return result
 
-    def fused_axis(self, eqn: JaxprEqn, operands: list[Array]) -> int | None:
-        """Returns the axis along which an equation splits a fused projection, or joins its gradients; else None.
-
-        Example: queries, keys and values of one matmul. They are columns of one matrix, which an axis may cut where it
-        cuts no part: XLA then exchanges the parts.
-        """
-        name = eqn.primitive.name
-        if name == "split" and len(eqn.outvars) == PARTS and not operands[0].learned:
-            axis, sizes = eqn.params["axis"], tuple(eqn.params["sizes"])
-            pieces = [*flat(operands[0].dims[axis])]
-            if len(pieces) == 1 and any(pieces == [*flat(dim)] for dim in self.projected):
-                self.fused[sizes] = axis
-                return axis
-        if name == "concatenate" and self.backward and not any(operand.constant for operand in operands):
-            axis = eqn.params["dimension"]
-            return axis if tuple(operand.shape[axis] for operand in operands) in self.fused else None
-        return None
-
-    def part(self, eqn: JaxprEqn, operands: list[Array], var: Any, axis: int, *, first: bool) -> Array:
-        """Returns a part of a fused projection, or the gradients of all parts joined."""
+    def part(self, eqn: JaxprEqn, operands: list[Array], var: Any, axes: PartAxes) -> Array:
+        """Returns a part of a fused projection, or the gradients of its parts joined."""
         name, result = eqn.primitive.name, self.array(var)
-        # compiled for GPUs, XLA exchanges the whole and then its parts in the forward pass, the whole in the backward
-        exchanged = (operands[0],) * 2 if name == "split" and first else (result,) if name == "concatenate" else ()
-        made = Operation(eqn, operands, result, 0.0, self.times, self.backward, fused=True, exchanged=exchanged)
-        self.program.operations.append(made)
-        self.axis_of_parts.append((made, axis))
-        others = [dim for dim in range(len(result.dims)) if dim != axis]
+        exchanged = result if axes.backward and name != "pad" else operands[0]  # a pad has one part of several
+        times = axes.exchanges if var is eqn.outvars[0] else 0
+        operation = Operation(
+            eqn,
+            operands,
+            result,
+            0.0,
+            self.times,
+            self.backward,
+            fused=name != "reshape",
+            exchanged=(exchanged,) * times,
+        )
+        self.program.operations.append(operation)
+        if operation.fused:  # else XLA gathers the whole, or its parts
+            self.axes_of_parts.append((operation, axes))
+        before = min(axes.operand, axes.result)
+        after = len(result.dims) - before - 1 if axes.operand == axes.result else 0
         dims: list[list[Dim | None]] = [
-            [*(operand.dims[dim] for operand in operands), result.dims[dim]] for dim in others
+            [*(operand.dims[dim] for operand in operands), result.dims[dim]]
+            for dim in (*range(before), *range(-after, 0))
         ]
-        self.dims_of_loops.append((made, dims))
+        self.dims_of_loops.append((operation, dims))
         return result
 
     def scan(self, eqn: JaxprEqn, operands: list[Array]) -> list[Array]:
@@ -410,9 +405,9 @@ def _align(interpreter: _Interpreter) -> None:
     for operation, dims_of_loops in interpreter.dims_of_loops:
         for dims in dims_of_loops:
             operation.loops += _loops_of_pieces(dims)
-    for operation, axis in interpreter.axis_of_parts:
-        *parts, whole = (next(flat(array.dims[axis]), None) for array in (*operation.operands, operation.result))
-        operation.loops.append((tuple(parts), whole))
+    for operation, axes in interpreter.axes_of_parts:
+        operands = tuple(next(flat(array.dims[axes.operand]), None) for array in operation.operands)
+        operation.loops.append((operands, next(flat(operation.result.dims[axes.result]), None)))
     interpreter.program.reductions = [
         (result, tuple(piece for dim in dims for piece in flat(dim)))  # pyright: ignore[reportArgumentType]
         for result, dims in interpreter.program.reductions

@@ -286,16 +286,21 @@ def contrastive(model, batch):
 
 
 class FusedAttention(nnx.Module):
-    """Queries, keys and values are columns of one matrix, as in GPT-2."""
+    """Queries, keys and values are columns of one matrix, as in GPT-2; `parts` says how they are taken from it."""
 
-    def __init__(self, dim, heads, rngs):
-        self.heads = heads
+    def __init__(self, dim, heads, parts, rngs):
+        self.heads, self.parts = heads, parts
         self.qkv, self.out = nnx.Linear(dim, 3 * dim, rngs=rngs), nnx.Linear(dim, dim, rngs=rngs)
 
     def __call__(self, x):
         b, t, d = x.shape
-        q, k, v = jnp.split(self.qkv(x), 3, axis=-1)
-        q, k, v = (y.reshape(b, t, self.heads, -1).transpose(0, 2, 1, 3) for y in (q, k, v))
+        whole = self.qkv(x)
+        if self.parts == "reshape":
+            q, k, v = whole.reshape(b, t, 3, self.heads, -1).transpose(2, 0, 3, 1, 4)
+        else:
+            cut = [whole[..., :d], whole[..., d : 2 * d], whole[..., 2 * d :]]
+            parts = jnp.split(whole, 3, axis=-1) if self.parts == "split" else cut
+            q, k, v = (y.reshape(b, t, self.heads, -1).transpose(0, 2, 1, 3) for y in parts)
         scores = q @ k.transpose(0, 1, 3, 2) * (d // self.heads) ** -0.5
         scores = jnp.where(jnp.tril(jnp.ones((t, t), bool)), scores, -1e9)
         heads = jax.nn.softmax(scores, axis=-1) @ v
@@ -305,9 +310,9 @@ class FusedAttention(nnx.Module):
 class Gpt2(nnx.Module):
     """A decoder as GPT-2, whose head is its embedding."""
 
-    def __init__(self, rngs, *, vocab=512, dim=64, heads=8, hidden=256, layers=2):
+    def __init__(self, rngs, *, vocab=512, dim=64, heads=8, hidden=256, layers=2, parts="split"):
         self.embed = nnx.Embed(vocab, dim, rngs=rngs)
-        self.attention = nnx.List([FusedAttention(dim, heads, rngs) for _ in range(layers)])
+        self.attention = nnx.List([FusedAttention(dim, heads, parts, rngs) for _ in range(layers)])
         self.mlp = nnx.List([Mlp(dim, hidden, rngs) for _ in range(layers)])
         self.norms = nnx.List([nnx.LayerNorm(dim, rngs=rngs) for _ in range(2 * layers)])
 

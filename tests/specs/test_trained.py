@@ -28,6 +28,8 @@ SMALL = {"vocab": 64, "dim": 32, "hidden": 64}
 CASES = {
     "gpt": (partial(models.Gpt, **SMALL, heads=4), models.next_token, TEXTS),
     "fused": (partial(models.Gpt2, **SMALL, heads=8), models.next_token, TEXTS),
+    "fused, sliced": (partial(models.Gpt2, **SMALL, heads=8, parts="slice"), models.next_token, TEXTS),
+    "fused, reshaped": (partial(models.Gpt2, **SMALL, heads=8, parts="reshape"), models.next_token, TEXTS),
     "gqa": (partial(models.Gpt, **SMALL, heads=8, kv_heads=4), models.next_token, TEXTS),
     "scanned": (partial(models.ScannedGpt, **SMALL, heads=4, layers=2), models.next_token, TEXTS),
     "mixture": (partial(models.Gpt, **SMALL, heads=4, experts=4, capacity=64), models.next_token, TEXTS),
