@@ -59,7 +59,7 @@ def train(model, of, loss, optimizer, batch):
     Args:
       model: As `jp.compose` takes it: it begins with the parameters of jaxpar's seed 0.
       of: The Linen module itself, or the factory of the NNX module.
-      loss: Of (model, batch): a mean, or a sum and a count.
+      loss: Of (model, batch): a mean, or a sum and a count, or a dict with such a "loss".
       optimizer: An optax chain.
       batch: The one batch of every step.
     """
@@ -75,6 +75,7 @@ def train(model, of, loss, optimizer, batch):
 
     def mean(params):
         found = loss(made(params), batch)
+        found = found["loss"] if isinstance(found, dict) else found
         return found[0] / found[1] if isinstance(found, tuple) else found
 
     @jax.jit

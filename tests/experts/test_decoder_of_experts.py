@@ -59,7 +59,6 @@ def case(experts, *marks, **sizes):
 @pytest.mark.parametrize(
     ("experts", "sizes"),
     [
-        case(MIXTRAL, expert=4, data=2),
         case(QWEN, pipe=2, expert=2, fsdp=2),
         case(DEEPSEEK, expert=2, tensor=2, fsdp=2),
         case(QWEN, pytest.mark.slow, expert=2, context=2, fsdp=2),

@@ -109,7 +109,6 @@ def segmented():
     [
         jp.Parallel(height=8),
         jp.Parallel(data=2, height=2, tensor=2),  # XLA's own split is wrong here
-        jp.Parallel(height=2, width=2, fsdp=2),
         pytest.param(jp.Parallel(height=4, width=2), marks=pytest.mark.slow),
         pytest.param(jp.Parallel(data=4, height=2), marks=pytest.mark.slow),
         pytest.param(jp.Parallel(height=2, tensor=4), marks=pytest.mark.slow),

@@ -48,10 +48,6 @@ GRID = [
     *({"pipe": 2, "fsdp": 4, "zero": zero} for zero in (1, 3)),
     {"pipe": 2, "fsdp": 2, "tensor": 2, "zero": 3},
 ]
-COMPILED = [  # each axis, and each stage of ZeRO, once
-    {"tensor": 8, "sequence": True}, {"data": 2, "fsdp": 2, "tensor": 2, "zero": 2},
-    {"fsdp": 2, "context": 2, "tensor": 2, "zero": 3}, {"pipe": 2, "fsdp": 4, "zero": 1},
-]  # fmt: skip
 COUNTERS = 3 * 4  # the step, Adam's count, the learning rate's: int32
 
 
@@ -80,11 +76,8 @@ def test_static_bytes_are_those_of_the_state(sizes):
     assert found == predicted(candidate) + COUNTERS
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [pytest.param(sizes, marks=pytest.mark.slow if sizes in COMPILED else pytest.mark.full) for sizes in GRID],
-    ids=words,
-)
+@pytest.mark.full  # those of each technique alone are compared in tests/contracts
+@pytest.mark.parametrize("sizes", GRID, ids=words)
 def test_static_bytes_are_the_arguments_of_the_compiled_program(sizes):
     step, candidate = built(sizes)
     rows = jax.ShapeDtypeStruct((ROWS, MODEL.seq), jnp.int32)
