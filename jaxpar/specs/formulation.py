@@ -27,8 +27,9 @@ import numpy as np
 
 from jaxpar.sharding.infer_names.dim_pieces import DimPiece, flat
 from jaxpar.specs.classes import Classes
-from jaxpar.specs.collectives import PARTIAL, Links, RepeatedCollective, Resharding, State, States, StepCosts, is_cut
+from jaxpar.specs.collectives import PARTIAL, Links, RepeatedCollective, Resharding, States, StepCosts, is_cut
 from jaxpar.specs.cut_columns import CutColumns, cuttable_pieces
+from jaxpar.specs.followed_cuts import follow_operands, part_exchanges
 from jaxpar.specs.integer_program import IntegerProgram
 from jaxpar.specs.partial_sums import sums_of_results
 from jaxpar.specs.program import Array, Operation, TracedProgram
@@ -174,31 +175,14 @@ class Formulation(IntegerProgram):
             if len(alone) < len(v) and flop:
                 whole.update(dict.fromkeys(alone, flop))
         for axis in range(len(self.sizes)):
-            self._follow_operands(operation, axis, strategies, v)
-            if operation.fused:
-                self._exchange_parts(operation, axis, strategies, v, count)
+            follow_operands(self, self.cut_columns, operation, axis, strategies, v)
+            for column, move, array in part_exchanges(operation, axis, self.sizes[axis], strategies, v):
+                of_examples = _has_examples(self.program, array)
+                self._add_traffic(column, move, count * operation.times, of_examples=of_examples)
         for index, operand in enumerate(operation.operands):
             if not operand.constant:
                 self._flow(operation, operand, [strategy.operands[index] for strategy in strategies], v)
         self._result_flow(operation, strategies, v, count, group)
-
-    def _exchange_parts(
-        self, operation: Operation, axis: int, strategies: Sequence[Strategy], v: Sequence[int], count: int
-    ) -> None:
-        """Adds the all-to-alls of a fused projection that an axis cuts, as it cuts the parts; XLA gathers neither."""
-        last, n, x = len(operation.loops) - 1, self.sizes[axis], self.cut_columns.x
-        chosen = [(each, column) for each, column in zip(strategies, v, strict=True) if each.loops[axis] == last]
-        for strategy, column in chosen:
-            for array in operation.exchanged:
-                sent = (n - 1) / n * array.bytes / strategy.devices
-                states = strategy.result, strategy.operands[0]
-                move = Resharding(axis=axis, kind="all-to-all", bytes=sent, source=states[1], target=states[0])
-                times = count * operation.times
-                self._add_traffic(column, move, times, of_examples=_has_examples(self.program, array))
-        if chosen:
-            state, cut = chosen[0][0].operands[0][axis], chosen[0][0].result[axis]
-            terms = {column: 1.0 for _, column in chosen} | {x[axis, state]: -1.0, x[axis, cut]: -1.0}  # type: ignore[index]
-            self.add_row(terms, -1, np.inf)
 
     def _gather_operands(
         self, operation: Operation, strategies: Sequence[Strategy], source: States, target: States, column: int
@@ -220,36 +204,10 @@ class Formulation(IntegerProgram):
             self._reshard(operation, gather.operand, [((before, (None,) * len(source)), user)])
         return states
 
-    def _follow_operands(
-        self, operation: Operation, axis: int, strategies: Sequence[Strategy], v: Sequence[int]
-    ) -> None:
-        """If an axis cuts an operand, it also cuts that loop, as in XLA, unless it cuts the other operand differently.
-
-        XLA does not gather a sharded operand if the other one is replicated: it slices that one, and sums the results.
-        """
-        if len(operation.operands) != 2:
-            return
-        cuttable = [
-            set() if operand.constant else set(self.cut_columns.states(operand, axis)) for operand in operation.operands
-        ]
-        x = self.cut_columns.x
-        columns: dict[tuple[int, tuple[State, ...]], list[int]] = {}
-        for strategy, column in zip(strategies, v, strict=True):
-            if (loop := strategy.loops[axis]) is not None:
-                columns.setdefault((loop, tuple(states[axis] for states in strategy.operands)), []).append(column)
-        for (_, states), users in columns.items():
-            for index, state in enumerate(states):
-                if state not in cuttable[index]:
-                    continue
-                others = cuttable[1 - index] - {states[1 - index]}
-                if state not in others:  # else a cut of this operand cuts the other along another loop
-                    terms = dict.fromkeys(users, 1.0) | {x[axis, state]: -1.0}  # type: ignore[index]
-                    self.add_row(terms | {x[axis, other]: 1.0 for other in others}, 0, np.inf)
-
     def _flow(self, operation: Operation, operand: Array, targets: Sequence[States], v: Sequence[int]) -> None:
         """Adds the flow from the states of an operand's array to the states in which strategies read it."""
         given = self.cut_columns.of_array(operand)
-        columns = self._flow_columns(operation, given, targets, v)
+        columns = _flow_columns(self, operation, given, targets, v)
         for source, y in given.items():
             self.add_row({columns[source, t]: 1.0 for t in dict.fromkeys(targets)} | {y: -1.0}, 0, 0)
         self._reshard(operation, operand, columns.items())
@@ -277,32 +235,12 @@ class Formulation(IntegerProgram):
                 self._gathers[self._w[key]].passes.add("backward" if operation.backward else "forward")
             self.add_row({self._w[key]: 1.0} | dict.fromkeys(users, -1.0), 0, np.inf)
 
-    def _flow_columns(
-        self, operation: Operation, cuts: Iterable[States], of_strategies: Sequence[States], v: Sequence[int]
-    ) -> dict[tuple[States, States], int]:
-        """Adds a column per pair (state of an array, state of a strategy); a strategy's columns sum to its variable.
-
-        An array has one of the states `cuts`, or is replicated. In an island no axis cuts one dim before and another
-        one after a flow: no line of the model names the arrays there, so XLA chooses where it exchanges them. For
-        jp.attention it exchanged the scores, 26 times the bytes of the heads.
-        """
-        users, states = dict.fromkeys(of_strategies), [*cuts, (None,) * len(self.sizes)]
-        columns = {(state, user): self.add_column() for state in states for user in users}
-        for user in users:
-            terms = {columns[state, user]: 1.0 for state in states}
-            terms |= {column: -1.0 for column, each in zip(v, of_strategies, strict=True) if each == user}
-            self.add_row(terms, 0, 0)
-        for pair, column in columns.items() if operation.in_island else ():
-            if any(is_cut(one) and is_cut(other) and one != other for one, other in zip(*pair, strict=True)):
-                self.add_row({column: 1.0}, 0, 0)
-        return columns
-
     def _result_flow(
         self, operation: Operation, strategies: Sequence[Strategy], v: Sequence[int], count: int, group: Any
     ) -> None:
         """Adds the flow from the states in which an operation computes its result to the states of that array."""
         given, made = self.cut_columns.of_array(operation.result), [strategy.result for strategy in strategies]
-        columns = self._flow_columns(operation, given, made, v)
+        columns = _flow_columns(self, operation, given, made, v)
         for target, y in given.items():
             self.add_row({columns[target, s]: 1.0 for s in dict.fromkeys(made)} | {y: -1.0}, 0, 0)
         flows = []
@@ -354,6 +292,31 @@ def _has_examples(program: TracedProgram, array: Array) -> bool:
 def _shards(states: States, sizes: Sequence[int]) -> int:
     """Returns the number of shards of an array in these states."""
     return math.prod(size for size, state in zip(sizes, states, strict=True) if is_cut(state))
+
+
+def _flow_columns(
+    program: IntegerProgram,
+    operation: Operation,
+    cuts: Iterable[States],
+    of_strategies: Sequence[States],
+    v: Sequence[int],
+) -> dict[tuple[States, States], int]:
+    """Adds a column per pair (state of an array, state of a strategy); a strategy's columns sum to its variable.
+
+    An array has one of the states `cuts`, or is replicated. In an island no axis cuts one dim before and another
+    one after a flow: no line of the model names the arrays there, so XLA chooses where it exchanges them. For
+    jp.attention it exchanged the scores, 26 times the bytes of the heads.
+    """
+    users, states = dict.fromkeys(of_strategies), [*cuts, (None,) * len(of_strategies[0])]
+    columns = {(state, user): program.add_column() for state in states for user in users}
+    for user in users:
+        terms = {columns[state, user]: 1.0 for state in states}
+        terms |= {column: -1.0 for column, each in zip(v, of_strategies, strict=True) if each == user}
+        program.add_row(terms, 0, 0)
+    for pair, column in columns.items() if operation.in_island else ():
+        if any(is_cut(one) and is_cut(other) and one != other for one, other in zip(*pair, strict=True)):
+            program.add_row({column: 1.0}, 0, 0)
+    return columns
 
 
 def _collectives(

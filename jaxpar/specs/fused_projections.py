@@ -65,8 +65,8 @@ class FusedProjections:
             return self._forward(eqn.params["axis"], eqn.params["axis"], dims, ("concatenate", *shapes[1:], shapes[0]))
         if name == "reshape" and len(shapes[0]) and shapes[1][: len(shapes[0])] == (*shapes[0][:-1], PARTS):
             axis = len(shapes[0]) - 1
-            has_part = len(shapes[1]) > axis + 1
-            return self._forward(axis, axis + 1, dims, ("reshape", shapes[1], shapes[0])) if has_part else None
+            has_heads = len(shapes[1]) > axis + 2  # else the three may be heads
+            return self._forward(axis, axis + 1, dims, ("reshape", shapes[1], shapes[0])) if has_heads else None
         if name == "slice" and (axis := _only_difference(*shapes)) is not None and not eqn.params["strides"]:
             whole, part = shapes[0][axis], shapes[1][axis]
             if whole == PARTS * part:

@@ -252,7 +252,7 @@ class _Interpreter:
         if operands and not operands[0].constant and not operands[0].learned:
             if (axes := self.fused.axes(eqn, operands[0].dims, backward=self.backward)) is not None:
                 read = operands[:1] if name == "pad" else operands  # not the value that it pads with
-                return [self.part(eqn, read, var, axes) for var in eqn.outvars]
+                return [_part(self, eqn, read, var, axes) for var in eqn.outvars]
         if name in VIEWS and not operands[0].constant:
             dims = _dims_of_results(self.program, eqn, operands)[0]
             return [self.array(eqn.outvars[0], dims, root=operands[0].root, learned=operands[0].learned)]
@@ -303,33 +303,6 @@ class _Interpreter:
         self.dims_of_loops.append((made, dims))
         return result
 
-    def part(self, eqn: JaxprEqn, operands: list[Array], var: Any, axes: PartAxes) -> Array:
-        """Returns a part of a fused projection, or the gradients of its parts joined."""
-        name, result = eqn.primitive.name, self.array(var)
-        exchanged = result if axes.backward and name != "pad" else operands[0]  # a pad has one part of several
-        times = axes.exchanges if var is eqn.outvars[0] else 0
-        operation = Operation(
-            eqn,
-            operands,
-            result,
-            0.0,
-            self.times,
-            self.backward,
-            fused=name != "reshape",
-            exchanged=(exchanged,) * times,
-        )
-        self.program.operations.append(operation)
-        if operation.fused:  # else XLA gathers the whole, or its parts
-            self.axes_of_parts.append((operation, axes))
-        before = min(axes.operand, axes.result)
-        after = len(result.dims) - before - 1 if axes.operand == axes.result else 0
-        dims: list[list[Dim | None]] = [
-            [*(operand.dims[dim] for operand in operands), result.dims[dim]]
-            for dim in (*range(before), *range(-after, 0))
-        ]
-        self.dims_of_loops.append((operation, dims))
-        return result
-
     def scan(self, eqn: JaxprEqn, operands: list[Array]) -> list[Array]:
         # inputs by their ranks (a stacked one has one dim more), as releases of JAX name the equation's parameters
         # differently
@@ -340,7 +313,7 @@ class _Interpreter:
         carried = sum(not stacked(*pair) for pair in zip(eqn.outvars, body.outvars, strict=True))
         consts = len(operands) - scanned - carried
         before, self.times = self.times, self.times * eqn.params["length"]
-        carry = self.carry(body.invars[consts : consts + carried], operands[consts : consts + carried])
+        carry = _carry(self, body.invars[consts : consts + carried], operands[consts : consts + carried])
         slices = []
         for var, array in zip(body.invars[consts + carried :], operands[consts + carried :], strict=True):
             mix(array.dims[0], "a loop runs along it")
@@ -357,22 +330,50 @@ class _Interpreter:
             results.append(self.array(var, (length, *(_fresh(array.shape) if array.constant else array.dims))))
         return results
 
-    def carry(self, variables: Sequence[Any], arrays: Sequence[Array]) -> list[Array]:
-        """Returns arrays for the carry of a loop. Constants get new dims: later iterations may assign other values."""
-        return [
-            self.array(var, _fresh(array.shape) if array.constant else array.dims)
-            for var, array in zip(variables, arrays, strict=True)
-        ]
-
     def loop(self, eqn: JaxprEqn, operands: list[Array]) -> list[Array]:
         first, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         body = eqn.params["body_jaxpr"].jaxpr
-        carry = self.carry(body.invars[consts:], operands[first + consts :])
+        carry = _carry(self, body.invars[consts:], operands[first + consts :])
         out = self.run(body, [*operands[first : first + consts], *carry])
         for start, end in zip(carry, out, strict=True):
             if not end.constant:
                 _join_all(start.dims, end.dims)
         return carry
+
+
+def _carry(interpreter: _Interpreter, variables: Sequence[Any], arrays: Sequence[Array]) -> list[Array]:
+    """Returns arrays for the carry of a loop. Constants get new dims: later iterations may assign other values."""
+    return [
+        interpreter.array(var, _fresh(array.shape) if array.constant else array.dims)
+        for var, array in zip(variables, arrays, strict=True)
+    ]
+
+
+def _part(interpreter: _Interpreter, eqn: JaxprEqn, operands: list[Array], var: Any, axes: PartAxes) -> Array:
+    """Returns a part of a fused projection, or the gradients of its parts joined."""
+    name, result = eqn.primitive.name, interpreter.array(var)
+    exchanged = result if axes.backward and name != "pad" else operands[0]  # a pad has one part of several
+    times = axes.exchanges if var is eqn.outvars[0] else 0
+    operation = Operation(
+        eqn,
+        operands,
+        result,
+        0.0,
+        interpreter.times,
+        interpreter.backward,
+        fused=name != "reshape",
+        exchanged=(exchanged,) * times,
+    )
+    interpreter.program.operations.append(operation)
+    if operation.fused:  # else XLA gathers the whole, or its parts
+        interpreter.axes_of_parts.append((operation, axes))
+    before = min(axes.operand, axes.result)
+    after = len(result.dims) - before - 1 if axes.operand == axes.result else 0
+    dims: list[list[Dim | None]] = [
+        [*(operand.dims[dim] for operand in operands), result.dims[dim]] for dim in (*range(before), *range(-after, 0))
+    ]
+    interpreter.dims_of_loops.append((operation, dims))
+    return result
 
 
 def _dims_of_results(program: TracedProgram, eqn: JaxprEqn, operands: list[Array]) -> list[tuple[Dim, ...]]:
@@ -407,7 +408,9 @@ def _align(interpreter: _Interpreter) -> None:
             operation.loops += _loops_of_pieces(dims)
     for operation, axes in interpreter.axes_of_parts:
         operands = tuple(next(flat(array.dims[axes.operand]), None) for array in operation.operands)
-        operation.loops.append((operands, next(flat(operation.result.dims[axes.result]), None)))
+        result = next(flat(operation.result.dims[axes.result]), None)
+        operation.fused = result is not None and None not in operands  # a part of one column has no dim
+        operation.loops += [(operands, result)] * operation.fused
     interpreter.program.reductions = [
         (result, tuple(piece for dim in dims for piece in flat(dim)))  # pyright: ignore[reportArgumentType]
         for result, dims in interpreter.program.reductions

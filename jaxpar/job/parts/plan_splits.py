@@ -146,6 +146,14 @@ def find_splits(
     for pair in pairs:
         if (dims := find(*pair)) is not None and any(splits_tokens(dims.names, axis) for axis in AXES):
             found[pair] = dims
+    no_splits = _sentences_on_sizes(found, idle, equal, pairs)
+    return {sizes: dims.split() for sizes, dims in found.items()}, (*no_splits, *_sentence_on_sums(whole_batch))
+
+
+def _sentences_on_sizes(
+    found: Collection[Sizes], idle: Collection[int], equal: Collection[int], pairs: Collection[Sizes]
+) -> list[str]:
+    """Returns sentences on the sizes that are left out: of `context` alone, and with `tensor`."""
     sentences = (
         ("splits no activation along a dim of the batch, such as tokens", idle),
         ("the solver splits the same dims for it as for tensor", equal),
@@ -160,7 +168,7 @@ def find_splits(
             else "tried if there are fewer examples than devices; jp.find_specs finds dims for both"
         )
         no_splits.append(f"context with tensor: {tried}")
-    return {sizes: dims.split() for sizes, dims in found.items()}, (*no_splits, *_sentence_on_sums(whole_batch))
+    return no_splits
 
 
 def _sentence_on_sums(lines: Collection[str]) -> list[str]:
