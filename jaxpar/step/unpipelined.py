@@ -262,8 +262,10 @@ class Unpipelined(Gradients):
                 gradients = jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), gradients, stored)
             return (constrain_tree(self.layout, gradients, specs), new_overwritten), others
 
-        reduced = keep_accumulated_whole(sharded, ["fsdp"]) if self.layout.sizes["fsdp"] > 1 else sharded
-        (gradients, new_overwritten), (sums, after) = reduced((drop_paths(self.frozen, params), overwritten))
+        trained = drop_paths(self.frozen, params)
+        count = len(jax.tree.leaves(trained))
+        reduced = keep_accumulated_whole(sharded, ["fsdp"], count) if self.layout.sizes["fsdp"] > 1 else sharded
+        (gradients, new_overwritten), (sums, after) = reduced((trained, overwritten))
         return gradients, sums, fill_missing(new_overwritten, after)
 
 

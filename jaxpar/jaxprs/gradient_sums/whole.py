@@ -5,50 +5,92 @@
 
 The weight of a recurrent cell is such a weight. JAX adds its gradients up in a carry of the backward scan. Where the
 result is constrained to shards, XLA shards the carry as well, and reduces every iteration: an LSTM of 128 tokens sent
-111 times the bytes over fsdp 8. The carry takes as many bytes as the weight, which the loop reads whole anyway.
+111 times the bytes over fsdp 8. The carry is whole instead, in the dtype in which JAX sums: it takes as many bytes as
+the weight, which the loop reads whole anyway, or twice as many if it reads it in 16 bits.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpar.jaxprs.dataflow import CALLS, Scan, jaxpr_of, replace_equations, rewrite, rewrite_param, shapes
-from jaxpar.jaxprs.gradient_sums.find import constraint_axes
+from jaxpar.jaxprs.dataflow import (
+    CALLS,
+    Env,
+    Scan,
+    jaxpr_of,
+    replace_equations,
+    rewrite,
+    rewrite_param,
+    shapes,
+    variables,
+)
+from jaxpar.jaxprs.gradient_sums.find import FREE, constraint_axes
 from jaxpar.models.dim_names import spec_axes
 
 ADDS, CONSTRAINT = ("add_any",), "sharding_constraint"  # `add_any` is what JAX adds gradients with
 SAME_ENTRIES = ("transpose", "reshape", "convert_element_type", "squeeze", "expand_dims", "copy", "mul", "neg")
 
 
-def keep_accumulated_whole(function: Callable, axes: Collection[str]) -> Callable:
-    """Rewrites a function: what its loops accumulate is constrained to shards over `axes` after the loop alone.
+def keep_accumulated_whole(function: Callable, axes: Collection[str], count: int) -> Callable:
+    """Rewrites a function: gradients that its loops accumulate are constrained to shards over `axes` after the loop.
+
+    Constraints of activations, and of their gradients, stay: their batch is split over the same axes.
 
     Args:
       function: Computes gradients of pytrees of arrays, and constrains them to shards.
       axes: The mesh axes.
+      count: Number of leaves of the result that are gradients of parameters: its first ones.
     """
-    return rewrite(function, partial(_keep_whole, axes=frozenset(axes)))
+    return rewrite(function, lambda jaxpr: _keep_whole(jaxpr, jaxpr.outvars[:count], axes=frozenset(axes)))
 
 
-def _keep_whole(jaxpr: Jaxpr, axes: frozenset[str], carry: Sequence[Any] = ()) -> Jaxpr:
-    """Rewrites a jaxpr and those inside of it; if it is the body of a scan, `carry` are the inputs that it carries."""
+def _entries(jaxpr: Jaxpr, gradients: Sequence[Any], carry: Sequence[Any]) -> set[Any]:
+    """Returns the variables whose entries are those of these gradients, or of terms of them."""
+    found = variables(gradients)
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.primitive.name in (*SAME_ENTRIES, *ADDS, CONSTRAINT) and found.intersection(eqn.outvars):
+            found |= variables(eqn.invars).difference(carry)
+    return found
+
+
+def _keep_whole(jaxpr: Jaxpr, gradients: Sequence[Any], axes: frozenset[str], carry: Sequence[Any] = ()) -> Jaxpr:
+    """Rewrites a jaxpr and those inside of it.
+
+    Args:
+      jaxpr: The jaxpr.
+      gradients: Its results that are gradients of parameters, or terms of them.
+      axes: The mesh axes.
+      carry: If it is the body of a scan, the inputs that it carries.
+    """
+    entries = _entries(jaxpr, gradients, carry)
     producers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     added = {id(eqn) for var, out in zip(carry, jaxpr.outvars, strict=False) for eqn in _addends(var, out, producers)}
 
     def replaced(eqn: JaxprEqn) -> list[JaxprEqn]:
+        if not entries.intersection(eqn.outvars):
+            return [eqn]
         if axes & {*constraint_axes(eqn)}:
             accumulated = _is_accumulated(eqn.invars[0], producers)
             return [_constraint(eqn, axes, shards=id(eqn) not in added)] if id(eqn) in added or accumulated else [eqn]
         scan = Scan(eqn) if eqn.primitive.name == "scan" else None
         carried = scan.body.invars[scan.consts : scan.consts + scan.carry] if scan else ()
-        change = partial(_keep_whole, axes=axes, carry=carried)
+        numbers = [number for number, var in enumerate(eqn.outvars) if var in entries]
+
+        def change(inner: Jaxpr) -> Jaxpr:
+            if len(inner.outvars) != len(eqn.outvars):  # the condition of a loop
+                return inner
+            return _keep_whole(inner, [inner.outvars[number] for number in numbers], axes, carried)
+
         params = {key: rewrite_param(value, change) for key, value in eqn.params.items()}
-        changed = any(value is not eqn.params[key] for key, value in params.items())
-        return [eqn.replace(params=params) if changed else eqn]
+        if all(value is eqn.params[key] for key, value in params.items()):
+            return [eqn]
+        new = eqn.replace(params=params)
+        shardings = {number: _sharding_of_addend(scan, number, axes) for number in numbers} if scan else {}
+        found = {number: sharding for number, sharding in shardings.items() if sharding is not None}
+        return [_constrained_results(jaxpr, new, found, axes) if found else new]
 
     return replace_equations(jaxpr, replaced)
 
@@ -56,8 +98,7 @@ def _keep_whole(jaxpr: Jaxpr, axes: frozenset[str], carry: Sequence[Any] = ()) -
 def _constraint(eqn: JaxprEqn, axes: frozenset[str], *, shards: bool) -> JaxprEqn:
     """Returns a constraint without these axes, and then, with `shards`, that of the equation."""
     sharding: NamedSharding = eqn.params["sharding"]
-    kept = (tuple(axis for axis in spec_axes(entry) if axis not in axes) or None for entry in sharding.spec)
-    whole = NamedSharding(sharding.mesh, PartitionSpec(*kept))
+    whole = _without(sharding, axes)
 
     def constrained(x: jax.Array) -> jax.Array:
         x = jax.lax.with_sharding_constraint(x, whole)
@@ -65,6 +106,56 @@ def _constraint(eqn: JaxprEqn, axes: frozenset[str], *, shards: bool) -> JaxprEq
 
     (call,) = jax.make_jaxpr(jax.jit(constrained))(*shapes(eqn.invars)).eqns
     return call.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
+
+
+def _sharding_of_addend(scan: Scan, index: int, axes: frozenset[str]) -> NamedSharding | None:
+    """Returns the sharding over these axes of what a body adds to a carry, if it has the carry's shape; else None."""
+    if index >= scan.carry:
+        return None
+    producers = {var: eqn for eqn in scan.body.eqns for var in eqn.outvars}
+    carry, pending = scan.body.invars[scan.consts + index], [scan.body.outvars[index]]
+    if not _adds_to(carry, pending[0], producers):
+        return None
+    while pending:
+        var = pending.pop()
+        if isinstance(var, Literal) or (eqn := producers.get(var)) is None:
+            continue
+        if axes & {*constraint_axes(eqn)}:
+            return eqn.params["sharding"]
+        if eqn.primitive.name in ("add_any", "convert_element_type", "copy"):
+            pending += eqn.invars
+    return None
+
+
+def _constrained_results(
+    jaxpr: Jaxpr, eqn: JaxprEqn, shardings: Mapping[int, NamedSharding], axes: frozenset[str]
+) -> JaxprEqn:
+    """Returns an equation whose results with these numbers are whole over the axes, and then shards.
+
+    In a loop over layers no other constraint follows: only the stack of all layers' gradients has one.
+    """
+
+    def run(*args: jax.Array) -> list[jax.Array]:
+        pairs = [pair for pair in zip(eqn.invars, args, strict=True) if not isinstance(pair[0], Literal)]
+        env = Env(jaxpr.replace(constvars=()), (), pairs)
+        env.run(eqn)
+        results = [env[var] for var in eqn.outvars]
+        for number, sharding in shardings.items():
+            whole = jax.lax.with_sharding_constraint(results[number], _without(sharding, axes))
+            results[number] = jax.lax.with_sharding_constraint(whole, sharding)
+        return results
+
+    (call,) = jax.make_jaxpr(jax.jit(run))(*shapes(eqn.invars)).eqns
+    return call.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
+
+
+def _without(sharding: NamedSharding, axes: frozenset[str]) -> NamedSharding:
+    """Returns a sharding without these axes; dims that are left to XLA stay so."""
+    kept = (
+        entry if entry is FREE else tuple(axis for axis in spec_axes(entry) if axis not in axes) or None
+        for entry in sharding.spec
+    )
+    return NamedSharding(sharding.mesh, PartitionSpec(*kept))
 
 
 def _addends(carry: Any, out: Any, producers: Mapping[Any, JaxprEqn]) -> Iterator[JaxprEqn]:
@@ -104,8 +195,8 @@ def _adds_to(carry: Any, out: Any, producers: Mapping[Any, JaxprEqn]) -> bool:
 
     JAX adds so the gradient of what all iterations read.
     """
-    while (eqn := producers.get(out)) is not None and eqn.primitive.name in ADDS:
+    while not isinstance(out, Literal) and (eqn := producers.get(out)) is not None and eqn.primitive.name in ADDS:
         if carry in eqn.invars:
             return True
-        out = next((each for each in eqn.invars if each in producers), None)
+        out = next((each for each in eqn.invars if not isinstance(each, Literal) and each in producers), None)
     return False
