@@ -44,12 +44,12 @@ class ActivationGather:
     Attributes:
       array: The class of the array.
       share: The share of the array that a device then has.
-      passes: The passes whose operations read it, "forward" and "backward".
+      users: The columns whose operations read it so, by pass: "forward" and "backward".
     """
 
     array: int
     share: float
-    passes: set[str] = field(default_factory=set)
+    users: dict[str, list[int]] = field(default_factory=lambda: {"forward": [], "backward": []})
 
 
 class Formulation(IntegerProgram):
@@ -232,7 +232,7 @@ class Formulation(IntegerProgram):
                         array=of_array, share=1 / _shards(move.target, self.sizes)
                     )
             if self._w[key] in self._gathers:
-                self._gathers[self._w[key]].passes.add("backward" if operation.backward else "forward")
+                self._gathers[self._w[key]].users["backward" if operation.backward else "forward"] += users
             self.add_row({self._w[key]: 1.0} | dict.fromkeys(users, -1.0), 0, np.inf)
 
     def _result_flow(

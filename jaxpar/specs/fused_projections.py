@@ -20,7 +20,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxpar.sharding.infer_names.dim_pieces import Dim, flat
 
-PARTS = 3  # queries, keys and values; two parts of an MLP are computed for each token by itself, gates in a loop
+PARTS = 3  # queries, keys and values; the gates of a GRU too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class FusedProjections:
             return self._forward(axis, axis + 1, dims, ("reshape", shapes[1], shapes[0])) if has_heads else None
         if name == "slice" and (axis := _only_difference(*shapes)) is not None and not eqn.params["strides"]:
             whole, part = shapes[0][axis], shapes[1][axis]
-            if whole == PARTS * part:
+            if whole == PARTS * part and eqn.params["start_indices"][axis] % part == 0:
                 return self._forward(axis, axis, dims, ("pad", shapes[1], shapes[0]))
         if backward and name in ("concatenate", "reshape") and (name, *shapes) in self._seen:
             axis = eqn.params["dimension"] if name == "concatenate" else len(shapes[-1]) - 1

@@ -82,13 +82,14 @@ class Solution:
         return (self.best - self.bound) / self.best if self.best else 0.0
 
 
-def _kept_gathers(gathers: Iterable[ActivationGather]) -> dict[int, float]:
+def _kept_gathers(gathers: Iterable[ActivationGather], values: np.ndarray) -> dict[int, float]:
     """Returns the largest share of each class of arrays that operations of both passes read after a gather."""
     passes: defaultdict[int, set[str]] = defaultdict(set)
     shares: defaultdict[int, list[float]] = defaultdict(list)
     for gather in gathers:
-        passes[gather.array] |= gather.passes
-        shares[gather.array].append(gather.share)
+        used = {name for name, users in gather.users.items() if any(values[column] > 0.5 for column in users)}
+        passes[gather.array] |= used
+        shares[gather.array] += [gather.share] if used else []
     return {array: max(given) for array, given in shares.items() if len(passes[array]) > 1}
 
 
@@ -151,7 +152,7 @@ class SpecsSolver(Formulation):
             ),
             work=done / max(sum(flop for _, flop in self._flop), 1.0),
             kept=(self._kept_whole + total(self._kept)) / max(self._kept_whole, 1.0),
-            gather_shares=_kept_gathers(each for column, each in self._gathers.items() if values[column] > 0.5),
+            gather_shares=_kept_gathers(self._gathers.values(), values),
             size=(columns, len(self._rows)),
         )
 

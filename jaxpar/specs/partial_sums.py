@@ -6,6 +6,7 @@ sums over examples in the forward pass      of replicas, each of which then has 
 
 from collections.abc import Iterator
 
+from jaxpar.sharding.infer_names.dim_pieces import flat
 from jaxpar.specs.program import Array, TracedProgram
 
 STATISTICS = 2**18  # most bytes of a sum over examples that is not worth a word, such as the means of a batch norm
@@ -38,12 +39,18 @@ def sums_of_results(program: TracedProgram) -> dict[int, tuple[Array, list[Array
 
 
 def sums_over_examples(program: TracedProgram) -> Iterator[Array]:
-    """Yields large results of matmuls and lookups of the forward pass that sum over the examples of a batch.
+    """Yields large results of the forward pass that sum over the examples of a batch and have no dim of examples.
 
     Example: a mixture that scatters the tokens of all examples to one buffer per expert.
     """
     for operation in program.operations:
-        summed = (operands for operands, result in operation.loops if result is None)
-        large = operation.result.bytes * operation.times > STATISTICS
-        if large and not operation.backward and any(piece in program.rows for operands in summed for piece in operands):
-            yield operation.result
+        result, rows = operation.result, program.rows
+        if (
+            operation.backward
+            or operation.equation.primitive.name == "gather"
+            or result.bytes * operation.times < STATISTICS
+        ):
+            continue
+        summed = {piece for operands, made in operation.loops if made is None for piece in operands}
+        if summed & rows and not any(piece in rows for dim in result.dims for piece in flat(dim)):
+            yield result

@@ -249,8 +249,10 @@ class _Interpreter:
         if name not in OWN and (key := next((key for key in CALLS if key in eqn.params), None)):
             inner = eqn.params[key]
             return self.run(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner, operands)
-        if operands and not operands[0].constant and not operands[0].learned:
+        if operands and not all(operand.constant or operand.learned for operand in operands):
             if (axes := self.fused.axes(eqn, operands[0].dims, backward=self.backward)) is not None:
+                for array in {id(operand.root): operand.root for operand in operands}.values():
+                    array.readers += 1
                 read = operands[:1] if name == "pad" else operands  # not the value that it pads with
                 return [_part(self, eqn, read, var, axes) for var in eqn.outvars]
         if name in VIEWS and not operands[0].constant:

@@ -46,24 +46,24 @@ class ArrayShares:
         for array in program.arrays:
             of_line[_line_and_shape(array, program)].add(_dims_of_axes(array, cut))
         self.of_line = {key: next(iter(dims)) for key, dims in of_line.items() if len(dims) == 1}
-        read = [array for operation in program.operations for array in operation.operands if not array.constant]
-        self.gather_shares = {
-            _line_and_shape(array, program): share
-            for array in read
-            if (share := solution.gather_shares.get(solver.classes.of_array(array.root))) and not array.backward
-        }
+        self.gather_shares: dict[Hashable, float] = {}
+        for array in _operands(program).values():
+            share = 0.0 if array.backward else solution.gather_shares.get(solver.classes.of_array(array.root), 0.0)
+            key = _line_and_shape(array, program)
+            self.gather_shares[key] = max(share, self.gather_shares.get(key, 0.0))
 
     def __call__(
         self, jaxpr: Jaxpr, paths: Sequence[str], batch: Sequence[int], gradients: Sequence[int]
     ) -> Callable[[Any], float]:
         """Returns the share that a device has of the array of each variable; see `follow_dims` for the arguments."""
         program = cached_program(jaxpr, tuple(paths), tuple(batch), tuple(gradients))
-        share = share_of_variable(program, self._seeds(program), self.sizes)
+        share, operands = share_of_variable(program, self._seeds(program), self.sizes), _operands(program)
 
         def kept_share(variable: Any) -> float:
             array = None if isinstance(variable, Literal) else program.of_variable.get(variable)
-            joined = self.gather_shares.get(_line_and_shape(array, program), 0.0) if array else 0.0
-            return max(share(variable), joined)
+            if array is None or id(array) not in operands:  # of a line's arrays only what matmuls read is gathered
+                return share(variable)
+            return max(share(variable), self.gather_shares.get(_line_and_shape(array, program), 0.0))
 
         return kept_share
 
@@ -115,6 +115,11 @@ def cached_program(
 ) -> TracedProgram:
     """Follows the dims of a program, or returns it as followed before; see `follow_dims`."""
     return follow_dims(jaxpr, paths, batch, gradients)
+
+
+def _operands(program: TracedProgram) -> dict[int, Array]:
+    """Returns the arrays that operations read, by their ids; not constants."""
+    return {id(array): array for operation in program.operations for array in operation.operands if not array.constant}
 
 
 def _dims_of_axes(array: Array, cut: Mapping[DimPiece, tuple[int, ...]]) -> CutDims:

@@ -176,7 +176,7 @@ ROWS = (
         name="height and width", parallel=jp.Parallel(fsdp=2, height=2, width=2), model="images",
         misuse={"height": 1, "expert": 2}, refusal="has no experts",
         exempt={
-            "bytes": "a plan traces convolutions: tests/plan/test_pictures.py",
+            "bytes": "no plan splits pictures; a device's share: tests/parallel/test_images_compiled.py",
             "collectives": "halos depend on kernels: tests/parallel/test_images_compiled.py",
         },
     ),

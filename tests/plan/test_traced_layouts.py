@@ -138,6 +138,6 @@ def test_shards_that_matmuls_of_both_passes_gather_are_kept_joined():
         as_blueprint(model), models.next_token, batch, rows=4, devices=8, sizes=(8,), precision="bf16", frozen=()
     )
     shares = found[1, 8].shares
-    joined = [shape for (line, _, _, shape), share in shares.gather_shares.items() if share == 1.0]
+    joined = [shape for (_, _, _, shape), share in shares.gather_shares.items() if share == 1.0]
     assert (0, 4096, 1024) in joined
-    assert not any(backward for _, backward, _, _ in shares.gather_shares)
+    assert not any(share for (_, backward, _, _), share in shares.gather_shares.items() if backward)

@@ -146,14 +146,17 @@ def find_splits(
     for pair in pairs:
         if (dims := find(*pair)) is not None and any(splits_tokens(dims.names, axis) for axis in AXES):
             found[pair] = dims
-    no_splits = _sentences_on_sizes(found, idle, equal, pairs)
+    no_splits = _sentences_on_sizes(found, idle, equal, pairs, scarce=rows < devices)
     return {sizes: dims.split() for sizes, dims in found.items()}, (*no_splits, *_sentence_on_sums(whole_batch))
 
 
 def _sentences_on_sizes(
-    found: Collection[Sizes], idle: Collection[int], equal: Collection[int], pairs: Collection[Sizes]
+    found: Collection[Sizes], idle: Collection[int], equal: Collection[int], pairs: Collection[Sizes], *, scarce: bool
 ) -> list[str]:
-    """Returns sentences on the sizes that are left out: of `context` alone, and with `tensor`."""
+    """Returns sentences on the sizes that are left out: of `context` alone, and with `tensor`.
+
+    `scarce` says that there are fewer examples than devices.
+    """
     sentences = (
         ("splits no activation along a dim of the batch, such as tokens", idle),
         ("the solver splits the same dims for it as for tensor", equal),
@@ -165,6 +168,8 @@ def _sentences_on_sizes(
             f"only {shown}, the smallest sizes with which the replicas divide the examples; jp.find_specs finds dims "
             "for others"
             if pairs
+            else "with no such sizes the replicas divide the examples"
+            if scarce
             else "tried if there are fewer examples than devices; jp.find_specs finds dims for both"
         )
         no_splits.append(f"context with tensor: {tried}")
@@ -183,10 +188,10 @@ def _sentence_on_sums(lines: Collection[str]) -> list[str]:
 def _pairs_to_find(contexts: Collection[int], tensors: Collection[int], rows: int, devices: int) -> list[Sizes]:
     """Returns the pairs (context, tensor) for which a plan finds dims of both axes together.
 
-    There are none if a step has as many examples as devices. Otherwise the pairs have the smallest product with which
-    the replicas divide the examples, because replicas send less than devices that share an example. Either axis may
-    split tokens: inside of a node (4, 2) is (2, 4) with other names. `context` is the outer axis, which leaves a node
-    first.
+    There are none if a step has at least as many examples as devices. Otherwise the pairs have the smallest product
+    with which the replicas divide the examples, because replicas send less than devices that share an example. Either
+    axis may split tokens: inside of a node (4, 2) is (2, 4) with other names. `context` is the outer axis, which leaves
+    a node first.
     """
     if rows >= devices:
         return []
