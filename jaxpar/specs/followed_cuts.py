@@ -50,7 +50,7 @@ def follow_operands(
                 if state not in others:  # else a cut of this operand cuts the other along another loop
                     terms = dict.fromkeys(users, 1.0) | {x[axis, state]: -1.0}  # type: ignore[index]
                     program.add_row(terms | {x[axis, other]: 1.0 for other in others}, 0, np.inf)
-    if chosen := exchanging(operation, axis, strategies, v):
+    if chosen := exchange_strategies(operation, axis, strategies, v):
         strategy = chosen[0][0]
         ends = [x.get((axis, state)) for state in (strategy.operands[0][axis], strategy.result[axis])]  # type: ignore[arg-type]
         terms: dict[int, float] = {end: -1.0 for end in ends if end is not None}
@@ -58,7 +58,7 @@ def follow_operands(
             program.add_row(terms | {column: 1.0 for _, column in chosen}, -1, np.inf)
 
 
-def exchanging(
+def exchange_strategies(
     operation: Operation, axis: int, strategies: Sequence[Strategy], v: Sequence[int]
 ) -> list[tuple[Strategy, int]]:
     """Returns the strategies, with their columns, in which an axis cuts a fused projection and its parts."""
@@ -71,7 +71,7 @@ def part_exchanges(
     operation: Operation, axis: int, devices: int, strategies: Sequence[Strategy], v: Sequence[int]
 ) -> Iterator[tuple[int, Resharding, Array]]:
     """Yields the all-to-alls of a fused projection that an axis of this size cuts: (column, collective, array)."""
-    for strategy, column in exchanging(operation, axis, strategies, v):
+    for strategy, column in exchange_strategies(operation, axis, strategies, v):
         for array in operation.exchanged:
             sent = (devices - 1) / devices * array.bytes / strategy.devices
             source, target = strategy.operands[0], strategy.result

@@ -98,7 +98,7 @@ def _keep_whole(jaxpr: Jaxpr, gradients: Sequence[Any], axes: frozenset[str], ca
 def _constraint(eqn: JaxprEqn, axes: frozenset[str], *, shards: bool) -> JaxprEqn:
     """Returns a constraint without these axes, and then, with `shards`, that of the equation."""
     sharding: NamedSharding = eqn.params["sharding"]
-    whole = _without(sharding, axes)
+    whole = _whole_sharding(sharding, axes)
 
     def constrained(x: jax.Array) -> jax.Array:
         x = jax.lax.with_sharding_constraint(x, whole)
@@ -141,7 +141,7 @@ def _constrained_results(
         env.run(eqn)
         results = [env[var] for var in eqn.outvars]
         for number, sharding in shardings.items():
-            whole = jax.lax.with_sharding_constraint(results[number], _without(sharding, axes))
+            whole = jax.lax.with_sharding_constraint(results[number], _whole_sharding(sharding, axes))
             results[number] = jax.lax.with_sharding_constraint(whole, sharding)
         return results
 
@@ -149,7 +149,7 @@ def _constrained_results(
     return call.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
 
 
-def _without(sharding: NamedSharding, axes: frozenset[str]) -> NamedSharding:
+def _whole_sharding(sharding: NamedSharding, axes: frozenset[str]) -> NamedSharding:
     """Returns a sharding without these axes; dims that are left to XLA stay so."""
     kept = (
         entry if entry is FREE else tuple(axis for axis in spec_axes(entry) if axis not in axes) or None
