@@ -28,13 +28,13 @@ def traced_memory(shape: TracedShape, candidate: Candidate, software: SoftwareMo
     return by_kind(
         candidate,
         lambda unpipelined: _memory(shape, unpipelined, software, recipe),
-        lambda staged: stages_memory(shape.pipelined, staged, software, recipe),
+        lambda staged: stages_memory(shape.stage_trace, staged, software, recipe),
     )
 
 
 def _memory(shape: TracedShape, candidate: Candidate, software: SoftwareModel, recipe: Recipe) -> Memory:
-    unsharded_parameters, shard = shape.shards.unsharded(candidate), shape.shards.sharded(candidate)
-    state = shape.other_state.unsharded(candidate), shape.other_state.sharded(candidate)
+    unsharded_parameters, shard = shape.shards.unsharded_amount(candidate), shape.shards.shard_amount(candidate)
+    state = shape.other_state.unsharded_amount(candidate), shape.other_state.shard_amount(candidate)
     has_state = any(shape.other_state.by_sizes.values())
     extra_state = {"state": np.where(np.equal(candidate.zero, 0), *state)} if has_state else {}
     parameters, gradients, moments = bytes_by_zero_stage(unsharded_parameters, shard, candidate, recipe)

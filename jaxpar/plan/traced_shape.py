@@ -37,11 +37,11 @@ class ShardAmounts:
         sizes, indices = _distinct([candidate.size(axis) for axis in self.axes])
         return np.array([size in self.by_sizes for size in sizes])[indices]
 
-    def sharded(self, candidate: Candidate) -> Any:
+    def shard_amount(self, candidate: Candidate) -> Any:
         """Returns the amount on a device; an even share for sizes that the table does not have."""
         return self._amounts([candidate.size(axis) for axis in self.axes])
 
-    def unsharded(self, candidate: Candidate) -> Any:
+    def unsharded_amount(self, candidate: Candidate) -> Any:
         """Returns the amount on a device before fsdp shards it."""
         return self._amounts([np.ones_like(candidate.fsdp), *(candidate.size(axis) for axis in self.axes[1:])])
 
@@ -112,7 +112,7 @@ class TracedShape:
         return (1, *self.stages.pipe_sizes) if self.stages else (1,)
 
     @property
-    def pipelined(self) -> StageTrace:
+    def stage_trace(self) -> StageTrace:
         """The parts of the model in a pipeline.
 
         Raises:
@@ -128,7 +128,7 @@ class TracedShape:
 
     def message_bytes(self, candidate: Candidate) -> Any:
         """Returns the bytes that pass from a stage to the next one for a microbatch."""
-        return value_of(self.pipelined.message, candidate)
+        return value_of(self.stage_trace.message, candidate)
 
     def step_flop(self, rows: int) -> float:
         """Returns the FLOP of the matmuls and convolutions of the loss and its gradients, without recomputation."""

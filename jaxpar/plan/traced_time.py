@@ -35,7 +35,7 @@ def traced_time(
     return by_kind(
         candidate,
         lambda unpipelined: _time(shape, unpipelined, hardware, replace(software, update=update)),
-        lambda staged: stages_time(shape.pipelined, staged, hardware, software, update=update),
+        lambda staged: stages_time(shape.stage_trace, staged, hardware, software, update=update),
     )
 
 
@@ -53,7 +53,7 @@ def _time(shape: TracedShape, candidate: Candidate, hardware: Hardware, software
     recompute = np.maximum(sum(kernels.values()) - sum(plain.values()), 0.0)
     # remat may even save time: writing stacked residuals can cost more than recomputing them
     plain["elementwise"] = plain["elementwise"] + np.minimum(sum(kernels.values()) - sum(plain.values()), 0.0)
-    parameters = shape.shards.unsharded(candidate)
+    parameters = shape.shards.unsharded_amount(candidate)
     accumulation = np.where(
         np.greater(count, 1),
         _array_seconds(shape, software.accumulate, candidate, hardware, layers=False),
@@ -104,7 +104,7 @@ def _kernels(trace: ModelTrace, candidate: Candidate, hardware: Hardware) -> dic
 
 def _array_seconds(shape: TracedShape, width: float, candidate: Candidate, hardware: Hardware, *, layers: bool) -> Any:
     """Returns the seconds of a kernel of `width` bytes per entry for each array, or for each layer of a stack."""
-    share = shape.shards.unsharded(candidate) / shape.parameters
+    share = shape.shards.unsharded_amount(candidate) / shape.parameters
     return sum(
         (count if layers else 1)
         * np.maximum(SMALLEST_KERNEL, hardware.stream(width * share * (size if layers else count * size)))

@@ -99,7 +99,7 @@ def _kind(operation: Operation) -> Hashable:
     shapes = tuple(array.shape for array in (*operation.operands, operation.result))
     return (
         operation.equation.primitive.name, numbers, shapes, operation.times, len(operation.loops), operation.backward,
-        operation.in_island, len(operation.exchanged),
+        operation.in_island, len(operation.exchanged_arrays),
     )  # fmt: skip
 
 

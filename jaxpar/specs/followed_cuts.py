@@ -23,7 +23,7 @@ def follow_operands(
     strategies: Sequence[Strategy],
     v: Sequence[int],
 ) -> None:
-    """Adds the rows of the cuts of two operands, and those of a fused projection and its parts.
+    """Adds the rows of the cuts of two operands.
 
     XLA does not gather a sharded operand if the other one is replicated: it slices that one, and sums the results.
 
@@ -50,9 +50,20 @@ def follow_operands(
                 if state not in others:  # else a cut of this operand cuts the other along another loop
                     terms = dict.fromkeys(users, 1.0) | {x[axis, state]: -1.0}  # type: ignore[index]
                     program.add_row(terms | {x[axis, other]: 1.0 for other in others}, 0, np.inf)
+
+
+def follow_parts(
+    program: IntegerProgram,
+    cuts: CutColumns,
+    operation: Operation,
+    axis: int,
+    strategies: Sequence[Strategy],
+    v: Sequence[int],
+) -> None:
+    """Adds the row of the cuts of a fused projection and a part of it; see `follow_operands` for the arguments."""
     if chosen := exchange_strategies(operation, axis, strategies, v):
         strategy = chosen[0][0]
-        ends = [x.get((axis, state)) for state in (strategy.operands[0][axis], strategy.result[axis])]  # type: ignore[arg-type]
+        ends = [cuts.x.get((axis, state)) for state in (strategy.operands[0][axis], strategy.result[axis])]  # type: ignore[arg-type]
         terms: dict[int, float] = {end: -1.0 for end in ends if end is not None}
         if len(terms) == 2:  # else no array is ever cut along one of the two
             program.add_row(terms | {column: 1.0 for _, column in chosen}, -1, np.inf)
@@ -63,7 +74,7 @@ def exchange_strategies(
 ) -> list[tuple[Strategy, int]]:
     """Returns the strategies, with their columns, in which an axis cuts a fused projection and its parts."""
     last = len(operation.loops) - 1
-    pairs = zip(strategies, v, strict=True) if operation.fused else ()
+    pairs = zip(strategies, v, strict=True) if operation.is_fused else ()
     return [(strategy, column) for strategy, column in pairs if strategy.loops[axis] == last]
 
 
@@ -72,7 +83,7 @@ def part_exchanges(
 ) -> Iterator[tuple[int, Resharding, Array]]:
     """Yields the all-to-alls of a fused projection that an axis of this size cuts: (column, collective, array)."""
     for strategy, column in exchange_strategies(operation, axis, strategies, v):
-        for array in operation.exchanged:
+        for array in operation.exchanged_arrays:
             sent = (devices - 1) / devices * array.bytes / strategy.devices
             source, target = strategy.operands[0], strategy.result
             yield column, Resharding(axis=axis, kind="all-to-all", bytes=sent, source=source, target=target), array

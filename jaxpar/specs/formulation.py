@@ -29,7 +29,7 @@ from jaxpar.sharding.infer_names.dim_pieces import DimPiece, flat
 from jaxpar.specs.classes import Classes
 from jaxpar.specs.collectives import PARTIAL, Links, RepeatedCollective, Resharding, States, StepCosts, is_cut
 from jaxpar.specs.cut_columns import CutColumns, cuttable_pieces
-from jaxpar.specs.followed_cuts import follow_operands, part_exchanges
+from jaxpar.specs.followed_cuts import follow_operands, follow_parts, part_exchanges
 from jaxpar.specs.integer_program import IntegerProgram
 from jaxpar.specs.partial_sums import sums_of_results
 from jaxpar.specs.program import Array, Operation, TracedProgram
@@ -176,6 +176,7 @@ class Formulation(IntegerProgram):
                 whole.update(dict.fromkeys(alone, flop))
         for axis in range(len(self.sizes)):
             follow_operands(self, self.cut_columns, operation, axis, strategies, v)
+            follow_parts(self, self.cut_columns, operation, axis, strategies, v)
             for column, move, array in part_exchanges(operation, axis, self.sizes[axis], strategies, v):
                 of_examples = _has_examples(self.program, array)
                 self._add_traffic(column, move, count * operation.times, of_examples=of_examples)

@@ -111,8 +111,8 @@ class Operation:
       backward: Whether it belongs to the backward pass.
       loops: For each loop, the piece of each operand and of the result that it runs over; None if it runs over none.
       in_island: Whether `jp.attention` runs it: no line of the model names its arrays.
-      fused: Whether it splits a fused projection or joins its gradients; its last loop then runs over all entries.
-      exchanged: Arrays that are sent by an all-to-all if an axis cuts that loop.
+      is_fused: Whether it splits a fused projection or joins its gradients; its last loop then runs over all entries.
+      exchanged_arrays: Arrays that are sent by an all-to-all if an axis cuts that loop.
     """
 
     equation: JaxprEqn
@@ -123,8 +123,8 @@ class Operation:
     backward: bool = False
     loops: list[tuple[tuple[DimPiece | None, ...], DimPiece | None]] = field(default_factory=list)
     in_island: bool = False
-    fused: bool = False
-    exchanged: tuple[Array, ...] = ()
+    is_fused: bool = False
+    exchanged_arrays: tuple[Array, ...] = ()
 
 
 @dataclass(eq=False)
@@ -197,7 +197,7 @@ class _Interpreter:
         self.backward = False
         self.line: SourceFrame | None = None
         self.dims_of_loops: list[tuple[Operation, list[list[Dim | None]]]] = []
-        self.fused = FusedProjections()
+        self.fused_projections = FusedProjections()
         self.axes_of_parts: list[tuple[Operation, PartAxes]] = []
 
     def array(self, var: Any, dims: tuple[Dim, ...] | None = None, **fields: Any) -> Array:
@@ -250,7 +250,7 @@ class _Interpreter:
             inner = eqn.params[key]
             return self.run(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner, operands)
         if operands and not all(operand.constant or operand.learned for operand in operands):
-            if (axes := self.fused.axes(eqn, operands[0].dims, backward=self.backward)) is not None:
+            if (axes := self.fused_projections.axes(eqn, operands[0].dims, backward=self.backward)) is not None:
                 for array in {id(operand.root): operand.root for operand in operands}.values():
                     array.readers += 1
                 read = operands[:1] if name == "pad" else operands  # not the value that it pads with
@@ -293,7 +293,7 @@ class _Interpreter:
         made = Operation(eqn, operands, result, flop_of(eqn), self.times, self.backward, in_island=in_island)
         self.program.operations.append(made)
         if made.flop and any(array.learned and len(array.shape) == 2 for array in operands):
-            self.fused.add(result.dims[-1])
+            self.fused_projections.add(result.dims[-1])
         for array, overlapping in zip((*operands, result), overlapping_dims(eqn), strict=True):
             for dim in overlapping:
                 mix(array.dims[dim], "windows of a convolution overlap along it")
@@ -363,11 +363,11 @@ def _part(interpreter: _Interpreter, eqn: JaxprEqn, operands: list[Array], var: 
         0.0,
         interpreter.times,
         interpreter.backward,
-        fused=name != "reshape",
-        exchanged=(exchanged,) * times,
+        is_fused=name != "reshape",
+        exchanged_arrays=(exchanged,) * times,
     )
     interpreter.program.operations.append(operation)
-    if operation.fused:  # else XLA gathers the whole, or its parts
+    if operation.is_fused:  # else XLA gathers the whole, or its parts
         interpreter.axes_of_parts.append((operation, axes))
     before = min(axes.operand, axes.result)
     after = len(result.dims) - before - 1 if axes.operand == axes.result else 0
@@ -411,8 +411,8 @@ def _align(interpreter: _Interpreter) -> None:
     for operation, axes in interpreter.axes_of_parts:
         operands = tuple(next(flat(array.dims[axes.operand]), None) for array in operation.operands)
         result = next(flat(operation.result.dims[axes.result]), None)
-        operation.fused = result is not None and None not in operands  # a part of one column has no dim
-        operation.loops += [(operands, result)] * operation.fused
+        operation.is_fused = result is not None and None not in operands  # a part of one column has no dim
+        operation.loops += [(operands, result)] * operation.is_fused
     interpreter.program.reductions = [
         (result, tuple(piece for dim in dims for piece in flat(dim)))  # pyright: ignore[reportArgumentType]
         for result, dims in interpreter.program.reductions

@@ -126,11 +126,11 @@ class Layers(nnx.Module):
         self.embed, self.head = nnx.Embed(VOCAB, DIM, rngs=rngs), nnx.Linear(DIM, VOCAB, rngs=rngs)
 
         @nnx.vmap(in_axes=0, out_axes=0)
-        def made(key):
+        def make_layer(key):
             rngs = nnx.Rngs(key)
             return nnx.RNN(nnx.GRUCell(DIM, DIM, rngs=rngs)) if recurrent else nnx.Linear(DIM, DIM, rngs=rngs)
 
-        self.layers = made(jax.random.split(rngs.params(), 2))
+        self.layers = make_layer(jax.random.split(rngs.params(), 2))
 
     def __call__(self, tokens):
         x = jp.constrain(self.embed(tokens), "batch", "seq", "embed")

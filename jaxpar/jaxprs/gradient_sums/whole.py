@@ -30,8 +30,9 @@ from jaxpar.jaxprs.dataflow import (
 from jaxpar.jaxprs.gradient_sums.find import FREE, constraint_axes
 from jaxpar.models.dim_names import spec_axes
 
-ADDS, CONSTRAINT = ("add_any",), "sharding_constraint"  # `add_any` is what JAX adds gradients with
+ADDS = ("add_any",)  # what JAX adds gradients with
 SAME_ENTRIES = ("transpose", "reshape", "convert_element_type", "squeeze", "expand_dims", "copy", "mul", "neg")
+LINEAR = (*SAME_ENTRIES, *ADDS, "sharding_constraint")
 
 
 def keep_accumulated_whole(function: Callable, axes: Collection[str], count: int) -> Callable:
@@ -51,7 +52,7 @@ def _entries(jaxpr: Jaxpr, gradients: Sequence[Any], carry: Sequence[Any]) -> se
     """Returns the variables whose entries are those of these gradients, or of terms of them."""
     found = variables(gradients)
     for eqn in reversed(jaxpr.eqns):
-        if eqn.primitive.name in (*SAME_ENTRIES, *ADDS, CONSTRAINT) and found.intersection(eqn.outvars):
+        if eqn.primitive.name in LINEAR and found.intersection(eqn.outvars):
             found |= variables(eqn.invars).difference(carry)
     return found
 
@@ -164,11 +165,7 @@ def _addends(carry: Any, out: Any, producers: Mapping[Any, JaxprEqn]) -> Iterato
         return
     pending = [out]
     while pending:
-        if (eqn := producers.get(pending.pop())) is None or eqn.primitive.name not in (
-            *SAME_ENTRIES,
-            *ADDS,
-            CONSTRAINT,
-        ):
+        if (eqn := producers.get(pending.pop())) is None or eqn.primitive.name not in LINEAR:
             continue
         yield eqn
         pending += [var for var in eqn.invars if not isinstance(var, Literal) and var is not carry]

@@ -119,16 +119,15 @@ def find_splits(
     for size in (size for size in sizes if size <= MOST_TENSOR):
         if (split := find(1, size)) is not None:
             found[1, size] = split
-    contexts = [size for size in sizes if size <= MOST_CONTEXT and rows % (devices // size) == 0]
+    contexts = [size for size in sizes if size <= MOST_CONTEXT and _divides(size, rows, devices)]
     if min(sizes) <= MOST_CONTEXT:
         program(local_rows(contexts[0] if contexts else min(sizes)))  # records the islands
     if "attention" in islands:  # its keys are those of tokens that `context` splits as the model names them
         pairs = [
             (context, tensor)
             for context, tensor in product(sizes, [1, *(size for _, size in found)])
-            if context <= MOST_CONTEXT and devices % (context * tensor) == 0
-            and rows % (devices // (context * tensor)) == 0
-        ]  # fmt: skip
+            if context <= MOST_CONTEXT and _divides(context * tensor, rows, devices)
+        ]
         named, sentences = _named_splits(
             blueprint, loss, batch, pairs, rows=rows, devices=devices, precision=precision, frozen=frozen
         )
@@ -185,6 +184,11 @@ def _sentence_on_sums(lines: Collection[str]) -> list[str]:
     ]
 
 
+def _divides(split: int, rows: int, devices: int) -> bool:
+    """Whether this many devices share a model evenly, and the replicas then divide the examples."""
+    return devices % split == 0 and rows % (devices // split) == 0
+
+
 def _pairs_to_find(contexts: Collection[int], tensors: Collection[int], rows: int, devices: int) -> list[Sizes]:
     """Returns the pairs (context, tensor) for which a plan finds dims of both axes together.
 
@@ -198,7 +202,7 @@ def _pairs_to_find(contexts: Collection[int], tensors: Collection[int], rows: in
     pairs = [
         (context, tensor)
         for context, tensor in product(contexts, tensors)
-        if context <= tensor and devices % (context * tensor) == 0 and rows % (devices // (context * tensor)) == 0
+        if context <= tensor and _divides(context * tensor, rows, devices)
     ]
     least = min((math.prod(pair) for pair in pairs), default=0)
     return [pair for pair in pairs if math.prod(pair) == least]

@@ -41,8 +41,8 @@ class PartFunctions:
         inputs = self.program.inputs
         received = {source: shapes(variables) for source, variables in self.program.receives.items()}
         state = {i: shapes([inputs.state[i]])[0] for i in self.program.reads_state}
-        known = shapes(inputs.data), state, received
-        return halves(self._float_messages, params, known, floats(received), split=False, whole=True)
+        input_shapes = shapes(inputs.data), state, received
+        return halves(self._float_messages, params, input_shapes, floats(received), split=False, whole=True)
 
     def _float_messages(self, params: Tree, inputs: tuple, values: Sequence[jax.Array]) -> list:
         """Returns the floating-point values that the part sends to each of `targets`.

@@ -59,7 +59,7 @@ class PerReplica(Gradients):
         self.layout, self.replica_gradients, self.evaluator = layout, replica_gradients, evaluator
         self.exchange = layout.parallel.exchange
         self.replica_map = ReplicaMap(layout, replica_gradients.layout)
-        self.trained = TrainedState(layout, replica_gradients.frozen)
+        self.trained_state = TrainedState(layout, replica_gradients.frozen)
         self.sync_every = self.exchange.every
         self._scalars = jax.jit(_scalars)
 
@@ -98,9 +98,9 @@ class PerReplica(Gradients):
         gradients, sums, model_state = self.gradients(state.params, state.model_state, batch)
         # each replica divided by its own token count: a shared gradient must be that of the whole batch
         gradients = _weight_by_tokens(
-            self.trained.drop_frozen(gradients), sums["loss"][1], differ=self.exchange.replicas_differ
+            self.trained_state.drop_frozen(gradients), sums["loss"][1], differ=self.exchange.replicas_differ
         )
-        replica_mesh = self.trained.replica_mesh(update_specs(self.replica_gradients.layout))
+        replica_mesh = self.trained_state.replica_mesh(update_specs(self.replica_gradients.layout))
         gradients, exchange_state = self.exchange.gradients(gradients, state.exchange, replica_mesh)
 
         total, count = sums["loss"] if self.exchange.replicas_differ else jax.tree.map(jnp.sum, sums["loss"])
@@ -121,8 +121,8 @@ class PerReplica(Gradients):
 
     def synchronize(self, state: State, step_metrics: dict[str, Any], sync_round: int) -> tuple[State, dict[str, Any]]:
         """Synchronizes the replicas; returns the state, and the metrics unchanged."""
-        replicas = self.exchange.synchronize(*self.trained.read(state, sync_round))
-        return self.trained.write(state, replicas), step_metrics
+        replicas = self.exchange.synchronize(*self.trained_state.read(state, sync_round))
+        return self.trained_state.write(state, replicas), step_metrics
 
     def axes_without_traffic(self, *, sync_round: int) -> tuple[str, ...]:
         """Returns `data` for steps without a sync round."""

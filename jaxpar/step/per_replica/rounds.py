@@ -60,7 +60,7 @@ class Round:
                 fix=f"delay = {max(1, min(exchange.delay, distance - 1))}, fewer fragments, wire = 'fp32'",
             )
         self.step, self.exchange, self.gradients = step, exchange, step.gradients
-        self.trained = step.gradients.trained
+        self.trained_state = step.gradients.trained_state
         self.steps = exchange.delay + 1
         self._programs: dict[Any, Any] = {}
 
@@ -121,12 +121,12 @@ class Round:
 
     def _run(self, first: int, state: State, batches: list[Batch]) -> tuple[State, list[Any]]:
         state, metrics = self._update(state, batches[0])
-        vectors = self.exchange.depart(*self.trained.read(state, first))
+        vectors = self.exchange.depart(*self.trained_state.read(state, first))
         later_batches = jax.tree.map(lambda *values: jnp.stack(values), *batches[1:])
         inner, history = jax.lax.scan(self._update, dataclasses.replace(state, exchange=()), later_batches)
         state = dataclasses.replace(inner, exchange=state.exchange)
-        replicas, replica_mesh = self.trained.read(state, first + self.exchange.delay)
-        state = self.trained.write(state, self.exchange.arrive(vectors, replicas, replica_mesh))
+        replicas, replica_mesh = self.trained_state.read(state, first + self.exchange.delay)
+        state = self.trained_state.write(state, self.exchange.arrive(vectors, replicas, replica_mesh))
         return state, [metrics, *(jax.tree.map(lambda x, i=i: x[i], history) for i in range(len(batches) - 1))]
 
     def _update(self, state: State, batch: Batch) -> tuple[State, dict[str, Any]]:
