@@ -10,8 +10,7 @@ from jax.sharding import Mesh
 
 from jaxpar.errors import JaxparError, Problem, refuse, user_code_errors
 from jaxpar.mesh.axes import infer_sizes
-from jaxpar.mesh.build import build
-from jaxpar.mesh.devices import Simulated, is_simulated
+from jaxpar.mesh.devices import Simulated, build_mesh, is_simulated
 from jaxpar.models.settings.adapters import Adapters
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.layout import Layout, with_note
@@ -178,7 +177,7 @@ def compose(
         if isinstance(devices, int | Simulated):
             sizes = infer_sizes(parallel.sizes, devices if isinstance(devices, int) else devices.count)
         else:
-            mesh = build(parallel.sizes, devices)
+            mesh = build_mesh(parallel.sizes, devices)
             sizes = dict(mesh.shape)
         parallel = parallel.with_sizes(sizes)  # before any check: fsdp=-1 may become 1
     except JaxparError as error:
