@@ -14,7 +14,7 @@ import jaxpar as jp
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.measure import layers as bench
-from jaxpar.measure.pieces import Pieces
+from jaxpar.measure.layers import Pieces
 from jaxpar.models.mlp import MLP
 from jaxpar.models.settings.mlp import MLPConfig
 from jaxpar.parallel.compose import as_blueprint
