@@ -1,1 +1,1 @@
-"""Building blocks of HTML pages: escaped markup, bars, line charts, and the frame around them."""
+"""Building blocks of HTML pages: escaped markup and the page around it, line charts and cards of shards."""

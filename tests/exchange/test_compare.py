@@ -10,7 +10,7 @@ import pytest
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.exchange.clock.stale import Stale
-from jaxpar.html.lines import ticks
+from jaxpar.html.drawings import ticks
 from jaxpar.job.compare.batch_size import fit_batch
 from jaxpar.job.compare.methods import parse
 from jaxpar.job.file.parse import loads

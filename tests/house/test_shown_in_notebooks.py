@@ -9,8 +9,7 @@ from flax import nnx
 from test_page import collective, report
 
 import jaxpar as jp
-from jaxpar.html.frame import document
-from jaxpar.html.markup import Markup
+from jaxpar.html.markup import Markup, document
 from jaxpar.inspector.pages.html import page
 from jaxpar.parallel.pages.shard_cards import cards, groups, shard_devices
 from jaxpar.train.run import Outcome

@@ -21,7 +21,7 @@ from pairwise import some
 from jaxpar.cli import schedule as verb
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
-from jaxpar.html import frame
+from jaxpar.html import markup
 from jaxpar.pipeline.draw.compare import compare, table
 from jaxpar.pipeline.draw.schedule import legend, saved_activations, svg, terminal, timed_runs
 from jaxpar.pipeline.draw.svg import LEFT, SHADES, STYLES, ink, shade
@@ -215,7 +215,7 @@ def test_colours_are_told_apart_without_hue_and_numbers_are_read_on_all_of_them(
 
 def test_the_style_of_a_page_has_no_colours_for_the_parts_of_a_drawing():
     # a page's own classes weigh more than a drawing's: one name for two things would paint the drawing anew
-    css = Path(frame.__file__).with_name("page.css").read_text().replace(".jaxpar-schedule > .jx-ground", "")
+    css = Path(markup.__file__).with_name("page.css").read_text().replace(".jaxpar-schedule > .jx-ground", "")
     assert ".jx-line {" in css
     assert [name for name in STYLES if re.search(rf"\.jx-{name}\b(?!-)", css)] == []
 

@@ -4,9 +4,23 @@ from collections.abc import Callable, Sequence
 from math import isfinite
 
 from jaxpar.hlo.attribution import Argument
-from jaxpar.html.frame import bar, document, in_ascii, memory_bar, style, tile
-from jaxpar.html.markup import HOW, Markup, badge, heading, join, swatch, table, tag
-from jaxpar.html.shard_drawing import section as pieces
+from jaxpar.html.drawings import section as pieces
+from jaxpar.html.markup import (
+    HOW,
+    Markup,
+    badge,
+    bar,
+    document,
+    heading,
+    in_ascii,
+    join,
+    memory_bar,
+    style,
+    swatch,
+    table,
+    tag,
+    tile,
+)
 from jaxpar.inspector.facts import ReportFacts
 from jaxpar.inspector.findings import Flag
 from jaxpar.inspector.memory import CAUSES, Share

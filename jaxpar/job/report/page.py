@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 
 from jaxpar.errors import JaxparError
-from jaxpar.html.frame import document, tile
-from jaxpar.html.lines import Line, chart
-from jaxpar.html.markup import Markup, badge, table, tag
-from jaxpar.html.shard_drawing import axes_table, section
+from jaxpar.html.drawings import Line, axes_table, chart, section
+from jaxpar.html.markup import Markup, badge, document, table, tag, tile
 from jaxpar.job.file.run_folder import job_of
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.plan_model import needs_jax

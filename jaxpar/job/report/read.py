@@ -11,7 +11,7 @@ from typing import Any
 from jaxpar import toml
 from jaxpar.checkpoint import report as checkpoints
 from jaxpar.errors import JaxparError, file_errors, refuse
-from jaxpar.html.shard_drawing import Card
+from jaxpar.html.drawings import Card
 from jaxpar.job.report import kernel_times
 from jaxpar.job.report.kernel_times import StepProfile
 

@@ -7,9 +7,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxpar.html.frame import in_ascii, style, tile
-from jaxpar.html.markup import Markup, heading, join, tag
-from jaxpar.html.shard_drawing import axes_table, section
+from jaxpar.html.drawings import axes_table, section
+from jaxpar.html.markup import Markup, heading, in_ascii, join, style, tag, tile
 from jaxpar.mesh.axes import AXES, coordinates, nodes_of_axes
 from jaxpar.mesh.chips import Chip, find_chip
 from jaxpar.parallel.pages.shard_cards import cards, image_card, parameter_table, split_axes

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from jaxpar.errors import file_errors, refuse
 from jaxpar.files import write_page
-from jaxpar.html.frame import in_ascii, style
-from jaxpar.html.markup import Markup, tag
+from jaxpar.html.markup import Markup, in_ascii, style, tag
 from jaxpar.pipeline.draw.compare import compare, row, table
 from jaxpar.pipeline.draw.schedule import count_noun, describe_cut, svg
 from jaxpar.pipeline.draw.thumbnail import overview

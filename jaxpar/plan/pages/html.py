@@ -2,8 +2,21 @@
 
 from collections.abc import Sequence
 
-from jaxpar.html.frame import bar, document, in_ascii, style, tile
-from jaxpar.html.markup import HOW, Markup, badge, join, percent, swatch, table, tag
+from jaxpar.html.markup import (
+    HOW,
+    Markup,
+    badge,
+    bar,
+    document,
+    in_ascii,
+    join,
+    percent,
+    style,
+    swatch,
+    table,
+    tag,
+    tile,
+)
 from jaxpar.plan.measurements.error_estimate import expected_error
 from jaxpar.plan.pages.pareto_svg import scatter
 from jaxpar.plan.pages.style import bytes_class, css, seconds_class

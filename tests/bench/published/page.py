@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from jaxpar.html.frame import document, tile
-from jaxpar.html.markup import HOW, Markup, badge, join, percent, table, tag
+from jaxpar.html.markup import HOW, Markup, badge, document, join, percent, table, tag, tile
 
 from ..published.judged import Judged, grouped, score
 from ..published.show import HEAD, causes
