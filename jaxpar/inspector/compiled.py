@@ -1,16 +1,26 @@
 """Compiles a program for inspection: its text, its buffers, and XLA's log of the compilation.
 
 Buffers and their lifetimes come from files that XLA dumps on request, because the objects that JAX returns have only
-total sizes.
+total sizes. The same program is compiled only once if JAX has a compilation cache (`JAX_COMPILATION_CACHE_DIR`):
+
+    StableHLO, devices, options, versions ──SHA-256──► FOLDER/inspected/KEY ──► fields of a `Compiled`
+
+JAX's own cache entries cannot be used: they are executables, which contain neither buffers nor their lifetimes.
 """
 
+import hashlib
+import json
 import os
+import platform
 import sys
 import tempfile
 import time
+import warnings
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,9 +29,76 @@ import jax
 from jax.stages import Lowered
 
 from jaxpar.errors import refuse
-from jaxpar.inspector import program_cache
-from jaxpar.mesh.absent_gpus import make_toolkit
+from jaxpar.files import partial_path
+from jaxpar.mesh.absent_gpus import make_toolkit, target_config_of
 from jaxpar.mesh.preset import dropped_option_warning, unknown_option
+
+CACHE_FORM = 2  # version of an entry: increment it whenever the fields or their meaning change
+_COMPILERS = ("jax", "jaxlib", "jax-cuda13-pjrt", "jax-cuda13-plugin")
+_OF_CACHES = ("jax_compilation_cache", "jax_persistent_cache")  # settings that do not affect programs
+_DIGEST = hashlib.sha256().digest_size
+
+
+def cache_file(lowered: Lowered, devices: Sequence[Any], options: dict[str, Any]) -> Path | None:
+    """The cache file of a program, existing or not; None if JAX has no cache folder on this machine.
+
+    Args:
+      lowered: Result of `jax.jit(...).lower`, for a `jit` without compiler options, which its text does not show.
+      devices: Devices to compile for, in the order of the mesh.
+      options: Compiler options.
+    """
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    if not folder or "://" in folder or not jax.config.values["jax_enable_compilation_cache"]:
+        return None
+    key = {
+        "form": CACHE_FORM,
+        "program": lowered.as_text(debug_info=True),  # with the source lines that findings show
+        "devices": [(device.id, device.process_index, device.device_kind) for device in devices],
+        # all that XLA knows of an absent chip (memory, links); a real chip is identified by its machine
+        "described": target_config_of(devices[0]) or platform.node(),
+        "options": options,
+        "flags": os.environ.get("XLA_FLAGS"),
+        "settings": {name: repr(v) for name, v in jax.config.values.items() if not name.startswith(_OF_CACHES)},
+        "versions": {name: _version(name) for name in _COMPILERS},
+    }
+    return Path(folder) / "inspected" / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+
+
+def read_cached(file: Path) -> dict[str, Any] | None:
+    """Reads the fields of a file; None if there is none or, with a warning, if it is damaged."""
+    try:
+        data = file.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        warnings.warn(f"{file}: {error.strerror}; the program is compiled again", stacklevel=3)
+        return None
+    if hashlib.sha256(data[_DIGEST:]).digest() != data[:_DIGEST]:
+        warnings.warn(f"{file} is damaged; the program is compiled again", stacklevel=3)
+        return None
+    return json.loads(zlib.decompress(data[_DIGEST:]))
+
+
+def write_cached(file: Path, fields: dict[str, Any]) -> None:
+    """Writes a file atomically; if it cannot, it only warns, because the program is in memory."""
+    body = zlib.compress(json.dumps(fields).encode(), level=1)
+    part = partial_path(file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(hashlib.sha256(body).digest() + body)
+        part.replace(file)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink()
+        warnings.warn(f"{file}: {error.strerror}; the program is not cached", stacklevel=3)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
 
 _NOISE = (
     "cuda_plugin_extension is not found",
@@ -86,7 +163,7 @@ def compile_program(
     Args:
       lowered: Result of `jax.jit(...).lower`.
       devices: Devices to compile for, in the order of the mesh.
-      use_cache: Read the program from an earlier inspection, and store it for later ones; see `program_cache`.
+      use_cache: Read the program from an earlier inspection, and store it for later ones.
       compiler_options: XLA options that are also used when the program is compiled to be run.
 
     Raises:
@@ -94,15 +171,15 @@ def compile_program(
     """
     platform = "cpu" if devices[0].platform == "cpu" else "gpu"
     options = {**compiler_options, **_options(platform)}
-    file = program_cache.file_of(lowered, devices, options) if use_cache else None
-    cached = program_cache.read(file) if file else None
+    file = cache_file(lowered, devices, options) if use_cache else None
+    cached = read_cached(file) if file else None
     if cached:
         cached |= {name: tuple(cached[name]) for name in ("said", "warned")}
         result = Compiled(**cached)
     else:
         result = _compile_and_read(lowered, platform, options)
         if file:
-            program_cache.write(file, asdict(result))
+            write_cached(file, asdict(result))
     if result.warned:
         print("\n".join(result.warned), file=sys.stderr)
     return result

@@ -22,8 +22,8 @@ from jaxpar.hlo.flop import Flop
 from jaxpar.html.markup import percent, tag
 from jaxpar.inspector.findings import Flag
 from jaxpar.inspector.memory import CAUSES, Share
+from jaxpar.inspector.pages.drawings import spans, stretches, ticks, width_share
 from jaxpar.inspector.pages.html import fragment, page
-from jaxpar.inspector.pages.timeline_svg import spans, stretches, ticks, width_share
 from jaxpar.inspector.report import Report
 from jaxpar.inspector.timeline import Timeline, TimelineEvent
 from jaxpar.mesh.axes import coordinates, nodes_of_axes

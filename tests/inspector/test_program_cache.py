@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxpar as jp
-from jaxpar.inspector import compiled, program_cache
+from jaxpar.inspector import compiled
 from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.target import Target, missing_plugin
 
@@ -66,7 +66,7 @@ def test_another_program_device_option_setting_flag_or_version_has_another_file(
     lowered = step.lower(step.abstract(), BATCH)
 
     def file(lowered=lowered, devices=devices, options=None):
-        return program_cache.file_of(lowered, devices, options or {})
+        return compiled.cache_file(lowered, devices, options or {})
 
     longer = {name: jax.ShapeDtypeStruct((16, 16), jnp.int32) for name in BATCH}
     found = [
@@ -79,8 +79,8 @@ def test_another_program_device_option_setting_flag_or_version_has_another_file(
         found.append(file())
     for change in (
         lambda patch: patch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false"),
-        lambda patch: patch.setattr(program_cache, "_version", lambda name: "another"),
-        lambda patch: patch.setattr(program_cache, "FORM", -1),
+        lambda patch: patch.setattr(compiled, "_version", lambda name: "another"),
+        lambda patch: patch.setattr(compiled, "CACHE_FORM", -1),
     ):
         with monkeypatch.context() as patch:
             change(patch)
@@ -96,18 +96,18 @@ def test_a_chip_of_the_same_name_with_less_memory_is_another(compiles):
     for reported in (chip.reported_memory, chip.visible_memory // 2):
         devices = jp.target_devices(Target(replace(chip, reported_memory=reported), 1, 2))
         step = step_of(devices)
-        found.add(program_cache.file_of(step.lower(step.abstract(), BATCH), devices, {}))
+        found.add(compiled.cache_file(step.lower(step.abstract(), BATCH), devices, {}))
     assert len(found) == 2
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: b"", lambda data: data[:-1] + b"?"])
 def test_a_damaged_file_is_said_and_not_read(damage, tmp_path):
     file, fields = tmp_path / "inspected" / "key", {"text": "HloModule", "said": ["a line"]}
-    program_cache.write(file, fields)
-    assert program_cache.read(file) == fields
+    compiled.write_cached(file, fields)
+    assert compiled.read_cached(file) == fields
     file.write_bytes(damage(file.read_bytes()))
     with pytest.warns(UserWarning, match=f"{file} is damaged; the program is compiled again"):
-        assert program_cache.read(file) is None
+        assert compiled.read_cached(file) is None
 
 
 @pytest.mark.nightly
@@ -121,7 +121,7 @@ def test_a_folder_that_cannot_be_written_is_said_and_the_report_is_made(compiles
 @pytest.mark.parametrize("folder", [None, "", "gs://bucket/cache"])
 def test_without_a_folder_of_this_machine_nothing_is_kept(folder, compiles):
     jax.config.update("jax_compilation_cache_dir", folder)
-    assert program_cache.file_of(None, (), {}) is None
+    assert compiled.cache_file(None, (), {}) is None
 
 
 def test_a_function_of_the_users_is_compiled_each_time(compiles):

@@ -24,9 +24,16 @@ from jaxpar.html.markup import (
 from jaxpar.inspector.facts import ReportFacts
 from jaxpar.inspector.findings import Flag
 from jaxpar.inspector.memory import CAUSES, Share
-from jaxpar.inspector.pages.mesh_svg import kind_class, labelled_axes, mesh, shaded_axes
+from jaxpar.inspector.pages.drawings import (
+    TURNS,
+    kind_class,
+    labelled_axes,
+    mesh,
+    periods_without_events,
+    shaded_axes,
+    timeline,
+)
 from jaxpar.inspector.pages.pipeline import section
-from jaxpar.inspector.pages.timeline_svg import TURNS, periods_without_events, timeline
 from jaxpar.inspector.timeline import Timeline
 from jaxpar.mesh.axes import nodes_of_axes
 from jaxpar.mesh.collective import KINDS, Collective
