@@ -5,9 +5,8 @@
     RUN/checkpoints/000200.damaged/   set aside: a block has another hash
     RUN/checkpoints/000200.left/      set aside: training went back to an earlier checkpoint
 
-A run uses `store`; `writing` and `file_errors` handle one checkpoint, `array_files` its files, `manifest` its MANIFEST;
-`saved_replicas` restores under another number of replicas, `restoring` finds the step to restore and its damage, and
-`retention` says which checkpoints stay.
+A run uses `store`; `writing` and `reading` handle one checkpoint, `array_files` its files, `manifest` its MANIFEST;
+`saved_replicas` restores under another number of replicas, and `listing` says which checkpoints there are and stay.
 Names are imported on first use: listing and verifying checkpoints takes no jax.
 """
 

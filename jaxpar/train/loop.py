@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from jaxpar.checkpoint import processes
-from jaxpar.checkpoint.retention import read_scores
+from jaxpar.checkpoint.listing import read_scores
 from jaxpar.checkpoint.writing import SaveSchedule
 from jaxpar.errors import JaxparError
 from jaxpar.step.measures.evaluation_loss import derive_measures, evaluation_names

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxpar.checkpoint import Checkpoints, Store, listing, manifest, retention, writing
+from jaxpar.checkpoint import Checkpoints, Store, listing, manifest, writing
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.files import content_hash
@@ -89,7 +89,7 @@ def test_what_was_saved_is_restored(store):
     assert restored["params"]["b"].dtype == jnp.bfloat16
     assert (jax.random.key_data(restored["rest"]["key"]) == jax.random.key_data(jax.random.key(30))).all()
     assert store.restore(like(), step=10)[1] == 10
-    assert retention.read_scores(store.folder, 20) == {"loss": 2.0, "eval_loss": 2.5}
+    assert listing.read_scores(store.folder, 20) == {"loss": 2.0, "eval_loss": 2.5}
     assert store.said == []
 
 

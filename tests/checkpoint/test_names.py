@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpar.checkpoint import Checkpoints, Store, listing, manifest, retention
+from jaxpar.checkpoint import Checkpoints, Store, listing, manifest
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.files import content_hash
@@ -99,7 +99,7 @@ def test_an_earlier_name_is_as_false(folder):
     copied("000030")(folder)
     with pytest.raises(JaxparError, match="MANIFEST is of step 40"):
         Store(folder, KEEP_ALL).restore(like(), 30)
-    assert retention.read_scores(folder, 30) == {}  # nor is it the best by the scores of another
+    assert listing.read_scores(folder, 30) == {}  # nor is it the best by the scores of another
 
 
 def test_verbs_say_which_step_it_is_of(folder, capsys):

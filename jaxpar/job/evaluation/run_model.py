@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jaxpar.checkpoint import Checkpoints, Store, array_files, listing, manifest, reading, retention, saved_replicas
+from jaxpar.checkpoint import Checkpoints, Store, array_files, listing, manifest, reading, saved_replicas
 from jaxpar.checkpoint.differences import differences, problems
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.exchange.base import NO_MODEL
@@ -145,7 +145,7 @@ def choose_steps(folder: Path, checkpoints: str, spec: Checkpoints) -> tuple[int
 
 
 def _best_step(folder: Path, available: list[int], spec: Checkpoints) -> int:
-    ranked = retention.rank(folder / "checkpoints", available, spec)
+    ranked = listing.rank(folder / "checkpoints", available, spec)
     if not ranked:
         raise refuse(
             f"--checkpoints best: no checkpoint in {folder / 'checkpoints'} has the score {spec.best}",
