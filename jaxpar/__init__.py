@@ -50,7 +50,7 @@ _MODULES = {
     "Pipeline": "jaxpar.parallel.pipeline_options",
     "Exchange": "jaxpar.exchange.table",
     "pipelined": "jaxpar.models.stack",
-    "compose": "jaxpar.train.api.compose",
+    "compose": "jaxpar.train.api.train_step",
     "from_linen": "jaxpar.parallel.compose",
     "from_nnx": "jaxpar.parallel.compose",
     "add_lora": "jaxpar.parallel.compose",

@@ -47,7 +47,7 @@ from jaxpar.exchange import (
     programs,
     ring,
 )  # fmt: skip
-from jaxpar.train import elastic_virtual_clock, race, virtual_clock
+from jaxpar.train import race, virtual_clock
 
 # %% [markdown]
 # ## 1. Ranks
@@ -436,7 +436,7 @@ def simulate(method, rate):
     points, worker = [], jp.train_step(alone, jp.classification_loss, optax.sgd(rate))
     told = lambda update, loss: points.append((update.seconds, loss))  # noqa: E731
     if isinstance(method, AsynchronousEasgd):
-        elastic_virtual_clock.run(worker, method.local_steps(8, 40, late), method.alpha(8), share, told)
+        virtual_clock.run_elastic(worker, method.local_steps(8, 40, late), method.alpha(8), share, told)
     else:
         virtual_clock.run(worker, method.updates(8, 40, late), share, told)
     return np.array(sorted(points)).T

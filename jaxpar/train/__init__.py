@@ -6,7 +6,7 @@ the lock of a run folder, metrics, `Noise` (of gradients and updates), and the w
 of a terminal. `virtual_clock` simulates training with stale updates; `hogwild` trains with threads that race.
 
 To add a reaction to a bad step: add a value to `Faults.on_bad_step`, and implement it in `loop.py` or in
-`recovery/roll_back.py`. To add a logger: add a file to `loggers/`. To detect one more fault: add a check to
+`recovery/roll_back.py`. To add a logger: add a class to `loggers/services.py`. To detect one more fault: add a check to
 `watchdog/decisions.py`, and inject the fault in `tests/bench/faults/planted.py`.
 """
 
@@ -14,7 +14,6 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
-    "elastic_virtual_clock": "",
     "virtual_clock": "",
     "Race": "hogwild",
     "race": "hogwild",

@@ -11,8 +11,7 @@ from typing import Any
 
 from jaxpar.errors import check_ranges, file_errors
 from jaxpar.files import FULL, write_text
-from jaxpar.train.loggers.base import LoggedRun
-from jaxpar.train.loggers.calls import LoggerCalls
+from jaxpar.train.loggers.base import LoggedRun, LoggerCalls
 
 RECENT = 1024  # rows that a resumed run keeps in memory
 SAME = 1e-3  # relative difference of two losses of a step; another layout or batch order in bfloat16 differs by less

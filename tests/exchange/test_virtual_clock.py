@@ -27,7 +27,7 @@ from jaxpar.exchange.clock.two_levels import TwoLevels
 from jaxpar.exchange.traffic import Traffic
 from jaxpar.mesh.chips import Link
 from jaxpar.mesh.collective import Collective
-from jaxpar.train import elastic_virtual_clock, virtual_clock
+from jaxpar.train import virtual_clock
 
 EXPONENTIAL = WorkerTimes(law=Exponential())
 
@@ -325,7 +325,7 @@ def test_asynchronous_elastic_averaging_is_algorithm_1_of_its_paper():
     """Zhang, Choromanska, LeCun 2015: beside the lines of algorithm 1 in numpy, on least squares."""
     step, losses = step_on(chain=SGD), []
     table = AsynchronousEasgd(every=2, beta=0.6).local_steps(3, 5, EXPONENTIAL)
-    state = elastic_virtual_clock.run(step, table, 0.2, share_of(3), lambda _, loss: losses.append(loss))
+    state = virtual_clock.run_elastic(step, table, 0.2, share_of(3), lambda _, loss: losses.append(loss))
     begun = jp.init_state(step.layout, SGD)
     structure = jax.tree.structure(begun.params)
     flat = lambda tree: np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])  # noqa: E731

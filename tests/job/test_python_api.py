@@ -16,7 +16,7 @@ from jaxpar.cli.main import main
 from jaxpar.job import plan_api
 from jaxpar.job.report.read import read
 from jaxpar.plan.pages.text import page
-from jaxpar.train.api.fit_data import open_fit_data
+from jaxpar.train.api.fit_inputs import open_fit_data
 from jaxpar.train.best import Best
 from jaxpar.train.faults import Faults
 

@@ -15,7 +15,7 @@ from jaxpar.job import run
 from jaxpar.job.report import kernel_times
 from jaxpar.job.report.page import render
 from jaxpar.job.report.read import read
-from jaxpar.train.api.fit_checks import check_profile
+from jaxpar.train.api.fit_inputs import check_profile
 from jaxpar.train.step_trace import StepTrace, check_steps
 
 STEP = "jit_"  # of the names of compiled programs in a trace

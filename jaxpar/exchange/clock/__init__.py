@@ -9,7 +9,7 @@
     table     the methods that `jaxpar exchange compare` accepts, by name
 
 A method computes a table of updates from the workers' times, without a model. `train.virtual_clock` trains a model by
-this table (`train.elastic_virtual_clock` if workers have their own parameters).
+this table (by `run_elastic` if workers have their own parameters).
 
 Nouns: a worker, a share (the examples of one gradient), a version (the number of updates so far), a push (one
 gradient), an update (the mean of some pushes), staleness (updates between a gradient's read and its own update).

@@ -32,7 +32,7 @@ from jaxpar.step.init_state import init_state
 from jaxpar.step.state import State
 from jaxpar.step.step import Step
 from jaxpar.step.stochastic_loss.loss import key_parameter
-from jaxpar.train import elastic_virtual_clock, loop, virtual_clock
+from jaxpar.train import loop, virtual_clock
 from jaxpar.train.feed import Feed
 
 
@@ -204,7 +204,7 @@ def _elastic(job: Job, method: Method, algorithm: AsynchronousEasgd, times: Work
     device_bytes = _parameter_bytes(step.layout)
     table = algorithm.local_steps(workers, job.train.steps, replace(times, travel=link.time(device_bytes)))
     rows: list[tuple[float, float, float]] = []
-    state = elastic_virtual_clock.run(
+    state = virtual_clock.run_elastic(
         step, table, algorithm.alpha(workers), _shares(source, job.train.global_batch, size),
         lambda local, loss: rows.append((local.seconds, 2 * device_bytes * local.meets / workers, loss)),
         seed=job.train.seed,

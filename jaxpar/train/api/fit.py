@@ -37,8 +37,16 @@ from jaxpar.step.checks.input_state import check_not_donated
 from jaxpar.step.init_state import init_state
 from jaxpar.step.state import State
 from jaxpar.step.step import Step
-from jaxpar.train.api.fit_checks import check_arguments, check_evaluated, check_loggers, check_profile
-from jaxpar.train.api.fit_data import check_same_data, count_held_out, describe_split, open_fit_data
+from jaxpar.train.api.fit_inputs import (
+    check_arguments,
+    check_evaluated,
+    check_loggers,
+    check_profile,
+    check_same_data,
+    count_held_out,
+    describe_split,
+    open_fit_data,
+)
 from jaxpar.train.api.saving import FOLDER
 from jaxpar.train.best import Best
 from jaxpar.train.faults import Faults, Watch

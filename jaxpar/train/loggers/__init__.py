@@ -12,7 +12,7 @@ logger only `log` is required.
 
 RUN/metrics.jsonl is the truth: a killed run resumes from a checkpoint before its last rows, and loses rows that a
 library had not written yet. So `begin` makes the logger's curve that of the file, without a gap and without a step
-twice, in the way that the library allows; see each file.
+twice, in the way that the library allows; see each class.
 
-To add a logger: write a file with a class, and add a row to `LOGGERS` in `table.py` and an extra to pyproject.toml.
+To add a logger: write a class in `services.py`, a row of `LOGGERS` in `table.py`, and an extra in pyproject.toml.
 """

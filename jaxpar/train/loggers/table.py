@@ -1,11 +1,11 @@
 """The table of loggers by name; a library is imported when its logger is opened."""
 
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 from jaxpar.errors import JaxparError, refuse, suggest
+from jaxpar.train.loggers import services
 
 
 @dataclass(frozen=True)
@@ -13,19 +13,19 @@ class LoggerEntry:
     """A row of the table.
 
     Attributes:
-      home: Module and class.
+      kind: The class.
       libraries: The modules that must be installed.
     """
 
-    home: str
+    kind: type
     libraries: tuple[str, ...]
 
 
 LOGGERS = {
-    "tensorboard": LoggerEntry("tensorboard:TensorBoard", ("tensorboardX",)),
-    "wandb": LoggerEntry("wandb:WeightsAndBiases", ("wandb",)),
-    "mlflow": LoggerEntry("mlflow:MLflow", ("mlflow", "sqlalchemy", "alembic")),
-    "trackio": LoggerEntry("trackio:Trackio", ("trackio",)),
+    "tensorboard": LoggerEntry(services.TensorBoard, ("tensorboardX",)),
+    "wandb": LoggerEntry(services.WeightsAndBiases, ("wandb",)),
+    "mlflow": LoggerEntry(services.MLflow, ("mlflow", "sqlalchemy", "alembic")),
+    "trackio": LoggerEntry(services.Trackio, ("trackio",)),
 }
 
 
@@ -66,5 +66,4 @@ def open_logger(name: str, key: str) -> Any:
       JaxparError: As `check_name`.
     """
     check_name(name, key)
-    module, _, attribute = LOGGERS[name].home.partition(":")
-    return getattr(import_module(f"jaxpar.train.loggers.{module}"), attribute)()
+    return LOGGERS[name].kind()
