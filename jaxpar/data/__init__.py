@@ -10,7 +10,7 @@ share held out), a `DocumentPiece` and the `Place` after it, an `Encoder` from p
 with a hash manifest, `BatchSpec` (the checks of a batch), and `WeightedBatch` batches, which count a held-out example
 once.
 
-Rooms: `documents` (files, JSONL, Parquet), `tokenizers` (Hugging Face's, chat templates, flag bits of tokens),
+Rooms: `documents` (files, JSONL, Parquet), `tokenizers` (Hugging Face's, chat templates),
 `images` (pictures and their classes), `document_rows` (one or several documents per row, mixtures), `streams` (the
 user's own data).
 

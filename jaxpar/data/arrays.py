@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.data.augment import augment
+from jaxpar.data.images.pixels import augment
 from jaxpar.data.spec import Batch, Data, Rows
 from jaxpar.data.text import Examples
 from jaxpar.errors import JaxparError, refuse

@@ -10,6 +10,13 @@
 
 A row is a range of the file, so an array of row starts describes all rows. Rows contain the documents in order. A
 document longer than a row is cut into rows, and each part except the last predicts the first token of the next part.
+
+A batch of preferences has two rows for each pair, of the chosen and of the rejected answer; seq = 5:
+
+    tokens            c0 c0 c0 c0 r0 r0 r0 c1 c1 r1 r1 r1 ...
+                      └ chosen ─┘ └rejected┘
+    chosen_inputs     c0 c0 c0 .  .  | c1 .  ...
+    rejected_inputs   r0 r0 .  .  .  | r1 r1 ...
 """
 
 from collections.abc import Iterator
@@ -17,15 +24,16 @@ from itertools import chain
 
 import numpy as np
 
+from jaxpar.data.packed import document_starts, ignored_by_loss, token_ids
 from jaxpar.data.spec import Batch, Data
 from jaxpar.data.text import Tokens
-from jaxpar.data.tokenizers import flag_bits
 from jaxpar.data.tokenizers.encoders import END
 from jaxpar.errors import refuse
 
 BLOCK = 2**21  # tokens per read of the scan for documents
 ROUND = 64  # a suggested data.seq is a multiple of it
 FILLED = 0  # the padding token, which the mask hides from the loss
+SIDES = ("chosen", "rejected")
 
 
 class DocumentRows(Tokens):
@@ -51,7 +59,7 @@ class DocumentRows(Tokens):
         for begin in range(0, len(self.tokens), BLOCK):
             block = self._read(begin, min(BLOCK, len(self.tokens) - begin))
             if self.marked:
-                ends = np.flatnonzero(flag_bits.document_starts(block)) + begin
+                ends = np.flatnonzero(document_starts(block)) + begin
                 yield ends[ends > 0]
             else:
                 yield np.flatnonzero(block == END) + begin + 1
@@ -101,7 +109,7 @@ class DocumentRows(Tokens):
     def _split_flags(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Splits tokens into ids, document starts (without flag bits, not at the first token), and learned tokens."""
         if self.marked:
-            return flag_bits.token_ids(tokens), flag_bits.document_starts(tokens), ~flag_bits.ignored_by_loss(tokens)
+            return token_ids(tokens), document_starts(tokens), ~ignored_by_loss(tokens)
         first = np.concatenate([[False], tokens[:-1] == END])
         return tokens.astype(np.int32), first, np.ones(len(tokens), bool)
 
@@ -148,3 +156,58 @@ def row_bounds(ends: Iterator[np.ndarray], total: int, seq: int, *, apart: bool)
     if bounds[-1] < total:
         bounds.append(total)
     return np.array(bounds, np.int64)
+
+
+class PreferencePairs(DocumentRows):
+    """Pairs of rows: `inputs`, `targets`, `mask` [batch, seq], int32, each for `chosen` and for `rejected`.
+
+    A pair is left out if one of its documents does not fit a row: people judged the whole answers, not truncated ones.
+    If the end of a prompt becomes one token with the beginning of one answer, the loss counts it in both rows, as in
+    TRL: both log-probabilities then cover the same part of the text.
+    """
+
+    def _count(self) -> int:
+        starts = np.concatenate([[0], *self._document_ends(), [len(self.tokens)]])
+        self.starts = starts.astype(np.int64)
+        lengths = np.diff(self.starts)
+        longest = np.maximum(lengths[0::2], lengths[1::2]) - 1  # the last token of a document is no input
+        self.pairs = np.flatnonzero(longest <= self.spec.seq)
+        left_out = len(longest) - len(self.pairs)
+        if not len(self.pairs):
+            raise refuse(
+                f"the shortest of {len(longest):,} pairs needs data.seq = {int(longest.min())}, it is {self.spec.seq}",
+                rule="a pair is trained on if both of its answers fit, with their prompt",
+                fix=f"data.seq = {int(longest.max())}",
+            )
+        note = (
+            f"{left_out:,} of {len(longest):,} pairs are left out: with their prompt they are longer than data.seq = "
+            f"{self.spec.seq}"
+        )
+        self.notes = (note,) if left_out else ()
+        return len(self.pairs)
+
+    def where(self, step: int, size: int, row: int) -> str:
+        """Describes where a row of a training batch comes from."""
+        return f"pair {self.pairs[self._batch_indices(step, size)[row]]} of {self.file}"
+
+    def _rows(self, chosen: np.ndarray) -> Batch:
+        shape = len(chosen), self.spec.seq
+        batch = {
+            f"{side}_{name}": np.zeros(shape, np.int32) for side in SIDES for name in ("inputs", "targets", "mask")
+        }
+        for row, pair in enumerate(self.pairs[chosen]):
+            documents = [self._document(2 * int(pair) + offset) for offset in range(2)]
+            answer_begin = min(int(np.argmax(learned)) for _, learned in documents if learned.any())
+            for side, (ids, learned) in zip(SIDES, documents, strict=True):
+                learned[answer_begin : np.argmax(learned)] = True
+                count = len(ids) - 1
+                batch[f"{side}_inputs"][row, :count] = ids[:-1]
+                batch[f"{side}_targets"][row, :count] = np.where(learned[1:], ids[1:], 0)
+                batch[f"{side}_mask"][row, :count] = learned[1:]
+        return batch
+
+    def _document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the token ids of a document, and a mask of the tokens that the loss counts."""
+        begin, end = (int(bound) for bound in self.starts[index : index + 2])
+        ids, _, learned = self._split_flags(self._read(begin, end - begin))
+        return ids, learned

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxpar.data.arrays import Arrays, load_arrays, load_digits, load_photographs
 from jaxpar.data.corpus import blocks
-from jaxpar.data.document_rows import DocumentRows, length_note
+from jaxpar.data.document_rows import DocumentRows, PreferencePairs, length_note
 from jaxpar.data.documents.plain_text import TextFile, WrongBytes
 from jaxpar.data.packing import pack, print_to_stderr
 from jaxpar.data.spec import OURS, Batch, Data, Rows, Source, WeightedBatch, check_path, select_rows
@@ -174,8 +174,6 @@ def _open_packed(spec: Data, folder: Path, seed: int) -> Tokens:
     files = stdlib_files() if spec.source == "stdlib" else text_files(spec, print_to_stderr)
     file, packed = pack(open_corpus(spec, files), spec, folder)
     if spec.preferences:
-        from jaxpar.data.preferences import PreferencePairs  # other data does not load it
-
         return PreferencePairs(file, packed, spec, seed)
     return (Tokens if spec.documents == "mixed" else DocumentRows)(file, packed, spec, seed)
 

@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from jaxpar.buckets import fetch
-from jaxpar.data.packed import Packed
+from jaxpar.data.packed import Packed, ignored_by_loss, token_ids
 from jaxpar.data.spec import Batch, Data, Rows, WeightedBatch
-from jaxpar.data.tokenizers import flag_bits
 from jaxpar.errors import refuse
 
 # Examples in memory, and the split that holds some out.
@@ -210,11 +209,9 @@ class Tokens(TokenWindows):
         window = np.empty((len(chosen), self.spec.seq + 1), self.tokens.dtype)
         for row, index in enumerate(chosen):
             window[row] = self._read(int(index) * self.spec.seq, self.spec.seq + 1)
-        ids = flag_bits.token_ids(window) if self.marked else window.astype(np.int32)
+        ids = token_ids(window) if self.marked else window.astype(np.int32)
         batch = {"inputs": ids[:, :-1], "targets": ids[:, 1:]}
-        return batch | (
-            {"mask": (~flag_bits.ignored_by_loss(window[:, 1:])).astype(np.int32)} if self.spec.has_mask else {}
-        )
+        return batch | ({"mask": (~ignored_by_loss(window[:, 1:])).astype(np.int32)} if self.spec.has_mask else {})
 
     def _read(self, begin: int, count: int) -> np.ndarray:
         """Reads tokens with pread: a memory map would add up to 2 MiB per row to the memory that the process uses."""

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import jaxpar as jp
-from jaxpar.data.augment import augment
+from jaxpar.data.images.pixels import augment
 
 
 def images(rows=64, channels=3):

@@ -13,10 +13,10 @@ from pairwise import some
 
 import jaxpar as jp
 from jaxpar.cli.main import main
-from jaxpar.data import corpus, packing
+from jaxpar.data import corpus, packed, packing
 from jaxpar.data.corpus import Corpus
 from jaxpar.data.documents.piece import START, DocumentPiece
-from jaxpar.data.tokenizers import encoders, flag_bits
+from jaxpar.data.tokenizers import encoders
 from jaxpar.data.tokenizers.chat_template import conversation, load_template
 from jaxpar.data.tokenizers.encoders import HuggingFaceEncoder, encode_documents
 from jaxpar.data.tokenizers.tokenizer_facts import read_tokenizer
@@ -53,7 +53,7 @@ def talks(rng):
 
 
 def ids(encoder, *pieces):
-    return [flag_bits.token_ids(each).tolist() for each in encoder.encode(pieces)]
+    return [packed.token_ids(each).tolist() for each in encoder.encode(pieces)]
 
 
 @pytest.mark.parametrize("kind", some(KINDS, ["llama2", "gpt2"]))
@@ -83,8 +83,8 @@ def test_tokens_of_a_long_document_are_those_of_its_pieces(folders, kind, tmp_pa
     pieces = list(documents.pieces(START, encoder.seam))
     assert len(pieces) > 15
     made = np.concatenate([tokens for tokens, _ in encode_documents(documents, encoder, lambda _: None)])
-    assert [flag_bits.token_ids(made).tolist()] == ids(encoder, DocumentPiece(whole, 0, START))
-    assert flag_bits.document_starts(made).nonzero()[0].tolist() == [0]
+    assert [packed.token_ids(made).tolist()] == ids(encoder, DocumentPiece(whole, 0, START))
+    assert packed.document_starts(made).nonzero()[0].tolist() == [0]
     for index in (1, 7, -1):  # from any place on the pieces are the same
         assert list(documents.pieces(pieces[index - 1].next, encoder.seam)) == pieces[index:] or index == 0
 
@@ -111,7 +111,7 @@ def test_answers_are_what_is_learned_whether_the_template_marks_them_or_not(fold
     )
     (eot,) = (found.ids[name] for name in ("<|eot|>",))
     for tokens, talk in zip(made, conversations, strict=True):
-        learned = flag_bits.token_ids(tokens)[~flag_bits.ignored_by_loss(tokens)]
+        learned = packed.token_ids(tokens)[~packed.ignored_by_loss(tokens)]
         assert (learned == eot).sum() >= len(talk) // 2
         assert not len(talk) == 1 or not len(learned)
 
@@ -132,7 +132,7 @@ def test_tokens_and_templates_are_those_of_transformers(folders):
         for talk in talks(rng):
             whole, answers = load_template(found).render_conversation(given(talk), "row 1")
             (tokens,) = encoder.encode([DocumentPiece(whole, 0, START, answers=answers, rendered=True)])
-            assert flag_bits.token_ids(tokens).tolist() == theirs.apply_chat_template(talk)
+            assert packed.token_ids(tokens).tolist() == theirs.apply_chat_template(talk)
 
 
 def job(folder, tokenizer, **keys):
@@ -194,7 +194,7 @@ def test_a_begun_file_that_is_altered_is_begun_anew(folders, tmp_path, monkeypat
     monkeypatch.setattr(packing, "SYNC_EVERY", 0.0)
     monkeypatch.setattr("jaxpar.data.tokenizers.encoders.AT_ONCE", 2**9)
     monkeypatch.setattr(corpus, "PIECE", 2**9)
-    asked, mark = job(tmp_path, folders["llama3"]), flag_bits.set_flags
+    asked, mark = job(tmp_path, folders["llama3"]), packed.set_flags
     jp.open_data(asked, tmp_path / "whole")
     left = iter(range(6))
     with monkeypatch.context() as patch:

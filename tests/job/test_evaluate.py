@@ -20,11 +20,11 @@ from tokenizing import gpt2, llama2, llama3, t5
 from jaxpar.checkpoint import listing, reading
 from jaxpar.cli.main import main
 from jaxpar.data.tokenizers.encoders import load as load_tokenizer
-from jaxpar.data.tokenizers.token_bytes import token_bytes
 from jaxpar.data.tokenizers.tokenizer_facts import read_tokenizer
 from jaxpar.data.tokens import RunTokenizer
 from jaxpar.errors import JaxparError
 from jaxpar.job.evaluation.evaluate import EvaluationRequest, evaluate
+from jaxpar.job.evaluation.text_bytes import token_bytes
 from jaxpar.job.file.dump import dumps
 from jaxpar.job.file.parse import loads
 from jaxpar.job.parts.names import settings_of

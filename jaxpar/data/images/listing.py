@@ -12,10 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxpar.buckets import fetch
-from jaxpar.data.images.folders import class_folders, list_folders
+from jaxpar.data.images.formats import check_columns, class_folders, class_names, copy_pictures, list_folders, list_tars
 from jaxpar.data.images.index import Entries, Index, cached_entries, join, mark
-from jaxpar.data.images.parquet import check_columns, class_names, copy_pictures
-from jaxpar.data.images.tar_files import list_tars
 from jaxpar.data.packing import folder_lock, print_to_stderr
 from jaxpar.data.spec import Data
 from jaxpar.data.text import text_files

@@ -1,19 +1,27 @@
-"""Decodes a picture, crops it and resizes it to the size of a job, by Pillow.
+"""Decodes a picture, crops it and resizes it to the size of a job, by Pillow; and changes images at random.
 
     bytes ─► upright picture in RGB or L ─► crop box ─► bilinear, antialiased ─► [height, width, channels] float32
 
-Random boxes: Szegedy et al. 2015, arXiv:1409.4842, section 6, in the form of torchvision's `RandomResizedCrop`.
+    flip    half of the images are mirrored along their second dim (the width)
+    crop    each image is shifted by up to an eighth of its height and width; what is uncovered is mirrored
+
+Random boxes: Szegedy et al. 2015, arXiv:1409.4842, section 6, in the form of torchvision's `RandomResizedCrop`. Random
+changes depend on nothing but the seed and the position of an example in the run, and all arrays of an example that have
+rows and columns change alike: an image and the labels of its pixels. So a run that resumes, on any number of processes,
+sees the same images to the bit.
 """
 
 import io
 import math
 import struct
 import zlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxpar.data.images.config import MODES, ImageConfig
+from jaxpar.data.spec import AUGMENTATIONS, Batch
 from jaxpar.data.validate import CorruptBatch
 from jaxpar.errors import refuse
 
@@ -151,3 +159,45 @@ def pixels(content: bytes, config: ImageConfig, where: str, numbers: np.random.G
     if config.mean:
         image = image - np.asarray(config.mean, np.float32)
     return image / np.asarray(config.std, np.float32) if config.std else image
+
+
+def augment(batch: Batch, positions: np.ndarray, kinds: Sequence[str], seed: int) -> Batch:
+    """Returns a batch with its images changed.
+
+    Args:
+      batch: Arrays of examples; images are arrays [examples, height, width, ...].
+      positions: Position of each example in the endless sequence of training examples. Shape [examples].
+      kinds: Some of `AUGMENTATIONS`.
+      seed: The seed of the run's data.
+
+    Raises:
+      JaxparError: If no array has rows and columns.
+    """
+    names = [name for name, value in batch.items() if value.ndim > 2]
+    if not names:
+        shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in batch.items())
+        raise refuse(
+            f"data.augment = {list(kinds)} of {shapes}",
+            rule="images have rows and columns: [examples, height, width, ...]",
+            fix="leave data.augment out",
+        )
+    changed = {name: batch[name].copy() for name in names}
+    for row, position in enumerate(positions):
+        numbers = np.random.Generator(np.random.Philox(key=[seed, int(position)]))
+        flipped, shifts = numbers.random() < 0.5, numbers.random(2) * 2 - 1
+        for name in names:
+            image = batch[name][row]
+            if AUGMENTATIONS[0] in kinds and flipped:
+                image = image[:, ::-1]
+            if AUGMENTATIONS[1] in kinds:
+                shift = [round(share * (size // 8)) for share, size in zip(shifts, image.shape, strict=False)]
+                image = _shift(image, shift)
+            changed[name][row] = image
+    return {**batch, **changed}
+
+
+def _shift(image: np.ndarray, shifts: Sequence[int]) -> np.ndarray:
+    border = [(abs(shift), abs(shift)) for shift in shifts] + [(0, 0)] * (image.ndim - len(shifts))
+    padded = np.pad(image, border, mode="symmetric")
+    starts = [abs(shift) + shift for shift in shifts]
+    return padded[tuple(slice(start, start + size) for start, size in zip(starts, image.shape, strict=False))]

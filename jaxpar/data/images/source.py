@@ -13,10 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxpar.data.augment import augment
 from jaxpar.data.images.index import Index
 from jaxpar.data.images.listing import open_index
-from jaxpar.data.images.pixels import pillow, pixels
+from jaxpar.data.images.pixels import augment, pillow, pixels
 from jaxpar.data.packing import print_to_stderr
 from jaxpar.data.spec import Batch, Data, Rows
 from jaxpar.data.text import Examples, TrainIndices

@@ -16,9 +16,9 @@ import numpy as np
 from jaxpar.data.corpus import Corpus
 from jaxpar.data.documents.piece import START, DocumentPiece, Place
 from jaxpar.data.documents.row_files import RowCorpus
+from jaxpar.data.packed import dtype_of, set_flags
 from jaxpar.data.spec import OURS, Data
 from jaxpar.data.tokenizers.chat_template import load_template
-from jaxpar.data.tokenizers.flag_bits import dtype_of, set_flags
 from jaxpar.data.tokenizers.tokenizer_facts import TokenizerFacts, read_tokenizer
 from jaxpar.errors import refuse, suggest, user_code_errors
 
