@@ -121,7 +121,7 @@ def _layout(args: argparse.Namespace, job: "Job", problems: "list[Problem]") -> 
 
 def _messages(job: "Job", layout: "Layout") -> list[str]:
     from jaxpar.data.sources import report_lengths
-    from jaxpar.job.parts.pictures import describe_pictures
+    from jaxpar.job.parts.names import describe_pictures
     from jaxpar.parallel.layout_data import sync_note
 
     batch = job.train.global_batch

@@ -61,7 +61,7 @@ def links(args: argparse.Namespace) -> tuple[Any, int]:
 def layers(args: argparse.Namespace) -> tuple[Any, int]:
     """Times the layers of a job's model."""
     from jaxpar.job.file.parse import load
-    from jaxpar.job.layers import measure_layers
+    from jaxpar.job.partition import measure_layers
 
     check_file("--write", args.write, "own.graph.txt", must_be_new=True)
     return measure_layers(load(args.job, args.overrides, allow_import=args.allow_import), args.write), 0

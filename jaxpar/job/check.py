@@ -28,8 +28,8 @@ from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch, batch_factors, check_evaluated, open_data
 from jaxpar.job.parts.measures import check_loggers, derived_metrics, evaluation_set_names, resolve_measures
 from jaxpar.job.parts.models import batch_errors, resolve_loss, resolve_model
+from jaxpar.job.parts.names import check_pictures, has_validation
 from jaxpar.job.parts.optimizers import best_of, check_optimizer, note_optimizer, resolve_optimizer
-from jaxpar.job.parts.pictures import check_pictures, has_validation
 from jaxpar.job.parts.pretrained_start import check_start
 from jaxpar.mesh.axes import AXES, infer_sizes
 from jaxpar.mesh.devices import Simulated, is_simulated, visible_devices

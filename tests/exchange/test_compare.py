@@ -11,8 +11,7 @@ from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.exchange.clock.stale import Stale
 from jaxpar.html.drawings import ticks
-from jaxpar.job.compare.batch_size import fit_batch
-from jaxpar.job.compare.methods import parse
+from jaxpar.job.compare.methods import fit_batch, parse
 from jaxpar.job.file.parse import loads
 
 JOB = """

@@ -1,7 +1,7 @@
 """`jaxpar exchange compare`: trains one job with several exchanges and shows them side by side on one page.
 
-    methods     parses the methods of the command line: exchanges, which run, and methods simulated on a virtual clock
-    batch_size  finds the next global batch that all methods divide
+    methods     parses the methods of the command line: exchanges, which run, and methods simulated on a virtual clock;
+                finds the next global batch that all of them divide
     training    trains the job by each method: loss against samples, bytes and virtual seconds
     hogwild     trains the job by threads that update shared parameters without locks
     page        one HTML file

@@ -1,10 +1,12 @@
-"""Parses methods of the command line: a name and, after a colon, one number.
+"""Parses methods of the command line (a name and, after a colon, one number), and finds a batch that all can divide.
 
     sync,local:20,diloco:20,sign,topk:0.01,ssp:3
 
 An exchange takes its settings from the job if the job uses the same one; the number is its first setting in `NUMBERS`.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from jaxpar.errors import JaxparError, Problem, refuse, suggest
@@ -14,7 +16,10 @@ from jaxpar.exchange.clock.elastic import AsynchronousEasgd
 from jaxpar.exchange.clock.events import SimulatedRun
 from jaxpar.exchange.clock.table import SIMULATED, parse_method
 from jaxpar.exchange.table import EXCHANGES
+from jaxpar.job.check import device_count
 from jaxpar.job.file.schema import Job
+from jaxpar.job.parts.batches import batch_factors
+from jaxpar.mesh.axes import infer_sizes
 
 NUMBERS = ("every", "share", "bits", "rank")  # settings that the number after the colon may set
 
@@ -82,3 +87,36 @@ def _parse_method(text: str, job: Job) -> Exchange | SimulatedRun | Asynchronous
         raise
     except ValueError as error:
         raise refuse(f"method {text}", rule=f"{key} is a number", fix=f"{name}:{getattr(exchange, key)}") from error
+
+
+def divisor(job: Job, method: Method) -> int:
+    """Returns the number that divides the global batch if a method trains the job.
+
+    Raises:
+      JaxparError: If the mesh does not fit the devices, or a simulated method the number of replicas.
+    """
+    sizes, algorithm = infer_sizes(job.parallel.sizes, device_count(job)), method.algorithm
+    if isinstance(algorithm, Exchange):
+        return math.prod(batch_factors(job, sizes, replace(job.parallel, exchange=algorithm)).values())
+    # a share of the batch is trained on by one replica, which splits it over its own devices
+    inside = batch_factors(job, sizes, replace(job.parallel, exchange=AllReduce()))
+    return algorithm.shares(sizes["data"]) * math.prod(size for name, size in inside.items() if name != "data")
+
+
+def fit_batch(job: Job, methods: Sequence[Method]) -> tuple[Job, list[Problem]]:
+    """Returns the job with the next global batch that all methods divide, and a problem if its own is another.
+
+    Raises:
+      JaxparError: If the mesh does not fit the devices, or a simulated method the number of replicas.
+    """
+    divisors = {method.name: divisor(job, method) for method in methods}
+    common, size = math.lcm(*divisors.values()), job.train.global_batch
+    batch = -(-size // common) * common
+    if batch == size:
+        return job, []
+    indivisible = [f"{name} ({number})" for name, number in divisors.items() if size % number]
+    rule = f"the batch is divided by the number of each method, so by {common} for all that are compared"
+    problem = Problem(
+        f"train.global_batch = {size} with {', '.join(indivisible)}", rule, f"train.global_batch = {batch}"
+    )
+    return replace(job, train=replace(job.train, global_batch=batch)), [problem]

@@ -19,8 +19,7 @@ from jaxpar.exchange.clock.elastic import AsynchronousEasgd
 from jaxpar.exchange.clock.events import SimulatedRun, mean_staleness
 from jaxpar.job.build import assemble
 from jaxpar.job.check import check, device_count
-from jaxpar.job.compare.batch_size import fit_batch
-from jaxpar.job.compare.methods import Method
+from jaxpar.job.compare.methods import Method, fit_batch
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import open_data
 from jaxpar.job.parts.models import resolve_loss

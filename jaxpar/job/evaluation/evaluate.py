@@ -23,8 +23,7 @@ from jaxpar.data.text import Tokens
 from jaxpar.errors import JaxparError, Keywords, refuse
 from jaxpar.job.check import resolve
 from jaxpar.job.evaluation.evaluated_model import EvaluatedModel
-from jaxpar.job.evaluation.pretrained import open_pretrained
-from jaxpar.job.evaluation.run_model import is_checkpoint, open_run
+from jaxpar.job.evaluation.open_model import is_checkpoint, open_pretrained, open_run
 from jaxpar.job.evaluation.text_bytes import TextSize, text_size
 from jaxpar.job.file.import_object import import_object
 from jaxpar.job.file.run_folder import NAME
