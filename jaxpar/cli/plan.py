@@ -72,7 +72,7 @@ def run_plan(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.job.plan import apply_layout, command, compiled_chip, question
     from jaxpar.plan.pages.html import write
     from jaxpar.plan.pages.text import page
-    from jaxpar.plan.rules.advice import advise
+    from jaxpar.plan.rules import advise
     from jaxpar.plan.search import search
     from jaxpar.plan.speed import speed
     from jaxpar.plan.validation import agreement, comparison, proposal

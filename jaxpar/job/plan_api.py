@@ -13,7 +13,7 @@ from jaxpar.job.plan import apply_layout, command, model_question, question
 from jaxpar.parallel.declaration import OPTIONAL
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.model.splits import AXES
-from jaxpar.plan.pages.displayed_plan import DisplayedPlan
+from jaxpar.plan.pages.html import DisplayedPlan
 from jaxpar.plan.search import search
 
 if TYPE_CHECKING:

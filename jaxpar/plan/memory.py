@@ -30,7 +30,7 @@ from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.state_bytes import JAXPAR, Recipe
 from jaxpar.plan.techniques.pipe import in_flight
 from jaxpar.plan.techniques.span import gradient_bytes
-from jaxpar.plan.techniques.totals import added_bytes
+from jaxpar.plan.techniques.table import added_bytes
 
 
 class Memory(Causes):

@@ -10,13 +10,11 @@ from jaxpar.plan.enumeration import legal_layouts
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.memory import Memory, memory
-from jaxpar.plan.model.decoder_flop import masked_flop, step_flop
 from jaxpar.plan.model.layer_bytes import host_bytes, layer_bytes
-from jaxpar.plan.model.shape import Shape, count_parameters
+from jaxpar.plan.model.shape import Shape, count_parameters, divides_arrays, masked_flop, step_flop
 from jaxpar.plan.model.splits import AXES
 from jaxpar.plan.model.state_bytes import JAXPAR, Recipe
-from jaxpar.plan.model.stored_arrays import divides_arrays
-from jaxpar.plan.techniques.totals import collectives, unused_axes
+from jaxpar.plan.techniques.table import collectives, unused_axes
 from jaxpar.plan.time import StepTime, step_time
 
 
@@ -137,7 +135,7 @@ class Transformer:
         return "tokens", self.shape.seq
 
     def step_flop(self, rows: int) -> float:
-        """Returns the FLOP of a step; see `jaxpar.plan.model.decoder_flop`."""
+        """Returns the FLOP of a step; see `jaxpar.plan.model.shape`."""
         return float(step_flop(self.shape, rows))
 
     def masked_flop(self, rows: int) -> float:
@@ -155,7 +153,7 @@ class Transformer:
         return legal_layouts(self.shape, devices=devices, rows=rows, choices=choices)
 
     def storable(self, candidate: Candidate) -> Any:
-        """Whether stages and shards of the training state divide the parameters; see `plan/model/stored_arrays.py`."""
+        """Whether stages and shards of the training state divide the parameters; see `plan/model/shape.py`."""
         return divides_arrays(self.shape, candidate)
 
     def costs(self, software: SoftwareModel) -> "TransformerCosts":
@@ -217,7 +215,7 @@ class TransformerCosts:
         return step_time(self.shape, candidate, hardware, self.software)
 
     def collectives(self, candidate: Candidate) -> list[Collective]:
-        """Returns the collectives of a step; see `jaxpar.plan.techniques.totals`."""
+        """Returns the collectives of a step; see `jaxpar.plan.techniques.table`."""
         return collectives(self.shape, candidate, self.software)
 
     def host_bytes(self, candidate: Candidate) -> float:

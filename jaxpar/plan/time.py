@@ -19,7 +19,7 @@ from jaxpar.plan.model.layer_bytes import stage_parameters
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.techniques import pipe, span
 from jaxpar.plan.techniques.base import Work
-from jaxpar.plan.techniques.totals import block_seconds, overlapped_seconds, step_seconds
+from jaxpar.plan.techniques.table import block_seconds, overlapped_seconds, step_seconds
 
 
 class StepTime(Causes):

@@ -18,7 +18,7 @@ from jaxpar.plan.model.liveness import REDUCED, SCATTERED
 from jaxpar.plan.model.state_bytes import Recipe
 from jaxpar.plan.model.tracing import ModelTrace
 from jaxpar.plan.techniques.span import gathers_once, gradient_bytes
-from jaxpar.plan.techniques.totals import added_bytes
+from jaxpar.plan.techniques.table import added_bytes
 from jaxpar.plan.traced_shape import TracedShape
 from jaxpar.plan.traced_stages import by_kind, per_row, stages_memory
 

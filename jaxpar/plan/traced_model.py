@@ -26,8 +26,7 @@ from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.memory import Memory
 from jaxpar.plan.model.state_bytes import Recipe
 from jaxpar.plan.techniques.base import divisors
-from jaxpar.plan.techniques.table import TECHNIQUES
-from jaxpar.plan.techniques.totals import collectives, unused_axes
+from jaxpar.plan.techniques.table import TECHNIQUES, collectives, unused_axes
 from jaxpar.plan.time import StepTime
 from jaxpar.plan.traced_memory import traced_memory
 from jaxpar.plan.traced_shape import TracedShape
@@ -172,7 +171,7 @@ class TracedCosts:
         return traced_time(self.shape, candidate, hardware, self.software, self.recipe)
 
     def collectives(self, candidate: Candidate) -> list[Collective]:
-        """Returns the collectives of one step of one layout; see `jaxpar.plan.techniques.totals`."""
+        """Returns the collectives of one step of one layout; see `jaxpar.plan.techniques.table`."""
         return collectives(self.shape, candidate, self.software)
 
     def host_bytes(self, candidate: Candidate) -> float:

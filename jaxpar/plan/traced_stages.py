@@ -28,7 +28,7 @@ from jaxpar.plan.model.stages import StageTrace
 from jaxpar.plan.model.state_bytes import Recipe
 from jaxpar.plan.techniques import pipe, span
 from jaxpar.plan.techniques.base import Work
-from jaxpar.plan.techniques.totals import overlapped_seconds
+from jaxpar.plan.techniques.table import overlapped_seconds
 from jaxpar.plan.time import StepTime, optimizer
 
 CausesT = TypeVar("CausesT", bound=Causes)

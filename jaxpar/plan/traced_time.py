@@ -19,7 +19,7 @@ from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model.state_bytes import Recipe
 from jaxpar.plan.model.tracing import ModelTrace
 from jaxpar.plan.techniques.base import Work
-from jaxpar.plan.techniques.totals import overlapped_seconds, step_seconds
+from jaxpar.plan.techniques.table import overlapped_seconds, step_seconds
 from jaxpar.plan.time import StepTime, optimizer
 from jaxpar.plan.traced_shape import TracedShape
 from jaxpar.plan.traced_stages import by_kind, per_row, stages_time

@@ -20,8 +20,7 @@ from jaxpar.models.settings.mlp import MLPConfig
 from jaxpar.parallel.compose import as_blueprint
 from jaxpar.partition.chain import linearise
 from jaxpar.partition.profile import Node, Profile, dumps, load
-from jaxpar.plan.model.decoder_flop import step_flop
-from jaxpar.plan.model.shape import Shape, count_parameters
+from jaxpar.plan.model.shape import Shape, count_parameters, step_flop
 from jaxpar.plan.model.work_depth import WorkDepth
 from jaxpar.step.losses import classification_loss
 from jaxpar.step.numerics import Numerics

@@ -31,7 +31,7 @@ from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.software import JAXPAR_FUSED
 from jaxpar.plan.model import ring_attention as planned
 from jaxpar.plan.model.shape import Shape
-from jaxpar.plan.techniques.context_forms import LayerAttention, ring_collectives, work_share
+from jaxpar.plan.techniques.context import LayerAttention, ring_collectives, work_share
 from jaxpar.sharding.constrain import activation_names
 
 gpu_compiler = pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")

@@ -17,8 +17,7 @@ from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.software import JAXPAR_FUSED
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model_protocol import Transformer
-from jaxpar.plan.rules.advice import advise, situation_of
-from jaxpar.plan.rules.decisions import RULES, Situation
+from jaxpar.plan.rules import RULES, Situation, advise, situation_of
 from jaxpar.plan.search import MARGIN, Question, search
 
 H100 = HARDWARE["h100"]

@@ -34,10 +34,10 @@ from jaxpar.plan.pages.html import write as html
 from jaxpar.plan.pages.text import page
 from jaxpar.plan.search import describe, predict, search
 from jaxpar.plan.techniques.auto_context import choose_form
-from jaxpar.plan.techniques.context_forms import LayerAttention, gather_collectives
-from jaxpar.plan.techniques.context_forms import ring_collectives as of_row
+from jaxpar.plan.techniques.context import LayerAttention, gather_collectives
+from jaxpar.plan.techniques.context import ring_collectives as of_row
 from jaxpar.plan.techniques.crossover import crossover, layer_seconds
-from jaxpar.plan.techniques.totals import collectives
+from jaxpar.plan.techniques.table import collectives
 
 LLAMA = Shape(layers=1, dim=4096, heads=32, kv_heads=8, hidden=14336, vocab=128256, seq=32768, gated=True)
 JOB = "configs/gpu_llama_8b_128k_context8.toml"

@@ -25,7 +25,7 @@ from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.software import JAXPAR, JAXPAR_FUSED, MEGATRON_2022
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model_protocol import Transformer
-from jaxpar.plan.rules.advice import advise
+from jaxpar.plan.rules import advise
 from jaxpar.plan.search import Question, search
 from jaxpar.plan.techniques.pipe import send
 from jaxpar.plan.techniques.sharding import collective_count, fsdp_seconds

@@ -22,8 +22,7 @@ from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import HARDWARE, TOGETHER, Gemm, cap
 from jaxpar.plan.machine.software import JAXPAR, MAXTEXT, MEGATRON_2022, TORCHTITAN
 from jaxpar.plan.model import layer_time
-from jaxpar.plan.model.decoder_flop import attention_flop, layer_flop, step_flop
-from jaxpar.plan.model.shape import Shape, count_parameters
+from jaxpar.plan.model.shape import Shape, attention_flop, count_parameters, layer_flop, step_flop
 from jaxpar.plan.techniques import context, sharding, span, tensor
 from jaxpar.plan.techniques.base import exposed_seconds
 from jaxpar.plan.time import step_time

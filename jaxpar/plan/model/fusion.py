@@ -1,18 +1,28 @@
 """The arrays that a compiled program writes to memory, and its kernels: elementwise ops are fused, as XLA does.
 
-    matmuls, sorts, scatters, ...     their results are arrays; their operands by `written_arrays.py`
+    matmuls, sorts, scatters, ...     their results are arrays
     reductions, results of scans      arrays
     elementwise ops                   an array if writing it once is cheaper than computing it in each of its m readers:
                                       m L > L + (1 + m) B, for B bytes of it and L bytes of leaves; or if it has more
-                                      than `MOST_LEAVES`; or by `written_arrays.py`
+                                      than `MOST_LEAVES`; or because of the ops around it
 
 The leaves of an op are the arrays that it is computed from. The traffic of a kernel is its result and its leaves, but
 for those that an independent fusion within `NEARBY` ops has read: XLA merges the two.
 
+These are written because of the ops around them, whatever they cost (`find_written`):
+
+    operands of matmuls, sorts, ...   but a matmul computes an op of one array (relu, a scale) while it reads it
+    tanh, erf, sin, cos               if the forward pass reads them, and the backward pass what cheap ops make of them
+    x - max(x) over rows              in a kernel of Triton together with the maximum, if the rows are short and several
+                                      ops read it, as in log_softmax
+    softmax                           maximum and sum of short rows are in the kernel of the quotient that alone reads
+                                      them
+    short arrays, spread over others  if a root, a quotient or a logarithm would be computed for every element
+
 Checked against programs that XLA 0.12 compiles for H100s: `python -m tests.bench.traced_models`.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -20,13 +30,20 @@ from typing import Any
 import numpy as np
 
 from jaxpar.plan.model.program import PARTS, SizedProgram, TracedOp, value
-from jaxpar.plan.model.written_arrays import fills_operand, find_written
 
 MOST_LEAVES = 10
 NEARBY = 12  # ops
 MARGIN = 1.05  # an array is written only if that saves at least 5 % of the traffic
 
 Leaves = dict[int, Any]  # array to the bytes that are read of it, polynomials in the rows
+COSTLY = ("tanh", "erf", "erfc", "erf_inv", "sin", "cos", "tan")  # by XLA's count of their instructions
+PROLOGUES = frozenset(
+    "abs add cbrt ceil cos div erf exp exp2 expm1 floor log log1p logistic max min mul neg one_minus_square rsqrt sign "
+    "sin sqrt sub tan tanh".split()
+)  # ops that a matmul computes while it reads their result, if they have a single array operand
+LONGEST = 16384  # elements of a row in Triton's softmax: seen for 8,192, and not for 50,304
+ROOTS = ("rsqrt", "sqrt", "div", "log", "exp", "pow", "cbrt")
+SPREAD = 8  # times as many elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,3 +156,127 @@ class _Fusion:
                 traffic = traffic + size
             self.last_read[leaf] = place
         return traffic
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenArrays:
+    """Arrays that are written in any case.
+
+    Attributes:
+      arrays: Their numbers.
+      in_reader: Results of reductions that the kernel of their reader computes.
+    """
+
+    arrays: set[int]
+    in_reader: set[int]
+
+
+def find_written(program: SizedProgram, sizes: np.ndarray, gradients: set[int]) -> WrittenArrays:
+    """Finds the arrays that are written in any case.
+
+    Args:
+      program: Ops.
+      sizes: Bytes of each array.
+      gradients: Results that the update reads: they are fused with it.
+    """
+    written = {entry for entry in program.outputs if entry is not None} - gradients
+    for op in program.ops:
+        if op.kind in ("heavy", "loop"):
+            written.update(op.inputs[1:] if fills_operand(op) else op.inputs)
+    prologues = _fuse_prologues(program, sizes, written)
+    written |= _costly(program, written) - prologues
+    normalized, maxima = _shifted_by_maxima(program)
+    return WrittenArrays(written | normalized | _spread(program, sizes), maxima | _softmax_statistics(program))
+
+
+def fills_operand(op: TracedOp) -> bool:
+    """Whether an op writes into its first operand."""
+    return op.name.startswith("scatter")
+
+
+def _fuse_prologues(program: SizedProgram, sizes: np.ndarray, written: set[int]) -> set[int]:
+    """Replaces results of ops that a matmul computes while it reads them by the ops' operands; returns the results."""
+    prologues: set[int] = set()
+    readers: dict[int, set[str]] = defaultdict(set)
+    for op in program.ops:
+        for entry in op.inputs:
+            readers[entry].add(op.name if op.kind in ("heavy", "loop") else "")
+    results = {*program.outputs}
+    for op in reversed(program.ops):
+        entry = op.outputs[0]
+        if op.kind != "elementwise" or op.name not in PROLOGUES or len(op.inputs) != 1 or entry in results:
+            continue
+        if entry in written and readers[entry] <= {"", "dot_general"} and sizes[entry] == sizes[op.inputs[0]]:
+            written.remove(entry)
+            prologues.add(entry)
+            written.add(op.inputs[0])
+            readers[op.inputs[0]] |= readers[entry]
+    return prologues
+
+
+def _costly(program: SizedProgram, written: set[int]) -> set[int]:
+    """Returns the results of costly ops that both passes read, the backward pass after cheap ops."""
+    awaited: set[int] = set()
+    counts = Counter(entry for op in program.ops for entry in {*op.inputs})
+    for op in reversed(program.ops):
+        passed = op.kind == "elementwise" and op.outputs[0] in awaited and op.outputs[0] not in written
+        if passed or (op.backward and op.kind in ("elementwise", "reduce")):
+            awaited.update(op.inputs)
+    costly = {op.outputs[0] for op in program.ops if op.name in COSTLY and not op.backward}
+    return {entry for entry in costly & awaited if counts[entry] > 1}
+
+
+def _shifted_by_maxima(program: SizedProgram) -> tuple[set[int], set[int]]:
+    """Returns the results of x - max(x) that several ops read, and the maxima."""
+    readers = defaultdict(list)
+    for op in program.ops:
+        for entry in {*op.inputs}:
+            readers[entry].append(op)
+    normalized, maxima = set(), set()
+    for op in program.ops:
+        if op.name != "reduce_max" or not 1 < op.row <= LONGEST:
+            continue
+        entry = op.outputs[0]
+        while len(readers[entry]) == 1 and len(readers[entry][0].inputs) == 1:
+            entry = readers[entry][0].outputs[0]
+        for reader in readers[entry]:
+            if reader.name == "sub" and reader.inputs == (op.inputs[0], entry) and len(readers[reader.outputs[0]]) > 1:
+                normalized.add(reader.outputs[0])
+                maxima.add(op.outputs[0])
+    return normalized, maxima
+
+
+def _softmax_statistics(program: SizedProgram) -> set[int]:
+    """Returns the maxima and sums inside of softmaxes over short rows: only their quotient is read elsewhere."""
+    readers: dict[int, list[TracedOp]] = defaultdict(list)
+    for op in program.ops:
+        for entry in {*op.inputs}:
+            readers[entry].append(op)
+    reduced: set[int] = set()
+    for op in program.ops:
+        if op.name != "reduce_max" or not 1 < op.row <= LONGEST:
+            continue
+        chain = [op]
+        while len(found := readers[chain[-1].outputs[0]]) == 1 and found[0].kind == "elementwise":
+            chain.append(found[0])
+        tail = {reader.name: reader for reader in readers[chain[-1].outputs[0]]}
+        if {*tail} != {"reduce_sum", "div"} or chain[-1].name != "exp" or "sub" not in [link.name for link in chain]:
+            continue
+        if tail["reduce_sum"].row == op.row and readers[tail["reduce_sum"].outputs[0]] == [tail["div"]]:
+            reduced.update((*op.outputs, *tail["reduce_sum"].outputs))
+    return reduced.difference(program.outputs)
+
+
+def _spread(program: SizedProgram, sizes: np.ndarray) -> set[int]:
+    """Returns the operands of broadcasts that a root, a quotient or a logarithm made."""
+    rooted: set[int] = set()
+    spread: set[int] = set()
+    for op in program.ops:
+        if op.kind != "elementwise" or not op.inputs:
+            continue
+        grows = sizes[op.outputs[0]] >= SPREAD * sizes[op.inputs[0]]
+        if op.name == "broadcast_in_dim" and grows:
+            spread.update(rooted.intersection(op.inputs))
+        elif op.name in ROOTS or not rooted.isdisjoint(op.inputs):
+            rooted.add(op.outputs[0])
+    return spread

@@ -17,7 +17,6 @@ from jaxpar.plan.candidate import Candidate, recompute_shares
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model import ring_attention
-from jaxpar.plan.model.decoder_flop import attention_flop
 from jaxpar.plan.model.layer_bytes import (
     device_layer_parameters,
     head_shards,
@@ -25,7 +24,7 @@ from jaxpar.plan.model.layer_bytes import (
     layer_bytes,
     logit_chunks,
 )
-from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.model.shape import Shape, attention_flop
 
 SUM = 4  # bytes of an accumulated gradient: float32
 

@@ -17,10 +17,9 @@ import numpy as np
 
 from jaxpar.mesh.preset import SMALL
 from jaxpar.plan.machine.hardware import SMALLEST_KERNEL, Hardware
-from jaxpar.plan.model.fusion import FusedProgram, TracedKernel, fuse
+from jaxpar.plan.model.fusion import FusedProgram, TracedKernel, fills_operand, fuse
 from jaxpar.plan.model.pooling import keep_positions
 from jaxpar.plan.model.program import DEGREE, SizedProgram, value
-from jaxpar.plan.model.written_arrays import fills_operand
 
 CLASSES = ("activations", "weights", "gradients")
 # bytes up to which collectives are combined: of fsdp as `jaxpar.mesh.preset` says, all-reduces as XLA does by itself

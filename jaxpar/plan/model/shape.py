@@ -1,10 +1,21 @@
-"""The shape of a transformer, with its parameters."""
+"""The shape of a transformer, with its parameters, its FLOP, and the arrays that it stores.
+
+FLOP are 2 per multiplication of its matmuls; backward is twice forward.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol
 
+import numpy as np
+
 from jaxpar.errors import check_ranges, nearest_divisor, refuse
+from jaxpar.parallel.declaration import Parallel
+from jaxpar.plan.candidate import Candidate
+
+STORED_BYTES = 4  # of a parameter between steps
+REPLICATED = Parallel().replicate_above  # largest bytes of a parameter that is replicated if shards do not divide it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,3 +212,62 @@ class Dims:
 
     dims: Mapping[str, int]
     parameters_by_dim: Mapping[str, int]
+
+
+def layer_flop(shape: Shape) -> int:
+    """Returns the forward FLOP per token of a block's matmuls with weights: 2 per weight."""
+    return 2 * sum(inputs * outputs for inputs, outputs in shape.matrices)
+
+
+def attention_flop(shape: Shape) -> int:
+    """Returns the forward FLOP per token of a block's two attention matmuls over a whole row: 4 seq heads head_dim."""
+    return 4 * shape.seq * shape.q_dim
+
+
+def step_flop(shape: Shape, rows: int) -> int:
+    """Returns the FLOP of a step over this many rows, without recomputation: backward is twice forward.
+
+    For a frozen weight backward equals forward: 4 FLOP per parameter and token, not 6.
+
+    Source: Narayanan et al. 2021, arXiv:2104.04473, appendix. Masked scores count.
+    """
+    weights = shape.layers * layer_flop(shape) + 2 * shape.dim * shape.vocab
+    return round(rows * shape.seq * ((2 + shape.trained) * weights + 3 * shape.layers * attention_flop(shape)))
+
+
+def masked_flop(shape: Shape, rows: int) -> int:
+    """Returns the FLOP of a step that a causal mask drops: half of attention's matmuls."""
+    return round(rows * shape.seq * 3 * shape.layers * attention_flop(shape) / 2) if shape.causal else 0
+
+
+def divides_arrays(shape: Shape, candidate: Candidate) -> Any:
+    """Whether stages and shards of the training state divide a dim of each large parameter.
+
+    The number of stages must divide the number of layers or the model dim. The number of shards (times `tensor`, on
+    dims that it splits) must divide a dim other than the layers: JAX stores no unequal shards, and `compose` refuses to
+    replicate large parameters.
+    """
+    stages = np.equal(shape.layers % candidate.pipe, 0) | np.equal(shape.dim % candidate.pipe, 0)
+    # all large arrays divide; and at least one array does, or the axis is refused
+    large_divide, any_divides = True, False
+    for size, dims in _stored_arrays(shape):
+        fits = [np.equal(dim % (candidate.shards * (candidate.tensor if flag else 1)), 0) for dim, flag in dims]
+        divides = np.any(np.broadcast_arrays(*fits), axis=0)
+        any_divides = any_divides | divides
+        large_divide = large_divide & (divides | (size * STORED_BYTES <= REPLICATED))
+    return stages & ((large_divide & any_divides) | np.equal(candidate.shards, 1))
+
+
+def _stored_arrays(shape: Shape) -> tuple[tuple[int, tuple[tuple[int, bool], ...]], ...]:
+    """Returns (parameters, dims) of each array of matrices; an array stacks all layers.
+
+    A dim is (size, whether the tensor axis splits it). The dim of the layers is not listed.
+    """
+    size, kv_heads = shape.head_width, shape.kv_heads or shape.heads
+    inner = (
+        ((shape.dim, False), (shape.heads, True), (size, False)),
+        ((shape.dim, False), (kv_heads, True), (size, False)),
+    )
+    arrays = *inner, ((shape.dim, False), (shape.width, True))
+    ends = ((shape.dim, False), (shape.vocab, True))
+    return *((shape.layers * prod(n for n, _ in dims), dims) for dims in arrays), (shape.vocab * shape.dim, ends)

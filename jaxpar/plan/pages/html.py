@@ -1,7 +1,13 @@
-"""A plan as one HTML file: the first layout, step time by cause, memory against time, and sensitivity."""
+"""A plan as one HTML file: the first layout, step time by cause, memory against time, and sensitivity.
+
+`DisplayedPlan` is a plan with its representations: text when printed, a picture in a notebook, a page in a file.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
 
+from jaxpar.files import write_page
 from jaxpar.html.markup import (
     HOW,
     Markup,
@@ -18,9 +24,9 @@ from jaxpar.html.markup import (
     tile,
 )
 from jaxpar.plan.measurements.error_estimate import expected_error
+from jaxpar.plan.pages.bars import bytes_class, css, seconds_class
 from jaxpar.plan.pages.pareto_svg import scatter
-from jaxpar.plan.pages.style import bytes_class, css, seconds_class
-from jaxpar.plan.pages.text import batch_of, hopeless, host_memory, rank_reason, smaller_layouts, spare
+from jaxpar.plan.pages.text import batch_of, hopeless, host_memory, page, rank_reason, smaller_layouts, spare
 from jaxpar.plan.search import Plan, Ranked, describe
 from jaxpar.plan.speed import cost, speed
 from jaxpar.plan.validation import CompiledLayout
@@ -241,3 +247,39 @@ def _checked(checked: Sequence[CompiledLayout]) -> Markup:
                 badge("compiled"), ", seconds ", badge("modelled"), " from the compiled program.")  # fmt: skip
     head = ("layout", "step, predicted", "step, replayed", "memory, predicted", "memory, compiled")
     return join([words, table("Compiled", head, cells, "wnnnn")])
+
+
+@dataclass(frozen=True, kw_only=True)
+class DisplayedPlan(Plan):
+    """A plan with its pages; further fields are those of `Plan`.
+
+    Attributes:
+      title: Title of its page.
+      command: Command that trains the first layout.
+    """
+
+    title: str = "a plan"
+    command: str = ""
+
+    @classmethod
+    def from_plan(cls, plan: Plan, *, title: str, command: str) -> "DisplayedPlan":
+        """Adds title and command to a plan."""
+        values = {entry.name: getattr(plan, entry.name) for entry in fields(Plan)}
+        return cls(**values, title=title, command=command)
+
+    def __repr__(self) -> str:
+        first = self.best[0]
+        return f"<plan: {self.fitting:,} of {self.considered:,} layouts fit; first {describe(first.candidate)}>"
+
+    def __str__(self) -> str:
+        return page(self)
+
+    def _repr_html_(self) -> str:
+        return fragment(self, title=self.title, command=self.command)
+
+    def html(self, path: str | Path | None = None) -> str:
+        """Returns the plan as one self-contained HTML file, and writes it to `path` if given."""
+        text = write(self, title=self.title, command=self.command)
+        if path is not None:
+            write_page(path, text)
+        return text

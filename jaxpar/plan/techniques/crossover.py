@@ -32,7 +32,7 @@ from jaxpar.plan.model.layer_bytes import layer_bytes
 from jaxpar.plan.model.layer_time import attention, elementwise, pair, scores
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.techniques.base import BYTES
-from jaxpar.plan.techniques.totals import block_seconds
+from jaxpar.plan.techniques.table import block_seconds
 
 
 def layer_seconds(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> float:

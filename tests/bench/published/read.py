@@ -20,8 +20,7 @@ from jaxpar.errors import JaxparError, Problem, refuse, suggest
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
-from jaxpar.plan.model.decoder_flop import step_flop
-from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.model.shape import Shape, step_flop
 
 from ..published.cells import AXES, NEEDED, OPTIONAL, USUAL, WORDS, contradictions, numbers, real, software
 from ..published.stacks import CHIPS, GPT, INTERLEAVED

@@ -20,9 +20,8 @@ from jaxpar.plan.candidate import Candidate, recompute_shares
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import JAXPAR_FUSED
 from jaxpar.plan.memory import memory
-from jaxpar.plan.model.decoder_flop import step_flop
 from jaxpar.plan.model.layer_time import attention
-from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.model.shape import Shape, step_flop
 from jaxpar.plan.time import step_time
 
 from ...gpu.predicted import Numbers
@@ -71,7 +70,7 @@ class Training:
 
     @property
     def flop(self) -> float:
-        """FLOP of a step, nothing computed twice; see `jaxpar.plan.model.decoder_flop.step_flop`."""
+        """FLOP of a step, nothing computed twice; see `jaxpar.plan.model.shape.step_flop`."""
         return float(step_flop(self.shape, self.batch))
 
     @property
