@@ -52,15 +52,14 @@ from jaxpar.step.model_flop import model_flop
 from jaxpar.step.state import State
 from jaxpar.step.step import Step
 from jaxpar.train import loop
-from jaxpar.train.faults import Watch
+from jaxpar.train.faults import SkippedBatches, Watch
 from jaxpar.train.lock import Lock
 from jaxpar.train.loggers.base import LoggedRun
 from jaxpar.train.metrics import Log
 from jaxpar.train.noise import Noise
 from jaxpar.train.progress import Progress, say_and_record, waiting
-from jaxpar.train.recovery.first_state import explained_state
+from jaxpar.train.recovery.out_of_memory import explained_state
 from jaxpar.train.run import Outcome
-from jaxpar.train.skipped_batches import SkippedBatches
 from jaxpar.train.step_trace import StepTrace
 from jaxpar.train.watchdog import beat
 from jaxpar.train.watchdog.decisions import SLOW

@@ -34,9 +34,8 @@ from jaxpar.errors import JaxparError, refuse
 from jaxpar.optim.growth import Growth
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.specs import batch_sharding
-from jaxpar.train.faults import Faults
+from jaxpar.train.faults import Faults, SkippedBatches
 from jaxpar.train.incomplete_batches import Incomplete
-from jaxpar.train.skipped_batches import SkippedBatches
 
 
 class Feed:

@@ -32,6 +32,7 @@ from jaxpar.train.feed import Feed, Reader
 from jaxpar.train.incomplete_batches import Totals, weighted_totals
 from jaxpar.train.metrics import is_evaluated
 from jaxpar.train.noise import SMALL
+from jaxpar.train.recovery.out_of_memory import name_saved_state
 from jaxpar.train.recovery.roll_back import can_save, check_before_save, roll_back, saves_before_errors, say_saved
 from jaxpar.train.recovery.stop import Stop
 from jaxpar.train.run import Outcome, Run
@@ -65,8 +66,6 @@ def run(job: Run, state: State) -> Outcome:
                     return _train_until_end(job, state, feed, reader, stop)
             except (JaxparError, jax.errors.JaxRuntimeError) as error:
                 if is_out_of_memory(error) and job.step.explain:
-                    from jaxpar.train.recovery.out_of_memory import name_saved_state  # loads the inspector
-
                     raise name_saved_state(job, error) from error
                 if not isinstance(error, JaxparError):
                     raise

@@ -12,11 +12,10 @@ from jaxpar.optim.growth import Growth
 from jaxpar.step.state import State
 from jaxpar.step.step import Step
 from jaxpar.train.best import Best
-from jaxpar.train.faults import Watch
+from jaxpar.train.faults import SkippedBatches, Watch
 from jaxpar.train.metrics import Log
 from jaxpar.train.noise import Noise
 from jaxpar.train.progress import Progress
-from jaxpar.train.skipped_batches import SkippedBatches
 from jaxpar.train.step_trace import StepTrace
 from jaxpar.train.watchdog.thread import SingleProcess
 

@@ -70,8 +70,7 @@ def test_microbatches_and_shares_of_devices_are_those_of_the_draws():
 
 def test_a_corrupt_draw_inside_of_a_step_is_passed_over(tmp_path):
     from jaxpar.data.validate import BatchSpec
-    from jaxpar.train.faults import Faults
-    from jaxpar.train.skipped_batches import SkippedBatches
+    from jaxpar.train.faults import Faults, SkippedBatches
 
     class Source:
         fingerprint, examples = "mine", None

@@ -27,9 +27,8 @@ from jaxpar.errors import JaxparError
 from jaxpar.job import run as job_run
 from jaxpar.job.check import check
 from jaxpar.job.file.parse import load, loads
-from jaxpar.train.faults import BadStep, Faults, Watch
+from jaxpar.train.faults import BadStep, Faults, SkippedBatches, Watch
 from jaxpar.train.feed import Feed
-from jaxpar.train.skipped_batches import SkippedBatches
 
 # a step that skips
 

@@ -12,10 +12,10 @@ from tiny import Staged, batches, token_loss
 
 import jaxpar as jp
 from jaxpar.checkpoint import Checkpoints
+from jaxpar.inspector import report
 from jaxpar.step.checks.out_of_memory import possible_changes
 from jaxpar.step.memory_error import OutOfMemoryError, is_out_of_memory
 from jaxpar.step.numerics import Numerics
-from jaxpar.train.recovery import out_of_memory
 from jaxpar.units import show_bytes
 
 GPU = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1536000000 bytes."
@@ -167,7 +167,7 @@ def test_where_the_report_does_not_compile_the_state_is_arithmetic(monkeypatch):
     def full(*_):
         raise jax.errors.JaxRuntimeError(GPU)
 
-    monkeypatch.setattr(out_of_memory, "inspect", full)
+    monkeypatch.setattr(report, "inspect", full)
     with pytest.raises(OutOfMemoryError, match="temporary memory") as caught:
         step(state, batch)
     params = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.params))

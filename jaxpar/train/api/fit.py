@@ -49,16 +49,15 @@ from jaxpar.train.api.fit_inputs import (
 )
 from jaxpar.train.api.saving import FOLDER
 from jaxpar.train.best import Best
-from jaxpar.train.faults import Faults, Watch
+from jaxpar.train.faults import Faults, SkippedBatches, Watch
 from jaxpar.train.lock import Lock
 from jaxpar.train.loggers.base import LoggedRun
 from jaxpar.train.loggers.table import open_logger
 from jaxpar.train.loop import run as train
 from jaxpar.train.metrics import Log
 from jaxpar.train.progress import Progress, say_and_record
-from jaxpar.train.recovery.first_state import explained_state
+from jaxpar.train.recovery.out_of_memory import explained_state
 from jaxpar.train.run import Outcome, Run
-from jaxpar.train.skipped_batches import SkippedBatches
 from jaxpar.train.step_trace import StepTrace
 
 USUAL = Checkpoints()

@@ -1,14 +1,19 @@
-"""Explains that a step is out of memory by what `jp.inspect` knows of it, and names the newest saved state."""
+"""Explains that a device's memory does not hold the first state of a run, or a step, and names the newest saved state.
 
-from collections.abc import Mapping
+The bytes of a step are those that `jp.inspect` knows of it.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import jax
+import optax
 
 from jaxpar.errors import JaxparError, Problem
-from jaxpar.inspector.report import inspect
-from jaxpar.step.checks.out_of_memory import GRADIENTS, TEMPORARY, explain, gradient_bytes, state_bytes
-from jaxpar.step.memory_error import READ, OutOfMemoryError, explain_error
+from jaxpar.parallel.layout import Layout
+from jaxpar.step.checks.out_of_memory import GRADIENTS, TEMPORARY, explain, explain_state, gradient_bytes, state_bytes
+from jaxpar.step.memory_error import READ, OutOfMemoryError, explain_error, is_out_of_memory
 from jaxpar.step.step import Step
 from jaxpar.train.run import Run
 
@@ -35,6 +40,8 @@ def explain_step(step: Step, kind: str, batch: Mapping[str, Any], error: BaseExc
 
 def _compiled_bytes(step: Step, batch: Mapping[str, Any]) -> dict[str, int]:
     """Returns the bytes by cause of the compiled step; {} if it cannot be compiled in the memory that is left."""
+    from jaxpar.inspector.report import inspect  # most runs do not need the inspector
+
     try:
         report = inspect(step, batch)
     except (JaxparError, jax.errors.JaxRuntimeError):  # the first error is the one to report
@@ -70,3 +77,25 @@ def name_saved_state(run: Run, error: BaseException) -> OutOfMemoryError:
         else "no step of this run is saved yet, so nothing is lost but its beginning"
     )
     return OutOfMemoryError(Problem(first.got, first.rule, f"{first.fix}. {saved}"), *others)
+
+
+@contextmanager
+def explained_state(
+    layout: Layout, optimizer: optax.GradientTransformation, *, offload: bool = False
+) -> Iterator[None]:
+    """Context for creating or restoring a state: explains which arrays need the memory if a device runs out of it.
+
+    Args:
+      layout: The layout of the state.
+      optimizer: The optax chain.
+      offload: Whether the optimizer state is in host memory.
+
+    Raises:
+      OutOfMemoryError: In place of XLA's error.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise explain_state(layout, optimizer, error, offload=offload) from error
