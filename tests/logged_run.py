@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from jaxpar.train.loggers.base import LoggedRun
-from jaxpar.train.loggers.table import open_logger
+from jaxpar.train.loggers.services import open_logger
 from jaxpar.train.metrics import Log
 
 EVERY = 3  # steps between two evaluations

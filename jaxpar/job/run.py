@@ -259,7 +259,6 @@ def _count_batch_parts(job: Job, built: BuiltJob) -> int:
 
 
 def _logged_run(folder: Path, built: BuiltJob) -> LoggedRun:
-    """Returns the run as its loggers see it."""
     facts = {f"versions.{name}": number for name, number in versions().items()}
     facts["devices"] = describe(list(built.layout.device_mesh.devices.flat))
     facts["report"] = str(folder.resolve() / "report.html")

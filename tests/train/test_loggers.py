@@ -13,7 +13,7 @@ from logged_run import expected
 
 from jaxpar.errors import JaxparError
 from jaxpar.train.loggers.base import LoggedRun
-from jaxpar.train.loggers.table import LOGGERS, check_name
+from jaxpar.train.loggers.services import LOGGERS, check_name
 from jaxpar.train.metrics import Log
 
 SCRIPT = Path(logged_run.__file__)
@@ -144,6 +144,6 @@ def test_a_logger_that_cannot_begin_gets_no_rows_and_the_run_goes_on(tmp_path):
 
 @pytest.mark.parametrize("name", LOGGERS)
 def test_a_library_that_is_not_installed_is_named_with_its_extra(name, monkeypatch):
-    monkeypatch.setattr("jaxpar.train.loggers.table.find_spec", lambda module: None)
+    monkeypatch.setattr("jaxpar.train.loggers.services.find_spec", lambda module: None)
     with pytest.raises(JaxparError, match=rf"pip install 'jaxpar\[{name}\]'"):
         check_name(name, "metrics.loggers")

@@ -52,7 +52,7 @@ from jaxpar.train.best import Best
 from jaxpar.train.faults import Faults, SkippedBatches, Watch
 from jaxpar.train.lock import Lock
 from jaxpar.train.loggers.base import LoggedRun
-from jaxpar.train.loggers.table import open_logger
+from jaxpar.train.loggers.services import open_logger
 from jaxpar.train.loop import run as train
 from jaxpar.train.metrics import Log
 from jaxpar.train.progress import Progress, say_and_record
@@ -203,7 +203,6 @@ def _log(
 
 
 def _logged_run(folder: Path, step: Step, config: Mapping[str, Any], written: Mapping[str, Any]) -> LoggedRun:
-    """Returns the run as its loggers see it."""
     tables = {f"{table}.{key}": value for table in ("versions", "mesh") for key, value in written[table].items()}
     names = {"devices": written["devices"], "report": str(folder.resolve() / "report.html")}
     return LoggedRun(folder=folder, config={**config, **tables, **names}, texts={"layout": step.layout.explain()})

@@ -20,7 +20,7 @@ from jaxpar.step.state import State
 from jaxpar.step.step import Step
 from jaxpar.train.best import Best
 from jaxpar.train.faults import Faults
-from jaxpar.train.loggers.table import check_name
+from jaxpar.train.loggers.services import check_name
 from jaxpar.train.step_trace import check_steps
 
 VALUES = {

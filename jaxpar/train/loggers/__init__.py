@@ -14,5 +14,5 @@ RUN/metrics.jsonl is the truth: a killed run resumes from a checkpoint before it
 library had not written yet. So `begin` makes the logger's curve that of the file, without a gap and without a step
 twice, in the way that the library allows; see each class.
 
-To add a logger: write a class in `services.py`, a row of `LOGGERS` in `table.py`, and an extra in pyproject.toml.
+To add a logger: write a class and a row of `LOGGERS` in `services.py`, and an extra in pyproject.toml.
 """

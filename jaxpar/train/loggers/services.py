@@ -1,13 +1,16 @@
-"""The loggers that jaxpar brings, one class for each library, which is imported when its logger is opened."""
+"""The loggers that jaxpar brings, by name, one class for each library, which is imported when its logger is opened."""
 
 import os
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
+from jaxpar.errors import refuse, suggest
 from jaxpar.train.loggers.base import LoggedRun, load_ids, new_id, save_id
 
 WANDB = "wandb"
@@ -254,3 +257,59 @@ def _delete(trackio: Any, name: str) -> None:
         return
     for run in [run for run in runs if run.name == name]:
         run.delete()
+
+
+@dataclass(frozen=True)
+class LoggerEntry:
+    """A row of `LOGGERS`.
+
+    Attributes:
+      kind: The class.
+      libraries: The modules that must be installed.
+    """
+
+    kind: type
+    libraries: tuple[str, ...]
+
+
+LOGGERS = {
+    "tensorboard": LoggerEntry(TensorBoard, ("tensorboardX",)),
+    "wandb": LoggerEntry(WeightsAndBiases, ("wandb",)),
+    "mlflow": LoggerEntry(MLflow, ("mlflow", "sqlalchemy", "alembic")),
+    "trackio": LoggerEntry(Trackio, ("trackio",)),
+}
+
+
+def check_name(name: str, key: str) -> None:
+    """Checks that a logger of this name exists and that its library is installed.
+
+    Args:
+      name: The name.
+      key: The job's key or the argument, for messages.
+
+    Raises:
+      JaxparError: If there is none, or a module is not installed.
+    """
+    if name not in LOGGERS:
+        raise refuse(
+            f"{key} = {name!r}",
+            rule=f'a logger is {", ".join(LOGGERS)}, or "package.module:Object" with log(step, values)',
+            fix=suggest(name, LOGGERS),
+        )
+    missing = [module for module in LOGGERS[name].libraries if find_spec(module) is None]
+    if missing:
+        raise refuse(
+            f"{key} = {name!r} without {missing[0]}",
+            rule=f"the logger {name} writes by the package {missing[0]}, which is not installed",
+            fix=f"pip install 'jaxpar[{name}]'",
+        )
+
+
+def open_logger(name: str, key: str) -> Any:
+    """Returns the logger of a name; nothing is written before its `begin`.
+
+    Raises:
+      JaxparError: As `check_name`.
+    """
+    check_name(name, key)
+    return LOGGERS[name].kind()
