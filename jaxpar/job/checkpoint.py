@@ -1,6 +1,10 @@
-"""Compares, exports and checks the checkpoints of a job."""
+"""Compares, exports and checks the checkpoints of a job.
+
+Orbax is imported in one function alone, because its v1 API is not stable yet.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.buckets import is_address
-from jaxpar.checkpoint import array_files, listing, manifest, orbax, reading, report, saved_replicas, start_from
+from jaxpar.checkpoint import array_files, listing, manifest, reading, report, saved_replicas, start_from
 from jaxpar.checkpoint.differences import Difference, differences, problems
 from jaxpar.checkpoint.manifest import Manifest, SavedArray
 from jaxpar.errors import JaxparError, Problem, refuse, suggest
+from jaxpar.files import check_local
 from jaxpar.job import pretrained
 from jaxpar.job.check import device_count
 from jaxpar.job.file import changes
@@ -45,7 +50,7 @@ def export_orbax(where: Path, step: int | None, to: Path) -> dict[str, Any]:
         name: _numbers(array)
         for name, array in reading.read_arrays(path, entries, _on_one_device(entries.arrays)).items()
     }
-    orbax.save(to, nest({tuple(name.split("/")): array for name, array in numbers.items()}))
+    _save_orbax(to, nest({tuple(name.split("/")): array for name, array in numbers.items()}))
     return {"from": str(path), "to": str(to), "bytes": sum(file.stat().st_size for file in to.rglob("*"))}
 
 
@@ -194,3 +199,32 @@ def _check_resume(job: Job, layout: Layout, folder: Path, steps: list[int]) -> i
             raise JaxparError(*mismatches)  # for other values, arrays are derived from the saved ones to fit the mesh
         return step
     raise JaxparError(*damaged)
+
+
+def _save_orbax(folder: Path, tree: Any) -> None:
+    """Writes a tree of arrays as an Orbax checkpoint.
+
+    Raises:
+      JaxparError: If Orbax is not installed, or the folder is there already or cannot be written.
+    """
+    if find_spec("orbax") is None or find_spec("orbax.checkpoint") is None:
+        raise refuse(
+            "--format orbax without Orbax",
+            rule="the package orbax-checkpoint writes this format",
+            fix="pip install 'jaxpar[orbax]'",
+        )
+    from orbax.checkpoint import v1 as ocp
+
+    check_local(folder, "--to")
+    if folder.exists():
+        rule = "--to is a folder that does not exist yet"
+        raise refuse(f"--to {folder} is there already", rule=rule, fix=f"--to {folder}-2")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        ocp.save(str(folder.resolve()), tree)
+    except (OSError, ValueError) as error:
+        raise refuse(
+            f"--to {folder}: {str(error).splitlines()[0]:.120}",
+            rule="--to is a folder that can be made, on a disk with enough free space",
+            fix="--to a folder that you may write, on a disk with free space for the checkpoint",
+        ) from error
