@@ -14,6 +14,8 @@ from jaxpar.html.markup import Markup, badge, breakable, join, percent, swatch, 
 
 HEIGHT, WIDTH = 340, 1000  # units of the drawing; the width is stretched
 _TICKS = 6  # maximum ticks of an axis
+CARDS = 4  # cards shown at once; the others are folded
+COLOURS = 9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +99,6 @@ def ticks(low: float, high: float) -> list[float]:
 
 def _path(way: str, look: str) -> Markup:
     return tag("path", d=way, cls=look, vector_effect="non-scaling-stroke")
-
-
-CARDS = 4  # cards shown at once; the others are folded
-COLOURS = 9
 
 
 @dataclass(frozen=True, kw_only=True)

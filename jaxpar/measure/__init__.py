@@ -1,6 +1,6 @@
 """Measurements of the user's own machine and job: `jaxpar measure gemm`, `links` and `layers`.
 
-    gemm, links  ─► tables of a chip's file (chip.py), for `jaxpar plan --chip FILE`
+    gemm, links  ─► tables of a chip's file (base.py), for `jaxpar plan --chip FILE`
     layers       ─► a profile of a model, for `jaxpar partition`
 
 Nouns: a *destination* is the chip file that a measurement is written to; a *record* names the devices, versions and

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxpar.measure.chip import Destination, today
-from jaxpar.measure.clock import measured_devices, once
+from jaxpar.measure.base import Destination, measured_devices, once, today
 from jaxpar.measure.record import where
 from jaxpar.mesh.devices import describe
 from jaxpar.plan.machine.fit import fit_gemm
@@ -54,9 +53,9 @@ def time_product(
     Args:
       side: Number of rows and of columns.
       device: The device that computes it.
-      rounds: As in `clock.once`.
+      rounds: As in `once`.
       dtype: Dtype of both matrices; JAX multiplies float32 at its default precision, which is TF32 on GPUs.
-      once: The clock, `clock.once` or a substitute in tests.
+      once: `base.once`, or a substitute in tests.
     """
     with jax.default_device(device):
         x, weights = jax.random.normal(jax.random.key(0), (2, side, side))
@@ -71,7 +70,7 @@ def gemm(*, write: str = "", rounds: int = 20, sides: Sequence[int] = SIDES) -> 
     Args:
       write: The chip's TOML file, which gets the table [gemm], or "". The peak FLOP/s is that of its [chip], or of
         jaxpar's table of chips if there is no file.
-      rounds: As in `clock.once`.
+      rounds: As in `once`.
       sides: Sides of the square matrices.
 
     Raises:

@@ -39,6 +39,8 @@ from jaxpar.step.numerics import Numerics
 from jaxpar.step.stochastic_loss.loss import traceable_loss
 from jaxpar.units import show_bytes, show_count, show_seconds
 
+LEAST, LONGEST = 5, 0.5  # runs of a piece; seconds that more of them may take
+
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
@@ -129,9 +131,6 @@ class Pieces:
         """Returns the loss for the output of the last layer."""
         with intercept_layers(lambda layers, x, per_layer: y):
             return as_sums(self._called(shared, known)(), accumulate=1)["loss"][0]
-
-
-LEAST, LONGEST = 5, 0.5  # runs of a piece; seconds that more of them may take
 
 
 def layers(model: object, loss: Callable, batch: Mapping[str, Any], numerics: Numerics) -> dict[str, Any]:

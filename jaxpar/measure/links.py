@@ -20,8 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.errors import refuse
-from jaxpar.measure.chip import Destination, today
-from jaxpar.measure.clock import measured_devices, once
+from jaxpar.measure.base import Destination, measured_devices, once, today
 from jaxpar.measure.record import where
 from jaxpar.mesh.collective import wire_bytes
 from jaxpar.mesh.devices import describe
@@ -127,7 +126,7 @@ def time_collective(kind: str, devices: np.ndarray, size: int, *, rounds: int = 
       kind: One of `KINDS`.
       devices: As in `Tier`.
       size: Bytes; rounded down to a number that the group divides.
-      rounds: As in `clock.once`.
+      rounds: As in `once`.
     """
     group = devices.shape[1]
     count = entries(kind, group, size)
@@ -144,7 +143,7 @@ def links(*, write: str = "", per_node: int = 0, rounds: int = 20, sizes: Sequen
     Args:
       write: The TOML file of the chip that gets the table [links], or "".
       per_node: Number of devices per machine; 0 counts each process as a machine.
-      rounds: As in `clock.once`.
+      rounds: As in `once`.
       sizes: Sizes of the collectives, in bytes.
 
     Raises:

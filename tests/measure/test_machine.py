@@ -17,8 +17,7 @@ import jaxpar as jp
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.measure import gemm, links
-from jaxpar.measure.chip import Destination
-from jaxpar.measure.clock import REPEATS, measured_devices, once
+from jaxpar.measure.base import REPEATS, Destination, measured_devices, once
 from jaxpar.mesh.chip_file import load_chip
 from jaxpar.mesh.target import missing_plugin
 from jaxpar.plan.machine.fit import KINDS, Timing
@@ -121,7 +120,7 @@ def test_a_timing_says_what_was_sent(kind, monkeypatch):
 def test_the_clock_takes_the_difference_of_two_programs(monkeypatch):
     calls = []
     times = iter([0.0, 8.0, 21.0] * 3)  # 7 s to call, 0.5 s a repeat: 2 repeats take 8 s, 12 take 13
-    monkeypatch.setattr("jaxpar.measure.clock.time", types.SimpleNamespace(perf_counter=lambda: next(times)))
+    monkeypatch.setattr("jaxpar.measure.base.time", types.SimpleNamespace(perf_counter=lambda: next(times)))
     found = once(lambda repeats: lambda x: calls.append(repeats) or x, 1.0, rounds=3)
     assert found == pytest.approx(0.5)
     assert calls == [*REPEATS] * 4

@@ -16,6 +16,13 @@ from jaxpar.mesh.collective import KINDS
 from jaxpar.units import show_seconds
 
 _CELLS = 64  # maximum number of devices drawn
+_PIXEL = 1 / 600  # share of a step: narrower events are drawn together with their neighbours
+_SQUEEZED = 0.25  # maximum share of the width for all periods that are not drawn
+_LABELLED = 0.03  # share of the width: minimum block width for a label of a few letters
+_ENDING = 0.94  # share of the width: from here on time labels are right-aligned, not centred
+_LETTER = 0.02  # share of the width: one letter of a time label, on a phone
+TURNS = re.compile(r"(\d+) more turns of the loop")
+_PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 def kind_class(kind: str) -> str:
@@ -90,15 +97,6 @@ def _cell(width: int, depths: Sequence[float], label: str) -> list[Markup]:
         edge = f"{depth + 0.2:.2f}"
         shapes.append(tag("rect", y="29", width=str(width), height="5", rx="2", cls="jx-edge", fill_opacity=edge))
     return [*shapes, tag("text", label, x=str(width // 2), y=str(height // 2 + 4), text_anchor="middle")]
-
-
-_PIXEL = 1 / 600  # share of a step: narrower events are drawn together with their neighbours
-_SQUEEZED = 0.25  # maximum share of the width for all periods that are not drawn
-_LABELLED = 0.03  # share of the width: minimum block width for a label of a few letters
-_ENDING = 0.94  # share of the width: from here on time labels are right-aligned, not centred
-_LETTER = 0.02  # share of the width: one letter of a time label, on a phone
-TURNS = re.compile(r"(\d+) more turns of the loop")
-_PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.inspector.timeline import KERNEL
-from jaxpar.measure.chip import today
+from jaxpar.measure.base import today
 from jaxpar.measure.gemm import SIDES, time_product
 from jaxpar.mesh.devices import visible_devices
 from jaxpar.plan.machine.fit import fit_gemm
