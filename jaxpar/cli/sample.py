@@ -66,7 +66,7 @@ def run_sample(args: argparse.Namespace) -> tuple[Any, int]:
     """Samples an answer per prompt and prints the texts, or writes them to --out."""
     check_file("--out", args.out, "answers.jsonl")
     from jaxpar.job.sample import SamplingRequest, read_prompts, sample, write_answers
-    from jaxpar.step.sampling.generator import Sampling
+    from jaxpar.step.sampling import Sampling
 
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
     request = SamplingRequest(

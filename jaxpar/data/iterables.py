@@ -11,7 +11,7 @@ from jaxpar.data.spec import Batch, Rows, WeightedBatch, select_rows
 from jaxpar.data.text import weighted_batches
 from jaxpar.data.validate import CorruptBatch
 from jaxpar.errors import JaxparError, refuse, user_code_errors
-from jaxpar.step.batch.shard_batch import check_lists
+from jaxpar.step.shard_batch import check_lists
 
 A_BATCH = "a batch is a dict of arrays"
 PAIR = "{'inputs': x, 'labels': y}"

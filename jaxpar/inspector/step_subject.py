@@ -16,8 +16,8 @@ from jaxpar.parallel.layout_data import replica_messages, sync_note
 from jaxpar.parallel.pages.shard_cards import cards
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.sharding.names import path_of, shard_shape
-from jaxpar.step.batch.shard_batch import check_dict
 from jaxpar.step.model_flop import model_flop
+from jaxpar.step.shard_batch import check_dict
 from jaxpar.step.state import State
 from jaxpar.step.step import Step
 from jaxpar.units import show_seconds

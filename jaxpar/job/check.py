@@ -50,8 +50,8 @@ from jaxpar.sharding.names import Compute, shard_bytes
 from jaxpar.sharding.nnx.hooks import step_hooks
 from jaxpar.step import losses, state
 from jaxpar.step.block_inputs import offload_block_inputs
+from jaxpar.step.evaluation_loss import check_measures, check_names, compute_measures, evaluation_names
 from jaxpar.step.gradient_kinds import check_offload, make_gradients
-from jaxpar.step.measures.evaluation_loss import check_measures, check_names, compute_measures, evaluation_names
 from jaxpar.step.numerics import DTYPES, Numerics
 from jaxpar.step.per_replica.part_norms import check_parts, num_parts
 from jaxpar.step.stochastic_loss.loss import traceable_loss

@@ -27,7 +27,7 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.adapters import without_adapters
 from jaxpar.sharding.names import Tree
 from jaxpar.step.model import eval_model
-from jaxpar.step.sampling.generator import Generator, Sampling
+from jaxpar.step.sampling import Generator, Sampling
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ import gc
 import hashlib
 import math
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
@@ -142,11 +143,11 @@ class Compiler:
         all_techniques.check(self.layout, self._use, lowered)
         check_dims(self.layout, lambda model: traceable_loss(self._loss)(model, jax.tree.map(zeros_like_input, batch)))
         if (count := self._numerics.accumulate * self.layout.microbatches) > 1:
-            from jaxpar.step.checks.row_pairs import check_row_pairs  # a step without microbatches has no pairs to lose
+            from jaxpar.step.checks.trace_warnings import check_row_pairs  # without microbatches, no pairs are lost
 
             check_row_pairs(self.layout, self._loss, batch, count)
         if self.layout.sizes.get("expert", 1) > 1:
-            from jaxpar.step.checks.experts_in_turn import check_experts  # other steps do not load it
+            from jaxpar.step.checks.trace_warnings import check_experts  # other steps do not load it
 
             check_experts(self.layout, traced.jaxpr.jaxpr)
         schedule = self.layout.schedule if self.layout.sizes["pipe"] > 1 else None
@@ -193,3 +194,28 @@ def pause_gc() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+class UnfinishedPrograms:
+    """Bounds the number of unfinished programs; None for no bound.
+
+    Simulated devices share a thread pool, which some dozens of unfinished steps fill and deadlock.
+    """
+
+    def __init__(self, limit: int | None):
+        self.limit, self._results = limit, deque()
+
+    def add(self, result: object) -> None:
+        """Adds the result of a program; waits for the oldest if there are more than the limit."""
+        if self.limit is not None:
+            self._results.append(result)
+            if len(self._results) > self.limit:
+                jax.block_until_ready(self._results.popleft())
+
+    def wait(self) -> None:
+        """Waits for all programs; drops those that failed, whose error is known."""
+        while self._results:
+            try:
+                jax.block_until_ready(self._results.popleft())
+            except jax.errors.JaxRuntimeError:
+                continue

@@ -22,9 +22,9 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.specs import update_specs
 from jaxpar.sharding.names import Tree
 from jaxpar.step.checks.updates import CHAIN, TRACED, check_update
+from jaxpar.step.gradient_norm import norm as norm_of
+from jaxpar.step.gradient_norm import with_norm
 from jaxpar.step.losses import Sums
-from jaxpar.step.norm.sharded import norm as norm_of
-from jaxpar.step.norm.sharded import with_norm
 from jaxpar.step.state import State
 
 Batch = Mapping[str, jax.Array]

@@ -20,7 +20,7 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.layout_data import trained_shards
 from jaxpar.parallel.specs import model_state_specs, optimizer_specs, owner_path, stored_specs
 from jaxpar.sharding.names import Tree, path_of, shard_shape
-from jaxpar.step.parameters.frozen import drop_paths, frozen_paths
+from jaxpar.step.frozen_parameters import drop_paths, frozen_paths
 from jaxpar.units import show_count
 
 HOST = "pinned_host"  # the memory of offloaded optimizer state

@@ -24,19 +24,17 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques.attention_choice import Choose, refuse_choice
 from jaxpar.sharding.names import Tree
 from jaxpar.step import state as states
-from jaxpar.step.batch.shard_batch import BatchPlacement
-from jaxpar.step.checks.frozen import check_eight_bits, check_reference
 from jaxpar.step.checks.input_state import check_eval_params, check_matches_step, check_not_donated, place_scalars
-from jaxpar.step.compiler import Compiler
+from jaxpar.step.compiler import Compiler, UnfinishedPrograms
+from jaxpar.step.evaluation_loss import check_measures, with_measures
+from jaxpar.step.frozen_parameters import check_eight_bits, check_reference, frozen_paths
 from jaxpar.step.gradient_kinds import make_gradients
 from jaxpar.step.gradients import Gradients
 from jaxpar.step.losses import Sums
-from jaxpar.step.measures.evaluation_loss import check_measures, with_measures
 from jaxpar.step.memory_error import READ, OutOfMemoryError, explain_compile_error, explain_error, is_out_of_memory
 from jaxpar.step.numerics import Numerics, are_finite
-from jaxpar.step.parameters.frozen import frozen_paths
+from jaxpar.step.shard_batch import BatchPlacement
 from jaxpar.step.state import State
-from jaxpar.step.unfinished_programs import UnfinishedPrograms
 
 # The update of a state by one batch: gradients, the optimizer, the guard, and the sync round that ends a step.
 

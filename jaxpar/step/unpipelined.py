@@ -33,11 +33,11 @@ from jaxpar.parallel.specs import abstract_params, gradient_specs, stored_specs,
 from jaxpar.sharding.names import Compute, Tree, by_path, nest
 from jaxpar.step.block_inputs import offload_block_inputs
 from jaxpar.step.checks.input_state import cast_to_initial
+from jaxpar.step.frozen_parameters import count_reads, drop_paths, fill_missing, gather_params, zero_frozen
 from jaxpar.step.gradients import Gradients, apply_gradients, constrain_tree
 from jaxpar.step.losses import Sums, as_sums, nonzero_count
 from jaxpar.step.numerics import Numerics
-from jaxpar.step.parameters.frozen import count_reads, drop_paths, fill_missing, gather_params, zero_frozen
-from jaxpar.step.parameters.overwritten import (
+from jaxpar.step.overwritten_state import (
     accumulator_dtype,
     computes_dtype,
     divide_by_count,

@@ -22,7 +22,7 @@ from jaxpar.checkpoint import processes
 from jaxpar.checkpoint.listing import read_scores
 from jaxpar.checkpoint.writing import SaveSchedule
 from jaxpar.errors import JaxparError
-from jaxpar.step.measures.evaluation_loss import derive_measures, evaluation_names
+from jaxpar.step.evaluation_loss import derive_measures, evaluation_names
 from jaxpar.step.memory_error import is_out_of_memory
 from jaxpar.step.state import State
 from jaxpar.step.step import Step

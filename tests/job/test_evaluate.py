@@ -32,7 +32,7 @@ from jaxpar.job.run import train
 from jaxpar.models.decoder import Decoder
 from jaxpar.models.huggingface.export import export
 from jaxpar.models.huggingface.load import load
-from jaxpar.step.measures.evaluation_loss import evaluation_names
+from jaxpar.step.evaluation_loss import evaluation_names
 
 JOB = """
 [run]

@@ -37,7 +37,7 @@ from jaxpar.models.settings.decoder import DecoderConfig
 from jaxpar.pipeline.tables.csv import to_csv
 from jaxpar.pipeline.tables.library import schedule
 from jaxpar.step.losses import cross_entropy
-from jaxpar.step.sampling.generator import Sampling
+from jaxpar.step.sampling import Sampling
 
 jp.simulate(8)
 

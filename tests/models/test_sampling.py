@@ -29,7 +29,7 @@ from jaxpar.job.file.parse import loads
 from jaxpar.job.sample import SamplingRequest, TextModel, _text_job, sample
 from jaxpar.models.decoder import Decoder
 from jaxpar.models.settings.decoder import DecoderConfig
-from jaxpar.step.sampling.generator import Generator, Sampling
+from jaxpar.step.sampling import Generator, Sampling
 
 LLAMA = DecoderConfig(vocab=40, seq=16, layers=2, dim=16, heads=4, kv_heads=2, hidden=24)
 GPT2 = replace(LLAMA, kv_heads=0, position="learned", norm="layer", gated=False, use_bias=True, tied=True)

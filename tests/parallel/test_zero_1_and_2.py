@@ -19,7 +19,7 @@ from tiny import Annotated, Staged, assert_same_arrays, batches, on_one_device, 
 import jaxpar as jp
 from jaxpar.checkpoint import Checkpoints, Store
 from jaxpar.mesh.target import missing_plugin
-from jaxpar.step.parameters.frozen import Reads, count_reads
+from jaxpar.step.frozen_parameters import Reads, count_reads
 
 absent = pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
 LAYERS, DIM, HIDDEN, VOCAB, SEQ = 4, 256, 512, 1024, 128

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxpar as jp
-from jaxpar.step.norm.sharded import with_norm
+from jaxpar.step.gradient_norm import with_norm
 
 GRADIENTS = {"a": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(4)}
 MODEL = partial(jp.Decoder, jp.DecoderConfig(vocab=32, seq=16, layers=2, dim=16, heads=2, hidden=32))

@@ -18,7 +18,7 @@ from jaxpar.job.file.parse import loads
 from jaxpar.job.parts.batches import open_sets
 from jaxpar.job.parts.measures import derived_metrics, resolve_measures
 from jaxpar.sharding.names import Compute
-from jaxpar.step.measures.evaluation_loss import accuracy, derive_measures
+from jaxpar.step.evaluation_loss import accuracy, derive_measures
 from jaxpar.train import loop
 from jaxpar.train.feed import Feed
 from jaxpar.train.run import Run

@@ -23,10 +23,9 @@ from jaxpar.plan.techniques.base import divisors
 from jaxpar.sharding.names import Blueprint, Compute, itemsize, shard_bytes
 from jaxpar.step.gradient_kinds import make_gradients
 from jaxpar.step.numerics import Numerics
-from jaxpar.step.pipelined.submodules import Submodules
+from jaxpar.step.pipelined.split_model import Submodules
 from jaxpar.step.pipelined.synchronous import Pipelined
-from jaxpar.step.stochastic_loss.gradients import carry_key
-from jaxpar.step.stochastic_loss.loss import key_parameter
+from jaxpar.step.stochastic_loss.loss import carry_key, key_parameter
 
 PIPELINE = Pipeline(keep="residuals", head="last", schedule="1f1b_phased")  # of planned layouts
 

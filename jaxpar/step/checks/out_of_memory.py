@@ -18,9 +18,9 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.specs import abstract_params, gradient_specs
 from jaxpar.sharding.names import Tree, shard_bytes
 from jaxpar.step import state as states
+from jaxpar.step.frozen_parameters import drop_paths, frozen_paths
 from jaxpar.step.memory_error import STATUS, OutOfMemoryError
 from jaxpar.step.numerics import Numerics
-from jaxpar.step.parameters.frozen import drop_paths, frozen_paths
 from jaxpar.units import show_bytes
 
 PARAMETERS, OPTIMIZER, OTHER = "parameters", "optimizer state", "other state"

@@ -19,12 +19,11 @@ from jaxpar.exchange.replica_mesh import AXIS
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.constrain import activation_names
 from jaxpar.sharding.names import Tree
-from jaxpar.step.norm.sharded import unsharded_norm
+from jaxpar.step.gradient_norm import unsharded_norm
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.per_replica.replicas import layout_of_replica
 from jaxpar.step.state import fold_in_number
-from jaxpar.step.stochastic_loss.gradients import carry_key
-from jaxpar.step.stochastic_loss.loss import key_parameter
+from jaxpar.step.stochastic_loss.loss import carry_key, key_parameter
 from jaxpar.step.unpipelined import Unpipelined
 
 

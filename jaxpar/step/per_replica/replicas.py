@@ -8,7 +8,8 @@ cannot use `data`; it uses `fsdp`, `context` and `tensor` as usual.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,20 +18,140 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from jaxpar.errors import refuse
 from jaxpar.exchange.all_reduce import AllReduce
-from jaxpar.exchange.base import NO_MODEL
+from jaxpar.exchange.base import NO_MODEL, Replicas
 from jaxpar.exchange.global_model import merge_replicas_of_model
-from jaxpar.exchange.replica_mesh import AXIS
+from jaxpar.exchange.replica_mesh import AXIS, ReplicaMesh
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.specs import stored_specs, update_specs
+from jaxpar.parallel.layout_data import trained_shards
+from jaxpar.parallel.specs import optimizer_specs, stored_specs, update_specs
+from jaxpar.sharding.constrain import activation_names
 from jaxpar.sharding.names import Tree
+from jaxpar.step.frozen_parameters import drop_paths, fill_missing, zero_frozen
 from jaxpar.step.gradients import Batch, Gradients, constrain_tree, metrics, update_params
 from jaxpar.step.losses import Sums
-from jaxpar.step.parameters.frozen import zero_frozen
-from jaxpar.step.per_replica.replica_map import ReplicaMap
-from jaxpar.step.per_replica.trained_state import TrainedState
-from jaxpar.step.state import State
+from jaxpar.step.state import State, replica_shapes
 from jaxpar.step.unpipelined import Unpipelined
+
+REPLICA = "jaxpar.replica"  # the `vmap` axis over replicas, a name that no model uses
+
+
+class _Mean:
+    """Wraps a replica's model: a call returns the mean over replicas; all other attributes are the replica's."""
+
+    def __init__(self, model: Callable[..., Any]):
+        self._model, self._called = model, False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._called = True
+        outputs = self._model(*args, **kwargs)
+        is_float = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.floating)  # noqa: E731
+        return jax.tree.map(lambda x: jax.lax.pmean(x, REPLICA) if is_float(x) else x, outputs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def ensemble_loss(loss: Callable, name: str) -> Callable:
+    """Wraps a loss of (model, batch) so that the model returns the mean output. Runs in a `vmap` over `REPLICA`.
+
+    Raises:
+      JaxparError: When called, if the loss uses methods of the model without calling the model itself.
+    """
+
+    def averaged(model: Callable[..., Any], batch: Mapping[str, jax.Array]) -> Any:
+        mean_model = _Mean(model)
+        result = loss(mean_model, batch)
+        if not mean_model._called:
+            raise refuse(
+                f"a loss that does not call {name}, with an exchange that averages predictions",
+                rule="outputs of calls of the model are averaged over replicas, outputs of its methods are not",
+                fix='model(batch["inputs"]) in the loss, or another exchange',
+            )
+        return result
+
+    return averaged
+
+
+@dataclass(frozen=True)
+class ReplicaMap:
+    """Maps functions of (params, model state, batch); their results are stacked, [replica, ...].
+
+    Attributes:
+      layout: The sharding of all arrays.
+      replica_layout: That of one replica.
+    """
+
+    layout: Layout
+    replica_layout: Layout
+
+    def on_rows(self, function: Callable, params: Tree, model_state: Tree, batch: Batch) -> Tree:
+        """Runs each replica on its rows; no row moves to another device."""
+        axes = PartitionSpec(AXIS, tuple(axis for axis in self.layout.parallel.batch_axes if axis != AXIS))
+
+        def split(value: jax.Array) -> jax.Array:
+            count = self.layout.sizes[AXIS]
+            rows = value.reshape(count, value.shape[0] // count, *value.shape[1:])
+            return jax.lax.with_sharding_constraint(rows, self.layout.sharding(axes))
+
+        return self._map(function, 0)(params, model_state, {name: split(value) for name, value in batch.items()})
+
+    def on_batch(self, function: Callable, params: Tree, model_state: Tree, batch: Batch) -> Tree:
+        """Runs each replica on the whole batch."""
+        return self._map(function, None)(params, model_state, batch)
+
+    def _map(self, function: Callable, rows: int | None) -> Callable:
+        params = 0 if self.layout.parallel.exchange.replicas_differ else None
+
+        def run_replica(*args):
+            with activation_names(self.replica_layout.names, self.replica_layout.sizes):
+                return function(*args)
+
+        return jax.vmap(run_replica, in_axes=(params, 0, rows), axis_name=REPLICA, spmd_axis_name=AXIS)
+
+
+@dataclass(frozen=True)
+class TrainedState:
+    """Reads what an exchange synchronizes from a state, and writes it back.
+
+    Attributes:
+      layout: The sharding of all arrays.
+      frozen: Paths of frozen parameters.
+    """
+
+    layout: Layout
+    frozen: frozenset[str]
+
+    def drop_frozen(self, tree: Tree) -> Tree:
+        """Removes frozen parameters from a tree of parameters, gradients or specs."""
+        return drop_paths(self.frozen, tree)
+
+    def replica_mesh(self, specs: Tree) -> ReplicaMesh:
+        """Returns the mesh of the replicas, with the specs of the trained parameters."""
+        return ReplicaMesh(
+            mesh=self.layout.device_mesh, specs=self.drop_frozen(specs), parts=trained_shards(self.layout)
+        )
+
+    def read(self, state: State, sync_round: int) -> tuple[Replicas, ReplicaMesh]:
+        """Returns the inputs of an exchange: the replicas of a state, and their specs."""
+        differ = self.layout.parallel.exchange.replicas_differ
+        opt_specs = optimizer_specs(self.layout, replica_shapes(state.optimizer) if differ else state.optimizer)
+        replica_mesh = dataclasses.replace(
+            self.replica_mesh(stored_specs(self.layout)), optimizer=opt_specs, sync_round=sync_round
+        )
+        inputs = Replicas(
+            params=self.drop_frozen(state.params),
+            opt_state=state.optimizer,
+            exchange_state=state.exchange,
+            model_state=state.model_state,
+        )
+        return inputs, replica_mesh
+
+    def write(self, state: State, replicas: Replicas) -> State:
+        """Returns the state with these replicas."""
+        params = fill_missing(replicas.params, state.params)
+        return State(state.step, params, replicas.opt_state, replicas.model_state, replicas.exchange_state)
 
 
 def synchronous_layout(layout: Layout) -> Layout:

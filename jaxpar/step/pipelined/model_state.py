@@ -22,8 +22,7 @@ from jaxpar.step.checks.input_state import cast_to_initial
 from jaxpar.step.losses import as_sums
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.pipelined.equal_layers import check_equal
-from jaxpar.step.pipelined.loss_inputs import AFTER, BEFORE, MarkedLoss, mark
-from jaxpar.step.pipelined.one_pass import check_layerwise, check_one_pass
+from jaxpar.step.pipelined.loss_checks import AFTER, BEFORE, MarkedLoss, check_layerwise, check_one_pass, mark
 from jaxpar.step.pipelined.shardings import Shardings
 from jaxpar.step.state import fold_in_number
 

@@ -35,11 +35,11 @@ from jaxpar.pipeline.run.spread_head import ShardMaps, SpreadTable
 from jaxpar.pipeline.run.stage import Keep
 from jaxpar.pipeline.run.traced_model import PipelineFunctions
 from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, nest, pick
+from jaxpar.step.frozen_parameters import zero_frozen
 from jaxpar.step.gradients import Gradients, apply_gradients
 from jaxpar.step.losses import Sums
 from jaxpar.step.numerics import Numerics
-from jaxpar.step.parameters.frozen import zero_frozen
-from jaxpar.step.parameters.overwritten import check_overwritten, divide_by_count
+from jaxpar.step.overwritten_state import check_overwritten, divide_by_count
 from jaxpar.step.pipelined.model_state import ModelStates, salt_by_replica
 from jaxpar.step.pipelined.shardings import (
     Shardings,

@@ -31,11 +31,11 @@ from jaxpar.pipeline.run.shard_exchange import ShardExchange
 from jaxpar.pipeline.run.slots import load
 from jaxpar.pipeline.run.stage_replicas import StageReplicas
 from jaxpar.sharding.names import GRADIENT, SCOPE, Compute, Tree, by_path, nest
+from jaxpar.step.frozen_parameters import zero_frozen
 from jaxpar.step.gradients import Gradients, apply_gradients
 from jaxpar.step.losses import Sums
 from jaxpar.step.numerics import Numerics
-from jaxpar.step.parameters.frozen import zero_frozen
-from jaxpar.step.parameters.overwritten import check_overwritten, divide_by_count
+from jaxpar.step.overwritten_state import check_overwritten, divide_by_count
 from jaxpar.step.pipelined.model_state import salt_by_replica
 from jaxpar.step.pipelined.shardings import Shardings, constrain, table_names
 from jaxpar.step.pipelined.traced_pieces import TracedPieces, trace_pieces

@@ -7,8 +7,6 @@ On any layout and any number of processes, the key draws the same numbers for th
 Each microbatch has its own key, in a pipeline and with `accumulate`. Replicas that compute separately (in a pipeline,
 and between sync rounds) fold their number into the key, as for dropout.
 
-    loss         recognizes losses that take a key, and passes it
-    gradients    adds the key to the model state, like a model's own random keys
-
-To pass a loss another value that changes between steps: add an entry in `gradients.carry_key`, like the key.
+`loss` recognizes losses that take a key, and adds it to the model state, like a model's own random keys.
+To pass a loss another value that changes between steps: add an entry in `loss.carry_key`, like the key.
 """

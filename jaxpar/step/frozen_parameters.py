@@ -5,7 +5,7 @@
 
 The jaxpr of the update decides, not labels. If a chain clips by the global norm of all parameters before it freezes
 some of them, it reads their gradients, and gets them, as in plain optax; if it clips inside `multi_transform`, it does
-not.
+not. Parameters in 8 bits and references must be frozen.
 """
 
 from collections import Counter
@@ -20,11 +20,13 @@ import optax
 from jax.extend.core import Jaxpr, Literal, Var
 from jax.typing import DTypeLike
 
+from jaxpar.errors import refuse
 from jaxpar.jaxprs.dataflow import CALLS, Scan, Traced, jaxpr_of, needed_equations, variables
 from jaxpar.optim.probe import update_with_loss
 from jaxpar.parallel.gather import reshard_padded
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.specs import abstract_params
+from jaxpar.sharding.adapters import is_scales
 from jaxpar.sharding.names import SCOPE, Tree, path_of
 
 
@@ -166,3 +168,41 @@ def _count(jaxpr: Jaxpr, outs: Iterable, dtype: Any) -> Counter[tuple[Var, bool]
             cast = name == "convert_element_type" and eqn.params["new_dtype"] == dtype
             counts.update((var, cast) for var in variables(eqn.invars))
     return counts
+
+
+def check_eight_bits(layout: Layout) -> None:
+    """Refuses an optimizer that reads the gradients of 8-bit matrices.
+
+    Raises:
+      JaxparError: If it reads one.
+    """
+    eight_bit = {path for path, adapter in layout.blueprint.adapters.items() if adapter.float_dtype}
+    eight_bit |= {path for path in layout.placements if is_scales(layout.blueprint, path)}
+    if trained := sorted(eight_bit - layout.frozen):
+        raise refuse(
+            f"{trained[0]} is {layout.placements[trained[0]].leaf.dtype}, and the optimizer reads its gradient",
+            rule="a base in 8 bits is frozen: it has no gradient",
+            fix='jp.freeze(chain, ["*"], but=["adapters"]); or jp.add_lora(...) without base="int8", to train it too',
+        )
+
+
+def check_reference(layout: Layout) -> None:
+    """Refuses an optimizer that trains the reference of a model.
+
+    Raises:
+      JaxparError: If it reads a gradient of the reference.
+    """
+    blueprint = layout.blueprint
+    if copies := sorted(blueprint.copies.keys() - layout.frozen):
+        raise refuse(
+            f"the optimizer trains {copies[0]}, a copy of the reference",
+            rule="a reference stays as it was: it has no gradient and no optimizer state",
+            fix='jp.freeze(optimizer, ["reference"])',
+        )
+    if shared := sorted(blueprint.shared - layout.frozen):
+        raise refuse(
+            f"the optimizer trains {shared[0]}, which the model shares with its reference",
+            rule="what a model shares with its reference is frozen",
+            fix='jp.freeze(optimizer, ["*"], but=["adapters"]) for adapters; or jp.add_reference(model, trained=[...]) '
+            "with all that the optimizer trains",
+        )

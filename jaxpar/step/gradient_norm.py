@@ -1,7 +1,11 @@
 """The global gradient norm: each device sums over its own shards.
 
-shards ─► sum of squares ─► / number of copies of a shard ─► one sum over all sharding axes ─► root
-          in float32 or wider
+    shards ─► sum of squares ─► / number of copies of a shard ─► one sum over all sharding axes ─► root
+              in float32 or wider
+
+One scalar is all-reduced, for the metric and for an optimizer that clips by the norm. Optax's code sums the squares of
+each gradient over the axes that shard it: XLA merges these all-reduces only if they are adjacent, and never merges the
+norm of the metric with that of `optax.clip_by_global_norm`.
 """
 
 import math
@@ -25,7 +29,7 @@ from jaxpar.models.dim_names import spec_axes
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.specs import abstract_params, update_specs
 from jaxpar.sharding.names import Tree, is_float, shard_counts
-from jaxpar.step.parameters.overwritten import accumulator_dtype
+from jaxpar.step.overwritten_state import accumulator_dtype
 
 Axes = tuple[str, ...]
 

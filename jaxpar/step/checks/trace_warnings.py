@@ -1,10 +1,15 @@
-"""Warns if a loss pairs the rows of a batch that is split into microbatches.
+"""Warns of a traced step that computes more, or another loss, than its author expects.
 
-A contrastive loss compares each row with all others, so that an array of it grows with the square of the rows. Each
-microbatch has the pairs of its own rows alone, and the loss then depends on the number of microbatches.
+Experts: the devices of `expert` see other examples. What other matrices compute with a dim over `expert` is exchanged
+in every layer, and a loop that takes one expert at a time leaves nothing that they could compute at once: each matrix
+is sent to all of them.
+
+Pairs of rows: a contrastive loss compares each row with all others, so that an array of it grows with the square of the
+rows. Each microbatch has the pairs of its own rows alone, and the loss then depends on the number of microbatches.
 """
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,15 +20,77 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 from jaxpar.errors import JaxparError, user_code_errors
 from jaxpar.hlo.source_frames import equation_frame
 from jaxpar.hlo.text import SourceFrame
+from jaxpar.models.dim_names import spec_axes
 from jaxpar.models.experts import active_experts
-from jaxpar.models.islands import use_islands
+from jaxpar.models.islands import MIXTURE, use_islands
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.author.explicit import sharding_translation
 from jaxpar.sharding.names import Compute
 from jaxpar.sharding.nnx.hooks import step_hooks
 from jaxpar.step.stochastic_loss.loss import traceable_loss
 
+AXIS = "expert"
 _RULE, _FIX = "a loss accepts any number of rows", "none is needed: its pairs of rows are not looked for"
+
+
+def check_experts(layout: Layout, jaxpr: Jaxpr) -> None:
+    """Warns if a rule splits dims of several sizes over `expert`, or if the model takes experts one by one.
+
+    Args:
+      layout: A layout in which `expert` has several devices.
+      jaxpr: The traced step.
+    """
+    for message in (*_mixed_rules(layout), *_loops(layout, jaxpr)):
+        warnings.warn(f"{layout.blueprint.name}: {message}", stacklevel=4)
+
+
+def _mixed_rules(layout: Layout) -> Iterator[str]:
+    """Yields a message for each rule of the user by which `expert` splits dims of several sizes."""
+    for name, axes in layout.parallel.rules.items():
+        if AXIS not in spec_axes(axes):
+            continue
+        dims: dict[int, str] = {}
+        experts = ""
+        for path, place in layout.placements.items():
+            for dim, (size, named) in enumerate(zip(place.leaf.shape, place.names, strict=True)):
+                if named == name:
+                    dims.setdefault(size, f"dim {dim} of {path} ({size})")
+            if place.names[:1] == (name,) and len(place.names) > 2 and place.leaf.shape[0] == min(dims):
+                experts = "/".join(path.split("/")[-2:])
+        if len(dims) > 1:
+            yield (
+                f"rules={{{name!r}: {axes!r}}} splits {' and '.join(dims.values())}, which are not all experts: "
+                "`expert` splits the examples too, so what other matrices compute is exchanged in every layer\n"
+                f"  fix: in place of the rule, paths={{{experts or 'experts/up'!r}: ('expert', 'embed', 'mlp')}} and "
+                "so on for the experts alone; `expert` then shards other parameters as fsdp does"
+            )
+
+
+def _loops(layout: Layout, jaxpr: Jaxpr) -> Iterator[str]:
+    """Yields a message if all entries of a stack of experts are taken one by one."""
+    stacks = {
+        place.leaf.shape: path
+        for path, place in layout.placements.items()
+        if len(place.leaf.shape) > 2 and AXIS in spec_axes(place.used[0] if place.used else None)
+    }
+    entries: defaultdict[str, set[int]] = defaultdict(set)
+    slices = (
+        (equation, frame) for equation, frame in _all_equations(jaxpr, None) if equation.primitive.name == "slice"
+    )
+    for equation, frame in slices:
+        stack, entry = (variable.aval.shape for variable in (*equation.invars, *equation.outvars))  # pyright: ignore[reportAttributeAccessIssue]
+        if stack not in stacks or entry != (1, *stack[1:]):
+            continue
+        entries[path := stacks[stack]].add(equation.params["start_indices"][0])
+        if len(entries[path]) == stack[0]:
+            size, line = layout.sizes[AXIS], f"{Path(frame.file).name}:{frame.line}" if frame else "a line"
+            yield (
+                f"{line} takes the {stack[0]} experts of {path} one by one, so every device computes all of them for "
+                f"its own examples, and each matrix is sent to all {size} devices of `expert`\n"
+                f"  fix: expert=1 and fsdp={size}, which gathers each stack once; or one matmul of all experts, "
+                f"batched by dim 0; or {MIXTURE}"
+            )
+            return
 
 
 def check_row_pairs(layout: Layout, loss: Callable, batch: Mapping[str, Any], microbatches: int) -> None:

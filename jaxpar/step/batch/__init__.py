@@ -1,1 +1,0 @@
-"""Converts a batch of numbers of any kind to arrays on the devices of a layout."""

@@ -1,1 +1,0 @@
-"""Additional evaluation metrics: functions that map (model, batch) to (sum, count), or functions of the mean loss."""

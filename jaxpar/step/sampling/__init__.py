@@ -1,1 +1,0 @@
-"""Samples tokens after prompts from a trained model: one compiled step per token of every row."""
