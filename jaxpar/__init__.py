@@ -65,7 +65,7 @@ _MODULES = {
     "next_token_loss": "jaxpar.step.losses",
     "classification_loss": "jaxpar.step.losses",
     "dpo_loss": "jaxpar.step.preference_loss",
-    "add_reference": "jaxpar.parallel.reference",
+    "add_reference": "jaxpar.parallel.compose",
     "inspect": "jaxpar.inspector.report",
     "assert_collectives": "jaxpar.inspector.budget",
     "assert_fits": "jaxpar.inspector.budget",

@@ -122,7 +122,7 @@ def _layout(args: argparse.Namespace, job: "Job", problems: "list[Problem]") -> 
 def _messages(job: "Job", layout: "Layout") -> list[str]:
     from jaxpar.data.sources import report_lengths
     from jaxpar.job.parts.names import describe_pictures
-    from jaxpar.parallel.layout_data import sync_note
+    from jaxpar.parallel.layout import sync_note
 
     batch = job.train.global_batch
     messages = [sync_note(layout), job.optimizer.describe_rate(batch), report_lengths(job.data), describe_pictures(job)]

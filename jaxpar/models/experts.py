@@ -88,7 +88,7 @@ def mixture(
       imbalance: In place of `capacity`, the "dropless" dispatch: consecutive experts share a buffer, as those of one
         device do, which takes ceil(imbalance x k x seq / buffers) tokens of a row, for any of its experts. Only what
         exceeds that overflows. As many bytes travel as by a capacity of the same factor; experts compute blocks of
-        their sorted tokens, with 5/4 of its FLOP at most, see `jaxpar.parallel.techniques.expert_blocks`.
+        their sorted tokens, with 5/4 of its FLOP at most, see `jaxpar.parallel.techniques.expert_slots`.
       buffers: Number of these buffers; it divides the experts, and the size of an axis `expert` divides it. Which
         choices overflow depends on it, and not on the mesh. 0 means the largest power of 2 up to 8 that divides them.
       counted: Whether a token counts; others (padding) are sent to no expert, and their result is 0. Shape

@@ -1,6 +1,6 @@
 """Composes model, declaration and devices into a `Layout`, or reports every problem at once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -273,3 +273,22 @@ def _leaf_problems(blueprint: Blueprint) -> list[Problem]:
                 Problem(f"{path} of {list(leaf.shape)} is empty", "a parameter has entries", "a width of at least 1")
             )
     return problems
+
+
+def add_reference(model: Callable | Blueprint, *, trained: Iterable[str] | None = None) -> Blueprint:
+    """Adds a frozen reference, the model as it is at the start; returns a model for `compose`.
+
+    The optimizer has to freeze it: `jp.freeze(chain, ["reference"])`. A model of `jp.add_lora` is its own reference
+    without the adapters, so that nothing is copied: `jp.freeze(chain, ["*"], but=["adapters"])`.
+
+    Args:
+      model: As for `compose`.
+      trained: Patterns of the parameters that are trained, if not all are: the reference has copies of these, and
+        shares the others, which the optimizer has to freeze too.
+
+    Raises:
+      JaxparError: If a pattern matches no parameter, or the model has BatchNorm or other state that training changes.
+    """
+    from jaxpar.sharding.reference import with_reference  # only a model for `jp.dpo_loss` has a reference
+
+    return with_reference(as_blueprint(model), None if trained is None else tuple(trained))

@@ -23,8 +23,8 @@ from jax.typing import DTypeLike
 from jaxpar.errors import refuse
 from jaxpar.jaxprs.dataflow import CALLS, Scan, Traced, jaxpr_of, needed_equations, variables
 from jaxpar.optim.probe import update_with_loss
-from jaxpar.parallel.gather import reshard_padded
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.read_parameter import reshard_padded
 from jaxpar.parallel.specs import abstract_params
 from jaxpar.sharding.adapters import is_scales
 from jaxpar.sharding.names import SCOPE, Tree, path_of

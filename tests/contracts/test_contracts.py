@@ -19,7 +19,7 @@ from jaxpar.checkpoint import Checkpoints, Store
 from jaxpar.errors import JaxparError
 from jaxpar.mesh import axes
 from jaxpar.mesh.target import missing_plugin
-from jaxpar.parallel.techniques import table
+from jaxpar.parallel.techniques import all_techniques
 from jaxpar.parallel.techniques.context import HOW
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.software import JAXPAR
@@ -36,7 +36,7 @@ MARKS = {"every run": [], **{tier: [getattr(pytest.mark, tier)] for tier in ("sl
 @pytest.fixture(autouse=True)
 def added_axis():
     """An axis and a technique that jaxpar does not have, for the row that uses them."""
-    with axes.add_axis(toy_axis.AXIS), table.with_technique(toy_axis.TECHNIQUE):
+    with axes.add_axis(toy_axis.AXIS), all_techniques.with_technique(toy_axis.TECHNIQUE):
         yield
 
 
@@ -149,7 +149,10 @@ def test_every_row_has_each_contract_or_a_reason():
 
 def test_every_technique_has_a_row():
     declared = [row.parallel for row in ROWS]
-    assert {axis for p in declared for axis, size in p.sizes.items() if size > 1} == {*axes.AXES, *table.TECHNIQUES}
+    assert {axis for p in declared for axis, size in p.sizes.items() if size > 1} == {
+        *axes.AXES,
+        *all_techniques.TECHNIQUES,
+    }
     assert {p.stage for p in declared if p.fsdp > 1 and p.pipe == 1} == {0, 1, 2, 3}
     assert {p.context_by for p in declared if p.context > 1} == {*HOW}
     assert {p.sequence for p in declared if p.tensor > 1 and p.pipe == 1} == {True, False}

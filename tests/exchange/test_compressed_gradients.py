@@ -15,7 +15,7 @@ from tiny import assert_same_arrays
 import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.exchange.compressed.base import pack_bits, unpack_bits
-from jaxpar.parallel.layout_data import replica_messages, trained_shards
+from jaxpar.parallel.layout import replica_messages, trained_shards
 
 WHOLE, EVERY = {"data": 4, "fsdp": 2}, {"data": 2, "fsdp": 2, "tensor": 2}
 SMALL = {"smallest": 64, "block": 32}  # of the tiny model here

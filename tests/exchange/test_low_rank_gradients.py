@@ -16,7 +16,7 @@ import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.exchange.low_rank.matrices import Matrix, matrix
 from jaxpar.exchange.traffic import ShardShape
-from jaxpar.parallel.layout_data import replica_messages
+from jaxpar.parallel.layout import replica_messages
 
 ALONE, WHOLE, EVERY = {"data": 4}, {"data": 4, "fsdp": 2}, {"data": 2, "fsdp": 2, "tensor": 2}
 

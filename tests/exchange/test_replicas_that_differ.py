@@ -18,7 +18,7 @@ from jaxpar.exchange.averaging import graphs, streaming
 from jaxpar.exchange.averaging.fragments import fragments
 from jaxpar.exchange.replica_mesh import ReplicaMesh
 from jaxpar.exchange.traffic import ShardShape
-from jaxpar.parallel.layout_data import replica_messages, trained_shards
+from jaxpar.parallel.layout import replica_messages, trained_shards
 
 WHOLE = {"data": 4, "fsdp": 2}
 SGD = optax.sgd(0.1)

@@ -15,7 +15,7 @@ import jaxpar as jp
 from jaxpar.hlo.traced_flop import forward_flop
 from jaxpar.models.blocks.dispatch import assign_slots
 from jaxpar.models.settings.experts import ExpertsConfig
-from jaxpar.parallel.techniques.expert_blocks import in_blocks
+from jaxpar.parallel.techniques.expert_slots import in_blocks
 
 SPILL = {"count": 8, "per_token": 2, "hidden": 16, "dispatch": "dropless", "imbalance": 1.0, "overflow": "spill"}
 REFUSE = SPILL | {"overflow": "refuse"}

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxpar.parallel.gather import gather
+from jaxpar.parallel.read_parameter import gather
 
 
 @pytest.mark.parametrize(("shape", "named"), [((8, 8), ["fsdp", None]), ((8,), [None])])

@@ -16,7 +16,7 @@ from jaxpar.job.check import check
 from jaxpar.job.file import parse
 from jaxpar.mesh import axes
 from jaxpar.parallel.specs import batch_sharding
-from jaxpar.parallel.techniques import table
+from jaxpar.parallel.techniques import all_techniques
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 def toy():
     with ExitStack() as stack:
         stack.enter_context(axes.add_axis(toy_axis.AXIS))
-        stack.enter_context(table.with_technique(toy_axis.TECHNIQUE))
+        stack.enter_context(all_techniques.with_technique(toy_axis.TECHNIQUE))
         yield
 
 

@@ -35,7 +35,7 @@ from jaxpar.job.pretrained import start_from_params
 from jaxpar.job.run import train
 from jaxpar.job.shrink import fit_processes
 from jaxpar.mesh.chips import Link
-from jaxpar.parallel.layout_data import replica_messages
+from jaxpar.parallel.layout import replica_messages
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.software import JAXPAR_FUSED
 from jaxpar.plan.search import predict

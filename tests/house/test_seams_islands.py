@@ -17,7 +17,7 @@ import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.job.file import parse
 from jaxpar.models.islands import unsharded_attention, use_islands
-from jaxpar.parallel.techniques import table
+from jaxpar.parallel.techniques import all_techniques
 from jaxpar.parallel.techniques.context import CONTEXT
 
 DIM, HEADS, KV_HEADS, HEAD_DIM = 16, 4, 2, 4
@@ -94,7 +94,7 @@ MODELS = {
 @pytest.fixture
 def with_ring():
     ring.calls.clear()
-    with table.with_technique(replace(CONTEXT, how={**CONTEXT.how, "ring": {"attention": ring.ring}})):
+    with all_techniques.with_technique(replace(CONTEXT, how={**CONTEXT.how, "ring": {"attention": ring.ring}})):
         yield
 
 

@@ -20,7 +20,7 @@ from jaxpar.job.plan import apply_layout, overrides
 from jaxpar.job.plan import question as asked_of
 from jaxpar.mesh import axes
 from jaxpar.mesh.target import missing_plugin
-from jaxpar.parallel.techniques import table
+from jaxpar.parallel.techniques import all_techniques
 from jaxpar.plan.candidate import Candidate, Choices
 from jaxpar.plan.enumeration import legal_layouts
 from jaxpar.plan.model.shape import Shape
@@ -36,7 +36,7 @@ WEIGHTS = 2 * 256 * 1024  # parameters in arrays with a dim called wide
 def toy():
     with ExitStack() as stack:
         stack.enter_context(axes.add_axis(toy_axis.AXIS))
-        stack.enter_context(table.with_technique(toy_axis.TECHNIQUE))
+        stack.enter_context(all_techniques.with_technique(toy_axis.TECHNIQUE))
         stack.enter_context(plan_table.added(toy_axis.TWIN))
         yield
 

@@ -11,7 +11,7 @@ from tiny import batches as tokens
 
 import jaxpar as jp
 from jaxpar.mesh.target import missing_plugin
-from jaxpar.parallel.layout_data import replica_messages
+from jaxpar.parallel.layout import replica_messages
 from jaxpar.sharding.names import Compute
 from jaxpar.units import show_bytes
 

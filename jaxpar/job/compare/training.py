@@ -25,8 +25,7 @@ from jaxpar.job.parts.batches import open_data
 from jaxpar.job.parts.models import resolve_loss
 from jaxpar.mesh.axes import infer_sizes
 from jaxpar.mesh.chips import Link
-from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.layout_data import replica_messages, trained_shards
+from jaxpar.parallel.layout import Layout, replica_messages, trained_shards
 from jaxpar.step.init_state import init_state
 from jaxpar.step.state import State
 from jaxpar.step.step import Step

@@ -9,6 +9,7 @@
 Nouns: a `Technique` and the axis that it communicates over, its implementations (`how`), a model's `ModelUse` names.
 
 To add a technique: its axis in `jaxpar.mesh.axes`, a file beside `tensor.py` with a `Technique`, a row of
-`table.TECHNIQUES`, and its price in `jaxpar.plan.techniques`. To add a way of bringing sequence shards together: a file
-beside `attention_gather.py` and a row of `context.HOW`. A test or a script adds either with `table.with_technique`.
+`all_techniques.TECHNIQUES`, and its price in `jaxpar.plan.techniques`. To add a way of bringing sequence shards
+together: a file beside `attention_gather.py` and a row of `context.HOW`. A test or a script adds either with
+`all_techniques.with_technique`.
 """

@@ -15,14 +15,36 @@ from jaxpar.parallel.declaration import Axes, Parallel, size_setting
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.read_parameter import gather_stacks_once
 from jaxpar.parallel.techniques.attention_choice import Choose, refuse_choice
-from jaxpar.parallel.techniques.base import Compose, TracedStep
-from jaxpar.parallel.techniques.table import TECHNIQUES
+from jaxpar.parallel.techniques.base import Compose, Technique, TracedStep
+from jaxpar.parallel.techniques.context import CONTEXT
+from jaxpar.parallel.techniques.data import DATA
+from jaxpar.parallel.techniques.expert import EXPERT
+from jaxpar.parallel.techniques.image import HEIGHT, WIDTH
+from jaxpar.parallel.techniques.pipe import PIPE
+from jaxpar.parallel.techniques.sharding import SHARDING
+from jaxpar.parallel.techniques.tensor import TENSOR
 from jaxpar.sharding.author.explicit import sharding_translation
 from jaxpar.sharding.author.rules_in_force import check_rules_in_force
 from jaxpar.sharding.constrain import activation_names
 from jaxpar.sharding.nnx.hooks import step_hooks
 from jaxpar.sharding.rules import axes_by_dim_name
 from jaxpar.sharding.vocabularies import with_meanings, with_vocabularies
+from jaxpar.tables import replace_rows
+
+TECHNIQUES: dict[str, Technique] = {
+    technique.axis: technique for technique in (PIPE, DATA, SHARDING, EXPERT, HEIGHT, WIDTH, CONTEXT, TENSOR)
+}
+
+
+@contextmanager
+def with_technique(technique: Technique) -> Iterator[None]:
+    """Adds a technique, or replaces the one of its axis, until the context ends.
+
+    This also adds an implementation of a model's islands to one of jaxpar's techniques:
+    `with_technique(replace(CONTEXT, how={**CONTEXT.how, "mine": {"attention": mine}}))`.
+    """
+    with replace_rows(TECHNIQUES, {**TECHNIQUES, technique.axis: technique}):
+        yield
 
 
 def declaration_problems(parallel: Parallel) -> list[Problem]:
@@ -50,7 +72,8 @@ def idle_problems(layout: Layout) -> list[Problem]:
         Problem(
             f"{axis}={size} does nothing: no technique uses the axis `{axis}`",
             f"every axis of the mesh splits work, by its technique; there are techniques for {', '.join(TECHNIQUES)}",
-            f"{size_setting(axis, 1)}, or a technique of your own in jaxpar.parallel.techniques.table.TECHNIQUES",
+            f"{size_setting(axis, 1)}, or a technique of your own in "
+            "jaxpar.parallel.techniques.all_techniques.TECHNIQUES",
         )
         for axis, size in layout.sizes.items()
         if size > 1 and axis in AXES and axis not in TECHNIQUES

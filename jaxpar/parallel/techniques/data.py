@@ -4,8 +4,7 @@ from jaxpar.errors import Problem
 from jaxpar.exchange.all_reduce import AllReduce
 from jaxpar.exchange.base import Exchange
 from jaxpar.parallel.declaration import Parallel
-from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.layout_data import trained_shards
+from jaxpar.parallel.layout import Layout, trained_shards
 from jaxpar.parallel.techniques.base import Technique
 
 GATHER = "gather"  # the form of context parallelism in which XLA, not a shard_map, moves keys and values

@@ -1,10 +1,10 @@
 """Attention over sequence shards: keys rotate around a ring, devices exchange heads for tokens, or both.
 
-    ring_devices            numbers of devices that form a ring and that exchange heads; all_to_all of heads (Ulysses)
-    ring                    keys and values rotate; in the backward pass, their gradients rotate with them. Each device
+    ring                    numbers of devices that form a ring and that exchange heads; all_to_all of heads (Ulysses);
+                            keys and values rotate; in the backward pass, their gradients rotate with them. Each device
                             has an early and a late chunk ("zigzag"), so that all do the same work in causal attention
-    block_tables            tables of the block pairs of each turn of a ring
-    plain_block_attention   attention to the rotating keys, block by block in plain JAX
+    plain_block_attention   attention to the rotating keys, block by block in plain JAX, by tables of the block pairs
+                            of each turn of a ring
     kernel_attention        the same, in calls of cuDNN's fused kernel
     choice                  chooses between these two, and the axes that split the call; refuses unsupported shapes
     attention               all of this as one function with one backward pass

@@ -23,7 +23,7 @@ from jaxpar.models.blocks.kernel_check import check_kernel
 from jaxpar.models.dim_names import get_spec, spec_axes
 from jaxpar.models.islands import KEYS, QUERIES, note
 from jaxpar.models.settings.computing import why_no_part
-from jaxpar.parallel.techniques.ring_attention.ring_devices import AXIS, RingDevices, repeated_kv_heads
+from jaxpar.parallel.techniques.ring_attention.ring import AXIS, RingDevices, repeated_kv_heads
 
 # Requirements of travelling sequence shards: the devices divide tokens and heads.
 

@@ -23,7 +23,7 @@ import numpy as np
 from jaxpar.models.blocks.attention_mask import AttentionMask
 from jaxpar.models.blocks.fused import FusedKernel, merge
 from jaxpar.models.blocks.kernel import accumulator_dtype, zero_grads
-from jaxpar.parallel.techniques.ring_attention.ring_devices import RingDevices
+from jaxpar.parallel.techniques.ring_attention.ring import RingDevices
 
 
 class BackwardState(NamedTuple):
