@@ -158,7 +158,7 @@ def run_collective(args: argparse.Namespace) -> tuple[Any, int]:
 
     import jax
 
-    from jaxpar.exchange.collectives.transcript import check, show
+    from jaxpar.exchange.collectives.programs import check, show
     from jaxpar.mesh.devices import simulate
 
     check(args.name)

@@ -1,8 +1,8 @@
 """Synchronizes replicas of a model, by XLA's collectives or by tables of messages.
 
-    base         the protocol of an exchange: functions of gradients and of parameters, and the traffic of both
+    base         the protocol of an exchange: functions of gradients and of parameters, and the traffic of both;
+                 the default, which sums gradients in every step
     replica_mesh means over the mesh axis of the replicas, by XLA or by a table of messages
-    all_reduce   the default: gradients are summed in every step
     averaging/   replicas that differ and synchronize every N steps
     population/  members that see the same examples with different optimizer settings
     compressed/  gradients sent as codes
@@ -23,15 +23,15 @@ with_exchange(name, kind)` for the time of a test or a script). Set whether `rep
 from importlib import import_module
 
 _HOMES = {
-    "contraction": "averaging.graphs",
-    "ring": "averaging.graphs",
+    "contraction": "averaging.gossip",
+    "ring": "averaging.gossip",
     "Exponential": "clock.delays",
     "WorkerTimes": "clock.delays",
     "AsynchronousEasgd": "clock.elastic",
     "mean_staleness": "clock.events",
-    "Downpour": "clock.sharded",
+    "Downpour": "clock.parameter_servers",
     "Stale": "clock.stale",
-    "TwoLevels": "clock.two_levels",
+    "TwoLevels": "clock.parameter_servers",
     "algorithms": "collectives",
     "programs": "collectives",
     "Link": "jaxpar.mesh.chips",

@@ -5,6 +5,9 @@
 
 Trees of replicas have a leading dim `replica`, sharded over the mesh axis `data`: each replica holds its own entry, and
 only sums over that dim communicate. These trees omit parameters that the optimizer freezes.
+
+The default, `AllReduce`, sums gradients over the replicas in every step, so the replicas stay equal. XLA inserts the
+collective, as for any axis that splits examples: see `jaxpar.step.unpipelined`.
 """
 
 from abc import ABCMeta
@@ -218,3 +221,24 @@ def check_algorithm(name: str) -> None:
     """
     if name:
         algorithms.check(name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduce(Exchange):
+    """All-reduce of gradients in every step.
+
+    Attributes:
+      name: How replicas over `data` synchronize: all_reduce (gradients are summed in every step).
+    """
+
+    name: str = "all_reduce"
+    per_replica = False
+
+    def traffic(self, shards: Mapping[str, Any], replicas: int) -> tuple[Traffic, ...]:
+        """Returns one all-reduce per parameter, of the gradient of the shard that a device stores.
+
+        With `fsdp`, XLA sums small gradients, such as those of biases, unsharded over both axes at once.
+        """
+        from jaxpar.exchange.replica_mesh import mean_traffic
+
+        return mean_traffic(shards, replicas)

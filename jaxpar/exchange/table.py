@@ -4,19 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from jaxpar.errors import refuse
-from jaxpar.exchange.all_reduce import AllReduce
 from jaxpar.exchange.averaging.diloco import DiLoCo
 from jaxpar.exchange.averaging.easgd import Easgd
 from jaxpar.exchange.averaging.gossip import Gossip
 from jaxpar.exchange.averaging.local import Ensemble, Local
 from jaxpar.exchange.averaging.streaming import Streaming
-from jaxpar.exchange.base import EXCHANGES, Exchange
-from jaxpar.exchange.compressed.bfloat16 import BFloat16
-from jaxpar.exchange.compressed.qsgd import Qsgd
-from jaxpar.exchange.compressed.randomk import RandomK
-from jaxpar.exchange.compressed.sparse import Sparse
-from jaxpar.exchange.compressed.ternary import Sign, Ternary
-from jaxpar.exchange.compressed.topk import TopK
+from jaxpar.exchange.base import EXCHANGES, AllReduce, Exchange
+from jaxpar.exchange.compressed.quantization import BFloat16, Qsgd, Sign, Ternary
+from jaxpar.exchange.compressed.sparsification import RandomK, Sparse, TopK
 from jaxpar.exchange.low_rank.factors import Factors
 from jaxpar.exchange.low_rank.powersgd import PowerSgd
 from jaxpar.tables import replace_rows

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxpar.errors import Keywords, Problem, suggest
-from jaxpar.exchange.all_reduce import AllReduce
-from jaxpar.exchange.base import Exchange
+from jaxpar.exchange.base import AllReduce, Exchange
 from jaxpar.mesh.axes import AXES, batch_axes
 from jaxpar.parallel.pipeline_options import Pipeline
 

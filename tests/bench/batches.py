@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar.errors import refuse
-from jaxpar.exchange.all_reduce import AllReduce
+from jaxpar.exchange.base import AllReduce
 from jaxpar.exchange.clock.delays import Constant, WorkerTimes
 from jaxpar.job.compare.methods import Method
 from jaxpar.job.compare.training import train

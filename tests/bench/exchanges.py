@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 
 from jaxpar.errors import refuse, suggest
-from jaxpar.exchange.all_reduce import AllReduce
 from jaxpar.exchange.averaging.diloco import DiLoCo
 from jaxpar.exchange.averaging.streaming import Streaming
-from jaxpar.exchange.base import Exchange
+from jaxpar.exchange.base import AllReduce, Exchange
 from jaxpar.exchange.clock.delays import Constant, WorkerTimes
-from jaxpar.exchange.compressed.ternary import Sign
-from jaxpar.exchange.compressed.topk import TopK
+from jaxpar.exchange.compressed.quantization import Sign
+from jaxpar.exchange.compressed.sparsification import TopK
 from jaxpar.job.compare.methods import Method
 from jaxpar.job.compare.training import check_all, train
 from jaxpar.job.file.parse import load

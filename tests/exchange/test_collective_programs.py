@@ -21,7 +21,7 @@ from jaxpar.exchange.collectives.programs import (
     broadcast,
     gather,
     reduce,
-    scatter,  # fmt: skip
+    scatter,
     send,
 )
 from jaxpar.exchange.collectives.rooted import padded_size, split_part

@@ -27,9 +27,8 @@ from pairwise import some
 import jaxpar as jp
 from jaxpar.exchange.averaging.streaming import CODES
 from jaxpar.exchange.clock.delays import Exponential, WorkerTimes
-from jaxpar.exchange.clock.sharded import Downpour
+from jaxpar.exchange.clock.parameter_servers import Downpour, TwoLevels
 from jaxpar.exchange.clock.stale import Backup, Stale
-from jaxpar.exchange.clock.two_levels import TwoLevels
 from jaxpar.exchange.population.pbt import Pbt
 from jaxpar.train import virtual_clock
 

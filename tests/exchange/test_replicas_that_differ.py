@@ -14,7 +14,7 @@ from tiny import assert_same_arrays
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
-from jaxpar.exchange.averaging import graphs, streaming
+from jaxpar.exchange.averaging import gossip, streaming
 from jaxpar.exchange.averaging.fragments import fragments
 from jaxpar.exchange.replica_mesh import ReplicaMesh
 from jaxpar.exchange.traffic import ShardShape
@@ -300,21 +300,23 @@ def test_layers_of_a_stack_meet_by_fragments(wire, share):
 # gossip
 
 
-@pytest.mark.parametrize("graph", graphs.GRAPHS)
+@pytest.mark.parametrize("graph", gossip.GRAPHS)
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 8, 12])
 def test_a_graph_is_doubly_stochastic(graph, count):
-    found = graphs.matrix(graph, count)
-    graphs.check(tuple(map(tuple, found)))
+    found = gossip.mixing_matrix(graph, count)
+    gossip.check_graph(tuple(map(tuple, found)))
     if graph == "ring" and count > 2:
-        assert graphs.contraction(found) == pytest.approx(
+        assert gossip.contraction(found) == pytest.approx(
             max(abs(1 + 2 * np.cos(2 * np.pi * k / count)) / 3 for k in range(1, count))
         )
 
 
-@pytest.mark.parametrize("graph", [*graphs.GRAPHS, "skewed"])
+@pytest.mark.parametrize("graph", [*gossip.GRAPHS, "skewed"])
 def test_gossip_keeps_the_mean_and_forgets_differences_as_its_spectrum_says(graph):
     count = 8
-    matrix = graphs.matrix(graph, count) if graph != "skewed" else 0.9 * np.roll(np.eye(count), 3, 0) + 0.1 / count
+    matrix = (
+        gossip.mixing_matrix(graph, count) if graph != "skewed" else 0.9 * np.roll(np.eye(count), 3, 0) + 0.1 / count
+    )
     mesh = jax.make_mesh((count,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     between = ReplicaMesh(mesh=mesh, specs={"w": jax.P()})
     met = jax.jit(lambda tree: between.mix(tree, matrix))
@@ -325,7 +327,7 @@ def test_gossip_keeps_the_mean_and_forgets_differences_as_its_spectrum_says(grap
     after = met(tree)["w"]
     np.testing.assert_allclose(np.mean(after), np.mean(tree["w"]), rtol=1e-6)
     shrunk = np.var(after) / np.var(tree["w"])
-    assert shrunk == pytest.approx(graphs.contraction(matrix) ** 2, rel=0.01)
+    assert shrunk == pytest.approx(gossip.contraction(matrix) ** 2, rel=0.01)
 
 
 # ensembles

@@ -11,9 +11,7 @@ from flax import nnx
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
-from jaxpar.exchange.population.evolution import Evolution
-from jaxpar.exchange.population.search_space import SearchSpace
-from jaxpar.exchange.population.swarm import Swarm
+from jaxpar.exchange.population.rounds import Evolution, SearchSpace, Swarm
 from jaxpar.job.file import parse
 from jaxpar.job.run import train
 from jaxpar.optim.injected import settings

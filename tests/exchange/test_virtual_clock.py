@@ -21,9 +21,8 @@ from jaxpar.exchange.clock import delays
 from jaxpar.exchange.clock.delays import Constant, Exponential, Lognormal, MeasuredDelays, Pareto, WorkerTimes, parse
 from jaxpar.exchange.clock.elastic import AsynchronousEasgd
 from jaxpar.exchange.clock.events import mean_staleness
-from jaxpar.exchange.clock.sharded import Downpour
+from jaxpar.exchange.clock.parameter_servers import Downpour, TwoLevels
 from jaxpar.exchange.clock.stale import Backup, Stale
-from jaxpar.exchange.clock.two_levels import TwoLevels
 from jaxpar.exchange.traffic import Traffic
 from jaxpar.mesh.chips import Link
 from jaxpar.mesh.collective import Collective

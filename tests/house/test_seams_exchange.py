@@ -20,8 +20,7 @@ import jaxpar as jp
 from jaxpar.checkpoint import Checkpoints, Store
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
-from jaxpar.exchange.all_reduce import AllReduce
-from jaxpar.exchange.base import Exchange
+from jaxpar.exchange.base import AllReduce, Exchange
 from jaxpar.exchange.collectives import algorithms
 from jaxpar.exchange.collectives.algorithms import seconds, traffic_seconds
 from jaxpar.exchange.collectives.rooted import padded_size

@@ -4,7 +4,7 @@
     diloco     the mean parameter change since the last sync round is the outer optimizer's gradient
     streaming  diloco of one fragment of the model at a time (`fragments`)
     easgd      each replica moves towards a center, and the center towards the replicas' mean
-    gossip     each replica takes a weighted mean of its own parameters and its neighbours' (`graphs`)
+    gossip     each replica takes a weighted mean of its own parameters and its neighbours'
     ensemble   replicas never synchronize: evaluation averages their predictions (in `local`)
 
 Nouns: a replica, a sync round, the anchor (the parameters after the last sync round), a graph of which replica hears

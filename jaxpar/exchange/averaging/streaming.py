@@ -18,8 +18,7 @@ from jaxpar.exchange.averaging.diloco import OuterOptimizer, outer_step
 from jaxpar.exchange.averaging.fragments import ALL, Fragment, fragments, put, share, take
 from jaxpar.exchange.base import SECTION, STEPS, Replicas, Tree, flatten_by_path
 from jaxpar.exchange.compressed.base import Compressed
-from jaxpar.exchange.compressed.bfloat16 import BFloat16
-from jaxpar.exchange.compressed.qsgd import Qsgd
+from jaxpar.exchange.compressed.quantization import BFloat16, Qsgd
 from jaxpar.exchange.traffic import Traffic
 
 if TYPE_CHECKING:

@@ -3,9 +3,9 @@
     delays    seconds that a worker computes: constant, drawn from a distribution, or read from a trace
     events    dataclasses of a gradient, the version of the parameters it read, and the update that applied it
     stale     workers that read at any time, or are at most some steps ahead of the slowest; backup workers
-    sharded   a parameter server in several shards, each with its own versions (DistBelief)
+    parameter_servers  in several shards, each with its own versions (DistBelief), or in two levels: groups of workers
+              have servers, and these have a root
     elastic   workers with their own parameters, which synchronize with a center one by one
-    two_levels  a parameter server in two levels: groups of workers have servers, and these have a root
     table     the methods that `jaxpar exchange compare` accepts, by name
 
 A method computes a table of updates from the workers' times, without a model. `train.virtual_clock` trains a model by

@@ -3,9 +3,8 @@
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.exchange.clock.elastic import AsynchronousEasgd
 from jaxpar.exchange.clock.events import SimulatedRun
-from jaxpar.exchange.clock.sharded import Downpour
+from jaxpar.exchange.clock.parameter_servers import Downpour, TwoLevels
 from jaxpar.exchange.clock.stale import Backup, Stale
-from jaxpar.exchange.clock.two_levels import TwoLevels
 
 # name to the class and the setting that a number after the colon sets; "" for none
 SIMULATED = {

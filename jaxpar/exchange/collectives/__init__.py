@@ -4,8 +4,8 @@
     algorithms  collectives without a root: all-gather, reduce-scatter, all-to-all, and all-reduces by ring, halving,
                 butterfly, tree and in two levels; seconds of a table
     executor    runs a table on devices: every round is a `ppermute`
-    programs    all collectives by name, for arrays of any shape inside `shard_map`
-    transcript  prints a table and its effect on devices
+    programs    all collectives by name, for arrays of any shape inside `shard_map`; prints a table and its effect on
+                devices
 
 Nouns: `Message`, `Round`, `Part`, a table (rounds), a program (runs a table on devices).
 

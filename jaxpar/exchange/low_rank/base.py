@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpar.errors import Problem, check_ranges
 from jaxpar.exchange.base import SECTION, Tree, flatten_by_path
-from jaxpar.exchange.compressed.selective import CAUSE, SelectiveExchange
+from jaxpar.exchange.compressed.base import CAUSE, SelectiveExchange
 from jaxpar.exchange.traffic import ShardShape, Traffic
 
 if TYPE_CHECKING:

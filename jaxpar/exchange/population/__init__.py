@@ -3,10 +3,8 @@
     population   members that never synchronize: a grid, or random draws
     pbt          population based training: the worst members copy the best and continue with changed settings
     rounds       searches that restart training in each round: `evolution`, `swarm`
-    search_space positions of settings in their ranges, which these searches move
     copying      copies members to other members, over the mesh axis
-    sweep        a job's `[sweep]`
-    draws        the members' initial settings
+    sweep        a job's `[sweep]`, and the members' initial settings
 
 Settings are arrays [member] in the optimizer's state, so one compiled program trains all members; every device along
 `data` has the same number of members. Nouns: a member, a setting, a window (the steps between two sync rounds).

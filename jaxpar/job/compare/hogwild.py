@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxpar.errors import JaxparError, Problem
-from jaxpar.exchange.all_reduce import AllReduce
+from jaxpar.exchange.base import AllReduce
 from jaxpar.job.build import assemble
 from jaxpar.job.compare.training import evaluate
 from jaxpar.job.file.schema import Job

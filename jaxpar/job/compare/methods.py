@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from jaxpar.errors import JaxparError, Problem, refuse, suggest
-from jaxpar.exchange.all_reduce import AllReduce
-from jaxpar.exchange.base import Exchange
+from jaxpar.exchange.base import AllReduce, Exchange
 from jaxpar.exchange.clock.elastic import AsynchronousEasgd
 from jaxpar.exchange.clock.events import SimulatedRun
 from jaxpar.exchange.clock.table import SIMULATED, parse_method

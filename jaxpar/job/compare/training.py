@@ -11,8 +11,7 @@ import numpy as np
 
 from jaxpar.data.spec import Source, select_rows
 from jaxpar.errors import JaxparError, Problem, refuse
-from jaxpar.exchange.all_reduce import AllReduce
-from jaxpar.exchange.base import Exchange
+from jaxpar.exchange.base import AllReduce, Exchange
 from jaxpar.exchange.clock import delays
 from jaxpar.exchange.clock.delays import WorkerTimes
 from jaxpar.exchange.clock.elastic import AsynchronousEasgd

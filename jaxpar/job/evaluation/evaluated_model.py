@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jaxpar.checkpoint import Checkpoints
 from jaxpar.errors import Problem, refuse
-from jaxpar.exchange.all_reduce import AllReduce
+from jaxpar.exchange.base import AllReduce
 from jaxpar.job.file.schema import Job
 from jaxpar.optim.optimizer import Optimizer
 from jaxpar.step.state import State

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from jaxpar.checkpoint import Checkpoints
 from jaxpar.data.spec import Data
 from jaxpar.errors import check_ranges, refuse
-from jaxpar.exchange.all_reduce import AllReduce
+from jaxpar.exchange.base import AllReduce
 from jaxpar.exchange.population.sweep import Sweep
 from jaxpar.files import expand_home
 from jaxpar.mesh.preset import Preset

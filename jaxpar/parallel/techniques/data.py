@@ -1,8 +1,7 @@
 """Data parallelism: replicas of the parameters train on different examples and synchronize by an exchange."""
 
 from jaxpar.errors import Problem
-from jaxpar.exchange.all_reduce import AllReduce
-from jaxpar.exchange.base import Exchange
+from jaxpar.exchange.base import AllReduce, Exchange
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.layout import Layout, trained_shards
 from jaxpar.parallel.techniques.base import Technique

@@ -11,8 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxpar.errors import check_ranges, refuse
-from jaxpar.exchange.all_reduce import AllReduce
-from jaxpar.exchange.base import Exchange
+from jaxpar.exchange.base import AllReduce, Exchange
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.kernels import CUDNN, FLASH_2, BlockKernels, Kernel, PairCost, RingKernel
 

@@ -19,8 +19,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxpar.errors import refuse
-from jaxpar.exchange.all_reduce import AllReduce
-from jaxpar.exchange.base import NO_MODEL, Replicas
+from jaxpar.exchange.base import NO_MODEL, AllReduce, Replicas
 from jaxpar.exchange.global_model import merge_replicas_of_model
 from jaxpar.exchange.replica_mesh import AXIS, ReplicaMesh
 from jaxpar.parallel.layout import Layout, trained_shards
