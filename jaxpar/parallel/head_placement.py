@@ -21,8 +21,8 @@ from jaxpar.mesh.axes import AXES
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.layout import Layout, Placement, with_note
 from jaxpar.parallel.pipeline_options import HELD, LEAST, PHASED, UNNAMED
-from jaxpar.sharding.lists import Lists
 from jaxpar.sharding.names import Blueprint, Compute, Tree, Use, by_path, nest, shard_bytes
+from jaxpar.sharding.stacks import Lists
 from jaxpar.units import show_bytes
 
 Compose = Callable[[Parallel], tuple[Layout | None, list[Problem]]]

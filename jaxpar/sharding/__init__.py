@@ -7,7 +7,7 @@ jaxpar works on pytrees.
     a matrix ──► the matrix with a low-rank adapter                                          adapters.py
     dims of an unannotated parameter ──► names, by their use in the model                    infer_names/
     names of a parameter's dims ──► mesh axes, each with the rule that chose it              rules.py
-    layers whose dims have no names ─► a stack or a list, by the shapes of its parameters    stacks.py, lists.py
+    layers whose dims have no names ─► a stack or a list, by the shapes of its parameters    stacks.py
     names of an activation's dims ─► mesh axes, while a step is traced                       constrain.py
     dim names of other code bases ─► jaxpar's own                                            vocabularies.py
     an author's specs, meshes and rules, in JAX's and Flax's words ─► those of a step's mesh author/

@@ -21,11 +21,10 @@ from jaxpar.jaxprs.dataflow import shapes
 from jaxpar.jaxprs.part_programs import PartProgram
 from jaxpar.pipeline.run.edges import Outbox, tree_bytes
 from jaxpar.pipeline.run.part_functions import PartFunctions, floats
-from jaxpar.pipeline.run.residual_pool import ResidualPool
+from jaxpar.pipeline.run.places import Messages, MicrobatchId, OpTicks, ResidualPool
 from jaxpar.pipeline.run.stage import Keep
 from jaxpar.pipeline.run.stage_buffers import Shapes, StageBuffers
 from jaxpar.pipeline.run.stage_replicas import StageReplicas
-from jaxpar.pipeline.run.table_messages import Messages, MicrobatchId, OpTicks
 from jaxpar.pipeline.tables.schedule import Schedule
 from jaxpar.sharding.names import CHOICE, GRADIENT, TABLE, Tree
 

@@ -22,11 +22,10 @@ from jaxpar.optim import loss_argument
 from jaxpar.pipeline.run.asynchronous import VERSIONS, VersionPlan
 from jaxpar.pipeline.run.branch_table import BranchTable, Carry, MicrobatchData
 from jaxpar.pipeline.run.program import COLUMNS
-from jaxpar.pipeline.run.replica_sums import ReplicaSums
 from jaxpar.pipeline.run.slots import load, store
 from jaxpar.pipeline.run.stage import Keep
 from jaxpar.pipeline.run.stage_buffers import Shapes, StageBuffers
-from jaxpar.pipeline.run.stage_replicas import StageReplicas
+from jaxpar.pipeline.run.stage_replicas import ReplicaSums, StageReplicas
 from jaxpar.sharding.names import nest
 
 

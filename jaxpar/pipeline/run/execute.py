@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxpar.pipeline.run.gradient_sums import Shards
 from jaxpar.pipeline.run.program import Loop, Program, TickKind
 from jaxpar.pipeline.run.stage import Keep, Stage
-from jaxpar.pipeline.run.sum_shards import Shards
 from jaxpar.pipeline.run.tick import initial_state, run_tick
 from jaxpar.pipeline.run.traced_model import PipelineFunctions
 

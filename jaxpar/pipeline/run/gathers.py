@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun, jaxprs_in_para
 from jax.sharding import PartitionSpec
 
 from jaxpar.jaxprs.dataflow import REMAT, Env, Scan, Traced, primitives, split_groups
-from jaxpar.pipeline.run.sum_shards import reduce_scatter, with_manual_axes
+from jaxpar.pipeline.run.gradient_sums import reduce_scatter, with_manual_axes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@
 The head's gradient is part of the last stage's F, which sends dL/dy to itself, so that B is the same on every stage.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -16,15 +17,41 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.jaxprs.in_place_scan import BufferEntry
-from jaxpar.pipeline.run.choice import BranchChoice, MaskedChoice
-from jaxpar.pipeline.run.gradient_sums import GradientSums, add
+from jaxpar.pipeline.run.gradient_sums import GradientSums, Shards, add
 from jaxpar.pipeline.run.program import Program, TableRow, TickKind
 from jaxpar.pipeline.run.slots import load
-from jaxpar.pipeline.run.sum_shards import Shards
 from jaxpar.pipeline.run.traced_model import PipelineFunctions, PipelineModel
 from jaxpar.sharding.names import BACKWARD, SCOPE
 
 Tree = Any
+
+
+class MaskedChoice:
+    """Computes both alternatives and selects one; even NaNs in the other have no effect.
+
+    Args:
+      active: Whether this stage runs the op of the tick; an idle stage computes on stale data.
+    """
+
+    def __init__(self, active: jax.Array):
+        self.active = active
+
+    def __call__(self, pred: jax.Array | bool, on_true: Callable[[], Tree], on_false: Callable[[], Tree]) -> Tree:
+        """Returns the result of `on_true` if `pred` is true, else that of `on_false`."""
+        # `where`, not a product with 0 or 1: stale slots may hold NaN or infinity, and 0 x NaN is NaN
+        return jax.tree.map(lambda a, b: jnp.where(pred, a, b), on_true(), on_false())
+
+
+class BranchChoice:
+    """Computes one of two alternatives; an idle stage takes another branch and never calls this."""
+
+    active = True
+
+    def __call__(self, pred: jax.Array | bool, on_true: Callable[[], Tree], on_false: Callable[[], Tree]) -> Tree:
+        """Returns the result of `on_true` if `pred` is true, else that of `on_false`."""
+        return on_true() if pred is True else jax.lax.cond(pred, on_true, on_false)
+
+
 Keep = Literal["inputs", "residuals"]
 
 

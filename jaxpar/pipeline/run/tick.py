@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.pipeline.run.choice import BranchChoice, MaskedChoice
+from jaxpar.pipeline.run.gradient_sums import zeros_like_shapes
 from jaxpar.pipeline.run.program import OP_NUMBER, TableRow, TickKind
 from jaxpar.pipeline.run.slots import slot_shapes, store
-from jaxpar.pipeline.run.stage import OpResult, Stage
-from jaxpar.pipeline.run.sum_shards import zeros_like_shapes
+from jaxpar.pipeline.run.stage import BranchChoice, MaskedChoice, OpResult, Stage
 from jaxpar.sharding.names import CHOICE, MESSAGE, TABLE
 
 Tree = Any
