@@ -83,7 +83,7 @@ _MODULES = {
     "Decoder": "jaxpar.models.decoder",
     "DecoderConfig": "jaxpar.models.settings.decoder",
     "ViT": "jaxpar.models.vit",
-    "ViTConfig": "jaxpar.models.settings.vit",
+    "ViTConfig": "jaxpar.models.settings.classifiers",
 }
 
 __all__ = sorted([*_MODULES, "__version__"])  # pyright: ignore[reportUnsupportedDunderAll]

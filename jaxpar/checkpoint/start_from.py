@@ -27,7 +27,7 @@ from jaxpar.checkpoint.spec import Checkpoints
 from jaxpar.errors import JaxparError, Problem
 from jaxpar.exchange.base import NO_MODEL
 from jaxpar.exchange.global_model import several_models
-from jaxpar.models.blocks.int8 import quantize_matrix
+from jaxpar.models.low_rank import quantize_matrix
 from jaxpar.optim.patterns import has_prefix, matching, nearest_path, nearest_pattern
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.adapters import ROOM as ADAPTERS

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxpar.hlo.labels import is_backward, shorten_label
 from jaxpar.hlo.provenance import DataFlow
-from jaxpar.hlo.source_frames import user_frame
+from jaxpar.hlo.source_frames import is_backward, shorten_label, user_frame
 from jaxpar.hlo.text import HloArray, Op, SourceFrame
 from jaxpar.sharding.names import GRADIENT, HALO, MESSAGE, SCOPE, TOKENS
 

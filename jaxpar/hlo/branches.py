@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxpar.errors import refuse
-from jaxpar.hlo.labels import shorten_label
 from jaxpar.hlo.replica_groups import attribute_text, axes_of_groups, parse_groups
-from jaxpar.hlo.source_frames import user_frame
+from jaxpar.hlo.source_frames import shorten_label, user_frame
 from jaxpar.hlo.text import Module, Op, parse
 from jaxpar.mesh.collective import KINDS
 from jaxpar.sharding.names import CHOICE

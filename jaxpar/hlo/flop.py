@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jaxpar.errors import refuse
-from jaxpar.hlo.labels import is_recomputed
+from jaxpar.hlo.source_frames import is_recomputed
 from jaxpar.hlo.text import Module, Op, instruction
 from jaxpar.hlo.trip_counts import walk
 

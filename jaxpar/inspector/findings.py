@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from jaxpar.hlo.attribution import Argument
 from jaxpar.hlo.flop import Flop
 from jaxpar.hlo.flop_share import Excess, find_excess
-from jaxpar.hlo.labels import shorten_label
 from jaxpar.hlo.provenance import DataFlow, Index
+from jaxpar.hlo.source_frames import shorten_label
 from jaxpar.hlo.text import BITS, Module, Op
 from jaxpar.inspector.subject import Subject
 from jaxpar.mesh.collective import Collective

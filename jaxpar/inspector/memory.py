@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 from jaxpar.errors import refuse
 from jaxpar.hlo.attribution import ArrayCauses, join_names
-from jaxpar.hlo.labels import is_backward, is_recomputed, shorten_label
 from jaxpar.hlo.provenance import DataFlow
-from jaxpar.hlo.source_frames import user_frame
+from jaxpar.hlo.source_frames import is_backward, is_recomputed, shorten_label, user_frame
 from jaxpar.hlo.text import HloArray, Module, Op, arrays
 from jaxpar.inspector.compiled import Compiled
 from jaxpar.sharding.names import GRADIENT, TABLE

@@ -5,6 +5,7 @@
     casts                             parameters of layers are cast before their scan
     stack_layouts                     stacks between a forward and a backward scan are not copied
     gradient_sums                     sums over replicas once, after the scan that computes the terms
+    shorter_scan                      scans over all layers run with those of one stage
     lookups                           lookups in sharded tables; bfloat16 for matmuls with promoted operands
     dataflow, dead_code               dependencies between equations, which the other modules use
 

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, jaxprs_in_params
 
 from jaxpar.jaxprs.dataflow import OPAQUE, rewrite, rewrite_param, variables
-from jaxpar.models.blocks.int8 import save_int8_residuals
-from jaxpar.models.low_rank import NAME
+from jaxpar.models.low_rank import NAME, save_int8_residuals
 
 _JIT = ("jit", "pjit")  # releases of JAX name it differently
 

@@ -3,7 +3,7 @@
     constrain(x, "batch", "seq", "embed")   names the dims of an activation              dim_names.py
     attention(q, k, v, causal=True)         runs as the layout of the step says          islands.py
                                             long sequences on one device: blockwise      blocks/
-    segments=, positions= of a call         documents packed into one row                blocks/masks.py
+    segments=, positions= of a call         documents packed into one row                blocks/attention_mask.py
     pipelined(layers, x)                    marks where a pipeline splits the model      stack.py
     remat = "none" as an attribute          the residuals of each layer                  remat.py
     hidden, head_name of a model            a loss that never holds all logits           ../step/head/model_protocol.py

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.models.auxiliary import add_sums
+from jaxpar.models.blocks.attention_mask import Documents, get_activations
 from jaxpar.models.blocks.lookup import COLUMNS, ROWS, look_up
-from jaxpar.models.blocks.masks import Documents, get_activations
 from jaxpar.models.cache import KVCache
 from jaxpar.models.custom_gradients import logits, mask_padding
 from jaxpar.models.dim_names import constrain

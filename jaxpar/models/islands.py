@@ -29,9 +29,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.errors import refuse
 from jaxpar.models.blocks.attention import attend, blockwise
-from jaxpar.models.blocks.attention_mask import AttentionMask
+from jaxpar.models.blocks.attention_mask import AttentionMask, check_masks, check_softcap
 from jaxpar.models.blocks.fused import LONG, fits_cudnn, head_fits, runs_blockwise, wants_cudnn
-from jaxpar.models.blocks.masks import check_masks, check_softcap
 from jaxpar.models.blocks.pairs import BLOCK
 from jaxpar.models.custom_gradients import float32_attention
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.models.blocks.masks import ONE, Documents, apply_layer
+from jaxpar.models.blocks.attention_mask import ONE, Documents, apply_layer
 from jaxpar.models.cache import LayerCache
 from jaxpar.models.custom_gradients import activate, geglu, normalize, swiglu, unmerged_input
 from jaxpar.models.dim_names import constrain

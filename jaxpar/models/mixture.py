@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.models.blocks.masks import Documents, apply_layer
+from jaxpar.models.blocks.attention_mask import Documents, apply_layer
 from jaxpar.models.custom_gradients import activate
 from jaxpar.models.dim_names import constrain
 from jaxpar.models.experts import mixture

@@ -6,7 +6,7 @@ from flax import nnx
 
 from jaxpar.models.dim_names import constrain
 from jaxpar.models.layers import weight
-from jaxpar.models.settings.mlp import MLPConfig
+from jaxpar.models.settings.classifiers import MLPConfig
 
 
 class MLP(nnx.Module):

@@ -7,7 +7,7 @@ from flax import nnx
 from jaxpar.models.dim_names import constrain
 from jaxpar.models.layer_stack import run_stack, stack
 from jaxpar.models.layers import Block, BlockConfig, LayerKind, Norm, dropout, weight
-from jaxpar.models.settings.vit import ViTConfig
+from jaxpar.models.settings.classifiers import ViTConfig
 
 
 class ViT(nnx.Module):

@@ -5,7 +5,7 @@
 `eval_params`: parameters to evaluate, sample and export if they differ from the trained ones. `muon`: which parameters
 are matrices.
 
-`named` looks up other optimizers and schedules of optax, and `probe` tries them on shapes.
+`optax_lookup` looks up other optimizers and schedules of optax, and tries them on shapes.
 
 Nouns: `Optimizer` (settings, from which `chain` builds the optax chain), `schedule_steps` (schedules count steps),
 `Growth` (batches that grow), `noise` (temperature of the updates, noise scale of the gradients).

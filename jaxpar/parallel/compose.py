@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxpar.errors import JaxparError, Problem, refuse, user_code_errors
 from jaxpar.mesh.axes import infer_sizes
 from jaxpar.mesh.devices import Simulated, build_mesh, is_simulated
-from jaxpar.models.settings.adapters import Adapters
+from jaxpar.models.settings.fine_tuning import Adapters
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.layout import Layout, with_note
 from jaxpar.parallel.place_arrays import place_arrays

@@ -11,9 +11,8 @@ from math import ceil, inf, isfinite
 
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.partition.chain import Chain
-from jaxpar.partition.criteria import Bytes, Seconds
 from jaxpar.partition.dynamic_program import CLOSE, Tables
-from jaxpar.partition.objective import Objective
+from jaxpar.partition.objective import Bytes, Objective, Seconds
 from jaxpar.partition.report import Partition
 from jaxpar.partition.stages import PartitionStage, Segment, plan_name, price_stages
 from jaxpar.partition.topology import Level, Topology, levels

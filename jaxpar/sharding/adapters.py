@@ -20,9 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.errors import JaxparError, Problem, refuse
-from jaxpar.models.blocks.int8 import DTYPE, dequantize, quantize_matrix
-from jaxpar.models.low_rank import low_rank_sum
-from jaxpar.models.settings.adapters import Adapters
+from jaxpar.models.low_rank import INT8, dequantize, low_rank_sum, quantize_matrix
+from jaxpar.models.settings.fine_tuning import Adapters
 from jaxpar.optim.patterns import matching, unmatched
 from jaxpar.sharding.names import Blueprint, Compute, Leaf, Tree, Use, by_path, nest
 from jaxpar.sharding.rules import AxisChoice, count_layer_dims, name_stacks
@@ -97,7 +96,7 @@ def with_adapters(blueprint: Blueprint, adapters: Adapters) -> Blueprint:
         for part in ("first", "second")
     }
     quantized = {
-        path: replace(blueprint.leaves[path], dtype=DTYPE) for path, adapter in placed.items() if adapter.float_dtype
+        path: replace(blueprint.leaves[path], dtype=INT8) for path, adapter in placed.items() if adapter.float_dtype
     }
     scales = {
         f"{SCALES}/{path}": replace(_part(leaf, placed[path].dims(SCALES, len(leaf.shape)), 0), dtype=FLOAT)

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from jaxpar.errors import refuse
 from jaxpar.jaxprs.dataflow import CALLS, Scan, Traced, jaxpr_of, needed_equations, variables
-from jaxpar.optim.probe import update_with_loss
+from jaxpar.optim.optax_lookup import update_with_loss
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.read_parameter import reshard_padded
 from jaxpar.parallel.specs import abstract_params

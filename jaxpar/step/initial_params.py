@@ -9,7 +9,7 @@ import optax
 from jax.sharding import Sharding
 
 from jaxpar.errors import JaxparError, Problem, refuse, shape_differences
-from jaxpar.models.blocks.int8 import QuantizedMatrix
+from jaxpar.models.low_rank import QuantizedMatrix
 from jaxpar.optim.patterns import has_prefix
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.adapters import ROOM as ADAPTERS

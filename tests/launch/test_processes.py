@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxpar.cluster.connect import host_rendezvous, join_rendezvous
 from jaxpar.cluster.environment import Cluster, detect
 from jaxpar.cluster.launchers import hosts
-from jaxpar.cluster.rendezvous import host_rendezvous, join_rendezvous
 from jaxpar.errors import JaxparError
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import pytest
 from supervised_runs import rows, start, started_by, wait_until, write
 
+from jaxpar.cluster.connect import host_rendezvous, join_rendezvous
 from jaxpar.cluster.environment import Cluster
-from jaxpar.cluster.rendezvous import host_rendezvous, join_rendezvous
 from jaxpar.errors import JaxparError
 from jaxpar.job.doctor import network
 from jaxpar.launch.supervise import free_port

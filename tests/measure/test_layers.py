@@ -16,7 +16,7 @@ from jaxpar.errors import JaxparError
 from jaxpar.measure import layers as bench
 from jaxpar.measure.layers import Pieces
 from jaxpar.models.mlp import MLP
-from jaxpar.models.settings.mlp import MLPConfig
+from jaxpar.models.settings.classifiers import MLPConfig
 from jaxpar.parallel.compose import as_blueprint
 from jaxpar.partition.chain import linearise
 from jaxpar.partition.profile import Node, Profile, dumps, load

@@ -12,12 +12,8 @@ from flax import nnx
 from plain_loop import assert_alike, steps, train
 
 import jaxpar as jp
-from jaxpar.models.alexnet import AlexNet
-from jaxpar.models.googlenet import GoogLeNet
-from jaxpar.models.resnet import ResNet
-from jaxpar.models.settings.convolutional import AlexNetConfig, GoogLeNetConfig, ResNetConfig, UNetConfig, VGGConfig
-from jaxpar.models.unet import UNet
-from jaxpar.models.vgg import VGG
+from jaxpar.models.convolutional import VGG, AlexNet, GoogLeNet, ResNet, UNet
+from jaxpar.models.settings.classifiers import AlexNetConfig, GoogLeNetConfig, ResNetConfig, UNetConfig, VGGConfig
 
 RESNET_50 = ResNetConfig(channels=3, classes=1000, blocks=(3, 4, 6, 3), width=64, bottleneck=True, stem="large")
 OPTIMIZER = optax.sgd(0.05)

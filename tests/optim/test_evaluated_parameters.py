@@ -28,7 +28,7 @@ from jaxpar.job.sample import SamplingRequest, load_text_model
 from jaxpar.mesh.target import missing_plugin
 from jaxpar.models.huggingface.load import load as load_folder
 from jaxpar.optim.eval_params import ema_params, eval_arrays, eval_params, eval_sources
-from jaxpar.optim.probe import LOSS, SMALL, update_with_loss
+from jaxpar.optim.optax_lookup import LOSS, SMALL, update_with_loss
 from jaxpar.sharding.names import Compute, by_path, nest
 from jaxpar.step.state import State
 

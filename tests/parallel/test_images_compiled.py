@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 import jaxpar as jp
-from jaxpar.models.settings.convolutional import UNetConfig
-from jaxpar.models.unet import UNet
+from jaxpar.models.convolutional import UNet
+from jaxpar.models.settings.classifiers import UNetConfig
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="no compiler for absent GPUs: jax-cuda13-pjrt")
 HALO = "halo along height"

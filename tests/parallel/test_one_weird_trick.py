@@ -11,9 +11,8 @@ from flax import linen as nn
 from plain_loop import assert_alike, steps, train
 
 import jaxpar as jp
-from jaxpar.models.alexnet import AlexNet
-from jaxpar.models.settings.convolutional import AlexNetConfig, VGGConfig
-from jaxpar.models.vgg import VGG
+from jaxpar.models.convolutional import VGG, AlexNet
+from jaxpar.models.settings.classifiers import AlexNetConfig, VGGConfig
 
 OPTIMIZER = optax.sgd(0.1)
 

@@ -9,7 +9,7 @@ import pytest
 from test_residuals import absent, compiled
 
 import jaxpar as jp
-from jaxpar.jaxprs.masked_scan import masked_layers
+from jaxpar.jaxprs.shorter_scan import masked_layers
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.software import JAXPAR_FUSED as JAXPAR

@@ -12,9 +12,8 @@ from specs import models
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
-from jaxpar.models.resnet import ResNet
+from jaxpar.models.convolutional import VGG, ResNet
 from jaxpar.models.settings.table import MODELS
-from jaxpar.models.vgg import VGG
 from jaxpar.sharding.source_lines import parse_line
 from jaxpar.units import parse_bytes
 

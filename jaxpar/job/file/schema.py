@@ -17,9 +17,8 @@ from jaxpar.exchange.population.sweep import Sweep
 from jaxpar.files import expand_home
 from jaxpar.mesh.preset import Preset
 from jaxpar.mesh.target import parse_target
-from jaxpar.models.settings.adapters import Adapters
 from jaxpar.models.settings.computing import Precision
-from jaxpar.models.settings.preference import DPO
+from jaxpar.models.settings.fine_tuning import DPO, Adapters
 from jaxpar.optim.growth import Growth, check_phases
 from jaxpar.optim.optimizer import Optimizer
 from jaxpar.parallel.declaration import Parallel

@@ -14,10 +14,9 @@ from jaxpar.job.parts.models import resolve_loss, resolve_model
 from jaxpar.optim import chain, muon
 from jaxpar.optim.freeze import freeze
 from jaxpar.optim.loss_argument import PLATEAU
-from jaxpar.optim.optax_lookup import UserFunctions
+from jaxpar.optim.optax_lookup import SMALL, UserFunctions, check_chain, check_rate, needs_loss
 from jaxpar.optim.optimizer import SETTINGS
 from jaxpar.optim.patterns import matching
-from jaxpar.optim.probe import SMALL, check_chain, check_rate, needs_loss
 from jaxpar.optim.schedule_steps import has_schedules
 from jaxpar.parallel.compose import as_blueprint
 from jaxpar.parallel.layout import Layout, with_note

@@ -1,13 +1,13 @@
 """Blockwise attention: no array holds the scores of all queries and keys, forward or backward.
 
     pairs           table of the pairs (block of queries, block of keys) that a mask does not exclude
-    attention_mask  the keys that a query attends to: a function of positions and segments
-    masks           checks the mask arguments of `jp.attention`
+    attention_mask  the keys that a query attends to: a function of positions and segments; checks the mask arguments
+                    of `jp.attention`
     kernel          one scan over a table of pairs, forward and backward
     fused           cuDNN's kernel as two calls, with its float32 statistics, for attention over a part of the keys
     kernel_check    checks that kernel on the device before its first use
     attention       attention on one device, with its own backward pass
-    lookup, int8    an embedding table sharded by columns; frozen matrices in 8 bits
+    lookup          an embedding table sharded by columns
 
 A ring over devices (`parallel/techniques/ring_attention/ring.py`) scans the same tables while keys arrive and leave.
 

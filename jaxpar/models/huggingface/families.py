@@ -1,6 +1,6 @@
 """Families of Hugging Face's decoders, each as rows: settings, keys of config.json, and tensors.
 
-To add a family: its settings here, its tensors in `tensors.py`.
+To add a family: its settings here, its tensors in `param_mapping.py`.
 Keys and their defaults: the configuration classes of transformers, 4.0 to 5.23.
 """
 

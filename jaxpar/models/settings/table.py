@@ -3,10 +3,16 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jaxpar.models.settings.convolutional import AlexNetConfig, GoogLeNetConfig, ResNetConfig, UNetConfig, VGGConfig
+from jaxpar.models.settings.classifiers import (
+    AlexNetConfig,
+    GoogLeNetConfig,
+    MLPConfig,
+    ResNetConfig,
+    UNetConfig,
+    VGGConfig,
+    ViTConfig,
+)
 from jaxpar.models.settings.decoder import DecoderConfig
-from jaxpar.models.settings.mlp import MLPConfig
-from jaxpar.models.settings.vit import ViTConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +31,11 @@ class ReferenceModel:
 REFERENCE_MODELS: Mapping[str, ReferenceModel] = {
     "decoder": ReferenceModel(DecoderConfig, "jaxpar.models.decoder:Decoder"),
     "vit": ReferenceModel(ViTConfig, "jaxpar.models.vit:ViT"),
-    "resnet": ReferenceModel(ResNetConfig, "jaxpar.models.resnet:ResNet"),
-    "unet": ReferenceModel(UNetConfig, "jaxpar.models.unet:UNet"),
-    "alexnet": ReferenceModel(AlexNetConfig, "jaxpar.models.alexnet:AlexNet"),
-    "vgg": ReferenceModel(VGGConfig, "jaxpar.models.vgg:VGG"),
-    "googlenet": ReferenceModel(GoogLeNetConfig, "jaxpar.models.googlenet:GoogLeNet"),
+    "resnet": ReferenceModel(ResNetConfig, "jaxpar.models.convolutional:ResNet"),
+    "unet": ReferenceModel(UNetConfig, "jaxpar.models.convolutional:UNet"),
+    "alexnet": ReferenceModel(AlexNetConfig, "jaxpar.models.convolutional:AlexNet"),
+    "vgg": ReferenceModel(VGGConfig, "jaxpar.models.convolutional:VGG"),
+    "googlenet": ReferenceModel(GoogLeNetConfig, "jaxpar.models.convolutional:GoogLeNet"),
     "mlp": ReferenceModel(MLPConfig, "jaxpar.models.mlp:MLP"),
 }
 MODELS: Mapping[str, type] = {name: model.settings for name, model in REFERENCE_MODELS.items()}

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxpar.errors import refuse
 from jaxpar.jaxprs.dataflow import Traced
-from jaxpar.jaxprs.masked_scan import masked_layers
+from jaxpar.jaxprs.shorter_scan import masked_layers
 from jaxpar.jaxprs.split_backward import Halves, halves
 from jaxpar.pipeline.run.slots import slot_shapes
 from jaxpar.pipeline.tables.schedule import Schedule

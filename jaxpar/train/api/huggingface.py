@@ -3,7 +3,7 @@
     folder ─► rules ─► {path: tensor in a file} ─► jp.init_state(..., params=...) ─► each device reads its own shard
     folder ◄─ rules ◄─ the parameters that jp.model returns ◄─ state after training
 
-Rules: `jaxpar/models/huggingface/rules.py`. jaxpar's own `Decoder` has them: `models/huggingface/tensors.py`.
+Rules: `jaxpar/models/huggingface/rules.py`. jaxpar's own `Decoder` has them: `models/huggingface/param_mapping.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

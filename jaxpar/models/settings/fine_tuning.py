@@ -1,4 +1,7 @@
-"""The settings of low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685)."""
+"""The settings of fine-tuning: low-rank adapters, and the loss on preferences.
+
+LoRA is Hu et al. 2021, arXiv:2106.09685; DPO is Rafailov et al. 2023, arXiv:2305.18290.
+"""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -66,3 +69,19 @@ class Adapters(Keywords):
     def trained_patterns(self) -> tuple[str, ...]:
         """Patterns of the paths of all trained parameters: adapters and `also`."""
         return ("adapters", *self.also)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPO(Keywords):
+    """Direct preference optimization, for loss = "dpo".
+
+    Attributes:
+      beta: Strength of the pull towards the reference: a reward is beta x the log-ratio of model and reference.
+      label_smoothing: Probability that the label of a pair is wrong, from 0 to 0.5 (conservative DPO).
+    """
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+
+    def __post_init__(self):
+        check_ranges(self, "train.dpo", {"beta": (1e-6, 1e6), "label_smoothing": (0.0, 0.5)})
