@@ -62,7 +62,7 @@ def _add_compare(inner) -> None:
 
 def run_comparison(args: argparse.Namespace) -> tuple[Any, int]:
     """Trains the job with each method, prints a row per method and writes the page."""
-    from jaxpar.exchange.clock.delays import WorkerTimes, parse
+    from jaxpar.exchange.clock.base import WorkerTimes, parse
     from jaxpar.job.compare import methods
     from jaxpar.job.file.parse import load
     from jaxpar.mesh.chips import Link

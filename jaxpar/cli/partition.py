@@ -89,10 +89,9 @@ def run_partition(args: argparse.Namespace) -> tuple[Any, int]:
     """Partitions the layers of a profile and prints the stages."""
     from math import inf
 
-    from jaxpar.partition.chain import linearise
+    from jaxpar.partition.chain import linearise, load
     from jaxpar.partition.objective import Objective
     from jaxpar.partition.partitioner import partition
-    from jaxpar.partition.profile import load
     from jaxpar.partition.topology import parse
 
     topology = parse(args.levels)

@@ -5,15 +5,13 @@ from contextlib import contextmanager
 
 from jaxpar.errors import refuse
 from jaxpar.exchange.averaging.diloco import DiLoCo
-from jaxpar.exchange.averaging.easgd import Easgd
 from jaxpar.exchange.averaging.gossip import Gossip
-from jaxpar.exchange.averaging.local import Ensemble, Local
+from jaxpar.exchange.averaging.local import Easgd, Ensemble, Local
 from jaxpar.exchange.averaging.streaming import Streaming
 from jaxpar.exchange.base import EXCHANGES, AllReduce, Exchange
 from jaxpar.exchange.compressed.quantization import BFloat16, Qsgd, Sign, Ternary
 from jaxpar.exchange.compressed.sparsification import RandomK, Sparse, TopK
-from jaxpar.exchange.low_rank.factors import Factors
-from jaxpar.exchange.low_rank.powersgd import PowerSgd
+from jaxpar.exchange.low_rank import Factors, PowerSgd
 from jaxpar.tables import replace_rows
 
 _DIFFER = Local, DiLoCo, Streaming, Easgd, Gossip, Ensemble

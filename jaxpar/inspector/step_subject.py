@@ -12,7 +12,7 @@ from jaxpar.inspector.subject import Subject, argument
 from jaxpar.mesh.chips import find_chip
 from jaxpar.parallel.declaration import IMAGE
 from jaxpar.parallel.layout import Layout, replica_messages, sync_note
-from jaxpar.parallel.pages.shard_cards import cards
+from jaxpar.parallel.shard_cards import cards
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.sharding.names import path_of, shard_shape
 from jaxpar.step.model_flop import model_flop

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var  # pyright: ignore[reportPrivateImportUsage]
 
-from jaxpar.jaxprs.dataflow import Env, after, needed_equations, variables
-from jaxpar.jaxprs.dead_code import PrunedJaxpr
+from jaxpar.jaxprs.dataflow import Env, PrunedJaxpr, after, needed_equations, variables
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -44,7 +44,7 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.rule_problems import check_rules
 from jaxpar.parallel.specs import abstract_params
 from jaxpar.parallel.techniques.all_techniques import ModelUse, declaration_problems, tracing
-from jaxpar.parallel.techniques.attention_choice import AttentionCall, AttentionChoice
+from jaxpar.parallel.techniques.base import AttentionCall, AttentionChoice
 from jaxpar.plan.techniques.auto_context import choose_form
 from jaxpar.sharding.names import Compute, shard_bytes
 from jaxpar.sharding.nnx.hooks import step_hooks

@@ -20,7 +20,7 @@ from jaxpar.job.parts.models import resolve_loss, resolve_model
 from jaxpar.measure.layers import layers
 from jaxpar.parallel.compose import compose
 from jaxpar.parallel.pipeline_options import FOUND, Pipeline
-from jaxpar.partition.profile import dumps
+from jaxpar.partition.chain import dumps
 from jaxpar.partition.stages import PartitionStage
 from jaxpar.sharding.names import Compute, by_path
 from jaxpar.step.numerics import Numerics

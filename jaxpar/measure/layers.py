@@ -29,7 +29,7 @@ from jaxpar.mesh.devices import is_simulated, visible_devices
 from jaxpar.models.remat import remat
 from jaxpar.models.stack import call_at_layers, intercept_layers
 from jaxpar.parallel.compose import as_blueprint
-from jaxpar.partition.profile import Node, Profile
+from jaxpar.partition.chain import Node, Profile
 from jaxpar.plan.model.work_depth import WorkDepth, work_depth
 from jaxpar.sharding.names import Blueprint, Compute, Tree, nest
 from jaxpar.sharding.nnx.hooks import step_hooks

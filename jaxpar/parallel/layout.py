@@ -206,19 +206,19 @@ class Layout(LayoutData):
 
     def _repr_html_(self) -> str:
         """Draws the layout for notebooks: the devices, their links, and the shards on each device."""
-        from jaxpar.parallel.pages.fragment import fragment  # pages are loaded only where they are shown
+        from jaxpar.parallel.layout_page import fragment  # pages are loaded only where they are shown
 
         return fragment(self._page_data)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the content of `_repr_html_` as JSON data, for the record of a run."""
-        from jaxpar.parallel.pages.fragment import to_dict
+        from jaxpar.parallel.layout_page import to_dict
 
         return to_dict(self._page_data)
 
     @property
     def _page_data(self) -> Any:
-        from jaxpar.parallel.pages.fragment import LayoutPage
+        from jaxpar.parallel.layout_page import LayoutPage
 
         notes = [*self.notes, unsplit_note(self.placements).strip("; ")]
         return LayoutPage(

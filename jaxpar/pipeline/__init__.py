@@ -6,7 +6,7 @@
 
 Nouns: a `Schedule`, a cell, a stage, a tick, a chunk, a `Program` of ticks.
 
-To add a schedule: write a generator in `tables/synchronous.py` or `tables/zero_bubble.py`, and a row of
+To add a schedule: write a generator in `tables/generators.py`, and a row of
 `tables/library.LIBRARY` with closed forms for its ticks and its peak of saved activations. No other code changes: tests
 compare both closed forms with the replay of the table. `README.md` has a row for each schedule.
 """

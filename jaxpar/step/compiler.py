@@ -28,7 +28,7 @@ from jaxpar.models.settings.logits import record_logits
 from jaxpar.parallel.layout import Layout, with_logits, with_note
 from jaxpar.parallel.rule_problems import check_rules
 from jaxpar.parallel.techniques import all_techniques
-from jaxpar.parallel.techniques.attention_choice import Choose, refuse_choice
+from jaxpar.parallel.techniques.base import Choose, refuse_choice
 from jaxpar.sharding.infer_names.trace_call import zeros_like_input
 from jaxpar.step.checks import precision
 from jaxpar.step.checks.updates import check_dims

@@ -21,7 +21,7 @@ from jax.stages import Wrapped
 
 from jaxpar.optim.eval_params import eval_arrays, eval_arrays_reader, eval_params
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.techniques.attention_choice import Choose, refuse_choice
+from jaxpar.parallel.techniques.base import Choose, refuse_choice
 from jaxpar.sharding.names import Tree
 from jaxpar.step import state as states
 from jaxpar.step.checks.input_state import check_eval_params, check_matches_step, check_not_donated, place_scalars

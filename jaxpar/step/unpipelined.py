@@ -19,12 +19,11 @@ import optax
 
 from jaxpar.errors import refuse
 from jaxpar.jaxprs.casts import cast_stacks, uncast_gradients
-from jaxpar.jaxprs.dataflow import Traced
-from jaxpar.jaxprs.dead_code import PrunedJaxpr
-from jaxpar.jaxprs.gradient_sums.find import SMALL
-from jaxpar.jaxprs.gradient_sums.hoist import hoist_gradient_sums
-from jaxpar.jaxprs.gradient_sums.whole import keep_accumulated_whole
+from jaxpar.jaxprs.dataflow import PrunedJaxpr, Traced
+from jaxpar.jaxprs.gradient_sums import SMALL
+from jaxpar.jaxprs.hoist_gradient_sums import hoist_gradient_sums
 from jaxpar.jaxprs.lookups import demote_matmuls
+from jaxpar.jaxprs.whole_gradient_sums import keep_accumulated_whole
 from jaxpar.models.remat import remat
 from jaxpar.models.settings.computing import model_policy
 from jaxpar.parallel.layout import Layout

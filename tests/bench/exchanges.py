@@ -14,7 +14,7 @@ from jaxpar.errors import refuse, suggest
 from jaxpar.exchange.averaging.diloco import DiLoCo
 from jaxpar.exchange.averaging.streaming import Streaming
 from jaxpar.exchange.base import AllReduce, Exchange
-from jaxpar.exchange.clock.delays import Constant, WorkerTimes
+from jaxpar.exchange.clock.base import Constant, WorkerTimes
 from jaxpar.exchange.compressed.quantization import Sign
 from jaxpar.exchange.compressed.sparsification import TopK
 from jaxpar.job.compare.methods import Method

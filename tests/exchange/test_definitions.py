@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jaxpar as jp
 from jaxpar.checkpoint.saved_replicas import convert
 from jaxpar.exchange.base import Replicas
-from jaxpar.exchange.clock.delays import Constant, WorkerTimes
+from jaxpar.exchange.clock.base import Constant, WorkerTimes
 from jaxpar.exchange.clock.stale import Stale
 from jaxpar.exchange.compressed.two_phases import exchange_codes
 from jaxpar.exchange.replica_mesh import ReplicaMesh

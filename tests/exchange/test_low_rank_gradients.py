@@ -14,7 +14,7 @@ from tiny import assert_same_arrays
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
-from jaxpar.exchange.low_rank.matrices import Matrix, matrix
+from jaxpar.exchange.low_rank_matrices import Matrix, matrix
 from jaxpar.exchange.traffic import ShardShape
 from jaxpar.parallel.layout import replica_messages
 

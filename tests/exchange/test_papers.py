@@ -26,10 +26,10 @@ from pairwise import some
 
 import jaxpar as jp
 from jaxpar.exchange.averaging.streaming import CODES
-from jaxpar.exchange.clock.delays import Exponential, WorkerTimes
+from jaxpar.exchange.clock.base import Exponential, WorkerTimes
 from jaxpar.exchange.clock.parameter_servers import Downpour, TwoLevels
 from jaxpar.exchange.clock.stale import Backup, Stale
-from jaxpar.exchange.population.pbt import Pbt
+from jaxpar.exchange.population.population import Pbt
 from jaxpar.train import virtual_clock
 
 RATE, BLOCK, WORKERS = 0.1, 8, 4

@@ -18,8 +18,7 @@ from tiny import assert_same_arrays
 import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.exchange.population.copying import copy_members
-from jaxpar.exchange.population.pbt import Pbt
-from jaxpar.exchange.population.population import Population
+from jaxpar.exchange.population.population import Pbt, Population
 from jaxpar.exchange.population.sweep import Sweep
 from jaxpar.job.file import parse
 from jaxpar.job.run import train

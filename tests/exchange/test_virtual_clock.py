@@ -17,10 +17,18 @@ from hypothesis import strategies as st
 import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.exchange.base import flatten_by_path
-from jaxpar.exchange.clock import delays
-from jaxpar.exchange.clock.delays import Constant, Exponential, Lognormal, MeasuredDelays, Pareto, WorkerTimes, parse
+from jaxpar.exchange.clock import base
+from jaxpar.exchange.clock.base import (
+    Constant,
+    Exponential,
+    Lognormal,
+    MeasuredDelays,
+    Pareto,
+    WorkerTimes,
+    mean_staleness,
+    parse,
+)
 from jaxpar.exchange.clock.elastic import AsynchronousEasgd
-from jaxpar.exchange.clock.events import mean_staleness
 from jaxpar.exchange.clock.parameter_servers import Downpour, TwoLevels
 from jaxpar.exchange.clock.stale import Backup, Stale
 from jaxpar.exchange.traffic import Traffic
@@ -144,13 +152,11 @@ def test_one_server_is_synchronous_and_one_for_each_worker_asynchronous():
 def test_replicas_that_meet_seldom_wait_seldom():
     sent = Collective(kind="all-reduce", axes=("data",), dtype="f32", group=4, times=1, payload=4_000_000)
     link = Link(latency=0.0, bandwidth=1e9)
-    each = {
-        every: delays.seconds([Traffic(collective=sent, every=every)], 4, 40, EXPONENTIAL, link) for every in (1, 20)
-    }
+    each = {every: base.seconds([Traffic(collective=sent, every=every)], 4, 40, EXPONENTIAL, link) for every in (1, 20)}
     travel, matrix = 6e-3, EXPONENTIAL.matrix(4, 40)
     np.testing.assert_allclose(each[1], matrix.max(1).cumsum() + travel * np.arange(1, 41))
     assert each[20][-1] == pytest.approx(sum(matrix[i : i + 20].sum(0).max() for i in (0, 20)) + 2 * travel)
-    assert delays.seconds([], 4, 40, EXPONENTIAL, link)[-1] == pytest.approx(matrix.sum(0).max())
+    assert base.seconds([], 4, 40, EXPONENTIAL, link)[-1] == pytest.approx(matrix.sum(0).max())
 
 
 @pytest.mark.parametrize("tau", [1, 2, 4, 8])

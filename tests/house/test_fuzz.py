@@ -22,7 +22,7 @@ from jaxpar.job.file.dump import dumps
 from jaxpar.job.file.parse import loads
 from jaxpar.models.huggingface.config import FAMILIES, SILENT, read_settings
 from jaxpar.models.huggingface.safetensors import entries
-from jaxpar.partition.profile import load as load_profile
+from jaxpar.partition.chain import load as load_profile
 from jaxpar.pipeline.tables.csv import from_csv, to_csv
 from jaxpar.pipeline.tables.library import LIBRARY, schedule
 

@@ -11,7 +11,7 @@ from test_page import collective, report
 import jaxpar as jp
 from jaxpar.html.markup import Markup, document
 from jaxpar.inspector.pages.html import page
-from jaxpar.parallel.pages.shard_cards import cards, groups, shard_devices
+from jaxpar.parallel.shard_cards import cards, groups, shard_devices
 from jaxpar.train.run import Outcome
 
 HOSTILE = """<script>alert(1)</script>"' onload='alert(3)' &amp; </style>"""

@@ -18,8 +18,7 @@ from jaxpar.measure.layers import Pieces
 from jaxpar.models.mlp import MLP
 from jaxpar.models.settings.classifiers import MLPConfig
 from jaxpar.parallel.compose import as_blueprint
-from jaxpar.partition.chain import linearise
-from jaxpar.partition.profile import Node, Profile, dumps, load
+from jaxpar.partition.chain import Node, Profile, dumps, linearise, load
 from jaxpar.plan.model.shape import Shape, count_parameters, step_flop
 from jaxpar.plan.model.work_depth import WorkDepth
 from jaxpar.step.losses import classification_loss

@@ -11,7 +11,7 @@ from flax import nnx
 from test_images import OPTIMIZER, assert_equal, images, loss
 
 import jaxpar as jp
-from jaxpar.parallel.canonical_convolutions import run_canonical
+from jaxpar.parallel.split_windows import run_canonical
 
 CANONICAL = {"bf_io->bf", "b0f_0io->b0f", "b01f_01io->b01f", "b012f_012io->b012f"}
 

@@ -25,7 +25,7 @@ from jaxpar.models import layers
 from jaxpar.models.islands import attention
 from jaxpar.parallel.read_parameter import read_parameter
 from jaxpar.parallel.techniques.all_techniques import ModelUse, tracing
-from jaxpar.parallel.techniques.attention_choice import AttentionChoice
+from jaxpar.parallel.techniques.base import AttentionChoice
 from jaxpar.plan.techniques import auto_context
 from jaxpar.sharding.names import Compute
 from jaxpar.step.losses import cross_entropy

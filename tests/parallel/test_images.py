@@ -17,7 +17,7 @@ from plain_loop import STEPS, train
 
 import jaxpar as jp
 from jaxpar.parallel.image_pieces import Window, split_window
-from jaxpar.parallel.pages.shard_cards import image_card
+from jaxpar.parallel.shard_cards import image_card
 
 OPTIMIZER = optax.sgd(0.1)
 # pieces of a few rows: the gradient of an image is computed for the rows of the halo too

@@ -14,7 +14,7 @@ from flax import nnx
 from pairwise import some
 
 import jaxpar as jp
-from jaxpar.jaxprs.gradient_sums.whole import keep_accumulated_whole
+from jaxpar.jaxprs.whole_gradient_sums import keep_accumulated_whole
 from jaxpar.mesh.target import missing_plugin
 from jaxpar.step import unpipelined
 

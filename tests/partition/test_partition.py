@@ -11,10 +11,9 @@ from pairwise import some
 
 from jaxpar.errors import JaxparError
 from jaxpar.mesh.chips import Link
-from jaxpar.partition.chain import Chain, linearise
+from jaxpar.partition.chain import Chain, Node, Profile, linearise, load
 from jaxpar.partition.objective import COEFFICIENTS, Objective
 from jaxpar.partition.partitioner import partition
-from jaxpar.partition.profile import Node, Profile, load
 
 DATA = Path(__file__).parents[1] / "partition" / "pipedream"
 PROFILES = ("vgg16", "alexnet", "resnet50", "gnmt_large")

@@ -15,9 +15,8 @@ from test_unequal_models import assert_alike
 from unequal_models import GNMT, MODELS
 
 import jaxpar as jp
-from jaxpar.partition.chain import linearise
+from jaxpar.partition.chain import linearise, load
 from jaxpar.partition.partitioner import partition
-from jaxpar.partition.profile import load
 
 PROFILES = Path(__file__).parents[1] / "partition" / "pipedream"
 LINK = 1.25e9  # 10 Gb/s, as the authors' machines

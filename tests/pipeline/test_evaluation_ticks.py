@@ -6,8 +6,8 @@ import pytest
 
 from jaxpar.errors import JaxparError
 from jaxpar.pipeline.run.program import TickKind, program
+from jaxpar.pipeline.tables.generators import forwards
 from jaxpar.pipeline.tables.library import LIBRARY, schedule
-from jaxpar.pipeline.tables.synchronous import forwards
 
 SIZES = ((2, 4), (3, 7), (4, 16), (4, 64), (8, 16))
 

@@ -18,8 +18,7 @@ from jaxpar.inspector import stand_in_attention
 from jaxpar.inspector.compiled import compile_program
 from jaxpar.jaxprs.dataflow import Traced, split_groups, variables
 from jaxpar.jaxprs.in_place_scan import BufferEntry
-from jaxpar.jaxprs.lean_scan import lean_scans
-from jaxpar.jaxprs.min_cut import bytes_of, smallest_residuals
+from jaxpar.jaxprs.lean_scan import bytes_of, lean_scans, smallest_residuals
 from jaxpar.jaxprs.split_backward import halves
 from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.target import missing_plugin

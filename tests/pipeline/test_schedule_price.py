@@ -9,7 +9,7 @@ from balanced import balance
 from weight_versions import flushed, pipedream, steady, versions
 
 from jaxpar.errors import JaxparError
-from jaxpar.partition.profile import load
+from jaxpar.partition.chain import load
 from jaxpar.pipeline.tables.library import LIBRARY, schedule
 from jaxpar.pipeline.tables.price import OpTimes, price
 

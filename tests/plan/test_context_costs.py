@@ -20,7 +20,7 @@ from jaxpar.models.blocks import pairs
 from jaxpar.models.blocks.attention_mask import AttentionMask
 from jaxpar.models.settings.logits import Logits
 from jaxpar.parallel.layout import per_device
-from jaxpar.parallel.techniques.attention_choice import AttentionCall
+from jaxpar.parallel.techniques.base import AttentionCall
 from jaxpar.parallel.techniques.context import training_bytes
 from jaxpar.plan.candidate import Candidate, Choices
 from jaxpar.plan.machine.hardware import HARDWARE

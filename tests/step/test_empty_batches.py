@@ -15,7 +15,7 @@ from pairwise import some
 from tiny import BATCH, Staged, assert_same_arrays, batches, token_loss
 
 import jaxpar as jp
-from jaxpar.exchange.population.pbt import Pbt
+from jaxpar.exchange.population.population import Pbt
 from jaxpar.optim import chain
 from jaxpar.optim.optimizer import Optimizer
 from jaxpar.train.faults import Faults

@@ -12,8 +12,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jaxpar as jp
 from jaxpar.inspector.step_subject import step_subject
-from jaxpar.jaxprs.gradient_sums import find
-from jaxpar.jaxprs.gradient_sums import hoist as room
+from jaxpar.jaxprs import gradient_sums
+from jaxpar.jaxprs import hoist_gradient_sums as room
 
 SHAPE = {"vocab": 32, "seq": 16, "layers": 6, "dim": 16, "heads": 2, "hidden": 32}
 
@@ -28,7 +28,7 @@ def launches(**sizes):
 @pytest.mark.nightly
 def test_the_sums_of_all_layers_are_one(monkeypatch):
     assert launches(data=8) < SHAPE["layers"]
-    monkeypatch.setattr(find, "SMALL", 0)
+    monkeypatch.setattr(gradient_sums, "SMALL", 0)
     assert launches(data=8) > SHAPE["layers"], "sums of large layers travel while the next is computed"
 
 
@@ -147,7 +147,7 @@ def test_gradients_that_wait_for_their_reduce_scatter_are_those_of_jax(cuts):
 @pytest.mark.nightly
 def test_large_gradients_are_scattered_in_the_scan_and_cast_afterwards(monkeypatch):
     """Devices send the float32 of a sum over examples, of which the model reads 16 bits."""
-    monkeypatch.setattr(find, "SMALL", 0)
+    monkeypatch.setattr(gradient_sums, "SMALL", 0)
 
     @partial(jax.custom_vjp, nondiff_argnums=(1,))
     def stored(w, on):
@@ -200,7 +200,7 @@ def gradients_of_both(loss, args, sizes, axes, **options):
 @pytest.mark.parametrize("limit", [1279, 1280])
 def test_replicas_keep_shards_of_large_gradients_and_sum_them_after_the_scan(monkeypatch, again, limit):
     """Casts wait for the sum as well; what two axes cut along one dim, and what no axis cuts, is left to XLA."""
-    monkeypatch.setattr(find, "SMALL", 0)
+    monkeypatch.setattr(gradient_sums, "SMALL", 0)
     by_rows, by_columns = stored_on(PartitionSpec("fsdp", "tensor")), stored_on(PartitionSpec(None, "fsdp"))
     by_both = stored_on(PartitionSpec(("tensor", "fsdp")))
 

@@ -3,7 +3,7 @@
     local      replicas take the mean of their parameters (model averaging, local SGD)
     diloco     the mean parameter change since the last sync round is the outer optimizer's gradient
     streaming  diloco of one fragment of the model at a time (`fragments`)
-    easgd      each replica moves towards a center, and the center towards the replicas' mean
+    easgd      each replica moves towards a center, and the center towards the replicas' mean (in `local`)
     gossip     each replica takes a weighted mean of its own parameters and its neighbours'
     ensemble   replicas never synchronize: evaluation averages their predictions (in `local`)
 

@@ -1,7 +1,7 @@
 """Simulates stale gradients on a virtual clock: the numerics are exact, the times are modelled.
 
-    delays    seconds that a worker computes: constant, drawn from a distribution, or read from a trace
-    events    dataclasses of a gradient, the version of the parameters it read, and the update that applied it
+    base      seconds that a worker computes: constant, drawn from a distribution, or read from a trace; dataclasses of
+              a gradient, the version of the parameters it read, and the update that applied it
     stale     workers that read at any time, or are at most some steps ahead of the slowest; backup workers
     parameter_servers  in several shards, each with its own versions (DistBelief), or in two levels: groups of workers
               have servers, and these have a root

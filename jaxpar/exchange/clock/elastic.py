@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from jaxpar.errors import check_ranges
 from jaxpar.exchange.base import STEPS
-from jaxpar.exchange.clock.delays import WorkerTimes
+from jaxpar.exchange.clock.base import WorkerTimes
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpar.errors import check_ranges, nearest_divisor, refuse
-from jaxpar.exchange.clock.delays import WorkerTimes
-from jaxpar.exchange.clock.events import Push, Update
+from jaxpar.exchange.clock.base import Push, Update, WorkerTimes
 
 
 @dataclass(frozen=True, kw_only=True)

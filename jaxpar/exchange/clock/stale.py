@@ -14,8 +14,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from jaxpar.errors import check_ranges, refuse
-from jaxpar.exchange.clock.delays import WorkerTimes
-from jaxpar.exchange.clock.events import Push, Update
+from jaxpar.exchange.clock.base import Push, Update, WorkerTimes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """The simulated methods by name, each with the setting that a number after a colon sets: `ssp:3`."""
 
 from jaxpar.errors import JaxparError, refuse
+from jaxpar.exchange.clock.base import SimulatedRun
 from jaxpar.exchange.clock.elastic import AsynchronousEasgd
-from jaxpar.exchange.clock.events import SimulatedRun
 from jaxpar.exchange.clock.parameter_servers import Downpour, TwoLevels
 from jaxpar.exchange.clock.stale import Backup, Stale
 

@@ -1,7 +1,7 @@
 """Populations: members that train in parallel on the same examples, with different optimizer settings.
 
-    population   members that never synchronize: a grid, or random draws
-    pbt          population based training: the worst members copy the best and continue with changed settings
+    population   members that never synchronize: a grid, or random draws; population based training: the worst members
+                 copy the best and continue with changed settings
     rounds       searches that restart training in each round: `evolution`, `swarm`
     copying      copies members to other members, over the mesh axis
     sweep        a job's `[sweep]`, and the members' initial settings

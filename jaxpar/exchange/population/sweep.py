@@ -18,8 +18,7 @@ from typing import Any, Literal
 
 from jaxpar.errors import JaxparError, Problem, check_ranges, refuse, suggest
 from jaxpar.exchange.base import STEPS
-from jaxpar.exchange.population.pbt import Pbt, check_factors
-from jaxpar.exchange.population.population import Population
+from jaxpar.exchange.population.population import Pbt, Population, check_factors
 from jaxpar.exchange.population.rounds import Evolution, Swarm
 from jaxpar.optim.optimizer import SWEPT, Optimizer
 

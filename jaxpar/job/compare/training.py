@@ -12,10 +12,9 @@ import numpy as np
 from jaxpar.data.spec import Source, select_rows
 from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.exchange.base import AllReduce, Exchange
-from jaxpar.exchange.clock import delays
-from jaxpar.exchange.clock.delays import WorkerTimes
+from jaxpar.exchange.clock import base
+from jaxpar.exchange.clock.base import SimulatedRun, WorkerTimes, mean_staleness
 from jaxpar.exchange.clock.elastic import AsynchronousEasgd
-from jaxpar.exchange.clock.events import SimulatedRun, mean_staleness
 from jaxpar.job.build import assemble
 from jaxpar.job.check import check, device_count
 from jaxpar.job.compare.methods import Method, fit_batch
@@ -159,8 +158,8 @@ def _train_exchange(job: Job, method: Method, exchange: Exchange, times: WorkerT
     return Curve(
         method=method,
         samples=number * job.train.global_batch,
-        bytes=number * delays.sent_bytes(traffic),
-        seconds=delays.seconds(traffic, step.layout.sizes["data"], len(number), times, link),
+        bytes=number * base.sent_bytes(traffic),
+        seconds=base.seconds(traffic, step.layout.sizes["data"], len(number), times, link),
         loss=np.array(jax.device_get(losses), np.float64),
         eval_loss=evaluate(job, step, source, state),
     )

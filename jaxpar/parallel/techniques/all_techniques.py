@@ -14,8 +14,7 @@ from jaxpar.parallel.convolutions import split_convolutions
 from jaxpar.parallel.declaration import Axes, Parallel, size_setting
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.read_parameter import gather_stacks_once
-from jaxpar.parallel.techniques.attention_choice import Choose, refuse_choice
-from jaxpar.parallel.techniques.base import Compose, Technique, TracedStep
+from jaxpar.parallel.techniques.base import Choose, Compose, Technique, TracedStep, refuse_choice
 from jaxpar.parallel.techniques.context import CONTEXT
 from jaxpar.parallel.techniques.data import DATA
 from jaxpar.parallel.techniques.expert import EXPERT

@@ -26,9 +26,8 @@ from jaxpar.models.dim_names import get_spec
 from jaxpar.models.islands import QUERIES, note
 from jaxpar.parallel.declaration import Axes, Parallel
 from jaxpar.parallel.layout import Layout, per_device, with_note
-from jaxpar.parallel.techniques.attention_choice import KERNELS, AttentionCall
 from jaxpar.parallel.techniques.attention_gather import gather
-from jaxpar.parallel.techniques.base import Compose, Technique, TracedStep, axes_tuple
+from jaxpar.parallel.techniques.base import KERNELS, AttentionCall, Compose, Technique, TracedStep, axes_tuple
 from jaxpar.sharding.names import shard_bytes
 from jaxpar.sharding.stacks import longest_list
 

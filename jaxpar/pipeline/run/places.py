@@ -23,8 +23,8 @@ from jaxpar.jaxprs.part_programs import PartProgram
 from jaxpar.pipeline.run.edges import Edge, Inbox, Outbox, assign_places, decode, encode, tree_bytes
 from jaxpar.pipeline.run.part_functions import floats
 from jaxpar.pipeline.run.stage_replicas import StageReplicas
+from jaxpar.pipeline.tables.generators import forwards
 from jaxpar.pipeline.tables.schedule import Schedule
-from jaxpar.pipeline.tables.synchronous import forwards
 from jaxpar.sharding.names import Tree
 
 

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxpar.pipeline.tables.generators import forwards
 from jaxpar.pipeline.tables.schedule import Schedule
-from jaxpar.pipeline.tables.synchronous import forwards
 
 OP_NUMBER = {None: 0, "F": 1, "B": 2, "W": 3}
 

@@ -11,9 +11,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from jaxpar.errors import refuse, suggest
+from jaxpar.pipeline.tables.generators import (
+    dualpipe_v,
+    gpipe,
+    interleaved,
+    looped_bfs,
+    one_f_one_b,
+    phased,
+    warmup_forwards,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
 from jaxpar.pipeline.tables.schedule import Schedule
-from jaxpar.pipeline.tables.synchronous import gpipe, interleaved, looped_bfs, one_f_one_b, phased, warmup_forwards
-from jaxpar.pipeline.tables.zero_bubble import dualpipe_v, zb_h1, zb_h2, zb_v
 
 ANY = range(2, 1025)  # chunks: more than one
 PUBLISHED = {  # names of papers to how a job declares them

@@ -10,7 +10,7 @@ Of a layer, [tokens, dim] being 1 (Korthikanti et al. 2022, arXiv:2205.05198, eq
 
 A pipeline stage of jaxpar saves the fewest bytes from which elementwise ops recompute the rest: two norm inputs, q, k,
 v, attention's result, and the results of the one or two matmuls before the feed-forward's last; without a fused kernel
-also the scores of the first matmul (`jaxpar.jaxprs.min_cut`), for split sequences the softmax in 16 bits.
+also the scores of the first matmul (`jaxpar.jaxprs.lean_scan`), for split sequences the softmax in 16 bits.
 """
 
 from dataclasses import replace

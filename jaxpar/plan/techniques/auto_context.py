@@ -16,7 +16,7 @@ from dataclasses import replace
 from jaxpar.errors import refuse
 from jaxpar.mesh.chips import CHIPS
 from jaxpar.models.settings.computing import HOPPER, why_no_part
-from jaxpar.parallel.techniques.attention_choice import AttentionCall, AttentionChoice
+from jaxpar.parallel.techniques.base import AttentionCall, AttentionChoice
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import HARDWARE, Hardware
 from jaxpar.plan.machine.software import JAXPAR_FUSED

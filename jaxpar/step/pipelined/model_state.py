@@ -13,8 +13,7 @@ import jax
 from jax.extend.core import JaxprEqn, Var
 
 from jaxpar.errors import refuse
-from jaxpar.jaxprs.dataflow import Traced, split_groups, variables
-from jaxpar.jaxprs.dead_code import PrunedJaxpr
+from jaxpar.jaxprs.dataflow import PrunedJaxpr, Traced, split_groups, variables
 from jaxpar.models.stack import call_at_layers, intercept_layers
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import Compute, Tree, by_path, pick

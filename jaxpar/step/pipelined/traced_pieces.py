@@ -17,8 +17,7 @@ from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun  # pyright: ignore[re
 
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.hlo.traced_flop import equation_flop
-from jaxpar.jaxprs.dataflow import CALLS, REMAT, Traced, inline_calls, split_groups
-from jaxpar.jaxprs.dead_code import PrunedJaxpr
+from jaxpar.jaxprs.dataflow import CALLS, REMAT, PrunedJaxpr, Traced, inline_calls, split_groups
 from jaxpar.jaxprs.lookups import demote_matmuls
 from jaxpar.jaxprs.part_programs import Inputs, JaxprCut, PartProgram, state_of_parameters
 from jaxpar.mesh.chips import Chip

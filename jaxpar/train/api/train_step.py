@@ -17,7 +17,7 @@ from jaxpar.mesh.devices import Simulated
 from jaxpar.parallel import compose as composer
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.techniques.attention_choice import AttentionCall, AttentionChoice
+from jaxpar.parallel.techniques.base import AttentionCall, AttentionChoice
 from jaxpar.sharding.names import Blueprint
 from jaxpar.step.memory_error import OutOfMemoryError
 from jaxpar.step.numerics import Numerics

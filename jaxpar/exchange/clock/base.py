@@ -1,11 +1,13 @@
-"""Workers' compute times: a draw from a distribution of mean 1, times the seconds of a step.
+"""The virtual clock: workers' compute times, and the gradients and updates of a simulated run.
 
-A worker's times depend only on the seed and its number, so methods are compared on the same stragglers.
+A compute time is a draw from a distribution of mean 1, times the seconds of a step. A worker's times depend only on the
+seed and its number, so methods are compared on the same stragglers. A gradient is computed at a version of the
+parameters, and applied at a time.
 """
 
 import csv
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, repeat
 from pathlib import Path
@@ -206,3 +208,75 @@ def seconds(sent: Sequence[Traffic], replicas: int, steps: int, times: WorkerTim
 def sent_bytes(sent: Sequence[Traffic]) -> float:
     """Returns the mean bytes that a device sends in a step."""
     return sum(item.collective.step_wire / item.every for item in sent)
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """A gradient that a worker pushes.
+
+    Attributes:
+      worker: The worker that computed it.
+      share: Index of its examples in the stream of batches; each batch is divided into `SimulatedRun.shares` shares.
+      versions: Version of each parameter shard that the worker read: the number of its updates until then.
+    """
+
+    worker: int
+    share: int
+    versions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """An update of a shard of the parameters, by the mean of some gradients.
+
+    Attributes:
+      seconds: Time on the virtual clock.
+      pushes: The gradients.
+      version: Number of updates of the shard before this one.
+      shard: Number of the shard of the parameters.
+    """
+
+    seconds: float
+    pushes: tuple[Push, ...]
+    version: int
+    shard: int = 0
+
+    @property
+    def staleness(self) -> list[int]:
+        """For each gradient, the number of updates since the version that it read."""
+        return [self.version - push.versions[self.shard] for push in self.pushes]
+
+
+class SimulatedRun(Protocol):
+    """A training method that is simulated on the virtual clock.
+
+    Attributes:
+      name: Name of the method.
+      shards: Number of parts into which the server divides the parameters.
+    """
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+
+    @property
+    def shards(self) -> int: ...  # noqa: D102
+
+    def updates(self, workers: int, steps: int, times: WorkerTimes) -> list[Update]:
+        """Returns all updates in the order of their times.
+
+        Args:
+          workers: Number of workers.
+          steps: Number of batches, each divided into `shares` shares.
+          times: Times of the workers.
+        """
+        ...
+
+    def shares(self, workers: int) -> int:
+        """Returns the number of shares of a batch."""
+        ...
+
+
+def mean_staleness(updates: Iterable[Update]) -> float:
+    """Returns the mean staleness of all gradients."""
+    values = [value for update in updates for value in update.staleness]
+    return sum(values) / max(len(values), 1)

@@ -27,7 +27,7 @@ from jaxpar.jaxprs.dataflow import (
     shapes,
     variables,
 )
-from jaxpar.jaxprs.gradient_sums.find import FREE, constraint_axes
+from jaxpar.jaxprs.gradient_sums import FREE, constraint_axes
 from jaxpar.models.dim_names import spec_axes
 
 ADDS = ("add_any",)  # what JAX adds gradients with

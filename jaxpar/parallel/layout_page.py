@@ -11,8 +11,8 @@ from jaxpar.html.drawings import axes_table, section
 from jaxpar.html.markup import Markup, heading, in_ascii, join, style, tag, tile
 from jaxpar.mesh.axes import AXES, coordinates, nodes_of_axes
 from jaxpar.mesh.chips import Chip, find_chip
-from jaxpar.parallel.pages.shard_cards import cards, image_card, parameter_table, split_axes
 from jaxpar.parallel.placement import Placement
+from jaxpar.parallel.shard_cards import cards, image_card, parameter_table, split_axes
 from jaxpar.sharding.names import shard_bytes
 from jaxpar.units import show_bytes, show_count
 

@@ -34,7 +34,7 @@ from jax.extend.core import (
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.jaxprs.dataflow import Env, Scan, rewrite, shapes, split_groups
-from jaxpar.jaxprs.gradient_sums.find import (
+from jaxpar.jaxprs.gradient_sums import (
     FREE,
     ExampleSum,
     body_of,
