@@ -82,7 +82,7 @@ _MODULES = {
     "schedule": "jaxpar.pipeline.draw.notebook",
     "Decoder": "jaxpar.models.decoder",
     "DecoderConfig": "jaxpar.models.settings.decoder",
-    "ViT": "jaxpar.models.vit",
+    "ViT": "jaxpar.models.classifiers",
     "ViTConfig": "jaxpar.models.settings.classifiers",
 }
 

@@ -18,7 +18,6 @@ from jaxpar.job.parts.batches import data_ends, end_tokens, with_saved_tokenizer
 from jaxpar.job.parts.models import resolve_loss, resolve_model
 from jaxpar.job.parts.names import PREFERENCES
 from jaxpar.job.parts.pretrained_start import check_start, decoder_of, rules_of
-from jaxpar.models.huggingface.export import export
 from jaxpar.models.huggingface.folder import (
     CONFIG,
     EOS,
@@ -29,6 +28,7 @@ from jaxpar.models.huggingface.folder import (
     is_folder,
     read_config,
 )
+from jaxpar.models.huggingface.weights import export
 from jaxpar.parallel.compose import as_blueprint
 from jaxpar.sharding.adapters import merge_adapters
 from jaxpar.sharding.names import by_path

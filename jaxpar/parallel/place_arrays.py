@@ -12,8 +12,8 @@ from jaxpar.models.dim_names import spec_axes
 from jaxpar.parallel.declaration import Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.placement import Placement
+from jaxpar.parallel.specs import add_axes, add_zero_and_axes, remove_axis
 from jaxpar.parallel.techniques.all_techniques import all_dim_names, idle_problems
-from jaxpar.parallel.zero import add_axes, add_zero_and_axes, remove_axis
 from jaxpar.sharding.adapters import adapter_choice, find_base
 from jaxpar.sharding.author.rules_in_force import with_author_rules
 from jaxpar.sharding.infer_names.from_words import InferredDims

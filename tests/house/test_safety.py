@@ -34,7 +34,7 @@ from jaxpar.job.file.import_object import import_object
 from jaxpar.job.file.parse import loads
 from jaxpar.job.parts.models import resolve_loss
 from jaxpar.job.sample import SamplingRequest, sample
-from jaxpar.models.huggingface.load import load as load_pretrained
+from jaxpar.models.huggingface.weights import load as load_pretrained
 from jaxpar.pipeline.draw.schedule import svg
 from jaxpar.pipeline.tables.library import schedule
 from jaxpar.pipeline.tables.price import OpTimes

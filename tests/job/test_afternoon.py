@@ -14,8 +14,7 @@ from flax import nnx
 from tokenizing import llama3
 
 from jaxpar.models.decoder import Decoder
-from jaxpar.models.huggingface.export import export
-from jaxpar.models.huggingface.load import load
+from jaxpar.models.huggingface.weights import export, load
 from jaxpar.models.settings.decoder import DecoderConfig
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from jaxpar.job.check import check
 from jaxpar.job.file.parse import load
 from jaxpar.job.parts.plan_model import planner_model
 from jaxpar.job.pretrained import export_checkpoint
-from jaxpar.models.huggingface.load import load as load_pretrained
+from jaxpar.models.huggingface.weights import load as load_pretrained
 
 FILE = Path(__file__).parents[2] / "configs" / "dpo_fsdp4_tensor2.toml"
 NO_EVALUATION = "train.eval_every=0", "data.held_out=0.0"

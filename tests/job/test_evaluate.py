@@ -30,8 +30,7 @@ from jaxpar.job.file.parse import loads
 from jaxpar.job.parts.names import settings_of
 from jaxpar.job.run import train
 from jaxpar.models.decoder import Decoder
-from jaxpar.models.huggingface.export import export
-from jaxpar.models.huggingface.load import load
+from jaxpar.models.huggingface.weights import export, load
 from jaxpar.step.evaluation_loss import evaluation_names
 
 JOB = """

@@ -23,10 +23,9 @@ from jaxpar.job.check import check, resolve
 from jaxpar.job.file.parse import loads
 from jaxpar.job.parts.plan_traced import state_recipe
 from jaxpar.models.decoder import Decoder
-from jaxpar.models.huggingface.export import export
 from jaxpar.models.huggingface.folder import check_links, end_ids
-from jaxpar.models.huggingface.load import load
 from jaxpar.models.huggingface.safetensors import entries
+from jaxpar.models.huggingface.weights import export, load
 
 # as published folders have it: keys that change no logit, some of which older versions of transformers wrote
 BOOKKEEPING = {

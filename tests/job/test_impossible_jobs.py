@@ -13,7 +13,7 @@ from jaxpar.errors import JaxparError
 from jaxpar.job import run
 from jaxpar.job.check import check
 from jaxpar.job.file.parse import loads
-from jaxpar.models.huggingface.export import export
+from jaxpar.models.huggingface.weights import export
 
 JOB = """
 [parallel]

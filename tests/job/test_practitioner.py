@@ -23,9 +23,8 @@ from test_huggingface import LLAMA, born
 from jaxpar.checkpoint import listing, reading
 from jaxpar.cli.main import main
 from jaxpar.job.checkpoint import _numbers, _on_one_device
-from jaxpar.models.huggingface.export import export
-from jaxpar.models.huggingface.load import load
 from jaxpar.models.huggingface.safetensors import entries
+from jaxpar.models.huggingface.weights import export, load
 
 SETTINGS = replace(LLAMA, vocab=512, seq=128, layers=2, dim=32, heads=4, kv_heads=2, hidden=64)
 ROWS, STEPS, EVERY = 2000, 36, 6

@@ -15,7 +15,7 @@ from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.measure import layers as bench
 from jaxpar.measure.layers import Pieces
-from jaxpar.models.mlp import MLP
+from jaxpar.models.classifiers import MLP
 from jaxpar.models.settings.classifiers import MLPConfig
 from jaxpar.parallel.compose import as_blueprint
 from jaxpar.partition.chain import Node, Profile, dumps, linearise, load

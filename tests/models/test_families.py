@@ -24,9 +24,8 @@ import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.models.decoder import Decoder
 from jaxpar.models.huggingface.config import differences, make_config, read_settings
-from jaxpar.models.huggingface.export import export
-from jaxpar.models.huggingface.load import load
 from jaxpar.models.huggingface.param_mapping import param_mappings
+from jaxpar.models.huggingface.weights import export, load
 from jaxpar.models.settings.decoder import DecoderConfig
 from jaxpar.plan.model.shape import Shape
 

@@ -23,10 +23,9 @@ import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.job.pretrained import start_from_params
 from jaxpar.models.decoder import Decoder
-from jaxpar.models.huggingface.export import export
-from jaxpar.models.huggingface.load import load
 from jaxpar.models.huggingface.param_mapping import param_mappings
 from jaxpar.models.huggingface.safetensors import DTYPES, TensorSource, entries, write
+from jaxpar.models.huggingface.weights import export, load
 from jaxpar.models.rotary import Rope
 from jaxpar.models.settings.decoder import DecoderConfig
 

@@ -19,10 +19,10 @@ from pairwise import some
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
-from jaxpar.models.huggingface.load import load
 from jaxpar.models.huggingface.param_mapping import TABLES
 from jaxpar.models.huggingface.rules import expand
 from jaxpar.models.huggingface.safetensors import TensorSource, entries, write
+from jaxpar.models.huggingface.weights import load
 
 SAVED = Path(__file__).parents[1] / "models" / "huggingface"
 MODELS = sorted(path.name for path in SAVED.iterdir() if path.is_dir())

@@ -24,7 +24,7 @@ from jaxpar.job.checkpoint import _numbers, _on_one_device
 from jaxpar.job.parts.models import resolve_loss, resolve_model
 from jaxpar.job.parts.plan_traced import state_recipe
 from jaxpar.job.plan import question
-from jaxpar.models.huggingface.load import load
+from jaxpar.models.huggingface.weights import load
 from jaxpar.models.low_rank import QuantizedMatrix, dequantize, low_rank_sum, quantize_matrix
 from jaxpar.parallel.layout import per_device
 from jaxpar.sharding.adapters import quantize

@@ -26,7 +26,7 @@ from jaxpar.job.parts.models import resolve_model
 from jaxpar.job.parts.optimizers import resolve_optimizer
 from jaxpar.job.sample import SamplingRequest, load_text_model
 from jaxpar.mesh.target import missing_plugin
-from jaxpar.models.huggingface.load import load as load_folder
+from jaxpar.models.huggingface.weights import load as load_folder
 from jaxpar.optim.eval_params import ema_params, eval_arrays, eval_params, eval_sources
 from jaxpar.optim.optax_lookup import LOSS, SMALL, update_with_loss
 from jaxpar.sharding.names import Compute, by_path, nest

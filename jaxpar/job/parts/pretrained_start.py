@@ -19,7 +19,7 @@ from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.names import settings_of
 from jaxpar.models.huggingface.config import differences
 from jaxpar.models.huggingface.folder import TOKENIZERS
-from jaxpar.models.huggingface.load import Pretrained, Tensor, load
+from jaxpar.models.huggingface.weights import Pretrained, Tensor, load
 from jaxpar.models.settings.decoder import DecoderConfig
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.adapters import checkpoint_leaves

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from jaxpar.errors import Problem, suggest
-from jaxpar.models.huggingface.load import shorten
 from jaxpar.models.huggingface.param_mapping import ParamMapping, groups, joint_size, tensor_shape
+from jaxpar.models.huggingface.weights import shorten
 
 Rule = str | tuple[str, str] | None
 EXAMPLE = '("model.layers.{}.mlp.up_proj.weight", "hidden embed -> embed hidden")'

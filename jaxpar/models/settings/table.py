@@ -30,12 +30,12 @@ class ReferenceModel:
 
 REFERENCE_MODELS: Mapping[str, ReferenceModel] = {
     "decoder": ReferenceModel(DecoderConfig, "jaxpar.models.decoder:Decoder"),
-    "vit": ReferenceModel(ViTConfig, "jaxpar.models.vit:ViT"),
+    "vit": ReferenceModel(ViTConfig, "jaxpar.models.classifiers:ViT"),
     "resnet": ReferenceModel(ResNetConfig, "jaxpar.models.convolutional:ResNet"),
     "unet": ReferenceModel(UNetConfig, "jaxpar.models.convolutional:UNet"),
     "alexnet": ReferenceModel(AlexNetConfig, "jaxpar.models.convolutional:AlexNet"),
     "vgg": ReferenceModel(VGGConfig, "jaxpar.models.convolutional:VGG"),
     "googlenet": ReferenceModel(GoogLeNetConfig, "jaxpar.models.convolutional:GoogLeNet"),
-    "mlp": ReferenceModel(MLPConfig, "jaxpar.models.mlp:MLP"),
+    "mlp": ReferenceModel(MLPConfig, "jaxpar.models.classifiers:MLP"),
 }
 MODELS: Mapping[str, type] = {name: model.settings for name, model in REFERENCE_MODELS.items()}

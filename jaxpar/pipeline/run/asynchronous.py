@@ -28,11 +28,10 @@ import optax
 
 from jaxpar.errors import refuse
 from jaxpar.optim import loss_argument
-from jaxpar.pipeline.run.execute import run_table
+from jaxpar.pipeline.run.execute import initial_state, run_table, run_tick
 from jaxpar.pipeline.run.program import COLUMNS, Program, TableRow, TickKind, program
 from jaxpar.pipeline.run.slots import load, store
 from jaxpar.pipeline.run.stage import Keep, Stage
-from jaxpar.pipeline.run.tick import initial_state, run_tick
 from jaxpar.pipeline.run.traced_model import PipelineFunctions
 from jaxpar.pipeline.tables.schedule import Schedule
 from jaxpar.sharding.names import SCOPE

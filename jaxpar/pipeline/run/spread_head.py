@@ -29,12 +29,11 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.jaxprs.dataflow import Traced
-from jaxpar.pipeline.run.execute import run_table
+from jaxpar.pipeline.run.execute import initial_state, run_masked, run_table, send, write
 from jaxpar.pipeline.run.gradient_sums import add
 from jaxpar.pipeline.run.program import COLUMNS, OP_NUMBER, Program, TableRow, TickKind
 from jaxpar.pipeline.run.slots import load
 from jaxpar.pipeline.run.stage import Keep, Stage
-from jaxpar.pipeline.run.tick import initial_state, run_masked, send, write
 from jaxpar.pipeline.run.traced_model import PipelineFunctions, PipelineModel
 
 Tree = Any
@@ -276,7 +275,7 @@ class SpreadTable:
             return state | {"sums": jax.tree.map(jnp.add, state["sums"], total(shared, y)[1])}, y
         _, pull, sums = jax.vjp(total, shared, y, has_aux=True)
         dshared, dy = pull(jnp.ones((), jnp.float32))
-        # as in `tick.write`: the gradient is added up before the message is sent
+        # as in `execute.write`: the gradient is added up before the message is sent
         shared, dy = jax.lax.optimization_barrier((_add_grads(self.maps, state, dshared), dy))
         return {"sums": jax.tree.map(jnp.add, state["sums"], sums), "shared": shared}, dy
 

@@ -4,7 +4,7 @@
              F: embed if first, the chunk, the head and its gradient if last     out = y, or dL/dy
              B: the chunk's backward, the embedding's if first                   out = dx
              W: the gradient of the weights, from the stash
-             write the slots; send `out` to the neighbours; write what arrives from them     see `tick.py`
+             write the slots; send `out` to the neighbours; write what arrives from them     see `execute.py`
 
 The head's gradient is part of the last stage's F, which sends dL/dy to itself, so that B is the same on every stage.
 """

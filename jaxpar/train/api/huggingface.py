@@ -16,12 +16,11 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxpar.errors import JaxparError, Problem, refuse, shape_differences
-from jaxpar.models.huggingface.export import float_dtype, tensor_sources, write_model
 from jaxpar.models.huggingface.folder import CONFIG, is_folder, read_config
-from jaxpar.models.huggingface.load import Tensor, find_entries, shorten
 from jaxpar.models.huggingface.param_mapping import ParamMapping, groups, joint_size
 from jaxpar.models.huggingface.rules import Rule, expand, tensor_shapes
 from jaxpar.models.huggingface.safetensors import FLOATS, NAMES, Entry, folder_entries
+from jaxpar.models.huggingface.weights import Tensor, find_entries, float_dtype, shorten, tensor_sources, write_model
 from jaxpar.optim.patterns import has_prefix
 from jaxpar.parallel.compose import as_blueprint
 from jaxpar.parallel.layout import Layout

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.errors import refuse
-from jaxpar.launch.supervise import free_port
+from jaxpar.launch import free_port
 from jaxpar.measure.record import commit, versions
 
 from ..command import environment

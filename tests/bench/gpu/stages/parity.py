@@ -123,7 +123,7 @@ def _logits(name: str, device: Any) -> dict[str, Any]:
         return {"absent": f"{SAVED / name}: only a checkout has it"}
     from flax import nnx
 
-    from jaxpar.models.huggingface.load import load
+    from jaxpar.models.huggingface.weights import load
 
     found = load(SAVED / name)
     with nnx.use_eager_sharding(False), jax.default_device(device):

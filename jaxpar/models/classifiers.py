@@ -1,4 +1,8 @@
-"""A vision transformer (Dosovitskiy et al. 2020, arXiv:2010.11929), with the mean of all patches as the image."""
+"""Classifiers with named dims: a vision transformer, and a multilayer perceptron.
+
+ViT is Dosovitskiy et al. 2020, arXiv:2010.11929, with the mean of all patches as the image. The perceptron is the
+smallest model with a pair of column- and row-sharded matrices.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +11,7 @@ from flax import nnx
 from jaxpar.models.dim_names import constrain
 from jaxpar.models.layer_stack import run_stack, stack
 from jaxpar.models.layers import Block, BlockConfig, LayerKind, Norm, dropout, weight
-from jaxpar.models.settings.classifiers import ViTConfig
+from jaxpar.models.settings.classifiers import MLPConfig, ViTConfig
 
 
 class ViT(nnx.Module):
@@ -56,3 +60,26 @@ class ViT(nnx.Module):
             x, keys = dropout(x, s.dropout, keys[0]), keys[1:]
         x = run_stack(self.blocks, x, keys, policy=self.remat, scan=s.scan, kinds=(LayerKind(),))
         return jnp.mean(self.norm(x), axis=1) @ self.head[...] + self.head_bias[...]
+
+
+class MLP(nnx.Module):
+    """Arrays to logits of classes."""
+
+    def __init__(self, settings: MLPConfig, *, rngs: nnx.Rngs):
+        s = self.settings = settings
+        self.first = weight(rngs, (s.inputs, s.dim), ("inputs", "embed"), s.inputs**-0.5)
+        self.up = nnx.List([weight(rngs, (s.dim, s.hidden), ("embed", "mlp"), s.dim**-0.5) for _ in range(s.layers)])
+        self.down = nnx.List(
+            [weight(rngs, (s.hidden, s.dim), ("mlp", "embed"), s.hidden**-0.5) for _ in range(s.layers)]
+        )
+        self.head = weight(rngs, (s.dim, s.classes), ("embed", "classes"), s.dim**-0.5)
+        self.head_bias = nnx.Param(jnp.zeros((s.classes,)), out_sharding=("classes",))
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Logits [batch, classes] of inputs [batch, ...]."""
+        first = self.first[...]
+        x = inputs.reshape(inputs.shape[0], -1).astype(first.dtype) @ first
+        for up, down in zip(self.up, self.down, strict=True):
+            hidden = constrain(jax.nn.relu(x @ up[...]), "batch", "mlp")
+            x = x + hidden @ down[...]
+        return x @ self.head[...] + self.head_bias[...]

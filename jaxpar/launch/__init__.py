@@ -1,1 +1,0 @@
-"""Starts the processes of one job on this machine, watches them, and restarts them after a failure."""
