@@ -25,6 +25,8 @@ from jaxpar.cluster.environment import Cluster
 from jaxpar.cluster.peers import ANSWER, RULE, Peer, Peers, problem_of
 from jaxpar.errors import JaxparError, Problem, refuse
 
+HEARTBEAT = 30  # seconds without a heartbeat after which a process counts as lost
+
 
 def host_rendezvous(cluster: Cluster, *, bind: str, until: float, fingerprint: str, word: str = "") -> None:
     """Process 0's side: waits until all other processes have joined.
@@ -146,9 +148,6 @@ def _connection_error(cluster: Cluster, reason: str, fix: str, *, rule: str = RU
         f"process {cluster.process} of {cluster.processes} on {socket.gethostname()}, coordinator {cluster.coordinator}"
     )
     return refuse(f"{sender}: {reason}", rule=rule, fix=fix)
-
-
-HEARTBEAT = 30  # seconds without a heartbeat after which a process counts as lost
 
 
 def connect(

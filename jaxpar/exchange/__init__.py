@@ -27,7 +27,7 @@ _HOMES = {
     "ring": "averaging.gossip",
     "Exponential": "clock.base",
     "WorkerTimes": "clock.base",
-    "AsynchronousEasgd": "clock.elastic",
+    "AsynchronousEasgd": "clock.parameter_servers",
     "mean_staleness": "clock.base",
     "Downpour": "clock.parameter_servers",
     "Stale": "clock.stale",

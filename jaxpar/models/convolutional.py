@@ -14,6 +14,15 @@ from flax import nnx
 from jaxpar.errors import refuse
 from jaxpar.models.settings.classifiers import AlexNetConfig, GoogLeNetConfig, ResNetConfig, UNetConfig, VGGConfig
 
+# GoogLeNet, table 1: channels of 1x1, of 3x3's reduction and 3x3, of 5x5's reduction and 5x5, of the pooled branch
+INCEPTIONS = (
+    (64, 96, 128, 16, 32, 32), (128, 128, 192, 32, 96, 64),
+    (192, 96, 208, 16, 48, 64), (160, 112, 224, 24, 64, 64), (128, 128, 256, 24, 64, 64), (112, 144, 288, 32, 64, 64),
+    (256, 160, 320, 32, 128, 128),
+    (256, 160, 320, 32, 128, 128), (384, 192, 384, 48, 128, 128),
+)  # fmt: skip
+POOLED_AFTER = (1, 6)  # inception 3b and 4e
+
 
 class AlexNet(nnx.Module):
     """Images to logits of classes: five convolutions, then three dense layers with 96 % of the parameters."""
@@ -80,16 +89,6 @@ class VGG(nnx.Module):
         x = self.dropout(nnx.relu(self.first(x)))
         x = self.dropout(nnx.relu(self.second(x)))
         return self.head(x)
-
-
-# Table 1 of the paper: channels of 1x1, of 3x3's reduction and 3x3, of 5x5's reduction and 5x5, of the pooled branch
-INCEPTIONS = (
-    (64, 96, 128, 16, 32, 32), (128, 128, 192, 32, 96, 64),
-    (192, 96, 208, 16, 48, 64), (160, 112, 224, 24, 64, 64), (128, 128, 256, 24, 64, 64), (112, 144, 288, 32, 64, 64),
-    (256, 160, 320, 32, 128, 128),
-    (256, 160, 320, 32, 128, 128), (384, 192, 384, 48, 128, 128),
-)  # fmt: skip
-POOLED_AFTER = (1, 6)  # inception 3b and 4e
 
 
 class Inception(nnx.Module):

@@ -31,6 +31,7 @@ from jaxpar.errors import refuse
 INT8 = jnp.dtype(jnp.int8)
 STEP = np.float32(1 / 127)  # of the largest entry; -128 has no opposite. XLA makes a division by 127 a product too
 Index = tuple[slice, ...]
+NAME = "low_rank_sum"
 
 
 def quantize_matrix(matrix: jax.Array, *, lead: int, inputs: int) -> tuple[jax.Array, jax.Array]:
@@ -131,9 +132,6 @@ class QuantizedMatrix:
             scales = largest * STEP
             self.scale_cache[key] = np.where(scales > 0, scales, np.float32(1))
         return self.scale_cache[key]
-
-
-NAME = "low_rank_sum"
 
 
 def low_rank_sum(base: jax.Array, first: jax.Array, second: jax.Array, *scales: jax.Array, lead: int = 0) -> jax.Array:

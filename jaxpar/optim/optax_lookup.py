@@ -34,6 +34,8 @@ ALONE = (
     "no other optimizer, and no per-example gradients"
 )
 TYPES = 'arguments of the right types; decay = "constant" and warmup = 0 if the optimizer takes no schedule'
+LOSS = jax.ShapeDtypeStruct((), jnp.float32)
+SMALL = {"matrix": jax.ShapeDtypeStruct((3, 4), jnp.float32), "vector": jax.ShapeDtypeStruct((4,), jnp.float32)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,10 +183,6 @@ def _step_keys(value: Any) -> Any:
     """Converts the keys of a table to integers if all of them are steps, because TOML keys are text."""
     steps = isinstance(value, Mapping) and value and all(str(key).isdigit() for key in value)
     return {int(key): entry for key, entry in value.items()} if steps else value
-
-
-LOSS = jax.ShapeDtypeStruct((), jnp.float32)
-SMALL = {"matrix": jax.ShapeDtypeStruct((3, 4), jnp.float32), "vector": jax.ShapeDtypeStruct((4,), jnp.float32)}
 
 
 def check_chain(optimizer: optax.GradientTransformation, spec: Optimizer, params: Any) -> Any:

@@ -22,6 +22,8 @@ from jaxpar.sharding.names import SCOPE, Tree, path_of, shard_counts
 from jaxpar.sharding.rules import SMALL, count_layer_dims
 
 constrained = jax.lax.with_sharding_constraint
+# of each stack of matrices: what it was read from (value, dtype, trace), and what the model got
+_stacks: ContextVar[dict[str, tuple[tuple, jax.Array]] | None] = ContextVar("stacks", default=None)
 
 
 def reshard_padded(value: jax.Array, used: NamedSharding, whole: NamedSharding) -> jax.Array:
@@ -111,10 +113,6 @@ def _gather_combined_backward(used, stored, axis, _, gradient):
 
 
 gather_combined.defvjp(_gather_combined_forward, _gather_combined_backward)
-
-
-# of each stack of matrices: what it was read from (value, dtype, trace), and what the model got
-_stacks: ContextVar[dict[str, tuple[tuple, jax.Array]] | None] = ContextVar("stacks", default=None)
 
 
 @contextmanager

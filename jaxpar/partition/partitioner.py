@@ -24,6 +24,7 @@ HEADINGS = (
     *("stage", "layers", "replicas", "computes", "agrees", "sends"),
     *("depth", "versions", "memory", "limited by"),
 )
+LARGEST = 20_000  # layers x parts of a level, at most: a search takes seconds and a few hundred MiB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,9 +146,6 @@ def _row(number: int, stage: PartitionStage) -> tuple[str, ...]:
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-LARGEST = 20_000  # layers x parts of a level, at most: a search takes seconds and a few hundred MiB
 
 
 def partition(chain: Chain, topology: Topology, objective: Objective | None = None) -> Partition:

@@ -22,7 +22,7 @@ import optax
 from jaxpar.errors import refuse
 from jaxpar.exchange.base import flatten_by_path
 from jaxpar.exchange.clock.base import Push, Update
-from jaxpar.exchange.clock.elastic import LocalStep
+from jaxpar.exchange.clock.parameter_servers import LocalStep
 from jaxpar.optim.eval_params import eval_arrays
 from jaxpar.step.init_state import init_state
 from jaxpar.step.state import State, fold_in_number

@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.models.blocks.attention import blockwise
 from jaxpar.models.blocks.attention_mask import AttentionMask
 from jaxpar.models.blocks.fused import CUDNN
-from jaxpar.models.blocks.kernel_check import BAND, relative_errors
 from jaxpar.models.islands import use_islands
 from jaxpar.parallel.techniques.ring_attention.attention import distributed_attention
+from jaxpar.parallel.techniques.ring_attention.choice import BAND, relative_errors
 
 
 @pytest.mark.parametrize("window", [None, 100])

@@ -23,10 +23,9 @@ from jaxpar.mesh.target import missing_plugin
 from jaxpar.models.blocks import fused
 from jaxpar.models.blocks.attention import blockwise
 from jaxpar.models.blocks.attention_mask import AttentionMask
-from jaxpar.models.blocks.kernel_check import BAND, check_kernel, relative_errors
 from jaxpar.models.islands import use_islands
 from jaxpar.parallel.techniques.ring_attention import attention, choice
-from jaxpar.parallel.techniques.ring_attention.choice import AttentionSharding
+from jaxpar.parallel.techniques.ring_attention.choice import BAND, AttentionSharding, check_kernel, relative_errors
 
 
 def scores(q, k, causal, window):

@@ -22,7 +22,7 @@ from jaxpar.inspector import report as reports
 from jaxpar.inspector.compiled import compile_program
 from jaxpar.mesh.collective import KINDS
 from jaxpar.mesh.target import missing_plugin
-from jaxpar.pipeline.run.redistribute import permutation_rounds
+from jaxpar.pipeline.run.parameter_moves import permutation_rounds
 
 pytestmark = pytest.mark.skipif(missing_plugin() is not None, reason=f"compiling for absent GPUs: {missing_plugin()}")
 VOCAB, SEQ, DIM, HIDDEN, LAYERS = 512, 64, 256, 1024, 8

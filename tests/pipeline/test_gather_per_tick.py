@@ -17,7 +17,7 @@ from tiny import Staged, assert_same_arrays, on_one_device, train
 import jaxpar as jp
 from jaxpar.jaxprs.split_backward import halves
 from jaxpar.mesh.target import missing_plugin
-from jaxpar.pipeline.run.gathers import Gather, gather_parameter, regather_in_backward
+from jaxpar.pipeline.run.parameter_moves import Gather, gather_parameter, regather_in_backward
 
 LAYERS, DIM, HIDDEN, VOCAB, SEQ = 8, 256, 1024, 512, 64
 MESH = {"pipe": 2, "fsdp": 4}

@@ -4,8 +4,8 @@
               a gradient, the version of the parameters it read, and the update that applied it
     stale     workers that read at any time, or are at most some steps ahead of the slowest; backup workers
     parameter_servers  in several shards, each with its own versions (DistBelief), or in two levels: groups of workers
-              have servers, and these have a root
-    elastic   workers with their own parameters, which synchronize with a center one by one
+              have servers, and these have a root; or a center, with which workers that have their own parameters
+              synchronize one by one
     table     the methods that `jaxpar exchange compare` accepts, by name
 
 A method computes a table of updates from the workers' times, without a model. `train.virtual_clock` trains a model by

@@ -2,8 +2,7 @@
 
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.exchange.clock.base import SimulatedRun
-from jaxpar.exchange.clock.elastic import AsynchronousEasgd
-from jaxpar.exchange.clock.parameter_servers import Downpour, TwoLevels
+from jaxpar.exchange.clock.parameter_servers import AsynchronousEasgd, Downpour, TwoLevels
 from jaxpar.exchange.clock.stale import Backup, Stale
 
 # name to the class and the setting that a number after the colon sets; "" for none

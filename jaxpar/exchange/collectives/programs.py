@@ -34,6 +34,9 @@ TABLES: dict[str, Table] = {
     "all_to_all": algorithms.all_to_all,
     **algorithms.ALL_REDUCE,
 }
+ROWS = ("scatter", "reduce_scatter", "all_to_all")  # take an array with one entry per device
+OWN = ("gather", "all_gather")  # take one device's entry
+_WIDE = 12  # maximum elements shown per device
 
 
 def send(x: jax.Array, axis: str, *, source: int = 0, target: int = -1) -> jax.Array:
@@ -111,8 +114,6 @@ PROGRAMS: dict[str, Callable[[jax.Array, str], jax.Array]] = {
     "all_to_all": all_to_all,
     **{name: partial(all_reduce, algorithm=name) for name in algorithms.ALL_REDUCE},
 }
-ROWS = ("scatter", "reduce_scatter", "all_to_all")  # take an array with one entry per device
-OWN = ("gather", "all_gather")  # take one device's entry
 
 
 def _run(rounds: list[Round], x: jax.Array, axis: str) -> jax.Array:
@@ -143,9 +144,6 @@ def _as_entry(x: jax.Array, axis: str, *, first: int = 0) -> jax.Array:
 def _entry_of_this_device(x: jax.Array, axis: str, *, first: int = 0) -> jax.Array:
     """Returns this device's entry of an array [devices, ...]."""
     return jax.lax.dynamic_index_in_dim(x, _device_index(axis, first), keepdims=False)
-
-
-_WIDE = 12  # maximum elements shown per device
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from jaxpar.exchange.replica_mesh import ReplicaMesh
 
+SCORED = 0.2  # last share of a round whose losses are averaged
+
 
 @dataclass(frozen=True)
 class SearchSpace:
@@ -63,9 +65,6 @@ class SearchSpace:
                 value = low + column * (high - low)
             result[name] = jnp.clip(value, low, high).astype(values.dtype)
         return result
-
-
-SCORED = 0.2  # last share of a round whose losses are averaged
 
 
 @dataclass(frozen=True, kw_only=True)

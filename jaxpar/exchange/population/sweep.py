@@ -27,6 +27,12 @@ KINDS = ("choice", *RANGES)
 MOVING = ("pbt", "evolution", "swarm")  # methods that change settings while members train
 LARGEST = 3.4e38  # of float32
 EXAMPLE = "{ log_uniform = [1e-4, 1e-2] }"
+ROOM = "optimizer."  # prefix of the settings that may differ between members
+MOST = 4096  # members, at most
+IN_ROUNDS = ("evolution", "swarm")  # methods in which members train anew in each round
+OF_METHOD = {  # settings of a sweep to the methods that use them
+    "every": ("pbt", "evolution", "swarm"), "share": ("pbt", "evolution"), "factors": ("pbt",), "spread": ("evolution",)
+}  # fmt: skip
 
 
 def flatten_values(over: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -117,14 +123,6 @@ def _broken_rule(value: object, method: str) -> tuple[str, str] | None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
-
-
-ROOM = "optimizer."  # prefix of the settings that may differ between members
-MOST = 4096  # members, at most
-IN_ROUNDS = ("evolution", "swarm")  # methods in which members train anew in each round
-OF_METHOD = {  # settings of a sweep to the methods that use them
-    "every": ("pbt", "evolution", "swarm"), "share": ("pbt", "evolution"), "factors": ("pbt",), "spread": ("evolution",)
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

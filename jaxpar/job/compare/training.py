@@ -14,7 +14,7 @@ from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.exchange.base import AllReduce, Exchange
 from jaxpar.exchange.clock import base
 from jaxpar.exchange.clock.base import SimulatedRun, WorkerTimes, mean_staleness
-from jaxpar.exchange.clock.elastic import AsynchronousEasgd
+from jaxpar.exchange.clock.parameter_servers import AsynchronousEasgd
 from jaxpar.job.build import assemble
 from jaxpar.job.check import check, device_count
 from jaxpar.job.compare.methods import Method, fit_batch

@@ -5,7 +5,6 @@
                     of `jp.attention`
     kernel          one scan over a table of pairs, forward and backward
     fused           cuDNN's kernel as two calls, with its float32 statistics, for attention over a part of the keys
-    kernel_check    checks that kernel on the device before its first use
     attention       attention on one device, with its own backward pass
     lookup          an embedding table sharded by columns
 

@@ -53,6 +53,7 @@ from jaxpar.sharding.names import DISPATCH, TOKENS
 
 FINENESS = 4  # blocks of a mean load: more of them have fewer empty entries, and more copies of weights
 WEIGHTS = "weights of blocks"
+AXIS = "expert"
 
 
 def in_blocks(expert: Expert, params: Tree, tokens: jax.Array, place: jax.Array) -> jax.Array:
@@ -122,9 +123,6 @@ _weights_of_blocks.defvjp(
     lambda leaf, of_block: (_weights_of_blocks(leaf, of_block), of_block == jnp.arange(len(leaf))[:, None]),
     _weights_of_blocks_backward,
 )
-
-
-AXIS = "expert"
 
 
 def mixture(expert: Expert, params: Tree, x: jax.Array, routing: Routing) -> tuple[jax.Array, Load]:

@@ -26,6 +26,8 @@ from jaxpar.pipeline.run.program import TableRow
 from jaxpar.pipeline.run.slots import load
 from jaxpar.sharding.names import GRADIENT
 
+Tree = Any
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shards:
@@ -96,9 +98,6 @@ def sum_shapes(params: Any) -> Any:
 def zeros_like_shapes(shapes: Any) -> Any:
     """Returns zeros of these shapes and dtypes."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-
-
-Tree = Any
 
 
 class GradientSums:

@@ -24,6 +24,7 @@ from jaxpar.pipeline.run.traced_model import PipelineFunctions, PipelineModel
 from jaxpar.sharding.names import BACKWARD, SCOPE
 
 Tree = Any
+Keep = Literal["inputs", "residuals"]
 
 
 class MaskedChoice:
@@ -50,9 +51,6 @@ class BranchChoice:
     def __call__(self, pred: jax.Array | bool, on_true: Callable[[], Tree], on_false: Callable[[], Tree]) -> Tree:
         """Returns the result of `on_true` if `pred` is true, else that of `on_false`."""
         return on_true() if pred is True else jax.lax.cond(pred, on_true, on_false)
-
-
-Keep = Literal["inputs", "residuals"]
 
 
 class OpResult(NamedTuple):

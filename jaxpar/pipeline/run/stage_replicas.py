@@ -29,6 +29,8 @@ from jax import lax
 from jaxpar.pipeline.run.stage_buffers import StageBuffers
 from jaxpar.sharding.names import GRADIENT, UPDATES
 
+Reduce = Callable[[list[jax.Array]], list[jax.Array]]
+
 
 @dataclass(frozen=True)
 class StageReplicas:
@@ -82,9 +84,6 @@ class StageReplicas:
                     messages.append(message)
             yield messages
             remaining = [message for message in remaining if message not in messages]
-
-
-Reduce = Callable[[list[jax.Array]], list[jax.Array]]
 
 
 class ReplicaSums:

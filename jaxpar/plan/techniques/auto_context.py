@@ -7,7 +7,7 @@ A ring or Ulysses is priced by the implementation of the run: cuDNN's kernel if 
 is requested; otherwise blocks of plain JAX. If the kernel is requested, only forms that use it are candidates.
 
 The choice depends on shapes, dtypes and the chip alone, so it is the same on simulated, absent and real devices. It
-assumes that the kernel passes its trial on the device (`jaxpar.models.blocks.kernel_check`); otherwise the run stops.
+assumes that the kernel passes its trial on the device (`ring_attention.choice.check_kernel`); otherwise the run stops.
 """
 
 from collections.abc import Mapping

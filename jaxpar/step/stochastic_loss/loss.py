@@ -26,6 +26,8 @@ from jaxpar.step.gradients import Gradients
 from jaxpar.step.losses import Sums
 from jaxpar.step.state import State, replicate_model_state
 
+AFTER = 0x7FFF  # folded into a microbatch's key to make the next one's, as for Linen's own keys
+
 
 def key_parameter(loss: Callable) -> inspect.Parameter | None:
     """Returns the parameter of a loss that takes a random key, or None.
@@ -126,9 +128,6 @@ def _equations(eqn: JaxprEqn, rows: set[int], shard_draws: Callable) -> Iterator
             constraints += [*jaxpr.eqns[:-1], constraint.replace(outvars=[var], source_info=eqn.source_info)]
     yield eqn.replace(outvars=outs) if constraints else eqn
     yield from constraints
-
-
-AFTER = 0x7FFF  # folded into a microbatch's key to make the next one's, as for Linen's own keys
 
 
 class KeyedModel(NamedTuple):

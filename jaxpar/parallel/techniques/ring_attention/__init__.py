@@ -6,7 +6,8 @@
     plain_block_attention   attention to the rotating keys, block by block in plain JAX, by tables of the block pairs
                             of each turn of a ring
     kernel_attention        the same, in calls of cuDNN's fused kernel
-    choice                  chooses between these two, and the axes that split the call; refuses unsupported shapes
+    choice                  chooses between these two, and the axes that split the call; refuses unsupported shapes;
+                            checks the kernel on the device before its first use
     attention               all of this as one function with one backward pass
 
     P devices = ring x ulysses      sends each layer, forward and backward
