@@ -134,7 +134,7 @@ for batch in (32, 256):
 # the batch the rate would be 0.64, with 20 steps in all: too fast for 2 steps of warm-up.
 
 # %%
-followed = {batch: train(batch, linear.at(batch)) if batch > SMALL else fixed[batch] for batch in BATCHES}
+followed = {batch: train(batch, linear.for_batch(batch)) if batch > SMALL else fixed[batch] for batch in BATCHES}
 print(" batch    one rate      linear")
 for batch in BATCHES:
     print(f"{batch:>6}{fixed[batch][1]:>12.3f}{followed[batch][1]:>12.3f}")
@@ -166,7 +166,7 @@ plt.show()
 # suffer a little, 32 times a lot.
 
 # %%
-cold = {batch: train(batch, replace(linear, warmup=0).at(batch)) for batch in (256, 1024)}
+cold = {batch: train(batch, replace(linear, warmup=0).for_batch(batch)) for batch in (256, 1024)}
 for batch, (losses, loss, _) in cold.items():
     warm = followed[batch]
     print(f"batch {batch:>4}  held-out loss {loss:.3f} cold, {warm[1]:.3f} warm; highest loss of a step "
@@ -225,7 +225,7 @@ for state in states:
 
 # %%
 eight = jp.compose(Net, jp.Parallel(data=8))
-apart = np.abs(train(256, linear.at(256), eight)[0] - followed[256][0]).max()
+apart = np.abs(train(256, linear.for_batch(256), eight)[0] - followed[256][0]).max()
 print(f"losses differ by {apart:.1e} at most")
 
 # %% [markdown]
@@ -260,7 +260,7 @@ def read(batch, spec):
 
 print(f"batch  8: {read(8, small):.3f}")
 for batch in (16, 64):
-    one, follows = replace(small, warmup=small.warmup * 8 // batch), replace(small, reference_batch=8).at(batch)
+    one, follows = replace(small, warmup=small.warmup * 8 // batch), replace(small, reference_batch=8).for_batch(batch)
     print(f"batch {batch}: {read(batch, one):.3f} at one rate, {read(batch, follows):.3f} at a rate that follows")
 
 # %% [markdown]
