@@ -93,6 +93,18 @@ def test_a_logger_that_joins_late_has_the_rows_before(name, tmp_path):
     assert close(curves, expected(1, 9)), curves
 
 
+@pytest.mark.parametrize("name", [needs("tensorboard")])
+def test_tensorboard_has_a_row_on_the_disk_when_its_logger_returns(name, tmp_path):
+    """So the row survives a kill, and is there before the checkpoint of its step."""
+    logger = LOGGERS[name].kind()
+    logger.begin(LoggedRun(folder=tmp_path))
+    for step in range(1, 21):
+        logger.log(step, {"loss": 1 / step})
+        curves, _ = logged_run.read_tensorboard(tmp_path)
+        assert [point for point, _ in curves["loss"]] == [*range(1, step + 1)]
+    logger.close()
+
+
 def test_tensorboard_itself_reads_the_same(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for words in ((0, 8, "kill"), (5, 6, "kill"), (6, 12)):

@@ -26,10 +26,10 @@ class TensorBoard:
 
         tensorboard --logdir RUN/tensorboard
 
-    Each start adds a file. Its first event tells readers to drop the steps of earlier files from the one that it goes
-    on from (`purge_step`). That step is written again, because the run may have been killed after its loss and before
-    its evaluation. Rows are written before the checkpoint of their step, so none is missing. A logger that is added to
-    a run later writes all rows.
+    Each start adds a file. Its first events tell readers to drop the steps of earlier files from the one that it goes
+    on from. That step is written again, because the run may have been killed after its loss and before its evaluation.
+    Rows are on the disk before the checkpoint of their step, so none is missing. A logger that is added to a run later
+    writes all rows.
     """
 
     def __init__(self):
@@ -37,34 +37,47 @@ class TensorBoard:
 
     def begin(self, run: LoggedRun) -> None:
         """Begins an event file, which replaces the steps from `run.step` on."""
-        from tensorboardX import SummaryWriter
+        # not `SummaryWriter`: its `flush` does not wait for the thread that writes, so a kill loses rows
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.summary import text as text_summary
 
         self.close()
         folder = run.folder / "tensorboard"
+        folder.mkdir(parents=True, exist_ok=True)
         number = len([*folder.glob("events.out.tfevents.*")])
         # files have the second in their names, by which readers sort them: the number tells two of a second apart
-        self._writer = SummaryWriter(str(folder), purge_step=run.step or 1, filename_suffix=f".{number:06d}")
+        self._writer = EventsWriter(str(folder / "events"), filename_suffix=f".{number:06d}")
+        start = import_module("tensorboardX.proto.event_pb2").SessionLog.START
+        self._add(run.step or 1, session_log={"status": start})
         for step, values in run.rows():
             if not number or step == run.step:
-                self._add(step, values)
+                self._add_scalars(step, values)
         texts = {**run.texts, "config": "\n".join(f"{key} = {value}" for key, value in run.config.items())}
         for name, text in texts.items():
-            self._writer.add_text(name, "\n".join(f"    {line}" for line in text.splitlines()), run.step)
+            block = "\n".join(f"    {line}" for line in text.splitlines())
+            self._add(run.step, summary=text_summary(name, block))
         self._writer.flush()
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Writes the values of a step to the disk."""
-        self._add(step, values)
+        self._add_scalars(step, values)
         self._writer.flush()
 
     def close(self) -> None:
         """Closes the event file."""
         if self._writer is not None:
             self._writer.close()
+            self._writer = None
 
-    def _add(self, step: int, values: Mapping[str, Any]) -> None:
+    def _add_scalars(self, step: int, values: Mapping[str, Any]) -> None:
+        from tensorboardX.summary import scalar
+
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            self._add(step, summary=scalar(name, value))
+
+    def _add(self, step: int, **content: Any) -> None:
+        event = import_module("tensorboardX.proto.event_pb2").Event
+        self._writer.write_event(event(wall_time=time.time(), step=step, **content))
 
 
 class WeightsAndBiases:
