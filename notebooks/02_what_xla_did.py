@@ -273,7 +273,7 @@ for report, n, rate in ((one, 8, 450e9), (eight, 64, 400e9)):
 # **Explain the gap.** Kernels take twice as long as the matmuls: softmax, norms and Adam move memory, and this attention
 # writes its scores to memory, which the fused kernel that jaxpar's models take on a real GPU does not. Collectives take
 # longer than on paper, which has bandwidth only: each of some 160 takes time to start, three times as long between nodes.
-# And they are not hidden. Look at one turn of the forward loop, and one of the backward loop.
+# And not all of them are hidden. Look at the end of a turn of the forward loop, and of one of the backward loop.
 
 # %%
 for name, report in (("one node", one), ("eight nodes", eight)):
@@ -286,10 +286,10 @@ for name, report in (("one node", one), ("eight nodes", eight)):
             print(f"  {e.name:<14} {1e6 * (e.end - e.start):4.0f} µs, {hidden / (e.end - e.start):4.0%} hidden")
 
 # %% [markdown]
-# A turn begins by gathering its own weights and ends by scattering its own gradients. Nothing is left to compute beside
-# them, and XLA, as it is set here, moves neither into another turn. In between, one node hides three gathers of each turn
-# behind kernels; on eight nodes XLA orders them otherwise, and hides one. So the exposed time more than doubles, while
-# the traffic grows by an eighth.
+# A turn gathers its own weights, and has nothing to compute until the first of them are there; XLA, as it is set here,
+# does not gather them in the turn before. The reduce-scatters of gradients run beside kernels, which hide them. One node
+# also hides the three large gathers of each turn; on eight nodes XLA orders the gathers otherwise, and hides at most one.
+# So the exposed time more than triples, while the traffic grows by an eighth.
 #
 # ## 7. The whole report
 #
