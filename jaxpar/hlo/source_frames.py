@@ -3,8 +3,12 @@
 import re
 import sysconfig
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
+from itertools import islice
 from pathlib import Path
+from types import CodeType
+from typing import Any
 
 import flax
 import jax
@@ -101,9 +105,22 @@ def equation_frame(equation: JaxprEqn, enclosing: SourceFrame | None = None) -> 
     traceback = equation.source_info.traceback
     frames = traceback.frames if traceback else ()
     stack = [SourceFrame(frame.file_name, frame.line_num, frame.function_name) for frame in frames]
-    if equation.primitive.name == "name":
-        stack = [frame for frame in stack if frame.file != _ISLANDS]
-    return user_frame(stack, enclosing)
+    named = [frame for frame in stack if equation.primitive.name != "name" or frame.file != _ISLANDS]
+    found = user_frame(named, enclosing)
+    number = next((number for number, frame in enumerate(stack) if frame is found), None)
+    return found if found is None or number is None else replace(found, column=_column(traceback, number))
+
+
+def _column(traceback: Any, number: int) -> int | None:
+    codes, offsets = traceback.raw_frames()
+    return _column_of_code(codes[number], offsets[number])
+
+
+@cache
+def _column_of_code(code: CodeType, offset: int) -> int | None:
+    """Returns the column, counted from 1, of the expression of an instruction; None if Python keeps none."""
+    *_, column, _ = next(islice(code.co_positions(), offset // 2, None), (None, None, None, None))
+    return None if column is None else column + 1
 
 
 def is_update_equation(equation: JaxprEqn) -> bool:

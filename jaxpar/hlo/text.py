@@ -131,11 +131,19 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class SourceFrame:
-    """A line of Python and its function, from the metadata that JAX gives to XLA."""
+    """A line of Python and its function, from the metadata that JAX gives to XLA.
+
+    Attributes:
+      file: The file.
+      line: The number of the line.
+      function: Name of the function.
+      column: The column at which the expression begins, counted from 1; None if unknown.
+    """
 
     file: str
     line: int
     function: str
+    column: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

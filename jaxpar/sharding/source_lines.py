@@ -1,4 +1,8 @@
-"""Keys of `Parallel.activations`: arrays of a line of the model's source, such as `model.py:31 [..., 4096]`."""
+"""Keys of `Parallel.activations`: arrays of a line of the model's source, such as `model.py:31 [..., 4096]`.
+
+A line that computes several arrays of one shape has a column too: `model.py:31:17 [..., 4096]` is the expression that
+begins at column 17, counted from 1.
+"""
 
 import re
 from collections.abc import Sequence
@@ -6,7 +10,10 @@ from dataclasses import dataclass
 
 from jaxpar.errors import Problem
 
-_KEY = re.compile(r"(?P<file>[^:\[\]]+):(?P<line>[1-9]\d*)(?: \[\.\.\.(?P<sizes>(?:, \d+)+)\])?")
+_KEY = re.compile(
+    r"(?P<file>[^:\[\]]+):(?P<line>[1-9]\d*)(?::(?P<column>[1-9]\d*))?"
+    r"(?: \[\.\.\.(?P<sizes>(?:, \d+)+)\])?"
+)
 
 
 @dataclass(frozen=True)
@@ -17,33 +24,37 @@ class SourceLine:
       file: The end of the file's path.
       line: The number of the line.
       sizes: The sizes of their last dims; () for any.
+      column: The column at which their expression begins, counted from 1; None for any.
     """
 
     file: str
     line: int
     sizes: tuple[int, ...] = ()
+    column: int | None = None
 
     def __str__(self) -> str:
         sizes = f" [..., {', '.join(map(str, self.sizes))}]" if self.sizes else ""
-        return f"{self.file}:{self.line}{sizes}"
+        column = f":{self.column}" if self.column else ""
+        return f"{self.file}:{self.line}{column}{sizes}"
 
-    def matches(self, file: str, line: int, shape: Sequence[int]) -> bool:
-        """Whether an array of this shape, which a line of a file computes, is one of these."""
-        same_line = line == self.line and (file == self.file or file.endswith("/" + self.file))
-        return same_line and tuple(shape[len(shape) - len(self.sizes) :]) == self.sizes
+    def matches(self, file: str, line: int, shape: Sequence[int], column: int | None = None) -> bool:
+        """Whether an array of this shape, which an expression of a file computes, is one of these."""
+        same_file = file == self.file or file.endswith("/" + self.file)
+        same_expression = same_file and line == self.line and self.column in (None, column)
+        return same_expression and tuple(shape[len(shape) - len(self.sizes) :]) == self.sizes
 
 
 def parse_line(text: str) -> SourceLine | None:
     """Parses a key; None if it names no line.
 
     >>> parse_line("model.py:31 [..., 4096]")
-    SourceLine(file='model.py', line=31, sizes=(4096,))
+    SourceLine(file='model.py', line=31, sizes=(4096,), column=None)
     """
     match = _KEY.fullmatch(text)
     if match is None:
         return None
     sizes = tuple(int(size) for size in (match["sizes"] or "").split(", ") if size)
-    return SourceLine(match["file"], int(match["line"]), sizes)
+    return SourceLine(match["file"], int(match["line"]), sizes, int(match["column"]) if match["column"] else None)
 
 
 def line_problems(activations: object) -> list[Problem]:

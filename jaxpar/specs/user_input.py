@@ -96,7 +96,7 @@ def _has_user_key(key: str, own: Mapping[str, Any]) -> bool:
     line = parse_line(key)
     lines = [parse_line(each) for each in own]
     return line is not None and any(
-        each is not None and each.matches(line.file, line.line, line.sizes or each.sizes) for each in lines
+        each is not None and each.matches(line.file, line.line, line.sizes or each.sizes, line.column) for each in lines
     )
 
 

@@ -160,11 +160,14 @@ def _result_origin(primitive: str, inputs: Sequence[int]) -> int:
 
 
 def _find_line(frame: SourceFrame | None, shape: Sequence[int], lines: Mapping[SourceLine, Names]) -> SourceLine | None:
-    """Returns the key, with the most sizes, of an array of this shape that a line computes; None if there is none."""
+    """Returns the key of an array of this shape that a line computes; None if there is none.
+
+    Of several it is one with a column, or that with the most sizes.
+    """
     if frame is None:
         return None
     found = [
         line for line, names in lines.items()
-        if len(names) == len(shape) and line.matches(frame.file, frame.line, shape)
+        if len(names) == len(shape) and line.matches(frame.file, frame.line, shape, frame.column)
     ]  # fmt: skip
-    return max(found, key=lambda line: len(line.sizes), default=None)
+    return max(found, key=lambda line: (line.column is not None, len(line.sizes)), default=None)

@@ -92,3 +92,19 @@ def test_only_activations_are_named_and_training_is_that_of_one_device(case, mon
     assert {shape[0] for shape in named} == {len(BATCH["x"])}
     expected, _ = plain_loop.train(model, model, squares, SGD, BATCH)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+def test_a_key_with_a_column_names_the_arrays_of_one_expression():
+    def product(params, state, x):
+        return jnp.sin(x @ params) @ jnp.cos(params)
+
+    line = product.__code__.co_firstlineno + 1
+    column = "        return jnp.sin(x @ params) @ jnp.cos(params)".index("x @ params") + 1
+    params, x = jnp.ones((8, 8)), jnp.ones((4, 8))
+    jaxpr = jax.make_jaxpr(product)(params, {}, x).jaxpr
+    file = __file__.rsplit("/", 1)[1]
+    inner, any_column = f"{file}:{line}:{column} [..., 8]", f"{file}:{line} [..., 8]"
+    missing = f"{file}:{line}:2 [..., 8]"
+    given = {inner: ("batch", "mlp"), any_column: ("batch", None), missing: ("batch", "heads")}
+    assert line_names.lines_used(jaxpr, 1, given) == {inner, any_column}
+    assert line_names.lines_used(jaxpr, 1, {missing: ("batch", "heads")}) == set()
