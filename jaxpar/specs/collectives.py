@@ -29,6 +29,7 @@ class StepCosts:
       memory: Bytes per second of device memory.
       parameter: Seconds per element of a parameter for its update, and for its gathers and sums over other axes.
       state: Bytes of an element of a parameter together with its gradient and optimizer state.
+      replicas: Number of parts into which other axes split the examples.
     """
 
     flops: float
@@ -37,6 +38,7 @@ class StepCosts:
     memory: float
     parameter: float
     state: float = 16.0
+    replicas: int = 1
 
     @property
     def links(self) -> tuple[float, ...]:
@@ -54,6 +56,7 @@ class RepeatedCollective:
       bytes: Bytes that a device sends each time.
       times: How often a step runs it.
       of_examples: Whether the array has a dim of examples: the bytes are then proportional to the number of examples.
+      is_recomputed: Whether a step that recomputes activations runs it again in its backward pass.
     """
 
     axis: int = 0
@@ -61,6 +64,7 @@ class RepeatedCollective:
     bytes: float
     times: float
     of_examples: bool
+    is_recomputed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
+import numpy as np
+
 from jaxpar.sharding.infer_names.dim_pieces import DimPiece, flat
 from jaxpar.specs.classes import Classes
 from jaxpar.specs.collectives import State, States
@@ -67,6 +69,7 @@ class CutColumns:
             key: integer_program.add_column(binary=True) for key in dict.fromkeys(keys)
         }
         self._pairs: dict[States, int] = {}
+        self._equal: set[frozenset[int]] = set()  # the columns of each row of `_set_equal`
         self._joint_columns: dict[Any, dict[States, int]] = {}
 
     def states(self, array: Array, axis: int) -> list[int]:
@@ -96,6 +99,28 @@ class CutColumns:
             if key[1] and len(columns) > 1:
                 self._program.add_row(dict.fromkeys(columns.values(), 1.0), 0, 1)
         return self._joint_columns[key]
+
+    def cut_alike(self, arrays: Sequence[Array]) -> None:
+        """Lets an axis cut a dim of one of these arrays, which have one shape, only with the same dim of all."""
+        for axis, cuttable in enumerate(self.cuttable):
+            for dims in zip(*(array.dims for array in arrays), strict=True):
+                pieces = (next(flat(dim), None) for dim in dims)
+                states = {self._classes.pieces[piece] if piece in cuttable else None for piece in pieces}
+                columns = {self.x.get((axis, state)) for state in states if state is not None}
+                self._set_equal([None, *columns] if None in states else [*columns])
+
+    def require(self, column: int, axis: int, state: State) -> None:
+        """Lets a column be 1 only if an axis cuts the dims of a class."""
+        self._program.add_row({column: 1.0, self.x[axis, state]: -1.0}, -np.inf, 0)  # type: ignore[index]
+
+    def _set_equal(self, columns: Sequence[int | None]) -> None:
+        """Adds rows by which all columns have one value; None stands for 0."""
+        first, *others = dict.fromkeys(columns)
+        for other in others:
+            terms = {column: sign for column, sign in ((first, 1.0), (other, -1.0)) if column is not None}
+            if (key := frozenset(terms)) not in self._equal:
+                self._equal.add(key)
+                self._program.add_row(terms, 0, 0)
 
     def one_axis_state(self, axis: int, state: State) -> States:
         """Returns the state of an array that no other axis cuts."""

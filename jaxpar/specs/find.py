@@ -130,7 +130,7 @@ class FoundSpecs:
         if self.specs.rules:
             lines += ["rules"] + [f"  {name:40} {_format_rule(axes)}" for name, axes in self.specs.rules.items()]
         if self.specs.without_line:
-            lines += ["left to XLA, because several arrays of one source line have the same shape"]
+            lines += ["left to XLA, because several arrays of one expression have the same shape"]
             lines += [f"  {line}" for line in self.specs.without_line]
         if self.unknown:
             lines += [f"operations without a rule, whose arrays are not split: {', '.join(self.unknown)}"]
@@ -396,7 +396,7 @@ def step_costs(hardware: Hardware, parallel: Parallel, precision: str) -> StepCo
     seconds += sent / far.bandwidth
     return StepCosts(
         flops=flops * hardware.gemm.top, link=tuple(link.bandwidth for link in links), launch=hardware.launch,
-        memory=bandwidth, parameter=seconds, state=STATE / shared,
+        memory=bandwidth, parameter=seconds, state=STATE / shared, replicas=replicas,
     )  # fmt: skip
 
 

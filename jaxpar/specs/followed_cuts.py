@@ -2,6 +2,7 @@
 
 an axis cuts an operand                it cuts that loop too, unless it cuts the other operand along another loop
 it cuts a fused projection and a part  the whole is exchanged with its parts; neither is gathered
+it cuts a part alone                   a whole that each device has is cut first, and then exchanged as well
 """
 
 from collections.abc import Iterator, Sequence
@@ -64,9 +65,10 @@ def follow_parts(
     if chosen := exchange_strategies(operation, axis, strategies, v):
         strategy = chosen[0][0]
         ends = [cuts.x.get((axis, state)) for state in (strategy.operands[0][axis], strategy.result[axis])]  # type: ignore[arg-type]
-        terms: dict[int, float] = {end: -1.0 for end in ends if end is not None}
-        if len(terms) == 2:  # else no array is ever cut along one of the two
-            program.add_row(terms | {column: 1.0 for _, column in chosen}, -1, np.inf)
+        if None not in ends:  # else no array is ever cut along one of the two
+            needed = ends if operation.backward else ends[1:]
+            terms: dict[int, float] = {end: -1.0 for end in needed if end is not None}
+            program.add_row(terms | {column: 1.0 for _, column in chosen}, 1 - len(needed), np.inf)
 
 
 def exchange_strategies(

@@ -31,10 +31,11 @@ from jaxpar.specs.collectives import PARTIAL, Links, RepeatedCollective, Reshard
 from jaxpar.specs.cut_columns import CutColumns, cuttable_pieces
 from jaxpar.specs.followed_cuts import follow_operands, follow_parts, part_exchanges
 from jaxpar.specs.integer_program import IntegerProgram
+from jaxpar.specs.line_keys import groups_cut_alike
 from jaxpar.specs.partial_sums import sums_of_results
 from jaxpar.specs.program import Array, Operation, TracedProgram
 from jaxpar.specs.strategies import Strategy, strategies_of
-from jaxpar.specs.whole_results import gathered_operands
+from jaxpar.specs.whole_results import gathered_operands, operands_of_exchange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +44,13 @@ class ActivationGather:
 
     Attributes:
       array: The class of the array.
+      view: The class of the view of it that operations read.
       share: The share of the array that a device then has.
       users: The columns whose operations read it so, by pass: "forward" and "backward".
     """
 
     array: int
+    view: int
     share: float
     users: dict[str, list[int]] = field(default_factory=lambda: {"forward": [], "backward": []})
 
@@ -96,6 +99,8 @@ class Formulation(IntegerProgram):
         self._arrays()
         self._reductions()
         self._operations()
+        for group in groups_cut_alike(program):
+            self.cut_columns.cut_alike(group)
         self.add_row({self.add_column(): 1.0}, 0, 0)  # HiGHS needs a column; without operations there is no other
 
     def _arrays(self) -> None:
@@ -140,12 +145,15 @@ class Formulation(IntegerProgram):
                 for move in self.links.moves(result.bytes, partial, whole, False):
                     self._add_traffic(column, move, times, of_examples=_has_examples(self.program, result))
 
-    def _add_traffic(self, column: int, move: Resharding, times: float, *, of_examples: bool) -> None:
+    def _add_traffic(
+        self, column: int, move: Resharding, times: float, *, of_examples: bool, is_recomputed: bool = False
+    ) -> None:
         """Adds the seconds of a collective, run `times` times in a step, to the cost of a column."""
         self._cost[column] += times * self.links.seconds(move.axis, move.bytes)
         sent = RepeatedCollective(
-            axis=move.axis, kind=move.kind, bytes=move.bytes, times=times, of_examples=of_examples
-        )
+            axis=move.axis, kind=move.kind, bytes=move.bytes, times=times, of_examples=of_examples,
+            is_recomputed=is_recomputed,
+        )  # fmt: skip
         self._collectives.append((column, sent))
 
     def _operations(self) -> None:
@@ -153,9 +161,8 @@ class Formulation(IntegerProgram):
         counts, first = Counter(self.classes.operations[o] for o in self.program.operations), {}
         for operation in self.program.operations:
             first.setdefault(self.classes.operations[operation], operation)
-        self._array_counts = Counter(
-            self.classes.of_array(a) for a in self.program.arrays if a.root is a and id(a) in self.classes.arrays
-        )
+        views = {id(view): view for operation in self.program.operations for view in operation.operands}
+        self._view_counts = Counter(self.classes.of_array(view) for view in views.values())
         self._group_counts = Counter(
             (self.classes.of_array(result), len(members)) for result, members in groups.values()
         ) if groups else Counter()  # fmt: skip
@@ -216,21 +223,26 @@ class Formulation(IntegerProgram):
     def _reshard(
         self, operation: Operation, operand: Array, columns: Iterable[tuple[tuple[States, States], int]]
     ) -> None:
-        """Adds the collectives between two states of an operand, which all readers of its array share."""
-        root = operand.root
-        times, of_array = max(operation.times, root.times), self.classes.of_array(root)
+        """Adds the collectives between two states of an operand.
+
+        All that read the same array share them. For another view of it, e.g. its transpose or a copy of other
+        precision, XLA gathers once more. So it does for an operation that sums over examples, as gradients of
+        parameters do, if another axis splits these.
+        """
+        root, of_view = operand.root, self.classes.of_array(operand)
+        over_examples = _gathers_apart(self.program, operation, self.costs.replicas)
+        times = max(operation.times, root.times)
         for move, users in _collectives(self.links, operand, columns).items():
-            # XLA gathers the last dim of an activation in two layouts, for the forward and the backward pass
-            second_layout = operation.backward and not root.path and _gathers_last_dim(self.classes, root, move)
-            key = (of_array, move.source, move.target, second_layout)
+            key = (of_view, move.source, move.target, over_examples)
             if key not in self._w:
                 self._w[key] = self.add_column()
-                count = self._array_counts[of_array] * times
-                self._add_traffic(self._w[key], move, count, of_examples=_has_examples(self.program, root))
+                count = self._view_counts[of_view] * times
+                of_examples, forward = _has_examples(self.program, root), not (root.path or root.backward)
+                self._add_traffic(self._w[key], move, count, of_examples=of_examples, is_recomputed=forward)
                 self._complexity[self._w[key]] = 1.0 if root.path else 0.5 if move.kind == "all-to-all" else 0.0
                 if move.kind == "all-gather" and not root.path:
                     self._gathers[self._w[key]] = ActivationGather(
-                        array=of_array, share=1 / _shards(move.target, self.sizes)
+                        array=self.classes.of_array(root), view=of_view, share=1 / _shards(move.target, self.sizes)
                     )
             if self._w[key] in self._gathers:
                 self._gathers[self._w[key]].users["backward" if operation.backward else "forward"] += users
@@ -246,6 +258,11 @@ class Formulation(IntegerProgram):
             self.add_row({columns[target, s]: 1.0 for s in dict.fromkeys(made)} | {y: -1.0}, 0, 0)
         flows = []
         for (target, source), column in columns.items():
+            cut = operands_of_exchange(operation, strategies, source, target, self.cut_columns.states)
+            if cut is None:
+                self.add_row({column: 1.0}, 0, 0)
+            for axis, state in cut or ():
+                self.cut_columns.require(column, axis, state)
             repeated = count * operation.times * operation.flop * _repeated_share(source, target, self.sizes)
             self._cost[column] += repeated / self.costs.flops
             self._repeated[column] += repeated
@@ -290,6 +307,12 @@ def _has_examples(program: TracedProgram, array: Array) -> bool:
     return any(piece in program.rows for dim in array.dims for piece in flat(dim))
 
 
+def _gathers_apart(program: TracedProgram, operation: Operation, replicas: int) -> bool:
+    """Whether an operation sums over examples that another axis splits, and no axis splits sequences beside it."""
+    summed = (program.rows & {*operands} for operands, result in operation.loops if result is None)
+    return replicas > 1 and not program.name_of_piece and any(summed)
+
+
 def _shards(states: States, sizes: Sequence[int]) -> int:
     """Returns the number of shards of an array in these states."""
     return math.prod(size for size, state in zip(sizes, states, strict=True) if is_cut(state))
@@ -327,14 +350,9 @@ def _collectives(
     merged = any(len(list(flat(dim))) > 1 for dim in array.dims)
     users: dict[Resharding, list[int]] = {}
     for (source, target), column in columns:
-        for move in links.moves(array.bytes, source, target, merged):
+        for move in links.moves(array.sent_bytes, source, target, merged):
             users.setdefault(move, []).append(column)
     return users
-
-
-def _gathers_last_dim(classes: Classes, array: Array, move: Resharding) -> bool:
-    last = next(flat(array.dims[-1]), None) if array.dims else None
-    return move.kind == "all-gather" and last is not None and classes.pieces[last] == move.source[move.axis]
 
 
 def _repeated_share(source: States, target: States, sizes: Sequence[int]) -> float:

@@ -16,13 +16,13 @@ names end with the axes, except for those that the innermost axis splits: heads,
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxpar.mesh.axes import AXES
 from jaxpar.sharding.infer_names.dim_pieces import DimPiece, flat
 from jaxpar.sharding.source_lines import SourceLine
+from jaxpar.specs.line_keys import LineKey, arrays_of_lines, line_key
 from jaxpar.specs.optimize import Solution, SpecsSolver
 from jaxpar.specs.program import Array, TracedProgram
 
@@ -38,7 +38,7 @@ class NamedSpecs:
       paths: Maps the end of a parameter's path, as a regular expression, to the names of its dims.
       activations: Maps a source line with the sizes of an array's last dims to the names of that array's dims.
       rules: Maps a dim name to the axes that split it, where jaxpar's own rules choose other axes or none.
-      without_line: Arrays, as text, that are cut but have no key: another array of their line has the same sizes.
+      without_line: Arrays, as text, that are cut but have no key: another array of their expression has the same sizes.
       names: Maps each class of pieces that is cut to its name.
       axes: Maps each of these names to the mesh axes that the solver chose, outermost first.
     """
@@ -193,50 +193,31 @@ def _by_pattern(names: Mapping[str, Names]) -> dict[str, Names]:
     return merged
 
 
-def _operation_arrays(program: TracedProgram) -> set[int]:
-    """Returns the ids of the activations that operations of the forward pass read or compute."""
-    return {
-        id(array)
-        for operation in program.operations
-        if not operation.backward
-        for array in (*operation.operands, operation.result)
-    }
-
-
-_OWN = str(Path(__file__).parents[1])  # jaxpar's layers constrain activations themselves, and differ within a step
-
-
 def _by_line(program: TracedProgram, names_of: Callable[[Array], Names]) -> tuple[dict[str, Names], tuple[str, ...]]:
-    """Returns the names of activations by line and sizes, and the keys for which a line has several names."""
+    """Returns the names of activations by line and sizes, and the keys for which a line has several names.
+
+    A key has the column of an expression only where others of its line compute arrays of its sizes with other names.
+    """
     found: dict[tuple[str, int, int], dict[tuple[int, ...], set[Names]]] = defaultdict(lambda: defaultdict(set))
-    wanted: set[tuple[str, int, int, tuple[int, ...]]] = set()
-    multiplied = _operation_arrays(program)
+    of_column: defaultdict[LineKey, set[Names]] = defaultdict(set)
     for array in program.arrays:
-        if array.line is None or array.line.file.startswith(_OWN) or array.backward or array.learned:
-            continue
-        names = names_of(array)
-        examples = [place for place, name in enumerate(names) if name and name.split("_")[0] in ("batch", "examples")]
-        if not examples and names:  # it has no key of its own, but another array's key must not match it
-            found[array.line.file, array.line.line, len(names)][array.shape[1:]].add(names)
-        if len(examples) != 1 or examples[0] == len(names) - 1:
-            continue
-        sizes = array.shape[examples[0] + 1 :]
-        found[array.line.file, array.line.line, len(names)][sizes].add(names)
-        if id(array) in multiplied:
-            wanted.add((array.line.file, array.line.line, len(names), sizes))
+        # an array without examples has no key of its own, but another array's key must not match it
+        if (key := line_key(program, array)) is not None:
+            found[key.file, key.line, key.rank][key.sizes].add(names_of(array))
+            of_column[key].add(names_of(array))
     files = {file for file, _, _ in found}
     short = {file: _shortest_suffix(file, files) for file in files}
     activations, ambiguous = {}, []
-    for (file, line, rank), by_sizes in found.items():
-        for sizes, options in by_sizes.items():
-            if (file, line, rank, sizes) not in wanted:
-                continue
-            if len(options) > 1:
-                ambiguous.append(str(SourceLine(short[file], line, sizes)))
-                continue
-            names = next(iter(options))
-            count = _needed_sizes(sizes, names, by_sizes)
-            activations[str(SourceLine(short[file], line, sizes[len(sizes) - count :]))] = names
+    for key in arrays_of_lines(program):
+        by_sizes, names = found[key.file, key.line, key.rank], next(iter(of_column[key]))
+        line = SourceLine(short[key.file], key.line, key.sizes)
+        if len(by_sizes[key.sizes]) == 1:
+            count = _needed_sizes(key.sizes, names, by_sizes)
+            activations[str(replace(line, sizes=key.sizes[len(key.sizes) - count :]))] = names
+        elif len(of_column[key]) == 1 and key.column is not None:
+            activations[str(replace(line, column=key.column))] = names
+        else:
+            ambiguous.append(str(replace(line, column=key.column)))
     return activations, tuple(ambiguous)
 
 

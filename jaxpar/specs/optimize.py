@@ -83,14 +83,19 @@ class Solution:
 
 
 def _kept_gathers(gathers: Iterable[ActivationGather], values: np.ndarray) -> dict[int, float]:
-    """Returns the largest share of each class of arrays that operations of both passes read after a gather."""
-    passes: defaultdict[int, set[str]] = defaultdict(set)
-    shares: defaultdict[int, list[float]] = defaultdict(list)
+    """Returns the largest share of each class of arrays of which both passes read the same view after a gather."""
+    passes: defaultdict[tuple[int, int], set[str]] = defaultdict(set)
+    shares: dict[tuple[int, int], float] = {}
     for gather in gathers:
+        key = gather.array, gather.view
         used = {name for name, users in gather.users.items() if any(values[column] > 0.5 for column in users)}
-        passes[gather.array] |= used
-        shares[gather.array] += [gather.share] if used else []
-    return {array: max(given) for array, given in shares.items() if len(passes[array]) > 1}
+        passes[key] |= used
+        shares[key] = max(shares.get(key, 0.0), gather.share if used else 0.0)
+    kept: dict[int, float] = {}
+    for (array, view), names in passes.items():
+        if len(names) > 1:
+            kept[array] = max(kept.get(array, 0.0), shares[array, view])
+    return kept
 
 
 class SpecsSolver(Formulation):

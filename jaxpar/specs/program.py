@@ -10,6 +10,7 @@ cut along the first piece of a dim. Constants join no dims: else a mask that all
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,12 +26,14 @@ from jaxpar.sharding.infer_names.operations import CALLS, OPERATIONS, TracedArra
 from jaxpar.sharding.infer_names.program import (
     ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
 )
+from jaxpar.specs.activation_marks import MARK
 from jaxpar.specs.fused_projections import FusedProjections, PartAxes
 from jaxpar.specs.operations import flop_of, loops_of, overlapping_dims
 
-VIEWS = ("reshape", "transpose", "squeeze", "expand_dims", "convert_element_type", "copy", "reduce_precision")
+VIEWS = ("reshape", "transpose", "squeeze", "expand_dims", "convert_element_type", "copy", "reduce_precision", MARK)
 ELEMENTWISE = frozenset(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp conj "
+    "activation_mark "
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp complex conj "
     "convert_element_type copy copy_p cos cosh device_put digamma div eq erf erf_inv erfc exp exp2 expm1 floor "
     "ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not "
     "one_minus_square optimization_barrier or pcast polynomial population_count pow pvary real "
@@ -69,6 +72,7 @@ class Array:
       readers: Number of equations that read it or a view of it.
       backward: Whether the backward pass computes it.
       share: Examples of a device / examples of the trace, if it has a dim of examples; else 1.
+      repeats: Number of times that it has each entry of the array from which it was broadcast; 1 if it was not.
     """
 
     dims: tuple[Dim, ...]
@@ -83,6 +87,7 @@ class Array:
     readers: int = 0
     backward: bool = False
     share: float = 1.0
+    repeats: float = 1.0
 
     def __post_init__(self):
         self.root = self.root or self
@@ -91,6 +96,11 @@ class Array:
     def bytes(self) -> float:
         """Bytes of the whole array."""
         return math.prod(self.shape) * self.itemsize * self.share
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that collectives of the whole array are for: XLA gathers what was broadcast before the broadcast."""
+        return self.bytes / self.root.repeats
 
     def pieces(self) -> Iterator[DimPiece]:
         """Yields the first piece of each dim, the only one that an axis may cut."""
@@ -142,6 +152,7 @@ class TracedProgram:
       rows: The pieces of batch dims, whose entries are examples.
       of_variable: The array of each variable of the jaxpr and of its inner jaxprs, as last computed.
       constants: Each constant that an elementwise operation reads, and the result, if both have one shape.
+      marks: The arrays of each mark, by its number: an activation, the same one recomputed, and its gradient.
       name_of_piece: Pieces that an axis splits by the name that the model gives their dim; no other axis splits them.
     """
 
@@ -155,6 +166,7 @@ class TracedProgram:
     rows: set[DimPiece] = field(default_factory=set)
     of_variable: dict[Any, Array] = field(default_factory=dict)
     constants: list[tuple[Array, Array]] = field(default_factory=list)
+    marks: dict[int, list[Array]] = field(default_factory=lambda: defaultdict(list))
     name_of_piece: dict[DimPiece, str] = field(default_factory=dict)
 
 
@@ -257,7 +269,10 @@ class _Interpreter:
                 return [_part(self, eqn, read, var, axes) for var in eqn.outvars]
         if name in VIEWS and not operands[0].constant:
             dims = _dims_of_results(self.program, eqn, operands)[0]
-            return [self.array(eqn.outvars[0], dims, root=operands[0].root, learned=operands[0].learned)]
+            view = self.array(eqn.outvars[0], dims, root=operands[0].root, learned=operands[0].learned)
+            if name == MARK:
+                self.program.marks[eqn.params["number"]].append(view)
+            return [view]
         for array in {id(operand.root): operand.root for operand in operands}.values():
             array.readers += 1
         return self.leaf(eqn, operands)
@@ -281,6 +296,8 @@ class _Interpreter:
             self.program.constants += [
                 (array, made[0]) for array in operands if array.constant and array.shape == made[0].shape
             ]
+        if name == "broadcast_in_dim":
+            made[0].repeats = math.prod(made[0].shape) / max(1, math.prod(operands[0].shape))
         if name in ("add", "add_any") and operands[0].shape == operands[1].shape:
             self.program.additions.append((made[0], [operand.root for operand in operands]))
         return made

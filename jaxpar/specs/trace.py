@@ -22,7 +22,8 @@ from jaxpar.parallel.read_parameter import read_parameter
 from jaxpar.sharding.author.explicit import sharding_translation
 from jaxpar.sharding.names import Blueprint, Compute, path_of
 from jaxpar.sharding.nnx.hooks import step_hooks
-from jaxpar.specs.program import TracedProgram, follow_dims
+from jaxpar.specs.activation_marks import MARK, mark_activations
+from jaxpar.specs.program import ELEMENTWISE, TracedProgram, follow_dims
 from jaxpar.specs.sequences import sequence_pieces, sequences_split
 from jaxpar.step.line_names import lines_used
 from jaxpar.step.losses import as_sums
@@ -66,6 +67,7 @@ class TracedLoss:
         self.arguments = params, model_state, local
         self._whole_batch = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in batch.items()}
         self._mean = _mean_loss(blueprint, loss, DTYPES[precision])
+        self._marked_mean = mark_activations(self._mean, ELEMENTWISE)
 
     def lines(self, activations: Mapping[str, Sequence[str | None]]) -> set[str]:
         """Returns the keys of `activations` (lines of source) that match an array of the forward pass.
@@ -98,7 +100,7 @@ class TracedLoss:
 
             def objective(values: list[Any]) -> Any:
                 everything = given | dict(zip(trained, values, strict=True))
-                return self._mean(jax.tree.unflatten(structure, [everything[path] for path in leaves]), *others)
+                return self._marked_mean(jax.tree.unflatten(structure, [everything[path] for path in leaves]), *others)
 
             return jax.value_and_grad(objective)([given[path] for path in trained])
 
@@ -146,8 +148,8 @@ class TracedLoss:
 
 
 def _size(jaxpr: Jaxpr) -> int:
-    """Returns the number of equations, including those of inner jaxprs."""
-    return sum(1 + sum(map(_size, jaxprs_in_params(eqn.params))) for eqn in jaxpr.eqns)
+    """Returns the number of equations, including those of inner jaxprs, without marks of activations."""
+    return sum((eqn.primitive.name != MARK) + sum(map(_size, jaxprs_in_params(eqn.params))) for eqn in jaxpr.eqns)
 
 
 def _is_float(leaf: Any) -> bool:

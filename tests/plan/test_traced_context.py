@@ -145,6 +145,11 @@ def rows(count, length):
 TOKENS = rows(2, 2048)
 
 
+TWICE = pytest.mark.xfail(
+    strict=True, reason="XLA gathers the last gradients of stream and logits twice: 0.3 MiB of 2.9 over tensor"
+)
+
+
 @pytest.fixture(scope="module")
 def attending():
     return plan_of(models.Attending, models.next_token, TOKENS)
@@ -259,7 +264,7 @@ def test_dims_found_for_tensor_leave_tokens_to_context():
         ({"data": 2, "context": 4}, "dots"),
         ({"fsdp": 2, "context": 4, "zero": 3}, "all_dots"),
         ({"data": 2, "context": 2, "tensor": 2}, "none"),
-        ({"context": 4, "tensor": 2}, "full"),
+        pytest.param({"context": 4, "tensor": 2}, "full", marks=TWICE),
     ],
 )
 def test_a_plan_of_named_sequences_is_near_the_compiled_program(attending, sizes, policy):

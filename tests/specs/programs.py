@@ -7,6 +7,7 @@ Given the dims, strategies meet only in shared collectives; those already paid a
 """
 
 import math
+from collections import Counter
 from functools import partial
 from itertools import chain
 
@@ -14,8 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.sharding.infer_names.dim_pieces import flat
+from jaxpar.specs.activation_marks import mark_activations
 from jaxpar.specs.collectives import PARTIAL, StepCosts
-from jaxpar.specs.program import follow_dims
+from jaxpar.specs.line_keys import groups_cut_alike
+from jaxpar.specs.program import ELEMENTWISE, follow_dims
 
 SIZES = (2, 4, 4, 6, 8)
 KINDS = "dense dense gate gate again scale wave add split merge swap sum pair".split()
@@ -25,8 +28,9 @@ def random_costs(rng):
     """Returns costs under which work and traffic of such programs are of one order."""
     power = lambda low, high: float(10 ** rng.uniform(low, high))  # noqa: E731
     return StepCosts(
-        flops=power(6, 8), link=power(6, 8), launch=power(-7, -5), memory=power(7, 9), parameter=power(-8, -6)
-    )
+        flops=power(6, 8), link=power(6, 8), launch=power(-7, -5), memory=power(7, 9), parameter=power(-8, -6),
+        replicas=int(rng.choice([1, 2])),
+    )  # fmt: skip
 
 
 def random_program(rng, *, operations=8):
@@ -51,9 +55,14 @@ def random_program(rng, *, operations=8):
         return sum(jnp.sum(jnp.tanh(array)) for array in arrays[-2:])
 
     arguments = [jax.ShapeDtypeStruct(s, "float32") for s in params]
-    jaxpr = jax.make_jaxpr(jax.value_and_grad(loss))(arguments, jax.ShapeDtypeStruct(shape, "float32")).jaxpr
+    marked = mark_activations(loss, ELEMENTWISE)
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(marked))(arguments, jax.ShapeDtypeStruct(shape, "float32")).jaxpr
     paths = [f"w{number}" for number in range(len(params))]
-    return follow_dims(jaxpr, paths, [len(params)], range(1, len(params) + 1))
+    program = follow_dims(jaxpr, paths, [len(params)], range(1, len(params) + 1))
+    if rng.integers(2):  # no line names an array: each may be cut along dims of its own
+        for array in program.arrays:
+            array.line = None
+    return program
 
 
 def equal_branches(count=2):
@@ -102,6 +111,11 @@ def is_computed_whole(made, target):
     return made not in (None, PARTIAL) and target is None
 
 
+def is_exchanged(made, target):
+    """Whether the names of a result cut another dim than a strategy."""
+    return made not in (None, PARTIAL) and target not in (None, made)
+
+
 def _dense(at, param, params, arrays):
     return arrays[at] @ params[param]
 
@@ -143,8 +157,10 @@ class Exhaustive:
         self.touched = {id(array): array for array in touched}
         self.arrays = {**self.touched, **{id(a): a for a in self.program.params.values()}}
         self.states = {key: self._states(array) for key, array in self.arrays.items()}
-        self.labels = self._labels()
+        self.labels, self.groups = self._labels(), groups_cut_alike(self.program)
         self.sums = self._sums()
+        operands = {id(a): a for o in self.program.operations for a in o.operands if not a.constant}
+        self.counts = Counter(map(self.of_array, operands.values()))
         self.members = {}
         for operation in self.program.operations:
             self.members.setdefault(self.of_operation(operation), []).append(operation)
@@ -204,6 +220,17 @@ class Exhaustive:
                     yield from extend(more, rest[index + 1 :])
 
         return extend(frozenset(), self.labels)
+
+    def cuts_groups_alike(self, cut):
+        """Whether the same dims of all arrays of each group are cut."""
+        return self._cuts_alike(cut, self.candidates)
+
+    def _cuts_alike(self, cut, candidates):
+        marked = lambda piece: piece in candidates and self.of_piece(piece) in cut  # noqa: E731
+        return all(
+            len({tuple(marked(next(flat(dim), None)) for dim in array.dims) for array in group}) == 1
+            for group in self.groups
+        )
 
     def memory(self, cut):
         """Returns the bytes of parameters, their state and kept activations."""
@@ -280,12 +307,13 @@ class Exhaustive:
             if source not in (None, target):
                 merged = any(len([*flat(dim)]) > 1 for dim in operand.dims)
                 exchanged = target is not None and not merged
-                price = self._sent(operand.bytes / (self.n if exchanged else 1))
-                root = self.of_array(operand.root)
-                alike = len({id(a) for a in self._roots() if self.of_array(a) == root})
-                again = not exchanged and self.is_gathered_again(operation, operand.root, source)
-                shared["gather", root, source, target, exchanged, again] = alike * price
+                price = self._sent(operand.sent_bytes / (self.n if exchanged else 1))
+                view = self.of_array(operand)
+                shared["gather", view, source, target, exchanged, self.is_apart(operation)] = self.counts[view] * price
         target = self._state(operation.result, cut)
+        read = [None if operand.constant else self._state(operand, cut) for operand in operation.operands]
+        if operation.flop and is_exchanged(made, target) and not self.may_exchange(operation, asked, made, read):
+            return math.inf, {}
         candidates = [
             (operand, state) for operand, state in zip(operation.operands, asked, strict=True)
             if not operand.constant and state in self.states[id(operand.root)]
@@ -295,10 +323,10 @@ class Exhaustive:
         if operation.flop and whole and (len(candidates) == 1 or len(split) == 1):
             # XLA gathers the operand that is cut, and the result only if another one may be cut too
             operand, state = (split or candidates)[0]
-            root = self.of_array(operand.root)
-            alike = len({id(a) for a in self._roots() if self.of_array(a) == root})
-            again = self.is_gathered_again(operation, operand.root, state)
-            shared["gather", root, state, None, False, again] = alike * self._sent(operand.bytes)
+            view = self.of_array(operand)
+            shared["gather", view, state, None, False, self.is_apart(operation)] = self.counts[view] * self._sent(
+                operand.bytes
+            )
             if len(candidates) == 1:
                 return own, shared
         if made not in (None, target):
@@ -314,13 +342,15 @@ class Exhaustive:
                 own += len(group) * price
         return own, shared
 
-    def is_gathered_again(self, operation, root, label):
-        """Whether the backward pass gathers an activation once more: XLA gathers its last dim in another layout."""
-        last = next(flat(root.dims[-1]), None) if root.dims else None
-        return operation.backward and not root.path and last is not None and self.of_piece(last) == label
+    def is_apart(self, operation):
+        """Whether an operation shares no gather with others: it sums over examples, which another axis splits."""
+        summed = {piece for operands, result in operation.loops if result is None for piece in operands}
+        return self.costs.replicas > 1 and not self.program.rows.isdisjoint(summed)
 
-    def _roots(self):
-        return (a.root for o in self.program.operations for a in (*o.operands, o.result) if not a.root.constant)
+    def may_exchange(self, operation, asked, made, states):
+        """Whether both operands are cut as a strategy reads them: else XLA takes a strategy that the names ask for."""
+        both = len(asked) == 2 and None not in asked and [*asked] == states
+        return both and not self.is_made_twice(operation, made)
 
     def _state(self, array, cut):
         return next(iter(self.states[id(array.root)] & cut), None)

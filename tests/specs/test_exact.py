@@ -30,7 +30,7 @@ def compare(seed):
         sets.append(cut)
         if len(sets) > MOST:
             return False
-    priced = [(tried.seconds(cut), tried.memory(cut), cut) for cut in sets]
+    priced = [(tried.seconds(cut), tried.memory(cut), cut) for cut in filter(tried.cuts_groups_alike, sets)]
     priced = [each for each in priced if np.isfinite(each[0])]
     _assert_best(solver, tried, priced, None)
     sizes = sorted({memory for _, memory, _ in priced})
@@ -53,7 +53,7 @@ def compare_two(seed):
     pairs = list(islice(tried.cuts(), MOST_PAIRS + 1))
     if not 2 < len(pairs) <= MOST_PAIRS:
         return False
-    priced = [(tried.seconds(cut), tried.memory(cut), cut) for cut in pairs]
+    priced = [(tried.seconds(cut), tried.memory(cut), cut) for cut in filter(tried.cuts_groups_alike, pairs)]
     priced = [each for each in priced if np.isfinite(each[0])]
     _assert_best(solver, tried, priced, None)
     sizes = sorted({memory for _, memory, _ in priced})

@@ -130,9 +130,10 @@ def test_a_residual_network_is_data_parallel_but_for_its_last_matrices():
 
 
 @pytest.mark.slow
-def test_vgg_has_examples_for_convolutions_and_columns_and_rows_for_dense_layers():
+def test_vgg_has_examples_for_convolutions_and_columns_or_rows_for_dense_layers():
     names = paths("vgg", examples=True)
-    assert (names["first/kernel"], names["second/kernel"]) == ((None, "mlp"), ("mlp", None))
+    assert names["first/kernel"] == (None, "mlp")
+    assert names["second/kernel"] in [("mlp", None), (None, "mlp")]  # an exchange of the same bytes before or after it
     assert all(not any(dims) for path, dims in names.items() if len(dims) == 4)
 
 

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from itertools import chain, product
 
-from specs.programs import Exhaustive, is_computed_whole
+from specs.programs import Exhaustive, is_computed_whole, is_exchanged
 
 from jaxpar.sharding.infer_names.dim_pieces import flat
 
@@ -30,7 +30,6 @@ class ExhaustivePairs(Exhaustive):
         self.link = solver.costs.link
         self.entries = {state: piece.size for piece, state in solver.classes.pieces.items()}
         self.summed = self._summed()
-        self.counts = Counter(self.of_array(root) for root in {id(a): a for a in self._roots()}.values())
 
     def _candidates(self, solver):
         return [self._fit(size) for size in self.sizes]
@@ -111,6 +110,9 @@ class ExhaustivePairs(Exhaustive):
                     yield from extend(more, rest[index + 1 :])
 
         return list(itertools.islice(extend(frozenset(), self.labels[axis]), 2_000))
+
+    def cuts_groups_alike(self, cut):
+        return all(map(self._cuts_alike, cut, self.candidates))
 
     def ways(self, key, cut):
         """Returns the number of devices over which an array is split."""
@@ -200,12 +202,14 @@ class ExhaustivePairs(Exhaustive):
         for index, operand in enumerate(operation.operands):
             if not operand.constant:
                 before, after = self._state(operand, cut), tuple(asked[index] for _, asked, _ in chosen)
-                root = self.of_array(operand.root)
-                for (kind, *states), seconds in self.moves(operand.bytes, before, after, merged=_merged(operand)):
-                    moved = next(one for one, other in zip(*states, strict=True) if one != other)
-                    again = kind == "gather" and self.is_gathered_again(operation, operand.root, moved)
-                    shared["gather", root, kind, *states, again] = self.counts[root] * seconds
+                view = self.of_array(operand)
+                for (kind, *states), seconds in self.moves(operand.sent_bytes, before, after, merged=_merged(operand)):
+                    shared["gather", view, kind, *states, self.is_apart(operation)] = self.counts[view] * seconds
         before, after = tuple(made for *_, made in chosen), self._state(operation.result, cut)
+        read = [(None, None) if o.constant else self._state(o, cut) for o in operation.operands]
+        for axis in (axis for axis in (0, 1) if operation.flop and is_exchanged(before[axis], after[axis])):
+            if not self.may_exchange(operation, chosen[axis][1], before[axis], [states[axis] for states in read]):
+                return math.inf, {}
         whole = [axis for axis in (0, 1) if operation.flop and is_computed_whole(before[axis], after[axis])]
         for axis in (axis for axis in whole if not self.is_made_twice(operation, before[axis])):
             candidates = [
@@ -215,10 +219,11 @@ class ExhaustivePairs(Exhaustive):
             split = [pair for pair in candidates if self._state(pair[0], cut)[axis] == pair[1]]
             if len(candidates) == 1 or len(split) == 1:
                 operand, state = (split or candidates)[0]
-                root, lost = self.of_array(operand.root), tuple(state if axis == one else None for one in (0, 1))
-                again = self.is_gathered_again(operation, operand.root, state)
-                for (kind, *states), seconds in self.moves(operand.bytes, lost, (None, None), merged=_merged(operand)):
-                    shared["gather", root, kind, *states, again] = self.counts[root] * seconds
+                view, lost = self.of_array(operand), tuple(state if axis == one else None for one in (0, 1))
+                for (kind, *states), seconds in self.moves(
+                    operand.sent_bytes, lost, (None, None), merged=_merged(operand)
+                ):
+                    shared["gather", view, kind, *states, self.is_apart(operation)] = self.counts[view] * seconds
             if len(candidates) == 1:
                 before = tuple(None if axis == one else state for one, state in enumerate(before))
         for (kind, *states), seconds in self.moves(

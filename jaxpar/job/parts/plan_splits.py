@@ -314,4 +314,7 @@ def _traffic(sent: RepeatedCollective, axis: str, size: int, rows: float) -> Spl
     payload = sent.bytes * size / (size - 1) / (2 if sent.kind == "all-reduce" else 1)
     per_row = payload / rows if sent.of_examples else 0.0
     constant = 0.0 if sent.of_examples else payload
-    return SplitTraffic(axis=axis, kind=sent.kind, payload_per_row=per_row, payload=constant, times=sent.times)
+    return SplitTraffic(
+        axis=axis, kind=sent.kind, payload_per_row=per_row, payload=constant, times=sent.times,
+        is_recomputed=sent.is_recomputed,
+    )  # fmt: skip

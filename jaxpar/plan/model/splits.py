@@ -25,6 +25,7 @@ class SplitTraffic:
       payload_per_row: Bytes of one collective for each example of a microbatch.
       payload: Bytes of one collective that do not depend on the examples.
       times: Number of them for a microbatch.
+      is_recomputed: Whether recomputation of activations runs them again.
     """
 
     axis: str
@@ -32,6 +33,7 @@ class SplitTraffic:
     payload_per_row: float
     payload: float
     times: float
+    is_recomputed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,4 +68,5 @@ def traffic(model: SplitsModel, candidate: Candidate, axis: str) -> Iterator[tup
         for entry in split.traffic:
             if entry.axis == axis:
                 payload = entry.payload + entry.payload_per_row * candidate.microbatch
-                yield entry.kind, payload, entry.times * active
+                again = entry.is_recomputed & np.not_equal(candidate.remat, "none")
+                yield entry.kind, payload, entry.times * active * (1 + again)
