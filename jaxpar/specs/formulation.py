@@ -271,7 +271,7 @@ class Formulation(IntegerProgram):
         for move, users in _collectives(self.links, operation.result, flows).items():
             if move.kind in ("all-reduce", "reduce-scatter") and group is not None:
                 result, members = group
-                key = ("sum", self.classes.of_array(result), len(members), move.source, move.target)
+                key = ("sum", self.classes.of_array(result), len(members), move.source, move.target, move.bytes)
                 if key not in self._w:
                     self._w[key] = self.add_column()
                     times = self._group_counts[key[1], key[2]] * operation.times

@@ -233,7 +233,7 @@ class ExhaustivePairs(Exhaustive):
                 total, terms = self.sums[id(operation.result)]
                 key = self.of_array(total), terms
                 totals = {id(t): (self.of_array(t), m) for t, m in self.sums.values()}
-                shared["sum", *key, *states] = seconds * sum(other == key for other in totals.values())
+                shared["sum", *key, *states, seconds] = seconds * sum(other == key for other in totals.values())
             else:
                 alone += len(group) * seconds
         return alone, shared
