@@ -74,8 +74,8 @@ class Parallel(Keywords):
         name that the model does not use is refused once its step is traced.
       paths: End of a parameter's path (regular expression) to the names of its trailing dims.
       activations: Line of the model's source, with the sizes of an array's last dims, to the names of its dims:
-        {"model.py:31 [..., 4096]": ("batch", None, "mlp")}, as if the line called `jp.constrain`. `specs="found"` and
-        `jaxpar specs` write such names.
+        {"model.py:31 [..., 4096]": ("batch", None, "mlp")}, as if the line called `jp.constrain`; "model.py:31:17" for
+        the expression at that column. `specs="found"` and `jaxpar specs` write such names.
       specs: "found" lets an integer program choose the dims that `tensor` and `context` split, of parameters and of
         activations, in place of rules for matrices: `jp.find_specs`. "" leaves them to names, annotations and use.
       replicate_above: Bytes up to which a parameter, or another array of the model's state, may stay whole on every
